@@ -11,9 +11,9 @@ from tiny_models import save_model
 
 from crossdraft import Drafter, DraftTraits, LoadedModel, generate, load_model
 from crossdraft.framework import plugins
-from crossdraft.framework.api.build import DEFAULT_VERIFIERS, compatible_verifiers, configured, default_verifier
+from crossdraft.framework.api.build import compatible_verifiers, configured, default_verifier
 from crossdraft.framework.contracts.draft import Draft
-from crossdraft.framework.contracts.draft_kind import DRAFT_KINDS, IID
+from crossdraft.framework.contracts.draft_kind import DRAFT_KINDS
 from crossdraft.framework.contracts.drafter import StrategyConfig
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import UnknownNameError, UsageError
@@ -175,12 +175,16 @@ class Drawing(Drafter):
         return Draft.empty(sequences.batch_size)
 
 
-@pytest.mark.parametrize("drawn", ["none", *DEFAULT_VERIFIERS])
+BEST = {"iid": "spectr", "without_replacement": "traversal", "greedy_draft": "greedy-draft-optimal"}
+BEST |= {"deterministic": "sample-match"}
+
+
+@pytest.mark.parametrize("kind", ["none", *DRAFT_KINDS])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_default_verifier_fits_every_kind_of_draft(target: LoadedModel, drawn: str, temperature: float) -> None:
-    drafter = Drawing, Drawing.Config(drawn=drawn)
+def test_the_default_verifier_fits_every_kind_of_draft(target: LoadedModel, kind: str, temperature: float) -> None:
+    drafter = Drawing, Drawing.Config(kind=kind)
     rule, _ = default_verifier(drafter, Sampling(temperature=temperature))
-    assert rule.name == ("greedy" if temperature == 0 else DEFAULT_VERIFIERS.get(drawn, "block"))
+    assert rule.name == ("greedy" if temperature == 0 else BEST.get(kind, "block"))
     fitting = compatible_verifiers(drafter, Sampling(temperature=temperature))
     assert rule.name in fitting and not {"lenient", "typical", "top-k", "bild"} & set(fitting)
     assert ("greedy" in fitting) == (temperature == 0)
@@ -195,7 +199,7 @@ def test_tree_drafters_run_by_default(target: LoadedModel, tmp_path: Path, name:
 
 
 def test_the_error_of_an_incompatible_pair_lists_compatible_verifiers(target: LoadedModel) -> None:
-    sentence = refused(target, [[5]], drafter=(Drawing, Drawing.Config(kind=IID)), verifier="block")
+    sentence = refused(target, [[5]], drafter=(Drawing, Drawing.Config(kind="iid")), verifier="block")
     assert "makes 'iid' drafts, but verifier 'block' accepts only: chain; compatible verifiers: " in sentence
     rules = set(sentence.rpartition(": ")[2].split(", "))
     assert rules >= {"spectr", "specinfer", "traversal", "sample-match", "multipath-block"}

@@ -144,7 +144,7 @@ def test_models_that_do_not_fit(bench: Any, models: dict[str, str]) -> None:
     _, _, err = bench(*ONE_GROUP, f"drafters.1.model={models['short']}")
     assert f"'{models['short']}' has a context of 16 tokens, but sequences reach " in err
     code, _, err = bench(*ONE_GROUP, "target=../", "drafters=[prompt-lookup]")
-    assert code == 1 and "error: --set target=../: .. is not a model directory: it has no config.json" in err
+    assert code == 1 and "error: --set target=../: .. is not a model directory: config.json is missing" in err
 
 
 def test_a_prompt_longer_than_the_context(

@@ -108,7 +108,7 @@ def test_histograms(capsys: Any, pair: list[str], tmp_path: Path) -> None:
         ("--model m --drafter d --prompt x --top-p 1.5", UsageError, "--top-p: should be less than"),
         ("--model m --drafter d --prompt x --verifier tokne", UnknownNameError, "did you mean 'token'"),
         ("--model m --drafter d --prompt x --draft chian", UnknownNameError, "did you mean 'chain'"),
-        ("--model m --drafter d --prompt x --verifier greedy", UsageError, "no pair is left to test"),
+        ("--model m --drafter d --prompt x --verifier greedy", UsageError, "nothing to test: all pairs were skipped"),
         ("--model ./nowhere --drafter d --prompt x", UsageError, "model directory ./nowhere does not exist"),
     ],
 )

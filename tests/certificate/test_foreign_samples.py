@@ -293,7 +293,7 @@ def test_distributions_of_a_tree_are_those_of_the_model(tmp_path: Path) -> None:
         ('{"prefix": [], "samples": [1]}', "prefix must be a non-empty list"),
         ('{"prefix": [1], "samples": [[]]}', "an empty sequence"),
         ('{"prefix": [1], "samples": [1], "token": 1}', "unknown key 'token'"),
-        ('{"prefix": [1], "samples": [1]}', "set --model"),
+        ('{"prefix": [1], "samples": [1]}', "--model"),
     ],
 )
 def test_lines_that_are_refused(tmp_path: Path, capsys: Any, line: str, sentence: str) -> None:
@@ -313,4 +313,4 @@ def test_options_that_mean_nothing_here_are_refused(tmp_path: Path, capsys: Any)
     assert main(["certify", "--deviation", "0.1"]) == 2
     assert main(["certify", "--first-tokens"]) == 2
     assert main(["certify", "--samples", file, "--model", "x"]) == 2
-    assert "contains probs; remove --model" in capsys.readouterr().err
+    assert "has its own probs; remove --model" in capsys.readouterr().err

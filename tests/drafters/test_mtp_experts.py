@@ -250,5 +250,5 @@ def test_modules_that_do_not_fit_are_refused(
 def test_a_shard_without_what_its_index_says(target: Any, module: dict[str, Tensor], tmp_path: Path) -> None:
     directory = sharded(tmp_path / "whole", target, module)
     save_file({"x": torch.zeros(1)}, directory / "model-00004-of-00004.safetensors")
-    with pytest.raises(ModelError, match=r"model-00004-of-00004.safetensors is damaged, or lacks"):
+    with pytest.raises(ModelError, match=r"model-00004-of-00004.safetensors is damaged, or "):
         built(target, directory)

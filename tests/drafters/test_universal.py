@@ -197,7 +197,7 @@ def test_replay_is_what_is_drafted_there() -> None:
         draft = drafter.propose(sequences, CounterRng(0).for_step([0], [len(history)], sequences.device))
         expected = draft.q[0, 0, text.tokens[t]]
         assert np.exp(message.log_q[t, 0]) == pytest.approx(float(expected), abs=1e-12)
-    with pytest.raises(UsageError, match="no beginning of a longer one"):
+    with pytest.raises(UsageError, match="are not prefixes of longer ones"):
         list(score_drafter((universal(), universal().Config(model="toy", mode="slem")), [text], make))
 
 

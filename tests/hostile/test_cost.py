@@ -62,14 +62,14 @@ OPTIONS: list[tuple[list[str], list[str]]] = [
     (["--acceptance", "inf"], ["--acceptance takes probabilities"]),
     (["--acceptance", "1.01"], ["--acceptance takes probabilities"]),
     (["--acceptance=-0.1"], ["--acceptance takes probabilities"]),
-    (["--acceptance", "much"], ["'much' is no list of numbers"]),
-    (["--efficiency", "0,1"], ["--efficiency takes two shares"]),
-    (["--efficiency", "nan,nan"], ["--efficiency takes two shares"]),
-    (["--efficiency", "0.5"], ["--efficiency takes two shares"]),
-    (["--efficiency", "0.5,2"], ["--efficiency takes two shares"]),
-    (["--run", "nowhere"], ["nowhere is no directory"]),
+    (["--acceptance", "much"], ["'much' is not a list of numbers"]),
+    (["--efficiency", "0,1"], ["--efficiency takes two fractions"]),
+    (["--efficiency", "nan,nan"], ["--efficiency takes two fractions"]),
+    (["--efficiency", "0.5"], ["--efficiency takes two fractions"]),
+    (["--efficiency", "0.5,2"], ["--efficiency takes two fractions"]),
+    (["--run", "nowhere"], ["nowhere is not a directory"]),
     (["--drafter", "nowhere"], ["nowhere is not a config.json"]),
-    (["--drafter", "a\0b"], ["there is no path 'a\\x00b'"]),
+    (["--drafter", "a\0b"], ["'a\\x00b' is not a valid path"]),
     (["--on", "h1000"], ["there is no accelerator named 'h1000'"]),
     (["--on", "\x1b[31m"], ["there is no accelerator named '\\x1b[31m'"]),
     (["--on", "none.yaml"], ["cannot read the accelerator file none.yaml: No such file"]),
@@ -89,7 +89,7 @@ def test_an_option(options: list[str], words: list[str], refused: Any, config: P
 
 
 def test_a_config_is_no_model(refused: Any, config: Path) -> None:
-    refused(["cost", "--target", str(config), "--on", ""], "a file that no installed backend takes")
+    refused(["cost", "--target", str(config), "--on", ""], "a file that is not supp")
 
 
 #: A machine in YAML, words of the sentence.
@@ -135,7 +135,7 @@ def test_a_machine(text: str, words: list[str], refused: Any, config: Path, tmp_
 #: What config.json holds beside `LLAMA`, words of the sentence.
 CONFIGS: list[tuple[Any, list[str]]] = [
     *[
-        ({key: value}, [f"config.json: {key} is", "whole number, 1 at least"])
+        ({key: value}, [f"config.json: {key} is", "it must be"])
         for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
         for value in (0, -1, "8")
     ],

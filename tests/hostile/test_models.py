@@ -203,7 +203,7 @@ def test_embeddings_in_a_circle(directory: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name, words",
     [
-        ("", "'' is no name of a model"),
+        ("", "'' is not a model name"),
         ("a\0b", "'a\\x00b' is not a valid path"),
         ("~nosuchuser/x", "home directory"),
         ("x" * 5000, "File name too long"),
@@ -317,7 +317,7 @@ def test_a_chat_template(template: str, directory: Path) -> None:
 
 
 def test_half_a_pair_is_no_text(directory: Path) -> None:
-    with pytest.raises(CrossdraftError, match=r"U\+D800, half of a surrogate pair, which no tokenizer reads"):
+    with pytest.raises(CrossdraftError, match=r"U\+D800, half of a surrogate pair, which cannot be tokenized"):
         generate(load_model(str(directory)), "w5 \ud800")
 
 

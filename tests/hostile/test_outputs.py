@@ -174,7 +174,7 @@ def test_train_beside_other_files(tmp_path: Path, models: dict[str, str], refuse
     command = ["train", "draft-model", "--target", models["target"], "--out"]
     before = (Path(models["target"]) / "model.safetensors").read_bytes()
     for force in ([], ["--force"]):
-        refused([*command, models["target"], *force], "has the files of", "which would be replaced")
+        refused([*command, models["target"], *force], "would overwrite the files of")
     assert (Path(models["target"]) / "model.safetensors").read_bytes() == before
     mine = tmp_path / "mine"
     mine.mkdir()

@@ -221,7 +221,7 @@ DRAFTERS: dict[str, list[str]] = {
     "[{name: draft-model-iid, model: TARGET, K: 100, gamma: 100}]": ["10000 nodes", "the most is 4096"],
     "[{name: draft-model-tree, model: TARGET, branching: [1000, 1000, 1000]}]": ["1000 children", "the most is 256"],
     "[{name: draft-model-tree, model: TARGET, branching: [100, 100, 100]}]": ["1010100 nodes", "the most is 4096"],
-    "[{name: draft-model-tree, model: TARGET, branching: [2, 0]}]": ["positive numbers"],
+    "[{name: draft-model-tree, model: TARGET, branching: [2, 0]}]": ["all n"],
     "[{name: draft-model-tree, model: TARGET, branching: [true]}]": ["branching[0]", "not true"],
     "[{name: draft-model-tree, model: TARGET, branching: 3}]": ["branching"],
     "[{name: draft-model-tree, model: TARGET, choices: [[1000000000]], siblings: top-k}]": ["ranks of siblings"],

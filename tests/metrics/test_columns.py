@@ -46,4 +46,4 @@ def test_readme_describes_every_column() -> None:
 def test_the_page_uses_the_same_descriptions() -> None:
     meanings = {quantity.meaning for quantity in QUANTITIES}
     own = [column.key for column in COLUMNS if column.meaning not in meanings]
-    assert own == ["setting", "per_user", "first", "run"]  # columns that are missing or different in the CSV
+    assert own == ["pair", "per_user", "first"]  # columns that are missing or different in the CSV

@@ -218,7 +218,7 @@ EDITS = {
     "max_new_tokens: 8\nprompts: bultin": ("max_new_tokens: 8", 3, "there is no prompt source named 'bultin'; did you mean 'builtin'? Installed: PROMPTS. Or give a JSONL file, a directory, or hf:org/name."),
     "max_new_tokens: 8\nprompts: {name: a, path: b}": ("max_new_tokens: 8", 3, "prompts: give either the name of the prompts or the path of a file"),
     "max_new_tokens: 8\nsampling: {topk: 3}": ("max_new_tokens: 8", 3, "unknown key 'topk' in sampling; did you mean 'top_k'?"),
-    "max_new_tokens: 8\ndtype: int8": ("max_new_tokens: 8", 3, "there is no dtype 'int8'; write auto, float32, bfloat16 or float16"),
+    "max_new_tokens: 8\ndtype: int8": ("max_new_tokens: 8", 3, "unknown dtype 'int8'; use auto, float32, bfloat16 or float16"),
     "  - 7": ("  - prompt-lookup", 4, "drafters[0]: must be a name, or a mapping of keys to values, not 7"),
     "  - {label: x}": ("  - prompt-lookup", 4, "drafters[0] needs the key 'name'"),
     "  - draft-model": ("  - prompt-lookup", 4, "drafter 'draft-model' needs the key 'model'"),

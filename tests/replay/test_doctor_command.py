@@ -178,7 +178,7 @@ def test_too_few_responses_support_no_conclusion(doctor: Callable, target: str, 
     save_heads(tmp_path / "heads", heads, {})
     drafter = f"{{name: medusa, model: {tmp_path / 'heads'}}}"
     found = doctor(target, drafter, *GREEDY, "--responses", "2")
-    assert found["likely"] == [] and found["undecided"] and found["responses_needed"] is None
+    assert found["likely"] == [] and found["inconclusive"] and found["responses_needed"] is None
     given = ["--target", target, "--drafter", drafter, "--prompts", str(tmp_path / "prompts.jsonl"), "--device", "cpu"]
     assert cli.main(["doctor", *given, *GREEDY, "--max-new-tokens", "12", "--responses", "2"]) == 0
     out = capsys.readouterr().out

@@ -173,7 +173,7 @@ def test_a_text_far_beyond_the_limit_is_not_tokenized(
         if word == "w5w6":  # one unknown word to this tokenizer: a bound by the longest token would be wrong
             assert status == 200 and sum(read) <= 4 * len(long)
         else:
-            assert status == 400 and "more than the 96 tokens that fit" in answer["error"]["message"]
+            assert status == 400 and "more than the maximum of 96 tokens" in answer["error"]["message"]
             assert sum(read) < 20_000
 
 

@@ -142,7 +142,7 @@ def test_the_command(on_disk: Path, chat_target: Any, tmp_path: Path, capsys: An
     command += ["--measure-limit", "2", "--measure-tokens", "6"]
     assert cli.main(command) == 0
     card = (out / "README.md").read_text()
-    assert "# Sublayers to leave out of target" in card and "Training: 6 steps" in card and "drafter layer-skip" in card
+    assert "# Sublayers that target" in card and "Training: 6 steps" in card and "drafter layer-skip" in card
     drafter = {"name": "layer-skip", "checkpoint": str(out)}
     alone = generate(chat_target, ["w9 w12"], drafter="none", temperature=0, max_new_tokens=8)
     assert (

@@ -70,7 +70,7 @@ def test_a_student_of_all_layers_is_the_target(target):
 
 @pytest.mark.parametrize("layers", [(), (3,), (0, -1)])
 def test_layers_the_target_does_not_have_are_refused(target, layers):
-    with pytest.raises(UsageError, match="layers 0 to 2"):
+    with pytest.raises(UsageError, match="layers of the target, 0 to 2"):
         student_of(target.model, layers)
 
 
@@ -222,7 +222,7 @@ def test_the_command_line_writes_texts_trains_and_writes_a_card(kind, on_disk, t
     [
         (["--layers", "0,9", "--tokens", "5"], "must name layers of the target, 0 to 2"),
         (["--tokens", "0"], "no texts to train on"),
-        (["--measure", "nowhere.jsonl"], "there is no prompt file nowhere.jsonl"),
+        (["--measure", "nowhere.jsonl"], "prompt file nowhere.jsonl does not exist"),
         (["--start-from", "./nowhere"], "model directory ./nowhere does not exist"),
         (["--start-from", "TARGET"], "has an embedding of its own"),
         (["--questions", "nothing"], "there is no prompt source named 'nothing'"),

@@ -133,7 +133,7 @@ def test_the_command_says_declared_lossy(capsys: Any, name: str) -> None:
     assert len(lines) == (len(TOYS) + 1) * (4 if name in TREE_RULES else 2)
     for line in lines:
         assert line.endswith("declared lossy")
-    assert verdict == f"lossy: nothing to certify, {len(lines)} pairs with verifiers that are declared lossy"
+    assert verdict == f"lossy: nothing to certify; {len(lines)} pairs declared lossy"
 
 
 def test_json_does_not_call_them_lossless(capsys: Any) -> None:
