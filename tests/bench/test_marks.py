@@ -20,6 +20,7 @@ from crossdraft.framework.contracts.draft import Draft
 from crossdraft.framework.contracts.draft_kind import SINGLE_CHILD
 from crossdraft.framework.contracts.drafter import StrategyConfig
 from crossdraft.framework.contracts.verifier import VerifierTraits
+from crossdraft.framework.metrics.intervals import Estimate
 from crossdraft.framework.report import write
 from crossdraft.framework.report.charts.charts import draw
 from crossdraft.framework.report.html.cell_table import best_of
@@ -107,7 +108,7 @@ def test_a_verifier_is_certified_once_with_its_options(bench: Any, install: Any)
     assert "not certified" not in out and mark_of_verifier(Sometimes, Sometimes.Config()) == Mark("certified")
     assert "certified lossless" not in bench(*settings, "verifiers=[token, sometimes]")[2]
     code, _, err = bench(*settings, "verifiers=[{name: sometimes, lie: true}]")
-    assert code == 1 and "verifier 'sometimes' claims to be lossless" in err
+    assert code == 1 and "verifier 'sometimes' is declared lossless" in err
     assert mark_of_verifier(Sometimes, Sometimes.Config(lie=True)).kind == "failed"
     assert mark_of_verifier(Sometimes, Sometimes.Config()).kind == "certified"
 
@@ -199,6 +200,9 @@ def test_legends_of_charts(measured: Path) -> None:
     from crossdraft.framework.report.charts.style import style
 
     results = read_run(measured).summary.results
+    for result in results:  # on a busy machine speed-ups are withheld
+        if result.metrics is not None and not result.config.is_baseline:
+            result.metrics.speed_up, result.metrics.withheld = Estimate(1.5, 1.4, 1.6), ""
     for kind in ("block_efficiency", "target_rows", "speed_up", "acceptance"):
         with style():
             drawn = KINDS[kind].draw(results, "page")

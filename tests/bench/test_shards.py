@@ -117,9 +117,9 @@ def test_a_group_of_two_shards_is_the_last_one(bench: Any, tmp_path: Path) -> No
     "flags, sentence",
     [
         (["--shard", "3/3"], "the recipe has 2 groups, fewer than the 3 shards; use fewer shards"),
-        (["--shard", "1/2", "--launcher", "local"], "--shard and --launcher: a launcher makes shards itself"),
-        (["--workers", "2"], "--workers needs --launcher"),
-        (["--launcher-option", "a=1"], "--launcher-option needs --launcher"),
+        (["--shard", "1/2", "--launcher", "local"], "--shard and --launcher cannot be combined"),
+        (["--workers", "2"], "--workers requires --launcher"),
+        (["--launcher-option", "a=1"], "--launcher-option requires --launcher"),
     ],
 )
 def test_options_that_do_not_fit(bench: Any, tmp_path: Path, flags: list[str], sentence: str) -> None:

@@ -179,7 +179,7 @@ def test_train_beside_other_files(tmp_path: Path, models: dict[str, str], refuse
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "README.md").write_text("a year's work", encoding="utf-8")
-    refused([*command, str(mine)], "holds files that crossdraft train did not write, README.md for one", "--force")
+    refused([*command, str(mine)], "contains files not written by crossdraft train, such as README.md", "--force")
     os.mkfifo(mine / "texts.jsonl")
     refused([*command, str(mine), "--force"], "texts.jsonl: it is a device, a pipe or a socket")
     assert (mine / "README.md").read_text(encoding="utf-8") == "a year's work"
