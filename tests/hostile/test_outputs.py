@@ -183,4 +183,4 @@ def test_train_beside_other_files(tmp_path: Path, models: dict[str, str], refuse
     os.mkfifo(mine / "texts.jsonl")
     refused([*command, str(mine), "--force"], "texts.jsonl: it is a device, a pipe or a socket")
     assert (mine / "README.md").read_text(encoding="utf-8") == "a year's work"
-    refused([*command, "/dev/null"], "must be a directory")
+    refused([*command, "/dev/null"], "give a directory")
