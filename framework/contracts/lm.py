@@ -24,13 +24,16 @@ class LM(Protocol):
     device: torch.device
     #: Per slot, committed tokens held (keys and values), not counting speculative nodes.
     lengths: list[int]
-    #: Longest sequence the model can attend over, or ``None`` if unbounded.
-    context_length: int | None
     #: Forward passes made so far, prefill not counted.
     passes: int
     #: Layers whose hidden states ``start`` and ``forward`` return, see `DraftTraits.hidden_layers`; may be set at
     #: any time.
     hidden_layers: tuple[float, ...]
+
+    @property
+    def context_length(self) -> int | None:
+        """Longest sequence the model can attend over, or ``None`` if unbounded."""
+        ...
 
     def start(self, row: int, prompt: Sequence[int]) -> Tensor | None:
         """Slot ``row`` starts over with all of ``prompt`` but its last token; nodes that were not kept are dropped.
