@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..framework.contracts.draft import Draft, Verdict
-from ..framework.contracts.draft_kind import IID
 from ..framework.contracts.rng import StepRng, UniformStepRng
 from ..framework.util.tensors import columns, eager_on_cpu, take_rows
 from ._chain import total
@@ -57,7 +56,7 @@ class Children:
         """``[B, V]``: q of one entry; ``like [B, V]`` has the shape and dtype of a point mass."""
         node = self.node[:, entry]
         q = self.draft.q_of(node, like)
-        if self.draft.kind is IID and not self._copies:
+        if self.draft.kind.merged_sequences and not self._copies:
             q = without_earlier_siblings(
                 self.draft, q[:, None], self.draft.earlier_siblings[self._rows, node][:, None]
             ).squeeze(1)
@@ -69,7 +68,9 @@ def draft_probs_of(draft: Draft, nodes: Sequence[int], like: Tensor) -> Tensor:
     if draft.q is None:
         return torch.zeros_like(like).scatter_(2, columns(draft.tokens, nodes)[..., None], 1.0)
     q = columns(draft.q, nodes) if draft.q_index is None else take_rows(draft.q, columns(draft.q_index, nodes))
-    return without_earlier_siblings(draft, q, columns(draft.earlier_siblings, nodes)) if draft.kind is IID else q
+    return (
+        without_earlier_siblings(draft, q, columns(draft.earlier_siblings, nodes)) if draft.kind.merged_sequences else q
+    )
 
 
 def without_earlier_siblings(draft: Draft, q: Tensor, earlier_siblings: Tensor) -> Tensor:

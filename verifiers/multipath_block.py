@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..framework.contracts.draft import Draft, Verdict
-from ..framework.contracts.draft_kind import IID, INDEPENDENT_SEQUENCES, SAMPLED_SIBLINGS, WITHOUT_REPLACEMENT
+from ..framework.contracts.draft_kind import INDEPENDENT_SEQUENCES, SAMPLED_SIBLINGS
 from ..framework.contracts.drafter import StrategyConfig
 from ..framework.contracts.rng import StepRng, UniformStepRng, accept_each
 from ..framework.contracts.verifier import Verifier, VerifierTraits
@@ -213,7 +213,7 @@ def verify_path(
             q = take_rows(draft.q[rows], path.q_row[rows])
         if most == 1:
             qhat = q
-        elif draft.kind is IID:
+        elif draft.kind.merged_sequences:
             qhat = best_path_probs(target, q, token, valid, None if n is None else n[rows], most)
         else:
             qhat = torch.cat([better_of_two_probs(target[:, 0], q[:, 0])[:, None], q[:, 1:]], 1)
@@ -273,7 +273,7 @@ def concat(pieces: Sequence[Tensor]) -> Tensor:
 def q_rows_of(draft: Draft) -> Tensor:
     """``[B, N]``: row of ``q`` for the ranking of each node; the first row for tokens drawn without replacement."""
     row = counting(draft.width, draft.tokens.device).expand_as(draft.tokens) if draft.q_index is None else draft.q_index
-    return torch.where(draft.parents < 0, row[:, :1], row) if draft.kind is WITHOUT_REPLACEMENT else row
+    return torch.where(draft.parents < 0, row[:, :1], row) if SAMPLED_SIBLINGS in draft.kind.capabilities else row
 
 
 def quotient(p: Tensor, q: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class DraftKind:
+class LabelledDrafter:
     """A draft label: a registered drafter, and its config for a draft depth gamma."""
 
     drafter: str
@@ -41,19 +41,19 @@ class DraftKind:
 
 
 #: ``--draft``. The model's name is arbitrary: any name loads the toy's draft model.
-DRAFTS: dict[str, DraftKind] = {
-    "chain": DraftKind(
+DRAFTS: dict[str, LabelledDrafter] = {
+    "chain": LabelledDrafter(
         "draft-model",
         lambda gamma: {"model": "toy", "gamma": gamma, "temperature": 1},
         "a sampled chain",
     ),
-    "point-mass": DraftKind(
+    "point-mass": LabelledDrafter(
         "draft-model",
         lambda gamma: {"model": "toy", "gamma": gamma, "temperature": 0},
         "the drafter's argmax chain",
     ),
     # The margin of 1e-9 makes a probability of 2/5 pass in spite of rounding.
-    "stop-early": DraftKind(
+    "stop-early": LabelledDrafter(
         "draft-model",
         lambda gamma: {
             "model": "toy",
@@ -63,29 +63,29 @@ DRAFTS: dict[str, DraftKind] = {
         },
         "a sampled chain that ends after a token drawn with probability below 2/5",
     ),
-    "iid-2": DraftKind("draft-model-iid", lambda gamma: _iid(gamma, 2), "two i.i.d. sequences"),
-    "iid-3": DraftKind("draft-model-iid", lambda gamma: _iid(gamma, 3), "three i.i.d. sequences"),
-    "tree-wor-2-1": DraftKind(
+    "iid-2": LabelledDrafter("draft-model-iid", lambda gamma: _iid(gamma, 2), "two i.i.d. sequences"),
+    "iid-3": LabelledDrafter("draft-model-iid", lambda gamma: _iid(gamma, 3), "three i.i.d. sequences"),
+    "tree-wor-2-1": LabelledDrafter(
         "draft-model-tree",
         lambda gamma: _tree(gamma, "without-replacement"),
         "two children of the root drawn without replacement, a chain below each",
     ),
-    "tree-greedy-2-1": DraftKind(
+    "tree-greedy-2-1": LabelledDrafter(
         "draft-model-tree",
         lambda gamma: _tree(gamma, "greedy"),
         "the most probable child of the root and one drawn from the rest, a sampled chain below each",
     ),
-    "tree-top-2-1": DraftKind(
+    "tree-top-2-1": LabelledDrafter(
         "draft-model-tree",
         lambda gamma: _tree(gamma, "top-k"),
         "the two most probable children, an argmax chain below each",
     ),
-    "tree-sequoia": DraftKind(
+    "tree-sequoia": LabelledDrafter(
         "draft-model-tree",
         lambda gamma: _grown_tree(gamma, "sequoia", {"acceptance": [0.8, 0.1], "temperature": 1}),
         "Sequoia's tree of gamma + 1 nodes, drawn without replacement: a chain, and a sibling of its first node",
     ),
-    "tree-opt": DraftKind(
+    "tree-opt": LabelledDrafter(
         "draft-model-tree",
         lambda gamma: _grown_tree(gamma, "opt-tree", {"threshold": 0}),
         "OPT-Tree's tree of gamma + 1 nodes: the most probable ones, so its shape varies",
@@ -94,15 +94,15 @@ DRAFTS: dict[str, DraftKind] = {
 
 
 #: ``--draft`` for toys with two vocabularies.
-TRANSLATED: dict[str, DraftKind] = {
-    "tli": DraftKind(
+TRANSLATED: dict[str, LabelledDrafter] = {
+    "tli": LabelledDrafter(
         "universal",
         lambda gamma: {"model": "toy", "mode": "tli", "gamma": gamma, "temperature": 1},
         "a chain sampled by a drafter with another vocabulary, from the shared tokens",
         markov=False,
         translated=True,
     ),
-    "slem": DraftKind(
+    "slem": LabelledDrafter(
         "universal",
         lambda gamma: {"model": "toy", "mode": "slem", "gamma": gamma},
         "the most probable text of a drafter with another vocabulary, retokenized for the target",
@@ -129,7 +129,7 @@ def _grown_tree(gamma: int, growth: str, options: dict[str, Any]) -> dict[str, A
 
 @dataclass(frozen=True)
 class NamedDrafter:
-    """A registered drafter with its options, which determine the draft depth. Same interface as `DraftKind`."""
+    """A registered drafter with its options, which determine the draft depth. Same interface as `LabelledDrafter`."""
 
     label: str
     cls: type[Drafter]

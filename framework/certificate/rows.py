@@ -13,7 +13,7 @@ from ..errors import CrossdraftError, NumericalError
 from . import effort
 from .bounds import Bounds, bounds
 from .certify import certify
-from .drafts import DraftKind, NamedDrafter
+from .drafts import LabelledDrafter, NamedDrafter
 from .table_lm import Toy
 
 
@@ -100,7 +100,7 @@ class PairTooLarge(CannotRun):
 def certify_row(
     toy: Toy,
     label: str,
-    kind: DraftKind | NamedDrafter,
+    kind: LabelledDrafter | NamedDrafter,
     verifier: type[Verifier],
     steps: int | None = None,
     gamma: int | None = None,
@@ -146,7 +146,7 @@ def certify_row(
     )
 
 
-def row_bounds(toy: Toy, kind: DraftKind | NamedDrafter, row: Row, cache: dict[Any, Bounds]) -> Bounds:
+def row_bounds(toy: Toy, kind: LabelledDrafter | NamedDrafter, row: Row, cache: dict[Any, Bounds]) -> Bounds:
     """Bounds that apply to the verifier of a row; ``known`` caches those of the same toy and draft."""
     if not row.traits.lossless:
         return Bounds()
@@ -165,7 +165,7 @@ def _traits(verifier: type[Verifier], options: StrategyConfig | None) -> Verifie
     return verifier.traits(verifier.Config() if options is None else options)
 
 
-def _temperature(kind: DraftKind | NamedDrafter, traits: VerifierTraits) -> float:
+def _temperature(kind: LabelledDrafter | NamedDrafter, traits: VerifierTraits) -> float:
     """Target temperature of the certificate."""
     drafter, config = kind.config(1)
     zero = drafter.traits(config, Sampling(temperature=0)).temperature_zero_only
@@ -175,7 +175,7 @@ def _temperature(kind: DraftKind | NamedDrafter, traits: VerifierTraits) -> floa
 def _lengths(
     toy: Toy,
     label: str,
-    kind: DraftKind | NamedDrafter,
+    kind: LabelledDrafter | NamedDrafter,
     verifier: str,
     verifier_traits: VerifierTraits,
     temperature: float,

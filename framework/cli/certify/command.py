@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ... import plugins
-from ...certificate.drafts import DRAFTS, TRANSLATED, DraftKind, NamedDrafter, named_drafter
+from ...certificate.drafts import DRAFTS, TRANSLATED, LabelledDrafter, NamedDrafter, named_drafter
 from ...errors import ContractError, UnknownNameError, UsageError
 from . import model, samples
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ...contracts.verifier import Verifier
 
 #: Draft kinds by draft label, or named drafters by name.
-Drafts = Mapping[str, DraftKind | NamedDrafter]
+Drafts = Mapping[str, LabelledDrafter | NamedDrafter]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
