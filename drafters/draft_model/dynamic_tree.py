@@ -7,23 +7,22 @@ point masses.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
 from ...framework.contracts.draft_kind import DETERMINISTIC
-from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
+from ...framework.contracts.drafter import DraftContext, DraftTraits, StrategyConfig
 from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
 from ...framework.util.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS
-from ..autoregressive.draft_model import DraftModel
 from ..autoregressive.trees import check_candidates, dynamic_slack, grow_dynamic
+from .tree_drafter import TreeDrafter
 
 
-class DraftModelDynamicTree(Drafter):
+class DraftModelDynamicTree(TreeDrafter):
     """Expands the ``top_k`` most probable nodes of each level and keeps the ``nodes`` most probable of all."""
 
     name = "draft-model-dynamic-tree"
@@ -46,29 +45,12 @@ class DraftModelDynamicTree(Drafter):
 
     config: Config
 
-    def __init__(self, config: StrategyConfig, context: DraftContext):
-        super().__init__(config, context)
-        # More nodes can be fed than are kept.
-        slack = dynamic_slack(self.config.depth, self.config.top_k, self.config.nodes)
-        self.model = DraftModel(context.load_lm(self.config.model, room=slack))
-        self._fed_index: Tensor | None = None
+    def __init__(self, config: Any, context: DraftContext):
+        super().__init__(config, context, config.model, dynamic_slack(config.depth, config.top_k, config.nodes))
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
         return DraftTraits(kind=DETERMINISTIC, point_mass=True, nodes=config.nodes, levels=config.depth)
-
-    @property
-    def passes(self) -> int:
-        return self.model.passes
-
-    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
-        self.model.prefill(prompts)
-
-    def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
-        self.model.start(row, prompt)
-
-    def free(self, row: int, finish_reason: str | None = None) -> None:
-        self.model.free(row)
 
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         depth = min(self.config.depth, max(sequences.limit))

@@ -8,19 +8,17 @@ and J. Wang et al., "OPT-Tree: Speculative Decoding with Adaptive Draft Tree Str
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
 from ...framework.contracts.draft_kind import CHAIN, DETERMINISTIC
-from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
+from ...framework.contracts.drafter import DraftContext, DraftTraits
 from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
 from ...framework.util.limits import MOST_LEVELS, MOST_NODES
-from ..autoregressive.draft_model import DraftModel
 from ..autoregressive.sequoia import best_tree
 from ..autoregressive.trees import (
     SIBLING_KINDS,
@@ -34,6 +32,7 @@ from ..autoregressive.trees import (
     tree_shape,
 )
 from .draft_model import ModelConfig
+from .tree_drafter import TreeDrafter
 
 #: Default tree.
 BRANCHING = (2, 2, 1)
@@ -45,7 +44,7 @@ NODES, DEPTH, THRESHOLD = 16, 8, 0.1
 ACCEPTANCE = (0.26, 0.08, 0.057, 0.046, 0.034, 0.027, 0.027)
 
 
-class DraftModelTree(Drafter):
+class DraftModelTree(TreeDrafter):
     """A tree given by its branching, by choice lists or by a budget; one pass of the draft model per level.
 
     ``siblings`` sets the choice of the children of a node: ``without-replacement`` (drawn one after the other),
@@ -148,16 +147,12 @@ class DraftModelTree(Drafter):
 
     config: Config
 
-    def __init__(self, config: StrategyConfig, context: DraftContext):
-        super().__init__(config, context)
-        own = self.config
-        self.sampling = context.sampling.at(own.temperature)
-        self.shape = None if own.growth == "opt-tree" else own.shape()
-        # More nodes can be fed than are kept.
-        slack = max(max_expanded(own.levels, own.budget) - own.budget, 0) if self.shape is None else 0
-        self.model = DraftModel(context.load_lm(own.model, room=slack))
-        self.siblings: Siblings = own.effective_siblings(context.sampling)
-        self._fed_index: Tensor | None = None
+    def __init__(self, config: Any, context: DraftContext):
+        self.shape = None if config.growth == "opt-tree" else config.shape()
+        slack = max(max_expanded(config.levels, config.budget) - config.budget, 0) if self.shape is None else 0
+        super().__init__(config, context, config.model, slack)
+        self.sampling = context.sampling.at(config.temperature)
+        self.siblings: Siblings = config.effective_siblings(context.sampling)
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
@@ -173,19 +168,6 @@ class DraftModelTree(Drafter):
             levels=len(shape.ranks),
             branching=branching if by_branching else None,
         )
-
-    @property
-    def passes(self) -> int:
-        return self.model.passes
-
-    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
-        self.model.prefill(prompts)
-
-    def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
-        self.model.start(row, prompt)
-
-    def free(self, row: int, finish_reason: str | None = None) -> None:
-        self.model.free(row)
 
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         own, self._fed_index = self.config, None
