@@ -1,4 +1,4 @@
-"""Which plug-ins are installed, and what each name stands for.
+"""Installed plug-ins, and the objects behind their names.
 
 Plug-ins are found through the entry-point group ``crossdraft``; the built-in drafters and verifiers use the
 same door. A plug-in that fails to import or to register is recorded in `broken` and skipped with a warning:
@@ -141,7 +141,7 @@ class Manager(pluggy.PluginManager):
         return names, broken
 
     def _ask(self, plugin: Any, kind: str, provider: str) -> list[Entry]:
-        """What `plugin` registers of one kind. Asked alone: a pluggy call stops at the first failure."""
+        """Return what `plugin` registers of one kind. Called per plug-in: a pluggy call stops at the first failure."""
         found: list[Entry] = []
 
         def register(name: str, reference: Any, summary: str = "") -> None:
@@ -177,7 +177,7 @@ def entries(kind: str) -> dict[str, Entry]:
 
 
 def broken() -> list[Broken]:
-    """What was skipped, and why."""
+    """Skipped plug-ins, with the reasons."""
     return list(manager().collected()[1])
 
 
@@ -241,7 +241,7 @@ def recorded_config(kind: str, cls: Any, options: Mapping[str, Any]) -> Any:
 
 
 def traits_of(kind: str, cls: Any, config: Any, *sampling: Any) -> Any:
-    """What the ``traits`` of a drafter or verifier (a class, or an instance) say.
+    """Return the traits of a drafter or verifier (a class, or an instance).
 
     Raises ContractError for traits that raise or are nonsense.
     """

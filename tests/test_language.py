@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,7 +91,7 @@ def messages(path: Path) -> Iterator[str]:
 
 
 #: Places that are still to be reworded; lower a number when some are, never raise it.
-REMAINING = {"openings": 130, "names": 69, "messages": 3}
+REMAINING = {"openings": 73, "names": 67, "messages": 3}
 
 
 @pytest.mark.parametrize("rule", [openings, names, messages])
@@ -100,7 +101,7 @@ def test_words(rule) -> None:
 
 
 def test_a_word_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("test_language.ROOT" if "test_language" in globals() else f"{__name__}.ROOT", tmp_path)
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     path = tmp_path / "one.py"
     path.write_text(
         '"""What it is."""\n\n\ndef asked(told):\n    raise ValueError(f"{told} is no number")\n', encoding="utf-8"

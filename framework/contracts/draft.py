@@ -177,7 +177,7 @@ class Draft:
 
     @property
     def is_chain(self) -> bool:
-        """Is every node the child of the one before it?"""
+        """True if every node is the child of the one before it."""
         return self.kind.is_chain and not self.probes
 
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> Draft:
@@ -285,7 +285,7 @@ class Draft:
 
 @dataclass
 class Verdict:
-    """Which drafted tokens survive, and the token that follows them.
+    """Accepted tokens of a draft, and the token that follows them.
 
     Attributes:
         length: ``[B]`` int64, tau, the accepted draft tokens of each row.

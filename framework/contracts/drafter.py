@@ -40,7 +40,7 @@ class StrategyConfig(Options):
 
 @dataclass(frozen=True)
 class DraftTraits:
-    """What a drafter with a given config makes.
+    """Properties of the drafts of a drafter with a given config.
 
     Attributes:
         kind: of its drafts; ``None`` = it never drafts (the autoregressive baseline).
@@ -75,7 +75,7 @@ class DraftTraits:
     nested: bool = True
 
     def problem(self) -> str | None:
-        """What is wrong with these traits, for people; None if a draft can be as they say."""
+        """Return the reason why these traits are invalid, as a message; None if they are valid."""
         if self.kind is not None and not isinstance(self.kind, DraftKind):
             return f"kind={quoted(self.kind)}, which is not a DraftKind ({', '.join(DRAFT_KINDS)}, or one of your own)"
         if not _is_count(self.nodes) or MOST_NODES.refusal(self.nodes):
@@ -107,7 +107,7 @@ class DraftTraits:
 
 @dataclass(frozen=True)
 class TextDistribution:
-    """How a drafter drafts whose law of a token follows from the tokens before it, wherever the step started.
+    """Drafting in which the distribution of a token depends only on the tokens before it.
 
     Then one pass over a text says what drafting from each of its tokens would, see `Drafter.text_distribution`.
 
@@ -154,7 +154,7 @@ def _is_count(value: object) -> bool:
 
 @dataclass
 class DraftContext:
-    """What a drafter is given to build itself: facts of the run, and what it may ask for.
+    """Everything that a drafter is built from: facts of the run, and resources to request.
 
     Every method may be refused with a `ModelError`, a sentence for people: the target of the certificate is no
     transformers model, say, and has no heads.
@@ -224,7 +224,7 @@ class DraftContext:
         raise self._refused("load heads")
 
     def load_settings(self, name: str) -> dict[str, Any]:
-        """What was found out for a drafter beforehand: the object in the JSON file ``name``, or in its
+        """Read settings made for a drafter beforehand: the object in the JSON file ``name``, or in its
         ``settings.json``.
 
         Raises:
@@ -292,7 +292,7 @@ class Drafter(ABC):
     @classmethod
     @abstractmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        """What a drafter with this ``config`` makes for a target sampled with ``sampling``; loads nothing."""
+        """Return the traits of a drafter with this ``config`` for a target sampled with ``sampling``; load nothing."""
 
     @classmethod
     def wrapped(cls, config: Any) -> Sequence[type[Drafter]]:
@@ -317,7 +317,7 @@ class Drafter(ABC):
 
     @classmethod
     def misconfigurations(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterable[Misconfiguration]:
-        """What is usually wrong with ``heads`` like these, for `crossdraft doctor`, which tries it. Optional.
+        """Yield common mistakes with ``heads`` like these, for `crossdraft doctor` to try. Optional.
 
         Args:
             heads: what `DraftContext.load_heads` gives for the ``model`` of ``config``.
@@ -359,7 +359,7 @@ class Drafter(ABC):
 
     @classmethod
     def remembers(cls, config: Any) -> bool:
-        """Does what a drafter with this ``config`` drafts depend on other sequences, before or beside the one at hand?
+        """Return True if drafts with this ``config`` depend on other sequences, earlier or concurrent ones.
 
         By default: does its class define `reset`?
         """

@@ -25,7 +25,7 @@ hookimpl = pluggy.HookimplMarker("crossdraft")
 
 
 class Register(Protocol):
-    """What a plug-in calls, once for each name it provides."""
+    """Callback of a plug-in, called once for each name that it provides."""
 
     def __call__(self, name: str, reference: Any, summary: str = "") -> None: ...
 

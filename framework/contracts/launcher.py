@@ -22,7 +22,7 @@ class LauncherConfig(Options):
 
 @dataclass(frozen=True)
 class Work:
-    """What one process is to do: ``python -m crossdraft ARGUMENTS`` in a directory.
+    """Task of one process: ``python -m crossdraft ARGUMENTS`` in a directory.
 
     Attributes:
         title: of the group, for people.
@@ -71,7 +71,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def devices(self) -> int | None:
-        """How many processes there may be before two share a device; None if something else sees to that (a queue)."""
+        """Maximum number of processes without a shared device; None if something else ensures that (a queue)."""
 
     @abstractmethod
     def start(self, work: Work) -> Worker:

@@ -101,7 +101,7 @@ class LM(Protocol):
 
 
 class Fork(LM, Protocol):
-    """What `LM.fork` returns."""
+    """Some layers of a model over the slots of the whole one, see `LM.fork`."""
 
     @property
     def fed(self) -> Tensor | None:
@@ -115,7 +115,7 @@ class Fork(LM, Protocol):
 
 @runtime_checkable
 class Prefills(Protocol):
-    """What an `LM` may have, too."""
+    """Optional method of an `LM`."""
 
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
         """Feed the first tokens of prompts whose slots `start` soon: those of several slots in one pass.

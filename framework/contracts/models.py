@@ -1,4 +1,4 @@
-"""What a model is to the rest of crossdraft: found on this machine, loaded, run by a backend; and bare heads.
+"""Models as the rest of crossdraft uses them: resolved, loaded, run by a backend; and checkpoints of heads.
 
 Nothing here loads or imports anything heavy: plug-ins name these classes while they register.
 """
@@ -68,7 +68,7 @@ class LoadedModel:
 
 
 class ModelSource(ABC):
-    """Where a registered model comes from. Creating one must cost nothing: it happens at registration."""
+    """Source of a registered model. Creating one must cost nothing: it happens at registration."""
 
     @abstractmethod
     def fetch(self, name: str) -> ResolvedModel:
@@ -76,7 +76,7 @@ class ModelSource(ABC):
 
 
 class Backend(ABC):
-    """How models of one kind are told, loaded and run. Registered through ``crossdraft_register_backends``.
+    """Detection, loading and running of models of one kind. Registered through ``crossdraft_register_backends``.
 
     The built-in one, ``transformers``, takes directories with a ``config.json``. Another one (llama.cpp, an engine)
     answers for other files; targets and draft models are then given by the path of such a file.
@@ -86,7 +86,7 @@ class Backend(ABC):
 
     @abstractmethod
     def takes(self, path: Path) -> bool:
-        """Whether the file or directory ``path`` is a model of this kind; looks at it, loads nothing."""
+        """Return True if the file or directory ``path`` is a model of this kind; load nothing."""
 
     @abstractmethod
     def load(
@@ -117,7 +117,7 @@ class Backend(ABC):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a directory of heads holds.
+    """Contents of a directory of heads.
 
     Attributes:
         name: as the user wrote it.

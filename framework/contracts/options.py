@@ -1,4 +1,4 @@
-"""What options are made of: the base of every recipe, sampling and strategy's ``Config``.
+"""Base of every recipe, sampling and strategy's ``Config``.
 
 Bad options are errors, never silent defaults: keys that nobody knows, NaN and infinity, and ``true`` for a number,
 which Python takes for 1.

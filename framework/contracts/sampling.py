@@ -68,7 +68,7 @@ class Sampling(Options):
 
     @staticmethod
     def sound(p: Tensor) -> Tensor:
-        """Whether laws ``[..., V]`` at a temperature above 0 came of logits without NaN and +inf, ``[...]``."""
+        """``[...]`` bool: True if probs ``[..., V]`` at a temperature above 0 come from logits without NaN and +inf."""
         return p[..., 0] >= 0
 
     def warpers(self) -> list:

@@ -1,4 +1,4 @@
-"""What a step did to a row, what a finished sequence is, and what a watcher of steps is told."""
+"""Outcome of a step for one sequence, finished sequences, and the event that `on_step` receives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .draft import Draft, Scores, Verdict
 
 @dataclass
 class SequenceStep:
-    """What happened to one row in one step.
+    """Outcome of one step for one row.
 
     Attributes:
         tau: accepted draft tokens (an accepted end-of-sequence token cuts what follows it).
@@ -80,7 +80,7 @@ class Response:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What a sequence said in a step, as :func:`crossdraft.stream` gives it.
+    """Output of a sequence in one step, as :func:`crossdraft.stream` yields it.
 
     Attributes:
         index: which prompt it answers.

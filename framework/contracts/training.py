@@ -50,7 +50,7 @@ Divergence = Literal["forward-kl", "reverse-kl", "jsd", "tv"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Options, ABC):
-    """How to train. A subclass is one kind of training; it may add options and give these other defaults.
+    """Settings of a training. A subclass is one kind of training; it may add options and give these other defaults.
 
     The learning rate is warmed up linearly and then falls along a cosine to 5 % of its peak.
     """
@@ -85,7 +85,7 @@ class TrainingConfig(Options, ABC):
 
     @abstractmethod
     def trainee(self, target: LoadedModel) -> Trainee:
-        """What is trained. Raises UsageError for options that do not fit the target."""
+        """Return the trainee. Raises UsageError for options that do not fit the target."""
 
     def fitted(self, target: LoadedModel) -> Self:
         """The same with defaults that depend on the target filled in."""
@@ -143,7 +143,7 @@ class Trainee(ABC):
         """Make what depends on the training texts; called once, before anything else."""
 
     def made_with(self) -> dict[str, str]:
-        """What the result depends on beside options, texts and target, by name: digests of other models, say."""
+        """Inputs of the result beside options, texts and target, by name: digests of other models, for example."""
         return {}
 
     def rewritten(self, texts: Sequence[Text], step: int) -> Sequence[Text]:
@@ -171,17 +171,17 @@ class Trainee(ABC):
 
     @property
     def target_name(self) -> str:
-        """Of the target, for people: of a directory the last part, as a card is read on other machines."""
+        """Name of the target in a model card: the last part of a directory, as cards are read on other machines."""
         return public(self.target.name)
 
     @property
     def start_name(self) -> str:
-        """Of the drafter that training starts from, likewise."""
+        """Name of the drafter that training starts from, in the same form."""
         return public(self.recipe.start_from)
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
-        """What the optimiser changes, by name."""
+        """Parameters that the optimiser changes, by name."""
         return {name: weight for name, weight in self.student.named_parameters() if weight.requires_grad}
 
     def drafting_with(self, out: Path) -> dict[str, Any]:
@@ -210,7 +210,7 @@ class Trainee(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class SearchConfig(Options, ABC):
-    """How to search for settings of a drafter, which are tried rather than trained. A subclass is one kind of search.
+    """Settings of a search for a drafter's options, tried instead of trained. A subclass is one kind of search.
 
     The search is Bayesian: settings are proposed by a model of how good those before them were (optuna's TPE).
     """
@@ -229,7 +229,7 @@ class SearchConfig(Options, ABC):
 
     @abstractmethod
     def search(self, target: LoadedModel) -> Search:
-        """What is searched. Raises UsageError for a target that it does not fit."""
+        """Return the search. Raises UsageError for a target that it does not fit."""
 
 
 class Search(ABC):
@@ -248,12 +248,12 @@ class Search(ABC):
 
     @property
     def target_name(self) -> str:
-        """Of the target, for people, see `Trainee.target_name`."""
+        """Name of the target, see `Trainee.target_name`."""
         return public(self.target.name)
 
     @abstractmethod
     def first(self) -> Sequence[Mapping[str, Any]]:
-        """What is tried first: values of the parameters that `suggest` asks for, by name."""
+        """First trial: values of the parameters that `suggest` requests, by name."""
 
     @abstractmethod
     def suggest(self, trial: Any) -> dict[str, Any]:

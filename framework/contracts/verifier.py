@@ -24,7 +24,7 @@ from .sampling import Sampling
 
 @dataclass(frozen=True)
 class VerifierTraits:
-    """What a verifier accepts and promises.
+    """Accepted drafts and guarantees of a verifier.
 
     Attributes:
         accepts: capabilities of `DraftKind`, of which a draft needs one.
@@ -44,7 +44,7 @@ class VerifierTraits:
     modifies_target: bool = False
 
     def problem(self) -> str | None:
-        """What is wrong with these traits, for people; None if they can be a rule's."""
+        """Return the reason why these traits are invalid, as a message; None if they are valid."""
         if not isinstance(self.accepts, frozenset | set) or not all(isinstance(one, str) for one in self.accepts):
             return f"accepts={quoted(self.accepts)}, which is not a set of capabilities (see draft_kind)"
         for key in ("pairs_only", "lossless", "temperature_zero_only", "stateful", "modifies_target"):
@@ -76,7 +76,7 @@ class Verifier(ABC):
     @classmethod
     @abstractmethod
     def traits(cls, config: Any) -> VerifierTraits:
-        """What a verifier with this ``config`` accepts and promises; decided before any model is loaded."""
+        """Return the traits of a verifier with this ``config``; decided before any model is loaded."""
 
     @classmethod
     def wrapped(cls, config: Any) -> Sequence[type[Verifier]]:
@@ -91,7 +91,7 @@ class Verifier(ABC):
         """Judge every row of ``draft`` against ``p [B, N+1, V]`` (see `Scores`); never synchronises with the host."""
 
     def held(self, draft: Draft) -> tuple[Tensor, ...]:
-        """What `judge` reads of the state, as tensors on the device; see there."""
+        """State that `judge` reads, as tensors on the device; see there."""
         return ()
 
     def judge(self, draft: Draft, p: Tensor, rng: StepRng, *held: Tensor) -> tuple[Verdict, *tuple[Tensor, ...]]:
@@ -121,7 +121,7 @@ class Verifier(ABC):
 def incompatible(
     drafter: str, draft: DraftTraits, verifier: str, traits: VerifierTraits, sampling: Sampling
 ) -> str | None:
-    """Why this pair cannot run, as a sentence, or ``None`` if it can. Decided before any model is loaded."""
+    """Return the reason why this pair cannot run, or ``None`` if it can. Decided before any model is loaded."""
     if traits.temperature_zero_only and sampling.temperature > 0:
         better = "'token' or 'block'" if draft.kind is None or draft.is_chain else "'traversal' or 'specinfer'"
         return (

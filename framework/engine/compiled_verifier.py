@@ -72,7 +72,7 @@ class CompiledVerifier:
 
     @staticmethod
     def takes(rule: Verifier) -> bool:
-        """Whether ``rule`` can be compiled."""
+        """Return True if ``rule`` can be compiled."""
         return not rule.traits(rule.config).stateful or type(rule).judge is not Verifier.judge
 
     @property

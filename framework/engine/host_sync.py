@@ -1,4 +1,4 @@
-"""What the host learns of a step, in its one transfer, and what is checked of that in every step, on every device."""
+"""The single device-to-host copy of a step, and the checks made on it."""
 
 from __future__ import annotations
 
@@ -63,42 +63,42 @@ def to_host(
     emitted = torch.cat([along, verdict.token[:, None]], 1)
     # A length beyond the path is found on the host; until then nothing may be written beyond the table.
     emitted.scatter_(1, verdict.length.clamp(0, along.shape[1])[:, None], verdict.token[:, None])
-    told = {"tau": verdict.length, "nodes": drafted.count, "target_finite": finite}
+    columns = {"tau": verdict.length, "nodes": drafted.count, "target_finite": finite}
     if not drafted.is_chain and draft.width:
         if draft.sequences is None:
-            told["depth"] = (draft.depth * draft.valid).amax(1)
+            columns["depth"] = (draft.depth * draft.valid).amax(1)
         else:
-            told["depth"] = (draft.sequences >= 0).sum(2).amax(1)
+            columns["depth"] = (draft.sequences >= 0).sum(2).amax(1)
     if draft.finite is not None:
-        told["drafter_finite"] = draft.finite
+        columns["drafter_finite"] = draft.finite
     if scores.resume_matches is not None:
-        told["resume_matches"] = scores.resume_matches
+        columns["resume_matches"] = scores.resume_matches
     if draft.q is not None:
-        told["q"] = draft.q.sum((1, 2)).double()  # with one float64 all are, which holds every token id exactly
+        columns["q"] = draft.q.sum((1, 2)).double()  # with one float64 all are, which holds every token id exactly
     if verdict.survival is not None:
-        told["survival"] = verdict.survival.sum(1).double()
-    parts = [torch.stack(list(told.values()), 1), emitted]
+        columns["survival"] = verdict.survival.sum(1).double()
+    parts = [torch.stack(list(columns.values()), 1), emitted]
     if logprobs:
         parts.append(_logprobs(emitted, verdict, scores))
-    ends = len(told), len(told) + emitted.shape[1]
+    ends = len(columns), len(columns) + emitted.shape[1]
     return [
-        _row(dict(zip(told, row, strict=False)), row[slice(*ends)], row[ends[1] :])
+        _row(dict(zip(columns, row, strict=False)), row[slice(*ends)], row[ends[1] :])
         for row in torch.cat(parts, 1).tolist()
     ]
 
 
-def _row(told: Mapping[str, float], tokens: list[float], logprobs: list[float]) -> Row:
-    """What was told of a row; what was not is as it should be, and a chain is as deep as it has nodes."""
-    nodes = int(told["nodes"])
+def _row(columns: Mapping[str, float], tokens: list[float], logprobs: list[float]) -> Row:
+    """Build a `Row` from the copied columns; a missing one has its normal value; a chain is as deep as its nodes."""
+    nodes = int(columns["nodes"])
     return Row(
-        tau=int(told["tau"]),
+        tau=int(columns["tau"]),
         nodes=nodes,
-        depth=int(told.get("depth", nodes)),
-        target_finite=bool(told["target_finite"]),
-        drafter_finite=bool(told.get("drafter_finite", True)),
-        resume_matches=bool(told.get("resume_matches", True)),
-        q=told.get("q", 1.0),
-        survival=told.get("survival", 1.0),
+        depth=int(columns.get("depth", nodes)),
+        target_finite=bool(columns["target_finite"]),
+        drafter_finite=bool(columns.get("drafter_finite", True)),
+        resume_matches=bool(columns.get("resume_matches", True)),
+        q=columns.get("q", 1.0),
+        survival=columns.get("survival", 1.0),
         tokens=[int(token) for token in tokens],
         logprobs=logprobs,
     )
@@ -124,7 +124,7 @@ def kept_path(draft: Draft, verdict: Verdict) -> Tensor | None:
 
 
 def failures(rows: Sequence[Row], where: Mapping[int, str], drafter: str) -> dict[int, str]:
-    """What is wrong with the numbers of rows, a sentence for each; ``where`` names the occupied slots and positions."""
+    """Return an error message for each row with invalid numbers; ``where`` names the occupied slots and positions."""
     failed = {}
     for index, place in where.items():
         row = rows[index]

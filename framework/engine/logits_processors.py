@@ -34,7 +34,7 @@ class LogitsProcessors:
     def __call__(
         self, logits: Tensor, draft: Draft, texts: Sequence[Sequence[int]], prompts: Sequence[int | None], twice: bool
     ) -> Tensor:
-        """What is said after the root and each node of a draft, ``[B, N + 1, V]`` float32 of the target's logits.
+        """Process the target's logits after the root and each node of a draft: ``[B, N + 1, V]`` float32.
 
         Args:
             texts: what each row has said, the root last.

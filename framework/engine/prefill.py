@@ -58,7 +58,7 @@ class Prefill:
 
     @torch.inference_mode()
     def _next(self) -> tuple[bool, list[int]]:
-        """Whether the target made a pass, and the rows that may begin with it.
+        """Make the next pass; return True if the target made one, and the rows that may start.
 
         What was added since the last plan waits for the next one, so a long prompt is not overtaken for ever.
         """
@@ -76,7 +76,7 @@ class Prefill:
 
 
 def shares(drafter: type[Drafter]) -> bool:
-    """Does it prefill? Not so where it inherits that, and begins otherwise: in a text of its own, perhaps."""
+    """True if the class overrides `prefill` at or below the class that overrides `start`."""
     first = next(cls for cls in drafter.__mro__ if {"prefill", "start"} & vars(cls).keys())
     return first is not Drafter and "prefill" in vars(first)
 

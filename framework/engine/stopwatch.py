@@ -1,4 +1,4 @@
-"""Where the time of decoding goes."""
+"""Timer of the phases of decoding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the host can see of a draft and a verdict without looking at a value: shapes, dtypes, devices, promises.
+"""Checks of drafts and verdicts that read no value: shapes, dtypes, devices, traits.
 
 These checks cost no operation on the device, so the loop makes them in every step. `validation` looks at the values.
 """

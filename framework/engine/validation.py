@@ -1,4 +1,4 @@
-"""What a draft and a verdict have to hold, checked, so that no strategy can corrupt numbers in silence.
+"""Validation of the values of drafts and verdicts, so that no strategy corrupts numbers silently.
 
 All checks are computed on the device, as flags that are fetched at once; only if one is up it is found out where. That
 waits for the device, so the loop makes these checks in some steps, see `Decoder`; what can be seen without waiting
@@ -149,7 +149,7 @@ def _tree_faults(draft: Draft, traits: DraftTraits, sequences: Sequences, vocab_
 
 
 def _sequence_faults(draft: Draft, sequences: Tensor) -> list[_Fault]:
-    """Of the K sequences of an ``iid`` draft."""
+    """Faults of the K sequences of an ``iid`` draft."""
     n, inside = draft.width, sequences >= 0
     nodes = sequences.clamp(0, n - 1).flatten(1)
     above = torch.cat([torch.full_like(sequences[:, :, :1], -1), sequences[:, :, :-1]], 2)
@@ -179,7 +179,7 @@ def _sequence_faults(draft: Draft, sequences: Tensor) -> list[_Fault]:
 def _law_faults(
     draft: Draft, q: Tensor, traits: DraftTraits, sequences: Sequences, final_q: bool, finite: bool
 ) -> list[_Fault]:
-    """Of q, in rows that hold a sequence and whose logits the drafter has not called NaN itself."""
+    """Faults of q, in rows that hold a sequence and whose logits the drafter did not report as NaN."""
     b, n = draft.batch_size, draft.width
     busy = on_device([len(history) for history in sequences.history], q.device).bool()
     if draft.finite is not None:

@@ -101,7 +101,7 @@ class Launches(TorchDispatchMode):
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        """Do not count operations inside of a counted call."""
+        """Skip operations inside a counted call."""
         self._inside += 1
         try:
             yield
