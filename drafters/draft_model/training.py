@@ -89,6 +89,14 @@ class DraftModelTraining(TrainingConfig):
         last = target.model.config.get_text_config().num_hidden_layers - 1
         return self if self.layers else replace(self, layers=tuple(sorted({0, min(1, last), last})))
 
+    @classmethod
+    def export_servable(cls, model: str, target: LoadedModel, directory: Path) -> str:
+        shared = target if shares_embedding(model, target) else None
+        loaded = load_model(model, dtype=target.model.dtype, device="cpu", share_with=shared)
+        loaded.model.save_pretrained(directory)
+        loaded.tokenizer.save_pretrained(directory)
+        return "a complete causal LM with its embedding and tokenizer: transformers, vLLM and SGLang load the directory"
+
     def trainee(self, target: LoadedModel) -> Trainee:
         return DraftModelTrainee(target, self)
 

@@ -103,6 +103,13 @@ class Eagle3Training(TrainingConfig):
         unroll = self.unroll or (3 if target.model.device.type == "cpu" else 5)
         return replace(self, unroll=unroll, layers=self.layers or default)
 
+    @classmethod
+    def export_servable(cls, model: str, target: LoadedModel, directory: Path) -> str:
+        checkpoint = load_checkpoint(model)
+        head = read_head(checkpoint, target.model, None)
+        head.save(directory, layers=tuple(named_layers(checkpoint) or ()) or None)
+        return "engines take the token embedding from the target"
+
     def trainee(self, target: LoadedModel) -> Trainee:
         return Eagle3Trainee(target, self)
 

@@ -26,7 +26,7 @@ from ...framework.contracts.training_options import option
 from ...framework.errors import UsageError
 from ...framework.models.checkpoint import load_checkpoint
 from ...framework.training.losses import SampledHead, distil_many, overlap
-from .medusa_weights import MedusaHeads, read_heads, save_heads
+from .medusa_weights import MedusaHeads, read_heads, save_for_vllm, save_heads
 
 #: Number of ranks whose accuracy is measured, for trees.
 RANKS = 10
@@ -48,6 +48,12 @@ class MedusaTraining(TrainingConfig):
         at_least=0,
         at_most=10_000_000,
     )
+
+    @classmethod
+    def export_servable(cls, model: str, target: LoadedModel, directory: Path) -> str:
+        heads, ids = read_heads(load_checkpoint(model), target.model)
+        save_for_vllm(directory, heads, target.model.get_output_embeddings().weight, ids)
+        return f"vLLM's layout, with the projection to the vocabulary; vLLM drafts {len(heads)} tokens with it"
 
     def trainee(self, target: LoadedModel) -> Trainee:
         return MedusaTrainee(target, self)

@@ -35,6 +35,7 @@ COMMANDS = {
     "replay": "compute the block efficiency of drafters and verifiers on recorded responses, without decoding",
     "doctor": "diagnose a low acceptance rate by trying common mistakes one at a time",
     "train": "train a drafter for a target",
+    "export-model": "write a trained drafter as a checkpoint that serving engines load",
     "cost": "measure the latency of forward passes and predict speed-ups",
     "advise": "recommend a drafter, verifier and draft length per batch size, and write engine settings",
     "serve": "start an OpenAI-compatible server with a drafter and a verifier, for evaluation",
@@ -129,7 +130,8 @@ def _parser(chosen: str) -> argparse.ArgumentParser:
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=_sentence(summary))
         if name == chosen:
-            implementation = import_module(f".{name}.command" if name in _PACKAGES else f".{name}", __package__)
+            module = f"{name}.command" if name in _PACKAGES else name.replace("-", "_")
+            implementation = import_module(f".{module}", __package__)
             implementation.add_arguments(command)
             command.set_defaults(main=implementation.main)
             _add_debug(command)

@@ -87,6 +87,18 @@ class TrainingConfig(Options, ABC):
     def trainee(self, target: LoadedModel) -> Trainee:
         """Return the trainee. Raises UsageError for options that do not fit the target."""
 
+    @classmethod
+    def export_servable(cls, model: str, target: LoadedModel, directory: Path) -> str:
+        """Write the trained drafter ``model`` to ``directory`` in the layout that serving engines load.
+
+        Weights are written in the target's dtype. Returns a sentence on how engines use it.
+
+        Raises:
+            UsageError: engines do not load this kind of drafter.
+            ModelError: it cannot be read.
+        """
+        raise UsageError(f"{cls.name} has no layout that engines load; crossdraft itself uses {model} as it is")
+
     def fitted(self, target: LoadedModel) -> Self:
         """The same with defaults that depend on the target filled in."""
         return self
