@@ -109,7 +109,7 @@ class FeedsTooMuch(Drafter):
     [
         (TooDeep, {"tree": False}, "drafter 'too-deep' drafted 5 tokens deep, but sequences.limit allows 3, in slot 0"),
         (TooDeep, {"tree": True}, "drafter 'too-deep' drafted 5 tokens deep, but sequences.limit allows 3, in slot 0"),
-        (FeedsTooMuch, {}, "drafter 'feeds-too-much' could not draft: .* exceed max_length 7; it must not go deeper"),
+        (FeedsTooMuch, {}, "drafter 'feeds-too-much' could not draft: .* exceed max_length 7; draft no deeper"),
     ],
     ids=["chain", "tree", "own model"],
 )
