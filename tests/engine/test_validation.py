@@ -82,7 +82,7 @@ DRAFTS: dict[str, tuple[str, Callable, str, str]] = {
     "law names no row": (
         "chain",
         lambda d, _: replace(d, q_index=torch.full((B, 3), 3)),
-        "name row 3 of the 3 rows",
+        "has 3 in draft.q_index, but q has 3 rows",
         SOME,
     ),
     "its own parent": ("top", at("parents", (0, 2), 2), "has node 2 as a parent in slot 0 .prompt 0., node 2;", SOME),
@@ -91,7 +91,7 @@ DRAFTS: dict[str, tuple[str, Callable, str, str]] = {
     "a chain with a branch": (
         "point",
         lambda d, _: replace(d, parents=d.parents.clone().fill_(-1)),
-        "of a chain",
+        "as a parent in a chain",
         SOME,
     ),
     "twins": ("wor", at("tokens", (0, 1), 1), "two siblings the same token 1 in slot 0 .prompt 0., node 1;", SOME),
@@ -124,12 +124,12 @@ DRAFTS: dict[str, tuple[str, Callable, str, str]] = {
     "padding of 64": ("chain", at("tokens", (1, 2), V), "drafted padding with the token 64, outside", ALL),
     "parents of another shape": ("chain", made("parents", lambda t: t[:, 1:]), r"\[2, 2\], not \[2, 3\]: a shape", ALL),
     "valid as numbers": ("chain", made("valid", lambda t: t.long()), "draft.valid of dtype int64", ALL),
-    "no Draft": ("chain", lambda d, _: d.tokens, "proposed a Tensor; propose.. returns a Draft", ALL),
+    "no Draft": ("chain", lambda d, _: d.tokens, "proposed a Tensor; propose.. must return a Draft", ALL),
     "elsewhere": ("chain", made("tokens", lambda t: t.to("meta")), "draft.tokens on meta; .* on cpu", ALL),
     "probes that are none": ("chain", lambda d, _: replace(d, probes=4), "has 4 probes among 3 nodes", ALL),
     "finite of another shape": ("chain", lambda d, _: replace(d, finite=d.valid), "draft.finite of shape", ALL),
     "iid without sequences": ("iid", lambda d, _: replace(d, sequences=None), "'iid' without draft.sequences", ALL),
-    "sequences off the tree": ("iid", at("sequences", (0, 0, 1), 0), "do not go down from the root", SOME),
+    "sequences off the tree": ("iid", at("sequences", (0, 0, 1), 0), "not paths of valid nodes from the root", SOME),
     "unequal sequences": ("iid", at("sequences", (0, 0, 1), -1), r"draft.sequences of \[1, 2\] tokens", SOME),
     "one row of q for siblings": (
         *("wor", lambda d, _: replace(d, q_index=torch.tensor([[0, 0, 2, 3]] * B))),
@@ -138,7 +138,7 @@ DRAFTS: dict[str, tuple[str, Callable, str, str]] = {
     "an earlier sibling drawn at random": (
         "greedy",
         at("q", (0, 0), UNIFORM),
-        "0.01562 at a token taken without",
+        "0.01562 at a token chosen deterministically",
         SOME,
     ),
     "an earlier sibling left in q": (
@@ -149,7 +149,7 @@ DRAFTS: dict[str, tuple[str, Callable, str, str]] = {
     ),
     "limit overwritten": ("chain", own_limit, r"sequences.limit from \[11, 11\] to \[20, 11\]", ALL),
     "stream overwritten": ("chain", own_stream, r"sequences.stream from \[0, 1\] to \[0, 7\]", ALL),
-    "history replaced": ("chain", own_history, "changed sequences.history; sequences are the loop's own", ALL),
+    "history replaced": ("chain", own_history, "changed sequences.history; sequences are read-only", ALL),
     "history longer": ("chain", longer_history, "changed sequences.history", ALL),
     "history overwritten": ("chain", other_history, "sequences.history in slot 1", SOME),
 }
@@ -193,7 +193,7 @@ VERDICTS: dict[str, tuple[str, Callable, str, str]] = {
     "many more": ("chain", at("length", 0, 99), "accepted 99 tokens of a draft that is 3 deep in slot 0", ALL),
     "fewer than none": ("chain", at("length", 0, -1), "accepted -1 tokens", ALL),
     "more than the path names": ("top", made("path", lambda t: t[:, :1]), "2 tokens o[fn] a (path of 1|draft)", ALL),
-    "a path with duplicates": ("top", at("path", (0, 1), 0), r"the path \[0, 0\], which does not go down from", SOME),
+    "a path with duplicates": ("top", at("path", (0, 1), 0), r"the path \[0, 0\], which is not a path", SOME),
     "a path out of order": ("wor", at("path", (0, slice(2)), torch.tensor([2, 0])), r"the path \[2, 0\]", SOME),
     "a path from elsewhere": ("top", at("path", (0, slice(2)), torch.tensor([1, 2])), r"the path \[1, 2\]", SOME),
     "a path over padding": ("top", at("path", (1, slice(2)), torch.tensor([1, 3])), r"path \[1, 3\].* slot 1", SOME),
@@ -211,11 +211,11 @@ VERDICTS: dict[str, tuple[str, Callable, str, str]] = {
     "no Verdict": ("chain", lambda v, _: (v.length, v.token), "returned a tuple", ALL),
     "survival that is NaN": ("chain", at("survival", (0, 1), torch.nan), "survival", ALL),
     "survival above 1": ("chain", at("survival", (1, 1), 1.5), r"survival \[0.5, 1.5, 0.5\]", SOME),
-    "a token the target never says": ("chain", never_said, "emitted a token that the target never says", SOME),
+    "a token the target never says": ("chain", never_said, "emitted a token of target probability 0", SOME),
     "a draft the target never says": (
         "chain",
         draft_never_said,
-        "accepted a drafted token that the target never",
+        "accepted a drafted token of target probability 0",
         SOME,
     ),
 }
