@@ -195,14 +195,14 @@ class DraftContext:
         Raises:
             ModelError: unknown model, another tokenizer (without ``ids``), or a context that is too short.
         """
-        raise self._refused("load a model of its own")
+        raise self._refused("load a draft model")
 
     def load_model(self, name: str) -> LoadedModel:
         """The model ``name`` and its tokenizer, on the target's device, in its dtype; compatibility is not checked.
 
         For preparations before `load_lm`, such as a map of ids.
         """
-        raise self._refused("load a model of its own")
+        raise self._refused("load a draft model")
 
     def load_learner(self, name: str) -> Learner:
         """A trainable copy of the model ``name``, with the target's tokenizer, for online learning.
@@ -212,7 +212,7 @@ class DraftContext:
         Raises:
             ModelError: as `load_lm`, or a model without gradients.
         """
-        raise self._refused("change a model of its own")
+        raise self._refused("train a draft model")
 
     def load_heads(self, name: str) -> Checkpoint:
         """Tensors and config of heads trained for the target. Raises ModelError if they are missing or damaged."""

@@ -55,25 +55,28 @@ class CompiledVerifier:
     If compiling fails (without a C++ compiler, for example), it logs one warning and runs the verifier uncompiled.
 
     Attributes:
-        rule: the verifier.
+        verifier: the verifier.
         compiling: compile new shapes; set to False after the warm-up.
 
     Raises:
         ValueError: the verifier is stateful and does not define `Verifier.verify_with_state`.
     """
 
-    def __init__(self, rule: Verifier):
-        if not self.takes(rule):
-            raise ValueError(f"'{rule.name}' keeps state on the host, which compiled code cannot read")
-        self.rule = rule
+    def __init__(self, verifier: Verifier):
+        if not self.takes(verifier):
+            raise ValueError(f"'{verifier.name}' keeps state on the host, which compiled code cannot read")
+        self.verifier = verifier
         self.compiling = True
         #: Shapes seen so far, and their code if compiled.
         self._known: dict[Hashable, _Compiled | None] = {}
 
     @staticmethod
-    def takes(rule: Verifier) -> bool:
-        """Return True if ``rule`` can be compiled."""
-        return not rule.traits(rule.config).stateful or type(rule).verify_with_state is not Verifier.verify_with_state
+    def takes(verifier: Verifier) -> bool:
+        """Return True if ``verifier`` can be compiled."""
+        return (
+            not verifier.traits(verifier.config).stateful
+            or type(verifier).verify_with_state is not Verifier.verify_with_state
+        )
 
     @property
     def compiled(self) -> int:
@@ -82,11 +85,11 @@ class CompiledVerifier:
 
     def __call__(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         if not isinstance(rng, CounterStepRng) or not draft.width:
-            return self.rule.verify(draft, p, rng)
+            return self.verifier.verify(draft, p, rng)
         fields = {"tokens": draft.tokens, "parents": draft.parents, "valid": draft.valid}
         fields |= {"q": draft.q, "q_index": draft.q_index, "sequences": draft.sequences}
         tensors = {name: tensor for name, tensor in fields.items() if tensor is not None}
-        inputs = [p, *tensors.values(), *self.rule.state_tensors(draft)]
+        inputs = [p, *tensors.values(), *self.verifier.state_tensors(draft)]
         key = (
             tuple(tensors),
             draft.kind,
@@ -98,19 +101,19 @@ class CompiledVerifier:
         if compiled is None and not (self.compiling and key in self._known and self.compiled < MOST_SHAPES):
             if self.compiling:
                 self._known[key] = None
-            return self.rule.verify(draft, p, rng)
+            return self.verifier.verify(draft, p, rng)
         try:
             if compiled is None:
                 compiled = self._known[key] = self._compile(draft, list(tensors), inputs, rng)
             length, token, *others = compiled.function([*inputs, _numbers(rng, compiled.numbers)])
         except Exception as error:
             reason = str(error).strip().partition("\n")[0]
-            logger.warning("crossdraft: verifier '%s' runs uncompiled: %s", self.rule.name, reason)
+            logger.warning("crossdraft: verifier '%s' runs uncompiled: %s", self.verifier.name, reason)
             self.compiling, self._known = False, {}
-            return self.rule.verify(draft, p, rng)
+            return self.verifier.verify(draft, p, rng)
         path = others.pop(0) if compiled.path else None
         survival = others.pop(0) if compiled.survival else None
-        self.rule.store_state(*others)
+        self.verifier.store_state(*others)
         return Verdict(length, token, path, survival)
 
     def _compile(self, draft: Draft, names: Sequence[str], inputs: list[Tensor], rng: UniformStepRng) -> _Compiled:
@@ -120,7 +123,7 @@ class CompiledVerifier:
         def verify(rng: StepRng, p: Tensor, *tensors: Tensor) -> tuple[Any, ...]:
             fields: dict[str, Any] = {"q": None, **dict(zip(names, tensors, strict=False))}
             plain = _PlainDraft(**constants, **fields)
-            verdict, *state = self.rule.verify_with_state(plain, p, rng, *tensors[len(names) :])
+            verdict, *state = self.verifier.verify_with_state(plain, p, rng, *tensors[len(names) :])
             return verdict.length, verdict.token, verdict.path, verdict.survival, *state
 
         def step(*tensors: Tensor) -> tuple[Tensor, ...]:

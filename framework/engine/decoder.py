@@ -24,7 +24,7 @@ from ..contracts.verifier import Verifier
 from ..errors import ContractError, ModelError, NumericalError, UsageError
 from ..util.limits import PREFILL_TOKENS
 from .compiled_verifier import CompiledVerifier
-from .host_sync import Row, check_rows, failures, kept_path, to_host
+from .host_sync import Row, check_rows, failures, path_in_scored_tree, to_host
 from .logits_processors import LogitsProcessors
 from .prefill import Prefill
 from .sequence import SequenceState
@@ -365,10 +365,10 @@ class Decoder:
     def _commit(self, step: Step) -> None:
         """Commit the accepted nodes to the target's cache and append their tokens; clear the slots of failed rows."""
         sequences, rows = self.sequences, step.rows
-        keep = [0] * len(rows)
+        counts = [0] * len(rows)
         for row in step.active:
-            keep[row] = rows[row].tau + 1
-        self.target.commit(keep, kept_path(step.candidates, step.verdict))
+            counts[row] = rows[row].tau + 1
+        self.target.commit(counts, path_in_scored_tree(step.candidates, step.verdict))
         self.batch_steps += 1
         self.target_rows += self.occupied * (step.draft.width + 1)
         step.committed = [[] for _ in rows]

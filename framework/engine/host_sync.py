@@ -115,7 +115,7 @@ def _logprobs(emitted: Tensor, verdict: Verdict, scores: Scores) -> Tensor:
     return scores.prob_of(after, emitted.clamp(0, vocab - 1)).double().log_()
 
 
-def kept_path(draft: Draft, verdict: Verdict) -> Tensor | None:
+def path_in_scored_tree(draft: Draft, verdict: Verdict) -> Tensor | None:
     """``[B, D + 1]`` indices of root and accepted nodes in the scored tree, padded with -1; None for a prefix."""
     if verdict.path is None:
         return None

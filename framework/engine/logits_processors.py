@@ -88,7 +88,7 @@ def _process(processors: Sequence[Processor], ids: Tensor, logits: Tensor) -> Te
         if not isinstance(result, Tensor) or result.shape != (1, len(logits)):
             shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
             raise ContractError(
-                f"the logits processor {_name(processor)} returned {shape}; it must return logits of the input shape "
+                f"the logits processor {_name(processor)} returned {shape}; it must return logits of shape "
                 f"(1, {len(logits)})"
             )
     return result

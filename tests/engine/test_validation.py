@@ -151,7 +151,7 @@ DRAFTS: dict[str, tuple[str, Callable, str, str]] = {
     "stream overwritten": ("chain", own_stream, r"sequences.stream from \[0, 1\] to \[0, 7\]", ALL),
     "history replaced": ("chain", own_history, "changed sequences.history; sequences are read-only", ALL),
     "history longer": ("chain", longer_history, "changed sequences.history", ALL),
-    "history overwritten": ("chain", other_history, "sequences.history in slot 1", SOME),
+    "history overwritten": ("chain", other_history, "changed sequences.history", SOME),
 }
 
 

@@ -261,7 +261,7 @@ DRAFTERS: dict[str, tuple[Any, list[str]]] = {
     "half a node": (drafter(DraftTraits(CHAIN, True, 1.5)), ["nodes=1.5"]),  # type: ignore[arg-type]
     "nodes in words": (drafter(DraftTraits(CHAIN, True, "2")), ["nodes='2'"]),  # type: ignore[arg-type]
     "no nodes": (drafter(DraftTraits(CHAIN, True, None)), ["nodes=None"]),  # type: ignore[arg-type]
-    "200,000,000 nodes": (drafter(DraftTraits(CHAIN, True, 200_000_000)), ["nodes=200000000", "the most is 4096"]),
+    "200,000,000 nodes": (drafter(DraftTraits(CHAIN, True, 200_000_000)), ["nodes=200000000", "from 0 to 4096"]),
     "deeper than its nodes": (drafter(DraftTraits(CHAIN, True, 2, levels=3)), ["levels=3"]),
     "levels in words": (drafter(DraftTraits(CHAIN, True, 2, levels="2")), ["levels='2'"]),  # type: ignore[arg-type]
     "point_mass in words": (drafter(DraftTraits(CHAIN, "yes", 2)), ["point_mass='yes'"]),  # type: ignore[arg-type]
