@@ -91,7 +91,7 @@ class Backend(ABC):
     @abstractmethod
     def load(
         self,
-        found: ResolvedModel,
+        resolved: ResolvedModel,
         *,
         dtype: str | torch.dtype,
         device: str | torch.device,

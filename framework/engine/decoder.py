@@ -226,10 +226,10 @@ class Decoder:
         index: int = 0,
         stream: int = 0,
         name: str = "the prompt",
-        most: int | None = None,
+        max_new_tokens: int | None = None,
         eos: Collection[int] | None = None,
     ) -> None:
-        """Start a sequence in slot ``row``, with ``most`` and ``eos`` in place of the decoder's."""
+        """Start a sequence in slot ``row``, with ``max_new_tokens`` and ``eos`` in place of the decoder's."""
         self._check_claim()
         self.stopwatch.start()
         prompt = [int(token) for token in prompt]
@@ -243,7 +243,7 @@ class Decoder:
             index,
             name,
             len(prompt),
-            max_new_tokens=self.max_new_tokens if most is None else most,
+            max_new_tokens=self.max_new_tokens if max_new_tokens is None else max_new_tokens,
             eos=self.eos if eos is None else eos,
             context=self.target.context_length,
             logprobs=[] if self.sampling.temperature else None,
@@ -334,17 +334,17 @@ class Decoder:
         logprobs = self.sampling.temperature > 0
         proposed = step.candidates if step.draft is step.proposed else step.proposed.candidates
         step.rows = to_host(proposed, step.candidates, step.scores, finite, step.verdict, logprobs=logprobs)
-        where = {
+        places = {
             row: f"{sequence.name} at position {len(sequences.history[row])}"
             for row, sequence in enumerate(self._slots)
             if sequence
         }
-        failed = failures(step.rows, where, self._drafter)
+        failed = failures(step.rows, places, self._drafter)
         if failed and self._on_error == "raise":
             raise NumericalError(next(iter(failed.values())))
-        where = {row: place for row, place in where.items() if row not in failed}
+        places = {row: place for row, place in places.items() if row not in failed}
         vocab_size = self.target.vocab_size
-        check_rows(step.rows, where, sequences.limit, vocab_size, self._drafter, self._verifier)
+        check_rows(step.rows, places, sequences.limit, vocab_size, self._drafter, self._verifier)
         if step.validated:
             validate_verdict(
                 step.candidates,
@@ -352,7 +352,7 @@ class Decoder:
                 vocab_size,
                 verifier=self._verifier,
                 prompts=self._prompts,
-                rows=where,
+                rows=places,
                 prob_of=step.scores.prob_of if self._lossless else None,
             )
         for row, error in failed.items():
@@ -360,7 +360,7 @@ class Decoder:
             assert sequence is not None
             sequence.error = error
             step.rows[row] = step.rows[row]._replace(tau=0, nodes=0)
-        step.active = list(where)
+        step.active = list(places)
 
     def _commit(self, step: Step) -> None:
         """Commit the accepted nodes to the target's cache and append their tokens; clear the slots of failed rows."""

@@ -123,10 +123,10 @@ def path_in_scored_tree(draft: Draft, verdict: Verdict) -> Tensor | None:
     return functional.pad(inside + (inside >= 0), (1, 0))
 
 
-def failures(rows: Sequence[Row], where: Mapping[int, str], drafter: str) -> dict[int, str]:
-    """Return an error message per row with invalid numbers; ``where``: sequence and position of each occupied slot."""
+def failures(rows: Sequence[Row], places: Mapping[int, str], drafter: str) -> dict[int, str]:
+    """Return an error message per row with invalid numbers; ``places``: sequence and position of each occupied slot."""
     failed = {}
-    for index, place in where.items():
+    for index, place in places.items():
         row = rows[index]
         if not row.target_finite or not row.drafter_finite:
             who = drafter if row.target_finite else "the target"
@@ -138,10 +138,10 @@ def failures(rows: Sequence[Row], where: Mapping[int, str], drafter: str) -> dic
 
 
 def check_rows(
-    rows: Sequence[Row], where: Mapping[int, str], limits: Sequence[int], vocab_size: int, drafter: str, verifier: str
+    rows: Sequence[Row], places: Mapping[int, str], limits: Sequence[int], vocab_size: int, drafter: str, verifier: str
 ) -> None:
-    """Raise ContractError for invalid counts or tokens in the slots of ``where``."""
-    for index, place in where.items():
+    """Raise ContractError for invalid counts or tokens in the slots of ``places``."""
+    for index, place in places.items():
         row, limit = rows[index], limits[index]
         most = min(row.depth, len(row.tokens) - 1)
         outside = [token for token in row.tokens[: row.tau + 1] if not 0 <= token < vocab_size]

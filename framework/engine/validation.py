@@ -94,19 +94,13 @@ def _tree_faults(draft: Draft, traits: DraftTraits, sequences: Sequences, vocab_
         )
     nodes = replace(nodes, parents=nodes.parents.clamp(-1, n - 1), levels=None, children=None)
     if nodes.is_chain:
-        before = torch.cat([torch.ones_like(valid[:, :1]), nodes.valid[:, :-1]], 1)
-        faults += [
+        faults.append(
             _Fault(
                 nodes.parents != order[:n] - 1,
                 lambda row, node: f"has node {int(draft.parents[row, node])} as a parent in a chain",
                 "in a chain every node must be the child of the one before it",
-            ),
-            _Fault(
-                nodes.valid & ~before,
-                lambda row, node: "put a valid node after an invalid one",
-                "the invalid nodes of a chain must come last",
-            ),
-        ]
+            )
+        )
         depth = (order[:n] + 1).expand_as(nodes.tokens)
     else:
         same = nodes.earlier_siblings & (nodes.tokens[:, :, None] == nodes.tokens[:, None])

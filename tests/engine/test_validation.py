@@ -98,7 +98,7 @@ DRAFTS: dict[str, tuple[str, Callable, str, str]] = {
     "valid after invalid": (
         "chain",
         at("valid", (0, 1), False),
-        "valid node after an invalid one in slot 0 .* 2;",
+        "valid node below an invalid one in slot 0 .* 2;",
         SOME,
     ),
     "valid below invalid": ("top", at("valid", (0, 0), False), "valid node below an invalid one in slot 0 .* 2;", SOME),
