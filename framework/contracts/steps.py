@@ -40,7 +40,7 @@ class Request(NamedTuple):
         index: number that identifies it.
         stream: number of its random stream, at least 0 and below 2^32.
         name: its name in messages.
-        max_new_tokens: maximum number of tokens to generate; None: the decoder's.
+        most: maximum number of tokens to generate; None: the decoder's.
         eos: end-of-sequence ids; None: the decoder's.
     """
 
@@ -48,7 +48,7 @@ class Request(NamedTuple):
     index: int = 0
     stream: int = 0
     name: str = "the prompt"
-    max_new_tokens: int | None = None
+    most: int | None = None
     eos: Collection[int] | None = None
 
 

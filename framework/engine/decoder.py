@@ -226,10 +226,10 @@ class Decoder:
         index: int = 0,
         stream: int = 0,
         name: str = "the prompt",
-        max_new_tokens: int | None = None,
+        most: int | None = None,
         eos: Collection[int] | None = None,
     ) -> None:
-        """Start a sequence in slot ``row``, with ``max_new_tokens`` and ``eos`` in place of the decoder's."""
+        """Start a sequence in slot ``row``, with ``most`` and ``eos`` in place of the decoder's."""
         self._check_claim()
         self.stopwatch.start()
         prompt = [int(token) for token in prompt]
@@ -243,7 +243,7 @@ class Decoder:
             index,
             name,
             len(prompt),
-            max_new_tokens=self.max_new_tokens if max_new_tokens is None else max_new_tokens,
+            max_new_tokens=self.max_new_tokens if most is None else most,
             eos=self.eos if eos is None else eos,
             context=self.target.context_length,
             logprobs=[] if self.sampling.temperature else None,

@@ -120,7 +120,7 @@ def parse_request(pool: DecoderPool, body: Any, *, chat: bool) -> CompletionRequ
             prompt,
             stream=secrets.randbelow(_SEED_LIMIT) if seed is None else seed,
             name=key,
-            max_new_tokens=_max_tokens(pool, fields, len(prompt)),
+            most=_max_tokens(pool, fields, len(prompt)),
             eos=() if ignore_eos else None,
         )
         for prompt in prompts

@@ -167,7 +167,7 @@ def test_the_length_follows_from_the_sequences_there_are(tiny_model: Callable, d
         on_step=lambda event: seen.append((sum(p is not None for p in event.prompts), event.draft.width)),
     )
     for row, most in enumerate((3, 9, 30)):
-        loop.start(row, [5 + row, 7], row, row, max_new_tokens=most)
+        loop.start(row, [5 + row, 7], row, row, most=most)
     while loop.occupied:
         loop.step()
     assert {rows for rows, _ in seen} == {1, 2, 3}
