@@ -145,7 +145,7 @@ def measure(
         verifiers[name] = rule()
         if compiled and CompiledVerifier.takes(verifiers[name]):
             compilers[f"{name}, compiled"] = CompiledVerifier(rule())
-            verifiers[f"{name}, compiled"] = compilers[f"{name}, compiled"].rule
+            verifiers[f"{name}, compiled"] = compilers[f"{name}, compiled"].verifier
     times: dict[str, list[float]] = {name: [] for name in ("softmax", *verifiers)}
     accepted: dict[str, list[float]] = {name: [] for name in verifiers}
     warm_up = 12 if compiled else 2  # merged sequences come in several shapes

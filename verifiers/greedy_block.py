@@ -93,19 +93,19 @@ class GreedyBlock(Verifier):
         columns = on_device([row + [zero] * (width - len(row)) for row in kept], self._r.device)
         self._r = self._r.gather(1, columns.view(len(kept), width))
 
-    def held(self, draft: Draft) -> tuple[Tensor, Tensor]:
+    def state_tensors(self, draft: Draft) -> tuple[Tensor, Tensor]:
         """r of every layer at the root, ``[B, layers]``, and the number of positions of the draft it modifies.
 
         Raises:
             ContractError: the draft lacks Q at one of them.
         """
-        return self._held(draft)[0]
+        return self._state(draft)[0]
 
-    def hold(self, r: Tensor) -> None:
+    def store_state(self, r: Tensor) -> None:
         self._r = r
 
-    def _held(self, draft: Draft) -> tuple[tuple[Tensor, Tensor], list[list[int]]]:
-        """`held`, and its second tensor as lists on the host."""
+    def _state(self, draft: Draft) -> tuple[tuple[Tensor, Tensor], list[list[int]]]:
+        """`state_tensors`, and the second of them as lists on the host."""
         device = draft.tokens.device
         if self._r is None or len(self._r) != draft.batch_size:
             self._r = torch.zeros(draft.batch_size, 0, dtype=torch.float64, device=device)
@@ -130,17 +130,17 @@ class GreedyBlock(Verifier):
     # -- one block ---------------------------------------------------------------------------------------
 
     def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
-        held, ends = self._held(draft)
+        state, ends = self._state(draft)
         # On a CPU, skip positions that a layer does not modify.
-        verdict, r = self.judge(draft, p, rng, *held, ends=ends if p.device.type == "cpu" else None)
-        self.hold(r)
+        verdict, r = self.verify_with_state(draft, p, rng, *state, ends=ends if p.device.type == "cpu" else None)
+        self.store_state(r)
         return verdict
 
-    def judge(
-        self, draft: Draft, p: Tensor, rng: StepRng, *held: Tensor, ends: Sequence[Sequence[int]] | None = None
+    def verify_with_state(
+        self, draft: Draft, p: Tensor, rng: StepRng, *state: Tensor, ends: Sequence[Sequence[int]] | None = None
     ) -> tuple[Verdict, Tensor]:
-        """Verify a block, given `held`; ``ends``: its second tensor as lists, if the host has them."""
-        root, left = held
+        """Verify a block, given `state_tensors`; ``ends``: the second of them as lists, if on the host."""
+        root, left = state
         ratio = ratios(draft, p)
         r, a, m = self._modified(draft, p, ratio, root, left, ends)
         pt = ((ratio - a[-1][:, :-1]).clamp_(min=0) / m[-1][:, :-1]).cumprod(1).clamp_(max=1e150)

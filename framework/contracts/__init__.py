@@ -1,1 +1,1 @@
-"""The ground floor: what drafters, verifiers, models and random numbers are to each other. Imports nothing of ours."""
+"""Interfaces of drafters, verifiers, models and random numbers. Depends only on `util` and `errors`."""

@@ -1,8 +1,8 @@
 """Kinds of draft: what a verifier may assume about the nodes of a draft.
 
-A drafter names the kind of its drafts in `DraftTraits.kind`, a verifier the capabilities it builds on in
-`VerifierTraits.accepts`; neither knows the other. A new kind is a `DraftKind` of its own, with capabilities listed here
-or with new ones that its verifier asks for; nothing is registered.
+A drafter declares the kind of its drafts in `DraftTraits.kind`, a verifier the capabilities it relies on in
+`VerifierTraits.accepts`. A new kind is a `DraftKind` object with capabilities listed here, or with new ones that its
+verifier accepts; it needs no registration.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from dataclasses import dataclass
 
 #: No node has two children.
 SINGLE_CHILD = "single-child"
-#: The draft is one or several sequences that were drawn independently of each other.
+#: The draft is one or more independently drawn sequences.
 INDEPENDENT_SEQUENCES = "independent-sequences"
-#: Siblings were drawn one after the other, each from its own row of ``q``: its distribution given earlier siblings.
+#: Siblings were drawn in order, each from its own row of ``q``: its distribution given earlier siblings.
 CONDITIONAL_SIBLINGS = "conditional-siblings"
-#: Every sibling was sampled: what is left of a distribution after the tokens of earlier siblings are removed.
+#: Every sibling was sampled from the distribution without the tokens of earlier siblings, renormalised.
 SAMPLED_SIBLINGS = "sampled-siblings"
 #: All siblings but the last are point masses; the last was sampled from the rest.
 ONE_SAMPLED_SIBLING = "one-sampled-sibling"
 #: Every node is a point mass.
 POINT_MASSES = "point-masses"
-#: Any of the built-in kinds has one of these: what a verifier of arbitrary trees accepts.
+#: Capabilities that a verifier of arbitrary trees accepts; each built-in kind has one of them.
 ANY_TREE = frozenset({INDEPENDENT_SEQUENCES, CONDITIONAL_SIBLINGS})
 
 
@@ -31,7 +31,7 @@ class DraftKind:
 
     Attributes:
         name: in messages, lists and options.
-        capabilities: what a verifier may assume.
+        capabilities: properties that a verifier may assume.
         merged_sequences: the draft is K sequences merged into a tree, see `Draft.sequences`.
     """
 

@@ -1,8 +1,8 @@
-"""The contract of a drafter: whatever proposes tokens for the target to check.
+"""The contract of a drafter, which proposes tokens for the target to verify.
 
 A drafter is one class: a registered ``name``, a pydantic ``Config`` (unknown keys are errors), its ``traits``
-(decided before any model is loaded), and ``propose``. It sees committed tokens (:class:`Sequences`) and
-returns a :class:`Draft`; it does not know which verifier follows.
+(available before any model is loaded), and ``propose``, which gets the committed tokens (:class:`Sequences`) and
+returns a :class:`Draft`. It is independent of the verifier.
 """
 
 from __future__ import annotations
@@ -43,24 +43,23 @@ class DraftTraits:
     """Properties of the drafts of a drafter with a given config.
 
     Attributes:
-        kind: of its drafts; ``None`` = it never drafts (the autoregressive baseline).
-        point_mass: True if its drafts carry no ``q`` (deterministic proposals).
-        nodes: the most nodes a draft can have in a row, probes included; buffers are made for as many.
-        levels: depth of the deepest node there can be; ``None`` = as many as ``nodes``. Steps in which a sequence had
-            room for less are left out of the block efficiency.
-        hidden_layers: target layers whose hidden states it needs (0 = embeddings, i = output of layer i,
-            negative indices count from the end, a float is a share of the depth rounded down: 0.5 is the middle of
-            any target), in the order it wants them in ``Scores.hidden``.
-        branching: for a tree in which all nodes of a level have as many children: how many, level by level.
-        replayable: the drafts are chains whose laws depend on the committed tokens alone, whose length is fixed
-            before the first token is drawn, and which carry the law after their last token where
-            `DraftContext.final_q` asks for it. A rule that modifies later targets needs all three.
-        temperature_zero_only: its drafts make sense only where the target is decoded greedily; other cells of a matrix
-            leave it out.
-        adapts: what or how long it drafts depends on how earlier steps went, not on the committed tokens alone (a
-            schedule of lengths, a bandit). Such drafts cannot be told from a text, so replay refuses them.
-        nested: a shorter draft, of a smaller gamma, is the beginning of a longer one, so that replay can tell all
-            lengths from the longest. Text that is made tokens of once it is drafted is not like that.
+        kind: kind of its drafts; ``None`` = it never drafts (the autoregressive baseline).
+        point_mass: True if its drafts have no ``q`` (deterministic proposals).
+        nodes: maximum number of nodes per row, probes included; sets buffer sizes.
+        levels: maximum depth of a node; ``None`` = ``nodes``. Steps with a smaller limit are excluded from the block
+            efficiency.
+        hidden_layers: target layers whose hidden states it needs (0 = embeddings, i = output of layer i, negative
+            indices count from the end, a float is a share of the depth, rounded down), in the order of
+            ``Scores.hidden``.
+        branching: children per node of each level, for trees in which all nodes of a level have the same number.
+        replayable: the drafts are chains whose distributions depend only on the committed tokens, whose length is fixed
+            before the first token is drawn, and which have the distribution after their last token if
+            `DraftContext.final_q` is set. Verifiers that modify the target need all three.
+        temperature_zero_only: supports greedy decoding only; matrices skip it at other temperatures.
+        adapts: drafts or their lengths depend on the outcome of earlier steps, not only on the committed tokens (a
+            length schedule, a bandit). Replay does not support such drafters.
+        nested: a draft of a smaller gamma is a prefix of one of a larger gamma, so that replay derives all lengths
+            from the longest. False for drafts that are tokenised after drafting.
     """
 
     kind: DraftKind | None
@@ -79,16 +78,16 @@ class DraftTraits:
         if self.kind is not None and not isinstance(self.kind, DraftKind):
             return f"kind={quoted(self.kind)}, which is not a DraftKind ({', '.join(DRAFT_KINDS)}, or one of your own)"
         if not _is_count(self.nodes) or MOST_NODES.refusal(self.nodes):
-            return f"nodes={quoted(self.nodes)}, which is no number of nodes; the most is {int(MOST_NODES)}"
+            return f"nodes={quoted(self.nodes)}, which is not a number of nodes from 0 to {int(MOST_NODES)}"
         if self.levels is not None and not (_is_count(self.levels) and self.levels <= self.nodes):
-            return f"levels={quoted(self.levels)}, which is no depth of a draft of {self.nodes} nodes"
+            return f"levels={quoted(self.levels)}, which is not a depth from 0 to nodes = {self.nodes}"
         layers = self.hidden_layers
         if not isinstance(layers, tuple) or any(type(x) not in (int, float) or not isfinite(x) for x in layers):
-            return f"hidden_layers={quoted(layers)}, which is no tuple of layers"
+            return f"hidden_layers={quoted(layers)}, which is not a tuple of numbers"
         if self.branching is not None and not (
             isinstance(self.branching, tuple) and all(_is_count(n) and n for n in self.branching)
         ):
-            return f"branching={quoted(self.branching)}, which is no tuple of numbers of children"
+            return f"branching={quoted(self.branching)}, which is not a tuple of positive integers"
         for key in ("point_mass", "replayable", "temperature_zero_only", "adapts", "nested"):
             if not isinstance(value := getattr(self, key), bool):
                 return f"{key}={quoted(value)}, which is neither True nor False"
@@ -101,22 +100,22 @@ class DraftTraits:
 
     @property
     def depth(self) -> int:
-        """Depth of the deepest node there can be."""
+        """Maximum depth of a node."""
         return self.nodes if self.levels is None else self.levels
 
 
 @dataclass(frozen=True)
 class TextDistribution:
-    """Drafting in which the distribution of a token depends only on the tokens before it.
+    """Draft model and stopping rule of a drafter whose token distributions depend only on earlier tokens.
 
-    Then one pass over a text says what drafting from each of its tokens would, see `Drafter.text_distribution`.
+    One pass over a text then gives the drafts from each of its positions, see `Drafter.text_distribution`.
 
     Attributes:
-        lm: slots of the model whose law it is, the drafter's own.
-        sampling: makes the law that tokens are drawn from of the model's logits.
-        goes_on: ``goes_on(logits, q, token) -> [n] bool``: is another token drafted after ``token [n]``, drawn from
-            ``q [n, V]``, which was made from ``logits [n, V]`` (their softmax at temperature 0)? ``None`` = always.
-        keeps_last: is the token at which that says no part of the draft?
+        lm: slots of the draft model.
+        sampling: sampling parameters of the drafts.
+        goes_on: ``goes_on(logits, q, token) -> [n] bool``: True if drafting continues after ``token [n]``, drawn from
+            ``q [n, V]``, which is computed from ``logits [n, V]`` (their softmax at temperature 0); ``None`` = always.
+        keeps_last: True if the token at which drafting stops is part of the draft.
     """
 
     lm: LM
@@ -127,14 +126,12 @@ class TextDistribution:
 
 @dataclass(frozen=True)
 class Learner:
-    """A model whose weights are its drafter's to change while it drafts, see `DraftContext.load_learner`.
+    """A draft model trained while decoding, see `DraftContext.load_learner`.
 
     Attributes:
-        lm: its B slots. What they compute follows the weights as they are then; keys and values of tokens that were fed
-            before stay as they are.
-        weights: what may be learnt, to be changed in place, outside of inference mode.
-        logits: ``logits(tokens, at) -> [n, V]``, what the model says after the tokens with the n indices ``at`` of one
-            sequence; ``torch.autograd`` finds its gradients with respect to ``weights``.
+        lm: its B slots. Forward passes use the current weights; cached keys and values are not recomputed.
+        weights: trainable weights, updated in place outside of inference mode.
+        logits: ``logits(tokens, at) -> [n, V]``, differentiable logits after the n positions ``at`` of one sequence.
     """
 
     lm: LM
@@ -154,26 +151,24 @@ def _is_count(value: object) -> bool:
 
 @dataclass
 class DraftContext:
-    """Everything that a drafter is built from: facts of the run, and resources to request.
+    """Parameters of a run and resources for a drafter.
 
-    Every method may be refused with a `ModelError`, a sentence for people: the target of the certificate is no
-    transformers model, say, and has no heads.
+    Every method may raise a `ModelError` if the target does not support the request: the toy targets of the
+    certificate have no heads, for example.
 
     Attributes:
-        sampling: the target's sampling parameters; a drafter that samples uses the same warpers.
+        sampling: sampling parameters of the target; drafters that sample use the same warpers.
         batch_size: number of slots B.
-        max_length: longest sequence (prompt, output and draft) any slot will hold, in tokens.
-        vocab_size: V, the width of every ``q`` row.
-        device: where the drafts must live.
-        target: the target's own slots. ``target.fork(layers)`` runs some of its layers over what it has computed;
-            nothing else of it is a drafter's to call.
-        target_model: the target's module where it is a transformers model (heads share its embedding and head), else
-            ``None``.
-        target_name: what the user calls the target.
-        target_sha256: the digest of its weights, empty where it has none.
-        tokenizer: the target's, ``None`` where there is none.
-        final_q: the verifier wants one more row of ``q`` for every row whose draft is shorter than the drafter's
-            own gamma: the law of the token that would have come next (row ``count[b]``).
+        max_length: maximum length of a sequence (prompt, output and draft), in tokens.
+        vocab_size: V, the size of a row of ``q``.
+        device: device of the drafts.
+        target: slots of the target. A drafter may call only ``target.fork(layers)``.
+        target_model: module of a transformers target (heads share its embedding and head), else ``None``.
+        target_name: name of the target as the user wrote it.
+        target_sha256: digest of its weights, empty if unknown.
+        tokenizer: tokenizer of the target, or ``None``.
+        final_q: the verifier needs one more row of ``q`` for rows whose draft is shorter than gamma: the distribution
+            of the next token (row ``count[b]``).
     """
 
     sampling: Sampling
@@ -189,90 +184,89 @@ class DraftContext:
     final_q: bool = False
 
     def load_lm(self, name: str, *, room: int = 0, ids: Tensor | None = None, unknown: int = 0) -> LM:
-        """B slots of the model called ``name``, which speaks the target's token ids.
+        """B slots of the model ``name``, with the target's token ids.
 
         Args:
-            room: tokens that a slot has to hold beyond ``max_length`` and its draft (nodes that are fed and not kept).
-            ids: ``[V]`` int64, the model's own id of every id of the target, -1 where it has none: logits are
-                -inf there. Without it the model has to have the target's tokenizer.
-            unknown: with ``ids``, the model's id that stands for committed tokens that it has none for.
+            room: tokens per slot beyond ``max_length`` and a draft, for nodes that are fed and not committed.
+            ids: ``[V]`` int64, the model's id of every id of the target, -1 if it has none: its logit is -inf.
+                Without it the model must have the target's tokenizer.
+            unknown: with ``ids``, the model's id to feed for committed tokens that it does not have.
 
         Raises:
-            ModelError: no such model, another tokenizer (without ``ids``), or a context that is too short.
+            ModelError: unknown model, another tokenizer (without ``ids``), or a context that is too short.
         """
-        raise self._refused("load a model of its own")
+        raise self._refused("load a draft model")
 
     def load_model(self, name: str) -> LoadedModel:
-        """The model called ``name`` and its tokenizer, unchecked: on the target's device, in its dtype.
+        """The model ``name`` and its tokenizer, on the target's device, in its dtype; compatibility is not checked.
 
-        For drafters that make something of it before `load_lm`, a map of ids, say.
+        For preparations before `load_lm`, such as a map of ids.
         """
-        raise self._refused("load a model of its own")
+        raise self._refused("load a draft model")
 
     def load_learner(self, name: str) -> Learner:
-        """A copy of the model called ``name``, which has the target's tokenizer, for a drafter that learns.
+        """A trainable copy of the model ``name``, with the target's tokenizer, for online learning.
 
-        Embedding and head, which others may share, stay as they are.
+        Embedding and head, which may be shared, are not trained.
 
         Raises:
-            ModelError: as `load_lm`, or a model that has no gradients.
+            ModelError: as `load_lm`, or a model without gradients.
         """
-        raise self._refused("change a model of its own")
+        raise self._refused("train a draft model")
 
     def load_heads(self, name: str) -> Checkpoint:
-        """The tensors and the config of heads made for the target. Raises ModelError if there are none, or damaged."""
+        """Tensors and config of heads trained for the target. Raises ModelError if they are missing or damaged."""
         raise self._refused("load heads")
 
     def load_settings(self, name: str) -> dict[str, Any]:
-        """Read settings made for a drafter beforehand: the object in the JSON file ``name``, or in its
-        ``settings.json``.
+        """Read settings of a drafter: the object in the JSON file ``name``, or in ``settings.json`` of a directory.
 
         Raises:
-            UsageError: no such file, or none that holds a JSON object.
+            UsageError: the file does not exist or does not hold a JSON object.
         """
         return read_json(settings_file(name), CONFIG_BYTES, what="the settings")
 
     def slots(self, module: nn.Module, *, room: int = 0) -> LM:
-        """B slots of a module of the drafter's own, which is called as transformers calls a causal LM.
+        """B slots of a drafter's own module with the interface of a causal LM of transformers.
 
-        ``module(input_ids, attention_mask, position_ids, past_key_values, **inputs)`` gives ``logits`` and
-        ``hidden_states``; it has ``config``, ``device``, ``dtype`` and ``get_output_embeddings``. Keys and values,
-        masks and positions are kept for it; ``start`` and ``forward`` hand further ``inputs`` to it by name. ``room``:
-        as in `load_lm`.
+        ``module(input_ids, attention_mask, position_ids, past_key_values, **inputs)`` returns ``logits`` and
+        ``hidden_states``; it has ``config``, ``device``, ``dtype`` and ``get_output_embeddings``. The slots manage
+        cache, masks and positions; ``start`` and ``forward`` pass further ``inputs`` by name. ``room``: as in
+        `load_lm`.
         """
         raise self._refused("run a head over a cache")
 
     def runner(self, module: nn.Module) -> Runner:
-        """Make calls of ``module`` fast, and return how: ``run(function, tensors, *constants)``.
+        """Return a fast caller ``run(function, tensors, *constants)`` for functions that use ``module``.
 
-        That returns ``function(*constants, **tensors)``, a tuple of tensors. ``function`` may read its arguments and
-        the module's weights alone, because on CUDA what it launches is recorded once for each shape and replayed. On a
-        CPU the module's own linear layers are given a faster product for few rows.
+        It returns ``function(*constants, **tensors)``, a tuple of tensors. On CUDA the function is captured in a CUDA
+        graph per shape, so it may read only its arguments and the module's weights. On a CPU the module's linear layers
+        are replaced by ones that are faster for few rows.
         """
         return lambda function, tensors, *constants: function(*constants, **tensors)
 
-    def _refused(self, wish: str) -> ModelError:
+    def _refused(self, action: str) -> ModelError:
         target = f"target '{self.target_name}'" if self.target_name else "this target"
-        return ModelError(f"the drafter wants to {wish}, which {target} does not offer here; use another drafter")
+        return ModelError(f"the drafter needs to {action}, which {target} does not support here; use another drafter")
 
 
 class Drafter(ABC):
     """Base class of all drafters.
 
-    Life of a slot: ``start`` with a prompt, then per step ``propose`` and ``observe``, then ``free``.
-    All of it happens under `torch.inference_mode`.
+    Life of a slot: ``start`` with a prompt, then per step ``propose`` and ``observe``, then ``free``, all under
+    `torch.inference_mode`.
 
-    An instance that is made without a context, ``MyDrafter()``, is its user's: `crossdraft.generate` takes it as often
-    as they like, and what it remembers stays. Every run then begins with `attach`.
+    An instance created without a context, ``MyDrafter()``, can be passed to `crossdraft.generate` repeatedly and keeps
+    its memory across runs; each run calls `attach` first.
     """
 
     name: ClassVar[str]
     Config: ClassVar[type[StrategyConfig]] = StrategyConfig
-    #: What it drafts for, from `attach` on.
+    #: Set by `attach`.
     context: DraftContext
-    #: Whether it was made for that context alone.
+    #: True if it was created for one context.
     bound: bool = True
-    #: Whose it is for now: the decoder's, which sets it.
+    #: Token of the decoder that uses it, set by the decoder.
     claim: object = None
 
     def __init__(self, config: StrategyConfig | None = None, context: DraftContext | None = None):
@@ -282,10 +276,10 @@ class Drafter(ABC):
             self.attach(context)
 
     def attach(self, context: DraftContext) -> None:
-        """Draft for ``context`` from here on: it has other slots, perhaps of another target, than any before it.
+        """Switch to ``context``: new slots, possibly of another target.
 
-        A drafter that makes something for its slots, or loads a model, does it here (or in ``__init__``, if it is only
-        ever to be given by class or name); what earlier sequences taught it may stay. The base class keeps ``context``.
+        Load models and allocate per-slot state here (or in ``__init__``, for drafters used only by class or name).
+        Memory of earlier sequences may stay. The base class stores ``context``.
         """
         self.context = context
 
@@ -296,7 +290,7 @@ class Drafter(ABC):
 
     @classmethod
     def wrapped(cls, config: Any) -> Sequence[type[Drafter]]:
-        """The drafters that one with this ``config`` runs by their names: results depend on their code, too."""
+        """Drafters that one with this ``config`` delegates to; their code is part of a result's digest."""
         return ()
 
     @classmethod
@@ -306,73 +300,73 @@ class Drafter(ABC):
         """A fast path for `crossdraft replay`, for drafters of point-mass chains that need no model. Optional.
 
         Args:
-            texts: prompt and response of each recorded text, as token ids, neither empty; asked for as they are needed.
-            depth: most tokens of a draft, whatever ``config`` says.
+            texts: prompt and response of each recorded text, as token ids, neither empty; read lazily.
+            depth: maximum draft length, in place of the one in ``config``.
 
         Returns:
-            for each text, in order, int64 ``[T, depth]``: row t is what `propose` would draft after the prompt and the
-            first t tokens of the response, where every step before was observed; -1 past its end. None = not offered.
+            for each text, in order, int64 ``[T, depth]``: row t is the draft of `propose` after the prompt and t tokens
+            of the response, with all earlier steps observed, -1 past its end. None = not supported.
         """
         return None
 
     @classmethod
     def misconfigurations(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterable[Misconfiguration]:
-        """Yield common mistakes with ``heads`` like these, for `crossdraft doctor` to try. Optional.
+        """Yield common mistakes with ``heads`` of this type, for `crossdraft doctor` to test. Optional.
 
         Args:
-            heads: what `DraftContext.load_heads` gives for the ``model`` of ``config``.
+            heads: result of `DraftContext.load_heads` for the ``model`` of ``config``.
             target_model: as in `DraftContext`.
         """
         return ()
 
     def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
-        """Slot ``row`` starts a sequence with ``prompt`` (its last token is the first root).
+        """Start a sequence with ``prompt`` in slot ``row``; its last token is the first root.
 
-        ``hidden``: ``[len(prompt) - 1, L, H]``, the target's features of all prompt tokens but the last, if
-        ``traits.hidden_layers`` asks for any.
+        ``hidden``: ``[len(prompt) - 1, L, H]``, the target's hidden states of all prompt tokens but the last, if
+        ``traits.hidden_layers`` is not empty.
         """
 
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
-        """Optional: feed a model of its own the first tokens of prompts whose slots `start` soon, see `Prefills`.
+        """Optional: feed the first tokens of prompts to the draft model before their slots `start`, see `Prefills`.
 
-        Called once the target has fed them, before any of these slots begins; ``start`` does what is left. Not called
-        where a subclass defines ``start`` alone. ``free`` is told of slots that are given up before they begin.
+        Called after the target's prefill pass; ``start`` feeds the rest. Not called if a subclass overrides only
+        ``start``. ``free`` is called for slots that are aborted before they start.
         """
 
     @abstractmethod
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
-        """Draft for every slot; no node of row b deeper than ``sequences.limit[b]``, none for free slots."""
+        """Return a draft for every slot, of depth at most ``sequences.limit[b]`` in row b, empty in free slots."""
 
     def observe(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
     ) -> None:
-        """The step is over: ``sequences`` already hold the emitted tokens; ``accepted[b]`` is tau on the host."""
+        """Called after a step: ``sequences`` include the emitted tokens, ``accepted[b]`` is tau."""
 
     def free(self, row: int, finish_reason: str | None = None) -> None:
-        """Slot ``row`` is free again. ``finish_reason``: see `Response`; ``None`` = aborted before its end."""
+        """Called when slot ``row`` is freed. ``finish_reason``: see `Response`; ``None`` = aborted."""
 
     def reset(self) -> None:
-        """Forget what earlier sequences taught: called between the warm-up and the first measured prompt.
+        """Clear memory of earlier sequences; called between the warm-up and the first measured prompt.
 
-        A drafter whose memory outlives a sequence has to define it; what belongs to a slot is begun anew anyway.
+        Drafters with memory across sequences must define it; per-slot state is reset by ``start``.
         """
 
     @classmethod
     def remembers(cls, config: Any) -> bool:
         """Return True if drafts with this ``config`` depend on other sequences, earlier or concurrent ones.
 
-        By default: does its class define `reset`?
+        Default: True if the class defines `reset`.
         """
         return cls.reset is not Drafter.reset
 
     def text_distribution(self) -> TextDistribution | None:
-        """The law of every drafted token, if it follows from the tokens before it alone; ``None`` if it does not.
+        """The distribution of drafted tokens if it depends only on earlier tokens, else ``None``.
 
-        A shortcut for replay, which uses this drafter's slots then, and never calls ``propose``.
+        Lets replay use this drafter's slots directly, without ``propose``.
         """
         return None
 
     @property
     def passes(self) -> int:
-        """Forward passes of a draft model made so far (0 for drafters without one)."""
+        """Forward passes of the draft model so far (0 for drafters without one)."""
         return 0

@@ -1,4 +1,4 @@
-"""The hooks a plug-in may implement (pluggy, project and entry-point group ``crossdraft``).
+"""Hooks for plug-ins (pluggy, project and entry-point group ``crossdraft``).
 
 A plug-in is a module, named by an entry point of the group ``crossdraft``, whose functions are marked with
 ``@hookimpl``; it implements the hooks it needs and no others::
@@ -9,10 +9,9 @@ A plug-in is a module, named by an entry point of the group ``crossdraft``, whos
     def crossdraft_register_drafters(register):
         register("my-drafter", "my_package.my_drafter:MyDrafter", summary="one line for `crossdraft list`")
 
-``register(name, reference, summary="")`` takes the object, or better ``"package.module:object"``, which is
-imported only when somebody asks for that name. Keep the plug-in module itself free of heavy imports:
-``crossdraft list`` imports every plug-in. The hooks work at the edges; the decoding step is plain method
-calls on the registered classes.
+``register(name, reference, summary="")`` takes the object or, better, ``"package.module:object"``, which is imported on
+first use. Keep the plug-in module free of heavy imports: ``crossdraft list`` imports every plug-in. The decoding loop
+calls no hooks, only methods of the registered classes.
 """
 
 from collections.abc import Mapping
@@ -42,17 +41,17 @@ def crossdraft_register_verifiers(register: Register) -> None:
 
 @hookspec
 def crossdraft_register_trainers(register: Register) -> None:
-    """Register what ``crossdraft train`` can train: subclasses of `crossdraft.TrainingConfig`."""
+    """Register kinds of training for ``crossdraft train``: subclasses of `crossdraft.TrainingConfig`."""
 
 
 @hookspec
 def crossdraft_register_models(register: Register) -> None:
-    """Register models: a `ModelSource`, the `Path` of a model, or a function without arguments giving one."""
+    """Register models: a `ModelSource`, the `Path` of a model, or a function without arguments that returns one."""
 
 
 @hookspec
 def crossdraft_register_backends(register: Register) -> None:
-    """Register subclasses of `crossdraft.Backend`, each under its own ``name``: kinds of model that can be run."""
+    """Register subclasses of `crossdraft.Backend`, each under its own ``name``."""
 
 
 @hookspec
@@ -67,35 +66,32 @@ def crossdraft_register_recipes(register: Register) -> None:
 
 @hookspec
 def crossdraft_register_engines(register: Register) -> None:
-    """Register subclasses of `crossdraft.Engine`, each under its own ``name``: what ``crossdraft advise`` reads from a
-    serving engine, and writes for one."""
+    """Register subclasses of `crossdraft.Engine`, each under its own ``name``, for ``crossdraft advise``."""
 
 
 @hookspec
 def crossdraft_register_launchers(register: Register) -> None:
-    """Register subclasses of `crossdraft.Launcher`, each under its own ``name``: who starts the processes of
-    ``crossdraft run --launcher``."""
+    """Register subclasses of `crossdraft.Launcher`, each under its own ``name``, for ``crossdraft run --launcher``."""
 
 
 @hookspec
 def crossdraft_register_trackers(register: Register) -> None:
-    """Register trackers, which ``crossdraft run --track NAME`` tells of a run: classes that are made without arguments
-    and whose methods are the three hooks below, marked with ``@hookimpl``. A plug-in that has these hooks as
-    functions is told of every run."""
+    """Register trackers for ``crossdraft run --track NAME``: classes without constructor arguments whose methods are
+    the three hooks below, marked with ``@hookimpl``. A plug-in with these hooks as functions receives every run."""
 
 
 @hookspec
 def crossdraft_run_started(run: Mapping[str, Any]) -> None:
-    """A run begins. `run` holds at least ``name``, ``directory`` (a string), ``cells`` (their number) and ``shard``
-    (``"2/4"``, or empty)."""
+    """Called when a run starts. `run` holds at least ``name``, ``directory`` (a string), ``cells`` (their number) and
+    ``shard`` (``"2/4"``, or empty)."""
 
 
 @hookspec
 def crossdraft_cell_finished(run: Mapping[str, Any], cell: Mapping[str, Any]) -> None:
-    """A cell of `run` is on disk. `cell` holds at least ``id``, ``config`` and ``metrics``."""
+    """Called when a cell of `run` is on disk. `cell` holds at least ``id``, ``config`` and ``metrics``."""
 
 
 @hookspec
 def crossdraft_run_finished(run: Mapping[str, Any], outcome: Mapping[str, Any]) -> None:
-    """A run is over, and what it has written is in its directory. `outcome` holds at least ``exit_code``, ``failed``
-    (the number of cells), ``interrupted`` and ``stopped`` (why it could not go on; empty if it could)."""
+    """Called when a run has ended and its files are complete. `outcome` holds at least ``exit_code``, ``failed``
+    (number of cells), ``interrupted`` and ``stopped`` (the reason of an early end, or empty)."""

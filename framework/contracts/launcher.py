@@ -1,8 +1,7 @@
-"""Launchers: who starts the processes of ``crossdraft run --launcher NAME``, each of which measures one group.
+"""Launchers: starters of the processes of ``crossdraft run --launcher NAME``, one per group.
 
-A group is measured by one process on a device that nothing else uses: its numbers are ratios of times. A launcher
-knows how many processes there may be before two of them share a device; more are refused, unless the user has said
-that times do not matter (``--untimed``).
+A group is measured by one process with exclusive use of its device, since results are ratios of times. A launcher
+reports how many processes can run without sharing a device; more are rejected unless the run is ``--untimed``.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ class Work:
     """Task of one process: ``python -m crossdraft ARGUMENTS`` in a directory.
 
     Attributes:
-        title: of the group, for people.
-        arguments: of the command.
-        directory: to work in; it has this path on every machine that a launcher may choose.
-        log: the file that standard output and standard error are appended to, absolute.
-        environment: variables beside those that the process has anyway.
+        title: title of the group, for display.
+        arguments: arguments of the command.
+        directory: working directory, with the same path on every machine of the launcher.
+        log: absolute path of the file to which standard output and standard error are appended.
+        environment: additional environment variables.
     """
 
     title: str
@@ -44,23 +43,23 @@ class Worker(ABC):
 
     @abstractmethod
     def poll(self) -> str | None:
-        """None while it runs; then how it ended, for people: "ended with exit code 0", "was killed by SIGKILL"."""
+        """None while it runs, then a description of its end: "ended with exit code 0", "was killed by SIGKILL"."""
 
     @abstractmethod
     def stop(self, force: bool = False) -> None:
-        """Ask it to keep what it has and end (SIGTERM), or, with ``force``, end it at once. It may have ended."""
+        """Request an orderly end (SIGTERM) or, with ``force``, kill it. Does nothing if it has ended."""
 
 
 class Launcher(ABC):
     """Starts processes. Registered through ``crossdraft_register_launchers``.
 
     Args:
-        config: its options.
-        device: what the recipe says: ``"auto"``, ``"cpu"``, ``"cuda:1"``, ...; ``"spread"`` also for a device map.
-        timed: False if the user has said that times do not matter.
+        config: options of the launcher.
+        device: device of the recipe: ``"auto"``, ``"cpu"``, ``"cuda:1"``, ...; ``"spread"`` also for a device map.
+        timed: False for ``--untimed`` runs.
 
     Raises:
-        UsageError: a library or a cluster that is not there, options under which two groups would share a device.
+        UsageError: a missing library or cluster, or options under which two groups would share a device.
     """
 
     name: ClassVar[str]
@@ -71,11 +70,11 @@ class Launcher(ABC):
 
     @abstractmethod
     def devices(self) -> int | None:
-        """Maximum number of processes without a shared device; None if something else ensures that (a queue)."""
+        """Maximum number of processes without a shared device; None if a queue ensures that."""
 
     @abstractmethod
     def start(self, work: Work) -> Worker:
         """Start a process, or put it into a queue."""
 
     def close(self) -> None:
-        """All workers have ended."""
+        """Called after all workers have ended."""

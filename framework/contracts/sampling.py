@@ -1,8 +1,7 @@
-"""From logits to a law: the same warpers, in the same order, for the target's p and a drafter's q.
+"""Logits to probabilities, with the same warpers in the same order for the target's p and a drafter's q.
 
-The warpers are transformers' own. Everything happens in float32 (float64 if the logits are), because a
-bfloat16 softmax can give a drawn token probability 0; equal logits give bit-identical rows, so that p = q
-always accepts.
+The warpers are those of transformers. All computations are in float32 (float64 for float64 logits), because a bfloat16
+softmax can give a drawn token probability 0. Equal logits give bit-identical rows, so p = q always accepts.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ from pydantic import Field
 
 from .options import Options
 
-if TYPE_CHECKING:  # recipes are checked with this module, and PyTorch takes seconds to import
+if TYPE_CHECKING:  # this module validates recipes, and importing PyTorch takes seconds
     import torch
     from torch import Tensor
 
 
 class Sampling(Options):
-    """Sampling parameters, with transformers' names and meanings.
+    """Sampling parameters, with the names and meanings of transformers.
 
-    ``temperature`` 0 is greedy decoding: the law is one-hot at the argmax (lowest id on a tie).
+    ``temperature`` 0 is greedy decoding: one-hot at the argmax (lowest id on a tie).
     """
 
     temperature: float = Field(default=1.0, ge=0)
@@ -30,7 +29,7 @@ class Sampling(Options):
     min_p: float = Field(default=0.0, ge=0, le=1, description="drop tokens below this share of the most probable one")
 
     def at(self, temperature: float | None) -> Sampling:
-        """The same at another temperature; ``None`` = this one, which a drafter's option leaves by default."""
+        """A copy at another temperature; ``None`` = unchanged."""
         return self if temperature is None else self.model_copy(update={"temperature": temperature})
 
     def probs(self, logits: Tensor) -> Tensor:
@@ -42,19 +41,19 @@ class Sampling(Options):
         if self.temperature == 0:
             return self.checked_probs(logits)[0]
         warpers, v = self.warpers(), logits.shape[-1]
-        rows = logits.reshape(-1, v)  # transformers' warpers want [rows, V]
-        pieces = at_once(len(rows), v)
-        if len(pieces) == 1:
+        rows = logits.reshape(-1, v)  # the shape that warpers accept
+        chunks = at_once(len(rows), v)
+        if len(chunks) == 1:
             return _warped(rows, warpers).view(logits.shape)
-        law = torch.empty(logits.shape, dtype=_precision(logits), device=logits.device)
-        for piece in pieces:
-            law.view(-1, v)[piece] = _warped(rows[piece], warpers)
-        return law
+        probs = torch.empty(logits.shape, dtype=_precision(logits), device=logits.device)
+        for chunk in chunks:
+            probs.view(-1, v)[chunk] = _warped(rows[chunk], warpers)
+        return probs
 
     def checked_probs(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """:meth:`law`, and whether each row ``[...]`` of logits was free of NaN and +inf.
+        """:meth:`probs`, and ``[...]`` bool, True for rows of logits without NaN and +inf.
 
-        The check costs no pass over V: a softmax spreads one NaN over its row, an argmax points at it.
+        The check needs no pass over V: NaN spreads over the row of a softmax, and argmax returns its index.
         """
         import torch
 
@@ -72,7 +71,7 @@ class Sampling(Options):
         return p[..., 0] >= 0
 
     def warpers(self) -> list:
-        """The warpers of transformers that make this law, in order; none at temperature 0, which takes the argmax."""
+        """The warpers of transformers, in order; none at temperature 0."""
         from transformers.generation import logits_process as lp
 
         warpers = []
@@ -96,8 +95,8 @@ def _precision(logits: Tensor) -> torch.dtype:
 
 
 def _warped(rows: Tensor, warpers: list) -> Tensor:
-    """The laws of ``rows [n, V]`` of logits."""
+    """Probabilities of ``rows [n, V]`` of logits."""
     for i, warper in enumerate(warpers):
-        rows = warper(None, rows if i else rows.to(_precision(rows)))  # these warpers do not look at the ids
-    # What is not warped the kernel reads in its own precision.
+        rows = warper(None, rows if i else rows.to(_precision(rows)))  # these warpers ignore the ids
+    # Without warpers, softmax converts the dtype itself.
     return rows.softmax(-1, dtype=_precision(rows))

@@ -15,13 +15,13 @@ class SequenceStep:
     """Outcome of one step for one row.
 
     Attributes:
-        tau: accepted draft tokens (an accepted end-of-sequence token cuts what follows it).
+        tau: accepted draft tokens, up to an end-of-sequence token.
         emitted: tokens committed, correction or bonus included.
         nodes: drafted tokens the target evaluated for this row.
         width: nodes of the widest row of the batch: the target evaluated ``width + 1`` positions for this row.
-        limit: how deep the draft was allowed to be (``sequences.limit``): where that is less than the drafter could
-            go, the end of the sequence cut the step, not the pair.
-        survival: sum over i of Pr(tau >= i | the first i drafted tokens), if the verifier knows it.
+        limit: maximum depth of the draft (``sequences.limit``); if it is below the drafter's own, the end of the
+            sequence shortened the step.
+        survival: sum over i of Pr(tau >= i | the first i drafted tokens), if the verifier computes it.
     """
 
     tau: int
@@ -33,15 +33,15 @@ class SequenceStep:
 
 
 class Request(NamedTuple):
-    """A prompt that waits for a slot.
+    """A prompt waiting for a slot.
 
     Attributes:
-        prompt: its token ids.
-        index: the number by which it is told apart from others.
-        stream: its random stream, at least 0 and below 2^32.
-        name: what messages call it.
-        most: most tokens to generate; None: as many as the decoder says.
-        eos: ids that end it; None: the decoder's.
+        prompt: token ids.
+        index: number that identifies it.
+        stream: number of its random stream, at least 0 and below 2^32.
+        name: its name in messages.
+        most: maximum number of tokens to generate; None: the decoder's.
+        eos: end-of-sequence ids; None: the decoder's.
     """
 
     prompt: Sequence[int]
@@ -57,15 +57,15 @@ class Response:
     """One finished sequence.
 
     Attributes:
-        index: which prompt it answers (its position in the run).
+        index: index of its prompt (the position in the run).
         tokens: the generated tokens, a final end-of-sequence token included.
         finish_reason: ``"stop"`` (an end-of-sequence token or a stop string), ``"length"`` (max_new_tokens reached, or
             the context is full), ``"abort"``, or ``"error"`` (NaN; only with ``on_error="finish"`` of `Decoder.run`).
         steps: its steps, in order.
         text: the decoded tokens, filled in by :func:`crossdraft.generate`.
-        error: what went wrong, a sentence, where ``finish_reason`` is ``"error"``.
-        logprobs: log P of each of ``tokens`` given those before it, by the target's law as it is sampled from
-            (temperature and all); -inf where a lossy rule said what the target never does. ``None`` at temperature 0,
+        error: error message if ``finish_reason`` is ``"error"``.
+        logprobs: log P of each of ``tokens`` given those before it, under the target distribution after temperature,
+            top-k and top-p; -inf for a token of target probability 0 (lossy verifiers). ``None`` at temperature 0,
             where each is 0.
     """
 
@@ -83,13 +83,13 @@ class Chunk:
     """Output of a sequence in one step, as :func:`crossdraft.stream` yields it.
 
     Attributes:
-        index: which prompt it answers.
-        tokens: new tokens, at least one; none only in the last piece of a sequence that failed.
-        text: new text. It never splits a character, and what may become a stop string is held back, so it may be
-            empty and may lag behind the tokens. All texts of a prompt, joined, are ``response.text``. ``None`` where
-            the target has no tokenizer.
+        index: index of its prompt.
+        tokens: new tokens, at least one; empty only in the last chunk of a failed sequence.
+        text: new text, of whole characters. A possible beginning of a stop string is withheld, so the text may be empty
+            and lag behind the tokens. The joined texts of a prompt are ``response.text``. ``None`` if the target
+            has no tokenizer.
         logprobs: log P of each of ``tokens``, see `Response`; ``None`` at temperature 0.
-        response: the whole answer, with its last piece; ``None`` before.
+        response: the complete response, in the last chunk; ``None`` before.
     """
 
     index: int
@@ -100,7 +100,7 @@ class Chunk:
 
 
 def raise_failed(responses: Sequence[Response]) -> None:
-    """Raise NumericalError if a sequence ended in an error; ``responses`` go with it, the finished ones whole."""
+    """Raise NumericalError, with ``responses`` attached, if a sequence ended in an error."""
     failed = [response.error for response in responses if response.error is not None]
     if failed:
         more = f"; {len(failed) - 1} more of {len(responses)} inputs failed" if len(failed) > 1 else ""
@@ -111,15 +111,15 @@ def raise_failed(responses: Sequence[Response]) -> None:
 
 @dataclass(frozen=True)
 class StepEvent:
-    """A step that is over, as ``Decoder(on_step=...)`` tells it: for traces, progress, studies of acceptance.
+    """Data of a finished step for ``Decoder(on_step=...)``: traces, progress, acceptance statistics.
 
-    The tensors are the step's own and are not copied: keep what you need, write into nothing.
+    The tensors are those of the step, not copies: treat them as read-only.
 
     Attributes:
-        draft: what was drafted, probes included.
-        scores: the target's laws after the root and every node.
-        verdict: what the verifier decided.
-        prompts: per slot, the index of the prompt that it decodes; ``None`` for a free slot.
+        draft: the scored draft, probes included.
+        scores: target distributions after the root and every node.
+        verdict: output of the verifier.
+        prompts: per slot, the index of its prompt; ``None`` for a free slot.
         accepted: per slot, tau.
         emitted: per slot, the tokens committed; empty for a free slot.
         logprobs: per slot, log P of each of them, see `Response`; empty at temperature 0.

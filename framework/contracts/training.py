@@ -1,13 +1,12 @@
-"""The contract of what can be trained: a config, which a plug-in registers, and the trainee that it makes.
+"""The contract of a kind of training: a config, which a plug-in registers, and its trainee.
 
-A kind of training is one file: a :class:`TrainingConfig` with the options of that kind (each is an option of the
-command line, and of the checkpoint, which refuses to go on with others), and a :class:`Trainee` that knows the
-student, its loss and the layout it is written in. Texts, the target's features, steps, checkpoints and the model card
-are the trainer's.
+A kind of training is one file: a :class:`TrainingConfig` with its options (command-line options that are also stored in
+the checkpoint, which can be resumed only with equal ones), and a :class:`Trainee` with the student, its loss and its
+file format. The trainer handles texts, the target's hidden states, steps, checkpoints and the model card.
 
-A run that was interrupted goes on as it would have gone on. For that, what a step does may depend on the student (its
-parameters and persistent buffers are in the checkpoint), the batch, the number of the step, and random numbers of
-PyTorch, NumPy and Python, which the trainer seeds for each step; on nothing that a trainee remembers beside them.
+An interrupted run resumes with identical results. A step may therefore depend only on the student (parameters and
+persistent buffers are in the checkpoint), the batch, the step number, and random numbers of PyTorch, NumPy and Python,
+which the trainer seeds for each step.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Text:
         return self.prompt + self.response
 
 
-#: What is minimised between the target's law p and the student's q, word by word: KL(p, q), KL(q, p),
+#: Loss between the target's p and the student's q, in order of the names: KL(p, q), KL(q, p),
 #: beta KL(p, m) + (1 - beta) KL(q, m) with m = beta p + (1 - beta) q, or 1 - sum min(p, q).
 #: Y. Zhou, K. Lyu, A. S. Rawat, A. K. Menon, A. Rostamizadeh, S. Kumar, J.-F. Kagy, R. Agarwal, "DistillSpec:
 #: Improving Speculative Decoding via Knowledge Distillation", 2024.
@@ -50,7 +49,7 @@ Divergence = Literal["forward-kl", "reverse-kl", "jsd", "tv"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Options, ABC):
-    """Settings of a training. A subclass is one kind of training; it may add options and give these other defaults.
+    """Settings of a training run. A subclass is one kind of training; it may add options and change defaults.
 
     The learning rate is warmed up linearly and then falls along a cosine to 5 % of its peak.
     """
@@ -59,7 +58,7 @@ class TrainingConfig(Options, ABC):
     name: ClassVar[str]
 
     divergence: str = option(
-        "forward-kl", "what is minimised between the target's law and the student's", choices=get_args(Divergence)
+        "forward-kl", "divergence of target and student distributions to minimise", choices=get_args(Divergence)
     )
     beta: float = option(0.5, "of --divergence jsd: the target's share of the mixture", above=0, below=1)
     epochs: int = option(3, "passes over the training texts", at_least=1, at_most=1000)
@@ -100,19 +99,19 @@ class TrainingConfig(Options, ABC):
         raise UsageError(f"{cls.name} has no layout that engines load; crossdraft itself uses {model} as it is")
 
     def fitted(self, target: LoadedModel) -> Self:
-        """The same with defaults that depend on the target filled in."""
+        """A copy with defaults that depend on the target filled in."""
         return self
 
 
 @dataclass
 class Batch:
-    """Texts, padded on the right, and what the target says about them.
+    """Right-padded texts and the target's hidden states.
 
     Attributes:
         ids: ``[n, L]`` int64 tokens.
-        mask: ``[n, L]`` 1 where there is a token.
-        predicts: ``[n, L]`` bool, the token after this one belongs to a response.
-        hidden: ``[n, L, layers, H]`` the target's hidden states of the layers that the trainee asked for, float32.
+        mask: ``[n, L]`` 1 for tokens, 0 for padding.
+        predicts: ``[n, L]`` bool, True if the next token belongs to a response.
+        hidden: ``[n, L, layers, H]`` float32 hidden states of the trainee's ``hidden_layers``.
     """
 
     ids: Tensor
@@ -123,23 +122,23 @@ class Batch:
     def drafts(self, position: int) -> Tensor:
         """``[n, max(L - 1 - position, 0)]`` bool: at t, token t + 2 + ``position`` is drafted with t + 1 as the root.
 
-        Drafted are response tokens; the first root is the prompt's last token. The target's law of the drafted token
-        stands at t + 1 + ``position``.
+        Only response tokens are drafted; the first root is the prompt's last token. The target distribution of the
+        drafted token is at t + 1 + ``position``.
         """
         count = max(self.ids.shape[1] - 1 - position, 0)
         return self.predicts[:, 1 : 1 + count] & self.predicts[:, 1 + position : 1 + position + count]
 
 
 class Trainee(ABC):
-    """A student, its loss, and the layout that it is written in.
+    """A student, its loss, and its file format.
 
     Attributes:
-        student: the module; what of it requires a gradient is trained, and kept in checkpoints with its persistent
-            buffers. May be made in `prepare`.
-        hidden_layers: hidden states of the target that it reads, as in `DraftTraits.hidden_layers` but resolved:
+        student: the module, possibly created in `prepare`. Parameters that require a gradient are trained; checkpoints
+            hold them and the persistent buffers.
+        hidden_layers: layers of the target whose hidden states it uses, as in `DraftTraits.hidden_layers` but resolved:
             0 = embeddings, i = output of layer i, -1 = after the final norm.
         drafter: config of a drafter that uses the result, without ``model``.
-        measured, measured_by: what `acceptance` says, for people, and how.
+        measured, measured_by: name and definition of the result of `acceptance`, for display.
     """
 
     student: nn.Module
@@ -152,38 +151,38 @@ class Trainee(ABC):
         self.target, self.recipe = target, recipe
 
     def prepare(self, texts: Sequence[Text]) -> None:
-        """Make what depends on the training texts; called once, before anything else."""
+        """Prepare what depends on the training texts; called once, before the first step."""
 
     def made_with(self) -> dict[str, str]:
-        """Inputs of the result beside options, texts and target, by name: digests of other models, for example."""
+        """Inputs besides options, texts and target, by name: digests of other models, for example."""
         return {}
 
     def rewritten(self, texts: Sequence[Text], step: int) -> Sequence[Text]:
-        """The texts that a step learns from, in place of those that it is given: by default these themselves.
+        """Return the texts to train on in place of ``texts``, by default ``texts`` themselves.
 
-        For students that learn from what they say now. What is not one of the given objects is scored by the target
-        anew. It is to be as long as what it stands for, at most, and may use random numbers, as `loss` does.
+        For on-policy training. Texts that are new objects are scored by the target. Each may be at most as long as the
+        one that it replaces. May use random numbers, as `loss` does.
         """
         return texts
 
     def start_from(self, name: str) -> None:
-        """Take over the weights of a drafter; called before `prepare`.
+        """Initialise from the weights of a drafter; called before `prepare`.
 
         Raises:
-            UsageError: it does not fit the recipe, or cannot be trained further.
-            ModelError: it cannot be read.
+            UsageError: the drafter does not fit the recipe or cannot be trained further.
+            ModelError: the drafter cannot be read.
         """
         raise UsageError(f"this kind of drafter cannot start from another one; leave out --start-from {name}")
 
     @property
     def head(self) -> Tensor:
-        """``[V, H]``, the target's."""
+        """``[V, H]`` output embedding of the target."""
         module: Any = self.target.model.get_output_embeddings()
         return module.weight
 
     @property
     def target_name(self) -> str:
-        """Name of the target in a model card: the last part of a directory, as cards are read on other machines."""
+        """Name of the target in a model card, without directories."""
         return public(self.target.name)
 
     @property
@@ -197,55 +196,54 @@ class Trainee(ABC):
         return {name: weight for name, weight in self.student.named_parameters() if weight.requires_grad}
 
     def drafting_with(self, out: Path) -> dict[str, Any]:
-        """Config of the drafter that uses what is in ``out``."""
+        """Config of a drafter that uses the result in ``out``."""
         return {**self.drafter, "model": str(out)}
 
     @abstractmethod
     def loss(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
-        """The loss, and an estimate of sum_x min(p, q) for the first drafted token (a mean; for the progress bar)."""
+        """The loss, and the mean sum_x min(p, q) of the first drafted token for the progress bar."""
 
     @abstractmethod
     def acceptance(self, batch: Batch) -> list[Tensor]:
-        """Per position of a draft, ``[tokens]``: sum_x min(p, q) at temperature 1, given the text before it.
+        """Per draft position, ``[tokens]``: sum_x min(p, q) at temperature 1, given the preceding text.
 
-        One entry if the position makes no difference. Called without gradients.
+        One entry if the position does not matter. Called without gradients.
         """
 
     @abstractmethod
     def export(self, directory: Path, held_out: Iterable[Batch]) -> None:
-        """Write the result in the layout that its drafter loads."""
+        """Write the result in the format that its drafter loads."""
 
     @abstractmethod
     def describe(self) -> tuple[str, str, str]:
-        """For the model card: its title, a paragraph, and what was minimised; without line breaks."""
+        """Return title, paragraph and loss for the model card, without line breaks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchConfig(Options, ABC):
-    """Settings of a search for a drafter's options, tried instead of trained. A subclass is one kind of search.
+    """Settings of a search for a drafter's options. A subclass is one kind of search.
 
-    The search is Bayesian: settings are proposed by a model of how good those before them were (optuna's TPE).
+    The search is Bayesian optimisation (TPE of optuna).
     """
 
     #: The registered name.
     name: ClassVar[str]
-    #: A search begins with `Search.first`.
     start_from: ClassVar[str] = ""
 
-    trials: int = option(200, "settings that are tried", at_least=1, at_most=1_000_000)
+    trials: int = option(200, "number of trials", at_least=1, at_most=1_000_000)
     minutes: float = option(0.0, "minutes after which to stop; 0: all trials", at_least=0, at_most=1_000_000)
-    sample: int = option(512, "response tokens that every trial is judged by", at_least=1, at_most=1_000_000)
-    gamma: int = option(8, "longest draft that is reckoned with", at_least=1, at_most=1024)
+    sample: int = option(512, "response tokens that each trial is evaluated on", at_least=1, at_most=1_000_000)
+    gamma: int = option(8, "maximum draft length", at_least=1, at_most=1024)
     temperature: float = option(1.0, "of target and drafts", at_least=0, at_most=100)
-    seed: int = option(0, "of the texts and of what is proposed", at_least=0, at_most=2**32 - 1)
+    seed: int = option(0, "random seed of texts and proposals", at_least=0, at_most=2**32 - 1)
 
     @abstractmethod
     def search(self, target: LoadedModel) -> Search:
-        """Return the search. Raises UsageError for a target that it does not fit."""
+        """Return the search. Raises UsageError if the target does not fit."""
 
 
 class Search(ABC):
-    """The settings there are, and the fork of the target that drafts with them.
+    """The search space, and the fork of the target for a point of it.
 
     Attributes:
         drafter: config of a drafter that uses the result, without ``checkpoint``.
@@ -269,40 +267,39 @@ class Search(ABC):
 
     @abstractmethod
     def suggest(self, trial: Any) -> dict[str, Any]:
-        """Settings, as JSON holds them, asked of an ``optuna.trial.Trial``."""
+        """JSON settings requested from an ``optuna.trial.Trial``."""
 
     @abstractmethod
     def fork(self, lm: LM, settings: Mapping[str, Any]) -> LM | None:
-        """The fork of the target's slots that drafts with ``settings``; None where there is no such drafter."""
+        """The fork of the target's slots for ``settings``; None if they are not usable."""
 
     @abstractmethod
     def describe(self) -> tuple[str, str, str]:
-        """For the card, as `Trainee.describe`."""
+        """Return title, paragraph and objective for the card, as `Trainee.describe`."""
 
     def worth(self, acceptance: float, cost: float) -> tuple[float, int]:
         """The speed-up to be maximised, and the draft length at which it is reached.
 
-        (1 - a^(gamma+1)) / ((1 - a) (gamma c + 1)), the best of all gamma up to the recipe's: a the acceptance of a
-        token given those before it, c what a draft step costs of a pass of the target (Y. Leviathan, M. Kalman, Y.
+        The maximum over gamma of (1 - a^(gamma+1)) / ((1 - a) (gamma c + 1)) with a the acceptance of a token given
+        those before it and c the cost of a draft step relative to a pass of the target (Y. Leviathan, M. Kalman, Y.
         Matias, "Fast Inference from Transformers via Speculative Decoding", ICML 2023, theorem 3.8).
         """
         lengths = range(1, self.recipe.gamma + 1)
         return max((sum(acceptance**i for i in range(n + 1)) / (n * cost + 1), n) for n in lengths)
 
     def drafting_with(self, out: Path) -> dict[str, Any]:
-        """Config of the drafter that uses what is in ``out``."""
+        """Config of a drafter that uses the result in ``out``."""
         return {**self.drafter, "checkpoint": str(out)}
 
 
 def bfloat16_copy(module: nn.Module) -> nn.Module:
-    """A copy to write to disk, its parameters rounded to bfloat16."""
-    twin = copy.deepcopy(module)
-    for weight in twin.parameters():
+    """A copy with parameters in bfloat16."""
+    result = copy.deepcopy(module)
+    for weight in result.parameters():
         weight.data = weight.data.to(torch.bfloat16)
-    return twin
+    return result
 
 
 def public(name: str) -> str:
-    """Paths, with commas between, cut to their last part, anything else as it is: a card names files, not the machine
-    they were on."""
+    """Return comma-separated names with absolute paths cut to their last part, for model cards."""
     return ",".join(Path(part).name if Path(part).is_absolute() else part for part in name.split(","))

@@ -1,7 +1,7 @@
-"""Options: fields of a dataclass that are options of the command line too, with the values that they may have.
+"""Dataclass fields that are also command-line options, with their allowed values.
 
-A value is checked when the dataclass is made, wherever it comes from, so that nothing is loaded before a wrong one is
-refused; the sentence names the option, the value and what is allowed.
+Values are checked when the dataclass is created, before anything is loaded; the error names the option, the value and
+the allowed values.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def numbers(text: str) -> tuple[float, ...]:
     return tuple(float(part) for part in text.split(","))
 
 
-#: Parts that a value may have.
+#: Maximum number of parts of a value.
 MOST_PARTS = 256
-#: What the parts of a value are, for types of option that have parts.
+#: Types of the parts, by option type.
 _PARTS: dict[Any, type] = {integers: int, numbers: float}
 _WORDS = {int: "a whole number", float: "a number", str: "text"}
 _MANY = {int: "whole numbers with commas between them", float: "numbers with commas between them"}
@@ -34,11 +34,11 @@ _MANY = {int: "whole numbers with commas between them", float: "numbers with com
 
 @dataclass(frozen=True)
 class Allowed:
-    """The values of an option; bounds that are None are none.
+    """Allowed values of an option; None = no bound.
 
     Attributes:
-        kind: int, float or str, or what reads the text of the command line.
-        choices: the only values, if there are any.
+        kind: int, float or str, or a function that parses the text of the command line.
+        choices: the allowed values; empty = any within the bounds.
     """
 
     kind: Any
@@ -49,7 +49,7 @@ class Allowed:
     choices: tuple[Any, ...] = ()
 
     def read(self, flag: str, text: str) -> Any:
-        """The value that ``text`` stands for. Raises UsageError where it is none, or not allowed."""
+        """Parse ``text``. Raises UsageError if it is not an allowed value."""
         try:
             value = self.kind(text)
         except (ValueError, TypeError, OverflowError):
@@ -68,7 +68,7 @@ class Allowed:
             return self._admits(value, self.kind)
         part = _PARTS[self.kind]
         few = isinstance(value, tuple | list) and len(value) <= MOST_PARTS
-        return few and all(self._admits(one, part) for one in value)
+        return few and all(self._admits(item, part) for item in value)
 
     def _admits(self, value: Any, kind: Any) -> bool:
         if self.choices:
@@ -76,7 +76,7 @@ class Allowed:
         if kind is str:
             return isinstance(value, str)
         if kind not in (int, float):
-            return True  # read by a function of its own, which knows
+            return True  # checked by its parser
         if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
             return False
         return (
@@ -106,7 +106,7 @@ class Allowed:
 
 
 def _shown(value: Any) -> str:
-    """A value in an error message, not too much of it."""
+    """A value for an error message, truncated."""
     if isinstance(value, tuple | list):
         value = ",".join(map(_shown, value))
     try:
@@ -132,11 +132,11 @@ def option(
     """A field of `Options` that is an option of the command line.
 
     Args:
-        default: its type is the option's.
-        help: what ``--help`` says.
-        at_least, above, at_most, below: what a number (each of several) may be.
-        choices: the only values.
-        argparse: other keywords of ``add_argument``; ``type`` reads the text where the default's type cannot:
+        default: default value; its type is the type of the option.
+        help: text for ``--help``.
+        at_least, above, at_most, below: bounds of a number, or of each part.
+        choices: the allowed values.
+        argparse: other keywords of ``add_argument``; ``type``: parser of the text if it is not the default's type:
             `integers`, `numbers`, or a function that raises ValueError.
     """
     kind = argparse.pop("type", type(default))
@@ -154,7 +154,7 @@ class Options:
     """Base of dataclasses whose fields are options.
 
     Raises:
-        UsageError: when one is made with a value that is not allowed.
+        UsageError: created with a value that is not allowed.
     """
 
     def __post_init__(self) -> None:
@@ -164,7 +164,7 @@ class Options:
 
     @classmethod
     def options(cls) -> Iterable[tuple[str, Any, dict[str, Any]]]:
-        """Name, default, and keyword arguments for ``add_argument`` of every option."""
+        """Name, default, and keyword arguments of ``add_argument`` for every option."""
         for name, entry in cls.__dataclass_fields__.items():
             if allowed := entry.metadata.get("allowed"):
                 assert entry.default is not MISSING

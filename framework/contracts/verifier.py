@@ -1,8 +1,8 @@
-"""The contract of a verifier: the rule that turns (draft, q, p) into an accepted path and one more token.
+"""The contract of a verifier: (draft, q, p) to an accepted path and one more token.
 
 A verifier is one class in one file: a registered ``name``, a pydantic ``Config``, its ``traits``, and
-``verify``. It never sees a model; it sees laws. A lossless verifier keeps the target's distribution for every
-draft whose ``q`` is honest, which ``crossdraft certify`` proves by enumeration.
+``verify``, which gets distributions and no model. A lossless verifier keeps the target's distribution for every
+draft that meets the contract of ``q``, which ``crossdraft certify`` proves by enumeration.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class VerifierTraits:
     """Accepted drafts and guarantees of a verifier.
 
     Attributes:
-        accepts: capabilities of `DraftKind`, of which a draft needs one.
-        pairs_only: of drafts without replacement it can judge only two children of the root with a chain below each.
-        lossless: whether the output keeps the target's distribution exactly.
-        temperature_zero_only: it compares with the target's argmax, so it needs temperature 0.
-        stateful: it carries per-row state from one step to the next.
-        modifies_target: its state is a modification of the target by the drafter's law, so sampled drafts must be
-            replayable (see `DraftTraits`).
+        accepts: capabilities of `DraftKind`; a draft needs one of them.
+        pairs_only: drafts without replacement must be two children of the root with a chain below each.
+        lossless: True if the output keeps the target's distribution exactly.
+        temperature_zero_only: compares with the target's argmax, so it needs temperature 0.
+        stateful: carries per-row state from one step to the next.
+        modifies_target: its state is a modification of the target distribution by the draft distribution, so sampled
+            drafts must be replayable (see `DraftTraits`).
     """
 
     accepts: frozenset[str]
@@ -45,7 +45,7 @@ class VerifierTraits:
 
     def problem(self) -> str | None:
         """Return the reason why these traits are invalid, as a message; None if they are valid."""
-        if not isinstance(self.accepts, frozenset | set) or not all(isinstance(one, str) for one in self.accepts):
+        if not isinstance(self.accepts, frozenset | set) or not all(isinstance(name, str) for name in self.accepts):
             return f"accepts={quoted(self.accepts)}, which is not a set of capabilities (see draft_kind)"
         for key in ("pairs_only", "lossless", "temperature_zero_only", "stateful", "modifies_target"):
             if not isinstance(value := getattr(self, key), bool):
@@ -53,21 +53,21 @@ class VerifierTraits:
         return None
 
     def accepts_kind(self, kind: DraftKind) -> bool:
-        """True if drafts of this ``kind`` can be judged."""
+        """True if drafts of this ``kind`` can be verified."""
         return bool(self.accepts & kind.capabilities)
 
     @property
     def kinds(self) -> list[str]:
-        """Names of the built-in kinds of draft that can be judged, in alphabetical order."""
+        """Names of the accepted built-in kinds of draft, in alphabetical order."""
         return sorted(name for name, kind in DRAFT_KINDS.items() if self.accepts_kind(kind))
 
 
 class Verifier(ABC):
-    """Base class of all verifiers. Stateless rules implement ``verify`` alone."""
+    """Base class of all verifiers. Stateless ones implement only ``traits`` and ``verify``."""
 
     name: ClassVar[str]
     Config: ClassVar[type[StrategyConfig]] = StrategyConfig
-    #: Whose it is for now: the decoder's, which sets it.
+    #: Token of the decoder that uses it, set by the decoder.
     claim: object = None
 
     def __init__(self, config: StrategyConfig | None = None):
@@ -80,48 +80,50 @@ class Verifier(ABC):
 
     @classmethod
     def wrapped(cls, config: Any) -> Sequence[type[Verifier]]:
-        """The rules that one with this ``config`` runs by their names: results depend on their code, too."""
+        """Verifiers that one with this ``config`` delegates to; their code is part of a result's digest."""
         return ()
 
     def start(self, row: int) -> None:
-        """Slot ``row`` starts a new sequence: forget what was kept for it."""
+        """Reset the state of slot ``row`` for a new sequence."""
 
     @abstractmethod
     def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
-        """Judge every row of ``draft`` against ``p [B, N+1, V]`` (see `Scores`); never synchronises with the host."""
+        """Verify every row of ``draft`` against ``p [B, N+1, V]`` (see `Scores`), without synchronising the host."""
 
-    def held(self, draft: Draft) -> tuple[Tensor, ...]:
-        """State that `judge` reads, as tensors on the device; see there."""
+    def state_tensors(self, draft: Draft) -> tuple[Tensor, ...]:
+        """State for `verify_with_state`, as tensors on the device."""
         return ()
 
-    def judge(self, draft: Draft, p: Tensor, rng: StepRng, *held: Tensor) -> tuple[Verdict, *tuple[Tensor, ...]]:
-        """``verify`` as a function of tensors alone, which can be compiled; returns what `hold` is to be given, too.
+    def verify_with_state(
+        self, draft: Draft, p: Tensor, rng: StepRng, *state: Tensor
+    ) -> tuple[Verdict, *tuple[Tensor, ...]]:
+        """``verify`` as a pure function of tensors, for compilation; returns the verdict and the new state.
 
-        A rule without state need not define it. One with state can be compiled if it does, with `held` and `hold`.
+        A stateful verifier can be compiled if it defines this method, `state_tensors` and `store_state`.
         """
         return (self.verify(draft, p, rng),)
 
-    def hold(self, *new: Tensor) -> None:
-        """Keep what `judge` returned after its verdict, until `observe`."""
+    def store_state(self, *state: Tensor) -> None:
+        """Store the new state returned by `verify_with_state`, until `observe`."""
 
     def observe(self, accepted: Sequence[int], drafted: Sequence[int]) -> None:
-        """The step is over: per slot, tau and the number of drafted nodes, now known on the host."""
+        """Called after a step with tau and the number of drafted nodes of each slot."""
 
     def free(self, row: int) -> None:
-        """Slot ``row`` is free."""
+        """Called when slot ``row`` is freed."""
 
     def snapshot(self, row: int) -> Hashable:
-        """The state kept for ``row``, hashable, ``None`` if there is none; the certificate merges equal states."""
+        """Hashable state of ``row``, ``None`` if stateless; the certificate merges equal states."""
         return None
 
     def restore(self, row: int, snapshot: Hashable) -> None:
-        """Put back what :meth:`snapshot` returned."""
+        """Set the state of ``row`` to a result of :meth:`snapshot`."""
 
 
 def incompatible(
     drafter: str, draft: DraftTraits, verifier: str, traits: VerifierTraits, sampling: Sampling
 ) -> str | None:
-    """Return the reason why this pair cannot run, or ``None`` if it can. Decided before any model is loaded."""
+    """Return the reason why this pair cannot run, or ``None`` if it can, before any model is loaded."""
     if traits.temperature_zero_only and sampling.temperature > 0:
         better = "'token' or 'block'" if draft.kind is None or draft.is_chain else "'traversal' or 'specinfer'"
         return (
@@ -135,14 +137,14 @@ def incompatible(
     if traits.accepts_kind(draft.kind):
         if traits.modifies_target and not (draft.point_mass or draft.replayable):
             return (
-                f"verifier '{verifier}' modifies later targets by the drafter's law, so it needs drafts of a length "
-                "fixed beforehand whose laws depend on the committed tokens alone, which drafter "
-                f"'{drafter}' does not promise; use 'block'"
+                f"verifier '{verifier}' modifies the target by the draft distribution, so it needs replayable drafts "
+                f"(fixed length, distributions that depend only on the committed tokens), but drafter '{drafter}' "
+                "is not replayable; use 'block'"
             )
         pair = draft.branching is not None and draft.branching[:1] == (2,) and set(draft.branching[1:]) <= {1}
         if traits.pairs_only and SAMPLED_SIBLINGS in draft.kind.capabilities and not pair:
             return (
-                f"verifier '{verifier}' judges a tree without replacement only with branching [2, 1, 1, ...], which "
+                f"verifier '{verifier}' accepts trees without replacement only with branching [2, 1, 1, ...], which "
                 f"drafter '{drafter}' does not draw; use 'traversal' or 'specinfer'"
             )
         return None

@@ -1,8 +1,8 @@
 """The batched decode loop: one step is draft, score, verify, commit; every row has its own length.
 
-The loop knows the target as an :class:`~crossdraft.framework.contracts.lm.LM`, the drafter and the verifier by their
-contracts, and nothing about models, recipes or files. A row that finishes hands its slot to the next prompt,
-so a run "at batch size B" really runs B rows while prompts remain. There is one host synchronisation a step.
+The target is an :class:`~crossdraft.framework.contracts.lm.LM`; the loop does not depend on models, recipes or files.
+When a row finishes, the next prompt takes its slot (continuous batching), so B rows run while prompts remain. Each step
+synchronises with the device once.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ..contracts.draft import Draft, Scores, Sequences, Verdict, on_device
 from ..contracts.drafter import Drafter
@@ -26,33 +24,34 @@ from ..contracts.verifier import Verifier
 from ..errors import ContractError, ModelError, NumericalError, UsageError
 from ..util.limits import PREFILL_TOKENS
 from .compiled_verifier import CompiledVerifier
-from .host_sync import Row, check_rows, failures, kept_path, to_host
+from .host_sync import Row, check_rows, failures, path_in_scored_tree, to_host
 from .logits_processors import LogitsProcessors
 from .prefill import Prefill
 from .sequence import SequenceState
 from .stopwatch import Stopwatch
 from .structural_checks import MutationGuard, check_draft, check_prompt, check_verdict
 from .validation import validate_draft, validate_verdict
-from .verify_step import make_scores, needs_chunks, verify
+from .verify_step import draft_forward, make_scores, needs_chunks, verify
 
-#: ``validate="sampled"``: these first steps of a decoder, and every so many-th one, are validated.
+#: ``validate="sampled"`` validates the first `FIRST` steps of a decoder and every `EVERY`-th one after.
 FIRST, EVERY = 8, 64
-#: When drafts and verdicts are validated, and what happens to the others where a row's numbers cannot be right.
+#: Allowed values of ``validate`` (steps to validate) and ``on_error`` (treatment of rows with invalid numbers).
 VALIDATE, ON_ERROR = ("sampled", "always", "never"), ("raise", "finish")
 
 
 @dataclass
 class Step:
-    """State of one step; each phase of `Decoder.round` sets the fields below it.
+    """State of one step; the phases of `Decoder.step` set the fields in order.
 
     Attributes:
         rng: random numbers of the step.
-        validated: all values of the draft and of the verdict are checked, not only their structure.
-        proposed: what the drafter returned.
-        draft: the nodes to score: ``proposed`` without the columns of a chain that no row has room for.
+        validated: True if the values of the draft and the verdict are checked, False if only their structure is.
+        proposed: output of the drafter.
+        draft: the nodes to score: ``proposed``, a chain cut to the largest ``sequences.limit``.
         candidates: the nodes to verify: ``draft`` without probes.
-        scores, verdict: of the target and the verifier.
-        finite: whether the target's logits are finite, see `make_scores` and `verify`.
+        scores: output of the target.
+        finite: True if the target's logits are finite, see `make_scores` and `verify`.
+        verdict: output of the verifier.
         rows: the outcome of each row, on the host.
         active: rows with a sequence that did not fail.
         committed: new tokens of each row.
@@ -76,26 +75,28 @@ class Decoder:
 
     Args:
         target: the model whose distribution the output follows.
-        drafter: proposes; built with the same sampling parameters and batch size.
-        verifier: decides.
-        sampling: turns the target's logits into its law p.
-        eos: ids that end a sequence; any of them, wherever it is accepted.
-        max_new_tokens: most tokens a sequence may generate.
-        rng: the source of randomness; equal seeds give equal random numbers whatever B is.
-        stopwatch: phase timer, or None for a fresh one.
-        on_step: called after every step with a `StepEvent`; what it raises ends the run.
+        drafter: proposes drafts; built with the same sampling parameters and batch size.
+        verifier: accepts or rejects drafted tokens.
+        sampling: sampling parameters, which turn the target's logits into p.
+        eos: end-of-sequence ids.
+        max_new_tokens: maximum number of tokens that a sequence generates.
+        rng: source of random numbers; equal seeds give equal random numbers at any batch size.
+        stopwatch: phase timer; None makes one.
+        on_step: called after every step with a `StepEvent`; an exception ends the run.
         compile_verifier: compile the verify step, see `CompiledVerifier`, if the verifier can be compiled.
-        processors: what the target's logits go through before they become p, see `LogitsProcessors`.
-        validate: in which steps every value of drafts and verdicts is checked (`validation`), which waits for the
-            device: ``"sampled"``, the decoder's first 8 and every 64th after; ``"always"``; ``"never"``. Their form,
-            NaN, counts and emitted tokens are checked in every step, for nothing.
-        prefill_tokens: most tokens of a prefill pass. Prompts that begin together share passes, longer ones go in
-            pieces, one between two steps. They then change each other by rounding; 0 = each goes by itself, at once.
+        processors: functions applied to the target's logits before p is computed, see `LogitsProcessors`.
+        validate: steps in which the values of drafts and verdicts are checked (`validation`), which waits for the
+            device: ``"sampled"``, the first 8 and every 64th after; ``"always"``; ``"never"``. Shapes, NaN, counts
+            and emitted tokens are checked in every step, at no extra synchronisation.
+        prefill_tokens: maximum number of tokens of a prefill pass. Prompts that start at the same time share passes,
+            and longer prompts are fed in chunks between steps, so they affect each other by rounding; 0 = each
+            prompt is fed separately, in full.
 
     Raises:
-        NumericalError: the target or the drafter produced NaN, or a q is no law; names the sequence and position.
-        ContractError: the drafter returned a draft, or the verifier a verdict, that breaks the contract.
-        UsageError: a prompt is empty or leaves no room in the context; an option that there is not.
+        NumericalError: the target or the drafter produced NaN, or q is not a distribution; names the sequence and
+            position.
+        ContractError: a draft or a verdict breaks the contract.
+        UsageError: an empty prompt, a prompt that fills the context, or an invalid option.
     """
 
     def __init__(
@@ -123,14 +124,13 @@ class Decoder:
         self.stopwatch = stopwatch or Stopwatch(target.device)
         self.on_step, self.processors, self.validate = on_step, processors, validate
         self.traits = drafter.traits(drafter.config, sampling)
-        promised = verifier.traits(verifier.config)
-        self._lossless, self._stateful = promised.lossless, promised.stateful
+        verifier_traits = verifier.traits(verifier.config)
+        self._lossless, self._stateful = verifier_traits.lossless, verifier_traits.stateful
         self.compiled_verifier = (
             CompiledVerifier(verifier) if compile_verifier and CompiledVerifier.takes(verifier) else None
         )
-        self._claimed, self._claim = (drafter, verifier), object()
-        drafter.claim = verifier.claim = self._claim
-        #: What the drafter reads of the target, which other decoders may use for drafters that read something else.
+        self._claim = drafter.claim = verifier.claim = object()
+        #: Hidden layers for the drafter; set before each use, as decoders may share the target.
         self.hidden_layers = self.traits.hidden_layers
         b, length = target.batch_size, drafter.context.max_length
         self.sequences = Sequences(
@@ -142,7 +142,7 @@ class Decoder:
         self._slots: list[SequenceState | None] = [None] * b
         self._prefill = Prefill(target, drafter, self.stopwatch, prefill_tokens)
         self._started, self._on_error = 0, "raise"
-        #: Steps made by the whole batch, and target positions evaluated in them (rows x (nodes + 1)).
+        #: Steps of the whole batch, and target positions evaluated in them (rows x (nodes + 1)).
         self.batch_steps = 0
         self.target_rows = 0
 
@@ -158,11 +158,11 @@ class Decoder:
         names: Sequence[str] | None = None,
         on_error: str = "raise",
     ) -> Iterator[Response]:
-        """Decode all prompts (lists of token ids); responses come as they finish, in no particular order.
+        """Decode all prompts (lists of token ids); yield responses in the order in which they finish.
 
-        ``streams[i]`` is the random stream of prompt i, its position by default; ``names[i]`` is what error messages
-        call it. Where the numbers of one sequence cannot be right (NaN), ``on_error="raise"`` raises NumericalError at
-        once; ``"finish"`` ends that sequence with ``Response.error``, and the others go on.
+        ``streams[i]`` is the random stream of prompt i (default: i); ``names[i]`` its name in error messages. If the
+        numbers of a sequence are invalid (NaN), ``on_error="raise"`` raises NumericalError; ``"finish"`` ends that
+        sequence with ``Response.error`` and continues with the others.
         """
         queue = list(prompts)
         streams = range(len(queue)) if streams is None else streams
@@ -177,15 +177,16 @@ class Decoder:
     def steps(
         self, waiting: Iterable[Request | None], on_error: str = "raise", interleaved: Callable[[], bool] = bool
     ) -> Generator[list[Response], None, None]:
-        """Round after step, with what finished in each: free slots take what is ``waiting`` and passed `check_prompt`.
+        """Run steps and yield the responses finished in each, possibly none.
 
-        ``None`` in it: none at the moment, ask again after the next step (at once where no slot is occupied).
-        ``interleaved``: do other decoders wait for a turn (by default none)? Then a prefill pass is a step, too.
+        ``waiting``: requests that passed `check_prompt`; a ``None`` item means "no request is ready; poll again after
+        the next step" (immediately if no slot is occupied). ``interleaved``: returns True if other decoders wait for
+        their turn, in which case a prefill pass counts as a step.
         """
         if on_error not in ON_ERROR:
             raise UsageError(f"on_error is one of {', '.join(ON_ERROR)}, not {on_error!r}")
         if self.occupied:
-            raise UsageError("this decoder is in the middle of other sequences; finish that run, or abandon() it")
+            raise UsageError("this decoder is running other sequences; finish that run, or call abandon()")
         self._on_error, source, last = on_error, iter(waiting), Request(())
         try:
             while True:
@@ -203,19 +204,19 @@ class Decoder:
                     yield self.step() if self.occupied else []
                 elif request is last:
                     return
-        finally:  # a caller that stops early, or an error inside a step, leaves the slots clean
+        finally:  # also if the caller stops early or a step raises
             self.abandon()
 
     def abandon(self) -> None:
-        """Give up every sequence that is not finished: all slots are free again, as in a new decoder."""
+        """Abort all unfinished sequences and free all slots."""
         self._on_error = "raise"
         rows = [row for row, history in enumerate(self.sequences.history) if history]
-        for row in rows:  # before anybody is told, who might raise
-            self._free(row)
+        for row in rows:  # before free() of the strategies, which may raise
+            self._clear(row)
         self.target.commit([0] * self.target.batch_size)
-        self._prefill.give_up()
+        self._prefill.abort()
         for row in rows:
-            self._freed(row)
+            self._free(row)
 
     @torch.inference_mode()
     def start(
@@ -228,7 +229,7 @@ class Decoder:
         most: int | None = None,
         eos: Collection[int] | None = None,
     ) -> None:
-        """Put a sequence into slot ``row``; ``most`` tokens and ``eos`` of its own, or the decoder's."""
+        """Start a sequence in slot ``row``, with ``most`` and ``eos`` in place of the decoder's."""
         self._check_claim()
         self.stopwatch.start()
         prompt = [int(token) for token in prompt]
@@ -283,10 +284,10 @@ class Decoder:
         watch = MutationGuard(sequences, step.validated)
         try:
             step.proposed = self.drafter.propose(sequences, step.rng)
-        except ModelError as error:  # slots have room for traits.nodes behind the longest sequence
+        except ModelError as error:  # slots hold traits.nodes tokens beyond the longest sequence
             raise ContractError(
-                f"{self._drafter} could not draft: {error}; it must not go deeper than sequences.limit, nor feed more "
-                "nodes than traits.nodes and the room that it asked for"
+                f"{self._drafter} could not draft: {error}; draft no deeper than sequences.limit, and feed at most "
+                "traits.nodes nodes and the room requested from load_lm()"
             ) from error
         self.stopwatch.mark("draft")
         watch.check(self._drafter)
@@ -302,17 +303,7 @@ class Decoder:
         """One forward pass of the target over the root and all nodes."""
         draft, histories = step.draft, self.sequences.history
         root = on_device([[history[-1] if history else 0] for history in histories], self.target.device)
-        tokens = torch.cat([root, draft.tokens], 1)
-        # Node 0 of the scored tree is the root.
-        parents = None if draft.is_chain else functional.pad(draft.parents + 1, (1, 0), value=-1)
-        resumed: dict[str, Any] = {}
-        resume_matches = None
-        if draft.resume_from is not None and (fed := draft.resume_from.fed) is not None:
-            width = min(fed.shape[1], tokens.shape[1])
-            resumed = {"resume_from": draft.resume_from}
-            same = fed[:, :width] == tokens[:, :width]
-            resume_matches = same[:, 0] & (same[:, 1:] | ~draft.valid[:, : width - 1]).all(1)
-        logits, hidden = self.target.forward(tokens, parents, **resumed)
+        logits, hidden, resume_matches = draft_forward(self.target, root, draft)
         if self.processors is not None:
             indices = [sequence and sequence.index for sequence in self._slots]
             logits = self.processors(logits, draft, histories, indices, step.validated)
@@ -343,17 +334,17 @@ class Decoder:
         logprobs = self.sampling.temperature > 0
         proposed = step.candidates if step.draft is step.proposed else step.proposed.candidates
         step.rows = to_host(proposed, step.candidates, step.scores, finite, step.verdict, logprobs=logprobs)
-        where = {
+        places = {
             row: f"{sequence.name} at position {len(sequences.history[row])}"
             for row, sequence in enumerate(self._slots)
             if sequence
         }
-        failed = failures(step.rows, where, self._drafter)
+        failed = failures(step.rows, places, self._drafter)
         if failed and self._on_error == "raise":
             raise NumericalError(next(iter(failed.values())))
-        where = {row: place for row, place in where.items() if row not in failed}
+        places = {row: place for row, place in places.items() if row not in failed}
         vocab_size = self.target.vocab_size
-        check_rows(step.rows, where, sequences.limit, vocab_size, self._drafter, self._verifier)
+        check_rows(step.rows, places, sequences.limit, vocab_size, self._drafter, self._verifier)
         if step.validated:
             validate_verdict(
                 step.candidates,
@@ -361,7 +352,7 @@ class Decoder:
                 vocab_size,
                 verifier=self._verifier,
                 prompts=self._prompts,
-                rows=where,
+                rows=places,
                 prob_of=step.scores.prob_of if self._lossless else None,
             )
         for row, error in failed.items():
@@ -369,15 +360,15 @@ class Decoder:
             assert sequence is not None
             sequence.error = error
             step.rows[row] = step.rows[row]._replace(tau=0, nodes=0)
-        step.active = list(where)
+        step.active = list(places)
 
     def _commit(self, step: Step) -> None:
-        """Keep the accepted nodes in the target's cache and append their tokens; free the slots of failed rows."""
+        """Commit the accepted nodes to the target's cache and append their tokens; clear the slots of failed rows."""
         sequences, rows = self.sequences, step.rows
-        keep = [0] * len(rows)
+        counts = [0] * len(rows)
         for row in step.active:
-            keep[row] = rows[row].tau + 1
-        self.target.commit(keep, kept_path(step.candidates, step.verdict))
+            counts[row] = rows[row].tau + 1
+        self.target.commit(counts, path_in_scored_tree(step.candidates, step.verdict))
         self.batch_steps += 1
         self.target_rows += self.occupied * (step.draft.width + 1)
         step.committed = [[] for _ in rows]
@@ -387,15 +378,15 @@ class Decoder:
             if row not in step.active:
                 sequences.history[row], sequences.limit[row] = [], 0
                 continue
-            found = rows[row]
-            new = step.committed[row] = sequence.until_eos(found.tokens[: found.tau + 1])
+            outcome = rows[row]
+            new = step.committed[row] = sequence.until_eos(outcome.tokens[: outcome.tau + 1])
             sequences.append(row, new)
             sequence.tokens += new
             if sequence.logprobs is not None:
-                sequence.logprobs += found.logprobs[: len(new)]
-            survival = found.survival if step.verdict.survival is not None else None
-            tau, limit = min(found.tau, len(new)), sequences.limit[row]
-            sequence.steps.append(SequenceStep(tau, len(new), found.nodes, step.draft.width, limit, survival))
+                sequence.logprobs += outcome.logprobs[: len(new)]
+            survival = outcome.survival if step.verdict.survival is not None else None
+            tau, limit = min(outcome.tau, len(new)), sequences.limit[row]
+            sequence.steps.append(SequenceStep(tau, len(new), outcome.nodes, step.draft.width, limit, survival))
             sequences.limit[row] = sequence.max_draft_len
 
     def _notify(self, step: Step) -> None:
@@ -419,23 +410,23 @@ class Decoder:
         for row, sequence in enumerate(self._slots):
             if sequence is not None and (finish_reason := sequence.finish_reason):
                 responses.append(sequence.response(finish_reason))
-                self._free(row)
-                self._freed(row, finish_reason)
+                self._clear(row)
+                self._free(row, finish_reason)
         self.stopwatch.mark("rest")
         return responses
 
     def end(self, index: int, finish_reason: str) -> None:
-        """End the sequence of prompt ``index`` with the step that `on_step` reports."""
+        """End the sequence of prompt ``index`` after the current step; called by `on_step`."""
         for sequence in self._slots:
             if sequence is not None and sequence.index == index:
                 sequence.ended = finish_reason
 
-    def _free(self, row: int) -> None:
+    def _clear(self, row: int) -> None:
         self.sequences.history[row] = []
         self.sequences.limit[row] = 0
         self._slots[row] = None
 
-    def _freed(self, row: int, finish_reason: str | None = None) -> None:
+    def _free(self, row: int, finish_reason: str | None = None) -> None:
         self.target.free(row)
         self.drafter.free(row, finish_reason)
         self.verifier.free(row)
@@ -444,7 +435,7 @@ class Decoder:
 
     @contextmanager
     def _draft_faults_first(self, step: Step) -> Iterator[None]:
-        """Validate the draft if scoring or verifying raises: an invalid draft is then the error that is raised."""
+        """Validate the draft if scoring or verification raises, and raise the draft's error first."""
         try:
             yield
         except ContractError:
@@ -478,5 +469,5 @@ class Decoder:
         return [slot.name if slot else None for slot in self._slots]
 
     def _check_claim(self) -> None:
-        if any(strategy.claim is not self._claim for strategy in self._claimed):  # instances that their user holds
-            raise UsageError("a drafter or verifier of this run was given to another; give each run one of its own")
+        if self.drafter.claim is not self._claim or self.verifier.claim is not self._claim:
+            raise UsageError("a drafter or verifier of this run is used by another run; give each run its own")

@@ -14,9 +14,9 @@ from ..contracts.draft import Draft, Scores, Verdict
 from ..errors import ContractError
 from ..util.tensors import counting
 
-#: What is wrong with a q, and what to do.
+#: Error message for a q with NaN, and its advice.
 NOT_FINITE = "reported a q that is NaN or infinite"
-FINITE_Q = "every row of q is finite, padding too, because rules multiply it by 0"
+FINITE_Q = "every row of q must be finite, padding too, because verifiers multiply it by 0"
 
 
 class Row(NamedTuple):
@@ -24,13 +24,13 @@ class Row(NamedTuple):
 
     Attributes:
         tau: accepted tokens.
-        nodes, depth: of what was drafted.
-        target_finite, drafter_finite: whether their logits were free of NaN and infinity, as far as they say.
-        resume_matches: whether what the target took up from `Draft.resume_from` was this draft.
-        q: the sum of all its q, which is NaN or infinite where one of them is.
-        survival: the sum of `Verdict.survival`.
-        tokens: those on the accepted path and the one that follows; behind them whatever there was.
-        logprobs: log p of each of ``tokens`` after those before it; empty if nobody wants to know.
+        nodes, depth: size of the draft.
+        target_finite, drafter_finite: True if their logits were free of NaN and infinity.
+        resume_matches: `Scores.resume_matches`.
+        q: sum of all entries of q, NaN or infinite if one of them is.
+        survival: sum of `Verdict.survival`.
+        tokens: the accepted tokens and the one after them, then padding.
+        logprobs: log p of each of ``tokens`` given those before it; empty if not requested.
     """
 
     tau: int
@@ -48,21 +48,21 @@ class Row(NamedTuple):
 def to_host(
     drafted: Draft, draft: Draft, scores: Scores, finite: Tensor, verdict: Verdict, *, logprobs: bool = False
 ) -> list[Row]:
-    """The step's one synchronisation.
+    """Copy the outcome of the step to the host: the only synchronisation of a step.
 
     Args:
-        drafted: what the drafter proposed, without probes.
-        draft: what of it was judged: a chain is trimmed.
+        drafted: the proposed draft, without probes.
+        draft: the verified draft: a chain may have been trimmed.
         finite: ``[B]`` bool, False for rows in which the target produced NaN or infinite logits.
-        logprobs: of emitted tokens, too. A gather, and no pass over p.
+        logprobs: include log p of the emitted tokens, by one gather.
     """
-    if verdict.path is None:
-        along = draft.tokens
+    if verdict.path is None or not draft.width:
+        path_tokens = draft.tokens
     else:
-        along = draft.tokens.gather(1, verdict.path.clamp(0, draft.width - 1)) if draft.width else draft.tokens
-    emitted = torch.cat([along, verdict.token[:, None]], 1)
-    # A length beyond the path is found on the host; until then nothing may be written beyond the table.
-    emitted.scatter_(1, verdict.length.clamp(0, along.shape[1])[:, None], verdict.token[:, None])
+        path_tokens = draft.tokens.gather(1, verdict.path.clamp(0, draft.width - 1))
+    emitted = torch.cat([path_tokens, verdict.token[:, None]], 1)
+    # Clamped: invalid lengths are reported on the host.
+    emitted.scatter_(1, verdict.length.clamp(0, path_tokens.shape[1])[:, None], verdict.token[:, None])
     columns = {"tau": verdict.length, "nodes": drafted.count, "target_finite": finite}
     if not drafted.is_chain and draft.width:
         if draft.sequences is None:
@@ -74,7 +74,7 @@ def to_host(
     if scores.resume_matches is not None:
         columns["resume_matches"] = scores.resume_matches
     if draft.q is not None:
-        columns["q"] = draft.q.sum((1, 2)).double()  # with one float64 all are, which holds every token id exactly
+        columns["q"] = draft.q.sum((1, 2)).double()  # float64 holds every token id exactly
     if verdict.survival is not None:
         columns["survival"] = verdict.survival.sum(1).double()
     parts = [torch.stack(list(columns.values()), 1), emitted]
@@ -88,7 +88,7 @@ def to_host(
 
 
 def _row(columns: Mapping[str, float], tokens: list[float], logprobs: list[float]) -> Row:
-    """Build a `Row` from the copied columns; a missing one has its normal value; a chain is as deep as its nodes."""
+    """Build a `Row` from the copied columns, with defaults for missing ones."""
     nodes = int(columns["nodes"])
     return Row(
         tau=int(columns["tau"]),
@@ -105,28 +105,28 @@ def _row(columns: Mapping[str, float], tokens: list[float], logprobs: list[float
 
 
 def _logprobs(emitted: Tensor, verdict: Verdict, scores: Scores) -> Tensor:
-    """``[B, D + 1]`` float64: log p of each of ``emitted [B, D + 1]``, which follow the root and a path."""
-    (_, laws, vocab), width = scores.logits.shape, emitted.shape[1]
+    """``[B, D + 1]`` float64: log p of each of ``emitted [B, D + 1]`` given the root and the path."""
+    (_, positions, vocab), width = scores.logits.shape, emitted.shape[1]
     if verdict.path is None:
         after = counting(width, emitted.device).expand_as(emitted)
     else:
-        after = functional.pad(verdict.path + 1, (1, 0))[:, :width].clamp_(0, laws - 1)
-    # A verdict that names no token is found on the host.
+        after = functional.pad(verdict.path + 1, (1, 0))[:, :width].clamp_(0, positions - 1)
+    # Clamped: invalid tokens are reported on the host.
     return scores.prob_of(after, emitted.clamp(0, vocab - 1)).double().log_()
 
 
-def kept_path(draft: Draft, verdict: Verdict) -> Tensor | None:
-    """Indices, in the grown tree, of the root and accepted nodes, -1 behind them; None if they are its first ones."""
+def path_in_scored_tree(draft: Draft, verdict: Verdict) -> Tensor | None:
+    """``[B, D + 1]`` indices of root and accepted nodes in the scored tree, padded with -1; None for a prefix."""
     if verdict.path is None:
         return None
-    inside = verdict.path.clamp(-1, draft.width - 1)  # rows whose numbers are wrong may name any node
+    inside = verdict.path.clamp(-1, draft.width - 1)  # paths of failed rows are arbitrary
     return functional.pad(inside + (inside >= 0), (1, 0))
 
 
-def failures(rows: Sequence[Row], where: Mapping[int, str], drafter: str) -> dict[int, str]:
-    """Return an error message for each row with invalid numbers; ``where`` names the occupied slots and positions."""
+def failures(rows: Sequence[Row], places: Mapping[int, str], drafter: str) -> dict[int, str]:
+    """Return an error message per row with invalid numbers; ``places``: sequence and position of each occupied slot."""
     failed = {}
-    for index, place in where.items():
+    for index, place in places.items():
         row = rows[index]
         if not row.target_finite or not row.drafter_finite:
             who = drafter if row.target_finite else "the target"
@@ -138,15 +138,15 @@ def failures(rows: Sequence[Row], where: Mapping[int, str], drafter: str) -> dic
 
 
 def check_rows(
-    rows: Sequence[Row], where: Mapping[int, str], limits: Sequence[int], vocab_size: int, drafter: str, verifier: str
+    rows: Sequence[Row], places: Mapping[int, str], limits: Sequence[int], vocab_size: int, drafter: str, verifier: str
 ) -> None:
-    """Raise ContractError for counts and tokens that cannot be, in the slots of ``where``."""
-    for index, place in where.items():
+    """Raise ContractError for invalid counts or tokens in the slots of ``places``."""
+    for index, place in places.items():
         row, limit = rows[index], limits[index]
         most = min(row.depth, len(row.tokens) - 1)
-        strange = [token for token in row.tokens[: row.tau + 1] if not 0 <= token < vocab_size]
+        outside = [token for token in row.tokens[: row.tau + 1] if not 0 <= token < vocab_size]
         if not row.resume_matches:
-            advice = "draft.resume_from is a fork that was fed the root and then the draft's own tokens, in their order"
+            advice = "draft.resume_from must be a fork that was fed the root and then the draft's tokens, in order"
             raise ContractError(
                 f"{drafter} drafted other tokens than it fed to a fork in slot {index} ({place}); {advice}"
             )
@@ -155,13 +155,13 @@ def check_rows(
             raise ContractError(f"{drafter} {too_deep(row.depth, limit)} in slot {index} ({place}); {advice}")
         if not 0 <= row.tau <= most:
             what = accepted_too_many(row.tau, most)
-        elif strange:
-            what = emitted_outside(strange[0], vocab_size)
+        elif outside:
+            what = emitted_outside(outside[0], vocab_size)
         elif not -1 < row.survival < row.depth + 2:
             what = f"reported a survival that sums to {row.survival:.6g}"
         else:
             continue
-        raise ContractError(f"{verifier} {what} in slot {index} ({place}); see what Verdict promises")
+        raise ContractError(f"{verifier} {what} in slot {index} ({place}); see the docstring of Verdict")
 
 
 def too_deep(depth: int, limit: int) -> str:

@@ -1,9 +1,8 @@
-"""Logits processors: functions of a text and of what the target says after it, as transformers has them.
+"""Logits processors of transformers, applied to the target's logits at every node of a draft.
 
-A step scores all nodes of a draft in one pass, so a processor is asked about every one of them, each behind the tokens
-on its path. What it answers is what the target says: drafts are judged by the law that it leaves. So a processor must
-be a function of the text alone. One that counts its calls, or remembers the last one, would be told of texts that are
-never said.
+A step scores all nodes in one pass, so a processor is called once per node, with the tokens on its path; the target
+distribution is computed from its output. A processor must therefore be a pure function of tokens and logits: one that
+counts its calls, or keeps state between them, would count rejected tokens too.
 """
 
 from __future__ import annotations
@@ -16,20 +15,24 @@ from torch import Tensor
 from ..contracts.draft import Draft
 from ..errors import ContractError, CrossdraftError, first_line
 
-#: ``processor(ids [1, T] int64, logits [1, V] float32) -> [1, V]``: the text so far, and what may follow.
+#: ``processor(ids [1, T] int64, logits [1, V] float32) -> [1, V]``: tokens so far and logits of the next one.
 Processor = Callable[[Tensor, Tensor], Tensor]
 
 
 class LogitsProcessors:
-    """Some processors for each prompt, one after the other.
+    """A chain of processors for each prompt.
 
     Args:
-        of: the processors of a prompt, by its index; see `Processor`.
-        before: of prompts, by their index, ids that stand before the text: the padding that transformers shows.
+        processors_of: returns the processors of a prompt, given its index; see `Processor`.
+        prefixes: by prompt index, ids before the prompt: the left padding that transformers includes.
     """
 
-    def __init__(self, of: Callable[[int], Sequence[Processor]], before: Mapping[int, Sequence[int]] | None = None):
-        self._of, self._before = of, before or {}
+    def __init__(
+        self,
+        processors_of: Callable[[int], Sequence[Processor]],
+        prefixes: Mapping[int, Sequence[int]] | None = None,
+    ):
+        self._processors_of, self._prefixes = processors_of, prefixes or {}
 
     def __call__(
         self, logits: Tensor, draft: Draft, texts: Sequence[Sequence[int]], prompts: Sequence[int | None], twice: bool
@@ -37,12 +40,12 @@ class LogitsProcessors:
         """Process the target's logits after the root and each node of a draft: ``[B, N + 1, V]`` float32.
 
         Args:
-            texts: what each row has said, the root last.
-            prompts: the index of each row's prompt, None for a free slot.
-            twice: ask again, and see that the answers are the same.
+            texts: committed tokens of each row, the root last.
+            prompts: index of each row's prompt, None for a free slot.
+            twice: call the processors twice at the root and compare the results.
 
         Raises:
-            ContractError: a processor raises, answers in another shape, or differently when it is asked again.
+            ContractError: a processor raises, returns another shape, or is not deterministic.
         """
         logits = logits.float().clone() if logits.dtype != torch.float64 else logits.clone()
         tokens, valid = draft.tokens.tolist(), draft.valid.tolist()
@@ -50,46 +53,45 @@ class LogitsProcessors:
         for row, prompt in enumerate(prompts):
             if prompt is None:
                 continue
-            processors = self._of(prompt)
-            paths = [[*self._before.get(prompt, ()), *texts[row]]]
-            _say(processors, logits[row, 0], paths[0], twice)
+            processors = self._processors_of(prompt)
+            paths = [[*self._prefixes.get(prompt, ()), *texts[row]]]
+            _process_in_place(processors, logits[row, 0], paths[0], twice)
             for node, (token, parent) in enumerate(zip(tokens[row], parents[row], strict=True), 1):
                 paths.append([*paths[parent + 1], token])
                 if valid[row][node - 1]:
-                    _say(processors, logits[row, node], paths[node], False)
+                    _process_in_place(processors, logits[row, node], paths[node], False)
         return logits
 
 
-def _say(processors: Sequence[Processor], logits: Tensor, text: Sequence[int], twice: bool) -> None:
-    """Write what the processors leave of ``logits [V]`` into them."""
+def _process_in_place(processors: Sequence[Processor], logits: Tensor, text: Sequence[int], twice: bool) -> None:
+    """Process ``logits [V]`` in place."""
     ids = torch.tensor([text], device=logits.device)
-    found = _processed(processors, ids, logits)
-    if twice and not torch.equal(found, _processed(processors, ids, logits)):
-        one = "the logits processor" if len(processors) == 1 else "one of the logits processors"
+    result = _process(processors, ids, logits)
+    if twice and not torch.equal(result, _process(processors, ids, logits)):
+        which = "the logits processor" if len(processors) == 1 else "one of the logits processors"
         raise ContractError(
-            f"{one} {', '.join(map(_name, processors))} answered in two ways when asked twice about the same text; a "
-            "logits processor must be a function of the text and the logits alone, because it is asked about texts "
-            "that are never said"
+            f"{which} {', '.join(map(_name, processors))} returned different logits for the same text; a logits "
+            "processor must be a pure function of tokens and logits, because it is also called for rejected tokens"
         )
-    logits.copy_(found[0])
+    logits.copy_(result[0])
 
 
-def _processed(processors: Sequence[Processor], ids: Tensor, logits: Tensor) -> Tensor:
-    found = logits[None].clone()
+def _process(processors: Sequence[Processor], ids: Tensor, logits: Tensor) -> Tensor:
+    result = logits[None].clone()
     for processor in processors:
         try:
-            found = processor(ids.clone(), found)
+            result = processor(ids.clone(), result)
         except CrossdraftError:
             raise
         except Exception as error:
             raise ContractError(f"the logits processor {_name(processor)} raised {first_line(error)}") from error
-        if not isinstance(found, Tensor) or found.shape != (1, len(logits)):
-            shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        if not isinstance(result, Tensor) or result.shape != (1, len(logits)):
+            shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
             raise ContractError(
                 f"the logits processor {_name(processor)} returned {shape}; it must return logits of shape "
-                f"(1, {len(logits)}), as it was given"
+                f"(1, {len(logits)})"
             )
-    return found
+    return result
 
 
 def _name(processor: Processor) -> str:

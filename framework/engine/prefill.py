@@ -1,4 +1,4 @@
-"""From a free slot to its first step: which prompts share a prefill pass, and how many passes are made at once."""
+"""Prefill of waiting requests: passes shared by prompts, and chunks of long prompts between decoding steps."""
 
 from __future__ import annotations
 
@@ -14,86 +14,87 @@ from .stopwatch import Stopwatch
 
 
 class Prefill:
-    """Requests that have a slot and have not begun.
+    """Requests that have a slot but have not started.
 
     Args:
-        most: most tokens of a pass; 0 = none is shared, `LM.start` feeds each prompt.
+        max_tokens: maximum number of tokens of a pass; 0 = `LM.start` feeds each prompt in full.
 
     Raises:
-        UsageError: ``most`` is negative.
+        UsageError: ``max_tokens`` is negative.
     """
 
-    def __init__(self, target: LM, drafter: Drafter, clock: Stopwatch, most: int):
-        if most < 0:
-            raise UsageError(f"prefill_tokens={most} must be at least 1, or 0 for each prompt by itself")
-        self._target, self._drafter, self._clock, self._most = target, drafter, clock, most
-        self._shared = shares(type(drafter))
+    def __init__(self, target: LM, drafter: Drafter, clock: Stopwatch, max_tokens: int):
+        if max_tokens < 0:
+            raise UsageError(f"prefill_tokens={max_tokens} must be at least 1, or 0 to feed each prompt separately")
+        self._target, self._drafter, self._clock, self._max_tokens = target, drafter, clock, max_tokens
+        self._with_drafter = prefills(type(drafter))
         self._requests: dict[int, Request] = {}
         self._passes: Iterator[dict[int, int]] = iter(())
 
     @property
     def rows(self) -> list[int]:
-        """Slots that they have."""
+        """Slots of the requests."""
         return list(self._requests)
 
     def add(self, row: int, request: Request) -> None:
         self._requests[row] = request
 
     def start(self, start: Callable[..., None], waited_for: bool) -> None:
-        """Feed all of them, and call ``begin(row, *request)``; if running sequences wait for it, after one pass."""
+        """Feed the prompts and call ``start(row, *request)`` for each; if ``waited_for``, return after one pass."""
         while self._requests:
-            fed, whole = self._next() if self._most else (False, self.rows)
-            for row in sorted(whole):
+            fed, ready = self._next() if self._max_tokens else (False, self.rows)
+            for row in sorted(ready):
                 start(row, *self._requests.pop(row))
-            if waited_for and (fed or whole):
+            if waited_for and (fed or ready):
                 return
 
-    def give_up(self) -> None:
-        """Forget them, and what was fed."""
+    def abort(self) -> None:
+        """Drop the requests and free their slots."""
         rows, self._requests, self._passes = self.rows, {}, iter(())
         for row in rows:
             self._target.free(row)
-            if self._shared:
+            if self._with_drafter:
                 self._drafter.free(row)
 
     @torch.inference_mode()
     def _next(self) -> tuple[bool, list[int]]:
-        """Make the next pass; return True if the target made one, and the rows that may start.
+        """Run the next pass; return True if the target ran one, and the rows that are ready to start.
 
-        What was added since the last plan waits for the next one, so a long prompt is not overtaken for ever.
+        Requests added after a plan was made wait for the next plan, so a long prompt does not starve.
         """
-        if (step := next(self._passes, None)) is None:
-            self._passes = passes({row: len(one.prompt) - 1 for row, one in self._requests.items()}, self._most)
-            step = next(self._passes)
-        tokens = {row: [int(token) for token in self._requests[row].prompt[:upto]] for row, upto in step.items()}
+        if (lengths := next(self._passes, None)) is None:
+            prompts = {row: len(request.prompt) - 1 for row, request in self._requests.items()}
+            self._passes = passes(prompts, self._max_tokens)
+            lengths = next(self._passes)
+        tokens = {row: [int(token) for token in self._requests[row].prompt[:length]] for row, length in lengths.items()}
         self._clock.start()
         fed = prefill(self._target, tokens)
         self._clock.mark("prefill")
-        if self._shared:
+        if self._with_drafter:
             self._drafter.prefill(tokens)
             self._clock.mark("draft_prefill")
-        return fed, [row for row, upto in step.items() if upto == len(self._requests[row].prompt) - 1]
+        return fed, [row for row, length in lengths.items() if length == len(self._requests[row].prompt) - 1]
 
 
-def shares(drafter: type[Drafter]) -> bool:
+def prefills(drafter: type[Drafter]) -> bool:
     """True if the class overrides `prefill` at or below the class that overrides `start`."""
     first = next(cls for cls in drafter.__mro__ if {"prefill", "start"} & vars(cls).keys())
     return first is not Drafter and "prefill" in vars(first)
 
 
-def passes(lengths: Mapping[int, int], most: int) -> Iterator[dict[int, int]]:
-    """Pass after pass, how many tokens each row that takes part is to hold after it.
+def passes(lengths: Mapping[int, int], max_tokens: int) -> Iterator[dict[int, int]]:
+    """Plan prefill passes; yield for each the cached length of its rows after the pass.
 
-    Rows of like lengths share a pass of at most ``most`` tokens, as many as rows times the longest. A row that is
-    longer goes alone, in pieces of ``most``.
+    Rows of similar length share a pass of at most ``max_tokens`` tokens, padding included. A longer row is fed in
+    chunks of ``max_tokens``, in passes of its own.
     """
-    together: dict[int, int] = {}
+    batch: dict[int, int] = {}
     for row, length in sorted(lengths.items(), key=lambda item: item[1]):
-        if together and (len(together) + 1) * length > most:
-            yield together
-            together = {}
-        for upto in range(most, length, most):
-            yield {row: upto}
-        together[row] = length
-    if together:
-        yield together
+        if batch and (len(batch) + 1) * length > max_tokens:
+            yield batch
+            batch = {}
+        for end in range(max_tokens, length, max_tokens):
+            yield {row: end}
+        batch[row] = length
+    if batch:
+        yield batch

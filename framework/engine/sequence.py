@@ -13,16 +13,16 @@ class SequenceState:
     """A sequence in a slot of the batch.
 
     Attributes:
-        index, name: number of its prompt, and its name in messages.
+        index, name: index of its prompt, and its name in messages.
         prompt_length: tokens of the prompt.
-        max_new_tokens: most tokens to generate.
-        eos: token ids that end it.
-        context: most tokens of prompt and output, or None.
+        max_new_tokens: maximum number of tokens to generate.
+        eos: end-of-sequence ids.
+        context: maximum number of tokens of prompt and output, or None.
         logprobs: log p of each generated token; None at temperature 0.
-        tokens: generated so far.
-        steps: its steps so far.
+        tokens: generated tokens.
+        steps: finished steps.
         ended: finish reason set from outside the loop (`Decoder.end`).
-        error: message, if its numbers cannot be right.
+        error: error message if its numbers are invalid.
     """
 
     index: int
@@ -61,7 +61,7 @@ class SequenceState:
 
     @property
     def max_draft_len(self) -> int:
-        """Depth that the next draft may have."""
+        """Maximum depth of the next draft."""
         left = self.max_new_tokens - len(self.tokens)
         if self.context is not None:
             # The deepest draft token is fed at position length - 1 + depth, which must stay inside the context.

@@ -8,17 +8,16 @@ from typing import Any
 
 import torch
 
-#: What is timed: the target's prefill, the drafter's, and the phases of a step. ``draft`` is proposing and observing,
-#: ``rest`` the loop's own bookkeeping.
+#: Timed phases: prefill of the target and of the drafter, and the phases of a step. ``draft`` includes `observe`;
+#: ``rest`` is the bookkeeping of the loop.
 PHASES = ("prefill", "draft_prefill", "draft", "target", "verify", "rest")
 
 
 class Stopwatch:
     """Wall time by phase, in seconds.
 
-    An accelerator works on its own, so a phase there lasts from what the device had reached when it began to what it
-    reaches when it ends: marks are events among its work, for which nobody waits. Only reading `seconds` waits, for
-    the last mark. ``enabled=False`` notes nothing.
+    On an accelerator, marks are events in its stream and a phase is the device time between two of them; only reading
+    `seconds` waits, for the last mark. ``enabled=False`` records nothing.
     """
 
     def __init__(self, device: torch.device, enabled: bool = True):
@@ -27,7 +26,7 @@ class Stopwatch:
         self._module: Any = getattr(torch, device.type) if device.type != "cpu" else None
         self._device = device
         self._last = time.perf_counter()
-        #: Of a device: events and the phases that ended with them, the oldest first; the first one ended none.
+        #: Events of a device and the phase that each ends (None for the first), oldest first.
         self._marks: deque[tuple[str | None, Any]] = deque()
 
     @property
@@ -42,12 +41,12 @@ class Stopwatch:
         self.mark(None)
 
     def mark(self, phase: str | None) -> None:
-        """Book the time since the last mark to ``phase`` (None: to nothing)."""
+        """Add the time since the last mark to ``phase`` (None: discard it)."""
         if not self.enabled:
             return
         if self._module is not None:
             event = self._module.Event(enable_timing=True)
-            # Of the device that is timed, which need not be the current one; some kinds have one stream.
+            # The timed device need not be the current one; some device types have one stream only.
             current = getattr(self._module, "current_stream", None)
             event.record(*([current(self._device)] if current else []))
             self._marks.append((phase, event))
@@ -55,11 +54,11 @@ class Stopwatch:
             return
         now = time.perf_counter()
         if phase is not None:
-            self._seconds[phase] += max(now - self._last, 0.0)  # on some machines even this clock has gone backwards
+            self._seconds[phase] += max(now - self._last, 0.0)  # this clock has gone backwards on some machines
         self._last = now
 
     def _book(self) -> None:
-        """Phases that the device has come to the end of."""
+        """Add the times of phases that the device has finished."""
         while len(self._marks) > 1 and self._marks[1][1].query():
             _, before = self._marks.popleft()
             phase, event = self._marks[0]

@@ -1,7 +1,7 @@
-"""The verification step: logits to target distributions to a verdict, for all rows at once or in chunks of rows.
+"""Scoring and verification: draft to logits, target distributions and verdict, in chunks of rows if p is large.
 
-Rows are independent and their random numbers are keyed by row, so chunks change memory and the number of launches, not
-the tokens: at B = 32, V = 152 000 and 60 nodes p alone is 1.2 GB, and some verifiers allocate as much again.
+Rows are independent and their random numbers are keyed by row, so chunks do not change the tokens. At B = 32,
+V = 152 000 and 60 nodes p takes 1.2 GB, and some verifiers allocate as much again.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..contracts.draft import Draft, Verdict
+from ..contracts.lm import LM
 from ..contracts.rng import CounterStepRng, StepRng
 from ..contracts.sampling import Sampling
 from ..contracts.scores import ChunkedScores, DenseScores, Scores
@@ -20,12 +22,29 @@ from .compiled_verifier import VerifyFunction
 from .structural_checks import check_verdict
 
 
+def draft_forward(target: LM, root: Tensor, draft: Draft) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """One pass of the target over ``root [B, 1]`` and all nodes, probes included, resumed from a fork if possible.
+
+    Returns:
+        logits, hidden states, and `Scores.resume_matches`.
+    """
+    tokens = torch.cat([root, draft.tokens], 1)
+    # Node 0 of the scored tree is the root.
+    parents = None if draft.is_chain else functional.pad(draft.parents + 1, (1, 0), value=-1)
+    if (fork := draft.resume_from) is None or (fed := fork.fed) is None:
+        return *target.forward(tokens, parents), None
+    width = min(fed.shape[1], tokens.shape[1])
+    same = fed[:, :width] == tokens[:, :width]
+    resume_matches = same[:, 0] & (same[:, 1:] | ~draft.valid[:, : width - 1]).all(1)
+    return *target.forward(tokens, parents, resume_from=fork), resume_matches
+
+
 def make_scores(
     logits: Tensor, hidden: Tensor | None, resume_matches: Tensor | None, sampling: Sampling, *, chunked: bool
 ) -> tuple[Scores, Tensor | None]:
-    """Scores from ``logits [B, N + 1, V]``, and ``[B, N + 1]`` bool, whether each row of logits is finite.
+    """Scores from ``logits [B, N + 1, V]``, and ``[B, N + 1]`` bool, True for finite rows of logits.
 
-    ``chunked`` scores leave that to `verify`, which reads every row once (``None``).
+    For ``chunked`` scores the second is ``None``: `verify` computes it.
     """
     if chunked:
         return ChunkedScores(sampling.probs, logits, hidden, resume_matches), None
@@ -36,7 +55,7 @@ def make_scores(
 def needs_chunks(logits: Tensor, rng: StepRng, *, stateful: bool) -> bool:
     """True if the distributions of ``logits`` are large and their rows can be verified in chunks.
 
-    A ``stateful`` verifier keeps its state for the whole batch, and a source that enumerates outcomes knows one batch.
+    A ``stateful`` verifier keeps its state for the whole batch, and so does a source that enumerates outcomes.
     """
     return logits.numel() > tensors.LARGE and len(logits) > 1 and not stateful and isinstance(rng, CounterStepRng)
 
@@ -54,9 +73,9 @@ def verify(
     """The verdict on ``candidates``, and ``[B]`` bool, False for rows with NaN or infinite logits.
 
     Args:
-        function: the verify step of a verifier, called ``name`` in messages.
-        draft: what was scored; ``candidates``: the same without probes.
-        finite: of `make_scores`.
+        function: the verify step of a verifier; ``name``: its name in messages.
+        draft: the scored draft; ``candidates``: the draft without probes.
+        finite: second output of `make_scores`.
 
     Raises:
         ContractError: a verdict of a chunk breaks the contract.
@@ -84,5 +103,5 @@ def verify(
 
 
 def _rows_finite(finite: Tensor, valid: Tensor) -> Tensor:
-    """``[B]``: True if the logits of the root and of all valid nodes are finite; padding is not read by anyone."""
+    """``[B]``: True if the logits of the root and of all valid nodes are finite; padding is ignored."""
     return finite[:, 0] & (valid <= finite[:, 1:]).all(1)

@@ -91,8 +91,8 @@ class PromptPrefill:
             self._prompts[row] = PrefilledPrompt(layers, tokens, states)
             lengths[row] = len(tokens)
 
-    def finish(self, row: int) -> Tensor | None:
-        """Return the hidden states ``[n, L, H]`` of the prompt of ``row``, whose sequence starts, and forget it."""
+    def pop_hidden(self, row: int) -> Tensor | None:
+        """Return the hidden states ``[n, L, H]`` of the prompt of ``row``, and forget the prompt."""
         hidden = self._prompts.pop(row).hidden
         return torch.cat(hidden) if hidden else None
 

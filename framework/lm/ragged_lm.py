@@ -74,7 +74,7 @@ class RaggedLM:
         """
         self._drop_nodes()  # an interrupted step may have left some
         self._prefill.feed(row, list(prompt[:-1]), self.lengths, self.hidden_layers, inputs)
-        return self._prefill.finish(row)
+        return self._prefill.pop_hidden(row)
 
     @torch.inference_mode()
     def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:

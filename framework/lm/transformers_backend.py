@@ -29,10 +29,10 @@ class TransformersBackend(Backend):
     def takes(self, path: Path) -> bool:
         return (path / "config.json").is_file()
 
-    def load(self, found: ResolvedModel, **options: Any) -> LoadedModel:
+    def load(self, resolved: ResolvedModel, **options: Any) -> LoadedModel:
         from ..models.load import load_transformers
 
-        return load_transformers(found, **options)
+        return load_transformers(resolved, **options)
 
     def slots(self, loaded: LoadedModel, batch_size: int, max_length: int) -> LM:
         from ..models.placement import is_split

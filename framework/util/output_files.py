@@ -87,7 +87,9 @@ def check_output(
     if kind == "other":
         raise UsageError(f"{about}: it is a device, a pipe or a socket; name a file")
     if not path.name or kind_of(path.parent) != "directory":
-        raise UsageError(f"{about}: there is no directory {printable(str(path.parent))}; make it, or name another")
+        raise UsageError(
+            f"{about}: the directory {printable(str(path.parent))} does not exist; create it, or name another"
+        )
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise UsageError(f"{about}: the directory {printable(str(path.parent))} cannot be written to; name another")
     if not kind and not path.is_symlink():

@@ -218,7 +218,7 @@ def test_a_damaged_datastore_is_refused(tmp_path: Path) -> None:
     refused(objects, "tokens.npy: Object arrays cannot be loaded|tokens.npy: Array can't be memory-mapped")
     refused(lambda path: np.save(path / "suffixes.npy", np.zeros(3)), "suffixes.npy: it does not hold 33 numbers")
     refused(lambda path: (path / "suffixes.npy").unlink(), "suffixes.npy: ")
-    refused(lambda path: (path / "manifest.json").unlink(), "there is no datastore in .* build")
+    refused(lambda path: (path / "manifest.json").unlink(), "is not a datastore: .* build")
     refused(lambda path: (path / "manifest.json").write_text("[" * 9), "manifest.json: it is not JSON")
     refused(manifest(format="crossdraft-rest 2"), "its format is not 'crossdraft-rest 1'")
     refused(manifest(tokens=-1), "it lacks a key, or one has a wrong value")
@@ -297,7 +297,7 @@ def test_ids_need_no_tokenizer(tmp_path: Path) -> None:
         ("c.txt", b"abx", ["--tokenizer", "m"], "the text cannot be tokenized: KeyError"),
         ("c.txt", b"abc", [], "give --tokenizer MODEL for texts, or --ids"),
         ("c.txt", b"abc", ["--tokenizer", "m", "--tokens", "0"], "must be at least 1"),
-        ("other", b"", ["--ids"], "there is no corpus"),
+        ("other", b"", ["--ids"], "does not exist; give a file"),
     ],
 )
 def test_a_bad_corpus_is_named(

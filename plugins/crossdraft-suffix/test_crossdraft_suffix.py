@@ -39,7 +39,7 @@ def history(*pieces: list[int], capacity: int = 1000, depth: int = 6, occurrence
 
 
 def matches(texts: History, tail: list[int], factor: float) -> list[tuple[list[int], np.ndarray]]:
-    """Of every chain that has any: how far each occurrence matches, and what followed."""
+    """Match length and continuation of each occurrence, per chain with matches."""
     found = [texts.matches(chain, tail, int(factor * chain.most)) for chain in texts.chains(tail)]
     return [one for one in found if one[0]]
 
@@ -187,7 +187,7 @@ def test_the_own_text_comes_first() -> None:
 
 
 def of_steps(drafter: Suffix, prompt: list[int], response: list[int], depth: int) -> list[list[int]]:
-    """What the drafter proposes where every step commits one token; its slot is retired afterwards."""
+    """Drafts of the drafter if every step commits one token; frees the slot."""
     sequences = Sequences([list(prompt)], torch.zeros(1, 200, dtype=torch.long), [depth], [0])
     drafter.start(0, prompt)
     found = []

@@ -311,7 +311,7 @@ class NeedsHeads(Counts):
         (["eagle3"], "'eagle3' cannot be enumerated .* it reads the target's hidden states"),
         (["medusa"], "'medusa' cannot be enumerated"),
         (["needs-layers"], "'needs-layers' cannot be enumerated .* AttributeError: 'NoneType'"),
-        (["needs-heads"], "'needs-heads' cannot be enumerated .* wants to load heads, which target 'toy' does not"),
+        (["needs-heads"], "'needs-heads' cannot be enumerated .* needs to load heads, which target 'toy' does not"),
         (["{name: draft-model, gama: 2}"], "drafter 'draft-model', key 'gama'"),
         (["draft-model", "--drafter-option", "gamma=[1"], "this is not YAML"),
         (["draft-model", "--drafter-option", "gamma"], "write key=value"),

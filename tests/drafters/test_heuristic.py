@@ -99,7 +99,7 @@ def test_a_rule_that_needs_a_fixed_length_refuses_it() -> None:
         )
         for name in ("greedy-block", "token", "block")
     }
-    assert said["greedy-block"] is not None and "length fixed beforehand" in said["greedy-block"]
+    assert said["greedy-block"] is not None and "fixed length" in said["greedy-block"]
     assert said["token"] is None and said["block"] is None
 
 

@@ -177,7 +177,7 @@ def test_named_drafters_are_certified_on_toys_of_two_vocabularies(capsys: Any) -
 
 def test_a_sampled_draft_cannot_modify_the_target() -> None:
     """Its law after a prefix depends on whether that is drafted or committed."""
-    with pytest.raises(Exception, match="does not promise"):
+    with pytest.raises(Exception, match="is not replayable"):
         certify_row(W["W1"], "tli", TRANSLATED["tli"], plugins.get("verifiers", "greedy-block"))
 
 

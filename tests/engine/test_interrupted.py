@@ -103,7 +103,7 @@ def test_a_run_inside_another_one_is_refused() -> None:
     first: Iterator[Response] = iter(decoder.run([[0], [1]]))
     next(first)
     decoder.start(0, [0])
-    with pytest.raises(UsageError, match="in the middle of other sequences"):
+    with pytest.raises(UsageError, match="running other sequences"):
         list(decoder.run([[2]]))
     decoder.abandon()
     assert len(list(decoder.run([[2]]))) == 1

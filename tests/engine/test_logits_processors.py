@@ -84,7 +84,7 @@ def test_processors_that_are_none_are_named(target: LoadedModel) -> None:
         raise ValueError("no such grammar")
 
     for processor, sentence in [
-        (remembering, "the logits processor remembering answered in two ways when asked twice"),
+        (remembering, "the logits processor remembering returned different logits for the same text"),
         (raising, "the logits processor raising raised ValueError: no such grammar"),
         (lambda ids, logits: logits[0], r"returned \(72,\); it must return logits of shape \(1, 72\)"),
         (lambda ids, logits: None, "returned NoneType; it must return logits"),

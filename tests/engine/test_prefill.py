@@ -14,7 +14,7 @@ from crossdraft import generate, load_model, stream
 from crossdraft.framework.certificate.table_lm import TableLM
 from crossdraft.framework.contracts.steps import Request
 from crossdraft.framework.engine.decoder import Decoder
-from crossdraft.framework.engine.prefill import passes, shares
+from crossdraft.framework.engine.prefill import passes, prefills
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.lm.forward_pass import SELECTS
 from crossdraft.framework.lm.transformers_lm import TransformersLM
@@ -202,7 +202,7 @@ def test_a_drafter_that_begins_otherwise_is_not_asked_to_prefill() -> None:
     does_both = type("DoesBoth", (reads_another_text,), {"start": chain.start, "prefill": chain.prefill})
     likes = {chain: True, drafter_class("early-exit"): True, does_both: True, reads_another_text: False}
     likes |= {drafter_class("universal"): False, drafter_class("prompt-lookup"): False, drafter_class("eagle3"): False}
-    assert {drafter: shares(drafter) for drafter in likes} == likes
+    assert {drafter: prefills(drafter) for drafter in likes} == likes
 
 
 def test_a_cap_below_none_is_refused(made: Callable) -> None:

@@ -154,10 +154,10 @@ def test_two_runs_at_a_time_are_refused(target: LoadedModel, which: str) -> None
     responses = first.run([[5, 9], [6, 6]])
     next(responses)
     second = decoder()
-    with pytest.raises(UsageError, match="was given to another"):
+    with pytest.raises(UsageError, match="is used by another run"):
         next(responses)
     assert [len(r.tokens) for r in second.run([[5, 9]])] == [8]
-    with pytest.raises(UsageError, match="was given to another"):
+    with pytest.raises(UsageError, match="is used by another run"):
         list(first.run([[5]]))
 
 

@@ -27,13 +27,13 @@ from crossdraft.framework.models.checkpoint import load_checkpoint
 SMALL = torch.zeros(32, 32)
 #: Tensors beside whole Medusa heads (three heads of one block), changes of the config, words of the sentence.
 MEDUSA: dict[str, tuple[dict[str, Tensor], dict[str, Any], list[str]]] = {
-    "a head of 10^9": ({"999999999.0.linear.weight": SMALL}, {}, ["'999999999.0.linear.weight' counts further than the 10 tensors"]),
-    "a block of 10^8": ({"0.99999999.linear.weight": SMALL}, {}, ["'0.99999999.linear.weight' counts further"]),
-    "a head of 5,000 digits": ({"9" * 5000 + ".0.linear.weight": SMALL}, {}, ["counts further", "…"]),
-    "a head in other digits": ({"\u0663.0.linear.weight": SMALL}, {}, ["counts further"]),
+    "a head of 10^9": ({"999999999.0.linear.weight": SMALL}, {}, ["the index in '999999999.0.linear.weight' is not below 10,"]),
+    "a block of 10^8": ({"0.99999999.linear.weight": SMALL}, {}, ["'0.99999999.linear.weight' is not below"]),
+    "a head of 5,000 digits": ({"9" * 5000 + ".0.linear.weight": SMALL}, {}, ["is not below", "…"]),
+    "a head in other digits": ({"\u0663.0.linear.weight": SMALL}, {}, ["is not below"]),
     "a head that skips": ({"7.0.linear.weight": SMALL, "7.0.linear.bias": SMALL[0], "7.1.weight": torch.zeros(97, 32)}, {}, ["missing 3.0.linear"]),
-    "vLLM's names, a block of 10^9": ({"blocks.0.layers.999999999.weight": SMALL}, {}, ["'blocks.0.layers.999999999.weight' counts further"]),
-    "vLLM's names, a head of 10^9": ({"blocks.999999999.layers.0.weight": SMALL}, {}, ["counts further"]),
+    "vLLM's names, a block of 10^9": ({"blocks.0.layers.999999999.weight": SMALL}, {}, ["'blocks.0.layers.999999999.weight' is not below"]),
+    "vLLM's names, a head of 10^9": ({"blocks.999999999.layers.0.weight": SMALL}, {}, ["is not below"]),
     "another number of heads": ({}, {"medusa_num_heads": 10**9}, ["their config has 1000000000 heads"]),
     "another number of blocks": ({}, {"medusa_num_layers": 10**9}, ["their config has 1000000000 blocks"]),
     "a scale that is a text": ({}, {"logit_scale": "loud"}, ["logit_scale is 'loud' in their config, which is not a number"]),
@@ -69,9 +69,9 @@ def test_medusa(what: str, target: Any, tmp_path: Path) -> None:
 
 #: Tensors beside whole EAGLE heads, changes of the config, words of the sentence.
 EAGLE: dict[str, tuple[dict[str, Tensor], dict[str, Any], list[str]]] = {
-    "a layer of 10^8": ({"layers.99999999.mlp.up_proj.weight": SMALL}, {}, ["'layers.99999999.mlp.up_proj.weight' counts further than the"]),
-    "a layer of 5,000 digits": ({"layers." + "9" * 5000 + ".x": SMALL}, {}, ["counts further", "…"]),
-    "a layer in other digits": ({"layers.\u0663.x": SMALL}, {}, ["counts further"]),
+    "a layer of 10^8": ({"layers.99999999.mlp.up_proj.weight": SMALL}, {}, ["'layers.99999999.mlp.up_proj.weight' is not below"]),
+    "a layer of 5,000 digits": ({"layers." + "9" * 5000 + ".x": SMALL}, {}, ["is not below", "…"]),
+    "a layer in other digits": ({"layers.\u0663.x": SMALL}, {}, ["is not below"]),
     "a layer that skips": ({"layers.3.x": SMALL}, {}, ["missing"]),
     "a width of 10^7": ({}, {"intermediate_size": 10**7}, ["has intermediate_size 10000000, but no tensor has this size"]),
     "heads of 10^6": ({}, {"head_dim": 10**6}, ["num_attention_heads times head_dim 4000000, but no tensor"]),

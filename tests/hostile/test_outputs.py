@@ -75,7 +75,7 @@ def test_what_is_not_ours_stays(writer: str, run: Path, responses: Path, refused
         assert stat.S_IFMT(path.lstat().st_mode) == stat.S_IFMT(before.st_mode)
         assert path.lstat().st_ino == before.st_ino
     refused([*command, str(folder), "--force"], "folder: it is a directory")
-    refused([*command, str(tmp_path / "no" / "where")], "there is no directory")
+    refused([*command, str(tmp_path / "no" / "where")], "does not exist; create it")
     taken.close()
     assert not left_over(tmp_path)
     assert cli.main([*command, str(mine), "--force"]) == 0

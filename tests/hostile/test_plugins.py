@@ -257,11 +257,11 @@ DRAFTERS: dict[str, tuple[Any, list[str]]] = {
     "traits of a verifier": (drafter(VerifierTraits(frozenset({"chain"}))), ["must return crossdraft.DraftTraits"]),
     "traits of an unknown shape": (drafter(DraftTraits("star", True, 2)), ["kind='star', which is not a DraftKind"]),  # type: ignore[arg-type]
     "traits of a list": (drafter(DraftTraits(["chain"], True, 2)), ["kind=['chain']"]),  # type: ignore[arg-type]
-    "negative nodes": (drafter(DraftTraits(CHAIN, True, -1)), ["nodes=-1, which is no number of nodes"]),
+    "negative nodes": (drafter(DraftTraits(CHAIN, True, -1)), ["nodes=-1, which is not a number of nodes"]),
     "half a node": (drafter(DraftTraits(CHAIN, True, 1.5)), ["nodes=1.5"]),  # type: ignore[arg-type]
     "nodes in words": (drafter(DraftTraits(CHAIN, True, "2")), ["nodes='2'"]),  # type: ignore[arg-type]
     "no nodes": (drafter(DraftTraits(CHAIN, True, None)), ["nodes=None"]),  # type: ignore[arg-type]
-    "200,000,000 nodes": (drafter(DraftTraits(CHAIN, True, 200_000_000)), ["nodes=200000000", "the most is 4096"]),
+    "200,000,000 nodes": (drafter(DraftTraits(CHAIN, True, 200_000_000)), ["nodes=200000000", "from 0 to 4096"]),
     "deeper than its nodes": (drafter(DraftTraits(CHAIN, True, 2, levels=3)), ["levels=3"]),
     "levels in words": (drafter(DraftTraits(CHAIN, True, 2, levels="2")), ["levels='2'"]),  # type: ignore[arg-type]
     "point_mass in words": (drafter(DraftTraits(CHAIN, "yes", 2)), ["point_mass='yes'"]),  # type: ignore[arg-type]

@@ -169,7 +169,7 @@ def test_many_prompts_are_grouped(tmp_path: Path, monkeypatch: Any) -> None:
         (["--drafter", "prompt-lookup", "--top-p", "0.5"], "require --temperature"),
         (
             ["--drafter", "prompt-lookup", "--out", "/nowhere/x.parquet"],
-            "x.parquet: there is no directory /nowhere",
+            "x.parquet: the directory /nowhere does not exist",
         ),
     ],
 )

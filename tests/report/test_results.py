@@ -200,7 +200,7 @@ def test_invalid_runs(made: MADE, capsys: Any, tmp_path: Path) -> None:
     assert error(tmp_path) == f"{tmp_path} has no recipe.json; {advice}"
     run = made()
     assert error(run, "--out", tmp_path / "no" / "where.md").startswith(
-        f"--out {tmp_path / 'no' / 'where.md'}: there is no directory {tmp_path / 'no'}; "
+        f"--out {tmp_path / 'no' / 'where.md'}: the directory {tmp_path / 'no'} does not exist; "
     )
 
     copy = tmp_path / "copy"

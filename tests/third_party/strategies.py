@@ -307,16 +307,18 @@ class BigramBackend(Backend):
     def takes(self, path: Path) -> bool:
         return path.suffix == ".bigram"
 
-    def load(self, found: ResolvedModel, *, dtype: Any, device: Any, trust_remote_code: bool, **_: Any) -> LoadedModel:
+    def load(
+        self, resolved: ResolvedModel, *, dtype: Any, device: Any, trust_remote_code: bool, **_: Any
+    ) -> LoadedModel:
         if device not in ("auto", "cpu") or dtype not in ("auto", "float32"):
             raise UsageError(f"a bigram model runs on a CPU in float32; not on {device} in {dtype}")
-        data = json.loads(found.path.read_text(encoding="utf-8"))
+        data = json.loads(resolved.path.read_text(encoding="utf-8"))
         words = Words(data["words"])
         table = torch.full((len(words.words),) * 2, 1e-3)
         for word, follows in data["follows"].items():
             for after, weight in follows.items():
                 table[words.ids[word], words.ids[after]] = weight
-        return LoadedModel(table.log(), words, found.name, found.source, "0" * 64, (0,), None, backend=self.name)
+        return LoadedModel(table.log(), words, resolved.name, resolved.source, "0" * 64, (0,), None, backend=self.name)
 
     def slots(self, loaded: LoadedModel, batch_size: int, max_length: int) -> LM:
         return BigramLM(loaded.model, batch_size)

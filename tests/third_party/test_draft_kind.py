@@ -121,5 +121,5 @@ def test_a_draft_of_another_kind_is_named(target: Any) -> None:
             draft.kind = IID
             return draft
 
-    with pytest.raises(ContractError, match="made a draft 'iid', but its traits say 'star'"):
+    with pytest.raises(ContractError, match=r"made a draft 'iid', but traits.kind is 'star'"):
         generate(target, [[5, 6]], drafter=Wrong, verifier=StarMatch, max_new_tokens=4)

@@ -21,13 +21,13 @@ def fused_as_usual(name: str, shape: str, seeds: Sequence[int], vocab: int) -> i
     """Check a fused rule against the rule itself, every draft in two steps; returns how many shapes were compiled."""
     compiled, rule = CompiledVerifier(RULES[name]()), RULES[name]()
     for row in range(3):
-        compiled.rule.start(row)
+        compiled.verifier.start(row)
         rule.start(row)
     for seed, position in product(seeds, range(2)):
         draft, p = random_draft(shape, seed, 3, 3, vocab, torch.float32)
         verdicts = [step(draft, p, shipped_rng(seed, range(3), position)) for step in (rule.verify, compiled)]
         assert tokens_of(draft, verdicts[1]) == tokens_of(draft, verdicts[0])
-        for either, verdict in zip((rule, compiled.rule), verdicts, strict=True):
+        for either, verdict in zip((rule, compiled.verifier), verdicts, strict=True):
             either.observe(verdict.length.tolist(), draft.count.tolist())
     return compiled.compiled
 

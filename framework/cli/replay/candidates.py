@@ -117,15 +117,15 @@ def candidates_of(
             raise UsageError(f"drafter '{title}' drafts at most {depth} tokens; reduce --gamma")
         drafter: Configured = (cls, config)
         drawn: Callable[[Iterable[Response]], Iterator[DraftTrace]] | None = None
-        forced: Callable[[], Callable[[Iterable[Response]], Iterator[DraftScores]]]
+        scores_of: Callable[[], Callable[[Iterable[Response]], Iterator[DraftScores]]]
         if free := model_free.is_model_free(cls, config, params):
-            forced = partial(_without_model, drafter, max(lengths), params)
+            scores_of = partial(_without_model, drafter, max(lengths), params)
         else:
             options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
             shared = shared or SharedPasses(_target(title, target, sampling, options))
             sequences = max((k for values in rules.values() for k in values), default=1)
             index = shared.add(ScoringRequest(drafter, max(lengths), sequences if sequences > 1 else 0, tops))
-            forced = partial(shared.scores, index)
+            scores_of = partial(shared.scores, index)
             drawn = shared.samples(index)
         build = partial(Candidate, drafter=drafter, verifiers=rules)
         for policy in parsed:
@@ -135,9 +135,9 @@ def candidates_of(
             if policy.name == "static":
                 random = drawn if drawn is not None and _has_random_length(drafter, params) else None
                 drafted = None if random is None else partial(_lengths, random)
-                candidates[name] = build(name, gammas=lengths, scores=forced(), lengths=drafted)
+                candidates[name] = build(name, gammas=lengths, scores=scores_of(), lengths=drafted)
             else:
-                candidates[name] = _with_policy(policy, build, name, max(lengths), forced(), drawn, drafter, params)
+                candidates[name] = _with_policy(policy, build, name, max(lengths), scores_of(), drawn, drafter, params)
     return list(candidates.values())
 
 
@@ -146,7 +146,7 @@ def _with_policy(
     build: Callable[..., Candidate],
     name: str,
     gamma: int,
-    forced: Callable[[Iterable[Response]], Iterator[DraftScores]],
+    scores_of: Callable[[Iterable[Response]], Iterator[DraftScores]],
     drawn: Callable[[Iterable[Response]], Iterator[DraftTrace]] | None,
     drafter: Configured,
     sampling: Sampling,
@@ -155,11 +155,11 @@ def _with_policy(
     from ...replay.length_policies import confident, heuristic, oracle
 
     if policy.name == "oracle":
-        return build(name, gammas=(gamma,), scores=forced, steps=oracle)
+        return build(name, gammas=(gamma,), scores=scores_of, steps=oracle)
     if policy.name == "heuristic":
         start = min(int(policy.number), gamma)
         return build(
-            name, gammas=(gamma,), scores=forced, steps=lambda forced, gammas: heuristic(forced, gammas[0], start)
+            name, gammas=(gamma,), scores=scores_of, steps=lambda scores, gammas: heuristic(scores, gammas[0], start)
         )
     point_mass = drafter[0].traits(drafter[1], sampling).point_mass
 
@@ -168,7 +168,7 @@ def _with_policy(
         return confident(draft.log_top if point_mass else draft.log_q, draft.log_top, policy.number)
 
     def cut(texts: Iterable[Response]) -> Iterator[DraftScores]:
-        for draft in forced(texts):
+        for draft in scores_of(texts):
             yield replace(draft, lengths=_minimum(draft.lengths, lengths(draft)))
 
     def free(texts: Iterable[Response]) -> Iterator[Any]:

@@ -30,7 +30,7 @@ def tracking(names: Sequence[str]) -> Iterator[Callable[[Outcome], None]]:
     for tracker in trackers:
         manager.register(tracker)
 
-    def finish(outcome: Outcome | None) -> None:
+    def report_outcome(outcome: Outcome | None) -> None:
         run, recorder.run = recorder.run, {}
         fields: dict[str, Any] = {"exit_code": 1, "failed": 0, "interrupted": False, "stopped": "stopped by an error"}
         if outcome is not None:
@@ -40,9 +40,9 @@ def tracking(names: Sequence[str]) -> Iterator[Callable[[Outcome], None]]:
             plugins.notify("crossdraft_run_finished", run=run, outcome=fields)
 
     try:
-        yield finish
+        yield report_outcome
     finally:
-        finish(None)  # if the run started and raised
+        report_outcome(None)  # if the run started and raised
         for tracker in trackers:
             manager.unregister(tracker)
 

@@ -20,7 +20,7 @@ class LlamaCppBackend(Backend):
         return path.suffix.lower() == ".gguf" and path.is_file()
 
     def load(
-        self, found: ResolvedModel, *, dtype: Any, device: Any, attn_implementation: str | None = None, **_: Any
+        self, resolved: ResolvedModel, *, dtype: Any, device: Any, attn_implementation: str | None = None, **_: Any
     ) -> LoadedModel:
         """Load a GGUF file; ``trust_remote_code`` and ``share_with`` have no effect.
 
@@ -29,23 +29,23 @@ class LlamaCppBackend(Backend):
             ModelError: llama.cpp cannot load the file, or its state cannot be rolled back.
         """
         if dtype != "auto":
-            raise UsageError(f"{found.name} is a GGUF file, which has a fixed precision; leave dtype ({dtype}) out")
+            raise UsageError(f"{resolved.name} is a GGUF file, which has a fixed precision; leave dtype ({dtype}) out")
         if str(device) not in ("auto", "cpu"):
             raise UsageError(f"the backend llama.cpp runs on the CPU here, not on {device}; leave device out")
         if attn_implementation is not None:
             raise UsageError("llama.cpp has its own attention; leave attn_implementation out")
-        if _SPLIT.search(found.path.stem):
-            raise ModelError(f"{found.path} is one part of a model; merge its parts (llama-gguf-split --merge) first")
+        if _SPLIT.search(resolved.path.stem):
+            raise ModelError(f"{resolved.path} is one part of a model; merge the parts (llama-gguf-split --merge)")
         from .library import GGUFModel
         from .tokenizer import tokenizer_of
 
-        model = GGUFModel(found.path)
+        model = GGUFModel(resolved.path)
         return LoadedModel(
             model=model,
-            tokenizer=tokenizer_of(model, found.name),
-            name=found.name,
-            source=found.source,
-            sha256=file_sha256(found.path),
+            tokenizer=tokenizer_of(model, resolved.name),
+            name=resolved.name,
+            source=resolved.source,
+            sha256=file_sha256(resolved.path),
             eos_token_ids=model.ends,
             context_length=model.context_length or None,
             backend=self.name,

@@ -1,4 +1,4 @@
-"""What these tests share lies beside them."""
+"""Import path of the helpers of these tests."""
 
 import sys
 from pathlib import Path

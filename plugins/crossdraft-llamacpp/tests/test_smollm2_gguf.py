@@ -57,7 +57,7 @@ def own(target: crossdraft.LoadedModel, prompts: list[list[int]]) -> list[tuple[
 
 @pytest.fixture(scope="module")
 def noise(target: crossdraft.LoadedModel, prompts: list[list[int]], own: Any) -> float:
-    """How far llama.cpp's own logits move where the same tokens come in one call instead of one by one: their RMS."""
+    """RMS difference of llama.cpp's logits between tokens fed in one call and one by one."""
     moved = []
     with Plain(target.model, max(map(len, prompts)) + NEW) as plain:
         for prompt, (said, laws) in zip(prompts, own, strict=True):

@@ -103,7 +103,7 @@ class Plain:
         return self.feed(tokens)
 
     def greedy(self, prompt: Sequence[int], most: int, ends: Sequence[int]) -> tuple[list[int], list[np.ndarray]]:
-        """What its greedy sampler says, token by token, and the logits of each token."""
+        """Tokens of its greedy sampler, and the logits of each token."""
         if prompt[:-1]:  # the last token by itself, so that its pass is like those that follow
             self.logits(prompt[:-1])
             laws = [self.feed(prompt[-1:])]

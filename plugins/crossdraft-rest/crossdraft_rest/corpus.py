@@ -55,7 +55,7 @@ def rows(corpus: str, split: str) -> Iterator[tuple[str, Any]]:
         yield from _json_lines(path) if path.suffix in (".jsonl", ".json", ".ndjson") else _pieces(path)
         return
     if not corpus.startswith("hf:") and not path.is_dir():
-        raise UsageError(f"there is no corpus {corpus}: give a file, a directory, or hf:org/name")
+        raise UsageError(f"the corpus {corpus} does not exist; give a file, a directory, or hf:org/name")
     from datasets import load_dataset
 
     try:

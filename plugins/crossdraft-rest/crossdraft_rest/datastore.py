@@ -175,8 +175,7 @@ def _manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(
-            f"there is no datastore in {path}: {MANIFEST}: {error.strerror}; make one with python -m crossdraft_rest "
-            "build"
+            f"{path} is not a datastore: {MANIFEST}: {error.strerror}; build one with python -m crossdraft_rest build"
         ) from None
     except (ValueError, RecursionError):
         raise _damaged(path, MANIFEST, "it is not JSON") from None

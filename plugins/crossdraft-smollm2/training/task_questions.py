@@ -73,9 +73,9 @@ def main(texts: Path, out: Path, seed: int, times: int) -> None:
     for line in texts.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         text = str(tokenizer.decode(row["response"], skip_special_tokens=True)).strip()
-        asked = re.search(r"(?:to|into) (German|French|Spanish)[:.]", str(tokenizer.decode(row["prompt"])))
-        if asked and 25 < len(text) < 260:
-            translated.append((asked[1], text))
+        request = re.search(r"(?:to|into) (German|French|Spanish)[:.]", str(tokenizer.decode(row["prompt"])))
+        if request and 25 < len(text) < 260:
+            translated.append((request[1], text))
         if row["source"] != "invented" or "```" in text:
             continue
         sentences = [s.strip() for s in re.split(r"(?<=[.!?])\s+", text.replace("\n", " ")) if 25 < len(s) < 260]

@@ -109,13 +109,13 @@ def _follow_chains(
     i: int,
     text: Tokens,
     ends: Tokens,
-    asked: int,
+    active_count: int,
     now: Tokens,
     active: Tokens,
     places: NDArray[np.int64],
     counts: Tokens,
 ) -> None:
-    """Follow the chains of the contexts of size ``SIZES[i]`` that end at ``ends[:asked]``.
+    """Follow the chains of the contexts of size ``SIZES[i]`` that end at ``ends[:active_count]``.
 
     Each step of a chain is a cache miss; interleaving several chains overlaps their loads.
 
@@ -126,7 +126,7 @@ def _follow_chains(
     """
     capacity, buckets = before.shape[1], head.shape[1]
     lap, oldest = total - total % capacity, max(1, total - capacity)
-    for a in range(asked):
+    for a in range(active_count):
         value, power = np.uint64(0), np.uint64(1)
         for j in range(SIZES[i]):
             value += np.uint64(text[ends[a] - 1 - j] + 2) * power
@@ -134,7 +134,7 @@ def _follow_chains(
         now[a] = head[i, _bucket(value, buckets)]
         counts[a] = 0
         active[a] = a
-    left = asked
+    left = active_count
     for step in range(places.shape[1]):
         kept = 0
         for k in range(left):
@@ -292,14 +292,14 @@ def _chains(
         for a in range(n):
             most[a], drafted[t + a] = min(first + t + a, depth), 0
         for i in range(len(head) - 1, -1, -1):
-            asked = 0
+            active_count = 0
             for a in range(n):
                 # Probabilities are at most 1, so a budget up to the best score cannot win.
                 if SIZES[i] <= most[a] and int(factor * most[a]) > scores[t + a]:
-                    asking[asked], ends[asked] = t + a, first + t + a
-                    asked += 1
-            _follow_chains(before, head, total[0], i, text, ends, asked, now, active, places, counts)
-            for k in range(asked):
+                    asking[active_count], ends[active_count] = t + a, first + t + a
+                    active_count += 1
+            _follow_chains(before, head, total[0], i, text, ends, active_count, now, active, places, counts)
+            for k in range(active_count):
                 a = asking[k]
                 longest = int(most[a - t])
                 most[a - t] = SIZES[i] - 1
