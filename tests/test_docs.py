@@ -181,8 +181,8 @@ def test_every_block_runs(page: Path, place: Path, capsys: Any) -> None:
         with ExitStack() as servers:
             every = blocks(page)
             for block, following in zip(every, [*every[1:], None], strict=True):
-                compared = following and following.is_output and not following.recorded
-                run_block(block, place, names, servers, following.text if compared else None, capsys)
+                output = following.text if following and following.is_output and not following.recorded else None
+                run_block(block, place, names, servers, output, capsys)
     finally:
         if plugin is not None:
             manager().unregister(plugin)
