@@ -4,11 +4,12 @@
         [--png FILE] > section.md
 
 Decodes the responses once and keeps them (as ``crossdraft advise`` does), replays token and block verification of a
-chain and SpecInfer and SpecTr of K i.i.d. sequences at every draft length, and prints tables for docs/results.md: block
-efficiency and paired differences with 95 % intervals over prompts, in the form of Z. Sun et al., "Block Verification
-Accelerates Speculative Decoding", 2024 (Figures 4 and 5, Table 5), and predicted tokens/s by batch size from the
-curves that ``crossdraft cost`` measured: of each rule at its best draft length, verification and bookkeeping free. Rows
-of several sequences are those without shared nodes, the most that they can be.
+chain and SpecInfer and SpecTr of K i.i.d. sequences at every draft length, and prints tables for
+docs/results/replay.md: block efficiency and paired differences with 95 % intervals over prompts, in the form of Z.
+Sun et al., "Block Verification Accelerates Speculative Decoding", 2024 (Figures 4 and 5, Table 5), and predicted
+tokens/s by batch size from the curves that ``crossdraft cost`` measured: of each rule at its best draft length,
+verification and bookkeeping free. Rows of several sequences are those without shared nodes, the most that they can
+be.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the documentation's site adds to the pages in this directory: the README, and pages that are made of the code.
+"""MkDocs hook: adds the README and pages generated from the code.
 
-A hook of MkDocs. Commands come from their parsers, keys and options from the pydantic models that read them, columns
-from the list that ``summary.csv`` is explained by, so that no page can say something else than the program.
+Commands come from their parsers, keys and options from their pydantic models, columns from the list that documents
+``summary.csv``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from crossdraft.framework.metrics.columns import QUANTITIES
 from crossdraft.framework.recipe.recipe import PromptSpec, Recipe
 
 ROOT = Path(__file__).parents[1]
-#: Commands that are declared beside the larger ones.
+#: Commands declared in the module of a larger one.
 SMALL = ("list", "plugins", "env")
 
 
@@ -35,12 +35,12 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Links to what lies beside this directory lead to its page."""
+    """Point links to plug-ins to their generated pages."""
     return re.sub(r"\]\(\.\./plugins/([\w-]+)/README\.md\)", r"](packages/\1.md)", markdown)
 
 
 def pages() -> Iterator[tuple[str, str]]:
-    """Path and Markdown of every page that is no file here."""
+    """Path and Markdown of every generated page."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     yield "index.md", re.sub(r"\]\(plugins\)", "](plugins.md)", re.sub(r"\]\(docs/", "](", readme))
     for package in sorted((ROOT / "plugins").iterdir()):
@@ -49,7 +49,7 @@ def pages() -> Iterator[tuple[str, str]]:
     yield "reference/commands.md", "\n\n".join(["# Commands", *map(_command, (*COMMANDS, *SMALL))]) + "\n"
     parts = [
         "# Keys of a recipe",
-        "[Recipes](../recipes.md) says how they work together.",
+        "[Recipes](../recipes.md) explains how they work together.",
         _fields(Recipe),
         "## `sampling`",
         _fields(Sampling),
@@ -71,7 +71,7 @@ def pages() -> Iterator[tuple[str, str]]:
 
 
 def _command(name: str) -> str:
-    """A command's usage and its options."""
+    """Markdown of a command: usage and options."""
     top = _parser(name)
     (subparsers,) = (a for a in top._actions if isinstance(a, argparse._SubParsersAction))
     parser: argparse.ArgumentParser = subparsers.choices[name]
@@ -110,7 +110,7 @@ def _fields(model: Any) -> str:
 
 
 def _type(annotation: Any) -> str:
-    """What a value may be, as people write it."""
+    """Readable type of a value."""
     origin, inside = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _type(inside[0])

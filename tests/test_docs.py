@@ -1,7 +1,14 @@
-"""Every code block of the README and of the pages in docs/ runs as it stands.
+"""Every code block of the README and of the pages in docs/ runs, and every output block is the output of its command.
 
-Models that the pages name are stood in for by tiny ones, and what takes minutes is run on less; what a page prints is
-not compared.
+Tiny models replace the models that the pages name, and commands that take minutes run on less.
+
+An output block (any fence that is not code or a file) follows the command that prints it and is compared with what the
+command prints in full, whitespace at line ends, durations and floating-point residues aside. An output that needs the
+real models, a GPU or minutes carries its origin on the line before it and is not compared:
+
+    <!-- recorded: COMMAND, YYYY-MM-DD, crossdraft VERSION, ... -->
+
+A diagram is preceded by ``<!-- diagram -->``.
 """
 
 from __future__ import annotations
@@ -34,9 +41,12 @@ from crossdraft.framework.plugins import manager
 from crossdraft.framework.report import write
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-#: A block: its info string and what stands in it.
-_BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+#: A block: the comment before it, language, info string, text.
+_BLOCK = re.compile(r"(?:^<!-- ([^\n]*) -->\n)?^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+#: Languages of code and files; ``sh`` is code that needs the network, an extra or another machine.
+CODE = ("bash", "python", "sh", "toml", "yaml")
+_RECORDED = re.compile(r"recorded: .+, 20\d\d-\d\d-\d\d, crossdraft \d[\w.]*(, .+)?")
 #: The port that the pages name; tests take a free one.
 PORT = "8000"
 #: The plug-in that provides the real models.
@@ -55,12 +65,56 @@ class Block:
     language: str
     title: str
     text: str
+    comment: str = ""
+
+    @property
+    def is_output(self) -> bool:
+        return self.language not in CODE and not self.title and self.comment != "diagram"
+
+    @property
+    def recorded(self) -> bool:
+        return bool(_RECORDED.fullmatch(self.comment))
 
 
 def blocks(page: Path) -> list[Block]:
-    found = _BLOCK.findall(page.read_text(encoding="utf-8"))
-    titles = [re.search(r'title="([^"]+)"', info) for _, info, _ in found]
-    return [Block(kind, t[1] if t else "", text) for (kind, _, text), t in zip(found, titles, strict=True)]
+    return parse(page.read_text(encoding="utf-8"))
+
+
+def parse(text: str) -> list[Block]:
+    found = []
+    for comment, language, info, body in _BLOCK.findall(text):
+        title = re.search(r'title="([^"]+)"', info)
+        found.append(Block(language, title[1] if title else "", body, comment))
+    return found
+
+
+def unexplained_outputs(text: str) -> list[str]:
+    """Output blocks that neither follow a command which the tests run nor state where they were recorded."""
+    wrong, previous = [], None
+    for block in parse(text):
+        if block.is_output and not block.recorded and not (previous and printing_command(previous)):
+            wrong.append(block.text)
+        previous = block
+    return wrong + re.findall(r"^ {4}\$ .*", text, re.MULTILINE)  # an indented transcript has no place for a marker
+
+
+def printing_command(block: Block) -> str:
+    """The last command of a block if the tests run it."""
+    if block.language != "bash" or not commands(block):
+        return ""
+    command = commands(block)[-1]
+    return command if command.startswith("crossdraft ") and runs_here(command) else ""
+
+
+def runs_here(command: str) -> bool:
+    return not command.startswith(NOT_HERE) and not any(option in command for option in ELSEWHERE)
+
+
+def normalized(output: str) -> str:
+    """Without whitespace at line ends, durations, and the digits of floating-point residues."""
+    lines = [line.rstrip() for line in output.strip().splitlines()]
+    output = re.sub(r"\b\d+(\.\d+)? (seconds|minutes|s|ms|min)\b", "N s", "\n".join(lines))
+    return re.sub(r"\b\d(\.\d+)?e-1\d\b", "1e-16", output)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +163,7 @@ def place(tmp_path: Path, monkeypatch: Any, models: Any) -> Path:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
-def test_every_block_runs(page: Path, place: Path, monkeypatch: Any) -> None:
+def test_every_block_runs(page: Path, place: Path, capsys: Any) -> None:
     names: dict[str, Any] = {}
     files: dict[str, list[str]] = {}
     for block in blocks(page):
@@ -125,15 +179,19 @@ def test_every_block_runs(page: Path, place: Path, monkeypatch: Any) -> None:
         manager().register(plugin, "a package of the docs")
     try:
         with ExitStack() as servers:
-            for block in blocks(page):
-                run_block(block, place, names, servers)
+            every = blocks(page)
+            for block, following in zip(every, [*every[1:], None], strict=True):
+                output = following.text if following and following.is_output and not following.recorded else None
+                run_block(block, place, names, servers, output, capsys)
     finally:
         if plugin is not None:
             manager().unregister(plugin)
             sys.modules.pop(plugin.__name__)
 
 
-def run_block(block: Block, place: Path, names: dict[str, Any], servers: ExitStack) -> None:
+def run_block(
+    block: Block, place: Path, names: dict[str, Any], servers: ExitStack, output: str | None, capsys: Any
+) -> None:
     if block.language == "python" and not block.title:
         exec(compile(block.text.replace(PORT, names.get(PORT, PORT)), "a block of the docs", "exec"), names)
     elif block.language == "yaml" and re.search("^target:", block.text, re.MULTILINE):
@@ -142,10 +200,14 @@ def run_block(block: Block, place: Path, names: dict[str, Any], servers: ExitSta
         load_recipe(str(file))
     elif block.language == "bash":
         for command in commands(block):
-            if command.startswith("crossdraft serve"):
+            if output is not None and command == printing_command(block):
+                capsys.readouterr()
+                assert main(shlex.split(command)[1:]) == 0, command
+                assert normalized(capsys.readouterr().out) == normalized(output), command
+            elif command.startswith("crossdraft serve"):
                 serving = pytest.importorskip("server_thread", reason="the endpoint needs the extra serve").serving
                 names[PORT] = str(servers.enter_context(serving(*shlex.split(command)[2:])).port)
-            elif not command.startswith(NOT_HERE) and not any(option in command for option in ELSEWHERE):
+            elif runs_here(command):
                 run_command(shlex.split(command))
 
 
@@ -188,6 +250,35 @@ def shortened(arguments: list[str]) -> list[str]:
     if arguments[:1] == ["cost"] and "--on" not in arguments and "--run" not in arguments:
         return [*arguments, "--batch-size", "1,2", "--width", "1,2", "--context", "16", "--repeats", "1", "--quiet"]
     return arguments
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_output_is_compared_or_recorded(page: Path) -> None:
+    assert not unexplained_outputs(page.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    "text, outputs",
+    [
+        ("```text\n1 s\n```\n", 1),
+        ("```\n1 s\n```\n", 1),
+        ("```console\n$ crossdraft list\n```\n", 1),
+        ("    $ crossdraft list\n", 1),
+        ("```bash\nguidellm run\n```\n\n```text\n1 s\n```\n", 1),
+        ("```bash\ncrossdraft list\n```\n\n```text\na\n```\n\n```text\nb\n```\n", 1),
+        ("<!-- recorded: crossdraft list -->\n```text\n1 s\n```\n", 1),
+        ("<!-- recorded: crossdraft list, 2026-11-25, crossdraft 0.1.0 -->\n```text\n1 s\n```\n", 0),
+        ("```bash\ncrossdraft list\n```\n\nprints\n\n```text\n1 s\n```\n", 0),
+        ('```text title="a.log"\n1 s\n```\n', 0),
+        ("<!-- diagram -->\n```text\na -> b\n```\n", 0),
+    ],
+)
+def test_an_output_without_origin_is_found(text: str, outputs: int) -> None:
+    assert len(unexplained_outputs(text)) == outputs
+
+
+def test_the_readme_is_short() -> None:
+    assert 60 <= len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 95
 
 
 def test_pages_are_found() -> None:

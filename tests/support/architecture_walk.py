@@ -164,20 +164,19 @@ def _key(item: tuple[str, Any]) -> str:
 _HEAD = """
 # Which architectures are decoded exactly
 
-This page is written by `python tests/support/architecture_walk.py`, which walks over every causal language model of
-transformers ({version}: {types} model types); `tests/lm/test_architectures_walk.py` holds that it is true.
-Each architecture is made in tiny size, in float32, and decoded in ragged batches of chains and of trees, through
-several steps. Either all logits are those of the model by itself (one prompt at a time, no padding, no cache), or
-the model is refused with a sentence before anything is decoded. There is nothing in between.
+`python tests/support/architecture_walk.py` generates this page from every causal language model of transformers
+({version}: {types} model types); `tests/lm/test_architectures_walk.py` tests it. A tiny float32 model of each
+architecture decodes ragged batches of chains and of trees for several steps. Either all logits equal those of the
+plain model (one prompt at a time, no padding, no cache), or the model is rejected before anything is decoded.
 
 {classes} classes are exact, in {checked} variants: both kinds of attention (`sdpa`, `eager`), passes as CUDA graphs
 record them, sliding windows, tied and untied embeddings, and rotary positions of type linear, dynamic, yarn, llama3 and
 longrope, each where the architecture has it.
 
-A model of a class that is not on this page (a newer one, or one that brings its own code) is put to a trial when its
-slots are made: seven tiny passes compare a ragged batch with a tree to what the model says alone. It is refused if they
-differ. What only shows in long texts (a window, frequencies that depend on the length) a trial cannot see.
-{by_trial} are tried like them, because older versions of transformers give them no causal mask.
+A model of a class that is not on this page (a newer one, or one with its own code) is tried when its slots are
+created: seven tiny passes compare a ragged batch with a tree to the plain model. It is rejected if they differ. A trial
+cannot detect differences that occur only in long texts (a window, frequencies that depend on the length).
+{by_trial} are tried too, because older versions of transformers give them no causal mask.
 """
 
 if __name__ == "__main__":
