@@ -69,7 +69,7 @@ def test_another_temperature_at_nine_prefixes_is_seen_in_both_directions(tempera
         )
 
 
-def test_the_right_sampler_at_nine_prefixes_hears_how_many_more_draws() -> None:
+def test_correct_sampler_at_nine_prefixes_reports_missing_draws() -> None:
     probs = power_law_probs(9, 2000, seed=0)
     few = verdict_of(probs, probs, 256, 0.02, 1)
     assert few.outcome == "undecided" and 9 * 256 < few.more_draws < 200_000

@@ -126,7 +126,7 @@ class SharedLie(SharedCounts):
 
 
 class Shy(Counts):
-    """Has learnt so little after two steps that it drafts nothing."""
+    """After two steps it has learnt too little to draft."""
 
     name = "shy"
 
@@ -241,7 +241,9 @@ def test_a_cheat_is_exit_code_1(capsys: Any, install: Callable, small: list[str]
 
 
 @pytest.mark.parametrize("drafter", ["none", "shy"])
-def test_nothing_was_drafted_is_no_pass(capsys: Any, install: Callable, small: list[str], drafter: str) -> None:
+def test_certificate_without_drafts_does_not_pass(
+    capsys: Any, install: Callable, small: list[str], drafter: str
+) -> None:
     install("drafters", (Shy.name, Shy))
     options = ("--drafter", drafter, "--verifier", "token", *small)
     code, out, _ = run(capsys, *options)
@@ -252,7 +254,7 @@ def test_nothing_was_drafted_is_no_pass(capsys: Any, install: Callable, small: l
     assert code == 1 and row["lossless"] is True and row["drafted"] is False
 
 
-def test_plain_decoding_says_so_but_is_what_was_asked_for(capsys: Any, small: list[str]) -> None:
+def test_plain_decoding_is_reported_and_accepted(capsys: Any, small: list[str]) -> None:
     code, out, _ = run(capsys, "--draft", "chain", "--verifier", "token", "--gamma", "0", *small)
     assert code == 0 and out.splitlines()[-3].endswith("nothing was drafted")
 

@@ -205,7 +205,7 @@ def test_a_drafters_mistake_is_named(cls: type[Drafter], test: str, sentence: st
     getattr(drafter_contract(Chain), test)()  # the honest one passes
 
 
-def test_a_memory_is_what_the_test_class_says() -> None:
+def test_memory_trait_matches_the_test_class() -> None:
     drafter_contract(SaysThatItForgets).test_remembers()
     for cls, options, remembers in ((SaysThatItForgets, {"memory": True}, True), (Forgets, {}, True)):
         own = {"drafter": cls, "options": options, "remembers": remembers}

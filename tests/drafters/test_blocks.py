@@ -90,7 +90,7 @@ def make(heads_decoder: Callable, target: Any, files: Callable) -> Callable[...,
     "name",
     ["dflash", "p-eagle", "dspark-rnn", *[pytest.param(n, marks=pytest.mark.slow) for n in ("dspark", "dspark-gated")]],
 )
-def test_every_law_is_the_one_of_a_plain_computation(make: Callable, target: Any, name: str) -> None:
+def test_draft_probs_match_a_plain_computation(make: Callable, target: Any, name: str) -> None:
     """Over steps that accept some of a draft and reject some, in rows of different length, from nothing but the text.
 
     At a high temperature all laws are close, so that steps end everywhere. A feature that is missing, stale or of
@@ -127,7 +127,7 @@ def test_every_law_is_the_one_of_a_plain_computation(make: Callable, target: Any
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_wrong_law_is_seen(make: Callable, target: Any, name: str) -> None:
+def test_wrong_draft_probs_are_detected(make: Callable, target: Any, name: str) -> None:
     """The test above can fail: a feature that is one position off is another law."""
     loop = make(name, "token", 1, 1.0)
     fuse = loop.drafter.head.fuse

@@ -44,7 +44,7 @@ def responses(decoder: Callable, tiny_model: Callable) -> Callable[..., list[Res
 
 
 def expected(response: Response, start: int, most: int) -> list[int]:
-    """How long each draft should have been, from what became of the ones before it."""
+    """Expected length of each draft, from the outcome of the ones before it."""
     length, left, lengths = start, NEW, []
     for r in response.steps:
         drafted = min(length, left - 1)

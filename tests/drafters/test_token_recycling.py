@@ -126,7 +126,7 @@ def test_slots_learn_from_each_other_and_free_ones_teach_nothing() -> None:
     assert not steps.propose().valid.any()
 
 
-def test_a_memory_that_is_held_stays_for_the_same_vocabulary() -> None:
+def test_cached_memory_is_kept_for_the_same_vocabulary() -> None:
     steps = Steps([[5]], nodes=2, width=2)
     steps.observe(steps.propose(), [[[7, 8]]], [7])
     for size, known in ((V, [7, 8]), (V + 1, [-1, -1])):

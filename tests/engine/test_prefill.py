@@ -69,7 +69,7 @@ def said(loop: Decoder) -> list[Any]:
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gpt2"])
 @pytest.mark.parametrize("pair", list(PAIRS))
 def test_tokens_are_those_of_prompts_prefilled_one_by_one(made: Callable, pair: str, family: str) -> None:
-    """Whether they share a pass, or wait while others decode and go in pieces of 24 tokens."""
+    """Prompts that share a pass, or wait while others decode and are prefilled in chunks of 24 tokens."""
     alone, together, pieces = (made(pair, family, prefill_tokens=most) for most in (0, 1024, 24))
     assert said(together) == said(alone) == said(pieces)
     fed = [loop.target.fed for loop in (alone, together, pieces)]  # type: ignore[attr-defined]
@@ -196,7 +196,7 @@ def test_a_stream_has_no_piece_of_what_has_not_begun(tmp_path: Path) -> None:
         assert [t for piece in pieces if piece.index == response.index for t in piece.tokens] == response.tokens
 
 
-def test_a_drafter_that_begins_otherwise_is_not_asked_to_prefill() -> None:
+def test_drafter_with_its_own_start_does_not_prefill() -> None:
     chain = drafter_class("draft-model")
     reads_another_text = type("ReadsAnotherText", (chain,), {"start": chain.start})
     does_both = type("DoesBoth", (reads_another_text,), {"start": chain.start, "prefill": chain.prefill})

@@ -161,7 +161,7 @@ def test_two_runs_at_a_time_are_refused(target: LoadedModel, which: str) -> None
         list(first.run([[5]]))
 
 
-def test_traits_that_raise_are_told_by_name(target: LoadedModel) -> None:
+def test_traits_that_raise_are_reported_by_name(target: LoadedModel) -> None:
     class Broken(Echo):
         name = "broken"
 

@@ -115,7 +115,7 @@ def test_a_file(what: str, refused: Any, recipe: str, tmp_path: Path) -> None:
     refused(["run", recipe], *words)
 
 
-def test_what_is_no_file(refused: Any, recipe: str, tmp_path: Path) -> None:
+def test_paths_that_are_not_files(refused: Any, recipe: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "p.jsonl")
     refused(["run", recipe], "p.jsonl: it is a device, a pipe or a socket")
     refused(["run", recipe, "--set", "prompts=/dev/zero"], "/dev/zero: it is a device, a pipe or a socket")

@@ -145,7 +145,7 @@ def test_an_argument(arguments: list[str], words: str, refused: Any, recipe: str
     refused(["run", recipe, *arguments], words)
 
 
-def test_only_five_of_many_mistakes_are_told(refused: Any, recipe: str) -> None:
+def test_only_five_of_many_mistakes_are_reported(refused: Any, recipe: str) -> None:
     keys = [part for i in range(300) for part in ("--set", f"key{i}=1")]
     said = refused(["run", recipe, *keys], "unknown key 'key0'", "unknown key 'key4'", "... and 295 more")
     assert "key5" not in said

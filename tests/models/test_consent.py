@@ -55,7 +55,7 @@ def marked(directory: Path, where: str = "") -> Path:
     return marker
 
 
-def test_code_runs_with_consent_alone(tmp_path: Path) -> None:
+def test_code_runs_only_with_consent(tmp_path: Path) -> None:
     marker = marked(tmp_path / "it")
     with pytest.raises(ModelError, match="contains custom Python code"):
         load_model(str(tmp_path / "it"))

@@ -75,9 +75,9 @@ def test_the_target_is_not_loaded_where_log_p_was_recorded(
     assert len(spared["rows"]) == 2 * 2 * 4
     # The same with the target, which computes the log P that was not recorded.
     passes.clear()
-    asked = replayed(capsys, said(logprobs=False), *options)
+    scored = replayed(capsys, said(logprobs=False), *options)
     assert passes["target"] == 1 and passes["load target"] == 1
-    assert asked["rows"][0]["block_efficiency"] != spared["rows"][0]["block_efficiency"]
+    assert scored["rows"][0]["block_efficiency"] != spared["rows"][0]["block_efficiency"]
 
 
 def test_one_pass_of_the_target_serves_all(

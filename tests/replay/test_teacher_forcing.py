@@ -137,7 +137,7 @@ def test_the_numbers_are_those_of_the_plain_models(target: Any, small: Any, said
         assert np.allclose(one.log_q[0, : min(5, n)], one.log_q[range(min(5, n)), 0])
 
 
-def test_recorded_log_p_is_kept_and_the_target_not_asked(target: Any, small: Any, said: list[RecordedResponse]) -> None:
+def test_recorded_log_p_is_used_instead_of_the_target(target: Any, small: Any, said: list[RecordedResponse]) -> None:
     class Silent(TransformersLM):
         def forward(self, *args: Any, **inputs: Any) -> Any:
             raise AssertionError("the target was asked")

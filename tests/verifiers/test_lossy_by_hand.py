@@ -1,4 +1,4 @@
-"""What the lossy rules make of the output: exact values."""
+"""Output distributions of the lossy verifiers: exact values."""
 
 import itertools
 import math
@@ -81,7 +81,7 @@ def test_lenience_of_one_half(toys: dict[str, Toy], toy: str) -> None:
 
 
 def law_of_one_token(p: Tensor, q: Tensor, lenience: float) -> Tensor:
-    """What the first token follows: every draft of one token is a row of one batch."""
+    """Distribution of the first token: every draft of one token is a row of one batch."""
     v = len(p)
     draft = Draft.chain(torch.arange(v)[:, None], torch.ones(v, dtype=torch.long), q.expand(v, 1, v))
     rng = Recording(accepts=False)

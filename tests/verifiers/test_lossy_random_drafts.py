@@ -54,7 +54,7 @@ def test_lenience_one_is_token_verification_bit_for_bit(seed: int, v: int, b: in
 
 @settings(deadline=None, max_examples=60)
 @given(v=st.integers(1, 30), lenience=st.floats(0.05, 1), **sizes)
-def test_a_one_hot_law_is_a_point_mass(seed: int, v: int, lenience: float, b: int, n: int) -> None:
+def test_one_hot_distribution_is_a_point_mass(seed: int, v: int, lenience: float, b: int, n: int) -> None:
     sampled, p = random_chains(seed, b, n, v, torch.float64)
     one_hot = torch.zeros_like(p[:, :n]).scatter_(2, sampled.tokens[..., None], 1.0)
     verdicts = [
