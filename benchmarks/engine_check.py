@@ -282,8 +282,8 @@ def main() -> None:
         draft_cost = args.out / "draft-passes.csv"
         write_passes(draft_cost, load_model(args.draft_model), (1, 2), args)
         more = ["--draft-cost", str(draft_cost), "--draft-path", args.draft_model, "--target", args.model]
-    advised = report("advise", "--replay", str(said), "--drafter", drafter, "--verifier", "greedy", "--temperature", "0",
-                   "--cost", str(args.cost), "--batch-size", "1", "--context", str(args.context),
+    advised = report("advise", "--replay", str(said), "--drafter", drafter, "--verifier", "greedy",
+                   "--temperature", "0", "--cost", str(args.cost), "--batch-size", "1", "--context", str(args.context),
                    "--export", "llama.cpp", *more)  # fmt: skip
     best = advised["advice"][0]["best"]
     gamma = args.gamma or best["gamma"]
