@@ -300,8 +300,8 @@ def test_lines_that_are_refused(tmp_path: Path, capsys: Any, line: str, sentence
     file = tmp_path / "draws.jsonl"
     file.write_text("\n" + line + "\n")
     assert main(["certify", "--samples", str(file)]) == 2
-    said = capsys.readouterr().err
-    assert sentence in said and f"{file}:2" in said and said.count("\n") == 1
+    outputs = capsys.readouterr().err
+    assert sentence in outputs and f"{file}:2" in outputs and outputs.count("\n") == 1
 
 
 def test_options_that_mean_nothing_here_are_refused(tmp_path: Path, capsys: Any) -> None:

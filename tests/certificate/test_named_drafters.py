@@ -162,7 +162,7 @@ def test_learning_from_outputs(toys: dict[str, Toy]) -> None:
 
     # q = (1/2, 1/2): token 1 is accepted always, token 0 with probability 2/3; a rejection says 1.
     after = {(0, 0): 1 / 9, (0, 1): 2 / 9, (1, 0): 1 / 6, (1, 1): 1 / 3, (1,): 1 / 6}
-    second = sum(w * accepted((1 + said.count(0), 1 + said.count(1))) for said, w in after.items())
+    second = sum(w * accepted((1 + outputs.count(0), 1 + outputs.count(1))) for outputs, w in after.items())
     two = found(toys["T0"], Counts, 2, gamma=1)
     assert two.expected_tau == pytest.approx([5 / 6, second], abs=1e-12)
 

@@ -67,8 +67,8 @@ class Chain(Drafter):
 
     def laws(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Sampled and reported distributions."""
-        law = logits.softmax(-1)
-        return law, law
+        probs = logits.softmax(-1)
+        return probs, probs
 
     def finished(self, draft: Draft) -> Draft:
         return draft
@@ -96,8 +96,8 @@ class SharesState(Chain):
     """Drafts depend on the first slot."""
 
     def laws(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        law = logits[:1].softmax(-1).expand_as(logits)
-        return law, law
+        probs = logits[:1].softmax(-1).expand_as(logits)
+        return probs, probs
 
 
 class LeavesSomething(Chain):
@@ -112,8 +112,8 @@ class LeavesSomething(Chain):
         self.resume_from[row] += 1
 
     def laws(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        law = (logits / self.resume_from.clamp(min=1)).softmax(-1)
-        return law, law
+        probs = (logits / self.resume_from.clamp(min=1)).softmax(-1)
+        return probs, probs
 
 
 class OutOfVocabulary(Chain):

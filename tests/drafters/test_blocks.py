@@ -115,8 +115,8 @@ def test_draft_probs_match_a_plain_computation(make: Callable, target: Any, name
             wanted = plain.logits(drafter, hidden, history, draft.tokens[row, :n].tolist())
             assert len(wanted) == n
             for i, logits in enumerate(wanted):
-                law = (logits / temperature).softmax(-1)
-                torch.testing.assert_close(draft.q[row, i], law, atol=1e-5, rtol=1e-3)
+                probs = (logits / temperature).softmax(-1)
+                torch.testing.assert_close(draft.q[row, i], probs, atol=1e-5, rtol=1e-3)
                 checked += 1
         return draft
 
@@ -262,12 +262,12 @@ def test_policies_end_a_draft(make: Callable, plainly: Callable, trained: Callab
 
 def test_gamma_cuts_a_block(make: Callable, target: Any) -> None:
     """The block is fed whole: fewer drafts do not change what is said of the first."""
-    laws = []
+    distributions = []
     for gamma in (1, 3):
         loop = make("dflash", "token", 1, 1.0, options={"gamma": gamma})
         loop.start(0, PROMPTS[2])
         with torch.inference_mode():
             draft = loop.drafter.propose(loop.sequences, loop.rng.for_step([0], [13], torch.device("cpu")))
         assert draft.width == gamma
-        laws.append(draft.q[0, 0])
-    assert torch.equal(*laws)
+        distributions.append(draft.q[0, 0])
+    assert torch.equal(*distributions)

@@ -116,9 +116,11 @@ def test_throwing_a_token_away_is_not_lossless(toys: dict[str, Toy], toy: str, t
 LAWS = [[0.8, 0.1, 0.1], [0.25, 0.5, 0.25], [0.4, 0.3, 0.3], [0.1, 0.2, 0.7]]
 
 
-def propose(laws: list[list[float]], starts: list[list[int]], limit: int = 9, **options: Any) -> tuple[Draft, Any]:
+def propose(
+    distributions: list[list[float]], starts: list[list[int]], limit: int = 9, **options: Any
+) -> tuple[Draft, Any]:
     """At most four tokens drafted by a table model, a row for each of ``starts``; 3 is the token before the first."""
-    table = torch.tensor(laws, dtype=torch.float64)
+    table = torch.tensor(distributions, dtype=torch.float64)
     b = len(starts)
     context = ToyContext(table, table, Sampling(temperature=1), batch_size=b, max_length=32)
     drafter = make(**options)(context, 4)

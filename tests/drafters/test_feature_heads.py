@@ -152,9 +152,9 @@ def test_draft_probs_match_a_fresh_head(make: Callable, target: Any, name: str, 
                 earlier_siblings = [j for j in range(node) if draft.parents[row, j] == parent]
                 checked += 1
                 if sampled:
-                    law = logits.softmax(-1)
-                    law[draft.tokens[row, earlier_siblings]] = 0
-                    torch.testing.assert_close(draft.q[row, node], law / law.sum(), atol=1e-4, rtol=1e-3)
+                    probs = logits.softmax(-1)
+                    probs[draft.tokens[row, earlier_siblings]] = 0
+                    torch.testing.assert_close(draft.q[row, node], probs / probs.sum(), atol=1e-4, rtol=1e-3)
                 else:
                     better = int((logits > logits[draft.tokens[row, node]] + 1e-4).sum())
                     ranks = DRAFTS["choices"]["choices"]

@@ -79,12 +79,12 @@ def test_a_pass_is_a_step_of_the_jacobi_iteration(repeating: Any) -> None:
     for _ in range(6):
         before = list(loop.sequences.history[0])
         with torch.inference_mode():
-            said = repeating(torch.tensor([before + guess]), use_cache=False).logits[0, len(before) - 1 :].argmax(-1)
+            outputs = repeating(torch.tensor([before + guess]), use_cache=False).logits[0, len(before) - 1 :].argmax(-1)
         loop.step()
         new = loop.sequences.history[0][len(before) :]
-        tau = next((i for i, (a, b) in enumerate(zip(guess, said.tolist(), strict=False)) if a != b), 5)
-        assert new == [*guess[:tau], int(said[tau])]
-        assert loop.drafter._guess[0] == said.tolist()[tau + 1 :]
+        tau = next((i for i, (a, b) in enumerate(zip(guess, outputs.tolist(), strict=False)) if a != b), 5)
+        assert new == [*guess[:tau], int(outputs[tau])]
+        assert loop.drafter._guess[0] == outputs.tolist()[tau + 1 :]
         rest = loop.drafter._guess[0]
         guess = (rest + (rest or loop.sequences.history[0])[-1:] * 5)[:5]
 
@@ -106,9 +106,9 @@ def test_window_matches_the_model(repeating: Any) -> None:
             for column in range(3):
                 text = [*history, *window[0][: column + 1], *(line[column] for line in window[1:])]
                 with torch.inference_mode():
-                    said = int(repeating(torch.tensor([text]), use_cache=False).logits[0, -1].argmax())
+                    outputs = int(repeating(torch.tensor([text]), use_cache=False).logits[0, -1].argmax())
                 if column >= tau:
-                    assert guesses.rows[-1][column - tau] == said
+                    assert guesses.rows[-1][column - tau] == outputs
             kept = 3 - tau
             assert [line[:kept] for line in guesses.rows[:-1]] == [line[tau:] for line in window[1:]]
 

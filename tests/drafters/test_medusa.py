@@ -146,7 +146,7 @@ def test_drafts_match_a_fresh_model(tiny_model: Callable, heads_decoder: Callabl
     heads, made, checked = loop.drafter.heads, loop.drafter.propose, set()
 
     @cache
-    def laws(tokens: tuple[int, ...]) -> Tensor:
+    def distributions(tokens: tuple[int, ...]) -> Tensor:
         return heads(hidden_of(tiny_model("llama", copy="fresh"), tokens)[-2])
 
     def watched(sequences: Any, rng: Any) -> Draft:
@@ -156,7 +156,7 @@ def test_drafts_match_a_fresh_model(tiny_model: Callable, heads_decoder: Callabl
                 assert not draft.valid[row].any()
                 continue
             depth = min(HEADS, sequences.limit[row])
-            logits = laws(tuple(history))[:depth]
+            logits = distributions(tuple(history))[:depth]
             checked.add(tuple(history[:3]))
             if sampled:
                 assert draft.count[row] == depth

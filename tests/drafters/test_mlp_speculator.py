@@ -93,8 +93,8 @@ def test_draft_probs_match_a_plain_computation(
             states = target(torch.tensor([history]), output_hidden_states=True).hidden_states
             inputs = [history[-1], *draft.tokens[row, : n - 1].tolist()]
             for i, logits in enumerate(plain(given(), config, states[-1][0, -2], inputs)):
-                law = (logits / temperature).softmax(-1)
-                torch.testing.assert_close(draft.q[row, i], law, atol=1e-5, rtol=1e-3)
+                probs = (logits / temperature).softmax(-1)
+                torch.testing.assert_close(draft.q[row, i], probs, atol=1e-5, rtol=1e-3)
                 checked += 1
         return draft
 
@@ -108,8 +108,8 @@ def test_temperature_zero_is_plain_decoding(
     heads_decoder: Callable, target: Any, tmp_path: Path, batch_size: int
 ) -> None:
     prompts = [*PROMPTS, [3], [9, 9, 9]]
-    said = heads_decoder(target, "none", {}, "greedy", batch_size=1, max_new_tokens=8)
-    expected = {r.index: r.tokens for r in said.run(prompts)}
+    outputs = heads_decoder(target, "none", {}, "greedy", batch_size=1, max_new_tokens=8)
+    expected = {r.index: r.tokens for r in outputs.run(prompts)}
     own = {"model": written(tmp_path / "speculator", CONFIG, tensors()), "policy": "heuristic"}
     loop = heads_decoder(target, "mlp-speculator", own, "greedy", batch_size=batch_size, max_new_tokens=8)
     assert {r.index: r.tokens for r in loop.run(prompts)} == expected

@@ -174,8 +174,8 @@ class Prefixes:
         found = {(): 1.0}
         for prefix, logits in self.logits[row].items():  # shorter ones first
             if len(prefix) < depth:
-                law = logits.double().softmax(-1).tolist()
-                found |= {(*prefix, token): found[prefix] * q for token, q in enumerate(law)}
+                probs = logits.double().softmax(-1).tolist()
+                found |= {(*prefix, token): found[prefix] * q for token, q in enumerate(probs)}
         del found[()]
         return found
 

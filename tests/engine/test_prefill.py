@@ -61,7 +61,7 @@ def made(tiny_model: Callable, decoder: Callable) -> Callable[..., Decoder]:
     return make
 
 
-def said(loop: Decoder) -> list[Any]:
+def outputs(loop: Decoder) -> list[Any]:
     found = sorted(loop.run(PROMPTS), key=lambda response: response.index)
     return [(r.tokens, r.finish_reason, [(one.tau, one.nodes) for one in r.steps]) for r in found]
 
@@ -71,7 +71,7 @@ def said(loop: Decoder) -> list[Any]:
 def test_tokens_are_those_of_prompts_prefilled_one_by_one(made: Callable, pair: str, family: str) -> None:
     """Prompts that share a pass, or wait while others decode and are prefilled in chunks of 24 tokens."""
     alone, together, pieces = (made(pair, family, prefill_tokens=most) for most in (0, 1024, 24))
-    assert said(together) == said(alone) == said(pieces)
+    assert outputs(together) == outputs(alone) == outputs(pieces)
     fed = [loop.target.fed for loop in (alone, together, pieces)]  # type: ignore[attr-defined]
     assert all(rows == 1 for rows, _ in fed[0]) and any(rows > 2 for rows, _ in fed[1])
     assert all(rows * width <= 24 for rows, width in fed[2]) and any(rows > 1 for rows, _ in fed[2])
@@ -156,7 +156,7 @@ def test_what_is_given_up_half_way_leaves_nothing(made: Callable) -> None:
     steps.close()
     assert loop.target.lengths == [0] * 4
     loop.max_new_tokens = 9
-    assert said(loop) == said(made("fork", prefill_tokens=0))
+    assert outputs(loop) == outputs(made("fork", prefill_tokens=0))
 
 
 def test_a_model_that_cannot_share_passes_begins_as_ever(made: Callable) -> None:
@@ -165,7 +165,7 @@ def test_a_model_that_cannot_share_passes_begins_as_ever(made: Callable) -> None
     loop, alone = made("chain", prefill_tokens=64), made("chain", prefill_tokens=0)
     for one in (loop.target, loop.drafter.model.lm):
         one.__class__ = type("Whole", (type(one),), {"prefill": None})
-    assert said(loop) == said(alone)
+    assert outputs(loop) == outputs(alone)
     assert loop.batch_steps == alone.batch_steps and sorted(loop.target.fed) == sorted(alone.target.fed)
 
 

@@ -82,10 +82,10 @@ def test_a_class_an_instance_a_name_and_a_mapping_say_the_same(target: LoadedMod
     prompts, ask = [[5, 9, 5, 9], [6, 6]], {"max_new_tokens": 6, "seed": 1}
     config = PromptLookup.Config(gamma=3)
     given: list[Any] = [PromptLookup(config), (PromptLookup, config), {"name": "prompt-lookup", "gamma": 3}]
-    said = [[r.tokens for r in generate(target, prompts, drafter=drafter, **ask)] for drafter in given]
-    assert said[0] == said[1] == said[2]
-    said = [[r.tokens for r in generate(target, prompts, drafter=d, **ask)] for d in (PromptLookup, "prompt-lookup")]
-    assert said[0] == said[1]
+    outputs = [[r.tokens for r in generate(target, prompts, drafter=drafter, **ask)] for drafter in given]
+    assert outputs[0] == outputs[1] == outputs[2]
+    outputs = [[r.tokens for r in generate(target, prompts, drafter=d, **ask)] for d in (PromptLookup, "prompt-lookup")]
+    assert outputs[0] == outputs[1]
 
 
 def test_an_instance_lives_through_runs_of_any_size(target: LoadedModel) -> None:

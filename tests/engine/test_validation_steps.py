@@ -25,11 +25,11 @@ from crossdraft.framework.errors import NumericalError
 def test_drafter_of_nan_never_outputs_a_token(rule: str, vocabulary: int) -> None:
     """Not in steps that are not validated either, nor where the vocabulary is no multiple of a block."""
     kind = "wor" if rule in ("traversal", "specinfer") else "chain"
-    law = torch.full((vocabulary,), 1 / vocabulary)
-    context = ToyContext(law, law, Sampling(), B)
+    probs = torch.full((vocabulary,), 1 / vocabulary)
+    context = ToyContext(probs, probs, Sampling(), B)
     spoil = at("q", slice(None), torch.nan)
     drafter = Seeded(Seeded.Config(kind=kind, vocabulary=vocabulary, change=spoil), context)
-    loop = Decoder(TableLM(law, B), drafter, verifier_class(rule)(), sampling=Sampling(), validate="never")
+    loop = Decoder(TableLM(probs, B), drafter, verifier_class(rule)(), sampling=Sampling(), validate="never")
     ended = list(loop.run([[1], [2]], on_error="finish"))
     assert [(response.finish_reason, response.tokens) for response in ended] == [("error", [])] * 2
     assert all(str(response.error).startswith("drafter 'seeded' reported a q that is NaN") for response in ended)

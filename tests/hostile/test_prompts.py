@@ -91,8 +91,8 @@ def recipe(tmp_path: Path, target: str) -> str:
 def test_a_row(what: str, refused: Any, recipe: str, tmp_path: Path) -> None:
     row, words = ROWS[what]
     (tmp_path / "p.jsonl").write_bytes(FINE + row)
-    said = refused(["run", recipe], "p.jsonl", *words)
-    assert "p.jsonl:2" in said or "(line 2)" in said
+    outputs = refused(["run", recipe], "p.jsonl", *words)
+    assert "p.jsonl:2" in outputs or "(line 2)" in outputs
 
 
 FILES: dict[str, tuple[bytes, list[str]]] = {

@@ -166,8 +166,8 @@ def test_every_command_asks_for_consent_model_by_model(
     argv = [part.format(**names) for part in COMMANDS[command].split()]
     for allowed, ran in [([], [False, False]), ([target], [True, False]), ([target, small], [True, True])]:
         main([*argv, *(word for name in allowed for word in ("--trust-remote-code", str(name)))])
-        said = "".join(capsys.readouterr())
-        assert ("it contains custom Python code" in said) == (not all(ran)), said
+        outputs = "".join(capsys.readouterr())
+        assert ("it contains custom Python code" in outputs) == (not all(ran)), outputs
         assert [marker.exists() for marker in markers] == ran
         for module in [name for name in sys.modules if name.startswith("transformers_modules")]:
             del sys.modules[module]

@@ -28,8 +28,8 @@ def target(tmp_path_factory: Any) -> str:
 def test_spread_target_matches_a_whole_one(target: str, device: Any) -> None:
     whole, spread = (load_model(target, device=where, dtype="float32") for where in ("cpu", device))
     for drafter in ("prompt-lookup", {"name": "draft-model", "model": target, "gamma": 2}):
-        said = [generate(one, PROMPTS, drafter=drafter, max_new_tokens=12, seed=3) for one in (whole, spread)]
-        assert [r.tokens for r in said[0]] == [r.tokens for r in said[1]]
+        outputs = [generate(one, PROMPTS, drafter=drafter, max_new_tokens=12, seed=3) for one in (whole, spread)]
+        assert [r.tokens for r in outputs[0]] == [r.tokens for r in outputs[1]]
     assert whole.sha256 == spread.sha256
     if device is HALF:
         assert {str(weight.device) for weight in spread.model.parameters()} == {"cpu", "meta"}

@@ -141,9 +141,9 @@ def test_the_deepest_path_by_hand(
         parents, tokens, laws = draft.parents[row].tolist(), draft.tokens[row].tolist(), p[row].tolist()
         reached = {-1: 0.0}  # node -> sum of ln P along its path
         for node in range(n):
-            law = laws[parents[node] + 1]
-            if draft.valid[row, node] and parents[node] in reached and judge(law, law, tokens[node])[0]:
-                reached[node] = reached[parents[node]] + math.log(law[tokens[node]])
+            probs = laws[parents[node] + 1]
+            if draft.valid[row, node] and parents[node] in reached and judge(probs, probs, tokens[node])[0]:
+                reached[node] = reached[parents[node]] + math.log(probs[tokens[node]])
         tau = max(len(path(parents, node)) for node in reached)
         deepest = {node: total for node, total in reached.items() if len(path(parents, node)) == tau}
         assert verdict.length[row] == tau
