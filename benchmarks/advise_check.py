@@ -1,4 +1,4 @@
-"""Does the advice pick what a run measured as best? At every batch size of a finished run, the two beside each other.
+"""Advice compared with the best measured option, at every batch size of a finished run.
 
     crossdraft run smollm2-batch
     python benchmarks/advise_check.py runs/smollm2-batch-<hash> [--temperature 1]
@@ -52,8 +52,8 @@ class Option:
 
 def option(candidate: Candidate, gamma: int) -> Option:
     found = candidate.acceptance
-    told = {k: v for k, v in found.options.items() if k in ("K", "branching")}
-    return Option(found.drafter or "", json.dumps(told, sort_keys=True), found.verifier or "", gamma)
+    options = {k: v for k, v in found.options.items() if k in ("K", "branching")}
+    return Option(found.drafter or "", json.dumps(options, sort_keys=True), found.verifier or "", gamma)
 
 
 def verdict(advised: Option, best: Option, measured: dict[Option, Estimate]) -> str:

@@ -1,4 +1,4 @@
-"""Does the doctor name a mistake that was made on purpose? Each is put into real heads, one at a time.
+"""Detection of deliberate mistakes by the doctor: each is put into real heads, one at a time.
 
     python benchmarks/doctor_check.py [--responses 4] [--max-new-tokens 24] [--dtype float32]
 
@@ -131,7 +131,7 @@ def _one_head_more(path: Path) -> None:
 
 
 def examined(mistake: Mistake, directory: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """What ``crossdraft doctor`` says of it."""
+    """Report of ``crossdraft doctor``."""
     name = {"eagle3": "smollm2-eagle3", "medusa": "smollm2-medusa"}[mistake.drafter]
     path = directory / "heads"
     shutil.copytree(resolve(name, heads=True).path, path)
@@ -150,7 +150,7 @@ def examined(mistake: Mistake, directory: Path, args: argparse.Namespace) -> dic
 
 
 def line(mistake: Mistake, found: dict[str, Any], sound: float) -> list[str]:
-    """Of the table; ``sound``: block efficiency of the heads before."""
+    """Row of the table; ``sound``: block efficiency of the undamaged heads."""
     base, likely = found["tried"][0], found["likely"]
     names = [one["mistake"] for one in likely]
     if mistake.made == "another checkpoint":

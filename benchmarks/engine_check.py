@@ -1,4 +1,4 @@
-"""Does a serving engine do what was said of it? llama.cpp's server beside replay and prediction.
+"""Measurements of a serving engine, llama.cpp's server, compared with replay and prediction.
 
     python benchmarks/engine_check.py --server PATH/llama-server --model FILE.gguf [--limit 24] [--ngram 3] [--gamma 8]
     python benchmarks/engine_check.py --server ... --model FILE.gguf --draft-model DRAFT.gguf --drafter MODEL --gamma 4
@@ -92,7 +92,7 @@ class NgramSimple(Drafter):
 
 
 def drafted(text: Sequence[int], n: int, gamma: int) -> list[int]:
-    """What ``ngram-simple`` drafts behind ``text``."""
+    """Draft of ``ngram-simple`` after ``text``."""
     held = len(text) - 1  # the engine looks among the tokens before the last
     if held <= n + gamma + 1:
         return []
@@ -121,9 +121,9 @@ def passes(loaded: Any, widths: Sequence[int], context: int, repeats: int) -> li
     for _ in range(repeats):
         for width in widths:
             tokens = torch.from_numpy(draw.integers(0, lm.vocab_size, (1, width)))
-            begun = time.perf_counter()
+            start = time.perf_counter()
             lm.forward(tokens)
-            seconds[width].append(time.perf_counter() - begun)
+            seconds[width].append(time.perf_counter() - start)
             lm.commit([0])
     return [(width, median(taken[1:])) for width, taken in seconds.items()]
 
@@ -138,8 +138,8 @@ def write_passes(file: Path, loaded: Any, widths: Sequence[int], args: argparse.
             print(f"pass over {width} tokens: {1000 * seconds:.2f} ms", file=sys.stderr)
 
 
-def told(*arguments: str) -> Any:
-    """What a command of crossdraft prints as JSON."""
+def report(*arguments: str) -> Any:
+    """JSON output of a crossdraft command."""
     out = StringIO()
     with redirect_stdout(out):
         code = crossdraft([*arguments, "--json"])
@@ -202,7 +202,7 @@ def predicted(steps: list[tuple[int, int, int]], curve: Mapping[int, float]) -> 
 
 def replayed(file: Path, drafter: str, gamma: int, *more: str) -> tuple[float, float, tuple[float, ...]]:
     """Tokens per call, share of drafted tokens accepted, and Pr(tau >= i)."""
-    found = told("replay", str(file), "--drafter", drafter, "--verifier", "greedy", "--gamma", str(gamma),
+    found = report("replay", str(file), "--drafter", drafter, "--verifier", "greedy", "--gamma", str(gamma),
                  "--temperature", "0", *more)  # fmt: skip
     (row,) = [one for one in found["rows"] if one["gamma"] == gamma]
     drafts = row["drafted_per_step"]
@@ -282,8 +282,8 @@ def main() -> None:
         draft_cost = args.out / "draft-passes.csv"
         write_passes(draft_cost, load_model(args.draft_model), (1, 2), args)
         more = ["--draft-cost", str(draft_cost), "--draft-path", args.draft_model, "--target", args.model]
-    advised = told("advise", "--replay", str(said), "--drafter", drafter, "--verifier", "greedy", "--temperature", "0",
-                   "--cost", str(args.cost), "--batch-size", "1", "--context", str(args.context),
+    advised = report("advise", "--replay", str(said), "--drafter", drafter, "--verifier", "greedy",
+                   "--temperature", "0", "--cost", str(args.cost), "--batch-size", "1", "--context", str(args.context),
                    "--export", "llama.cpp", *more)  # fmt: skip
     best = advised["advice"][0]["best"]
     gamma = args.gamma or best["gamma"]

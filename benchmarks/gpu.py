@@ -249,7 +249,7 @@ def waits(bench: Bench) -> None:
 
 @contextmanager
 def counted_waits(device: torch.device) -> Iterator[Counter[str]]:
-    """How often PyTorch made the host wait for CUDA, by file and line of the Python code that asked for it."""
+    """Number of host synchronizations with CUDA, by file and line of the Python code that caused them."""
     places: Counter[str] = Counter()
     if device.type != "cuda":
         yield places

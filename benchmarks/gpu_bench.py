@@ -1,4 +1,4 @@
-"""What the parts of gpu.py share: models and prompts, the two sides that take turns, and the numbers found.
+"""Shared parts of gpu.py: models and prompts, the two sides that take turns, and the numbers found.
 
 Random models are Llamas whose weights are made on the device; with ``--tiny`` all models are tiny ones.
 """

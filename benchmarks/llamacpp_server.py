@@ -34,13 +34,13 @@ class Endpoint:
         self.url, self.native, self.tokenizer, self.ends = url.rstrip("/"), native, tokenizer, ends
 
     def answer(self, prompt: list[int], most: int) -> Answer:
-        asked = {"prompt": prompt, "temperature": 0, "cache_prompt": False}
-        begun = time.perf_counter()
+        body = {"prompt": prompt, "temperature": 0, "cache_prompt": False}
+        start = time.perf_counter()
         if self.native:
-            said = self._post("/completion", asked | {"n_predict": most, "return_tokens": True})
+            said = self._post("/completion", body | {"n_predict": most, "return_tokens": True})
             tokens, finish_reason = said["tokens"], "stop" if said["stop_type"] == "eos" else "length"
         else:
-            said = self._post("/v1/completions", asked | {"max_tokens": most})
+            said = self._post("/v1/completions", body | {"max_tokens": most})
             choice = said["choices"][0]
             tokens, finish_reason = (
                 self.tokenizer(choice["text"], add_special_tokens=False)["input_ids"],
@@ -48,7 +48,7 @@ class Endpoint:
             )
             if finish_reason == "stop" and (not tokens or tokens[-1] not in self.ends):
                 tokens = [*tokens, self.ends[0]]
-        wall = time.perf_counter() - begun
+        wall = time.perf_counter() - start
         timings = said.get("timings")
         if timings is None:
             return Answer(tokens, finish_reason, wall, len(tokens))

@@ -1,4 +1,4 @@
-"""Does our loop decode a GGUF file as fast as llama.cpp's own server? Plain greedy decoding, on as many threads.
+"""Decoding speed of a GGUF file, in our loop and in llama.cpp's own server. Plain greedy decoding, on as many threads.
 
     pip install -e plugins/crossdraft-llamacpp
     python benchmarks/llamacpp_speed.py --server PATH/llama-server --model FILE.gguf [--limit 12] [--max-new-tokens 64]
@@ -49,10 +49,10 @@ def main() -> None:
 
     def ours(prompt: list[int]) -> tuple[list[int], float]:
         decoder.start(0, prompt)
-        begun, found = time.perf_counter(), []
+        start, found = time.perf_counter(), []
         while decoder.occupied:
             found += decoder.step()
-        return found[0].tokens, time.perf_counter() - begun
+        return found[0].tokens, time.perf_counter() - start
 
     rows: list[tuple[float, float, bool]] = []
     about: Any = (loaded.tokenizer, loaded.eos_token_ids)

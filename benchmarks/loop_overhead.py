@@ -1,4 +1,4 @@
-"""What a step costs beside the models: the share of its wall time that is not inside a model's forward pass.
+"""Overhead of a step outside the models: the share of its wall time that is not inside a model's forward pass.
 
     python benchmarks/loop_overhead.py [--device cuda] [--batch 1 8] [--steps 40] [--profile draft-model]
 

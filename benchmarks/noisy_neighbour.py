@@ -1,4 +1,4 @@
-"""Does a noisy neighbour decide speed-ups? A recipe alone, then beside programs that take a core each now and then.
+"""Effect of noisy neighbours on speed-ups: a recipe by itself, then beside programs that occupy a core now and then.
 
     python benchmarks/noisy_neighbour.py [--recipe quickstart] [--runs 10] [--neighbours 1] [--busy 0.5] [--spell 5]
 

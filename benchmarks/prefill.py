@@ -35,7 +35,7 @@ def main() -> None:
     prompts = [torch.randint(lm.vocab_size, (length,)).tolist() for length in lengths]
     root = on_device([[prompt[-1]] for prompt in prompts], lm.device)
 
-    def begun(together: bool) -> tuple[float, torch.Tensor]:
+    def time_to_start(together: bool) -> tuple[float, torch.Tensor]:
         start = time.perf_counter()
         if together:
             lm.prefill({row: prompt[:-1] for row, prompt in enumerate(prompts)})
@@ -53,7 +53,7 @@ def main() -> None:
     said = {}
     for repeat in range(args.repeats + 1):
         for together in took:
-            seconds, said[together] = begun(together)
+            seconds, said[together] = time_to_start(together)
             if repeat:  # the first time is for what is made once
                 took[together].append(seconds)
     alone, shared = (statistics.median(took[way]) * 1e3 for way in (False, True))

@@ -1,4 +1,4 @@
-"""Does a replay say what a run measured? Every cell of a grid, its block efficiency, and that of its own responses.
+"""Replay compared with measured runs: block efficiency of every cell of a grid, and of its replayed responses.
 
     python benchmarks/replay_check.py [--limit 12] [--max-new-tokens 32] [--gammas 1-8]
 

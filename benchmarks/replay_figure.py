@@ -1,4 +1,4 @@
-"""What rules and further sequences would gain, from one replay of a target's own responses, and what they would cost.
+"""Gain and cost of verifiers and further sequences, from one replay of a target's own responses.
 
     python benchmarks/replay_figure.py PROMPTS [--limit 400] [--max-new-tokens 32] [--temperature 0.6,1]
         [--png FILE] > section.md

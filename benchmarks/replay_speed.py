@@ -1,4 +1,4 @@
-"""How fast recorded responses are replayed with drafters that need no model, and how much memory that takes.
+"""Speed and memory of replaying recorded responses with drafters that need no model.
 
     python benchmarks/replay_speed.py [--responses 100000]
 

@@ -1,4 +1,4 @@
-"""Which share of a step drafters without a model take, for one request with a long prompt.
+"""Share of a step taken by drafters without a model, for one request with a long prompt.
 
     pip install -e plugins/crossdraft-suffix -e plugins/crossdraft-rest
     python benchmarks/retrieval_cost.py [--target smollm2-135m-instruct] [--prompt 4096] [--steps 48] [--device auto]

@@ -1,4 +1,4 @@
-"""How far off the roofline is: its predictions beside published batch-size series.
+"""Error of the roofline: its predictions beside published batch-size series.
 
     python benchmarks/roofline_check.py
 

@@ -1,4 +1,4 @@
-"""How often a rule accepts the first sibling that a small model draws, the second, ...: Sequoia's acceptance vector.
+"""Acceptance rate of the first, second, ... sibling sampled from a draft model: Sequoia's acceptance vector.
 
     python benchmarks/sibling_acceptance.py [--target smollm2-135m-instruct] [--model smollm2-draft-model]
         [--siblings 8] [--temperature 1] [--verifier specinfer] [--limit 12] [--max-new-tokens 32]

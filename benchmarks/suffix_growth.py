@@ -1,4 +1,4 @@
-"""How long the drafter ``suffix`` takes to look up and to learn, as its memory grows to ten million tokens.
+"""Look-up and update time of the drafter ``suffix``, as its memory grows to ten million tokens.
 
     pip install -e plugins/crossdraft-suffix
     python benchmarks/suffix_growth.py [--sizes 10000 100000 1000000 10000000] [--plot growth.png] [--json growth.json]
@@ -53,7 +53,7 @@ class Memory:
     tokens: int
     history: History
     bytes: float
-    asked: list[float] = field(default_factory=list)
+    lookup_seconds: list[float] = field(default_factory=list)
     learnt: list[float] = field(default_factory=list)
     drafted: int = 0
 
@@ -63,13 +63,13 @@ class Memory:
         found = speculate([self.history], tail, options.factor, options.min_prob, options.tree)
         middle = time.perf_counter()
         self.history.extend(new)
-        self.asked.append(middle - start)
+        self.lookup_seconds.append(middle - start)
         self.learnt.append(time.perf_counter() - middle)
         self.drafted += len(found.tokens)
 
     def row(self) -> dict[str, float]:
-        found = {"tokens": self.tokens, "drafted a step": self.drafted / len(self.asked)}
-        for name, seconds in (("look-up", self.asked), ("update", self.learnt)):
+        found = {"tokens": self.tokens, "drafted a step": self.drafted / len(self.lookup_seconds)}
+        for name, seconds in (("look-up", self.lookup_seconds), ("update", self.learnt)):
             found[f"{name} median us"] = 1e6 * float(np.median(seconds))
             found[f"{name} p95 us"] = 1e6 * float(np.quantile(seconds, 0.95))
         return found | {"process bytes a token": self.bytes}

@@ -1,4 +1,4 @@
-"""What a verifier costs: its time over that of one float32 softmax of the same logits [B, N+1, V], in one run.
+"""Cost of a verifier: its time over that of one float32 softmax of the same logits [B, N+1, V], in one run.
 
     python benchmarks/verifier_cost.py [--device cuda] [--batch 1 8 32] [--vocab 32000 152064] [--rules block ...]
                                        [--compile]

@@ -1,4 +1,4 @@
-"""How many tokens each verifier accepts, exactly: by enumeration on small models, no sampling error.
+"""Exact number of tokens accepted by each verifier: by enumeration on small models, no sampling error.
 
     python benchmarks/verifier_quality.py [--out docs/img]
 

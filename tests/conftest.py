@@ -1,4 +1,4 @@
-"""What several test modules share: golden values, toy models and tiny transformers models."""
+"""Fixtures shared by several test modules: golden values, toy models and tiny transformers models."""
 
 import json
 import signal

@@ -88,7 +88,7 @@ def test_the_public_face_is_whole() -> None:
 
 
 def test_strategies_take_nothing_of_the_contracts_that_is_not_public() -> None:
-    """What ours are written with, a third party's can be, too."""
+    """Our strategies use only what a third party's can use, too."""
     private = {}
     for file in [*(ROOT / "drafters").rglob("*.py"), *(ROOT / "verifiers").glob("*.py")]:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

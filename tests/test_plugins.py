@@ -136,7 +136,7 @@ class _Incomplete(Drafter):
         (type("Misnamed", (_Incomplete,), {"traits": print, "propose": None}), "it must be 'broken'"),
     ],
 )
-def test_get_says_what_is_wrong(install: Any, reference: Any, sentence: str) -> None:
+def test_get_reports_the_error(install: Any, reference: Any, sentence: str) -> None:
     install(registers("drafters", ("broken", reference)))
     with pytest.raises(ContractError, match=f"the drafter 'broken' of extra .* is unusable: .*{sentence}"):
         plugins.get("drafters", "broken")

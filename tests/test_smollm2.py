@@ -110,7 +110,7 @@ def target(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def datastore(target, tmp_path_factory):
-    """Of REST: the texts of the prompts."""
+    """Datastore of REST: the texts of the prompts."""
     rest = pytest.importorskip("crossdraft_rest.datastore")
     texts = [target.tokenizer.encode(p.turns[0]) for p in load_prompts("builtin")]
     DRAFTERS["rest"]["datastore"] = str(tmp_path_factory.mktemp("rest") / "store")

@@ -21,7 +21,7 @@ ALLOWED = {("tests/test_plugins.py", "pickle.loads")}
 
 
 def offences(source: str) -> Iterator[str]:
-    """What in a file could unpickle: the dotted name of each call, import or option."""
+    """Possible unpickling in a file: the dotted name of each call, import or option."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in MODULES:
             yield from (f"{node.module}.{alias.name}" for alias in node.names if alias.name not in SAFE)

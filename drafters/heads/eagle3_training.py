@@ -106,8 +106,8 @@ class Eagle3Training(TrainingConfig):
     @classmethod
     def export_servable(cls, model: str, target: LoadedModel, directory: Path) -> str:
         checkpoint = load_checkpoint(model)
-        head = read_head(checkpoint, target.model, None)
-        head.save(directory, layers=tuple(named_layers(checkpoint) or ()) or None)
+        layers = tuple(named_layers(checkpoint) or ()) or None
+        read_head(checkpoint, target.model, layers).save(directory, layers=layers)
         return "engines take the token embedding from the target"
 
     def trainee(self, target: LoadedModel) -> Trainee:

@@ -64,7 +64,7 @@ def test_shorter_drafts_keep_their_rates() -> None:
         Acceptance.from_rows([(0, 0)], "x")
 
 
-def test_from_a_length_alone() -> None:
+def test_acceptance_from_only_a_length() -> None:
     found = Acceptance((), "x", length=2.5, rows=((10, 15), (10, 14), (10, 16)))
     assert found.block_efficiency().value == 2.5
     made = found.with_constant_rate(4)
@@ -95,13 +95,13 @@ def test_the_interval_over_pieces_is_the_jackknife_of_their_ratio() -> None:
     assert math.log(found.high / found.low) > 2 * 1.96 * error  # Student's t is wider than the normal law
 
 
-def test_the_interval_of_counts_alone_covers() -> None:
+def test_interval_of_only_counts_covers() -> None:
     """Independent drafts: 19 of 20 intervals hold the truth."""
     rng, rates = np.random.default_rng(0), np.array([0.7, 0.4, 0.3])
-    law = -np.diff(np.array([1.0, *rates, 0.0]))
+    probs = -np.diff(np.array([1.0, *rates, 0.0]))
     hits = 0
     for _ in range(400):
-        tau = rng.choice(4, size=200, p=law)
+        tau = rng.choice(4, size=200, p=probs)
         row = (200, *(float((tau >= i).sum()) for i in (1, 2, 3)))
         found = Acceptance.from_rows([row], "x").block_efficiency()
         assert found.low is not None and found.high is not None

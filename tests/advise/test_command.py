@@ -42,7 +42,7 @@ def advise(capsys: Any, *arguments: Any) -> tuple[int, str, str]:
     return code, *capsys.readouterr()
 
 
-def told(capsys: Any, *arguments: Any) -> dict[str, Any]:
+def advice_json(capsys: Any, *arguments: Any) -> dict[str, Any]:
     code, out, err = advise(capsys, *arguments, "--json")
     assert code == 0, err
     return json.loads(out)
@@ -56,7 +56,7 @@ def test_a_run_on_its_own_machine(place: Path, capsys: Any) -> None:
         cell(taus, b, model=m) for b in (1, 4) for taus, m in ((GOOD, "d"), (POOR, "e"))
     ]
     run = write_run(place, results)
-    found = told(capsys, run, "--batch-size", "1,64")
+    found = advice_json(capsys, run, "--batch-size", "1,64")
     one, many = found["advice"]
     assert one["draft"] and one["best"]["model"] == "d" and one["best"]["gamma"] == 3
     assert one["runner_up"]["model"] == "e" and one["best"]["speed_up"]["low"] < one["best"]["speed_up"]["value"]
@@ -78,7 +78,7 @@ def test_a_run_on_its_own_machine(place: Path, capsys: Any) -> None:
 
 def test_a_run_on_another_machine(place: Path, capsys: Any) -> None:
     run = write_run(place, [cell(None), cell(GOOD)])
-    found = told(
+    found = advice_json(
         capsys, run, "--cost", "passes.csv", "--draft-cost", "draft.csv", "--batch-size", "1", "--context", "100"
     )
     (step,) = found["advice"]
@@ -86,14 +86,14 @@ def test_a_run_on_another_machine(place: Path, capsys: Any) -> None:
     # 10 ms and three of 1 ms for the row's tokens; plain decoding takes 10 ms.
     assert step["best"]["gamma"] == 3 and step["best"]["speed_up"]["value"] == pytest.approx(3.5 / 1.3)
     assert "verification and bookkeeping are free" in found["remarks"]["assumed"]
-    found = told(capsys, run, "--on", "h100", "--target", "target.json", "--batch-size", "1")
+    found = advice_json(capsys, run, "--on", "h100", "--target", "target.json", "--batch-size", "1")
     assert "drafting with d is free" in found["remarks"]["assumed"]
 
 
 def test_temperatures_are_kept_apart(place: Path, capsys: Any) -> None:
     cells = [cell(taus, temperature=t) for t in (0.0, 1.0) for taus in (None, GOOD)]
     run = write_run(place, cells)
-    found = told(capsys, run, "--batch-size", "1")
+    found = advice_json(capsys, run, "--batch-size", "1")
     assert {step["group"] for step in found["advice"]} == {"temperature 0", "temperature 1"}
     code, _, err = advise(capsys, run, "--batch-size", "1", "--export", "vllm")
     assert code == 2 and "choose with --temperature" in err
@@ -119,7 +119,7 @@ def test_unsupported_pairs_and_their_cost(place: Path, capsys: Any) -> None:
 
 def test_truncated_responses(place: Path, capsys: Any) -> None:
     run = write_run(place, [cell(None, finish_reason="length"), cell(GOOD, finish_reason="length")])
-    assert any("all responses are truncated" in w for w in told(capsys, run)["remarks"]["warnings"])
+    assert any("all responses are truncated" in w for w in advice_json(capsys, run)["remarks"]["warnings"])
     code, _, err = advise(capsys, write_run(place, [cell(None)], "plain"))
     assert code == 2 and "no candidates" in err
 
@@ -129,7 +129,7 @@ def test_truncated_responses(place: Path, capsys: Any) -> None:
 
 def test_a_log_and_a_table(place: Path, capsys: Any) -> None:
     costs = ("--cost", "passes.csv", "--draft-cost", "draft.csv", "--batch-size", "1,2,64", "--context", "100")
-    found = told(capsys, "vllm.log", *costs, *SAID)
+    found = advice_json(capsys, "vllm.log", *costs, *SAID)
     rates = (220 / 310, 110 / 310, 50 / 310)
     by_hand = [(1 + sum(rates[:g])) * 10 / (10 + g) for g in (1, 2, 3)]
     assert found["advice"][0]["best"]["speed_up"]["value"] == pytest.approx(max(by_hand), rel=1e-4)
@@ -142,7 +142,7 @@ def test_a_log_and_a_table(place: Path, capsys: Any) -> None:
 
 def test_overlapped_drafting(place: Path, capsys: Any) -> None:
     costs = ("--cost", "passes.csv", "--draft-cost", "draft.csv", "--batch-size", "1", "--context", "100")
-    found = told(capsys, "vllm.log", *costs, *SAID, "--overlap")
+    found = advice_json(capsys, "vllm.log", *costs, *SAID, "--overlap")
     # Three drafts of a millisecond are hidden behind a pass of ten.
     speed_up = found["advice"][0]["best"]["speed_up"]["value"]
     assert speed_up == pytest.approx(1 + (220 + 110 + 50) / 310, rel=1e-4)
@@ -151,7 +151,7 @@ def test_overlapped_drafting(place: Path, capsys: Any) -> None:
 
 def test_a_draft_head_with_fewer_tokens(place: Path, capsys: Any) -> None:
     machine = ("--on", "h100", "--target", "target.json", "--draft-model", "target.json", "--batch-size", "1", *SAID)
-    few, own = (told(capsys, "vllm.log", *machine, *more)["advice"][0] for more in (("--draft-vocab", "16"), ()))
+    few, own = (advice_json(capsys, "vllm.log", *machine, *more)["advice"][0] for more in (("--draft-vocab", "16"), ()))
     assert few["best"]["speed_up"]["value"] > own["best"]["speed_up"]["value"]
 
 
@@ -161,9 +161,9 @@ def test_two_scrapes_and_several_sources(place: Path, capsys: Any) -> None:
     for count in ("200.0", "600.0", "120.0", "280.0", "80.0", "40.0"):
         zero = zero.replace(f" {count}", " 0.0")
     Path("before.txt").write_text(zero, encoding="utf-8")
-    since = told(capsys, "scrape.txt", "--since", "before.txt", *costs)["advice"]
-    assert since == told(capsys, "scrape.txt", *costs)["advice"]
-    both = told(capsys, "scrape.txt", "vllm.log", *costs)["advice"][0]
+    since = advice_json(capsys, "scrape.txt", "--since", "before.txt", *costs)["advice"]
+    assert since == advice_json(capsys, "scrape.txt", *costs)["advice"]
+    both = advice_json(capsys, "scrape.txt", "vllm.log", *costs)["advice"][0]
     assert {both["best"]["source"], both["runner_up"]["source"]} == {"scrape.txt, model m", "vllm.log:2-4"} or both
     code, _, err = advise(capsys, "scrape.txt", "vllm.log", "--since", "before.txt", *costs)
     assert code == 2 and "requires exactly one SOURCE" in err
@@ -174,7 +174,7 @@ def test_two_scrapes_and_several_sources(place: Path, capsys: Any) -> None:
 def test_contexts_are_an_axis(place: Path, capsys: Any) -> None:
     more = TABLE + "".join(line.replace(",100,", ",900,") + "\n" for line in TABLE.splitlines()[1:])
     Path("two.csv").write_text(more, encoding="utf-8")
-    found = told(capsys, "vllm.log", "--cost", "two.csv", "--batch-size", "1,8", "--context", "100,900")
+    found = advice_json(capsys, "vllm.log", "--cost", "two.csv", "--batch-size", "1,8", "--context", "100,900")
     assert [(s["context"], s["batch_size"]) for s in found["advice"]] == [(100, 1), (100, 8), (900, 1), (900, 8)]
     _, text, _ = advise(capsys, "vllm.log", "--cost", "two.csv", "--batch-size", "1", "--context", "100,900")
     assert text.splitlines()[2].split()[:2] == ["B", "context"]
@@ -183,21 +183,21 @@ def test_contexts_are_an_axis(place: Path, capsys: Any) -> None:
 def test_a_mean_length_requires_an_assumption(place: Path, capsys: Any) -> None:
     code, _, err = advise(capsys, "sglang.log", "--cost", "passes.csv")
     assert code == 2 and "give it as --gamma" in err
-    found = told(capsys, "sglang.log", "--cost", "passes.csv", "--gamma", "4", "--batch-size", "1")
+    found = advice_json(capsys, "sglang.log", "--cost", "passes.csv", "--gamma", "4", "--batch-size", "1")
     assert any("a constant conditional acceptance rate" in line for line in found["remarks"]["assumed"])
 
 
 def test_unrealistic_traffic(place: Path, capsys: Any) -> None:
     head = "Namespace(backend='vllm', dataset_name='random', ignore_eos=True)\n"
     Path("bench.log").write_text(head + VLLM_LOG, encoding="utf-8")
-    warnings = told(capsys, "bench.log", "--on", "h100", "--target", "experts.json")["remarks"]["warnings"]
+    warnings = advice_json(capsys, "bench.log", "--on", "h100", "--target", "experts.json")["remarks"]["warnings"]
     assert any("random prompts" in line for line in warnings) and any(
         "ignores end-of-sequence" in line for line in warnings
     )
     assert any("does not record the temperature" in line for line in warnings)
-    found = told(capsys, "vllm.log", "--on", "h100", "--target", "experts.json", "--drafter", "prompt-lookup")
+    found = advice_json(capsys, "vllm.log", "--on", "h100", "--target", "experts.json", "--drafter", "prompt-lookup")
     assert any("engines count steps with a draft only" in line for line in found["remarks"]["warnings"])
-    found = told(capsys, "vllm.log", "--on", "h100", "--target", "experts.json", *SAID)["remarks"]
+    found = advice_json(capsys, "vllm.log", "--on", "h100", "--target", "experts.json", *SAID)["remarks"]
     assert not any("random" in line or "temperature" in line for line in found["warnings"])
     assert any("over its 4 experts" in line for line in found["assumed"])
     assert any("drafting is free" in line for line in found["assumed"])
@@ -210,7 +210,7 @@ def test_a_curve_that_was_measured_here(place: Path, capsys: Any) -> None:
     assert code == 2 and "m has no cost curve on this machine; run crossdraft cost --target m" in err
     for one in curves():
         save_curve(one)
-    found = told(capsys, "vllm.log", "--target", "m", "--draft-model", "d", "--batch-size", "1,128", *SAID)
+    found = advice_json(capsys, "vllm.log", "--target", "m", "--draft-model", "d", "--batch-size", "1,128", *SAID)
     assert found["advice"][0]["draft"] and any("passes of m, float32" in line for line in found["remarks"]["measured"])
     assert any("extrapolated beyond B = 64" in line for line in found["remarks"]["warnings"])
 

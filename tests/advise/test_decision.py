@@ -65,11 +65,11 @@ def test_the_acceptance_of_a_cell() -> None:
 
 def test_a_cell_is_predicted_as_the_report_predicts_it() -> None:
     results = [result for b in (1, 4) for result in (cell(None, b), cell(GOOD, b), cell(POOR, b, verifier="block"))]
-    told = predictions(results, curves())
+    predicted = predictions(results, curves())
     found, _ = of_run(results, "run", curves())
     for candidate, same in zip(found, (results[1::3], results[2::3]), strict=True):
         for result in same:
-            theirs = told[result.config.hash]
+            theirs = predicted[result.config.hash]
             ours = candidate.predict(result.config.batch_size, 3)
             assert ours.speed_up == pytest.approx(theirs.speed_up) and ours.target == pytest.approx(theirs.target)
 
@@ -120,15 +120,15 @@ def test_titles_of_several_sequences() -> None:
 
 
 def test_times_of_the_run_are_ignored_on_another_machine() -> None:
-    asked: list[str] = []
+    names: list[str] = []
 
     def drafter(name: str) -> Any:
-        asked.append(name)
+        names.append(name)
         return DRAFT
 
     results = [cell(None), cell(GOOD), cell(POOR, drafter="prompt-lookup")]
     found, _ = of_run(results, "run", [], Machine(TARGET, drafter))
-    assert asked == ["d"]
+    assert names == ["d"]
     moved = found[0].predict(1, 3)
     assert moved.other == 0 and moved.draft == pytest.approx(3 * DRAFT.seconds(1, 1, 100), rel=0.01)
     assert found[1].predict(1, 3).draft == 0

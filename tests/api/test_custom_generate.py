@@ -200,7 +200,7 @@ def test_an_argument_that_a_later_transformers_adds_is_refused(model: Any) -> No
         later.generate(IDS, 3, custom_generate=custom_generate)
 
 
-def test_what_is_built_from_honoured_fields_is_no_processor_of_the_users() -> None:
+def test_processors_of_honoured_fields_are_not_user_processors() -> None:
     config = GenerationConfig(do_sample=True, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1)
     sampling = door.sampling_of(config)
     built = [

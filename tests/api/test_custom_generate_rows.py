@@ -105,10 +105,10 @@ def test_each_returned_sequence_is_a_sample_of_its_own(model: Any) -> None:
     found = ask(model, num_return_sequences=n, max_new_tokens=1, **options)
     assert found.shape == (n, 8)
     logits = model(IDS[1:]).logits[0, -1].detach() / 0.7
-    law = logits.masked_fill(logits < logits.topk(6).values[-1], -math.inf).softmax(-1)
+    probs = logits.masked_fill(logits < logits.topk(6).values[-1], -math.inf).softmax(-1)
     counts = Counter(found[:, 7].tolist())
-    assert sum(counts.values()) == n and counts.keys() <= set(law.nonzero().flatten().tolist())
-    for token, p in enumerate(law.tolist()):
+    assert sum(counts.values()) == n and counts.keys() <= set(probs.nonzero().flatten().tolist())
+    for token, p in enumerate(probs.tolist()):
         assert abs(counts[token] - n * p) <= 5 * math.sqrt(n * p * (1 - p))
 
 

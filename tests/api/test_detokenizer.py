@@ -33,7 +33,7 @@ BYTES, SPACES, WORDS = byte_level(), metaspace(), make_tokenizer()
 TEXTS = st.text(st.sampled_from("ab é€😀\ufffd"), max_size=12)
 
 
-def said(
+def outputs(
     tokenizer: Any, tokens: list[int], cuts: list[int], stop: tuple[str, ...] = ()
 ) -> tuple[list[str], Detokenizer, int]:
     """The pieces when tokens come in steps of the lengths ``cuts``, the text, and how many tokens were taken."""
@@ -51,7 +51,7 @@ def said(
 @given(TEXTS, st.lists(st.integers(1, 4), max_size=12))
 def test_pieces_of_bytes_join_to_the_text_and_split_no_character(whole: str, cuts: list[int]) -> None:
     tokens = BYTES(whole)["input_ids"]
-    pieces, text, taken = said(BYTES, tokens, cuts)
+    pieces, text, taken = outputs(BYTES, tokens, cuts)
     assert "".join(pieces) == text.text == whole == decode_text(BYTES, tokens) and taken == len(tokens)
     assert "\ufffd" in whole or not any("\ufffd" in piece for piece in pieces)
 
@@ -59,7 +59,7 @@ def test_pieces_of_bytes_join_to_the_text_and_split_no_character(whole: str, cut
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 256), max_size=12), st.lists(st.integers(1, 4), max_size=12))
 def test_invalid_bytes_are_flushed(tokens: list[int], cuts: list[int]) -> None:
-    assert "".join(said(BYTES, tokens, cuts)[0]) == decode_text(BYTES, tokens)
+    assert "".join(outputs(BYTES, tokens, cuts)[0]) == decode_text(BYTES, tokens)
 
 
 @pytest.mark.parametrize("tokenizer, ids", [(SPACES, 6), (WORDS, 9)], ids=["metaspace", "words"])
@@ -67,7 +67,7 @@ def test_spaces_between_tokens_survive(tokenizer: Any, ids: int) -> None:
     @settings(max_examples=60, deadline=None)
     @given(st.lists(st.integers(0, ids - 1), max_size=10), st.lists(st.integers(1, 4), max_size=10))
     def check(tokens: list[int], cuts: list[int]) -> None:
-        assert "".join(said(tokenizer, tokens, cuts)[0]) == decode_text(tokenizer, tokens)
+        assert "".join(outputs(tokenizer, tokens, cuts)[0]) == decode_text(tokenizer, tokens)
 
     check()
 
@@ -82,7 +82,7 @@ def test_a_stop_string_ends_the_text_before_it_and_the_tokens_behind_it(
     whole: str, stop: list[str], cuts: list[int]
 ) -> None:
     tokens = BYTES(whole)["input_ids"]
-    pieces, text, taken = said(BYTES, tokens, cuts, tuple(stop))
+    pieces, text, taken = outputs(BYTES, tokens, cuts, tuple(stop))
     # The first stop string to be completed; of several at once, the one that begins first.
     ends = {place + len(one): whole[: place + len(one)] for one in stop if (place := whole.find(one)) >= 0}
     if not ends:

@@ -125,12 +125,12 @@ def test_all_kinds_of_integers_are_ids(target: LoadedModel) -> None:
 
 
 def test_seeds_decide_the_samples(target: LoadedModel) -> None:
-    def said(**options: Any) -> list[int]:
+    def outputs(**options: Any) -> list[int]:
         return generate(target, [[5, 6, 7]], max_new_tokens=16, **options)[0].tokens
 
     torch.manual_seed(5)
-    assert said() == said(seed=0)  # the default is a number, not torch's generator
-    assert len({tuple(said(seed=seed)) for seed in (0, 1, -2)}) == 3
+    assert outputs() == outputs(seed=0)  # the default is a number, not torch's generator
+    assert len({tuple(outputs(seed=seed)) for seed in (0, 1, -2)}) == 3
 
 
 # -- strategies -------------------------------------------------------------------------------------------
@@ -194,8 +194,8 @@ def test_the_default_verifier_fits_every_kind_of_draft(target: LoadedModel, kind
 @pytest.mark.parametrize("name", ["draft-model-iid", "draft-model-tree", "draft-model-dynamic-tree"])
 def test_tree_drafters_run_by_default(target: LoadedModel, tmp_path: Path, name: str) -> None:
     small = save_model(tmp_path / "small", seed=1)
-    said = generate(target, [[5, 6, 7]], drafter={"name": name, "model": small}, max_new_tokens=6)
-    assert 1 <= len(said[0].tokens) <= 6
+    outputs = generate(target, [[5, 6, 7]], drafter={"name": name, "model": small}, max_new_tokens=6)
+    assert 1 <= len(outputs[0].tokens) <= 6
 
 
 def test_the_error_of_an_incompatible_pair_lists_compatible_verifiers(target: LoadedModel) -> None:

@@ -112,15 +112,15 @@ def test_each_prompt_has_its_own_limit(target: LoadedModel) -> None:
 @pytest.mark.parametrize("drafter", ["prompt-lookup", PromptLookup()], ids=["name", "instance"])
 def test_each_prompt_has_its_own_sampling_parameters(target: LoadedModel, drafter: Any) -> None:
     """Equal to one call per set of parameters with all prompts; each set gets its own default verifier."""
-    laws = [(1.0, 0, 1.0), (0.0, 0, 1.0), (0.7, 5, 0.9), (1.0, 0, 1.0)]
+    distributions = [(1.0, 0, 1.0), (0.0, 0, 1.0), (0.7, 5, 0.9), (1.0, 0, 1.0)]
     inputs = [[5, 6, 7, 5, 6], [9, 8, 9], [5, 6, 7, 5], [11, 12, 11, 12]]
-    temperature, top_k, top_p = (list(values) for values in zip(*laws, strict=True))
+    temperature, top_k, top_p = (list(values) for values in zip(*distributions, strict=True))
     named = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     options: dict[str, Any] = {"drafter": drafter, "max_new_tokens": 24, "ignore_eos": True, "seed": 3}
     mixed = generate(target, inputs, **named, **options)
     assert [response.index for response in mixed] == [0, 1, 2, 3]
-    for i, law in enumerate(laws):
-        alone = generate(target, inputs, **dict(zip(named, law, strict=True)), **options)
+    for i, probs in enumerate(distributions):
+        alone = generate(target, inputs, **dict(zip(named, probs, strict=True)), **options)
         # Another number of rows is another shape of the passes: log P agrees to rounding.
         assert mixed[i].tokens == alone[i].tokens
         assert mixed[i].logprobs == pytest.approx(alone[i].logprobs, abs=1e-4)

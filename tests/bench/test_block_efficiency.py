@@ -53,7 +53,7 @@ def test_it_does_not_depend_on_the_limit(toys: Any, tokens: int) -> None:
     assert long.steps_cut < 0.05 * long.steps
 
 
-def test_nothing_is_said_without_a_step_that_had_room(toys: Any) -> None:
+def test_no_block_efficiency_without_an_untruncated_step(toys: Any) -> None:
     assert measured(toys["T0"], GAMMA, [0] * 8).block_efficiency is None
     found = measured(toys["T0"], GAMMA + 1, [0] * 8)
     assert found.block_efficiency is not None and found.steps - found.steps_cut == 8

@@ -72,12 +72,12 @@ def records(directory: Path) -> dict[str, Any]:
 def test_as_many_blocks_as_fit(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
     """Two cells, six prompts with eight turns: 16 s, of which 2 s per prompt of one turn and 4 s per prompt of two."""
     clock, lines, shown = Clock(monkeypatch), list[str](), list[list[list[str]]]()
-    asked = load_recipe(recipe, [*SETTINGS, "time=9s"])
+    request = load_recipe(recipe, [*SETTINGS, "time=9s"])
 
     def so_far(now: Outcome) -> None:
         shown.append(prompts_of(now))
 
-    outcome = run(asked, tmp_path / "runs", log=lines.append, on_partial=so_far, clock=clock)
+    outcome = run(request, tmp_path / "runs", log=lines.append, on_partial=so_far, clock=clock)
     assert outcome.exit_code == 0 and outcome.state == "finished" and 5 < clock.now <= 9
     mine, other = prompts_of(outcome)
     n = len(mine)
@@ -92,7 +92,7 @@ def test_as_many_blocks_as_fit(recipe: str, tmp_path: Path, monkeypatch: Any) ->
     )
 
 
-def test_a_run_that_its_budget_ended_is_finished_and_goes_on(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_run_ended_by_its_budget_is_finished_and_resumable(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
     whole = run(load_recipe(recipe, SETTINGS), tmp_path / "whole", log=None)
     clock = Clock(monkeypatch)
     cut = run(load_recipe(recipe, [*SETTINGS, "time=5s"]), tmp_path / "runs", log=None, clock=clock)
@@ -116,8 +116,8 @@ def test_a_run_that_its_budget_ended_is_finished_and_goes_on(recipe: str, tmp_pa
     assert f"resuming: {n} of 6 prompts (time budget 5s)" in "\n".join(lines)
     assert n < len(prompts_of(more)[0]), "every run with a budget measures another block"
     rest = run(load_recipe(recipe, SETTINGS), tmp_path / "runs", log=lines.append, clock=clock)
-    asked = Counter((name, i) for name, piece in clock.order for i in piece)
-    assert set(asked.values()) == {1} and len(asked) == 2 * (6 - n), "nothing is measured twice"
+    request = Counter((name, i) for name, piece in clock.order for i in piece)
+    assert set(request.values()) == {1} and len(request) == 2 * (6 - n), "nothing is measured twice"
     assert records(rest.directory) == records(whole.directory) and not list(tmp_path.glob("runs/*/groups/*"))
     assert all(kept[d.name].items() <= said(d).items() for d in cells(tmp_path))
     assert not rest.notes and not any(result.planned for result in rest.results)
@@ -130,12 +130,12 @@ def test_groups_have_the_same_prompts(recipe: str, tmp_path: Path, monkeypatch: 
     """Batch sizes 1 and 2, also if a group is closed while the other is measured."""
     monkeypatch.setattr(budget, "MAX_OPEN_SLOTS", together)
     clock, shown = Clock(monkeypatch), list[list[list[str]]]()
-    asked = load_recipe(recipe, [*TWO_GROUPS, "time=26s"])
+    request = load_recipe(recipe, [*TWO_GROUPS, "time=26s"])
 
     def so_far(now: Outcome) -> None:
         shown.append(prompts_of(now))
 
-    outcome = run(asked, tmp_path / "runs", log=None, clock=clock, on_partial=so_far)
+    outcome = run(request, tmp_path / "runs", log=None, clock=clock, on_partial=so_far)
     assert outcome.exit_code == 0 and len(outcome.results) == 4
     for one in (*shown, prompts_of(outcome)):
         first, *others = map(set, one)
@@ -148,9 +148,9 @@ def test_groups_have_the_same_prompts(recipe: str, tmp_path: Path, monkeypatch: 
 def test_the_first_block_is_measured_and_announced(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
     """A step takes 8 s: the first estimate is printed within a minute, during the first piece."""
     clock, lines = Clock(monkeypatch, price=0.0, steps=8.0), list[tuple[float, str]]()
-    asked = load_recipe(recipe, [*SETTINGS, "time=30s"])
-    outcome = run(asked, tmp_path / "runs", log=lambda line: lines.append((clock.now, line)), clock=clock)
-    assert [len(asked) for asked in prompts_of(outcome)] == [1, 1] and clock.now > 60
+    request = load_recipe(recipe, [*SETTINGS, "time=30s"])
+    outcome = run(request, tmp_path / "runs", log=lambda line: lines.append((clock.now, line)), clock=clock)
+    assert [len(request) for request in prompts_of(outcome)] == [1, 1] and clock.now > 60
     (said_at, line), *_ = [(at, line) for at, line in lines if "time budget of 30s" in line]
     assert said_at < 60 and line.startswith("the first table (1 prompt in each of 2 cells) takes about ")
     assert "fewer drafters" in line and "(--time " in line
@@ -170,7 +170,7 @@ def test_an_interruption_shows_complete_blocks(recipe: str, tmp_path: Path, monk
     settings = ["matrix={temperature: [0.5, 1]}", *SETTINGS[1:], "time=1h"]
     outcome = run(load_recipe(recipe, settings), tmp_path / "runs", log=None, clock=clock)
     assert outcome.interrupted and outcome.exit_code == 130 and calls[0] == 8
-    assert [len(asked) for asked in prompts_of(outcome)] == [1, 1, 1, 1]
+    assert [len(request) for request in prompts_of(outcome)] == [1, 1, 1, 1]
     assert sum("cut short after block 1 of 6" in note for note in outcome.notes) == 2
 
 
@@ -185,10 +185,10 @@ def test_a_cell_that_fails_costs_the_others_nothing(recipe: str, tmp_path: Path,
         return measured(cell, piece)
 
     monkeypatch.setattr(Cell, "run", run_)
-    asked = load_recipe(recipe, [*SETTINGS, "drafters=[prompt-lookup, {name: prompt-lookup, gamma: 2}]", "time=12s"])
-    outcome = run(asked, tmp_path / "runs", log=None, clock=clock)
+    request = load_recipe(recipe, [*SETTINGS, "drafters=[prompt-lookup, {name: prompt-lookup, gamma: 2}]", "time=12s"])
+    outcome = run(request, tmp_path / "runs", log=None, clock=clock)
     assert len(outcome.failed) == 1 and outcome.exit_code == 1
-    alive = [asked for asked, result in zip(prompts_of(outcome), outcome.results, strict=True) if not result.error]
+    alive = [request for request, result in zip(prompts_of(outcome), outcome.results, strict=True) if not result.error]
     assert len(alive) == 2 and alive[0] == alive[1] and 1 < len(alive[0]) < 6
 
 
@@ -240,7 +240,7 @@ def test_durations(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("value", ["5", "0m", "-5m", "5 m", "5min", "1e3s", "m", "[5m]", "true", "９s", "1234567s"])
-def test_what_is_no_duration(recipe: str, value: str, capsys: Any) -> None:
+def test_invalid_durations(recipe: str, value: str, capsys: Any) -> None:
     with pytest.raises(UsageError, match=r"time: .* is not a duration; write a number above 0 with its unit: 90s, 5m"):
         load_recipe(recipe, [f"time={value}"])
     assert cli.main(["run", recipe, f"--time={value}"]) == 2
@@ -272,12 +272,12 @@ def test_from_the_command_line(bench: Any, tmp_path: Path) -> None:
 
 def test_the_table_so_far(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
     shown: list[str] = []
-    asked = load_recipe(recipe, [*SETTINGS, "time=9s"])
+    request = load_recipe(recipe, [*SETTINGS, "time=9s"])
 
     def so_far(now: Outcome) -> None:
         shown.append(brief(Summary.of(now, [])))
 
-    run(asked, tmp_path / "runs", log=None, clock=Clock(monkeypatch), on_partial=so_far)
+    run(request, tmp_path / "runs", log=None, clock=Clock(monkeypatch), on_partial=so_far)
     text = shown[0]
     assert (
         text.startswith("so far, 1 of 6 prompts:\n\ntemperature 1, batch size 1")

@@ -83,7 +83,7 @@ class Hungry(Token):
         return super().verify(draft, p, rng)
 
 
-def test_a_cell_without_memory_fails_alone_and_says_what_it_needed(bench: Any, install: Any) -> None:
+def test_only_the_cell_out_of_memory_fails_and_reports_its_need(bench: Any, install: Any) -> None:
     install("verifiers", ("hungry", Hungry))
     settings = [
         "matrix={batch_size: [1, 3]}",

@@ -47,7 +47,9 @@ def rows(text: str) -> list[list[str]]:
     return [line for line in words if line[:1] == ["interrupting"] and line[1] in ("token", "block") and "." in line[2]]
 
 
-def test_what_there_is(interrupted: tuple[Path, str], capsys: Any, bench: Any, tmp_path: Path) -> None:
+def test_partial_report_lists_finished_cells(
+    interrupted: tuple[Path, str], capsys: Any, bench: Any, tmp_path: Path
+) -> None:
     run, printed = interrupted
     path, other = str(run), str(shutil.copytree(run, tmp_path / "other"))
 

@@ -86,7 +86,7 @@ def test_what_a_process_left_from_before_is_not_taken_for_its_own(bench: Any, tm
     assert code == 1 and "1 of 2 groups were not measured" in out
 
 
-def test_what_failed_is_told(bench: Any, tmp_path: Path, here: Any, models: dict[str, str]) -> None:
+def test_failures_are_reported(bench: Any, tmp_path: Path, here: Any, models: dict[str, str]) -> None:
     bad = f"drafters=[{{name: draft-model, model: {models['nan']}, gamma: 3}}]"
     code, out, err = bench(bad, *SETTINGS[1:], flags=LAUNCHED)
     assert code == 1 and "2 of 4 cells failed" in err

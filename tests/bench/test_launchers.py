@@ -29,16 +29,16 @@ def start(tmp_path: Path, models: dict[str, str], recipe_file: Any, write_prompt
     """``start(out, *settings, flags=[...])`` starts the command as a process."""
     recipe = recipe_file(RECIPE.format(prompts=write_prompts(tmp_path / "prompts.jsonl"), **models))
     own = {"OMP_NUM_THREADS": "1", "CROSSDRAFT_CACHE": str(tmp_path / "cache")}
-    begun: list[subprocess.Popen[str]] = []
+    processes: list[subprocess.Popen[str]] = []
 
     def go(out: str, *settings: str, flags: Any = ()) -> subprocess.Popen[str]:
         words = [part for setting in (*TWO_GROUPS, *settings) for part in ("--set", setting)]
         command = [sys.executable, "-m", "crossdraft", "run", recipe, "--out", str(tmp_path / out), *words, *flags]
-        begun.append(subprocess.Popen(command, text=True, stdout=-1, stderr=-1, env=os.environ | own, cwd=tmp_path))
-        return begun[-1]
+        processes.append(subprocess.Popen(command, text=True, stdout=-1, stderr=-1, env=os.environ | own, cwd=tmp_path))
+        return processes[-1]
 
     yield go
-    for process in begun:
+    for process in processes:
         if process.poll() is None:
             process.kill()
 
@@ -183,7 +183,7 @@ def test_trackio_on_this_machine(start: Any, tmp_path: Path, monkeypatch: Any) -
     assert {name.rpartition("(")[2].rstrip(")") for name in names} == hashes, found
 
 
-def test_a_library_that_is_not_there(start: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_missing_library_is_reported(start: Any, tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "none").mkdir()
     for name in ("ray", "submitit", "mlflow", "trackio"):
         (tmp_path / "none" / f"{name}.py").write_text("raise ImportError('not installed')\n", encoding="utf-8")

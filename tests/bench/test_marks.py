@@ -211,7 +211,7 @@ def test_legends_of_charts(measured: Path) -> None:
         assert {"token", "liar (not certified)", "honest (lossy)"} <= words
 
 
-def test_compare_tells_where_marks_differ(measured: Path, recipe: str, tmp_path: Path, capsys: Any) -> None:
+def test_compare_reports_differing_marks(measured: Path, recipe: str, tmp_path: Path, capsys: Any) -> None:
     other = run(load_recipe(recipe, [*SETTINGS, "seed=1"]), tmp_path / "runs", log=None)
     write_summary(other)
     text = output(capsys, "compare", str(measured), str(other.directory))

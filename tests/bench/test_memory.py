@@ -62,7 +62,7 @@ def test_a_shared_embedding_counts_once(tiny_model: Any) -> None:
     assert "batch size 2 would fit" in explain([model, model], 3, 100, 3, weights + 2 * both)
 
 
-def test_the_peak_is_at_least_what_is_held() -> None:
+def test_peak_is_at_least_the_allocated_memory() -> None:
     held = torch.ones(2**24)
     measured, there = peak(CPU), total(CPU)
     if measured is not None and there is not None:  # Windows does not say

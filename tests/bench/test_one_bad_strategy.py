@@ -90,7 +90,7 @@ def test_a_step_that_never_ends(bench: Any, install: Any, monkeypatch: Any) -> N
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "1e300"])
-def test_a_limit_that_is_none(bench: Any, seconds: str) -> None:
+def test_invalid_limit_is_refused(bench: Any, seconds: str) -> None:
     code, _, err = bench(*SETTINGS, flags=[f"--step-limit={seconds}"])
     assert code == 2 and "must be a number of seconds above 0" in err
 

@@ -25,14 +25,14 @@ from crossdraft.framework.recipe.prompts import Prompt
 from crossdraft.framework.report import write
 
 
-def test_plug_ins_are_told(recipe: str, tmp_path: Path) -> None:
-    told: list[Any] = []
+def test_plugins_receive_events(recipe: str, tmp_path: Path) -> None:
+    events: list[Any] = []
 
     def crossdraft_run_started(run: Any) -> None:
-        told.append(run["cells"])
+        events.append(run["cells"])
 
     def crossdraft_cell_finished(run: Any, cell: Any) -> None:
-        told.append((cell["config"]["drafter"]["name"], cell["metrics"]["steps"] > 0))
+        events.append((cell["config"]["drafter"]["name"], cell["metrics"]["steps"] > 0))
 
     hooks = {f.__name__: hookimpl(f) for f in (crossdraft_run_started, crossdraft_cell_finished)}
     plugin = SimpleNamespace(**hooks)
@@ -42,7 +42,7 @@ def test_plug_ins_are_told(recipe: str, tmp_path: Path) -> None:
         outcome = run(load_recipe(recipe, settings), tmp_path / "runs", log=None)
     finally:
         plugins.manager().unregister(plugin)
-    assert told == [2, ("none", True), ("prompt-lookup", True)]
+    assert events == [2, ("none", True), ("prompt-lookup", True)]
     assert outcome.exit_code == 0 and len(outcome.results) == 2
 
 
@@ -74,16 +74,16 @@ def test_the_tail_is_kept_apart(recipe: str, tmp_path: Path, monkeypatch: Any) -
         fed = sum(response["prompt_tokens"] for response in result.responses)
         assert sum(tokens for tokens, _ in begins) == fed or tail
         assert sum(seconds for _, seconds in begins) == 1e6 * result.metrics.sequences or tail
-        begun = result.metrics.sequences  # a second of drafter prefill each
+        prefills = result.metrics.sequences  # a second of drafter prefill each
         every = result.metrics.decode_seconds + result.metrics.tail_seconds
-        assert 6 * len(made) <= every - begun <= 7 * len(made)
+        assert 6 * len(made) <= every - prefills <= 7 * len(made)
         assert result.metrics.tokens == sum(r.emitted for r in made)
         counted = result.metrics.tokens - sum(r.emitted for r in tail)
         assert result.metrics.tokens_per_second_wall == counted / result.metrics.decode_seconds
 
 
 @pytest.mark.slow
-def test_a_compiled_verifier_says_the_same(bench: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_compiled_verifier_gives_the_same_output(bench: Any, tmp_path: Path, monkeypatch: Any) -> None:
     compiled: list[Any] = []
 
     def compile_(step: Any, inputs: Any) -> Any:
@@ -116,8 +116,8 @@ def test_a_compiled_verifier_says_the_same(bench: Any, tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("key, usual, other", [("compile_verifier", "false", "true"), ("prefill_tokens", "1024", "0")])
 def test_what_a_younger_key_usually_is_makes_no_other_cell(recipe: str, key: str, usual: str, other: str) -> None:
-    plain, asked = (plan(load_recipe(recipe, [f"{key}={value}"])).cells[0] for value in (usual, other))
-    assert plain.hash != asked.hash
+    plain, changed = (plan(load_recipe(recipe, [f"{key}={value}"])).cells[0] for value in (usual, other))
+    assert plain.hash != changed.hash
     assert key not in plain._unlabelled(), "runs from before there was this key would be other cells"
 
 

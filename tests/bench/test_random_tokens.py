@@ -50,7 +50,7 @@ def test_tokens_as_often_as_words_are_not(n: int) -> None:
     assert warning([*map(list, latin)], V) is None and warning([*map(list, other)], V) is None
 
 
-def test_what_is_too_short_or_in_the_minority_says_nothing() -> None:
+def test_short_or_minority_texts_are_ignored() -> None:
     chance = random.Random(0)
     drawn = [[chance.randrange(V) for _ in range(200)] for _ in range(2)]
     written = [[i % 500 for i in range(200)]] * 2
@@ -59,7 +59,7 @@ def test_what_is_too_short_or_in_the_minority_says_nothing() -> None:
     assert str(warning([*drawn, written[0]], V)).startswith("2 of 3 prompts")
 
 
-def test_a_run_says_so(bench: Any, tmp_path: Path) -> None:
+def test_run_reports_random_tokens(bench: Any, tmp_path: Path) -> None:
     words = [word for word in VOCAB if word.startswith("w")]
     chance = random.Random(0)
     rows = [{"prompt": " ".join(chance.choice(words) for _ in range(140))} for _ in range(2)]

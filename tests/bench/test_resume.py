@@ -79,7 +79,7 @@ def test_the_warm_up_leaves_no_trace(bench: Any, tmp_path: Path, undisturbed: di
 @pytest.mark.parametrize(
     "moment", [pytest.param(12, marks=pytest.mark.slow), 25, pytest.param(40, marks=pytest.mark.slow)]
 )
-def test_an_interrupted_group_goes_on_as_if_nothing_had_happened(
+def test_interrupted_group_resumes_identically(
     bench: Any, tmp_path: Path, undisturbed: dict[str, Any], moment: int
 ) -> None:
     """SIGTERM in the middle of a piece: earlier pieces are kept and shown, and replayed for drafters with memory."""

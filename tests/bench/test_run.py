@@ -87,7 +87,7 @@ def test_a_run_and_its_records(bench: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_said_depends_on_neither_batch_size_nor_limit(bench: Any, tmp_path: Path) -> None:
+def test_outputs_depend_on_neither_batch_size_nor_limit(bench: Any, tmp_path: Path) -> None:
     assert bench("drafters.0={name: prompt-lookup, gamma: 2}")[0] == 0
     by_cell: dict[str, list[dict[Any, list[int]]]] = {}
     for directory in cells(tmp_path):

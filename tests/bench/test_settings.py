@@ -21,18 +21,18 @@ def context() -> TargetContext:
 def test_a_file_that_has_changed_is_found(tmp_path: Path, in_a_directory: bool) -> None:
     file = tmp_path / "settings.json"
     file.write_text('{"kind": "layer-skip"}')
-    asked = context()
+    target_context = context()
     name = str(tmp_path if in_a_directory else file)
-    assert asked.load_settings(name) == {"kind": "layer-skip"}
-    before = {"models": json.loads(json.dumps(models_used(asked.used)))}
-    assert asked.used[name]["file"] == str(file.resolve()) and changes(before, {}) == []
+    assert target_context.load_settings(name) == {"kind": "layer-skip"}
+    before = {"models": json.loads(json.dumps(models_used(target_context.used)))}
+    assert target_context.used[name]["file"] == str(file.resolve()) and changes(before, {}) == []
     file.write_text('{"kind": "something else"}')
     assert changes(before, {}) == [f"the weights of {name}"]
     file.unlink()
     assert changes(before, {}) == [f"the model {name}, which is missing"]
 
 
-def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_missing_settings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"cannot read the settings .*settings\.json"):
         context().load_settings(str(tmp_path))
     assert DraftContext.load_settings is not TargetContext.load_settings

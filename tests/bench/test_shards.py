@@ -35,7 +35,7 @@ def test_shards_share_the_groups() -> None:
 
 
 @pytest.mark.parametrize("text", ["0/2", "3/2", "1/0", "1", "a/b", "1/2/3", "-1/2", " 1/2", "1/9999999", "١/٢"])
-def test_what_is_no_shard(text: str) -> None:
+def test_invalid_shards(text: str) -> None:
     with pytest.raises(UsageError, match="is not a valid shard; use K/N"):
         Shard.parse(text)
 
@@ -76,11 +76,11 @@ def test_shards_are_the_run(bench: Any, tmp_path: Path, capsys: Any) -> None:
     assert page == report(capsys, run) and page.count("\n## ") == 1
     assert "cells have no results" not in page
 
-    told = []
+    outputs = []
     for directories in ([run], shards, [whole]):
         assert cli.main(["table", *map(str, directories), "--cols", "batch_size", "--value", "mean_tau,tokens"]) == 0
-        told.append(capsys.readouterr().out)
-    assert told[0] == told[1] == told[2]
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] == outputs[2]
     assert cli.main(["compare", str(run), str(whole), "--json"]) == 0
     compared = json.loads(capsys.readouterr().out)
     assert len(compared["pairs"]) == 2 and not any(compared["only"])
@@ -131,7 +131,7 @@ def test_options_that_do_not_fit(bench: Any, tmp_path: Path, flags: list[str], s
 # -- without times --------------------------------------------------------------------------------------------
 
 
-def test_what_was_not_timed_says_so_everywhere(bench: Any, tmp_path: Path, capsys: Any) -> None:
+def test_untimed_cells_are_marked_everywhere(bench: Any, tmp_path: Path, capsys: Any) -> None:
     settings = [*SETTINGS, "matrix={}"]
     code, out, err = bench(*settings, flags=["--untimed"])
     assert code == 0

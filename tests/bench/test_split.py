@@ -78,7 +78,7 @@ def _run(directory: Path, text: str, processes: int, *more: str) -> subprocess.C
     return _crossdraft(["run", "recipe.yaml", "--untimed", *more], directory, processes)
 
 
-def test_two_processes_say_what_one_says_and_a_run_is_found_again(tmp_path: Path, paths: dict[str, str]) -> None:
+def test_two_processes_match_one_and_reuse_the_run(tmp_path: Path, paths: dict[str, str]) -> None:
     """All kinds of drafters: chains, trees, heads on hidden states, tables; only one process writes files."""
     one = _run(tmp_path / "one", RECIPE.format(device="cpu", **paths), 1)
     assert one.returncode == 0, one.stderr

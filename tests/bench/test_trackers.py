@@ -34,7 +34,7 @@ def recorder(install: Any) -> None:
     install("trackers", ("recorder", Recorder))
 
 
-def test_a_tracker_is_told_only_if_asked_for(bench: Any, tmp_path: Path) -> None:
+def test_tracker_is_called_only_on_request(bench: Any, tmp_path: Path) -> None:
     assert bench(*SETTINGS)[0] == 0 and TOLD == []
     assert bench(*SETTINGS, flags=["--fresh", "--track", "recorder", "--track", "recorder"])[0] == 0
     assert [name for name, _ in TOLD] == ["started", "none", "prompt-lookup", "prompt-lookup", "finished"]
@@ -57,7 +57,7 @@ def test_a_run_that_ends_early_is_finished_too(bench: Any, models: dict[str, str
     assert bench(*SETTINGS, "limit=-1", flags=["--track", "recorder"])[0] == 2 and TOLD == []
 
 
-def test_of_a_launched_run_the_parent_tells(bench: Any, install: Any) -> None:
+def test_launched_run_is_tracked_by_the_parent(bench: Any, install: Any) -> None:
     install("launchers", ("here", fresh()))
     flags = ["--launcher", "here", "--track", "recorder"]
     assert bench(*SETTINGS, flags=flags)[0] == 0
@@ -66,8 +66,8 @@ def test_of_a_launched_run_the_parent_tells(bench: Any, install: Any) -> None:
         *("started", "started", "none", "prompt-lookup", "prompt-lookup", "finished"),
         *("none", "prompt-lookup", "prompt-lookup", "finished"),
     ]
-    assert [told["shard"] for name, told in TOLD if name == "started"] == ["", "1/1"]
-    assert [told[0]["shard"] for name, told in TOLD if name == "finished"] == ["1/1", ""]
+    assert [event["shard"] for name, event in TOLD if name == "started"] == ["", "1/1"]
+    assert [event[0]["shard"] for name, event in TOLD if name == "finished"] == ["1/1", ""]
     TOLD.clear()
     assert bench(*SETTINGS, flags=flags)[0] == 0
     assert {name for name, _ in TOLD} == {"started", "finished"}, "what is reused was told before"

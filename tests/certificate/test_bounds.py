@@ -248,7 +248,7 @@ def test_too_many_drafts_are_refused(toys: dict[str, Toy], monkeypatch: Any) -> 
 
 
 @pytest.mark.parametrize("named", ["", "--verifier block", "--draft tree-top-2-1"])
-def test_pairs_that_do_not_fit_are_counted_unless_they_were_asked_for(capsys: Any, named: str, only: Callable) -> None:
+def test_incompatible_pairs_are_counted_unless_requested(capsys: Any, named: str, only: Callable) -> None:
     code, _, err = run(capsys, only("T0") + f"--gamma 1 {named}")
     assert code == 0
     if named:

@@ -176,7 +176,7 @@ def test_numbers_as_people_read_them() -> None:
     assert effort.power(25) == "33,554,432" and effort.power(1e9) == "about 10^301,029,996"
 
 
-def test_enumeration_gives_up(toys: dict[str, Toy], monkeypatch: Any) -> None:
+def test_enumeration_aborts(toys: dict[str, Toy], monkeypatch: Any) -> None:
     """Strategies with more decisions than their traits imply."""
     from crossdraft.framework.certificate import certify
 

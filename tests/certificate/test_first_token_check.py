@@ -145,7 +145,7 @@ def test_equal_distributions_are_inconclusive() -> None:
     assert result.as_json()["target_kept"] is None
 
 
-def test_what_is_no_token_is_an_error() -> None:
+def test_invalid_tokens_are_errors() -> None:
     class Outside(AcceptsAll):
         def verify(self, draft: Draft, p: torch.Tensor, rng: Any) -> Verdict:
             return Verdict(torch.zeros_like(draft.count), torch.full_like(draft.count, p.shape[2]))
@@ -206,7 +206,7 @@ def test_chi_square_at_the_edges(counts: list[int], probs: list[float], expected
     assert (fit.chi_square, fit.degrees_of_freedom, fit.p_value) == pytest.approx(expected)
 
 
-def test_infinity_is_no_json() -> None:
+def test_infinity_is_not_valid_json() -> None:
     assert Fit(0.1, 0.1, float("inf"), 3, 0.0).as_json()["chi_square"] is None
 
 

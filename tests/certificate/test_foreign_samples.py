@@ -69,7 +69,7 @@ def test_another_temperature_at_nine_prefixes_is_seen_in_both_directions(tempera
         )
 
 
-def test_the_right_sampler_at_nine_prefixes_hears_how_many_more_draws() -> None:
+def test_correct_sampler_at_nine_prefixes_reports_missing_draws() -> None:
     probs = power_law_probs(9, 2000, seed=0)
     few = verdict_of(probs, probs, 256, 0.02, 1)
     assert few.outcome == "undecided" and 9 * 256 < few.more_draws < 200_000
@@ -300,8 +300,8 @@ def test_lines_that_are_refused(tmp_path: Path, capsys: Any, line: str, sentence
     file = tmp_path / "draws.jsonl"
     file.write_text("\n" + line + "\n")
     assert main(["certify", "--samples", str(file)]) == 2
-    said = capsys.readouterr().err
-    assert sentence in said and f"{file}:2" in said and said.count("\n") == 1
+    outputs = capsys.readouterr().err
+    assert sentence in outputs and f"{file}:2" in outputs and outputs.count("\n") == 1
 
 
 def test_options_that_mean_nothing_here_are_refused(tmp_path: Path, capsys: Any) -> None:

@@ -126,7 +126,7 @@ class SharedLie(SharedCounts):
 
 
 class Shy(Counts):
-    """Has learnt so little after two steps that it drafts nothing."""
+    """After two steps it has learnt too little to draft."""
 
     name = "shy"
 
@@ -162,7 +162,7 @@ def test_learning_from_outputs(toys: dict[str, Toy]) -> None:
 
     # q = (1/2, 1/2): token 1 is accepted always, token 0 with probability 2/3; a rejection says 1.
     after = {(0, 0): 1 / 9, (0, 1): 2 / 9, (1, 0): 1 / 6, (1, 1): 1 / 3, (1,): 1 / 6}
-    second = sum(w * accepted((1 + said.count(0), 1 + said.count(1))) for said, w in after.items())
+    second = sum(w * accepted((1 + outputs.count(0), 1 + outputs.count(1))) for outputs, w in after.items())
     two = found(toys["T0"], Counts, 2, gamma=1)
     assert two.expected_tau == pytest.approx([5 / 6, second], abs=1e-12)
 
@@ -241,7 +241,9 @@ def test_a_cheat_is_exit_code_1(capsys: Any, install: Callable, small: list[str]
 
 
 @pytest.mark.parametrize("drafter", ["none", "shy"])
-def test_nothing_was_drafted_is_no_pass(capsys: Any, install: Callable, small: list[str], drafter: str) -> None:
+def test_certificate_without_drafts_does_not_pass(
+    capsys: Any, install: Callable, small: list[str], drafter: str
+) -> None:
     install("drafters", (Shy.name, Shy))
     options = ("--drafter", drafter, "--verifier", "token", *small)
     code, out, _ = run(capsys, *options)
@@ -252,7 +254,7 @@ def test_nothing_was_drafted_is_no_pass(capsys: Any, install: Callable, small: l
     assert code == 1 and row["lossless"] is True and row["drafted"] is False
 
 
-def test_plain_decoding_says_so_but_is_what_was_asked_for(capsys: Any, small: list[str]) -> None:
+def test_plain_decoding_is_reported_and_accepted(capsys: Any, small: list[str]) -> None:
     code, out, _ = run(capsys, "--draft", "chain", "--verifier", "token", "--gamma", "0", *small)
     assert code == 0 and out.splitlines()[-3].endswith("nothing was drafted")
 

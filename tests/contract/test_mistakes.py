@@ -67,8 +67,8 @@ class Chain(Drafter):
 
     def laws(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Sampled and reported distributions."""
-        law = logits.softmax(-1)
-        return law, law
+        probs = logits.softmax(-1)
+        return probs, probs
 
     def finished(self, draft: Draft) -> Draft:
         return draft
@@ -96,8 +96,8 @@ class SharesState(Chain):
     """Drafts depend on the first slot."""
 
     def laws(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        law = logits[:1].softmax(-1).expand_as(logits)
-        return law, law
+        probs = logits[:1].softmax(-1).expand_as(logits)
+        return probs, probs
 
 
 class LeavesSomething(Chain):
@@ -112,8 +112,8 @@ class LeavesSomething(Chain):
         self.resume_from[row] += 1
 
     def laws(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        law = (logits / self.resume_from.clamp(min=1)).softmax(-1)
-        return law, law
+        probs = (logits / self.resume_from.clamp(min=1)).softmax(-1)
+        return probs, probs
 
 
 class OutOfVocabulary(Chain):
@@ -205,7 +205,7 @@ def test_a_drafters_mistake_is_named(cls: type[Drafter], test: str, sentence: st
     getattr(drafter_contract(Chain), test)()  # the honest one passes
 
 
-def test_a_memory_is_what_the_test_class_says() -> None:
+def test_memory_trait_matches_the_test_class() -> None:
     drafter_contract(SaysThatItForgets).test_remembers()
     for cls, options, remembers in ((SaysThatItForgets, {"memory": True}, True), (Forgets, {}, True)):
         own = {"drafter": cls, "options": options, "remembers": remembers}

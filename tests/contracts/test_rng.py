@@ -235,11 +235,11 @@ def test_some_rows_have_the_numbers_of_the_whole_batch(before: int) -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(seed=st.integers(0, 999), n=st.integers(0, 6), low=st.floats(0, 1))
-def test_the_first_coin_that_says_yes(seed: int, n: int, low: float) -> None:
+def test_first_successful_coin(seed: int, n: int, low: float) -> None:
     h = torch.rand(5, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * low
     one, other, slow = (CounterRng(seed).for_step(range(5), [0] * 5, CPU) for _ in range(3))
-    said = other.accept(h).tolist()
-    want = [row.index(True) if True in row else n for row in said]
+    outputs = other.accept(h).tolist()
+    want = [row.index(True) if True in row else n for row in outputs]
     assert first_accepted(one, h).tolist() == want == first_accepted(Plain(slow), h).tolist()
 
 

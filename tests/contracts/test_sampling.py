@@ -12,7 +12,7 @@ from crossdraft.framework.contracts.sampling import Sampling
 @pytest.mark.parametrize("top_p", [1, 0.5])
 @pytest.mark.parametrize("top_k", [0, 1, 3])
 @pytest.mark.parametrize("temperature", [0, 0.5, 1])
-def test_nan_and_infinity_never_pass_for_a_law(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+def test_nan_and_infinity_are_not_distributions(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     """Wherever they stand, and however many: no warper filters them out, and the row beside them is fine."""
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     good = torch.tensor([0.3, -1.2, 2.0, 0.1, -0.7, 1.1, 0.4, -2.0])

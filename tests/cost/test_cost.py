@@ -121,8 +121,8 @@ def test_from_measuring_to_a_run_and_back(
     )
     outcome = write_summary(run(recipe, tmp_path / "runs", log=None))
     capsys.readouterr()
-    asked = ["cost", "--run", str(outcome.directory)]
-    assert cli.main(asked) == 2
+    arguments = ["cost", "--run", str(outcome.directory)]
+    assert cli.main(arguments) == 2
     assert f"{models['target']} has no cost curve for the device" in capsys.readouterr().err
 
     grid = ["--batch-size", "1,2", "--width", "2,3", "--context", "10,30", "--repeats", "1"]
@@ -142,7 +142,7 @@ def test_from_measuring_to_a_run_and_back(
     found = json.loads(capsys.readouterr().out)
     assert set(found["speed_up"]) == {"a = 0.5"} and len(found["curves"]) == 2
 
-    assert cli.main([*asked, "--json", "--batch-size", "1,2"]) == 0
+    assert cli.main([*arguments, "--json", "--batch-size", "1,2"]) == 0
     cells = json.loads(capsys.readouterr().out)["cells"]
     assert [cell["cell"] for cell in cells] == [r.config.hash for r in outcome.results]
     for cell, measured in zip(cells, outcome.results, strict=True):
@@ -164,6 +164,6 @@ def test_from_measuring_to_a_run_and_back(
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
 
     config = str(Path(models["target"]) / "config.json")
-    assert cli.main([*asked, "--target", config, "--on", "l4", "--batch-size", "1,8", "--json"]) == 0
+    assert cli.main([*arguments, "--target", config, "--on", "l4", "--batch-size", "1,8", "--json"]) == 0
     elsewhere = json.loads(capsys.readouterr().out)
     assert elsewhere["gamma"] == 2 and list(elsewhere["speed_up"]) == ["pair 1"]

@@ -22,7 +22,7 @@ def test_between_points_it_is_linear(at: tuple[float, float, float]) -> None:
 
 
 @pytest.mark.parametrize("at", [(16, 5, 300), (8, 17, 300), (8, 5, 1000), (32, 33, 2000)])
-def test_beyond_the_last_point_the_last_piece_goes_on(at: tuple[float, float, float]) -> None:
+def test_last_piece_extrapolates(at: tuple[float, float, float]) -> None:
     assert curve().seconds(*at) == pytest.approx(seconds(*at))
 
 

@@ -197,7 +197,7 @@ def test_a_shape_is_read_from_a_file_or_a_directory(tmp_path: Path) -> None:
     assert read_shape(str(directory / "config.json")).parameters == found.parameters
 
 
-def test_what_is_no_shape_says_so(tmp_path: Path, tiny_model: Any) -> None:
+def test_invalid_shape_is_reported(tmp_path: Path, tiny_model: Any) -> None:
     file = tmp_path / "config.json"
     with pytest.raises(UsageError, match=r"not a config\.json, a model directory"):
         read_shape(str(file))

@@ -90,7 +90,7 @@ def make(heads_decoder: Callable, target: Any, files: Callable) -> Callable[...,
     "name",
     ["dflash", "p-eagle", "dspark-rnn", *[pytest.param(n, marks=pytest.mark.slow) for n in ("dspark", "dspark-gated")]],
 )
-def test_every_law_is_the_one_of_a_plain_computation(make: Callable, target: Any, name: str) -> None:
+def test_draft_probs_match_a_plain_computation(make: Callable, target: Any, name: str) -> None:
     """Over steps that accept some of a draft and reject some, in rows of different length, from nothing but the text.
 
     At a high temperature all laws are close, so that steps end everywhere. A feature that is missing, stale or of
@@ -115,8 +115,8 @@ def test_every_law_is_the_one_of_a_plain_computation(make: Callable, target: Any
             wanted = plain.logits(drafter, hidden, history, draft.tokens[row, :n].tolist())
             assert len(wanted) == n
             for i, logits in enumerate(wanted):
-                law = (logits / temperature).softmax(-1)
-                torch.testing.assert_close(draft.q[row, i], law, atol=1e-5, rtol=1e-3)
+                probs = (logits / temperature).softmax(-1)
+                torch.testing.assert_close(draft.q[row, i], probs, atol=1e-5, rtol=1e-3)
                 checked += 1
         return draft
 
@@ -127,7 +127,7 @@ def test_every_law_is_the_one_of_a_plain_computation(make: Callable, target: Any
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_wrong_law_is_seen(make: Callable, target: Any, name: str) -> None:
+def test_wrong_draft_probs_are_detected(make: Callable, target: Any, name: str) -> None:
     """The test above can fail: a feature that is one position off is another law."""
     loop = make(name, "token", 1, 1.0)
     fuse = loop.drafter.head.fuse
@@ -262,12 +262,12 @@ def test_policies_end_a_draft(make: Callable, plainly: Callable, trained: Callab
 
 def test_gamma_cuts_a_block(make: Callable, target: Any) -> None:
     """The block is fed whole: fewer drafts do not change what is said of the first."""
-    laws = []
+    distributions = []
     for gamma in (1, 3):
         loop = make("dflash", "token", 1, 1.0, options={"gamma": gamma})
         loop.start(0, PROMPTS[2])
         with torch.inference_mode():
             draft = loop.drafter.propose(loop.sequences, loop.rng.for_step([0], [13], torch.device("cpu")))
         assert draft.width == gamma
-        laws.append(draft.q[0, 0])
-    assert torch.equal(*laws)
+        distributions.append(draft.q[0, 0])
+    assert torch.equal(*distributions)

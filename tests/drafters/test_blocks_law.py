@@ -70,7 +70,7 @@ SLOW = pytest.mark.slow
         pytest.param("dflash", 2, {"policy": {"name": "confidence", "threshold": 0.4}}, "token", marks=SLOW),
     ],
 )
-def test_the_joint_law_of_two_steps_is_the_targets(
+def test_joint_distribution_of_two_steps_is_the_targets(
     enumerate_model: Callable, exact: Callable, name: str, gamma: int, more: dict[str, Any], verifier: str
 ) -> None:
     target, options = exact(name)
@@ -80,9 +80,7 @@ def test_the_joint_law_of_two_steps_is_the_targets(
     assert all(0.02 < tau < gamma for tau in found.expected_tau)
 
 
-def test_the_law_before_the_correction_is_not_the_one_that_was_drawn(
-    enumerate_model: Callable, exact: Callable
-) -> None:
+def test_uncorrected_distribution_is_not_the_sampled_one(enumerate_model: Callable, exact: Callable) -> None:
     """The test above can fail: q of the block's own logits, where the tokens were drawn from the corrected ones."""
     target, options = exact("dspark")
     drafter = plugins.get("drafters", "dspark")

@@ -58,7 +58,7 @@ def drafted_and_accepted(toy: Toy, threshold: float, temperature: float) -> tupl
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("threshold", [0.5, 0.6, 0.7])
 @pytest.mark.parametrize("toy", TOYS)
-def test_stopping_before_an_unsure_law_is_lossless(
+def test_stopping_before_an_unsure_distribution_is_lossless(
     toys: dict[str, Toy], toy: str, threshold: float, temperature: int
 ) -> None:
     build = make(stop="before", threshold=threshold - EDGE, temperature=temperature)
@@ -103,7 +103,7 @@ class Discarding(DraftModelChain):
     ],
 )
 def test_throwing_a_token_away_is_not_lossless(toys: dict[str, Toy], toy: str, token: str, block: str) -> None:
-    """Why the decision may not see the token: the certificate finds exactly how much that would cost."""
+    """A stop decision must not depend on the token: the certificate measures the exact error."""
     build = make(Discarding, stop="before", threshold=0.4 - EDGE, temperature=1)
     for verifier, tv in (("token", token), ("block", block)):
         found = certify(toys[toy], build, plugins.get("verifiers", verifier), markov=True)
@@ -116,9 +116,11 @@ def test_throwing_a_token_away_is_not_lossless(toys: dict[str, Toy], toy: str, t
 LAWS = [[0.8, 0.1, 0.1], [0.25, 0.5, 0.25], [0.4, 0.3, 0.3], [0.1, 0.2, 0.7]]
 
 
-def propose(laws: list[list[float]], starts: list[list[int]], limit: int = 9, **options: Any) -> tuple[Draft, Any]:
+def propose(
+    distributions: list[list[float]], starts: list[list[int]], limit: int = 9, **options: Any
+) -> tuple[Draft, Any]:
     """At most four tokens drafted by a table model, a row for each of ``starts``; 3 is the token before the first."""
-    table = torch.tensor(laws, dtype=torch.float64)
+    table = torch.tensor(distributions, dtype=torch.float64)
     b = len(starts)
     context = ToyContext(table, table, Sampling(temperature=1), batch_size=b, max_length=32)
     drafter = make(**options)(context, 4)
@@ -159,7 +161,7 @@ def test_rows_stop_by_themselves() -> None:
     assert alone.width == 0 and alone.valid.shape == (1, 0)
 
 
-def test_a_sampled_draft_reports_the_laws_it_was_drawn_from() -> None:
+def test_sampled_draft_reports_its_draft_probs() -> None:
     draft, _ = propose(LAWS, [[3]] * 256, stop="before", threshold=0.45, temperature=1)
     assert draft.q is not None and draft.q.shape == (256, draft.width, 3)
     table = torch.tensor(LAWS, dtype=torch.float64)

@@ -182,9 +182,9 @@ def test_examples_are_drafts_up_to_the_first_rejected_token(pair: tuple[Path, Pa
 
 def test_the_best_threshold_by_f1() -> None:
     """By hand: at 0.4 two of three are hits, and none is missed: 2 * 2 / (3 + 2)."""
-    said, accepted = np.array([0.2, 0.4, 0.6, 0.8]), np.array([False, True, False, True])
-    assert best_f1(said, accepted) == 0.4
-    assert best_f1(said, np.array([False, False, False, True])) == 0.8
+    outputs, accepted = np.array([0.2, 0.4, 0.6, 0.8]), np.array([False, True, False, True])
+    assert best_f1(outputs, accepted) == 0.4
+    assert best_f1(outputs, np.array([False, False, False, True])) == 0.8
 
 
 def test_the_command(pair: tuple[Path, Path], tmp_path: Path, capsys: Any) -> None:

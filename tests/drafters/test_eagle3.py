@@ -367,7 +367,7 @@ def test_heads_that_do_not_fit_are_refused(target: Any, tensors: dict[str, Tenso
 
 
 @pytest.mark.parametrize("key, name", [("fc_norm", "fc_norm"), ("norm_before_fc", "input_norm")])
-def test_norms_that_the_config_names_and_nobody_brought_are_refused(target: Any, key: str, name: str) -> None:
+def test_norms_missing_from_the_weights_are_refused(target: Any, key: str, name: str) -> None:
     with pytest.raises(ModelError, match=rf"config.json has {key}, but the tensors {name}\.\* are missing"):
         load(target, official(), {**CONFIG, key: True})
 

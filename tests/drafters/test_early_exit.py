@@ -118,7 +118,7 @@ def test_every_layer_is_run_once_for_every_token(deep: Any, batch_size: int, tem
 
 
 def test_without_taking_up_the_first_layers_run_twice(deep: Any, monkeypatch: Any) -> None:
-    """What the test before would look like if nothing was shared: it can fail."""
+    """Control for the previous test: without sharing it fails."""
     monkeypatch.setattr(layer_subset, "_can_split", lambda model, shared: False)
     seen: list[Any] = []
     loop = decoder(deep, 1, 0.0, on_step=seen.append)

@@ -1,4 +1,4 @@
-"""What `eagle`, `eagle3` and `mtp` share: pairs, trees, and features that are fed again.
+"""Shared behaviour of `eagle`, `eagle3` and `mtp`: pairs, trees, and features that are fed again.
 
 The heads are trained here, in a second or two each, on one text of a tiny random target: they are right on that text,
 and now and then on others.
@@ -32,7 +32,7 @@ def target(tiny_model: Callable) -> Any:
 
 @pytest.fixture(scope="module")
 def text(target: Any) -> list[int]:
-    """What the target says after START at temperature 0; hardly a token of it comes twice."""
+    """Greedy output of the target after START; hardly any token repeats."""
     tokens = argmax_text(target, START, 25)
     assert len(set(tokens)) > 20
     return tokens
@@ -112,7 +112,7 @@ def test_a_slip_by_one_feature_is_seen(make: Callable, name: str) -> None:
         ("mtp", "chain"),
     ],
 )
-def test_every_law_is_what_a_fresh_head_says(make: Callable, target: Any, name: str, kind: str) -> None:
+def test_draft_probs_match_a_fresh_head(make: Callable, target: Any, name: str, kind: str) -> None:
     """After steps of accepted and rejected drafts, from the target's features of a pass over the whole sequence.
 
     A stale or misplaced key, a feature of the head's own that stayed, or a feature of the wrong node shows up here.
@@ -152,9 +152,9 @@ def test_every_law_is_what_a_fresh_head_says(make: Callable, target: Any, name: 
                 earlier_siblings = [j for j in range(node) if draft.parents[row, j] == parent]
                 checked += 1
                 if sampled:
-                    law = logits.softmax(-1)
-                    law[draft.tokens[row, earlier_siblings]] = 0
-                    torch.testing.assert_close(draft.q[row, node], law / law.sum(), atol=1e-4, rtol=1e-3)
+                    probs = logits.softmax(-1)
+                    probs[draft.tokens[row, earlier_siblings]] = 0
+                    torch.testing.assert_close(draft.q[row, node], probs / probs.sum(), atol=1e-4, rtol=1e-3)
                 else:
                     better = int((logits > logits[draft.tokens[row, node]] + 1e-4).sum())
                     ranks = DRAFTS["choices"]["choices"]

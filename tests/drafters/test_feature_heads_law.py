@@ -44,7 +44,7 @@ def exact(tiny_model: Callable, tmp_path_factory: Any) -> Callable[[str], tuple[
         ("eagle3", {"tree": "dynamic", "depth": 2, "top_k": 2, "nodes": 4}, "traversal", 2),
     ],
 )
-def test_the_joint_law_of_two_steps_is_the_targets(
+def test_joint_distribution_of_two_steps_is_the_targets(
     enumerate_model: Callable, exact: Callable, name: str, draft: dict[str, Any], verifier: str, depth: int
 ) -> None:
     target, options = exact(name)
@@ -53,7 +53,7 @@ def test_the_joint_law_of_two_steps_is_the_targets(
     assert all(0.05 < tau < depth for tau in found.expected_tau)
 
 
-def test_the_certificate_sees_a_law_that_is_not_the_drawn_one(enumerate_model: Callable, exact: Callable) -> None:
+def test_certificate_detects_unsampled_distribution(enumerate_model: Callable, exact: Callable) -> None:
     """The test above can fail: q of another temperature than the tokens were drawn at."""
     target, options = exact("eagle3")
     eagle3 = plugins.get("drafters", "eagle3")

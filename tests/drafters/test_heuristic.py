@@ -44,7 +44,7 @@ def responses(decoder: Callable, tiny_model: Callable) -> Callable[..., list[Res
 
 
 def expected(response: Response, start: int, most: int) -> list[int]:
-    """How long each draft should have been, from what became of the ones before it."""
+    """Expected length of each draft, from the outcome of the ones before it."""
     length, left, lengths = start, NEW, []
     for r in response.steps:
         drafted = min(length, left - 1)
@@ -79,9 +79,9 @@ def test_each_sequence_has_its_own_length(
 
 def test_the_output_is_the_target_s(decoder: Callable, tiny_model: Callable, responses: Callable) -> None:
     plain = decoder(tiny_model("llama"), NoDrafter, {}, Greedy, batch_size=2, max_new_tokens=NEW)
-    said = {response.index: response.tokens for response in plain.run(PROMPTS)}
+    outputs = {response.index: response.tokens for response in plain.run(PROMPTS)}
     for response in responses(Greedy, 0.02, 2):
-        assert response.tokens == said[response.index]
+        assert response.tokens == outputs[response.index]
 
 
 def test_a_rule_that_needs_a_fixed_length_refuses_it() -> None:
@@ -89,7 +89,7 @@ def test_a_rule_that_needs_a_fixed_length_refuses_it() -> None:
     config = DraftModelChain.Config.model_validate({"model": "m", "gamma": 20, "policy": "heuristic"})
     traits = DraftModelChain.traits(config, sampling)
     assert traits.nodes == 20
-    said = {
+    outputs = {
         name: incompatible(
             "draft-model",
             traits,
@@ -99,8 +99,8 @@ def test_a_rule_that_needs_a_fixed_length_refuses_it() -> None:
         )
         for name in ("greedy-block", "token", "block")
     }
-    assert said["greedy-block"] is not None and "fixed length" in said["greedy-block"]
-    assert said["token"] is None and said["block"] is None
+    assert outputs["greedy-block"] is not None and "fixed length" in outputs["greedy-block"]
+    assert outputs["token"] is None and outputs["block"] is None
 
 
 def test_a_first_draft_longer_than_any_is_refused() -> None:

@@ -83,7 +83,7 @@ OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gpt-
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt2", *OTHERS])
-def test_a_fork_says_what_a_model_without_the_parts_says(tiny_model: Callable, family: str) -> None:
+def test_fork_matches_a_model_without_the_skipped_parts(tiny_model: Callable, family: str) -> None:
     """Against a copy of the model whose own modules were exchanged, run by transformers without a cache of ours."""
     lm = TransformersLM(tiny_model(family, copy="forked"), 1, 64)
     other = tiny_model(family, copy="spoilt")

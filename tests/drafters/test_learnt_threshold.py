@@ -50,7 +50,7 @@ def test_by_hand() -> None:
     assert length.threshold == 0.4
 
 
-def test_what_ends_a_draft_and_was_accepted_counts_as_accepted_alone() -> None:
+def test_accepted_last_token_counts_only_as_accepted() -> None:
     """A row that stopped after its first token, which was accepted, says nothing of what was drawn behind it."""
     length = policy()
     step_of(length, [[0.3, 0.9], [0.8, 0.2]], [1, 2])
@@ -194,7 +194,7 @@ def test_before_the_schedule_gamma_holds() -> None:
         ([[1, True]], "valid integer"),
     ],
 )
-def test_a_schedule_that_is_none(lengths: Any, sentence: str) -> None:
+def test_invalid_schedule_is_refused(lengths: Any, sentence: str) -> None:
     with pytest.raises(ValidationError, match=sentence):
         DraftModelChain.Config(model="m", policy={"name": "batch-size", "lengths": lengths})
 

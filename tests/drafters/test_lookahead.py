@@ -79,12 +79,12 @@ def test_a_pass_is_a_step_of_the_jacobi_iteration(repeating: Any) -> None:
     for _ in range(6):
         before = list(loop.sequences.history[0])
         with torch.inference_mode():
-            said = repeating(torch.tensor([before + guess]), use_cache=False).logits[0, len(before) - 1 :].argmax(-1)
+            outputs = repeating(torch.tensor([before + guess]), use_cache=False).logits[0, len(before) - 1 :].argmax(-1)
         loop.step()
         new = loop.sequences.history[0][len(before) :]
-        tau = next((i for i, (a, b) in enumerate(zip(guess, said.tolist(), strict=False)) if a != b), 5)
-        assert new == [*guess[:tau], int(said[tau])]
-        assert loop.drafter._guess[0] == said.tolist()[tau + 1 :]
+        tau = next((i for i, (a, b) in enumerate(zip(guess, outputs.tolist(), strict=False)) if a != b), 5)
+        assert new == [*guess[:tau], int(outputs[tau])]
+        assert loop.drafter._guess[0] == outputs.tolist()[tau + 1 :]
         rest = loop.drafter._guess[0]
         guess = (rest + (rest or loop.sequences.history[0])[-1:] * 5)[:5]
 
@@ -92,7 +92,7 @@ def test_a_pass_is_a_step_of_the_jacobi_iteration(repeating: Any) -> None:
 # -- lookahead -----------------------------------------------------------------------------------------------
 
 
-def test_the_window_says_what_the_model_says(repeating: Any) -> None:
+def test_window_matches_the_model(repeating: Any) -> None:
     """A token of row r and column c follows row 0 up to c and the later rows of c: passes of plain texts, no cache."""
     loop = decoder(repeating, Lookahead, 2, options={"window": 3, "ngram": 4, "guesses": 3})
     for row in range(2):
@@ -106,9 +106,9 @@ def test_the_window_says_what_the_model_says(repeating: Any) -> None:
             for column in range(3):
                 text = [*history, *window[0][: column + 1], *(line[column] for line in window[1:])]
                 with torch.inference_mode():
-                    said = int(repeating(torch.tensor([text]), use_cache=False).logits[0, -1].argmax())
+                    outputs = int(repeating(torch.tensor([text]), use_cache=False).logits[0, -1].argmax())
                 if column >= tau:
-                    assert guesses.rows[-1][column - tau] == said
+                    assert guesses.rows[-1][column - tau] == outputs
             kept = 3 - tau
             assert [line[:kept] for line in guesses.rows[:-1]] == [line[tau:] for line in window[1:]]
 
@@ -117,8 +117,8 @@ def guesses(**options: Any) -> Guesses:
     return Guesses(**{"prompt": [1, 2], "window": 2, "ngram": 3, "guesses": 2, "from_prompt": False, **options})
 
 
-def test_ngrams_end_in_the_pool_once_the_target_said_them() -> None:
-    """Of a column: its first token, the ones said of it since, and the new one."""
+def test_ngrams_enter_the_pool_after_the_target_output_them() -> None:
+    """N-gram of a column: its first token, the outputs since, and the new one."""
     own = guesses()
     first = own.rows[0][0]
     own.move([30, 31], 0, [1, 2, 9])
@@ -150,7 +150,7 @@ def test_the_prompts_own_ngrams() -> None:
     assert own.pool == {1: {(2, 3): None, (2, 4): None}, 2: {(3, 1): None}, 3: {(1, 2): None}}
 
 
-def test_what_is_not_known_follows_from_the_prompt_alone() -> None:
+def test_initial_window_depends_only_on_the_prompt() -> None:
     long = {"prompt": list(range(50)), "window": 6}
     assert guesses(**long).rows == guesses(**long).rows != guesses(**{**long, "prompt": list(range(1, 51))}).rows
 
@@ -173,7 +173,7 @@ def test_lossless_with_every_rule_that_fits(toys: dict[str, Toy], toy: str, name
 
 
 def test_probes_are_counted_as_target_rows(repeating: Any) -> None:
-    """What the window costs is in the books: every step evaluates it."""
+    """The cost of the window is recorded: every step evaluates it."""
     loop = decoder(repeating, Lookahead, 1, options={"window": 3, "ngram": 3, "guesses": 2}, max_new_tokens=9)
     (response,) = loop.run(PROMPTS[:1])
     assert all(r.width >= 6 for r in response.steps[:-1]) and all(r.nodes <= 4 for r in response.steps)

@@ -116,7 +116,7 @@ def test_temperature_zero_is_plain_decoding(
 
 
 def test_through_the_generate_of_transformers(tiny_model: Callable, plain: list[list[int]], trained: str) -> None:
-    """Which builds the target's slots, and the heads for it, from what the drafter asks for."""
+    """Builder of the target's slots and heads from the drafter's request."""
     ids = torch.tensor([PROMPTS[1]])
     drafter = {"name": "medusa", "model": trained, "choices": TREE}
     out = tiny_model("llama").generate(
@@ -136,9 +136,7 @@ def test_the_heads_are_right_now_and_then(
 
 
 @pytest.mark.parametrize("sampled", [True, False], ids=["chain", "tree"])
-def test_every_draft_is_what_a_fresh_model_says(
-    tiny_model: Callable, heads_decoder: Callable, trained: str, sampled: bool
-) -> None:
+def test_drafts_match_a_fresh_model(tiny_model: Callable, heads_decoder: Callable, trained: str, sampled: bool) -> None:
     """After steps of accepted and rejected branches, and in slots that changed hands; 3 prompts in 2 slots."""
     target, sampling = tiny_model("llama"), Sampling(temperature=1 if sampled else 0, top_k=20)
     options = {"model": trained} if sampled else {"model": trained, "choices": TREE}
@@ -148,7 +146,7 @@ def test_every_draft_is_what_a_fresh_model_says(
     heads, made, checked = loop.drafter.heads, loop.drafter.propose, set()
 
     @cache
-    def laws(tokens: tuple[int, ...]) -> Tensor:
+    def distributions(tokens: tuple[int, ...]) -> Tensor:
         return heads(hidden_of(tiny_model("llama", copy="fresh"), tokens)[-2])
 
     def watched(sequences: Any, rng: Any) -> Draft:
@@ -158,7 +156,7 @@ def test_every_draft_is_what_a_fresh_model_says(
                 assert not draft.valid[row].any()
                 continue
             depth = min(HEADS, sequences.limit[row])
-            logits = laws(tuple(history))[:depth]
+            logits = distributions(tuple(history))[:depth]
             checked.add(tuple(history[:3]))
             if sampled:
                 assert draft.count[row] == depth
@@ -270,7 +268,7 @@ def exact_heads(model: Any, ids: Sequence[int] | None = None) -> Callable[[str],
         ({"branching": [3, 1]}, "specinfer", [2, 0, 3]),
     ],
 )
-def test_the_output_has_the_law_of_the_target(
+def test_output_follows_the_target_distribution(
     enumerate_model: Callable, exact_model: Any, options: dict[str, Any], verifier: str, ids: list[int] | None
 ) -> None:
     found = enumerate_model(
@@ -287,7 +285,9 @@ def test_the_output_has_the_law_of_the_target(
 
 
 @pytest.mark.parametrize("verifier", ["token", "block"])
-def test_warped_laws_and_a_prompt_of_one_token(enumerate_model: Callable, exact_model: Any, verifier: str) -> None:
+def test_warped_distributions_and_a_prompt_of_one_token(
+    enumerate_model: Callable, exact_model: Any, verifier: str
+) -> None:
     found = enumerate_model(
         exact_model,
         "medusa",
@@ -302,10 +302,10 @@ def test_warped_laws_and_a_prompt_of_one_token(enumerate_model: Callable, exact_
     assert found.expected_tau[0] == 0 < found.expected_tau[1]
 
 
-def test_a_law_that_was_not_drawn_from_fails(
+def test_unsampled_distribution_fails_the_certificate(
     enumerate_model: Callable, exact_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the heads' laws in the wrong order only an enumeration that is one knows."""
+    """Only a real enumeration detects head distributions in the wrong order."""
     propose = Medusa.propose
 
     def swapped(self: Medusa, sequences: Any, rng: Any) -> Draft:

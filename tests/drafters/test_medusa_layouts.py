@@ -152,7 +152,7 @@ def test_what_does_not_fit_is_refused(
 
 
 class Payload:
-    """What a pickle may run when it is read."""
+    """Payload that a pickle runs when it is read."""
 
     def __reduce__(self) -> Any:
         return (pytest.fail, ("the pickle was run",))
@@ -166,7 +166,7 @@ def test_a_pickle_of_objects_is_refused(tiny_model: Callable, heads_decoder: Cal
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3])
-def test_the_user_says_how_many_heads_a_miscounting_config_has(
+def test_user_can_override_a_wrong_head_count(
     tiny_model: Callable, heads_decoder: Callable, tmp_path: Path, heads: int
 ) -> None:
     """As in the first uploads, whose config says 2 and whose file holds 5."""

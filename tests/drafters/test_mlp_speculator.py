@@ -37,7 +37,7 @@ def tensors(stages: int = STAGES) -> dict[str, Tensor]:
 
 
 def tied() -> dict[str, Tensor]:
-    """What the stages share is stored once."""
+    """Parameters shared by the stages are stored once."""
     later = ("emb.1", "emb.2", "head.1", "head.2", "ln.1", "ln.2", "proj.2")
     return {k: t for k, t in tensors().items() if not any(name in k for name in later)}
 
@@ -70,7 +70,7 @@ def target(tiny_model: Callable) -> Any:
 @pytest.mark.parametrize(
     "given, change", [(tensors, {}), (tensors, {"scale_input": False}), (tied, {"tie_weights": True})]
 )
-def test_every_law_is_the_one_of_a_plain_computation(
+def test_draft_probs_match_a_plain_computation(
     heads_decoder: Callable, target: Any, tmp_path: Path, given: Callable, change: dict[str, Any]
 ) -> None:
     """Over steps of any fate, each token told the ones before it."""
@@ -91,10 +91,10 @@ def test_every_law_is_the_one_of_a_plain_computation(
             if not n:
                 continue
             states = target(torch.tensor([history]), output_hidden_states=True).hidden_states
-            told = [history[-1], *draft.tokens[row, : n - 1].tolist()]
-            for i, logits in enumerate(plain(given(), config, states[-1][0, -2], told)):
-                law = (logits / temperature).softmax(-1)
-                torch.testing.assert_close(draft.q[row, i], law, atol=1e-5, rtol=1e-3)
+            inputs = [history[-1], *draft.tokens[row, : n - 1].tolist()]
+            for i, logits in enumerate(plain(given(), config, states[-1][0, -2], inputs)):
+                probs = (logits / temperature).softmax(-1)
+                torch.testing.assert_close(draft.q[row, i], probs, atol=1e-5, rtol=1e-3)
                 checked += 1
         return draft
 
@@ -108,15 +108,15 @@ def test_temperature_zero_is_plain_decoding(
     heads_decoder: Callable, target: Any, tmp_path: Path, batch_size: int
 ) -> None:
     prompts = [*PROMPTS, [3], [9, 9, 9]]
-    said = heads_decoder(target, "none", {}, "greedy", batch_size=1, max_new_tokens=8)
-    expected = {r.index: r.tokens for r in said.run(prompts)}
+    outputs = heads_decoder(target, "none", {}, "greedy", batch_size=1, max_new_tokens=8)
+    expected = {r.index: r.tokens for r in outputs.run(prompts)}
     own = {"model": written(tmp_path / "speculator", CONFIG, tensors()), "policy": "heuristic"}
     loop = heads_decoder(target, "mlp-speculator", own, "greedy", batch_size=batch_size, max_new_tokens=8)
     assert {r.index: r.tokens for r in loop.run(prompts)} == expected
 
 
 @pytest.mark.parametrize("gamma", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_joint_law_of_two_steps_is_the_targets(
+def test_joint_distribution_of_two_steps_is_the_targets(
     enumerate_model: Callable, tiny_model: Callable, tmp_path: Path, gamma: int
 ) -> None:
     exact = tiny_model("llama", seed=3, vocab_size=3, num_hidden_layers=2, copy="blocks").double()

@@ -247,7 +247,7 @@ def test_modules_that_do_not_fit_are_refused(
         built(target, sharded(tmp_path / "odd", target, change(module)))
 
 
-def test_a_shard_without_what_its_index_says(target: Any, module: dict[str, Tensor], tmp_path: Path) -> None:
+def test_shard_without_indexed_tensors_is_refused(target: Any, module: dict[str, Tensor], tmp_path: Path) -> None:
     directory = sharded(tmp_path / "whole", target, module)
     save_file({"x": torch.zeros(1)}, directory / "model-00004-of-00004.safetensors")
     with pytest.raises(ModelError, match=r"model-00004-of-00004.safetensors is damaged, or "):

@@ -69,7 +69,7 @@ class TellsOldLaws(Online):
         return torch.cat([torch.tensor(root), draft.tokens[:, :-1]], 1)
 
 
-def test_a_law_of_other_weights_is_caught() -> None:
+def test_distribution_of_other_weights_is_detected() -> None:
     assert found(TOYS["T0"], "token", TellsOldLaws, every=9).lossless, "as long as there are no others"
     assert found(TOYS["T0"], "token", TellsOldLaws).tv > 1e-3
 
@@ -120,7 +120,7 @@ def test_an_update_is_a_step_of_adam_on_the_mean_divergence(monkeypatch: pytest.
 
 
 def test_only_rejections_are_learnt_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is in the buffer: a text that was said, and a place where something else was drafted."""
+    """Contents of the buffer: an output text, and a position with a different draft."""
     toy = TOYS["G2"]
     drafter, (response,) = run_toy(toy, every=10_000, buffer=4096, tokens=40)
     steps, said = response.steps, [*toy.prompt, *response.tokens]
@@ -149,7 +149,7 @@ def test_runs_repeat_and_reset_forgets() -> None:
     assert torch.equal(one.learner.weights[0], toy.drafter.log()) and not one.rejected
 
 
-def test_what_it_says_of_itself() -> None:
+def test_reported_metadata() -> None:
     config = Online.Config(model="toy")
     traits = Online.traits(config, Sampling())
     assert traits.adapts and not traits.replayable and Online.remembers(config)
@@ -174,7 +174,7 @@ def decoder_of(pair: tuple[LoadedModel, LoadedModel], temperature: float, **opti
     return build_decoder(context, drafter, configured("verifiers", "token"), max_new_tokens=24)
 
 
-def test_a_model_learns_and_leaves_the_loaded_one_alone(pair: tuple[LoadedModel, LoadedModel]) -> None:
+def test_learning_does_not_change_the_loaded_model(pair: tuple[LoadedModel, LoadedModel]) -> None:
     before = {name: weight.clone() for name, weight in pair[1].model.named_parameters()}
     prompts = [[5, 6, 7, 8], [9, 10, 11], [5, 9, 5, 9, 5]]
     runs = []
@@ -199,7 +199,7 @@ def test_a_model_learns_and_leaves_the_loaded_one_alone(pair: tuple[LoadedModel,
     assert len(places) > 10 and divergence(learning) < 0.9 * divergence(frozen)
 
 
-def test_its_slots_say_what_the_learner_says(pair: tuple[LoadedModel, LoadedModel]) -> None:
+def test_slots_match_the_learner(pair: tuple[LoadedModel, LoadedModel]) -> None:
     """After updates the slots' laws are those of the changed weights."""
     decoder: Any = decoder_of(pair, 1, every=1, learning_rate=1e-2)
     list(decoder.run([[5, 6, 7, 8]]))

@@ -82,7 +82,7 @@ def by_hand(model: Any, text: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
-def test_q_is_the_law_behind_each_embedding(tiny_model: Callable, family: str) -> None:
+def test_q_is_the_distribution_of_each_embedding(tiny_model: Callable, family: str) -> None:
     """In ragged rows, after some steps, with the run's sampling; and after a draft that was cut short."""
     model, sampling = tiny_model(family, copy="pass"), Sampling(temperature=0.7, top_k=20)
     loop = decoder(model, 3, sampling, max_new_tokens=60)
@@ -159,7 +159,7 @@ def tv(name: str, verifier: str, temperature: float = 1.0) -> float:
 
 
 @pytest.mark.parametrize("verifier", chain_rules(1.0))
-def test_every_rule_for_chains_keeps_the_law(verifier: str) -> None:
+def test_every_chain_verifier_preserves_the_distribution(verifier: str) -> None:
     assert tv("T0", verifier) <= TOLERANCE
 
 
@@ -170,7 +170,7 @@ def test_rules_for_temperature_0_keep_the_argmax() -> None:
 
 
 @pytest.mark.parametrize("verifier", ["token", "block"])
-def test_the_law_of_a_real_model(enumerate_model: Callable, exact_model: Any, verifier: str) -> None:
+def test_distribution_of_a_real_model(enumerate_model: Callable, exact_model: Any, verifier: str) -> None:
     """Two steps on a transformers model in float64, cache and all; the first token is accepted always."""
     found = enumerate_model(
         exact_model,
@@ -185,7 +185,7 @@ def test_the_law_of_a_real_model(enumerate_model: Callable, exact_model: Any, ve
     assert all(1 < tau < 1.9 for tau in found.expected_tau)
 
 
-def test_a_law_that_was_not_drawn_from_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsampled_distribution_fails_the_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = Pass.propose
 
     def swapped(self: Pass, sequences: Any, rng: Any) -> Draft:
@@ -205,7 +205,7 @@ def target(tmp_path_factory: Any) -> Any:
     return crossdraft.load_model(save_model(tmp_path_factory.mktemp("target")), dtype="float32", device="cpu")
 
 
-def test_rows_of_a_batch_say_what_they_say_alone(target: Any, tmp_path: Path) -> None:
+def test_batched_rows_match_single_rows(target: Any, tmp_path: Path) -> None:
     """From files, sampled, with the digest of the target in the config."""
     save_embeddings(tmp_path, random(2, 16), target="t", sha256=target.sha256)
     ask = {"drafter": {"name": "pass", "model": str(tmp_path)}, "max_new_tokens": 11, "temperature": 1.0, "seed": 5}
@@ -258,7 +258,7 @@ def test_a_fork_takes_embeddings_of_the_models_own_size(tiny_model: Callable) ->
         lm.fork(range(2), embeddings=torch.zeros(2, 8))
 
 
-def test_a_model_that_takes_tokens_alone_is_refused(tiny_model: Callable, monkeypatch: Any) -> None:
+def test_model_that_takes_only_tokens_is_refused(tiny_model: Callable, monkeypatch: Any) -> None:
     model = tiny_model("llama", copy="tokens alone")
     forward = type(model).forward
 

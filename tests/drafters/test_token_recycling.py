@@ -63,18 +63,18 @@ class Steps:
         rng: Any = None
         return self.drafter.propose(self.sequences, rng)
 
-    def observe(self, draft: Draft, said: list[list[list[int]]], committed: list[int]) -> None:
+    def observe(self, draft: Draft, outputs: list[list[list[int]]], committed: list[int]) -> None:
         """``said[b][i]``: the best tokens after the root (0) and after node i - 1, the best first."""
-        logits = torch.zeros(len(said), draft.width + 1, V) - 9
-        for b, row in enumerate(said):
+        logits = torch.zeros(len(outputs), draft.width + 1, V) - 9
+        for b, row in enumerate(outputs):
             for i, tokens in enumerate(row):
                 for rank, token in enumerate(tokens):
                     logits[b, i, token] = 9.0 - rank
         for row, token in enumerate(committed):
             self.sequences.append(row, [token])
-        verdict = Verdict(torch.zeros(len(said), dtype=torch.long), torch.tensor(committed))
+        verdict = Verdict(torch.zeros(len(outputs), dtype=torch.long), torch.tensor(committed))
         scores = DenseScores(logits.softmax(-1), logits)
-        self.drafter.observe(self.sequences, draft, verdict, [0] * len(said), scores)
+        self.drafter.observe(self.sequences, draft, verdict, [0] * len(outputs), scores)
 
     def after(self, token: int) -> list[int]:
         assert self.drafter._candidates is not None
@@ -106,8 +106,8 @@ def test_rejected_nodes_teach_as_well_and_the_nearest_to_the_root_counts() -> No
     steps.observe(steps.propose(), [[[7, 8]]], [7])
     steps.observe(steps.propose(), [[[5, 9]]], [5])
     draft = steps.propose()  # root 5, nodes 7, 8, 5, 9, (1.0, unknown), 7
-    said = [[10, 11], [12, 13], [14, 15], [16, 17], [18, 19], [20, 21], [22, 23]]
-    steps.observe(draft, [said], [6])
+    outputs = [[10, 11], [12, 13], [14, 15], [16, 17], [18, 19], [20, 21], [22, 23]]
+    steps.observe(draft, [outputs], [6])
     assert steps.after(5) == [10, 11], "the root, not the node two levels below it"
     assert steps.after(7) == [12, 13] and steps.after(8) == [14, 15] and steps.after(9) == [18, 19]
     assert steps.after(0) == [-1, -1], "what fills invalid nodes teaches nothing"
@@ -126,7 +126,7 @@ def test_slots_learn_from_each_other_and_free_ones_teach_nothing() -> None:
     assert not steps.propose().valid.any()
 
 
-def test_a_memory_that_is_held_stays_for_the_same_vocabulary() -> None:
+def test_cached_memory_is_kept_for_the_same_vocabulary() -> None:
     steps = Steps([[5]], nodes=2, width=2)
     steps.observe(steps.propose(), [[[7, 8]]], [7])
     for size, known in ((V, [7, 8]), (V + 1, [-1, -1])):

@@ -174,8 +174,8 @@ class Prefixes:
         found = {(): 1.0}
         for prefix, logits in self.logits[row].items():  # shorter ones first
             if len(prefix) < depth:
-                law = logits.double().softmax(-1).tolist()
-                found |= {(*prefix, token): found[prefix] * q for token, q in enumerate(law)}
+                probs = logits.double().softmax(-1).tolist()
+                found |= {(*prefix, token): found[prefix] * q for token, q in enumerate(probs)}
         del found[()]
         return found
 
@@ -195,7 +195,7 @@ def most_probable(worth: dict[tuple[int, ...], float], nodes: int, depth: int) -
     threshold=st.sampled_from([0.0, 0.1, 0.4]),
     data=st.data(),
 )
-def test_it_is_the_most_probable_tree_there_is(
+def test_tree_is_the_most_probable_one(
     seed: int, b: int, depth: int, vocab: int, nodes: int, sharp: float, threshold: float, data: st.DataObject
 ) -> None:
     limit = [data.draw(st.integers(0, depth)) for _ in range(b)]

@@ -155,7 +155,7 @@ def without(law: Tensor, tokens: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("label", DRAFTS)
-def test_every_law_is_what_a_fresh_model_says(decoder: Callable, tiny_model: Callable, label: str, family: str) -> None:
+def test_draft_probs_match_a_fresh_model(decoder: Callable, tiny_model: Callable, label: str, family: str) -> None:
     """After several steps of accepted and rejected branches; a stale or misplaced cache entry shows up here."""
     loop = make(decoder, tiny_model, family, label, DRAFTS[label][2][0], 3, max_new_tokens=32)
     fresh = tiny_model(family, noise=0.1, copy="reference")

@@ -102,7 +102,7 @@ def test_a_drafter_that_is_the_target_under_other_numbers_is_always_right(
     assert full > (0.6 if mode == "tli" else 0.2)  # characters that have only begun are held back
 
 
-def test_sampled_drafts_of_the_same_law_are_always_accepted(loaded: Any, models: Any) -> None:
+def test_sampled_drafts_of_the_same_distribution_are_always_accepted(loaded: Any, models: Any) -> None:
     drafter = {"name": "universal", "model": models["renumbered"], "gamma": 3}
     outputs = answers(loaded["single"], drafter, 4, temperature=1.0, top_p=0.9, verifier="token")
     steps = [round for one in outputs for round in one.steps]
@@ -153,7 +153,7 @@ def test_certified(toy: str, label: str, rule: str) -> None:
     assert row.verdict == "yes" and len(row.lengths) == 2, row
 
 
-def test_a_law_that_forgets_what_is_not_shared_is_caught() -> None:
+def test_distribution_without_unshared_tokens_is_detected() -> None:
     """q as the drafter's own law, not renormalised over the tokens that both have."""
 
     class Wrong(universal()):
@@ -272,7 +272,7 @@ def test_characters_that_have_only_begun() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: byte_level(290, TEXTS[:1]), metaspace], ids=["byte-level", "metaspace"])
-def test_a_text_is_retold_alike_however_it_came(make: Any) -> None:
+def test_retokenized_text_does_not_depend_on_chunking(make: Any) -> None:
     p, tokenizer = parts(), byte_level(300)
     theirs, mine = p.TokenBytes(tokenizer), p.TokenBytes(make())
     for text in [*PROMPTS, "one-very-long-word-without-any-space-" * 4, "東京" * 30 + " x"]:

@@ -1,4 +1,4 @@
-"""What the decode loop refuses, and the sentence it says: NaN, drafts against the contract, models it cannot run."""
+"""Errors of the decode loop and their messages: NaN, drafts against the contract, models it cannot run."""
 
 from collections.abc import Callable
 from typing import Any

@@ -53,7 +53,7 @@ def toy_decoder(who: str = "", rule: str = "token", batch_size: int = 2, said: f
 
 @pytest.mark.parametrize("rule", ["token", "block", "greedy-block"])
 @pytest.mark.parametrize("who", ["target", "drafter"])
-def test_a_row_of_nan_ends_alone(who: str, rule: str) -> None:
+def test_row_of_nan_does_not_end_the_others(who: str, rule: str) -> None:
     """The neighbour says what it says beside a healthy one; the slot serves the next prompt as a new one would."""
     prompts = [[BAD], [0, 1], [0, 2]]
     got = {r.index: r for r in toy_decoder(who, rule).run(prompts, on_error="finish")}
@@ -67,7 +67,7 @@ def test_a_row_of_nan_ends_alone(who: str, rule: str) -> None:
         assert [r.tau for r in got[index].steps] == [r.tau for r in healthy[index].steps]
 
 
-def test_what_was_said_before_the_nan_is_kept() -> None:
+def test_output_before_the_nan_is_kept() -> None:
     (response,) = toy_decoder("target", batch_size=1, said=0.2).run([[0]], on_error="finish")
     (healthy,) = toy_decoder(batch_size=1, said=0.2).run([[0]])
     assert response.finish_reason == "error" and response.tokens == healthy.tokens[: len(response.tokens)]
@@ -109,7 +109,7 @@ def test_a_run_inside_another_one_is_refused() -> None:
     assert len(list(decoder.run([[2]]))) == 1
 
 
-def test_a_strategy_that_fails_while_it_is_told_leaves_no_slot_occupied() -> None:
+def test_failing_update_frees_all_slots() -> None:
     decoder = toy_decoder()
 
     def fails(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a step asks of a device outside the models' passes: few operations, and one wait of the host."""
+"""Device work of a step outside the models' passes: few operations, and one wait of the host."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a step holds of the vocabulary at most: bytes for each entry of each scored position."""
+"""Peak vocabulary-sized memory of a step: bytes for each entry of each scored position."""
 
 import gc
 from collections.abc import Callable
@@ -69,7 +69,7 @@ def test_what_a_step_holds(
     assert 5 < per_entry <= most
 
 
-def test_what_is_held_is_counted() -> None:
+def test_allocated_memory_is_counted() -> None:
     with torch.inference_mode(), Peak() as held:
         x = torch.zeros(100)
         y = x[10:] + 1

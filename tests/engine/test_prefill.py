@@ -61,7 +61,7 @@ def made(tiny_model: Callable, decoder: Callable) -> Callable[..., Decoder]:
     return make
 
 
-def said(loop: Decoder) -> list[Any]:
+def outputs(loop: Decoder) -> list[Any]:
     found = sorted(loop.run(PROMPTS), key=lambda response: response.index)
     return [(r.tokens, r.finish_reason, [(one.tau, one.nodes) for one in r.steps]) for r in found]
 
@@ -69,9 +69,9 @@ def said(loop: Decoder) -> list[Any]:
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gpt2"])
 @pytest.mark.parametrize("pair", list(PAIRS))
 def test_tokens_are_those_of_prompts_prefilled_one_by_one(made: Callable, pair: str, family: str) -> None:
-    """Whether they share a pass, or wait while others decode and go in pieces of 24 tokens."""
+    """Prompts that share a pass, or wait while others decode and are prefilled in chunks of 24 tokens."""
     alone, together, pieces = (made(pair, family, prefill_tokens=most) for most in (0, 1024, 24))
-    assert said(together) == said(alone) == said(pieces)
+    assert outputs(together) == outputs(alone) == outputs(pieces)
     fed = [loop.target.fed for loop in (alone, together, pieces)]  # type: ignore[attr-defined]
     assert all(rows == 1 for rows, _ in fed[0]) and any(rows > 2 for rows, _ in fed[1])
     assert all(rows * width <= 24 for rows, width in fed[2]) and any(rows > 1 for rows, _ in fed[2])
@@ -156,7 +156,7 @@ def test_what_is_given_up_half_way_leaves_nothing(made: Callable) -> None:
     steps.close()
     assert loop.target.lengths == [0] * 4
     loop.max_new_tokens = 9
-    assert said(loop) == said(made("fork", prefill_tokens=0))
+    assert outputs(loop) == outputs(made("fork", prefill_tokens=0))
 
 
 def test_a_model_that_cannot_share_passes_begins_as_ever(made: Callable) -> None:
@@ -165,7 +165,7 @@ def test_a_model_that_cannot_share_passes_begins_as_ever(made: Callable) -> None
     loop, alone = made("chain", prefill_tokens=64), made("chain", prefill_tokens=0)
     for one in (loop.target, loop.drafter.model.lm):
         one.__class__ = type("Whole", (type(one),), {"prefill": None})
-    assert said(loop) == said(alone)
+    assert outputs(loop) == outputs(alone)
     assert loop.batch_steps == alone.batch_steps and sorted(loop.target.fed) == sorted(alone.target.fed)
 
 
@@ -196,7 +196,7 @@ def test_a_stream_has_no_piece_of_what_has_not_begun(tmp_path: Path) -> None:
         assert [t for piece in pieces if piece.index == response.index for t in piece.tokens] == response.tokens
 
 
-def test_a_drafter_that_begins_otherwise_is_not_asked_to_prefill() -> None:
+def test_drafter_with_its_own_start_does_not_prefill() -> None:
     chain = drafter_class("draft-model")
     reads_another_text = type("ReadsAnotherText", (chain,), {"start": chain.start})
     does_both = type("DoesBoth", (reads_another_text,), {"start": chain.start, "prefill": chain.prefill})

@@ -82,10 +82,10 @@ def test_a_class_an_instance_a_name_and_a_mapping_say_the_same(target: LoadedMod
     prompts, ask = [[5, 9, 5, 9], [6, 6]], {"max_new_tokens": 6, "seed": 1}
     config = PromptLookup.Config(gamma=3)
     given: list[Any] = [PromptLookup(config), (PromptLookup, config), {"name": "prompt-lookup", "gamma": 3}]
-    said = [[r.tokens for r in generate(target, prompts, drafter=drafter, **ask)] for drafter in given]
-    assert said[0] == said[1] == said[2]
-    said = [[r.tokens for r in generate(target, prompts, drafter=d, **ask)] for d in (PromptLookup, "prompt-lookup")]
-    assert said[0] == said[1]
+    outputs = [[r.tokens for r in generate(target, prompts, drafter=drafter, **ask)] for drafter in given]
+    assert outputs[0] == outputs[1] == outputs[2]
+    outputs = [[r.tokens for r in generate(target, prompts, drafter=d, **ask)] for d in (PromptLookup, "prompt-lookup")]
+    assert outputs[0] == outputs[1]
 
 
 def test_an_instance_lives_through_runs_of_any_size(target: LoadedModel) -> None:
@@ -161,7 +161,7 @@ def test_two_runs_at_a_time_are_refused(target: LoadedModel, which: str) -> None
         list(first.run([[5]]))
 
 
-def test_traits_that_raise_are_told_by_name(target: LoadedModel) -> None:
+def test_traits_that_raise_are_reported_by_name(target: LoadedModel) -> None:
     class Broken(Echo):
         name = "broken"
 

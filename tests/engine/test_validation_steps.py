@@ -1,4 +1,4 @@
-"""What is checked in every step, which steps are validated, and what the checks make of a wide chain."""
+"""Checks of every step, the choice of validated steps, and the checks of a wide chain."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from crossdraft.framework.errors import NumericalError
 
 @pytest.mark.parametrize("rule", ["token", "block", "sample-match", "traversal", "specinfer"])
 @pytest.mark.parametrize("vocabulary", [2048, 3000])
-def test_a_drafter_of_nan_never_says_a_token(rule: str, vocabulary: int) -> None:
+def test_drafter_of_nan_never_outputs_a_token(rule: str, vocabulary: int) -> None:
     """Not in steps that are not validated either, nor where the vocabulary is no multiple of a block."""
     kind = "wor" if rule in ("traversal", "specinfer") else "chain"
-    law = torch.full((vocabulary,), 1 / vocabulary)
-    context = ToyContext(law, law, Sampling(), B)
+    probs = torch.full((vocabulary,), 1 / vocabulary)
+    context = ToyContext(probs, probs, Sampling(), B)
     spoil = at("q", slice(None), torch.nan)
     drafter = Seeded(Seeded.Config(kind=kind, vocabulary=vocabulary, change=spoil), context)
-    loop = Decoder(TableLM(law, B), drafter, verifier_class(rule)(), sampling=Sampling(), validate="never")
+    loop = Decoder(TableLM(probs, B), drafter, verifier_class(rule)(), sampling=Sampling(), validate="never")
     ended = list(loop.run([[1], [2]], on_error="finish"))
     assert [(response.finish_reason, response.tokens) for response in ended] == [("error", [])] * 2
     assert all(str(response.error).startswith("drafter 'seeded' reported a q that is NaN") for response in ended)
@@ -63,7 +63,7 @@ def test_which_steps_are_validated(monkeypatch: Any) -> None:
 
 
 def test_a_mistake_after_the_first_steps_is_found() -> None:
-    """What starts late is found in a step that is sampled."""
+    """A mistake that starts late is detected in a sampled step."""
     steps = 0
 
     def late(draft: Draft, _: Any) -> None:
@@ -78,7 +78,7 @@ def test_a_mistake_after_the_first_steps_is_found() -> None:
     assert steps == EVERY + 1
 
 
-def test_a_chain_is_no_wider_than_the_widest_row() -> None:
+def test_chain_is_not_wider_than_the_widest_row() -> None:
     """The target evaluates every column for every row: those that no row has room for are cut."""
     widths: list[tuple[int, int]] = []
     loop = decoder("chain", on_step=lambda event: widths.append((event.draft.width, event.scores.p.shape[1])))
@@ -112,7 +112,7 @@ class Looks(TorchFunctionMode):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("validate, transfers", [("never", 1), ("always", 3)])
 def test_a_step_has_one_transfer(kind: str, validate: str, transfers: int) -> None:
-    """What is checked in every step travels with the accepted lengths; a validated step asks twice more."""
+    """Checks of every step travel with the accepted lengths; a validated step needs two more transfers."""
     loop = decoder(kind, validate=validate)
     draft = honest(kind)  # Draft.iid looks once itself
     loop.drafter.config = Seeded.Config(kind="chain", change=lambda *_: draft)

@@ -88,7 +88,7 @@ def test_an_option(options: list[str], words: list[str], refused: Any, config: P
     refused(["cost", "--target", str(config), "--on", "h100", *options], *words)
 
 
-def test_a_config_is_no_model(refused: Any, config: Path) -> None:
+def test_config_is_not_a_model(refused: Any, config: Path) -> None:
     refused(["cost", "--target", str(config), "--on", ""], "a file that is not supp")
 
 

@@ -293,7 +293,7 @@ def test_a_registered_model(model: Any, words: list[str], install: Any) -> None:
         resolve("theirs", heads=True)
 
 
-def test_a_registered_directory_that_is_none(install: Any) -> None:
+def test_registered_path_that_is_not_a_directory(install: Any) -> None:
     install("models", ("theirs", Path("/no/where")))
     refusal("theirs", "the directory of theirs, /no/where, does not exist")
 
@@ -316,7 +316,7 @@ def test_a_chat_template(template: str, directory: Path) -> None:
         generate(loaded, "w5 w6", max_new_tokens=2)
 
 
-def test_half_a_pair_is_no_text(directory: Path) -> None:
+def test_half_a_surrogate_pair_is_not_text(directory: Path) -> None:
     with pytest.raises(CrossdraftError, match=r"U\+D800, half of a surrogate pair, which cannot be tokenized"):
         generate(load_model(str(directory)), "w5 \ud800")
 

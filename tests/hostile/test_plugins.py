@@ -299,12 +299,12 @@ def test_a_drafter_in_a_list(what: str, install: Any, capsys: Any) -> None:
     assert code == 0 or err.count("crossdraft: error: the drafter 'theirs'") == 1
 
 
-def test_a_place_is_told(refused: Any, recipe: str, install: Any) -> None:
+def test_error_location_is_reported(refused: Any, recipe: str, install: Any) -> None:
     install("drafters", ("theirs", drafter(raises(RuntimeError("boom")))))
     refused(["run", recipe], "recipe.yaml:3: the drafter 'theirs'", code=1)
 
 
-def test_a_property_called_model_is_none(recipe: str, install: Any) -> None:
+def test_property_called_model_is_not_a_model(recipe: str, install: Any) -> None:
     from crossdraft.framework.bench.matrix import load_recipe, plan
 
     install("drafters", ("theirs", drafter(CHAINS, Property)))

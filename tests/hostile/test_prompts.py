@@ -91,8 +91,8 @@ def recipe(tmp_path: Path, target: str) -> str:
 def test_a_row(what: str, refused: Any, recipe: str, tmp_path: Path) -> None:
     row, words = ROWS[what]
     (tmp_path / "p.jsonl").write_bytes(FINE + row)
-    said = refused(["run", recipe], "p.jsonl", *words)
-    assert "p.jsonl:2" in said or "(line 2)" in said
+    outputs = refused(["run", recipe], "p.jsonl", *words)
+    assert "p.jsonl:2" in outputs or "(line 2)" in outputs
 
 
 FILES: dict[str, tuple[bytes, list[str]]] = {
@@ -115,7 +115,7 @@ def test_a_file(what: str, refused: Any, recipe: str, tmp_path: Path) -> None:
     refused(["run", recipe], *words)
 
 
-def test_what_is_no_file(refused: Any, recipe: str, tmp_path: Path) -> None:
+def test_paths_that_are_not_files(refused: Any, recipe: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "p.jsonl")
     refused(["run", recipe], "p.jsonl: it is a device, a pipe or a socket")
     refused(["run", recipe, "--set", "prompts=/dev/zero"], "/dev/zero: it is a device, a pipe or a socket")

@@ -124,9 +124,9 @@ def recipe(tmp_path: Path, target: str) -> str:
 
 @pytest.mark.parametrize("setting", list(SETTINGS), ids=lambda s: ascii(s)[1:40])
 def test_a_setting(setting: str, refused: Any, recipe: str) -> None:
-    said = refused(["run", recipe, "--set", setting], *SETTINGS[setting])
+    outputs = refused(["run", recipe, "--set", setting], *SETTINGS[setting])
     if setting != "drafters.0.name.x=3":  # what is wrong with the name stands in the file
-        assert "--set " in said, "the argument is what was wrong"
+        assert "--set " in outputs, "the argument is what was wrong"
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_an_argument(arguments: list[str], words: str, refused: Any, recipe: str
     refused(["run", recipe, *arguments], words)
 
 
-def test_only_five_of_many_mistakes_are_told(refused: Any, recipe: str) -> None:
+def test_only_five_of_many_mistakes_are_reported(refused: Any, recipe: str) -> None:
     keys = [part for i in range(300) for part in ("--set", f"key{i}=1")]
-    said = refused(["run", recipe, *keys], "unknown key 'key0'", "unknown key 'key4'", "... and 295 more")
-    assert "key5" not in said
+    outputs = refused(["run", recipe, *keys], "unknown key 'key0'", "unknown key 'key4'", "... and 295 more")
+    assert "key5" not in outputs

@@ -58,7 +58,7 @@ def test_closed_streams(streams: str, tmp_path: Path) -> None:
     assert shell(f"{CROSSDRAFT} list {streams}", tmp_path).returncode == 0
 
 
-def test_an_error_that_nobody_reads(tmp_path: Path) -> None:
+def test_unread_error(tmp_path: Path) -> None:
     for streams in (">&- 2>&-", "2>/dev/full"):
         assert shell(f"{CROSSDRAFT} new drafter X {streams}", tmp_path).returncode == 2
 

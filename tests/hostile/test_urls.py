@@ -97,5 +97,5 @@ def test_an_answer_that_is_too_long(refused: Any, monkeypatch: Any) -> None:
         "http://127.0.0.1:1/%",
     ],
 )
-def test_what_is_no_url(url: str, refused: Any) -> None:
+def test_invalid_urls(url: str, refused: Any) -> None:
     refused(["advise", url])

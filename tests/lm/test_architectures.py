@@ -54,7 +54,7 @@ def made(model_type: str, label: str = "", **changes: Any) -> Any:
         ("bert", ""),
     ],
 )
-def test_logits_are_those_of_the_model_alone(model_type: str, label: str) -> None:
+def test_logits_match_the_model(model_type: str, label: str) -> None:
     assert disagreement(made(model_type, label)) < TOLERANCE
 
 
@@ -125,7 +125,7 @@ def test_an_encoder_decoder_is_refused_when_it_is_loaded(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
-def test_layers_that_depend_on_each_other_are_not_run_alone(model_type: str) -> None:
+def test_dependent_layers_are_not_run_separately(model_type: str) -> None:
     lm = TransformersLM(made(model_type), 1, 16)
     with pytest.raises(ModelError, match="layers that depend on each other"):
         lm.fork([0])

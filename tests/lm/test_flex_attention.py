@@ -46,7 +46,7 @@ def traced(monkeypatch: Any) -> Iterator[list[int]]:
     flex_attention._compiled.cache_clear()
 
 
-def said(model: Any) -> torch.Tensor:
+def outputs(model: Any) -> torch.Tensor:
     """Logits after prompts that share a pass or come in pieces: a chain, a tree in two levels, and what follows."""
     lm = TransformersLM(model, 3, 64)
     lm.prefill({0: PROMPTS[2], 1: PROMPTS[1]})
@@ -66,16 +66,16 @@ def test_chains_and_trees_equal_explicit_masks(
 ) -> None:
     """Heads that share keys, windows, rows of different length."""
     monkeypatch.setattr(prompt_prefill, "PREFILL_CHUNK", 7)
-    asked = tiny_model(family, attn_implementation=flex_attention.FLEX)
-    expected = said(tiny_model(family))
-    torch.testing.assert_close(said(asked), expected, atol=2e-5, rtol=1e-5)
+    flex = tiny_model(family, attn_implementation=flex_attention.FLEX)
+    expected = outputs(tiny_model(family))
+    torch.testing.assert_close(outputs(flex), expected, atol=2e-5, rtol=1e-5)
     assert traced, "nothing went through FlexAttention"
 
     def mistaken(allowed: torch.Tensor) -> Any:
         return flex_attention.block_mask(allowed | allowed.roll(1, 2))
 
     monkeypatch.setattr(attention_masks, "block_mask", mistaken)  # everybody sees one slot more
-    assert (said(asked) - expected).abs().max() > 0.1
+    assert (outputs(flex) - expected).abs().max() > 0.1
 
 
 @pytest.mark.parametrize(
@@ -146,8 +146,8 @@ def test_one_function_is_compiled_a_few_times(traced: list[int]) -> None:
         assert weights is None and ours.is_contiguous()
         scores = q @ k.repeat_interleave(3, 1).mT * 0.4
         scores = scores if cap is None else cap * torch.tanh(scores / cap)
-        law = scores.masked_fill(~allowed[:, None], -torch.inf).softmax(-1)
-        torch.testing.assert_close(ours, (law @ v.repeat_interleave(3, 1)).transpose(1, 2), atol=1e-5, rtol=1e-5)
+        probs = scores.masked_fill(~allowed[:, None], -torch.inf).softmax(-1)
+        torch.testing.assert_close(ours, (probs @ v.repeat_interleave(3, 1)).transpose(1, 2), atol=1e-5, rtol=1e-5)
     assert max(traced) <= 4 and len(traced) <= 10, traced
 
 
@@ -160,12 +160,12 @@ def test_unsupported_models_are_refused(tiny_model: Callable, traced: list[int],
         TransformersLM(model, 1, 16)
     del model._hf_hook
     key = torch.zeros(1, 2, 4, 8)
-    mask, asked = (
+    mask, flex = (
         flex_attention.block_mask(torch.ones(1, 4, 4, dtype=torch.bool)),
         {"s_aux": torch.zeros(2), "position_bias": None},
     )
     with pytest.raises(ModelError, match=r"^Module uses s_aux in its attention, which .* another attn_implementation"):
-        flex_attention.ragged_flex(torch.nn.Module(), key, key, key, mask, **asked)
+        flex_attention.ragged_flex(torch.nn.Module(), key, key, key, mask, **flex)
 
     def fails(graph: Any, inputs: Any) -> Any:
         raise ValueError("no compiler")
@@ -222,7 +222,7 @@ def test_on_cuda(
         )
         return {r.index: r.tokens for r in loop.run(PROMPTS * 2)}, loop
 
-    (asked, loop), (expected, _) = run(attn_implementation=flex_attention.FLEX), run()
-    assert asked == expected
+    (flex, loop), (expected, _) = run(attn_implementation=flex_attention.FLEX), run()
+    assert flex == expected
     assert len(loop.target.graphs) > 0
     assert not [r for r in caplog.records if r.name == cuda_graphs.__name__]

@@ -103,12 +103,12 @@ def test_a_target_that_resumes_from_the_drafters_layers_is_another_component() -
 
 
 def test_the_drafters_prefill_counts() -> None:
-    def begun(seconds: float) -> Piece:
+    def started(seconds: float) -> Piece:
         piece = made_piece(20, 10, "3 0", target=1.0)
         rows = [list(row) for row in piece.steps["3 0"]]
         return Piece(20, piece.seconds, steps={"3 0": [[*rows[0], 100, round(1e6 * seconds)], *rows[1:]]})
 
-    times = ComponentTimes(cells(plain(12), [begun(0.05 if i % 2 else 0.5) for i in range(12)]))
+    times = ComponentTimes(cells(plain(12), [started(0.05 if i % 2 else 0.5) for i in range(12)]))
     assert times.seconds(1) == pytest.approx(12.6, rel=1e-3), "0.05 s a prompt, ten times that where it was disturbed"
 
 

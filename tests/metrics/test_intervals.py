@@ -96,7 +96,7 @@ def test_paired_differences_in_full(n: int) -> None:
     assert 0.925 < found < 0.975
 
 
-def test_nothing_is_said_where_nothing_can_be() -> None:
+def test_no_interval_without_enough_data() -> None:
     two = np.array([[1.0, 2.0], [3.0, 4.0]])
     assert estimate(ratio, two) == Estimate(4 / 6)
     assert estimate(ratio, np.array([[1.0, 2.0]] * 5)) == Estimate(0.5)

@@ -55,7 +55,7 @@ def marked(directory: Path, where: str = "") -> Path:
     return marker
 
 
-def test_code_runs_with_consent_alone(tmp_path: Path) -> None:
+def test_code_runs_only_with_consent(tmp_path: Path) -> None:
     marker = marked(tmp_path / "it")
     with pytest.raises(ModelError, match="contains custom Python code"):
         load_model(str(tmp_path / "it"))
@@ -166,8 +166,8 @@ def test_every_command_asks_for_consent_model_by_model(
     argv = [part.format(**names) for part in COMMANDS[command].split()]
     for allowed, ran in [([], [False, False]), ([target], [True, False]), ([target, small], [True, True])]:
         main([*argv, *(word for name in allowed for word in ("--trust-remote-code", str(name)))])
-        said = "".join(capsys.readouterr())
-        assert ("it contains custom Python code" in said) == (not all(ran)), said
+        outputs = "".join(capsys.readouterr())
+        assert ("it contains custom Python code" in outputs) == (not all(ran)), outputs
         assert [marker.exists() for marker in markers] == ran
         for module in [name for name in sys.modules if name.startswith("transformers_modules")]:
             del sys.modules[module]

@@ -63,7 +63,7 @@ def test_what_is_small_or_fresh_or_checked_for_damage_is_read(
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_damaged_memory_is_not_believed(tmp_path: Path, reads: list[Path]) -> None:
+def test_damaged_digest_cache_is_ignored(tmp_path: Path, reads: list[Path]) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(OLD)
     digests.weights_sha256(file)

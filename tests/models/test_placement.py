@@ -25,18 +25,18 @@ def target(tmp_path_factory: Any) -> str:
 
 
 @pytest.mark.parametrize("device", [HALF, "spread"], ids=["disk", "spread"])
-def test_a_spread_target_says_what_a_whole_one_says(target: str, device: Any) -> None:
+def test_spread_target_matches_a_whole_one(target: str, device: Any) -> None:
     whole, spread = (load_model(target, device=where, dtype="float32") for where in ("cpu", device))
     for drafter in ("prompt-lookup", {"name": "draft-model", "model": target, "gamma": 2}):
-        said = [generate(one, PROMPTS, drafter=drafter, max_new_tokens=12, seed=3) for one in (whole, spread)]
-        assert [r.tokens for r in said[0]] == [r.tokens for r in said[1]]
+        outputs = [generate(one, PROMPTS, drafter=drafter, max_new_tokens=12, seed=3) for one in (whole, spread)]
+        assert [r.tokens for r in outputs[0]] == [r.tokens for r in outputs[1]]
     assert whole.sha256 == spread.sha256
     if device is HALF:
         assert {str(weight.device) for weight in spread.model.parameters()} == {"cpu", "meta"}
         assert input_device(spread.model) == torch.device("cpu")
 
 
-def test_layers_of_a_spread_target_do_not_run_alone(target: str) -> None:
+def test_layers_of_a_spread_target_are_not_run_separately(target: str) -> None:
     """Its hooks would run all of them without a word."""
     spread = load_model(target, device=HALF, dtype="float32")
     with pytest.raises(ModelError, match="its layers cannot be run alone"):

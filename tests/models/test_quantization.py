@@ -63,7 +63,7 @@ def test_it_is_decoded_as_it_decodes_itself(directory: Path, temperature: float)
                 ids = torch.cat([ids, torch.tensor([[token]])], 1)
 
 
-def test_memory_is_explained_by_what_is_held(directory: Path, monkeypatch: Any) -> None:
+def test_memory_matches_the_allocated_tensors(directory: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(memory, "_gb", str)
     plain, small = (load_model(str(directory) + kind, dtype="float32").model for kind in ("", "@int8"))
     sizes = [

@@ -97,7 +97,7 @@ def test_candidates_end_with_one() -> None:
     assert threads.candidates(12) == [12, 6, 3, 1] and threads.candidates(1) == [1]
 
 
-def test_a_neighbour_that_comes_and_goes_is_noticed(cores: Cores, count: ThreadCount) -> None:
+def test_intermittent_neighbour_is_detected(cores: Cores, count: ThreadCount) -> None:
     count.start()
     assert count.number == 2 and cores.measurements == 1
     assert cores.step(count, 60, waited=0) == 2 and cores.measurements == 1, "nobody waited"
@@ -130,7 +130,7 @@ def test_one_thread_leaves_nothing_to_choose(cores: Cores) -> None:
     assert one.fixed and one.number == 1 and cores.measurements == 0
 
 
-def test_the_number_holds_for_the_steps_alone(all_cores: int, cores: Cores, count: ThreadCount) -> None:
+def test_thread_count_applies_only_to_the_steps(all_cores: int, cores: Cores, count: ThreadCount) -> None:
     cores.seconds = {2: [6.0], 1: [1.0]}
     between = []
     steps = count.applied(torch.get_num_threads() for _ in range(3))
@@ -193,7 +193,7 @@ def test_so_does_a_number_set_in_python(all_cores: int) -> None:
     assert threads.settings()["number"] == "torch.set_num_threads"
 
 
-def test_other_devices_and_models_without_linear_layers_are_left_alone(all_cores: int) -> None:
+def test_other_devices_and_models_without_linear_layers_are_unchanged(all_cores: int) -> None:
     elsewhere = Target()
     elsewhere.device = torch.device("meta")
     assert thread_count(elsewhere).fixed

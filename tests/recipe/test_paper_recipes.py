@@ -91,7 +91,7 @@ def test_every_recipe_can_be_planned(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if name.startswith("paper/")])
-def test_papers_are_asked_with_their_own_prompts(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_paper_recipes_use_the_papers_prompts(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     """A missing prompt file is an error with the line in the recipe; built-in prompts are not used instead."""
     monkeypatch.chdir(tmp_path)
     source = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))["prompts"]

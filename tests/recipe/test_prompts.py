@@ -93,10 +93,10 @@ def test_a_data_set_saved_to_disk(tmp_path: Path) -> None:
 def test_a_data_set_of_the_hub(monkeypatch: Any) -> None:
     import datasets
 
-    asked = []
+    calls = []
 
     def load_dataset(*args: Any, **options: Any) -> Any:
-        asked.append((args, options))
+        calls.append((args, options))
         return {"train": [], "test": [{"question": "a"}, {"question": "b"}]}
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
@@ -104,7 +104,7 @@ def test_a_data_set_of_the_hub(monkeypatch: Any) -> None:
         ("a",),
         ("b",),
     ]
-    assert asked == [(("openai/gsm8k", "main"), {"streaming": False})]
+    assert calls == [(("openai/gsm8k", "main"), {"streaming": False})]
     assert load_prompts("hf:openai/gsm8k", split="test", limit=1)[0].turns == ("a",)
     assert error("hf:openai/gsm8k") == "the dataset hf:openai/gsm8k has several splits; choose one of: train, test"
     assert error("hf:a/b?spilt=x") == "hf:a/b?spilt=x: unknown option 'spilt'; only split and column are supported"

@@ -235,7 +235,7 @@ def test_an_error_names_file_line_and_what_is_meant(base: str, recipe_file: WRIT
     assert error(recipe_file(text.replace(old, new, 1))) == f"{base}:{line}: {sentence}"
 
 
-def test_every_error_is_told(base: str) -> None:
+def test_every_error_is_reported(base: str) -> None:
     assert error(base, "limit=0", "seeds=1") == (
         "--set limit=0: limit: should be greater than or equal to 1, not 0\n"
         "--set seeds=1: unknown key 'seeds'; did you mean 'seed'?"
@@ -259,7 +259,7 @@ def test_missing_keys_and_files_that_are_no_recipe(recipe_file: WRITE, tmp_path:
     assert error(path) == f"cannot read the recipe {path}: it is not UTF-8 text (line 2)"
 
 
-def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_recipe_is_reported(tmp_path: Path) -> None:
     known = ", ".join(sorted(plugins.entries("recipes"))) or "none"
     assert error("missing.yaml") == f"the recipe file missing.yaml does not exist; recipes by name: {known}"
     assert error(f"{tmp_path}/") == f"the recipe file {tmp_path}/ is a directory; recipes by name: {known}"

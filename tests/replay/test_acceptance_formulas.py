@@ -19,7 +19,7 @@ from crossdraft.framework.replay.teacher_forcing.iid_chains import ChainSums, su
 CLOSE = 1e-12
 
 
-def forced(p: exact.Model, q: exact.Model, output: tuple[int, ...], k: int = 1) -> DraftScores:
+def draft_scores(p: exact.Model, q: exact.Model, output: tuple[int, ...], k: int = 1) -> DraftScores:
     """Scores of an output whose first steps draft all but its last token."""
     t, logs = len(output), np.full((len(output), len(output)), -np.inf)
     distributions = [[probs(output[:i]) for i in range(t)] for probs in (p, q)]
@@ -56,7 +56,7 @@ def test_one_sequence(rule: str, v: int, gamma: int) -> None:
         assert sum(joint.values()) == 1
         for output in outputs(p, v, gamma):
             wanted = [float(x) for x in exact.given_output(joint, p, output)]
-            found = survival(rule, forced(p, q, output))[1][0, :gamma]
+            found = survival(rule, draft_scores(p, q, output))[1][0, :gamma]
             assert found == pytest.approx(wanted, abs=CLOSE)
 
 
@@ -71,7 +71,7 @@ def test_a_point_mass_is_accepted_as_far_as_it_agrees() -> None:
             assert wanted == [float(draft[:i] == output[:i]) for i in range(1, gamma + 1)]
             logs = np.full((gamma + 1, gamma), -np.inf)
             logs[0] = [0.0 if a == b else -np.inf for a, b in zip(draft, output, strict=False)]
-            given = DraftScores(logs, np.full(gamma + 1, gamma), forced(p, p, output).log_p)
+            given = DraftScores(logs, np.full(gamma + 1, gamma), draft_scores(p, p, output).log_p)
             for rule in acceptance_formulas.VERIFIERS:
                 assert survival(rule, given)[1][0].tolist() == wanted
             shortcut = acceptance_formulas.point_mass_survival([given])
@@ -98,7 +98,7 @@ def test_several_sequences_at_every_k_from_one_pass(rule: str, v: int, gamma: in
         joints = {one: exact.many(p, q, v, gamma, one, RULES[rule]) for one in ks}
         assert all(sum(joint.values()) == 1 for joint in joints.values())
         for output in outputs(p, v, gamma):
-            given = forced(p, q, output, k)
+            given = draft_scores(p, q, output, k)
             if rule == "spectr":  # with the very rho of the enumeration, which is rational
                 given = DraftScores(given.log_q, given.lengths, given.log_p, _with_rho(given.sums, p, q, output, k))
             found = survival(rule, given, ks)
@@ -132,7 +132,7 @@ def test_a_wrong_identity_of_block_verification_is_found_out(wrong: Callable) ->
         joint = exact.block(p, q, 2, 3)
         for output in outputs(p, 2, 3):
             wanted = np.array([float(x) for x in exact.given_output(joint, p, output)])
-            given = forced(p, q, output)
+            given = draft_scores(p, q, output)
             found = wrong(given.log_q[0, :3] - given.log_p[:3])
             worst = max(worst, float(np.abs(found - wanted).max()))
     assert worst > 1e-4

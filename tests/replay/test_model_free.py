@@ -68,19 +68,19 @@ def test_texts_are_independent_of_their_batch(monkeypatch: Any) -> None:
         assert np.array_equal(one, other)
 
 
-def test_texts_are_asked_for_as_they_are_needed(monkeypatch: Any) -> None:
+def test_texts_are_requested_lazily(monkeypatch: Any) -> None:
     monkeypatch.setattr("crossdraft.drafters.retrieval.prompt_lookup_replay.BATCH", 100)
     monkeypatch.setattr("crossdraft.framework.replay.teacher_forcing.model_free.WINDOW", 3)
-    asked = []
+    indices = []
 
     def texts() -> Any:
         for i in range(1000):
-            asked.append(i)
+            indices.append(i)
             yield SimpleNamespace(prompt=[1, 2, 3], tokens=[1, 2] * 10)
 
     found = score_model_free(PromptLookup, PromptLookup.Config(), texts(), 4, SAMPLING)
     next(found)
-    assert len(asked) < 10
+    assert len(indices) < 10
 
 
 class Echo(Drafter):
@@ -126,7 +126,7 @@ def text(tokens: list[int]) -> Any:
     return SimpleNamespace(prompt=[5], tokens=tokens)
 
 
-def test_a_drafter_without_a_fast_path_is_asked_itself() -> None:
+def test_drafter_without_a_fast_path_drafts_itself() -> None:
     config = Echo.Config(gamma=2)
     tokens = [5, 5, 6, 6] * 30
     found = next(score_model_free(Echo, config, [text(tokens)], 4, SAMPLING))

@@ -29,8 +29,8 @@ def write(path: Path, model: Any, change: Any, temperature: float = 1.0) -> Path
             tokens = torch.cat([tokens, model(tokens).logits[:, -1].softmax(-1).multinomial(1)], 1)
         log_p = model(tokens).logits.log_softmax(-1)[:, 2:-1].gather(2, tokens[:, 3:, None])[..., 0]
     rows = [
-        {"prompt": PROMPT, "tokens": said[3:].tolist(), "logprobs": change(p).tolist(), "temperature": temperature}
-        for said, p in zip(tokens, log_p, strict=True)
+        {"prompt": PROMPT, "tokens": outputs[3:].tolist(), "logprobs": change(p).tolist(), "temperature": temperature}
+        for outputs, p in zip(tokens, log_p, strict=True)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path

@@ -46,12 +46,12 @@ def forced_one(response: Response) -> DraftScores:
     )
 
 
-def forced(texts: Iterable[Response]) -> Iterator[DraftScores]:
+def scores(texts: Iterable[Response]) -> Iterator[DraftScores]:
     return map(forced_one, texts)
 
 
 def candidate(verifiers: dict[str, tuple[int, ...]], **options: Any) -> Candidate:
-    return Candidate("it", (object, None), verifiers, (1, 2, DEPTH), options.pop("forced", forced), **options)
+    return Candidate("it", (object, None), verifiers, (1, 2, DEPTH), options.pop("scores", scores), **options)
 
 
 def test_sums_are_those_of_each_response(monkeypatch: Any) -> None:
@@ -98,7 +98,7 @@ def test_differences_are_paired_by_prompt() -> None:
 
         return along
 
-    found = replay(texts, [candidate({"token": (1,)}, forced=certain(every)) for every in (3, 4)])
+    found = replay(texts, [candidate({"token": (1,)}, scores=certain(every)) for every in (3, 4)])
     records: list[list[StepRecord]] = [[], []]
     for i, every in enumerate((3, 4)):
         for n, text in enumerate(texts):
@@ -125,7 +125,7 @@ def test_sampled_draft_lengths() -> None:
 
 
 def test_a_drafter_that_gives_too_little_is_named() -> None:
-    short = candidate({"token": (1,)}, forced=lambda texts: iter([forced_one(responses(1)[0])]))
+    short = candidate({"token": (1,)}, scores=lambda texts: iter([forced_one(responses(1)[0])]))
     with pytest.raises(ContractError, match="'it' returned 1 drafts for 2 responses"):
         replay(responses(2), [short])
     with pytest.raises(UsageError, match="do not contain a response to replay"):

@@ -95,7 +95,7 @@ def rows_of(path: Path, n: int = 30) -> Path:
     return path
 
 
-def test_every_form_says_the_same(tmp_path: Path, capsys: Any) -> None:
+def test_all_formats_agree(tmp_path: Path, capsys: Any) -> None:
     path, out = rows_of(tmp_path / "said.jsonl"), tmp_path / "positions.parquet"
     options = [path, "--drafter", "prompt-lookup", "--drafter", "{name: prompt-lookup, label: one, max_ngram: 1}"]
     options += ["--verifier", "token", "--verifier", "specinfer", "--gamma", "2-3"]

@@ -104,11 +104,11 @@ def test_completions_and_what_servers_add(read: Any) -> None:
     plain = {"choices": [{"text": "w7 w8", "logprobs": said, "finish_reason": "length"}]} | {"prompt": "w5"}
     named = {"tokens": ["token_id:7", "token_id:2"], "token_logprobs": [-0.1, -0.2]}
     ids = {"choices": [{"text": "?", "logprobs": named, "finish_reason": "stop"}], "prompt": [5], "max_tokens": 8}
-    told = {"choices": [{"text": "?", "token_ids": [9, 9], "prompt_token_ids": [5, 6]}]}
+    with_token_ids = {"choices": [{"text": "?", "token_ids": [9, 9], "prompt_token_ids": [5, 6]}]}
     ended = said | {"tokens": ["w7", "w8", "</s>"], "token_logprobs": [-0.1, -0.2, -0.3]}
     whole = {"choices": [{"text": "w7 w8", "logprobs": ended, "finish_reason": "stop"}], "prompt": [5]}
     cut = {"choices": [{"text": "w7 w8", "logprobs": said, "finish_reason": "stop"}], "prompt": [5]}
-    found, reader = read(plain, ids, told, whole, cut)
+    found, reader = read(plain, ids, with_token_ids, whole, cut)
     assert [one.tokens for one in found] == [[7, 8], [7, 2], [9, 9], [7, 8, 2], [7, 8]]
     assert [one.ended for one in found] == [False, True, False, True, False]
     assert found[1].limit == 8 and found[2].prompt == [5, 6]
@@ -153,7 +153,7 @@ def test_completions_and_what_servers_add(read: Any) -> None:
         (chat(message={}, logprobs=None) | REQUEST, "the choice is empty"),
     ],
 )
-def test_what_is_no_response_is_refused_where_it_stands(read: Any, row: Any, said: str) -> None:
+def test_invalid_response_is_refused_with_its_line(read: Any, row: Any, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         read({"prompt": [1], "tokens": [1]}, row, sampling=Sampling())
 

@@ -18,7 +18,7 @@ from crossdraft.framework.replay.teacher_forcing import lazy_models as module
 
 
 @pytest.fixture
-def said(models: dict[str, str], tmp_path: Path) -> Callable[..., Path]:
+def outputs(models: dict[str, str], tmp_path: Path) -> Callable[..., Path]:
     """``said(logprobs=True)``: responses of ten tokens, recorded at temperature 1."""
 
     def write(*, logprobs: bool) -> Path:
@@ -65,9 +65,9 @@ COMMON = ["--dtype", "float32", "--device", "cpu", "--gamma", "1-4"]
 
 
 def test_the_target_is_not_loaded_where_log_p_was_recorded(
-    models: dict[str, str], said: Callable, passes: Counter, capsys: Any
+    models: dict[str, str], outputs: Callable, passes: Counter, capsys: Any
 ) -> None:
-    path = said(logprobs=True)
+    path = outputs(logprobs=True)
     options = [*COMMON, "--target", models["target"], *small(models), *small(models, "wide", label="wide")]
     spared = replayed(capsys, path, *options)
     assert "target" not in passes and "load target" not in passes
@@ -75,16 +75,16 @@ def test_the_target_is_not_loaded_where_log_p_was_recorded(
     assert len(spared["rows"]) == 2 * 2 * 4
     # The same with the target, which computes the log P that was not recorded.
     passes.clear()
-    asked = replayed(capsys, said(logprobs=False), *options)
+    scored = replayed(capsys, outputs(logprobs=False), *options)
     assert passes["target"] == 1 and passes["load target"] == 1
-    assert asked["rows"][0]["block_efficiency"] != spared["rows"][0]["block_efficiency"]
+    assert scored["rows"][0]["block_efficiency"] != spared["rows"][0]["block_efficiency"]
 
 
 def test_one_pass_of_the_target_serves_all(
-    models: dict[str, str], said: Callable, passes: Counter, capsys: Any
+    models: dict[str, str], outputs: Callable, passes: Counter, capsys: Any
 ) -> None:
     """Each drafter's numbers are those that it has alone."""
-    path = said(logprobs=False)
+    path = outputs(logprobs=False)
     iid = ["--drafter", json.dumps({"name": "draft-model-iid", "model": models["wide"], "K": 2})]
     options = [*COMMON, "--target", models["target"]]
     both = replayed(capsys, path, *options, *small(models), *iid)
@@ -95,8 +95,8 @@ def test_one_pass_of_the_target_serves_all(
         assert row["block_efficiency_all_steps"] == pytest.approx(other["block_efficiency_all_steps"])
 
 
-def test_policies_from_one_replay(models: dict[str, str], said: Callable, passes: Counter, capsys: Any) -> None:
-    path = said(logprobs=True)
+def test_policies_from_one_replay(models: dict[str, str], outputs: Callable, passes: Counter, capsys: Any) -> None:
+    path = outputs(logprobs=True)
     options = [*COMMON, "--target", models["target"], "--verifier", "token"]
     policies = ["static", "oracle", "heuristic:2", "confidence:0.05,0.5"]
     found = replayed(
@@ -129,7 +129,9 @@ def test_policies_from_one_replay(models: dict[str, str], said: Callable, passes
         (["--policy", "confidence:0.5"], "drafter 'prompt-lookup' has no token probabilities"),
     ],
 )
-def test_policies_that_say_nothing_are_refused(said: Callable, capsys: Any, options: list[str], sentence: str) -> None:
-    path = said(logprobs=True)
+def test_policies_that_say_nothing_are_refused(
+    outputs: Callable, capsys: Any, options: list[str], sentence: str
+) -> None:
+    path = outputs(logprobs=True)
     assert cli.main(["replay", str(path), "--drafter", "prompt-lookup", *options]) == 2
     assert sentence in capsys.readouterr().err

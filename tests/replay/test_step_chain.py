@@ -23,7 +23,7 @@ from crossdraft.framework.replay.teacher_forcing.iid_chains import sums
 GAMMA = 2
 
 
-def forced(toy: Toy, output: tuple[int, ...], depth: int, k: int) -> DraftScores:
+def draft_scores(toy: Toy, output: tuple[int, ...], depth: int, k: int) -> DraftScores:
     last = torch.tensor([toy.vocab_size, *output[:-1]])
     p, q = toy.target[last], toy.drafter[last]
     x = torch.tensor(output)
@@ -45,7 +45,7 @@ def tau_by_step(toy: Toy, rule: str, k: int, steps: int, gamma: int, of: Callabl
         weight = chance(toy, output)
         if not weight:
             continue
-        at_least = of(rule, forced(toy, output, gamma, k), [k])[k]
+        at_least = of(rule, draft_scores(toy, output, gamma, k), [k])[k]
         probs = tau_distribution(at_least, [gamma])[:, 0]
         starts = np.zeros(len(output) + gamma + 2)
         starts[0] = 1

@@ -42,7 +42,7 @@ def small(tiny_model: Callable) -> Any:
 
 
 @pytest.fixture(scope="module")
-def said(target: Any) -> list[RecordedResponse]:
+def outputs(target: Any) -> list[RecordedResponse]:
     """Responses of several lengths, one of them empty, in no order."""
     plain = run(making(target, WARM), configured("none"), "token", PROMPTS, new=8)
     return [RecordedResponse(r.prompt, r.tokens[:end]) for r, end in zip(plain.responses, ENDS, strict=True)]
@@ -97,15 +97,15 @@ def same(one: Any, other: Any, tolerance: float = 2e-4) -> None:
 def test_a_draft_model_from_the_text_is_one_that_drafts(
     target: Any,
     small: Any,
-    said: list[RecordedResponse],
+    outputs: list[RecordedResponse],
     sampling: Sampling,
     options: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drafter, make = configured("draft-model", model="small", **options), making(target, sampling, small)
-    quick = list(score_drafter(drafter, said, make, depth=6, rows=3))
+    quick = list(score_drafter(drafter, outputs, make, depth=6, rows=3))
     monkeypatch.setattr(drafter[0], "text_distribution", Drafter.text_distribution)
-    slow = list(score_drafter(drafter, said, make, depth=6, rows=3))
+    slow = list(score_drafter(drafter, outputs, make, depth=6, rows=3))
     assert [len(one.log_p) for one in quick] == ENDS
     for one, other in zip(quick, slow, strict=True):
         if "policy" in options and sampling.temperature == 0:
@@ -118,12 +118,14 @@ def test_a_draft_model_from_the_text_is_one_that_drafts(
             same(one, other)
 
 
-def test_the_numbers_are_those_of_the_plain_models(target: Any, small: Any, said: list[RecordedResponse]) -> None:
+def test_the_numbers_are_those_of_the_plain_models(target: Any, small: Any, outputs: list[RecordedResponse]) -> None:
     sampling = Sampling(temperature=0.8)
     found = list(
-        score_drafter(configured("draft-model", model="small", gamma=2), said, making(target, sampling, small), depth=5)
+        score_drafter(
+            configured("draft-model", model="small", gamma=2), outputs, making(target, sampling, small), depth=5
+        )
     )
-    for text, one in zip(said, found, strict=True):
+    for text, one in zip(outputs, found, strict=True):
         n = len(text.tokens)
         if not n:
             continue
@@ -137,16 +139,16 @@ def test_the_numbers_are_those_of_the_plain_models(target: Any, small: Any, said
         assert np.allclose(one.log_q[0, : min(5, n)], one.log_q[range(min(5, n)), 0])
 
 
-def test_recorded_log_p_is_kept_and_the_target_not_asked(target: Any, small: Any, said: list[RecordedResponse]) -> None:
+def test_recorded_log_p_is_used_instead_of_the_target(target: Any, small: Any, outputs: list[RecordedResponse]) -> None:
     class Silent(TransformersLM):
         def forward(self, *args: Any, **inputs: Any) -> Any:
             raise AssertionError("the target was asked")
 
-    texts = [RecordedResponse(text.prompt, text.tokens, [-0.5] * len(text.tokens)) for text in said]
+    texts = [RecordedResponse(text.prompt, text.tokens, [-0.5] * len(text.tokens)) for text in outputs]
     make, drafter = making(target, WARM, small, lm=Silent), configured("draft-model", model="small")
     assert all((one.log_p == -0.5).all() for one in score_drafter(drafter, texts, make, depth=3))
     with pytest.raises(AssertionError, match="was asked"):
-        list(score_drafter(drafter, said, make, depth=3))
+        list(score_drafter(drafter, outputs, make, depth=3))
     cold = making(target, Sampling(temperature=0), small)
     assert all((one.log_p == 0).all() for one in score_drafter(drafter, texts, cold, depth=3))
 
@@ -204,11 +206,11 @@ def test_scores_equal_the_q_of_a_run(heads: Callable, target: Any, small: Any, n
     [*("eagle3", "medusa"), *(pytest.param(n, marks=pytest.mark.slow) for n in ("eagle", "mtp", "early-exit", "pass"))],
 )
 def test_scores_equal_a_new_drafter(
-    heads: Callable, target: Any, small: Any, said: list[RecordedResponse], name: str
+    heads: Callable, target: Any, small: Any, outputs: list[RecordedResponse], name: str
 ) -> None:
     drafter, make = case(name, heads, small, target, WARM)
-    found = list(score_drafter(drafter, said, make, depth=3, rows=3))
-    for text, one in zip(said, found, strict=True):
+    found = list(score_drafter(drafter, outputs, make, depth=3, rows=3))
+    for text, one in zip(outputs, found, strict=True):
         for t in range(0, len(text.tokens), 2):
             n = min(3, len(text.tokens) - t)
             draft = fresh(make, drafter, text, t, n, lambda rest: TeacherForcingStepRng(torch.tensor([rest]), name))
@@ -234,11 +236,13 @@ class Shifted(TransformersLM):
     "name", ["eagle3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle", "mtp", "medusa"))]
 )
 def test_a_wrong_place_of_the_hidden_states_is_seen(
-    heads: Callable, target: Any, small: Any, said: list[RecordedResponse], name: str
+    heads: Callable, target: Any, small: Any, outputs: list[RecordedResponse], name: str
 ) -> None:
     drafter, make = case(name, heads, small, target, WARM)
     _, wrong = case(name, heads, small, target, WARM, lm=Shifted)
-    pairs = zip(score_drafter(drafter, said, make, depth=3), score_drafter(drafter, said, wrong, depth=3), strict=True)
+    pairs = zip(
+        score_drafter(drafter, outputs, make, depth=3), score_drafter(drafter, outputs, wrong, depth=3), strict=True
+    )
     assert max(np.abs(np.exp(a.log_q) - np.exp(b.log_q)).max(initial=0) for a, b in pairs) > 0.05
 
 
@@ -278,7 +282,7 @@ def test_replay_of_a_runs_own_responses_agrees_with_the_run(
 
 
 def test_heads_share_the_passes_of_the_target(
-    heads: Callable, target: Any, small: Any, said: list[RecordedResponse]
+    heads: Callable, target: Any, small: Any, outputs: list[RecordedResponse]
 ) -> None:
     """Heads that read other layers, and a draft model, whose log P comes from the same passes."""
     passes = 0
@@ -290,9 +294,11 @@ def test_heads_share_the_passes_of_the_target(
             return super().forward(*args, **inputs)
 
     drafters = [case(name, heads, small, target, WARM)[0] for name in ("eagle3", "medusa", "draft-model")]
-    alone = [list(score_drafter(drafter, said, making(target, WARM, small), depth=3, rows=5)) for drafter in drafters]
+    alone = [
+        list(score_drafter(drafter, outputs, making(target, WARM, small), depth=3, rows=5)) for drafter in drafters
+    ]
     make = making(target, WARM, small, lm=Counted)
-    side_by_side = list(score_drafters([ScoringRequest(drafter, 3) for drafter in drafters], said, make, rows=5))
+    side_by_side = list(score_drafters([ScoringRequest(drafter, 3) for drafter in drafters], outputs, make, rows=5))
     assert passes == max(ENDS)  # a token at a time, once for everyone
     for i, mine in enumerate(alone):
         for one, other in zip(mine, side_by_side, strict=True):

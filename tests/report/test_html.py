@@ -371,7 +371,7 @@ def test_settings_of_engines(tmp_path: Path) -> None:
 
 
 def test_a_note_that_follows_from_the_cells_stands_once(tmp_path: Path, monkeypatch: Any) -> None:
-    """What the run's own summary says of them is left to whoever reads the cells again; its other notes are kept."""
+    """The run's own remarks on them are dropped, as the cells are read again; its other notes are kept."""
     path = on_disk(finished_run(tmp_path, SMALL))
     monkeypatch.setattr(load_run, "remarks_of", lambda summary: [["note: this machine was busy"], []])
     with (path / "summary.md").open("a", encoding="utf-8") as file:

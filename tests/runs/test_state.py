@@ -25,9 +25,9 @@ def run(tmp_path: Path) -> RunDirectory:
 
 def test_a_run_from_its_beginning_to_its_end(run: RunDirectory) -> None:
     with run.locked(), Reporter(run, 6) as state:
-        begun = state_of(run.path)
-        assert (begun.state, begun.cells, begun.finished, begun.progress) == ("running", 6, 0, 0.0)
-        assert (begun.pid, begun.host) == (os.getpid(), socket.gethostname())
+        initial = state_of(run.path)
+        assert (initial.state, initial.cells, initial.finished, initial.progress) == ("running", 6, 0, 0.0)
+        assert (initial.pid, initial.host) == (os.getpid(), socket.gethostname())
         state.update(finished=2, failed=1, progress=0.5)
         assert (state_of(run.path).finished, state_of(run.path).failed, state_of(run.path).progress) == (2, 1, 0.5)
         state.update_progress(0.6)  # too soon after the last note
@@ -35,7 +35,7 @@ def test_a_run_from_its_beginning_to_its_end(run: RunDirectory) -> None:
         state.update(finished=5, progress=1.0, state="finished")
     over = state_of(run.path)
     assert (over.state, over.finished, over.failed, over.note) == ("finished", 5, 1, "")
-    assert begun.started == over.started <= over.updated
+    assert initial.started == over.started <= over.updated
 
 
 @pytest.mark.parametrize(
@@ -54,11 +54,11 @@ def test_what_leaves_a_run_is_noted(run: RunDirectory, error: BaseException, sta
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the process is a fork of this one")
 def test_a_process_that_was_killed(run: RunDirectory) -> None:
     """The file of a killed run contains running; only the lock shows that it is not."""
-    ready, told = os.pipe()
+    ready, write_end = os.pipe()
     if not (child := os.fork()):
         with run.locked(), Reporter(run, 6) as state:
             state.update(finished=3, progress=0.5)
-            os.write(told, b"!")
+            os.write(write_end, b"!")
             signal.pause()
     assert os.read(ready, 1) == b"!"
     found = state_of(run.path)
@@ -134,8 +134,8 @@ def test_the_command(run: RunDirectory, tmp_path: Path, capsys: Any) -> None:
         assert cli.main(["runs", str(tmp_path / "runs")]) == 0
         shown = capsys.readouterr().out
         assert cli.main(["runs", str(other.path), "--json"]) == 0
-    (told,) = json.loads(capsys.readouterr().out)
-    assert told["run"] == str(other.path) and told["state"] == "running" and told["finished"] == 1
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["run"] == str(other.path) and row["state"] == "running" and row["finished"] == 1
     rows = {line.split()[0]: line.split()[1:] for line in shown.splitlines()[2:] if line}
     assert rows["other-0123456789ab"][:5] == ["running", "25", "%", "1", "of"]
     assert rows["some-0123456789ab"][:6] == ["finished", "5", "of", "6,", "1", "failed"] and len(rows) == 2

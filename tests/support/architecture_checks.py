@@ -1,4 +1,4 @@
-"""Does the decoder compute what a model computes? Every node of random steps against plain passes, and greedy text."""
+"""Decoder compared with the model: every node of random steps against plain passes, and greedy text."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def variants(config_class: Any) -> dict[str, dict[str, Any]]:
-    """What to change in the config of the text model, by label, where the architecture has what is changed."""
+    """Changes to the config of the text model, by label, if the architecture has the changed keys."""
     config = tiny_config(config_class).get_text_config()
     known = config.to_dict()
     found: dict[str, dict[str, Any]] = {"eager": {"attn_implementation": "eager"}}

@@ -76,7 +76,7 @@ def outcome(model_type: str, changes: Mapping[str, Any], lm_class: Any = Transfo
 
 @cache
 def outcomes(model_type: str) -> dict[str, str]:
-    """What is found for the architecture ("") and its variants, by label."""
+    """Findings for the architecture ("") and its variants, by label."""
     if model_type in NOT_MADE:
         return {}
     config_class = CONFIG_MAPPING[model_type]

@@ -247,7 +247,7 @@ class Plain:
         return out
 
     def expected(self, hidden: Tensor, history: list[int], drafted: list[int]) -> list[float]:
-        """What DSpark's confidence head says of each of ``drafted``, and of one more if the block has it."""
+        """Confidence of DSpark's head in each of ``drafted``, and in one more if the block has it."""
         states = self.block(hidden, history[-1])
         weight, bias = self.t["confidence_head.proj.weight"][0], self.t["confidence_head.proj.bias"]
         reads = zip(states, [history[-1], *drafted], strict=False)

@@ -1,4 +1,4 @@
-"""What the tests of ``crossdraft certify`` share: verifiers with a state of their own, right and wrong."""
+"""Verifiers shared by the tests of ``crossdraft certify``: verifiers with a state of their own, right and wrong."""
 
 from collections.abc import Sequence
 from fractions import Fraction

@@ -1,4 +1,4 @@
-"""What the engines take, as their documentation and sources describe it: parsers that refuse everything else.
+"""Engine inputs, as their documentation and sources describe them: parsers that refuse everything else.
 
 Each gives the draft length that the engine would use at a batch size.
 """

@@ -82,7 +82,7 @@ def overfit(name: str, head: Any, target: Any, text: list[int], steps: int) -> N
 
 
 def taus_of(loop: Any, steps: int) -> set[int]:
-    """How many tokens were accepted, in any of so many steps of `PROMPTS` or any of their rows."""
+    """Number of accepted tokens, in any of so many steps of `PROMPTS` or any of their rows."""
     for row, prompt in enumerate(PROMPTS):
         loop.start(row, prompt)
     lengths, taus = [len(prompt) for prompt in PROMPTS], set()

@@ -116,7 +116,7 @@ class EveryStep(Enumeration):
 
 @dataclass(frozen=True)
 class ModelCertificate:
-    """What `enumerate_model` found.
+    """Result of `enumerate_model`.
 
     Attributes:
         tv: total variation between the joint law of the output and that of the target.

@@ -41,16 +41,16 @@ SMALL = RECIPE | SMALL | {"matrix": {}, "exclude": []}
 
 def finished_run(directory: Path, recipe: dict[str, Any] | None = None, tokens: int = 128) -> FinishedRun:
     """A run whose cells are all finished: six prompts of three categories, a piece each."""
-    asked = Recipe.model_validate(recipe or RECIPE)
+    request = Recipe.model_validate(recipe or RECIPE)
     rng = np.random.default_rng(0)
     results: list[CellResult] = []
-    for config in plan(asked).cells:
+    for config in plan(request).cells:
         result = _cell(config, rng, tokens)
         results.append(result)
     for key in {result.config.group for result in results}:
         compare_group([result for result in results if result.config.group == key])
     environment = {"versions": {"crossdraft": "0.1.0", "torch": "2.13.0"}, "python": "3.12.1"}
-    return FinishedRun(Summary(asked, directory, results), environment, ["- note: made up"])
+    return FinishedRun(Summary(request, directory, results), environment, ["- note: made up"])
 
 
 def on_disk(run: FinishedRun) -> Path:

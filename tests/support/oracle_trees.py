@@ -1,4 +1,4 @@
-"""What the tests of the decode loop share: prompts, and a drafter of random trees around the right answer."""
+"""Fixtures of the decode loop's tests: prompts, and a drafter of random trees around the right answer."""
 
 import random
 from typing import Any

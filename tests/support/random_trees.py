@@ -174,7 +174,7 @@ def accepted(draft: Draft, verdict: Verdict, row: int) -> list[int]:
 
 
 def tokens_of(draft: Draft, verdict: Verdict) -> list[list[int]]:
-    """What every row emits: accepted tokens and the one after them."""
+    """Output of every row: accepted tokens and the one after them."""
     return [
         [*draft.tokens[row, accepted(draft, verdict, row)].tolist(), int(verdict.token[row])]
         for row in range(draft.batch_size)

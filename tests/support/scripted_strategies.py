@@ -60,7 +60,7 @@ def honest(kind: str, vocabulary: int = V) -> Draft:
 
 
 def verdict_of(kind: str) -> Verdict:
-    """Of the honest draft."""
+    """Probabilities of the honest draft."""
     one = torch.ones(B, dtype=torch.long)
     if kind in ("chain", "point"):
         return Verdict(one, 9 * one, survival=torch.full((B, 3), 0.5, dtype=torch.float64))

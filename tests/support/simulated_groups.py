@@ -45,7 +45,7 @@ class Machine:
     _on: bool = field(default=False)
 
     def slowdown(self) -> float:
-        """Of what begins now."""
+        """Time of the piece that starts now."""
         if not self.busy or (not self.burst and self.random.random() >= self.busy):
             return 1.0
         if self.burst:
@@ -87,7 +87,7 @@ def steps_of(random: Any, drafter: str, ease: float, prompt: int) -> Iterator[tu
 
 
 def prompt_of(random: Any) -> tuple[float, int]:
-    """How easily a prompt is drafted for, and its tokens."""
+    """Acceptance of a prompt, and its tokens."""
     return float(random.beta(5.0, 3.0)), int(random.integers(60, 400))
 
 

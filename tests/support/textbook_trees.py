@@ -170,7 +170,7 @@ class MultiStep(Siblings):
                 return path, (yield left)
 
     def rejected(self, p: Law, left: Law, q: Law) -> tuple[Law, Law]:
-        """What the next child is judged against, and the law of Y if there is none."""
+        """Distribution against which the next child is verified, and that of Y after the last child."""
         left = norm(positive(px - qx for px, qx in zip(left, q, strict=True)), left)
         return left, left
 

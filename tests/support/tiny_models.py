@@ -56,7 +56,7 @@ def save_model(
 
 
 def generated(model: Any, prompts: Iterable[Sequence[int]], count: int) -> list[list[int]]:
-    """What transformers' own ``generate`` says at temperature 0, at most ``count`` tokens each."""
+    """Output of transformers' own ``generate`` at temperature 0, at most ``count`` tokens each."""
     found = []
     for prompt in prompts:
         out = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=count)

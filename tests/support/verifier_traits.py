@@ -1,4 +1,4 @@
-"""What verifiers promise, for tests that go through all of them."""
+"""Traits of verifiers, for tests that go through all of them."""
 
 from typing import Any
 

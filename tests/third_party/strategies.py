@@ -146,9 +146,9 @@ class Window(Drafter):
     ) -> None:
         said = scores.logits[:, 2:].argmax(-1).tolist()  # after the probes: index 0 is the root, 1 the candidate
         guesses = draft.tokens[:, 1:].tolist()
-        for row, (asked, answers) in enumerate(zip(guesses, said, strict=True)):
+        for row, (guess, answers) in enumerate(zip(guesses, said, strict=True)):
             self.said[row] = answers
-            self.after[row].update(zip(asked, answers, strict=True))
+            self.after[row].update(zip(guess, answers, strict=True))
 
 
 class OtherWords(Drafter):

@@ -96,7 +96,7 @@ class TestWrapped(VerifierContract):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_fork_leaves_the_targets_cache_alone(target: Any, temperature: float) -> None:
+def test_fork_does_not_change_the_targets_cache(target: Any, temperature: float) -> None:
     """Its nodes are written into the same slots, so a fault would change what the target says."""
     drafter = {"name": "first-layers", "layers": [1], "gamma": 4}
     alone = answers(target, "none", temperature=temperature, verifier=None if temperature == 0 else "token")

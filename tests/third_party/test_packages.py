@@ -190,7 +190,7 @@ def target(tmp_path_factory: Any) -> crossdraft.LoadedModel:
     return crossdraft.load_model(save_model(tmp_path_factory.mktemp("m") / "target"), dtype="float32", device="cpu")
 
 
-def test_a_cache_that_is_held_knows_the_last_answers(target: Any) -> None:
+def test_kept_cache_contains_the_last_outputs(target: Any) -> None:
     """The same question twice: the second answer is drafted from the first one."""
     cache = NgramCache(NgramCache.Config(gamma=4))
     ask = {"max_new_tokens": 16, "temperature": 0}
@@ -202,7 +202,7 @@ def test_a_cache_that_is_held_knows_the_last_answers(target: Any) -> None:
     assert steps[0] == steps[2] and sum(steps[1]) > sum(steps[0]) and len(steps[1]) == 4  # 5 + 5 + 5 + 1 tokens
 
 
-def test_by_shape_says_what_the_rule_of_the_shape_says(target: Any) -> None:
+def test_by_shape_matches_the_verifier_of_the_shape(target: Any) -> None:
     ask = {"max_new_tokens": 12, "seed": 3}
     for drafter, rule in {
         "prompt-lookup": "block",
@@ -218,7 +218,7 @@ def test_by_shape_says_what_the_rule_of_the_shape_says(target: Any) -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])
-def test_retrieval_says_what_the_target_says(batch_size: int, target: Any, tmp_path: Path) -> None:
+def test_retrieval_outputs_match_the_target(batch_size: int, target: Any, tmp_path: Path) -> None:
     """At temperature 0, with texts of its own in the datastore, so that something is accepted."""
     prompts = [[5, 9, 3], [7], [6, 2, 6, 2, 6], [11, 12, 13, 11, 12]]
     ask = {"max_new_tokens": 24, "temperature": 0, "batch_size": batch_size, "ignore_eos": True}

@@ -48,7 +48,7 @@ def drawn(student: Any, prompts: list[list[int]], most: list[int], eos: int) -> 
 
 
 @torch.no_grad()
-def test_answers_come_from_the_whole_law_of_the_student(target: LoadedModel) -> None:
+def test_responses_follow_the_full_student_distribution(target: LoadedModel) -> None:
     student = student_of(target.model, (0, 2))
     prompts, most = [[4, 9, 3], [7], [5, 5, 5, 8]], [9, 12, 4]
     eos = 11
@@ -69,7 +69,7 @@ def test_on_policy_texts_are_the_students_of_that_step(
     students, steps = [], []
     rewritten, batch = trainer.trainee.rewritten, trainer.features.batch
 
-    def asked(given: Any, step: int) -> Any:
+    def rewrite(given: Any, step: int) -> Any:
         students.append(copy.deepcopy(trainer.trainee.student).eval())
         found = rewritten(given, step)
         steps.append((step, list(given), list(found)))
@@ -82,7 +82,7 @@ def test_on_policy_texts_are_the_students_of_that_step(
         scored.append((list(given), list(numbers), found))
         return found
 
-    monkeypatch.setattr(trainer.trainee, "rewritten", asked)
+    monkeypatch.setattr(trainer.trainee, "rewritten", rewrite)
     monkeypatch.setattr(trainer.features, "batch", features)
     trainer.run(*texts())
     assert len(steps) == trainer.step > 2

@@ -238,9 +238,7 @@ def _weight(state: dict[str, Any]) -> str:
         (lambda state: state["optimizer"]["state"].update({99: {}}), "does not contain a state of this optimizer"),
     ],
 )
-def test_a_checkpoint_that_is_none_gives_a_sentence(
-    change: Any, sentence: str, saved: Any, target: Any, texts: Any
-) -> None:
+def test_invalid_checkpoint_is_reported(change: Any, sentence: str, saved: Any, target: Any, texts: Any) -> None:
     path, state = saved
     change(state)
     torch.save(state, path)
@@ -249,7 +247,7 @@ def test_a_checkpoint_that_is_none_gives_a_sentence(
 
 
 @pytest.mark.parametrize("content", [b"", b"PK", [1, 2], {"a": object}])
-def test_a_file_that_is_no_checkpoint_gives_a_sentence(content: Any, target: Any, texts: Any, tmp_path: Path) -> None:
+def test_file_that_is_not_a_checkpoint_is_reported(content: Any, target: Any, texts: Any, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pt"
     path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
     with pytest.raises(UsageError, match=r"checkpoint\.pt is damaged: it (cannot be read|does not contain a mapping)"):
@@ -375,13 +373,13 @@ def test_a_second_signal_does_not_wait(target: Any, texts: Any, tmp_path: Path) 
     made = Trainer(target, RECIPES["medusa"](), tmp_path)
     reached: list[str] = []
 
-    def told(*args: Any) -> Any:
+    def train(*args: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
         reached.append("first")
         os.kill(os.getpid(), signal.SIGTERM)
         reached.append("second")
 
-    made._train = told  # type: ignore[method-assign]
+    made._train = train  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         made.run(*texts)
     assert reached == ["first"]

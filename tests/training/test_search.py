@@ -99,7 +99,7 @@ def test_the_best_of_all_trials_is_kept(chat_target: Any, tmp_path: Path) -> Non
     assert found["skip_mlp"] == [i for i in range(3) if best["params"][f"mlp.{i}"]]
 
 
-def test_a_search_that_was_stopped_goes_on_as_it_would_have(chat_target: Any, tmp_path: Path) -> None:
+def test_stopped_search_resumes_identically(chat_target: Any, tmp_path: Path) -> None:
     whole = searched(chat_target, tmp_path / "whole")
     searched(chat_target, tmp_path / "parts", trials=5)
     parts = searched(chat_target, tmp_path / "parts", trials=18)
@@ -118,7 +118,7 @@ def test_trials_of_something_else_are_refused(chat_target: Any, tmp_path: Path) 
         searched(chat_target, tmp_path)
 
 
-def test_without_optuna_it_says_what_to_install(chat_target: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_missing_optuna_names_the_extra(chat_target: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(UsageError, match=r"pip install 'crossdraft\[search\]'"):
         Searcher(chat_target, LayerSkipSearch(), tmp_path)

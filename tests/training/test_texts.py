@@ -79,9 +79,7 @@ def test_a_killed_run_ends_with_the_same_texts(undisturbed: Path, written: Any, 
 
 
 @pytest.mark.slow
-def test_texts_do_not_depend_on_the_batch_or_on_how_many_are_asked_for(
-    undisturbed: Path, written: Any, tmp_path: Path
-) -> None:
+def test_texts_do_not_depend_on_batch_size_or_count(undisturbed: Path, written: Any, tmp_path: Path) -> None:
     whole = (undisturbed / "texts.jsonl").read_bytes()
     written(tmp_path / "other", batch_size=7)
     assert (tmp_path / "other" / "texts.jsonl").read_bytes() == whole

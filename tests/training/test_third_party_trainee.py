@@ -22,7 +22,7 @@ def registered() -> Any:
     plugins.manager().unregister(trainee)
 
 
-def test_a_trainee_of_public_names_trains_and_goes_on(
+def test_trainee_of_public_names_trains_and_resumes(
     registered: None, on_disk: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     questions = str(on_disk / "questions.jsonl")
@@ -35,13 +35,13 @@ def test_a_trainee_of_public_names_trains_and_goes_on(
 
     original, steps = Trainer._train, []
 
-    def told(*args: Any) -> Any:
+    def train(*args: Any) -> Any:
         steps.append(1)
         if len(steps) == 3:
             os.kill(os.getpid(), signal.SIGTERM)
         return original(*args)
 
-    monkeypatch.setattr(Trainer, "_train", told)
+    monkeypatch.setattr(Trainer, "_train", train)
     assert cli.main([*argv, "--out", str(tmp_path / "stopped")]) == 130
     assert cli.main([*argv, "--out", str(tmp_path / "stopped")]) == 0
     name = "medusa_lm_head.safetensors"

@@ -177,7 +177,7 @@ def test_a_prompt_that_cannot_fit_ends_at_once(on_disk: Path, tmp_path: Path, ca
         (signal.SIGINT, "export"),
     ],
 )
-def test_a_signal_ends_with_one_line_that_says_how_to_go_on(
+def test_signal_prints_one_line_on_how_to_resume(
     kind: signal.Signals, where: str, on_disk: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     place = {
@@ -190,13 +190,13 @@ def test_a_signal_ends_with_one_line_that_says_how_to_go_on(
     owner = cli_module(module)
     original, calls = getattr(owner, name), []
 
-    def told(*args: Any, **more: Any) -> Any:
+    def replacement(*args: Any, **more: Any) -> Any:
         calls.append(1)
         if len(calls) == 1:
             os.kill(os.getpid(), kind)
         return original(*args, **more)
 
-    monkeypatch.setattr(owner, name, told)
+    monkeypatch.setattr(owner, name, replacement)
     before = signal.getsignal(kind)
     options = ["--tokens", "40", "--max-response", "5", "--write-batch", "8", "--measure", "none", "--epochs", "1"]
     options += ["--questions", str(on_disk / "questions.jsonl"), "--invented", "0"]
@@ -287,7 +287,7 @@ class Bounded(Options):
         ({"real": 1}, {"real": True}),
     ],
 )
-def test_bounds_are_where_they_are_said_to_be(right: dict[str, Any], wrong: dict[str, Any]) -> None:
+def test_documented_bounds_are_enforced(right: dict[str, Any], wrong: dict[str, Any]) -> None:
     (name, value) = next(iter(right.items()))
     assert getattr(Bounded(**right), name) == value
     with pytest.raises(UsageError, match=f"^--{name} "):

@@ -136,11 +136,11 @@ def test_a_signal_ends_the_run_after_a_step_with_a_checkpoint(target, tmp_path):
     trainer = Trainer(target, DraftModelTraining(layers=(0,), epochs=2, batch_tokens=48), tmp_path)
     original = trainer._train
 
-    def told(*args):
+    def train_interrupted(*args):
         os.kill(os.getpid(), signal.SIGTERM)
         return original(*args)
 
-    trainer._train = told
+    trainer._train = train_interrupted
     with pytest.raises(KeyboardInterrupt):
         trainer.run(train, held_out)
     assert trainer.step == torch.load(trainer.checkpoint, weights_only=True)["step"] == 1
@@ -169,7 +169,7 @@ def test_a_head_that_is_more_than_a_matrix_is_refused(tmp_path):
         Trainer(scaled, DraftModelTraining(layers=(0,)), tmp_path)
 
 
-def test_training_says_what_is_missing_without_accelerate(target, tmp_path, monkeypatch):
+def test_missing_accelerate_is_reported(target, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(UsageError, match=r"needs the package accelerate.*crossdraft\[train\]"):
         Trainer(target, DraftModelTraining(layers=(0,)), tmp_path)
@@ -211,8 +211,8 @@ def test_the_command_line_writes_texts_trains_and_writes_a_card(kind, on_disk, t
     argv += ["--start-from", str(tmp_path), "--measure", "none"]
     assert cli.main(argv) == 0, capsys.readouterr().err
     again = json.loads((tmp_path / "twice" / "training.json").read_text())
-    ended, begun = facts["log"][-1]["positions"], again["log"][0]["positions"]
-    assert begun == pytest.approx(ended, abs=0.02), "it does not start where the other ended"
+    ended, start = facts["log"][-1]["positions"], again["log"][0]["positions"]
+    assert start == pytest.approx(ended, abs=0.02), "it does not start where the other ended"
     card = " ".join((tmp_path / "twice" / "README.md").read_text().split())
     assert f"Initial weights: `{tmp_path.name}`, sha256 `{weights_sha256(tmp_path)}`" in card
 

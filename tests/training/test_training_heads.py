@@ -109,7 +109,7 @@ def test_a_finished_run_is_not_trained_again(trained: Any, target: Any, texts: A
     assert (again.log, again.best) == (whole.log, whole.best)
 
 
-def test_training_goes_on_from_a_written_drafter(trained: Any, target: Any, texts: Any, tmp_path: Any) -> None:
+def test_training_resumes_from_a_saved_drafter(trained: Any, target: Any, texts: Any, tmp_path: Any) -> None:
     kind, whole = trained
     other = (texts[0][::-1], texts[1])  # other texts: another vocabulary would be counted from them
     trainer = Trainer(target, RECIPES[kind](start_from=str(whole.out), learning_rate=1e-4, epochs=2), tmp_path)

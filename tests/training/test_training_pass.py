@@ -178,7 +178,7 @@ def test_what_was_written_drafts_and_keeps_the_greedy_output(
     assert max(r.tau for response in responses for r in response.steps) > 1, "no look-ahead token was ever right"
 
 
-def test_training_goes_on_from_written_embeddings(trained: Any, target: Any, texts: Any, tmp_path: Any) -> None:
+def test_training_resumes_from_saved_embeddings(trained: Any, target: Any, texts: Any, tmp_path: Any) -> None:
     out = str(trained[0].out)
     trainer = Trainer(target, recipe(start_from=out, epochs=1), tmp_path)
     trainer.run(*texts)

@@ -39,7 +39,7 @@ def test_commands_name_all_that_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_
 
 def test_every_requested_extra_exists() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    asked = {
+    used = {
         call.args[1].value
         for file in (ROOT / "framework").rglob("*.py")
         for call in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
@@ -47,7 +47,7 @@ def test_every_requested_extra_exists() -> None:
         and getattr(call.func, "id", "") == "need"
         and isinstance(call.args[1], ast.Constant)
     }
-    assert {"html", "serve", "train", "search", "spread", "quantize", "ray", "slurm", "mlflow", "trackio"} <= asked | {
-        extra for one in asked for extra in one.split(",")
+    assert {"html", "serve", "train", "search", "spread", "quantize", "ray", "slurm", "mlflow", "trackio"} <= used | {
+        extra for one in used for extra in one.split(",")
     }
-    assert {extra for one in asked for extra in one.split(",")} <= set(extras)
+    assert {extra for one in used for extra in one.split(",")} <= set(extras)

@@ -33,11 +33,11 @@ def drafted(shape: tuple[tuple[int, ...], ...], seed: int, point_mass: bool = Fa
     generator = torch.Generator().manual_seed(seed)
     parents, b, vocab = parents_of(shape), 3, 7
     n = len(parents)
-    laws = torch.rand(b, n + 1, vocab, generator=generator, dtype=torch.float64).softmax(-1)
+    distributions = torch.rand(b, n + 1, vocab, generator=generator, dtype=torch.float64).softmax(-1)
     tokens, q, taken = torch.zeros(b, n, dtype=torch.long), torch.zeros(b, n, vocab, dtype=torch.float64), {}
     valid = torch.rand(b, n, generator=generator) < 0.9
     for node, parent in enumerate(parents):
-        left = laws[:, parent + 1].clone()
+        left = distributions[:, parent + 1].clone()
         for earlier_siblings in taken.setdefault(parent, []):
             left.scatter_(1, tokens[:, earlier_siblings : earlier_siblings + 1], 0.0)
         q[:, node] = left / left.sum(1, keepdim=True)
@@ -102,5 +102,5 @@ def test_level_by_level_is_node_by_node(shape: tuple, seed: int, point_mass: boo
     others, again = node_by_node(unknown, p)
     torch.testing.assert_close(rests, again, atol=1e-12, rtol=0)
     assert shares.shape[1] <= others.shape[1]
-    said, once_more = (Traversal().verify(one, p, shipped_rng(seed, range(3))) for one in (draft, unknown))
-    assert torch.equal(said.length, once_more.length) and torch.equal(said.token, once_more.token)
+    outputs, once_more = (Traversal().verify(one, p, shipped_rng(seed, range(3))) for one in (draft, unknown))
+    assert torch.equal(outputs.length, once_more.length) and torch.equal(outputs.token, once_more.token)

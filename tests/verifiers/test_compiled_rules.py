@@ -40,13 +40,13 @@ def test_a_rule_is_a_function_of_tensors(name: str, shape: str, monkeypatch: Any
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="needs a C++ compiler")
-def test_token_compiled_says_what_it_says() -> None:
+def test_compiled_token_verifier_matches_the_plain_one() -> None:
     assert fused_as_usual("token", "chain", range(2), 300) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, shape", PAIRS)
-def test_a_rule_compiled_says_what_it_says(name: str, shape: str) -> None:
+def test_compiled_verifier_matches_the_plain_one(name: str, shape: str) -> None:
     assert fused_as_usual(name, shape, [3, 4], 2000) > 0
 
 
@@ -54,11 +54,11 @@ def test_a_rule_compiled_says_what_it_says(name: str, shape: str) -> None:
 def test_the_way_of_cuda_traces_a_rule_whole(name: str, monkeypatch: Any) -> None:
     """`torch.compile` up to code for a device: the graph that it made, run as it is."""
     monkeypatch.setattr(compiled_verifier, "compile_function", lambda step, inputs: compilation.jit_compile(step))
-    asked: list[Any] = []
+    calls: list[Any] = []
     compile_ = functools.partial(torch.compile, backend="eager")
-    monkeypatch.setattr(torch, "compile", lambda step, **options: asked.append(options) or compile_(step, **options))
+    monkeypatch.setattr(torch, "compile", lambda step, **options: calls.append(options) or compile_(step, **options))
     assert fused_as_usual(name, "chain", range(2), 9) > 0
-    assert asked and all(options["fullgraph"] for options in asked)
+    assert calls and all(options["fullgraph"] for options in calls)
 
 
 def test_what_cannot_be_compiled_runs_as_usual(monkeypatch: Any, caplog: Any) -> None:

@@ -34,7 +34,7 @@ Certified = Callable[..., Certificate]
 
 
 def rule(line: str) -> tuple[Any, Callable[[], Any], float]:
-    """What a line of the golden table is about: the verifier's class, how to make one, the target's temperature."""
+    """Subject of a line of the golden table: the verifier's class, how to make one, the target's temperature."""
     name, *options = line.split()
     found = plugins.get("verifiers", name)
     config = {key: json.loads(value) for key, value in (option.split("=") for option in options)}
@@ -192,9 +192,7 @@ def test_lossless_with_long_drafts_around_none(certified: Certified, line: str, 
 
 
 @pytest.mark.parametrize("line, label, toy", by_toy((line, label) for line in TV for label in TV[line]))
-def test_lossy_rules_miss_the_law_by_as_much_as_they_should(
-    certified: Certified, line: str, label: str, toy: str
-) -> None:
+def test_lossy_verifiers_deviate_by_the_golden_amount(certified: Certified, line: str, label: str, toy: str) -> None:
     assert not traits_of(rule(line)[0]).lossless
     assert certified(line, label, toy).tv == pytest.approx(float(Fraction(TV[line][label][toy])), abs=1e-9)
 

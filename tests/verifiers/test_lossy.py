@@ -59,7 +59,7 @@ def test_the_next_token_is_drawn_among_the_typical_ones() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
-def test_a_flat_law_has_something_typical(dtype: torch.dtype) -> None:
+def test_flat_distribution_has_typical_tokens(dtype: torch.dtype) -> None:
     """delta exp(-H) is all but 1 / V here, and rounding may put every token below it."""
     for v in range(1, 200):
         p = torch.full((1, 1, v), 1 / v, dtype=dtype)
@@ -126,7 +126,7 @@ def test_impossible_settings(name: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSY)
-def test_the_command_says_declared_lossy(capsys: Any, name: str) -> None:
+def test_command_reports_declared_lossy(capsys: Any, name: str) -> None:
     labels = [part for label in (*CHAINS, "iid-2", "tree-top-2-1") for part in ("--draft", label)]
     assert cli.main(["certify", "-v", "--verifier", name, *labels, "--gamma", "1"]) == 0
     *lines, _, verdict = capsys.readouterr().out.splitlines()[2:]

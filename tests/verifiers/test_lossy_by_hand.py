@@ -1,4 +1,4 @@
-"""What the lossy rules make of the output: exact values."""
+"""Output distributions of the lossy verifiers: exact values."""
 
 import itertools
 import math
@@ -24,8 +24,8 @@ def by_hand(toy: Toy, judge: Judge, draft: str) -> tuple[float, float]:
     v, gamma = toy.vocab_size, toy.gamma
     target, drafter = toy.target.tolist(), toy.drafter.tolist()
     if draft == "point-mass":
-        drafter = [favourite(law) for law in drafter]
-    said: dict[tuple[int, ...], float] = {}
+        drafter = [favourite(probs) for probs in drafter]
+    outputs: dict[tuple[int, ...], float] = {}
     expected = 0.0
     for x in itertools.product(range(v), repeat=gamma):
         before = (v, *x)
@@ -37,13 +37,13 @@ def by_hand(toy: Toy, judge: Judge, draft: str) -> tuple[float, float]:
             h, after = judge(p, q, x[tau] if tau < gamma else None)
             for y, probability in enumerate(after):
                 out = (*x[:tau], y)
-                said[out] = said.get(out, 0.0) + weight * (1 - h) * probability
+                outputs[out] = outputs.get(out, 0.0) + weight * (1 - h) * probability
             expected += tau * weight * (1 - h)
             weight *= h
     tv = 0.0
     for full in itertools.product(range(v), repeat=gamma + 1):
         steps = [target[last][token] for last, token in itertools.pairwise((v, *full))]
-        ours = sum(said.get(full[:n], 0.0) * math.prod(steps[n:]) for n in range(1, gamma + 2))
+        ours = sum(outputs.get(full[:n], 0.0) * math.prod(steps[n:]) for n in range(1, gamma + 2))
         tv += abs(ours - math.prod(steps)) / 2
     return expected, tv
 
@@ -76,12 +76,12 @@ def test_lenience_of_one_half(toys: dict[str, Toy], toy: str) -> None:
     found = certify(toys[toy], DRAFTS["chain"].build, lambda: rule("lenient", lenience=0.5), markov=True)
     assert found.expected_tau[0] == pytest.approx(float(Fraction(expected)), abs=1e-12)
     assert found.tv == pytest.approx(float(Fraction(tv)), abs=1e-12)
-    law = law_of_one_token(toys[toy].target[-1], toys[toy].drafter[-1], 0.5)
-    assert law.tolist() == pytest.approx([float(Fraction(x)) for x in first], abs=1e-12)
+    probs = law_of_one_token(toys[toy].target[-1], toys[toy].drafter[-1], 0.5)
+    assert probs.tolist() == pytest.approx([float(Fraction(x)) for x in first], abs=1e-12)
 
 
 def law_of_one_token(p: Tensor, q: Tensor, lenience: float) -> Tensor:
-    """What the first token follows: every draft of one token is a row of one batch."""
+    """Distribution of the first token: every draft of one token is a row of one batch."""
     v = len(p)
     draft = Draft.chain(torch.arange(v)[:, None], torch.ones(v, dtype=torch.long), q.expand(v, 1, v))
     rng = Recording(accepts=False)
@@ -95,22 +95,22 @@ def test_no_token_becomes_much_more_probable(seed: int, v: int, lenience: float)
     """The promise of lenience: at most 1/l times the target's probability."""
     generator = torch.Generator().manual_seed(seed)
     p, q = random_laws(2, v, generator=generator, dtype=torch.float64)
-    law = law_of_one_token(p, q, lenience)
-    assert law.sum() == pytest.approx(1, abs=1e-12)
-    assert (law <= p / lenience + 1e-12).all()
+    probs = law_of_one_token(p, q, lenience)
+    assert probs.sum() == pytest.approx(1, abs=1e-12)
+    assert (probs <= p / lenience + 1e-12).all()
 
 
 def best_of(toy: Toy, judge: Judge, k: int) -> float:
     """E[tau] of a rule that accepts for sure or not at all, on K i.i.d. sequences: that of the best one."""
     v, gamma = toy.vocab_size, toy.gamma
     target, drafter = toy.target.tolist(), toy.drafter.tolist()
-    law = [0.0] * (gamma + 1)
+    probs = [0.0] * (gamma + 1)
     for x in itertools.product(range(v), repeat=gamma):
         steps = list(itertools.pairwise((v, *x)))
         kept = [judge(target[last], drafter[last], token)[0] for last, token in steps]
         tau = sum(itertools.accumulate(kept, lambda a, b: a * b))
-        law[round(tau)] += math.prod(drafter[last][token] for last, token in steps)
-    at_most = list(itertools.accumulate(law))
+        probs[round(tau)] += math.prod(drafter[last][token] for last, token in steps)
+    at_most = list(itertools.accumulate(probs))
     return sum(1 - below**k for below in at_most[:-1])
 
 

@@ -54,7 +54,7 @@ def test_lenience_one_is_token_verification_bit_for_bit(seed: int, v: int, b: in
 
 @settings(deadline=None, max_examples=60)
 @given(v=st.integers(1, 30), lenience=st.floats(0.05, 1), **sizes)
-def test_a_one_hot_law_is_a_point_mass(seed: int, v: int, lenience: float, b: int, n: int) -> None:
+def test_one_hot_distribution_is_a_point_mass(seed: int, v: int, lenience: float, b: int, n: int) -> None:
     sampled, p = random_chains(seed, b, n, v, torch.float64)
     one_hot = torch.zeros_like(p[:, :n]).scatter_(2, sampled.tokens[..., None], 1.0)
     verdicts = [
@@ -141,9 +141,9 @@ def test_the_deepest_path_by_hand(
         parents, tokens, laws = draft.parents[row].tolist(), draft.tokens[row].tolist(), p[row].tolist()
         reached = {-1: 0.0}  # node -> sum of ln P along its path
         for node in range(n):
-            law = laws[parents[node] + 1]
-            if draft.valid[row, node] and parents[node] in reached and judge(law, law, tokens[node])[0]:
-                reached[node] = reached[parents[node]] + math.log(law[tokens[node]])
+            probs = laws[parents[node] + 1]
+            if draft.valid[row, node] and parents[node] in reached and judge(probs, probs, tokens[node])[0]:
+                reached[node] = reached[parents[node]] + math.log(probs[tokens[node]])
         tau = max(len(path(parents, node)) for node in reached)
         deepest = {node: total for node, total in reached.items() if len(path(parents, node)) == tau}
         assert verdict.length[row] == tau

@@ -35,8 +35,8 @@ def test_equal_prefixes_are_one_node(data: st.DataObject, b: int, k: int, depth:
                     assert draft.valid[row, node]
                     assert draft.tokens[row, node] == prefix[-1]
                     assert draft.parents[row, node] == (known[prefix[:-1]] if level else -1)
-                    law = 1 + (level - 1) * k + through[prefix[:-1]] if level else 0
-                    assert draft.q_index[row, node] == law
+                    probs = 1 + (level - 1) * k + through[prefix[:-1]] if level else 0
+                    assert draft.q_index[row, node] == probs
                 assert draft.sequences[row, j, level] == known[prefix]
         assert draft.count[row] == len(known)
         assert (draft.sequences[row, :, lengths[row] :] == -1).all()

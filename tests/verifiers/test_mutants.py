@@ -307,6 +307,6 @@ def test_every_mutant_is_seen_by_some_toy(mutant: type[Verifier]) -> None:
     assert any(tv != "0" for _, tv in GOLDEN[mutant].values())
 
 
-def test_m4_is_seen_by_g4_alone_and_only_by_the_law(golden: dict) -> None:
+def test_m4_is_detected_only_by_the_distribution_of_g4(golden: dict) -> None:
     seen = {toy: entry for toy, entry in GOLDEN[M4].items() if entry[1] != "0"}
     assert seen == {"G4": (golden["expected_tau"]["block"]["chain"]["G4"][0], "67/2400")}

@@ -1,4 +1,4 @@
-"""Of one draft sequence, every rule for several is a rule for one; and what the rules leave out changes nothing."""
+"""Multi-sequence verifiers on one sequence equal the single-sequence ones; skipped computations change nothing."""
 
 import sys
 from collections.abc import Callable
@@ -117,10 +117,10 @@ LEAVES_OUT = [
 @pytest.mark.parametrize("name, shape", LEAVES_OUT)
 def test_what_is_left_out_changes_nothing(name: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU rules skip what no row needs; on a device they do not know. Same numbers, same tokens."""
-    module, asked = sys.modules[RULES[name].__module__], []
+    module, calls = sys.modules[RULES[name].__module__], []
 
     def never(rows: Tensor) -> bool:
-        asked.append(bool(rows.any()))
+        calls.append(bool(rows.any()))
         return False
 
     for seed in range(40):
@@ -131,7 +131,7 @@ def test_what_is_left_out_changes_nothing(name: str, shape: str, monkeypatch: py
             everything = RULES[name]().verify(draft, p, shipped_rng(seed, streams))
         verdict = RULES[name]().verify(draft, p, shipped_rng(seed, streams))
         assert tokens_of(draft, verdict) == tokens_of(draft, everything)
-    assert False in asked
+    assert False in calls
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

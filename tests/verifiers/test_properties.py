@@ -1,4 +1,4 @@
-"""What the chain rules and the greedy walk do on any draft: tables, invariants, naive re-implementations."""
+"""Properties of the chain verifiers and the greedy walk on any draft: tables, invariants, naive re-implementations."""
 
 from collections.abc import Callable
 from fractions import Fraction
@@ -134,7 +134,7 @@ def test_any_draft_gets_a_sound_verdict(
 @pytest.mark.parametrize("verifier", RULES)
 @settings(deadline=None, max_examples=40)
 @given(seed=SEEDS, vocab=st.integers(1, 1000), **sizes)
-def test_equal_laws_accept_everything(verifier: str, seed: int, vocab: int, b: int, n: int) -> None:
+def test_equal_distributions_accept_everything(verifier: str, seed: int, vocab: int, b: int, n: int) -> None:
     draft, p = random_chains(seed, b, n, vocab)
     assert draft.q is not None
     p[:, :n] = draft.q
@@ -158,7 +158,7 @@ def test_at_temperature_zero_all_rules_are_greedy(seed: int, vocab: int, soft: b
 @pytest.mark.parametrize("verifier", RULES)
 @settings(deadline=None, max_examples=60)
 @given(seed=SEEDS, vocab=st.integers(1, 30), **sizes)
-def test_a_one_hot_law_is_a_point_mass(verifier: str, seed: int, vocab: int, b: int, n: int) -> None:
+def test_one_hot_distribution_is_a_point_mass(verifier: str, seed: int, vocab: int, b: int, n: int) -> None:
     """The closed forms for drafts without q agree with the general ones, on common random numbers."""
     sampled, p = random_chains(seed, b, n, vocab, torch.float64)
     one_hot = torch.zeros_like(p[:, :n]).scatter_(2, sampled.tokens[..., None], 1.0)
@@ -197,7 +197,7 @@ def test_a_row_does_not_see_its_neighbours(
 
 
 @pytest.mark.parametrize("verifier", RULES)
-def test_a_shared_law_table_is_looked_up(verifier: str) -> None:
+def test_shared_distribution_table_is_indexed(verifier: str) -> None:
     """``law`` names the row of ``q`` of each node; spelling the rows out gives the same verdict."""
     draft, p = random_chains(3, 64, 4, 7)
     assert draft.q is not None

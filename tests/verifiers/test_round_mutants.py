@@ -69,7 +69,7 @@ class M13(GreedyBlock):
         ("G4", "90545045003/62208000000", "13716693331/94348800000"),
     ],
 )
-def test_m12_greedy_block_is_no_drop_in(
+def test_m12_greedy_block_is_not_a_drop_in(
     toys: dict[str, Toy], golden: dict, drafts: dict, toy: str, second_tau: str, tv: str
 ) -> None:
     found = certify(toys[toy], drafts["chain"], M12, steps=2, markov=True)

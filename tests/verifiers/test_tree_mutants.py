@@ -183,7 +183,7 @@ def test_every_mutant_but_the_weaker_rule_is_seen_by_some_toy() -> None:
     assert unseen == {KSeqRhoK}
 
 
-def test_a_weaker_rho_is_seen_by_expected_tau_alone(golden: dict) -> None:
+def test_weaker_rho_is_detected_only_by_expected_tau(golden: dict) -> None:
     for toy, weaker in EXPECTED_TAU[KSeqRhoK].items():
         best = Fraction(golden["expected_tau"]["spectr"]["iid-2"][toy][0])
         assert GOLDEN[KSeqRhoK, "iid-2"][toy] == "0" and abs(best - Fraction(weaker)) > Fraction(1, 50)

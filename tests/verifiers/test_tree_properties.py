@@ -1,4 +1,4 @@
-"""What every registered verifier does on every shape of draft it accepts.
+"""Properties of every registered verifier on every shape of draft it accepts.
 
 Nothing here knows the list of verifiers: a rule that is registered is tested, by what its traits promise.
 """
@@ -120,7 +120,9 @@ class Stubborn:
 @pytest.mark.parametrize("name, shape", AGREE)
 @settings(deadline=None, max_examples=8)
 @given(seed=SEEDS, b=st.integers(1, 4), depth=st.integers(1, 4), vocab=st.integers(1, 200))
-def test_equal_laws_accept_everything(name: str, shape: str, seed: int, b: int, depth: int, vocab: int) -> None:
+def test_equal_distributions_accept_everything(
+    name: str, shape: str, seed: int, b: int, depth: int, vocab: int
+) -> None:
     draft, p = random_draft(shape, seed, b, depth, vocab, torch.float32, equal=1.0)
     verdict = RULES[name]().verify(draft, p, Stubborn(shipped_rng(seed, range(b)), 1 - 1e-5))
     deepest = torch.where(draft.valid, draft.depth, 0).amax(1) if draft.width else draft.count
@@ -130,7 +132,7 @@ def test_equal_laws_accept_everything(name: str, shape: str, seed: int, b: int, 
 @pytest.mark.parametrize("name, shape", [pair for pair in LOSSLESS if pair[1] in ("point-mass", "top-k")])
 @settings(deadline=None, max_examples=8)
 @given(seed=SEEDS, b=st.integers(1, 4), depth=st.integers(1, 4), vocab=st.integers(1, 12))
-def test_a_one_hot_law_is_a_point_mass(name: str, shape: str, seed: int, b: int, depth: int, vocab: int) -> None:
+def test_one_hot_distribution_is_a_point_mass(name: str, shape: str, seed: int, b: int, depth: int, vocab: int) -> None:
     draft, p = random_draft(shape, seed, b, depth, vocab)
     one_hot = torch.zeros_like(p[:, : draft.width]).scatter_(2, draft.tokens[..., None], 1.0)
     spelt_out = Draft(draft.tokens, draft.parents, draft.valid, one_hot, kind=draft.kind, levels=draft.levels)
