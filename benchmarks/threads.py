@@ -28,7 +28,7 @@ SETTINGS = {
     "all threads, passive": PASSIVE | {"OMP_NUM_THREADS": str(os.cpu_count())},
     "one thread": {"OMP_NUM_THREADS": "1"},
     "auto, spinning (`generate` in Python)": {},
-    "auto, passive (the command line)": PASSIVE,
+    "auto, passive (the command line beside a neighbour)": PASSIVE,
 }
 VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "MKL_NUM_THREADS")
 

@@ -64,7 +64,7 @@ def test_every_argument_of_this_transformers_is_in_the_table() -> None:
 
 def test_the_page_lists_every_field_and_argument_where_it_belongs() -> None:
     page = (Path(__file__).parents[2] / "docs" / "python.md").read_text(encoding="utf-8")
-    honoured, rest = page.partition("**Honoured**")[2].split("**Refused**")
+    honoured, rest = page.partition("**Honoured**")[2].split("**Rejected**")
     refused, harmless = rest.split("**Without effect")
     parts = {
         honoured: names(door.FIELDS, "honoured"),
