@@ -105,9 +105,9 @@ def lines(
             continue
         judged = {o: cells[o] for o in predicted}
         advised, best = max(predicted, key=predicted.__getitem__), max(judged, key=lambda o: judged[o].value)
-        said, was = predicted[advised], judged[best]
+        output, was = predicted[advised], judged[best]
         interval = "" if was.low is None else f" [{was.low:.2f}, {was.high:.2f}]"
-        draft = "draft" if said > 1 else "off"
+        draft = "draft" if output > 1 else "off"
         right = "draft" if was.value > 1 else "off"
         open_ = was.low is not None and was.high is not None and was.low <= 1 <= was.high
         yield [
@@ -115,7 +115,7 @@ def lines(
             b,
             len(judged),
             f"{draft}: " + ("same" if draft == right else "within its interval" if open_ else "missed"),
-            f"{advised}: {said:.2f}",
+            f"{advised}: {output:.2f}",
             f"{judged[advised].value:.2f}",
             f"{best}: {was.value:.2f}{interval}",
             verdict(advised, best, judged),
@@ -143,8 +143,8 @@ def main() -> None:
     table += lines("replay", replayed(args.run, results, args.temperature, set(args.rules)), measured)
     heads = ("from", "B", "of", "draft?", "advised: predicted", "it measured", "best: measured", "pair, gamma", "share")
     print(tabulate(table, heads, tablefmt="github", disable_numparse=True))
-    said = [str(line[7]) for line in table]
-    print("\n" + ", ".join(f"{said.count(one)} {one}" for one in ("same", "within its interval", "missed")))
+    output = [str(line[7]) for line in table]
+    print("\n" + ", ".join(f"{output.count(one)} {one}" for one in ("same", "within its interval", "missed")))
 
 
 if __name__ == "__main__":

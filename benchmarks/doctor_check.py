@@ -155,10 +155,10 @@ def line(mistake: Mistake, found: dict[str, Any], sound: float) -> list[str]:
     names = [one["mistake"] for one in likely]
     if mistake.made == "another checkpoint":
         fact = next((fact for fact in found["facts"] if fact.startswith(mistake.expected)), "")
-        said, verdict, first = fact or "nothing", "named" if fact else "missed", None
+        output, verdict, first = fact or "nothing", "named" if fact else "missed", None
     else:
         first = likely[0] if likely else None
-        said = first["mistake"] if first else "nothing"
+        output = first["mistake"] if first else "nothing"
         place = next(
             (i for i, name in enumerate(names) if mistake.expected and name.startswith(mistake.expected)), None
         )
@@ -176,7 +176,7 @@ def line(mistake: Mistake, found: dict[str, Any], sound: float) -> list[str]:
             gain = f"{first['gain']:+.2f}"
             if first["gain_low"] is not None:
                 gain += f" [{first['gain_low']:+.2f}, {first['gain_high']:+.2f}]"
-    return [mistake.drafter, mistake.made, said[:70], before, after, gain, verdict]
+    return [mistake.drafter, mistake.made, output[:70], before, after, gain, verdict]
 
 
 def main() -> None:

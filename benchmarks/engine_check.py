@@ -78,7 +78,7 @@ class NgramSimple(Drafter):
         return DraftTraits("chain", True, config.gamma)
 
     @classmethod
-    def drafts_along(cls, config: Any, texts: Iterable[Any], depth: int) -> Iterator[np.ndarray]:
+    def response_drafts(cls, config: Any, texts: Iterable[Any], depth: int) -> Iterator[np.ndarray]:
         for prompt, response in texts:
             whole = [*prompt, *response]
             rows = np.full((len(response), depth), -1)
@@ -156,7 +156,7 @@ def steps_of(file: Path, cls: Any, config: Any) -> Iterator[tuple[int, int, int]
     """Number of the response, drafted and emitted tokens of each call of the target, along greedy responses."""
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     texts = [(line["prompt"], line["tokens"]) for line in lines]
-    along = zip(texts, cls.drafts_along(config, texts, config.gamma), strict=True)
+    along = zip(texts, cls.response_drafts(config, texts, config.gamma), strict=True)
     for number, ((_, response), rows) in enumerate(along):
         at = 0
         while at < len(response):
@@ -255,8 +255,8 @@ def main() -> None:
         server.answer(prompts[0], 8)  # warm
         plain = [server.answer(prompt, args.max_new_tokens) for prompt in prompts]
     # The engine's first token comes with the prompt's own pass, and drafting begins behind it.
-    said = args.out / "said.jsonl"
-    with said.open("w", encoding="utf-8") as out:
+    output = args.out / "responses.jsonl"
+    with output.open("w", encoding="utf-8") as out:
         for i, (prompt, one) in enumerate(zip(prompts, plain, strict=True)):
             if len(one.tokens) > 1:
                 line = {
@@ -282,7 +282,7 @@ def main() -> None:
         draft_cost = args.out / "draft-passes.csv"
         write_passes(draft_cost, load_model(args.draft_model), (1, 2), args)
         more = ["--draft-cost", str(draft_cost), "--draft-path", args.draft_model, "--target", args.model]
-    advised = report("advise", "--replay", str(said), "--drafter", drafter, "--verifier", "greedy",
+    advised = report("advise", "--replay", str(output), "--drafter", drafter, "--verifier", "greedy",
                    "--temperature", "0", "--cost", str(args.cost), "--batch-size", "1", "--context", str(args.context),
                    "--export", "llama.cpp", *more)  # fmt: skip
     best = advised["advice"][0]["best"]
@@ -293,22 +293,22 @@ def main() -> None:
     rows: list[list[Any]] = []
     curve = {int(row["width"]): float(row["seconds"]) for row in csv.DictReader(args.cost.open(encoding="utf-8"))}
     if args.draft_model:
-        efficiency, share, marginal = replayed(said, drafter, gamma, "--target", args.model)
+        efficiency, share, marginal = replayed(output, drafter, gamma, "--target", args.model)
         rows.append([f"replay of draft-model with {args.drafter}", efficiency, share, None, None])
         about_it = {"drafter": "draft-model", "temperature": 0, "point_mass": True, "model": args.draft_model}
-        acceptance = Acceptance(marginal, str(said), **about_it)
-        positions = model_drafts(said, drafter, gamma, args.model)
+        acceptance = Acceptance(marginal, str(output), **about_it)
+        positions = model_drafts(output, drafter, gamma, args.model)
     for cls, options in () if args.draft_model else ((PromptLookup, sizes), (NgramSimple, {"n": args.ngram})):
         drafter = {"name": cls.name, "gamma": gamma} | options
-        efficiency, share, marginal = replayed(said, json.dumps(drafter), gamma)
-        walked = list(steps_of(said, cls, cls.Config(gamma=gamma, **options)))
+        efficiency, share, marginal = replayed(output, json.dumps(drafter), gamma)
+        walked = list(steps_of(output, cls, cls.Config(gamma=gamma, **options)))
         again = sum(emitted for *_, emitted in walked) / len(walked)
         assert abs(again - efficiency) < 0.005 * efficiency, f"replay says {efficiency}, walking {again}"
         rows.append([f"replay of {cls.name}", efficiency, share, None, predicted(walked, curve)])
         positions = counted_of(walked, gamma)  # in the end the engine's own rule's
         if cls is PromptLookup:
             about_it = {"drafter": cls.name, "temperature": 0, "point_mass": True, "options": sizes}
-            acceptance = Acceptance(marginal, str(said), **about_it)
+            acceptance = Acceptance(marginal, str(output), **about_it)
     rows.insert(1, ["crossdraft advise", None, None, None, best["speed_up"]["value"]])
     settings = LlamaCpp().export(Schedule(acceptance, (Range(1, 1, gamma),), {}))
     for remark in settings.remarks:

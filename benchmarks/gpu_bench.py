@@ -45,8 +45,10 @@ TINY_VOCAB = 500
 class GivenContext(TargetContext):
     """Draft models are taken as they are: those of random weights have no tokenizers to compare."""
 
-    def load_lm(self, name: str, *, room: int = 0, **_: Any) -> LM:
-        return fitted(make_slots(self.load_model(name), self.batch_size, self.max_length + room), self.vocab_size)
+    def load_lm(self, name: str, *, extra_tokens: int = 0, **_: Any) -> LM:
+        return fitted(
+            make_slots(self.load_model(name), self.batch_size, self.max_length + extra_tokens), self.vocab_size
+        )
 
 
 class Bench:
@@ -138,7 +140,7 @@ class Bench:
                 os.environ["CROSSDRAFT_CUDA_GRAPHS"] = before
 
     def theirs(self, target: LoadedModel, assistant: LoadedModel | None, new: int, prompt: Ids) -> int:
-        """transformers' generate; returns the number of new tokens."""
+        """Transformers' generate; returns the number of new tokens."""
         ids = torch.tensor([prompt], device=self.device)
         ends = list(target.eos_token_ids) or None
         options: dict[str, Any] = {"assistant_model": assistant.model} if assistant else {}

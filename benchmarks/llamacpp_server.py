@@ -37,11 +37,11 @@ class Endpoint:
         body = {"prompt": prompt, "temperature": 0, "cache_prompt": False}
         start = time.perf_counter()
         if self.native:
-            said = self._post("/completion", body | {"n_predict": most, "return_tokens": True})
-            tokens, finish_reason = said["tokens"], "stop" if said["stop_type"] == "eos" else "length"
+            output = self._post("/completion", body | {"n_predict": most, "return_tokens": True})
+            tokens, finish_reason = output["tokens"], "stop" if output["stop_type"] == "eos" else "length"
         else:
-            said = self._post("/v1/completions", body | {"max_tokens": most})
-            choice = said["choices"][0]
+            output = self._post("/v1/completions", body | {"max_tokens": most})
+            choice = output["choices"][0]
             tokens, finish_reason = (
                 self.tokenizer(choice["text"], add_special_tokens=False)["input_ids"],
                 choice["finish_reason"],
@@ -49,19 +49,19 @@ class Endpoint:
             if finish_reason == "stop" and (not tokens or tokens[-1] not in self.ends):
                 tokens = [*tokens, self.ends[0]]
         wall = time.perf_counter() - start
-        timings = said.get("timings")
+        timings = output.get("timings")
         if timings is None:
             return Answer(tokens, finish_reason, wall, len(tokens))
         return Answer(tokens, finish_reason, timings["predicted_ms"] / 1000, timings["predicted_n"])
 
     def metrics(self) -> str:
-        with urlopen(f"{self.url}/metrics", timeout=60) as said:
-            return said.read().decode()
+        with urlopen(f"{self.url}/metrics", timeout=60) as output:
+            return output.read().decode()
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         headers = {"Content-Type": "application/json"}
-        with urlopen(Request(self.url + path, json.dumps(body).encode(), headers), timeout=600) as said:
-            return json.loads(said.read())
+        with urlopen(Request(self.url + path, json.dumps(body).encode(), headers), timeout=600) as output:
+            return json.loads(output.read())
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def main() -> None:
             same = [[t for t in text if t not in ends] for text in (theirs.tokens, tokens)]
             rows.append((*rates, same[0] == same[1]))
             print(*(f"{value:.1f}" for value in rows[-1][:2]), file=sys.stderr, flush=True)
-    ratios = [mine / other for other, mine, _ in rows]
+    ratios = [own / other for other, own, _ in rows]
     low, _, high = quantiles(ratios, n=4)
     print(f"{len(rows)} prompts, {args.threads} threads; {sum(row[2] for row in rows)} texts are the same")
     table = [[median(r[0] for r in rows), median(r[1] for r in rows), median(ratios), f"{low:.2f} to {high:.2f}"]]

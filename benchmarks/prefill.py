@@ -50,14 +50,14 @@ def main() -> None:
         return seconds, logits[:, 0].float().log_softmax(-1)
 
     took: dict[bool, list[float]] = {False: [], True: []}
-    said = {}
+    output = {}
     for repeat in range(args.repeats + 1):
         for together in took:
-            seconds, said[together] = time_to_start(together)
+            seconds, output[together] = time_to_start(together)
             if repeat:  # the first time is for what is made once
                 took[together].append(seconds)
     alone, shared = (statistics.median(took[way]) * 1e3 for way in (False, True))
-    apart = (said[True] - said[False]).abs()[said[False] > -20]
+    apart = (output[True] - output[False]).abs()[output[False] > -20]
     print(f"{args.target}, {model.dtype}, {lm.device}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     print(f"{args.prompts} prompts of {lengths[0]} to {lengths[-1]} tokens; medians of {args.repeats}")
     header = ["one by one, ms", "together, ms", "ratio", "log P apart, at most"]

@@ -111,15 +111,17 @@ def main() -> None:
             seconds += time.perf_counter() - start
             gamma, k = config.drafter.config["gamma"], config.drafter.config.get("K", 1)
             measured = metrics.block_efficiency
-            said = found.candidates[0].tallies[config.verifier.name, k].row(gamma).block_efficiency
-            assert said is not None
-            inside = measured.low is None or measured.high is None or measured.low <= said.value <= measured.high
+            efficiency = found.candidates[0].tallies[config.verifier.name, k].row(gamma).block_efficiency
+            assert efficiency is not None
+            inside = measured.low is None or measured.high is None or measured.low <= efficiency.value <= measured.high
             cells, outside = cells + 1, outside + (not inside)
             key = f"T={config.sampling.temperature:g} {config.drafter.title} gamma={gamma}"
             of.setdefault(key, {})[config.verifier.name] = result
             spread = f"[{measured.low:.2f}, {measured.high:.2f}]" if measured.low is not None else ""
-            off = abs(said.value - measured.value) / (width(measured) or float("nan"))
-            rows.append((key, config.verifier.name, f"{measured.value:.3f} {spread}", f"{said.value:.3f}", inside, off))
+            off = abs(efficiency.value - measured.value) / (width(measured) or float("nan"))
+            rows.append(
+                (key, config.verifier.name, f"{measured.value:.3f} {spread}", f"{efficiency.value:.3f}", inside, off)
+            )
             print(*rows[-1][:5], sep="  ", file=sys.stderr, flush=True)
         for key, rules in of.items():
             if set(rules) == {"token", "block"} and key.startswith("T=1"):

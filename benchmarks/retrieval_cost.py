@@ -93,9 +93,9 @@ def main() -> None:
         for title in args.drafter or drafters:
             steps = steps_of(target, drafters[title], prompt, args.steps)
             whole = [1e3 * sum(one.values()) for one in steps]
-            mine = [1e3 * one["draft"] for one in steps]
-            share = [100 * a / b for a, b in zip(mine, whole, strict=True)]
-            table.append([title, *(statistics.median(values) for values in (whole, mine, share))])
+            own = [1e3 * one["draft"] for one in steps]
+            share = [100 * a / b for a, b in zip(own, whole, strict=True)]
+            table.append([title, *(statistics.median(values) for values in (whole, own, share))])
             print(tabulate(table[-1:], tablefmt="plain", floatfmt=".3f"), flush=True)
     print(tabulate(table, headers=["drafter", "round ms", "draft ms", "share %"], floatfmt=".3f"))
 

@@ -99,8 +99,8 @@ def fitted_rows(name: str, machine: str, efficiency: tuple[float, float]) -> flo
     """The seconds a drafted row with which a series is met best, to a microsecond."""
 
     def off(microseconds: int) -> float:
-        said = with_rows(name, machine, microseconds / 1e6, efficiency)
-        return sum(math.log(said(b) / p) ** 2 for b, p in zip(BATCH_SIZES, SERIES[name][3], strict=False))
+        output = with_rows(name, machine, microseconds / 1e6, efficiency)
+        return sum(math.log(output(b) / p) ** 2 for b, p in zip(BATCH_SIZES, SERIES[name][3], strict=False))
 
     return min(range(151), key=off) / 1e6
 
@@ -171,9 +171,9 @@ def main() -> None:
         term = fitted_rows(fitted_to, on, efficiency)
         line = [f"{fitted_to}, {on}", 1e6 * term]
         for name, machine in every:
-            said = with_rows(name, machine, term, efficiency)
-            off = [abs(said(b) / p - 1) for b, p in zip(BATCH_SIZES, SERIES[name][3], strict=False)][1:]
-            line.append(f"{100 * median(off):.0f} %, {stops(said) or 'none'}")
+            output = with_rows(name, machine, term, efficiency)
+            off = [abs(output(b) / p - 1) for b, p in zip(BATCH_SIZES, SERIES[name][3], strict=False)][1:]
+            line.append(f"{100 * median(off):.0f} %, {stops(output) or 'none'}")
         rows.append(line)
     print(
         "\none term more, microseconds a drafted row, fitted to one series: median error of each, and where it stops\n"

@@ -94,14 +94,16 @@ class SyntheticLM:
         if drawn in ("chain", "iid"):
             length = GAMMA if drawn == "chain" else LENGTH
             k = nodes // length
-            states, tokens, laws = start[:, None].expand(b, k), [], []
+            states, tokens, distributions = start[:, None].expand(b, k), [], []
             for level in range(length):
-                laws.append(self.q[states if level else states[:, :1]])
-                drawn_now = [rng.draw(laws[-1][:, j if level else 0], "draft", level * k + j) for j in range(k)]
+                distributions.append(self.q[states if level else states[:, :1]])
+                drawn_now = [
+                    rng.draw(distributions[-1][:, j if level else 0], "draft", level * k + j) for j in range(k)
+                ]
                 tokens.append(torch.stack(drawn_now, 1))
                 states = self.after(states, tokens[-1])
             full = torch.full((b,), length, device=device)
-            q = torch.cat(laws, 1)
+            q = torch.cat(distributions, 1)
             if drawn == "chain":
                 return Draft.chain(torch.cat(tokens, 1), full, q)
             return Draft.iid(torch.stack(tokens, 2), full, q)

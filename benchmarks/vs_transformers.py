@@ -149,9 +149,9 @@ def main() -> None:
     rows = []
     for name in pairs:
         ratios = [a / b for a, b in zip(rates[name, 0], rates[name, 1], strict=True)]
-        mine, other = (totals[name, side][0] / totals[name, side][1] for side in (0, 1))
+        own, other = (totals[name, side][0] / totals[name, side][1] for side in (0, 1))
         quarter = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
-        rows.append([name, 1, other, mine, mine / other, quarter[1], f"{quarter[0]:.2f}-{quarter[2]:.2f}"])
+        rows.append([name, 1, other, own, own / other, quarter[1], f"{quarter[0]:.2f}-{quarter[2]:.2f}"])
     if args.batch:
         best = {name: totals[name, 1][0] / totals[name, 1][1] for name in pairs}
         for name, drafter, config in (

@@ -11,8 +11,8 @@ from ..framework.contracts.hookspecs import Register, hookimpl
 
 @hookimpl
 def crossdraft_register_recipes(register: Register) -> None:
-    here = Path(__file__).parent
-    for path in sorted(here.rglob("*.yaml")):
+    directory = Path(__file__).parent
+    for path in sorted(directory.rglob("*.yaml")):
         first = path.read_text(encoding="utf-8").partition("\n")[0]
         summary = first.removeprefix("#").strip() if first.startswith("#") else ""
-        register(path.relative_to(here).with_suffix("").as_posix(), path, summary=summary)
+        register(path.relative_to(directory).with_suffix("").as_posix(), path, summary=summary)

@@ -92,13 +92,13 @@ def signals() -> Iterator[None]:
     """A suite that runs in the background ignores some signals, which tests send to themselves."""
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
     before = {number: signal.getsignal(number) for number in usual}
-    here = threading.current_thread() is threading.main_thread()
+    directory = threading.current_thread() is threading.main_thread()
     for number, handler in usual.items():
-        if here and before[number] is signal.SIG_IGN:
+        if directory and before[number] is signal.SIG_IGN:
             signal.signal(number, handler)
     yield
     for number, handler in before.items():
-        if here and handler is signal.SIG_IGN:
+        if directory and handler is signal.SIG_IGN:
             signal.signal(number, handler)
 
 

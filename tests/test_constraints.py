@@ -27,8 +27,8 @@ def pins(lock: str) -> list[Requirement]:
 
 def pinned_here(lock: str) -> dict[str, str]:
     """The versions that ``lock`` pins for this Python and platform."""
-    here = (pin for pin in pins(lock) if not pin.marker or pin.marker.evaluate())
-    return {canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin in here}
+    directory = (pin for pin in pins(lock) if not pin.marker or pin.marker.evaluate())
+    return {canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin in directory}
 
 
 def brought(extras: set[str], pinned: dict[str, str]) -> dict[str, str]:

@@ -302,12 +302,12 @@ def test_launchers_and_trackers_of_the_docs(option: str, package: str, place: Pa
     page = [block for block in blocks(ROOT / "docs/machines.md") if block.language == "bash"]
     (command,) = [one for block in page for one in commands(block) if option in one]
     known = {"MLFLOW_TRACKING_URI": (place / "mlruns").as_uri(), "MLFLOW_ALLOW_FILE_STORE": "true"}
-    here = {"ray": [], "submitit": ["--launcher-option", "cluster=local"]}
+    directory = {"ray": [], "submitit": ["--launcher-option", "cluster=local"]}
     words = shlex.split(command)
     while "=" in words[0]:
         assert words.pop(0).partition("=")[0] in known
-    if package in here:
-        words = [*words[: words.index("--launcher-option")], *here[package], "--untimed"]
+    if package in directory:
+        words = [*words[: words.index("--launcher-option")], *directory[package], "--untimed"]
     provide(place / "site", models)
     own = {"PYTHONPATH": str(place / "site"), "TRACKIO_DIR": str(place / "trackio"), "HF_HUB_OFFLINE": "1", **known}
     line = [sys.executable, "-m", words[0], *shortened(words[1:])]

@@ -154,7 +154,7 @@ def prompts(target):
 
 @pytest.fixture(scope="module")
 def reference(prompts):
-    """transformers' own greedy output, from a copy that nothing of ours has touched."""
+    """Transformers' own greedy output, from a copy that nothing of ours has touched."""
     model = load_model("smollm2-135m-instruct", dtype="float32", device="cpu")
     outputs = []
     for prompt in prompts:

@@ -46,8 +46,10 @@ class Block(Verifier):
 
     @staticmethod
     def acceptance(draft: Draft, p_i: Tensor, s_i: Tensor) -> Tensor:
-        """h_1 .. h_N as ``[B, N]`` float64, given p_1 .. p_N ``[B, N]`` and S_1 .. S_{N-1} ``[B, N-1]``; 0 past the end
-        of a ragged row."""
+        """h_1 .. h_N as ``[B, N]`` float64, given p_1 .. p_N ``[B, N]`` and S_1 .. S_{N-1} ``[B, N-1]``.
+
+        Past the end of a ragged row h is 0.
+        """
         inner = p_i[:, :-1]
         # The parentheses matter: (s + 1) - p loses s when it is small, and h came out above 1. 0 / 0 is p_i = 1, s = 0.
         interior = (s_i / (s_i + (1 - inner))).nan_to_num_(1.0)

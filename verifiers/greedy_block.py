@@ -94,7 +94,7 @@ class GreedyBlock(Verifier):
         self._r = self._r.gather(1, columns.view(len(kept), width))
 
     def state_tensors(self, draft: Draft) -> tuple[Tensor, Tensor]:
-        """r of every layer at the root, ``[B, layers]``, and the number of positions of the draft it modifies.
+        """R of every layer at the root, ``[B, layers]``, and the number of positions of the draft it modifies.
 
         Raises:
             ContractError: the draft lacks Q at one of them.
@@ -201,7 +201,7 @@ class GreedyBlock(Verifier):
     def _next_r(
         self, draft: Draft, p: Tensor, tau: Tensor, token: Tensor, r: list[Tensor], a: Tensor, m: Tensor
     ) -> Tensor:
-        """r of every layer after the emitted token, then that of this block's layer, then a column of zeros.
+        """R of every layer after the emitted token, then that of this block's layer, then a column of zeros.
 
         Args:
             r: ``[B]`` each, at tau; 1 / pt_tau for the new layer.

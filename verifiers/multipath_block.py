@@ -46,8 +46,11 @@ RADIX = 32768
 
 
 class MultipathBlock(Verifier):
-    """Block verification of the best-ranked sequence. Lossless; K i.i.d. sequences, a pair of chains whose first
-    tokens were drawn without replacement, or a chain (K = 1: block)."""
+    """Block verification of the best-ranked sequence; lossless.
+
+    Drafts are K i.i.d. sequences, a pair of chains whose first tokens were drawn without replacement, or a chain
+    (K = 1: block).
+    """
 
     name = "multipath-block"
 
@@ -253,8 +256,10 @@ def verify_path(
 def draw_or_bonus(
     rng: StepRng, active: Tensor | None, needs_bonus: Tensor | None, weights: Tensor, token: Tensor | None, attempt: int
 ) -> Tensor:
-    """``[B]``: the token after an ``attempt`` in ``active [B]`` rows (``None`` = all), the bonus token in rows with
-    ``needs_bonus [B]``, and ``token [B]`` in others; attempts and bonus tokens have separate random numbers.
+    """The token of each row after an ``attempt``, ``[B]``.
+
+    Drawn in ``active [B]`` rows (``None`` = all), the bonus token in rows with ``needs_bonus [B]``, and ``token [B]``
+    in others; attempts and bonus tokens have separate random numbers.
     """
     if active is None or needs_bonus is None or token is None:
         return draw_where(rng, None, weights, None, index=attempt)

@@ -51,11 +51,11 @@ class TopK(Verifier):
     def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         rows, parents = torch.arange(draft.batch_size, device=p.device)[:, None], draft.parents + 1
         best = p.argmax(-1)
-        law = p[:, :-1] if draft.is_chain else p[rows, parents]
+        probs = p[:, :-1] if draft.is_chain else p[rows, parents]
         x = draft.tokens[..., None]
-        px = law.gather(2, x)
+        px = probs.gather(2, x)
         order = torch.arange(p.shape[2], device=p.device)
-        rank = ((law > px) | ((law == px) & (order < x))).sum(2)
+        rank = ((probs > px) | ((probs == px) & (order < x))).sum(2)
         px = px.squeeze(2).double()
         behind = p[rows, parents, best.gather(1, parents)].double().log() - px.log()
         # An infinite tolerance must not let in what has no probability.

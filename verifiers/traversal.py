@@ -97,8 +97,10 @@ def node_by_node(draft: Draft, p: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Judge:
-    """Verifies ``nodes``, one child of each of n parents: returns their credits, and the parents' shares and rests if
-    they fail."""
+    """Verification of ``nodes``, one child of each of n parents.
+
+    Returns their credits, and the parents' shares and rests if they fail.
+    """
 
     def __init__(self, draft: Draft, p: Tensor):
         self._draft, self._off = draft, ~draft.valid

@@ -57,7 +57,7 @@ def grow_chain(
         drafted.append(token)
         if going is not None:
             # At temperature 0 q is one-hot; the confidence is the softmax of the logits.
-            going = going & policy.goes_on(logits, q if sampled else logits.float().softmax(-1), token)
+            going = going & policy.should_continue(logits, q if sampled else logits.float().softmax(-1), token)
             # A token whose value decided must stay. A token drawn after its row had stopped can be dropped.
             length = torch.where(going, length, length.clamp(max=i + policy.keeps_last))
             if not bool(going.any()):

@@ -96,7 +96,7 @@ class DiscoLength(LengthPolicy):
         self._position = 0
         return super().draft_lengths(limit, rows)
 
-    def goes_on(self, logits: Tensor, q: Tensor, token: Tensor) -> Tensor:
+    def should_continue(self, logits: Tensor, q: Tensor, token: Tensor) -> Tensor:
         position = torch.full_like(token, self._position) / self._gamma
         self._position += 1
         hidden = (features(q, token, position, self._top) @ self._weight1.T + self._bias1).relu()

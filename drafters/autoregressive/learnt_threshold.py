@@ -59,7 +59,7 @@ class LearntThresholdLength(LengthPolicy):
         self._step = []
         return super().draft_lengths(limit, rows)
 
-    def goes_on(self, logits: Tensor, q: Tensor, token: Tensor) -> Tensor:
+    def should_continue(self, logits: Tensor, q: Tensor, token: Tensor) -> Tensor:
         self._step.append(q.gather(1, token[:, None]).squeeze(1))
         return self._step[-1] >= self.threshold
 

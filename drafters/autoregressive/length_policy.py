@@ -18,9 +18,9 @@ class LengthPolicy:
 
     Attributes:
         fixed: True if gamma and the row's limit determine the length, so that drafts are replayable.
-        stops_early: True if `goes_on` can return False. Costs one host sync per drafted token.
+        stops_early: True if `should_continue` can return False. Costs one host sync per drafted token.
         keeps_last: True if the token at which a row stops stays in the draft.
-        position_free: True if `goes_on` depends on logits, q and token only, not on the position in the draft.
+        position_free: True if `should_continue` depends on logits, q and token only, not on the position in the draft.
         adapts: True if the length depends on earlier steps or on the other rows.
         remembers: True if other sequences change the lengths, earlier ones (until `reset`) or those in the batch.
     """
@@ -48,7 +48,7 @@ class LengthPolicy:
         """
         return [min(self.gamma, most) for most in limit]
 
-    def goes_on(self, logits: Tensor, q: Tensor, token: Tensor) -> Tensor:
+    def should_continue(self, logits: Tensor, q: Tensor, token: Tensor) -> Tensor:
         """``[B]`` bool: True to draft another token after ``token [B]``, drawn from ``q [B, V]``.
 
         ``q`` was computed from ``logits [B, V]``; at temperature 0 it is their softmax.

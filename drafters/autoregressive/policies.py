@@ -50,7 +50,7 @@ class ConfidenceLength(LengthPolicy):
         super().__init__(gamma, batch_size)
         self.threshold, self.keeps_last = threshold, stop == "after"
 
-    def goes_on(self, logits: Tensor, q: Tensor, token: Tensor) -> Tensor:
+    def should_continue(self, logits: Tensor, q: Tensor, token: Tensor) -> Tensor:
         if self.keeps_last:
             return q.gather(1, token[:, None]).squeeze(1) >= self.threshold
         return q.amax(-1) >= self.threshold

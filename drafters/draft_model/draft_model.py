@@ -48,5 +48,5 @@ class DraftModelChain(ChainDrafter):
     def text_distribution(self) -> TextDistribution | None:
         if not self.policy.position_free:
             return None
-        goes_on = self.policy.goes_on if self.policy.stops_early else None
-        return TextDistribution(self.model.lm, self.sampling, goes_on, self.policy.keeps_last)
+        should_continue = self.policy.should_continue if self.policy.stops_early else None
+        return TextDistribution(self.model.lm, self.sampling, should_continue, self.policy.keeps_last)

@@ -20,7 +20,7 @@ class TreeDrafter(Drafter):
 
     def __init__(self, config: StrategyConfig, context: DraftContext, name: str, slack: int):
         super().__init__(config, context)
-        self.model = DraftModel(context.load_lm(name, room=slack))
+        self.model = DraftModel(context.load_lm(name, extra_tokens=slack))
         self._fed_index: Tensor | None = None
 
     @property

@@ -86,7 +86,9 @@ class BlockDrafter(FeatureReader):
         self.policy.load(context)
         #: Maximum number of features per row and pass: the tokens that a step commits.
         self._max_features = gamma + 1
-        self.lm = context.slots(self.head, room=self._max_features + (gamma + 1 if block is None else block + 1))
+        self.lm = context.slots(
+            self.head, extra_tokens=self._max_features + (gamma + 1 if block is None else block + 1)
+        )
         # Rotary positions may exceed the training length; the target's context length bounds every sequence.
         self.lm.context_length = None
 

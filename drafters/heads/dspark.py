@@ -116,7 +116,7 @@ class ExpectedAcceptance(LengthPolicy):
         self.threshold = threshold
         self.expected: Tensor | None = None
 
-    def goes_on(self, logits: Tensor, q: Tensor, token: Tensor) -> Tensor:
+    def should_continue(self, logits: Tensor, q: Tensor, token: Tensor) -> Tensor:
         assert self.expected is not None
         return self.expected >= self.threshold
 

@@ -116,7 +116,7 @@ class FeatureDrafter(FeatureReader):
         super().__init__(config, context)
         own = self.config
         slack = dynamic_slack(own.depth, own.top_k, own.nodes) if own.tree == "dynamic" else 0
-        self.lm = FeatureLM(self.head, context.slots(self.head, room=slack), context.vocab_size)
+        self.lm = FeatureLM(self.head, context.slots(self.head, extra_tokens=slack), context.vocab_size)
         self.policy = own.policy.make(own.gamma, context.batch_size)
         self.policy.load(context)
         self.shape = own.shape() if own.tree == "static" else None

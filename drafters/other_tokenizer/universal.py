@@ -116,7 +116,7 @@ class Universal(ChainDrafter):
                 f"{who}: its context of {loaded.context_length} tokens is too short for drafts of "
                 f"{self.config.gamma} tokens; use another draft model, or a smaller gamma"
             )
-        return context.load_lm(name, room=slot - context.max_length, ids=torch.arange(self._draft_bytes.size))
+        return context.load_lm(name, extra_tokens=slot - context.max_length, ids=torch.arange(self._draft_bytes.size))
 
     # -- the text ---------------------------------------------------------------------------------------------
 

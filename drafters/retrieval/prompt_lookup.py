@@ -20,7 +20,7 @@ from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, S
 from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
 from ...framework.util.limits import MOST_LEVELS
-from .prompt_lookup_replay import drafts_along
+from .prompt_lookup_replay import response_drafts
 
 
 class NgramIndex:
@@ -81,10 +81,10 @@ class PromptLookup(Drafter):
         return DraftTraits(kind=CHAIN, point_mass=True, nodes=config.gamma)
 
     @classmethod
-    def drafts_along(
+    def response_drafts(
         cls, config: Any, texts: Iterable[tuple[Sequence[int], Sequence[int]]], depth: int
     ) -> Iterator[np.ndarray]:
-        return drafts_along(texts, depth, range(config.max_ngram, config.min_ngram - 1, -1), config.match == "first")
+        return response_drafts(texts, depth, range(config.max_ngram, config.min_ngram - 1, -1), config.match == "first")
 
     def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         index = self._index[row] = NgramIndex(self.config.min_ngram, self.config.max_ngram)

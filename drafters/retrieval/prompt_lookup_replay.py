@@ -14,10 +14,10 @@ import numpy as np
 BATCH = 32_768
 
 
-def drafts_along(
+def response_drafts(
     texts: Iterable[tuple[Sequence[int], Sequence[int]]], depth: int, sizes: Sequence[int], first: bool
 ) -> Iterator[np.ndarray]:
-    """See `Drafter.drafts_along`.
+    """See `Drafter.response_drafts`.
 
     Args:
         sizes: lengths of the n-grams, the longest first.

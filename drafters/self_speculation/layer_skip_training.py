@@ -46,8 +46,10 @@ class LayerSkipTrials(Search):
         self.depth: int = depth
 
     def first(self) -> Sequence[Mapping[str, Any]]:
-        """Every third layer, every second attention, and every second feed-forward network of the middle; then random
-        sets of few sublayers, because a model without half of its sublayers is useless."""
+        """Every third layer, every second attention, every second feed-forward network of the middle; random sets.
+
+        Random sets hold few sublayers, because a model without half of its sublayers is useless.
+        """
         middle = range(self.depth // 4, max(self.depth * 7 // 8, self.depth // 4 + 1))
         random, layers = Random(self.recipe.seed), range(self.depth)
         few = [

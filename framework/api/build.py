@@ -206,8 +206,8 @@ def load_draft_model(name: str, target: LoadedModel, *, trust_remote_code: bool 
 class ModuleContext(DraftContext):
     """Slots and graph runners for modules that a drafter brings."""
 
-    def slots(self, module: nn.Module, *, room: int = 0) -> LM:
-        return TransformersLM(module, self.batch_size, self.max_length + room)
+    def slots(self, module: nn.Module, *, extra_tokens: int = 0) -> LM:
+        return TransformersLM(module, self.batch_size, self.max_length + extra_tokens)
 
     def runner(self, module: nn.Module) -> Runner:
         speed_up_small_batches(module)
@@ -255,9 +255,11 @@ class TargetContext(ModuleContext):
         self.used[name] = {"sha256": loaded.sha256, "source": loaded.source}
         return loaded
 
-    def load_lm(self, name: str, *, room: int = 0, ids: Tensor | None = None, unknown: int = 0) -> LM:
+    def load_lm(self, name: str, *, extra_tokens: int = 0, ids: Tensor | None = None, unknown: int = 0) -> LM:
         loaded = self._checked_model(name, ids is None)
-        return fitted(make_slots(loaded, self.batch_size, self.max_length + room), self.vocab_size, ids, unknown)
+        return fitted(
+            make_slots(loaded, self.batch_size, self.max_length + extra_tokens), self.vocab_size, ids, unknown
+        )
 
     def load_learner(self, name: str) -> Learner:
         return learner_of(self._checked_model(name), self.batch_size, self.max_length, self.vocab_size)

@@ -164,7 +164,6 @@ def sample(
     Raises:
         ContractError: a verifier emitted invalid tokens.
     """
-
     if p.device.type == "cpu":
         # glibc returns freed blocks of megabytes to the kernel, which zeroes them again: half of the time. After
         # freeing one block of 32 MiB it raises its threshold and keeps them.
@@ -243,7 +242,6 @@ def choose(
     Raises:
         UnknownNameError: unknown verifier or label.
     """
-
     requested = list(dict.fromkeys(labels or [*(label for label in PREFERRED if label in DRAFTS), *DRAFTS]))
     drafts = {}
     for label in requested:

@@ -184,7 +184,7 @@ class ToyContext(DraftContext):
             return super().load_model(name)
         return LoadedModel(None, tokenizer_of(self._words[1]), name, "a table", "", (), None)
 
-    def load_lm(self, name: str, *, room: int = 0, ids: Tensor | None = None, unknown: int = 0) -> LM:
+    def load_lm(self, name: str, *, extra_tokens: int = 0, ids: Tensor | None = None, unknown: int = 0) -> LM:
         if self._words is not None and ids is None:
             raise ModelError(f"'{name}' cannot draft for 'toy': their vocabularies differ")
         lm: Any = TableLM(self._drafter, self.batch_size, start=self._start)

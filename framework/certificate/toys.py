@@ -27,10 +27,10 @@ _NUMBER = re.compile(
 
 
 def read_toys(path: Path) -> list[Toy]:
-    """Read toys from a JSON file: name -> ``{"model": {V, gamma, target_start, target_rows, draft_start,
-    draft_rows}}``.
+    """Read toys from a JSON file.
 
-    Probabilities are numbers or fractions as strings; other keys are ignored. ``target_tokens`` and ``draft_tokens``,
+    Each name maps to ``{"model": {V, gamma, target_start, target_rows, draft_start, draft_rows}}``. Probabilities are
+    numbers or fractions as strings; other keys are ignored. ``target_tokens`` and ``draft_tokens``,
     lists of texts, define two vocabularies; the draft tables then have one row per draft token.
 
     Raises:

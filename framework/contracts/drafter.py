@@ -113,14 +113,15 @@ class TextDistribution:
     Attributes:
         lm: slots of the draft model.
         sampling: sampling parameters of the drafts.
-        goes_on: ``goes_on(logits, q, token) -> [n] bool``: True if drafting continues after ``token [n]``, drawn from
-            ``q [n, V]``, which is computed from ``logits [n, V]`` (their softmax at temperature 0); ``None`` = always.
+        should_continue: ``should_continue(logits, q, token) -> [n] bool``: True if drafting continues after
+            ``token [n]``, drawn from ``q [n, V]``, which is computed from ``logits [n, V]`` (their softmax at
+            temperature 0); ``None`` = always.
         keeps_last: True if the token at which drafting stops is part of the draft.
     """
 
     lm: LM
     sampling: Sampling
-    goes_on: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    should_continue: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     keeps_last: bool = True
 
 
@@ -183,11 +184,11 @@ class DraftContext:
     tokenizer: Any = None
     final_q: bool = False
 
-    def load_lm(self, name: str, *, room: int = 0, ids: Tensor | None = None, unknown: int = 0) -> LM:
+    def load_lm(self, name: str, *, extra_tokens: int = 0, ids: Tensor | None = None, unknown: int = 0) -> LM:
         """B slots of the model ``name``, with the target's token ids.
 
         Args:
-            room: tokens per slot beyond ``max_length`` and a draft, for nodes that are fed and not committed.
+            extra_tokens: tokens per slot beyond ``max_length`` and a draft, for nodes that are fed and not committed.
             ids: ``[V]`` int64, the model's id of every id of the target, -1 if it has none: its logit is -inf.
                 Without it the model must have the target's tokenizer.
             unknown: with ``ids``, the model's id to feed for committed tokens that it does not have.
@@ -226,12 +227,12 @@ class DraftContext:
         """
         return read_json(settings_file(name), CONFIG_BYTES, what="the settings")
 
-    def slots(self, module: nn.Module, *, room: int = 0) -> LM:
+    def slots(self, module: nn.Module, *, extra_tokens: int = 0) -> LM:
         """B slots of a drafter's own module with the interface of a causal LM of transformers.
 
         ``module(input_ids, attention_mask, position_ids, past_key_values, **inputs)`` returns ``logits`` and
         ``hidden_states``; it has ``config``, ``device``, ``dtype`` and ``get_output_embeddings``. The slots manage
-        cache, masks and positions; ``start`` and ``forward`` pass further ``inputs`` by name. ``room``: as in
+        cache, masks and positions; ``start`` and ``forward`` pass further ``inputs`` by name. ``extra_tokens``: as in
         `load_lm`.
         """
         raise self._refused("run a head over a cache")
@@ -294,7 +295,7 @@ class Drafter(ABC):
         return ()
 
     @classmethod
-    def drafts_along(
+    def response_drafts(
         cls, config: Any, texts: Iterable[tuple[Sequence[int], Sequence[int]]], depth: int
     ) -> Iterator[np.ndarray] | None:
         """A fast path for `crossdraft replay`, for drafters of point-mass chains that need no model. Optional.

@@ -76,14 +76,20 @@ def crossdraft_register_launchers(register: Register) -> None:
 
 @hookspec
 def crossdraft_register_trackers(register: Register) -> None:
-    """Register trackers for ``crossdraft run --track NAME``: classes without constructor arguments whose methods are
-    the three hooks below, marked with ``@hookimpl``. A plug-in with these hooks as functions receives every run."""
+    """Register trackers for ``crossdraft run --track NAME``.
+
+    A tracker is a class without constructor arguments whose methods are the three hooks below, marked with
+    ``@hookimpl``. A plug-in with these hooks as functions receives every run.
+    """
 
 
 @hookspec
 def crossdraft_run_started(run: Mapping[str, Any]) -> None:
-    """Called when a run starts. `run` holds at least ``name``, ``directory`` (a string), ``cells`` (their number) and
-    ``shard`` (``"2/4"``, or empty)."""
+    """Called when a run starts.
+
+    `run` holds at least ``name``, ``directory`` (a string), ``cells`` (their number) and ``shard`` (``"2/4"``, or
+    empty).
+    """
 
 
 @hookspec
@@ -93,5 +99,8 @@ def crossdraft_cell_finished(run: Mapping[str, Any], cell: Mapping[str, Any]) ->
 
 @hookspec
 def crossdraft_run_finished(run: Mapping[str, Any], outcome: Mapping[str, Any]) -> None:
-    """Called when a run has ended and its files are complete. `outcome` holds at least ``exit_code``, ``failed``
-    (number of cells), ``interrupted`` and ``stopped`` (the reason of an early end, or empty)."""
+    """Called when a run has ended and its files are complete.
+
+    `outcome` holds at least ``exit_code``, ``failed`` (number of cells), ``interrupted`` and ``stopped`` (the reason of
+    an early end, or empty).
+    """

@@ -287,7 +287,7 @@ class Decoder:
         except ModelError as error:  # slots hold traits.nodes tokens beyond the longest sequence
             raise ContractError(
                 f"{self._drafter} could not draft: {error}; draft no deeper than sequences.limit, and feed at most "
-                "traits.nodes nodes and the room requested from load_lm()"
+                "traits.nodes nodes and the extra_tokens requested from load_lm()"
             ) from error
         self.stopwatch.mark("draft")
         watch.check(self._drafter)

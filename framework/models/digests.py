@@ -71,8 +71,10 @@ def file_sha256(file: Path) -> str:
 
 
 def settings_sha256(path: Path) -> str:
-    """SHA-256 of all files besides the weights that influence the output: config, generation config, tokenizer, chat
-    template, custom code. Empty for a model that is a file."""
+    """SHA-256 of all files besides the weights that influence the output; empty for a model that is a file.
+
+    These are config, generation config, tokenizer, chat template and custom code.
+    """
     if not path.is_dir():
         return ""
     weights = {*weight_files(path), *(file for pattern in PYTORCH_FILES for file in path.glob(pattern))}

@@ -315,7 +315,7 @@ def _prompt(place: str, row: Any, index: int) -> Prompt | None:
         requirement = "must be a list of texts" if key == "turns" else "must be a text"
         raise UsageError(f"{place}: {key!r} {requirement} and must not be empty")
     if len(turns) > MOST_TURNS and key not in FORMS:
-        raise UsageError(f"{place}: {len(turns)} turns; the most is {MOST_TURNS}")
+        raise UsageError(f"{place}: {len(turns)} turns; the maximum is {MOST_TURNS}")
     for turn, text in enumerate(turns, 1):
         if reason := flaw(text, BROKEN):
             raise UsageError(f"{place}: turn {turn} contains {reason}, which tokenizers cannot encode")

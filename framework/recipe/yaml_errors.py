@@ -218,9 +218,9 @@ def _message(
     elif kind == "too_short":
         message = f"needs at least {problem['ctx']['min_length']} entry"
     elif kind == "too_long":
-        message = f"has {problem['ctx']['actual_length']} entries; the most is {problem['ctx']['max_length']}"
+        message = f"has {problem['ctx']['actual_length']} entries; the maximum is {problem['ctx']['max_length']}"
     elif kind == "string_too_long":
-        message = f"has {len(problem['input'])} characters; the most is {problem['ctx']['max_length']}"
+        message = f"has {len(problem['input'])} characters; the maximum is {problem['ctx']['max_length']}"
     elif kind == "less_than_equal" and (reason := _limit_reason(models.get(parent), key)):
         message += f" ({reason})"
     given_value = "" if kind in ("value_error", "too_short", "too_long") else f", not {quoted(problem['input'])}"

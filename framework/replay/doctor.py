@@ -144,10 +144,10 @@ def _interval(results: Sequence[TrialResult], result: TrialResult) -> tuple[floa
     base = results[0].row
     if result.gain is None or base is None or base.block_efficiency is None:
         return None, None
-    room = base.gamma + 1 - base.block_efficiency.value
+    largest_gain = base.gamma + 1 - base.block_efficiency.value
     if result.gain.low is None and _pieces(results) >= LEAST_PIECES:
         return result.gain.value, result.gain.value
-    return result.gain.low, room if result.gain.high is None else min(result.gain.high, room)
+    return result.gain.low, largest_gain if result.gain.high is None else min(result.gain.high, largest_gain)
 
 
 def greedy_drafts(drafter: Configured, sampling: Sampling) -> Iterator[Misconfiguration]:

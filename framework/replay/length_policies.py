@@ -74,10 +74,10 @@ def _heuristic(
     steps = drafted = taken = counted = emitted = 0.0
     accepted = np.zeros(depth)
     for start in range(t):
-        room = limit - 1 - start
+        max_draft_len = limit - 1 - start
         bonus = np.arange(1, depth + 1) <= t - 1 - start  # an accepted last token has no bonus token
         for length in np.flatnonzero(reached[start]):
-            weight, n = reached[start, length], int(min(length, room, response.lengths[start]))
+            weight, n = reached[start, length], int(min(length, max_draft_len, response.lengths[start]))
             most = min(n, t - start)  # acceptable tokens
             tau = at_least[start, : most + 1] - np.append(at_least[start, 1 : most + 1], 0)
             ends = start + 1 + np.arange(most + 1)
@@ -88,7 +88,7 @@ def _heuristic(
             steps += weight
             drafted += weight * n
             taken += weight * at_least[start, 1 : most + 1].sum()
-            if room >= gamma:
+            if max_draft_len >= gamma:
                 survival = response.survival[start] * (np.arange(1, depth + 1) <= most)
                 counted += weight
                 emitted += weight * (1 + (survival * bonus).sum())

@@ -56,8 +56,10 @@ class Shard:
 
 
 def merge_environments(environments: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge several ``environment.json``: the first one, with the models and conditions of all, and other machines
-    under ``elsewhere``."""
+    """Merge several ``environment.json``.
+
+    The result is the first one, with the models and conditions of all, and other machines under ``elsewhere``.
+    """
     merged: dict[str, Any] = {"models": {}, "conditions": [], "elsewhere": []}
     nonempty = [environment for environment in environments if environment]
     for environment in nonempty:

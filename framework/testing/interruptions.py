@@ -19,8 +19,10 @@ class Interrupted(Exception):
 
 @contextmanager
 def interrupted(decoder: Decoder, place: Place) -> Iterator[None]:
-    """Context in which the second step raises `Interrupted`: halfway through ``propose``, after the target's pass, or
-    after ``verify``."""
+    """Context in which the second step raises `Interrupted`.
+
+    It is raised halfway through ``propose``, after the target's pass, or after ``verify``.
+    """
     strategy: Any = {"drafter": decoder.drafter, "target": decoder.target, "verifier": decoder.verifier}[place]
     name = {"drafter": "propose", "target": "forward", "verifier": "verify"}[place]
     own: Callable[..., Any] = getattr(strategy, name)

@@ -121,13 +121,13 @@ class TinyContext(ModuleContext):
             target_name="a tiny model",
         )
 
-    def load_lm(self, name: str, *, room: int = 0, ids: Tensor | None = None, unknown: int = 0) -> LM:
+    def load_lm(self, name: str, *, extra_tokens: int = 0, ids: Tensor | None = None, unknown: int = 0) -> LM:
         noisy = copy.deepcopy(self.target_model)
         generator = torch.Generator().manual_seed(3)
         for weight in noisy.parameters():
             if weight.dim() > 1 and weight.device.type == "cpu":
                 weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=generator)
-        return TransformersLM(noisy, self.batch_size, self.max_length + room)
+        return TransformersLM(noisy, self.batch_size, self.max_length + extra_tokens)
 
     def load_heads(self, name: str) -> Checkpoint:
         return load_checkpoint(name)

@@ -25,7 +25,7 @@ class Features:
 
     def __init__(self, target: LoadedModel, layers: Sequence[int], gib: float):
         self.target, self.layers = target, tuple(layers)
-        self.room = int(gib * 2**30)
+        self.free_bytes = int(gib * 2**30)
         self._kept: dict[int | None, Tensor] = {}  # [L, layers, H] by number, never None
 
     def batch(self, texts: Sequence[Text], numbers: Sequence[int | None]) -> Batch:
@@ -43,8 +43,8 @@ class Features:
         hidden = [new[i] if i in new else self._kept[number] for i, number in enumerate(numbers)]
         for i, states in new.items():
             number, size = numbers[i], states.numel() * states.element_size()
-            if number is not None and size <= self.room:
-                self.room -= size
+            if number is not None and size <= self.free_bytes:
+                self.free_bytes -= size
                 self._kept[number] = states
         padded = torch.nn.utils.rnn.pad_sequence(hidden, batch_first=True)
         return Batch(ids, mask, predicts, padded.to(device).float())

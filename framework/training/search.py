@@ -220,8 +220,10 @@ class _Sample:
 
     @torch.inference_mode()
     def acceptance(self, search: Any, settings: Mapping[str, Any]) -> tuple[float, float]:
-        """Mean sum_x min(p, q) per response token, and the share of the target's weights that is read; acceptance is 0
-        if the settings are not a valid drafter."""
+        """Mean sum_x min(p, q) per response token, and the share of the target's weights that is read.
+
+        Acceptance is 0 if the settings are not a valid drafter.
+        """
         try:
             fork = search.fork(self._lm, settings)
         except ModelError as error:

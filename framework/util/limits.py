@@ -20,9 +20,9 @@ class Limit(int):
         return limit
 
     def refusal(self, n: int | Sized) -> str | None:
-        """``"the most is <limit>: <why>"`` if ``n``, or its length, exceeds the limit; else None."""
+        """``"the maximum is <limit>: <why>"`` if ``n``, or its length, exceeds the limit; else None."""
         n = n if isinstance(n, int) else len(n)
-        return f"the most is {int(self)}: {self.why}" if n > self else None
+        return f"the maximum is {int(self)}: {self.why}" if n > self else None
 
 
 # -- a step ---------------------------------------------------------------------------------------------------

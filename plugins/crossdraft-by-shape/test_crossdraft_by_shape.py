@@ -18,9 +18,9 @@ class TestByShape(VerifierContract):
         shapes = set()
         for _, draft, p, numbers, streams, position in self.recorded(2):
             steps = [numbers.for_step(streams, [position] * len(streams), p.device) for _ in range(2)]
-            said = self.judge(self.make(), draft, p, steps[0])
+            output = self.judge(self.make(), draft, p, steps[0])
             alone = self.judge(make_verifier(getattr(ByShape.Config(), draft.kind.name)), draft, p, steps[1])
-            assert said.length.tolist() == alone.length.tolist() and said.token.tolist() == alone.token.tolist()
+            assert output.length.tolist() == alone.length.tolist() and output.token.tolist() == alone.token.tolist()
             shapes.add(draft.kind.name)
         assert shapes == set(ByShape.Config.model_fields), "a shape was never judged"
 

@@ -208,7 +208,7 @@ def of_steps(drafter: Suffix, prompt: list[int], response: list[int], depth: int
 def test_recorded_texts_are_drafted_as_in_steps(texts: Any, memory: int) -> None:
     config = Suffix.Config(gamma=4, memory=memory, factor=2, occurrences=1000)
     drafter = Suffix(config, DraftContext(Sampling(), 1, 200, 4, torch.device("cpu")))
-    for (prompt, response), drafts in zip(texts, Suffix.drafts_along(config, iter(texts), 4), strict=True):
+    for (prompt, response), drafts in zip(texts, Suffix.response_drafts(config, iter(texts), 4), strict=True):
         assert drafts.tolist() == of_steps(drafter, prompt, response, 4)
 
 

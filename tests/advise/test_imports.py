@@ -247,7 +247,7 @@ def test_sources_without_acceptance(name: str) -> None:
         ),
         ("vllm", '{"synthetic_acceptance_rates": [0.5, 0.6]}', "increases from 0.5 to 0.6"),
         ("vllm", '{"synthetic_acceptance_rates": [0.5, NaN]}', "position 2 is nan"),
-        ("vllm", lines(vllm_response([1, 2], num_draft_tokens=10**30)), "too long; the most is 1024"),
+        ("vllm", lines(vllm_response([1, 2], num_draft_tokens=10**30)), "too long; the maximum is 1024"),
         ("llama.cpp", LLAMA_SCRAPE.replace('"1"} 20', '"1"} 40'), "position 1 is 40, more than 30"),
         (
             "llama.cpp",

@@ -34,8 +34,8 @@ def test_from_prompts_to_a_decision(
     same = json.dumps({"name": "draft-model", "model": models["same"]})
     options = ["--target", models["target"], "--prompts", prompts, "--drafter", "prompt-lookup", "--drafter", same]
     options += ["--on", "h100", "--batch-size", "1,4", "--responses", 4, "--max-new-tokens", 24]
-    found, said = advised(capsys, *options)
-    assert "decoding 4 responses of at most 24 tokens (96 in total)" in said and "estimated time:" in said
+    found, output = advised(capsys, *options)
+    assert "decoding 4 responses of at most 24 tokens (96 in total)" in output and "estimated time:" in output
     (kept,) = (cache / "responses").iterdir()
     assert len(kept.read_text(encoding="utf-8").splitlines()) == 4
     one, four = found["advice"]
@@ -44,15 +44,15 @@ def test_from_prompts_to_a_decision(
     assert "tokens are few" in warnings
     # The second call uses the cached responses.
     monkeypatch.setattr(baseline_responses, "_decode", None)
-    again, said = advised(capsys, *options)
-    assert again == found and "cached responses" in said
+    again, output = advised(capsys, *options)
+    assert again == found and "cached responses" in output
 
 
 def test_every_length_has_its_own_acceptance(models: dict[str, str], tmp_path: Path, capsys: Any) -> None:
     """Acceptance at each gamma equals that of `crossdraft replay`."""
     from crossdraft.framework.advise.caveats import Remarks
 
-    path = tmp_path / "said.jsonl"
+    path = tmp_path / "responses.jsonl"
     rows = [
         {"id": i, "prompt": [5, 6, 7, 5, 6], "tokens": [7, 5, 6, 7, 8, 9, 5, 6] * 4, "finish_reason": "length"}
         for i in range(5)

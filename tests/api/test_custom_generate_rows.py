@@ -26,8 +26,8 @@ def test_greedy_equals_generate(model: Any) -> None:
 
 
 def test_ends_and_padding_equal_generate(model: Any) -> None:
-    said = ask(model, IDS, attention_mask=MASK)[:, 7:].tolist()
-    end = said[1][3]  # now the second row ends early and is padded
+    output = ask(model, IDS, attention_mask=MASK)[:, 7:].tolist()
+    end = output[1][3]  # now the second row ends early and is padded
     for options in ({"eos_token_id": [end, 39]}, {"eos_token_id": end, "pad_token_id": 33}, {"max_length": 11}):
         options = {"attention_mask": MASK, "max_new_tokens": None if "max_length" in options else 12, **options}
         ours, theirs = ask(model, IDS, **options), model.generate(IDS, **options)
@@ -75,13 +75,13 @@ def test_ids_outside_the_vocabulary(model: Any) -> None:
 
 
 def test_torchs_generator_decides_the_samples(model: Any) -> None:
-    def said(manual_seed: int, **options: Any) -> tuple[int, ...]:
+    def output(manual_seed: int, **options: Any) -> tuple[int, ...]:
         torch.manual_seed(manual_seed)
         return tuple(ask(model, do_sample=True, top_k=0, max_new_tokens=5, **options)[0].tolist())
 
-    assert len({said(1), said(2), said(3)}) == 3
-    assert said(1) == said(1)
-    assert said(1, seed=4) == said(2, seed=4) != said(1)  # an explicit seed wins
+    assert len({output(1), output(2), output(3)}) == 3
+    assert output(1) == output(1)
+    assert output(1, seed=4) == output(2, seed=4) != output(1)  # an explicit seed wins
     torch.manual_seed(1)
     assert (
         len({tuple(ask(model, do_sample=True, top_k=0, max_new_tokens=5)[0].tolist()) for _ in range(3)}) == 3
@@ -129,7 +129,7 @@ def test_a_streamer_receives_the_same_as_from_transformers(model: Any, end: int 
     ours, theirs = Listener(), Listener()
     ask(model, streamer=ours, **options)
     model.generate(IDS[1:], streamer=theirs, max_new_tokens=12, **options)
-    assert ours.heard == theirs.heard and ours.heard[-1] == "end"
+    assert ours.events == theirs.events and ours.events[-1] == "end"
 
 
 def test_a_streamer_of_several_rows_is_refused(model: Any) -> None:

@@ -88,9 +88,9 @@ def test_a_stop_string_ends_the_text_before_it_and_the_tokens_behind_it(
     if not ends:
         assert not text.stopped and "".join(pieces) == whole and taken == len(tokens)
         return
-    heard = ends[min(ends)]
-    assert text.stopped and "".join(pieces) == text.text == heard[: min(heard.find(s) for s in stop if s in heard)]
-    assert decode_text(BYTES, tokens[:taken]) == heard
+    events = ends[min(ends)]
+    assert text.stopped and "".join(pieces) == text.text == events[: min(events.find(s) for s in stop if s in events)]
+    assert decode_text(BYTES, tokens[:taken]) == events
 
 
 def test_a_possible_stop_string_is_held_back() -> None:

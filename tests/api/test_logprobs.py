@@ -42,8 +42,8 @@ def test_they_are_the_targets_own(
     for response in responses:
         ids = torch.tensor([[*PROMPTS[response.index], *response.tokens]])
         with torch.no_grad():
-            law = sampling.probs(target(ids).logits[0, len(PROMPTS[response.index]) - 1 : -1])
-        expected = law[torch.arange(len(response.tokens)), ids[0, len(PROMPTS[response.index]) :]].log()
+            distribution = sampling.probs(target(ids).logits[0, len(PROMPTS[response.index]) - 1 : -1])
+        expected = distribution[torch.arange(len(response.tokens)), ids[0, len(PROMPTS[response.index]) :]].log()
         assert response.logprobs is not None
         assert torch.tensor(response.logprobs) == pytest.approx(expected, abs=1e-4)
 

@@ -153,20 +153,20 @@ def test_other_threads_keep_their_own_attention(model: Any, monkeypatch: Any) ->
 def test_the_users_attention_function_stays(model: Any) -> None:
     calls = []
 
-    def mine(*arguments: Any, **options: Any) -> Any:
+    def own(*arguments: Any, **options: Any) -> Any:
         calls.append(1)
         return attention.sdpa_attention_forward(*arguments, **options)
 
     registry: Any = attention.ALL_ATTENTION_FUNCTIONS
-    registry["sdpa"] = mine
+    registry["sdpa"] = own
     try:
         door(model, PROMPTS[0])
-        assert calls and registry["sdpa"] is mine
+        assert calls and registry["sdpa"] is own
     finally:
         del registry["sdpa"]
     with attention.own_attention():
-        registry["sdpa"] = mine  # while we are inside
-    assert registry["sdpa"] is mine
+        registry["sdpa"] = own  # while we are inside
+    assert registry["sdpa"] is own
     del registry["sdpa"]
 
 

@@ -37,15 +37,15 @@ def test_a_stream_is_what_generate_returns(target: LoadedModel, more: dict[str, 
     whole = generate(target, PROMPTS, **OPTIONS, **more)
     pieces = joined(list(stream(target, PROMPTS, **OPTIONS, **more)))
     for response in whole:
-        mine = pieces[response.index]
-        assert mine[-1].response == response and not any(piece.response for piece in mine[:-1])
-        assert list(chain(*(piece.tokens for piece in mine))) == response.tokens
-        assert "".join(piece.text or "" for piece in mine) == response.text
+        own = pieces[response.index]
+        assert own[-1].response == response and not any(piece.response for piece in own[:-1])
+        assert list(chain(*(piece.tokens for piece in own))) == response.tokens
+        assert "".join(piece.text or "" for piece in own) == response.text
         if response.logprobs is None:
-            assert all(piece.logprobs is None for piece in mine)
+            assert all(piece.logprobs is None for piece in own)
         else:
-            assert list(chain(*(piece.logprobs or [] for piece in mine))) == response.logprobs
-        assert len(mine) == len(response.steps) and all(piece.tokens for piece in mine)
+            assert list(chain(*(piece.logprobs or [] for piece in own))) == response.logprobs
+        assert len(own) == len(response.steps) and all(piece.tokens for piece in own)
     assert {r.index for r in whole} == pieces.keys()
 
 
@@ -144,7 +144,7 @@ def test_ends_of_sequences_can_be_ignored(target: LoadedModel) -> None:
 def test_a_streamer_receives_the_prompt_and_every_token(target: LoadedModel, capsys: Any) -> None:
     listener = Listener()
     (response,) = generate(target, [[5, 6, 7]], streamer=listener, **OPTIONS)
-    assert listener.heard == [[[5, 6, 7]], *[[token] for token in response.tokens], "end"]
+    assert listener.events == [[[5, 6, 7]], *[[token] for token in response.tokens], "end"]
     generate(target, [[5, 6, 7]], streamer=TextStreamer(target.tokenizer, skip_prompt=True), **OPTIONS)
     assert capsys.readouterr().out.split() == target.tokenizer.decode(response.tokens).split()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from pyarrow import parquet
-from tiny_runs import ONE_GROUP, cells, said
+from tiny_runs import ONE_GROUP, cells, output
 
 from crossdraft.framework.bench import budget
 from crossdraft.framework.bench.cell_runner import Cell
@@ -66,7 +66,7 @@ def prompts_of(outcome: Outcome) -> list[list[str]]:
 
 
 def records(directory: Path) -> dict[str, Any]:
-    return {d.name: (said(d), parquet.read_table(d / "steps.parquet").to_pylist()) for d in directory.glob("cells/*")}
+    return {d.name: (output(d), parquet.read_table(d / "steps.parquet").to_pylist()) for d in directory.glob("cells/*")}
 
 
 def test_as_many_blocks_as_fit(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
@@ -79,9 +79,9 @@ def test_as_many_blocks_as_fit(recipe: str, tmp_path: Path, monkeypatch: Any) ->
 
     outcome = run(request, tmp_path / "runs", log=lines.append, on_partial=so_far, clock=clock)
     assert outcome.exit_code == 0 and outcome.state == "finished" and 5 < clock.now <= 9
-    mine, other = prompts_of(outcome)
-    n = len(mine)
-    assert mine == other and 1 < n < 6
+    own, other = prompts_of(outcome)
+    n = len(own)
+    assert own == other and 1 < n < 6
     assert outcome.notes == [f"{n} of 6 prompts (time budget 9s); rerun to resume"]
     assert clock.order[0][0] == "none", "plain decoding gives the first estimate"
     counts = [len(a) for a, b in shown if a == b]
@@ -108,7 +108,7 @@ def test_run_ended_by_its_budget_is_finished_and_resumable(recipe: str, tmp_path
     text = page([finished])
     assert f"- note: {n} of 6 prompts (time budget 5s); rerun to resume" in text
     assert f"{n} of 6 (time budget 5s) of " in text  # among the conditions
-    kept = {d.name: said(d) for d in cells(tmp_path)}
+    kept = {d.name: output(d) for d in cells(tmp_path)}
 
     lines: list[str] = []
     clock.order.clear()
@@ -119,7 +119,7 @@ def test_run_ended_by_its_budget_is_finished_and_resumable(recipe: str, tmp_path
     request = Counter((name, i) for name, piece in clock.order for i in piece)
     assert set(request.values()) == {1} and len(request) == 2 * (6 - n), "nothing is measured twice"
     assert records(rest.directory) == records(whole.directory) and not list(tmp_path.glob("runs/*/groups/*"))
-    assert all(kept[d.name].items() <= said(d).items() for d in cells(tmp_path))
+    assert all(kept[d.name].items() <= output(d).items() for d in cells(tmp_path))
     assert not rest.notes and not any(result.planned for result in rest.results)
     again = run(load_recipe(recipe, [*SETTINGS, "time=5s"]), tmp_path / "runs", log=None, clock=clock)
     assert all(result.reused for result in again.results) and len(prompts_of(again)[0]) == 6

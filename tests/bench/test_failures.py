@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_runs import ONE_GROUP, cells, said
+from tiny_runs import ONE_GROUP, cells, output
 
 from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
 from crossdraft.framework.contracts.draft_kind import SINGLE_CHILD
@@ -44,7 +44,7 @@ class Interrupting(PromptLookup):
 
 def test_a_failing_cell_does_not_disturb_the_others(bench: Any, tmp_path: Path, install: Any) -> None:
     assert bench(*ONE_GROUP)[0] == 0
-    expected = {d.name: said(d) for d in cells(tmp_path)}
+    expected = {d.name: output(d) for d in cells(tmp_path)}
     shutil.rmtree(tmp_path / "runs")
 
     Broken.calls = 0
@@ -56,7 +56,7 @@ def test_a_failing_cell_does_not_disturb_the_others(bench: Any, tmp_path: Path, 
     assert "2 of 7 cells failed" in err
     assert "failed: prompt-lookup × broken (not certified): RuntimeError: it broke\n" in err  # at once
     failed = [d for d in cells(tmp_path) if (d / "error.txt").is_file()]
-    assert {d.name: said(d) for d in cells(tmp_path) if d not in failed} == expected
+    assert {d.name: output(d) for d in cells(tmp_path) if d not in failed} == expected
     for directory in failed:
         text = (directory / "error.txt").read_text(encoding="utf-8")
         assert text.startswith("RuntimeError: it broke\n\nTraceback") and 'raise RuntimeError("it broke' in text

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from pyarrow import parquet
-from tiny_runs import RECIPE, cells, said
+from tiny_runs import RECIPE, cells, output
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +32,7 @@ def pieces(out: Path) -> int:
 
 
 def found(tmp_path: Path) -> dict[str, Any]:
-    return {d.name: (said(d), parquet.read_table(d / "steps.parquet").to_pylist()) for d in cells(tmp_path)}
+    return {d.name: (output(d), parquet.read_table(d / "steps.parquet").to_pylist()) for d in cells(tmp_path)}
 
 
 def test_killed_at_many_moments(tmp_path: Path, models: dict[str, str], recipe_file: Any, write_prompts: Any) -> None:

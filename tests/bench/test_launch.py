@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from in_process_launcher import fresh
-from tiny_runs import said
+from tiny_runs import output
 
 from crossdraft.framework.bench.launchers import local, processes
 from crossdraft.framework.contracts.launcher import LauncherConfig, Work
@@ -20,11 +20,11 @@ LAUNCHED = ["--launcher", "here"]
 
 
 def texts(directory: Path) -> dict[str, Any]:
-    return {cell.name: said(cell) for cell in sorted(directory.glob("cells/*"))}
+    return {cell.name: output(cell) for cell in sorted(directory.glob("cells/*"))}
 
 
 @pytest.fixture
-def here(install: Any) -> Any:
+def launcher(install: Any) -> Any:
     launcher = fresh()
     install("launchers", ("here", launcher))
     return launcher
@@ -39,10 +39,10 @@ def whole(bench: Any, tmp_path: Path) -> dict[str, Any]:
     return texts(tmp_path / "whole" / run.name)
 
 
-def test_a_launched_run_is_the_run(bench: Any, tmp_path: Path, here: Any, whole: dict[str, Any]) -> None:
+def test_a_launched_run_is_the_run(bench: Any, tmp_path: Path, launcher: Any, whole: dict[str, Any]) -> None:
     code, out, err = bench(*SETTINGS, flags=LAUNCHED)
     assert code == 0, err
-    assert [arguments[-2:] for arguments in here.started] == [("--shard", f"{k}/2") for k in (1, 2)]
+    assert [arguments[-2:] for arguments in launcher.started] == [("--shard", f"{k}/2") for k in (1, 2)]
     (run,) = tmp_path.glob("runs/*")
     assert texts(run) == whole and len(whole) == 4
     alone = (tmp_path / "whole" / run.name / "summary.csv").read_text(encoding="utf-8").splitlines()
@@ -60,8 +60,8 @@ def test_a_launched_run_is_the_run(bench: Any, tmp_path: Path, here: Any, whole:
     assert "reusing" in bench(*SETTINGS)[2]
 
 
-def test_a_process_that_dies_costs_its_group(bench: Any, tmp_path: Path, here: Any, whole: dict[str, Any]) -> None:
-    here.before = staticmethod(lambda work: "was killed by SIGKILL" if work.arguments[-1] == "2/2" else None)
+def test_a_process_that_dies_costs_its_group(bench: Any, tmp_path: Path, launcher: Any, whole: dict[str, Any]) -> None:
+    launcher.before = staticmethod(lambda work: "was killed by SIGKILL" if work.arguments[-1] == "2/2" else None)
     code, out, err = bench(*SETTINGS, flags=LAUNCHED)
     assert code == 1
     (run,) = tmp_path.glob("runs/*")
@@ -72,21 +72,21 @@ def test_a_process_that_dies_costs_its_group(bench: Any, tmp_path: Path, here: A
     kept = texts(run)
     assert len(kept) == 2 and all(whole[cell] == found for cell, found in kept.items())
 
-    here.before = staticmethod(lambda work: None)
+    launcher.before = staticmethod(lambda work: None)
     code, out, err = bench(*SETTINGS, flags=LAUNCHED)
     assert code == 0 and err.count(": reused\n") == 1 and err.count(": measured\n") == 1
     assert texts(run) == whole
 
 
-def test_what_a_process_left_from_before_is_not_taken_for_its_own(bench: Any, tmp_path: Path, here: Any) -> None:
+def test_what_a_process_left_from_before_is_not_taken_for_its_own(bench: Any, tmp_path: Path, launcher: Any) -> None:
     """A finished shard whose process fails before it has checked the stored records."""
     assert bench(*SETTINGS, flags=["--shard", "2/2"])[0] == 0
-    here.before = staticmethod(lambda work: "was killed by SIGKILL" if work.arguments[-1] == "2/2" else None)
+    launcher.before = staticmethod(lambda work: "was killed by SIGKILL" if work.arguments[-1] == "2/2" else None)
     code, out, _ = bench(*SETTINGS, flags=LAUNCHED)
     assert code == 1 and "1 of 2 groups were not measured" in out
 
 
-def test_failures_are_reported(bench: Any, tmp_path: Path, here: Any, models: dict[str, str]) -> None:
+def test_failures_are_reported(bench: Any, tmp_path: Path, launcher: Any, models: dict[str, str]) -> None:
     bad = f"drafters=[{{name: draft-model, model: {models['nan']}, gamma: 3}}]"
     code, out, err = bench(bad, *SETTINGS[1:], flags=LAUNCHED)
     assert code == 1 and "2 of 4 cells failed" in err
@@ -94,43 +94,43 @@ def test_failures_are_reported(bench: Any, tmp_path: Path, here: Any, models: di
     assert "not measured" not in out
 
 
-def test_fail_fast_starts_nothing_more(bench: Any, here: Any, models: dict[str, str]) -> None:
+def test_fail_fast_starts_nothing_more(bench: Any, launcher: Any, models: dict[str, str]) -> None:
     bad = f"drafters=[{{name: draft-model, model: {models['nan']}, gamma: 3}}]"
     code, out, _ = bench(bad, *SETTINGS[1:], flags=[*LAUNCHED, "--fail-fast"])
     assert code == 1 and "stopped: a cell failed; the run was stopped (--fail-fast)" in out
-    assert len(here.started) == 1 and "--fail-fast" in here.started[0]
+    assert len(launcher.started) == 1 and "--fail-fast" in launcher.started[0]
 
 
-def test_a_wrong_recipe_is_one_sentence(bench: Any, tmp_path: Path, here: Any, models: dict[str, str]) -> None:
+def test_a_wrong_recipe_is_one_sentence(bench: Any, tmp_path: Path, launcher: Any, models: dict[str, str]) -> None:
     other = f"drafters=[{{name: draft-model, model: {models['other']}}}]"
     code, out, err = bench(other, *SETTINGS[1:], flags=LAUNCHED)
     assert (code, out) == (1, "") and "tokenizer" in err.splitlines()[-1] and "Traceback" not in err
 
 
-def test_interrupted(bench: Any, tmp_path: Path, here: Any, whole: dict[str, Any]) -> None:
+def test_interrupted(bench: Any, tmp_path: Path, launcher: Any, whole: dict[str, Any]) -> None:
     def interrupt(work: Work) -> None:
         if work.arguments[-1] == "2/2":
             os.kill(os.getpid(), signal.SIGINT)
 
-    here.before = staticmethod(interrupt)
+    launcher.before = staticmethod(interrupt)
     code, out, _ = bench(*SETTINGS, flags=LAUNCHED)
     assert code == 130 and "interrupted: unfinished cells are missing; run again to resume" in out
     (run,) = tmp_path.glob("runs/*")
     assert len(texts(run)) == 2 and all(whole[cell] == found for cell, found in texts(run).items())
 
 
-def test_processes_do_not_share_a_device(bench: Any, tmp_path: Path, here: Any) -> None:
+def test_processes_do_not_share_a_device(bench: Any, tmp_path: Path, launcher: Any) -> None:
     code, out, err = bench(*SETTINGS, flags=[*LAUNCHED, "--workers", "2"])
     sentence = "--workers 2: they would share 1 device and slow each other down; use --workers 1, or --untimed"
-    assert (code, out) == (2, "") and sentence in err and not here.started
+    assert (code, out) == (2, "") and sentence in err and not launcher.started
     code, out, err = bench(*SETTINGS, flags=["--launcher", "local", "--workers", "2"])
     assert (code, out) == (2, "") and sentence in err
     code, out, err = bench(*SETTINGS, flags=[*LAUNCHED, "--workers", "0"])
     assert code == 2 and "--workers 0: must be at least 1" in err
     assert not list(tmp_path.glob("runs/*"))
-    here.many = None
+    launcher.many = None
     code, out, err = bench(*SETTINGS, flags=[*LAUNCHED, "--workers", "2", "--untimed"])
-    assert code == 0 and "not timed (--untimed)" in out and all("--untimed" in found for found in here.started)
+    assert code == 0 and "not timed (--untimed)" in out and all("--untimed" in found for found in launcher.started)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_processes_do_not_share_a_device(bench: Any, tmp_path: Path, here: Any) 
         ([*LAUNCHED, "--launcher-option", "speed"], "--launcher-option 'speed' is not KEY=VALUE"),
     ],
 )
-def test_bad_options(bench: Any, here: Any, flags: list[str], sentence: str) -> None:
+def test_bad_options(bench: Any, launcher: Any, flags: list[str], sentence: str) -> None:
     code, out, err = bench(*SETTINGS, flags=flags)
     assert (code, out) == (2, "") and sentence in err
 
@@ -182,7 +182,7 @@ def test_each_local_process_has_a_device(tmp_path: Path, monkeypatch: Any) -> No
     assert local.Local(LauncherConfig(), "cuda:1", True).devices() == 1  # whichever it is, it is one
 
 
-def test_every_process_has_the_time_budget(bench: Any, tmp_path: Path, here: Any) -> None:
+def test_every_process_has_the_time_budget(bench: Any, tmp_path: Path, launcher: Any) -> None:
     settings = [*SETTINGS, "matrix={temperature: [0.5, 1]}"]
     code, out, err = bench(*settings, flags=[*LAUNCHED, "--time", "0.001s"])
     assert code == 0 and err.count(": measured\n") == 2

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import RECIPE, said
+from tiny_runs import RECIPE, output
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,7 @@ LOCAL = ["--launcher", "local", "--workers", "2", "--untimed"]
 
 
 def texts(directory: Path) -> dict[str, Any]:
-    return {cell.name: said(cell) for cell in sorted(directory.glob("cells/*"))}
+    return {cell.name: output(cell) for cell in sorted(directory.glob("cells/*"))}
 
 
 @pytest.fixture

@@ -62,7 +62,7 @@ class Bad(PromptLookup):
 
 
 @pytest.mark.parametrize(
-    "deed, at, said",
+    "deed, at, output",
     [
         (exits, "propose", "SystemExit: 0"),
         (exits, "init", "SystemExit: 0"),
@@ -72,12 +72,12 @@ class Bad(PromptLookup):
         (generator, "propose", "GeneratorExit"),
     ],
 )
-def test_the_others_go_on(bench: Any, install: Any, monkeypatch: Any, at: str, deed: Any, said: str) -> None:
+def test_the_others_go_on(bench: Any, install: Any, monkeypatch: Any, at: str, deed: Any, output: str) -> None:
     monkeypatch.setattr(Bad, "deed", staticmethod(deed))
     monkeypatch.setattr(Bad, "at", at)
     install("drafters", ("bad", Bad))
     code, out, err = bench(*SETTINGS, "drafters=[{name: bad}, prompt-lookup]", "limit=2")
-    assert code == 1 and f"failed: bad × token: {said}\n" in err and "1 of 3 cells failed" in err
+    assert code == 1 and f"failed: bad × token: {output}\n" in err and "1 of 3 cells failed" in err
     assert "prompt-lookup  token" in out and "failed: bad × token (temperature 1, batch size 1): " in out
 
 

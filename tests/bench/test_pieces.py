@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import ONE_GROUP, cells, said
+from tiny_runs import ONE_GROUP, cells, output
 
 from crossdraft.framework import plugins
 from crossdraft.framework.bench.cell_runner import Cell, Conversation
@@ -110,7 +110,7 @@ def test_compiled_verifier_gives_the_same_output(bench: Any, tmp_path: Path, mon
     pairs: dict[str, list[dict[Any, list[int]]]] = {}
     for directory, config in configs.items():
         config.pop("compile_verifier")
-        pairs.setdefault(json.dumps(config), []).append(said(directory))
+        pairs.setdefault(json.dumps(config), []).append(output(directory))
     assert len(pairs) == 5 and all(a == b for a, b in pairs.values())
 
 

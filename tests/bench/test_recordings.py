@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from fake_cuda_graphs import Recorder
-from tiny_runs import ONE_GROUP, cells, said
+from tiny_runs import ONE_GROUP, cells, output
 
 from crossdraft.framework.api import build
 from crossdraft.framework.bench import cell_runner, pass_timing
@@ -54,7 +54,7 @@ def test_no_piece_records(
     there, made = run(bench, recorded, monkeypatch, models)
     assert there > 0 and made == 0
     assert sum(one.missed for one in recorded) == 0, "every shape that came had been recorded"
-    assert all(said(directory) for directory in cells(tmp_path))
+    assert all(output(directory) for directory in cells(tmp_path))
 
 
 def test_a_warm_up_that_does_not_look_ahead_is_seen(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import ONE_GROUP, cells, said
+from tiny_runs import ONE_GROUP, cells, output
 
 from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
 from crossdraft.framework.bench import group
@@ -57,7 +57,7 @@ def records(tmp_path: Path) -> dict[str, Any]:
     """Responses and steps of every cell."""
     from pyarrow import parquet
 
-    return {d.name: (said(d), parquet.read_table(d / "steps.parquet").to_pylist()) for d in cells(tmp_path)}
+    return {d.name: (output(d), parquet.read_table(d / "steps.parquet").to_pylist()) for d in cells(tmp_path)}
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from pyarrow import parquet
-from tiny_runs import ONE_GROUP, cells, said
+from tiny_runs import ONE_GROUP, cells, output
 
 from crossdraft.framework.runs.run_directory import FORMAT
 
@@ -75,7 +75,7 @@ def test_a_run_and_its_records(bench: Any, tmp_path: Path) -> None:
             pytest.approx(sum(free) / len(free)) if free else ""
         )
         assert int(row["steps_cut"]) == steps - len(free)
-        assert int(row["tokens"]) == emitted == sum(len(t) for t in said(cell).values())
+        assert int(row["tokens"]) == emitted == sum(len(t) for t in output(cell).values())
         assert int(row["sequences"]) == 8  # two of the six prompts have a second turn
         assert int(row["peak_memory"]) > 10**7
         assert set(table["cell"].to_pylist()) == {row["cell"]}
@@ -93,7 +93,7 @@ def test_outputs_depend_on_neither_batch_size_nor_limit(bench: Any, tmp_path: Pa
     for directory in cells(tmp_path):
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))["config"]
         config.pop("batch_size")
-        by_cell.setdefault(json.dumps(config), []).append(said(directory))
+        by_cell.setdefault(json.dumps(config), []).append(output(directory))
     assert len(by_cell) == 8
     assert all(one == three for one, three in by_cell.values())
     shutil.rmtree(tmp_path / "runs")
@@ -104,7 +104,7 @@ def test_outputs_depend_on_neither_batch_size_nor_limit(bench: Any, tmp_path: Pa
     ]
     assert bench(*settings, flags=["--limit", "3"])[0] == 0
     for directory in cells(tmp_path):
-        some = said(directory)
+        some = output(directory)
         assert len(some) == 5  # q0 and q3 have two turns, q2 one
         assert any(some.items() <= answers.items() for pair in by_cell.values() for answers in pair)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import said
+from tiny_runs import output
 
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.errors import UsageError
@@ -18,7 +18,7 @@ SETTINGS += ["matrix={batch_size: [1, 3]}", "sampling.temperature=1", "exclude=[
 
 
 def texts(directory: Path) -> dict[str, Any]:
-    return {cell.name: said(cell) for cell in sorted(directory.glob("cells/*"))}
+    return {cell.name: output(cell) for cell in sorted(directory.glob("cells/*"))}
 
 
 def report(capsys: Any, *directories: Path) -> str:
@@ -41,9 +41,9 @@ def test_invalid_shards(text: str) -> None:
 
 
 def test_environments_join() -> None:
-    here, there = {"cpu": "a", "gpus": [], "memory_gib": 1}, {"cpu": "b", "gpus": [], "memory_gib": 1}
-    one = {**here, "models": {"x": 1}, "conditions": ["c"], "python": "3"}
-    two = {**there, "models": {"y": 2}, "conditions": ["c", "d"], "elsewhere": [here]}
+    place, there = {"cpu": "a", "gpus": [], "memory_gib": 1}, {"cpu": "b", "gpus": [], "memory_gib": 1}
+    one = {**place, "models": {"x": 1}, "conditions": ["c"], "python": "3"}
+    two = {**there, "models": {"y": 2}, "conditions": ["c", "d"], "elsewhere": [place]}
     found = merge_environments([one, {}, two])
     assert found == {
         **one,
@@ -64,7 +64,7 @@ def test_shards_are_the_run(bench: Any, tmp_path: Path, capsys: Any) -> None:
     (run,) = tmp_path.glob("runs/*")
     assert run.name == whole.name and [path.name for path in run.iterdir()] == ["shards"]
     shards = [run / "shards" / f"{k}-of-2" for k in (1, 2)]
-    assert {name: said for shard in shards for name, said in texts(shard).items()} == texts(whole)
+    assert {name: output for shard in shards for name, output in texts(shard).items()} == texts(whole)
 
     (merged,) = read_runs([run])
     alone = read_run(whole)

@@ -12,7 +12,7 @@ import torch
 from pyarrow import parquet
 from safetensors.torch import save_file
 from tiny_models import save_model
-from tiny_runs import cells, said
+from tiny_runs import cells, output
 
 pytestmark = pytest.mark.slow
 
@@ -89,7 +89,7 @@ def test_two_processes_match_one_and_reuse_the_run(tmp_path: Path, paths: dict[s
     there = [{path.name.rpartition("_")[0]: path for path in cells(tmp_path / name)} for name in ("one", "two")]
     assert there[0].keys() == there[1].keys() and len(there[0]) == 10
     for name, path in there[0].items():
-        assert said(path) == said(there[1][name]), name
+        assert output(path) == output(there[1][name]), name
         alone, split = _steps(path), _steps(there[1][name])
         survival = [[row.pop("survival") for row in rows] for rows in (alone, split)]
         assert alone == split, name

@@ -100,20 +100,20 @@ def test_transport_of_greedy_drafts_in_closed_form(found: Found, toys: dict[str,
 
 @pytest.mark.parametrize("toy", TOYS)
 def test_a_point_mass_is_accepted_while_the_target_agrees(found: Found, toys: dict[str, Toy], toy: str) -> None:
-    here, last, mass, want = toys[toy], toys[toy].vocab_size, 1.0, 0.0
-    for _ in range(here.gamma):
-        token = int(here.drafter[last].argmax())
-        mass *= float(here.target[last, token])
+    directory, last, mass, want = toys[toy], toys[toy].vocab_size, 1.0, 0.0
+    for _ in range(directory.gamma):
+        token = int(directory.drafter[last].argmax())
+        mass *= float(directory.target[last, token])
         want, last = want + mass, token
-    mine = found(toy, "point-mass")
-    assert [mine.single_draft, mine.full_information, mine.lp] == pytest.approx([want] * 3, abs=1e-9)
+    own = found(toy, "point-mass")
+    assert [own.single_draft, own.full_information, own.lp] == pytest.approx([want] * 3, abs=1e-9)
 
 
 @pytest.mark.parametrize("toy", ["T0", "G4"])
 def test_temperature_zero_leaves_one_way_to_accept(toys: dict[str, Toy], toy: str) -> None:
     want = {"T0": Fraction(62, 81), "G4": Fraction(34299, 40000)}[toy]
-    mine = bounds(toys[toy], DRAFTS["iid-2"].build, toys[toy].gamma, temperature=0)
-    assert [mine.lp, mine.full_information] == pytest.approx([float(want)] * 2, abs=1e-9)
+    own = bounds(toys[toy], DRAFTS["iid-2"].build, toys[toy].gamma, temperature=0)
+    assert [own.lp, own.full_information] == pytest.approx([float(want)] * 2, abs=1e-9)
 
 
 @pytest.mark.parametrize("label", list(DRAFTS))
@@ -144,17 +144,17 @@ def rules(label: str) -> Iterator[Any]:
     ],
 )
 def test_no_lossless_rule_exceeds_its_bounds(found: Found, toys: dict[str, Toy], toy: str, label: str) -> None:
-    mine = found(toy, label)
-    assert mine.lp is not None and mine.full_information is not None and mine.optimal_transport is not None
-    assert mine.lp <= mine.full_information + 1e-9
+    own = found(toy, label)
+    assert own.lp is not None and own.full_information is not None and own.optimal_transport is not None
+    assert own.lp <= own.full_information + 1e-9
     judged = 0
     for rule in rules(label):
         result = certify(toys[toy], DRAFTS[label].build, rule, markov=True)
         first = 1 - result.first_tau[0]
-        assert first <= mine.optimal_transport + 1e-9, rule.name
-        assert result.expected_tau[0] <= mine.full_information + 1e-9, rule.name
+        assert first <= own.optimal_transport + 1e-9, rule.name
+        assert result.expected_tau[0] <= own.full_information + 1e-9, rule.name
         if not traits_of(rule).stateful:  # state may take in this step what it repays in a later one
-            assert result.expected_tau[0] <= mine.lp + 1e-9, rule.name
+            assert result.expected_tau[0] <= own.lp + 1e-9, rule.name
         judged += 1
     assert judged >= 3
 
@@ -162,8 +162,8 @@ def test_no_lossless_rule_exceeds_its_bounds(found: Found, toys: dict[str, Toy],
 @pytest.mark.parametrize("toy", TOYS)
 def test_bounds_that_are_attained(found: Found, toys: dict[str, Toy], toy: str) -> None:
     """Block verification attains the single-draft optimum, greedy block verification full information."""
-    mine = found(toy, "chain")
-    for name, want in (("block", mine.single_draft), ("greedy-block", mine.full_information)):
+    own = found(toy, "chain")
+    for name, want in (("block", own.single_draft), ("greedy-block", own.full_information)):
         result = certify(toys[toy], DRAFTS["chain"].build, plugins.get("verifiers", name), markov=True)
         assert result.expected_tau[0] == pytest.approx(want, abs=1e-9)
 
@@ -195,19 +195,19 @@ def test_json(capsys: Any, found: Found, only: Callable) -> None:
     code, out, _ = run(capsys, only("G1") + options)
     assert code == 0
     rows = {(row["toy"], row["draft"], row["verifier"]): row["bounds"] for row in json.loads(out)}
-    mine = found("G1", "chain")
+    own = found("G1", "chain")
     assert rows["G1", "chain", "token"] == pytest.approx(
         dict(
-            single_draft=mine.single_draft,
-            full_information=mine.full_information,
-            optimal_transport=mine.optimal_transport,
-            lp=mine.lp,
+            single_draft=own.single_draft,
+            full_information=own.full_information,
+            optimal_transport=own.optimal_transport,
+            lp=own.lp,
         )
     )
     # Its first step is not bound by the bounds of drop-in verifiers.
     assert rows["G1", "chain", "greedy-block"]["single_draft"] is None
     assert rows["G1", "chain", "greedy-block"]["lp"] is None
-    assert rows["G1", "chain", "greedy-block"]["full_information"] == pytest.approx(mine.full_information)
+    assert rows["G1", "chain", "greedy-block"]["full_information"] == pytest.approx(own.full_information)
     assert rows["G1", "iid-2", "spectr"]["single_draft"] is None
     assert rows["G1", "iid-2", "spectr"]["lp"] == pytest.approx(found("G1", "iid-2").lp)
 
@@ -240,9 +240,9 @@ def test_programs_that_are_too_large_are_refused(capsys: Any, monkeypatch: Any, 
 
 def test_too_many_drafts_are_refused(toys: dict[str, Toy], monkeypatch: Any) -> None:
     monkeypatch.setattr(module, "MOST_DRAFTS", 44)
-    mine = bounds(toys["G1"], DRAFTS["iid-2"].build, 2)
-    assert mine == Bounds(missing=mine.missing)
-    assert "toy G1: bounds require at most 44 distinct drafts" in mine.missing[0]
+    own = bounds(toys["G1"], DRAFTS["iid-2"].build, 2)
+    assert own == Bounds(missing=own.missing)
+    assert "toy G1: bounds require at most 44 distinct drafts" in own.missing[0]
     monkeypatch.setattr(module, "MOST_DRAFTS", 45)
     assert bounds(toys["G1"], DRAFTS["iid-2"].build, 2).lp is not None
 
@@ -273,9 +273,9 @@ def test_bounds_of_a_real_model_are_refused(capsys: Any) -> None:
 
 @pytest.mark.slow
 def test_largest_built_in_case(found: Found) -> None:
-    mine = found("G4", "iid-3")
-    assert mine.lp is not None and mine.full_information is not None
-    assert 2.294853776 < mine.lp < mine.full_information < 3  # better than two sequences
+    own = found("G4", "iid-3")
+    assert own.lp is not None and own.full_information is not None
+    assert 2.294853776 < own.lp < own.full_information < 3  # better than two sequences
 
 
 def test_draft_distribution_without_drafts() -> None:

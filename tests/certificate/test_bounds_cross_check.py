@@ -101,6 +101,6 @@ def test_rounding_does_not_make_a_program_infeasible() -> None:
     """Masses from 1e-13 to 1 on both sides, which sum to 1 up to rounding."""
     generator = torch.Generator().manual_seed(0)
     distributions = [(3 * torch.randn(5, 4, generator=generator, dtype=torch.float64)).softmax(-1) for _ in range(2)]
-    mine = bounds(Toy("steep", 2, *distributions), DRAFTS["tree-wor-2-1"].build, 2)
-    assert mine.lp is not None and mine.full_information is not None
-    assert 0 < mine.lp <= mine.full_information + 1e-9
+    own = bounds(Toy("steep", 2, *distributions), DRAFTS["tree-wor-2-1"].build, 2)
+    assert own.lp is not None and own.full_information is not None
+    assert 0 < own.lp <= own.full_information + 1e-9

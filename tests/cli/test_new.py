@@ -128,8 +128,10 @@ def test_the_installed_package_passes_its_tests(kind: str, tmp_path: Path) -> No
     "kind", ["drafter", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("verifier", "prompts"))]
 )
 def test_the_installed_package_is_found_from_the_parent_directory(kind: str, tmp_path: Path) -> None:
-    """Without a hyphen, folder and module have the same name. With a flat layout, Python would import the outer folder,
-    because pip's editable finder comes last."""
+    """Without a hyphen, folder and module have the same name.
+
+    With a flat layout, Python would import the outer folder, because pip's editable finder comes last.
+    """
     new.write(kind, "plain", tmp_path / "plain")
     site = tmp_path / "site"
     offline = ["--no-build-isolation", "--no-deps", "--no-index", "--quiet", "--disable-pip-version-check"]
@@ -173,7 +175,7 @@ def test_a_folder_that_shadows_a_plugin_is_reported(entry: str, tmp_path: Path) 
         ("", "'' is not a valid name"),
         ("../up", "is not a valid name"),
         ("ünder", "is not a valid name"),
-        ("a" * 201, "has 201 characters; the most is 200"),
+        ("a" * 201, "has 201 characters; the maximum is 200"),
         ("prompt-lookup", "drafter 'prompt-lookup' is already provided by crossdraft"),
         ("lambda", "'lambda' is a Python keyword"),
         ("none-such-", "is not a valid name"),

@@ -55,17 +55,17 @@ class Chain(Drafter):
         steps = min(2, max(sequences.limit))
         if not steps:
             return Draft.empty(sequences.batch_size, sequences.device)
-        logits, tokens, laws = self.model.root(sequences), [], []
+        logits, tokens, distributions = self.model.root(sequences), [], []
         for i in range(steps):
-            drawn_from, reported = self.laws(logits)
-            laws.append(reported)
+            drawn_from, reported = self.distributions(logits)
+            distributions.append(reported)
             tokens.append(rng.draw(drawn_from, "draft", i))
             if i + 1 < steps:
                 logits = self.model.forward(tokens[-1][:, None])[:, 0]
         length = on_device(sequences.limit, sequences.device).clamp(max=steps)
-        return self.finished(Draft.chain(torch.stack(tokens, 1), length, torch.stack(laws, 1)))
+        return self.finished(Draft.chain(torch.stack(tokens, 1), length, torch.stack(distributions, 1)))
 
-    def laws(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def distributions(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Sampled and reported distributions."""
         probs = logits.softmax(-1)
         return probs, probs
@@ -80,7 +80,7 @@ class Chain(Drafter):
 
 
 class OtherTemperature(Chain):
-    def laws(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def distributions(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         return (logits / 0.7).softmax(-1), logits.softmax(-1)
 
 
@@ -95,7 +95,7 @@ class DropsWhatItLookedAt(Chain):
 class SharesState(Chain):
     """Drafts depend on the first slot."""
 
-    def laws(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def distributions(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         probs = logits[:1].softmax(-1).expand_as(logits)
         return probs, probs
 
@@ -111,7 +111,7 @@ class LeavesSomething(Chain):
         super().start(row, prompt)
         self.resume_from[row] += 1
 
-    def laws(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def distributions(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         probs = (logits / self.resume_from.clamp(min=1)).softmax(-1)
         return probs, probs
 

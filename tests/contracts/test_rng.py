@@ -193,9 +193,9 @@ def test_a_token_is_drawn_by_numbers_of_its_own() -> None:
     numbers.draw(weights)
     table = numbers.table(16)
     assert table.shape == (2 * len(PURPOSES), 1, 16) and len(table.unique()) == table.numel()
-    mine = table[PURPOSES.index("residual"), :, 0], table[len(PURPOSES) + PURPOSES.index("residual"), :, 0]
+    own = table[PURPOSES.index("residual"), :, 0], table[len(PURPOSES) + PURPOSES.index("residual"), :, 0]
     again = CounterRng(0).for_step([3], [5], torch.device("cpu"))
-    assert torch.equal(again.draw(weights), inverse_cdf(weights, *mine))
+    assert torch.equal(again.draw(weights), inverse_cdf(weights, *own))
 
 
 @pytest.mark.parametrize("indices", [[0, 1, 2], [1, 4, 7], [5, 2, 9]])

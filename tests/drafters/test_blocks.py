@@ -149,12 +149,12 @@ def test_wrong_draft_probs_are_detected(make: Callable, target: Any, name: str) 
 @pytest.fixture(scope="module")
 def plainly(heads_decoder: Callable, target: Any) -> Callable[[tuple], list[list[int]]]:
     @cache
-    def said(prompts: tuple) -> list[list[int]]:
+    def output(prompts: tuple) -> list[list[int]]:
         loop = heads_decoder(target, "none", {}, "greedy", batch_size=1, max_new_tokens=12)
         found = {r.index: r.tokens for r in loop.run([list(p) for p in prompts])}
         return [found[i] for i in range(len(prompts))]
 
-    return said
+    return output
 
 
 @pytest.mark.parametrize(
@@ -234,9 +234,9 @@ def test_the_confidence_head_ends_a_draft_before_it_draws(make: Callable, target
             n = int(draft.valid[row].sum())
             states = target(torch.tensor([history]), output_hidden_states=True).hidden_states
             hidden = torch.stack([states[i][0] for i in LAYERS], 1)[:-1]
-            said = plain.expected(hidden, history, draft.tokens[row, :n].tolist())
-            assert all(x >= threshold - 1e-4 for x in said[:n])
-            assert n == BLOCK or said[n] < threshold + 1e-4
+            output = plain.expected(hidden, history, draft.tokens[row, :n].tolist())
+            assert all(x >= threshold - 1e-4 for x in output[:n])
+            assert n == BLOCK or output[n] < threshold + 1e-4
             seen.add(n)
         return draft
 

@@ -80,7 +80,7 @@ def test_greedy_is_exact_after_an_early_stop(toys: dict[str, Toy], toy: str) -> 
 class DiscardingLength(ConfidenceLength):
     """Wrong on purpose: looks at the token it drew and throws it away for being improbable."""
 
-    def goes_on(self, logits: torch.Tensor, q: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    def should_continue(self, logits: torch.Tensor, q: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
         return q.gather(1, token[:, None]).squeeze(1) >= self.threshold
 
 

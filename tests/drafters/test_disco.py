@@ -151,8 +151,7 @@ def pair(tmp_path_factory: Any) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_examples_are_drafts_up_to_the_first_rejected_token(pair: tuple[Path, Path], temperature: float) -> None:
-    """Against the two laws at every place: how often a token at the first place is accepted, and that each of the later
-    ones follows an accepted one."""
+    """Acceptance at the first position follows from the two distributions; later tokens follow an accepted one."""
     target = load_model(str(pair[0]), dtype="float32", device="cpu")
     trainee: Any = DiscoTraining(model=str(pair[1]), gamma=3, top=4, temperature=temperature).trainee(target)
     torch.manual_seed(1)

@@ -30,7 +30,7 @@ def step_of(length: LearntThresholdLength, probabilities: list[list[float]], tau
     wanted = length.draft_lengths([4] * len(taus), len(taus))
     for column in zip(*probabilities, strict=True):
         q = torch.tensor([[p, 1 - p] for p in column], dtype=torch.float64)
-        length.goes_on(q.log(), q, torch.zeros(len(taus), dtype=torch.long))
+        length.should_continue(q.log(), q, torch.zeros(len(taus), dtype=torch.long))
     length.observe(taus, wanted)
 
 

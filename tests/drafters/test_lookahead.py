@@ -184,7 +184,7 @@ def test_probes_are_counted_as_target_rows(repeating: Any) -> None:
     [
         ({"ngram": 1}, "greater than or equal to 2"),
         ({"window": 0}, "greater than or equal to 1"),
-        ({"window": 1024, "ngram": 9}, "make drafts of 8248 nodes; the most is 4096"),
+        ({"window": 1024, "ngram": 9}, "make drafts of 8248 nodes; the maximum is 4096"),
     ],
 )
 def test_sizes_that_cannot_be(options: Any, sentence: str) -> None:

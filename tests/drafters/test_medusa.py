@@ -190,8 +190,8 @@ def test_the_features_are_what_the_head_reads(
         draft = propose(loop)
         for row, history in enumerate(loop.sequences.history):
             with torch.inference_mode():
-                law = fresh(torch.tensor([history])).logits[0, -2].softmax(-1)
-            torch.testing.assert_close(draft.q[row, 0], law, atol=1e-4, rtol=1e-3)
+                distribution = fresh(torch.tensor([history])).logits[0, -2].softmax(-1)
+            torch.testing.assert_close(draft.q[row, 0], distribution, atol=1e-4, rtol=1e-3)
         loop.step()
 
 

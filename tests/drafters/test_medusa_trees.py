@@ -73,7 +73,7 @@ def test_a_tree_of_the_published_size(tiny_model: Callable, heads_decoder: Calla
         ({"gamma": 2, "choices": [[0]]}, "gamma and choices are different shapes; give one of them"),
         ({"branching": [2], "nodes": 3}, "branching and nodes are different shapes"),
         ({"branching": [2, 0]}, r"branching is \[2, 0\]; all numbers must be positive"),
-        ({"branching": [64, 64]}, "the draft has 4160 nodes; the most is 4096"),
+        ({"branching": [64, 64]}, "the draft has 4160 nodes; the maximum is 4096"),
         ({"nodes": 4097}, "less than or equal to 4096"),
         ({"nodes": 0}, "greater than or equal to 1"),
         ({"heads": 0}, "greater than or equal to 1"),

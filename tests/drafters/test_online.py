@@ -123,11 +123,11 @@ def test_only_rejections_are_learnt_from(monkeypatch: pytest.MonkeyPatch) -> Non
     """Contents of the buffer: an output text, and a position with a different draft."""
     toy = TOYS["G2"]
     drafter, (response,) = run_toy(toy, every=10_000, buffer=4096, tokens=40)
-    steps, said = response.steps, [*toy.prompt, *response.tokens]
+    steps, output = response.steps, [*toy.prompt, *response.tokens]
     ends, expected = len(toy.prompt), []
     for one in steps:
         if one.tau < min(2, one.limit):
-            expected.append(said[: ends + one.tau])
+            expected.append(output[: ends + one.tau])
         ends += one.emitted
     assert [one.tokens for one in drafter.rejected] == expected and len(expected) > 5
     same = ToyContext(toy.target, toy.target, Sampling(), 1, 1024, start=len(toy.prompt) - 1)
@@ -212,10 +212,10 @@ def test_slots_match_the_learner(pair: tuple[LoadedModel, LoadedModel]) -> None:
 
 
 def test_greedy_text_is_the_targets(pair: tuple[LoadedModel, LoadedModel]) -> None:
-    said = {r.index: r.tokens for r in decoder_of(pair, 0, every=1, learning_rate=1e-2).run([[5, 6, 7], [9, 8]])}
+    output = {r.index: r.tokens for r in decoder_of(pair, 0, every=1, learning_rate=1e-2).run([[5, 6, 7], [9, 8]])}
     ids = torch.tensor([[5, 6, 7]])
     plain = pair[0].model.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None)[0, 3:].tolist()
-    assert said[0] == plain
+    assert output[0] == plain
 
 
 def test_other_backends_cannot_learn(pair: tuple[LoadedModel, LoadedModel]) -> None:

@@ -113,8 +113,8 @@ def test_embeddings_leave_nothing_in_the_cache(tiny_model: Callable) -> None:
         assert held == len(history) - 1 > len(PROMPTS[row + 1]) + 5
         for ours, other in zip(loop.target.cache.layers, alone.cache.layers, strict=True):
             for name in ("keys", "values"):
-                mine, theirs = getattr(ours, name)[row, :, :held], getattr(other, name)[0, :, :held]
-                torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=2e-4)
+                expected_own, theirs = getattr(ours, name)[row, :, :held], getattr(other, name)[0, :, :held]
+                torch.testing.assert_close(expected_own, theirs, atol=2e-4, rtol=2e-4)
 
 
 def test_graphs_replay_the_pass(tiny_model: Callable, monkeypatch: Any) -> None:
@@ -236,7 +236,7 @@ def test_batched_rows_match_single_rows(target: Any, tmp_path: Path) -> None:
         ({"embeddings": random(2, 16) / 0}, {}, {}, "embeddings holds numbers that are not finite"),
         ({"embeddings": random(1, 16)[0]}, {}, {}, r"are one tensor, embeddings \[L, H\]"),
         ({"embeddings": random(2, 16)[:0]}, {}, {}, "they are empty"),
-        ({"embeddings": random(1025, 16)}, {}, {}, "they are 1025, and the most is 1024"),
+        ({"embeddings": random(1025, 16)}, {}, {}, "they are 1025, and the maximum is 1024"),
         ({"0.0.linear.weight": random(16, 16)}, {}, {}, "these hold 0.0.linear.weight; crossdraft train pass writes"),
     ],
 )

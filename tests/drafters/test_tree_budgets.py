@@ -249,7 +249,7 @@ def test_a_row_does_not_see_its_neighbours() -> None:
     [
         ({"growth": "sequoia", "nodes": 0}, "greater than or equal to 1"),
         ({"growth": "opt-tree", "nodes": 5000}, "less than or equal to 4096"),
-        ({"growth": "opt-tree", "nodes": 4096, "depth": 4}, "12288 expanded nodes; the most is 4096"),
+        ({"growth": "opt-tree", "nodes": 4096, "depth": 4}, "12288 expanded nodes; the maximum is 4096"),
         ({"growth": "opt-tree", "threshold": 1.5}, "less than or equal to 1"),
         ({"growth": "eagle"}, "'sequoia' or 'opt-tree'"),
         ({"growth": "sequoia", "acceptance": [0.5, 1.5]}, "acceptance of sibling 2 is 1.5; write a probability"),
@@ -259,7 +259,10 @@ def test_a_row_does_not_see_its_neighbours() -> None:
         ({"growth": "sequoia", "acceptance": [0.6, 0.5]}, "acceptance sums to 1.1; at most one child of a node"),
         ({"growth": "sequoia", "acceptance": [0, 0]}, "acceptance is 0 for all siblings"),
         ({"growth": "sequoia", "acceptance": []}, "acceptance is 0 for all siblings"),
-        ({"growth": "sequoia", "acceptance": [0.001] * 257}, "257 numbers of acceptance, one a sibling; the most is"),
+        (
+            {"growth": "sequoia", "acceptance": [0.001] * 257},
+            "257 numbers of acceptance, one a sibling; the maximum is",
+        ),
         (
             {"growth": "sequoia", "acceptance": [0.5, 0.2, 0], "nodes": 7, "depth": 2},
             "depth 2 and 2 siblings of acceptance above 0 give 6 nodes, not 7",

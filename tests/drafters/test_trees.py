@@ -147,10 +147,10 @@ def path(draft: Draft, row: int, node: int) -> list[int]:
     return tokens
 
 
-def without(law: Tensor, tokens: list[int]) -> Tensor:
-    law = law.clone()
-    law[tokens] = 0
-    return law / law.sum()
+def without(probs: Tensor, tokens: list[int]) -> Tensor:
+    probs = probs.clone()
+    probs[tokens] = 0
+    return probs / probs.sum()
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -183,16 +183,16 @@ def test_draft_probs_match_a_fresh_model(decoder: Callable, tiny_model: Callable
                     assert better <= (5 if label == "opt-tree" else 2)
                     assert better == len(earlier_siblings) or label == "gaps"
                     continue
-                law = logits.softmax(-1)
+                probs = logits.softmax(-1)
                 if draft.kind is not IID:
-                    law = without(law, taken)
+                    probs = without(probs, taken)
                 if (
                     siblings == "greedy"
                     and len(earlier_siblings) + 1 < DRAFTS[label][1]["branching"][len(path(draft, row, node)) - 1]
                 ):
-                    law = torch.zeros_like(law).scatter_(0, law.argmax(0, keepdim=True), 1.0)
+                    probs = torch.zeros_like(probs).scatter_(0, probs.argmax(0, keepdim=True), 1.0)
                 q = draft.q_of(torch.full((3,), node), draft.q[:, 0])[row]
-                torch.testing.assert_close(q, law, atol=1e-4, rtol=1e-3)
+                torch.testing.assert_close(q, probs, atol=1e-4, rtol=1e-3)
         return draft
 
     loop.drafter.propose = watched
@@ -257,7 +257,7 @@ def test_samples_do_not_depend_on_the_batch_size(
         ("draft-model-iid", {"K": 0}, "greater than or equal to 1"),
         ("draft-model-iid", {"gamma": -1}, "greater than or equal to 0"),
         ("draft-model-tree", {"branching": [2, 0, 1]}, r"branching is \[2, 0, 1\]; all numbers must be positive"),
-        ("draft-model-tree", {"branching": [64, 64]}, "the draft has 4160 nodes; the most is 4096"),
+        ("draft-model-tree", {"branching": [64, 64]}, "the draft has 4160 nodes; the maximum is 4096"),
         ("draft-model-tree", {"choices": [[0], [1, 0]]}, r"choices hold \[1, 0\] but not its parent \[1\]"),
         ("draft-model-tree", {"choices": [[0], [0]]}, "choices must be distinct, non-empty lists of ranks"),
         ("draft-model-tree", {"choices": [[]]}, "choices must be distinct, non-empty lists of ranks"),

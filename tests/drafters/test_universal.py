@@ -154,7 +154,7 @@ def test_certified(toy: str, label: str, rule: str) -> None:
 
 
 def test_distribution_without_unshared_tokens_is_detected() -> None:
-    """q as the drafter's own law, not renormalised over the tokens that both have."""
+    """Q as the drafter's own law, not renormalised over the tokens that both have."""
 
     class Wrong(universal()):
         def propose(self, sequences: Any, rng: Any) -> Any:
@@ -255,8 +255,8 @@ def test_tokens_spell_their_text(make: Any) -> None:
 def test_the_same_tokens_of_two_manners() -> None:
     p = parts()
     a, b = byte_level(300), metaspace()
-    theirs, mine = p.TokenBytes(a), p.TokenBytes(b)
-    found = p.shared_tokens(theirs, mine, [(a.eos_token_id, b.eos_token_id), (None, 1)])
+    theirs, own = p.TokenBytes(a), p.TokenBytes(b)
+    found = p.shared_tokens(theirs, own, [(a.eos_token_id, b.eos_token_id), (None, 1)])
     assert found[a.eos_token_id] == b.eos_token_id and found[a.bos_token_id] == b.bos_token_id
     assert found[a.convert_tokens_to_ids("Ċ")] == b.convert_tokens_to_ids("<0x0A>")
     spaced = [(token, f"▁{token[1:]}") for token in a.get_vocab() if token.startswith("Ġ") and len(token) > 1]
@@ -274,10 +274,10 @@ def test_characters_that_have_only_begun() -> None:
 @pytest.mark.parametrize("make", [lambda: byte_level(290, TEXTS[:1]), metaspace], ids=["byte-level", "metaspace"])
 def test_retokenized_text_does_not_depend_on_chunking(make: Any) -> None:
     p, tokenizer = parts(), byte_level(300)
-    theirs, mine = p.TokenBytes(tokenizer), p.TokenBytes(make())
+    theirs, own = p.TokenBytes(tokenizer), p.TokenBytes(make())
     for text in [*PROMPTS, "one-very-long-word-without-any-space-" * 4, "東京" * 30 + " x"]:
         ids = tokenizer.encode(text)
-        whole, piecewise = p.Retokenizer(theirs, mine, {}), p.Retokenizer(theirs, mine, {})
+        whole, piecewise = p.Retokenizer(theirs, own, {}), p.Retokenizer(theirs, own, {})
         whole.add(ids)
         settled: list[int] = []
         for token in ids:
@@ -286,7 +286,7 @@ def test_retokenized_text_does_not_depend_on_chunking(make: Any) -> None:
             assert message[: len(settled)] == settled
             settled = message[:n]
         assert piecewise.ids() == whole.ids()
-        decode = mine.decode(whole.ids()[0])
+        decode = own.decode(whole.ids()[0])
         assert decode is not None and decode.replace(b" ", b"") == text.encode().replace(b" ", b"")
 
 

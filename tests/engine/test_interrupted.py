@@ -34,12 +34,12 @@ def test_an_interrupted_step_leaves_nothing(name: str) -> None:
     type("Contract", (DrafterContract,), attributes)().test_an_interrupted_step_leaves_nothing()
 
 
-def toy_decoder(who: str = "", rule: str = "token", batch_size: int = 2, said: float = 0.0, **loop: Any) -> Decoder:
+def toy_decoder(who: str = "", rule: str = "token", batch_size: int = 2, output: float = 0.0, **loop: Any) -> Decoder:
     """A toy of 5 tokens, of which `BAD` has probability ``said``; after it ``who`` says NaN."""
     table = torch.full((6, 5), 0.1, dtype=torch.float64)
     for token in range(5):
         table[token, (token + 1) % 4] = 0.7
-    table[:, BAD] = said
+    table[:, BAD] = output
     table /= table.sum(1, keepdim=True)
     broken = table.clone()
     broken[BAD] = torch.nan
@@ -68,8 +68,8 @@ def test_row_of_nan_does_not_end_the_others(who: str, rule: str) -> None:
 
 
 def test_output_before_the_nan_is_kept() -> None:
-    (response,) = toy_decoder("target", batch_size=1, said=0.2).run([[0]], on_error="finish")
-    (healthy,) = toy_decoder(batch_size=1, said=0.2).run([[0]])
+    (response,) = toy_decoder("target", batch_size=1, output=0.2).run([[0]], on_error="finish")
+    (healthy,) = toy_decoder(batch_size=1, output=0.2).run([[0]])
     assert response.finish_reason == "error" and response.tokens == healthy.tokens[: len(response.tokens)]
     assert sum(r.emitted for r in response.steps) == len(response.tokens) > 0
 

@@ -56,11 +56,11 @@ def test_settings_of_transformers(target: LoadedModel, options: dict[str, Any]) 
 
 @pytest.mark.parametrize("drafter", ["none", "prompt-lookup", {"name": "token-recycling", "nodes": 6, "width": 3}])
 def test_every_node_is_processed_behind_its_own_path(target: LoadedModel, drafter: Any) -> None:
-    """log P of what is said, whatever was drafted, is that of the processed law after the text before it."""
+    """Log P of what is said, whatever was drafted, is that of the processed law after the text before it."""
     processors = [lp.RepetitionPenaltyLogitsProcessor(1.7), lp.NoRepeatNGramLogitsProcessor(2)]
     sampling = Sampling(temperature=0.8, top_k=20)
-    law: dict[str, Any] = {"temperature": 0.8, "top_k": 20, "seed": 3, "ignore_eos": True}
-    found = generate(target, PROMPTS, drafter=drafter, logits_processor=processors, max_new_tokens=NEW, **law)
+    distribution: dict[str, Any] = {"temperature": 0.8, "top_k": 20, "seed": 3, "ignore_eos": True}
+    found = generate(target, PROMPTS, drafter=drafter, logits_processor=processors, max_new_tokens=NEW, **distribution)
     assert drafter == "none" or any(one.nodes for response in found for one in response.steps)
     for prompt, response in zip(PROMPTS, found, strict=True):
         assert response.logprobs is not None

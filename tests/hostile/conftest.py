@@ -49,18 +49,18 @@ def refused(capsys: Any, monkeypatch: Any, tmp_path: Path) -> Refused:
     """
 
     def run(arguments: list[str], *words: str, code: int = 2) -> str:
-        here = tmp_path / "here"
-        here.mkdir(exist_ok=True)
-        monkeypatch.chdir(here)
+        place = tmp_path / "here"
+        place.mkdir(exist_ok=True)
+        monkeypatch.chdir(place)
         capsys.readouterr()
         try:
             found = cli.main(arguments)
         except SystemExit as left:  # argparse's own errors
             found = left.code
         out, err = capsys.readouterr()
-        said = [line for line in err.splitlines() if line.startswith("crossdraft") and " error: " in f"{line} "]
+        output = [line for line in err.splitlines() if line.startswith("crossdraft") and " error: " in f"{line} "]
         assert found == code, f"exit code {found}: {err[-800:]}"
-        assert len(said) == 1, err[-2000:]
+        assert len(output) == 1, err[-2000:]
         assert "Traceback" not in out + err
         missing = [word for word in words if word not in err]
         assert not missing, f"{missing} not in: {err[-1500:]}"

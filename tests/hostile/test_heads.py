@@ -39,7 +39,7 @@ MEDUSA: dict[str, tuple[dict[str, Tensor], dict[str, Any], list[str]]] = {
     "a scale that is a text": ({}, {"logit_scale": "loud"}, ["logit_scale is 'loud' in their config, which is not a number"]),
     "a scale that is NaN": ({}, {"logit_scale": float("nan")}, ["logit_scale is nan"]),
     "a size that is a text": ({}, {"hidden_size": "32"}, ["config.json: hidden_size is '32'"]),
-    "a config of 10^9 layers": ({}, {"num_hidden_layers": 10**9}, ["the most is 1024"]),
+    "a config of 10^9 layers": ({}, {"num_hidden_layers": 10**9}, ["the maximum is 1024"]),
     "NaN": ({"0.0.linear.bias": torch.full((32,), torch.nan)}, {}, ["0.0.linear.bias holds numbers that are not finite"]),
 }  # fmt: skip
 
@@ -131,7 +131,7 @@ def test_files(what: str, tmp_path: Path, monkeypatch: Any) -> None:
         ("[]", "must hold a JSON object"),
         ("", "config.json:1: not JSON"),
         ('{"a": ' + "[" * 100_000, "nested too deeply"),
-        ('{"num_hidden_layers": 1000000000}', "the most is 1024"),
+        ('{"num_hidden_layers": 1000000000}', "the maximum is 1024"),
     ],
 )
 def test_a_config_of_heads(text: str, words: str, tmp_path: Path) -> None:

@@ -60,14 +60,14 @@ def left_over(directory: Path) -> list[str]:
 @pytest.mark.parametrize("writer", WRITERS)
 def test_what_is_not_ours_stays(writer: str, run: Path, responses: Path, refused: Any, tmp_path: Path) -> None:
     command = writers(run, responses)[writer]
-    mine, fifo, listening, folder = (tmp_path / name for name in ("mine", "fifo", "socket", "folder"))
-    mine.write_text("a year's work", encoding="utf-8")
+    own, fifo, listening, folder = (tmp_path / name for name in ("mine", "fifo", "socket", "folder"))
+    own.write_text("a year's work", encoding="utf-8")
     os.mkfifo(fifo)
     folder.mkdir()
     taken = socket.socket(socket.AF_UNIX)
     taken.bind(str(listening))
-    refused([*command, str(mine)], "mine: the file exists", "--force")
-    assert mine.read_text(encoding="utf-8") == "a year's work"
+    refused([*command, str(own)], "mine: the file exists", "--force")
+    assert own.read_text(encoding="utf-8") == "a year's work"
     for path in (fifo, listening, Path("/dev/null")):
         before = path.lstat()
         for force in ([], ["--force"]):
@@ -78,8 +78,8 @@ def test_what_is_not_ours_stays(writer: str, run: Path, responses: Path, refused
     refused([*command, str(tmp_path / "no" / "where")], "does not exist; create it")
     taken.close()
     assert not left_over(tmp_path)
-    assert cli.main([*command, str(mine), "--force"]) == 0
-    assert mine.read_bytes() != b"a year's work" and not left_over(tmp_path)
+    assert cli.main([*command, str(own), "--force"]) == 0
+    assert own.read_bytes() != b"a year's work" and not left_over(tmp_path)
 
 
 @pytest.mark.parametrize("writer", WRITERS)
@@ -176,11 +176,11 @@ def test_train_beside_other_files(tmp_path: Path, models: dict[str, str], refuse
     for force in ([], ["--force"]):
         refused([*command, models["target"], *force], "would overwrite the files of")
     assert (Path(models["target"]) / "model.safetensors").read_bytes() == before
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    (mine / "README.md").write_text("a year's work", encoding="utf-8")
-    refused([*command, str(mine)], "contains files not written by crossdraft train, such as README.md", "--force")
-    os.mkfifo(mine / "texts.jsonl")
-    refused([*command, str(mine), "--force"], "texts.jsonl: it is a device, a pipe or a socket")
-    assert (mine / "README.md").read_text(encoding="utf-8") == "a year's work"
+    own = tmp_path / "mine"
+    own.mkdir()
+    (own / "README.md").write_text("a year's work", encoding="utf-8")
+    refused([*command, str(own)], "contains files not written by crossdraft train, such as README.md", "--force")
+    os.mkfifo(own / "texts.jsonl")
+    refused([*command, str(own), "--force"], "texts.jsonl: it is a device, a pipe or a socket")
+    assert (own / "README.md").read_text(encoding="utf-8") == "a year's work"
     refused([*command, "/dev/null"], "give a directory")

@@ -46,7 +46,7 @@ MODULES: dict[str, tuple[str, list[str]]] = {
     "registers escape codes": ("HOOK register('\\x1b[31m', 'a:b')", ["'\\x1b[31m' is not a name"]),
     "registers two lines": ("HOOK register('a\\nb', 'a:b')", ["'a\\nb' is not a name"]),
     "registers half a pair": ("HOOK register('\\ud800', 'a:b')", ["'\\ud800' is not a name"]),
-    "registers a long name": ("HOOK register('n' * 5000, 'a:b')", ["too long a name", "the most is 200"]),
+    "registers a long name": ("HOOK register('n' * 5000, 'a:b')", ["too long a name", "the maximum is 200"]),
     "registers a bad reference": ("HOOK register('a', 'b')", ["is not 'module:object'"]),
     "registers a number as a summary": ("HOOK register('a', 'b:c', summary=42)", ["the summary of 'a', 42"]),
     "registers a summary of two lines": ("HOOK register('a', 'b:c', summary='x\\ny')", ["the summary of 'a'"]),

@@ -31,7 +31,7 @@ ROWS: dict[str, tuple[bytes, list[str]]] = {
     "single quotes": (b"{'prompt': 'a'}", ["not JSON"]),
     "NUL": (b'{"prompt": "a\0b"}', ["not JSON"]),
     "deep nesting": (b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b', "prompt": "a"}', ["nested too deeply"]),
-    "5,000 digits": (b'{"prompt": "a", "x": ' + b"9" * 5000 + b"}", ["5000 digits", "the most is 40"]),
+    "5,000 digits": (b'{"prompt": "a", "x": ' + b"9" * 5000 + b"}", ["5000 digits", "the maximum is 40"]),
     "Latin-1": (b'{"prompt": "\xe9"}', ["not UTF-8 text (line 2)"]),
     "UTF-16 in the middle": ('{"prompt": "a"}'.encode("utf-16"), ["not UTF-8 text (line 2)"]),
     "a byte order mark in the middle": (b'\xef\xbb\xbf{"prompt": "a"}', ["not JSON"]),
@@ -41,7 +41,7 @@ ROWS: dict[str, tuple[bytes, list[str]]] = {
     "turns of numbers": (b'{"turns": [1]}', ["'turns' must be a list of texts"]),
     "turns of lists": (b'{"turns": [["a"]]}', ["'turns' must be a list of texts"]),
     "turns of objects": (b'{"turns": [{"role": "user", "content": "a"}]}', ["'turns' must be a list of texts"]),
-    "a thousand turns": (json.dumps({"turns": ["a"] * 1000}).encode(), ["1000 turns", "the most is 16"]),
+    "a thousand turns": (json.dumps({"turns": ["a"] * 1000}).encode(), ["1000 turns", "the maximum is 16"]),
     "a turn with NUL": (b'{"turns": ["a", "b\\u0000c"]}', ["turn 2 contains the character U+0000", "tokenizers cannot encode"]),
     "half a pair": (b'{"prompt": "\\ud800"}', ["turn 1 contains the character U+D800, half of a surrogate pair"]),
     "the other half": (b'{"prompt": "a\\udfff"}', ["U+DFFF"]),
@@ -66,7 +66,7 @@ ROWS: dict[str, tuple[bytes, list[str]]] = {
     "an id with half a pair": (b'{"prompt": "a", "question_id": "\\ud800"}', ["'question_id' contains", "U+D800"]),
     "an id with escape codes": (b'{"prompt": "a", "question_id": "\\u001b[31m"}', ["'question_id' contains", "U+001B"]),
     "an id of two lines": (b'{"prompt": "a", "question_id": "a\\nb"}', ["'question_id' contains", "U+000A"]),
-    "an id of 5,000 characters": (json.dumps({"prompt": "a", "question_id": "i" * 5000}).encode(), ["5000 characters", "the most is 200"]),
+    "an id of 5,000 characters": (json.dumps({"prompt": "a", "question_id": "i" * 5000}).encode(), ["5000 characters", "the maximum is 200"]),
     "a task that is a list": (b'{"prompt": "a", "task_id": []}', ["'task_id' must be a text or a number"]),
     "a category that is a number": (b'{"prompt": "a", "category": 3}', ["'category' must be a text, not 3"]),
     "a category that is a list": (b'{"prompt": "a", "category": ["x"]}', ["'category' must be a text"]),
@@ -126,7 +126,7 @@ def test_paths_that_are_not_files(refused: Any, recipe: str, tmp_path: Path) -> 
     refused(["run", recipe, "--set", "prompts=loop.jsonl"], "loop.jsonl", "symbolic links")
     with (tmp_path / "here" / "large.jsonl").open("wb") as opened:
         opened.truncate(2 * 2**30)  # of holes: it takes no room
-    refused(["run", recipe, "--set", "prompts=large.jsonl"], "2147483648 bytes", "the most is 1073741824")
+    refused(["run", recipe, "--set", "prompts=large.jsonl"], "2147483648 bytes", "the maximum is 1073741824")
     (tmp_path / "here" / "none.jsonl").symlink_to(tmp_path / "here" / "gone")
     refused(["run", recipe, "--set", "prompts=none.jsonl"], "prompt file none.jsonl does not exist")
     refused(["run", recipe, "--set", "prompts=hf:a?nonsense=1"], "unknown option 'nonsense'")
@@ -234,7 +234,7 @@ def test_a_source(what: str, refused: Any, recipe: str, install: Any) -> None:
 def test_a_source_that_never_ends(install: Any) -> None:
     install("prompts", ("endless", lambda: ({"prompt": f"p {i}"} for i in itertools.count())))
     assert len(load_prompts("endless", limit=3)) == 3
-    with pytest.raises(UsageError, match="row 50001: too many prompts; the most is 50000"):
+    with pytest.raises(UsageError, match="row 50001: too many prompts; the maximum is 50000"):
         load_prompts("endless")
     with pytest.raises(UsageError, match="row 50001: too many prompts"):
         load_prompts("endless", categories=["nothing"])

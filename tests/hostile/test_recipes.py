@@ -42,13 +42,13 @@ TEXTS: dict[str, tuple[str, int, list[str]]] = {
     "an alias of nothing": ("name: *x", 4, ["is not defined above"]),
     "an alias inside itself": ("matrix: &a {gamma: *a}", 4, ["is used inside of its own anchor"]),
     "a list inside itself": ("matrix: {gamma: &a [*a]}", 4, ["is used inside of its own anchor"]),
-    "a bomb of aliases": (bomb(10, 10), 0, ["those repeated by aliases included", "the most is 30000"]),
-    "a bomb of merges": ("a: &a {x: 1}\nb: &b\n" + "".join(f"  k{i}: *a\n" for i in range(1000)) + "".join(f"c{i}: {{<<: *b}}\n" for i in range(60)), 0, ["the most is 30000"]),
-    "nested lists": ("matrix: {gamma: " + "[" * 3000 + "]" * 3000 + "}", 4, ["nested too deeply", "the most is 64"]),
+    "a bomb of aliases": (bomb(10, 10), 0, ["those repeated by aliases included", "the maximum is 30000"]),
+    "a bomb of merges": ("a: &a {x: 1}\nb: &b\n" + "".join(f"  k{i}: *a\n" for i in range(1000)) + "".join(f"c{i}: {{<<: *b}}\n" for i in range(60)), 0, ["the maximum is 30000"]),
+    "nested lists": ("matrix: {gamma: " + "[" * 3000 + "]" * 3000 + "}", 4, ["nested too deeply", "the maximum is 64"]),
     "nested mappings": ("matrix: " + "{a: " * 3000 + "1" + "}" * 3000, 4, ["nested too deeply"]),
     "nested without an end": ("matrix: " + "[" * 200_000, 4, ["nested too deeply"]),
     "nested dashes": ("matrix:\n  " + "- " * 2000 + "x", 5, ["nested too deeply"]),
-    "too many values": ("matrix:\n  gamma: [" + "1," * 40_000 + "1]", 5, ["values", "the most is 30000"]),
+    "too many values": ("matrix:\n  gamma: [" + "1," * 40_000 + "1]", 5, ["values", "the maximum is 30000"]),
     # keys
     "a list as a key": ("? [a, b]\n: 1", 4, ["a list cannot be a key"]),
     "a mapping as a key": ("? {a: b}\n: 1", 4, ["a mapping cannot be a key"]),
@@ -70,7 +70,7 @@ TEXTS: dict[str, tuple[str, int, list[str]]] = {
     # tags and scalars
     "a date that is none": ("limit: 2024-13-45", 4, ["limit", "valid integer", "2024-13-45"]),
     "a date": ("limit: 2024-01-02", 4, ["limit", "valid integer", "2024-01-02"]),
-    "an integer of 5,000 digits": ("limit: " + "9" * 5000, 4, ["5000 digits", "the most is 40"]),
+    "an integer of 5,000 digits": ("limit: " + "9" * 5000, 4, ["5000 digits", "the maximum is 40"]),
     "a text of 5,000 digits": ("limit: '" + "9" * 5000 + "'", 4, ["limit", "…"]),
     "an integer of 30 digits": ("limit: 1" + "0" * 30, 4, ["limit", "less than or equal to 50000"]),
     "0x_": ("limit: 0x_", 4, ["'0x_'"]),
@@ -122,7 +122,7 @@ TEXTS: dict[str, tuple[str, int, list[str]]] = {
     # names and paths
     "no name": ("name: ''", 4, ["name"]),
     "a name with a slash": ("name: a/b", 4, ["name", "pattern"]),
-    "a name of 300 characters": ("name: " + "n" * 300, 4, ["300 characters", "the most is 200"]),
+    "a name of 300 characters": ("name: " + "n" * 300, 4, ["300 characters", "the maximum is 200"]),
     "a name that is a list": ("name: [a]", 4, ["name", "valid string"]),
     "a dtype of two lines": ('dtype: "float32\\nx"', 4, ["dtype", "U+000A"]),
     "a dtype that is none": ("dtype: __class__", 4, ["unknown dtype '__class__'"]),
@@ -144,8 +144,8 @@ TEXTS: dict[str, tuple[str, int, list[str]]] = {
     "a mapping for a number": ("matrix: {gamma: [{a: 1}]}", 4, ["matrix.gamma[0]", "valid integer"]),
     "a true gamma": ("matrix: {gamma: [true]}", 4, ["matrix.gamma[0]", "not true"]),
     "gamma 200,000,000 beside gamma 2": ("matrix: {gamma: [2, 200000000]}", 4, ["matrix.gamma[1]", "less than or equal to 1024", "the work of every step"]),
-    "a million cells": (f"matrix: {{batch_size: {list(range(1, 1001))}, seed: {list(range(1000))}}}", 4, ["2000000 cells", "the most is 10000", "every prompt"]),
-    "10^18 cells": (f"matrix:\n  batch_size: {list(range(1, 1001))}\n  seed: {list(range(1000))}\n  gamma: {list(range(1000))}\n  max_ngram: {list(range(1, 1001))}\n  top_k: {list(range(1000))}\n  min_p: {[0.0] * 1000}", 4, ["cells", "the most is 10000"]),
+    "a million cells": (f"matrix: {{batch_size: {list(range(1, 1001))}, seed: {list(range(1000))}}}", 4, ["2000000 cells", "the maximum is 10000", "every prompt"]),
+    "10^18 cells": (f"matrix:\n  batch_size: {list(range(1, 1001))}\n  seed: {list(range(1000))}\n  gamma: {list(range(1000))}\n  max_ngram: {list(range(1, 1001))}\n  top_k: {list(range(1000))}\n  min_p: {[0.0] * 1000}", 4, ["cells", "the maximum is 10000"]),
     "a target that is a list": ("matrix: {target: [[a]]}", 4, ["target", "valid string"]),
     # exclude
     "exclude a mapping of a drafter": ("exclude: [{drafter: {name: prompt-lookup}}]", 4, ["exclude[0].drafter", "must be a name or a list"]),
@@ -158,7 +158,7 @@ TEXTS: dict[str, tuple[str, int, list[str]]] = {
     "exclude everything": ("exclude: [{drafter: prompt-lookup}]", 4, ["no cell is left to run"]),
     "exclude with an empty entry": ("exclude: [{}]", 4, ["would match every cell"]),
     "exclude that is a mapping": ("exclude: {drafter: none}", 4, ["exclude", "list"]),
-    "exclude a thousand times": ("exclude: [" + "{gamma: 1}," * 1000 + "]", 4, ["1000 entries", "the most is 200"]),
+    "exclude a thousand times": ("exclude: [" + "{gamma: 1}," * 1000 + "]", 4, ["1000 entries", "the maximum is 200"]),
 }  # fmt: skip
 
 
@@ -189,7 +189,7 @@ DRAFTERS: dict[str, list[str]] = {
     '[{name: prompt-lookup, label: "a\\tb"}]': ["drafters[0].label", "U+0009"],
     '[{name: prompt-lookup, label: "a\\x9bb"}]': ["U+009B"],
     '[{name: prompt-lookup, label: "a\\u2028b"}]': ["drafters[0].label", "U+2028"],
-    "[{name: prompt-lookup, label: " + "l" * 300 + "}]": ["the label", "the most is 200"],
+    "[{name: prompt-lookup, label: " + "l" * 300 + "}]": ["the label", "the maximum is 200"],
     "[{name: prompt-lookup, label: [x]}]": ["drafters[0].label", "valid string"],
     "[prompt-lookup, prompt-lookup]": ["drafters[1]", "the same as drafters[0]"],
     "[prompt-lookup, {name: prompt-lookup, label: again}]": ["drafters[1]", "the same as drafters[0]"],
@@ -218,9 +218,9 @@ DRAFTERS: dict[str, list[str]] = {
     "[{name: draft-model, model: TARGET, policy: {name: confidence, threshold: true}}]": ["threshold", "not true"],
     "[{name: draft-model, model: TARGET, policy: {name: confidence, threshold: nan}}]": ["threshold", "finite"],
     "[{name: draft-model-iid, model: TARGET, K: 4000}]": ["drafters[0].K", "less than or equal to 256"],
-    "[{name: draft-model-iid, model: TARGET, K: 100, gamma: 100}]": ["10000 nodes", "the most is 4096"],
-    "[{name: draft-model-tree, model: TARGET, branching: [1000, 1000, 1000]}]": ["1000 children", "the most is 256"],
-    "[{name: draft-model-tree, model: TARGET, branching: [100, 100, 100]}]": ["1010100 nodes", "the most is 4096"],
+    "[{name: draft-model-iid, model: TARGET, K: 100, gamma: 100}]": ["10000 nodes", "the maximum is 4096"],
+    "[{name: draft-model-tree, model: TARGET, branching: [1000, 1000, 1000]}]": ["1000 children", "the maximum is 256"],
+    "[{name: draft-model-tree, model: TARGET, branching: [100, 100, 100]}]": ["1010100 nodes", "the maximum is 4096"],
     "[{name: draft-model-tree, model: TARGET, branching: [2, 0]}]": ["all n"],
     "[{name: draft-model-tree, model: TARGET, branching: [true]}]": ["branching[0]", "not true"],
     "[{name: draft-model-tree, model: TARGET, branching: 3}]": ["branching"],
@@ -232,7 +232,7 @@ DRAFTERS: dict[str, list[str]] = {
     "[{name: draft-model-dynamic-tree, model: TARGET, top_k: 200, depth: 1000}]": ["199800 expanded nodes"],
     "[{name: eagle, model: TARGET, gamma: 5000}]": ["less than or equal to 1024"],
     "[{name: medusa, model: TARGET, heads: 1000000000}]": ["less than or equal to 1024"],
-    "[" + "{name: prompt-lookup}," * 2000 + "]": ["2000 entries", "the most is 1000"],
+    "[" + "{name: prompt-lookup}," * 2000 + "]": ["2000 entries", "the maximum is 1000"],
 }  # fmt: skip
 
 
@@ -256,7 +256,7 @@ FILES: dict[str, tuple[bytes, list[str]]] = {
     "UTF-16": ("target: x".encode("utf-16"), ["UTF-16", "save it as UTF-8"]),
     "Latin-1": (b"name: a\nquestion: \xe9t\xe9\n", ["not UTF-8 text (line 2)"]),
     "binary": (bytes(range(256)), ["not UTF-8 text"]),
-    "larger than a megabyte": (b"#" * 1_100_000, ["1100000 bytes", "the most is 1048576"]),
+    "larger than a megabyte": (b"#" * 1_100_000, ["1100000 bytes", "the maximum is 1048576"]),
     "a byte order mark and a bad key": (b"\xef\xbb\xbftarget: x\ndrafter: y\n", ["recipe.yaml"]),
 }
 
@@ -331,7 +331,7 @@ def test_what_is_set_in_one_place_is_not_set_behind_an_alias(tmp_path: Path, tar
         ("a\x1bb", "U+001B"),
         ("\ud800", "U+D800"),
         ({1, 2}, "not a text, number"),
-        ([[1] * 300] * 300, "the most is 30000"),
+        ([[1] * 300] * 300, "the maximum is 30000"),
     ],
 )
 def test_overrides_from_python(value: Any, words: str, tmp_path: Path, target: str) -> None:

@@ -24,7 +24,7 @@ SETTINGS: dict[str, list[str]] = {
     "li\0mit=1": ["U+0000"],
     "li\x1b[31mmit=1": ["U+001B"],
     "\ud800=1": ["U+D800"],
-    ".".join("abc" * 40) + "=1": ["120 parts", "the most is 64"],
+    ".".join("abc" * 40) + "=1": ["120 parts", "the maximum is 64"],
     # the value as YAML
     "limit=[": ["the value is not YAML"],
     "limit='": ["the value is not YAML"],

@@ -47,7 +47,7 @@ def test_a_server_that_never_ends(start: str, refused: Any, monkeypatch: Any) ->
 
 
 @pytest.mark.parametrize(
-    "answer, says",
+    "answer, message",
     [
         (b"", "cannot read"),
         (b"\x00\xff garbage\r\n\r\n", "cannot read"),
@@ -64,9 +64,9 @@ def test_a_server_that_never_ends(start: str, refused: Any, monkeypatch: Any) ->
         (b"HTTP/1.1 200 OK\r\na: " + b"b" * 70_000 + b"\r\n\r\n", "cannot read"),
     ],
 )
-def test_an_answer(answer: bytes, says: str, refused: Any) -> None:
+def test_an_answer(answer: bytes, message: str, refused: Any) -> None:
     with server(lambda connection: connection.sendall(answer)) as url:
-        refused(["advise", url], says, url)
+        refused(["advise", url], message, url)
 
 
 def test_an_answer_that_is_too_long(refused: Any, monkeypatch: Any) -> None:

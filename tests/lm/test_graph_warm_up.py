@@ -174,12 +174,12 @@ def test_nothing_is_recorded_after_the_warm_up(
             next(steps)
         steps.close()
         list(loop.steps(Request([3], i, 99 + i, most=1) for i in range(2)))
-    mine = [one for one in recorded if len(one)]
-    before = [len(one) for one in mine]
+    own = [one for one in recorded if len(one)]
+    before = [len(one) for one in own]
     with recording(None):
         found = answers(loop)
-    assert [len(one) for one in mine] == before and sum(one.missed for one in recorded) == 0
-    assert mine and all(one._recorder.replayed for one in mine)  # type: ignore[union-attr]
+    assert [len(one) for one in own] == before and sum(one.missed for one in recorded) == 0
+    assert own and all(one._recorder.replayed for one in own)  # type: ignore[union-attr]
     monkeypatch.undo()
     assert found == answers(make())
 

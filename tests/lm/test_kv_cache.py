@@ -23,8 +23,8 @@ def assert_cache_is_fresh(model: Any, lm: Any, history: list[list[int]]) -> None
             model(input_ids=torch.tensor([tokens[:-1]]), past_key_values=fresh, use_cache=True)
         assert len(fresh.layers) == len(lm.cache.layers)
         for ours, theirs in zip(lm.cache.layers, fresh.layers, strict=True):
-            for mine, plain in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
-                torch.testing.assert_close(mine[row, :, :committed], plain[0], atol=2e-5, rtol=1e-4)
+            for own, plain in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+                torch.testing.assert_close(own[row, :, :committed], plain[0], atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("drafter", ["prompt-lookup", "draft-model", "oracle-trees"])

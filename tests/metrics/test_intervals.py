@@ -104,7 +104,7 @@ def test_no_interval_without_enough_data() -> None:
 
 
 def test_student_t_of_three_equal_pieces() -> None:
-    """t = 4.7949 for 1.8 degrees of freedom, between 12.706 for one and 4.303 for two."""
+    """T = 4.7949 for 1.8 degrees of freedom, between 12.706 for one and 4.303 for two."""
     found = estimate(ratio, np.array([[4.0, 4.0], [4.0, 5.0], [4.0, 6.0]]))
     without = np.log([8 / 11, 8 / 10, 8 / 9])
     error = np.sqrt(2 / 3 * ((without - np.log(12 / 15)) ** 2).sum())

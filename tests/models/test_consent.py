@@ -36,7 +36,7 @@ class MarkedTokenizer(PreTrainedTokenizerFast):
 
 @pytest.fixture(autouse=True)
 def own_modules_cache(tmp_path: Path, monkeypatch: Any) -> None:
-    """transformers copies such code into a cache and imports it from there."""
+    """Transformers copies such code into a cache and imports it from there."""
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", list(sys.path))
 

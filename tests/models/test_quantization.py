@@ -73,10 +73,10 @@ def test_memory_matches_the_allocated_tensors(directory: Path, monkeypatch: Any)
 
 
 def test_a_name_that_ends_so_is_a_name_first(directory: Path, tmp_path: Path) -> None:
-    here = tmp_path / "mine@int8"
-    directory.rename(here)
-    assert resolve(str(here)).quantization == ""
-    assert resolve(f"{here}@int4").quantization == "int4" and resolve(f"{here}@int4").path == here
+    renamed = tmp_path / "mine@int8"
+    directory.rename(renamed)
+    assert resolve(str(renamed)).quantization == ""
+    assert resolve(f"{renamed}@int4").quantization == "int4" and resolve(f"{renamed}@int4").path == renamed
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,10 @@ SHIPPED = sorted(name for name, entry in plugins.entries("recipes").items() if e
 
 @pytest.fixture(autouse=True)
 def smollm2() -> Any:
-    """The names of the SmolLM2 pack, which need not be installed: a model is only a name until it is loaded. And the
-    drafters of two packages of this repository."""
+    """Names of the SmolLM2 pack and of the drafters of two packages, which need not be installed.
+
+    A model is only a name until it is loaded.
+    """
     packages = {"ngram-cache": crossdraft_ngram_cache, "suffix": crossdraft_suffix}
     missing = [package for name, package in packages.items() if name not in plugins.entries("drafters")]
     pack = {"smollm2-135m-instruct", "smollm2-draft-model", "smollm2-medusa", "smollm2-eagle3"}

@@ -143,7 +143,7 @@ def test_sources_that_are_not_there(tmp_path: Path) -> None:
         ('{"turns": []}', "'turns' must be a list of texts and must not be empty"),
         ('{"turns": ["a", " "]}', "'turns' must be a list of texts and must not be empty"),
         ('{"question": 3}', "'question' must be a text and must not be empty"),
-        (json.dumps({"turns": ["a"] * 17}), "17 turns; the most is 16"),
+        (json.dumps({"turns": ["a"] * 17}), "17 turns; the maximum is 16"),
         ('{"question_id": 1, "prompt": "a"}', "question_id 1 was already used in {path}:1"),
     ],
 )

@@ -31,7 +31,7 @@ def refusal(text: str) -> str:
 def test_nesting_is_refused_at_any_depth(opening: str, depth: int) -> None:
     if opening != "[" and depth > 3000:
         pytest.skip("the same again, in more seconds")
-    assert "nested too deeply; the most is 64" in refusal(opening * depth)
+    assert "nested too deeply; the maximum is 64" in refusal(opening * depth)
     if opening in ("[", "[{a: "):  # a fault further on does not hide it
         assert refusal("first: 1\nsecond: " + opening * depth + "\n@").startswith("f:2: this is nested")
 

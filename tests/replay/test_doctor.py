@@ -70,7 +70,6 @@ def responses(text: list[int]) -> list[Response]:
 @pytest.fixture(scope="module")
 def trained(target: Target, text: list[int], tmp_path_factory: Any) -> Callable[..., Path]:
     """``trained(name, ..)``: the directory of a head that knows the text."""
-
     made: dict[tuple, Path] = {}
 
     def directory(name: str, scale: float = 1.0, **norms: Any) -> Path:

@@ -97,10 +97,10 @@ def test_heads_that_were_trained_for_another_checkpoint(
 ) -> None:
     heads = trained(tmp_path / "heads", LlamaForCausalLM.from_pretrained(target), texts)
     other = save_model(tmp_path / "other", seed=7, width=64)
-    mine = weights_sha256(Path(target))
-    (tmp_path / "heads" / "training.json").write_text(json.dumps({"target_sha256": mine}), encoding="utf-8")
+    own = weights_sha256(Path(target))
+    (tmp_path / "heads" / "training.json").write_text(json.dumps({"target_sha256": own}), encoding="utf-8")
     (fact,) = doctor(other, f"{{name: medusa, model: {heads}}}", *GREEDY)["facts"]
-    assert "trained for a target with SHA-256" in fact and mine[:12] in fact
+    assert "trained for a target with SHA-256" in fact and own[:12] in fact
     assert doctor(target, f"{{name: medusa, model: {heads}}}", *GREEDY)["facts"] == []
 
 

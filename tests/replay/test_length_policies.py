@@ -132,9 +132,9 @@ def test_a_heuristic_that_never_changes_is_static() -> None:
         StepAcceptance(np.sort(rng.random((n, 1)), 1)[:, ::-1], np.ones(n, dtype=np.int64), limit)
         for n, limit in ((7, 9), (5, 5), (6, None))
     ]
-    mine, plain = heuristic(responses, 1, 1), steps_of(responses, [1])
+    expected_own, plain = heuristic(responses, 1, 1), steps_of(responses, [1])
     for name in vars(plain):
-        assert getattr(mine, name) == pytest.approx(getattr(plain, name))
+        assert getattr(expected_own, name) == pytest.approx(getattr(plain, name))
 
 
 def test_the_first_unsure_token() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
-from crossdraft.drafters.retrieval.prompt_lookup_replay import drafts_along
+from crossdraft.drafters.retrieval.prompt_lookup_replay import response_drafts
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.draft import DenseScores, Draft, Sequences, Verdict
 from crossdraft.framework.contracts.draft_kind import CHAIN
@@ -53,7 +53,7 @@ def by_steps(config: Any, prompt: list[int], response: list[int], depth: int) ->
 )
 def test_prompt_lookup_as_it_proposes(texts: Any, match: Any, shortest: int, more: int, depth: int) -> None:
     config = PromptLookup.Config(match=match, min_ngram=shortest, max_ngram=shortest + more, gamma=2)
-    found = list(PromptLookup.drafts_along(config, iter(texts), depth))
+    found = list(PromptLookup.response_drafts(config, iter(texts), depth))
     assert len(found) == len(texts)
     for drafts, (prompt, response) in zip(found, texts, strict=True):
         assert drafts.tolist() == by_steps(config, prompt, response, depth).tolist()
@@ -62,9 +62,9 @@ def test_prompt_lookup_as_it_proposes(texts: Any, match: Any, shortest: int, mor
 def test_texts_are_independent_of_their_batch(monkeypatch: Any) -> None:
     random = np.random.default_rng(0)
     texts = [(random.integers(0, 9, 20).tolist(), random.integers(0, 9, 30).tolist()) for _ in range(20)]
-    batched = list(drafts_along(texts, 4, range(3, 0, -1), False))
+    batched = list(response_drafts(texts, 4, range(3, 0, -1), False))
     monkeypatch.setattr("crossdraft.drafters.retrieval.prompt_lookup_replay.BATCH", 60)
-    for one, other in zip(batched, drafts_along(texts, 4, range(3, 0, -1), False), strict=True):
+    for one, other in zip(batched, response_drafts(texts, 4, range(3, 0, -1), False), strict=True):
         assert np.array_equal(one, other)
 
 
@@ -111,7 +111,7 @@ class Liar(Echo):
     name = "liar"
 
     @classmethod
-    def drafts_along(cls, config: Any, texts: Any, depth: int) -> Any:
+    def response_drafts(cls, config: Any, texts: Any, depth: int) -> Any:
         return (np.zeros((1, depth)) for _ in texts)
 
 
@@ -143,7 +143,7 @@ def test_drafter_without_a_fast_path_drafts_itself() -> None:
 
 def test_the_same_by_propose_and_by_the_fast_path() -> None:
     class Slow(PromptLookup):
-        drafts_along = Drafter.drafts_along
+        response_drafts = Drafter.response_drafts
 
     random = np.random.default_rng(1)
     texts = [text(random.integers(0, 3, 80).tolist()) for _ in range(3)]

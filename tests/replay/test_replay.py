@@ -111,9 +111,9 @@ def test_differences_are_paired_by_prompt() -> None:
     wanted = paired_difference(records[0], records[1])
     one, other = (c.tallies["token", 1] for c in found.candidates)
     assert wanted is not None and wanted.low is not None and wanted.value != 0
-    mine = difference(one, 2, other, 2)
-    assert mine is not None
-    assert (mine.value, mine.low, mine.high) == pytest.approx((wanted.value, wanted.low, wanted.high))
+    own = difference(one, 2, other, 2)
+    assert own is not None
+    assert (own.value, own.low, own.high) == pytest.approx((wanted.value, wanted.low, wanted.high))
 
 
 def test_sampled_draft_lengths() -> None:

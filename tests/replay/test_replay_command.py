@@ -96,7 +96,7 @@ def rows_of(path: Path, n: int = 30) -> Path:
 
 
 def test_all_formats_agree(tmp_path: Path, capsys: Any) -> None:
-    path, out = rows_of(tmp_path / "said.jsonl"), tmp_path / "positions.parquet"
+    path, out = rows_of(tmp_path / "responses.jsonl"), tmp_path / "positions.parquet"
     options = [path, "--drafter", "prompt-lookup", "--drafter", "{name: prompt-lookup, label: one, max_ngram: 1}"]
     options += ["--verifier", "token", "--verifier", "specinfer", "--gamma", "2-3"]
     found = replayed(capsys, *options, "--out", out)
@@ -128,11 +128,11 @@ def test_all_formats_agree(tmp_path: Path, capsys: Any) -> None:
     assert found["rows"][3]["differences"]["verifier"]["block_efficiency"]["value"] == 0  # a point mass
 
     table = parquet.read_table(out).to_pydict()
-    mine = [i for i, rule in enumerate(table["rule"]) if rule == "token" and table["drafter"][i] == "prompt-lookup"]
-    assert len(mine) == found["tokens"] and len(table["rule"]) == 4 * found["tokens"]
-    assert all(len(table["survival"][i]) == 3 for i in mine)
-    said = [json.loads(line)["tokens"] for line in path.read_text(encoding="utf-8").splitlines()]
-    assert [table["token"][i] for i in mine] == [token for tokens in said for token in tokens]
+    own = [i for i, rule in enumerate(table["rule"]) if rule == "token" and table["drafter"][i] == "prompt-lookup"]
+    assert len(own) == found["tokens"] and len(table["rule"]) == 4 * found["tokens"]
+    assert all(len(table["survival"][i]) == 3 for i in own)
+    output = [json.loads(line)["tokens"] for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [table["token"][i] for i in own] == [token for tokens in output for token in tokens]
 
 
 def test_many_prompts_are_grouped(tmp_path: Path, monkeypatch: Any) -> None:
@@ -148,7 +148,7 @@ def test_many_prompts_are_grouped(tmp_path: Path, monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "output"),
     [
         (["--drafter", "prompt-lookup", "--verifier", "traversal"], "'traversal' cannot be replayed"),
         (
@@ -160,7 +160,7 @@ def test_many_prompts_are_grouped(tmp_path: Path, monkeypatch: Any) -> None:
         (["--drafter", "{name: draft-model-tree, model: x}"], "drafts trees ('without_replacement')"),
         (["--drafter", "{name: draft-model, model: x}"], "requires --target MODEL"),
         (["--drafter", "prompt-lookup", "--gamma", "0"], "--gamma: 0 is not a range of positive numbers"),
-        (["--drafter", "prompt-lookup", "--gamma", "1-99"], "--gamma: 99 is too large; the most is 64"),
+        (["--drafter", "prompt-lookup", "--gamma", "1-99"], "--gamma: 99 is too large; the maximum is 64"),
         (["--drafter", "prompt-lookup", "--gamma", "x"], "--gamma 'x' is not a list of numbers and ranges"),
         (["--drafter", "{name: prompt-lookup, gamma: 0}"], "gamma must be from 1 to 64"),
         (["--drafter", "{name: prompt-lookup, gama: 1}"], "key 'gama'"),
@@ -173,19 +173,19 @@ def test_many_prompts_are_grouped(tmp_path: Path, monkeypatch: Any) -> None:
         ),
     ],
 )
-def test_what_cannot_be_replayed_is_refused(tmp_path: Path, capsys: Any, options: list[str], said: str) -> None:
-    path = rows_of(tmp_path / "said.jsonl", 2)
+def test_what_cannot_be_replayed_is_refused(tmp_path: Path, capsys: Any, options: list[str], output: str) -> None:
+    path = rows_of(tmp_path / "responses.jsonl", 2)
     sampled = [] if "--top-p" in options else ["--temperature", "1"]
     assert cli.main(["replay", str(path), *options, *sampled]) == 2
-    assert said in capsys.readouterr().err
+    assert output in capsys.readouterr().err
 
 
 def test_responses_sampled_in_different_ways_are_refused(tmp_path: Path, capsys: Any) -> None:
-    path = tmp_path / "said.jsonl"
+    path = tmp_path / "responses.jsonl"
     rows = [{"prompt": [1], "tokens": [1], "temperature": t} for t in (1, 0.5)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     assert cli.main(["replay", str(path), "--drafter", "prompt-lookup"]) == 2
-    assert "said.jsonl:2: sampling parameters differ" in capsys.readouterr().err
+    assert "responses.jsonl:2: sampling parameters differ" in capsys.readouterr().err
     path.write_text("\n", encoding="utf-8")
     assert cli.main(["replay", str(path), "--drafter", "prompt-lookup"]) == 2
     assert "no responses to replay" in capsys.readouterr().err

@@ -24,7 +24,7 @@ def read(tmp_path: Path) -> Any:
     """``read(*rows, **options)``: the responses of a file with these rows, and the reader."""
 
     def reading(*rows: Any, tokenizer: bool = True, **options: Any) -> tuple[list[Response], Reader]:
-        path = tmp_path / "said.jsonl"
+        path = tmp_path / "responses.jsonl"
         path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), "utf-8")
         reader = Reader(**options)
         if tokenizer:
@@ -53,7 +53,7 @@ def test_texts_are_tokenized(read: Any) -> None:
     assert first.tokens == [7, 8, 2] and first.ended and first.limit == 9  # with the token that ended it
     assert second.prompt == [3, 5, 4] and second.limit == 1
     assert any("retokenized" in what for what in reader.assumed)
-    with pytest.raises(UsageError, match=r"said.jsonl:1: a text needs a tokenizer; set --target"):
+    with pytest.raises(UsageError, match=r"responses.jsonl:1: a text needs a tokenizer; set --target"):
         read(rows[0], tokenizer=False)
 
 
@@ -100,14 +100,14 @@ def test_a_chat_completion(read: Any, row: Any) -> None:
 
 
 def test_completions_and_what_servers_add(read: Any) -> None:
-    said = {"tokens": ["w7", "w8"], "token_logprobs": [-0.1, -0.2]}
-    plain = {"choices": [{"text": "w7 w8", "logprobs": said, "finish_reason": "length"}]} | {"prompt": "w5"}
+    output = {"tokens": ["w7", "w8"], "token_logprobs": [-0.1, -0.2]}
+    plain = {"choices": [{"text": "w7 w8", "logprobs": output, "finish_reason": "length"}]} | {"prompt": "w5"}
     named = {"tokens": ["token_id:7", "token_id:2"], "token_logprobs": [-0.1, -0.2]}
     ids = {"choices": [{"text": "?", "logprobs": named, "finish_reason": "stop"}], "prompt": [5], "max_tokens": 8}
     with_token_ids = {"choices": [{"text": "?", "token_ids": [9, 9], "prompt_token_ids": [5, 6]}]}
-    ended = said | {"tokens": ["w7", "w8", "</s>"], "token_logprobs": [-0.1, -0.2, -0.3]}
+    ended = output | {"tokens": ["w7", "w8", "</s>"], "token_logprobs": [-0.1, -0.2, -0.3]}
     whole = {"choices": [{"text": "w7 w8", "logprobs": ended, "finish_reason": "stop"}], "prompt": [5]}
-    cut = {"choices": [{"text": "w7 w8", "logprobs": said, "finish_reason": "stop"}], "prompt": [5]}
+    cut = {"choices": [{"text": "w7 w8", "logprobs": output, "finish_reason": "stop"}], "prompt": [5]}
     found, reader = read(plain, ids, with_token_ids, whole, cut)
     assert [one.tokens for one in found] == [[7, 8], [7, 2], [9, 9], [7, 8, 2], [7, 8]]
     assert [one.ended for one in found] == [False, True, False, True, False]
@@ -116,45 +116,48 @@ def test_completions_and_what_servers_add(read: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "output"),
     [
-        ("{", "said.jsonl:2: not JSON"),
-        ("[1]", "said.jsonl:2: a response is a JSON object, not list"),
-        ({"prompt": [1]}, "said.jsonl:2: the response is missing"),
-        ({"tokens": [1]}, "said.jsonl:2: the prompt is missing"),
-        ({"prompt": [], "tokens": [1]}, "said.jsonl:2: the prompt is empty"),
-        ({"prompt": [1], "tokens": [1.5]}, "said.jsonl:2: 'tokens' must be a list of integer token ids"),
-        ({"prompt": [1], "tokens": [True]}, "said.jsonl:2: 'tokens' must be a list of integer token ids"),
-        ({"prompt": [1], "tokens": [-1]}, "said.jsonl:2: 'tokens' contains -1, which is not a valid token id"),
+        ("{", "responses.jsonl:2: not JSON"),
+        ("[1]", "responses.jsonl:2: a response is a JSON object, not list"),
+        ({"prompt": [1]}, "responses.jsonl:2: the response is missing"),
+        ({"tokens": [1]}, "responses.jsonl:2: the prompt is missing"),
+        ({"prompt": [], "tokens": [1]}, "responses.jsonl:2: the prompt is empty"),
+        ({"prompt": [1], "tokens": [1.5]}, "responses.jsonl:2: 'tokens' must be a list of integer token ids"),
+        ({"prompt": [1], "tokens": [True]}, "responses.jsonl:2: 'tokens' must be a list of integer token ids"),
+        ({"prompt": [1], "tokens": [-1]}, "responses.jsonl:2: 'tokens' contains -1, which is not a valid token id"),
         ({"prompt": [1], "tokens": [1], "logprobs": [0, -1]}, "'logprobs' has 2 numbers, but the response has 1 tok"),
-        ({"prompt": [1], "tokens": [1], "logprobs": [0.4]}, "said.jsonl:2: 'logprobs' contains 0.4 for token 1"),
+        ({"prompt": [1], "tokens": [1], "logprobs": [0.4]}, "responses.jsonl:2: 'logprobs' contains 0.4 for token 1"),
         ({"prompt": [1], "tokens": [1], "logprobs": [-9999.0]}, "'logprobs' contains -9999.0 for token 1"),
         ('{"prompt": [1], "tokens": [1], "logprobs": [NaN]}', "'logprobs' contains nan for token 1"),
         ({"prompt": [1], "tokens": [1], "logprobs": [None]}, "'logprobs' must be a list of numbers"),
-        ({"prompt": [1], "tokens": [1], "temperature": -1}, "said.jsonl:2: invalid sampling parameters temperature"),
+        (
+            {"prompt": [1], "tokens": [1], "temperature": -1},
+            "responses.jsonl:2: invalid sampling parameters temperature",
+        ),
         (
             {"prompt": [1], "tokens": [1], "temperature": 0.7},
             "sampled at temperature 0.7, but the options request temperature 1",
         ),
-        ({"prompt": [1], "tokens": [1], "finish_reason": "maybe"}, "said.jsonl:2: 'finish_reason' is 'maybe'"),
-        ({"prompt": [1], "tokens": [1], "max_tokens": 0}, "said.jsonl:2: 'max_tokens' is 0"),
-        ({"prompt": [1], "tokens": [1], "category": "a\nb"}, "said.jsonl:2: 'category' is"),
-        ({"prompt": "a\x00", "tokens": [1]}, "said.jsonl:2: a text contains the character U\\+0000"),
-        ({"messages": ["hello"], "tokens": [1]}, "said.jsonl:2: 'messages' must be a list of objects"),
+        ({"prompt": [1], "tokens": [1], "finish_reason": "maybe"}, "responses.jsonl:2: 'finish_reason' is 'maybe'"),
+        ({"prompt": [1], "tokens": [1], "max_tokens": 0}, "responses.jsonl:2: 'max_tokens' is 0"),
+        ({"prompt": [1], "tokens": [1], "category": "a\nb"}, "responses.jsonl:2: 'category' is"),
+        ({"prompt": "a\x00", "tokens": [1]}, "responses.jsonl:2: a text contains the character U\\+0000"),
+        ({"messages": ["hello"], "tokens": [1]}, "responses.jsonl:2: 'messages' must be a list of objects"),
         ({"response": {"id": 1}, "prompt": [1]}, "'response' is an object without 'choices'"),
-        (chat() | {"choices": {}} | REQUEST, "said.jsonl:2: 'choices' must be a list"),
-        (CHAT, "said.jsonl:2: the prompt is missing"),
+        (chat() | {"choices": {}} | REQUEST, "responses.jsonl:2: 'choices' must be a list"),
+        (CHAT, "responses.jsonl:2: the prompt is missing"),
         (
             chat(logprobs={"content": [{"token": "w7", "logprob": -1}]}) | REQUEST,
             "the 2 tokens of the text differ",
         ),
         (chat(logprobs={"content": [{"token": t, "logprob": -1} for t in ("w7", "w9")]}) | REQUEST, "return_token_ids"),
-        (chat(logprobs=[1]) | REQUEST, r"said.jsonl:2, choices\[0\]: 'logprobs' has an unknown format"),
+        (chat(logprobs=[1]) | REQUEST, r"responses.jsonl:2, choices\[0\]: 'logprobs' has an unknown format"),
         (chat(message={}, logprobs=None) | REQUEST, "the choice is empty"),
     ],
 )
-def test_invalid_response_is_refused_with_its_line(read: Any, row: Any, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_invalid_response_is_refused_with_its_line(read: Any, row: Any, output: str) -> None:
+    with pytest.raises(UsageError, match=output):
         read({"prompt": [1], "tokens": [1]}, row, sampling=Sampling())
 
 
@@ -176,7 +179,7 @@ def test_texts_of_a_data_set_are_cut(tmp_path: Path) -> None:
 
 def test_no_such_source() -> None:
     with pytest.raises(UsageError, match="prompt file nowhere"):
-        list(Reader().read(["nowhere/said.jsonl"]))
+        list(Reader().read(["nowhere/responses.jsonl"]))
 
 
 def test_empty_responses_are_skipped(read: Any) -> None:

@@ -22,7 +22,7 @@ def outputs(models: dict[str, str], tmp_path: Path) -> Callable[..., Path]:
     """``said(logprobs=True)``: responses of ten tokens, recorded at temperature 1."""
 
     def write(*, logprobs: bool) -> Path:
-        random, path = np.random.default_rng(0), tmp_path / "said.jsonl"
+        random, path = np.random.default_rng(0), tmp_path / "responses.jsonl"
         with path.open("w", encoding="utf-8") as file:
             for i in range(4):
                 row: dict[str, Any] = {"prompt": [5, 6, 7 + i], "tokens": random.integers(5, 12, 10).tolist()}
@@ -114,9 +114,9 @@ def test_policies_from_one_replay(models: dict[str, str], outputs: Callable, pas
     assert "target" not in passes
     # Each is the drafter's own policy.
     own = small(models, policy={"name": "confidence", "threshold": 0.5}, gamma=4)
-    (mine,) = replayed(capsys, path, *options, *own)["rows"]
+    (expected_own,) = replayed(capsys, path, *options, *own)["rows"]
     for key in ("block_efficiency_all_steps", "drafted_per_step"):
-        assert mine[key] == pytest.approx(careful[key], rel=1e-3)
+        assert expected_own[key] == pytest.approx(careful[key], rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -300,6 +300,6 @@ def test_heads_share_the_passes_of_the_target(
     make = making(target, WARM, small, lm=Counted)
     side_by_side = list(score_drafters([ScoringRequest(drafter, 3) for drafter in drafters], outputs, make, rows=5))
     assert passes == max(ENDS)  # a token at a time, once for everyone
-    for i, mine in enumerate(alone):
-        for one, other in zip(mine, side_by_side, strict=True):
+    for i, own in enumerate(alone):
+        for one, other in zip(own, side_by_side, strict=True):
             same(one, other[i])

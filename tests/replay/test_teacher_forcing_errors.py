@@ -128,7 +128,7 @@ def test_k_sequences_need_a_text_distribution(target: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "text, says",
+    "text, message",
     [
         (RecordedResponse([], [1]), "the prompt is empty"),
         (RecordedResponse([1], [2, V]), f"token {V} is outside of the target's vocabulary of {V}"),
@@ -137,8 +137,8 @@ def test_k_sequences_need_a_text_distribution(target: Any) -> None:
         (RecordedResponse([1], [2, 3], [-0.5]), "log P has shape \\[1\\], expected \\[2\\]"),
     ],
 )
-def test_invalid_texts(text: RecordedResponse, says: str, target: Any) -> None:
-    with pytest.raises(UsageError, match=says) as caught:
+def test_invalid_texts(text: RecordedResponse, message: str, target: Any) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
         replay(configured("draft-model", model="x"), target, [TEXTS[0], text])
     assert str(caught.value).startswith("answers.jsonl:7: ")
 

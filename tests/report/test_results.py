@@ -33,10 +33,10 @@ def finished(config: Any) -> CellResult:
     records = [StepRecord(0, "q1", "maths", 0, i, n - 1, n, 3, 3, 9) for i, n in enumerate(tokens)]
     phases = {"prefill": 1.0, "draft": 0.0, "target": SECONDS[rule], "verify": 0.0, "rest": 0.0}
     pieces = [Piece(sum(tokens), phases)]
-    said = [{"question_id": "q1", "turn": 0, "tokens": [5] * sum(tokens), "prompt_tokens": 5}]
+    output = [{"question_id": "q1", "turn": 0, "tokens": [5] * sum(tokens), "prompt_tokens": 5}]
     provenance = {"device": "cpu (a processor)", "dtype": "float32", "models": {"org/name": {"sha256": SHA256}}}
     result = CellResult(
-        config, measure(records, pieces), None, "", records, said, pieces, provenance, "2026-03-01T12:00:00"
+        config, measure(records, pieces), None, "", records, output, pieces, provenance, "2026-03-01T12:00:00"
     )
     ratio = wall_ratio(pieces, [Piece(2, phases | {"target": 2.0})])
     assert result.metrics is not None and ratio is not None

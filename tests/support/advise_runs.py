@@ -52,8 +52,8 @@ def cell(
     width = gamma * max(K, 1) if taus else 0
     records = [
         StepRecord(p, f"q{p}", "a", 0, i, tau, tau + 1, width, width, 99)
-        for p, mine in enumerate(steps)
-        for i, tau in enumerate(mine)
+        for p, own in enumerate(steps)
+        for i, tau in enumerate(own)
     ]
     tokens = sum(record.emitted for record in records)
     phases = {"prefill": 0.0, "draft": 1.0, "target": 4.0, "verify": 0.0, "rest": 0.0}

@@ -144,8 +144,8 @@ def overfit(name: str, head: Any, states: Tensor, text: list[int], steps: int) -
             out = head(tokens, features, place, DynamicCache(), mask, first)
             logits = out.logits
             if name == "dspark":
-                said = [head.markov_head(before[:, i], out.states[:, i], None)[0] for i in range(BLOCK)]
-                logits = logits + torch.stack(said, 1)
+                output = [head.markov_head(before[:, i], out.states[:, i], None)[0] for i in range(BLOCK)]
+                logits = logits + torch.stack(output, 1)
         optimiser.zero_grad()
         functional.cross_entropy(logits.flatten(0, 1), wanted.flatten()).backward()
         optimiser.step()
@@ -240,9 +240,9 @@ class Plain:
                 before = before / (1 + (-gate - self.t["markov_head.gate_proj.bias"]).exp())
             elif "markov_head.joint_proj.weight" in self.t:
                 joint = self.t["markov_head.joint_proj.weight"] @ torch.cat([memory, before, state])
-                keep, new, said = (joint + self.t["markov_head.joint_proj.bias"]).split(RANK)
+                keep, new, output = (joint + self.t["markov_head.joint_proj.bias"]).split(RANK)
                 keep = 1 / (1 + (-keep).exp())
-                memory, before = keep * memory + (1 - keep) * new.tanh(), said.tanh()
+                memory, before = keep * memory + (1 - keep) * new.tanh(), output.tanh()
             out.append(self.head @ state + self.t["markov_head.markov_w2.weight"] @ before)
         return out
 
@@ -251,7 +251,7 @@ class Plain:
         states = self.block(hidden, history[-1])
         weight, bias = self.t["confidence_head.proj.weight"][0], self.t["confidence_head.proj.bias"]
         reads = zip(states, [history[-1], *drafted], strict=False)
-        said = [
+        output = [
             weight @ torch.cat([state, self.t["markov_head.markov_w1.weight"][token]]) + bias for state, token in reads
         ]
-        return [float(1 / (1 + (-x).exp())) for x in said]
+        return [float(1 / (1 + (-x).exp())) for x in output]

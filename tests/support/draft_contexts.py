@@ -42,7 +42,7 @@ class GivenContext(ModuleContext):
         )
         self._load_lm, self._load_heads = load_lm, load_heads
 
-    def load_lm(self, name: str, *, room: int = 0, **_: Any) -> LM:
+    def load_lm(self, name: str, *, extra_tokens: int = 0, **_: Any) -> LM:
         assert self._load_lm is not None, f"the drafter asked for {name}, which it should not"
         return self._load_lm(name)
 

@@ -22,16 +22,16 @@ ONE, ZERO = Fraction(1), Fraction(0)
 
 def random_model(seed: int, v: int) -> Model:
     """Laws with zeros in some, kept once drawn."""
-    rng, laws = random.Random(seed), {}
+    rng, distributions = random.Random(seed), {}
 
-    def law(prefix: tuple[int, ...]) -> list[Fraction]:
-        if prefix not in laws:
+    def probs(prefix: tuple[int, ...]) -> list[Fraction]:
+        if prefix not in distributions:
             weights = [rng.choice([0, 1, 1, 2, 3, 5, 9]) for _ in range(v)]
             weights[rng.randrange(v)] += 1
-            laws[prefix] = [Fraction(w, sum(weights)) for w in weights]
-        return laws[prefix]
+            distributions[prefix] = [Fraction(w, sum(weights)) for w in weights]
+        return distributions[prefix]
 
-    return law
+    return probs
 
 
 def mixed(target: Model, other: Model) -> Model:
@@ -61,16 +61,16 @@ def token(p: Model, q: Model, v: int, gamma: int) -> Joint:
         weight = chance(q, draft)
         for tau in range(gamma + 1) if weight else ():
             prefix = draft[:tau]
-            law = p(prefix)
+            probs = p(prefix)
             if tau < gamma:
                 x, drawn = draft[tau], q(prefix)
-                accept = min(ONE, law[x] / drawn[x])
-                rest = positive([a - b for a, b in zip(law, drawn, strict=True)])
+                accept = min(ONE, probs[x] / drawn[x])
+                rest = positive([a - b for a, b in zip(probs, drawn, strict=True)])
                 for y, mass in enumerate(scaled(rest)) if accept < 1 else ():
                     out[(*prefix, y), tau] += weight * (1 - accept) * mass
                 weight *= accept
             else:
-                for y, mass in enumerate(law):
+                for y, mass in enumerate(probs):
                     out[(*prefix, y), tau] += weight * mass
     return out
 
@@ -86,10 +86,10 @@ def block(p: Model, q: Model, v: int, gamma: int) -> Joint:
             keep.append(min(ONE, keep[-1] * p(draft[:i])[x] / q(draft[:i])[x]))
         left = ONE  # no longer prefix was accepted
         for tau in range(gamma, -1, -1):
-            prefix, law = draft[:tau], p(draft[:tau])
-            rest = list(law)
+            prefix, probs = draft[:tau], p(draft[:tau])
+            rest = list(probs)
             if tau < gamma:
-                rest = positive([keep[tau] * a - b for a, b in zip(law, q(prefix), strict=True)])
+                rest = positive([keep[tau] * a - b for a, b in zip(probs, q(prefix), strict=True)])
             s = sum(rest)
             if tau == gamma:
                 h = keep[tau]
@@ -126,8 +126,8 @@ def many(p: Model, q: Model, v: int, gamma: int, k: int, node: Callable[..., Ite
             return
         for drawn in strings(v, live):
             chosen = prod((q(prefix)[x] for x in drawn), start=ONE)
-            for y, goes_on, mass in node(p(prefix), q(prefix), drawn) if chosen else ():
-                if mass and goes_on:
+            for y, should_continue, mass in node(p(prefix), q(prefix), drawn) if chosen else ():
+                if mass and should_continue:
                     walk((*prefix, y), drawn.count(y), weight * chosen * mass)
                 elif mass:
                     out[(*prefix, y), len(prefix)] += weight * chosen * mass
@@ -137,15 +137,15 @@ def many(p: Model, q: Model, v: int, gamma: int, k: int, node: Callable[..., Ite
 
 
 def specinfer(p: list[Fraction], q: list[Fraction], drawn: tuple[int, ...]) -> Iterator[tuple[int, bool, Fraction]]:
-    left, law = ONE, p
+    left, probs = ONE, p
     for x in drawn:
-        accept = min(ONE, law[x] / q[x])
+        accept = min(ONE, probs[x] / q[x])
         yield x, True, left * accept
         left *= 1 - accept
         if not left:
             return
-        law = scaled(positive([a - b for a, b in zip(law, q, strict=True)]))
-    for y, mass in enumerate(law):
+        probs = scaled(positive([a - b for a, b in zip(probs, q, strict=True)]))
+    for y, mass in enumerate(probs):
         yield y, False, left * mass
 
 
@@ -192,9 +192,9 @@ def given_output(joint: Joint, p: Model, output: tuple[int, ...]) -> list[Fracti
     """Pr(tau >= i | output), i = 1 .. gamma, where P completes what the step emitted."""
     gamma = len(output) - 1
     total, at_least = chance(p, output), [ZERO] * gamma
-    for (said, tau), weight in joint.items():
-        if output[: len(said)] == said:
-            weight *= prod((p(output[:i])[output[i]] for i in range(len(said), len(output))), start=ONE)
+    for (report, tau), weight in joint.items():
+        if output[: len(report)] == report:
+            weight *= prod((p(output[:i])[output[i]] for i in range(len(report), len(output))), start=ONE)
             for i in range(tau):
                 at_least[i] += weight / total
     return at_least

@@ -55,9 +55,9 @@ def write_heads(root: Path, target: Any, *, mask_token: int, target_ids: torch.T
         }
         ahead = 0.4 * torch.randn(3, width)
         save_embeddings(root / "pass", ahead, target="tiny", sha256="")
-        said = {"block_size": 4, "mask_token_id": mask_token, "markov_head_type": "gated", "n_predict": 3}
+        report = {"block_size": 4, "mask_token_id": mask_token, "markov_head_type": "gated", "n_predict": 3}
         for name, module in made.items():
             tensors = {
                 k: t for k, t in module.state_dict().items() if k not in ("embed_tokens.weight", "lm_head.weight")
             }
-            write(root / name, config_json(config, name, **said), tensors)
+            write(root / name, config_json(config, name, **report), tensors)

@@ -206,17 +206,17 @@ def _laws(model: Any, prompt: Sequence[int], length: int, sampling: Sampling) ->
     vocab = model.get_output_embeddings().weight.shape[0]
     ends = torch.tensor(list(product(range(vocab), repeat=length - 1)))
     prefix = torch.tensor(list(prompt)).expand(len(ends), -1)
-    laws: list[np.ndarray] = []
+    distributions: list[np.ndarray] = []
     logits = torch.cat([model(piece).logits for piece in torch.cat([prefix, ends], 1).split(BATCH)])
     for n in range(length):
         every = vocab ** (length - 1 - n)  # equal beginnings stand side by side
-        laws.append(sampling.probs(logits[::every, len(prompt) - 1 + n]).numpy())
-    return laws
+        distributions.append(sampling.probs(logits[::every, len(prompt) - 1 + n]).numpy())
+    return distributions
 
 
-def _distance(emitted: Mapping[tuple[int, ...], float], laws: Sequence[np.ndarray]) -> float:
+def _distance(emitted: Mapping[tuple[int, ...], float], distributions: Sequence[np.ndarray]) -> float:
     """Total variation, all outputs completed with ``laws`` to the same length."""
-    length, vocab = len(laws), laws[0].shape[1]
+    length, vocab = len(distributions), distributions[0].shape[1]
     ended = [np.zeros(vocab**n) for n in range(length + 1)]
     for tokens, probability in emitted.items():
         index = 0
@@ -224,7 +224,7 @@ def _distance(emitted: Mapping[tuple[int, ...], float], laws: Sequence[np.ndarra
             index = index * vocab + token
         ended[len(tokens)][index] += probability
     ours, target = ended[0], np.ones(1)
-    for n, law in enumerate(laws):
-        ours = (ours[:, None] * law).ravel() + ended[n + 1]
-        target = (target[:, None] * law).ravel()
+    for n, distribution in enumerate(distributions):
+        ours = (ours[:, None] * distribution).ravel() + ended[n + 1]
+        target = (target[:, None] * distribution).ravel()
     return float(np.abs(ours - target).sum() / 2)

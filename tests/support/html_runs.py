@@ -82,10 +82,10 @@ def _cell(config: Any, rng: Any, tokens: int) -> CellResult:
         noise = 1 + 0.03 * rng.standard_normal()
         phases = {"draft": draft * noise, "target": step * noise, "verify": 0.05 * step, "rest": 0.03 * step}
         pieces.append(made_piece(tokens, steps, f"{copies * gamma} 0", category=category, **phases))
-        said = [int(token) for token in rng.integers(1, 50000, tokens)]
-        text = " ".join(f"word{token}" for token in said)
+        output = [int(token) for token in rng.integers(1, 50000, tokens)]
+        text = " ".join(f"word{token}" for token in output)
         about = {"question_id": f"q{prompt}", "turn": 0, "category": category, "prompt_tokens": 40}
-        responses.append(about | {"text": text, "tokens": said, "finish_reason": "length"})
+        responses.append(about | {"text": text, "tokens": output, "finish_reason": "length"})
     source = {"distribution": "crossdraft", "version": "0.1.0", "sha256": "0" * 64}
     provenance = {
         "device": "cpu (a processor)",

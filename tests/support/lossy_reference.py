@@ -54,9 +54,9 @@ def normalised(weights: list[float]) -> list[float]:
     return [w / sum(weights) for w in weights]
 
 
-def favourite(law: list[float]) -> list[float]:
-    best = law.index(max(law))
-    return [float(y == best) for y in range(len(law))]
+def favourite(probs: list[float]) -> list[float]:
+    best = probs.index(max(probs))
+    return [float(y == best) for y in range(len(probs))]
 
 
 def lenient(lenience: float) -> Judge:

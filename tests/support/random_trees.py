@@ -92,14 +92,14 @@ class RandomLM:
     def sequences(self, k: int, depth: int) -> tuple[Tensor, Tensor]:
         """K sequences drawn independently, ``[B, K, depth]``, and their laws as `Draft.iid` wants them."""
         states = torch.zeros(self.b, k, dtype=torch.long)
-        tokens, laws = [], []
+        tokens, distributions = [], []
         for level in range(depth):
             q = self.q[self.rows, states]
-            laws.append(q if level else q[:, :1])
+            distributions.append(q if level else q[:, :1])
             drawn = torch.multinomial(q.double().view(-1, self.vocab), 1, generator=self.generator)
             tokens.append(drawn.view(self.b, k))
             states = self.after(states, tokens[-1])
-        return torch.stack(tokens, 2), torch.cat(laws, 1)
+        return torch.stack(tokens, 2), torch.cat(distributions, 1)
 
     def tree(self, siblings: Siblings, shape: Shape, limit: Tensor, rng: Any) -> Draft:
         states = torch.zeros(self.b, 1, dtype=torch.long)

@@ -8,11 +8,11 @@ from transformers.generation.streamers import BaseStreamer
 
 class Listener(BaseStreamer):
     def __init__(self) -> None:
-        self.heard: list[Any] = []
+        self.events: list[Any] = []
 
     def put(self, value: torch.Tensor) -> None:
         assert not value.is_inference()
-        self.heard.append(value.tolist())
+        self.events.append(value.tolist())
 
     def end(self) -> None:
-        self.heard.append("end")
+        self.events.append("end")

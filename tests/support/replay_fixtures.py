@@ -33,8 +33,8 @@ def making(
 ) -> MakeContext:
     """Contexts over slots of ``target``; a drafter that asks for a model gets ``drafting``."""
 
-    def make(rows: int, longest: int, room: int) -> GivenContext:
-        slot = longest + room
+    def make(rows: int, longest: int, extra_tokens: int) -> GivenContext:
+        slot = longest + extra_tokens
         return GivenContext(
             lm(target, rows, slot),
             sampling,
@@ -54,8 +54,10 @@ def configured(name: str, **options: Any) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class Run:
-    """Responses that the loop gave, and for every step where it started and what was drafted: ``(response, start,
-    tokens, q of each token)``, q 1 for a point mass and where the draft is a tree."""
+    """Responses of the decoder, and the start and the draft of every step.
+
+    A step is ``(response, start, tokens, q of each token)``; q is 1 for a point mass and for trees.
+    """
 
     responses: list[RecordedResponse]
     steps: list[tuple[int, int, list[int], list[float]]]

@@ -38,18 +38,18 @@ DRAFT_KINDS = {
 
 def honest(kind: str, vocabulary: int = V) -> Draft:
     """A chain of three, or a tree: two children of the root, one below each."""
-    law = torch.full((vocabulary,), 1 / vocabulary)
+    probs = torch.full((vocabulary,), 1 / vocabulary)
     if kind in ("chain", "point"):
-        q = law.expand(B, 3, -1).clone() if kind == "chain" else None
+        q = probs.expand(B, 3, -1).clone() if kind == "chain" else None
         return Draft.chain(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([3, 2]), q)
     if kind == "iid":
         sequences = torch.tensor([[[1, 2], [3, 2]], [[1, 2], [1, 3]]])
-        return Draft.iid(sequences, torch.tensor([2, 2]), law.expand(B, 3, -1).clone())
+        return Draft.iid(sequences, torch.tensor([2, 2]), probs.expand(B, 3, -1).clone())
     tokens = torch.tensor([[1, 2, 3, 3], [5, 6, 7, 8]])
     parents, valid = torch.tensor([[-1, -1, 0, 1]] * B), torch.tensor([[True] * 4, [True, False, True, False]])
     q = None
     if kind != "top":
-        q = law.expand(B, 4, -1).clone()
+        q = probs.expand(B, 4, -1).clone()
         for row, token in enumerate(tokens[:, 0].tolist()):
             q[row, 1, token] = 0
             q[row, 1] /= q[row, 1].sum()

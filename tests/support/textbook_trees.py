@@ -20,11 +20,11 @@ Walk = Generator[Law, int, tuple[list[int], int]]
 class Row:
     """The draft of one row: ``token[node]``, ``children[node]`` in the order drawn, ``p[node]``, ``q[node]``."""
 
-    def __init__(self, tokens: list, parents: list, valid: list, p: list, laws: list, sequences: list | None):
+    def __init__(self, tokens: list, parents: list, valid: list, p: list, distributions: list, sequences: list | None):
         nodes = [node for node, counts in enumerate(valid) if counts]
         self.token, self.sequences = tokens, sequences
         self.p = {node: p[node + 1] for node in [ROOT, *nodes]}
-        self.q = {node: laws[node] for node in nodes}
+        self.q = {node: distributions[node] for node in nodes}
         self.children: dict[int, list[int]] = {node: [] for node in [ROOT, *nodes]}
         for node in nodes:
             self.children[parents[node]].append(node)
@@ -40,10 +40,10 @@ class Textbook(Verifier):
 
     def verify(self, draft: Draft, p: Tensor, rng: Any) -> Verdict:
         assert draft.q is not None
-        laws = (
+        distributions = (
             draft.q if draft.q_index is None else draft.q.gather(1, draft.q_index[..., None].expand(-1, -1, p.shape[2]))
         )
-        columns = [draft.tokens, draft.parents, draft.valid, p, laws]
+        columns = [draft.tokens, draft.parents, draft.valid, p, distributions]
         sequences = [None] * draft.batch_size if draft.sequences is None else draft.sequences.tolist()
         rows = zip(*(column.tolist() for column in columns), sequences, strict=True)
         walks = [self.walk(Row(*row)) for row in rows]
@@ -54,7 +54,7 @@ class Textbook(Verifier):
         while waiting:
             weights = torch.zeros(len(walks), p.shape[2], dtype=torch.float64)
             weights[:, 0] = 1
-            choices = [law + [0.0] * (p.shape[2] - len(law)) for law in waiting.values()]
+            choices = [distribution + [0.0] * (p.shape[2] - len(distribution)) for distribution in waiting.values()]
             weights[list(waiting)] = torch.tensor(choices, dtype=torch.float64)
             outcomes = rng.draw(weights, index=step).tolist()
             for b in list(waiting):
@@ -119,7 +119,7 @@ class KSeq(Textbook):
 
 
 def overlap(p: Sequence[float], q: Sequence[float], rho: float) -> float:
-    """beta(rho)"""
+    """The overlap beta(rho)."""
     return sum(min(qx, px / rho) for px, qx in zip(p, q, strict=True))
 
 
@@ -208,7 +208,7 @@ class MultiPath(Textbook):
     def walk(self, row: Row) -> Walk:
         assert row.sequences is not None
         below, mass, agreeing, at = 0.0, 1.0, row.sequences, ROOT  # A, J
-        path, joint, laws = [], [1.0], []
+        path, joint, distributions = [], [1.0], []
         for level in range(len(row.sequences[0])):
             p, q = row.p[at], row.q[agreeing[0][level]]
             order = sorted(range(len(p)), key=lambda x: (self.score(p[x], q[x]), x))
@@ -218,20 +218,20 @@ class MultiPath(Textbook):
             k = len(row.sequences)
             whole = (below + mass) ** k - below**k
             hat = [((lo[x] + mass * qx) ** k - lo[x] ** k) / whole for x, qx in enumerate(q)]
-            law = self.probs(q, hat)
-            laws.append(law)
-            joint.append(min(1.0, joint[-1] * ratio(p[y], law[y])))
+            distribution = self.probs(q, hat)
+            distributions.append(distribution)
+            joint.append(min(1.0, joint[-1] * ratio(p[y], distribution[y])))
             below, mass = lo[y], mass * q[y]
             agreeing = [sequence for sequence in agreeing if row.token[sequence[level]] == y]
             at = agreeing[0][level]
             path.append(at)
-        laws.append([0.0] * len(row.p[ROOT]))
+        distributions.append([0.0] * len(row.p[ROOT]))
         for i in range(len(path), 0, -1):
-            p, left = row.p[path[i - 1]], self.excess(joint[i], row.p[path[i - 1]], laws[i])
+            p, left = row.p[path[i - 1]], self.excess(joint[i], row.p[path[i - 1]], distributions[i])
             s = sum(left)
             if (yield from coin(1.0 if joint[i] == 1 else s / (s + (1 - joint[i])))):
                 return path[:i], (yield norm(left, p))
-        return [], (yield norm(self.excess(1.0, row.p[ROOT], laws[0]), row.p[ROOT]))
+        return [], (yield norm(self.excess(1.0, row.p[ROOT], distributions[0]), row.p[ROOT]))
 
     def score(self, p: float, q: float) -> float:
         return p / q if q > 0 else float("inf") if p > 0 else 0.0
@@ -242,5 +242,5 @@ class MultiPath(Textbook):
     def probs(self, q: Law, hat: Law) -> Law:
         return hat
 
-    def excess(self, joint: float, p: Law, law: Law) -> Law:
-        return positive(joint * px - qx for px, qx in zip(p, law, strict=True))
+    def excess(self, joint: float, p: Law, distribution: Law) -> Law:
+        return positive(joint * px - qx for px, qx in zip(p, distribution, strict=True))

@@ -29,6 +29,6 @@ def cells(tmp_path: Path) -> list[Path]:
     return sorted(tmp_path.glob("runs/*/cells/*"))
 
 
-def said(directory: Path) -> dict[tuple[Any, int], list[int]]:
+def output(directory: Path) -> dict[tuple[Any, int], list[int]]:
     lines = (directory / "responses.jsonl").read_text(encoding="utf-8").splitlines()
     return {(r["question_id"], r["turn"]): r["tokens"] for r in map(json.loads, lines)}

@@ -86,14 +86,14 @@ class FirstLayers(Drafter):
         steps = min(self.config.gamma, max(sequences.limit))
         if not steps:
             return Draft.empty(sequences.batch_size, sequences.device)
-        logits, tokens, laws = self.model.root(sequences), [], []
+        logits, tokens, distributions = self.model.root(sequences), [], []
         for i in range(steps):
-            laws.append(self.context.sampling.probs(logits))
-            tokens.append(rng.draw(laws[-1], "draft", i))
+            distributions.append(self.context.sampling.probs(logits))
+            tokens.append(rng.draw(distributions[-1], "draft", i))
             logits = self.model.forward(tokens[-1][:, None])[:, 0]
         sampled = self.context.sampling.temperature > 0
         length = on_device(sequences.limit, sequences.device).clamp(max=steps)
-        return Draft.chain(torch.stack(tokens, 1), length, torch.stack(laws, 1) if sampled else None)
+        return Draft.chain(torch.stack(tokens, 1), length, torch.stack(distributions, 1) if sampled else None)
 
     def observe(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
@@ -114,7 +114,7 @@ class Window(Drafter):
     def __init__(self, config: StrategyConfig, context: DraftContext):
         super().__init__(config, context)
         #: Per slot, what the target says after each guess, read from the probes; for the test to look at.
-        self.said: dict[int, list[int]] = {}
+        self.output: dict[int, list[int]] = {}
         self.after: list[dict[int, int]] = [{} for _ in range(context.batch_size)]
 
     @classmethod
@@ -144,10 +144,10 @@ class Window(Drafter):
     def observe(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
     ) -> None:
-        said = scores.logits[:, 2:].argmax(-1).tolist()  # after the probes: index 0 is the root, 1 the candidate
+        output = scores.logits[:, 2:].argmax(-1).tolist()  # after the probes: index 0 is the root, 1 the candidate
         guesses = draft.tokens[:, 1:].tolist()
-        for row, (guess, answers) in enumerate(zip(guesses, said, strict=True)):
-            self.said[row] = answers
+        for row, (guess, answers) in enumerate(zip(guesses, output, strict=True)):
+            self.output[row] = answers
             self.after[row].update(zip(guess, answers, strict=True))
 
 
@@ -164,11 +164,11 @@ class OtherWords(Drafter):
 
     def __init__(self, config: StrategyConfig, context: DraftContext):
         super().__init__(config, context)
-        mine, theirs = context.load_model(self.config.model).tokenizer.get_vocab(), context.tokenizer.get_vocab()
+        own, theirs = context.load_model(self.config.model).tokenizer.get_vocab(), context.tokenizer.get_vocab()
         ids = torch.full((context.vocab_size,), -1)
         for word, token in theirs.items():
-            ids[token] = mine.get(word, -1)
-        self.model = DraftModel(context.load_lm(self.config.model, ids=ids, unknown=mine["<unk>"]))
+            ids[token] = own.get(word, -1)
+        self.model = DraftModel(context.load_lm(self.config.model, ids=ids, unknown=own["<unk>"]))
 
     traits = FirstLayers.traits
     start = FirstLayers.start

@@ -238,7 +238,7 @@ def test_retrieval_outputs_match_the_target(batch_size: int, target: Any, tmp_pa
 
 
 def test_what_copies_is_replayed(tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "said.jsonl").write_text(
+    (tmp_path / "responses.jsonl").write_text(
         '{"id": "a", "prompt": [5, 6, 7, 8, 5, 6], "tokens": [7, 8, 9, 9, 2], "finish": "length"}\n'
         '{"id": "b", "prompt": [4], "tokens": [7, 8, 9, 9, 2], "finish": "length"}\n',
         encoding="utf-8",
@@ -247,7 +247,7 @@ def test_what_copies_is_replayed(tmp_path: Path, capsys: Any) -> None:
     rest = f"{{name: rest, datastore: {tmp_path / 'd'}, shortest: 1, tree: false}}"
 
     def replayed(drafter: str) -> tuple[int, Any]:
-        code = cli.main(["replay", str(tmp_path / "said.jsonl"), "--drafter", drafter, "--gamma", "2", "--json"])
+        code = cli.main(["replay", str(tmp_path / "responses.jsonl"), "--drafter", drafter, "--gamma", "2", "--json"])
         return code, capsys.readouterr()
 
     own, memory, datastore = (

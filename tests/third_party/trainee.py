@@ -55,14 +55,14 @@ class OneHead(Trainee):
         return distil(*self.states(batch, r.dropout), self.head, self.bias, r.divergence, beta=r.beta)
 
     def acceptance(self, batch: Batch) -> list[Tensor]:
-        said, target = self.states(batch, 0)
-        return list(overlap(said[None], target, self.head, self.head))
+        output, target = self.states(batch, 0)
+        return list(overlap(output[None], target, self.head, self.head))
 
     def states(self, batch: Batch, dropout: float) -> tuple[Tensor, Tensor]:
         """Head and target states of the drafted tokens, ``[drafts, H]``."""
         hidden, drafts = batch.hidden[:, :, 0], batch.drafts(0)
-        said = hidden + functional.silu(self.student(functional.dropout(hidden, dropout)))
-        return said[:, :-1][drafts], hidden[:, 1:][drafts]
+        output = hidden + functional.silu(self.student(functional.dropout(hidden, dropout)))
+        return output[:, :-1][drafts], hidden[:, 1:][drafts]
 
     def export(self, directory: Path, held_out: Iterable[Batch]) -> None:
         tensors = {f"0.0.linear.{name}": tensor for name, tensor in self.student.state_dict().items()}

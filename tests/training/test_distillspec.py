@@ -34,16 +34,16 @@ def texts() -> tuple[list[Text], list[Text]]:
 
 def drawn(student: Any, prompts: list[list[int]], most: list[int], eos: int) -> list[list[int]]:
     """The same as `own_answers`, a whole pass for every token and row, and random numbers in the same order."""
-    said: list[list[int]] = [[] for _ in prompts]
+    output: list[list[int]] = [[] for _ in prompts]
     for _ in range(max(most)):
-        if all(eos in answer for answer in said):
+        if all(eos in answer for answer in output):
             break
         distributions = [
-            student(torch.tensor([p + a])).logits[0, -1].softmax(-1) for p, a in zip(prompts, said, strict=True)
+            student(torch.tensor([p + a])).logits[0, -1].softmax(-1) for p, a in zip(prompts, output, strict=True)
         ]
-        for answer, token in zip(said, torch.multinomial(torch.stack(distributions), 1)[:, 0].tolist(), strict=True):
+        for answer, token in zip(output, torch.multinomial(torch.stack(distributions), 1)[:, 0].tolist(), strict=True):
             answer.append(0 if eos in answer else token)  # what pads a row that ended
-    cut = [answer[: answer.index(eos) + 1] if eos in answer else answer for answer in said]
+    cut = [answer[: answer.index(eos) + 1] if eos in answer else answer for answer in output]
     return [answer[:longest] for answer, longest in zip(cut, most, strict=True)]
 
 
@@ -148,8 +148,8 @@ def test_sequence_level_is_the_likelihood_of_the_texts(target: LoadedModel, tmp_
         states = student.get_decoder()(torch.tensor([text.ids])).last_hidden_state[0]
         place = trainer.trainee._rows.row_indices(torch.tensor(text.response))
         assert torch.equal(head[place], trainer.trainee.head[text.response])
-        said = (states[len(text.prompt) - 1 : -1] @ head.T + bias).log_softmax(-1)
-        logs += said[torch.arange(len(place)), place].tolist()
+        output = (states[len(text.prompt) - 1 : -1] @ head.T + bias).log_softmax(-1)
+        logs += output[torch.arange(len(place)), place].tolist()
     loss, _ = trainer.trainee.loss(trainer.features.batch(train[:3], [0, 1, 2]), 4)
     assert float(loss.detach()) == pytest.approx(-sum(logs) / len(logs), rel=1e-5)
 
@@ -190,10 +190,10 @@ def test_the_next_student_learns_what_the_others_miss(chat_target: LoadedModel, 
     learnt = trainer.trainee._learnt(batch)
     other, kept = trainer.trainee._others[first].model, 0
     for row, text in enumerate(train[:4]):
-        said = other(torch.tensor([text.ids])).logits[0].argmax(-1).tolist()
+        output = other(torch.tensor([text.ids])).logits[0].argmax(-1).tolist()
         for at in range(batch.ids.shape[1]):
             answers = len(text.prompt) - 1 <= at < len(text.ids) - 1
-            wanted = answers and said[at] != text.ids[at + 1]
+            wanted = answers and output[at] != text.ids[at + 1]
             assert bool(learnt[row, at]) == wanted
             kept += wanted
     assert 0 < kept < int(batch.predicts.sum()), "the first student says some of them, and misses some"
@@ -209,10 +209,10 @@ def test_the_next_student_learns_what_the_others_miss(chat_target: LoadedModel, 
 
 def test_where_nothing_is_missed_nothing_is_learnt(chat_target: LoadedModel, first: str, tmp_path: Path) -> None:
     trainer = Trainer(chat_target, DraftModelTraining(**COMMON, misses_of=first), tmp_path / "second")
-    said = trainer.trainee._others[first].model
+    output = trainer.trainee._others[first].model
     text = [3, 4]
     for _ in range(5):
-        text.append(int(said(torch.tensor([text])).logits[0, -1].argmax()))
+        text.append(int(output(torch.tensor([text])).logits[0, -1].argmax()))
     train = [Text(text[:2], text[2:], "given")]
     trainer.trainee.prepare(train)
     loss, same = trainer.trainee.loss(trainer.features.batch(train, [0]), 0)

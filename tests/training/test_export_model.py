@@ -37,7 +37,7 @@ def compact(on_disk: Path, tmp_path: Path) -> Path:
 
 
 def test_a_draft_model_becomes_complete(on_disk: Path, compact: Path, tmp_path: Path) -> None:
-    """transformers loads all weights of the directory, without crossdraft, and computes the same logits."""
+    """Transformers loads all weights of the directory, without crossdraft, and computes the same logits."""
     out = tmp_path / "servable"
     assert export("draft-model", compact, on_disk, out) == 0
     model, info = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, output_loading_info=True)

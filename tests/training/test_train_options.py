@@ -120,8 +120,8 @@ def test_a_wrong_option_is_refused_before_anything_is_loaded(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("crossdraft.framework.models.load.load_model", nothing_is_loaded)
     assert train("draft-model", "no-such-target", tmp_path / "out", *options) == 2
-    said = capsys.readouterr().err
-    assert sentence in said and said.count("\n") == 1 and len(said) < 400, said
+    output = capsys.readouterr().err
+    assert sentence in output and output.count("\n") == 1 and len(output) < 400, output
 
 
 def test_a_file_in_the_place_of_out_is_refused_and_kept(tmp_path: Path, capsys: Any) -> None:

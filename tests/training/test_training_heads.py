@@ -166,11 +166,11 @@ def test_the_training_time_test_is_what_drafting_does(target: Any, texts: Any, t
     batch = Features(target, trainer.trainee.hidden_layers, 1).batch([text], [0])
     student: Any = trainer.trainee.student
     with torch.no_grad():
-        states, keep, law, tokens = trainer.trainee._unrolled(batch)  # type: ignore[attr-defined]
+        states, keep, probs, tokens = trainer.trainee._unrolled(batch)  # type: ignore[attr-defined]
         passes = student.lm_head(states)[:, 0]
     row, first = 3, len(text.prompt) - 2  # of the response, and the pair that drafts its first token
     assert tokens[0].tolist() == text.response
-    assert torch.equal(law[0], batch.hidden[0, first + 1 : -1, -1]), "the target's law of the same tokens"
+    assert torch.equal(probs[0], batch.hidden[0, first + 1 : -1, -1]), "the target's law of the same tokens"
     ids = torch.tensor([text.ids])
     with torch.inference_mode():
         features = student.fuse(batch.hidden[:, :, :-1])[:, : first + row + 1]
@@ -212,7 +212,7 @@ def test_the_loss_of_eagle3_leaves_out_chains_the_head_cannot_draft(target: Any,
     trainee: Any = trainer.trainee
     trainee.prepare(texts[0])
     batch = trainer.features.batch(texts[0][:5], range(5))
-    states, _, law, _ = trainee._unrolled(batch)
+    states, _, probs, _ = trainee._unrolled(batch)
     ids, head = trainee.student.target_ids, trainee.student.lm_head.weight
     known, expected, left_out = set(ids.tolist()), torch.zeros(()), 0
     for s in range(3):
@@ -222,7 +222,7 @@ def test_the_loss_of_eagle3_leaves_out_chains_the_head_cannot_draft(target: Any,
                 if last - s == 0 and len(text.prompt) == 1:
                     continue  # the root has no feature before it
                 if known.issuperset(text.response[last - s : last + 1]):
-                    found.append(divergence(law[row, last], trainee.head[ids], states[s, row, last], head))
+                    found.append(divergence(probs[row, last], trainee.head[ids], states[s, row, last], head))
                 else:
                     left_out += 1
         expected = expected + 0.5**s * torch.stack(found).mean()

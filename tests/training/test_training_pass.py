@@ -124,10 +124,10 @@ def test_what_is_learnt_is_what_drafting_asks_for(trained: Any, target: Any, tex
         fork = lm.fork(range(2), embeddings=trainee.student.embeddings.detach())
         lm.start(0, text.ids[: cut + 1])
         fork.start(0, text.ids[: cut + 1])
-        said = fork.forward(torch.tensor([[text.ids[cut], VOCAB, VOCAB + 1]]))[0][0, 1:]
+        output = fork.forward(torch.tensor([[text.ids[cut], VOCAB, VOCAB + 1]]))[0][0, 1:]
         for j in range(2):
             if keep[j, n]:
-                torch.testing.assert_close(states[j, n] @ trainee.head.T, said[j], atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(states[j, n] @ trainee.head.T, output[j], atol=1e-4, rtol=1e-4)
                 assert torch.equal(probs[j, n], batch.hidden[n // places, cut + 1 + j, 0])
     for text, found_here in zip(texts[0][:4], seen, strict=True):
         every = set(range(len(text.prompt) - 1, len(text.ids) - 2))

@@ -23,7 +23,7 @@ from crossdraft.framework.runs.records import CellResult
 
 
 @pytest.mark.parametrize(
-    "law, entropy, threshold",
+    "probs, entropy, threshold",
     [
         ([1 / 2, 1 / 3, 1 / 6], 1.011404264707, 0.09),
         ([0.2, 0.6, 0.2], 0.950270539233, 0.09),
@@ -32,15 +32,15 @@ from crossdraft.framework.runs.records import CellResult
         ([0.0, 1.0, 0.0], 0.0, 0.09),
     ],
 )
-def test_typical_threshold(law: list[float], entropy: float, threshold: float) -> None:
-    p = torch.tensor(law, dtype=torch.float64)
+def test_typical_threshold(probs: list[float], entropy: float, threshold: float) -> None:
+    p = torch.tensor(probs, dtype=torch.float64)
     assert rule("typical").threshold(p).item() == pytest.approx(threshold, abs=1e-12)
     # With epsilon out of the way the threshold shows the entropy, in nats.
     assert rule("typical", epsilon=1).threshold(p).item() == pytest.approx(0.3 * math.exp(-entropy), abs=1e-12)
-    v = len(law)
+    v = len(probs)
     draft = Draft.chain(torch.arange(v)[:, None], torch.ones(v, dtype=torch.long))
     verdict = rule("typical").verify(draft, p.expand(v, 2, v), shipped_rng(0, range(v)))
-    assert verdict.length.tolist() == [int(x > threshold) for x in law]
+    assert verdict.length.tolist() == [int(x > threshold) for x in probs]
 
 
 def test_the_threshold_itself_does_not_pass() -> None:
@@ -60,7 +60,7 @@ def test_the_next_token_is_drawn_among_the_typical_ones() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 def test_flat_distribution_has_typical_tokens(dtype: torch.dtype) -> None:
-    """delta exp(-H) is all but 1 / V here, and rounding may put every token below it."""
+    """Delta exp(-H) is all but 1 / V here, and rounding may put every token below it."""
     for v in range(1, 200):
         p = torch.full((1, 1, v), 1 / v, dtype=dtype)
         rng = Recording()
@@ -71,29 +71,29 @@ def test_flat_distribution_has_typical_tokens(dtype: torch.dtype) -> None:
 # -- top-k and rollback ---------------------------------------------------------------------------------
 
 
-def lengths(name: str, law: list[float], **options: Any) -> list[int]:
-    """tau of every one-token draft."""
-    v, p = len(law), torch.tensor(law, dtype=torch.float64)
+def lengths(name: str, probs: list[float], **options: Any) -> list[int]:
+    """Tau of every one-token draft."""
+    v, p = len(probs), torch.tensor(probs, dtype=torch.float64)
     draft = Draft.chain(torch.arange(v)[:, None], torch.ones(v, dtype=torch.long))
     return rule(name, **options).verify(draft, p.expand(v, 2, v), shipped_rng(0, range(v))).length.tolist()
 
 
 def test_top_k_by_hand() -> None:
-    law = [0.1, 0.4, 0.1, 0.2, 0.15, 0.05]  # ln 2 = 0.69, ln 4 = 1.39 behind
-    assert lengths("top-k", law) == [0, 1, 0, 1, 1, 0]
-    assert lengths("top-k", law, tolerance=0.69) == [0, 1, 0, 0, 0, 0]
-    assert lengths("top-k", law, tolerance=0.70) == [0, 1, 0, 1, 0, 0]
-    assert lengths("top-k", law, k=4, tolerance=2) == [1, 1, 0, 1, 1, 0]  # of equals the lowest id is in
-    assert lengths("top-k", law, k=2, tolerance=2) == [0, 1, 0, 1, 0, 0]
-    assert lengths("top-k", law, k=99, tolerance=1e9) == [1] * 6
+    probs = [0.1, 0.4, 0.1, 0.2, 0.15, 0.05]  # ln 2 = 0.69, ln 4 = 1.39 behind
+    assert lengths("top-k", probs) == [0, 1, 0, 1, 1, 0]
+    assert lengths("top-k", probs, tolerance=0.69) == [0, 1, 0, 0, 0, 0]
+    assert lengths("top-k", probs, tolerance=0.70) == [0, 1, 0, 1, 0, 0]
+    assert lengths("top-k", probs, k=4, tolerance=2) == [1, 1, 0, 1, 1, 0]  # of equals the lowest id is in
+    assert lengths("top-k", probs, k=2, tolerance=2) == [0, 1, 0, 1, 0, 0]
+    assert lengths("top-k", probs, k=99, tolerance=1e9) == [1] * 6
     assert lengths("top-k", [0.0, 1.0, 0.0], tolerance=1e9) == [0, 1, 0]  # never what cannot be said
 
 
 def test_rollback_by_hand() -> None:
-    law = [0.5, 0.25, 0.2, 0.05, 0.0]  # surprises 0.69, 1.39, 1.61, 3.0, inf
-    assert lengths("bild", law) == [1, 1, 1, 1, 0]
-    assert lengths("bild", law, rollback=1.4) == [1, 1, 0, 0, 0]
-    assert lengths("bild", law, rollback=0) == [1, 0, 0, 0, 0]  # what would be replaced by itself stays
+    probs = [0.5, 0.25, 0.2, 0.05, 0.0]  # surprises 0.69, 1.39, 1.61, 3.0, inf
+    assert lengths("bild", probs) == [1, 1, 1, 1, 0]
+    assert lengths("bild", probs, rollback=1.4) == [1, 1, 0, 0, 0]
+    assert lengths("bild", probs, rollback=0) == [1, 0, 0, 0, 0]  # what would be replaced by itself stays
     assert lengths("bild", [0.0, 1.0]) == [0, 1]
 
 

@@ -138,10 +138,10 @@ def test_the_deepest_path_by_hand(
     rng = Recording()
     verdict = rule(name, **options).verify(draft, p, rng)
     for row in range(b):
-        parents, tokens, laws = draft.parents[row].tolist(), draft.tokens[row].tolist(), p[row].tolist()
+        parents, tokens, distributions = draft.parents[row].tolist(), draft.tokens[row].tolist(), p[row].tolist()
         reached = {-1: 0.0}  # node -> sum of ln P along its path
         for node in range(n):
-            probs = laws[parents[node] + 1]
+            probs = distributions[parents[node] + 1]
             if draft.valid[row, node] and parents[node] in reached and judge(probs, probs, tokens[node])[0]:
                 reached[node] = reached[parents[node]] + math.log(probs[tokens[node]])
         tau = max(len(path(parents, node)) for node in reached)
@@ -154,7 +154,7 @@ def test_the_deepest_path_by_hand(
             node = accepted[-1] if accepted else -1
             assert accepted == path(parents, node)
         assert deepest[node] == pytest.approx(max(deepest.values()), abs=1e-12)
-        after = judge(laws[node + 1], laws[node + 1], None)[1]
+        after = judge(distributions[node + 1], distributions[node + 1], None)[1]
         if name == "typical":
             assert rng.weights[row].tolist() == pytest.approx(after, abs=1e-12)
         else:

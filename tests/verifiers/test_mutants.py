@@ -55,7 +55,7 @@ class Textbook(Verifier):
         return interior(joint, s)
 
     def choose(self, h: Tensor, rng: Any) -> Tensor:
-        """tau."""
+        """Tau."""
         accepted = rng.accept(h[:, 1:])
         return (accepted * torch.arange(1, h.shape[1])).amax(1)
 
@@ -65,7 +65,7 @@ class Textbook(Verifier):
 
 
 def excess_mass(joint: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """S_i = sum_x (p_i P_i - Q_i)_+"""
+    """The excess mass S_i = sum_x (p_i P_i - Q_i)_+."""
     return (joint[..., None] * p - q).clamp(min=0).sum(2)
 
 

@@ -48,7 +48,7 @@ class M13(GreedyBlock):
         return after
 
     def _followed(self, q: Tensor, p: Tensor, emitted: list[int], r: Tensor) -> Tensor:
-        """r of the last of some layers after ``emitted``, their modifications being the only ones."""
+        """R of the last of some layers after ``emitted``, their modifications being the only ones."""
         r = r.clone()
         for i, z in enumerate(emitted):
             t = p[i]

@@ -52,8 +52,8 @@ def test_a_row_does_not_see_its_neighbours(name: str, shape: str, seed: int, b: 
     draft, p = random_draft(shape, seed, b, depth, vocab)
     together = tokens_of(draft, RULES[name]().verify(draft, p, shipped_rng(seed, range(b))))
     for row in range(b):
-        one, law = alone(draft, p, row)
-        verdict = RULES[name]().verify(one, law, shipped_rng(seed, [row]))
+        one, probs = alone(draft, p, row)
+        verdict = RULES[name]().verify(one, probs, shipped_rng(seed, [row]))
         assert tokens_of(one, verdict) == [together[row]]
 
 
@@ -71,11 +71,11 @@ def test_a_row_keeps_its_own_state(name: str, seed: int, b: int, depth: int, voc
         together = tokens_of(draft, verdict)
         batch.observe(verdict.length.tolist(), draft.count.tolist())
         for row in range(b):
-            one, law = alone(draft, p, row)
+            one, probs = alone(draft, p, row)
             if one.q is None:  # an empty draft: the law after its last token is still asked for
                 assert draft.q is not None
                 one.q = draft.q[row : row + 1]
-            verdict = single[row].verify(one, law, shipped_rng(seed, [row], position))
+            verdict = single[row].verify(one, probs, shipped_rng(seed, [row], position))
             assert tokens_of(one, verdict) == [together[row]]
             single[row].observe(verdict.length.tolist(), one.count.tolist())
             assert (single[row].snapshot(0) is None) == (batch.snapshot(row) is None)

@@ -55,7 +55,6 @@ def certify_missing(cells: Iterable[CellConfig], log: Callable[[str], None], lim
 
 def _guarded(certify: Callable[[], CertificateRecord | None], limit: StepLimit) -> CertificateRecord | None:
     """The certificate, or None if the strategy raised; its cells report the error."""
-
     from ...runs.interrupts import user_interrupted
 
     try:

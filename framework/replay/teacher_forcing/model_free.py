@@ -1,7 +1,7 @@
 """Scoring of model-free drafters on recorded responses, streamed, without a target.
 
-A drafter may implement a fast path, `Drafter.drafts_along`. Otherwise `propose` is called at every token, in slots that
-are started with the text so far.
+A drafter may implement a fast path, `Drafter.response_drafts`. Otherwise `propose` is called at every token, in slots
+that are started with the text so far.
 """
 
 from __future__ import annotations
@@ -64,18 +64,18 @@ def score_model_free(
 
     Raises:
         ContractError: the drafter fails, or returns invalid drafts.
-        UsageError: the drafter remembers earlier sequences and does not implement ``drafts_along``.
+        UsageError: the drafter remembers earlier sequences and does not implement ``response_drafts``.
     """
     texts, texts_again = tee(texts)
     pairs = ((text.prompt, text.tokens) for text in texts_again)
-    with plugins.guarded("drafters", cls.name, "drafts_along()"):
-        drafts = cls.drafts_along(config, pairs, depth)
+    with plugins.guarded("drafters", cls.name, "response_drafts()"):
+        drafts = cls.response_drafts(config, pairs, depth)
     if drafts is None:
         if cls.remembers(config):
             raise UsageError(
-                f"drafter '{cls.name}' remembers earlier sequences and does not implement drafts_along, so it cannot "
-                "be replayed; measure it with crossdraft run, or, if it is stateless with these options, let its "
-                "classmethod remembers(config) return False"
+                f"drafter '{cls.name}' remembers earlier sequences without implementing response_drafts, so "
+                "it cannot be replayed; measure it with crossdraft run, or, if it is stateless with these options, let "
+                "its classmethod remembers(config) return False"
             )
         drafts = _propose_drafts(cls, config, pairs, depth, sampling)
     drafts, texts = iter(drafts), iter(texts)
@@ -85,7 +85,7 @@ def score_model_free(
             item, t = _next_draft(drafts, cls.name), len(text.tokens)
             if not isinstance(item, np.ndarray) or item.shape != (t, depth) or item.dtype.kind != "i":
                 shape = f"int64 [{t}, {depth}]"
-                raise plugins.unusable("drafters", cls.name, f"drafts_along() must yield {shape} for each text")
+                raise plugins.unusable("drafters", cls.name, f"response_drafts() must yield {shape} for each text")
             result.append(item)
         yield from score_chains(result, [text.tokens for text in window])
 
@@ -109,7 +109,7 @@ def _next_draft(drafts: Iterator[np.ndarray], name: str) -> np.ndarray | None:
     try:
         return next(drafts, None)
     except BaseException as error:
-        with plugins.guarded("drafters", name, "drafts_along()"):
+        with plugins.guarded("drafters", name, "response_drafts()"):
             raise error
 
 

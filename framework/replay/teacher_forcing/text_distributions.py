@@ -55,9 +55,9 @@ class _TextScores:
         model_q = q if distribution.sampling.temperature else logits.float().softmax(-1)
         if self._request.tops:
             self.log_top.append(model_q.amax(-1).double().log())
-        if distribution.goes_on is not None:
+        if distribution.should_continue is not None:
             flat = (logits.flatten(0, 1), model_q.flatten(0, 1), y.flatten())
-            self.stops.append(~distribution.goes_on(*flat).view_as(y))
+            self.stops.append(~distribution.should_continue(*flat).view_as(y))
         if p is not None and self._request.sequences:
             for row, text in enumerate(self._batch):
                 n = min(len(text.tokens) - i * self._chunk, self._chunk)

@@ -98,7 +98,7 @@ def marks(names: Iterable[str]) -> dict[str, Mark]:
 
 @contextmanager
 def style() -> Iterator[None]:
-    """matplotlib's defaults with `_STYLE`, ignoring the user's settings; create and save figures inside."""
+    """Matplotlib's defaults with `_STYLE`, ignoring the user's settings; create and save figures inside."""
     import matplotlib
 
     with matplotlib.rc_context(), warnings.catch_warnings():

@@ -75,8 +75,10 @@ def _steps(records: Sequence[StepRecord]) -> list[list[StepRecord]]:
 
 
 def _response(result: CellResult, i: int, steps: Sequence[StepRecord], chain: bool, tokenizer: Any) -> dict[str, Any]:
-    """A response: texts of its tokens (ids where these are unknown), their origins, and the number of rejected draft
-    tokens by the index of the token behind them."""
+    """Texts of a response's tokens (ids if these are unknown), their origins, and the rejected draft tokens.
+
+    The latter are counted by the index of the token behind them.
+    """
     record: Mapping[str, Any] = result.responses[i]
     tokens, text = list(record["tokens"]), str(record.get("text", ""))
     assert result.metrics is not None
@@ -98,8 +100,7 @@ def _response(result: CellResult, i: int, steps: Sequence[StepRecord], chain: bo
 
 
 def origins(steps: Sequence[StepRecord], chain: bool, depth: int) -> tuple[str, dict[int, int]]:
-    """The origin of each token, a letter of `ORIGINS`, and the number of rejected draft tokens by the index of the
-    token behind them.
+    """The origin of each token, a letter of `ORIGINS`, and the number of rejected draft tokens before a token.
 
     The first tau tokens of a step were drafted; the one after them is the target's. It is a bonus if the draft was
     accepted to its end: all nodes of a chain, or as deep as a draft can be.

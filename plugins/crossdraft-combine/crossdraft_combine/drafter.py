@@ -145,8 +145,8 @@ class Combine(Drafter):
         limit = list(sequences.limit)
         for part in self.parts:
             part.propose(replace(sequences, limit=list(limit)), rng)
-            part.chosen = [bool(room and count) for room, count in zip(limit, part.counts(), strict=True)]
-            limit = [0 if chosen else room for room, chosen in zip(limit, part.chosen, strict=True)]
+            part.chosen = [bool(length and count) for length, count in zip(limit, part.counts(), strict=True)]
+            limit = [0 if chosen else length for length, chosen in zip(limit, part.chosen, strict=True)]
         width = max(part.draft.width for part in self.parts)
         if not width:
             return Draft.empty(sequences.batch_size, sequences.device)

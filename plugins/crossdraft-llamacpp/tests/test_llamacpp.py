@@ -75,7 +75,7 @@ def test_every_node_of_a_tree_says_what_its_own_path_says(target: crossdraft.Loa
     with Plain(target.model, 96) as plain:
         for _ in range(4):
             tokens, parents = np.zeros((3, 0), int), np.zeros((3, 0), int)
-            said = []
+            output = []
             for width in (1, 4, 5):
                 first = tokens.shape[1]
                 more = draw.integers(3, VOCAB, (3, width))
@@ -90,8 +90,8 @@ def test_every_node_of_a_tree_says_what_its_own_path_says(target: crossdraft.Loa
                 logits, hidden = lm.forward(torch.from_numpy(more), torch.from_numpy(above))
                 assert hidden is None and logits.shape == (3, width, VOCAB)
                 assert not logits[1].any()
-                said.append(logits)
-            found = torch.cat(said, 1)
+                output.append(logits)
+            found = torch.cat(output, 1)
             paths: dict[int, list[int]] = {}
             for row, text in texts.items():
                 found_paths = []
@@ -180,13 +180,13 @@ def test_greedy_output_is_llama_cpps_own(
 ) -> None:
     options: dict[str, Any] = {"temperature": 0, "max_new_tokens": 24, "batch_size": batch_size}
     found = crossdraft.generate(target, PROMPTS, drafter=named(DRAFTERS[drafter], files), **options)
-    for response, (said, laws) in zip(found, own, strict=True):
-        for at, (ours, theirs) in enumerate(zip(response.tokens, said, strict=False)):
+    for response, (output, distributions) in zip(found, own, strict=True):
+        for at, (ours, theirs) in enumerate(zip(response.tokens, output, strict=False)):
             if ours != theirs:  # a near tie, behind which the texts differ
-                assert laws[at][theirs] - laws[at][ours] < CLOSE
+                assert distributions[at][theirs] - distributions[at][ours] < CLOSE
                 break
         else:
-            assert response.tokens == said
+            assert response.tokens == output
     if drafter == "itself" and batch_size == 1:
         assert sum(round.tau for response in found for round in response.steps) > 60
 
@@ -231,8 +231,8 @@ def test_not_a_number_stays_in_its_row(files: dict[str, str], own: Any) -> None:
             if response.index == 1:
                 assert response.finish_reason == "error"
             else:
-                said, _ = plain.greedy(prompts[response.index], 12, target.eos_token_ids)
-                assert response.tokens == said
+                output, _ = plain.greedy(prompts[response.index], 12, target.eos_token_ids)
+                assert response.tokens == output
 
 
 def test_what_llama_cpp_cannot_do_is_refused(
@@ -278,8 +278,10 @@ def test_the_tokenizer_of_a_file(target: crossdraft.LoadedModel, files: dict[str
         tokenizer.decode([3 + 0xE2, 3 + 0x82]) == "\ufffd" and tokenizer.decode([3 + 0xE2, 3 + 0x82, 3 + 0xAC]) == "€"
     )
     assert tokenizer("x" * 1000, add_special_tokens=False)["input_ids"][-3:] == [3 + ord("x")] * 3
-    said = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True)
-    assert said == "a</s> the"
+    output = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True
+    )
+    assert output == "a</s> the"
     assert target.eos_token_ids == (2,)
     alone = crossdraft.load_tokenizer(files["target"])
     assert alone.tokenizer.get_vocab() == tokenizer.get_vocab() and alone.eos_token_ids == (2,)

@@ -35,11 +35,11 @@ DRAFTERS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def target() -> Any:
-    here = "llama.cpp" not in entries("backends")
-    if here:
+    directory = "llama.cpp" not in entries("backends")
+    if directory:
         manager().register(crossdraft_llamacpp, "llamacpp")
     yield crossdraft.load_model(os.environ.get("CROSSDRAFT_GGUF", "smollm2-135m-instruct-gguf"))
-    if here:
+    if directory:
         manager().unregister(crossdraft_llamacpp)
 
 
@@ -60,8 +60,8 @@ def noise(target: crossdraft.LoadedModel, prompts: list[list[int]], own: Any) ->
     """RMS difference of llama.cpp's logits between tokens fed in one call and one by one."""
     moved = []
     with Plain(target.model, max(map(len, prompts)) + NEW) as plain:
-        for prompt, (said, laws) in zip(prompts, own, strict=True):
-            moved.append(plain.logits(prompt + said[:-1]) - laws[-1])
+        for prompt, (output, distributions) in zip(prompts, own, strict=True):
+            moved.append(plain.logits(prompt + output[:-1]) - distributions[-1])
     rms = float(np.sqrt(np.square(moved).mean()))
     print(
         f"\nllama.cpp's own logits, in one call or one by one: RMS {rms:.3f}, at most {np.abs(moved).max():.3f} apart"
@@ -78,11 +78,11 @@ def test_greedy_output_is_llama_cpps_own(
     options: dict[str, Any] = {"temperature": 0, "max_new_tokens": NEW, "batch_size": batch_size}
     found = crossdraft.generate(target, prompts, drafter=DRAFTERS[drafter], **options)
     ties = []
-    for number, (response, (said, laws)) in enumerate(zip(found, own, strict=True)):
-        if response.tokens == said:
+    for number, (response, (output, distributions)) in enumerate(zip(found, own, strict=True)):
+        if response.tokens == output:
             continue
-        at = next(i for i, (a, b) in enumerate(zip(response.tokens, said, strict=False)) if a != b)
-        gap = float(laws[at][said[at]] - laws[at][response.tokens[at]])
+        at = next(i for i, (a, b) in enumerate(zip(response.tokens, output, strict=False)) if a != b)
+        gap = float(distributions[at][output[at]] - distributions[at][response.tokens[at]])
         ties.append((number, at, round(gap, 3)))
     steps = [step.emitted for response in found for step in response.steps]
     print(f"\n{drafter}, B = {batch_size}: {PROMPTS - len(ties)} of {PROMPTS} identical, block efficiency "

@@ -106,11 +106,11 @@ class Plain:
         """Tokens of its greedy sampler, and the logits of each token."""
         if prompt[:-1]:  # the last token by itself, so that its pass is like those that follow
             self.logits(prompt[:-1])
-            laws = [self.feed(prompt[-1:])]
+            distributions = [self.feed(prompt[-1:])]
         else:
-            laws = [self.logits(prompt)]
-        said = [int(self.api.llama_sampler_sample(self.sampler, self.context, -1))]
-        while len(said) < most and said[-1] not in ends:
-            laws.append(self.feed(said[-1:]))
-            said.append(int(self.api.llama_sampler_sample(self.sampler, self.context, -1)))
-        return said, laws
+            distributions = [self.logits(prompt)]
+        output = [int(self.api.llama_sampler_sample(self.sampler, self.context, -1))]
+        while len(output) < most and output[-1] not in ends:
+            distributions.append(self.feed(output[-1:]))
+            output.append(int(self.api.llama_sampler_sample(self.sampler, self.context, -1)))
+        return output, distributions

@@ -193,11 +193,11 @@ class WheelFile(WheelGGUF):
 def _half_made(directory: Path) -> list[Path]:
     """Temporary directories of unfinished conversions next to ``directory``, of this user."""
     name = re.compile(rf"\.{re.escape(directory.name)}-[a-z0-9_]{{8}}")  # names of mkdtemp
-    mine = getattr(os, "getuid", lambda: None)()
+    own = getattr(os, "getuid", lambda: None)()
     found = []
     for path in directory.parent.iterdir():
         try:
-            if name.fullmatch(path.name) and path.is_dir() and mine in (None, path.stat().st_uid):
+            if name.fullmatch(path.name) and path.is_dir() and own in (None, path.stat().st_uid):
                 found.append(path)
         except OSError:
             pass  # removed by its process

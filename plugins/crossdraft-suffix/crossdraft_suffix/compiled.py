@@ -97,7 +97,7 @@ def _bucket(value: np.uint64, buckets: int) -> np.int64:
 
 @njit(cache=True)
 def _slot(place: int | np.int64, lap: int, capacity: int) -> int | np.int64:
-    """place % capacity of a stored position; ``lap`` is the first position of the ring's current lap."""
+    """Place % capacity of a stored position; ``lap`` is the first position of the ring's current lap."""
     return place - lap if place >= lap else place - lap + capacity
 
 
@@ -164,8 +164,10 @@ def _matching(
     count: int,
     lengths: Tokens,
 ) -> int:
-    """Keep the positions ``places[k, :count]`` of a chain that match the context of ``text[:end]``, and return their
-    number; ``lengths`` is filled with the numbers of matching tokens, at most ``most``."""
+    """Keep the positions ``places[k, :count]`` of a chain that match the context of ``text[:end]``.
+
+    Returns their number; ``lengths`` is filled with the numbers of matching tokens, at most ``most``.
+    """
     capacity = len(ring)
     lap, oldest = total - total % capacity, max(0, total - capacity)
     found = 0

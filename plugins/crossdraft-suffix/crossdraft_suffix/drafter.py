@@ -120,7 +120,7 @@ class Suffix(Drafter):
             _remember(self._memory, *own)
 
     @classmethod
-    def drafts_along(
+    def response_drafts(
         cls, config: Any, texts: Iterable[tuple[Sequence[int], Sequence[int]]], depth: int
     ) -> Iterator[np.ndarray]:
         memory = _memory(config)
