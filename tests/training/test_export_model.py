@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from crossdraft.drafters.heads.eagle3 import read_head
 from crossdraft.drafters.heads.medusa_weights import MedusaHeads, read_heads, save_heads
+from crossdraft.framework.cli.advise.command import check_servable
 from crossdraft.framework.cli.main import main
 from crossdraft.framework.contracts.models import LoadedModel
+from crossdraft.framework.errors import UsageError
 from crossdraft.framework.models.checkpoint import load_checkpoint
 from crossdraft.framework.models.load import load_model
 from crossdraft.framework.models.shared_embedding import save_sharing_embedding
@@ -84,6 +86,14 @@ def test_an_eagle3_head_keeps_its_layout(on_disk: Path, chat_target: LoadedModel
     state = read_head(after, model, (0, 1, 2)).state_dict()
     for key, tensor in read_head(before, model, (0, 1, 2)).state_dict().items():
         torch.testing.assert_close(tensor, state[key])
+
+
+def test_advise_does_not_export_an_incomplete_draft_model(on_disk: Path, compact: Path, tmp_path: Path) -> None:
+    """A name that is not on this machine is the engine's business."""
+    with pytest.raises(UsageError, match=r"lacks the token embedding.*crossdraft export-model draft-model"):
+        check_servable({str(compact)})
+    export("draft-model", compact, on_disk, tmp_path / "servable")
+    check_servable({"", "org/name", str(tmp_path / "servable")})
 
 
 def test_refusals(on_disk: Path, compact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -280,6 +280,7 @@ def _settings(args: argparse.Namespace, groups: dict[str, list[Candidate]], size
     context = args.context[0] if args.context else None
     if args.draft_path:
         candidates = [replace(c, acceptance=replace(c.acceptance, model=args.draft_path)) for c in candidates]
+    check_servable({c.acceptance.model for c in candidates})
     with plugins.guarded("engines", args.export, "cannot() or scheduled()"):
         choice = schedule_for(candidates, engine, sizes, context)
     remarks.of_schedule(choice, engine, {b: decide(candidates, b, context) for b in choice.schedule.speed_ups})
@@ -289,3 +290,19 @@ def _settings(args: argparse.Namespace, groups: dict[str, list[Candidate]], size
         raise plugins.unusable("engines", args.export, "export() must return crossdraft.Settings")
     remarks.of_settings(engine, settings)
     return settings
+
+
+def check_servable(models: set[str]) -> None:
+    """Raise UsageError for a draft model on disk that engines load without its embedding and without an error."""
+    from ...models.resolve import resolve
+    from ...models.shared_embedding import shared_embedding_of
+
+    for name in filter(None, models):
+        if name not in plugins.entries("models") and kind_of(name) != "directory":
+            continue  # a Hub id or a path on the machine of the engine
+        if (shared := shared_embedding_of(resolve(name).path)) is not None:
+            raise UsageError(
+                f"--export {name}: its directory lacks the token embedding, which it shares with {shared['model']}, "
+                "and engines load it without an error and accept nothing; run crossdraft export-model draft-model "
+                f"{name} --target {shared['model']} --out DIR, and add --draft-path DIR"
+            )
