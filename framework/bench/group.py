@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from random import Random
 from statistics import median_low
 from typing import Any
@@ -33,7 +33,8 @@ from ..runs.interrupts import user_interrupted
 from ..runs.records import CellResult, cells_of
 from ..runs.run_directory import FORMAT, PieceResult, RunDirectory
 from . import memory
-from .cell_runner import Cell, Conversation, Models, lengths, positions, prepare
+from .cell_runner import Cell, Models, lengths, positions
+from .conversations import Conversation, cut_pieces, prepare, turns_of
 from .provenance import models_used
 from .step_limit import StepLimit
 
@@ -365,65 +366,6 @@ class Group:
         device = input_device(models[0])
         available, recorded = memory.total(device), recorded_nbytes(device)
         return memory.explain(models, config.batch_size, self._slot, positions(config), available, recorded)
-
-
-def turns_of(conversations: Iterable[Conversation]) -> int:
-    return sum(len(conversation.prompt.turns) for conversation in conversations)
-
-
-def blocks_of(prompts: Sequence[Prompt], batch_sizes: Iterable[int], random: Random) -> list[list[int]]:
-    """Return the positions of the prompts of each block: a piece of the largest batch size, subdivided by smaller ones.
-
-    The first block is the shortest in turns, so that the first table is early.
-    """
-    position = {id(prompt): i for i, prompt in enumerate(prompts)}
-    pieces = list(cut_pieces([Conversation(prompt, ()) for prompt in prompts], max(batch_sizes), random))
-    pieces.insert(0, pieces.pop(min(range(len(pieces)), key=lambda i: turns_of(pieces[i]))))
-    return [[position[id(conversation.prompt)] for conversation in piece] for piece in pieces]
-
-
-def cut_pieces(
-    conversations: Sequence[Conversation], batch_size: int, random: Random, min_pieces: int = LEAST_PIECES
-) -> Sequence[Sequence[Conversation]]:
-    """Divide conversations into pieces of nearly equal size, of one category each if every category is large enough.
-
-    A piece has at least 2B - 1 prompts for batch size B, so that at least B of them finish before slots run empty. If
-    that gives fewer than ``min_pieces`` pieces, it has at least B; fewer prompts than that form a single piece. The
-    order is random, but any first n pieces contain the categories in proportion.
-    """
-    categories: dict[str, list[Conversation]] = {}
-    for conversation in random.sample(list(conversations), len(conversations)):
-        categories.setdefault(conversation.prompt.category, []).append(conversation)
-    full_size = 2 * batch_size - 1
-    if min(map(len, categories.values())) < min_pieces * full_size:
-        pieces = max(len(conversations) // full_size, min(min_pieces, len(conversations) // batch_size), 1)
-        mixed = [c for members in categories.values() for c in members]
-        result = [mixed[i::pieces] for i in range(pieces)]  # all categories in each piece
-    else:
-        result = [piece for members in categories.values() for piece in _slices(members, len(members) // full_size)]
-    return _balanced(result, random)
-
-
-def _balanced(pieces: Sequence[Sequence[Conversation]], random: Random) -> list[Sequence[Conversation]]:
-    """Shuffle pieces so that any first n of them contain the categories in proportion, up to one piece.
-
-    Stratified: each of the n pieces of a category gets a random position in its own n-th part of the order.
-    """
-    by_category: dict[str, list[Sequence[Conversation]]] = {}
-    for piece in random.sample(list(pieces), len(pieces)):
-        names = {conversation.prompt.category for conversation in piece}
-        by_category.setdefault(names.pop() if len(names) == 1 else "", []).append(piece)
-    ranked = [
-        ((k + random.random()) / len(members), piece)
-        for members in by_category.values()
-        for k, piece in enumerate(members)
-    ]
-    return [piece for _, piece in sorted(ranked, key=lambda conversation: conversation[0])]
-
-
-def _slices(conversations: Sequence[Conversation], pieces: int) -> list[Sequence[Conversation]]:
-    edges = [i * len(conversations) // pieces for i in range(pieces + 1)]
-    return [conversations[a:b] for a, b in pairwise(edges)]
 
 
 def compare_group(results: Sequence[CellResult]) -> None:

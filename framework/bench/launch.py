@@ -29,7 +29,7 @@ from ..runs.labels import group_title
 from ..runs.records import CellResult, Outcome
 from ..runs.run_directory import RunDirectory
 from ..runs.shards import FILE, Shard, merge_environments
-from .matrix import plan
+from .matrix import expand
 from .run import about, directory_of, log_to_stderr, notes_of
 
 #: Seconds between two polls of the workers.
@@ -69,7 +69,7 @@ def launch(
             f"--launcher and device {SPLIT}: a launcher starts one process per group, but a split target needs "
             "several processes; use torchrun ... -m crossdraft run with --shard instead"
         )
-    expanded, prompts = plan(recipe), recipe.selected_prompts.load()
+    expanded, prompts = expand(recipe), recipe.selected_prompts.load()
     directory = RunDirectory(directory_of(recipe, expanded, out))
     device = recipe.device if isinstance(recipe.device, str) else SPREAD  # an explicit device map
     backend = _make_launcher(launcher, options or {}, device, not untimed)

@@ -26,8 +26,9 @@ from ..runs.shards import FILE, FOLDER, Shard
 from ..runs.state import Reporter
 from .budget import Budget
 from .cell_runner import Models
-from .group import Group, GroupEvents, Unwritable, blocks_of
-from .matrix import Plan, plan
+from .conversations import blocks_of
+from .group import Group, GroupEvents, Unwritable
+from .matrix import Expansion, expand
 from .preflight import preflight
 from .progress import Meter, counted
 from .provenance import changes, distinct, provenance
@@ -88,7 +89,7 @@ def run(
             that fail while they are measured do not raise, see `Outcome.failed`.
     """
     log = log or (lambda _: None)
-    expanded, prompts = plan(recipe), recipe.selected_prompts.load()
+    expanded, prompts = expand(recipe), recipe.selected_prompts.load()
     directory = RunDirectory(directory_of(recipe, expanded, out, shard))
     session = _Session(recipe, expanded, prompts, directory, Models(trust_remote_code), StepLimit(step_limit), shard)
     session.log, session.validate, session.fail_fast, session.debug = log, validate, fail_fast, debug
@@ -115,7 +116,7 @@ def run(
     return session.outcome
 
 
-def directory_of(recipe: Recipe, expanded: Plan, out: Path | str, shard: Shard | None = None) -> Path:
+def directory_of(recipe: Recipe, expanded: Expansion, out: Path | str, shard: Shard | None = None) -> Path:
     """Directory of a run or of a shard."""
     path = Path(out) / f"{recipe.name}-{expanded.hash}"
     return shard.directory(path) if shard else path
@@ -137,7 +138,7 @@ class _Session:
     def __init__(
         self,
         recipe: Recipe,
-        expanded: Plan,
+        expanded: Expansion,
         prompts: Sequence[Prompt],
         directory: RunDirectory,
         models: Models,

@@ -97,13 +97,13 @@ def main(args: argparse.Namespace) -> int:
 
     from transformers.utils import logging
 
-    from ...bench.matrix import plan
+    from ...bench.matrix import expand
     from ...report.tables import terminal
     from ...report.write import write_summary
     from ...runs.interrupts import Interrupts
 
     logging.disable_progress_bar()  # the run has its own progress bar
-    cells = plan(recipe).cells
+    cells = expand(recipe).cells
     consent = trusted(args, _models(cells)) if args.trust_remote_code else frozenset()
     with Interrupts(), tracking(args.track) as notify_finished:
         outcome = (_launch if args.launcher else _run)(args, recipe, settings, consent)
@@ -181,12 +181,12 @@ def _discard(_: str) -> None:
 
 def _launch(args: argparse.Namespace, recipe: Recipe, settings: list[str], consent: frozenset[str]) -> Outcome:
     from ...bench.launch import launch
-    from ...bench.matrix import plan
+    from ...bench.matrix import expand
     from ...bench.run import log_to_stderr
     from ...bench.step_limit import StepLimit
 
     limit = StepLimit(args.step_limit)
-    certify_missing(plan(recipe).cells, _discard if args.quiet else log_to_stderr, limit)  # once, not in each process
+    certify_missing(expand(recipe).cells, _discard if args.quiet else log_to_stderr, limit)  # once, not in each process
 
     options = {}
     for text in args.launcher_options:
