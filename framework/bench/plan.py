@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from random import Random
 from typing import Any
@@ -60,13 +60,15 @@ class Plan:
         expansion: cells of the whole recipe.
         directory: directory of the run or of its shard.
         groups: groups of the run or of its shard.
+        environment: see `describe`; empty for a launcher, which leaves the devices to its processes.
     """
 
     config: RunConfig
     expansion: Expansion
     prompts: Sequence[Prompt]
     directory: RunDirectory
-    groups: list[PlannedGroup] = field(default_factory=list)
+    groups: list[PlannedGroup]
+    environment: dict[str, Any]
 
     @property
     def cells(self) -> list[CellConfig]:
@@ -82,10 +84,6 @@ class Plan:
         """Positions of the prompts of each block, see `blocks_of`."""
         batch_sizes = {cell.batch_size for cell in self.expansion.cells}
         return blocks_of(self.prompts, batch_sizes, Random(self.config.recipe.seed))
-
-    @cached_property
-    def environment(self) -> dict[str, Any]:
-        return describe()
 
     @cached_property
     def _prompts_digest(self) -> str:
@@ -180,4 +178,5 @@ def plan(config: RunConfig) -> Plan:
         PlannedGroup(cells, f"group {number} of {len(groups)}", group_title(cells[0], expansion.cells))
         for number, cells in enumerate(groups, 1)
     ]
-    return Plan(config, expansion, prompts, RunDirectory(path), planned)
+    environment = {} if config.launcher else describe()
+    return Plan(config, expansion, prompts, RunDirectory(path), planned, environment)
