@@ -21,8 +21,9 @@ from typing import Any
 import yaml
 from tabulate import tabulate
 
+from crossdraft.framework.bench.config import log_to_stderr
 from crossdraft.framework.bench.matrix import load_recipe
-from crossdraft.framework.bench.run import log_to_stderr, run
+from crossdraft.framework.bench.run import run
 from crossdraft.framework.cli.replay.candidates import candidates_of
 from crossdraft.framework.metrics.cell_metrics import paired_difference, uncut_steps
 from crossdraft.framework.metrics.intervals import Estimate

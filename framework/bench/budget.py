@@ -13,8 +13,8 @@ from math import ceil
 from ..models.placement import first_device
 from ..recipe.durations import seconds_of
 from ..recipe.prompts import Prompt
-from .group import Group
-from .progress import counted, duration
+from ..recipe.recipe import CellConfig
+from ..runs.labels import counted, duration
 
 #: Seconds between two tables on a terminal.
 TABLE = 20.0
@@ -69,40 +69,26 @@ class Budget:
         self._printed: float | None = now
         return True
 
-    def measure(self, groups: Sequence[Group], pace: Callable[[], float | None], on_block: Callable[[], None]) -> None:
-        """Measure blocks in all groups while they fit. The first block is always measured.
+    def restart(self) -> None:
+        """Start the budget now."""
+        self._start = self._clock()
+
+    def next(self, cells: int, pace: float | None, opening: float, all_open: bool) -> int:
+        """Number of blocks to finish next; `done` if no more fit. The first block is always measured.
 
         Args:
-            pace: returns the seconds per turn of a cell measured so far, or None.
-            on_block: called between two blocks, with `done` up to date.
-
-        Raises:
-            KeyboardInterrupt, Unwritable: see `Group.advance`.
+            cells: number of cells that have not failed.
+            pace: seconds per turn of a cell measured so far, or None.
+            opening: seconds that opening the groups took the last time.
+            all_open: True if all groups are open, so that no time is lost by alternating between them.
         """
-        self._start, opening = self._clock(), 0.0
-        while (until := self._next(groups, pace(), opening)) > self.done:
-            if self.done:
-                on_block()
-            opening = 0.0
-            for group in groups:
-                _close_others(group, groups)
-                start = self._clock()
-                group.open(self._prompts, self._blocks)
-                opening += self._clock() - start
-                group.advance(until)
-            self.done = min((group.blocks for group in groups if group.alive), default=len(self._blocks))
-
-    def _next(self, groups: Sequence[Group], pace: float | None, opening: float) -> int:
-        """Number of blocks to finish next; `done` if no more fit."""
         done, total = self.done, len(self._blocks)
         if not done or done == total:
             return max(done, 1)
         if pace is None:  # all blocks so far were read from disk
             return done + 1
-        shared = all(group.is_open or not group.alive for group in groups)
-        max_until = done + 1 if shared else min(2 * done, total)  # opening a group again costs time
-        seconds_left = self.left() - (0.0 if shared else opening)
-        cells, until = sum(group.alive for group in groups), done
+        max_until, until = done + 1 if all_open else min(2 * done, total), done
+        seconds_left = self.left() - (0.0 if all_open else opening)
         while until < max_until and (seconds_left := seconds_left - pace * cells * self._turns([until])) >= 0:
             until += 1
         return until
@@ -137,12 +123,8 @@ class Budget:
         return [f"--set max_new_tokens={tokens}"] if tokens >= LEAST_TOKENS else []
 
 
-def _close_others(group: Group, groups: Sequence[Group]) -> None:
-    """Close the other groups if their models or caches may not fit into memory with this one's."""
-    configs = [member.configs[0] for member in groups]
+def fit_memory(configs: Sequence[CellConfig]) -> bool:
+    """Return True if groups with these settings may be open at once, with their models and caches."""
     models = {(c.target, c.dtype, str(c.device), c.attn_implementation) for c in configs}
     on_cpu = first_device(configs[0].device).type == "cpu"
-    if len(models) > 1 or not on_cpu or sum(c.batch_size for c in configs) > MAX_OPEN_SLOTS:
-        for other in groups:
-            if other is not group:
-                other.close()
+    return len(models) == 1 and on_cpu and sum(c.batch_size for c in configs) <= MAX_OPEN_SLOTS

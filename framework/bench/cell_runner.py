@@ -18,17 +18,17 @@ from ..contracts.models import LoadedModel
 from ..contracts.rng import CounterRng
 from ..contracts.steps import Request, Response, StepEvent
 from ..engine.decoder import Decoder
-from ..errors import ContractError, UsageError
+from ..errors import ContractError
 from ..lm.cuda_graphs import CaptureLimits, recording
 from ..metrics.cell_metrics import StepRecord
 from ..metrics.pieces import PREFILL, Piece
-from ..models.chat import encode
 from ..models.cpu_contention import CpuWait
 from ..models.load import load_model
 from ..recipe.prompts import Prompt
 from ..recipe.recipe import CellConfig
 from ..runs.run_directory import PieceResult
 from . import memory
+from .conversations import Conversation
 
 #: Untimed steps before the measurement.
 WARM_UP = 4
@@ -38,8 +38,6 @@ WARM_UP_PERIOD = 8
 WARM_UP_STREAM = 1 << 40
 #: Unit, in tokens, of the sequence length in a step's shape.
 CONTEXT_STEP = 256
-#: Maximum number of tokens that a chat template adds around a response.
-TEMPLATE_SLACK = 16
 
 
 class Models:
@@ -80,50 +78,6 @@ class Models:
         """Return the loaded models of a cell, the target first."""
         names = (config.target, config.drafter.config.get("model"))
         return [model for name, model in self._loaded.items() if name in names]
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """A prompt, and the maximum length in tokens of each of its turns, earlier turns and responses included."""
-
-    prompt: Prompt
-    prompt_lens: tuple[int, ...]
-
-    def encode(self, tokenizer: Any, answers: Sequence[str]) -> list[int]:
-        """Encode turn ``len(answers)`` after the earlier turns and their responses.
-
-        A response may have more tokens when encoded again (bytes that are not text); it is truncated then.
-        """
-        turn = len(answers)
-        answers = list(answers)
-        while True:
-            tokens = encode(tokenizer, self.prompt.turns[: turn + 1], answers)
-            if len(tokens) <= self.prompt_lens[turn] or not any(answers):
-                return tokens
-            longest = max(range(turn), key=lambda i: len(answers[i]))
-            answers[longest] = answers[longest][: len(answers[longest]) * 3 // 4]
-
-
-def prepare(prompts: Sequence[Prompt], target: LoadedModel, max_new_tokens: int) -> list[Conversation]:
-    """Compute the length of every turn. Raises UsageError for a prompt that is empty or exceeds the context."""
-    conversations = []
-    for prompt in prompts:
-        prompt_lens = []
-        for turn in range(len(prompt.turns)):
-            tokens = encode(target.tokenizer, prompt.turns[: turn + 1], [""] * turn)
-            max_len = len(tokens) + turn * (max_new_tokens + TEMPLATE_SLACK)
-            title = f"prompt {prompt.question_id!r}" + (f", turn {turn + 1}" if len(prompt.turns) > 1 else "")
-            if not tokens:
-                raise UsageError(f"{title} has no tokens; a prompt needs at least one")
-            if target.context_length is not None and max_len >= target.context_length:
-                length = f"{max_len} tokens" if turn == 0 else f"up to {max_len} tokens with the answers before it"
-                raise UsageError(
-                    f"{title} has {length}, but the context length of {target.name} is {target.context_length}; "
-                    "shorten or remove the prompt, or use a target with a longer context"
-                )
-            prompt_lens.append(max_len)
-        conversations.append(Conversation(prompt, tuple(prompt_lens)))
-    return conversations
 
 
 def lengths(

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from random import Random
 from statistics import median_low
 from typing import Any
@@ -27,13 +26,26 @@ from ..metrics.cell_metrics import compare, measure
 from ..metrics.intervals import LEAST_PIECES
 from ..models.placement import input_device
 from ..models.threads import choose_for_group, describe_threads, disturbance, restored, set_threads
-from ..recipe.prompts import Prompt
 from ..recipe.recipe import CellConfig
 from ..runs.interrupts import user_interrupted
 from ..runs.records import CellResult, cells_of
-from ..runs.run_directory import FORMAT, PieceResult, RunDirectory
+from ..runs.run_directory import FORMAT, PieceResult
 from . import memory
-from .cell_runner import Cell, Conversation, Models, lengths, positions, prepare
+from .cell_runner import Cell, Models, lengths, positions
+from .conversations import Conversation, cut_pieces, prepare, turns_of
+from .events import (
+    CellFailed,
+    CellStarted,
+    Emit,
+    GroupHead,
+    Message,
+    PieceFinished,
+    PromptsFinished,
+    PromptsSkipped,
+    StepFinished,
+    WarmUpStarted,
+)
+from .plan import Plan, PlannedGroup
 from .provenance import models_used
 from .step_limit import StepLimit
 
@@ -43,44 +55,13 @@ logger = logging.getLogger(__name__)
 MAX_WARM_UP_TOKENS = 512
 
 
-class Unwritable(CrossdraftError):
-    """A failure to write to the run directory, which stops the run."""
-
-
-@dataclass
-class GroupEvents:
-    """Callbacks of a running group.
-
-    Attributes:
-        warm_up_started: the warm-up of a cell starts.
-        cell_started: a cell starts to decode a piece; its config.
-        step_finished: a step is finished; the fraction of a turn that it generated over all rows, at one token a row.
-        prompts_finished: a cell has finished a piece; its numbers of prompts and of turns.
-        prompts_skipped: pieces were read from disk; the number of their prompts over all cells.
-        piece_finished: all cells have finished a piece; its number, from 1, and the number of pieces.
-        cell_failed: a cell has failed; its result. An exception raised here ends the run.
-        log: a message for the user.
-    """
-
-    warm_up_started: Callable[[], Any] = lambda: None
-    cell_started: Callable[[CellConfig], Any] = lambda config: None
-    step_finished: Callable[[float], Any] = lambda turns: None
-    prompts_finished: Callable[[int, int], Any] = lambda prompts, turns: None
-    prompts_skipped: Callable[[int], Any] = lambda prompts: None
-    piece_finished: Callable[[int, int], Any] = lambda number, pieces: None
-    cell_failed: Callable[[CellResult], Any] = lambda result: None
-    log: Callable[[str], Any] = lambda line: None
-
-
-@dataclass
 class Group:
     """A group of cells under measurement.
 
     Args:
-        configs: configs of the cells, the baseline first.
-        provenance: provenance of each cell without models, see `provenance`.
-        directory: directory of the run, which stores the pieces.
-        timed: False to discard times, for runs that share their device.
+        planned: its cells, the baseline first.
+        plan: plan of the run; its directory has the pieces of an interrupted group.
+        emit: receives the events. An exception raised by it ends the run.
 
     Attributes:
         results: one result per config, set by `settle`.
@@ -88,28 +69,20 @@ class Group:
         pieces: number of all pieces.
     """
 
-    configs: Sequence[CellConfig]
-    provenance: Sequence[Mapping[str, Any]]
-    directory: RunDirectory
-    models: Models
-    limit: StepLimit
-    events: GroupEvents = field(default_factory=GroupEvents)
-    validate: str = "sampled"
-    timed: bool = True
-    results: list[CellResult] = field(init=False)
-    finished: int = field(init=False, default=0)
-    pieces: int = field(init=False, default=0)
-
-    def __post_init__(self) -> None:
+    def __init__(self, planned: PlannedGroup, plan: Plan, models: Models, limit: StepLimit, emit: Emit):
+        self.planned, self.configs, self.plan = planned, planned.cells, plan
+        self.models, self.limit, self.emit = models, limit, emit
+        self._key, self._directory = planned.key, plan.directory
+        self._provenance = [plan.provenance(config) for config in planned.cells]
+        self.finished = self.pieces = 0
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        self.results = [CellResult(config, measured=now) for config in self.configs]
+        self.results = [CellResult(config, measured=now) for config in planned.cells]
         self._cells: dict[int, Cell] = {}
         self._depths: dict[int, int] = {}
         self._results_of: dict[int, list[PieceResult]] = {i: [] for i in range(len(self.configs))}
         self._slot = 0
         self._threads: dict[str, Any] = {}
         self._warned = False
-        self._key = self.configs[0].group
         self._pieces: list[Sequence[Conversation]] = []
         self._block_ends: list[int] = []  # number of finished pieces at the end of each block
 
@@ -133,29 +106,25 @@ class Group:
         """Number of finished blocks."""
         return sum(end <= self.finished for end in self._block_ends)
 
-    def open(self, prompts: Sequence[Prompt], blocks: Sequence[Sequence[int]]) -> None:
+    def open(self) -> None:
         """Build the cells and read the finished pieces from disk. Cells that fail are removed.
-
-        Args:
-            blocks: positions in ``prompts`` of the prompts of each block, see `blocks_of`.
 
         Raises:
             KeyboardInterrupt: the user interrupted the run.
-            Unwritable: the group's file cannot be written.
         """
         if self._cells or not self.alive:
             return
         with restored():  # the group sets its own number of threads
-            self._open(prompts, blocks)
+            self._open()
 
-    def _open(self, prompts: Sequence[Prompt], blocks: Sequence[Sequence[int]]) -> None:
-        first = self.configs[0]
+    def _open(self) -> None:
+        first, blocks, validate = self.configs[0], self.plan.blocks, self.plan.config.validate
         try:
             target = self.models.target(first)
-            conversations = prepare(prompts, target, first.max_new_tokens)
+            conversations = prepare(self.plan.prompts, target, first.max_new_tokens)
             sequence, self._slot = lengths(conversations, self.configs, target.context_length)
             lm = make_slots(target, first.batch_size, self._slot)
-            old_threads = self.directory.group_head(self._key).get("threads")
+            old_threads = self._directory.group_head(self._key).get("threads")
             self._threads = choose_for_group(
                 lm, old_threads[-1] if isinstance(old_threads, list) and old_threads else None
             )
@@ -169,9 +138,9 @@ class Group:
                 continue
 
             def start(i: int = i, config: CellConfig = config) -> None:
-                self._cells[i] = Cell(config, target, lm, self.models, sequence, self._slot, self._step, self.validate)
+                self._cells[i] = Cell(config, target, lm, self.models, sequence, self._slot, self._step, validate)
                 self._depths[i] = self._cells[i].depth
-                self.events.warm_up_started()
+                self.emit(WarmUpStarted())
                 self._cells[i].warm_up(warm_up)
 
             self._attempt(i, start)
@@ -180,7 +149,7 @@ class Group:
             return
         for i, result in enumerate(self.results):
             model_digests = self._cells[i].models if i in self._cells else {}
-            result.provenance = {**self.provenance[i], "models": models_used(model_digests)}
+            result.provenance = {**self._provenance[i], "models": models_used(model_digests)}
         random, min_pieces = Random(first.seed), -(-LEAST_PIECES // len(blocks))
         cuts = [cut_pieces([conversations[i] for i in block], first.batch_size, random, min_pieces) for block in blocks]
         self._pieces = [piece for pieces in cuts for piece in pieces]
@@ -215,7 +184,7 @@ class Group:
 
     def _step(self) -> None:
         self.limit.restart()
-        self.events.step_finished(self.configs[0].batch_size / self.configs[0].max_new_tokens)
+        self.emit(StepFinished(self.configs[0].batch_size / self.configs[0].max_new_tokens))
 
     # -- pieces -------------------------------------------------------------------------------------------
 
@@ -224,7 +193,7 @@ class Group:
         prompts = [[c.prompt.index for c in piece] for piece in pieces]
         cells = {config.hash: r.provenance for config, r in zip(self.configs, self.results, strict=True)}
         identity = {"format": FORMAT, "cells": cells, "pieces": prompts}
-        head = self.directory.group_head(self._key)
+        head = self._directory.group_head(self._key)
         failed: Any = head.get("failed")
         if isinstance(failed, dict) and {key: head.get(key) for key in identity} == identity:
             self._head = head
@@ -233,7 +202,7 @@ class Group:
             for i, config in enumerate(self.configs):
                 if config.hash in failed and i in self._cells:
                     self._fail([i], CrossdraftError(str(failed[config.hash])))
-            while (results := self.directory.load_piece(self._key, self.finished)) is not None:
+            while (results := self._directory.load_piece(self._key, self.finished)) is not None:
                 complete = [i for i in self._cells if self.configs[i].hash in results]
                 if len(complete) < len(self._cells):
                     break
@@ -241,16 +210,16 @@ class Group:
                     self._results_of[i].append(results[self.configs[i].hash])
                 self.finished += 1
             if self.finished:
-                self.events.log(f"resuming after piece {self.finished} of {len(pieces)}")
-                self.events.prompts_skipped(len(self.configs) * sum(map(len, pieces[: self.finished])))
+                self.emit(Message(f"resuming after piece {self.finished} of {len(pieces)}"))
+                self.emit(PromptsSkipped(len(self.configs) * sum(map(len, pieces[: self.finished]))))
                 self._replay(pieces[: self.finished])
             self._record_threads()
             return
         if head:
-            self.events.log("starting over: the pieces on disk were measured under other conditions")
+            self.emit(Message("starting over: the pieces on disk were measured under other conditions"))
         self._head = {**identity, "measured": self.results[0].measured, "failed": self._failures()}
         self._head["threads"] = [{"piece": 1, **self._threads}]
-        self._write(lambda: self.directory.begin_group(self._key, self._head))
+        self.emit(GroupHead(self._key, self._head, restart=True))
 
     def _record_threads(self) -> None:
         """Record the threads of the next piece if they differ from those of the previous one."""
@@ -260,12 +229,10 @@ class Group:
         if history and {**history[-1], "piece": current["piece"]} == current:
             return
         if history:
-            self.events.log(
-                f"threads from piece {current['piece']}: {describe_threads(current)}; "
-                f"before: {describe_threads(history[-1])}"
-            )
+            old, new = describe_threads(history[-1]), describe_threads(current)
+            self.emit(Message(f"threads from piece {current['piece']}: {new}; before: {old}"))
         self._head["threads"] = [*history, current]
-        self._write(lambda: self.directory.save_head(self._key, self._head))
+        self.emit(GroupHead(self._key, self._head))
 
     def _warn_if_disturbed(self) -> None:
         """Warn once if the threads of the last piece waited for processors used by other programs."""
@@ -275,7 +242,7 @@ class Group:
         warning = disturbance(wait, seconds, self._threads["number"])
         if warning and not self._warned:
             self._warned = True
-            self.events.log(warning)
+            self.emit(Message(warning))
 
     def _replay(self, pieces: Sequence[Sequence[Conversation]]) -> None:
         """Decode finished pieces again, unmeasured, with the drafters that depend on earlier sequences."""
@@ -291,28 +258,19 @@ class Group:
         if number == 0:  # the first estimate of the duration uses plain decoding
             order.sort(key=lambda i: not self.configs[i].is_baseline)
         for i in order:
-            self.events.cell_started(self.configs[i])
+            self.emit(CellStarted(self.configs[i]))
 
             def run(i: int = i) -> None:
                 results[i] = self._cells[i].run(piece)
-                if not self.timed:
+                if self.plan.config.untimed:
                     results[i].piece = results[i].piece.untimed()
 
             self._attempt(i, run)
-            self.events.prompts_finished(len(piece), turns_of(piece))
-        self._write(
-            lambda: self.directory.save_piece(self._key, number, {self.configs[i].hash: results[i] for i in results})
-        )
+            self.emit(PromptsFinished(len(piece), turns_of(piece)))
+        self.emit(PieceFinished(self._key, number, {self.configs[i].hash: results[i] for i in results}))
         for i, result in results.items():
             self._results_of[i].append(result)
         self.finished = number + 1
-        self.events.piece_finished(self.finished, self.pieces)
-
-    def _write(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except OSError as error:
-            raise Unwritable(f"cannot write to {self.directory.path}: {error.strerror or error}") from None
 
     # -- results -------------------------------------------------------------------------------------------
 
@@ -348,10 +306,10 @@ class Group:
             result = self.results[i]
             result.error, result.traceback, result.metrics = self._reason(error, self.configs[i]), trace, None
             logger.debug("cell %s failed", self.configs[i].hash, exc_info=error)
-            self.events.cell_failed(result)
+            self.emit(CellFailed(result))
         if self.pieces:
             self._head["failed"] = self._failures()
-            self._write(lambda: self.directory.save_head(self._key, self._head))
+            self.emit(GroupHead(self._key, self._head))
 
     def _failures(self) -> dict[str, str]:
         return {result.config.hash: result.error for result in self.results if result.error is not None}
@@ -365,65 +323,6 @@ class Group:
         device = input_device(models[0])
         available, recorded = memory.total(device), recorded_nbytes(device)
         return memory.explain(models, config.batch_size, self._slot, positions(config), available, recorded)
-
-
-def turns_of(conversations: Iterable[Conversation]) -> int:
-    return sum(len(conversation.prompt.turns) for conversation in conversations)
-
-
-def blocks_of(prompts: Sequence[Prompt], batch_sizes: Iterable[int], random: Random) -> list[list[int]]:
-    """Return the positions of the prompts of each block: a piece of the largest batch size, subdivided by smaller ones.
-
-    The first block is the shortest in turns, so that the first table is early.
-    """
-    position = {id(prompt): i for i, prompt in enumerate(prompts)}
-    pieces = list(cut_pieces([Conversation(prompt, ()) for prompt in prompts], max(batch_sizes), random))
-    pieces.insert(0, pieces.pop(min(range(len(pieces)), key=lambda i: turns_of(pieces[i]))))
-    return [[position[id(conversation.prompt)] for conversation in piece] for piece in pieces]
-
-
-def cut_pieces(
-    conversations: Sequence[Conversation], batch_size: int, random: Random, min_pieces: int = LEAST_PIECES
-) -> Sequence[Sequence[Conversation]]:
-    """Divide conversations into pieces of nearly equal size, of one category each if every category is large enough.
-
-    A piece has at least 2B - 1 prompts for batch size B, so that at least B of them finish before slots run empty. If
-    that gives fewer than ``min_pieces`` pieces, it has at least B; fewer prompts than that form a single piece. The
-    order is random, but any first n pieces contain the categories in proportion.
-    """
-    categories: dict[str, list[Conversation]] = {}
-    for conversation in random.sample(list(conversations), len(conversations)):
-        categories.setdefault(conversation.prompt.category, []).append(conversation)
-    full_size = 2 * batch_size - 1
-    if min(map(len, categories.values())) < min_pieces * full_size:
-        pieces = max(len(conversations) // full_size, min(min_pieces, len(conversations) // batch_size), 1)
-        mixed = [c for members in categories.values() for c in members]
-        result = [mixed[i::pieces] for i in range(pieces)]  # all categories in each piece
-    else:
-        result = [piece for members in categories.values() for piece in _slices(members, len(members) // full_size)]
-    return _balanced(result, random)
-
-
-def _balanced(pieces: Sequence[Sequence[Conversation]], random: Random) -> list[Sequence[Conversation]]:
-    """Shuffle pieces so that any first n of them contain the categories in proportion, up to one piece.
-
-    Stratified: each of the n pieces of a category gets a random position in its own n-th part of the order.
-    """
-    by_category: dict[str, list[Sequence[Conversation]]] = {}
-    for piece in random.sample(list(pieces), len(pieces)):
-        names = {conversation.prompt.category for conversation in piece}
-        by_category.setdefault(names.pop() if len(names) == 1 else "", []).append(piece)
-    ranked = [
-        ((k + random.random()) / len(members), piece)
-        for members in by_category.values()
-        for k, piece in enumerate(members)
-    ]
-    return [piece for _, piece in sorted(ranked, key=lambda conversation: conversation[0])]
-
-
-def _slices(conversations: Sequence[Conversation], pieces: int) -> list[Sequence[Conversation]]:
-    edges = [i * len(conversations) // pieces for i in range(pieces + 1)]
-    return [conversations[a:b] for a, b in pairwise(edges)]
 
 
 def compare_group(results: Sequence[CellResult]) -> None:

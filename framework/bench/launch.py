@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,86 +21,47 @@ from .. import plugins
 from ..contracts.launcher import Launcher, Work, Worker
 from ..contracts.options import fault
 from ..errors import CrossdraftError, UsageError, printable
-from ..models.distributed import SPLIT
 from ..models.placement import SPREAD
-from ..recipe.recipe import CellConfig, Recipe
 from ..runs.interrupts import user_interrupted
-from ..runs.labels import group_title
 from ..runs.records import CellResult, Outcome
 from ..runs.run_directory import RunDirectory
 from ..runs.shards import FILE, Shard, merge_environments
-from .matrix import plan
-from .run import about, directory_of, log_to_stderr, notes_of
+from .plan import Plan
+from .step_limit import StepLimit
+from .store import writing
 
 #: Seconds between two polls of the workers.
 POLL_INTERVAL = 0.2
 
 
-def launch(
-    recipe: Recipe,
-    out: Path | str,
-    launcher: str,
-    command: Sequence[str],
-    *,
-    options: Mapping[str, Any] | None = None,
-    workers: int | None = None,
-    untimed: bool = False,
-    fail_fast: bool = False,
-    log: Callable[[str], None] | None = log_to_stderr,
-) -> Outcome:
-    """Measure every group of a recipe in its own process and collect the results in ``out/<recipe>-<hash>/``.
-
-    Args:
-        launcher: name of a registered launcher.
-        command: arguments of ``crossdraft`` for a single process: ``["run", "recipe.yaml", "--set", ...]``; ``--out``
-            and ``--shard`` are appended.
-        options: options of the launcher.
-        workers: maximum number of concurrent processes; by default the number of devices of the launcher.
-        untimed: discard times; processes may share a device.
-        fail_fast: stop all processes at the first failed cell.
-        log: receives progress messages, one line each; None for no messages.
+def launch(plan: Plan) -> Outcome:
+    """Measure every group of a plan in its own process and collect the results in the directory of the run.
 
     Raises:
-        UsageError: the recipe, its prompts or an option is invalid, or the processes would share a device.
+        UsageError: an option is invalid, or the processes would share a device.
         CrossdraftError: no group was measured; contains the errors of the processes.
     """
-    if recipe.device == SPLIT:
-        raise UsageError(
-            f"--launcher and device {SPLIT}: a launcher starts one process per group, but a split target needs "
-            "several processes; use torchrun ... -m crossdraft run with --shard instead"
-        )
-    expanded, prompts = plan(recipe), recipe.selected_prompts.load()
-    directory = RunDirectory(directory_of(recipe, expanded, out))
+    config, recipe = plan.config, plan.config.recipe
     device = recipe.device if isinstance(recipe.device, str) else SPREAD  # an explicit device map
-    backend = _make_launcher(launcher, options or {}, device, not untimed)
+    backend = _make_launcher(config.launcher, config.launcher_options, device, not config.untimed)
     try:
-        max_processes = _max_processes(backend, workers, not untimed)
-        outcome = Outcome(recipe, directory.path, skipped=expanded.skipped, notes=notes_of(expanded.cells, prompts))
-        session = _Launch(outcome, directory, backend, [*command, "--out", str(out)], expanded.groups(), log or _silent)
-        session.fail_fast = fail_fast
-        session.log(
-            f"{recipe.name}: {len(expanded.groups())} groups, one process each ({launcher}, {max_processes} at once)"
-        )
-        for skipped in expanded.skipped:
-            session.log(f"skipped: {skipped}")
-        try:
-            with directory.locked():
-                directory.write_json("recipe.json", recipe.model_dump(mode="json"))
-                plugins.notify("crossdraft_run_started", run=session.about)
-                session.run(max_processes)
-        except OSError as error:
-            if not outcome.results:
-                raise UsageError(f"cannot write to {directory.path}: {error.strerror or error}") from None
-            outcome.stopped = f"cannot write to {directory.path}: {error.strerror or error}"
+        max_processes = _max_processes(backend, config.workers, not config.untimed)
+        if config.certify is not None:  # once, not in each process
+            config.certify(plan.cells, StepLimit(config.step_limit))
+        outcome = Outcome(recipe, plan.directory.path, skipped=plan.expansion.skipped, notes=plan.notes)
+        processes = f"one process each ({config.launcher}, {max_processes} at once)"
+        config.message(f"{recipe.name}: {len(plan.groups)} groups, {processes}")
+        for skipped in plan.expansion.skipped:
+            config.message(f"skipped: {skipped}")
+        with writing(outcome), plan.directory.locked():
+            plan.directory.write_json("recipe.json", recipe.model_dump(mode="json"))
+            plugins.notify("crossdraft_run_started", run=plan.about)
+            _Launch(plan, outcome, backend).run(max_processes)
     finally:
         backend.close()
     if not outcome.results and not outcome.interrupted:
         raise CrossdraftError(outcome.stopped)
     return outcome
-
-
-def _silent(line: str) -> None:
-    pass
 
 
 def _make_launcher(name: str, options: Mapping[str, Any], device: str, timed: bool) -> Launcher:
@@ -121,8 +82,6 @@ def _make_launcher(name: str, options: Mapping[str, Any], device: str, timed: bo
 
 def _max_processes(launcher: Launcher, workers: int | None, timed: bool) -> int:
     """Maximum number of concurrent processes. Raises UsageError if it exceeds the number of devices."""
-    if workers is not None and workers < 1:
-        raise UsageError(f"--workers {workers}: must be at least 1")
     devices = launcher.devices()
     if devices is None:
         return workers or 10_000  # the launcher's queue limits them
@@ -137,21 +96,9 @@ def _max_processes(launcher: Launcher, workers: int | None, timed: bool) -> int:
 class _Launch:
     """Processes and results of a run with a launcher."""
 
-    fail_fast: bool
-
-    def __init__(
-        self,
-        outcome: Outcome,
-        directory: RunDirectory,
-        launcher: Launcher,
-        command: Sequence[str],
-        groups: Sequence[Sequence[CellConfig]],
-        log: Callable[[str], None],
-    ):
-        self.outcome, self.directory, self.launcher, self.groups = outcome, directory, launcher, groups
-        self.command, self.log = command, log
-        self.cells = [cell for group in groups for cell in group]
-        self.about = about(outcome.recipe, directory.path, len(self.cells))
+    def __init__(self, plan: Plan, outcome: Outcome, launcher: Launcher):
+        self.plan, self.outcome, self.directory, self.launcher = plan, outcome, plan.directory, launcher
+        self.groups, self.fail_fast, self.log = plan.groups, plan.config.fail_fast, plan.config.message
         self.results: dict[int, list[CellResult]] = {}
         self.lost: dict[int, str] = {}
         self.first_failure = False
@@ -185,20 +132,20 @@ class _Launch:
         return Shard(k + 1, len(self.groups))
 
     def _title(self, k: int) -> str:
-        return f"group {k + 1} of {len(self.groups)} ({group_title(self.groups[k][0], self.cells)})"
+        return self.groups[k].title
 
     def _work(self, k: int) -> Work:
         directory = self._shard(k).directory(self.directory.path)
         RunDirectory(directory).write_json(FILE, {})  # replaces that of an earlier process
         log = directory.parent / f"{directory.name}.log"
         log.write_text("", encoding="utf-8")
-        arguments = (*self.command, "--shard", str(self._shard(k)))
+        arguments = self.plan.config.shard_command(self._shard(k))
         self.log(f"{self._title(k)}: starting")
         return Work(self._title(k), arguments, Path.cwd(), log.absolute())
 
     def _collect(self, k: int, status: str) -> None:
         """Collect the results of a process that has ended."""
-        group, source = self.groups[k], RunDirectory(self._shard(k).directory(self.directory.path))
+        group, source = self.groups[k].cells, RunDirectory(self._shard(k).directory(self.directory.path))
         head = source.read_json(FILE)
         finished = group[0].group in head.get("finished", ())
         if not finished and self.fail_fast and (failed := head.get("failed")):
@@ -235,7 +182,7 @@ class _Launch:
             if result.error is not None:
                 self.log(f"failed: {result.config.drafter.title} × {result.config.verifier.title}: {result.error}")
             elif new:
-                plugins.notify("crossdraft_cell_finished", run=self.about, cell=result.summary())
+                plugins.notify("crossdraft_cell_finished", run=self.plan.about, cell=result.summary())
 
     def _reason(self, k: int, status: str) -> str:
         """Reason why a process has not finished its group: its last error message, if any."""
@@ -266,7 +213,7 @@ class _Launch:
             raise
 
     def _collect_silently(self, k: int, status: str) -> None:
-        log, self.log = self.log, _silent
+        log, self.log = self.log, lambda line: None
         try:
             self._collect(k, status)
         finally:

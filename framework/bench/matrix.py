@@ -30,7 +30,7 @@ from ..util.limits import MOST_CELLS
 
 
 @dataclass
-class Plan:
+class Expansion:
     """Cells of a recipe.
 
     Attributes:
@@ -66,11 +66,11 @@ def load_recipe(name: str | Path, overrides: Mapping[str, Any] | Iterable[str] =
         UsageError: the recipe is invalid; the message contains file and line.
     """
     recipe = read_recipe(name, overrides)
-    plan(recipe)
+    expand(recipe)
     return recipe
 
 
-def plan(recipe: Recipe) -> Plan:
+def expand(recipe: Recipe) -> Expansion:
     """Check all names and configs of a recipe, and expand its matrix.
 
     Raises:
@@ -79,7 +79,7 @@ def plan(recipe: Recipe) -> Plan:
             in the recipe.
         ContractError: invalid config or traits of a plug-in; with the place in the recipe.
     """
-    return _Expansion(recipe, recipe.places).plan()
+    return _Expander(recipe, recipe.places).expand()
 
 
 @dataclass
@@ -114,7 +114,7 @@ class _Resolved:
     traits: dict[Sampling | None, Any] = field(default_factory=dict)
 
 
-class _Expansion:
+class _Expander:
     def __init__(self, recipe: Recipe, places: Places):
         self.recipe, self.places = recipe, places
         self.drafters = [self._side("drafters", i, s) for i, s in enumerate(recipe.drafters)]
@@ -123,13 +123,13 @@ class _Expansion:
         self.matrix_keys = {*SAMPLING_KEYS, *RUN_KEYS, *fields}
         self.value_index: dict[str, int] = {}  # index of the current value of each matrix key
 
-    def plan(self) -> Plan:
+    def expand(self) -> Expansion:
         self._check_prompts()
         self._check_matrix()
         self._check_exclude()
         drafters = [side for side in self.drafters if side.strategy.name != BASELINE]  # part of every group
         self._check_count(drafters)
-        plan = Plan()
+        expansion = Expansion()
         cells: dict[str, CellConfig] = {}
         excluded: set[int] = set()  # entries of exclude that matched
         for run_point in self._points([*RUN_KEYS, *SAMPLING_KEYS]):
@@ -144,8 +144,8 @@ class _Expansion:
                         excluded |= matching
                         continue
                     if reason := self._incompatible(drafter, verifier, pair, cell.sampling):
-                        if reason not in plan.skipped:
-                            plan.skipped.append(reason)
+                        if reason not in expansion.skipped:
+                            expansion.skipped.append(reason)
                         continue
                     key = cell.hash
                     self._check_duplicate(sides.setdefault(key, (drafter, verifier)), (drafter, verifier))
@@ -153,15 +153,15 @@ class _Expansion:
             if len(group) > 1 or not drafters:
                 cells |= group
         if drafters:
-            self._check_pairs(drafters, plan.skipped)
+            self._check_pairs(drafters, expansion.skipped)
         if not cells:
             raise self.places.error(("exclude",), "exclude matches every cell; no cell is left to run")
         for i, entry in enumerate(self.recipe.exclude):
             if drafters and i not in excluded:
                 message = f"exclude[{i}], {quoted(entry)}, matches no cell; correct or remove it"
                 raise self.places.error(("exclude", i), message)
-        plan.cells = _labelled(list(cells.values()))
-        return plan
+        expansion.cells = _labelled(list(cells.values()))
+        return expansion
 
     # -- expansion -------------------------------------------------------------------------------------------
 

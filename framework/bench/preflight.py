@@ -16,7 +16,8 @@ from ..recipe.random_tokens import MAX_PROMPTS, warning
 from ..recipe.recipe import CellConfig, Recipe
 from ..recipe.yaml_errors import KeyPath
 from ..runs.interrupts import user_interrupted
-from .cell_runner import Conversation, Models, drafter_of, lengths, prepare
+from .cell_runner import Models, drafter_of, lengths
+from .conversations import Conversation, prepare
 
 
 def preflight(recipe: Recipe, cells: Sequence[CellConfig], prompts: Sequence[Prompt], models: Models) -> list[str]:

@@ -1,4 +1,4 @@
-"""Titles of groups and verifiers in tables, charts and messages."""
+"""Titles of groups and verifiers, numbers and durations in tables, charts and messages."""
 
 from __future__ import annotations
 
@@ -42,3 +42,19 @@ def is_lossless(config: CellConfig) -> bool:
     """Return True if the verifier of a cell claims to be lossless."""
     verifier = plugins.get("verifiers", config.verifier.name)
     return verifier.traits(verifier.Config(**config.verifier.config)).lossless
+
+
+def counted(n: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless the number is 1."""
+    return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
+def duration(seconds: float) -> str:
+    """Format seconds with two significant units or digits."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 100:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 48 else f"{hours / 24:.0f} days"

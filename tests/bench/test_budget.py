@@ -12,8 +12,8 @@ from tiny_runs import ONE_GROUP, cells, output
 
 from crossdraft.framework.bench import budget
 from crossdraft.framework.bench.cell_runner import Cell
-from crossdraft.framework.bench.group import blocks_of
-from crossdraft.framework.bench.matrix import load_recipe, plan
+from crossdraft.framework.bench.conversations import blocks_of
+from crossdraft.framework.bench.matrix import expand, load_recipe
 from crossdraft.framework.bench.run import run
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.errors import UsageError
@@ -255,7 +255,7 @@ def test_a_bad_value_is_refused_with_its_line(tmp_path: Path, recipe: str) -> No
     file.write_text(file.read_text(encoding="utf-8").replace("time: 5", "time: 5m"), encoding="utf-8")
     assert load_recipe(recipe).time == "5m"
     assert load_recipe(recipe, ["time=null"]).time is None
-    assert plan(load_recipe(recipe)).hash == plan(load_recipe(recipe, ["time=null"])).hash
+    assert expand(load_recipe(recipe)).hash == expand(load_recipe(recipe, ["time=null"])).hash
 
 
 def test_from_the_command_line(bench: Any, tmp_path: Path) -> None:

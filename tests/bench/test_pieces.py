@@ -11,9 +11,9 @@ import torch
 from tiny_runs import ONE_GROUP, cells, output
 
 from crossdraft.framework import plugins
-from crossdraft.framework.bench.cell_runner import Cell, Conversation
-from crossdraft.framework.bench.group import cut_pieces
-from crossdraft.framework.bench.matrix import load_recipe, plan
+from crossdraft.framework.bench.cell_runner import Cell
+from crossdraft.framework.bench.conversations import Conversation, cut_pieces
+from crossdraft.framework.bench.matrix import expand, load_recipe
 from crossdraft.framework.bench.run import run
 from crossdraft.framework.contracts.hookspecs import hookimpl
 from crossdraft.framework.cost.finished_cells import batch_steps
@@ -116,7 +116,7 @@ def test_compiled_verifier_gives_the_same_output(bench: Any, tmp_path: Path, mon
 
 @pytest.mark.parametrize("key, usual, other", [("compile_verifier", "false", "true"), ("prefill_tokens", "1024", "0")])
 def test_what_a_younger_key_usually_is_makes_no_other_cell(recipe: str, key: str, usual: str, other: str) -> None:
-    plain, changed = (plan(load_recipe(recipe, [f"{key}={value}"])).cells[0] for value in (usual, other))
+    plain, changed = (expand(load_recipe(recipe, [f"{key}={value}"])).cells[0] for value in (usual, other))
     assert plain.hash != changed.hash
     assert key not in plain._unlabelled(), "runs from before there was this key would be other cells"
 

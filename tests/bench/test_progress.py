@@ -5,9 +5,25 @@ from typing import Any
 
 import pytest
 
-from crossdraft.framework.bench import progress
-from crossdraft.framework.bench.progress import Meter, duration
+from crossdraft.framework.bench import meter as meters
+from crossdraft.framework.bench.events import (
+    CellStarted,
+    Event,
+    GroupsFinished,
+    Message,
+    PieceFinished,
+    PromptsFinished,
+    PromptsSkipped,
+    StepFinished,
+    WarmUpStarted,
+)
+from crossdraft.framework.bench.meter import Meter
+from crossdraft.framework.bench.progress import Progress
 from crossdraft.framework.recipe.recipe import CellConfig
+from crossdraft.framework.runs.labels import duration
+from crossdraft.framework.runs.records import CellResult
+
+PIECE = PieceFinished("", 0, {})
 
 
 def config(drafter: str = "prompt-lookup", batch_size: int = 1) -> CellConfig:
@@ -22,29 +38,43 @@ class Clock:
         return self.now
 
 
+class Run:
+    """Progress and meter of a run."""
+
+    def __init__(self, cells: int, prompts: int, clock: Clock, bar: bool = False, **options: Any):
+        self.lines: list[str] = []
+        self.progress = Progress(cells, prompts, clock=clock, **options)
+        self.meter = Meter(self.progress, self.lines.append, bar, clock)
+
+    def __call__(self, *events: Event) -> None:
+        for event in events:
+            self.progress(event)
+            self.meter(event)
+
+
 def test_without_a_terminal() -> None:
     """An estimate after the first piece, then a line per minute."""
-    outputs: list[str] = []
-    shares: list[float] = []
     clock = Clock()
-    with Meter(120, outputs.append, True, shares.append, clock) as meter:
+    run, shares = Run(2, 60, clock, bar=True), list[float]()
+    with run.meter:
         clock.now = 30.0  # loading models does not count
-        meter.prompts_skipped(20)  # stored pieces
-        assert meter.left is None
-        for number in range(10):
+        run(PromptsSkipped(20))  # stored pieces
+        assert run.progress.left is None
+        for _ in range(10):
             for name in ("none", "prompt-lookup"):
-                meter.cell_started(config(name, 4))
+                run(CellStarted(config(name, 4)))
                 clock.now += 10.0
-                meter.prompts_finished(2)
-            meter.piece_finished(number + 2, 30)
-        assert meter.left == pytest.approx(10.0 / 2 * (120 - 20 - 40))
-        meter.group_finished(120)
-        assert meter.left == 0 and meter.share == 1.0
+                run(PromptsFinished(2, 2))
+                shares.append(run.progress.share)
+            run(PIECE)
+        assert run.progress.left == pytest.approx(10.0 / 2 * (120 - 20 - 40))
+        run(GroupsFinished(["group"], [CellResult(config()), CellResult(config("none"))]))
+        assert run.progress.left == 0 and run.progress.share == 1.0
     # 20 s for 4 of 100 prompts: 96 to go.
-    assert outputs[0] == "about 8 min left, estimated from the first piece of prompts"
-    assert outputs[1] == "30 %: prompt-lookup × token, batch size 4; about 7 min left"
-    assert len(outputs) == 4 and all(line.endswith(" left") for line in outputs[1:])
-    assert shares == sorted(shares) and shares[-1] == 1.0
+    assert run.lines[0] == "about 8 min left, estimated from the first piece of prompts"
+    assert run.lines[1] == "30 %: prompt-lookup × token, batch size 4; about 7 min left"
+    assert len(run.lines) == 4 and all(line.endswith(" left") for line in run.lines[1:])
+    assert shares == sorted(shares)
 
 
 def test_on_a_terminal(monkeypatch: Any) -> None:
@@ -54,17 +84,16 @@ def test_on_a_terminal(monkeypatch: Any) -> None:
 
     screen = Terminal()
     monkeypatch.setattr("sys.stderr", screen)
-    monkeypatch.setattr(progress.tqdm, "__init__", _to(screen, progress.tqdm.__init__))
-    outputs: list[str] = []
+    monkeypatch.setattr(meters.tqdm, "__init__", _to(screen, meters.tqdm.__init__))
     clock = Clock()
-    with Meter(8, outputs.append, True, clock=clock) as meter:
-        meter.cell_started(config())
+    run = Run(2, 4, clock, bar=True)
+    with run.meter:
+        run(CellStarted(config()))
         clock.now = 150.0
-        meter.prompts_finished(4)
+        run(PromptsFinished(4, 4))
         clock.now = 300.0
-        meter.cell_started(config("none"))
-        meter.log("a line")
-    assert outputs == ["a line"]
+        run(CellStarted(config("none")), Message("a line"))
+    assert run.lines == ["a line"]
     shown = screen.getvalue()
     assert " 50 %|" in shown and "| 4/8 prompts, about 2 min left, prompt-lookup × token, batch size 1" in shown
     assert "about 2 min left, plain decoding, batch size 1" in shown
@@ -79,58 +108,61 @@ def _to(screen: Any, init: Any) -> Any:
 
 def test_an_estimate_that_no_longer_holds_is_replaced() -> None:
     """The time of a turn increases from 10 s to 40 s."""
-    outputs: list[str] = []
     clock = Clock()
-    with Meter(200, outputs.append, False, clock=clock) as meter:
+    run = Run(1, 200, clock)
+    with run.meter:
         for number in range(40):
-            meter.cell_started(config())
+            run(CellStarted(config()))
             clock.now += 10.0 if number < 10 else 40.0
-            meter.prompts_finished(1)
-            meter.piece_finished(number + 1, 200)
-    estimates = [line for line in outputs if "%" not in line]
+            run(PromptsFinished(1, 1), PIECE)
+    progress, estimates = run.progress, [line for line in run.lines if "%" not in line]
     assert estimates[0] == "about 33 min left, estimated from the first piece of prompts"
     assert estimates[1].startswith("about 49 min left, steps are 1.6 times as slow as at the last estimate")
-    assert meter.pace is not None and 30 < meter.pace < 40
-    assert meter.left == pytest.approx(160 * meter.pace)
+    assert progress.pace is not None and 30 < progress.pace < 40
+    assert progress.left == pytest.approx(160 * progress.pace)
 
 
 def test_the_first_estimate_does_not_wait_for_a_piece() -> None:
-    outputs: list[str] = []
     clock = Clock()
-    most, judged = [1000.0], list[float]()
 
-    def judge(pace: float) -> str:
-        judged.append(pace)
-        return "too long"
+    class Budget:
+        left, paces = 1000.0, list[float]()
 
-    with Meter(
-        8, outputs.append, False, clock=clock, turns=16, max_remaining=lambda pace: most[0], budget_warning=judge
-    ) as meter:
-        meter.warm_up_started()
+        def max_remaining(self, pace: float, cells: int) -> float:
+            return self.left
+
+        def warning(self, pace: float, cells: int) -> str:
+            self.paces.append(pace)
+            return "too long"
+
+    budget = Budget()
+    run = Run(1, 8, clock, turns=16, budget=budget)
+    progress = run.progress
+    with run.meter:
+        run(WarmUpStarted())
         for _ in range(5):  # of 16 tokens a turn
             clock.now += 4.0
-            meter.step_finished(1 / 16)
-        assert meter.pace == 64.0 and outputs == []
+            run(StepFinished(1 / 16))
+        assert progress.pace == 64.0 and run.lines == []
         clock.now += 100.0  # loading
-        meter.cell_started(config())
+        run(CellStarted(config()))
         clock.now += 8.0
-        meter.step_finished(1 / 16)
-        assert outputs == ["too long (estimated from the first steps)"] and judged == [128.0]
-        assert meter.left == 1000.0  # of 2048 s
+        run(StepFinished(1 / 16))
+        assert run.lines == ["too long (estimated from the first steps)"] and budget.paces == [128.0]
+        assert progress.left == 1000.0  # of 2048 s
         clock.now += 56.0
-        meter.prompts_finished(1, 2)
-        meter.piece_finished(1, 8)
-        assert (meter.pace, meter.left) == (32.0, 448.0)
-        most[0] = -1.0  # the budget is over, the block is not
-        assert meter.left == 448.0
+        run(PromptsFinished(1, 2), PIECE)
+        assert (progress.pace, progress.left) == (32.0, 448.0)
+        budget.left = -1.0  # the budget is over, the block is not
+        assert progress.left == 448.0
 
 
 def test_nothing_to_measure() -> None:
-    outputs: list[str] = []
-    with Meter(0, outputs.append) as meter:
-        meter.group_finished(0)
-        assert meter.share == 1.0
-    assert outputs == []
+    run = Run(0, 0, Clock())
+    with run.meter:
+        run(GroupsFinished([], []))
+        assert run.progress.share == 1.0
+    assert run.lines == []
 
 
 @pytest.mark.parametrize(

@@ -305,10 +305,10 @@ def test_error_location_is_reported(refused: Any, recipe: str, install: Any) -> 
 
 
 def test_property_called_model_is_not_a_model(recipe: str, install: Any) -> None:
-    from crossdraft.framework.bench.matrix import load_recipe, plan
+    from crossdraft.framework.bench.matrix import expand, load_recipe
 
     install("drafters", ("theirs", drafter(CHAINS, Property)))
-    assert [c.drafter.config for c in plan(load_recipe(recipe)).cells] == [{}, {"size": 3}]
+    assert [c.drafter.config for c in expand(load_recipe(recipe)).cells] == [{}, {"size": 3}]
 
 
 def test_a_config_with_required_options(refused: Any, recipe: str, install: Any, capsys: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from crossdraft.framework.bench.matrix import load_recipe, plan
+from crossdraft.framework.bench.matrix import expand, load_recipe
 from crossdraft.framework.errors import UsageError
 
 BASE = "target: TARGET\ndrafters: [prompt-lookup]\nverifiers: [token]\n"
@@ -311,7 +311,7 @@ def test_what_yaml_offers_still_works(tmp_path: Path, target: str) -> None:
     recipe = load_recipe(file)
     assert (recipe.name, recipe.sampling.temperature) == ("2024-13-45", 0.5)
     assert [d.config["gamma"] for d in recipe.drafters] == [3, 16]
-    assert [c.drafter.label for c in plan(recipe).cells] == ["none", "a | b", "c"]
+    assert [c.drafter.label for c in expand(recipe).cells] == ["none", "a | b", "c"]
 
 
 def test_what_is_set_in_one_place_is_not_set_behind_an_alias(tmp_path: Path, target: str) -> None:

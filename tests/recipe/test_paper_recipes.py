@@ -12,7 +12,7 @@ import yaml
 
 import crossdraft.recipes
 from crossdraft.framework import plugins
-from crossdraft.framework.bench.matrix import load_recipe, plan
+from crossdraft.framework.bench.matrix import expand, load_recipe
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.hookspecs import hookimpl
 from crossdraft.framework.errors import UnknownNameError, UsageError
@@ -83,7 +83,7 @@ def test_a_name_that_is_nearly_right() -> None:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_recipe_can_be_planned(name: str) -> None:
     recipe = load_recipe(name, {"prompts": "builtin"})
-    found = plan(recipe)
+    found = expand(recipe)
     assert found.skipped == []
     assert recipe.question and recipe.description
     for group in found.groups():
@@ -108,7 +108,7 @@ def test_paper_recipes_use_the_papers_prompts(name: str, tmp_path: Path, monkeyp
 
 def test_table2_has_the_settings_of_the_paper() -> None:
     recipe = load_recipe("paper/block-table2", {"prompts": "builtin"})
-    cells = [cell for cell in plan(recipe).cells if not cell.is_baseline]
+    cells = [cell for cell in expand(recipe).cells if not cell.is_baseline]
     assert {cell.target for cell in cells} == {"lmsys/vicuna-7b-v1.3"}
     assert {(cell.drafter.config["model"], cell.drafter.config["gamma"]) for cell in cells} == {
         ("double7/vicuna-68m", 8)
@@ -120,7 +120,7 @@ def test_table2_has_the_settings_of_the_paper() -> None:
 
 def test_two_drafts_meet_only_the_rules_for_two() -> None:
     for name in ("paper/block-table5", "smollm2-table5"):
-        cells = plan(load_recipe(name)).cells
+        cells = expand(load_recipe(name)).cells
         pairs = [(c.drafter.name, c.drafter.config.get("K"), c.verifier.name) for c in cells if c.batch_size == 8][1:]
         assert pairs == [
             ("draft-model", None, "token"),
@@ -133,7 +133,7 @@ def test_two_drafts_meet_only_the_rules_for_two() -> None:
 
 def test_drafting_models_belong_to_their_targets() -> None:
     for name in ("paper/dynamic-speculation", "paper/dynamic-speculation-code"):
-        cells = plan(load_recipe(name, {"prompts": "builtin"})).cells
+        cells = expand(load_recipe(name, {"prompts": "builtin"})).cells
         assert len({cell.target for cell in cells}) == 2
         for cell in cells:
             organisation = cell.target.partition("/")[0]

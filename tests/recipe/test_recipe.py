@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from crossdraft.framework import plugins
-from crossdraft.framework.bench.matrix import load_recipe, plan
+from crossdraft.framework.bench.matrix import expand, load_recipe
 from crossdraft.framework.contracts.draft_kind import IID
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import UnknownNameError, UsageError
@@ -69,7 +69,7 @@ def error(name: str, *settings: str) -> str:
 
 def test_the_matrix_is_expanded_and_every_group_gets_its_baseline(base: str) -> None:
     recipe = load_recipe(base)
-    found = plan(recipe)
+    found = expand(recipe)
     zero = [("none", "greedy"), ("prompt-lookup", "greedy"), ("draft-model", "greedy")]
     one = [("none", "token")] + [(d, v) for d in ("prompt-lookup", "draft-model") for v in ("token", "block")]
     expected = [(t, b, *pair) for t, group in ((0.0, zero), (1.0, one)) for b in (1, 3) for pair in group]
@@ -77,17 +77,17 @@ def test_the_matrix_is_expanded_and_every_group_gets_its_baseline(base: str) -> 
     assert [len(group) for group in found.groups()] == [3, 5, 3, 5]
     assert all(group[0].is_baseline for group in found.groups())
     assert found.skipped == [NEEDS_ZERO]
-    assert (recipe.name, plan(recipe).cells) == ("recipe", found.cells)
+    assert (recipe.name, expand(recipe).cells) == ("recipe", found.cells)
 
 
 def test_configs_are_resolved_with_their_defaults(base: str) -> None:
-    cell = next(c for c in plan(load_recipe(base)).cells if c.drafter.name == "prompt-lookup")
+    cell = next(c for c in expand(load_recipe(base)).cells if c.drafter.name == "prompt-lookup")
     assert cell.drafter.config == {"gamma": 10, "max_ngram": 3, "min_ngram": 1, "match": "latest"}
     assert (cell.max_new_tokens, cell.prompts.source) == (8, "builtin")
 
 
 def test_a_matrix_key_goes_to_all_that_have_it(base: str) -> None:
-    cells = plan(load_recipe(base, {"matrix.gamma": [2, 4], "matrix.max_ngram": [3], "matrix.batch_size": 1})).cells
+    cells = expand(load_recipe(base, {"matrix.gamma": [2, 4], "matrix.max_ngram": [3], "matrix.batch_size": 1})).cells
     labels = sorted({c.drafter.label for c in cells})
     assert labels == [
         "draft-model gamma=2",
@@ -101,14 +101,14 @@ def test_a_matrix_key_goes_to_all_that_have_it(base: str) -> None:
 
 def test_a_sampling_key_in_the_matrix_is_the_runs(base: str) -> None:
     """The draft model has its own temperature; only its own entry sets it."""
-    cells = plan(load_recipe(base, ["drafters.1.temperature=0.5"])).cells
+    cells = expand(load_recipe(base, ["drafters.1.temperature=0.5"])).cells
     assert {c.drafter.config["temperature"] for c in cells if c.drafter.name == "draft-model"} == {0.5}
     assert {c.sampling.temperature for c in cells} == {0, 1}
 
 
 def test_run_keys_in_the_matrix(base: str) -> None:
     settings = ["matrix={seed: [0, 1], max_new_tokens: [4, 8], dtype: [float32]}", "sampling.temperature=0"]
-    groups = plan(load_recipe(base, settings)).groups()
+    groups = expand(load_recipe(base, settings)).groups()
     assert [(g[0].seed, g[0].max_new_tokens, g[0].dtype) for g in groups] == [
         (0, 4, "float32"), (0, 8, "float32"), (1, 4, "float32"), (1, 8, "float32")
     ]  # fmt: skip
@@ -116,18 +116,20 @@ def test_run_keys_in_the_matrix(base: str) -> None:
 
 def test_labels(base: str) -> None:
     drafters = "drafters=[{name: prompt-lookup, label: copy}, {name: prompt-lookup, gamma: 3}, {name: prompt-lookup, gamma: 5}]"
-    labels = {c.drafter.label for c in plan(load_recipe(base, [drafters])).cells}
+    labels = {c.drafter.label for c in expand(load_recipe(base, [drafters])).cells}
     assert labels == {"none", "copy", "prompt-lookup gamma=3", "prompt-lookup gamma=5"}
     # What a variant leaves open is not in its label.
     tree = f"name: draft-model-tree, model: {Path(base).parent / 'small'}"
     trees = f"drafters=[{{{tree}, growth: opt-tree, nodes: 15}}, {{{tree}, branching: [3, 2]}}]"
-    labels = {c.drafter.label for c in plan(load_recipe(base, [trees, "verifiers=[traversal]", "exclude=[]"])).cells}
+    labels = {c.drafter.label for c in expand(load_recipe(base, [trees, "verifiers=[traversal]", "exclude=[]"])).cells}
     assert labels == {"none", "draft-model-tree growth=opt-tree nodes=15", "draft-model-tree branching=[3, 2]"}
 
 
 def test_exclude(base: str) -> None:
     def left(entry: str) -> int:
-        return len(plan(load_recipe(base, [f"exclude=[{{temperature: 0, verifier: [token, block]}}, {entry}]"])).cells)
+        return len(
+            expand(load_recipe(base, [f"exclude=[{{temperature: 0, verifier: [token, block]}}, {entry}]"])).cells
+        )
 
     assert left("{batch_size: 3}") == 8
     assert left("{drafter: draft-model, batch_size: [1, 3], temperature: 1}") == 12
@@ -136,22 +138,22 @@ def test_exclude(base: str) -> None:
 
 
 def test_excluding_everything_at_a_point_needs_no_baseline_there(base: str) -> None:
-    cells = plan(load_recipe(base, ["exclude.0={temperature: 0}", "verifiers=[token]"])).cells
+    cells = expand(load_recipe(base, ["exclude.0={temperature: 0}", "verifiers=[token]"])).cells
     assert {c.sampling.temperature for c in cells} == {1}
 
 
 def test_a_recipe_of_baselines(base: str) -> None:
-    assert len(plan(load_recipe(base, ["drafters=[none]", "verifiers=[token]", "exclude=[]"])).cells) == 4
+    assert len(expand(load_recipe(base, ["drafters=[none]", "verifiers=[token]", "exclude=[]"])).cells) == 4
 
 
 def test_hashes(base: str, tmp_path: Path) -> None:
-    first, again = plan(load_recipe(base)), plan(load_recipe(base))
+    first, again = expand(load_recipe(base)), expand(load_recipe(base))
     assert first.hash == again.hash and re.fullmatch("[0-9a-f]{12}", first.hash)
     hashes = [c.hash for c in first.cells]
     assert len(set(hashes)) == len(hashes)
-    assert plan(load_recipe(base, ["question=why", "drafters.1.label=s"])).hash == first.hash
+    assert expand(load_recipe(base, ["question=why", "drafters.1.label=s"])).hash == first.hash
     for change in ("seed=1", "limit=3", "drafters.1.gamma=5", "max_new_tokens=9", "prompts.limit=2"):
-        assert plan(load_recipe(base, [change])).hash != first.hash
+        assert expand(load_recipe(base, [change])).hash != first.hash
 
 
 def test_a_hash_does_not_change_between_versions() -> None:
@@ -162,7 +164,7 @@ def test_a_hash_does_not_change_between_versions() -> None:
 
 def test_a_resolved_recipe_can_be_loaded_again(base: str) -> None:
     recipe = load_recipe(base, ["drafters.0={name: prompt-lookup, label: copy}"])
-    assert plan(Recipe.model_validate(recipe.model_dump(mode="json"))).hash == plan(recipe).hash
+    assert expand(Recipe.model_validate(recipe.model_dump(mode="json"))).hash == expand(recipe).hash
 
 
 # -- --set ---------------------------------------------------------------------------------------------------
@@ -177,7 +179,7 @@ def test_set(base: str) -> None:
         "limit=2",
     ]
     recipe = load_recipe(base, settings)
-    cells = plan(recipe).cells
+    cells = expand(recipe).cells
     assert {(c.batch_size, c.sampling.top_k, c.prompts.limit) for c in cells} == {(2, 5, 2)}
     assert {c.drafter.config["gamma"] for c in cells if c.drafter.name == "prompt-lookup"} == {3}
 
@@ -269,7 +271,7 @@ def test_missing_recipe_is_reported(tmp_path: Path) -> None:
 
 def test_registered_recipes(base: str, install: Any) -> None:
     install("recipes", ("mine", Path(base)))
-    assert plan(load_recipe("mine")).hash == plan(load_recipe(base)).hash
+    assert expand(load_recipe("mine")).hash == expand(load_recipe(base)).hash
 
 
 def test_models_that_cannot_be(base: str, tmp_path: Path) -> None:
@@ -307,7 +309,7 @@ def test_a_drafter_that_no_verifier_takes(base: str, install: Any) -> None:
         "--set drafters.0=tree: drafter 'tree' has no compatible partner: drafter 'tree' makes 'iid' drafts, but verifier 'token' "
         "accepts only: chain; see crossdraft list drafters tree for compatible verifiers"
     )
-    skipped = plan(load_recipe(base, ["drafters.0=tree"])).skipped
+    skipped = expand(load_recipe(base, ["drafters.0=tree"])).skipped
     assert any("drafter 'tree' makes 'iid' drafts" in reason for reason in skipped)
     assert any("'greedy' compares" in reason and "use 'traversal' or 'specinfer'" in reason for reason in skipped)
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from crossdraft.framework.bench.matrix import load_recipe, plan
+from crossdraft.framework.bench.matrix import expand, load_recipe
 from crossdraft.framework.cli import main as cli
 
 RECIPE = """\
@@ -37,4 +37,4 @@ def test_a_run_and_its_page(
     assert prompts.split("|")[2].strip() == "6 of prompts.jsonl"
     assert "| command " in "".join(page) and "`crossdraft run recipe.yaml`" in "".join(page)
     # The stored recipe reproduces the run.
-    assert directory.name.endswith(plan(load_recipe(directory / "recipe.json")).hash)
+    assert directory.name.endswith(expand(load_recipe(directory / "recipe.json")).hash)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from crossdraft.framework.bench.matrix import plan
+from crossdraft.framework.bench.matrix import expand
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.metrics.cell_metrics import StepRecord, measure
 from crossdraft.framework.metrics.intervals import Estimate
@@ -57,7 +57,7 @@ def made(tmp_path: Path) -> MADE:
             "verifiers": ["token", "block"],
         }
         recipe = Recipe.model_validate(data | options)
-        expanded = plan(recipe)
+        expanded = expand(recipe)
         path = tmp_path / f"{name}-{expanded.hash}"
         run = RunDirectory(path)
         outcome = Summary(recipe, path, skipped=expanded.skipped, notes=["a note"])

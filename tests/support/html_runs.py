@@ -7,7 +7,7 @@ import numpy as np
 from piece_results import made_piece
 
 from crossdraft.framework.bench.group import compare_group
-from crossdraft.framework.bench.matrix import plan
+from crossdraft.framework.bench.matrix import expand
 from crossdraft.framework.metrics.cell_metrics import StepRecord, measure
 from crossdraft.framework.recipe.recipe import Recipe
 from crossdraft.framework.report.csv_rows import summary_csv
@@ -44,7 +44,7 @@ def finished_run(directory: Path, recipe: dict[str, Any] | None = None, tokens: 
     request = Recipe.model_validate(recipe or RECIPE)
     rng = np.random.default_rng(0)
     results: list[CellResult] = []
-    for config in plan(request).cells:
+    for config in expand(request).cells:
         result = _cell(config, rng, tokens)
         results.append(result)
     for key in {result.config.group for result in results}:

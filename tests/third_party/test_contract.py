@@ -18,7 +18,7 @@ from tiny_models import VOCAB, save_model
 
 import crossdraft
 from crossdraft.framework.api.build import load_draft_model
-from crossdraft.framework.bench.matrix import load_recipe, plan
+from crossdraft.framework.bench.matrix import expand, load_recipe
 from crossdraft.framework.bench.run import run
 from crossdraft.framework.plugins import manager
 from crossdraft.testing import DrafterContract, TinyModel, VerifierContract
@@ -179,7 +179,7 @@ def test_traits_of_a_verifier_follow_from_its_config(tmp_path: Path, models: dic
     recipe = load_recipe(
         write_recipe(tmp_path, models["target"], drafters=["prompt-lookup"], verifiers=[*verifiers, "token"])
     )
-    cells = plan(recipe).cells
+    cells = expand(recipe).cells
     from crossdraft.framework.runs.labels import verifier_title
 
     titles = [verifier_title(cell) for cell in cells if not cell.is_baseline]
@@ -193,7 +193,7 @@ def test_a_drafter_for_temperature_zero_is_left_out_elsewhere(tmp_path: Path, mo
             matrix={"temperature": [0, 1]},
         )
     )  # fmt: skip
-    found = plan(recipe)
+    found = expand(recipe)
     assert {cell.sampling.temperature for cell in found.cells if cell.drafter.name == "oracle"} == {0}
     assert "drafter 'oracle' needs temperature 0, but the temperature is 1" in found.skipped
 

@@ -75,7 +75,7 @@ from test_crossdraft_suffix import (  # noqa: F401
 from tiny_models import make_tokenizer, save_model
 
 import crossdraft
-from crossdraft.framework.bench.matrix import load_recipe, plan
+from crossdraft.framework.bench.matrix import expand, load_recipe
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.plugins import entries, manager
 
@@ -178,7 +178,7 @@ def test_its_recipe_is_one(folder: str, tmp_path: Path) -> None:
         changes += [f"drafters.{i}.model={target}" for i in range(3)]
     if folder == "crossdraft-combine":
         changes += [f"drafters.1.model={target}", f"drafters.2.drafters.1.model={target}"]
-    found = plan(load_recipe(str(ROOT / "plugins" / folder / "recipe.yaml"), changes))
+    found = expand(load_recipe(str(ROOT / "plugins" / folder / "recipe.yaml"), changes))
     names = {name for cell in found.cells for name in (cell.drafter.name, cell.verifier.name)}
     assert folder.removeprefix("crossdraft-") in names and not found.skipped
     project = tomllib.loads((ROOT / "plugins" / folder / "pyproject.toml").read_text(encoding="utf-8"))

@@ -87,7 +87,6 @@ def main(args: argparse.Namespace) -> int:
     """Return 0; 1 if a cell failed or the disk is full; 130 if interrupted. Raises UsageError (exit status 2)."""
     from ...recipe.recipe import read_recipe
 
-    _check(args)
     settings = list(args.settings)
     if args.limit is not None:
         settings.append(f"limit={args.limit}")
@@ -97,16 +96,16 @@ def main(args: argparse.Namespace) -> int:
 
     from transformers.utils import logging
 
-    from ...bench.matrix import plan
+    from ...bench.matrix import expand
     from ...report.tables import terminal
     from ...report.write import write_summary
     from ...runs.interrupts import Interrupts
 
     logging.disable_progress_bar()  # the run has its own progress bar
-    cells = plan(recipe).cells
+    cells = expand(recipe).cells
     consent = trusted(args, _models(cells)) if args.trust_remote_code else frozenset()
     with Interrupts(), tracking(args.track) as notify_finished:
-        outcome = (_launch if args.launcher else _run)(args, recipe, settings, consent)
+        outcome = _run(args, recipe, settings, consent)
         summary = write_summary(outcome)
         notify_finished(summary)
         print_stored(terminal(summary))
@@ -141,21 +140,17 @@ def _print_partial(outcome: Outcome) -> None:
     print_error(f"\n{brief(Summary.of(outcome, []))}")
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Raise UsageError for options that cannot be combined."""
-    if args.shard and args.launcher:
-        raise UsageError(
-            "--shard and --launcher cannot be combined: a launcher creates shards itself; remove one of them"
-        )
-    for name, is_set in (("--workers", args.workers is not None), ("--launcher-option", args.launcher_options)):
-        if is_set and not args.launcher:
-            raise UsageError(f"{name} requires --launcher; without one, this process measures all groups")
-
-
 def _run(args: argparse.Namespace, recipe: Recipe, settings: list[str], consent: frozenset[str]) -> Outcome:
-    from ...bench.run import log_to_stderr, run
+    from ...bench.config import log_to_stderr
+    from ...bench.run import run
     from ...runs.shards import Shard
 
+    options = {}
+    for text in args.launcher_options:
+        key, equals, value = text.partition("=")
+        if not (key and equals):
+            raise UsageError(f"--launcher-option {quoted(text)} is not KEY=VALUE")
+        options[key] = value
     return run(
         recipe,
         args.out,
@@ -172,45 +167,12 @@ def _run(args: argparse.Namespace, recipe: Recipe, settings: list[str], consent:
         debug=args.debug,
         certify=lambda cells, limit: certify_missing(cells, _discard if args.quiet else log_to_stderr, limit),
         on_partial=None if args.quiet else _print_partial,
+        launcher=args.launcher or "",
+        launcher_options=options,
+        workers=args.workers,
+        command=["run", args.recipe, *(part for setting in settings for part in ("--set", setting))],
     )
 
 
 def _discard(_: str) -> None:
     """Ignore a message."""
-
-
-def _launch(args: argparse.Namespace, recipe: Recipe, settings: list[str], consent: frozenset[str]) -> Outcome:
-    from ...bench.launch import launch
-    from ...bench.matrix import plan
-    from ...bench.run import log_to_stderr
-    from ...bench.step_limit import StepLimit
-
-    limit = StepLimit(args.step_limit)
-    certify_missing(plan(recipe).cells, _discard if args.quiet else log_to_stderr, limit)  # once, not in each process
-
-    options = {}
-    for text in args.launcher_options:
-        key, equals, value = text.partition("=")
-        if not (key and equals):
-            raise UsageError(f"--launcher-option {quoted(text)} is not KEY=VALUE")
-        options[key] = value
-    command = ["run", args.recipe, "--validate", args.validate]
-    for setting in settings:
-        command += ["--set", setting]
-    for name in sorted(consent):
-        command += ["--trust-remote-code", name]
-    if args.step_limit is not None:
-        command += ["--step-limit", str(args.step_limit)]
-    switches = ("fresh", "retry_failed", "fail_fast", "untimed", "debug")
-    command += [f"--{switch.replace('_', '-')}" for switch in switches if getattr(args, switch)]
-    return launch(
-        recipe,
-        args.out,
-        args.launcher,
-        command,
-        options=options,
-        workers=args.workers,
-        untimed=args.untimed,
-        fail_fast=args.fail_fast,
-        log=None if args.quiet else log_to_stderr,
-    )

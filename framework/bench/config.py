@@ -1,0 +1,107 @@
+"""Configuration of a run."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+from ..models.distributed import SPLIT
+from ..recipe.recipe import CellConfig, Recipe
+from ..runs.records import Outcome
+from ..runs.shards import Shard
+from .step_limit import StepLimit
+
+
+def log_to_stderr(line: str) -> None:
+    with suppress(OSError):  # a closed pipe or a full disk does not end the run
+        print(line, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Recipe and options of a run.
+
+    Attributes:
+        out: parent of the run's directory.
+        fresh: measure everything, ignoring results on disk.
+        retry_failed: measure groups with failed cells again instead of reporting the failures again.
+        fail_fast: end the run at the first failed cell.
+        step_limit: seconds after which a step is aborted and its cell fails; None = no limit.
+        validate: how often drafts and verdicts are checked in full, see `Decoder`.
+        trust_remote_code: names of models that may run Python code from their own directories.
+        shard: measure only this part of the groups, in its own directory, see `runs.shards`.
+        untimed: discard times, for a device shared with other processes.
+        log: receives progress messages, one line each; None for no messages.
+        progress: show a bar on stderr if it is a terminal.
+        debug: log the tracebacks of failed cells.
+        certify: called with the cells to measure and the step limit before models are loaded; raises to reject them.
+        on_partial: called with intermediate results during a run with a time budget.
+        clock: returns seconds, for the time budget and estimates.
+        launcher: name of a registered launcher that measures every group in its own process, or empty.
+        launcher_options: options of the launcher.
+        workers: maximum number of concurrent processes; by default the number of devices of the launcher.
+        command: arguments of ``crossdraft`` that name the recipe in a launcher's process: ``["run", "recipe.yaml",
+            "--set", ...]``.
+
+    Raises:
+        UsageError: options that cannot be combined.
+    """
+
+    recipe: Recipe
+    out: Path
+    fresh: bool = False
+    retry_failed: bool = False
+    fail_fast: bool = False
+    step_limit: float | None = None
+    validate: str = "sampled"
+    trust_remote_code: Iterable[str] = ()
+    shard: Shard | None = None
+    untimed: bool = False
+    log: Callable[[str], None] | None = log_to_stderr
+    progress: bool = False
+    debug: bool = False
+    certify: Callable[[Sequence[CellConfig], StepLimit], None] | None = None
+    on_partial: Callable[[Outcome], None] | None = None
+    clock: Callable[[], float] = time.monotonic
+    launcher: str = ""
+    launcher_options: Mapping[str, Any] = field(default_factory=dict)
+    workers: int | None = None
+    command: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.shard and self.launcher:
+            raise UsageError(
+                "--shard and --launcher cannot be combined: a launcher creates shards itself; remove one of them"
+            )
+        for name, is_set in (("--workers", self.workers is not None), ("--launcher-option", self.launcher_options)):
+            if is_set and not self.launcher:
+                raise UsageError(f"{name} requires --launcher; without one, this process measures all groups")
+        if self.workers is not None and self.workers < 1:
+            raise UsageError(f"--workers {self.workers}: must be at least 1")
+        if self.launcher and self.recipe.device == SPLIT:
+            raise UsageError(
+                f"--launcher and device {SPLIT}: a launcher starts one process per group, but a split target needs "
+                "several processes; use torchrun ... -m crossdraft run with --shard instead"
+            )
+
+    def message(self, line: str) -> None:
+        """Log a line."""
+        if self.log is not None:
+            self.log(line)
+
+    def shard_command(self, shard: Shard) -> tuple[str, ...]:
+        """Arguments of ``crossdraft`` for the process that measures a shard."""
+        command = [*self.command, "--validate", self.validate]
+        for name in sorted(self.trust_remote_code):
+            command += ["--trust-remote-code", name]
+        if self.step_limit is not None:
+            command += ["--step-limit", str(self.step_limit)]
+        switches = ("fresh", "retry_failed", "fail_fast", "untimed", "debug")
+        command += [f"--{switch.replace('_', '-')}" for switch in switches if getattr(self, switch)]
+        return (*command, "--out", str(self.out), "--shard", str(shard))

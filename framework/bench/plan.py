@@ -1,0 +1,182 @@
+"""Plan of a run: its directory, its groups, and their results on disk. Nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from random import Random
+from typing import Any
+
+from ..models.environment import describe
+from ..recipe.prompts import Prompt
+from ..recipe.recipe import CellConfig, digest
+from ..runs.labels import counted, group_title
+from ..runs.records import CellResult
+from ..runs.run_directory import RunDirectory
+from ..runs.shards import FOLDER
+from .config import RunConfig
+from .conversations import blocks_of
+from .matrix import Expansion, expand
+from .provenance import changes, provenance
+
+
+@dataclass
+class PlannedGroup:
+    """A group of a run, see `bench.group`.
+
+    Attributes:
+        cells: configs of the cells, the baseline first.
+        position: position in the run, ``"group 1 of 3"``.
+        settings: settings that its cells share and other groups do not.
+        stored: results on disk, or None if the group is to be measured.
+        source: directory of another run that has these results.
+        reason: reason why the results are reused or measured again, or empty.
+        discard: remove the pieces on disk before the measurement.
+    """
+
+    cells: Sequence[CellConfig]
+    position: str
+    settings: str
+    stored: list[CellResult] | None = None
+    source: RunDirectory | None = None
+    reason: str = ""
+    discard: bool = False
+
+    @property
+    def key(self) -> str:
+        return self.cells[0].group
+
+    @property
+    def title(self) -> str:
+        return f"{self.position} ({self.settings})"
+
+
+@dataclass
+class Plan:
+    """Plan of a run.
+
+    Attributes:
+        expansion: cells of the whole recipe.
+        directory: directory of the run or of its shard.
+        groups: groups of the run or of its shard.
+        environment: see `describe`; empty for a launcher, which leaves the devices to its processes.
+    """
+
+    config: RunConfig
+    expansion: Expansion
+    prompts: Sequence[Prompt]
+    directory: RunDirectory
+    groups: list[PlannedGroup]
+    environment: dict[str, Any]
+
+    @property
+    def cells(self) -> list[CellConfig]:
+        return [cell for group in self.groups for cell in group.cells]
+
+    @property
+    def new(self) -> list[CellConfig]:
+        """Cells to measure."""
+        return [cell for group in self.groups if group.stored is None for cell in group.cells]
+
+    @cached_property
+    def blocks(self) -> list[list[int]]:
+        """Positions of the prompts of each block, see `blocks_of`."""
+        batch_sizes = {cell.batch_size for cell in self.expansion.cells}
+        return blocks_of(self.prompts, batch_sizes, Random(self.config.recipe.seed))
+
+    @cached_property
+    def _prompts_digest(self) -> str:
+        return digest([asdict(prompt) for prompt in self.prompts])
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Description of the run in plug-in notifications."""
+        shard, path = self.config.shard, str(self.directory.path)
+        return {
+            "name": self.config.recipe.name,
+            "directory": path,
+            "cells": len(self.cells),
+            "shard": str(shard) if shard else "",
+        }
+
+    @property
+    def notes(self) -> list[str]:
+        """Notes for readers of the results."""
+        prompts = len(self.prompts)
+        return [
+            f"batch size {b} with only {counted(prompts, 'prompt')}: some slots stay empty; tok/s are those of a "
+            "smaller batch"
+            for b in sorted({cell.batch_size for cell in self.cells if cell.batch_size > prompts})
+        ]
+
+    def provenance(self, cell: CellConfig) -> dict[str, Any]:
+        """Conditions of a measurement now; includes the certificates, so it changes when cells are certified."""
+        return provenance(cell, self.environment, self._prompts_digest, not self.config.untimed)
+
+    def look_up(self) -> None:
+        """Find the results on disk. The directory must be locked, because another run may write to it otherwise."""
+        for group in self.groups:
+            if self.config.fresh:
+                group.discard = True
+            else:
+                self._look_up(group)
+
+    def _look_up(self, group: PlannedGroup) -> None:
+        results, group.reason = self._stored_in(self.directory, group.cells)
+        cut = next((result.cut for result in results or () if result.planned is not None), "")
+        if cut:  # its pieces are in this directory
+            group.discard = self.config.retry_failed and any(result.error for result in results or ())
+            group.reason = f"resuming: {cut.partition(';')[0]}"
+            return
+        if results is None:
+            out, pattern = self.config.out, f"{self.config.recipe.name}-????????????"
+            candidates = [*sorted(out.glob(pattern)), *sorted(out.glob(f"{pattern}/{FOLDER}/*-of-*"))]
+            for candidate in (RunDirectory(path) for path in candidates if path != self.directory.path):
+                cells, _ = self._stored_in(candidate, group.cells)
+                if cells is not None and not any(result.planned for result in cells):
+                    results, group.source = cells, candidate
+                    group.reason = f"measured in {candidate.path.relative_to(out)}"
+                    break
+        failed = sum(result.error is not None for result in results or ())
+        if failed:
+            group.reason = f"{counted(failed, 'cell')} failed before"
+            if self.config.retry_failed:
+                return
+            group.reason += "; use --retry-failed to measure again"
+        group.stored = results
+
+    def _stored_in(self, directory: RunDirectory, cells: Sequence[CellConfig]) -> tuple[list[CellResult] | None, str]:
+        """Return the results of a group in a directory, or None with the reason why they cannot be reused."""
+        results = [result for cell in cells if (result := directory.load(cell)) is not None]
+        if not results:
+            return None, ""
+        if len(results) < len(cells) or len({result.measured for result in results}) > 1:
+            return None, "some cells are new"
+        changed: dict[str, None] = {}  # in order
+        for result in results:
+            changed |= dict.fromkeys(changes(result.provenance, self.provenance(result.config)))
+        if changed:
+            text = "; ".join(list(changed)[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+            return None, f"measured again because of changes: {text}"
+        return results, ""
+
+
+def plan(config: RunConfig) -> Plan:
+    """Expand the recipe of a run and load its prompts; `Plan.look_up` adds the results on disk.
+
+    Raises:
+        UsageError: the recipe, its prompts or something it names is invalid.
+    """
+    recipe = config.recipe
+    expansion, prompts = expand(recipe), recipe.selected_prompts.load()
+    path = config.out / f"{recipe.name}-{expansion.hash}"
+    groups = expansion.groups()
+    if config.shard:
+        path, groups = config.shard.directory(path), config.shard.part(groups)
+    planned = [
+        PlannedGroup(cells, f"group {number} of {len(groups)}", group_title(cells[0], expansion.cells))
+        for number, cells in enumerate(groups, 1)
+    ]
+    environment = {} if config.launcher else describe()
+    return Plan(config, expansion, prompts, RunDirectory(path), planned, environment)

@@ -1,0 +1,148 @@
+"""Files and outcome of a run, written as its events arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from .. import plugins
+from ..errors import CrossdraftError, UsageError
+from ..runs.readme import FILE as README
+from ..runs.readme import readme
+from ..runs.records import CellResult, Outcome
+from ..runs.shards import FILE
+from ..runs.state import Reporter
+from .events import (
+    BlocksFinished,
+    Event,
+    GroupHead,
+    GroupInterrupted,
+    GroupsFinished,
+    GroupStarted,
+    PieceFinished,
+    PromptsFinished,
+)
+from .plan import Plan
+from .progress import Progress
+from .provenance import distinct
+
+
+class Unwritable(CrossdraftError):
+    """A failure to write to the run directory, which stops the run."""
+
+
+@contextmanager
+def writing(outcome: Outcome) -> Iterator[None]:
+    """Turn a write error into the reason why the run stopped, or into a UsageError before the first result."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"cannot write to {outcome.directory}: {error.strerror or error}"
+        if not outcome.results:
+            raise UsageError(reason) from None
+        outcome.stopped = reason
+
+
+def write_head(plan: Plan, outcome: Outcome) -> None:
+    """Write the files that exist from the start of a run."""
+    recipe, path = plan.config.recipe, plan.directory.path
+    plan.directory.write_json("recipe.json", recipe.model_dump(mode="json"))
+    plan.directory.write_text(README, readme(path.name, recipe, len(plan.cells), len(plan.prompts)))
+    plan.config.message(f"writing tables, charts and steps to {path}; README.md there describes the files")
+    _write_shard(plan, outcome, [])
+
+
+class Store:
+    """Writer of the results of a run, to its directory, `Outcome` and ``state.json``.
+
+    The directory must be locked. Results that are reused from other runs are copied at once.
+
+    Args:
+        progress: receives the events before this writer.
+    """
+
+    def __init__(self, plan: Plan, outcome: Outcome, state: Reporter, progress: Progress):
+        self._plan, self._directory, self._outcome = plan, plan.directory, outcome
+        self._state, self._progress = state, progress
+        self._finished: list[str] = []  # keys of groups
+        self._counts = {"finished": 0, "failed": 0}
+        for group in plan.groups:
+            if group.stored is not None and group.source is not None:
+                self._directory.adopt(group.source, group.cells)
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case GroupStarted(group):
+                if group.discard:
+                    self._directory.drop_group(group.key)
+            case GroupHead(key, head, restart):
+                self._try(lambda: (self._directory.begin_group if restart else self._directory.save_head)(key, head))
+            case PieceFinished(key, number, results):
+                self._try(lambda: self._directory.save_piece(key, number, results))
+            case PromptsFinished():
+                self._state.update_progress(self._progress.share)
+            case BlocksFinished(results):
+                for result in results:
+                    self._save(result)
+            case GroupInterrupted(results, note):
+                self._outcome.notes += [note] if note else []
+                self._outcome.results += results
+                with suppress(OSError):  # the run may have ended because the disk is full
+                    self._directory.save_partial(results)
+            case GroupsFinished(keys, results, complete):
+                self._outcome.results += results
+                for result in results:
+                    if not result.reused:
+                        self._save(result)
+                    self._counts["finished" if result.error is None else "failed"] += 1
+                    if result.metrics is not None and not result.reused:
+                        plugins.notify("crossdraft_cell_finished", run=self._plan.about, cell=result.summary())
+                for key in keys if complete else ():
+                    self._directory.drop_group(key)
+                self._finished += keys
+                self._state.update(**self._counts, progress=self._progress.share)
+            case _:
+                pass
+
+    def close(self) -> None:
+        """Write the files of the end of a run."""
+        outcome = self._outcome
+        order = {cell.hash: i for i, cell in enumerate(self._plan.cells)}
+        outcome.results.sort(key=lambda result: order[result.config.hash])
+        cuts = sorted({result.cut for result in outcome.results} - {""})
+        outcome.notes += cuts
+        note = outcome.stopped or "; ".join(cuts)
+        self._state.update(**self._counts, progress=self._progress.share, state=outcome.state, note=note)
+        self._write_environment()
+        _write_shard(self._plan, outcome, self._finished)
+
+    def _save(self, result: CellResult) -> None:
+        self._try(lambda: self._directory.save(result))
+
+    def _try(self, write: Callable[[], Any]) -> None:
+        try:
+            write()
+        except OSError as error:
+            raise Unwritable(f"cannot write to {self._directory.path}: {error.strerror or error}") from None
+
+    def _write_environment(self) -> None:
+        """Write ``environment.json`` unless all results were reused."""
+        results = self._outcome.results
+        if all(result.reused for result in results):
+            return
+        models: dict[str, Any] = {}
+        for result in results:
+            models |= result.provenance.get("models", {})
+        prompts = {"source": self._plan.config.recipe.prompts.source, "count": len(self._plan.prompts)}
+        about = self._plan.environment | {"models": models, "prompts": prompts}
+        about["conditions"] = distinct(result.provenance for result in results)
+        self._directory.write_json("environment.json", about)
+
+
+def _write_shard(plan: Plan, outcome: Outcome, finished: Sequence[str]) -> None:
+    """Write the shard's file: all cells of the run, and finished groups and failed cells of the shard."""
+    if (shard := plan.config.shard) is not None:
+        head = {"shard": str(shard), "cells": [cell.hash for cell in plan.expansion.cells]}
+        failed = {result.config.hash: result.error for result in outcome.failed}
+        plan.directory.write_json(FILE, head | {"finished": finished, "failed": failed, "notes": outcome.notes})
