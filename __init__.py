@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .drafters.autoregressive.draft_model import DraftModel
-    from .framework.advise.acceptance import Acceptance
-    from .framework.advise.engine import Engine, Schedule, Settings
-    from .framework.advise.engine_log import Source
     from .framework.api.build import find_drafter, make_verifier
     from .framework.api.custom_generate import custom_generate
     from .framework.api.generate import generate, stream
@@ -52,6 +49,9 @@ if TYPE_CHECKING:
     from .framework.contracts.training import Batch, Search, SearchConfig, Text, Trainee, TrainingConfig
     from .framework.contracts.training_options import option
     from .framework.contracts.verifier import Verifier, VerifierTraits
+    from .framework.engines.acceptance import Acceptance
+    from .framework.engines.engine import Engine, Schedule, Settings
+    from .framework.engines.engine_log import Source
     from .framework.errors import (
         ContractError,
         CrossdraftError,
@@ -196,7 +196,7 @@ _HOME = {
     "SAMPLED_SIBLINGS": ".framework.contracts.draft_kind",
     "SINGLE_CHILD": ".framework.contracts.draft_kind",
     "WITHOUT_REPLACEMENT": ".framework.contracts.draft_kind",
-    "Acceptance": ".framework.advise.acceptance",
+    "Acceptance": ".framework.engines.acceptance",
     "Backend": ".framework.contracts.models",
     "Batch": ".framework.contracts.training",
     "Checkpoint": ".framework.contracts.models",
@@ -210,7 +210,7 @@ _HOME = {
     "DraftModel": ".drafters.autoregressive.draft_model",
     "DraftTraits": ".framework.contracts.drafter",
     "Drafter": ".framework.contracts.drafter",
-    "Engine": ".framework.advise.engine",
+    "Engine": ".framework.engines.engine",
     "Fork": ".framework.contracts.lm",
     "Gathered": ".framework.util.tensors",
     "Launcher": ".framework.contracts.launcher",
@@ -227,14 +227,14 @@ _HOME = {
     "ResolvedModel": ".framework.contracts.models",
     "Response": ".framework.contracts.steps",
     "Sampling": ".framework.contracts.sampling",
-    "Schedule": ".framework.advise.engine",
+    "Schedule": ".framework.engines.engine",
     "Scores": ".framework.contracts.draft",
     "Search": ".framework.contracts.training",
     "SearchConfig": ".framework.contracts.training",
     "SequenceStep": ".framework.contracts.steps",
     "Sequences": ".framework.contracts.draft",
-    "Settings": ".framework.advise.engine",
-    "Source": ".framework.advise.engine_log",
+    "Settings": ".framework.engines.engine",
+    "Source": ".framework.engines.engine_log",
     "StepEvent": ".framework.contracts.steps",
     "StepRng": ".framework.contracts.rng",
     "StrategyConfig": ".framework.contracts.drafter",

@@ -43,14 +43,14 @@ from tabulate import tabulate
 
 from crossdraft import Drafter, DraftTraits, StrategyConfig, hookimpl, load_model
 from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
-from crossdraft.framework.advise.acceptance import Acceptance
-from crossdraft.framework.advise.engine import Range, Schedule
-from crossdraft.framework.advise.engine_log import Source
-from crossdraft.framework.advise.engines.llama_cpp import LlamaCpp
 from crossdraft.framework.api.build import make_slots
 from crossdraft.framework.cli.main import main as crossdraft
 from crossdraft.framework.cli.replay.candidates import candidates_of
 from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.engines.acceptance import Acceptance
+from crossdraft.framework.engines.builtin.llama_cpp import LlamaCpp
+from crossdraft.framework.engines.engine import Range, Schedule
+from crossdraft.framework.engines.engine_log import Source
 from crossdraft.framework.metrics.intervals import estimate
 from crossdraft.framework.models.chat import encode
 from crossdraft.framework.plugins import manager

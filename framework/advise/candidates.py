@@ -15,13 +15,13 @@ from .. import plugins
 from ..cost.curve import CostCurve, Curve
 from ..cost.finished_cells import curves_of, statistics
 from ..cost.prediction import CellStatistics, Prediction, predict
+from ..engines.acceptance import Acceptance
 from ..metrics.cell_metrics import Metrics, uncut_steps
 from ..metrics.intervals import Estimate
 from ..recipe.recipe import CellConfig
 from ..runs.labels import group_title
 from ..runs.marks import mark_of
 from ..runs.records import CellResult
-from .acceptance import Acceptance
 
 #: Verifiers whose acceptance of token i does not depend on later tokens.
 _CAUSAL_VERIFIERS = ("token", "block", "greedy")

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from ..cost.curve import CostCurve
 from ..cost.roofline import Roofline
+from ..engines.acceptance import Acceptance
+from ..engines.engine import Engine, Settings
+from ..engines.engine_log import Source
 from ..runs.records import CellResult
-from .acceptance import Acceptance
 from .decision import EngineChoice, Step
-from .engine import Engine, Settings
-from .engine_log import Source
 
 #: Fewer prompts or drafts than this raise a warning.
 _MIN_PIECES, _MIN_DRAFTS = 10, 300

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
+from ..engines.engine import Engine, Range, Schedule
 from ..errors import UsageError
 from ..metrics.intervals import Estimate
 from .candidates import Candidate
-from .engine import Engine, Range, Schedule
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossdraft.framework.advise.acceptance import Acceptance
+from crossdraft.framework.engines.acceptance import Acceptance
 from crossdraft.framework.errors import UsageError
 
 RATES = st.lists(st.floats(0.01, 1), min_size=1, max_size=8)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from crossdraft import Acceptance, Engine, Schedule, Settings
 from crossdraft.framework.advise.candidates import Candidate, Machine, imported, of_run
 from crossdraft.framework.advise.decision import decide, schedule_for
-from crossdraft.framework.advise.engine import Range
 from crossdraft.framework.cost.finished_cells import predictions
 from crossdraft.framework.cost.prediction import CellStatistics, predict
+from crossdraft.framework.engines.engine import Range
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.runs.records import CellResult
 

@@ -12,7 +12,7 @@ from tiny_models import save_model
 
 from crossdraft import Acceptance, Engine, Schedule, Settings, Source
 from crossdraft.framework import plugins
-from crossdraft.framework.advise.engine import Range
+from crossdraft.framework.engines.engine import Range
 from crossdraft.framework.errors import ContractError, UsageError
 from crossdraft.framework.metrics.intervals import Estimate
 

@@ -8,8 +8,8 @@ import pytest
 
 from crossdraft import Source
 from crossdraft.framework import plugins
-from crossdraft.framework.advise.acceptance import Acceptance
-from crossdraft.framework.advise.engine_log import read_source
+from crossdraft.framework.engines.acceptance import Acceptance
+from crossdraft.framework.engines.engine_log import read_source
 from crossdraft.framework.errors import UsageError
 
 VLLM_LOG = """\

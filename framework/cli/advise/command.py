@@ -18,10 +18,10 @@ from .options import BATCH_SIZES, check
 from .options import add_arguments as add_arguments
 
 if TYPE_CHECKING:
-    from ...advise.acceptance import Acceptance
     from ...advise.candidates import Candidate, Machine
     from ...advise.caveats import Remarks
     from ...cost.curve import Curve
+    from ...engines.acceptance import Acceptance
 
 CONTEXT = 1024
 
@@ -154,8 +154,8 @@ def _run_candidates(args: argparse.Namespace, source: str, costs: _Costs, remark
 
 def _read_acceptances(args: argparse.Namespace, source: str, remarks: Remarks) -> list[Acceptance]:
     """Acceptances in a source, in the format of any engine, completed by the options."""
-    from ...advise.acceptance import Acceptance
-    from ...advise.engine_log import read_source
+    from ...engines.acceptance import Acceptance
+    from ...engines.engine_log import read_source
 
     content = read_source(source)
     before = read_source(args.since) if args.since else None
@@ -269,7 +269,7 @@ def _stored_curve(name: str, remarks: Remarks) -> Curve:
 def _settings(args: argparse.Namespace, groups: dict[str, list[Candidate]], sizes: list[int], remarks: Remarks) -> Any:
     """Settings for the engine of --export; adds remarks on its limitations and their cost."""
     from ...advise.decision import decide, schedule_for
-    from ...advise.engine import Settings
+    from ...engines.engine import Settings
 
     if len(groups) > 1:
         raise UsageError(

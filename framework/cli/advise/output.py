@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ...advise.caveats import Remarks
     from ...advise.decision import Choice, Step
-    from ...advise.engine import Settings
+    from ...engines.engine import Settings
     from ...metrics.intervals import Estimate
 
 _LEGEND = (

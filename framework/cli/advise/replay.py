@@ -12,9 +12,9 @@ from ..baseline_responses import baseline_responses, log
 from ..trust_args import trusted_with_drafter
 
 if TYPE_CHECKING:
-    from ...advise.acceptance import Acceptance
     from ...advise.caveats import Remarks
     from ...contracts.sampling import Sampling
+    from ...engines.acceptance import Acceptance
     from ...replay.replay import Candidate
     from ...replay.response import Response
 
@@ -101,8 +101,8 @@ def replayed_acceptances(args: argparse.Namespace, remarks: Remarks) -> list[Acc
 def _of_candidate(
     candidate: Candidate, name: str, temperature: float | None, sampling: Sampling | None, remarks: Remarks
 ) -> Iterator[Acceptance]:
-    from ...advise.acceptance import Acceptance
     from ...contracts.sampling import Sampling
+    from ...engines.acceptance import Acceptance
 
     cls, config = candidate.drafter
     traits = cls.traits(config, sampling or Sampling())

@@ -7,7 +7,7 @@ from typing import Any
 
 from ... import plugins
 from ...advise.candidates import acceptance_of
-from ...advise.engine import Range, Schedule
+from ...engines.engine import Range, Schedule
 from ...errors import UsageError
 from ...report.load_run import FinishedRun
 from ...report.markdown import titles_of

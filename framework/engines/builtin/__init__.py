@@ -1,4 +1,4 @@
-"""Built-in engines, one file each; see `crossdraft.framework.advise.engine`."""
+"""Built-in engines, one file each; see `crossdraft.framework.engines.engine`."""
 
 from ...contracts.hookspecs import Register, hookimpl
 
