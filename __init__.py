@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from .framework.engines.acceptance import Acceptance
     from .framework.engines.engine import Engine, Schedule, Settings
     from .framework.engines.engine_log import Source
+    from .framework.engines.server import EngineServer, ServedCell, ServerEvent, ServerOptions
     from .framework.errors import (
         ContractError,
         CrossdraftError,
@@ -106,6 +107,7 @@ __all__ = [
     "DraftTraits",
     "Drafter",
     "Engine",
+    "EngineServer",
     "Fork",
     "Gathered",
     "Launcher",
@@ -128,6 +130,9 @@ __all__ = [
     "SearchConfig",
     "SequenceStep",
     "Sequences",
+    "ServedCell",
+    "ServerEvent",
+    "ServerOptions",
     "Settings",
     "Source",
     "StepEvent",
@@ -211,6 +216,7 @@ _HOME = {
     "DraftTraits": ".framework.contracts.drafter",
     "Drafter": ".framework.contracts.drafter",
     "Engine": ".framework.engines.engine",
+    "EngineServer": ".framework.engines.server",
     "Fork": ".framework.contracts.lm",
     "Gathered": ".framework.util.tensors",
     "Launcher": ".framework.contracts.launcher",
@@ -228,6 +234,9 @@ _HOME = {
     "Response": ".framework.contracts.steps",
     "Sampling": ".framework.contracts.sampling",
     "Schedule": ".framework.engines.engine",
+    "ServedCell": ".framework.engines.server",
+    "ServerEvent": ".framework.engines.server",
+    "ServerOptions": ".framework.engines.server",
     "Scores": ".framework.contracts.draft",
     "Search": ".framework.contracts.training",
     "SearchConfig": ".framework.contracts.training",

@@ -27,7 +27,7 @@ from .util.limits import MOST_NAME
 logger = logging.getLogger(__name__)
 
 KINDS = ("drafters", "verifiers", "trainers", "models", "backends", "prompts", "recipes", "engines")
-KINDS += ("launchers", "trackers")
+KINDS += ("servers", "launchers", "trackers")
 """What can be registered; for each there is a hook ``crossdraft_register_<kind>``."""
 
 
@@ -288,6 +288,12 @@ def _check(kind: str, name: str, found: Any) -> None:
         ]
         if not isinstance(found, type) or missing:
             raise ContractError(f"an engine is a subclass of crossdraft.Engine, not {quoted(found)}")
+        if found.name != name:
+            raise ContractError(f"{found.__name__}.name is {found.name!r}; it must be {name!r}, the registered name")
+    elif kind == "servers":
+        missing = [method for method in ("start", "complete", "stop") if not callable(getattr(found, method, None))]
+        if not isinstance(found, type) or missing:
+            raise ContractError(f"a server is a subclass of crossdraft.EngineServer, not {quoted(found)}")
         if found.name != name:
             raise ContractError(f"{found.__name__}.name is {found.name!r}; it must be {name!r}, the registered name")
     elif kind == "trackers" and not isinstance(found, type):

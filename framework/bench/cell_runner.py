@@ -5,9 +5,10 @@ The cells of a group share one target and take turns on its slots, each with its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from math import isfinite
 from random import Random
 from typing import Any
@@ -142,7 +143,7 @@ class _Steps:
                 self._held[row] = prompt, length
         return tokens
 
-    def piece(self, category: str) -> Piece:
+    def piece(self) -> Piece:
         """Sum up the steps. If no step had all slots in use, none belongs to the tail."""
         counted, tail = (self.full, self.partial) if self.full else (self.partial, [])
         steps: dict[str, list[list[int]]] = {}
@@ -153,7 +154,6 @@ class _Steps:
             seconds={phase: sum(step.seconds[phase] for step in counted) for phase in self._before},
             tail_emitted=sum(step.emitted for step in tail),
             tail_seconds=sum(s for step in tail for phase, s in step.seconds.items() if phase != PREFILL),
-            category=category,
             steps=steps,
         )
 
@@ -176,7 +176,83 @@ class _Step:
         return [*row, self.prefilled, round(1e6 * self.seconds["draft_prefill"])] if self.prefilled else row
 
 
-class Cell:
+class PieceRunner(ABC):
+    """Base of what measures the pieces of one cell: the decoding loop of this process, or an engine's server.
+
+    Attributes:
+        models: digest and source of every model of the cell, by name.
+        depth: maximum depth of the drafts.
+    """
+
+    models: dict[str, dict[str, Any]]
+    depth: int
+
+    def __init__(self, config: CellConfig, tokenizer: Any):
+        self.config, self._tokenizer = config, tokenizer
+
+    @property
+    def remembers(self) -> bool:
+        """True if drafts depend on earlier sequences; such a cell decodes finished pieces again when it resumes."""
+        return False
+
+    @abstractmethod
+    def warm_up(self, length: int) -> None:
+        """Run a few steps in every slot and discard them; prompts are ``length`` random tokens."""
+
+    @contextmanager
+    @abstractmethod
+    def _measured(self, result: PieceResult) -> Iterator[None]:
+        """Measure the piece that is decoded inside, and complete ``result`` except for records and responses."""
+        yield
+
+    @abstractmethod
+    def _decode(
+        self, conversations: Sequence[Conversation], prompts: Sequence[list[int]], turn: int
+    ) -> Sequence[Response]:
+        """Decode one turn of each conversation. Returns the responses in their order."""
+
+    def close(self) -> None:
+        """Free what the cell holds outside of this process."""
+
+    def run(self, conversations: Sequence[Conversation]) -> PieceResult:
+        """Measure one piece: all first turns, then all second turns after this cell's responses, and so on."""
+        result = PieceResult()
+        answers: dict[int, list[str]] = {c.prompt.index: [] for c in conversations}
+        with self._measured(result):
+            for turn in range(max(len(c.prompt.turns) for c in conversations)):
+                active = [c for c in conversations if turn < len(c.prompt.turns)]
+                prompts = [c.encode(self._tokenizer, answers[c.prompt.index]) for c in active]
+                responses = self._decode(active, prompts, turn)
+                for conversation, prompt, response in zip(active, prompts, responses, strict=True):
+                    text = str(self._tokenizer.decode(response.tokens, skip_special_tokens=True))
+                    answers[conversation.prompt.index].append(text)
+                    _record(result, conversation.prompt, turn, response, text, len(prompt))
+        categories = {c.prompt.category for c in conversations}
+        if len(categories) == 1:
+            result.piece = replace(result.piece, category=categories.pop())
+        return result
+
+
+def _record(result: PieceResult, prompt: Prompt, turn: int, response: Response, text: str, length: int) -> None:
+    name = str(prompt.question_id)
+    for i, r in enumerate(response.steps):
+        counts = (r.tau, r.emitted, r.nodes, r.width, r.limit, r.survival)
+        result.records.append(StepRecord(prompt.index, name, prompt.category, turn, i, *counts))
+    line: dict[str, Any] = {
+        "question_id": prompt.question_id,
+        "turn": turn,
+        "category": prompt.category,
+        "prompt_tokens": length,
+        "text": text,
+        "tokens": response.tokens,
+        "finish_reason": response.finish_reason,
+    }
+    if response.logprobs is not None:  # JSON has no infinity: null is probability 0
+        line["logprobs"] = [round(value, 6) if isfinite(value) else None for value in response.logprobs]
+    result.responses.append(line)
+
+
+class Cell(PieceRunner):
     """A drafter and a verifier on the slots of a target.
 
     Args:
@@ -200,9 +276,9 @@ class Cell:
         on_step: Callable[[], Any] = lambda: None,
         validate: str = "sampled",
     ):
-        self.config, self.target, self.lm, self._on_step = config, target, lm, on_step
-        #: Digest and source of every model of the cell, by name.
-        self.models: dict[str, dict[str, Any]] = {target.name: {"sha256": target.sha256, "source": target.source}}
+        super().__init__(config, target.tokenizer)
+        self.lm, self._on_step = lm, on_step
+        self.models = {target.name: {"sha256": target.sha256, "source": target.source}}
 
         context = TargetContext.of(
             target, lm, config.sampling, slot=slot, sequence=sequence, load=models.drafter, used=self.models
@@ -221,12 +297,10 @@ class Cell:
             on_step=lambda event: self._steps.add(event),
         )
         self._steps = _Steps(self.decoder, on_step)
-        #: Maximum depth of the drafts.
-        self.depth: int = drafter.traits(options, config.sampling).depth
+        self.depth = drafter.traits(options, config.sampling).depth
 
     @property
     def remembers(self) -> bool:
-        """True if drafts depend on earlier sequences; such drafters define `Drafter.reset`."""
         return self.decoder.drafter.remembers(self.decoder.drafter.config)
 
     @property
@@ -268,57 +342,24 @@ class Cell:
         decoder.drafter.reset()
         decoder.batch_steps = decoder.target_rows = 0
 
-    def run(self, conversations: Sequence[Conversation]) -> PieceResult:
-        """Measure one piece: all first turns, then all second turns after this cell's responses, and so on."""
-        result, passes = PieceResult(), self._passes
-        answers: dict[int, list[str]] = {c.prompt.index: [] for c in conversations}
+    @contextmanager
+    def _measured(self, result: PieceResult) -> Iterator[None]:
+        passes = self._passes
         memory.start(self.lm.device)
         self._steps.start()
         try:
-            for turn in range(max(len(c.prompt.turns) for c in conversations)):
-                active = [c for c in conversations if turn < len(c.prompt.turns)]
-                with recording(None):
-                    decoded = self._decode(active, turn, answers)
-                for conversation, response, length in decoded:
-                    text = str(self.target.tokenizer.decode(response.tokens, skip_special_tokens=True))
-                    answers[conversation.prompt.index].append(text)
-                    self._record(result, conversation.prompt, turn, response, text, length)
+            yield
         finally:
             self._steps.stop()
-        categories = {c.prompt.category for c in conversations}
-        result.piece = self._steps.piece(categories.pop() if len(categories) == 1 else "")
+        result.piece = self._steps.piece()
         result.passes, result.peak_memory = self._passes - passes, memory.peak(self.lm.device)
-        return result
 
     def _decode(
-        self, conversations: Sequence[Conversation], turn: int, answers: Mapping[int, list[str]]
-    ) -> list[tuple[Conversation, Response, int]]:
-        """Decode one turn of each conversation. Returns conversations, responses and prompt lengths, in order."""
-        tokenizer = self.target.tokenizer
-        prompts = [c.encode(tokenizer, answers.get(c.prompt.index, [])) for c in conversations]
+        self, conversations: Sequence[Conversation], prompts: Sequence[list[int]], turn: int
+    ) -> Sequence[Response]:
         streams = [c.prompt.stream(turn) for c in conversations]
         # Error messages name prompts by question_id instead of by their position in this call.
         names = [f"prompt {c.prompt.question_id!r}" for c in conversations]
         self._on_step()
-        responses = sorted(self.decoder.run(prompts, streams, names), key=lambda response: response.index)
-        return [(conversations[r.index], r, len(prompts[r.index])) for r in responses]
-
-    def _record(
-        self, result: PieceResult, prompt: Prompt, turn: int, response: Response, text: str, length: int
-    ) -> None:
-        name = str(prompt.question_id)
-        for i, r in enumerate(response.steps):
-            counts = (r.tau, r.emitted, r.nodes, r.width, r.limit, r.survival)
-            result.records.append(StepRecord(prompt.index, name, prompt.category, turn, i, *counts))
-        line: dict[str, Any] = {
-            "question_id": prompt.question_id,
-            "turn": turn,
-            "category": prompt.category,
-            "prompt_tokens": length,
-            "text": text,
-            "tokens": response.tokens,
-            "finish_reason": response.finish_reason,
-        }
-        if response.logprobs is not None:  # JSON has no infinity: null is probability 0
-            line["logprobs"] = [round(value, 6) if isfinite(value) else None for value in response.logprobs]
-        result.responses.append(line)
+        with recording(None):
+            return sorted(self.decoder.run(prompts, streams, names), key=lambda response: response.index)

@@ -31,8 +31,9 @@ from ..runs.interrupts import user_interrupted
 from ..runs.records import CellResult, cells_of
 from ..runs.run_directory import FORMAT, PieceResult
 from . import memory
-from .cell_runner import Cell, Models, lengths, positions
+from .cell_runner import Cell, Models, PieceRunner, lengths, positions
 from .conversations import Conversation, cut_pieces, prepare, turns_of
+from .engine_cell import EngineCell, target_of
 from .events import (
     CellFailed,
     CellStarted,
@@ -77,7 +78,7 @@ class Group:
         self.finished = self.pieces = 0
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         self.results = [CellResult(config, measured=now) for config in planned.cells]
-        self._cells: dict[int, Cell] = {}
+        self._cells: dict[int, PieceRunner] = {}
         self._depths: dict[int, int] = {}
         self._results_of: dict[int, list[PieceResult]] = {i: [] for i in range(len(self.configs))}
         self._slot = 0
@@ -120,10 +121,11 @@ class Group:
     def _open(self) -> None:
         first, blocks, validate = self.configs[0], self.plan.blocks, self.plan.config.validate
         try:
-            target = self.models.target(first)
+            served = first.engine is not None
+            target = target_of(first, first.target in self.models.trusted) if served else self.models.target(first)
             conversations = prepare(self.plan.prompts, target, first.max_new_tokens)
             sequence, self._slot = lengths(conversations, self.configs, target.context_length)
-            lm = make_slots(target, first.batch_size, self._slot)
+            lm = None if served else make_slots(target, first.batch_size, self._slot)
             old_threads = self._directory.group_head(self._key).get("threads")
             self._threads = choose_for_group(
                 lm, old_threads[-1] if isinstance(old_threads, list) and old_threads else None
@@ -138,7 +140,11 @@ class Group:
                 continue
 
             def start(i: int = i, config: CellConfig = config) -> None:
-                self._cells[i] = Cell(config, target, lm, self.models, sequence, self._slot, self._step, validate)
+                self._cells[i] = (
+                    EngineCell(config, target, self._slot, self._directory.path / "servers" / config.hash, self._served)
+                    if lm is None
+                    else Cell(config, target, lm, self.models, sequence, self._slot, self._step, validate)
+                )
                 self._depths[i] = self._cells[i].depth
                 self.emit(WarmUpStarted())
                 self._cells[i].warm_up(warm_up)
@@ -172,6 +178,8 @@ class Group:
 
     def close(self) -> None:
         """Free the cells; `open` builds them again."""
+        for cell in self._cells.values():
+            cell.close()
         self._cells.clear()
 
     def settle(self, blocks: int | None = None) -> None:
@@ -185,6 +193,10 @@ class Group:
     def _step(self) -> None:
         self.limit.restart()
         self.emit(StepFinished(self.configs[0].batch_size / self.configs[0].max_new_tokens))
+
+    def _served(self) -> None:
+        self.limit.restart()
+        self.emit(StepFinished(1.0))
 
     # -- pieces -------------------------------------------------------------------------------------------
 
@@ -302,7 +314,8 @@ class Group:
             raise error
         trace = "".join(traceback.format_exception(error))
         for i in cells:
-            self._cells.pop(i, None)
+            if (cell := self._cells.pop(i, None)) is not None:
+                cell.close()
             result = self.results[i]
             result.error, result.traceback, result.metrics = self._reason(error, self.configs[i]), trace, None
             logger.debug("cell %s failed", self.configs[i].hash, exc_info=error)

@@ -23,10 +23,21 @@ from ..errors import ContractError, CrossdraftError, UnknownNameError, UsageErro
 from ..models.device import pick_dtype
 from ..models.quantization import split
 from ..recipe.prompts import check_source
-from ..recipe.recipe import BASELINE, RUN_KEYS, SAMPLING_KEYS, CellConfig, Recipe, Strategy, digest, read_recipe
+from ..recipe.recipe import (
+    BASELINE,
+    OWN_ENGINE,
+    RUN_KEYS,
+    SAMPLING_KEYS,
+    CellConfig,
+    Recipe,
+    Strategy,
+    digest,
+    read_recipe,
+)
 from ..recipe.yaml_errors import KeyPath, Places, dotted, explain, suggest
 from ..util.input_files import kind_of
 from ..util.limits import MOST_CELLS
+from .engine_cell import served_flags
 
 
 @dataclass
@@ -143,7 +154,7 @@ class _Expander:
                     if matching := self._excluding(cell):
                         excluded |= matching
                         continue
-                    if reason := self._incompatible(drafter, verifier, pair, cell.sampling):
+                    if reason := self._incompatible(drafter, verifier, pair, cell):
                         if reason not in expansion.skipped:
                             expansion.skipped.append(reason)
                         continue
@@ -200,6 +211,7 @@ class _Expander:
         except ValidationError as error:
             raise explain(error, self.places, where=places) from None
         self._check_model(cell.target, places.get(("target",), ("target",)))
+        cell = self._check_engine(cell, places.get(("engine",), ("engine",)))
         if cell.dtype != "auto":
             try:
                 pick_dtype(cell.dtype, torch.device("cpu"))
@@ -243,12 +255,17 @@ class _Expander:
         return plain
 
     def _incompatible(
-        self, drafter: _Side, verifier: _Side, pair: tuple[_Resolved, _Resolved], sampling: Sampling
+        self, drafter: _Side, verifier: _Side, pair: tuple[_Resolved, _Resolved], cell: CellConfig
     ) -> str | None:
         names = drafter.strategy.name, verifier.strategy.name
-        drafter_traits = self._traits(drafter, pair[0], sampling)
+        drafter_traits = self._traits(drafter, pair[0], cell.sampling)
         verifier_traits = self._traits(verifier, pair[1])
-        reason = incompatible(names[0], drafter_traits, names[1], verifier_traits, sampling)
+        reason = incompatible(names[0], drafter_traits, names[1], verifier_traits, cell.sampling)
+        if reason is None and cell.engine is not None:
+            try:
+                served_flags(cell, None)
+            except UsageError as error:
+                reason = str(error)
         for side in (drafter, verifier):
             if reason is None:
                 side.paired += 1
@@ -297,6 +314,22 @@ class _Expander:
             raise self.places.error(path, f"model directory {printable(name)} does not exist")
         if "/" not in name:
             raise self._unknown(path, "model", name, names, "Or give a directory, or a Hub id (org/name).")
+
+    def _check_engine(self, cell: CellConfig, path: KeyPath) -> CellConfig:
+        """Check the name and the options of the engine; returns the cell with all options."""
+        if cell.engine is None:
+            return cell
+        names = plugins.entries("servers")
+        if cell.engine.name not in names:
+            hint = "Engines are plug-ins, such as crossdraft-vllm and crossdraft-llamacpp."
+            raise self._unknown(path, "engine", cell.engine.name, [OWN_ENGINE, *names], hint)
+        Config = plugins.get("servers", cell.engine.name).Config
+        try:
+            config = Config(**cell.engine.config)
+        except ValidationError as error:
+            raise explain(error, self.places, where={(): path}, models={(): Config}, owner=cell.engine.name) from None
+        engine = cell.engine.model_copy(update={"config": config.model_dump(mode="json")})
+        return cell.model_copy(update={"engine": engine})
 
     def _check_matrix(self) -> None:
         for key, values in self.recipe.matrix.items():
@@ -362,6 +395,8 @@ def _matches(cell: CellConfig, key: str, value: Any) -> bool:
         return strategy.name in options or (strategy.label != "" and strategy.label in options)
     if key in SAMPLING_KEYS:
         return getattr(cell.sampling, key) in options
+    if key == "engine":
+        return (cell.engine.name if cell.engine else OWN_ENGINE) in options
     if key in RUN_KEYS:
         return getattr(cell, key) in options
     return any(key in s.config and s.config[key] in options for s in (cell.drafter, cell.verifier))

@@ -18,6 +18,7 @@ from ..recipe.yaml_errors import KeyPath
 from ..runs.interrupts import user_interrupted
 from .cell_runner import Models, drafter_of, lengths
 from .conversations import Conversation, prepare
+from .engine_cell import check, target_of
 
 
 def preflight(recipe: Recipe, cells: Sequence[CellConfig], prompts: Sequence[Prompt], models: Models) -> list[str]:
@@ -35,7 +36,9 @@ def preflight(recipe: Recipe, cells: Sequence[CellConfig], prompts: Sequence[Pro
     prepared: dict[tuple[str, int], list[Conversation]] = {}
     for cell in cells:
         try:
-            target = models.target(cell)
+            if served := cell.engine is not None:
+                notes += [note for r in check(cell) if (note := f"{cell.engine.title}: {r}") not in notes]
+            target = target_of(cell, cell.target in models.trusted) if served else models.target(cell)
             prompts_key = (cell.target, cell.max_new_tokens)
             if prompts_key not in prepared:
                 prepared[prompts_key] = prepare(prompts, target, cell.max_new_tokens)
@@ -43,7 +46,7 @@ def preflight(recipe: Recipe, cells: Sequence[CellConfig], prompts: Sequence[Pro
         except (UsageError, ModelError) as error:
             raise recipe.places.error(("target",), str(error), type(error)) from error
         key = (cell.target, cell.dtype, str(cell.max_new_tokens), cell.drafter.name, str(cell.drafter.config))
-        if key in built or cell.is_baseline:
+        if key in built or cell.is_baseline or served:
             continue
         built.add(key)
         sequence, slot = lengths(prepared[prompts_key], [cell], target.context_length)

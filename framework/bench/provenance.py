@@ -37,11 +37,12 @@ def provenance(config: CellConfig, environment: Mapping[str, Any], prompts: str,
     hardware = torch.cuda.get_device_name(device) if cuda else environment["cpu"]["model"]
     return {
         "crossdraft": environment["versions"]["crossdraft"],
-        "code": code_sha256([f"{__package__}.cell_runner"]),
+        "code": code_sha256([f"{__package__}.{'engine_cell' if config.engine else 'cell_runner'}"]),
         **{library: environment["versions"][library] for library in LIBRARIES},
         "drafter": _source("drafters", config.drafter),
         "verifier": _source("verifiers", config.verifier),
         "mark": mark_of(config).to_json(),
+        **({"engine": _server(config.engine)} if config.engine else {}),
         "device": f"{device.type} ({hardware}){describe_placement(config.device)}",
         **_threads(),
         "dtype": str(pick_dtype(config.dtype, device)).removeprefix("torch."),
@@ -76,6 +77,10 @@ def _source(kind: str, strategy: Strategy) -> dict[str, str]:
     cls, options = configured(kind, {**strategy.config, "name": strategy.name})
     with plugins.guarded(kind, cls.name, "wrapped()"):
         return source_of(cls, *cls.wrapped(options))
+
+
+def _server(engine: Strategy) -> dict[str, str]:
+    return source_of(plugins.get("servers", engine.name))
 
 
 def models_used(digests: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -78,7 +78,7 @@ def execute(plan: Plan) -> Outcome:
         plan.look_up()
         new = plan.new
         if config.certify is not None:
-            config.certify(new, limit)
+            config.certify([cell for cell in new if cell.engine is None], limit)
         for note in preflight(recipe, new, plan.prompts, models):
             outcome.notes.append(note)
             config.message(f"note: {note}")
@@ -159,6 +159,7 @@ class _Execution:
             group.advance(len(self.plan.blocks))
             complete = group.complete
         finally:
+            group.close()
             group.settle()
             if not complete:
                 _interrupted(group, f"piece {group.finished} of {group.pieces}", self.emit)
@@ -182,10 +183,13 @@ class _Execution:
         except BaseException:
             done = budget.done
             for group in groups:
+                group.close()
                 group.settle(done or None)
                 position = f"block {done} of {blocks}" if done else f"piece {group.finished} of {group.pieces}"
                 _interrupted(group, position, self.emit)
             raise
+        for group in groups:
+            group.close()
         keys = [group.planned.key for group in groups]
         self.emit(GroupsFinished(keys, self._settle(budget, groups), complete=budget.done == blocks))
 

@@ -32,6 +32,7 @@ COMMANDS = {
     "table": "print a pivot table of finished runs as Markdown, LaTeX or CSV",
     "compare": "compare two runs on the same prompts, pair by pair, with confidence intervals",
     "certify": "check by exact enumeration that a drafter and a verifier preserve the target distribution",
+    "verify-engine": "check an engine's steps and text against replay and the target",
     "replay": "compute the block efficiency of drafters and verifiers on recorded responses, without decoding",
     "doctor": "diagnose a low acceptance rate by trying common mistakes one at a time",
     "train": "train a drafter for a target",
@@ -42,7 +43,7 @@ COMMANDS = {
     "new": "create a plug-in package for a drafter, a verifier or prompts",
 }
 """Subcommands in separate modules, by name, with a line of help."""
-_PACKAGES = ("advise", "certify", "cost", "replay", "report", "run")
+_PACKAGES = ("advise", "certify", "cost", "replay", "report", "run", "verify_engine")
 #: Commands that do not run models, for which OpenMP's wait policy is not set.
 WITHOUT_MODELS = ("report", "runs", "plot", "table", "compare", "new", "list", "plugins")
 
@@ -130,7 +131,8 @@ def _parser(chosen: str) -> argparse.ArgumentParser:
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=_sentence(summary))
         if name == chosen:
-            module = f"{name}.command" if name in _PACKAGES else name.replace("-", "_")
+            module = name.replace("-", "_")
+            module += ".command" * (module in _PACKAGES)
             implementation = import_module(f".{module}", __package__)
             implementation.add_arguments(command)
             command.set_defaults(main=implementation.main)

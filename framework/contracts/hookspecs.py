@@ -70,6 +70,11 @@ def crossdraft_register_engines(register: Register) -> None:
 
 
 @hookspec
+def crossdraft_register_servers(register: Register) -> None:
+    """Register subclasses of `crossdraft.EngineServer`, each under the name that a recipe gives as ``engine``."""
+
+
+@hookspec
 def crossdraft_register_launchers(register: Register) -> None:
     """Register subclasses of `crossdraft.Launcher`, each under its own ``name``, for ``crossdraft run --launcher``."""
 

@@ -19,6 +19,11 @@ from .pieces import PREFILL, Piece, wall_ratio
 #: Metrics measured by the clock, see `Metrics.timed`.
 TIMES = ("shares", "decode_seconds", "prefill_seconds", "tail_seconds", "tokens_per_second", "tokens_per_second_wall")
 TIMES += ("tokens_per_second_with_prefill", "undisturbed", "speed_up", "speed_up_wall", "withheld")
+#: Metrics of an engine's server only.
+SERVED = ("first_token_seconds", "token_seconds")
+TIMES += SERVED
+#: Metrics with an interval.
+ESTIMATES = ("block_efficiency", "speed_up", *SERVED)
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,8 @@ class Metrics:
         by_category: metrics by category, in the order of the prompts.
         same_as_baseline: at temperature 0, the share of responses equal to the baseline's, token by token.
         peak_memory: bytes, see `memory.peak`; None if the system does not report it.
+        first_token_seconds, token_seconds: of an engine's responses: mean seconds to the first token, and per token
+            after it.
     """
 
     tokens: int
@@ -122,6 +129,8 @@ class Metrics:
     by_category: dict[str, CategoryMetrics]
     same_as_baseline: float | None = None
     peak_memory: int | None = None
+    first_token_seconds: Estimate | None = None
+    token_seconds: Estimate | None = None
 
     @property
     def timed(self) -> bool:
@@ -265,6 +274,9 @@ def compare(metrics: Sequence[Metrics], cells: Sequence[CellPieces], baseline: i
     """
     if not all(cell_metrics.timed for cell_metrics in metrics):
         return
+    if any(piece.requests for cell in cells for piece in cell.pieces):
+        _compare_served(metrics, cells, baseline)
+        return
     times = ComponentTimes(cells)
     for i, (own, cell) in enumerate(zip(metrics, cells, strict=True)):
         own.undisturbed, seconds = times.undisturbed(i), times.seconds(i)
@@ -282,3 +294,28 @@ def compare(metrics: Sequence[Metrics], cells: Sequence[CellPieces], baseline: i
             pieces = [j for j, piece in enumerate(cell.pieces) if category and piece.category == category]
             part = times.speed_up(i, baseline, pieces) if pieces and not own.withheld else None
             numbers.speed_up = part if isinstance(part, Estimate) else None
+
+
+def _compare_served(metrics: Sequence[Metrics], cells: Sequence[CellPieces], baseline: int | None) -> None:
+    """`compare` for an engine, whose times are those of the clock: intervals are over pieces."""
+    for i, (own, cell) in enumerate(zip(metrics, cells, strict=True)):
+        sums = np.array([np.array(piece.requests, dtype=float).reshape(-1, 3).sum(0) for piece in cell.pieces])
+        counts = np.array([[len(piece.requests)] for piece in cell.pieces], dtype=float)
+        own.first_token_seconds = estimate(lambda s: s[..., 1] / s[..., 0] / 1e6, np.hstack([counts, sums[:, 1:2]]))
+        if sums[:, 0].sum():
+            own.token_seconds = estimate(lambda s: s[..., 1] / s[..., 0] / 1e6, sums[:, [0, 2]])
+        if baseline is None:
+            continue
+        own.speed_up_wall = wall_ratio(cell.pieces, cells[baseline].pieces)
+        if i == baseline:
+            own.speed_up = Estimate(1.0)
+            continue
+        both = zip(cell.pieces, cells[baseline].pieces, strict=False)
+        rows = np.array([(a.emitted, a.decode_seconds, b.emitted, b.decode_seconds) for a, b in both])
+        if rows[:, 1].sum() and rows[:, 2].sum():
+            own.speed_up = estimate(lambda s: s[..., 0] / s[..., 1] / (s[..., 2] / s[..., 3]), rows)
+        for category, numbers in own.by_category.items():
+            of_category = [bool(category) and piece.category == category for piece in cell.pieces[: len(rows)]]
+            part = rows[of_category]
+            if len(part) and part[:, 1].sum() and part[:, 2].sum():
+                numbers.speed_up = estimate(lambda s: s[..., 0] / s[..., 1] / (s[..., 2] / s[..., 3]), part)

@@ -33,6 +33,11 @@ class Estimate:
     low: float | None = None
     high: float | None = None
 
+    def scaled(self, factor: float) -> Estimate:
+        """Return the estimate in another unit."""
+        low, high = (None if end is None else factor * end for end in (self.low, self.high))
+        return Estimate(factor * self.value, low, high)
+
 
 class Noise(NamedTuple):
     """An error of a statistic that is not visible in its pieces: variance (of the logarithm if `log`) and freedom."""

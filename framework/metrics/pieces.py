@@ -29,6 +29,8 @@ class Piece:
             drafter. A step is a row of microseconds: draft, target, verify, rest, and the time that all threads waited
             for a processor (0 if unknown). If the drafter prefilled prompts before the step, their tokens and the
             microseconds of that prefill follow.
+        requests: for an engine's server, which has no such steps, a row per response: tokens after the first,
+            microseconds to the first token, microseconds from the first token to the last.
     """
 
     emitted: int
@@ -37,6 +39,7 @@ class Piece:
     tail_seconds: float = 0.0
     category: str = ""
     steps: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
+    requests: Sequence[Sequence[int]] = ()
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Piece:
@@ -46,7 +49,9 @@ class Piece:
         return piece
 
     def check_steps(self) -> None:
-        """Raise ValueError for a malformed shape or step."""
+        """Raise ValueError for a malformed shape, step or request."""
+        if not all(len(row) == 3 and all(isinstance(x, int) and x >= 0 for x in row) for row in self.requests):
+            raise ValueError("requests: a request does not consist of three non-negative integers")
         for shape, rows in self.steps.items():
             if not _SHAPE.fullmatch(shape):
                 raise ValueError(
@@ -64,7 +69,7 @@ class Piece:
 
     def untimed(self) -> Piece:
         """Return a copy without times, for runs that share their device."""
-        return replace(self, seconds=dict.fromkeys(self.seconds, 0.0), tail_seconds=0.0, steps={})
+        return replace(self, seconds=dict.fromkeys(self.seconds, 0.0), tail_seconds=0.0, steps={}, requests=())
 
 
 def wall_ratio(pieces: Sequence[Piece], baseline: Sequence[Piece]) -> float | None:

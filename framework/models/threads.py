@@ -259,7 +259,7 @@ def sampled_layers(lm: Any) -> list[nn.Linear]:
     from torch import nn
 
     model = getattr(lm, "model", None)
-    if lm.device.type != "cpu" or not isinstance(model, nn.Module):
+    if lm is None or lm.device.type != "cpu" or not isinstance(model, nn.Module):
         return []
     layers, size = [], 0
     for layer in model.modules():

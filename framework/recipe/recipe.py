@@ -25,6 +25,7 @@ from typing import Annotated, Any
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     Field,
     PrivateAttr,
     ValidationError,
@@ -54,9 +55,11 @@ from .yaml_errors import Places, explain, override, read_yaml
 from .yaml_values import yaml_value
 
 #: Matrix keys that are neither sampling keys nor options of a drafter or verifier.
-RUN_KEYS = ("target", "dtype", "batch_size", "seed", "max_new_tokens", "compile_verifier", "prefill_tokens")
+RUN_KEYS = ("target", "engine", "dtype", "batch_size", "seed", "max_new_tokens", "compile_verifier", "prefill_tokens")
 SAMPLING_KEYS = tuple(Sampling.model_fields)
 BASELINE = "none"
+#: Name of the engine that is the decoding loop of this process.
+OWN_ENGINE = "crossdraft"
 
 
 def _printable(name: str) -> str:
@@ -162,10 +165,19 @@ class Strategy(Options):
         return {"name": self.name, **({"label": self.label} if self.label else {}), **self.config}
 
 
+def _engine(value: Any) -> Any:
+    return None if value == OWN_ENGINE or (isinstance(value, Mapping) and value.get("name") == OWN_ENGINE) else value
+
+
+#: An engine whose server decodes; None: the decoding loop of this process.
+EngineChoice = Annotated[Strategy | None, BeforeValidator(_engine)]
+
+
 class CellConfig(Options):
     """Complete config of a cell. Two cells are equal if their configs are equal except for labels."""
 
     target: Name = Field(min_length=1)
+    engine: EngineChoice = None
     dtype: Name = "auto"
     device: Device = "auto"
     attn_implementation: Name | None = None
@@ -204,7 +216,7 @@ class CellConfig(Options):
         config = self.model_dump(mode="json")
         config["drafter"].pop("label", None)
         config["verifier"].pop("label", None)
-        for name in ("compile_verifier", "prefill_tokens"):  # newer than the hashes of stored runs
+        for name in ("engine", "compile_verifier", "prefill_tokens"):  # newer than the hashes of stored runs
             if config[name] == type(self).model_fields[name].default:
                 del config[name]
         return config
@@ -222,6 +234,9 @@ class Recipe(Options):
     description: str = Field(default="", description="description for reports")
     question: str = Field(default="", description="question that the recipe answers")
     target: Name = Field(min_length=1, description="name, directory or Hub id of the target model")
+    engine: EngineChoice = Field(
+        default=None, description="crossdraft's own loop, or an engine: a name, or a mapping of name and options"
+    )
     prompts: PromptSpec = Field(default=PromptSpec(name="builtin"), description="a name, a file, or a mapping")
     limit: int | None = Field(default=None, ge=1, le=MOST_PROMPTS, description="use only the first prompts")
     time: Duration | None = Field(

@@ -85,7 +85,9 @@ def _marks(results: Sequence[CellResult]) -> list[str]:
     marks: dict[str, Mark] = {}
     for result in results:
         if result.metrics and not result.config.is_baseline:
-            marks.setdefault(f"{result.config.verifier.name} {(mark := mark_of(result)).kind}", mark)
+            engine = result.config.engine
+            name = f"engine {engine.name}" if engine else result.config.verifier.name
+            marks.setdefault(f"{name} {(mark := mark_of(result)).kind}", mark)
     kinds = {mark.kind for mark in marks.values()}
     lines = ["lossy verifiers change the target's distribution, so their speed-ups are not comparable"] * (
         "lossy" in kinds
@@ -97,7 +99,9 @@ def _marks(results: Sequence[CellResult]) -> list[str]:
                 f"{mark}: '{name}' is declared lossless, but changes the target's distribution {mark.where}".rstrip()
             )
         elif mark.kind == "uncertified":
-            lines.append(f"not certified: run crossdraft certify --verifier {name}")
+            engine = name.removeprefix("engine ")
+            command = "crossdraft verify-engine" if engine != name else f"crossdraft certify --verifier {name}"
+            lines.append(f"not certified: run {command}" + (f" ({name})" if engine != name else ""))
     return lines
 
 

@@ -8,7 +8,8 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..metrics.cell_metrics import TIMES
+from ..metrics.cell_metrics import ESTIMATES, SERVED, TIMES
+from ..recipe.recipe import OWN_ENGINE
 from ..runs.labels import is_lossless
 from ..runs.marks import mark_of
 
@@ -37,6 +38,8 @@ def row_of(result: CellResult, predicted: Prediction | None) -> dict[str, Any]:
         strategy = config.pop(kind)
         name, label = strategy.pop("name"), strategy.pop("label", "")
         row |= {kind: name, f"{kind}_label": label or name, f"{kind}_config": json.dumps(strategy)}
+    engine = config.pop("engine") or {"name": OWN_ENGINE}
+    row |= {"engine": engine.pop("name"), "engine_config": json.dumps(engine)}
     row |= config.pop("sampling") | {"prompts": json.dumps(config.pop("prompts"))} | config
     row["lossless"] = is_lossless(result.config)
     row["certificate"] = "" if result.config.is_baseline else str(mark_of(result))
@@ -45,9 +48,9 @@ def row_of(result: CellResult, predicted: Prediction | None) -> dict[str, Any]:
         return row
     metrics = result.metrics.to_json()
     for key, value in metrics.items():
-        if key in TIMES and not result.metrics.timed:
+        if (key in TIMES and not result.metrics.timed) or (key in SERVED and value is None):
             continue
-        if key in ("block_efficiency", "speed_up"):
+        if key in ESTIMATES:
             row |= _spread(key, metrics)
         elif key == "acceptance":
             row |= {f"acceptance_{i}": p for i, p in enumerate(value, 1)}

@@ -27,7 +27,11 @@ _COLUMNS = {  # header: alignment
     "tok/s": "right",
     "predicted": "right",
     "speed-up [95 %]": "left",
+    "first token ms": "left",
+    "ms/token": "left",
 }
+#: Columns of an engine's server only, and columns of the own loop only.
+_SERVED, _OWN = ("first token ms", "ms/token"), ("d/t/v/r %",)
 _LEGEND = (
     "BE: mean tokens per target call, bonus token included (block efficiency, mean acceptance length), of steps with\n"
     "full drafts. rows/tok: target positions evaluated per emitted token. d/t/v/r: % of the decoding time in draft\n"
@@ -92,7 +96,9 @@ def _tables(summary: Summary, style: str) -> list[tuple[str, str]]:
     for title, results in groups_of(summary):
         cells = [_row(r, summary.predicted.get(r.config.hash)) for r in results if r.metrics is not None]
         if cells:
-            tables.append((title, tabulated(columns, [[cell[name] for name in columns] for cell in cells], style)))
+            hidden = _OWN if results[0].config.engine else _SERVED
+            shown = {name: align for name, align in columns.items() if name not in hidden}
+            tables.append((title, tabulated(shown, [[cell[name] for name in shown] for cell in cells], style)))
     return tables
 
 
@@ -112,6 +118,7 @@ def _row(result: CellResult, predicted: Prediction | None) -> dict[str, str]:
         ("—" if metrics.withheld else f"{metrics.tokens_per_second:.1f}") if metrics.timed else "",
         f"{predicted.tokens_per_second:.1f}" if predicted else "",
         "1" if config.is_baseline and metrics.speed_up else speed_up_text(metrics),
+        *(estimate_text(t.scaled(1000) if t else None) for t in (metrics.first_token_seconds, metrics.token_seconds)),
     )
     return dict(zip(_COLUMNS, cells, strict=True))
 

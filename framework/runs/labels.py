@@ -6,19 +6,20 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from .. import plugins
-from ..recipe.recipe import CellConfig
+from ..recipe.recipe import OWN_ENGINE, CellConfig
 from .marks import mark_of
 
 if TYPE_CHECKING:
     from .records import CellResult
 
 _ALWAYS = ("temperature", "batch_size")
-_OTHERS = ("target", "dtype", "seed", "max_new_tokens", "top_k", "top_p", "min_p", "compile_verifier", "prefill_tokens")
+_OTHERS = ("target", "engine", "dtype", "seed", "max_new_tokens", "top_k", "top_p", "min_p", "compile_verifier")
+_OTHERS += ("prefill_tokens",)
 
 
 def group_title(cell: CellConfig, cells: Iterable[CellConfig], but: str = "") -> str:
     """Title of a cell's group: temperature, batch size and other settings that the run varies, except for ``but``."""
-    varied = [key for key in _OTHERS if len({_shared(c, key) for c in cells}) > 1]
+    varied = [key for key in _OTHERS if len({_shared(c, key) for c in cells}) > 1 or (key == "engine" and cell.engine)]
     parts = []
     for key in (*_ALWAYS, *varied):
         if key == but:
@@ -29,13 +30,15 @@ def group_title(cell: CellConfig, cells: Iterable[CellConfig], but: str = "") ->
 
 
 def _shared(cell: CellConfig, key: str) -> Any:
+    if key == "engine":
+        return cell.engine.title if cell.engine else OWN_ENGINE
     return getattr(cell.sampling if hasattr(cell.sampling, key) else cell, key)
 
 
 def verifier_title(cell: CellConfig | CellResult) -> str:
     """Title of a cell's verifier in tables, with its mark unless it is certified."""
     config = cell if isinstance(cell, CellConfig) else cell.config
-    return config.verifier.title + mark_of(cell).suffix
+    return config.verifier.title + ("" if config.is_baseline else mark_of(cell).suffix)
 
 
 def is_lossless(config: CellConfig) -> bool:

@@ -67,6 +67,8 @@ class Mark:
 def mark_of(cell: CellConfig | CellResult) -> Mark:
     """Mark of a cell's verifier; for a result that of its measurement, unless the same code was certified later."""
     config = cell if isinstance(cell, CellConfig) else cell.config
+    if config.engine is not None:  # the engine verifies; see crossdraft verify-engine
+        return Mark("uncertified")
     recorded = {} if isinstance(cell, CellConfig) else cell.provenance
     verifier = plugins.get("verifiers", config.verifier.name)
     options = verifier.Config(**config.verifier.config)

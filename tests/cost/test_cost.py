@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from crossdraft.framework.bench import pass_timing
-from crossdraft.framework.bench.pass_timing import measure_passes
 from crossdraft.framework.cli import main as cli
+from crossdraft.framework.cli.cost import pass_timing
+from crossdraft.framework.cli.cost.pass_timing import measure_passes
 from crossdraft.framework.cost.curve import stored_curves
 from crossdraft.framework.cost.finished_cells import (
     predicted,

@@ -78,13 +78,13 @@ def _curve(
     """The stored curve of a model if it covers the grid, else a new one; and the model, if it was loaded."""
     from transformers.utils import logging
 
-    from ...bench.pass_timing import device_identity
     from ...cost.curve import find_curve, save_curve, stored_curves
     from ...models.device import pick_device, pick_dtype
     from ...models.digests import model_sha256
     from ...models.load import load_model
     from ...models.resolve import resolve
     from ...models.shared_embedding import shares_embedding
+    from .pass_timing import device_identity
 
     device = pick_device(args.device)
     dtype = str(pick_dtype(args.dtype, device)).removeprefix("torch.")
@@ -112,7 +112,7 @@ def _measure(
     from tqdm import tqdm
 
     from ...bench import memory
-    from ...bench.pass_timing import measure_curve
+    from .pass_timing import measure_curve
 
     total = len(batch_sizes) * len(widths) * len(contexts) * (args.repeats + 1)
     disable = True if args.quiet else None  # None: a bar on terminals only

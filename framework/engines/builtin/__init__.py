@@ -1,4 +1,4 @@
-"""Built-in engines, one file each; see `crossdraft.framework.engines.engine`."""
+"""Built-in engines and servers, one file each; see `crossdraft.framework.engines`."""
 
 from ...contracts.hookspecs import Register, hookimpl
 
@@ -20,3 +20,8 @@ def crossdraft_register_engines(register: Register) -> None:
         f"{__name__}.speculation_profile:SpeculationProfile",
         summary="speculation_profile.json, the acceptance stored with a draft checkpoint",
     )
+
+
+@hookimpl
+def crossdraft_register_servers(register: Register) -> None:
+    register("openai", f"{__name__}.openai:OpenAiServer", summary="a server that runs, with /v1/completions")

@@ -1,0 +1,286 @@
+"""Measurement of a cell by an engine's server, beside the cells of this process.
+
+B requests run at a time; the next prompt is sent when a response ends. A step of a sequence is what the engine emits at
+once after the prefill, whose token belongs to no step: in these engines the first draft follows it. Each of the B slots
+is, at any time, waiting for a first token or decoding, so the mean over the slots divides the time into prefill and
+decoding. Waiting for the prefill of other requests is part of either. The tail begins when the prompts run out.
+"""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from .. import plugins
+from ..contracts.models import LoadedModel
+from ..contracts.steps import Response, SequenceStep
+from ..engine.stopwatch import PHASES
+from ..engines.acceptance import Acceptance
+from ..engines.engine import Range, Schedule
+from ..engines.server import EngineServer, ServedCell, ServedResponse
+from ..errors import UsageError
+from ..metrics.pieces import PREFILL, Piece
+from ..models.configs import read_config
+from ..models.digests import model_sha256
+from ..models.resolve import resolve
+from ..models.tokenizer import load_tokenizer
+from ..recipe.recipe import CellConfig
+from ..runs.run_directory import PieceResult
+from .cell_runner import PieceRunner, drafter_of
+from .conversations import Conversation
+
+#: Tokens of a warm-up response.
+_WARM_UP = 16
+
+
+def target_of(config: CellConfig, trust_remote_code: bool) -> LoadedModel:
+    """The target of an engine's cell without its weights, which the engine loads."""
+    resolved, tokenizer = resolve(config.target), load_tokenizer(config.target, trust_remote_code=trust_remote_code)
+    settings = read_config(resolved.path) if resolved.path.is_dir() else {}
+    length = settings.get("text_config", settings).get("max_position_embeddings")
+    return LoadedModel(
+        model=None,
+        tokenizer=tokenizer.tokenizer,
+        name=config.target,
+        source=resolved.source,
+        sha256=model_sha256(resolved),
+        eos_token_ids=tokenizer.eos_token_ids,
+        context_length=length,
+        backend=resolved.backend,
+    )
+
+
+def served_flags(config: CellConfig, directory: Path | None) -> tuple[list[str], tuple[str, ...]]:
+    """Arguments of the server for a cell's drafter and verifier, and remarks on what the engine does differently.
+
+    Args:
+        directory: for draft models written in the layout that engines load; None to check the cell only.
+
+    Raises:
+        UsageError: the engine does not support the pair.
+    """
+    server = plugins.get("servers", _engine(config).name)
+    if config.is_baseline or not server.settings:
+        return [], ()
+    engine = plugins.get("engines", server.settings)()
+    drafter, options = drafter_of(config)
+    traits = drafter.traits(options, config.sampling)
+    plain = {key: value for key, value in config.drafter.config.items() if key not in ("model", "gamma")}
+    acceptance = Acceptance(
+        (),
+        "the recipe",
+        length=1.0,
+        drafter=config.drafter.name,
+        verifier=config.verifier.name,
+        model=_servable(config, directory) if directory else str(config.drafter.config.get("model") or ""),
+        temperature=config.sampling.temperature,
+        point_mass=traits.point_mass,
+        chain=traits.branching is None,
+        options=plain,
+    )
+    if reason := engine.cannot(acceptance):
+        raise UsageError(
+            f"engine {server.name} does not run {config.drafter.name} with {config.verifier.name}: {reason}"
+        )
+    settings = engine.export(Schedule(acceptance, (Range(1, max(config.batch_size, 1), depth_of(config)),), {}))
+    return shlex.split(settings.text.replace("\\\n", " ")), settings.remarks
+
+
+def depth_of(config: CellConfig) -> int:
+    """Maximum depth of the drafts of a cell; 0 for the baseline."""
+    if config.is_baseline:
+        return 0
+    drafter, options = drafter_of(config)
+    return drafter.traits(options, config.sampling).depth
+
+
+def _servable(config: CellConfig, directory: Path) -> str:
+    """Path of the cell's draft model for an engine, written to ``directory`` unless it can be loaded as it is."""
+    name = config.drafter.config.get("model")
+    if not isinstance(name, str) or not name:
+        return ""
+    resolved = resolve(name, heads=True)
+    if config.drafter.name not in plugins.entries("trainers"):
+        return str(resolved.path)
+    from ..models.shared_embedding import shared_embedding_of
+
+    trainer = plugins.get("trainers", config.drafter.name)
+    if config.drafter.name == "draft-model" and shared_embedding_of(resolved.path) is None:
+        return str(resolved.path)
+    from ..models.load import load_model
+
+    out = directory / "draft-model"
+    out.mkdir(parents=True, exist_ok=True)
+    trainer.export_servable(name, load_model(config.target, dtype=config.dtype, device="cpu"), out)
+    return str(out)
+
+
+def _engine(config: CellConfig) -> Any:
+    assert config.engine is not None
+    return config.engine
+
+
+class EngineCell(PieceRunner):
+    """A cell whose prompts an engine's server decodes.
+
+    Args:
+        target: see `target_of`.
+        length: maximum number of tokens of a sequence.
+        logs: directory for the server's log.
+        on_step: called when a response has ended.
+
+    Raises:
+        UsageError: the engine does not support the pair, or cannot be started.
+        ModelError: the server ends before it is ready.
+    """
+
+    def __init__(self, config: CellConfig, target: LoadedModel, length: int, logs: Path, on_step: Callable[[], Any]):
+        super().__init__(config, target.tokenizer)
+        self.models, self.depth, self._on_step = _digests(config), depth_of(config), on_step
+        self._folder = tempfile.TemporaryDirectory(prefix="crossdraft-engine-", ignore_cleanup_errors=True)
+        directory, engine = Path(self._folder.name), _engine(config)
+        cls = plugins.get("servers", engine.name)
+        flags, self.remarks = served_flags(config, directory)
+        served = ServedCell(
+            target=resolve(config.target).path,
+            dtype=config.dtype,
+            sampling=config.sampling,
+            seed=config.seed,
+            batch_size=config.batch_size,
+            length=length,
+            gamma=self.depth,
+            flags=flags,
+            end_tokens=target.eos_token_ids,
+            tokenizer=target.tokenizer,
+        )
+        self.server: EngineServer = cls(cls.Config(**engine.config), served, logs)
+        try:
+            self.server.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self.server.stop()
+        self._folder.cleanup()
+
+    def warm_up(self, length: int) -> None:
+        random, vocabulary = Random(self.config.seed), len(self._tokenizer)
+        prompts = [[random.randrange(vocabulary) for _ in range(length)] for _ in range(self.config.batch_size)]
+        self._run(prompts, min(_WARM_UP, self.config.max_new_tokens))
+
+    def _run(self, prompts: Sequence[list[int]], max_tokens: int) -> list[ServedResponse]:
+        def complete(prompt: list[int]) -> ServedResponse:
+            return self.server.complete(prompt, max_tokens)
+
+        responses = []
+        with ThreadPoolExecutor(self.config.batch_size) as pool:
+            try:
+                for response in pool.map(complete, prompts):
+                    self._on_step()
+                    responses.append(response)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        return responses
+
+    @contextmanager
+    def _measured(self, result: PieceResult) -> Iterator[None]:
+        self._served: list[ServedResponse] = []
+        self._turns: list[tuple[int, int]] = []
+        yield
+        result.piece = piece_of(self._served, self._turns, self.config.batch_size)
+
+    def _decode(
+        self, conversations: Sequence[Conversation], prompts: Sequence[list[int]], turn: int
+    ) -> Sequence[Response]:
+        start = len(self._served)
+        self._served += self._run(prompts, self.config.max_new_tokens)
+        self._turns.append((start, len(self._served)))
+        return [self._response(i, response) for i, response in enumerate(self._served[start:])]
+
+    def _response(self, index: int, response: ServedResponse) -> Response:
+        """Steps after the prefill's token. An engine that reports only totals has full drafts in every step."""
+        if response.finish_reason not in ("stop", "length"):
+            raise UsageError(f"the engine ended a response with {response.finish_reason!r}; expected stop or length")
+        drafted = list(response.drafted) if response.drafted is not None else None
+        accepted = list(response.accepted or ())
+        steps, emitted = [], response.steps[0].tokens
+        for step in response.steps[1:]:
+            limit = self.config.max_new_tokens - emitted - 1
+            emitted += step.tokens
+            tau, nodes = step.tokens - 1, min(self.depth, max(limit, 0))
+            if drafted is not None:  # steps without a draft are not reported
+                ends = emitted >= len(response.tokens)
+                if drafted and (accepted[0] == tau or ends):
+                    nodes = drafted.pop(0)
+                    tau = min(accepted.pop(0), step.tokens)
+                else:
+                    nodes = 0
+            steps.append(SequenceStep(tau, step.tokens, nodes, self.depth, max(limit, 0)))
+        return Response(index, response.tokens, response.finish_reason, steps)
+
+
+def piece_of(responses: Sequence[ServedResponse], turns: Sequence[tuple[int, int]], batch_size: int) -> Piece:
+    """Times of responses that ran ``batch_size`` at a time.
+
+    Args:
+        turns: ranges of responses that ran together, one after another.
+    """
+    seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+    emitted = tail_emitted = 0
+    tail_seconds = 0.0
+    requests = []
+    for start, end in turns:
+        group = responses[start:end]
+        ends = sorted(r.sent + r.steps[-1].seconds for r in group)
+        full = len(group) >= batch_size
+        until = ends[len(group) - batch_size] if full else ends[-1]  # a slot is empty from then on
+        for r in group:
+            first, *later = r.steps
+            slot = min(r.sent + later[-1].seconds, until) - (r.sent + first.seconds) if later else 0.0
+            seconds[PREFILL] += min(first.seconds, max(until - r.sent, 0.0)) / batch_size
+            seconds["rest"] += max(slot, 0.0) / batch_size
+            for step in later:
+                if r.sent + step.seconds <= until:
+                    emitted += step.tokens
+                else:
+                    tail_emitted += step.tokens
+            requests.append(
+                [
+                    sum(step.tokens for step in later),
+                    round(1e6 * first.seconds),
+                    round(1e6 * (later[-1].seconds - first.seconds)) if later else 0,
+                ]
+            )
+        tail_seconds += ends[-1] - until
+    return Piece(emitted, seconds, tail_emitted, tail_seconds, requests=requests)
+
+
+def _digests(config: CellConfig) -> dict[str, dict[str, Any]]:
+    """Digest and source of the models of a cell, which are not loaded here."""
+    names = [config.target, *([config.drafter.config.get("model")] if not config.is_baseline else [])]
+    digests = {}
+    for name in names:
+        if isinstance(name, str) and name:
+            resolved = resolve(name, heads=name != config.target)
+            heads = {"heads": True} if name != config.target else {}
+            digests[name] = {"sha256": model_sha256(resolved), "source": resolved.source, **heads}
+    return digests
+
+
+def check(config: CellConfig) -> tuple[str, ...]:
+    """Check a cell before a run. Returns remarks on what the engine does differently.
+
+    Raises:
+        UsageError: the engine is unknown, or does not support the pair or the sampling parameters.
+        ModelError: a model does not exist.
+    """
+    _digests(config)
+    return served_flags(config, None)[1]

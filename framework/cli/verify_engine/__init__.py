@@ -1,0 +1,1 @@
+"""``crossdraft verify-engine``."""

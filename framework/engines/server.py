@@ -1,0 +1,361 @@
+"""Servers of engines that a run measures: started for a cell, or reached by their URL.
+
+Servers are registered through the hook ``crossdraft_register_servers``, each under the name that a recipe gives as
+``engine``. A server speaks HTTP with server-sent events; subclasses describe its command line, its request and its
+events.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar
+
+import requests
+from pydantic import Field
+
+from ..contracts.options import Options
+from ..contracts.sampling import Sampling
+from ..errors import ModelError, UsageError, first_line
+
+#: Seconds between two looks at a starting server.
+_POLL = 0.25
+#: Seconds that a server may take to stop before it is killed.
+_STOP = 30
+#: Lines of its log in the message about a server that ended.
+_LOG_LINES = 12
+#: Seconds without an event after which a request fails.
+_SILENCE = 600
+#: Token whose id the engine does not stream.
+UNKNOWN = -1
+
+
+class ServerOptions(Options):
+    """Options of an engine in a recipe. Subclasses add their own."""
+
+    url: str = Field(default="", description="address of a running server, with speculation; by default one is started")
+    baseline_url: str = Field(default="", description="address of a server of the same engine without speculation")
+    model: str = Field(
+        default="", description="name or path of the target for the engine; by default that of the recipe"
+    )
+    args: list[str] = Field(default=[], description="further arguments of the server")
+    env: dict[str, str] = Field(default={}, description="further environment variables of the server")
+    start_seconds: float = Field(default=900, gt=0, description="maximum time until the server answers")
+
+
+@dataclass(frozen=True)
+class ServedCell:
+    """Settings of a cell for a server.
+
+    Attributes:
+        target: directory or file of the target.
+        dtype: of the target, or ``"auto"``.
+        batch_size: maximum number of concurrent requests.
+        length: maximum number of tokens of a sequence, prompt included.
+        gamma: maximum number of drafted tokens per step; 0 without speculation.
+        flags: arguments that set up speculation, see `Engine.export`.
+        end_tokens: end-of-sequence ids of the target.
+        tokenizer: of the target.
+    """
+
+    target: Path
+    dtype: str
+    sampling: Sampling
+    seed: int
+    batch_size: int
+    length: int
+    gamma: int
+    flags: Sequence[str]
+    end_tokens: Sequence[int]
+    tokenizer: Any
+
+
+@dataclass
+class ServerEvent:
+    """One event of a streamed response.
+
+    Attributes:
+        tokens: new tokens; empty if the event has none. `UNKNOWN` if the engine streams text instead of token ids.
+        finish_reason: ``"stop"`` or ``"length"`` in the last event with tokens or after it, else None.
+        drafted, accepted: tokens of each step that drafted, in order, if the engine reports them for each request. A
+            single total each (`totals`) if it reports only their sums.
+        text: new text, if the engine streams text.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    drafted: list[int] | None = None
+    accepted: list[int] | None = None
+    totals: tuple[int, int] | None = None
+    text: str = ""
+
+
+@dataclass
+class ServedStep:
+    """Tokens that one step of the engine emitted, the first step being the prefill.
+
+    Attributes:
+        seconds: time of arrival since the request was sent.
+        tokens: number of tokens.
+    """
+
+    seconds: float
+    tokens: int
+
+
+@dataclass
+class ServedResponse:
+    """Response of a server to one request.
+
+    Attributes:
+        tokens: generated tokens, a final end-of-sequence token included.
+        steps: steps in order; their tokens sum up to ``len(tokens)``.
+        sent: time at which the request was sent, of `time.perf_counter`.
+        drafted, accepted, totals: as in `ServerEvent`; None if unknown.
+    """
+
+    tokens: list[int]
+    steps: list[ServedStep]
+    finish_reason: str
+    sent: float
+    drafted: list[int] | None = None
+    accepted: list[int] | None = None
+    totals: tuple[int, int] | None = None
+
+
+class EngineServer(ABC):
+    """A server for one cell.
+
+    Attributes:
+        name: as registered; also the `Engine` whose settings it takes, unless ``settings`` names another.
+        settings: name of the `Engine` that writes the settings of drafters; empty if the server's own are unknown and
+            only servers that run can be measured.
+        path: path of the completions endpoint.
+        ready: path that answers with status 200 when the server is ready.
+        tokens_per_event: True if the server streams tokens one by one, so that the steps follow from arrival times and
+            the totals of the request.
+
+    Args:
+        options: validated options of the recipe.
+        directory: for the server's log.
+    """
+
+    name: ClassVar[str]
+    settings: ClassVar[str] = ""
+    Config: ClassVar[type[ServerOptions]] = ServerOptions
+    path: ClassVar[str] = "/v1/completions"
+    ready: ClassVar[str] = "/health"
+    tokens_per_event: ClassVar[bool] = False
+
+    def __init__(self, options: Any, cell: ServedCell, directory: Path):
+        self.options, self.cell, self.log = options, cell, directory / "server.log"
+        self.url = ""
+        self._process: subprocess.Popen[bytes] | None = None
+
+    # -- what an engine defines ------------------------------------------------------------------------------
+
+    def command(self, port: int) -> list[str]:
+        """Return the command line of a server that listens on ``port`` of this host.
+
+        Raises:
+            UsageError: the engine cannot be started; only a URL is supported.
+        """
+        raise UsageError(f"engine {self.name}: give the url of a server that runs; crossdraft does not start this one")
+
+    def environment(self) -> dict[str, str]:
+        """Return environment variables of the server, beside those of this process."""
+        return {}
+
+    @abstractmethod
+    def body(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
+        """Return the JSON of a streaming request for the tokens ``prompt``.
+
+        Raises:
+            UsageError: the engine does not support the sampling parameters.
+        """
+
+    @abstractmethod
+    def event(self, data: Mapping[str, Any]) -> ServerEvent:
+        """Parse an event of the stream. Raises KeyError or TypeError for another format."""
+
+    def version(self) -> str:
+        """Return the version of the running server, or empty."""
+        return ""
+
+    # -- life ------------------------------------------------------------------------------------------------
+
+    @property
+    def given_url(self) -> str:
+        """URL of a running server for this cell, or empty."""
+        options = self.options
+        if not (options.url or options.baseline_url):
+            return ""
+        if url := options.url if self.cell.gamma else options.baseline_url:
+            return url.rstrip("/")
+        missing, kind = ("url", "with") if self.cell.gamma else ("baseline_url", "without")
+        raise UsageError(f"engine {self.name}: {missing} is missing; give the address of a server {kind} speculation")
+
+    def start(self) -> None:
+        """Start the server, or find the one of the URL; returns when it is ready.
+
+        Raises:
+            ModelError: it ends or does not answer; the message has the end of its log.
+            UsageError: its executable does not exist, or the URL does not answer.
+        """
+        if url := self.given_url:
+            self.url = url
+            if not self._is_ready():
+                raise UsageError(f"engine {self.name}: {url}{self.ready} does not answer; check the address")
+            return
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command, self.url = self.command(port), f"http://127.0.0.1:{port}"
+        environment = {**os.environ, **self.environment(), **self.options.env}
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            log.write(f"$ {shlex.join(command)}\n".encode())
+            log.flush()
+            try:
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+                )
+            except OSError as error:
+                raise UsageError(f"engine {self.name}: cannot start {command[0]}: {error.strerror}") from None
+        deadline = time.monotonic() + self.options.start_seconds
+        while not self._is_ready():
+            if (code := self._process.poll()) is not None:
+                self._process = None
+                raise ModelError(f"the server of {self.name} ended with code {code} before it was ready{self._tail()}")
+            if time.monotonic() > deadline:
+                self.stop()
+                raise ModelError(
+                    f"the server of {self.name} was not ready within {self.options.start_seconds:g} s "
+                    f"(start_seconds){self._tail()}"
+                )
+            time.sleep(_POLL)
+
+    def stop(self) -> None:
+        """Stop the server if it was started here, and all its processes."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        for sign, patience in ((signal.SIGTERM, _STOP), (signal.SIGKILL, None)):
+            try:
+                os.killpg(process.pid, sign)
+            except ProcessLookupError:
+                break
+            try:
+                process.wait(patience)
+            except subprocess.TimeoutExpired:
+                continue
+        process.wait()
+
+    def _is_ready(self) -> bool:
+        try:
+            return self.get(self.ready, timeout=5).status_code == 200
+        except requests.RequestException:
+            return False
+
+    def _tail(self) -> str:
+        try:
+            lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            return ""
+        return f"; the end of {self.log}:\n  " + "\n  ".join(lines[-_LOG_LINES:])
+
+    def get(self, path: str, timeout: float = 30) -> requests.Response:
+        """Send a GET request. Raises requests.RequestException."""
+        return requests.get(self.url + path, timeout=timeout)
+
+    # -- requests --------------------------------------------------------------------------------------------
+
+    def counters(self) -> str:
+        """Return the text of ``/metrics``, or empty."""
+        try:
+            output = self.get("/metrics")
+        except requests.RequestException:
+            return ""
+        return output.text if output.status_code == 200 else ""
+
+    def complete(self, prompt: Sequence[int], max_tokens: int) -> ServedResponse:
+        """Send one request and read its response. May be called from several threads.
+
+        Raises:
+            ModelError: the server refuses the request, ends, or answers in an unknown format.
+        """
+        events: list[tuple[float, ServerEvent]] = []
+        sent = time.perf_counter()
+        try:
+            body = self.body(prompt, max_tokens)
+            with requests.post(self.url + self.path, json=body, stream=True, timeout=(30, _SILENCE)) as stream:
+                if stream.status_code != 200:
+                    reason = f"status {stream.status_code}: {stream.text}"
+                    raise ModelError(f"the server of {self.name} refuses the request, {reason}")
+                for data in _events(stream.iter_lines()):
+                    now = time.perf_counter()
+                    if "error" in data:
+                        raise ModelError(f"the server of {self.name} reports: {data['error']}")
+                    events.append((now - sent, self.event(data)))
+        except requests.RequestException as error:
+            raise ModelError(f"the server of {self.name} broke off: {first_line(error)}{self._tail()}") from None
+        except (KeyError, TypeError, ValueError) as error:
+            raise ModelError(
+                f"the server of {self.name} sent an event of an unknown format: {first_line(error)}; is {self.url} a "
+                f"server of {self.name}?"
+            ) from error
+        return self._response(events, sent)
+
+    def _response(self, events: Sequence[tuple[float, ServerEvent]], sent: float) -> ServedResponse:
+        last: dict[str, Any] = {}
+        for _, event in events:
+            values = {name: getattr(event, name) for name in ("finish_reason", "drafted", "accepted", "totals")}
+            last |= {name: value for name, value in values.items() if value is not None}
+        steps = [ServedStep(seconds, len(event.tokens)) for seconds, event in events if event.tokens]
+        tokens = [token for _, event in events for token in event.tokens]
+        if not tokens or "finish_reason" not in last:
+            raise ModelError(f"the server of {self.name} sent a response without tokens or without a finish reason")
+        if UNKNOWN in tokens:
+            tokens = self._encoded("".join(event.text for _, event in events), last["finish_reason"])
+        response = ServedResponse(tokens, steps, sent=sent, **last)
+        if self.tokens_per_event and response.totals is not None:
+            response.steps = _grouped(steps, len(tokens) - response.totals[1])
+        return response
+
+    def _encoded(self, text: str, finish_reason: str) -> list[int]:
+        """Tokens of a text; the end-of-sequence token, which has no text, is appended."""
+        tokens = list(self.cell.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return [*tokens, self.cell.end_tokens[0]] if finish_reason == "stop" and self.cell.end_tokens else tokens
+
+
+def _events(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
+    """Parse the data lines of a stream of server-sent events."""
+    for line in lines:
+        if line.startswith(b"data:") and (text := line[5:].strip()) != b"[DONE]":
+            data = json.loads(text)
+            if not isinstance(data, dict):
+                raise TypeError(f"{text[:40]!r} is not an object")
+            yield data
+
+
+def _grouped(tokens: Sequence[ServedStep], steps: int) -> list[ServedStep]:
+    """Group single tokens into ``steps`` steps at the longest gaps between their arrivals.
+
+    Engines that stream tokens one by one send those of a step back to back.
+    """
+    gaps = sorted(range(1, len(tokens)), key=lambda i: tokens[i].seconds - tokens[i - 1].seconds, reverse=True)
+    starts = [0, *sorted(gaps[: max(steps, 1) - 1]), len(tokens)]
+    return [
+        ServedStep(tokens[end - 1].seconds, sum(step.tokens for step in tokens[start:end]))
+        for start, end in pairwise(starts)
+    ]

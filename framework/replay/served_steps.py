@@ -1,0 +1,88 @@
+"""Comparison of the steps that an engine took with those that replay derives from its responses.
+
+Given the response, a step that starts at a token accepts a number of drafted tokens that only the drafts and the
+verifier's coins decide. Where drafts are deterministic, so is that number, and the engine must accept exactly as many.
+Otherwise the accepted tokens of all steps must agree with their expectation: their difference is a martingale over the
+steps, whose variance is the sum of the steps' variances.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..metrics.cell_metrics import StepRecord
+
+
+@dataclass
+class ServedSteps:
+    """Counts of the steps of one cell.
+
+    Attributes:
+        decided: steps whose number of accepted tokens follows from the response; ``equal``: those that accepted it.
+        accepted, expected: accepted tokens of all steps, and their expectation.
+        variance: of ``accepted``.
+        at_least, expected_at_least: number of steps that accepted at least i = 1, 2, ... tokens, and its expectation.
+        steps: number of compared steps.
+        unequal: place of the first steps that differ: prompt, token, accepted tokens, those of replay.
+    """
+
+    decided: int = 0
+    equal: int = 0
+    accepted: float = 0.0
+    expected: float = 0.0
+    variance: float = 0.0
+    steps: int = 0
+    at_least: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    expected_at_least: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    unequal: list[tuple[str, int, int, int]] = field(default_factory=list)
+
+    def add(self, name: str, records: Sequence[StepRecord], survival: np.ndarray) -> None:
+        """Add the steps of one response.
+
+        Args:
+            name: of the prompt.
+            records: steps in order; the first starts at the second token of the response.
+            survival: ``[T, G]``, Pr(tau >= i | the rest of the response) of a step that starts at each token after the
+                first.
+        """
+        start, depth = 0, survival.shape[1]
+        if not self.steps:
+            self.at_least, self.expected_at_least = np.zeros(depth), np.zeros(depth)
+        for record in records:
+            end = start + record.emitted
+            # An engine that ends a response inside a draft reports the accepted tokens beyond the end, or none of them.
+            if start >= len(survival) or end >= len(survival):
+                break
+            probs = survival[start, : record.limit] if record.limit < depth else survival[start]
+            self.steps += 1
+            self.accepted += record.tau
+            mean = float(probs.sum())
+            self.expected += mean
+            # E[tau^2] = sum over i of (2i - 1) Pr(tau >= i)
+            self.variance += max(float((probs * (2 * np.arange(len(probs)) + 1)).sum()) - mean**2, 0.0)
+            self.at_least[: record.tau] += 1
+            self.expected_at_least[: len(probs)] += probs
+            if np.all((probs < 1e-6) | (probs > 1 - 1e-6)):
+                self.decided += 1
+                if record.tau == round(mean):
+                    self.equal += 1
+                else:
+                    self.unequal.append((name, start + 1, record.tau, round(mean)))
+            start = end
+
+    @property
+    def z(self) -> float:
+        """Standard score of the accepted tokens; infinite if they differ without variance."""
+        difference = self.accepted - self.expected
+        if self.variance < 1e-9:
+            return 0.0 if abs(difference) < 1e-6 else math.copysign(math.inf, difference)
+        return difference / math.sqrt(self.variance)
+
+    @property
+    def p_value(self) -> float:
+        """Two-sided p-value of `z` under the normal approximation."""
+        return math.erfc(abs(self.z) / math.sqrt(2))
