@@ -3,17 +3,16 @@
     crossdraft run smollm2-batch
     python benchmarks/advise_check.py runs/smollm2-batch-<hash> [--temperature 1]
 
-Advised twice, among the drafters, rules and draft lengths of the run, and no drafting:
+The advice is computed twice, among the drafters, verifiers and draft lengths of the run, and plain decoding:
 
-- from the run: acceptance, and the seconds that drafting, verifying and bookkeeping took, of its own cells, and its
-  cost curves (``crossdraft advise runs/..``);
-- from replay: acceptance replayed from the responses of plain decoding, and the cost curves alone (``crossdraft advise
-  --replay``). Nothing that drafted is looked at. Only chains that replay has an identity for are judged so.
+- from the run: acceptance and component times of its own cells, and its cost curves (``crossdraft advise runs/..``);
+- from replay: acceptance replayed from the responses of plain decoding, and the cost curves only (``crossdraft advise
+  --replay``), without any measurement of a drafter. Only chains with a replay formula are compared.
 
-Two questions: whether to draft, and what to draft with if one does. The second is "same", "within its interval" where
-the advised one's measured speed-up lies within the 95 % interval of the best one's, and "missed" elsewhere; the share
-of the best speed-up that the advice would have got stands beside it. Best is taken of noisy measurements, so that
-among many alike it is partly chance. Where prompts are too few for an interval, all but "same" is "missed".
+The table compares two decisions: drafting or not, and the best option if drafting. The second is "same", "within its
+interval" if the advised option's measured speed-up lies within the 95 % interval of the best option's, else "missed",
+with the share of the best speed-up that the advice reaches. Measurements are noisy, so the best among many similar
+options is partly chance. With too few prompts for an interval, everything but "same" is "missed".
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from crossdraft.framework.runs.records import CellResult
 
 @dataclass(frozen=True)
 class Option:
-    """A drafter with its options, a rule and a draft length: what may be chosen."""
+    """A drafter with its options, a verifier and a draft length."""
 
     drafter: str
     options: str
@@ -57,7 +56,7 @@ def option(candidate: Candidate, gamma: int) -> Option:
 
 
 def verdict(advised: Option, best: Option, measured: dict[Option, Estimate]) -> str:
-    """In the words of the table."""
+    """Outcome of the comparison, as printed in the table."""
     if advised == best:
         return "same"
     low = measured[best].low
@@ -65,7 +64,7 @@ def verdict(advised: Option, best: Option, measured: dict[Option, Estimate]) -> 
 
 
 def replayed(directory: Path, results: Sequence[CellResult], temperature: float, rules: set[str]) -> list[Candidate]:
-    """Candidates of the run's chains from its plain responses and its curves alone."""
+    """Candidates of the run's chains, from its plain responses and its cost curves."""
     cells = [one for one in results if not one.config.is_baseline and one.config.verifier.name in rules]
     curves = read_run(directory).summary.curves
     found: dict[str, list[Candidate]] = {}
@@ -88,7 +87,7 @@ def replayed(directory: Path, results: Sequence[CellResult], temperature: float,
         known = statistics(cell)
         if target is None or known is None:
             raise SystemExit(
-                f"{directory} has no cost curve of {config.target}: crossdraft cost --target {config.target}"
+                f"{directory} has no cost curve of {config.target}: run crossdraft cost --target {config.target}"
             )
         found[name] = imported(acceptances(given, Remarks()), target, drafter, known.context)
     return [one for some in found.values() for one in some]
@@ -97,7 +96,7 @@ def replayed(directory: Path, results: Sequence[CellResult], temperature: float,
 def lines(
     how: str, candidates: Sequence[Candidate], measured: dict[int, dict[Option, Estimate]]
 ) -> Iterator[list[str | float]]:
-    """A line of the table for every batch size."""
+    """Rows of the table, one per batch size."""
     for b, cells in sorted(measured.items()):
         own = {option(c, c.acceptance.gamma): c for c in candidates}
         predicted = {o: own[o].speed_up(b, o.gamma).value for o in own if o in cells}
@@ -133,7 +132,7 @@ def main() -> None:
     results = [one for one in run.summary.results if one.config.sampling.temperature == args.temperature]
     candidates, notes = of_run(results, run.name, run.summary.curves)
     if not candidates:
-        raise SystemExit(f"{args.run} has no pair to choose from: {'; '.join(notes) or 'nothing drafts'}")
+        raise SystemExit(f"{args.run} has no pair to compare: {'; '.join(notes) or 'nothing drafts'}")
     measured: dict[int, dict[Option, Estimate]] = {}
     for candidate in candidates:
         for b, metrics in candidate.measured.items():

@@ -1,11 +1,11 @@
-"""Detection of deliberate mistakes by the doctor: each is put into real heads, one at a time.
+"""Detection rate of the doctor on real heads with one deliberate mistake each.
 
     python benchmarks/doctor_check.py [--responses 4] [--max-new-tokens 24] [--dtype float32]
 
-Takes the EAGLE-3 and Medusa heads of the SmolLM2 pack, which are sound, copies them, damages each copy, and runs
-``crossdraft doctor`` on it. Printed for each: what was named first, block efficiency as it is and with that undone, and
-the gain with its 95 % interval over prompts. A mistake that is not named either costs too little, next to the sound
-heads, for the doctor to name anything (its `CLEAR`), or was missed.
+Copies the EAGLE-3 and Medusa heads of the SmolLM2 pack, damages each copy, and runs ``crossdraft doctor`` on it.
+Prints for each the first diagnosis, block efficiency as configured and with the mistake undone, and the gain with its
+95 % interval over prompts. If the doctor does not report a mistake, it either costs too little compared with the
+undamaged heads (see `CLEAR`), or was missed.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ Damage = Callable[[Path], None]
 
 @dataclass(frozen=True)
 class Mistake:
-    """One that is made.
+    """A deliberate mistake in the heads or options of a drafter.
 
     Attributes:
-        made: in words.
-        expected: how the sentence begins that names it; "" = there is nothing to name.
-        drafter: whose heads.
-        damage: done to a copy of the heads.
-        options: of the drafter.
+        made: description.
+        expected: prefix of the doctor's diagnosis; "" = no diagnosis expected.
+        drafter: name of the drafter.
+        damage: modifies a copy of the heads.
+        options: options of the drafter.
     """
 
     made: str
@@ -69,7 +69,7 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], None]) -> Damage:
 
 
 def mistakes() -> Iterator[Mistake]:
-    """Those of heads that can be made without training any."""
+    """Mistakes in heads that can be made without training."""
     yield Mistake("none", "", "eagle3")
     for by in (1, -1):
         layers = [2 + by, 15 + by, 27 + by]
@@ -106,7 +106,7 @@ def _norm_more(found: dict[str, torch.Tensor]) -> None:
 
 
 def _embedding(found: dict[str, torch.Tensor]) -> None:
-    """Random, as large as the target's."""
+    """Add a random embedding with the norm of the target's."""
     drawn = torch.randn(49_152, found["fc.weight"].shape[0], generator=torch.Generator().manual_seed(0))
     found["embed_tokens.weight"] = (0.1 * drawn).to(found["fc.weight"].dtype)
 
@@ -116,7 +116,7 @@ def _other_digest(path: Path) -> None:
 
 
 def _one_head_more(path: Path) -> None:
-    """A head in front that does nothing, so that the target's own head says what the target says."""
+    """Insert a first head that is the identity, so that it predicts the same token as the target."""
 
     def change(found: dict[str, torch.Tensor]) -> None:
         old = {key: found.pop(key) for key in list(found)}

@@ -1,6 +1,6 @@
-"""Shared parts of gpu.py: models and prompts, the two sides that take turns, and the numbers found.
+"""Shared parts of gpu.py: models and prompts, alternating timings, and the recorded numbers.
 
-Random models are Llamas whose weights are made on the device; with ``--tiny`` all models are tiny ones.
+Random models are Llamas initialized on the device; with ``--tiny`` all models are tiny.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TINY_VOCAB = 500
 
 
 class GivenContext(TargetContext):
-    """Draft models are taken as they are: those of random weights have no tokenizers to compare."""
+    """A target context without tokenizer checks, because random draft models have no tokenizer."""
 
     def load_lm(self, name: str, *, extra_tokens: int = 0, **_: Any) -> LM:
         return fitted(
@@ -52,19 +52,19 @@ class GivenContext(TargetContext):
 
 
 class Bench:
-    """The options, the models as they are needed, and the numbers found."""
+    """Options, lazily loaded models, and recorded numbers."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
         self.device = pick_device(args.device)
-        #: Measured: what, value, remark.
+        #: Recorded numbers: name, value, remark.
         self.found: list[tuple[str, float, str]] = []
         self._copied: float | None = None
 
     # -- models and prompts ---------------------------------------------------------------------------------
 
     def random(self, name: str, shape: dict[str, Any], seed: int = 0, attention: str | None = None) -> LoadedModel:
-        """A Llama of random weights made on the device; nothing ends its texts."""
+        """A randomly initialized Llama without end-of-sequence tokens."""
         from transformers import AutoModelForCausalLM, LlamaConfig
 
         if self.args.tiny:
@@ -181,7 +181,7 @@ class Bench:
         return found
 
     def compare(self, title: str, sides: dict[str, Callable[[Ids], int]], prompts: Sequence[Ids]) -> None:
-        """Print a table of the sides, and note the last one's ratio to the first."""
+        """Print a table of the sides, and record the ratio of the last to the first."""
         memory.start(self.device)
         rates = self.rates(sides, prompts)
         base = next(iter(rates.values()))
@@ -200,7 +200,7 @@ class Bench:
         return "" if found is None else f"peak memory {found / 1e9:.2f} GB"
 
     def copied_per_second(self) -> float:
-        """Bytes the device reads and writes in a second while it copies."""
+        """Copy bandwidth of the device in bytes per second, reads plus writes."""
         if self._copied is None:
             source = torch.zeros(2**24 if self.args.tiny else 2**30, dtype=torch.uint8, device=self.device)
             target = torch.empty_like(source)
@@ -209,7 +209,7 @@ class Bench:
         return self._copied
 
     def steps(self, decoder: Decoder, prompts: Sequence[Ids]) -> Iterator[int]:
-        """Fill all slots and make steps until one of them ends; yields the number of steps made after each."""
+        """Fill all slots and step until a sequence ends; yields the number of steps after each."""
         for row, prompt in enumerate(prompts):
             decoder.start(row, prompt, index=row, stream=row)
         made = 0

@@ -2,12 +2,12 @@
 
     python benchmarks/loop_overhead.py [--device cuda] [--batch 1 8] [--steps 40] [--profile draft-model]
 
-Forward hooks on the target and on the draft model time what happens inside ``model(...)``; the loop's own clock
-times the phases. What is left of a phase once the pass inside it is taken out is overhead: *draft* (catching up,
-masks, the drafter's laws and draws), *target* (masks, the law p), *verify* (the rule), *rest* (the host's books and
-the step's one synchronisation). Every number is the median over steps with all slots occupied, so shares
-need not sum to 100. ``--profile`` prints where the steps of one drafter spend their time instead: crossdraft's own
-functions, with what they call included, at the last batch size of ``--batch``.
+Forward hooks on the target and on the draft model time ``model(...)``; the loop's own clock times the phases. A phase
+minus the pass inside it is overhead: *draft* (catching up, masks, the drafter's distributions and draws), *target*
+(masks, the distribution p), *verify* (the verifier), *rest* (host bookkeeping and the step's one synchronization).
+Every number is the median over steps with all slots occupied, so shares need not sum to 100. ``--profile`` instead
+prints the cumulative time of crossdraft's functions during the steps of one drafter, at the last batch size of
+``--batch``.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from crossdraft.framework.recipe.prompts import load_prompts
 
 DRAFTERS = ("none", "prompt-lookup", "draft-model")
 PHASES = ("draft", "target", "verify", "rest")
-#: Most of a step, in per cent, that may be spent outside the models: (batch size 1, more than 1).
+#: Maximum overhead in per cent of a step: (batch size 1, more than 1).
 BUDGETS = (8.0, 5.0)
-#: First steps of a cell, in which buffers are made.
+#: Warm-up steps of a cell, in which buffers are allocated.
 WARM_UP = 3
 
 
@@ -61,7 +61,7 @@ class ForwardClock:
         model.register_forward_hook(self._leave)
 
     def watch(self, lm: TransformersLM) -> None:
-        """Time the replays of its CUDA graphs too, masks included: the model's hooks do not see them."""
+        """Time the replays of its CUDA graphs too, masks included: module hooks do not run in a replay."""
         if lm.graphs.records:
             lm._runner.graphs = cast(Graphs, _TimedGraphs(lm.graphs, lm, self))
 
@@ -84,7 +84,7 @@ class ForwardClock:
 
 @dataclass
 class _TimedGraphs:
-    """The graphs of ``lm``, whose passes are booked to ``clock``."""
+    """The CUDA graphs of ``lm``, timed by ``clock``."""
 
     graphs: Graphs
     lm: TransformersLM
@@ -107,7 +107,7 @@ class _TimedGraphs:
         return out
 
 
-#: Of the target and of the draft model.
+#: Clocks of the target and of the draft model.
 Models = tuple[LoadedModel, LoadedModel]
 Clocks = tuple[ForwardClock, ForwardClock]
 
@@ -119,7 +119,7 @@ def make_decoder(
     given = {"gamma": args.gamma, "model": args.drafter}
     known = get("drafters", drafter).Config.model_fields
     decoder = pair_decoder(
-        replace(target, eos_token_ids=()),  # no text ends early
+        replace(target, eos_token_ids=()),  # sequences do not end early
         {"name": drafter} | {key: value for key, value in given.items() if key in known},
         args.verifier,
         max(map(len, prompts)) + args.max_new_tokens,
@@ -136,11 +136,11 @@ def make_decoder(
 
 
 class _Enough(Exception):
-    """All wanted steps were made."""
+    """Raised to end a decoder after the last step."""
 
 
 def steps(decoder: Decoder, prompts: list[list[int]], wanted: int, each: Callable[[Callable], Any]) -> None:
-    """Run ``wanted`` steps with every slot occupied, ``each`` of which is handed to the caller to make."""
+    """Run ``wanted`` steps with every slot occupied, each through the callback ``each``."""
     made, own = 0, decoder.step
 
     def counted() -> Any:
@@ -151,7 +151,7 @@ def steps(decoder: Decoder, prompts: list[list[int]], wanted: int, each: Callabl
         return each(own)
 
     decoder.step = counted
-    # As many prompts as the steps could possibly finish, so that no slot stays empty.
+    # As many prompts as the steps could finish, so that no slot stays empty.
     with suppress(_Enough):
         for _ in decoder.run(list(islice(cycle(prompts), decoder.target.batch_size * (wanted + 1)))):
             pass
@@ -186,14 +186,14 @@ def main() -> None:
     parser.add_argument("--drafter", default="smollm2-draft-model", help="model of the draft-model drafter")
     parser.add_argument("--prompts", default="builtin")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--steps", type=int, default=40, help="measured steps of each cell")
+    parser.add_argument("--steps", type=int, default=40, help="number of measured steps per cell")
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--gamma", type=int, default=4)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--verifier", default="token")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--profile", choices=DRAFTERS, help="show where the time of this drafter's steps goes")
+    parser.add_argument("--profile", choices=DRAFTERS, help="profile the steps of this drafter")
     args = parser.parse_args()
 
     target = load_model(args.model, dtype=args.dtype, device=args.device)

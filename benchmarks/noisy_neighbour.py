@@ -1,13 +1,12 @@
-"""Effect of noisy neighbours on speed-ups: a recipe by itself, then beside programs that occupy a core now and then.
+"""Effect of noisy neighbours on speed-ups: a recipe alone, then beside programs that intermittently occupy a core.
 
     python benchmarks/noisy_neighbour.py [--recipe quickstart] [--runs 10] [--neighbours 1] [--busy 0.5] [--spell 5]
 
-A neighbour multiplies matrices in one thread, for a random time (exponential, ``--spell`` seconds on average), and
-sleeps for another one, and so on: a share ``--busy`` of the time one core is gone, and nobody knows when.
-``--neighbours 2`` takes both cores of a machine with two, each at times of its own. Every run is a new process with a
-directory of its own. Printed for each cell: the speed-up of the run alone with its interval; of the other runs the
-least and greatest, how many intervals overlap the first one, how many values lie in it, and in how many the speed-up
-was withheld; the same for the speed-up by the clock, which is what a benchmark without undisturbed steps would print.
+A neighbour alternates between multiplying matrices in one thread and sleeping, both for random times (exponential,
+``--spell`` seconds on average), so that it occupies one core for a share ``--busy`` of the time. ``--neighbours 2``
+starts two independent ones. Every run is a new process with a new directory. Prints for each cell the speed-up of the
+run alone with its interval; of the other runs the minimum and maximum, the number of intervals that overlap the first,
+of values inside it, and of withheld speed-ups; and the same for the wall-clock speed-up, for comparison.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-#: One cell's speed-up: on a quiet machine, the interval's ends, and by the clock.
+#: A cell's speed-up: the value, the ends of its interval, and by wall clock.
 SpeedUp = tuple[float, float, float, float]
-#: One that is withheld.
+#: A withheld speed-up.
 WITHHELD = math.nan
 
 
 def neighbour(spell: float, busy: float, seed: int) -> None:
-    """Take one core for a share of the time, until killed."""
+    """Occupy one core for a share of the time, until killed."""
     import numpy as np
 
     chance, a = random.Random(seed), np.ones((512, 512), np.float32)
@@ -44,7 +43,7 @@ def neighbour(spell: float, busy: float, seed: int) -> None:
 
 
 def run(args: argparse.Namespace, out: Path) -> dict[str, SpeedUp]:
-    """Speed-ups of a run in a new process, by cell; baselines have none."""
+    """Speed-ups of a run in a new process, by cell, without baselines."""
     command = [sys.executable, "-m", "crossdraft", "run", args.recipe, "--time", "none", "--out", str(out), "--quiet"]
     for setting in args.set:
         command += ["--set", setting]
@@ -68,11 +67,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--recipe", default="quickstart")
     parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--neighbours", type=int, default=1, help="programs that take a core each")
-    parser.add_argument("--busy", type=float, default=0.5, help="share of the time that each of them takes")
-    parser.add_argument(
-        "--spell", type=float, default=5.0, help="seconds that the neighbour works or sleeps, on average"
-    )
+    parser.add_argument("--neighbours", type=int, default=1, help="number of neighbours, one core each")
+    parser.add_argument("--busy", type=float, default=0.5, help="share of the time that each is busy")
+    parser.add_argument("--spell", type=float, default=5.0, help="average seconds of a busy or sleeping period")
     parser.add_argument("--set", action="append", default=[], help="as of crossdraft run")
     parser.add_argument("--neighbour", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()

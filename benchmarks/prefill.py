@@ -1,8 +1,8 @@
-"""Prompts prefilled one by one and together: how long each takes, and how far what is said next lies apart.
+"""Separate and batched prefill compared: time, and difference of the next token's log-probabilities.
 
     python benchmarks/prefill.py [--target smollm2-135m-instruct] [--prompts 8] [--tokens 100] [--repeats 7]
 
-Prompts are random tokens of lengths within a tenth of ``--tokens``. Both ways in turn; medians of the repetitions.
+Prompts are random tokens; their lengths are within 10 % of ``--tokens``. Both alternate; prints medians.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
     for repeat in range(args.repeats + 1):
         for together in took:
             seconds, output[together] = time_to_start(together)
-            if repeat:  # the first time is for what is made once
+            if repeat:  # the first repetition is a warm-up
                 took[together].append(seconds)
     alone, shared = (statistics.median(took[way]) * 1e3 for way in (False, True))
     apart = (output[True] - output[False]).abs()[output[False] > -20]

@@ -1,12 +1,12 @@
-"""Replay compared with measured runs: block efficiency of every cell of a grid, and of its replayed responses.
+"""Replay compared with measured runs: block efficiency of each cell of a grid, measured and replayed.
 
     python benchmarks/replay_check.py [--limit 12] [--max-new-tokens 32] [--gammas 1-8]
 
 Runs the drafters of the SmolLM2 pack (chains with token and block verification, i.i.d. sequences with SpecInfer and
-SpecTr at K = 2 and 4), then replays the responses of every cell with the drafter, rule, draft length and K that
-measured it. Printed: how many cells have the replayed block efficiency inside the run's 95 % interval, the worst ones,
-and for block against token verification the paired difference of the run and of one replay of the same prompts, with
-their intervals. Batch size changes no token, so that the grid runs at a greater one.
+SpecTr at K = 2 and 4), then replays the responses of every cell with its drafter, verifier, draft length and K.
+Prints the number of cells whose replayed block efficiency is inside the run's 95 % interval, the worst cells, and for
+block against token verification the paired difference of the run and of one replay of the same prompts, with
+intervals. The batch size does not change any token, so the grid runs batched.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ CHAINS = [
     {"name": "eagle3", "model": "smollm2-eagle3"},
     {"name": "medusa", "model": "smollm2-medusa"},
 ]
-HEADS = 5  # of the pack's Medusa, which drafts no deeper
+HEADS = 5  # the depth of the pack's Medusa heads
 SEVERAL = [{"name": "draft-model-iid", "label": f"iid K={k}", "model": "smollm2-draft-model", "K": k} for k in (2, 4)]
 
 
 def recipes(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """At temperature 0 all rules accept alike; i.i.d. sequences are sampled."""
+    """Verifiers to run: at temperature 0 all accept alike, and i.i.d. sequences need sampling."""
     common = {
         "target": "smollm2-135m-instruct",
         "prompts": args.prompts,
@@ -64,7 +64,7 @@ def _matrix(args: argparse.Namespace, temperatures: list[int]) -> dict[str, Any]
 
 
 def replayed(directory: Path, config: Any, verifiers: list[str]) -> ReplayResult:
-    """The responses of one cell, along which a drafter of its kind drafts."""
+    """Recorded responses of one cell, with its configuration."""
     options = {key: value for key, value in config.drafter.config.items() if key not in ("gamma", "K")}
     drafter = yaml.safe_dump({"name": config.drafter.name, **options}, default_flow_style=True, width=10_000).strip()
     reader = Reader(target=config.target, sampling=config.sampling)

@@ -1,4 +1,4 @@
-"""Gain and cost of verifiers and further sequences, from one replay of a target's own responses.
+"""Gain and cost of verifiers and of multiple sequences, from one replay of a target's responses.
 
     python benchmarks/replay_figure.py PROMPTS [--limit 400] [--max-new-tokens 32] [--temperature 0.6,1]
         [--png FILE] > section.md
@@ -7,9 +7,8 @@ Decodes the responses once and keeps them (as ``crossdraft advise`` does), repla
 chain and SpecInfer and SpecTr of K i.i.d. sequences at every draft length, and prints tables for
 docs/results/replay.md: block efficiency and paired differences with 95 % intervals over prompts, in the form of Z.
 Sun et al., "Block Verification Accelerates Speculative Decoding", 2024 (Figures 4 and 5, Table 5), and predicted
-tokens/s by batch size from the curves that ``crossdraft cost`` measured: of each rule at its best draft length,
-verification and bookkeeping free. Rows of several sequences are those without shared nodes, the most that they can
-be.
+tokens/s by batch size from the curves of ``crossdraft cost``: each verifier at its best draft length, without the time
+of verification and bookkeeping. Target rows of multiple sequences are counted without shared nodes, an upper bound.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from crossdraft.framework.report.table_utils import estimate_text
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-#: A rule and its number of sequences, as tables name it.
+#: Titles of (verifier, number of sequences) in the tables.
 Rule = tuple[str, int]
 GAMMAS = range(1, 17)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -45,14 +44,14 @@ SHOWN = (1, 2, 4, 8, 16)
 
 
 def replayed(args: argparse.Namespace, sampling: Sampling) -> tuple[ReplayResult, dict[Rule, Tally]]:
-    """The tallies of all rules on the responses at one temperature."""
+    """Acceptance of all verifiers on the responses at one temperature."""
     path = baseline_responses(args.target, args.prompts, sampling, limit=args.limit, most=args.max_new_tokens)
     ks = [int(k) for k in args.k.split(",")]
     common: dict[str, Any] = {"sampling": sampling, "target": args.target}
     chain = candidates_of([f"{{name: draft-model, model: {args.drafter}}}"], ["token", "block"], GAMMAS, **common)
     drafter = f"{{name: draft-model-iid, model: {args.drafter}}}"
     several = candidates_of([drafter], ["specinfer", "spectr"], GAMMAS, ks=ks, **common)
-    # What was decoded here was kept with the log P of the law that it was sampled from.
+    # Responses decoded by this script are stored with the log P of their sampling distribution.
     reader = Reader(target=args.target, sampling=sampling, processed=True)
     found = replay(reader.read([str(path)]), [*chain, *several])
     return found, {key: tally for candidate in found.candidates for key, tally in candidate.tallies.items()}
@@ -63,7 +62,7 @@ def title(rule: Rule) -> str:
 
 
 def predicted(tally: Tally, gamma: int, batch_size: int, target: Curve, drafter: Curve, context: float) -> Prediction:
-    """A pass of the draft model over K tokens for each level, and one of the target over all nodes."""
+    """Cost of a step: one draft-model pass over K tokens for each level, and one target pass over all nodes."""
     length = tally.row(gamma).block_efficiency
     assert length is not None
     cell = CellStatistics(
@@ -73,7 +72,7 @@ def predicted(tally: Tally, gamma: int, batch_size: int, target: Curve, drafter:
 
 
 def differences(tallies: dict[Rule, Tally]) -> list[tuple[str, list[str]]]:
-    """Each rule less the one that it would replace, at the draft lengths of the tables."""
+    """Paired differences between each verifier and its baseline, at the draft lengths of the tables."""
     found = []
     for (rule, k), tally in tallies.items():
         if rule == "token" or (rule == "specinfer" and k == 1):
@@ -113,7 +112,7 @@ def section(args: argparse.Namespace, sampling: Sampling, curves: tuple[Curve, C
 
 
 def draw(found: dict[str, dict[Rule, Tally]], curves: tuple[Curve, Curve], context: float, file: Path) -> None:
-    """A row of panels a temperature: over gamma, over target rows, and predicted tokens/s over batch sizes."""
+    """One row of panels per temperature: over gamma, over target rows, and predicted tokens/s over batch sizes."""
     rules = [rule for rule in next(iter(found.values())) if rule != ("spectr", 1) and rule != ("specinfer", 1)]
     styles = marks(title(rule) for rule in rules)
     with style():
@@ -173,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--temperature", default="0.6,1")
     parser.add_argument("--k", default="1,2,4,8")
-    parser.add_argument("--context", type=int, default=128, help="tokens that rows hold, for predictions")
+    parser.add_argument("--context", type=int, default=128, help="context length in tokens, for predictions")
     parser.add_argument("--png", type=Path)
     args = parser.parse_args(argv)
     of = {curve.model: curve for curve in stored_curves()}

@@ -3,10 +3,9 @@
     pip install -e plugins/crossdraft-suffix -e plugins/crossdraft-rest
     python benchmarks/retrieval_cost.py [--target smollm2-135m-instruct] [--prompt 4096] [--steps 48] [--device auto]
 
-The prompt is made of the built-in prompts; decoding is greedy and goes on past the end of the answer. ``suffix``
-remembers as many random tokens as it may, ``rest`` has a datastore of ``--datastore`` random tokens. Printed are
-medians over steps: milliseconds of a step and of the drafter's part of it (proposing and observing), and its share in
-per cent.
+The prompt is a concatenation of built-in prompts; decoding is greedy and ignores the end of the answer. The memory of
+``suffix`` is filled with random tokens, and ``rest`` has a datastore of ``--datastore`` random tokens. Prints medians
+over steps: milliseconds of a step and of the drafter (`propose` and `observe`), and its share in per cent.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from crossdraft.framework.engine.stopwatch import Stopwatch
 from crossdraft.framework.models.load import load_model
 from crossdraft.framework.recipe.prompts import load_prompts
 
-#: First steps, in which buffers are made and every draft is validated.
+#: Warm-up steps, in which buffers are allocated and every draft is validated.
 WARM_UP = 10
-#: Most tokens of a step, more than any of these drafts may have.
+#: Upper bound of the tokens of a step.
 LONGEST = 20
 PHASES = ("draft", "target", "verify", "rest")
 
 
 def long_prompt(tokenizer: Any, length: int) -> list[int]:
-    """So many tokens of the built-in prompts, again and again."""
+    """The built-in prompts' tokens, repeated up to a length."""
     ids: list[int] = []
     for prompt in cycle(load_prompts("builtin")):
         ids += tokenizer(" ".join(prompt.turns) + "\n", add_special_tokens=False)["input_ids"]
@@ -74,7 +73,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--prompt", type=int, default=4096, help="tokens of the prompt")
     parser.add_argument("--steps", type=int, default=48)
-    parser.add_argument("--datastore", type=int, default=1_000_000, help="tokens of the datastore of 'rest'")
+    parser.add_argument("--datastore", type=int, default=1_000_000, help="number of tokens in the datastore of 'rest'")
     parser.add_argument("--drafter", action="append", help="measure these alone")
     args = parser.parse_args()
     target = load_model(args.target, device=args.device)

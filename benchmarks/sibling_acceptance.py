@@ -3,9 +3,9 @@
     python benchmarks/sibling_acceptance.py [--target smollm2-135m-instruct] [--model smollm2-draft-model]
         [--siblings 8] [--temperature 1] [--verifier specinfer] [--limit 12] [--max-new-tokens 32]
 
-Every step drafts so many children of the last committed token and nothing below them, so that each is one judgement.
-Printed are the shares with their intervals over prompts, a line for a recipe (``acceptance``, with neighbours that
-would rise replaced by their mean), and what Sequoia's tree of so many nodes is then expected to emit in a step.
+Every step drafts ``--siblings`` children of the last committed token and no deeper nodes. Prints acceptance rates with
+intervals over prompts, a line for a recipe (``acceptance``, made monotone by averaging), and the expected number of
+tokens per step of Sequoia's trees.
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=12)
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--depth", type=int, default=8, help="most levels of the trees that are printed")
+    parser.add_argument("--depth", type=int, default=8, help="maximum depth of the printed trees")
     parser.add_argument("--nodes", type=int, nargs="+", default=[4, 8, 16, 32, 64])
     args = parser.parse_args()
     target = load_model(args.target, device=args.device)
     prompts = [encode(target.tokenizer, prompt.turns[:1]) for prompt in load_prompts(args.prompts)[: args.limit]]
-    counts = np.zeros((len(prompts), 1 + args.siblings))  # steps, and those in which each sibling was accepted
+    counts = np.zeros(
+        (len(prompts), 1 + args.siblings)
+    )  # number of steps, and of steps in which each sibling was accepted
 
     def note(event: StepEvent) -> None:
         if not event.draft.width:

@@ -1,11 +1,11 @@
-"""Exact number of tokens accepted by each verifier: by enumeration on small models, no sampling error.
+"""Expected number of tokens accepted by each verifier, exact by enumeration on small models.
 
     python benchmarks/verifier_quality.py [--out docs/img]
 
-First E[tau] on the toy G1 (V = 3, gamma = 2) while the drafter moves from the target itself to G1's own drafter:
-it draws from (1 - lambda) M_b + lambda M_s. Then Pr(tau >= i), the distribution of the accepted length, on the toy
+First E[tau] on the toy G1 (V = 3, gamma = 2) with drafters between the target and G1's drafter, which draw from
+(1 - lambda) M_b + lambda M_s. Then Pr(tau >= i), the distribution of the accepted length, on the toy
 T0 with longer drafts (compare figure 3 of Z. Sun et al., "Block Verification Accelerates Speculative Decoding",
-ICLR 2025). Prints both tables; with matplotlib installed and ``--out`` it draws them as well.
+ICLR 2025). Prints both tables; with ``--out`` (and matplotlib) also draws them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PANELS: dict[str, list[tuple[str, str, str, dict[str, Any]]]] = {
     ],
 }
 CHAIN_RULES = ("token", "block", "greedy-block")
-#: The Okabe-Ito colours, told apart with any colour vision; each rule keeps its own in both figures.
+#: The Okabe-Ito colours, distinguishable with any colour vision; the same in both figures.
 LOOKS = {
     "token": ("#000000", "o"),
     "block": ("#0072B2", "s"),
@@ -63,18 +63,18 @@ def enumerate_(toy: Toy, draft: str, verifier: str, config: dict[str, Any], gamm
     rule = plugins.get("verifiers", verifier)
     make = lambda: rule(rule.Config(**config))  # noqa: E731
     found = certify(toy, DRAFTS[draft].build, make, steps=steps, gamma=gamma, markov=True)
-    # Greedy block verification keeps the law only together with the steps that follow, which certify completes.
+    # Greedy block verification is lossless only together with the following steps, which certify completes.
     assert found.lossless, f"{verifier} on {draft}: TV {found.tv}"
     return found
 
 
 def mixture(toy: Toy, share: float) -> Toy:
-    """The toy with a drafter that is ``share`` of its own and the target for the rest."""
+    """The toy with a mixed drafter: ``share`` of its own, the rest the target."""
     return Toy(toy.name, toy.gamma, toy.target, (1 - share) * toy.target + share * toy.drafter)
 
 
 def mean_tau(toy: Toy, draft: str, verifier: str, config: dict[str, Any]) -> float:
-    """E[tau] of a step; what greedy block verification accepts at once it repays in the next, so of three steps."""
+    """E[tau] of a step; for greedy block verification, which modifies later steps, the mean of three."""
     rule = plugins.get("verifiers", verifier)
     steps = 3 if rule.traits(rule.Config(**config)).stateful else 1
     found = enumerate_(toy, draft, verifier, config, toy.gamma, steps)
@@ -82,7 +82,7 @@ def mean_tau(toy: Toy, draft: str, verifier: str, config: dict[str, Any]) -> flo
 
 
 def by_agreement(toy: Toy, shares: list[float]) -> dict[str, list[tuple[str, list[float]]]]:
-    """E[tau] of every line of every panel, per share."""
+    """E[tau] by panel and label, for each share."""
     return {
         panel: [
             (label, [mean_tau(mixture(toy, share), draft, rule, config) for share in shares])
