@@ -50,9 +50,9 @@ class Option:
 
 
 def option(candidate: Candidate, gamma: int) -> Option:
-    found = candidate.acceptance
-    options = {k: v for k, v in found.options.items() if k in ("K", "branching")}
-    return Option(found.drafter or "", json.dumps(options, sort_keys=True), found.verifier or "", gamma)
+    result = candidate.acceptance
+    options = {k: v for k, v in result.options.items() if k in ("K", "branching")}
+    return Option(result.drafter or "", json.dumps(options, sort_keys=True), result.verifier or "", gamma)
 
 
 def verdict(advised: Option, best: Option, measured: dict[Option, Estimate]) -> str:
@@ -65,16 +65,16 @@ def verdict(advised: Option, best: Option, measured: dict[Option, Estimate]) -> 
 
 def replayed(directory: Path, results: Sequence[CellResult], temperature: float, rules: set[str]) -> list[Candidate]:
     """Candidates of the run's chains, from its plain responses and its cost curves."""
-    cells = [one for one in results if not one.config.is_baseline and one.config.verifier.name in rules]
+    cells = [item for item in results if not item.config.is_baseline and item.config.verifier.name in rules]
     curves = read_run(directory).summary.curves
-    found: dict[str, list[Candidate]] = {}
+    by_key: dict[str, list[Candidate]] = {}
     for cell in cells:
         config = cell.config
         options = {k: v for k, v in config.drafter.config.items() if k not in ("gamma", "policy") and v is not None}
         name = yaml.safe_dump({"name": config.drafter.name, **options}, default_flow_style=True, width=10_000).strip()
-        if name in found:
+        if name in by_key:
             continue
-        given = argparse.Namespace(
+        inputs = argparse.Namespace(
             replay=[str(directory)],
             prompts=None,
             target=config.target,
@@ -89,8 +89,8 @@ def replayed(directory: Path, results: Sequence[CellResult], temperature: float,
             raise SystemExit(
                 f"{directory} has no cost curve of {config.target}: run crossdraft cost --target {config.target}"
             )
-        found[name] = imported(acceptances(given, Remarks()), target, drafter, known.context)
-    return [one for some in found.values() for one in some]
+        by_key[name] = imported(acceptances(inputs, Remarks()), target, drafter, known.context)
+    return [item for some in by_key.values() for item in some]
 
 
 def lines(
@@ -102,9 +102,9 @@ def lines(
         predicted = {o: own[o].speed_up(b, o.gamma).value for o in own if o in cells}
         if not predicted:
             continue
-        judged = {o: cells[o] for o in predicted}
-        advised, best = max(predicted, key=predicted.__getitem__), max(judged, key=lambda o: judged[o].value)
-        output, was = predicted[advised], judged[best]
+        outcomes = {o: cells[o] for o in predicted}
+        advised, best = max(predicted, key=predicted.__getitem__), max(outcomes, key=lambda o: outcomes[o].value)
+        output, was = predicted[advised], outcomes[best]
         interval = "" if was.low is None else f" [{was.low:.2f}, {was.high:.2f}]"
         draft = "draft" if output > 1 else "off"
         right = "draft" if was.value > 1 else "off"
@@ -112,13 +112,13 @@ def lines(
         yield [
             how,
             b,
-            len(judged),
+            len(outcomes),
             f"{draft}: " + ("same" if draft == right else "within its interval" if open_ else "missed"),
             f"{advised}: {output:.2f}",
-            f"{judged[advised].value:.2f}",
+            f"{outcomes[advised].value:.2f}",
             f"{best}: {was.value:.2f}{interval}",
-            verdict(advised, best, judged),
-            f"{judged[advised].value / was.value:.2f}",
+            verdict(advised, best, outcomes),
+            f"{outcomes[advised].value / was.value:.2f}",
         ]
 
 
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--rules", nargs="+", default=["token", "block"], help="that are replayed (token block)")
     args = parser.parse_args()
     run = read_run(args.run)
-    results = [one for one in run.summary.results if one.config.sampling.temperature == args.temperature]
+    results = [item for item in run.summary.results if item.config.sampling.temperature == args.temperature]
     candidates, notes = of_run(results, run.name, run.summary.curves)
     if not candidates:
         raise SystemExit(f"{args.run} has no pair to compare: {'; '.join(notes) or 'nothing drafts'}")
@@ -143,7 +143,7 @@ def main() -> None:
     heads = ("from", "B", "of", "draft?", "advised: predicted", "it measured", "best: measured", "pair, gamma", "share")
     print(tabulate(table, heads, tablefmt="github", disable_numparse=True))
     output = [str(line[7]) for line in table]
-    print("\n" + ", ".join(f"{output.count(one)} {one}" for one in ("same", "within its interval", "missed")))
+    print("\n" + ", ".join(f"{output.count(item)} {item}" for item in ("same", "within its interval", "missed")))
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def main() -> None:
             "gqa": partial(functional.scaled_dot_product_attention, enable_gqa=True),
             "rows": partial(grouped_sdpa, module),
         }
-        taken: dict[str, list[float]] = {name: [] for name in ways}
+        used: dict[str, list[float]] = {name: [] for name in ways}
         layers = cycle(buffers[..., :reach, :])
         for repeat in range(args.repeats + 1):
             for name, way in ways.items():
@@ -65,8 +65,8 @@ def main() -> None:
                 if device.type == "cuda":
                     torch.cuda.synchronize()
                 if repeat:
-                    taken[name].append((time.perf_counter() - start) / args.layers * 1e6)
-        medians = {name: statistics.median(times) for name, times in taken.items()}
+                    used[name].append((time.perf_counter() - start) / args.layers * 1e6)
+        medians = {name: statistics.median(times) for name, times in used.items()}
         rows.append([b, width, reach, *medians.values(), medians["rows"] / medians["repeat"]])
     print(f"torch {torch.__version__}, {device}, {heads} heads over {shared}, {args.layers} layers")
     print(tabulate(rows, ["B", "W", "reach", *(f"{w} µs" for w in ways), "rows / repeat"], floatfmt=".2f"))

@@ -91,10 +91,10 @@ def respond(args: argparse.Namespace) -> Path:
             "id": str(i),
             "category": prompt.category,
             "prompt": list(ids),
-            "tokens": one.tokens,
-            "finish_reason": one.finish_reason,
+            "tokens": item.tokens,
+            "finish_reason": item.finish_reason,
         }
-        for i, (prompt, ids, one) in enumerate(zip(prompts, inputs, responses, strict=True))
+        for i, (prompt, ids, item) in enumerate(zip(prompts, inputs, responses, strict=True))
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
@@ -151,8 +151,8 @@ def main() -> None:
         sampling=sampling,
         target=args.target,
     )
-    found = replay(Reader(target=args.target, sampling=sampling).read([str(respond(args))]), candidates)
-    tallies = [candidate.tallies[args.verifier, 1] for candidate in found.candidates]
+    result = replay(Reader(target=args.target, sampling=sampling).read([str(respond(args))]), candidates)
+    tallies = [candidate.tallies[args.verifier, 1] for candidate in result.candidates]
     rows = []
     for i, name in enumerate([*names, args.start_from][: len(tallies)]):
         less = [difference(tallies[i], args.gamma, other, args.gamma) for other in (tallies[0], tallies[-1])]
@@ -170,7 +170,7 @@ def main() -> None:
         )
     heads = ["method", "held-out", f"BE, gamma {args.gamma}, {args.verifier}", f"less {names[0]}", "less the start"]
     print(tabulate(rows, [*heads, "minutes"], tablefmt="github", disable_numparse=True))
-    print(f"\n{found.responses} responses of {found.tokens} tokens; temperature {args.temperature:g}")
+    print(f"\n{result.responses} responses of {result.tokens} tokens; temperature {args.temperature:g}")
 
 
 if __name__ == "__main__":

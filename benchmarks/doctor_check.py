@@ -55,15 +55,15 @@ class Mistake:
 
 
 def config(**keys: Any) -> Damage:
-    return lambda path: _rewrite(path / "config.json", lambda found: found | keys)
+    return lambda path: _rewrite(path / "config.json", lambda result: result | keys)
 
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], None]) -> Damage:
     def damage(path: Path) -> None:
         (file,) = path.glob("*.safetensors")
-        found = load_file(file)
-        change(found)
-        save_file({key: tensor.contiguous() for key, tensor in found.items()}, file)
+        result = load_file(file)
+        change(result)
+        save_file({key: tensor.contiguous() for key, tensor in result.items()}, file)
 
     return damage
 
@@ -112,22 +112,22 @@ def _embedding(found: dict[str, torch.Tensor]) -> None:
 
 
 def _other_digest(path: Path) -> None:
-    _rewrite(path / "training.json", lambda found: found | {"target_sha256": "0" * 64})
+    _rewrite(path / "training.json", lambda result: result | {"target_sha256": "0" * 64})
 
 
 def _one_head_more(path: Path) -> None:
     """Insert a first head that is the identity, so that it predicts the same token as the target."""
 
-    def change(found: dict[str, torch.Tensor]) -> None:
-        old = {key: found.pop(key) for key in list(found)}
+    def change(result: dict[str, torch.Tensor]) -> None:
+        old = {key: result.pop(key) for key in list(result)}
         for key, tensor in old.items():
             head, rest = key.split(".", 1)
-            found[f"{int(head) + 1}.{rest}"] = tensor
+            result[f"{int(head) + 1}.{rest}"] = tensor
             if head == "0":
-                found[key] = torch.zeros_like(tensor)
+                result[key] = torch.zeros_like(tensor)
 
     tensors(change)(path)
-    _rewrite(path / "config.json", lambda found: found | {"medusa_num_heads": found["medusa_num_heads"] + 1})
+    _rewrite(path / "config.json", lambda result: result | {"medusa_num_heads": result["medusa_num_heads"] + 1})
 
 
 def examined(mistake: Mistake, directory: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -138,11 +138,11 @@ def examined(mistake: Mistake, directory: Path, args: argparse.Namespace) -> dic
     try:
         mistake.damage(path)
         drafter = json.dumps({"name": mistake.drafter, "model": str(path), **mistake.options})
-        given = ["doctor", "--target", TARGET, "--drafter", drafter, "--json", "--dtype", args.dtype]
-        given += ["--prompts", args.prompts, "--responses", str(args.responses), "--gamma", str(args.gamma)]
-        given += ["--max-new-tokens", str(args.max_new_tokens)]
+        arguments = ["doctor", "--target", TARGET, "--drafter", drafter, "--json", "--dtype", args.dtype]
+        arguments += ["--prompts", args.prompts, "--responses", str(args.responses), "--gamma", str(args.gamma)]
+        arguments += ["--max-new-tokens", str(args.max_new_tokens)]
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            if cli.main(given):
+            if cli.main(arguments):
                 raise SystemExit(f"the doctor failed on: {mistake.made}")
         return json.loads(out.getvalue())
     finally:
@@ -152,7 +152,7 @@ def examined(mistake: Mistake, directory: Path, args: argparse.Namespace) -> dic
 def line(mistake: Mistake, found: dict[str, Any], sound: float) -> list[str]:
     """Row of the table; ``sound``: block efficiency of the undamaged heads."""
     base, likely = found["tried"][0], found["likely"]
-    names = [one["mistake"] for one in likely]
+    names = [item["mistake"] for item in likely]
     if mistake.made == "another checkpoint":
         fact = next((fact for fact in found["facts"] if fact.startswith(mistake.expected)), "")
         output, verdict, first = fact or "nothing", "named" if fact else "missed", None
@@ -191,10 +191,10 @@ def main() -> None:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory:
         for mistake in mistakes():
-            found = examined(mistake, Path(directory), args)
+            result = examined(mistake, Path(directory), args)
             if not mistake.expected:
-                sound = found["tried"][0]["block_efficiency"]
-            rows.append(line(mistake, found, sound))
+                sound = result["tried"][0]["block_efficiency"]
+            rows.append(line(mistake, result, sound))
             print(f"{time.perf_counter() - start:5.0f} s", *rows[-1], sep="  ", file=sys.stderr, flush=True)
     heads = ["heads", "mistake", "named first", "BE as it is", "undone", "gain [95 %]", ""]
     print(tabulate(rows, heads, tablefmt="github", disable_numparse=True))

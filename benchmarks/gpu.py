@@ -93,13 +93,13 @@ def bandwidth(bench: Bench) -> None:
     for name, target in plain_models(bench):
         prompt, new = bench.prompts(target, 1)[0], bench.args.max_new_tokens
         decoder = bench.decoder(target, None, 1, new=new, longest=len(prompt))
-        taken = []
+        elapsed_times = []
         for _ in range(REPEATS):
             steps = bench.steps(decoder, [prompt])
             next(steps)  # prefill and the first step
-            elapsed, made = bench.seconds(lambda: max(steps, default=1))  # noqa: B023
-            taken.append(elapsed / max(made - 1, 1))
-        token, limit = statistics.median(taken[WARM_UP:]), weights_read(target.model) / rate
+            elapsed, count = bench.seconds(lambda: max(steps, default=1))  # noqa: B023
+            elapsed_times.append(elapsed / max(count - 1, 1))
+        token, limit = statistics.median(elapsed_times[WARM_UP:]), weights_read(target.model) / rate
         print(f"\n{name}: {token * 1e3:.3f} ms a token, reading the weights takes {limit * 1e3:.3f} ms")
         bench.found.append((f"plain {name}, share of the memory's limit", limit / token, f"{rate / 1e9:.0f} GB/s"))
 
@@ -150,8 +150,8 @@ def batch(bench: Bench) -> None:
 
 def whole_rate(bench: Bench, decoder: Decoder, prompts: Sequence[Ids]) -> float:
     """Tokens per second of all prompts."""
-    taken, answers = bench.seconds(lambda: list(decoder.run(prompts)))
-    return sum(len(answer.tokens) for answer in answers) / taken
+    elapsed_times, answers = bench.seconds(lambda: list(decoder.run(prompts)))
+    return sum(len(answer.tokens) for answer in answers) / elapsed_times
 
 
 def verify(bench: Bench) -> None:
@@ -177,9 +177,9 @@ def verify(bench: Bench) -> None:
         shares: list[float] = []
         for repeat in range(WARM_UP + 1):
             before: dict[str, float] = {}
-            for made in bench.steps(decoder, prompts):
+            for count in bench.steps(decoder, prompts):
                 after = dict(decoder.stopwatch.seconds)
-                if made > 1 and repeat == WARM_UP:
+                if count > 1 and repeat == WARM_UP:
                     spent = {phase: after[phase] - before[phase] for phase in after}
                     shares.append(spent["verify"] / sum(spent.values()))
                 before = after
@@ -204,12 +204,12 @@ def attention(bench: Bench) -> None:
         for kind, parents in kinds.items():
             tokens = torch.ones(size, len(parents), dtype=torch.long, device=bench.device)
             tree = torch.tensor([parents] * size, device=bench.device) if kind.startswith("tree") else None
-            taken: dict[str, list[float]] = {side: [] for side in lms}
+            elapsed_times: dict[str, list[float]] = {side: [] for side in lms}
             for _, (side, lm) in product(range(WARM_UP + REPEATS), lms.items()):
                 lm.lengths[:] = [(slots - 32) * (row + 1) // size for row in range(size)]
-                taken[side].append(bench.seconds(partial(lm.forward, tokens, tree))[0] * 1e3)
+                elapsed_times[side].append(bench.seconds(partial(lm.forward, tokens, tree))[0] * 1e3)
                 lm.commit([0] * size)
-            passes = [statistics.median(times[WARM_UP:]) for times in taken.values()]
+            passes = [statistics.median(times[WARM_UP:]) for times in elapsed_times.values()]
             rows.append([kind, slots, *passes])
             if len(passes) > 1:
                 bench.found.append((f"attention {kind}, {slots} slots, masks / flex", passes[0] / passes[1], ""))
@@ -231,11 +231,11 @@ def waits(bench: Bench) -> None:
             steps = bench.steps(decoder, prompts)
             next(steps)
             while decoder.occupied == len(prompts):
-                with counted_waits(bench.device) as found:
+                with counted_waits(bench.device) as result:
                     next(steps)
                 if repeat == WARM_UP:
-                    counts.append(found.total())
-                    places += found
+                    counts.append(result.total())
+                    places += result
             list(steps)
         median = statistics.median(counts)
         print(f"\nwaits, {label}: {median:g} a step (median of {len(counts)}), by place:")
@@ -301,9 +301,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             torch.cuda.empty_cache()
     rows = []
     for what, value, remark in bench.found:
-        bound, wanted = WANTED.get(what, ("", 0.0))
-        reached = value >= wanted if bound == "least" else value <= wanted
-        verdict = f"{'reached' if reached else 'MISSED'}: at {bound} {wanted:g}" if bound else ""
+        bound, expected = WANTED.get(what, ("", 0.0))
+        reached = value >= expected if bound == "least" else value <= expected
+        verdict = f"{'reached' if reached else 'MISSED'}: at {bound} {expected:g}" if bound else ""
         rows.append([what, value, verdict, remark])
     print("\n" + tabulate(rows, ["number", "value", "wanted", ""], floatfmt=".3f"))
 

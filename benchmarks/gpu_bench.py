@@ -91,8 +91,8 @@ class Bench:
             most, length = target.model.config.vocab_size, 8 if self.args.tiny else 128
             generator = torch.Generator().manual_seed(0)
             return torch.randint(most, (count, length), generator=generator).tolist()
-        found = [encode(target.tokenizer, prompt.turns[:1]) for prompt in load_prompts("builtin")]
-        return list(islice(cycle(found), count))
+        results = [encode(target.tokenizer, prompt.turns[:1]) for prompt in load_prompts("builtin")]
+        return list(islice(cycle(results), count))
 
     # -- the sides ------------------------------------------------------------------------------------------
 
@@ -172,13 +172,13 @@ class Bench:
             for name, run in sides.items():
                 for prompt in prompts if name == "ours" else prompts[:1]:
                     run(prompt)
-        order, found = list(sides), {name: [] for name in sides}
+        order, result = list(sides), {name: [] for name in sides}
         for i, prompt in enumerate(prompts):
             turn = i % len(order)
             for name in order[turn:] + order[:turn]:
-                taken, count = self.seconds(partial(sides[name], prompt))
-                found[name].append(count / taken)
-        return found
+                used, count = self.seconds(partial(sides[name], prompt))
+                result[name].append(count / used)
+        return result
 
     def compare(self, title: str, sides: dict[str, Callable[[Ids], int]], prompts: Sequence[Ids]) -> None:
         """Print a table of the sides, and record the ratio of the last to the first."""
@@ -196,25 +196,25 @@ class Bench:
         self.found.append((f"{title}, ours / transformers", ratio, self.peak()))
 
     def peak(self) -> str:
-        found = memory.peak(self.device)
-        return "" if found is None else f"peak memory {found / 1e9:.2f} GB"
+        result = memory.peak(self.device)
+        return "" if result is None else f"peak memory {result / 1e9:.2f} GB"
 
     def copied_per_second(self) -> float:
         """Copy bandwidth of the device in bytes per second, reads plus writes."""
         if self._copied is None:
             source = torch.zeros(2**24 if self.args.tiny else 2**30, dtype=torch.uint8, device=self.device)
             target = torch.empty_like(source)
-            taken = [self.seconds(lambda: target.copy_(source))[0] for _ in range(12)]
-            self._copied = 2 * source.nbytes / statistics.median(taken[2:])
+            elapsed = [self.seconds(lambda: target.copy_(source))[0] for _ in range(12)]
+            self._copied = 2 * source.nbytes / statistics.median(elapsed[2:])
         return self._copied
 
     def steps(self, decoder: Decoder, prompts: Sequence[Ids]) -> Iterator[int]:
         """Fill all slots and step until a sequence ends; yields the number of steps after each."""
         for row, prompt in enumerate(prompts):
             decoder.start(row, prompt, index=row, stream=row)
-        made = 0
+        count = 0
         while decoder.occupied == len(prompts):
             decoder.step()
-            made += 1
-            yield made
+            count += 1
+            yield count
         list(decoder.run([]))  # the other slots

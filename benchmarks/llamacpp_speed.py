@@ -48,10 +48,10 @@ def main() -> None:
 
     def ours(prompt: list[int]) -> tuple[list[int], float]:
         decoder.start(0, prompt)
-        start, found = time.perf_counter(), []
+        start, result = time.perf_counter(), []
         while decoder.occupied:
-            found += decoder.step()
-        return found[0].tokens, time.perf_counter() - start
+            result += decoder.step()
+        return result[0].tokens, time.perf_counter() - start
 
     rows: list[tuple[float, float, bool]] = []
     about: Any = (loaded.tokenizer, loaded.eos_token_ids)

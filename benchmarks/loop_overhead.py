@@ -116,11 +116,11 @@ def make_decoder(
     models: Models, clocks: Clocks, drafter: str, batch: int, prompts: list[list[int]], args: Any
 ) -> Decoder:
     target, small = models
-    given = {"gamma": args.gamma, "model": args.drafter}
+    arguments = {"gamma": args.gamma, "model": args.drafter}
     known = get("drafters", drafter).Config.model_fields
     decoder = pair_decoder(
         replace(target, eos_token_ids=()),  # sequences do not end early
-        {"name": drafter} | {key: value for key, value in given.items() if key in known},
+        {"name": drafter} | {key: value for key, value in arguments.items() if key in known},
         args.verifier,
         max(map(len, prompts)) + args.max_new_tokens,
         sampling=Sampling(temperature=args.temperature),
@@ -141,13 +141,13 @@ class _Enough(Exception):
 
 def steps(decoder: Decoder, prompts: list[list[int]], wanted: int, each: Callable[[Callable], Any]) -> None:
     """Run ``wanted`` steps with every slot occupied, each through the callback ``each``."""
-    made, own = 0, decoder.step
+    count, own = 0, decoder.step
 
     def counted() -> Any:
-        nonlocal made
-        if made == wanted:
+        nonlocal count
+        if count == wanted:
             raise _Enough
-        made += 1
+        count += 1
         return each(own)
 
     decoder.step = counted
@@ -159,7 +159,7 @@ def steps(decoder: Decoder, prompts: list[list[int]], wanted: int, each: Callabl
 
 def measure(decoder: Decoder, clocks: Clocks, prompts: list[list[int]], wanted: int) -> dict:
     """Medians over the steps: ``ms`` of a step; per cent of it in ``passes`` and, outside them, by phase."""
-    found = []
+    results = []
 
     def timed(make: Callable) -> Any:
         before = dict(decoder.stopwatch.seconds)
@@ -172,11 +172,11 @@ def measure(decoder: Decoder, clocks: Clocks, prompts: list[list[int]], wanted: 
         total = sum(spent.values())
         outside = {phase: 100 * (spent[phase] - passes.get(phase, 0.0)) / total for phase in PHASES}
         inside = {f"{phase} pass": 100 * passes[phase] / total for phase in passes}
-        found.append({"ms": 1e3 * total, **inside, **outside, "outside": sum(outside.values())})
+        results.append({"ms": 1e3 * total, **inside, **outside, "outside": sum(outside.values())})
         return out
 
     steps(decoder, prompts, wanted + WARM_UP, timed)
-    kept = found[WARM_UP:]
+    kept = results[WARM_UP:]
     return {key: statistics.median(row[key] for row in kept) for key in kept[0]}
 
 
@@ -214,11 +214,11 @@ def main() -> None:
     rows = []
     for batch in args.batch:
         for drafter in DRAFTERS:
-            found = measure(make_decoder(models, clocks, drafter, batch, prompts, args), clocks, prompts, args.steps)
+            result = measure(make_decoder(models, clocks, drafter, batch, prompts, args), clocks, prompts, args.steps)
             budget = BUDGETS[batch > 1]
-            verdict = f"{'within' if found['outside'] <= budget else 'OVER'} {budget:g} %"
-            rows.append([drafter, batch, *found.values(), verdict])
-            header = ["drafter", "B", *found, "budget"]
+            verdict = f"{'within' if result['outside'] <= budget else 'OVER'} {budget:g} %"
+            rows.append([drafter, batch, *result.values(), verdict])
+            header = ["drafter", "B", *result, "budget"]
     print(tabulate(rows, header, floatfmt=".1f"))
 
 

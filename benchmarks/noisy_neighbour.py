@@ -52,15 +52,15 @@ def run(args: argparse.Namespace, out: Path) -> dict[str, SpeedUp]:
     if done.returncode:
         sys.exit(done.stdout + done.stderr)
     (summary,) = out.glob("*/summary.csv")
-    found = {}
+    results = {}
     for row in csv.DictReader(summary.open(encoding="utf-8")):
         if row["drafter"] != "none" and not row["error"]:
             pair = f"{row['drafter_label']} × {row['verifier_label']}"
             name = f"T={float(row['temperature']):g} B={row['batch_size']} {pair}"
             ends = (float(row[f"speed_up{end}"] or WITHHELD) for end in ("", "_low", "_high", "_wall"))
-            found[name] = tuple(ends)
+            results[name] = tuple(ends)
     print(f"{out.name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    return found
+    return results
 
 
 def main() -> None:
@@ -76,7 +76,7 @@ def main() -> None:
     if args.neighbour is not None:
         neighbour(args.spell, args.busy, args.neighbour)
     with tempfile.TemporaryDirectory() as folder:
-        alone, noisy = run(args, Path(folder) / "alone"), []
+        separate, noisy = run(args, Path(folder) / "alone"), []
         for i in range(args.runs):
             command = [sys.executable, __file__, "--spell", str(args.spell), "--busy", str(args.busy), "--neighbour"]
             one_thread = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -90,9 +90,9 @@ def main() -> None:
                     other.wait()
 
     rows = []
-    for name, (value, low, high, wall) in alone.items():
-        printed = [found[name] for found in noisy if not math.isnan(found[name][0])]
-        walls = [found[name][3] for found in noisy]
+    for name, (value, low, high, wall) in separate.items():
+        printed = [result[name] for result in noisy if not math.isnan(result[name][0])]
+        walls = [result[name][3] for result in noisy]
         overlap = sum(other[1] <= high and low <= other[2] for other in printed)
         inside = sum(low <= other[0] <= high for other in printed)
         row = [name, "withheld" if math.isnan(value) else f"{value:.2f} [{low:.2f}, {high:.2f}]", spread(printed)]

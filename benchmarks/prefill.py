@@ -35,9 +35,9 @@ def main() -> None:
     prompts = [torch.randint(lm.vocab_size, (length,)).tolist() for length in lengths]
     root = on_device([[prompt[-1]] for prompt in prompts], lm.device)
 
-    def time_to_start(together: bool) -> tuple[float, torch.Tensor]:
+    def time_to_start(batched: bool) -> tuple[float, torch.Tensor]:
         start = time.perf_counter()
-        if together:
+        if batched:
             lm.prefill({row: prompt[:-1] for row, prompt in enumerate(prompts)})
         for row, prompt in enumerate(prompts):
             lm.start(row, prompt)
@@ -52,16 +52,16 @@ def main() -> None:
     took: dict[bool, list[float]] = {False: [], True: []}
     output = {}
     for repeat in range(args.repeats + 1):
-        for together in took:
-            seconds, output[together] = time_to_start(together)
+        for batched in took:
+            seconds, output[batched] = time_to_start(batched)
             if repeat:  # the first repetition is a warm-up
-                took[together].append(seconds)
-    alone, shared = (statistics.median(took[way]) * 1e3 for way in (False, True))
+                took[batched].append(seconds)
+    separate, shared = (statistics.median(took[way]) * 1e3 for way in (False, True))
     apart = (output[True] - output[False]).abs()[output[False] > -20]
     print(f"{args.target}, {model.dtype}, {lm.device}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     print(f"{args.prompts} prompts of {lengths[0]} to {lengths[-1]} tokens; medians of {args.repeats}")
     header = ["one by one, ms", "together, ms", "ratio", "log P apart, at most"]
-    row = [alone, shared, alone / shared, f"{apart.max().item():.1e}"]
+    row = [separate, shared, separate / shared, f"{apart.max().item():.1e}"]
     print(tabulate([row], header, floatfmt=".2f", disable_numparse=[3]))
 
 

@@ -101,36 +101,36 @@ def main() -> None:
         path = args.out / f"replay-check-{number}.yaml"
         path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
         outcome = run(load_recipe(str(path)), args.out, log=log_to_stderr)
-        of: dict[str, dict[str, CellResult]] = {}
+        group: dict[str, dict[str, CellResult]] = {}
         for result in outcome.results:
             config, metrics = result.config, result.metrics
             if config.is_baseline or metrics is None:
                 continue
             assert metrics.block_efficiency is not None
             start = time.perf_counter()
-            found = replayed(outcome.directory / "cells" / cell_name(config), config, [config.verifier.name])
+            actual = replayed(outcome.directory / "cells" / cell_name(config), config, [config.verifier.name])
             seconds += time.perf_counter() - start
             gamma, k = config.drafter.config["gamma"], config.drafter.config.get("K", 1)
             measured = metrics.block_efficiency
-            efficiency = found.candidates[0].tallies[config.verifier.name, k].row(gamma).block_efficiency
+            efficiency = actual.candidates[0].tallies[config.verifier.name, k].row(gamma).block_efficiency
             assert efficiency is not None
             inside = measured.low is None or measured.high is None or measured.low <= efficiency.value <= measured.high
             cells, outside = cells + 1, outside + (not inside)
             key = f"T={config.sampling.temperature:g} {config.drafter.title} gamma={gamma}"
-            of.setdefault(key, {})[config.verifier.name] = result
+            group.setdefault(key, {})[config.verifier.name] = result
             spread = f"[{measured.low:.2f}, {measured.high:.2f}]" if measured.low is not None else ""
             off = abs(efficiency.value - measured.value) / (width(measured) or float("nan"))
             rows.append(
                 (key, config.verifier.name, f"{measured.value:.3f} {spread}", f"{efficiency.value:.3f}", inside, off)
             )
             print(*rows[-1][:5], sep="  ", file=sys.stderr, flush=True)
-        for key, rules in of.items():
+        for key, rules in group.items():
             if set(rules) == {"token", "block"} and key.startswith("T=1"):
                 block, token = rules["block"], rules["token"]
                 config, gamma = token.config, token.config.drafter.config["gamma"]
-                found = replayed(outcome.directory / "cells" / cell_name(config), config, ["token", "block"])
+                actual = replayed(outcome.directory / "cells" / cell_name(config), config, ["token", "block"])
                 theirs = paired_difference(uncut_steps(block.records, gamma), uncut_steps(token.records, gamma))
-                tallies = found.candidates[0].tallies
+                tallies = actual.candidates[0].tallies
                 ours = difference(tallies["block", 1], gamma, tallies["token", 1], gamma)
                 narrower.append((key, _text(theirs), _text(ours), width(theirs) / (width(ours) or float("nan"))))
     heads = ("cell", "rule", "run, BE [95 %]", "replay", "inside", "off, widths")

@@ -53,8 +53,8 @@ def replayed(args: argparse.Namespace, sampling: Sampling) -> tuple[ReplayResult
     several = candidates_of([drafter], ["specinfer", "spectr"], GAMMAS, ks=ks, **common)
     # Responses decoded by this script are stored with the log P of their sampling distribution.
     reader = Reader(target=args.target, sampling=sampling, processed=True)
-    found = replay(reader.read([str(path)]), [*chain, *several])
-    return found, {key: tally for candidate in found.candidates for key, tally in candidate.tallies.items()}
+    result = replay(reader.read([str(path)]), [*chain, *several])
+    return result, {key: tally for candidate in result.candidates for key, tally in candidate.tallies.items()}
 
 
 def title(rule: Rule) -> str:
@@ -73,7 +73,7 @@ def predicted(tally: Tally, gamma: int, batch_size: int, target: Curve, drafter:
 
 def differences(tallies: dict[Rule, Tally]) -> list[tuple[str, list[str]]]:
     """Paired differences between each verifier and its baseline, at the draft lengths of the tables."""
-    found = []
+    results = []
     for (rule, k), tally in tallies.items():
         if rule == "token" or (rule == "specinfer" and k == 1):
             continue
@@ -82,14 +82,14 @@ def differences(tallies: dict[Rule, Tally]) -> list[tuple[str, list[str]]]:
             others.append(("specinfer", k))
         for other in others:
             cells = [estimate_text(difference(tally, g, tallies[other], g), "+") for g in SHOWN]
-            found.append((f"{title((rule, k))} less {title(other)}", cells))
-    return found
+            results.append((f"{title((rule, k))} less {title(other)}", cells))
+    return results
 
 
 def section(args: argparse.Namespace, sampling: Sampling, curves: tuple[Curve, Curve]) -> dict[Rule, Tally]:
-    found, tallies = replayed(args, sampling)
+    result, tallies = replayed(args, sampling)
     print(f"\n### temperature {sampling.temperature:g}\n")
-    print(f"{found.responses} responses, {found.tokens} tokens.\n")
+    print(f"{result.responses} responses, {result.tokens} tokens.\n")
     heads = ["rule", *(f"gamma={g}" for g in SHOWN)]
     efficiency = [[title(r), *(estimate_text(t.row(g).block_efficiency) for g in SHOWN)] for r, t in tallies.items()]
     print(tabulate(efficiency, heads, tablefmt="github", disable_numparse=True))
@@ -124,9 +124,12 @@ def draw(found: dict[str, dict[Rule, Tally]], curves: tuple[Curve, Curve], conte
                 look = {"linestyle": mark.dash, **mark.options, "markersize": 2.5}
                 rows = [tallies[rule].row(g) for g in GAMMAS]
                 estimates = [row.block_efficiency for row in rows if row.block_efficiency is not None]
-                values = [one.value for one in estimates]
+                values = [item.value for item in estimates]
                 over_gamma.plot(list(GAMMAS), values, **look)
-                low, high = [one.low or one.value for one in estimates], [one.high or one.value for one in estimates]
+                low, high = (
+                    [item.low or item.value for item in estimates],
+                    [item.high or item.value for item in estimates],
+                )
                 over_gamma.fill_between(list(GAMMAS), low, high, color=mark.colour, alpha=0.12, linewidth=0)
                 over_rows.plot([row.target_rows_per_token for row in rows], values, **look)
                 best = [
@@ -175,15 +178,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=128, help="context length in tokens, for predictions")
     parser.add_argument("--png", type=Path)
     args = parser.parse_args(argv)
-    of = {curve.model: curve for curve in stored_curves()}
-    if missing := [name for name in (args.target, args.drafter) if name not in of]:
+    group = {curve.model: curve for curve in stored_curves()}
+    if missing := [name for name in (args.target, args.drafter) if name not in group]:
         parser.error(f"no cost curve of {', '.join(missing)}: measure it with crossdraft cost")
-    curves = of[args.target], of[args.drafter]
-    found = {}
+    curves = group[args.target], group[args.drafter]
+    results = {}
     for temperature in map(float, args.temperature.split(",")):
-        found[f"temperature {temperature:g}"] = section(args, Sampling(temperature=temperature), curves)
+        results[f"temperature {temperature:g}"] = section(args, Sampling(temperature=temperature), curves)
     if args.png:
-        draw(found, curves, args.context, args.png)
+        draw(results, curves, args.context, args.png)
 
 
 if __name__ == "__main__":

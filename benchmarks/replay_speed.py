@@ -46,8 +46,8 @@ def write(path: Path, responses: int) -> None:
 
 def replay(path: Path, drafters: list[str]) -> tuple[float, float]:
     """Processor seconds and peak memory, in MiB, of one replay."""
-    given = [part for drafter in drafters for part in ("--drafter", drafter)]
-    command = [sys.executable, "-m", "crossdraft", "replay", str(path), *given, "--json"]
+    arguments = [part for drafter in drafters for part in ("--drafter", drafter)]
+    command = [sys.executable, "-m", "crossdraft", "replay", str(path), *arguments, "--json"]
     one_core = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | one_core)
     _, status, usage = os.wait4(process.pid, 0)

@@ -47,11 +47,11 @@ def long_prompt(tokenizer: Any, length: int) -> list[int]:
 def steps_of(target: Any, drafter: dict[str, Any], prompt: list[int], steps: int) -> list[dict[str, float]]:
     """Seconds of each phase of each step."""
     clock = Stopwatch(target.model.device)
-    found, last = [], dict(clock.seconds)
+    result, last = [], dict(clock.seconds)
 
     def note(_: Any) -> None:
         now = dict(clock.seconds)
-        found.append({phase: now[phase] - last[phase] for phase in PHASES})
+        result.append({phase: now[phase] - last[phase] for phase in PHASES})
         last.update(now)
 
     options = {"sampling": Sampling(temperature=0), "batch_size": 1, "max_new_tokens": LONGEST * steps}
@@ -61,10 +61,10 @@ def steps_of(target: Any, drafter: dict[str, Any], prompt: list[int], steps: int
         memory.extend(np.random.default_rng(0).integers(0, decoder.target.vocab_size, memory.capacity))
     decoder.start(0, prompt, eos=())
     last.update(clock.seconds)
-    while len(found) < steps:
+    while len(result) < steps:
         decoder.step()
     decoder.abandon()
-    return found[WARM_UP:]
+    return result[WARM_UP:]
 
 
 def main() -> None:
@@ -91,8 +91,8 @@ def main() -> None:
         }
         for title in args.drafter or drafters:
             steps = steps_of(target, drafters[title], prompt, args.steps)
-            whole = [1e3 * sum(one.values()) for one in steps]
-            own = [1e3 * one["draft"] for one in steps]
+            whole = [1e3 * sum(item.values()) for item in steps]
+            own = [1e3 * item["draft"] for item in steps]
             share = [100 * a / b for a, b in zip(own, whole, strict=True)]
             table.append([title, *(statistics.median(values) for values in (whole, own, share))])
             print(tabulate(table[-1:], tablefmt="plain", floatfmt=".3f"), flush=True)

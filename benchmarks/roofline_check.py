@@ -82,8 +82,8 @@ def fitted_acceptance(
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2
-        found = speed_up_of(cell_of(batch_size, gamma, middle, row_seconds), target, drafter)
-        low, high = (middle, high) if found < speed_up else (low, middle)
+        result = speed_up_of(cell_of(batch_size, gamma, middle, row_seconds), target, drafter)
+        low, high = (middle, high) if result < speed_up else (low, middle)
     return (low + high) / 2
 
 
@@ -121,9 +121,9 @@ def main() -> None:
     print(f"efficiency {efficiency[0]:g} of the bandwidth, {efficiency[1]:g} of the FLOP rate; context {CONTEXT}\n")
     rows, off = [], []
     for shape, b, published, source in PLAIN:
-        found = b / roofline(shape, "h100").seconds(b, 1, CONTEXT)
-        off.append(found / published - 1)
-        rows.append([shape.name, b, published, found, f"{100 * off[-1]:+.0f}", source])
+        result = b / roofline(shape, "h100").seconds(b, 1, CONTEXT)
+        off.append(result / published - 1)
+        rows.append([shape.name, b, published, result, f"{100 * off[-1]:+.0f}", source])
     print("plain decoding on one H100, tokens/s\n")
     print(tabulate(rows, ["model", "B", "published", "roofline", "off %", "source"], floatfmt=".1f"))
     print(f"\nmedian error {100 * median(map(abs, off)):.0f} %\n")
@@ -134,9 +134,9 @@ def main() -> None:
         cell = CellStatistics(
             b, b, ACCEPTED_LENGTH, {BLOCK_SIZE: 1.0}, CONTEXT, draft_seconds=drafter.seconds(b, BLOCK_SIZE, CONTEXT)
         )
-        found = predict(cell, target).speed_up
-        off.append(found / published - 1)
-        rows.append([b, published, found, f"{100 * off[-1]:+.0f}"])
+        result = predict(cell, target).speed_up
+        off.append(result / published - 1)
+        rows.append([b, published, result, f"{100 * off[-1]:+.0f}"])
     print("Qwen3-8B with a block drafter on one H100, speed-up, accepted length as published [2]\n")
     print(tabulate(rows, ["B", "published", "roofline", "off %"], floatfmt=".2f"))
     print(f"\nmedian error {100 * median(map(abs, off)):.0f} %\n")
@@ -147,12 +147,12 @@ def main() -> None:
         for machine in machines:
             target, drafter = roofline(LLAMA_8B, machine), roofline(head, machine)
             a = fitted_acceptance(BATCH_SIZES[0], gamma, published[0], target, drafter)
-            found = [
+            result = [
                 predict(CellStatistics.chain(b, gamma, a, CONTEXT), target, drafter).speed_up
                 for b in BATCH_SIZES[: len(published)]
             ]
-            lines.append(["", machine, f"{a:.2f}", *found])
-            off = [f / p - 1 for f, p in zip(found[1:], published[1:], strict=True)]
+            lines.append(["", machine, f"{a:.2f}", *result])
+            off = [f / p - 1 for f, p in zip(result[1:], published[1:], strict=True)]
             everything += off
             cells = partial(CellStatistics.chain, gamma=gamma, acceptance=a, context=CONTEXT)
             end = stops(lambda b, c=cells, t=target, d=drafter: predict(c(b), t, d).speed_up)
@@ -165,12 +165,12 @@ def main() -> None:
     print("smallest batch size at which drafting is slower (none: faster at all published sizes)\n")
     print(tabulate(ends, ["series", "", "published", "roofline"], missingval="none"))
 
-    every = [(name, machine) for name, (machines, *_) in SERIES.items() for machine in machines]
+    columns = [(name, machine) for name, (machines, *_) in SERIES.items() for machine in machines]
     rows = []
-    for fitted_to, on in every:
+    for fitted_to, on in columns:
         term = fitted_rows(fitted_to, on, efficiency)
         line = [f"{fitted_to}, {on}", 1e6 * term]
-        for name, machine in every:
+        for name, machine in columns:
             output = with_rows(name, machine, term, efficiency)
             off = [abs(output(b) / p - 1) for b, p in zip(BATCH_SIZES, SERIES[name][3], strict=False)][1:]
             line.append(f"{100 * median(off):.0f} %, {stops(output) or 'none'}")
@@ -178,7 +178,7 @@ def main() -> None:
     print(
         "\nwith microseconds per drafted row, fitted to one series: median error of each, smallest slower batch size\n"
     )
-    print(tabulate(rows, ["fitted to", "us", *(f"{name}, {on}" for name, on in every)], floatfmt=".0f"))
+    print(tabulate(rows, ["fitted to", "us", *(f"{name}, {on}" for name, on in columns)], floatfmt=".0f"))
 
 
 if __name__ == "__main__":

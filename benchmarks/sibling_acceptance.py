@@ -50,9 +50,9 @@ def main() -> None:
     def note(event: StepEvent) -> None:
         if not event.draft.width:
             return
-        there = event.draft.valid.any(1).tolist()
-        ranks = [0] * len(there) if event.verdict.path is None else event.verdict.path[:, 0].tolist()
-        for prompt, drafted, tau, rank in zip(event.prompts, there, event.accepted, ranks, strict=True):
+        present = event.draft.valid.any(1).tolist()
+        ranks = [0] * len(present) if event.verdict.path is None else event.verdict.path[:, 0].tolist()
+        for prompt, drafted, tau, rank in zip(event.prompts, present, event.accepted, ranks, strict=True):
             if prompt is not None and drafted:
                 counts[prompt, 0] += 1
                 counts[prompt, 1 + rank] += tau > 0
@@ -68,14 +68,14 @@ def main() -> None:
         on_step=note,
     )
     list(decoder.run(prompts))
-    found = [
+    results = [
         estimate(lambda sums: sums[..., 1] / sums[..., 0], counts[:, [0, k]], log=False, least=0.0, most=1.0)
         for k in range(1, args.siblings + 1)
     ]
-    rows = [[rank, one.value, one.low, one.high] for rank, one in enumerate(found, 1)]
+    rows = [[rank, item.value, item.low, item.high] for rank, item in enumerate(results, 1)]
     print(f"{counts[:, 0].sum():.0f} steps over {len(prompts)} prompts")
     print(tabulate(rows, headers=["sibling", "accepted", "from", "to"], floatfmt=".4f"))
-    falling = isotonic_regression([one.value for one in found], increasing=False).x
+    falling = isotonic_regression([item.value for item in results], increasing=False).x
     acceptance = tuple(round(float(share), 4) for share in falling)
     print(f"acceptance: {list(acceptance)}")
     trees = []

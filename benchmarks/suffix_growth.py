@@ -60,19 +60,19 @@ class Memory:
     def play(self, tail: list[int], new: list[int], options: Suffix.Config) -> None:
         """One step."""
         start = time.perf_counter()
-        found = speculate([self.history], tail, options.factor, options.min_prob, options.tree)
+        result = speculate([self.history], tail, options.factor, options.min_prob, options.tree)
         middle = time.perf_counter()
         self.history.extend(new)
         self.lookup_seconds.append(middle - start)
         self.learnt.append(time.perf_counter() - middle)
-        self.drafted += len(found.tokens)
+        self.drafted += len(result.tokens)
 
     def row(self) -> dict[str, float]:
-        found = {"tokens": self.tokens, "drafted a step": self.drafted / len(self.lookup_seconds)}
+        results = {"tokens": self.tokens, "drafted a step": self.drafted / len(self.lookup_seconds)}
         for name, seconds in (("look-up", self.lookup_seconds), ("update", self.learnt)):
-            found[f"{name} median us"] = 1e6 * float(np.median(seconds))
-            found[f"{name} p95 us"] = 1e6 * float(np.quantile(seconds, 0.95))
-        return found | {"process bytes a token": self.bytes}
+            results[f"{name} median us"] = 1e6 * float(np.median(seconds))
+            results[f"{name} p95 us"] = 1e6 * float(np.quantile(seconds, 0.95))
+        return results | {"process bytes a token": self.bytes}
 
 
 def measure(sizes: Sequence[int], steps: int, options: Suffix.Config) -> list[dict[str, float]]:

@@ -95,16 +95,16 @@ def main() -> None:
         for count in args.neighbours:
             busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
             try:
-                found: dict[str, list[tuple[float, int]]] = {name: [] for name in settings}
+                results: dict[str, list[tuple[float, int]]] = {name: [] for name in settings}
                 for repeat in range(args.repeats):
                     for name in random.Random(repeat).sample(list(children), len(children)):
-                        found[name].append(request(children[name], args.tokens))
+                        results[name].append(request(children[name], args.tokens))
             finally:
                 for process in busy:
                     process.kill()
                     process.wait()
-            first = [speed for speed, _ in next(iter(found.values()))]
-            for name, pairs in found.items():
+            first = [speed for speed, _ in next(iter(results.values()))]
+            for name, pairs in results.items():
                 ratios = [speed / base for (speed, _), base in zip(pairs, first, strict=True)]
                 low, middle, high = statistics.quantiles(ratios, n=4)
                 speed = statistics.median(speed for speed, _ in pairs)

@@ -165,20 +165,20 @@ def measure(
         states = lm.states(draft, start)
         logits, p = lm.target[states], lm.p[states]
         elapsed, _ = seconds(lambda: logits.softmax(-1), device)  # noqa: B023
-        found = {"softmax": elapsed}
+        results = {"softmax": elapsed}
         for name, verifier in verifiers.items():
             # Cached properties of a draft (such as its ancestor mask) are recomputed for every verifier.
             own = Draft(**{field: getattr(draft, field) for field in Draft.__dataclass_fields__})
             # The drafter's first draw has generated the step's random numbers.
             step = copy.deepcopy(numbers)
             step = compilers.get(name, verifier.verify)
-            found[name], verdict = seconds(lambda: step(own, p, step), device)  # noqa: B023
+            results[name], verdict = seconds(lambda: step(own, p, step), device)  # noqa: B023
             tau = verdict.length.tolist()
             verifier.observe(tau, draft.count.tolist())
             accepted[name].append(sum(tau) / batch)
         nodes = max(nodes, draft.width)
         if position >= warm_up:
-            for name, value in found.items():
+            for name, value in results.items():
                 times[name].append(value)
     softmax = statistics.median(times["softmax"])
     rows = []

@@ -62,10 +62,10 @@ LOOKS = {
 def enumerate_(toy: Toy, draft: str, verifier: str, config: dict[str, Any], gamma: int, steps: int = 1) -> Certificate:
     rule = plugins.get("verifiers", verifier)
     make = lambda: rule(rule.Config(**config))  # noqa: E731
-    found = certify(toy, DRAFTS[draft].build, make, steps=steps, gamma=gamma, markov=True)
+    certificate = certify(toy, DRAFTS[draft].build, make, steps=steps, gamma=gamma, markov=True)
     # Greedy block verification is lossless only together with the following steps, which certify completes.
-    assert found.lossless, f"{verifier} on {draft}: TV {found.tv}"
-    return found
+    assert certificate.lossless, f"{verifier} on {draft}: TV {certificate.tv}"
+    return certificate
 
 
 def mixture(toy: Toy, share: float) -> Toy:
@@ -77,8 +77,8 @@ def mean_tau(toy: Toy, draft: str, verifier: str, config: dict[str, Any]) -> flo
     """E[tau] of a step; for greedy block verification, which modifies later steps, the mean of three."""
     rule = plugins.get("verifiers", verifier)
     steps = 3 if rule.traits(rule.Config(**config)).stateful else 1
-    found = enumerate_(toy, draft, verifier, config, toy.gamma, steps)
-    return sum(found.expected_tau) / steps
+    result = enumerate_(toy, draft, verifier, config, toy.gamma, steps)
+    return sum(result.expected_tau) / steps
 
 
 def by_agreement(toy: Toy, shares: list[float]) -> dict[str, list[tuple[str, list[float]]]]:
@@ -140,10 +140,10 @@ def main() -> None:
     args = parser.parse_args()
     toys = {toy.name: toy for toy in built_in_toys()}
     shares = [i / 20 for i in range(21)]
-    found = by_agreement(toys["G1"], shares)
+    result = by_agreement(toys["G1"], shares)
     shown = [0, 2, 5, 10, 15, 20]
     print("E[tau] on G1, gamma 2, drafter (1 - lambda) M_b + lambda M_s")
-    for panel, lines in found.items():
+    for panel, lines in result.items():
         rows = [[label, *(values[i] for i in shown)] for label, values in lines]
         print(tabulate(rows, [panel, *(f"lambda {shares[i]:g}" for i in shown)], floatfmt=".4f"), end="\n\n")
     lengths = survival(toys["T0"], args.gamma)
@@ -155,7 +155,7 @@ def main() -> None:
 
         matplotlib.use("Agg")
         args.out.mkdir(parents=True, exist_ok=True)
-        draw_agreement(found, shares, args.out / "verifier_quality.png")
+        draw_agreement(result, shares, args.out / "verifier_quality.png")
         draw_survival(lengths, args.out / "acceptance_ccdf.png")
 
 
