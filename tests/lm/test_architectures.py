@@ -27,8 +27,8 @@ def made(model_type: str, label: str = "", **changes: Any) -> Any:
         pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
     config_class = transformers.CONFIG_MAPPING[model_type]
     own = OWN.get(model_type, {}).get(label)
-    found = own if own is not None else {} if label == "" else variants(config_class)[label]
-    return tiny(config_class, **found, **changes)
+    result = own if own is not None else {} if label == "" else variants(config_class)[label]
+    return tiny(config_class, **result, **changes)
 
 
 @pytest.mark.parametrize(
@@ -54,12 +54,12 @@ def made(model_type: str, label: str = "", **changes: Any) -> Any:
         ("bert", ""),
     ],
 )
-def test_logits_match_the_model(model_type: str, label: str) -> None:
+def test_logits_match_model(model_type: str, label: str) -> None:
     assert disagreement(made(model_type, label)) < TOLERANCE
 
 
 @pytest.mark.parametrize("model_type", ["big_bird", "doge", "megatron-bert", "rembert"])
-def test_right_or_refused_by_the_version_of_transformers(model_type: str) -> None:
+def test_right_or_refused_by_version_of_transformers(model_type: str) -> None:
     """Older ones give these no causal mask, and only a trial tells."""
     assert class_name(model_type) in BY_TRIAL
     model = made(model_type, "all keys" if model_type == "doge" else "")
@@ -117,7 +117,7 @@ def test_longrope_may_fill_its_original_length_and_no_more() -> None:
         TransformersLM(model, 2, 17)
 
 
-def test_an_encoder_decoder_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
+def test_encoder_decoder_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
     config = transformers.T5Config(vocab_size=31, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="T5Config is not the config of a causal language model"):
@@ -145,7 +145,7 @@ def test_flash_attention_is_refused() -> None:
         TransformersLM(model, 2, 64)
 
 
-def test_dynamic_frequencies_never_change_within_the_context(decoder: Callable) -> None:
+def test_dynamic_frequencies_never_change_within_context(decoder: Callable) -> None:
     """They would beyond it, where the loop ends a sequence."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     prompts = [[5], [7, 8, 9, 7, 8, 9, 7, 8, 11, 12, 13, 14, 15]]
@@ -213,8 +213,8 @@ class IgnoresTrees(OwnCode):
 
     def read(self, mask: Any, positions: Any) -> tuple[Any, Any]:
         width, reach = mask.shape[-2:]
-        seen = torch.ones(width, reach, dtype=torch.bool).tril(reach - width)
-        return torch.where(seen, 0.0, torch.finfo(mask.dtype).min).expand_as(mask), positions
+        attended = torch.ones(width, reach, dtype=torch.bool).tril(reach - width)
+        return torch.where(attended, 0.0, torch.finfo(mask.dtype).min).expand_as(mask), positions
 
 
 class Crashes(OwnCode):
@@ -229,12 +229,12 @@ def unknown(kind: type[OwnCode]) -> Any:
 
 
 @pytest.mark.parametrize("kind", [IgnoresPositions, IgnoresTrees])
-def test_a_trial_finds_what_an_unknown_model_ignores(kind: type[OwnCode]) -> None:
+def test_trial_detects_ignored_inputs(kind: type[OwnCode]) -> None:
     with pytest.raises(ModelError, match=rf"^{kind.__name__} failed a trial: .* \d+% off"):
         TransformersLM(unknown(kind), 2, 64)
 
 
-def test_the_error_of_a_failed_trial() -> None:
+def test_error_of_failed_trial() -> None:
     with pytest.raises(
         ModelError, match=r"^Crashes failed a trial .* \(IndexError: too many dimensions\), so .* use another model$"
     ):
@@ -242,7 +242,7 @@ def test_the_error_of_a_failed_trial() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_unknown_model_that_is_right_has_one_trial(dtype: torch.dtype) -> None:
+def test_unknown_model_that_is_right_has_one_trial(dtype: torch.dtype) -> None:
     model = unknown(OwnCode).to(dtype)
     TransformersLM(model, 1, 8)
     passes = model.passes
@@ -262,12 +262,12 @@ def test_known_models_have_no_trial(monkeypatch: Any) -> None:
 # -- the page -------------------------------------------------------------------------------------------
 
 
-def test_the_page_lists_the_classes_that_are_exact() -> None:
+def test_page_lists_classes_that_are_exact() -> None:
     exact = PAGE.read_text(encoding="utf-8").partition("## Exact\n")[2].partition("## ")[0]
     assert set(re.findall(r"^- `(\w+)`: ", exact, re.M)) == EXACT | BY_TRIAL
 
 
-def test_the_page_lists_every_model_type() -> None:
+def test_page_lists_every_model_type() -> None:
     """True for the version that it was written for; older ones have fewer."""
     text = PAGE.read_text(encoding="utf-8")
     if f"({transformers.__version__}:" in text:
