@@ -106,7 +106,7 @@ def test_words(rule) -> None:
     assert not places, "\n".join(places[:40])
 
 
-def test_a_word_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_word_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     path = tmp_path / "one.py"
     path.write_text(

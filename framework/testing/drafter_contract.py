@@ -229,7 +229,7 @@ class DrafterContract(OneThread):
                 cut = tokens[: tokens.index(self.setting.eos) + 1] if self.setting.eos in tokens else tokens
                 assert response.tokens == cut, f"prompt {i} ends as {response.tokens}, not as {cut}"
 
-    def test_greedy_decoding_is_the_targets_own(self) -> None:
+    def test_greedy_decoding_is_targets_own(self) -> None:
         """At temperature 0 the output equals decoding without drafts."""
         if 0.0 not in self.each_temperature():
             return
@@ -262,7 +262,7 @@ class DrafterContract(OneThread):
                 f"{_taus(fresh[i])} without one; clear all memory in reset()"
             )
 
-    def test_an_interrupted_step_leaves_nothing(self) -> None:
+    def test_interrupted_step_leaves_no_state(self) -> None:
         """After an error in the drafter, the target or the verifier a decoder equals a new one."""
         temperature, prompts, short = self.each_temperature()[0], self.setting.prompts[:2], {"max_new_tokens": 8}
         fresh = self.decode(2, temperature, [0, 1], **short)

@@ -50,19 +50,19 @@ def names(table: dict[str, door.Setting], effect: str) -> list[str]:
 REFUSED, HARMLESS = names(door.FIELDS, "refused"), names(door.FIELDS, "harmless")
 
 
-def test_every_field_of_this_transformers_is_in_the_table() -> None:
+def test_every_field_of_this_transformers_is_in_table() -> None:
     listed = {*fields(), *GenerationConfig().to_dict(), *GenerationConfig._get_default_generation_params()}
     unknown = {name for name in listed if not name.startswith("_")} - door.FIELDS.keys()
     assert not unknown, f"decide: honoured, harmless or refused? {sorted(unknown)}"
 
 
-def test_every_argument_of_this_transformers_is_in_the_table() -> None:
+def test_every_argument_of_this_transformers_is_in_table() -> None:
     parameters = inspect.signature(GenerationMixin.generate).parameters.values()
     named = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
     assert named == door.ARGUMENTS.keys(), "decide: honoured or refused?"
 
 
-def test_the_page_lists_every_field_and_argument_where_it_belongs() -> None:
+def test_docs_list_every_field_and_argument() -> None:
     page = (Path(__file__).parents[2] / "docs" / "python.md").read_text(encoding="utf-8")
     honoured, rest = page.partition("**Honoured**")[2].split("**Rejected**")
     refused, harmless = rest.split("**Without effect")
@@ -114,7 +114,7 @@ def test_each_refused_field_is_refused_through_transformers(model: Any, name: st
 
 
 @pytest.mark.parametrize("name", sorted(EARLIER))
-def test_what_transformers_refuses_runs_no_more_than_the_rest(model: Any, name: str) -> None:
+def test_settings_rejected_by_transformers_raise(model: Any, name: str) -> None:
     with pytest.raises((UsageError, ValueError, TypeError, AttributeError)):
         ask(model, **{name: VALUES.get(name, 3)})
 
@@ -128,7 +128,7 @@ def test_harmless_fields_change_no_token(model: Any, plain: torch.Tensor, name: 
     assert torch.equal(ask(model, generation_config=config, seed=4), plain)
 
 
-def test_a_field_that_a_later_transformers_adds_is_refused(model: Any, monkeypatch: Any) -> None:
+def test_field_that_later_transformers_adds_is_refused(model: Any, monkeypatch: Any) -> None:
     initial = GenerationConfig.__init__
 
     def init(self: Any, **options: Any) -> None:
@@ -140,12 +140,12 @@ def test_a_field_that_a_later_transformers_adds_is_refused(model: Any, monkeypat
     assert refused(model, novelty=0.7).startswith("custom_generate cannot honour novelty=0.7: this version")
 
 
-def test_entries_that_transformers_does_not_know_are_let_be(model: Any) -> None:
+def test_unknown_config_entries_are_ignored(model: Any) -> None:
     config = GenerationConfig(max_new_tokens=3, chat_format="chatml")
     assert torch.equal(ask(model, generation_config=config), ask(model))
 
 
-def test_the_models_own_generation_config_counts(model: Any) -> None:
+def test_models_own_generation_config_counts(model: Any) -> None:
     own = copy.copy(model)
     own.generation_config = copy.deepcopy(model.generation_config)
     own.generation_config.typical_p = 0.3
@@ -183,12 +183,12 @@ def test_arguments_that_are_refused(model: Any, options: dict[str, Any], sentenc
     assert f"custom_generate cannot honour {sentence}" in refused(model, do_sample=True, **options)
 
 
-def test_an_assistant_is_refused(model: Any) -> None:
+def test_assistant_is_refused(model: Any) -> None:
     assert "cannot honour assistant_model=<LlamaForCausalLM>" in refused(model, assistant_model=model)
     assert "cannot honour prompt_lookup_num_tokens=3" in refused(model, prompt_lookup_num_tokens=3)
 
 
-def test_an_argument_that_a_later_transformers_adds_is_refused(model: Any) -> None:
+def test_argument_that_later_transformers_adds_is_refused(model: Any) -> None:
     class Later(LlamaForCausalLM):
         def generate(self, inputs: Any, novelty: Any = None, custom_generate: Any = None, **kwargs: Any) -> Any:  # type: ignore
             assert custom_generate is not None
@@ -215,12 +215,12 @@ def test_processors_of_honoured_fields_are_not_user_processors() -> None:
             door._processors(wrong, sampling)
 
 
-def test_a_direct_call_is_refused(model: Any) -> None:
+def test_direct_call_is_refused(model: Any) -> None:
     with pytest.raises(UsageError, match="custom_generate was not called by transformers"):
         custom_generate(model, IDS, generation_config=GenerationConfig(max_new_tokens=3))
 
 
-def test_a_drafter_with_a_model_of_its_own_is_refused_there(model: Any) -> None:
+def test_drafter_with_model_is_rejected(model: Any) -> None:
     assert "crossdraft.generate" in refused(model, drafter={"name": "draft-model", "model": "x"})
 
 
@@ -243,8 +243,8 @@ def test_top_p_0_is_refused_and_above_1_is_off_as_in_transformers(model: Any) ->
     assert torch.equal(ask(model, do_sample=True, min_p=0.0, seed=2), ask(model, do_sample=True, seed=2))
 
 
-def test_outputs_without_scores_are_a_dictionary(model: Any) -> None:
-    found = ask(model, return_dict_in_generate=True)
-    assert isinstance(found, GenerateDecoderOnlyOutput) and list(found) == ["sequences"]
-    assert torch.equal(found.sequences, ask(model))
+def test_outputs_without_scores_are_dictionary(model: Any) -> None:
+    result = ask(model, return_dict_in_generate=True)
+    assert isinstance(result, GenerateDecoderOnlyOutput) and list(result) == ["sequences"]
+    assert torch.equal(result.sequences, ask(model))
     assert "output_scores=True" in refused(model, return_dict_in_generate=True, output_scores=True)

@@ -43,12 +43,12 @@ def test_ends_and_padding_equal_generate(model: Any) -> None:
         [[0] * 7, [1] * 7],  # nothing at all
     ],
 )
-def test_masks_that_are_not_padding_on_the_left(model: Any, mask: list[list[int]]) -> None:
+def test_masks_that_are_not_padding_on_left(model: Any, mask: list[list[int]]) -> None:
     with pytest.raises(UsageError, match=r"cannot honour this attention_mask: .*padding_side='left'"):
         ask(model, IDS, attention_mask=torch.tensor(mask))
 
 
-def test_positions_may_be_given_where_they_are_the_usual_ones(model: Any) -> None:
+def test_default_position_ids_are_accepted(model: Any) -> None:
     usual = torch.tensor([[1, 1, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6]])
     plain = ask(model, IDS, attention_mask=MASK)
     assert torch.equal(ask(model, IDS, attention_mask=MASK, position_ids=usual), plain)
@@ -57,14 +57,14 @@ def test_positions_may_be_given_where_they_are_the_usual_ones(model: Any) -> Non
             ask(model, IDS, attention_mask=MASK, position_ids=wrong)
 
 
-def test_more_tokens_than_the_context_are_refused_beforehand(model: Any) -> None:
+def test_more_tokens_than_context_are_refused_beforehand(model: Any) -> None:
     assert ask(model, max_new_tokens=57, eos_token_id=None).shape[1] == 64
     with pytest.raises(UsageError, match="7 tokens and 58 new ones exceed the model's context of 64"):
         ask(model, max_new_tokens=58)
     ask(model, IDS[:1], attention_mask=MASK[:1], max_new_tokens=59)  # padding takes no place
 
 
-def test_ids_outside_the_vocabulary(model: Any) -> None:
+def test_ids_outside_vocabulary(model: Any) -> None:
     with pytest.raises(
         UsageError, match="prompt 0 has the token id 40, but the ids of LlamaForCausalLM go from 0 to 39"
     ):
@@ -74,7 +74,7 @@ def test_ids_outside_the_vocabulary(model: Any) -> None:
 # -- samples ----------------------------------------------------------------------------------------------
 
 
-def test_torchs_generator_decides_the_samples(model: Any) -> None:
+def test_torchs_generator_decides_samples(model: Any) -> None:
     def output(manual_seed: int, **options: Any) -> tuple[int, ...]:
         torch.manual_seed(manual_seed)
         return tuple(ask(model, do_sample=True, top_k=0, max_new_tokens=5, **options)[0].tolist())
@@ -98,31 +98,31 @@ def test_greedy_decoding_does_not_advance_torchs_generator(model: Any) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_each_returned_sequence_is_a_sample_of_its_own(model: Any) -> None:
+def test_returned_sequences_are_independent(model: Any) -> None:
     """First tokens of 120 sequences of one call, by the target's law: 5 standard deviations a token."""
     n, options = 120, {"do_sample": True, "temperature": 0.7, "top_k": 6}
     torch.manual_seed(0)
-    found = ask(model, num_return_sequences=n, max_new_tokens=1, **options)
-    assert found.shape == (n, 8)
+    result = ask(model, num_return_sequences=n, max_new_tokens=1, **options)
+    assert result.shape == (n, 8)
     logits = model(IDS[1:]).logits[0, -1].detach() / 0.7
     probs = logits.masked_fill(logits < logits.topk(6).values[-1], -math.inf).softmax(-1)
-    counts = Counter(found[:, 7].tolist())
+    counts = Counter(result[:, 7].tolist())
     assert sum(counts.values()) == n and counts.keys() <= set(probs.nonzero().flatten().tolist())
     for token, p in enumerate(probs.tolist()):
         assert abs(counts[token] - n * p) <= 5 * math.sqrt(n * p * (1 - p))
 
 
-def test_returned_sequences_stand_beside_their_prompts(model: Any) -> None:
-    found = ask(model, IDS, attention_mask=MASK, do_sample=True, num_return_sequences=3, max_new_tokens=8, seed=0)
-    assert torch.equal(found[:, :7], IDS.repeat_interleave(3, 0))
-    assert len({tuple(row) for row in found.tolist()}) == 6
+def test_returned_sequences_are_ordered_by_prompt(model: Any) -> None:
+    result = ask(model, IDS, attention_mask=MASK, do_sample=True, num_return_sequences=3, max_new_tokens=8, seed=0)
+    assert torch.equal(result[:, :7], IDS.repeat_interleave(3, 0))
+    assert len({tuple(row) for row in result.tolist()}) == 6
 
 
 # -- streams ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("end", [None, 3], ids=["to the length", "to an end of sequence"])
-def test_a_streamer_receives_the_same_as_from_transformers(model: Any, end: int | None) -> None:
+def test_streamer_receives_same_as_from_transformers(model: Any, end: int | None) -> None:
     options: dict[str, Any] = {"eos_token_id": None}
     if end is not None:
         options["eos_token_id"] = ask(model, eos_token_id=None)[0, 7 + end].item()
@@ -132,6 +132,6 @@ def test_a_streamer_receives_the_same_as_from_transformers(model: Any, end: int 
     assert ours.events == theirs.events and ours.events[-1] == "end"
 
 
-def test_a_streamer_of_several_rows_is_refused(model: Any) -> None:
+def test_streamer_of_several_rows_is_refused(model: Any) -> None:
     with pytest.raises(UsageError, match="streams only one sequence, but there are 2"):
         ask(model, IDS, attention_mask=MASK, streamer=Listener())

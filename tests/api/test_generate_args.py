@@ -28,7 +28,7 @@ def test_unexpected_arguments(call: Any, given: dict[str, Any], sentence: str) -
     assert str(caught.value).startswith(f"{call.__name__}() has no argument")
 
 
-def test_an_empty_text_is_refused_with_and_without_a_chat_template(tmp_path: Any) -> None:
+def test_empty_text_is_refused_with_and_without_chat_template(tmp_path: Any) -> None:
     """The endpoint does the same."""
     target = load_model(save_model(tmp_path / "target"))
     for chat in (None, True, False):

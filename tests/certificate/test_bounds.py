@@ -73,7 +73,7 @@ def test_linear_program_is_golden(found: Found, toy: str, label: str, want: floa
 
 
 @pytest.mark.parametrize("toy, want", SINGLE.items())
-def test_single_draft_optimum_is_golden_and_the_linear_program_agrees(found: Found, toy: str, want: str) -> None:
+def test_single_draft_optimum_is_golden_and_linear_program_agrees(found: Found, toy: str, want: str) -> None:
     assert found(toy, "chain").single_draft == pytest.approx(float(Fraction(want)), abs=1e-9)
     assert found(toy, "chain").lp == pytest.approx(float(Fraction(want)), abs=1e-7)
 
@@ -99,7 +99,7 @@ def test_transport_of_greedy_drafts_in_closed_form(found: Found, toys: dict[str,
 
 
 @pytest.mark.parametrize("toy", TOYS)
-def test_a_point_mass_is_accepted_while_the_target_agrees(found: Found, toys: dict[str, Toy], toy: str) -> None:
+def test_point_mass_is_accepted_while_target_agrees(found: Found, toys: dict[str, Toy], toy: str) -> None:
     directory, last, mass, want = toys[toy], toys[toy].vocab_size, 1.0, 0.0
     for _ in range(directory.gamma):
         token = int(directory.drafter[last].argmax())
@@ -117,7 +117,7 @@ def test_temperature_zero_leaves_one_way_to_accept(toys: dict[str, Toy], toy: st
 
 
 @pytest.mark.parametrize("label", list(DRAFTS))
-def test_gamma_zero_accepts_nothing(toys: dict[str, Toy], label: str) -> None:
+def test_gamma_zero_has_tau_zero(toys: dict[str, Toy], label: str) -> None:
     assert bounds(toys["G1"], DRAFTS[label].build, 0) == Bounds(0.0, 0.0, 0.0, 0.0)
 
 
@@ -147,7 +147,7 @@ def test_no_lossless_rule_exceeds_its_bounds(found: Found, toys: dict[str, Toy],
     own = found(toy, label)
     assert own.lp is not None and own.full_information is not None and own.optimal_transport is not None
     assert own.lp <= own.full_information + 1e-9
-    judged = 0
+    outcomes = 0
     for rule in rules(label):
         result = certify(toys[toy], DRAFTS[label].build, rule, markov=True)
         first = 1 - result.first_tau[0]
@@ -155,8 +155,8 @@ def test_no_lossless_rule_exceeds_its_bounds(found: Found, toys: dict[str, Toy],
         assert result.expected_tau[0] <= own.full_information + 1e-9, rule.name
         if not traits_of(rule).stateful:  # state may take in this step what it repays in a later one
             assert result.expected_tau[0] <= own.lp + 1e-9, rule.name
-        judged += 1
-    assert judged >= 3
+        outcomes += 1
+    assert outcomes >= 3
 
 
 @pytest.mark.parametrize("toy", TOYS)
@@ -265,7 +265,7 @@ def test_incompatible_pairs_are_counted_unless_requested(capsys: Any, named: str
     assert f"skipped pairs of draft and verifier: {pairs} incompatible" in err
 
 
-def test_bounds_of_a_real_model_are_refused(capsys: Any) -> None:
+def test_bounds_of_real_model_are_refused(capsys: Any) -> None:
     code, out, err = run(capsys, "--bounds --model some-model")
     assert code == 2 and not out
     assert "--bounds cannot be used with --model" in err

@@ -145,7 +145,7 @@ def found(toy: Toy, drafter: type[Drafter], steps: int, **options: Any) -> Certi
 
 @pytest.mark.parametrize("drafter", [Counts, SharedCounts])
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_an_honest_learner_passes(toys: dict[str, Toy], drafter: type, rule: str) -> None:
+def test_honest_learner_passes(toys: dict[str, Toy], drafter: type, rule: str) -> None:
     two = found(toys["T0"], drafter, 2, rule=rule, gamma=1)
     assert two.lossless and two.drafted
     # T0's target does not depend on the context: a drafter that had learnt nothing would accept as much again.
@@ -174,7 +174,7 @@ def test_learners_that_cheat_are_caught(toys: dict[str, Toy], drafter: type, toy
     assert found(toys[toy], drafter, 2, gamma=1).tv > 1e-3
 
 
-def test_a_memory_of_all_sequences_sees_one_path_at_a_time(toys: dict[str, Toy]) -> None:
+def test_memory_of_all_sequences_sees_one_path_at_time(toys: dict[str, Toy]) -> None:
     SharedCounts.batches.clear()
     two = found(toys["T0"], SharedCounts, 2, gamma=1)
     assert set(SharedCounts.batches) == {1} and len(SharedCounts.batches) == two.paths
@@ -228,7 +228,7 @@ def test_every_compatible_verifier(capsys: Any, install: Callable, small: list[s
 
 
 @pytest.mark.parametrize("drafter", [LiesOnceItLearnt, SharedLie])
-def test_a_cheat_is_exit_code_1(capsys: Any, install: Callable, small: list[str], drafter: Any) -> None:
+def test_cheat_is_exit_code_1(capsys: Any, install: Callable, small: list[str], drafter: Any) -> None:
     install("drafters", (drafter.name, drafter))
     options = ("-v", "--drafter", drafter.name, "--verifier", "token", "--gamma", "1", *small)
     code, out, _ = run(capsys, *options)
@@ -276,13 +276,13 @@ def test_options_are_spelt_as_in_recipes(capsys: Any, small: list[str], options:
     assert row["expected_tau"][0] == pytest.approx(float(numerator) / float(denominator or 1), abs=1e-9)
 
 
-def test_a_label_is_what_tables_call_it(capsys: Any, small: list[str]) -> None:
+def test_label_matches_tables(capsys: Any, small: list[str]) -> None:
     mapping = "{name: draft-model, label: two, gamma: 2, temperature: 0}"
     code, out, _ = run(capsys, "-v", "--drafter", mapping, "--verifier", "token", "--gamma", "1", *small)
     assert code == 0 and out.splitlines()[-3].split()[:5] == ["T0", "two", "token", "1", "2"]
 
 
-def test_bounds_of_a_named_drafter(capsys: Any, small: list[str]) -> None:
+def test_bounds_of_named_drafter(capsys: Any, small: list[str]) -> None:
     mapping = "{name: draft-model, gamma: 2}"
     code, out, err = run(capsys, "--drafter", mapping, "--verifier", "block", "--bounds", *small)
     assert code == 0 and "bounds left out" not in err
@@ -335,7 +335,7 @@ def test_refusals_are_one_sentence(capsys: Any, install: Callable, options: list
     assert re.search(sentence.replace("10^2", r"10\^2").replace("?", r"\?"), err)
 
 
-def test_models_that_were_not_named_are_the_toys() -> None:
+def test_models_that_were_not_named_are_toys() -> None:
     assert named_drafter("draft-model").options.model == "toy"
     assert named_drafter("{name: draft-model, model: mine}").options.model == "mine"
     with pytest.raises(UsageError, match="cannot be enumerated"):

@@ -199,13 +199,13 @@ def drafter_contract(cls: type[Drafter]) -> DrafterContract:
         (Waits, "test_nothing_waits_for_the_device", r"propose\(\) waits for the device"),
     ],
 )
-def test_a_drafters_mistake_is_named(cls: type[Drafter], test: str, sentence: str) -> None:
+def test_drafters_mistake_is_named(cls: type[Drafter], test: str, sentence: str) -> None:
     with pytest.raises((AssertionError, ContractError), match=sentence):
         getattr(drafter_contract(cls), test)()
     getattr(drafter_contract(Chain), test)()  # the honest one passes
 
 
-def test_memory_trait_matches_the_test_class() -> None:
+def test_memory_trait_matches_test_class() -> None:
     drafter_contract(SaysThatItForgets).test_remembers()
     for cls, options, remembers in ((SaysThatItForgets, {"memory": True}, True), (Forgets, {}, True)):
         own = {"drafter": cls, "options": options, "remembers": remembers}
@@ -292,7 +292,7 @@ class Looks(Honest):
         (Looks, "test_nothing_waits_for_the_device", "waits for the device"),
     ],
 )
-def test_a_verifiers_mistake_is_named(cls: type[Verifier], test: str, sentence: str) -> None:
+def test_verifiers_mistake_is_named(cls: type[Verifier], test: str, sentence: str) -> None:
     with pytest.raises((AssertionError, ContractError), match=sentence):
         getattr(type("Contract", (VerifierContract,), {"verifier": cls})(), test)()
     getattr(type("Contract", (VerifierContract,), {"verifier": Honest})(), test)()

@@ -60,7 +60,7 @@ class Needs(Options):
         ({"nobody": 6}, "is unknown"),
     ],
 )
-def test_a_sentence_of_our_own(given: dict[str, Any], sentence: str) -> None:
+def test_sentence_of_our_own(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValidationError) as caught:
         Every(**given)
     (problem,) = caught.value.errors()
@@ -69,7 +69,7 @@ def test_a_sentence_of_our_own(given: dict[str, Any], sentence: str) -> None:
         assert fault({**problem, "msg": "reworded"}) == sentence
 
 
-def test_a_missing_key() -> None:
+def test_missing_key() -> None:
     with pytest.raises(ValidationError) as caught:
         Needs.model_validate({})
     assert fault(caught.value.errors()[0]) == "is missing"

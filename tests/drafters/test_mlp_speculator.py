@@ -48,7 +48,7 @@ def plain(t: dict[str, Tensor], config: dict[str, Any], hidden: Tensor, tokens: 
     def rms(x: Tensor) -> Tensor:
         return x / (x.square().mean() + 1e-6).sqrt()
 
-    def of(name: str, stage: int, what: str = "weight") -> Tensor:
+    def getter(name: str, stage: int, what: str = "weight") -> Tensor:
         own = f"speculator.{name}.{stage}.{what}"
         return t[own] if own in t else t[f"speculator.{name}.{1 if name == 'proj' else 0}.{what}"]
 
@@ -56,9 +56,9 @@ def plain(t: dict[str, Tensor], config: dict[str, Any], hidden: Tensor, tokens: 
     kept = 0.5 ** (0.5 / STAGES)
     a = math.sqrt((1 - kept**2) * (INNER / 2)) / kept
     for i, token in enumerate(tokens):
-        y = rms(of("proj", i) @ state + a * of("emb", i)[token]) * of("ln", i) + of("ln", i, "bias")
+        y = rms(getter("proj", i) @ state + a * getter("emb", i)[token]) * getter("ln", i) + getter("ln", i, "bias")
         state = y * 0.5 * (1 + torch.erf(y / math.sqrt(2)))
-        out.append(of("head", i) @ state)
+        out.append(getter("head", i) @ state)
     return out
 
 
@@ -70,7 +70,7 @@ def target(tiny_model: Callable) -> Any:
 @pytest.mark.parametrize(
     "given, change", [(tensors, {}), (tensors, {"scale_input": False}), (tied, {"tie_weights": True})]
 )
-def test_draft_probs_match_a_plain_computation(
+def test_draft_probs_match_plain_computation(
     heads_decoder: Callable, target: Any, tmp_path: Path, given: Callable, change: dict[str, Any]
 ) -> None:
     """Over steps of any fate, each token told the ones before it."""
@@ -116,19 +116,19 @@ def test_temperature_zero_is_plain_decoding(
 
 
 @pytest.mark.parametrize("gamma", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_joint_distribution_of_two_steps_is_the_targets(
+def test_joint_distribution_of_two_steps_is_targets(
     enumerate_model: Callable, tiny_model: Callable, tmp_path: Path, gamma: int
 ) -> None:
     exact = tiny_model("llama", seed=3, vocab_size=3, num_hidden_layers=2, copy="blocks").double()
     torch.manual_seed(5)
-    given = {}
+    arguments = {}
     for i in range(2):
-        given |= {f"emb.{i}.weight": random(3, 6), f"head.{i}.weight": 3 * random(3, 6), f"ln.{i}.bias": random(6)}
-        given |= {f"proj.{i}.weight": random(6, 6 if i else 32), f"ln.{i}.weight": 1 + random(6)}
-    model = written(tmp_path / "speculator", {"n_predict": 2}, given)
+        arguments |= {f"emb.{i}.weight": random(3, 6), f"head.{i}.weight": 3 * random(3, 6), f"ln.{i}.bias": random(6)}
+        arguments |= {f"proj.{i}.weight": random(6, 6 if i else 32), f"ln.{i}.weight": 1 + random(6)}
+    model = written(tmp_path / "speculator", {"n_predict": 2}, arguments)
     own = {"model": model, "gamma": gamma}
-    found = enumerate_model(exact, "mlp-speculator", own, "token", prompt=[2, 0, 1], depth=gamma)
-    assert found.tv < 1e-6 and all(0.02 < tau < gamma for tau in found.expected_tau)
+    certificate = enumerate_model(exact, "mlp-speculator", own, "token", prompt=[2, 0, 1], depth=gamma)
+    assert certificate.tv < 1e-6 and all(0.02 < tau < gamma for tau in certificate.expected_tau)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_joint_distribution_of_two_steps_is_the_targets(
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(target: Any, given: Any, config: Any, options: Any, sentence: str) -> None:
+def test_mismatched_heads_raise(target: Any, given: Any, config: Any, options: Any, sentence: str) -> None:
     def heads(name: str) -> Checkpoint:
         return Checkpoint(name, Path("somewhere"), config, dict(given), "somewhere", "")
 

@@ -24,7 +24,7 @@ def test_honest_strategies_pass(kind: str, validate: str) -> None:
 
 
 def made(name: str, function: Callable) -> Callable:
-    return lambda of, _: setattr(of, name, function(getattr(of, name)))
+    return lambda group, _: setattr(group, name, function(getattr(group, name)))
 
 
 def wider(draft: Draft, _: Any) -> Draft:
@@ -156,7 +156,7 @@ DRAFTS: dict[str, tuple[str, Callable, str, str]] = {
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_a_mistake_in_a_draft_is_named(name: str) -> None:
+def test_mistake_in_draft_is_named(name: str) -> None:
     kind, change, words, _ = DRAFTS[name]
     with pytest.raises(CrossdraftError, match=f"^drafter 'seeded' .*{words}") as caught:
         first_step(decoder(kind, draft=change))
@@ -165,7 +165,7 @@ def test_a_mistake_in_a_draft_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, (*_, steps) in DRAFTS.items() if steps == ALL])
-def test_what_costs_nothing_is_seen_in_every_step(name: str) -> None:
+def test_cheap_checks_run_every_step(name: str) -> None:
     """Also what would be a stack trace of the target or the verifier: a token that is no id."""
     kind, change, words, _ = DRAFTS[name]
     rule = {"chain": "block", "point": "block", "top": "greedy", "wor": "traversal", "iid": "spectr"}[kind]
@@ -223,7 +223,7 @@ VERDICTS: dict[str, tuple[str, Callable, str, str]] = {
 
 @pytest.mark.parametrize("validate", ["sampled", "never"])
 @pytest.mark.parametrize("name", VERDICTS)
-def test_a_mistake_in_a_verdict_is_named(name: str, validate: str) -> None:
+def test_mistake_in_verdict_is_named(name: str, validate: str) -> None:
     kind, change, words, steps = VERDICTS[name]
     if validate == "never" and steps == SOME:
         pytest.skip("seen in validated steps")

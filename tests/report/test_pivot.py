@@ -36,8 +36,10 @@ def test_values_and_positions(run: FinishedRun) -> None:
     header, *body = rows(rendered(table, "csv", intervals=False))
     assert header[:4] == ["drafter", "gamma", "token, batch size 1", "block, batch size 1"]
     assert [row[:2] for row in body][:2] == [["prompt-lookup", "2"], ["prompt-lookup", "3"]]  # gamma is told once
-    found = {(*row[:2], name): value for row in body for name, value in zip(header[2:], row[2:], strict=True) if value}
-    assert len(found) == len(cells) == 20
+    results = {
+        (*row[:2], name): value for row in body for name, value in zip(header[2:], row[2:], strict=True) if value
+    }
+    assert len(results) == len(cells) == 20
     for cell in cells:
         config = cell.result.config
         key = (
@@ -46,7 +48,7 @@ def test_values_and_positions(run: FinishedRun) -> None:
             f"{config.verifier.name}, batch size {config.batch_size}",
         )
         assert cell.result.metrics is not None and cell.result.metrics.speed_up is not None
-        assert float(found[key]) == cell.result.metrics.speed_up.value
+        assert float(results[key]) == cell.result.metrics.speed_up.value
 
 
 def test_intervals_and_several_values(run: FinishedRun) -> None:

@@ -90,7 +90,7 @@ def rows(text: str, start: str) -> list[list[str]]:
     return [row for row in table if row[0] == start]
 
 
-def test_a_page(made: MADE, capsys: Any) -> None:
+def test_page(made: MADE, capsys: Any) -> None:
     code, text, _ = report(capsys, made())
     assert code == 0
     headings = [line for line in text.splitlines() if line.startswith("#")]
@@ -147,7 +147,7 @@ def test_rows_by_group(made: MADE, capsys: Any) -> None:
         )
 
 
-def test_drafters_without_a_common_verifier_share_a_row(made: MADE, capsys: Any) -> None:
+def test_drafters_without_common_verifier_share_row(made: MADE, capsys: Any) -> None:
     """Single and multi-draft verifiers, such as token and SpecTr, are compared as in papers."""
     two = {"name": "draft-model-iid", "model": "org/small", "gamma": 3, "K": 2}
     exclude = [
@@ -162,7 +162,7 @@ def test_drafters_without_a_common_verifier_share_a_row(made: MADE, capsys: Any)
     assert rows(text, "prompt-lookup, draft-model-iid") == [["prompt-lookup, draft-model-iid", *row]]
 
 
-def test_the_command_reproduces_the_run(made: MADE, capsys: Any, tmp_path: Path, install_recipe: Any) -> None:
+def test_command_reproduces_run(made: MADE, capsys: Any, tmp_path: Path, install_recipe: Any) -> None:
     assert rows(report(capsys, made())[1], "command") == [["command", "`crossdraft run mine.yaml`"]]
     base = {"target": "org/name", "verifiers": ["token", "block"], "drafters": [{"name": "prompt-lookup", "gamma": 3}]}
     install_recipe("paper/mine", base | {"matrix": {"temperature": [1], "seed": [0]}})

@@ -46,7 +46,7 @@ def disagreement(model: Any, *, lm_class: Any = TransformersLM, max_length: int 
             parents = torch.tensor([row[first : first + width] for row in above]) if turn >= 2 else None
             logits.append(lm.forward(piece, parents)[0])
             first += width
-        got = torch.cat(logits, 1).float()
+        actual = torch.cat(logits, 1).float()
         paths = []
         for b, text in enumerate(texts):
             branches: list[list[int]] = []
@@ -59,7 +59,7 @@ def disagreement(model: Any, *, lm_class: Any = TransformersLM, max_length: int 
                     continue
                 branch = branches[node]
                 want = plain(reference, text[:-1] + [drawn[b][i] for i in branch])[len(text) - 1 :]
-                off = (got[b, branch] - want).abs().max() / want.std()
+                off = (actual[b, branch] - want).abs().max() / want.std()
                 worst = max(worst, float(off)) if off.isfinite() else float("inf")
             paths.append(chance.choice(branches))
         depth = max(map(len, paths))

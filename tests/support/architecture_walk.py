@@ -51,8 +51,8 @@ TYPES: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 def class_name(model_type: str) -> str:
     """The class that transformers makes for it."""
-    found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
-    return found if isinstance(found, str) else found[0]
+    result = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    return result if isinstance(result, str) else result[0]
 
 
 def outcome(model_type: str, changes: Mapping[str, Any], lm_class: Any = TransformersLM) -> str | None:
@@ -80,13 +80,13 @@ def outcomes(model_type: str) -> dict[str, str]:
     if model_type in NOT_MADE:
         return {}
     config_class = CONFIG_MAPPING[model_type]
-    found = {"": outcome(model_type, {})}
-    more = variants(config_class) if found[""] == SAME else {}
+    results = {"": outcome(model_type, {})}
+    more = variants(config_class) if results[""] == SAME else {}
     for label, changes in (OWN.get(model_type, {}) | more).items():
-        found[label] = outcome(model_type, changes)
-    if found[""] == SAME:
-        found["recorded"] = outcome(model_type, {}, _RecordedLM)
-    return {label: result for label, result in found.items() if result is not None}
+        results[label] = outcome(model_type, changes)
+    if results[""] == SAME:
+        results["recorded"] = outcome(model_type, {}, _RecordedLM)
+    return {label: result for label, result in results.items() if result is not None}
 
 
 class _RecordedLM(ReplayingLM):

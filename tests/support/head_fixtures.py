@@ -28,12 +28,12 @@ class CopyingLM(TransformersLM):
             self._prompt, self._hidden = list(prompt), super().start(0, prompt)
         elif list(prompt) != self._prompt:
             return super().start(row, prompt)
-        self.lengths[row] = held = len(prompt) - 1
-        if held and row:
+        self.lengths[row] = length = len(prompt) - 1
+        if length and row:
             with torch.inference_mode():
                 for layer in self.cache.layers:
                     for buffer in (layer.keys, layer.values):
-                        buffer[row, :, :held] = buffer[0, :, :held]
+                        buffer[row, :, :length] = buffer[0, :, :length]
         return self._hidden
 
 
@@ -209,8 +209,8 @@ def _laws(model: Any, prompt: Sequence[int], length: int, sampling: Sampling) ->
     distributions: list[np.ndarray] = []
     logits = torch.cat([model(piece).logits for piece in torch.cat([prefix, ends], 1).split(BATCH)])
     for n in range(length):
-        every = vocab ** (length - 1 - n)  # equal beginnings stand side by side
-        distributions.append(sampling.probs(logits[::every, len(prompt) - 1 + n]).numpy())
+        all_items = vocab ** (length - 1 - n)  # equal beginnings stand side by side
+        distributions.append(sampling.probs(logits[::all_items, len(prompt) - 1 + n]).numpy())
     return distributions
 
 

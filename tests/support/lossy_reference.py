@@ -20,8 +20,8 @@ SEEDS = st.integers(0, 2**31)
 
 
 def rule(name: str, **options: Any) -> Any:
-    found = plugins.get("verifiers", name)
-    return found(found.Config(**options))
+    result = plugins.get("verifiers", name)
+    return result(result.Config(**options))
 
 
 def shipped_rng(seed: int, streams: Any) -> Any:

@@ -121,8 +121,8 @@ def first_step(made: Decoder) -> None:
 def at(name: str, where: Any, value: Any) -> Callable:
     """Put ``value`` into a field of the draft or verdict."""
 
-    def change(of: Any, _: Any) -> None:
-        setattr(of, name, getattr(of, name).clone())
-        getattr(of, name)[where] = value
+    def change(group: Any, _: Any) -> None:
+        setattr(group, name, getattr(group, name).clone())
+        getattr(group, name)[where] = value
 
     return change

@@ -140,13 +140,13 @@ class Siblings(Textbook):
     def children(self, row: Row, at: int) -> list[tuple[int, Law]]:
         """(child, q_j) in the order in which they are examined."""
         earlier_siblings: list[int] = []
-        found = []
+        results = []
         for child in self.order(row, row.children[at]):
             q = row.q[child]
             rest = [0.0 if x in earlier_siblings else qx for x, qx in enumerate(q)]
-            found.append((child, norm(rest, q)))
+            results.append((child, norm(rest, q)))
             earlier_siblings.append(row.token[child])
-        return found
+        return results
 
     def order(self, row: Row, children: list[int]) -> list[int]:
         return children
@@ -177,18 +177,18 @@ class MultiStep(Siblings):
 
 class Traversal(Siblings):
     def walk(self, row: Row) -> Walk:
-        found = yield from self.visit(row, ROOT, 1.0)
-        assert found is not None  # the root's credit stays 1
-        nodes, token = found
+        result = yield from self.visit(row, ROOT, 1.0)
+        assert result is not None  # the root's credit stays 1
+        nodes, token = result
         return nodes[::-1], token
 
     def visit(self, row: Row, node: int, a: float) -> Generator[Law, int, tuple[list[int], int] | None]:
         p = row.p[node]
         for child, q in self.children(row, node):
             x = row.token[child]
-            found = yield from self.visit(row, child, min(1.0, a * ratio(p[x], q[x])))
-            if found is not None:
-                nodes, token = found
+            result = yield from self.visit(row, child, min(1.0, a * ratio(p[x], q[x])))
+            if result is not None:
+                nodes, token = result
                 return [*nodes, *([node] if node != ROOT else [])], token
             a, p = self.failed(a, p, q)
         if not (yield from coin(a)):

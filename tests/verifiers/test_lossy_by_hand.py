@@ -55,9 +55,9 @@ def test_chains_by_hand(
     toys: dict[str, Toy], toy: str, draft: str, name: str, options: dict[str, Any], judge: Judge
 ) -> None:
     expected, tv = by_hand(toys[toy], judge, draft)
-    found = certify(toys[toy], DRAFTS[draft].build, lambda: rule(name, **options), markov=True)
-    assert found.expected_tau[0] == pytest.approx(expected, abs=1e-12)
-    assert found.tv == pytest.approx(tv, abs=1e-12)
+    certificate = certify(toys[toy], DRAFTS[draft].build, lambda: rule(name, **options), markov=True)
+    assert certificate.expected_tau[0] == pytest.approx(expected, abs=1e-12)
+    assert certificate.tv == pytest.approx(tv, abs=1e-12)
 
 
 #: toy -> E[tau], law of the first token, TV over gamma + 1 tokens, all at l = 1/2 on a sampled chain.
@@ -73,9 +73,9 @@ LENIENCE: dict[str, tuple[str, list[str], str]] = {
 @pytest.mark.parametrize("toy", TOYS)
 def test_lenience_of_one_half(toys: dict[str, Toy], toy: str) -> None:
     expected, first, tv = LENIENCE[toy]
-    found = certify(toys[toy], DRAFTS["chain"].build, lambda: rule("lenient", lenience=0.5), markov=True)
-    assert found.expected_tau[0] == pytest.approx(float(Fraction(expected)), abs=1e-12)
-    assert found.tv == pytest.approx(float(Fraction(tv)), abs=1e-12)
+    certificate = certify(toys[toy], DRAFTS["chain"].build, lambda: rule("lenient", lenience=0.5), markov=True)
+    assert certificate.expected_tau[0] == pytest.approx(float(Fraction(expected)), abs=1e-12)
+    assert certificate.tv == pytest.approx(float(Fraction(tv)), abs=1e-12)
     probs = law_of_one_token(toys[toy].target[-1], toys[toy].drafter[-1], 0.5)
     assert probs.tolist() == pytest.approx([float(Fraction(x)) for x in first], abs=1e-12)
 
@@ -119,17 +119,19 @@ def best_of(toy: Toy, judge: Judge, k: int) -> float:
 def test_sequences_by_hand(
     toys: dict[str, Toy], draft: str, toy: str, name: str, options: dict[str, Any], judge: Judge
 ) -> None:
-    found = certify(toys[toy], DRAFTS[draft].build, lambda: rule(name, **options), markov=True)
-    assert found.expected_tau[0] == pytest.approx(best_of(toys[toy], judge, int(draft[-1])), abs=1e-12)
+    certificate = certify(toys[toy], DRAFTS[draft].build, lambda: rule(name, **options), markov=True)
+    assert certificate.expected_tau[0] == pytest.approx(best_of(toys[toy], judge, int(draft[-1])), abs=1e-12)
 
 
 @pytest.mark.parametrize("toy", ["T0", "G1", "G3"])
-def test_certify_measures_the_loss(toys: dict[str, Toy], toy: str) -> None:
+def test_certify_measures_loss(toys: dict[str, Toy], toy: str) -> None:
     for name, draft in [*itertools.product(LOSSY, CHAINS), *itertools.product(TREE_RULES, TREES)]:
-        found = certify(toys[toy], DRAFTS[draft].build, lambda name=name: rule(name), steps=2, gamma=1, markov=True)
-        assert 0.01 < found.tv < 1, (name, draft)  # finite and visible
-        assert not found.lossless
-        assert 0 <= found.expected_tau[0] <= 1 + 1e-12
+        certificate = certify(
+            toys[toy], DRAFTS[draft].build, lambda name=name: rule(name), steps=2, gamma=1, markov=True
+        )
+        assert 0.01 < certificate.tv < 1, (name, draft)  # finite and visible
+        assert not certificate.lossless
+        assert 0 <= certificate.expected_tau[0] <= 1 + 1e-12
 
 
 @pytest.mark.parametrize("draft", [*CHAINS, "stop-early"])

@@ -148,21 +148,21 @@ EXPECTED_TAU: dict[type[Textbook], dict[str, str]] = {
         (MultiPath, "iid-2", "multipath-block recycle=false"),
     ],
 )
-def test_without_a_mistake_the_textbook_is_the_shipped_rule(
+def test_without_mistake_textbook_is_shipped_rule(
     toys: dict[str, Toy], golden: dict, drafts: dict, textbook: type[Textbook], label: str, verifier: str, toy: str
 ) -> None:
-    found = certify(toys[toy], drafts[label], textbook)
+    certificate = certify(toys[toy], drafts[label], textbook)
     want = golden["expected_tau"][verifier][label][toy][0]
-    assert found.tv <= TOLERANCE
-    assert found.expected_tau[0] == pytest.approx(float(Fraction(want)), abs=1e-9)
+    assert certificate.tv <= TOLERANCE
+    assert certificate.expected_tau[0] == pytest.approx(float(Fraction(want)), abs=1e-9)
 
 
 @pytest.mark.parametrize("toy, want", [("T0", "4/3"), ("G1", "76667/57600"), ("G3", "73/64")])
 def test_multi_step_sampling_of_distinct_children(toys: dict[str, Toy], drafts: dict, toy: str, want: str) -> None:
     """The shipped rule keeps the multiplicity of i.i.d. children; without it, it is lossless too."""
-    found = certify(toys[toy], drafts["iid-2"], MultiStep)
-    assert found.tv <= TOLERANCE
-    assert found.expected_tau[0] == number(want)
+    certificate = certify(toys[toy], drafts["iid-2"], MultiStep)
+    assert certificate.tv <= TOLERANCE
+    assert certificate.expected_tau[0] == number(want)
 
 
 @pytest.mark.parametrize("toy", TOYS)
@@ -171,14 +171,14 @@ def test_mutant_has_its_golden_numbers(
     toys: dict[str, Toy], drafts: dict, mutant: type[Textbook], label: str, toy: str
 ) -> None:
     tv = GOLDEN[mutant, label][toy]
-    found = certify(toys[toy], drafts[label], mutant)
-    assert found.tv == number(tv)
-    assert found.lossless == (tv == "0")
+    certificate = certify(toys[toy], drafts[label], mutant)
+    assert certificate.tv == number(tv)
+    assert certificate.lossless == (tv == "0")
     if want := EXPECTED_TAU.get(mutant, {}).get(toy):
-        assert found.expected_tau[0] == number(want)
+        assert certificate.expected_tau[0] == number(want)
 
 
-def test_every_mutant_but_the_weaker_rule_is_seen_by_some_toy() -> None:
+def test_every_mutant_but_weaker_rule_is_seen_by_some_toy() -> None:
     unseen = {mutant for (mutant, _), per_toy in GOLDEN.items() if set(per_toy.values()) == {"0"}}
     assert unseen == {KSeqRhoK}
 
