@@ -40,14 +40,14 @@ class Mistake:
     """A deliberate mistake in the heads or options of a drafter.
 
     Attributes:
-        made: description.
+        description: description of the mistake.
         expected: prefix of the doctor's diagnosis; "" = no diagnosis expected.
         drafter: name of the drafter.
         damage: modifies a copy of the heads.
         options: options of the drafter.
     """
 
-    made: str
+    description: str
     expected: str
     drafter: str
     damage: Damage = field(default=lambda path: None)
@@ -97,18 +97,18 @@ def _rewrite(file: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> 
     file.write_text(json.dumps(change(json.loads(file.read_text(encoding="utf-8")))), encoding="utf-8")
 
 
-def _ids_for_offsets(found: dict[str, torch.Tensor]) -> None:
-    found["d2t"] += torch.arange(len(found["d2t"]))
+def _ids_for_offsets(weights: dict[str, torch.Tensor]) -> None:
+    weights["d2t"] += torch.arange(len(weights["d2t"]))
 
 
-def _norm_more(found: dict[str, torch.Tensor]) -> None:
-    found["input_norm.weight"] = torch.ones(found["fc.weight"].shape[1], dtype=found["fc.weight"].dtype)
+def _norm_more(weights: dict[str, torch.Tensor]) -> None:
+    weights["input_norm.weight"] = torch.ones(weights["fc.weight"].shape[1], dtype=weights["fc.weight"].dtype)
 
 
-def _embedding(found: dict[str, torch.Tensor]) -> None:
+def _embedding(weights: dict[str, torch.Tensor]) -> None:
     """Add a random embedding with the norm of the target's."""
-    drawn = torch.randn(49_152, found["fc.weight"].shape[0], generator=torch.Generator().manual_seed(0))
-    found["embed_tokens.weight"] = (0.1 * drawn).to(found["fc.weight"].dtype)
+    drawn = torch.randn(49_152, weights["fc.weight"].shape[0], generator=torch.Generator().manual_seed(0))
+    weights["embed_tokens.weight"] = (0.1 * drawn).to(weights["fc.weight"].dtype)
 
 
 def _other_digest(path: Path) -> None:
@@ -149,12 +149,12 @@ def examined(mistake: Mistake, directory: Path, args: argparse.Namespace) -> dic
         shutil.rmtree(path)
 
 
-def line(mistake: Mistake, found: dict[str, Any], sound: float) -> list[str]:
+def line(mistake: Mistake, report: dict[str, Any], sound: float) -> list[str]:
     """Row of the table; ``sound``: block efficiency of the undamaged heads."""
-    base, likely = found["tried"][0], found["likely"]
+    base, likely = report["tried"][0], report["likely"]
     names = [item["mistake"] for item in likely]
-    if mistake.made == "another checkpoint":
-        fact = next((fact for fact in found["facts"] if fact.startswith(mistake.expected)), "")
+    if mistake.description == "another checkpoint":
+        fact = next((fact for fact in report["facts"] if fact.startswith(mistake.expected)), "")
         output, verdict, first = fact or "nothing", "named" if fact else "missed", None
     else:
         first = likely[0] if likely else None
@@ -176,7 +176,7 @@ def line(mistake: Mistake, found: dict[str, Any], sound: float) -> list[str]:
             gain = f"{first['gain']:+.2f}"
             if first["gain_low"] is not None:
                 gain += f" [{first['gain_low']:+.2f}, {first['gain_high']:+.2f}]"
-    return [mistake.drafter, mistake.made, output[:70], before, after, gain, verdict]
+    return [mistake.drafter, mistake.description, output[:70], before, after, gain, verdict]
 
 
 def main() -> None:

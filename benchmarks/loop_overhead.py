@@ -139,13 +139,13 @@ class _Enough(Exception):
     """Raised to end a decoder after the last step."""
 
 
-def steps(decoder: Decoder, prompts: list[list[int]], wanted: int, each: Callable[[Callable], Any]) -> None:
-    """Run ``wanted`` steps with every slot occupied, each through the callback ``each``."""
+def steps(decoder: Decoder, prompts: list[list[int]], step_count: int, each: Callable[[Callable], Any]) -> None:
+    """Run ``step_count`` steps with every slot occupied, each through the callback ``each``."""
     count, own = 0, decoder.step
 
     def counted() -> Any:
         nonlocal count
-        if count == wanted:
+        if count == step_count:
             raise _Enough
         count += 1
         return each(own)
@@ -153,11 +153,11 @@ def steps(decoder: Decoder, prompts: list[list[int]], wanted: int, each: Callabl
     decoder.step = counted
     # As many prompts as the steps could finish, so that no slot stays empty.
     with suppress(_Enough):
-        for _ in decoder.run(list(islice(cycle(prompts), decoder.target.batch_size * (wanted + 1)))):
+        for _ in decoder.run(list(islice(cycle(prompts), decoder.target.batch_size * (step_count + 1)))):
             pass
 
 
-def measure(decoder: Decoder, clocks: Clocks, prompts: list[list[int]], wanted: int) -> dict:
+def measure(decoder: Decoder, clocks: Clocks, prompts: list[list[int]], step_count: int) -> dict:
     """Medians over the steps: ``ms`` of a step; per cent of it in ``passes`` and, outside them, by phase."""
     results = []
 
@@ -175,7 +175,7 @@ def measure(decoder: Decoder, clocks: Clocks, prompts: list[list[int]], wanted: 
         results.append({"ms": 1e3 * total, **inside, **outside, "outside": sum(outside.values())})
         return out
 
-    steps(decoder, prompts, wanted + WARM_UP, timed)
+    steps(decoder, prompts, step_count + WARM_UP, timed)
     kept = results[WARM_UP:]
     return {key: statistics.median(row[key] for row in kept) for key in kept[0]}
 

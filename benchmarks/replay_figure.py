@@ -50,10 +50,10 @@ def replayed(args: argparse.Namespace, sampling: Sampling) -> tuple[ReplayResult
     common: dict[str, Any] = {"sampling": sampling, "target": args.target}
     chain = candidates_of([f"{{name: draft-model, model: {args.drafter}}}"], ["token", "block"], GAMMAS, **common)
     drafter = f"{{name: draft-model-iid, model: {args.drafter}}}"
-    several = candidates_of([drafter], ["specinfer", "spectr"], GAMMAS, ks=ks, **common)
+    multiple = candidates_of([drafter], ["specinfer", "spectr"], GAMMAS, ks=ks, **common)
     # Responses decoded by this script are stored with the log P of their sampling distribution.
     reader = Reader(target=args.target, sampling=sampling, processed=True)
-    result = replay(reader.read([str(path)]), [*chain, *several])
+    result = replay(reader.read([str(path)]), [*chain, *multiple])
     return result, {key: tally for candidate in result.candidates for key, tally in candidate.tallies.items()}
 
 
@@ -111,13 +111,13 @@ def section(args: argparse.Namespace, sampling: Sampling, curves: tuple[Curve, C
 # -- the figure ----------------------------------------------------------------------------------------------
 
 
-def draw(found: dict[str, dict[Rule, Tally]], curves: tuple[Curve, Curve], context: float, file: Path) -> None:
+def draw(by_temperature: dict[str, dict[Rule, Tally]], curves: tuple[Curve, Curve], context: float, file: Path) -> None:
     """One row of panels per temperature: over gamma, over target rows, and predicted tokens/s over batch sizes."""
-    rules = [rule for rule in next(iter(found.values())) if rule != ("spectr", 1) and rule != ("specinfer", 1)]
+    rules = [rule for rule in next(iter(by_temperature.values())) if rule != ("spectr", 1) and rule != ("specinfer", 1)]
     styles = marks(title(rule) for rule in rules)
     with style():
-        figure, places = panels(3 * len(found), "page", height=2.1, most=3, share_y=False)
-        for i, (_, tallies) in enumerate(found.items()):
+        figure, places = panels(3 * len(by_temperature), "page", height=2.1, most=3, share_y=False)
+        for i, (_, tallies) in enumerate(by_temperature.items()):
             over_gamma, over_rows, over_sizes = places[3 * i : 3 * i + 3]
             for rule in rules:
                 mark = styles[title(rule)]
@@ -142,7 +142,7 @@ def draw(found: dict[str, dict[Rule, Tally]], curves: tuple[Curve, Curve], conte
             ]
             over_sizes.plot(list(BATCH_SIZES), plain, color="0.72", linewidth=4, zorder=1)
             _axes(over_gamma, over_rows, over_sizes)
-        titles = [f"{what}, {kind}" for what in found for kind in ("by draft length", "by rows", "predicted")]
+        titles = [f"{what}, {kind}" for what in by_temperature for kind in ("by draft length", "by rows", "predicted")]
         label(figure, places, titles, "", "")
         legend(figure, [legend_entry(name, mark, line=True) for name, mark in styles.items()])
         save(figure, file)

@@ -54,7 +54,7 @@ class Memory:
     history: History
     bytes: float
     lookup_seconds: list[float] = field(default_factory=list)
-    learnt: list[float] = field(default_factory=list)
+    update_seconds: list[float] = field(default_factory=list)
     drafted: int = 0
 
     def play(self, tail: list[int], new: list[int], options: Suffix.Config) -> None:
@@ -64,12 +64,12 @@ class Memory:
         middle = time.perf_counter()
         self.history.extend(new)
         self.lookup_seconds.append(middle - start)
-        self.learnt.append(time.perf_counter() - middle)
+        self.update_seconds.append(time.perf_counter() - middle)
         self.drafted += len(result.tokens)
 
     def row(self) -> dict[str, float]:
         results = {"tokens": self.tokens, "drafted a step": self.drafted / len(self.lookup_seconds)}
-        for name, seconds in (("look-up", self.lookup_seconds), ("update", self.learnt)):
+        for name, seconds in (("look-up", self.lookup_seconds), ("update", self.update_seconds)):
             results[f"{name} median us"] = 1e6 * float(np.median(seconds))
             results[f"{name} p95 us"] = 1e6 * float(np.quantile(seconds, 0.95))
         return results | {"process bytes a token": self.bytes}

@@ -106,11 +106,11 @@ def look(label: str) -> dict[str, Any]:
     return dict(color=colour, marker=marker, linestyle="--" if dashed else "-", markersize=5, linewidth=1.6)
 
 
-def draw_agreement(found: dict[str, list[tuple[str, list[float]]]], shares: list[float], path: Path) -> None:
+def draw_agreement(by_panel: dict[str, list[tuple[str, list[float]]]], shares: list[float], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 6.4), sharey=True, layout="constrained")
-    for axis, (panel, lines) in zip(axes, found.items(), strict=True):
+    for axis, (panel, lines) in zip(axes, by_panel.items(), strict=True):
         for label, values in lines:
             axis.plot(shares, values, label=label, markevery=2, **look(label))
         axis.set(title=panel, xlabel="λ: drafter = (1 − λ) target + λ own", xlim=(-0.02, 1.02))
@@ -121,11 +121,11 @@ def draw_agreement(found: dict[str, list[tuple[str, list[float]]]], shares: list
     figure.savefig(path, dpi=130)
 
 
-def draw_survival(found: dict[str, list[float]], path: Path) -> None:
+def draw_survival(by_rule: dict[str, list[float]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axis = pyplot.subplots(figsize=(6.4, 4.2), layout="constrained")
-    for rule, values in found.items():
+    for rule, values in by_rule.items():
         axis.plot(range(len(values)), values, label=rule, **look(rule))
     axis.set(xlabel="i, draft tokens", ylabel="Pr(τ ≥ i)", ylim=(0, 1.02), xlim=(-0.15, len(values) - 0.85))
     axis.grid(alpha=0.25)

@@ -84,8 +84,8 @@ class Manager(pluggy.PluginManager):
 
     def load_entry_points(self) -> None:
         """Load every installed plug-in: crossdraft's own first, so that nobody can take a built-in name."""
-        found = [(*_distribution(point), point) for point in self._entry_points()]
-        for distribution, version, point in sorted(found, key=lambda f: (f[0] != "crossdraft", f[0], f[2].name)):
+        points = [(*_distribution(point), point) for point in self._entry_points()]
+        for distribution, version, point in sorted(points, key=lambda f: (f[0] != "crossdraft", f[0], f[2].name)):
             name, provider = f"{distribution}:{point.name}", f"{distribution} {version}"
             try:
                 with redirect_stdout(sys.stderr):
@@ -103,7 +103,7 @@ class Manager(pluggy.PluginManager):
         try:
             return list(entry_points(group="crossdraft"))
         except Exception:  # one distribution with damaged metadata would cost all the others
-            return [point for found in distributions() for point in self._of_distribution(found)]
+            return [point for package in distributions() for point in self._of_distribution(package)]
 
     def _of_distribution(self, distribution: Any) -> list[EntryPoint]:
         try:
@@ -142,7 +142,7 @@ class Manager(pluggy.PluginManager):
 
     def _ask(self, plugin: Any, kind: str, provider: str) -> list[Entry]:
         """Return what `plugin` registers of one kind. Called per plug-in: a pluggy call stops at the first failure."""
-        found: list[Entry] = []
+        entries: list[Entry] = []
 
         def register(name: str, reference: Any, summary: str = "") -> None:
             if not isinstance(name, str) or not name or name != name.strip() or flaw(name, UNPRINTABLE):
@@ -153,20 +153,20 @@ class Manager(pluggy.PluginManager):
                 raise ContractError(f"the reference of {name!r}, {quoted(reference)}, is not 'module:object'")
             if not isinstance(summary, str) or flaw(summary, UNPRINTABLE):
                 raise ContractError(f"the summary of {name!r}, {quoted(summary)}, is not a line of text")
-            found.append(Entry(name, reference, summary, provider))
+            entries.append(Entry(name, reference, summary, provider))
 
         for implementation in getattr(self.hook, f"crossdraft_register_{kind}").get_hookimpls():
             if implementation.plugin is plugin:
                 implementation.function(register)
-        return found
+        return entries
 
 
 @cache
 def manager() -> Manager:
     """The one plug-in manager of this process, with every installed plug-in loaded."""
-    found = Manager()
-    found.load_entry_points()
-    return found
+    manager = Manager()
+    manager.load_entry_points()
+    return manager
 
 
 def entries(kind: str) -> dict[str, Entry]:
@@ -192,9 +192,9 @@ def get(kind: str, name: str) -> Any:
         raise UnknownNameError.among(_singular(kind), name, known)
     entry = known[name]
     with guarded(kind, name, passing=()):
-        found = _import(entry.ref) if isinstance(entry.ref, str) else entry.ref
-        _check(kind, name, found)
-    return found
+        registered = _import(entry.ref) if isinstance(entry.ref, str) else entry.ref
+        _check(kind, name, registered)
+    return registered
 
 
 @contextmanager
@@ -249,13 +249,13 @@ def traits_of(kind: str, cls: Any, config: Any, *sampling: Any) -> Any:
     from .contracts.verifier import VerifierTraits
 
     with guarded(kind, cls.name, "traits()"):
-        found = cls.traits(config, *sampling)
+        traits = cls.traits(config, *sampling)
     expected: Any = DraftTraits if kind == "drafters" else VerifierTraits
-    if not isinstance(found, expected):
-        raise unusable(kind, cls.name, f"traits() must return crossdraft.{expected.__name__}, not {quoted(found)}")
-    if problem := found.problem():
+    if not isinstance(traits, expected):
+        raise unusable(kind, cls.name, f"traits() must return crossdraft.{expected.__name__}, not {quoted(traits)}")
+    if problem := traits.problem():
         raise unusable(kind, cls.name, f"traits() say {problem}")
-    return found
+    return traits
 
 
 def notify(hook: str, **arguments: Any) -> None:
@@ -272,63 +272,69 @@ def notify(hook: str, **arguments: Any) -> None:
 
 def _import(reference: str) -> Any:
     module, _, attributes = reference.partition(":")
-    found = importlib.import_module(module)
+    target = importlib.import_module(module)
     for attribute in attributes.split("."):
-        found = getattr(found, attribute)
-    return found
+        target = getattr(target, attribute)
+    return target
 
 
-def _check(kind: str, name: str, found: Any) -> None:
+def _check(kind: str, name: str, registered: Any) -> None:
     """Raise `ContractError` with what `found` lacks to be a `kind` called `name`."""
     if kind in ("drafters", "verifiers", "trainers", "backends", "launchers"):
-        _check_class(kind, name, found)
+        _check_class(kind, name, registered)
     elif kind == "engines":
         missing = [
-            method for method in ("read", "cannot", "scheduled", "export") if not callable(getattr(found, method, None))
+            method
+            for method in ("read", "cannot", "scheduled", "export")
+            if not callable(getattr(registered, method, None))
         ]
-        if not isinstance(found, type) or missing:
-            raise ContractError(f"an engine is a subclass of crossdraft.Engine, not {quoted(found)}")
-        if found.name != name:
-            raise ContractError(f"{found.__name__}.name is {found.name!r}; it must be {name!r}, the registered name")
-    elif kind == "trackers" and not isinstance(found, type):
-        raise ContractError(f"a tracker is a class, not {quoted(found)}")
-    elif kind == "recipes" and not (isinstance(found, Path) and found.is_file()):
-        raise ContractError(f"a recipe is the pathlib.Path of an existing file, not {found!r}")
+        if not isinstance(registered, type) or missing:
+            raise ContractError(f"an engine is a subclass of crossdraft.Engine, not {quoted(registered)}")
+        if registered.name != name:
+            raise ContractError(
+                f"{registered.__name__}.name is {registered.name!r}; it must be {name!r}, the registered name"
+            )
+    elif kind == "trackers" and not isinstance(registered, type):
+        raise ContractError(f"a tracker is a class, not {quoted(registered)}")
+    elif kind == "recipes" and not (isinstance(registered, Path) and registered.is_file()):
+        raise ContractError(f"a recipe is the pathlib.Path of an existing file, not {registered!r}")
     elif kind == "models":
         from .contracts.models import ModelSource
 
-        if not (isinstance(found, ModelSource | Path) or callable(found)):
-            raise ContractError(f"a model is a ModelSource, a pathlib.Path or a function, not {found!r}")
+        if not (isinstance(registered, ModelSource | Path) or callable(registered)):
+            raise ContractError(f"a model is a ModelSource, a pathlib.Path or a function, not {registered!r}")
 
 
-def _check_class(kind: str, name: str, found: Any) -> None:
+def _check_class(kind: str, name: str, registered: Any) -> None:
     if kind == "drafters":
         from .contracts.drafter import Drafter as base
     elif kind == "trainers":
         from .contracts.training import SearchConfig, TrainingConfig
 
-        base = SearchConfig if isinstance(found, type) and issubclass(found, SearchConfig) else TrainingConfig
+        base = SearchConfig if isinstance(registered, type) and issubclass(registered, SearchConfig) else TrainingConfig
     elif kind == "backends":
         from .contracts.models import Backend as base
     elif kind == "launchers":
         from .contracts.launcher import Launcher as base
     else:
         from .contracts.verifier import Verifier as base
-    if not (isinstance(found, type) and issubclass(found, base)):
-        raise ContractError(f"{found!r} is not a subclass of crossdraft.{base.__name__}")
-    if missing := sorted(found.__abstractmethods__):
-        raise ContractError(f"{found.__name__} does not define {', '.join(missing)}")
+    if not (isinstance(registered, type) and issubclass(registered, base)):
+        raise ContractError(f"{registered!r} is not a subclass of crossdraft.{base.__name__}")
+    if missing := sorted(registered.__abstractmethods__):
+        raise ContractError(f"{registered.__name__} does not define {', '.join(missing)}")
     if kind in ("drafters", "verifiers"):
         from .contracts.drafter import StrategyConfig
 
-        if not callable(getattr(found, "traits", None)):
-            raise ContractError(f"{found.__name__}.traits must be a classmethod that returns the traits for a config")
-        config: Any = getattr(found, "Config", None)
+        if not callable(getattr(registered, "traits", None)):
+            raise ContractError(
+                f"{registered.__name__}.traits must be a classmethod that returns the traits for a config"
+            )
+        config: Any = getattr(registered, "Config", None)
         if not (isinstance(config, type) and issubclass(config, StrategyConfig)):
-            raise ContractError(f"{found.__name__}.Config is {quoted(config)}, no crossdraft.StrategyConfig")
-    own = getattr(found, "name", None)
+            raise ContractError(f"{registered.__name__}.Config is {quoted(config)}, no crossdraft.StrategyConfig")
+    own = getattr(registered, "name", None)
     if own != name:
-        raise ContractError(f"{found.__name__}.name is {own!r}; it must be {name!r}, the registered name")
+        raise ContractError(f"{registered.__name__}.name is {own!r}; it must be {name!r}, the registered name")
 
 
 def _shadowing(module: Any) -> str | None:
@@ -343,9 +349,9 @@ def _shadowing(module: Any) -> str | None:
 
 
 def _skipped(provider: str, error: BaseException) -> Broken:
-    found = Broken(provider, first_line(error))
-    logger.warning("crossdraft: skipped a plug-in (%s): %s", found.provider, found.error)
-    return found
+    broken = Broken(provider, first_line(error))
+    logger.warning("crossdraft: skipped a plug-in (%s): %s", broken.provider, broken.error)
+    return broken
 
 
 def _singular(kind: str) -> str:
@@ -353,5 +359,5 @@ def _singular(kind: str) -> str:
 
 
 def _distribution(entry_point: EntryPoint) -> tuple[str, str]:
-    found = entry_point.dist
-    return (str(found.name), str(found.version)) if found else ("unknown distribution", "")
+    package = entry_point.dist
+    return (str(package.name), str(package.version)) if package else ("unknown distribution", "")

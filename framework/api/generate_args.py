@@ -170,11 +170,11 @@ def stop_strings(stop: Any) -> tuple[str, ...]:
     return strings
 
 
-def checked_processors(given: Any) -> LogitsProcessors | None:
+def checked_processors(processors: Any) -> LogitsProcessors | None:
     """Wrap a list of logits processors, None if it is empty; UsageError if it is not a list of functions."""
-    if not isinstance(given, list | tuple) or not all(map(callable, given)):
-        raise UsageError(f"logits_processor={given!r} must be a list of functions of (ids [1, T], logits [1, V])")
-    return LogitsProcessors(lambda _: given) if given else None
+    if not isinstance(processors, list | tuple) or not all(map(callable, processors)):
+        raise UsageError(f"logits_processor={processors!r} must be a list of functions of (ids [1, T], logits [1, V])")
+    return LogitsProcessors(lambda _: processors) if processors else None
 
 
 def per_input_limits(max_new_tokens: Any, inputs: int) -> list[int]:

@@ -116,8 +116,8 @@ class DrafterContract(OneThread):
         for temperature in self.each_temperature():
             sampling = Sampling(temperature=temperature)
             traits = self.drafting.traits(self.config, sampling)
-            again = self.drafting.traits(self.config, sampling)
-            assert traits == again, "traits() must return equal values for equal configs"
+            repeated = self.drafting.traits(self.config, sampling)
+            assert traits == repeated, "traits() must return equal values for equal configs"
             assert isinstance(traits.nodes, int) and traits.nodes >= 0, f"traits.nodes is {traits.nodes!r}, not a count"
             assert traits.kind is None or self.rules(sampling), (
                 f"no lossless verifier accepts '{traits.kind}' drafts at temperature {temperature:g}"
@@ -254,9 +254,9 @@ class DrafterContract(OneThread):
         decoder = self.decoder(2, temperature, max_new_tokens=NEW_TOKENS)
         list(decoder.run(self.setting.prompts))
         decoder.drafter.reset()
-        again = _by_index(decoder.run(self.setting.prompts))
+        repeated = _by_index(decoder.run(self.setting.prompts))
         fresh = self.decode(2, temperature)
-        for i, response in again.items():
+        for i, response in repeated.items():
             assert _taus(response) == _taus(fresh[i]), (
                 f"reset() is incomplete: prompt {i} has {_taus(response)} accepted tokens after a warm-up and "
                 f"{_taus(fresh[i])} without one; clear all memory in reset()"

@@ -193,15 +193,15 @@ class VerifierContract(OneThread):
                 assert self.make().snapshot(row) is None, "it has state: set stateful=True in its traits"
             return
         for _, draft, p, numbers, streams, position in self.recorded(3):
-            verifier, again = self.make(), self.make()
+            verifier, restored = self.make(), self.make()
             self.judge(verifier, draft, p, numbers.for_step(streams, [position] * ROWS, p.device))
             verifier.observe([0] * ROWS, draft.count.tolist())
             for row in range(ROWS):
                 snapshot = verifier.snapshot(row)
                 hash(snapshot)
-                again.start(row)
-                again.restore(row, snapshot)
-                assert again.snapshot(row) == snapshot, "restore() does not restore the state of snapshot()"
+                restored.start(row)
+                restored.restore(row, snapshot)
+                assert restored.snapshot(row) == snapshot, "restore() does not restore the state of snapshot()"
 
 
 class NoMask(TorchDispatchMode):

@@ -93,12 +93,12 @@ def path(tree: list[tuple[int, int]], node: int) -> tuple[int, ...] | None:
 
 
 @given(st.lists(trees(), min_size=1, max_size=3), st.integers(1, 12))
-def test_merged_tree_is_one(given: list[list[tuple[int, int]]], most: int) -> None:
-    result = merge_trees(given, most)
+def test_merged_tree_is_one(drafts: list[list[tuple[int, int]]], most: int) -> None:
+    result = merge_trees(drafts, most)
     tree = list(zip(result.tokens, result.parents, strict=True))
     assert len(tree) <= most and len(set(tree)) == len(tree) and all(parent < i for i, (_, parent) in enumerate(tree))
     paths = set()
-    for item, places in zip(given, result.indices, strict=True):
+    for item, places in zip(drafts, result.indices, strict=True):
         for node, place in enumerate(places):
             expected = path(item, node)
             paths.add(expected)

@@ -22,16 +22,16 @@ IDS = torch.tensor([[9, 8, 7, 9, 8, 7, 9]])
 
 @pytest.fixture(scope="module")
 def plain(model: Any) -> torch.Tensor:
-    return ask(model, do_sample=True, top_k=7, seed=4)
+    return generate_ids(model, do_sample=True, top_k=7, seed=4)
 
 
-def ask(model: Any, ids: Any = IDS, **options: Any) -> Any:
+def generate_ids(model: Any, ids: Any = IDS, **options: Any) -> Any:
     return model.generate(ids, custom_generate=custom_generate, **{"max_new_tokens": 3, **options})
 
 
 def refused(model: Any, ids: Any = IDS, **options: Any) -> str:
     with pytest.raises(UsageError) as caught:
-        ask(model, ids, **options)
+        generate_ids(model, ids, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -116,7 +116,7 @@ def test_each_refused_field_is_refused_through_transformers(model: Any, name: st
 @pytest.mark.parametrize("name", sorted(EARLIER))
 def test_settings_rejected_by_transformers_raise(model: Any, name: str) -> None:
     with pytest.raises((UsageError, ValueError, TypeError, AttributeError)):
-        ask(model, **{name: VALUES.get(name, 3)})
+        generate_ids(model, **{name: VALUES.get(name, 3)})
 
 
 @pytest.mark.parametrize("name", HARMLESS)
@@ -125,7 +125,7 @@ def test_harmless_fields_change_no_token(model: Any, plain: torch.Tensor, name: 
     values |= {"compile_config": CompileConfig(), "continuous_batching_config": object()}
     config = GenerationConfig(max_new_tokens=3, do_sample=True, top_k=7)
     setattr(config, name, values.get(name, 3))
-    assert torch.equal(ask(model, generation_config=config, seed=4), plain)
+    assert torch.equal(generate_ids(model, generation_config=config, seed=4), plain)
 
 
 def test_field_that_later_transformers_adds_is_refused(model: Any, monkeypatch: Any) -> None:
@@ -136,13 +136,13 @@ def test_field_that_later_transformers_adds_is_refused(model: Any, monkeypatch: 
         initial(self, **options)
 
     monkeypatch.setattr(GenerationConfig, "__init__", init)
-    ask(model)
+    generate_ids(model)
     assert refused(model, novelty=0.7).startswith("custom_generate cannot honour novelty=0.7: this version")
 
 
 def test_unknown_config_entries_are_ignored(model: Any) -> None:
     config = GenerationConfig(max_new_tokens=3, chat_format="chatml")
-    assert torch.equal(ask(model, generation_config=config), ask(model))
+    assert torch.equal(generate_ids(model, generation_config=config), generate_ids(model))
 
 
 def test_models_own_generation_config_counts(model: Any) -> None:
@@ -151,13 +151,13 @@ def test_models_own_generation_config_counts(model: Any) -> None:
     own.generation_config.typical_p = 0.3
     sentence = refused(own, do_sample=True)
     assert "typical_p=0.3" in sentence and "the model's own generation_config counts" in sentence
-    assert torch.equal(ask(own, typical_p=1.0), ask(model))  # the call's value wins
+    assert torch.equal(generate_ids(own, typical_p=1.0), generate_ids(model))  # the call's value wins
     own.generation_config.typical_p = None
     own.generation_config.repetition_penalty = 1.3
-    assert torch.equal(ask(own), own.generate(IDS, max_new_tokens=3))
+    assert torch.equal(generate_ids(own), own.generate(IDS, max_new_tokens=3))
     own.generation_config.repetition_penalty = None
     own.generation_config.do_sample, own.generation_config.temperature = True, 0.01
-    assert torch.equal(ask(own), model.generate(IDS, max_new_tokens=3))
+    assert torch.equal(generate_ids(own), model.generate(IDS, max_new_tokens=3))
 
 
 # -- arguments --------------------------------------------------------------------------------------------
@@ -239,12 +239,16 @@ def test_sampling_parameters_out_of_range(name: str, value: float) -> None:
 
 def test_top_p_0_is_refused_and_above_1_is_off_as_in_transformers(model: Any) -> None:
     assert "top_p=0.0" in refused(model, do_sample=True, top_p=0.0)
-    assert torch.equal(ask(model, do_sample=True, top_p=1.5, seed=2), ask(model, do_sample=True, seed=2))
-    assert torch.equal(ask(model, do_sample=True, min_p=0.0, seed=2), ask(model, do_sample=True, seed=2))
+    assert torch.equal(
+        generate_ids(model, do_sample=True, top_p=1.5, seed=2), generate_ids(model, do_sample=True, seed=2)
+    )
+    assert torch.equal(
+        generate_ids(model, do_sample=True, min_p=0.0, seed=2), generate_ids(model, do_sample=True, seed=2)
+    )
 
 
 def test_outputs_without_scores_are_dictionary(model: Any) -> None:
-    result = ask(model, return_dict_in_generate=True)
+    result = generate_ids(model, return_dict_in_generate=True)
     assert isinstance(result, GenerateDecoderOnlyOutput) and list(result) == ["sequences"]
-    assert torch.equal(result.sequences, ask(model))
+    assert torch.equal(result.sequences, generate_ids(model))
     assert "output_scores=True" in refused(model, return_dict_in_generate=True, output_scores=True)

@@ -125,10 +125,10 @@ def test_run_ended_by_its_budget_is_finished_and_resumable(recipe: str, tmp_path
     assert all(result.reused for result in repeat.results) and len(prompts_of(repeat)[0]) == 6
 
 
-@pytest.mark.parametrize("together", [budget.MAX_OPEN_SLOTS, 0])
-def test_groups_have_same_prompts(recipe: str, tmp_path: Path, monkeypatch: Any, together: int) -> None:
+@pytest.mark.parametrize("max_open", [budget.MAX_OPEN_SLOTS, 0])
+def test_groups_have_same_prompts(recipe: str, tmp_path: Path, monkeypatch: Any, max_open: int) -> None:
     """Batch sizes 1 and 2, also if a group is closed while the other is measured."""
-    monkeypatch.setattr(budget, "MAX_OPEN_SLOTS", together)
+    monkeypatch.setattr(budget, "MAX_OPEN_SLOTS", max_open)
     clock, shown = Clock(monkeypatch), list[list[list[str]]]()
     request = load_recipe(recipe, [*TWO_GROUPS, "time=26s"])
 

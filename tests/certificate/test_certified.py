@@ -142,8 +142,8 @@ def traits(**more: Any) -> DraftTraits:
         (traits(kind=WITHOUT_REPLACEMENT, nodes=12, levels=3), 2, 12),  # of unknown shape
     ],
 )
-def test_drawn_nodes(of: DraftTraits, depth: int, nodes: int) -> None:
-    assert effort.drawn_nodes(of, 3, depth) == nodes
+def test_drawn_nodes(draft_traits: DraftTraits, depth: int, nodes: int) -> None:
+    assert effort.drawn_nodes(draft_traits, 3, depth) == nodes
 
 
 def test_paths_are_upper_bound(toys: dict[str, Toy]) -> None:

@@ -301,7 +301,7 @@ def test_default_layers_are_authors(tiny_model: Callable, depth: int, expected: 
 
 
 @pytest.mark.parametrize(
-    "ids, config, wanted",
+    "ids, config, expected",
     [
         ([2, 3, 4], {}, "[2, 3, 4]"),
         ([1, 2, 3], {}, "[2, 3, 4]"),  # outputs of layers
@@ -309,15 +309,15 @@ def test_default_layers_are_authors(tiny_model: Callable, depth: int, expected: 
     ],
 )
 def test_layers_that_config_names_must_be_read(
-    target: Any, ids: list[int], config: dict[str, Any], wanted: str
+    target: Any, ids: list[int], config: dict[str, Any], expected: str
 ) -> None:
     settings = {**CONFIG, **config, "eagle_aux_hidden_state_layer_ids": ids}
     with pytest.raises(ModelError) as error:
         load(target, official(), settings, layers=None)
-    assert f"they read the hidden states {wanted} of the target, not [2, 2, 1]; write layers: {wanted}" in str(
+    assert f"they read the hidden states {expected} of the target, not [2, 2, 1]; write layers: {expected}" in str(
         error.value
     )
-    load(target, official(), settings, layers=json.loads(wanted))
+    load(target, official(), settings, layers=json.loads(expected))
     load(target, official(), {**CONFIG, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 2, 1]}}, layers=None)
 
 

@@ -58,8 +58,8 @@ def test_accepted_last_token_counts_only_as_accepted() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.booleans()), min_size=2, max_size=40))
-def test_best_threshold_is_best_of_all(judged: list[tuple[int, bool]]) -> None:
-    probabilities, matches = np.array([p / 20 for p, _ in judged]), np.array([m for _, m in judged])
+def test_best_threshold_is_best_of_all(outcomes: list[tuple[int, bool]]) -> None:
+    probabilities, matches = np.array([p / 20 for p, _ in outcomes]), np.array([m for _, m in outcomes])
     if matches.all() or not matches.any():
         return
 

@@ -68,14 +68,14 @@ def target(tiny_model: Callable) -> Any:
 
 
 @pytest.mark.parametrize(
-    "given, change", [(tensors, {}), (tensors, {"scale_input": False}), (tied, {"tie_weights": True})]
+    "tensors_of, change", [(tensors, {}), (tensors, {"scale_input": False}), (tied, {"tie_weights": True})]
 )
 def test_draft_probs_match_plain_computation(
-    heads_decoder: Callable, target: Any, tmp_path: Path, given: Callable, change: dict[str, Any]
+    heads_decoder: Callable, target: Any, tmp_path: Path, tensors_of: Callable, change: dict[str, Any]
 ) -> None:
     """Over steps of any fate, each token told the ones before it."""
     config = {**CONFIG, **change}
-    model, temperature = written(tmp_path / "speculator", config, given()), 8.0
+    model, temperature = written(tmp_path / "speculator", config, tensors_of()), 8.0
     loop = heads_decoder(
         target, "mlp-speculator", {"model": model}, "token",
         batch_size=3, sampling=Sampling(temperature=temperature), max_new_tokens=40,
@@ -92,7 +92,7 @@ def test_draft_probs_match_plain_computation(
                 continue
             states = target(torch.tensor([history]), output_hidden_states=True).hidden_states
             inputs = [history[-1], *draft.tokens[row, : n - 1].tolist()]
-            for i, logits in enumerate(plain(given(), config, states[-1][0, -2], inputs)):
+            for i, logits in enumerate(plain(tensors_of(), config, states[-1][0, -2], inputs)):
                 probs = (logits / temperature).softmax(-1)
                 torch.testing.assert_close(draft.q[row, i], probs, atol=1e-5, rtol=1e-3)
                 checked += 1
@@ -132,7 +132,7 @@ def test_joint_distribution_of_two_steps_is_targets(
 
 
 @pytest.mark.parametrize(
-    "given, config, options, sentence",
+    "stored, config, options, sentence",
     [
         ({k: t for k, t in tensors().items() if "ln.1.bias" not in k}, CONFIG, {}, r"missing ln.1.bias \[20\]"),
         ({**tensors(), "speculator.cell.weight": random(2)}, CONFIG, {}, r"unexpected cell.weight \[2\]"),
@@ -148,9 +148,9 @@ def test_joint_distribution_of_two_steps_is_targets(
         ),
     ],
 )
-def test_mismatched_heads_raise(target: Any, given: Any, config: Any, options: Any, sentence: str) -> None:
+def test_mismatched_heads_raise(target: Any, stored: Any, config: Any, options: Any, sentence: str) -> None:
     def heads(name: str) -> Checkpoint:
-        return Checkpoint(name, Path("somewhere"), config, dict(given), "somewhere", "")
+        return Checkpoint(name, Path("somewhere"), config, dict(stored), "somewhere", "")
 
     context = GivenContext(TransformersLM(target, 1, 64), Sampling(), 64, target_model=target, load_heads=heads)
     with pytest.raises(ModelError, match=sentence):

@@ -24,7 +24,7 @@ from crossdraft.framework.errors import CrossdraftError
 TOYS = {toy.name: toy for toy in built_in_toys()}
 
 
-def found(toy: Toy, rule: str, drafter: type[Online] = Online, **options: Any) -> Certificate:
+def certificate_of(toy: Toy, rule: str, drafter: type[Online] = Online, **options: Any) -> Certificate:
     """Two steps; a first draft of two tokens, because the row that follows the prompt never comes again."""
     config = drafter.Config(**{"model": "toy", "gamma": 2, "every": 1, "learning_rate": 0.5} | options)
     build = lambda context, gamma: drafter(config, context)  # noqa: E731
@@ -36,7 +36,7 @@ def found(toy: Toy, rule: str, drafter: type[Online] = Online, **options: Any) -
 
 @pytest.mark.parametrize(("rule", "toy"), [("token", "T0"), ("block", "G3")])
 def test_running_drafter_is_lossless(rule: str, toy: str) -> None:
-    learning, frozen = found(TOYS[toy], rule), found(TOYS[toy], rule, every=9)
+    learning, frozen = certificate_of(TOYS[toy], rule), certificate_of(TOYS[toy], rule, every=9)
     assert learning.lossless and frozen.lossless and learning.drafted
     assert learning.expected_tau[0] == pytest.approx(frozen.expected_tau[0], abs=1e-12)
     assert abs(learning.expected_tau[1] - frozen.expected_tau[1]) > 1e-3, "the second step draws from other weights"
@@ -70,8 +70,8 @@ class TellsOldLaws(Online):
 
 
 def test_distribution_of_other_weights_is_detected() -> None:
-    assert found(TOYS["T0"], "token", TellsOldLaws, every=9).lossless, "as long as there are no others"
-    assert found(TOYS["T0"], "token", TellsOldLaws).tv > 1e-3
+    assert certificate_of(TOYS["T0"], "token", TellsOldLaws, every=9).lossless, "as long as there are no others"
+    assert certificate_of(TOYS["T0"], "token", TellsOldLaws).tv > 1e-3
 
 
 @pytest.mark.slow

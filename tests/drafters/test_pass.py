@@ -42,13 +42,13 @@ def random(count: int = L, size: int = H, dtype: torch.dtype = torch.float32) ->
     return torch.randn(count, size, generator=torch.Generator().manual_seed(2), dtype=dtype)
 
 
-def given(embeddings: Tensor, **config: Any) -> Callable[[str], Checkpoint]:
+def loader(embeddings: Tensor, **config: Any) -> Callable[[str], Checkpoint]:
     return lambda name: Checkpoint(name, Path("here"), config, {"embeddings": embeddings}, "here", "")
 
 
 def decoder(model: Any, batch_size: int, sampling: Sampling, **loop: Any) -> Decoder:
     lm = TransformersLM(model, batch_size, 96)
-    context = GivenContext(lm, sampling, 96, target_model=model, load_heads=given(random()))
+    context = GivenContext(lm, sampling, 96, target_model=model, load_heads=loader(random()))
     rule = plugins.get("verifiers", "greedy" if sampling.temperature == 0 else "block")
     drafter = Pass(Pass.Config(model="x", **loop.pop("options", {})), context)
     loop = {"max_new_tokens": NEW, "rng": CounterRng(3), "validate": "always", **loop}
@@ -179,7 +179,7 @@ def test_distribution_of_real_model(enumerate_model: Callable, exact_model: Any,
         verifier,
         prompt=[1, 3, 0],
         depth=2,
-        load_heads=given(random(1, 8, torch.float64)),
+        load_heads=loader(random(1, 8, torch.float64)),
     )
     assert certificate.tv <= 1e-9
     assert all(1 < tau < 1.9 for tau in certificate.expected_tau)

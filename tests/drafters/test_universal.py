@@ -65,7 +65,7 @@ def loaded(models: dict[str, str]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def alone(loaded: Any) -> list[Any]:
+def baseline(loaded: Any) -> list[Any]:
     return answers(loaded["target"], "none", 1)
 
 
@@ -80,11 +80,11 @@ def answers(target: Any, drafter: Any, batch_size: int, **more: Any) -> list[Any
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("other", ["other", pytest.param("metaspace", marks=pytest.mark.slow)])
-def test_greedy_decoding_is_targets_own(loaded: Any, models: Any, alone: Any, mode: str, other: str) -> None:
+def test_greedy_decoding_is_targets_own(loaded: Any, models: Any, baseline: Any, mode: str, other: str) -> None:
     for batch_size in (1, 8):
         drafter = {"name": "universal", "mode": mode, "model": models[other], "gamma": 4}
         outputs = answers(loaded["target"], drafter, batch_size)
-        assert [item.tokens for item in outputs] == [item.tokens for item in alone]
+        assert [item.tokens for item in outputs] == [item.tokens for item in baseline]
         assert sum(round.nodes for item in outputs for round in item.steps) > 50
 
 

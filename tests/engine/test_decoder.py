@@ -110,7 +110,7 @@ MANY = tuple([2 + i, 9, 9, 2 + i, 9] + [4] * (i % 4) for i in range(10))
 
 def sampled(decoder: Callable, tiny_model: Callable, batch_size: int, prompts: Any = MANY, **loop: Any) -> dict:
     """Tokens by stream, sampled at temperature 1."""
-    made = decoder(
+    loop_decoder = decoder(
         tiny_model("llama"),
         drafter_class("draft-model"),
         {"model": "noisy", "gamma": 3},
@@ -123,7 +123,7 @@ def sampled(decoder: Callable, tiny_model: Callable, batch_size: int, prompts: A
         **{k: v for k, v in loop.items() if k != "streams"},
     )
     streams = loop.get("streams", range(len(prompts)))
-    return {streams[r.index]: r.tokens for r in made.run(prompts, streams=list(streams))}
+    return {streams[r.index]: r.tokens for r in loop_decoder.run(prompts, streams=list(streams))}
 
 
 @pytest.mark.parametrize("batch_size", [3, 8, 16])

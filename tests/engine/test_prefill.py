@@ -48,7 +48,7 @@ class CountingLM(TransformersLM):
 
 
 @pytest.fixture
-def made(tiny_model: Callable, decoder: Callable) -> Callable[..., Decoder]:
+def make_decoder(tiny_model: Callable, decoder: Callable) -> Callable[..., Decoder]:
     def make(pair: str, family: str = "llama", batch_size: int = 4, **loop: Any) -> Decoder:
         drafter, options, rule = PAIRS[pair]
         loop = {"temperature": 1.0, "max_new_tokens": 9, **loop}
@@ -68,9 +68,9 @@ def outputs(loop: Decoder) -> list[Any]:
 
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gpt2"])
 @pytest.mark.parametrize("pair", list(PAIRS))
-def test_tokens_are_those_of_prompts_prefilled_one_by_one(made: Callable, pair: str, family: str) -> None:
+def test_tokens_are_those_of_prompts_prefilled_one_by_one(make_decoder: Callable, pair: str, family: str) -> None:
     """Prompts that share a pass, or wait while others decode and are prefilled in chunks of 24 tokens."""
-    separate, batched, pieces = (made(pair, family, prefill_tokens=most) for most in (0, 1024, 24))
+    separate, batched, pieces = (make_decoder(pair, family, prefill_tokens=most) for most in (0, 1024, 24))
     assert outputs(batched) == outputs(separate) == outputs(pieces)
     fed = [loop.target.fed for loop in (separate, batched, pieces)]  # type: ignore[attr-defined]
     assert all(rows == 1 for rows, _ in fed[0]) and any(rows > 2 for rows, _ in fed[1])
@@ -121,18 +121,18 @@ def test_hidden_states_of_no_other_layer_are_kept(tiny_model: Callable, family: 
         hook.remove()
 
 
-def test_eight_short_prompts_are_one_pass_of_each_model(made: Callable) -> None:
+def test_eight_short_prompts_are_one_pass_of_each_model(make_decoder: Callable) -> None:
     for most, count in ((1024, 1), (0, 8)):
-        loop = made("chain", batch_size=8, prefill_tokens=most)
+        loop = make_decoder("chain", batch_size=8, prefill_tokens=most)
         finished = list(loop.run([prompt[:8] * 2 for prompt in PROMPTS if len(prompt) > 1]))
         assert len(finished) == 8
         assert len(loop.target.fed) == len(loop.drafter.model.lm.fed) == count
         assert sum(rows for rows, _ in loop.target.fed) == 8
 
 
-def test_running_row_waits_for_one_pass_at_most(made: Callable) -> None:
+def test_running_row_waits_for_one_pass_at_most(make_decoder: Callable) -> None:
     """Prompts that are longer than a pass come beside a running sequence, and begin when they are whole."""
-    loop, log = made("chain", prefill_tokens=8, max_new_tokens=30), []
+    loop, log = make_decoder("chain", prefill_tokens=8, max_new_tokens=30), []
     loop.on_step = lambda event: log.append((len(loop.target.fed), [i for i in event.prompts if i is not None]))
     first = Request(PROMPTS[0], 0, 0)
     later = [Request(PROMPTS[i], i, i, most=4) for i in (4, 1, 5)]
@@ -143,12 +143,12 @@ def test_running_row_waits_for_one_pass_at_most(made: Callable) -> None:
     assert fed[-1] == 1 + 1 + 3 + 5
     resume_from = [next(n for n, running in log if i in running) for i in (5, 1, 4)]
     assert resume_from == [2, 5, 10]
-    (separate,) = made("chain", batch_size=1, max_new_tokens=4).run([PROMPTS[4]], streams=[4])
+    (separate,) = make_decoder("chain", batch_size=1, max_new_tokens=4).run([PROMPTS[4]], streams=[4])
     assert answers[4] == separate.tokens
 
 
-def test_aborted_prefill_leaves_no_state(made: Callable) -> None:
-    loop = made("fork", prefill_tokens=6, max_new_tokens=20)
+def test_aborted_prefill_leaves_no_state(make_decoder: Callable) -> None:
+    loop = make_decoder("fork", prefill_tokens=6, max_new_tokens=20)
     steps = loop.steps([Request(PROMPTS[0], 0, 0), None, Request([95] * 30, 1, 1), Request([95] * 20, 2, 2)])
     for _ in range(3):
         next(steps)
@@ -156,13 +156,13 @@ def test_aborted_prefill_leaves_no_state(made: Callable) -> None:
     steps.close()
     assert loop.target.lengths == [0] * 4
     loop.max_new_tokens = 9
-    assert outputs(loop) == outputs(made("fork", prefill_tokens=0))
+    assert outputs(loop) == outputs(make_decoder("fork", prefill_tokens=0))
 
 
-def test_model_that_cannot_share_passes_begins_as_ever(made: Callable) -> None:
+def test_model_that_cannot_share_passes_begins_as_ever(make_decoder: Callable) -> None:
     """Its prompts take no step more, however long they are."""
     assert not hasattr(TableLM, "prefill")
-    loop, separate = made("chain", prefill_tokens=64), made("chain", prefill_tokens=0)
+    loop, separate = make_decoder("chain", prefill_tokens=64), make_decoder("chain", prefill_tokens=0)
     for item in (loop.target, loop.drafter.model.lm):
         item.__class__ = type("Whole", (type(item),), {"prefill": None})
     assert outputs(loop) == outputs(separate)
@@ -181,8 +181,8 @@ def test_passes_respect_token_limit(most: int) -> None:
     assert stored == lengths
 
 
-def _new(step: Mapping[int, int], held: Mapping[int, int]) -> list[int]:
-    return [upto - held.get(row, 0) for row, upto in step.items()]
+def _new(step: Mapping[int, int], earlier: Mapping[int, int]) -> list[int]:
+    return [upto - earlier.get(row, 0) for row, upto in step.items()]
 
 
 def test_stream_skips_unstarted_sequences(tmp_path: Path) -> None:
@@ -205,6 +205,6 @@ def test_drafter_overriding_start_does_not_prefill() -> None:
     assert {drafter: prefills(drafter) for drafter in likes} == likes
 
 
-def test_cap_below_none_is_refused(made: Callable) -> None:
+def test_cap_below_none_is_refused(make_decoder: Callable) -> None:
     with pytest.raises(UsageError, match="prefill_tokens=-1 must be at least 1, or 0"):
-        made("chain", prefill_tokens=-1)
+        make_decoder("chain", prefill_tokens=-1)

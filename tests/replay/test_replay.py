@@ -89,22 +89,22 @@ def test_differences_are_paired_by_prompt() -> None:
     """Pairing as in a run; with certain acceptance, equal records."""
     texts = [Response(str(i // 2), "all", [0], [1] * (8 + i % 3), ended=True) for i in range(12)]
 
-    def certain(all_items: int) -> Any:
-        def along(inputs: Iterable[Response]) -> Iterator[DraftScores]:
+    def certain(period: int) -> Any:
+        def scores_of(inputs: Iterable[Response]) -> Iterator[DraftScores]:
             for one in inputs:
                 t = len(one.tokens)
-                agrees = (np.arange(t)[:, None] + np.arange(DEPTH)) % all_items > 0
+                agrees = (np.arange(t)[:, None] + np.arange(DEPTH)) % period > 0
                 yield DraftScores(np.where(agrees, 0.0, -np.inf), np.full(t, DEPTH), np.zeros(t))
 
-        return along
+        return scores_of
 
-    result = replay(texts, [candidate({"token": (1,)}, scores=certain(all_items)) for all_items in (3, 4)])
+    result = replay(texts, [candidate({"token": (1,)}, scores=certain(period)) for period in (3, 4)])
     records: list[list[StepRecord]] = [[], []]
-    for i, all_items in enumerate((3, 4)):
+    for i, period in enumerate((3, 4)):
         for n, text in enumerate(texts):
             at = 0
             while at < len(text.tokens):
-                tau = next(j for j in range(3) if j == 2 or at + j >= len(text.tokens) or (at + j) % all_items == 0)
+                tau = next(j for j in range(3) if j == 2 or at + j >= len(text.tokens) or (at + j) % period == 0)
                 emitted = min(tau + 1, len(text.tokens) - at)
                 records[i].append(StepRecord(int(text.id), text.id, "all", n % 2, 0, tau, emitted, 2, 2, 99))
                 at += emitted
@@ -136,14 +136,12 @@ def test_compatible_verifiers() -> None:
     from crossdraft.framework.api.build import configured
 
     chain = configured("drafters", {"name": "draft-model", "model": "x"})
-    several = configured("drafters", {"name": "draft-model-iid", "model": "x", "K": 3})
+    iid = configured("drafters", {"name": "draft-model-iid", "model": "x", "K": 3})
     lookup = configured("drafters", "prompt-lookup")
     warm, cold = Sampling(), Sampling(temperature=0)
     assert verifiers_for("it", chain, [], [1], warm) == {"token": (1,), "block": (1,)}
     assert verifiers_for("it", chain, [], [1], cold) == {"greedy": (1,)}
     assert verifiers_for("it", lookup, [], [1], warm) == {"token": (1,)}
-    assert verifiers_for("it", several, [], [2, 3], warm) == dict.fromkeys(
-        ("specinfer", "spectr", "sample-match"), (2, 3)
-    )
+    assert verifiers_for("it", iid, [], [2, 3], warm) == dict.fromkeys(("specinfer", "spectr", "sample-match"), (2, 3))
     with pytest.raises(UsageError, match="accepts only: chain"):
-        verifiers_for("it", several, ["block"], [2], warm)
+        verifiers_for("it", iid, ["block"], [2], warm)

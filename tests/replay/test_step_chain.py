@@ -38,14 +38,14 @@ def chance(toy: Toy, output: tuple[int, ...]) -> float:
     return float(np.prod([float(toy.target[a, b]) for a, b in zip(last, output, strict=True)]))
 
 
-def tau_by_step(toy: Toy, rule: str, k: int, steps: int, gamma: int, of: Callable = survival) -> list[float]:
+def tau_by_step(toy: Toy, rule: str, k: int, steps: int, gamma: int, survival_of: Callable = survival) -> list[float]:
     """E[tau] of each step, over all outputs long enough that none of them ends a draft."""
     result = np.zeros(steps)
     for output in itertools.product(range(toy.vocab_size), repeat=steps * (gamma + 1)):
         weight = chance(toy, output)
         if not weight:
             continue
-        at_least = of(rule, draft_scores(toy, output, gamma, k), [k])[k]
+        at_least = survival_of(rule, draft_scores(toy, output, gamma, k), [k])[k]
         probs = tau_distribution(at_least, [gamma])[:, 0]
         starts = np.zeros(len(output) + gamma + 2)
         starts[0] = 1

@@ -156,11 +156,11 @@ def test_recorded_log_p_is_used_instead_of_target(target: Any, small: Any, outpu
 # -- what a run drew ---------------------------------------------------------------------------------------------
 
 
-def agree(made: Run, found: list[Any], tolerance: float = 2e-4) -> int:
+def agree(measured: Run, scores: list[Any], tolerance: float = 2e-4) -> int:
     """Drafted tokens of a run that were the response's, behind no other: as many have the q that replay says."""
     checked = 0
-    for index, start, tokens, q in made.steps:
-        log_q, x = found[index].log_q, made.responses[index].tokens
+    for index, start, tokens, q in measured.steps:
+        log_q, x = scores[index].log_q, measured.responses[index].tokens
         for j, (token, probs) in enumerate(zip(tokens, q, strict=True)):
             if start + j >= len(x):
                 break

@@ -138,7 +138,7 @@ def random_draft(
     return draft, p
 
 
-def alone(draft: Draft, p: Tensor, row: int) -> tuple[Draft, Tensor]:
+def single_row(draft: Draft, p: Tensor, row: int) -> tuple[Draft, Tensor]:
     """Row ``row`` as a batch of its own, no wider and no deeper than it has to be."""
     valid = draft.valid[row].nonzero().flatten()
     if not len(valid):

@@ -112,10 +112,10 @@ def decoder(
     return Decoder(context.target, drafter, fixed, sampling=Sampling(), **{"max_new_tokens": 12, **loop})
 
 
-def first_step(made: Decoder) -> None:
+def first_step(decoder: Decoder) -> None:
     for row in range(B):
-        made.start(row, [10 + row], row, row, f"prompt {row}")
-    made.step()
+        decoder.start(row, [10 + row], row, row, f"prompt {row}")
+    decoder.step()
 
 
 def at(name: str, where: Any, value: Any) -> Callable:

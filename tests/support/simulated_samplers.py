@@ -28,13 +28,13 @@ def markov_sequences(random: np.random.Generator, rows: np.ndarray, n: int, leng
     return Draws("f:1", [0], sequences=sequences)
 
 
-def markov_decision(every: list[Draws], deviation: float, **options: bool) -> Decision:
-    trees = [draws.tree() for draws in every]
+def markov_decision(all_draws: list[Draws], deviation: float, **options: bool) -> Decision:
+    trees = [draws.tree() for draws in all_draws]
     results = [
         (torch.from_numpy(ROWS[tree.tokens]), [(i, node) for node in range(len(tree.tokens))])
         for i, tree in enumerate(trees)
     ]
-    return judge(every, trees, results, deviation=deviation, **options)
+    return judge(all_draws, trees, results, deviation=deviation, **options)
 
 
 def power_law_probs(rows: int, size: int, seed: int) -> np.ndarray:

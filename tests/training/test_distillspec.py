@@ -189,7 +189,7 @@ def test_next_student_learns_missed_tokens(chat_target: LoadedModel, first: str,
     train, _ = few()
     trainer.trainee.prepare(train)
     batch = trainer.features.batch(train[:4], range(4))
-    learned_items = trainer.trainee._learnt(batch)
+    learned_items = trainer.trainee._learned_positions(batch)
     other, kept = trainer.trainee._others[first].model, 0
     for row, text in enumerate(train[:4]):
         output = other(torch.tensor([text.ids])).logits[0].argmax(-1).tolist()

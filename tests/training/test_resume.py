@@ -51,13 +51,13 @@ def texts() -> tuple[list[Text], list[Text]]:
     return split([Text(row[:4], row[4 : 8 + i % 5], "given") for i, row in enumerate(rows)], 0.2)
 
 
-def ended(made: Trainer) -> tuple[list[Any], dict[str, torch.Tensor]]:
+def ended(run: Trainer) -> tuple[list[Any], dict[str, torch.Tensor]]:
     """Values that must be equal in two runs: evaluations without times, and all tensors."""
-    log = [{key: value for key, value in entry.items() if key != "minutes"} for entry in made.log]
-    tensors = dict(made.trainee.student.state_dict())
-    for number, state in made.optimizer.state_dict()["state"].items():
+    log = [{key: value for key, value in entry.items() if key != "minutes"} for entry in run.log]
+    tensors = dict(run.trainee.student.state_dict())
+    for number, state in run.optimizer.state_dict()["state"].items():
         tensors |= {f"{number}.{key}": value for key, value in state.items()}
-    return [made.step, made.tokens, made.best, log], {key: tensor.clone() for key, tensor in tensors.items()}
+    return [run.step, run.tokens, run.best, log], {key: tensor.clone() for key, tensor in tensors.items()}
 
 
 def assert_same(one: Any, other: Any, when: object) -> None:
@@ -353,20 +353,20 @@ def test_killed_export_leaves_one_before(saved: Any, target: Any, texts: Any) ->
 
 
 def test_nonfinite_distributions_are_not_saved(target: Any, texts: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    made = Trainer(target, RECIPES["medusa"](epochs=1, save_minutes=1000), tmp_path)
-    original = made._train
+    run = Trainer(target, RECIPES["medusa"](epochs=1, save_minutes=1000), tmp_path)
+    original = run._train
 
     def breaks(*args: Any) -> Any:
         result = original(*args)
         with torch.no_grad():
-            made.trained[0].fill_(float("nan"))
+            run.trained[0].fill_(float("nan"))
         return result
 
     monkeypatch.setattr(trainer, "EVALUATIONS", 1000)
-    made._train = breaks  # type: ignore[method-assign]
+    run._train = breaks  # type: ignore[method-assign]
     with pytest.raises(NumericalError, match="the student's probabilities are not finite after 1 steps"):
-        made.run(*texts)
-    assert torch.load(made.checkpoint, weights_only=True)["step"] == 0
+        run.run(*texts)
+    assert torch.load(run.checkpoint, weights_only=True)["step"] == 0
 
 
 def test_second_signal_does_not_wait(target: Any, texts: Any, tmp_path: Path) -> None:

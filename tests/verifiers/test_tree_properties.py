@@ -9,7 +9,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_trees import LOSSLESS, PAIRS, RULES, SEEDS, accepted, alone, random_draft, shipped_rng, sizes, tokens_of
+from random_trees import (
+    LOSSLESS,
+    PAIRS,
+    RULES,
+    SEEDS,
+    accepted,
+    random_draft,
+    shipped_rng,
+    single_row,
+    sizes,
+    tokens_of,
+)
 from torch import Tensor
 from verifier_traits import traits_of
 
@@ -52,7 +63,7 @@ def test_row_does_not_see_its_neighbours(name: str, shape: str, seed: int, b: in
     draft, p = random_draft(shape, seed, b, depth, vocab)
     batched = tokens_of(draft, RULES[name]().verify(draft, p, shipped_rng(seed, range(b))))
     for row in range(b):
-        one, probs = alone(draft, p, row)
+        one, probs = single_row(draft, p, row)
         verdict = RULES[name]().verify(one, probs, shipped_rng(seed, [row]))
         assert tokens_of(one, verdict) == [batched[row]]
 
@@ -71,7 +82,7 @@ def test_row_keeps_its_own_state(name: str, seed: int, b: int, depth: int, vocab
         batched = tokens_of(draft, verdict)
         batch.observe(verdict.length.tolist(), draft.count.tolist())
         for row in range(b):
-            one, probs = alone(draft, p, row)
+            one, probs = single_row(draft, p, row)
             if one.q is None:  # an empty draft: the law after its last token is still asked for
                 assert draft.q is not None
                 one.q = draft.q[row : row + 1]

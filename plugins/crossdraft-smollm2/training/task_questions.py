@@ -125,5 +125,5 @@ if __name__ == "__main__":
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=5)
     parser.add_argument("--times", type=int, default=1, help="how often the usual number of each kind")
-    given = parser.parse_args()
-    main(given.texts, given.out, given.seed, given.times)
+    args = parser.parse_args()
+    main(args.texts, args.out, args.seed, args.times)
