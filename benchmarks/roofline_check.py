@@ -15,7 +15,7 @@ its models. Data sheets do not contain it, so it is fitted to one series and tes
 Sources of the published numbers:
 
 [1] Li, Wei, Zhang and Zhang, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time
-    Test", 2025, Tables 3 (SGLang, H100, chains of 3), 4 (plain decoding) and 5 (vLLM, chains of 2; its text says
+    Test", 2025, Tables 3 (SGLang, H100, chains of 3), 4 (plain decoding) and 5 (vLLM, chains of 2; its text names
     RTX 3090 and a caption of another version A100, so both are shown). LLaMA-3.1-8B, MT-bench.
 [2] Model card of a block-diffusion drafter for Qwen3-8B (Dogacel/Qwen3-8B-DSpark, 2026): blocks of 7, accepted length
     2.33, one H100, SPEED-Bench coding, temperature 1, at concurrency 1 and 32.

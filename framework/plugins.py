@@ -50,7 +50,7 @@ class Broken:
 
 
 class Manager(pluggy.PluginManager):
-    """pluggy's manager, which also remembers who provides each plug-in and what is broken.
+    """pluggy's manager, with the provider of each plug-in and a list of broken ones.
 
     `register` and `unregister` may be called at any time (tests do): the names are collected again.
     """
@@ -63,7 +63,7 @@ class Manager(pluggy.PluginManager):
         self._collected: tuple[dict[str, dict[str, Entry]], list[Broken]] | None = None
 
     def register(self, plugin: Any, name: str | None = None) -> str | None:
-        """Register `plugin`. Implementing no hook, or one that does not exist, is an error."""
+        """Register `plugin`; it must implement at least one hook, and only existing ones."""
         self._collected = None
         known = self.is_registered(plugin)
         try:
@@ -78,12 +78,12 @@ class Manager(pluggy.PluginManager):
         return registered
 
     def unregister(self, plugin: Any = None, name: str | None = None) -> Any:
-        """Take `plugin` out again, with the names it registered."""
+        """Unregister `plugin` and its names."""
         self._collected = None
         return super().unregister(plugin, name)
 
     def load_entry_points(self) -> None:
-        """Load every installed plug-in: crossdraft's own first, so that nobody can take a built-in name."""
+        """Load every installed plug-in: crossdraft's own first, so that built-in names cannot be overridden."""
         points = [(*_distribution(point), point) for point in self._entry_points()]
         for distribution, version, point in sorted(points, key=lambda f: (f[0] != "crossdraft", f[0], f[2].name)):
             name, provider = f"{distribution}:{point.name}", f"{distribution} {version}"
@@ -114,7 +114,7 @@ class Manager(pluggy.PluginManager):
             return []
 
     def collected(self) -> tuple[dict[str, dict[str, Entry]], list[Broken]]:
-        """All names by kind, and what is broken; collected once, until a plug-in comes or goes."""
+        """All names by kind, and broken plug-ins; cached until a plug-in is registered or unregistered."""
         if self._collected is None:
             self._collected = self._collect()
         return self._collected
@@ -127,7 +127,7 @@ class Manager(pluggy.PluginManager):
             try:
                 # All the hooks of one plug-in, then its names: it is in, or it is out.
                 with redirect_stdout(sys.stderr):
-                    registered = [(kind, entry) for kind in KINDS for entry in self._ask(plugin, kind, provider)]
+                    registered = [(kind, entry) for kind in KINDS for entry in self._entries(plugin, kind, provider)]
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
@@ -140,7 +140,7 @@ class Manager(pluggy.PluginManager):
                     broken.append(_skipped(provider, ContractError(clash)))
         return names, broken
 
-    def _ask(self, plugin: Any, kind: str, provider: str) -> list[Entry]:
+    def _entries(self, plugin: Any, kind: str, provider: str) -> list[Entry]:
         """Return what `plugin` registers of one kind. Called per plug-in: a pluggy call stops at the first failure."""
         entries: list[Entry] = []
 
@@ -170,7 +170,7 @@ def manager() -> Manager:
 
 
 def entries(kind: str) -> dict[str, Entry]:
-    """The registered names of a kind (one of `KINDS`), without importing what they stand for."""
+    """Registered names of a kind (one of `KINDS`), without importing the objects."""
     if kind not in KINDS:
         raise UnknownNameError.among("kind of plug-in", kind, KINDS)
     return dict(manager().collected()[0][kind])
@@ -182,10 +182,10 @@ def broken() -> list[Broken]:
 
 
 def get(kind: str, name: str) -> Any:
-    """Import and return what `name` stands for.
+    """Import and return the object registered as `name`.
 
-    Raises `UnknownNameError` for a name nobody registered, and `ContractError` for an object that cannot be
-    imported or does not keep the contract of its kind; the sentence names the plug-in it came from.
+    Raises `UnknownNameError` for an unregistered name, and `ContractError`, which names the plug-in, for an object that
+    cannot be imported or violates the contract of its kind.
     """
     known = entries(kind)
     if name not in known:
@@ -201,13 +201,13 @@ def get(kind: str, name: str) -> Any:
 def guarded(
     kind: str, name: str, doing: str = "", passing: tuple[type[BaseException], ...] = (CrossdraftError,)
 ) -> Iterator[None]:
-    """Run code of the plug-in that provides ``name``: what it raises becomes a ContractError that names it.
+    """Run code of the plug-in that provides ``name``; convert its exceptions to a ContractError that names it.
 
-    SystemExit does, too; only what the user breaks off (KeyboardInterrupt) and what is ``passing`` goes on. What the
-    code prints goes to standard error: standard output is the command's.
+    SystemExit is converted too; KeyboardInterrupt and the classes in ``passing`` propagate. Output of the code is
+    redirected to standard error.
 
     Args:
-        doing: what is called, for the sentence: "traits()".
+        doing: the call, for the message: "traits()".
     """
     try:
         with redirect_stdout(sys.stderr):
@@ -219,7 +219,7 @@ def guarded(
 
 
 def unusable(kind: str, name: str, why: str) -> ContractError:
-    """The error to raise for something registered that does not keep its contract."""
+    """Error for a registered object that violates its contract."""
     entry = entries(kind).get(name)
     provider = f" of {entry.provider}" if entry is not None else ""
     return ContractError(f"the {_singular(kind)} {name!r}{provider} is unusable: {why}")
@@ -254,12 +254,12 @@ def traits_of(kind: str, cls: Any, config: Any, *sampling: Any) -> Any:
     if not isinstance(traits, expected):
         raise unusable(kind, cls.name, f"traits() must return crossdraft.{expected.__name__}, not {quoted(traits)}")
     if problem := traits.problem():
-        raise unusable(kind, cls.name, f"traits() say {problem}")
+        raise unusable(kind, cls.name, f"traits() declares {problem}")
     return traits
 
 
 def notify(hook: str, **arguments: Any) -> None:
-    """Tell every plug-in that implements the notification `hook`; one that raises is logged, not fatal."""
+    """Call the notification `hook` of every plug-in; errors are logged, not raised."""
     for implementation in getattr(manager().hook, hook).get_hookimpls():
         try:
             with redirect_stdout(sys.stderr):
@@ -331,7 +331,7 @@ def _check_class(kind: str, name: str, registered: Any) -> None:
             )
         config: Any = getattr(registered, "Config", None)
         if not (isinstance(config, type) and issubclass(config, StrategyConfig)):
-            raise ContractError(f"{registered.__name__}.Config is {quoted(config)}, no crossdraft.StrategyConfig")
+            raise ContractError(f"{registered.__name__}.Config is {quoted(config)}, not a crossdraft.StrategyConfig")
     own = getattr(registered, "name", None)
     if own != name:
         raise ContractError(f"{registered.__name__}.name is {own!r}; it must be {name!r}, the registered name")

@@ -1,10 +1,10 @@
-"""On the real model, in float32: every pair says what the target says, at any batch size and in any slot order.
+"""On the real model, in float32: every pair has the target's output, at any batch size and in any slot order.
 
 Slow (see below) and needs SmolLM2 and the plug-in pack; drafters of packages that are not installed are left out:
 
     pip install -e plugins/crossdraft-smollm2 && pytest -m "slow and network" tests/test_smollm2.py -s
 
-Heads that nobody has trained for SmolLM2 have random weights: what they draft is rejected, and no text may show it.
+Heads without training for SmolLM2 have random weights: their drafts are rejected, and texts are unchanged.
 """
 
 from importlib import import_module
@@ -73,7 +73,7 @@ DRAFTERS = {
 WRITTEN = ("eagle", "mtp", "dflash", "dspark", "p-eagle", "mlp-speculator")
 #: Third parties' drafters.
 PACKED = {"suffix", "suffix-tree", "ngram-cache", "rest", "combine", "combine-merged"}
-#: Trees of point masses are judged by other rules.
+#: Trees of point masses are verified by other rules.
 TREES = {
     "token-recycling",
     "suffix-tree",

@@ -16,7 +16,7 @@ SAFE = {"dumps", "dump", "UnpicklingError", "PicklingError", "Pickler", "PickleE
 #: Readers of other modules that unpickle, and those that run code by design.
 READERS = {"read_pickle", "unsafe_load", "full_load", "hub_load", "load_state", "PackageImporter"}
 
-#: Where it is right, file by file: an error of ours survives a trip from a process of ours.
+#: Allowed places, by file: errors are pickled between crossdraft's own processes.
 ALLOWED = {("tests/test_plugins.py", "pickle.loads")}
 
 

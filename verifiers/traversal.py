@@ -38,7 +38,7 @@ from ._tree import at_token, choose, draft_probs_of, stop_at
 
 
 class Traversal(Verifier):
-    """Judges whole branches. Lossless on any tree; i.i.d. sequences are merged into distinct children."""
+    """Verifies whole branches bottom-up. Lossless on any tree; i.i.d. sequences are merged into distinct children."""
 
     name = "traversal"
 
@@ -64,7 +64,7 @@ def level_by_level(draft: Draft, p: Tensor, shape: TreeShape) -> tuple[Tensor, T
 
     Children of different parents are verified in parallel, siblings one after the other.
     """
-    branches = _Judge(draft, p)
+    branches = _BranchVerifier(draft, p)
     shares = {node: p[:, node + 1] for node in range(-1, sum(map(sum, shape[:-1])))}
     rests = {-1: torch.zeros(draft.batch_size, dtype=torch.float64, device=p.device)}
     for level in tree_families(shape):
@@ -84,7 +84,7 @@ def level_by_level(draft: Draft, p: Tensor, shape: TreeShape) -> tuple[Tensor, T
 
 def node_by_node(draft: Draft, p: Tensor) -> tuple[Tensor, Tensor]:
     """`level_by_level` for a tree whose shape the host does not know; shares ``[B, N + 1, V]`` of all nodes."""
-    branches, rows = _Judge(draft, p), torch.arange(draft.batch_size, device=p.device)[:, None]
+    branches, rows = _BranchVerifier(draft, p), torch.arange(draft.batch_size, device=p.device)[:, None]
     shares, rests = p.clone(), torch.zeros(p.shape[:2], dtype=torch.float64, device=p.device)
     for node in range(draft.width):
         parent = draft.parents[:, node : node + 1] + 1
@@ -96,7 +96,7 @@ def node_by_node(draft: Draft, p: Tensor) -> tuple[Tensor, Tensor]:
     return shares, rests
 
 
-class _Judge:
+class _BranchVerifier:
     """Verification of ``nodes``, one child of each of n parents.
 
     Returns their credits, and the parents' shares and rests if they fail.

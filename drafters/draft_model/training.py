@@ -82,7 +82,6 @@ class DraftModelTraining(TrainingConfig):
 
     @property
     def others(self) -> list[str]:
-        """The draft models of ``misses_of``."""
         return [name.strip() for name in self.misses_of.split(",") if name.strip()]
 
     def fitted(self, target: LoadedModel) -> Self:
@@ -222,7 +221,6 @@ class DraftModelTrainee(Trainee):
 
 
 def _objective(recipe: DraftModelTraining) -> str:
-    """Name of the objective."""
     if recipe.divergence == "nll":
         return "sequence-level -log q"
     return f"jsd with beta {recipe.beta:g}" if recipe.divergence == "jsd" else recipe.divergence

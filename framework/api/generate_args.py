@@ -100,7 +100,7 @@ def keywords_of(
 ) -> Callable[[Callable[[Model, Inputs, Options], T]], Callable[Concatenate[Model, Inputs, P], T]]:
     """Let a function of (model, inputs, options) take the fields of a dataclass of ``options`` as keyword arguments.
 
-    Its signature lists them. An unknown keyword raises `UnexpectedArgumentError`, which says where it belongs: options
+    Its signature lists them. An unknown keyword raises `UnexpectedArgumentError`, which names its place: options
     of a drafter or verifier are often passed to the function instead.
     """
 
@@ -200,7 +200,6 @@ def check_streamer(streamer: Any, inputs: int) -> None:
 
 
 def put_tensors(streamer: Any, values: Iterable[Sequence[Any]]) -> None:
-    """Put each of ``values`` as a separate tensor."""
     with torch.inference_mode(False):  # the streamer gets ordinary tensors
         for value in values:
             streamer.put(torch.tensor(value))

@@ -219,7 +219,7 @@ class DrafterContract(OneThread):
             self._validate(draft, decoder)
             decoder.drafter.observe(decoder.sequences, draft, *self._reject_all(decoder, draft))
 
-    def test_an_end_of_sequence_inside_a_draft(self) -> None:
+    def test_end_of_sequence_inside_draft(self) -> None:
         """Tokens after an end-of-sequence token are removed, without effect on the next sequence."""
         for temperature in self.deterministic_temperatures():
             ended = self.decode(2, temperature, eos=[self.setting.eos])
@@ -298,7 +298,7 @@ class DrafterContract(OneThread):
         assert reasons[-1] is None
         list(decoder.run(self.setting.prompts))  # the slots are reusable
 
-    def test_nothing_waits_for_the_device(self) -> None:
+    def test_no_device_synchronization(self) -> None:
         """propose() does not synchronise with the device: it runs on the meta device, where reading a value raises."""
         if self.asks_device:
             return

@@ -1,4 +1,4 @@
-"""The contract of a verifier, for all shapes; and what it refuses to wrap."""
+"""The contract of a verifier, for all shapes; and rejected verifiers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class TestByShape(VerifierContract):
         shapes = set()
         for _, draft, p, numbers, streams, position in self.recorded(2):
             steps = [numbers.for_step(streams, [position] * len(streams), p.device) for _ in range(2)]
-            output = self.judge(self.make(), draft, p, steps[0])
-            separate = self.judge(make_verifier(getattr(ByShape.Config(), draft.kind.name)), draft, p, steps[1])
+            output = self.verdict_of(self.make(), draft, p, steps[0])
+            separate = self.verdict_of(make_verifier(getattr(ByShape.Config(), draft.kind.name)), draft, p, steps[1])
             assert (
                 output.length.tolist() == separate.length.tolist() and output.token.tolist() == separate.token.tolist()
             )

@@ -1,4 +1,4 @@
-"""The contract of a drafter, what is merged, and what is refused."""
+"""The contract of a drafter, merged drafts, and rejected combinations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TestLookupElseModel(DrafterContract):
 
 
 class TestModelElseModel(DrafterContract):
-    """Two that draw: each has numbers of its own. The first stops before it is unsure, and then has nothing."""
+    """Two sampling drafters with distinct random numbers. The first stops if unsure and then returns no draft."""
 
     drafter = Combine
     options = {  # noqa: RUF012
@@ -107,7 +107,7 @@ def test_merged_tree_is_one(drafts: list[list[tuple[int, int]]], most: int) -> N
     assert {path(tree, i) for i in range(len(tree))} <= paths
 
 
-# -- what it takes ---------------------------------------------------------------------------------------------
+# -- accepted drafters ---------------------------------------------------------------------------------------------
 
 
 def traits(temperature: float, *drafters: Any, **options: Any) -> Any:

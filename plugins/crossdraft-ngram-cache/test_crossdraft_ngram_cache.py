@@ -1,4 +1,4 @@
-"""The contract of a drafter, and what the counts come to."""
+"""The contract of a drafter, and its counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of a drafter, datastores whole and damaged, and what is drafted from them."""
+"""The contract of a drafter, intact and damaged datastores, and drafts from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from crossdraft import DraftContext, Sampling, Sequences, UsageError
 from crossdraft.testing import DrafterContract
 
 DOCUMENTS = [[0, 1, 2, 1, 3, 0, 1, 2, 2], [3, 3, 0, 1, 2, 1, 2, 1, 2], [2, 4, 0, 0, 1], [1, 2, 1, 0, 4, 4]]
-#: The smallest of the exact models know no more.
+#: Vocabulary of the smallest exact models.
 BITS = [[0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 0, 0, 1, 1, 0, 1, 0, 0]]
 
 

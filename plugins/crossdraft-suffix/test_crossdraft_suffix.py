@@ -1,4 +1,4 @@
-"""The contract of a drafter, what is found in a text, and what is made of it."""
+"""The contract of a drafter, matches in a text, and drafts from them."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_longest_match_is_not_always_best() -> None:
 
 
 def best_path(text: list[int], match: int, budget: int) -> Speculation:
-    """The chain that one match gives, from counts over the whole text."""
+    """The chain of one match, from counts over the whole text."""
     tokens: list[int] = []
     score, probability = 0.0, 1.0
     while len(tokens) < budget:

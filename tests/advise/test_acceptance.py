@@ -92,7 +92,7 @@ def test_interval_over_pieces_is_jackknife_of_their_ratio() -> None:
     error = math.sqrt((n - 1) / n * sum((math.log(item) - math.log(centre)) ** 2 for item in left))
     assert result.low is not None and result.high is not None
     assert math.sqrt(result.low * result.high) == pytest.approx(float(centre))
-    assert math.log(result.high / result.low) > 2 * 1.96 * error  # Student's t is wider than the normal law
+    assert math.log(result.high / result.low) > 2 * 1.96 * error  # Student's t is wider than the normal distribution
 
 
 def test_interval_of_only_counts_covers() -> None:

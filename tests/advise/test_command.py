@@ -61,7 +61,7 @@ def test_run_on_its_own_machine(place: Path, capsys: Any) -> None:
     assert one["draft"] and one["best"]["model"] == "d" and one["best"]["gamma"] == 3
     assert one["runner_up"]["model"] == "e" and one["best"]["speed_up"]["low"] < one["best"]["speed_up"]["value"]
     assert not many["draft"] and many["batch_size"] == 64
-    # What these cells say was measured: a tenth of their tokens.
+    # Measured part of these cells: a tenth of their tokens.
     assert one["measured_best"]["model"] == "d" and many["measured_best"] is None
     assert one["measured_best"]["speed_up"]["value"] == pytest.approx(4.2)
     remarks = result["remarks"]

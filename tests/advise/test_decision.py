@@ -144,7 +144,7 @@ def test_best_and_runner_up() -> None:
     assert step.runner_up is not None and step.runner_up.candidate.acceptance.model == "e"
     assert step.best.speed_up.value > step.runner_up.speed_up.value
     separate = decide(result[:1], 1)
-    assert separate.runner_up is not None and separate.runner_up.gamma == 2  # of the same pair, there is no other
+    assert separate.runner_up is not None and separate.runner_up.gamma == 2  # of the same pair, because no other exists
     with pytest.raises(UsageError, match="no candidates"):
         decide([], 1)
 

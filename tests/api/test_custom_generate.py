@@ -76,7 +76,7 @@ def test_docs_list_every_field_and_argument() -> None:
         assert not (set(re.findall(r"`(\w+)`", part)) & {*fields()}) - set(listed) - {"top_p", "eos_token_id"}
 
 
-#: A value of each refused field that asks for something, where 3 would not.
+#: A value with an effect for each rejected field for which 3 has none.
 VALUES: dict[str, Any] = {
     "bad_words_ids": [[3]], "sequence_bias": [[[3], 1.0]], "suppress_tokens": [3], "begin_suppress_tokens": [3],
     "exponential_decay_length_penalty": (2, 1.5), "remove_invalid_values": True, "token_healing": True, "top_h": 0.4,
@@ -93,7 +93,7 @@ VALUES: dict[str, Any] = {
 def test_each_refused_field_is_refused_by_name_and_value(name: str) -> None:
     config, value = GenerationConfig(), VALUES.get(name, 3)
     config.update(**GenerationConfig._get_default_generation_params(), defaults_only=True)
-    door.check_fields(config)  # what transformers fills in by default asks for nothing
+    door.check_fields(config)  # defaults filled in by transformers have no effect
     for nothing in (None, *door.FIELDS[name].neutral):
         setattr(config, name, nothing)
         door.check_fields(config)
@@ -224,7 +224,7 @@ def test_drafter_with_model_is_rejected(model: Any) -> None:
     assert "crossdraft.generate" in refused(model, drafter={"name": "draft-model", "model": "x"})
 
 
-# -- the law ----------------------------------------------------------------------------------------------
+# -- the distribution ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name, value", [("top_p", 0.0), ("top_p", -0.5), ("temperature", 0.0)])

@@ -101,7 +101,7 @@ def test_greedy_decoding_does_not_advance_torchs_generator(model: Any) -> None:
 
 
 def test_returned_sequences_are_independent(model: Any) -> None:
-    """First tokens of 120 sequences of one call, by the target's law: 5 standard deviations a token."""
+    """First tokens of 120 sequences of one call, by the target's distribution: 5 standard deviations a token."""
     n, options = 120, {"do_sample": True, "temperature": 0.7, "top_k": 6}
     torch.manual_seed(0)
     result = generate_ids(model, num_return_sequences=n, max_new_tokens=1, **options)

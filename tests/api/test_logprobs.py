@@ -1,4 +1,4 @@
-"""The loop's log P of what it said: the target's own, for a gather a step and not one transfer more."""
+"""The loop's log P of emitted tokens: equal to the target's, at one gather per step and no additional transfer."""
 
 from collections.abc import Callable
 from typing import Any

@@ -23,7 +23,7 @@ PROMPTS = [[5, 6, 7, 5, 6], [9, 8, 7, 9, 8, 7], [3, 4], [11, 12, 11, 12, 11]]
 
 
 def state(model: nn.Module) -> dict[str, Any]:
-    """All that can be told of a model's modules: classes, attributes, hooks, buffers and weights by identity."""
+    """State of a model's modules: classes, attributes, hooks, buffers and weights by identity."""
     results: dict[str, Any] = {}
     for name, module in model.named_modules():
         length = {

@@ -61,7 +61,7 @@ def test_failing_cell_does_not_disturb_others(bench: Any, tmp_path: Path, instal
         text = (directory / "error.txt").read_text(encoding="utf-8")
         assert text.startswith("RuntimeError: it broke\n\nTraceback") and 'raise RuntimeError("it broke' in text
 
-    # What failed before fails again only where it is asked to.
+    # A failed cell fails again only if configured.
     calls = Broken.calls
     code, out, err = bench(*ONE_GROUP[:-1], "verifiers=[broken, token, block]", "drafters.0.gamma=10")
     assert code == 1 and Broken.calls == calls and "RuntimeError: it broke" in out

@@ -131,7 +131,7 @@ def test_drafter_with_wrong_q_is_rejected(bench: Any, install: Any, models: Any)
         code, out, err = bench(*SETTINGS, "verifiers=[token]", drafter)
         assert (code, out) == (1, "") and "its q is not the distribution that its tokens are drawn from" in err
         assert "error: drafter 'wrong-q' changes the target distribution under a certified verifier (TV 0." in err
-    # The rule that judged it is none the worse for that.
+    # Its verifier is unaffected.
     assert mark_of_verifier(Token, Token.Config()) == Mark("certified")
 
 

@@ -65,5 +65,5 @@ def test_shared_embedding_counts_once(tiny_model: Any) -> None:
 def test_peak_is_at_least_allocated_memory() -> None:
     buffer = torch.ones(2**24)
     measured, available = peak(CPU), total(CPU)
-    if measured is not None and available is not None:  # Windows does not say
+    if measured is not None and available is not None:  # unknown on Windows
         assert buffer.nbytes < measured < available

@@ -67,7 +67,7 @@ def test_tail_is_kept_apart(recipe: str, tmp_path: Path, monkeypatch: Any) -> No
         tail = [r for r in steps_run if r.occupied < b] if b < 9 else []  # nine slots are never full: all counts
         assert (len(tail) > 0) == (b == 3)
         assert sum(c.tail_emitted for c in result.pieces) == sum(r.emitted for r in tail)
-        # What the loop does once a step was told is booked with the next one; the first has none before it.
+        # Work after `on_step` is counted with the next step; the first step has no predecessor.
         steps = [row for piece in result.pieces for rows in piece.steps.values() for row in rows]
         assert len(steps) == len(steps_run) - len(tail) and {6e6, 7e6} >= {sum(row[:4]) for row in steps}
         begins = [row[5:] for row in steps if len(row) > 5]  # the tokens of its prompts, a second for each

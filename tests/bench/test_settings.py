@@ -12,7 +12,7 @@ from crossdraft.framework.errors import UsageError
 
 
 def context() -> TargetContext:
-    instance = object.__new__(TargetContext)  # of which nothing else is asked
+    instance = object.__new__(TargetContext)  # nothing else is used
     instance.used = {}
     return instance
 

@@ -61,7 +61,7 @@ def test_launched_run_is_tracked_by_parent(bench: Any, install: Any) -> None:
     install("launchers", ("here", fresh()))
     flags = ["--launcher", "here", "--track", "recorder"]
     assert bench(*SETTINGS, flags=flags)[0] == 0
-    # This launcher's process is this one, so that it is heard, too; the process of another is not.
+    # This launcher runs in this process, so its events are received, too.
     assert [name for name, _ in TOLD] == [
         *("started", "started", "none", "prompt-lookup", "prompt-lookup", "finished"),
         *("none", "prompt-lookup", "prompt-lookup", "finished"),

@@ -1,4 +1,4 @@
-"""``benchmarks/loop_overhead.py`` takes a step apart without losing any of it; no time is judged."""
+"""``benchmarks/loop_overhead.py`` decomposes a step completely; times are not checked."""
 
 import runpy
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_parts_are_whole(tiny_model: Any, decoder: Any, drafter: Any, options: A
     clocks = script["ForwardClock"](target), script["ForwardClock"](small)
     loop = decoder(target, drafter, options, Token, batch_size=2, drafting=small, temperature=1.0, max_new_tokens=4)
     result = script["measure"](loop, clocks, PROMPTS, 1)
-    # One measured step: its shares are no medians of different steps, and have to sum up.
+    # With one measured step the shares are not medians of different steps, so they sum to 1.
     parts = [result[key] for key in ("target pass", "draft pass", *script["PHASES"])]
     assert sum(parts) == pytest.approx(100)
     assert sum(parts[2:]) == pytest.approx(result["outside"])

@@ -90,7 +90,7 @@ def test_optimal_transport_is_golden(bounds_of: Found, toy: str, label: str, wan
 
 @pytest.mark.parametrize("toy", TOYS)
 def test_transport_of_greedy_drafts_in_closed_form(bounds_of: Found, toys: dict[str, Toy], toy: str) -> None:
-    """P of the token that is taken outright, and sum min(P, q) over the others, q the law of the drawn one."""
+    """P of the greedy token, plus sum min(P, q) over the others, where q is the distribution of the drawn token."""
     p, q = toys[toy].target[-1], toys[toy].drafter[-1].clone()
     top = int(q.argmax())
     q[top] = 0

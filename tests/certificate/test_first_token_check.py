@@ -134,7 +134,7 @@ def test_wrong_rules_are_rejected(wrong: type) -> None:
 
 def test_rule_that_parrots_drafter_is_seen_twice() -> None:
     (result,) = counted(case(AcceptsAll))
-    assert result.target.p_value == 0  # it says a token that the target never says
+    assert result.target.p_value == 0  # it outputs a token that the target never outputs
     assert result.control.p_value > 1e-3
     assert result.verdict == "NO" and result.bad
 

@@ -60,7 +60,7 @@ def test_too_few_draws_are_answered_with_number(tmp_path: Path, capsys: Any) -> 
 
 @pytest.mark.parametrize(("temperature", "outcome"), [(0.9, "no"), (1.1, "no"), (1.0, "yes")])
 def test_another_temperature_at_nine_prefixes_is_seen_in_both_directions(temperature: float, outcome: str) -> None:
-    """256 draws at each: 0.09 apart in total variation. A deviation of 0.1 can be decided with so many."""
+    """256 draws at each: 0.09 apart in total variation. A deviation of 0.1 can be decided with that many."""
     probs = power_law_probs(9, 2000, seed=0)
     for seed in range(5):
         assert (

@@ -23,7 +23,7 @@ from crossdraft.framework.errors import UsageError
 
 
 class Counts(Drafter):
-    """Draws from the frequencies of what each sequence has said; no model. Honest."""
+    """Draws from token frequencies of each sequence, without a model; q is correct."""
 
     name = "counts"
 
@@ -160,7 +160,7 @@ def test_learning_from_outputs(toys: dict[str, Toy]) -> None:
         total = sum(counts)
         return sum(min(p[x], counts[x] / total) for x in (0, 1))
 
-    # q = (1/2, 1/2): token 1 is accepted always, token 0 with probability 2/3; a rejection says 1.
+    # q = (1/2, 1/2): token 1 is accepted always, token 0 with probability 2/3; a rejection emits 1.
     after = {(0, 0): 1 / 9, (0, 1): 2 / 9, (1, 0): 1 / 6, (1, 1): 1 / 3, (1,): 1 / 6}
     second = sum(w * accepted((1 + outputs.count(0), 1 + outputs.count(1))) for outputs, w in after.items())
     two = certificate_of(toys["T0"], Counts, 2, gamma=1)

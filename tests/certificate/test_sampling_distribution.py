@@ -1,7 +1,7 @@
 """Sampling distribution: outputs of generator, loop and verifiers on a real model follow the target's distribution.
 
 Enumeration proves the rules; it cannot see a generator that gives two decisions the same number, nor a cache
-that serves the wrong context. A chi-square of the joint law of four tokens, two to four steps long, can. It
+that serves the wrong context. A chi-square of the joint distribution of four tokens, two to four steps long, can. It
 only counts because mistakes made on purpose fail it.
 """
 

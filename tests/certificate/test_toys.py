@@ -1,4 +1,4 @@
-"""Toys: tables that follow positions, and files that say nonsense."""
+"""Toys: tables selected by position, and invalid files."""
 
 import json
 import subprocess
@@ -184,7 +184,7 @@ def test_toys_with_drafts_that_are_too_long(capsys: Any, tmp_path: Path, keys: d
 
 
 def test_effort_of_large_vocabularies(capsys: Any, tmp_path: Path) -> None:
-    """V = 330: a chain of one token may have V^3 paths, which is said before any is followed."""
+    """V = 330: a chain of one token may have V^3 paths, which is reported before any is enumerated."""
     row = [1] + [0] * 329
     keys = {"V": 330, "target_start": row, "target_rows": [row] * 330, "draft_start": row, "draft_rows": [row] * 330}
     options = ["--toy", str(written(tmp_path, changed(**keys))), "--draft", "chain", "--verifier", "token"]

@@ -244,7 +244,7 @@ def test_first_successful_coin(seed: int, n: int, low: float) -> None:
 
 
 class Plain:
-    """A source that has a law's two methods and no more."""
+    """A random source with only the two required methods."""
 
     def __init__(self, rng: Any):
         self.accept, self.draw = rng.accept, rng.draw

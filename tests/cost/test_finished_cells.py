@@ -131,7 +131,7 @@ def priced(b: int, speed_up: float, baseline: bool = False) -> CellResult:
         ({2: 1.5, 8: 0.8}, [curve(cost=lambda b, w, c: 22.0 + 4 * b * w)], 5),
         ({2: 1.5, 8: 0.8}, [curve(cost=lambda b, w, c: 100.0)], 7),
         ({2: 1.5, 8: 0.8}, [curve(cost=lambda b, w, c: w * 100.0)], 2),
-        ({2: 1.5, 8: 0.8}, [curve(batch_sizes=(1,), cost=lambda b, w, c: 100.0)], 2),  # it cannot say
+        ({2: 1.5, 8: 0.8}, [curve(batch_sizes=(1,), cost=lambda b, w, c: 100.0)], 2),  # unknown
     ],
 )
 def test_last_batch_size_that_pays(speed_ups: dict[int, float], curves: list[CostCurve], expected: int) -> None:

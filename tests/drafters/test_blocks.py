@@ -1,4 +1,4 @@
-"""`dflash`, `dspark` and `p-eagle`: what a block's laws are, and that they outlive steps of any fate.
+"""`dflash`, `dspark` and `p-eagle`: distributions of a block, and their consistency across steps.
 
 Most heads here are random; some are trained, in a second each, on one text of a tiny target.
 """
@@ -83,7 +83,7 @@ def make(heads_decoder: Callable, target: Any, files: Callable) -> Callable[...,
     return build
 
 
-# -- laws -------------------------------------------------------------------------------------------------
+# -- distributions -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -91,10 +91,10 @@ def make(heads_decoder: Callable, target: Any, files: Callable) -> Callable[...,
     ["dflash", "p-eagle", "dspark-rnn", *[pytest.param(n, marks=pytest.mark.slow) for n in ("dspark", "dspark-gated")]],
 )
 def test_draft_probs_match_plain_computation(make: Callable, target: Any, name: str) -> None:
-    """Over steps that accept some of a draft and reject some, in rows of different length, from nothing but the text.
+    """Over steps with partial acceptance, in rows of different length, computed only from the text.
 
-    At a high temperature all laws are close, so that steps end everywhere. A feature that is missing, stale or of
-    another token, a key in the wrong slot, a block that sees too much or too little show up here.
+    At a high temperature all distributions are close, so steps end at any position. The test detects features that are
+    missing, stale or of another token, keys in the wrong slot, and blocks that attend to the wrong positions.
     """
     temperature, drafter = 8.0, "dspark" if name.startswith("dspark") else name
     loop = make(name, "token", 3, temperature, max_new_tokens=40)
@@ -128,7 +128,7 @@ def test_draft_probs_match_plain_computation(make: Callable, target: Any, name: 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_wrong_draft_probs_are_detected(make: Callable, target: Any, name: str) -> None:
-    """The test above can fail: a feature that is one position off is another law."""
+    """Counter-test: a feature that is one position off changes the distribution."""
     loop = make(name, "token", 1, 1.0)
     fuse = loop.drafter.head.fuse
     loop.drafter.head.fuse = lambda hidden: fuse(hidden.roll(1, 0)) if hidden.shape[0] > 3 else fuse(hidden)
@@ -143,7 +143,7 @@ def test_wrong_draft_probs_are_detected(make: Callable, target: Any, name: str) 
     assert float((draft.q[0, 0] - expected[0].softmax(-1)).abs().sum()) > 1e-2
 
 
-# -- what is said stays the same --------------------------------------------------------------------------
+# -- outputs stay the same --------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +259,7 @@ def test_policies_end_draft(make: Callable, plainly: Callable, trained: Callable
 
 
 def test_gamma_cuts_block(make: Callable, target: Any) -> None:
-    """The block is fed whole: fewer drafts do not change what is said of the first."""
+    """The whole block is fed, so shorter drafts have the same first distribution."""
     distributions = []
     for gamma in (1, 3):
         loop = make("dflash", "token", 1, 1.0, options={"gamma": gamma})

@@ -112,7 +112,7 @@ def test_throwing_token_away_is_not_lossless(toys: dict[str, Toy], toy: str, tok
 
 # -- where a draft ends ---------------------------------------------------------------------------------
 
-#: Laws of a drafter over three tokens: sure after 0, not quite after 1, unsure after 2; sure at the start.
+#: Distributions of a drafter over three tokens: sure after 0, not quite after 1, unsure after 2; sure at the start.
 LAWS = [[0.8, 0.1, 0.1], [0.25, 0.5, 0.25], [0.4, 0.3, 0.3], [0.1, 0.2, 0.7]]
 
 
@@ -142,8 +142,8 @@ def test_argmax_draft_length(threshold: float, tokens: list[int]) -> None:
     draft, drafter = propose(LAWS, [[3]], stop="before", threshold=threshold - EDGE * (threshold > 0), temperature=0)
     assert draft.point_mass
     assert draft.tokens[0, : int(draft.count)].tolist() == tokens
-    assert draft.width == len(tokens)  # the target is not asked about a token that nobody proposes
-    assert drafter.passes == min(len(tokens) + 1, 4)  # one look at the law that was unsure
+    assert draft.width == len(tokens)  # tokens that are not proposed are not scored
+    assert drafter.passes == min(len(tokens) + 1, 4)  # one pass for the uncertain distribution
 
 
 def test_stopping_after_keeps_token_that_stopping_before_leaves_out() -> None:
@@ -200,7 +200,7 @@ def test_default_threshold() -> None:
 
 @pytest.mark.parametrize("threshold", [0.05, 0.1])
 def test_batch_of_real_caches(tiny_model: Any, decoder: Callable, threshold: float) -> None:
-    """Rows stop at different depths, nodes that were fed are dropped again, and the target says what it always says."""
+    """Rows stop at different depths, fed nodes are dropped, and the output is unchanged."""
     target, drafting = tiny_model("llama"), tiny_model("llama", noise=0.2)
     prompts = [[5, 6, 7], [8, 9], [11, 12, 13, 14], [3], [21, 22]]
     greedy = plugins.get("verifiers", "greedy")

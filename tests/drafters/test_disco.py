@@ -1,4 +1,4 @@
-"""The classifier that says when to stop: what it reads, what it was trained on, where a draft ends by it."""
+"""The stopping classifier of DISCO: features, training data, and draft lengths."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_classifier_that_reads_tokens_probability_is_threshold(toys: dict[str, T
 
 
 class Peeks(DiscoLength):
-    """Wrong on purpose: the token that it was asked about is not kept."""
+    """Deliberately wrong: drops the inspected token."""
 
     keeps_last = False
 
@@ -163,7 +163,7 @@ def test_examples_are_drafts_up_to_first_rejected_token(pair: tuple[Path, Path],
     place = (x[:, -1] * 3).round().long()
     first, second = accepted[place == 0], accepted[place == 1]
     assert len(first) == int(predicts.sum()), "a draft from every place"
-    # The fates of places are drawn once: what is behind an accepted place is what the next place says of itself.
+    # Outcomes are drawn once per position, so an accepted position's successor has the outcome of the next position.
     fates = torch.zeros_like(predicts)
     fates[predicts] = first
     behind = fates[:, :-1] & predicts[:, 1:]

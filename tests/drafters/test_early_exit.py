@@ -28,7 +28,7 @@ NEW = 14
 
 @pytest.fixture(scope="module")
 def deep(tiny_model: Callable) -> Any:
-    """Five layers whose later ones say little, so that the first ones are right now and then."""
+    """Five layers whose later ones contribute little, so that early exits are sometimes accepted."""
     model = tiny_model("llama", seed=4, copy="early-exit", num_hidden_layers=5)
     with torch.no_grad():
         for layer in model.model.layers[2:]:
@@ -167,7 +167,7 @@ class Liar(EarlyExit):
 
 @pytest.mark.parametrize("validate", ["always", "never"])
 def test_fork_that_was_fed_other_tokens_is_found(deep: Any, validate: str) -> None:
-    """In every step, validated or not: otherwise the target would say what nobody asked it."""
+    """Checked in every step, validated or not: otherwise the target would score other tokens."""
     loop = decoder(deep, 2, 0.0, drafter=Liar, validate=validate)
     with pytest.raises(ContractError, match="drafter 'liar' drafted other tokens than it fed to a fork in slot 0"):
         answers(loop)
@@ -200,7 +200,7 @@ def test_other_architectures(tiny_model: Callable, family: str) -> None:
 
 
 def test_model_that_hands_on_more_than_hidden_states_is_run_whole(deep: Any, tiny_model: Callable) -> None:
-    """Tried once a model: its last layer adds what the first one said, so it cannot go on from the second."""
+    """Tried once per model: its last layer adds the first layer's output, so it cannot resume after the second."""
     model = tiny_model("llama", seed=6, copy="residual", num_hidden_layers=3)
     first, last = model.model.layers[0], model.model.layers[2]
     kept: list[Any] = []
@@ -226,7 +226,7 @@ RULES = [pytest.param(name, marks=pytest.mark.slow) for name in ("token", "sampl
 
 @pytest.mark.parametrize("verifier", ["block", "greedy-block", *RULES])
 def test_with_every_kind_of_rule(tmp_path: Any, verifier: str) -> None:
-    """Greedy block verification asks for the law after a draft that is cut short, which the fork is fed for, too."""
+    """Greedy block verification needs the distribution after a shortened draft, so the fork is fed its last token."""
     target = crossdraft.load_model(save_model(tmp_path / "target", layers=4), dtype="float32", device="cpu")
     arguments = {"max_new_tokens": 11, "temperature": 1.0, "seed": 5, "verifier": verifier}
     drafter = {"name": "early-exit", "exit_layer": 2, "gamma": 3}

@@ -173,7 +173,7 @@ def test_draft_probs_match_fresh_head(make: Callable, target: Any, name: str, ki
     assert loop.drafter.passes == 3 * 3  # one pass to catch up and one for each level but the last
 
 
-# -- what is said stays the same --------------------------------------------------------------------------
+# -- outputs stay the same --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ def test_nan_in_heads_is_error(heads_decoder: Callable, trained: Callable, targe
         return checkpoint
 
     loop = heads_decoder(target, "eagle", {"model": trained("eagle")}, "greedy", batch_size=2, load_heads=broken)
-    # The first row has no feature yet and drafts nothing: what its logits are is no concern of anybody's.
+    # The first row has no feature yet and drafts nothing: its logits are ignored.
     sentence = "drafter 'eagle' produced NaN or infinite logits for prompt 1 at position 3; try dtype float32"
     with pytest.raises(NumericalError, match=sentence):
         list(loop.run([[3], [1, 2, 3]]))

@@ -1,4 +1,4 @@
-"""The joint law of two steps with heads over features is the target's, enumerated exactly."""
+"""The joint distribution of two steps with heads over features is the target's, enumerated exactly."""
 
 from collections.abc import Callable
 from typing import Any

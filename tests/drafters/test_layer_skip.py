@@ -28,7 +28,7 @@ NEW = 14
 
 @pytest.fixture(scope="module")
 def deep(tiny_model: Callable) -> Any:
-    """Five layers of which two say little."""
+    """Five layers of which two contribute little."""
     model = tiny_model("llama", seed=4, copy="layer-skip", num_hidden_layers=5)
     with torch.no_grad():
         for layer in model.model.layers[2:4]:

@@ -39,7 +39,7 @@ def test_by_hand() -> None:
     length = policy()
     step_of(length, [[0.9, 0.8, 0.6]], [2])  # the third was rejected
     assert length.threshold == 0.4, "three tokens are too few"
-    step_of(length, [[0.5, 0.55, 0.9]], [1])  # behind the first that is rejected nothing was judged: not the 0.9
+    step_of(length, [[0.5, 0.55, 0.9]], [1])  # tokens after the first rejection do not count: not the 0.9
     assert length.threshold == 0.4, "five are still too few"
     step_of(length, [[0.45, 0.42]], [1])
     assert length.threshold == 0.45
@@ -51,7 +51,7 @@ def test_by_hand() -> None:
 
 
 def test_accepted_last_token_counts_only_as_accepted() -> None:
-    """A row that stopped after its first token, which was accepted, says nothing of what was drawn behind it."""
+    """If a row's only token was accepted, no later token of the row is counted."""
     length = policy()
     step_of(length, [[0.3, 0.9], [0.8, 0.2]], [1, 2])
     assert list(length._judged) == [(0.3, True), (0.8, True), (0.2, True)]
@@ -74,7 +74,7 @@ def test_best_threshold_is_best_of_all(outcomes: list[tuple[int, bool]]) -> None
 
 @given(st.data())
 def test_as_scikit_learn_has_it(data: Any) -> None:
-    """The rule of transformers reads the curve of scikit-learn, where that is installed."""
+    """The rule of transformers reads the curve of scikit-learn, if installed."""
     metrics = pytest.importorskip("sklearn.metrics")
     outcomes = data.draw(st.lists(st.tuples(st.integers(0, 20), st.booleans()), min_size=6, max_size=40))
     probabilities, matches = np.array([p / 20 for p, _ in outcomes]), np.array([m for _, m in outcomes])
@@ -138,7 +138,7 @@ def test_threshold_persists_across_prompts(tiny_model: Callable, decoder: Callab
     assert loop.drafter.policy.threshold == 0.4
 
 
-def test_who_remembers_follows_from_policy() -> None:
+def test_remembers_depends_on_policy() -> None:
     for name, remembers, adapts in (
         ("static", False, False),
         ("confidence", False, False),
@@ -200,7 +200,7 @@ def test_invalid_schedule_is_refused(lengths: Any, sentence: str) -> None:
 
 
 def test_lossless_by_enumeration(toys: dict[str, Toy]) -> None:
-    """One path at a time, because paths are no sequences side by side."""
+    """One path at a time, because paths are not separate sequences."""
     options = build(policy={"name": "batch-size", "lengths": [[1, 1], [2, 2]]})
     for rule in ("token", "block"):
         assert certify(toys["T0"], options, plugins.get("verifiers", rule), steps=2, gamma=2).tv <= TOLERANCE

@@ -72,7 +72,7 @@ def test_greedy_text_is_transformers_own(
 
 
 def test_pass_is_step_of_jacobi_iteration(repeating: Any) -> None:
-    """The next guess is what the model says after the last one, by passes without a cache."""
+    """The next guess equals the model's output after the last one, computed without a cache."""
     loop = decoder(repeating, Jacobi, 1, options={"gamma": 5})
     loop.start(0, PROMPTS[1])
     guess = [PROMPTS[1][-1]] * 5

@@ -1,4 +1,4 @@
-"""Medusa heads: what they draft when they were trained, and that they change nothing of what is said."""
+"""Medusa heads: drafts of trained heads, and unchanged output."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -66,7 +66,7 @@ def trained(tiny_model: Callable, plain: list[list[int]], tmp_path_factory: pyte
 def test_overfit_heads_accept_everything(
     tiny_model: Callable, heads_decoder: Callable, plain: list[list[int]], tmp_path: Path, gamma: int
 ) -> None:
-    """Only if head i at position t is asked for token t + 2 + i, in the first step and in every later one."""
+    """Head i at position t predicts token t + 2 + i, in the first step and in every later one."""
     target, text = tiny_model("llama"), [*PROMPTS[1], *plain[1]]
     save_heads(tmp_path, train(target, [text], gamma), {})
     loop = heads_decoder(
@@ -174,7 +174,7 @@ def test_drafts_match_fresh_model(tiny_model: Callable, heads_decoder: Callable,
 
 
 def test_features_are_head_inputs(family: str, tiny_model: Callable, heads_decoder: Callable, tmp_path: Path) -> None:
-    """New heads without a projection say what the target said one position earlier, in every architecture."""
+    """New heads without a projection repeat the target's previous prediction, for every architecture."""
     target = tiny_model(family)
     save_heads(tmp_path, MedusaHeads(H, 1, lm_head=target.get_output_embeddings()), {})
     sampling = Sampling(temperature=1)

@@ -50,7 +50,7 @@ def test_point_masses_are_ids_of_target(
 
 
 def damaged() -> Iterator[Any]:
-    """A layout, what happens to its tensors and config, and the sentence that says so."""
+    """A layout, the damage to its tensors and config, and the error message."""
 
     def case(name: str, sentence: str, change: Callable[[dict, dict], Any], **options: Any) -> Any:
         return pytest.param(name, change, options, sentence, id=sentence)
@@ -169,7 +169,7 @@ def test_pickle_of_objects_is_refused(tiny_model: Callable, heads_decoder: Calla
 def test_user_can_override_wrong_head_count(
     tiny_model: Callable, heads_decoder: Callable, tmp_path: Path, heads: int
 ) -> None:
-    """As in the first uploads, whose config says 2 and whose file holds 5."""
+    """As in the first uploads, whose config states 2 heads and whose file holds 5."""
     options = {"model": write(tmp_path, Weights().v01(), {**MEDUSA, "medusa_num_heads": 7}), "heads": heads}
     loop = heads_decoder(tiny_model("llama"), "medusa", options, "greedy", batch_size=1)
     loop.start(0, PROMPTS[1])

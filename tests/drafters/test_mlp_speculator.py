@@ -1,4 +1,4 @@
-"""MLP speculators: published names, what they compute, and that they change nothing that is said."""
+"""MLP speculators: published tensor names, computation, and unchanged output."""
 
 import math
 from collections.abc import Callable
@@ -73,7 +73,7 @@ def target(tiny_model: Callable) -> Any:
 def test_draft_probs_match_plain_computation(
     heads_decoder: Callable, target: Any, tmp_path: Path, tensors_of: Callable, change: dict[str, Any]
 ) -> None:
-    """Over steps of any fate, each token told the ones before it."""
+    """Over steps with any outcome; each token is conditioned on the earlier ones."""
     config = {**CONFIG, **change}
     model, temperature = written(tmp_path / "speculator", config, tensors_of()), 8.0
     loop = heads_decoder(

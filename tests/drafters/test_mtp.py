@@ -65,7 +65,7 @@ def deepseek(target: Any) -> dict[str, Tensor]:
 
 
 def whole(target: Any, module: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The target's own checkpoint with the module in it, and a second module that nobody asked for."""
+    """The target's checkpoint with the MTP module, and a second, unused module."""
     second = {key.replace("layers.2.", "layers.3.").replace("mtp.layers.0.", "mtp.layers.1."): t + 1
               for key, t in module.items() if "layers" in key}  # fmt: skip
     return {**target.state_dict(), **second, **module}

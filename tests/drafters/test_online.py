@@ -53,7 +53,7 @@ def test_trained_snapshot_is_lossless_and_accepts_more() -> None:
 
 
 class TellsOldLaws(Online):
-    """Draws by the new weights, and reports the law of the first ones."""
+    """Draws with the new weights but reports q of the initial ones."""
 
     name = "tells-old-laws"
 
@@ -200,7 +200,7 @@ def test_learning_does_not_change_loaded_model(pair: tuple[LoadedModel, LoadedMo
 
 
 def test_slots_match_learner(pair: tuple[LoadedModel, LoadedModel]) -> None:
-    """After updates the slots' laws are those of the changed weights."""
+    """After updates the slots use the changed weights."""
     decoder: Any = decoder_of(pair, 1, every=1, learning_rate=1e-2)
     list(decoder.run([[5, 6, 7, 8]]))
     learner, tokens = decoder.drafter.learner, [5, 9, 6, 7]

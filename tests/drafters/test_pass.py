@@ -1,4 +1,4 @@
-"""Look-ahead embeddings: what a draft's laws are, that nothing of them stays, and that the text is the target's."""
+"""Look-ahead embeddings: distributions of a draft, no residue in the cache, and unchanged output."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_greedy_text_is_transformers_own(tiny_model: Callable, family: str, batc
 
 @torch.inference_mode()
 def by_hand(model: Any, text: list[int]) -> Tensor:
-    """``[L + 1, V]``, what the model says behind a text and L embeddings, without a cache of ours."""
+    """``[L + 1, V]``, the model's logits after a text and L embeddings, without a cache."""
     own = model.get_input_embeddings()(torch.tensor([text]))
     return model(inputs_embeds=torch.cat([own, random()[None]], 1), use_cache=False).logits[0, len(text) - 1 :]
 
@@ -138,7 +138,7 @@ def test_graphs_replay_pass(tiny_model: Callable, monkeypatch: Any) -> None:
 
 
 def chain_rules(temperature: float) -> list[str]:
-    """Every registered lossless rule that judges its drafts."""
+    """Every registered lossless rule that supports its drafts."""
     sampling, rules = Sampling(temperature=temperature), []
     traits = Pass.traits(Pass.Config(model="toy", gamma=2), sampling)
     for name in plugins.entries("verifiers"):

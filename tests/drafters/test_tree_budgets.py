@@ -26,7 +26,7 @@ Tree = tuple["Tree", ...]  # its children, eldest first
 
 @cache
 def trees(nodes: int) -> tuple[Tree, ...]:
-    """All trees with so many nodes below the root: a first child, and the other children."""
+    """All trees with that many nodes below the root: a first child, and the other children."""
     if not nodes:
         return ((),)
     return tuple(
@@ -92,7 +92,7 @@ def test_no_tree_of_as_many_nodes_accepts_more(acceptance: list[Fraction], nodes
 
 
 def programme(acceptance: list[Fraction], nodes: int, depth: int) -> Fraction:
-    """The paper's dynamic programme: the most below a node, with so many nodes and levels."""
+    """The paper's dynamic programme: the most below a node, with that many nodes and levels."""
 
     @cache
     def below(nodes: int, depth: int, rank: int) -> Fraction | None:
@@ -140,7 +140,7 @@ def test_its_traits_are_those_of_tree() -> None:
 
 
 class Prefixes:
-    """A model whose law is another one after each prefix; knows what it was fed, row by row."""
+    """A model with a different distribution after each prefix; records the fed tokens of each row."""
 
     def __init__(self, seed: int, b: int, vocab: int, depth: int, sharp: float):
         generator = torch.Generator().manual_seed(seed)
@@ -225,7 +225,7 @@ def test_tree_is_most_probable_one(
 
 
 def test_row_does_not_see_its_neighbours() -> None:
-    """One that has stopped is not deeper because another goes on."""
+    """A stopped row does not get deeper while another continues."""
     certain, unsure = torch.tensor([9.0, 0.0, 0.0]), torch.zeros(3)
     root = torch.stack([certain, unsure])
     draft, _ = grow_dynamic(

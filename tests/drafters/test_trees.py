@@ -1,7 +1,7 @@
 """The draft model that drafts several sequences, fixed trees and dynamic trees, on tiny transformers models.
 
 At temperature 0 the output is that of plain decoding, whatever the tree; the drafter's cache stays right from
-step to step; a node's law is what a fresh model says; and the dynamic tree is that of a naive search.
+step to step; a node's distribution equals a fresh model's; and the dynamic tree equals that of a naive search.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from crossdraft.framework.contracts.rng import CounterRng
 NEW = 10
 #: The shortest prompt has no committed token before its root; prompts of different lengths end in different steps.
 PROMPTS = ([5], [7, 8, 9, 7, 8, 9, 7, 8], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 11, 12, 13])
-#: Drafter, its options besides the model, and rules of different kinds that judge its drafts.
+#: Drafter, its options besides the model, and verifiers of different kinds that support its drafts.
 DRAFTS = {
     "iid": ("draft-model-iid", {"gamma": 3, "K": 3, "temperature": 1}, ("greedy", "spectr", "multipath-block")),
     "iid-argmax": ("draft-model-iid", {"gamma": 3, "K": 3, "temperature": 0}, ("greedy",)),

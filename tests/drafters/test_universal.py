@@ -99,14 +99,14 @@ def test_drafter_that_is_target_under_other_numbers_is_always_right(
     steps = [round for item in outputs for round in item.steps]
     assert all(round.tau == min(round.nodes, round.emitted) for round in steps)
     full = np.mean([round.nodes == 4 for round in steps])
-    assert full > (0.6 if mode == "tli" else 0.2)  # characters that have only begun are held back
+    assert full > (0.6 if mode == "tli" else 0.2)  # incomplete characters are held back
 
 
 def test_sampled_drafts_of_same_distribution_are_always_accepted(loaded: Any, models: Any) -> None:
     drafter = {"name": "universal", "model": models["renumbered"], "gamma": 3}
     outputs = answers(loaded["single"], drafter, 4, temperature=1.0, top_p=0.9, verifier="token")
     steps = [round for item in outputs for round in item.steps]
-    # Ids that no token has are the target's alone: they are as good as never said here.
+    # Ids without a token exist only in the target and are practically never emitted.
     assert np.mean([round.tau == min(round.nodes, round.emitted) for round in steps]) > 0.95
 
 
@@ -124,7 +124,7 @@ def test_text_that_does_not_fit_is_read_from_later_place(tmp_path: Path, loaded:
 
 
 def test_end_of_sequence_is_drafted_by_its_role(loaded: Any, models: Any) -> None:
-    """The drafter calls it otherwise; what it says before that is text."""
+    """The drafter uses another id for it; earlier tokens are text."""
     from crossdraft.framework.api.build import TargetContext, make_slots
 
     target = loaded["target"]
@@ -154,7 +154,7 @@ def test_certified(toy: str, label: str, rule: str) -> None:
 
 
 def test_distribution_without_unshared_tokens_is_detected() -> None:
-    """Q as the drafter's own law, not renormalised over the tokens that both have."""
+    """Reports the drafter's distribution as q, not renormalised over the shared tokens."""
 
     class Wrong(universal()):
         def propose(self, sequences: Any, rng: Any) -> Any:
@@ -176,7 +176,7 @@ def test_named_drafters_are_certified_on_toys_of_two_vocabularies(capsys: Any) -
 
 
 def test_sampled_draft_cannot_modify_target() -> None:
-    """Its law after a prefix depends on whether that is drafted or committed."""
+    """Its distribution after a prefix depends on whether the prefix is drafted or committed."""
     with pytest.raises(Exception, match="is not replayable"):
         certify_row(W["W1"], "tli", TRANSLATED["tli"], plugins.get("verifiers", "greedy-block"))
 

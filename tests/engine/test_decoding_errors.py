@@ -113,7 +113,7 @@ class FeedsTooMuch(Drafter):
     ],
     ids=["chain", "tree", "own model"],
 )
-def test_who_drafts_beyond_slots_is_named(
+def test_error_names_drafter_beyond_slots(
     tiny_model: Callable, decoder: Callable, drafter: Any, options: Any, sentence: str, validate: str
 ) -> None:
     """Not the target, whose slots are full, and not by the number of tokens in them."""

@@ -23,7 +23,7 @@ OWN_MODEL = {
     "tree": ("draft-model-tree", {"branching": [2, 1]}),
     "dynamic": ("draft-model-dynamic-tree", {"depth": 3, "top_k": 2, "nodes": 4}),
 }
-#: After this token the target, or the drafter, says NaN.
+#: After this token the target, or the drafter, outputs NaN.
 BAD = 4
 
 
@@ -35,7 +35,7 @@ def test_interrupted_step_leaves_no_state(name: str) -> None:
 
 
 def toy_decoder(who: str = "", rule: str = "token", batch_size: int = 2, output: float = 0.0, **loop: Any) -> Decoder:
-    """A toy of 5 tokens, of which `BAD` has probability ``said``; after it ``who`` says NaN."""
+    """A toy of 5 tokens, of which `BAD` has probability ``said``; after it ``who`` outputs NaN."""
     table = torch.full((6, 5), 0.1, dtype=torch.float64)
     for token in range(5):
         table[token, (token + 1) % 4] = 0.7
@@ -54,7 +54,7 @@ def toy_decoder(who: str = "", rule: str = "token", batch_size: int = 2, output:
 @pytest.mark.parametrize("rule", ["token", "block", "greedy-block"])
 @pytest.mark.parametrize("who", ["target", "drafter"])
 def test_row_of_nan_does_not_end_others(who: str, rule: str) -> None:
-    """The neighbour says what it says beside a healthy one; the slot serves the next prompt as a new one would."""
+    """The neighbour's output is unchanged, and the slot is clean for the next prompt."""
     prompts = [[BAD], [0, 1], [0, 2]]
     actual = {r.index: r for r in toy_decoder(who, rule).run(prompts, on_error="finish")}
     healthy = {r.index: r for r in toy_decoder("", rule).run(prompts)}

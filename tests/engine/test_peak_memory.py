@@ -40,7 +40,11 @@ def test_step_peak_memory(
 ) -> None:
     peaks = []
     for vocab in VOCABS:
-        for name, share in (("AT_ONCE", 110), ("PIECE", 220), ("LARGE", 883)):  # laws: what they are at V = 152k
+        for name, share in (
+            ("AT_ONCE", 110),
+            ("PIECE", 220),
+            ("LARGE", 883),
+        ):  # distributions: what they are at V = 152k
             monkeypatch.setattr(tensors, name, share * vocab)
         target, small = (
             tiny_model("llama", vocab_size=vocab, context=200, noise=noise, copy="peak").bfloat16()
@@ -110,7 +114,7 @@ def test_chunked_verification_is_equal(
     verifier: str,
     least: int,
 ) -> None:
-    """The same tokens and log P; a rule with state is asked about the whole batch."""
+    """The same tokens and log P; a rule with state is evaluated on the whole batch."""
     target, small = (tiny_model("llama", vocab_size=40, noise=noise, copy="pieces") for noise in (0.0, 0.3))
     rule, widths = plugins.get("verifiers", verifier), []
     own = rule.verify

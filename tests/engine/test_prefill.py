@@ -1,4 +1,4 @@
-"""Prompts that share prefill passes: the same tokens and hidden states as one by one, fewer passes, nobody stalls."""
+"""Prompts that share prefill passes: the same tokens and hidden states as one by one, fewer passes, and no stalls."""
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise

@@ -37,7 +37,7 @@ def target(tmp_path_factory: Any) -> LoadedModel:
 
 
 class Echo(Drafter):
-    """Drafts what it was told, and remembers how its sequences ended."""
+    """Drafts scripted tokens, and records the finish reasons."""
 
     name = "echo"
 

@@ -181,7 +181,7 @@ def test_mistake_in_draft_is_named(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, (*_, steps) in DRAFTS.items() if steps == ALL])
 def test_cheap_checks_run_every_step(name: str) -> None:
-    """Also what would be a stack trace of the target or the verifier: a token that is no id."""
+    """Also what would be a stack trace of the target or the verifier: a token that is not an id."""
     kind, change, words, _ = DRAFTS[name]
     rule = {"chain": "block", "point": "block", "top": "greedy", "wor": "traversal", "iid": "spectr"}[kind]
     with pytest.raises(CrossdraftError, match=f"^drafter 'seeded' .*{words}"):

@@ -23,7 +23,7 @@ from crossdraft.framework.errors import NumericalError
 @pytest.mark.parametrize("rule", ["token", "block", "sample-match", "traversal", "specinfer"])
 @pytest.mark.parametrize("vocabulary", [2048, 3000])
 def test_drafter_of_nan_never_outputs_token(rule: str, vocabulary: int) -> None:
-    """Not in steps that are not validated either, nor where the vocabulary is no multiple of a block."""
+    """Not in steps that are not validated either, nor where the vocabulary is not a multiple of a block."""
     kind = "wor" if rule in ("traversal", "specinfer") else "chain"
     probs = torch.full((vocabulary,), 1 / vocabulary)
     context = ToyContext(probs, probs, Sampling(), B)

@@ -298,7 +298,7 @@ def test_registered_path_that_is_not_directory(install: Any) -> None:
     refusal("theirs", "the directory of theirs, /no/where, does not exist")
 
 
-# -- what a model says ---------------------------------------------------------------------------------------
+# -- a model's output ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

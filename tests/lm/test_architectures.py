@@ -60,7 +60,7 @@ def test_logits_match_model(model_type: str, label: str) -> None:
 
 @pytest.mark.parametrize("model_type", ["big_bird", "doge", "megatron-bert", "rembert"])
 def test_right_or_refused_by_version_of_transformers(model_type: str) -> None:
-    """Older ones give these no causal mask, and only a trial tells."""
+    """Older versions do not mask these causally, which only a trial detects."""
     assert class_name(model_type) in BY_TRIAL
     model = model_of(model_type, "all keys" if model_type == "doge" else "")
     try:
@@ -169,7 +169,7 @@ def test_dynamic_frequencies_never_change_within_context(decoder: Callable) -> N
             assert response.tokens == want[tuple(prompts[response.index])]
 
 
-# -- architectures that nobody knows --------------------------------------------------------------------
+# -- unknown architectures --------------------------------------------------------------------
 
 
 class OwnCode(transformers.LlamaForCausalLM):
@@ -255,7 +255,7 @@ def test_unknown_model_that_is_right_has_one_trial(dtype: torch.dtype) -> None:
 def test_known_models_have_no_trial(monkeypatch: Any) -> None:
     monkeypatch.setattr(architectures, "_tried", set())
     assert not needs_trial(model_of("llama"))
-    assert not needs_trial(torch.nn.Linear(1, 1))  # heads are no whole models: their drafter knows them
+    assert not needs_trial(torch.nn.Linear(1, 1))  # heads are not whole models
     assert needs_trial(unknown(OwnCode))
 
 

@@ -213,7 +213,7 @@ def test_ancestor_mask(total: int) -> None:
 
 @torch.inference_mode()
 def test_pass_does_not_read_tensor_values(tiny_model: Callable, family: str) -> None:
-    """On the meta device there is nothing to look at. A graph could not have looked either: it would not know."""
+    """Tensors on the meta device have no values, and neither can a graph capture read any."""
     lm = TransformersLM(copy.deepcopy(tiny_model(family)).to("meta"), 2, 64)
     lm.hidden_layers = (0, -1)
     tokens = torch.zeros(2, 3, dtype=torch.long, device="meta")
@@ -244,7 +244,7 @@ def test_graphs_on_cuda(
     family: str,
     drafter: str,
 ) -> None:
-    """With and without graphs the same tokens; every model recorded something, and no warning says otherwise."""
+    """Equal tokens with and without graphs; every model recorded graphs, without warnings."""
     target, drafting = (copy.deepcopy(tiny_model(family, noise=noise)).cuda() for noise in (0.0, 0.05))
 
     def run(switch: str) -> tuple[dict[int, list[int]], Any]:

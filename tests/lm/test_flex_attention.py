@@ -1,7 +1,7 @@
 """FlexAttention over a ragged cache against explicit masks, which are the reference.
 
 It runs on CUDA. Here PyTorch traces and guards what it would compile there, and runs the traced operations. Which
-blocks a kernel would skip, and whether one that does says the same, is tested apart.
+blocks a kernel would skip, and whether skipping them keeps the output, is tested separately.
 """
 
 import copy
@@ -106,7 +106,7 @@ def test_same_tokens_as_with_masks(
 def masks(rows: int, width: int, reach: int) -> torch.Tensor:
     """Rows of different length, the first of which has a window; each query sees itself."""
     slot, at = torch.arange(reach), reach - width + torch.arange(width)[:, None]
-    short = torch.arange(rows)[:, None, None] * (reach // rows)  # so many slots fewer
+    short = torch.arange(rows)[:, None, None] * (reach // rows)  # that many slots fewer
     allowed = slot <= (at - short).clamp(min=0)
     allowed[0] &= at - slot < reach // 2
     return allowed

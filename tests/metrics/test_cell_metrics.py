@@ -160,7 +160,7 @@ def test_paired_difference() -> None:
     assert paired_difference(first, []) is None
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no error
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is not an error
 @given(st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=6), min_size=1, max_size=8))
 def test_identities(taus: list[list[int]]) -> None:
     records = steps(*taus, width=6)

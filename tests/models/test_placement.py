@@ -76,7 +76,7 @@ def test_invalid_placements_raise(target: str, tmp_path: Path, monkeypatch: Any)
 
 
 def test_under_torchrun_target_on_one_device_is_refused(target: str, monkeypatch: Any) -> None:
-    """The other processes would have nothing to do."""
+    """The other processes would be idle."""
     for key, value in {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "0"}.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(UsageError, match="torchrun started 2 processes, but device auto uses only one"):

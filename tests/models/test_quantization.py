@@ -1,4 +1,4 @@
-"""Models that are quantised as they are loaded: which names ask for it, what changes, what is refused."""
+"""Quantisation at loading: names, changes, and rejected models."""
 
 from pathlib import Path
 from typing import Any

@@ -80,8 +80,8 @@ def test_point_mass_is_accepted_as_far_as_it_agrees() -> None:
 
 SEQUENCES = [(2, 1, 3), (2, 2, 2), (3, 1, 2)]
 MANY = [pytest.param(*size, marks=pytest.mark.slow) for size in [(2, 1, 4), (2, 2, 3), (2, 3, 2), (3, 1, 3), (3, 2, 2)]]
-#: Of SpecTr's rho in exact arithmetic, over the smallest one. So much that the residual may say what a rejected
-#: sequence said, which then goes on.
+#: Slack of SpecTr's rho in exact arithmetic over the minimum, large enough that the residual may emit the token of a
+#: rejected sequence, which then continues.
 SLACK = Fraction(1, 8)
 RULES: dict[str, Callable] = {
     "specinfer": exact.specinfer,

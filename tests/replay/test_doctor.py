@@ -89,7 +89,7 @@ def trained(target: Target, text: list[int], tmp_path_factory: Any) -> Callable[
                 head = make_head(name, model, shape=shape)
             overfit(name, head, model, text, steps=90)
             directories[key] = tmp_path_factory.mktemp(name)
-            head.feed_normed = False  # the layout cannot say it, which is the mistake
+            head.feed_normed = False  # the layout cannot express it, which is the mistake
             head.save(directories[key])
         return directories[key]
 
@@ -157,10 +157,10 @@ def reads_a_norm(path: Path) -> None:
 
 
 def unharmed(path: Path) -> None:
-    """The mistake is in the options, or in what the layout does not say."""
+    """The mistake is in the options, or in a property that the layout does not store."""
 
 
-#: The mistake as it is put in: the head, how it is damaged, its options; and what the doctor has to say.
+#: Each mistake: head, damage, options, and the expected diagnosis.
 MISTAKES: dict[str, tuple[str, dict[str, Any], Damage, dict[str, Any], str]] = {
     "layers off by one": ("eagle3", {}, unharmed, {"layers": (3, 1, 4)}, "ids of hidden layers are off by one"),
     "layers permuted": ("eagle3", {}, unharmed, {"layers": (0, 2, 3)}, "the inputs of fc are permuted"),
@@ -233,7 +233,7 @@ def test_mistake_is_named(
     assert len(result) == len(misconfigurations) > 1
     likely = likely_causes(result)
     assert likely and likely[0].misconfiguration.mistake.startswith(sentence)
-    # Without the mistake the head knows the text; what is said of a sound head is nothing.
+    # Without the mistake the head predicts the text, so nothing is reported.
     assert likely[0].row is not None and likely[0].row.block_efficiency is not None
     assert likely[0].row.block_efficiency.value > 3.5
     as_it_is = result[0].row
@@ -277,7 +277,7 @@ def test_trees_are_refused(target: Target, responses: list[Response]) -> None:
 
 
 def trial(gain: Estimate | None, mistake: str = "a mistake", efficiency: float = 1.5, prompts: int = 3) -> TrialResult:
-    """A trial as it comes out: so many prompts, each with two steps."""
+    """A finished trial of ``prompts`` prompts with two steps each."""
     groups = PromptGroups()
     for i in range(prompts):
         groups.number("", str(i))

@@ -21,7 +21,7 @@ PROMPTS = {"w7 w8 w9 w7": [7, 8, 9, 7], "w20 w21": [20, 21], "w30 w5 w31": [30, 
 
 
 def trained(directory: Path, model: Any, texts: Sequence[Sequence[int]], skip: int = 2) -> str:
-    """Medusa heads that know what ``model`` says in ``texts``; the first says the token ``skip`` places on."""
+    """Medusa heads trained on ``model``'s outputs in ``texts``; head 1 predicts the token ``skip`` positions ahead."""
     rows, labels = [], []
     for text in texts:
         with torch.no_grad():
@@ -148,7 +148,7 @@ def test_command(models: dict[str, str], write_prompts: Any, tmp_path: Path, cap
     assert "None of the 1 common mistakes explains" in out and "as configured" in out and "cached responses" in err
     assert "excludes a clear gain" in out
     assert "Acceptance rate of the first drafted token, by category: a 1.00, b 1.00, c 1.00" in out
-    # Responses are decoded in the precision that is asked for, and both are tried along them.
+    # Responses are decoded in the requested precision, and both precisions are tried on them.
     options[-1] = "bfloat16"
     assert cli.main(["doctor", *options, "--drafter", f"{{name: draft-model, model: {models['same']}}}", "--json"]) == 0
     out, err = capsys.readouterr()

@@ -84,7 +84,7 @@ def test_texts_are_requested_lazily(monkeypatch: Any) -> None:
 
 
 class Echo(Drafter):
-    """Says the last token again, as often as it may; offers no fast path."""
+    """Drafts repetitions of the last token; has no fast path."""
 
     name = "echo"
 

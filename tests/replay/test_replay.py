@@ -33,7 +33,7 @@ def responses(n: int) -> list[Response]:
 
 
 def probs(tokens: list[int], seed: int) -> torch.Tensor:
-    """``[T, V]``: what a model says before each token, which it looks at the last one for."""
+    """``[T, V]``: distributions of a model, conditioned on the last token only."""
     rows = torch.randn(V, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).mul(2).softmax(-1)
     return rows[torch.tensor([0, *tokens[:-1]])]
 

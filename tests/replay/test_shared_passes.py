@@ -1,4 +1,4 @@
-"""Drafters side by side: one pass of the target for all, none where nothing asks for it; policies from one replay."""
+"""Several drafters replayed together: shared target passes, none if not needed; policies from one replay."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def heads(target: Any, tmp_path_factory: Any) -> Callable[[str], tuple[Any, Any]
 def same(one: Any, other: Any, tolerance: float = 2e-4) -> None:
     assert np.array_equal(np.isneginf(one.log_q), np.isneginf(other.log_q))
     assert np.allclose(np.exp(one.log_q), np.exp(other.log_q), atol=tolerance)
-    left = len(one.log_p) - np.arange(len(one.log_p))  # what a policy would do behind the end, the text does not say
+    left = len(one.log_p) - np.arange(len(one.log_p))  # drafts past the end of the text are unknown
     assert np.array_equal(np.minimum(one.lengths, left), np.minimum(other.lengths, left))
     assert np.allclose(one.log_p, other.log_p, atol=tolerance)
 
@@ -157,7 +157,7 @@ def test_recorded_log_p_is_used_instead_of_target(target: Any, small: Any, outpu
 
 
 def agree(measured: Run, scores: list[Any], tolerance: float = 2e-4) -> int:
-    """Drafted tokens of a run that were the response's, behind no other: as many have the q that replay says."""
+    """Number of drafted prefix tokens equal to the response's; asserts that their q equals that of replay."""
     checked = 0
     for index, start, tokens, q in measured.steps:
         log_q, x = scores[index].log_q, measured.responses[index].tokens

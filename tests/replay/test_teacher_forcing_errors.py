@@ -11,7 +11,7 @@ from replay_fixtures import RecordedResponse, configured, making
 from crossdraft import Draft, Drafter, DraftTraits, Sampling, Sequences, StepRng
 from crossdraft.framework.contracts.draft_kind import CHAIN
 from crossdraft.framework.errors import CrossdraftError, NumericalError, UsageError
-from crossdraft.framework.replay.teacher_forcing.draft_traces import trace_drafts
+from crossdraft.framework.replay.teacher_forcing.draft_traces import TracedDrafter, trace_drafters
 from crossdraft.framework.replay.teacher_forcing.scoring import sample_drafts, score_drafter
 
 V = 11
@@ -165,11 +165,11 @@ def test_error_leaves_slots_clean(target: Any) -> None:
 
     context = making(target, WARM)(2, 8, 4)
     uniform, failing = (cls(cls.Config(), context) for cls in (Uniform, Failing))
-    before = trace_drafts(uniform, context, TEXTS, 2)
+    before = trace_drafters([TracedDrafter(uniform, 2)], context, TEXTS)
     with pytest.raises(RuntimeError, match="in the middle"):
-        trace_drafts(failing, context, TEXTS, 2)
+        trace_drafters([TracedDrafter(failing, 2)], context, TEXTS)
     assert context.target is not None and context.target.lengths == [0, 0]
-    for item, repeat in zip(before, trace_drafts(uniform, context, TEXTS, 2), strict=True):
+    for item, repeat in zip(before, trace_drafters([TracedDrafter(uniform, 2)], context, TEXTS), strict=True):
         assert (item.log_p == repeat.log_p).all()
 
 

@@ -293,7 +293,7 @@ def test_origins() -> None:
 
     # Three of three: a bonus. One of three: a correction for the second, the third went with it. Nothing drafted.
     assert origins(steps((3, 4, 3), (1, 2, 3), (0, 1, 0)), True, 3) == ("aaab" + "ac" + "p", {5: 2})
-    # Two deep in a tree of six nodes is a leaf; less deep, only the tree would tell.
+    # At depth two of a tree of six nodes a node is a leaf; at depth one that depends on the tree.
     assert origins(steps((2, 3, 6), (1, 2, 6)), False, 2) == ("aab" + "ao", {2: 4, 4: 5})
     # The end of a sequence inside the draft: no token of the target's own.
     assert origins(steps((2, 2, 3)), True, 3) == ("aa", {2: 1})

@@ -132,7 +132,7 @@ def test_contents_of_several_runs(make_run: MADE, capsys: Any, tmp_path: Path) -
     text = (tmp_path / "page.md").read_text(encoding="utf-8")
     assert "- [mine](#mine): which rule?\n- [with.dot](#withdot): which rule?\n" in text
     assert text.index("## mine\n") < text.index("## with.dot\n")
-    # Two runs of one recipe are told apart by their directories.
+    # Two runs of one recipe are distinguished by their directories.
     third = make_run(seed=2)
     _, text, _ = report(capsys, first, third)
     assert f"## {first.name}\n" in text and f"## {third.name}\n" in text
@@ -174,7 +174,7 @@ def test_command_reproduces_run(make_run: MADE, capsys: Any, tmp_path: Path, ins
         "`crossdraft run paper/mine --set prompts=question.jsonl --limit 4 --set dtype=float32 "
         "--set 'matrix.seed=[0, 1]'`"
     )
-    # Of the prompts' file only its name is told, and the page is made although it is gone.
+    # Only the name of the prompts file is shown, and the page does not need the file.
     prompts.unlink()
     assert str(tmp_path) not in report(capsys, run)[1]
 

@@ -14,7 +14,7 @@ from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 @torch.inference_mode()
 def plain(model: Any, tokens: list[int]) -> torch.Tensor:
-    """``[T, V]``, what a model says by itself: one unpadded sequence, no cache, no mask and no positions of ours."""
+    """``[T, V]``, a model's logits for one unpadded sequence, without cache, mask or positions."""
     return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
 
 

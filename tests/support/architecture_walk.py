@@ -35,7 +35,7 @@ NOT_MADE = {
     "gemma4_assistant": "transformers cannot make it by itself: all of its layers share keys of another model",
     "gemma4_unified_assistant": "transformers cannot make it by itself: all of its layers share keys of another model",
 }
-#: Parts of a message with which transformers, not the decoder, says that a variant does not exist.
+#: Parts of transformers' own messages about nonexistent variants.
 NO_VARIANT = (
     "rope_parameters",  # kinds of rotary positions that the config does not take, or not without further parameters
     "is a per-layer attribute",

@@ -210,7 +210,7 @@ class Plain:
         return [norm(y, self.t["norm.weight"]) for y in x]
 
     def pairs(self, hidden: Tensor, tokens: list[int], drafts: int) -> list[Tensor]:
-        """P-EAGLE: ``hidden [T, L, Ht]`` before each of T ``tokens`` -> logits of so many drafts."""
+        """P-EAGLE: ``hidden [T, L, Ht]`` before each of T ``tokens`` -> logits of that many drafts."""
         masks = drafts - 1
         features = [self.t["fc.weight"] @ h for h in [*hidden.flatten(1), *[self.t["mask_hidden"].flatten()] * masks]]
         x = []

@@ -82,7 +82,7 @@ def overfit(name: str, head: Any, target: Any, text: list[int], steps: int) -> N
 
 
 def taus_of(loop: Any, steps: int) -> set[int]:
-    """Number of accepted tokens, in any of so many steps of `PROMPTS` or any of their rows."""
+    """Numbers of accepted tokens over steps and rows of `PROMPTS`."""
     for row, prompt in enumerate(PROMPTS):
         loop.start(row, prompt)
     lengths, taus = [len(prompt) for prompt in PROMPTS], set()

@@ -25,7 +25,7 @@ def verifier_class(name: str) -> Any:
 
 
 class OracleTrees(Drafter):
-    """Random trees around the right answer, which it is told."""
+    """Random trees around a given correct continuation."""
 
     name = "oracle-trees"
 

@@ -31,7 +31,7 @@ class RecordedResponse(Response):
 def making(
     target: Any, sampling: Sampling, drafting: Any = None, lm: type[TransformersLM] = TransformersLM, **more: Any
 ) -> MakeContext:
-    """Contexts over slots of ``target``; a drafter that asks for a model gets ``drafting``."""
+    """Contexts over slots of ``target``; a drafter that requests a model gets ``drafting``."""
 
     def make(rows: int, longest: int, extra_tokens: int) -> GivenContext:
         slot = longest + extra_tokens

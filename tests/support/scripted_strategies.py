@@ -1,4 +1,4 @@
-"""A drafter and a verifier that say what they are told, with a toy of 64 tokens around them."""
+"""A scripted drafter and verifier, on a toy of 64 tokens."""
 
 from __future__ import annotations
 

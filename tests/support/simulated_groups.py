@@ -32,7 +32,7 @@ class Machine:
 
     Attributes:
         burst: seconds that a neighbour stays, on average; 0: each step meets its own.
-        counted: the share of the lost time that the kernel's counters report; 0: there are none.
+        counted: the share of the lost time that the kernel's counters report; 0: no counters.
     """
 
     random: Any

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from scipy.optimize import brentq
 
-from crossdraft.framework.certificate.samples.foreign_samples import Decision, Draws, judge
+from crossdraft.framework.certificate.samples.foreign_samples import Decision, Draws, decide
 from crossdraft.framework.certificate.samples.sampler_verdict import Evidence, PrefixDraws, Verdict
 
 ROWS = np.array([[0.5, 0.2, 0.2, 0.1], [0.1, 0.7, 0.1, 0.1], [0.25, 0.25, 0.4, 0.1], [0.4, 0.3, 0.2, 0.1]])
@@ -34,7 +34,7 @@ def markov_decision(all_draws: list[Draws], deviation: float, **options: bool) -
         (torch.from_numpy(ROWS[tree.tokens]), [(i, node) for node in range(len(tree.tokens))])
         for i, tree in enumerate(trees)
     ]
-    return judge(all_draws, trees, results, deviation=deviation, **options)
+    return decide(all_draws, trees, results, deviation=deviation, **options)
 
 
 def power_law_probs(rows: int, size: int, seed: int) -> np.ndarray:
@@ -95,7 +95,7 @@ def tail_to_tail(probs: np.ndarray, deviation: float) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Shape:
-    """So many prefixes with so many draws each, and the TV in question."""
+    """Prefixes, draws per prefix, and the TV to test."""
 
     prefixes: int
     draws: int

@@ -135,7 +135,7 @@ def smallest_rho(p: tuple[float, ...], q: tuple[float, ...], n: int) -> float:
 
 
 class Siblings(Textbook):
-    """For rules that examine distinct children one after the other, each with its law given its elder siblings."""
+    """For rules that examine distinct children in order, each with its q given the earlier siblings."""
 
     def children(self, row: Row, at: int) -> list[tuple[int, Law]]:
         """(child, q_j) in the order in which they are examined."""
@@ -196,7 +196,7 @@ class Traversal(Siblings):
         return [node] if node != ROOT else [], (yield p)
 
     def failed(self, a: float, p: Law, q: Law) -> tuple[float, Law]:
-        """Credit and law of a node once a child has failed."""
+        """Credit and distribution of a node once a child has failed."""
         left = positive(a * px - qx for px, qx in zip(p, q, strict=True))
         s = sum(left)
         return (s / (s + (1 - a)) if s + (1 - a) > 0 else 1.0), norm(left, p)

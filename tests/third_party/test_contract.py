@@ -97,7 +97,7 @@ class TestWrapped(VerifierContract):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_fork_does_not_change_targets_cache(target: Any, temperature: float) -> None:
-    """Its nodes are written into the same slots, so a fault would change what the target says."""
+    """Its nodes are written into the same slots, so a fault would change the target's output."""
     drafter = {"name": "first-layers", "layers": [1], "gamma": 4}
     separate = answers(target, "none", temperature=temperature, verifier=None if temperature == 0 else "token")
     for batch_size in (1, 3):
@@ -128,7 +128,7 @@ def test_probes_are_scored_and_never_judged(target: Any) -> None:
     for event in events:
         assert event.draft.probes == 3 and event.scores.p.shape[1] == event.draft.width + 1 == 5
         assert max(event.accepted) <= 1, "a probe was accepted"
-    # What is said after a probe is what the model says after that token, by a pass of its own.
+    # The prediction after a probe equals that of a separate pass over the token.
     event = next(event for event in events if event.prompts[0] == 0)
     prompt = [3, 5, 6, 7, 5, 6, 4]  # in the chat template
     for i in range(3):
@@ -223,7 +223,7 @@ def test_target_of_another_backend(tmp_path: Path) -> None:
 
 
 def test_other_backend_drafts_in_own_precision(tmp_path: Path, models: dict[str, str]) -> None:
-    """It is not asked for the dtype and the device of a target that transformers runs, nor the other way round."""
+    """The dtype and device of a transformers target do not apply to it, nor the reverse."""
     target = crossdraft.load_model(models["target"], dtype="bfloat16")
     assert load_draft_model(bigram(tmp_path), target).backend == "bigram"
     assert load_draft_model(models["target"], target).model.dtype == torch.bfloat16

@@ -70,7 +70,7 @@ class StarMatch(Verifier):
 
 
 class KeepsTheFirst(StarMatch):
-    """Keeps the first child whatever the target says."""
+    """Always accepts the first child."""
 
     name = "keeps-the-first"
 

@@ -68,7 +68,7 @@ def assert_same(one: Any, other: Any, when: object) -> None:
 
 
 def moments(monkeypatch: Any, die_at: int) -> list[str]:
-    """Kill a training at its ``die_at``-th moment; the list says which it was, or all that there were."""
+    """Kill a training at its ``die_at``-th event; returns the events up to then."""
     passed: list[str] = []
 
     def moment(name: str) -> None:

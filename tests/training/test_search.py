@@ -1,4 +1,4 @@
-"""Searching settings: what a trial is worth, that a search goes on as it would have gone on, and what it writes."""
+"""Search of settings: the score of a trial, resumption, and output files."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_command(on_disk: Path, chat_target: Any, tmp_path: Path, capsys: Any) -
         == separate[0].tokens
     )
     capsys.readouterr()
-    with pytest.raises(SystemExit):  # there are no steps
+    with pytest.raises(SystemExit):  # `search` has no --steps
         cli.main([*command, "--precision", "bf16"])
     capsys.readouterr()
     assert cli.main([*command, "--trials", "0"]) == 2 and "--trials 0: must be" in capsys.readouterr().err

@@ -25,7 +25,7 @@ VOCAB = 40
 
 @pytest.fixture(scope="module")
 def target() -> LoadedModel:
-    """Six layers, so that an EAGLE-3 head reads hidden states 2 and 3; sharp, so that there is something to learn."""
+    """Six layers, so that an EAGLE-3 head reads hidden states 2 and 3; peaked, so that training has an effect."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4,

@@ -1,4 +1,4 @@
-"""Training look-ahead embeddings: they learn, nothing else changes, and what is learnt is what drafting asks for."""
+"""Training look-ahead embeddings: they learn, nothing else changes, and training matches drafting."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VOCAB = 40
 
 @pytest.fixture(scope="module")
 def target() -> LoadedModel:
-    """Sharp, so that there is something to learn."""
+    """Peaked distributions, so that training has an effect."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -99,7 +99,7 @@ def test_only_embeddings_are_trained(trained: Any, target: Any) -> None:
 
 @pytest.mark.parametrize("cuts", [3, 1000])
 def test_training_positions_match_drafting(trained: Any, target: Any, texts: Any, cuts: int) -> None:
-    """At every place of every text, beside others in the batch: what the target says in a pass of the drafter."""
+    """At every position of every text, in a batch: the target's output in a pass of the drafter."""
     trainer = trained[0]
     other = Trainer(target, recipe(cuts=cuts), trainer.out / f"cuts{cuts}")
     trainee: Any = other.trainee

@@ -1,4 +1,4 @@
-"""Trees that are settled beforehand: what follows from their shape is what any tree's own parents say."""
+"""Static trees: properties derived from the shape equal those computed from parents."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A compiled rule says what it says uncompiled; what cannot be compiled runs as usual."""
+"""Compiled verifiers return the same verdicts; verifiers that cannot be compiled run eagerly."""
 
 import dataclasses
 import functools

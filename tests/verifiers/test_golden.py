@@ -1,6 +1,6 @@
-"""Every registered verifier has golden numbers, and every lossless one keeps the target's law.
+"""Every registered verifier has golden numbers, and every lossless one keeps the target's distribution.
 
-The numbers are the exact E[tau] of tests/golden.json; the laws are those of all five toys. Both are found by
+The numbers are the exact E[tau] of tests/golden.json; the distributions are those of all five toys. Both are found by
 walking the registry, so a verifier cannot be added without them.
 """
 
@@ -130,7 +130,7 @@ def test_golden_lines_name_drafts_that_their_verifier_accepts(line: str) -> None
         assert set(per_toy) <= set(TOYS)
 
 
-# -- golden numbers, and laws ---------------------------------------------------------------------------
+# -- golden numbers, and distributions ---------------------------------------------------------------------------
 
 
 def cases(triples: Iterable[tuple[str, str, str]], slow: Callable[..., bool]) -> list[Any]:

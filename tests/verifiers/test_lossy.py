@@ -86,7 +86,7 @@ def test_top_k_by_hand() -> None:
     assert lengths("top-k", probs, k=4, tolerance=2) == [1, 1, 0, 1, 1, 0]  # of equals the lowest id is in
     assert lengths("top-k", probs, k=2, tolerance=2) == [0, 1, 0, 1, 0, 0]
     assert lengths("top-k", probs, k=99, tolerance=1e9) == [1] * 6
-    assert lengths("top-k", [0.0, 1.0, 0.0], tolerance=1e9) == [0, 1, 0]  # never what cannot be said
+    assert lengths("top-k", [0.0, 1.0, 0.0], tolerance=1e9) == [0, 1, 0]  # never a token of probability 0
 
 
 def test_rollback_by_hand() -> None:

@@ -124,16 +124,24 @@ WALKED = [
 ]
 
 
-@pytest.mark.parametrize("name, options, judge", WALKED)
+@pytest.mark.parametrize("name, options, accept_rule", WALKED)
 @pytest.mark.parametrize("make", [random_chains, random_trees])
 @settings(deadline=None, max_examples=60)
 @given(v=st.integers(1, 5), ties=st.booleans(), **sizes)
 def test_deepest_path_by_hand(
-    name: str, options: dict[str, Any], judge: Judge, make: Callable, seed: int, v: int, ties: bool, b: int, n: int
+    name: str,
+    options: dict[str, Any],
+    accept_rule: Judge,
+    make: Callable,
+    seed: int,
+    v: int,
+    ties: bool,
+    b: int,
+    n: int,
 ) -> None:
     draft, p = make(seed, b, n, v, torch.float64)
     if ties:
-        p = (p * 6).round() + torch.eye(v, dtype=p.dtype)[0]  # some law somewhere
+        p = (p * 6).round() + torch.eye(v, dtype=p.dtype)[0]  # some zero probabilities
         p = p / p.sum(2, keepdim=True)
     rng = Recording()
     verdict = rule(name, **options).verify(draft, p, rng)
@@ -142,7 +150,7 @@ def test_deepest_path_by_hand(
         reached = {-1: 0.0}  # node -> sum of ln P along its path
         for node in range(n):
             probs = distributions[parents[node] + 1]
-            if draft.valid[row, node] and parents[node] in reached and judge(probs, probs, tokens[node])[0]:
+            if draft.valid[row, node] and parents[node] in reached and accept_rule(probs, probs, tokens[node])[0]:
                 reached[node] = reached[parents[node]] + math.log(probs[tokens[node]])
         tau = max(len(path(parents, node)) for node in reached)
         deepest = {node: total for node, total in reached.items() if len(path(parents, node)) == tau}
@@ -154,7 +162,7 @@ def test_deepest_path_by_hand(
             node = accepted[-1] if accepted else -1
             assert accepted == path(parents, node)
         assert deepest[node] == pytest.approx(max(deepest.values()), abs=1e-12)
-        after = judge(distributions[node + 1], distributions[node + 1], None)[1]
+        after = accept_rule(distributions[node + 1], distributions[node + 1], None)[1]
         if name == "typical":
             assert rng.weights[row].tolist() == pytest.approx(after, abs=1e-12)
         else:

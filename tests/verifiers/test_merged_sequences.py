@@ -47,7 +47,7 @@ def test_equal_prefixes_are_one_node(data: st.DataObject, b: int, k: int, depth:
 @settings(deadline=None, max_examples=20)
 @given(seed=SEEDS, b=st.integers(1, 3), depth=st.integers(1, 3), vocab=st.integers(1, 5))
 def test_later_children_of_merged_sequences_are_drawn_from_rest(seed: int, b: int, depth: int, vocab: int) -> None:
-    """Elder siblings taken out and the rest renormalised; with copies every draw keeps the whole law."""
+    """The q without the earlier siblings, renormalised; with copies every draw has the full distribution."""
     draft, p = random_draft("iid", seed - seed % 3 + 2, b, depth, vocab)
     assume(draft.width)
     distinct, copies = Children(draft), Children(draft, with_copies=True)
@@ -104,7 +104,7 @@ def test_visit_reports_node_after_its_children(tree: tuple[list[list[int]], list
 @settings(deadline=None, max_examples=50)
 @given(tree=families())
 def test_children_with_last_sibling_first(tree: tuple[list[list[int]], list[int]]) -> None:
-    """Siblings from the youngest to the eldest, parents still before their children."""
+    """Siblings in reverse order, parents still before their children."""
     parents, counts = tree
     draft = as_draft(parents, counts)
     children = Children(draft, last_sibling_first=True)

@@ -1,8 +1,8 @@
 """Plausible mistakes in the rules for one draft, each of which the certificate must catch.
 
-A certificate that only ever says "lossless" proves nothing. Here are the mistakes people make when they write
+A certificate that never fails proves nothing. These are common mistakes in
 these rules, each with the total variation and E[tau] that exact rational enumeration finds on each toy. Where
-a toy cannot see a mistake (TV 0) the table says so: that is why there are five of them. Mistakes over
+a toy cannot see a mistake (TV 0) the table states it: that is why there are five of them. Mistakes over
 several steps, and those of drafters, are in test_round_mutants.py.
 """
 

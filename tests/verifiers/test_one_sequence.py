@@ -63,7 +63,7 @@ def test_of_one_sequence_these_are_token_verification(name: str, seed: int, b: i
         other = Coins(seed, b, depth)
         verdict = RULES[name]().verify(draft, p, other)
         assert verdict.length.tolist() == token.length.tolist()
-        if name == "spectr":  # one number a level: the law that tau's correction or bonus follows
+        if name == "spectr":  # one number a level: the distribution that tau's correction or bonus follows
             for row, tau in enumerate(token.length.tolist()):
                 torch.testing.assert_close(other.weights[tau][row], coins.weights[0][row], atol=1e-9, rtol=1e-9)
         else:

@@ -33,7 +33,7 @@ def shipped_rng(seed: int, streams: range | list[int]) -> Any:
 
 
 class Recording:
-    """A rng that accepts what it was told to, and keeps the probabilities it was asked about."""
+    """A scripted rng that records acceptance probabilities."""
 
     def __init__(self, accepted: list[bool]):
         self.accepted = accepted
@@ -168,7 +168,7 @@ def test_one_hot_distribution_is_point_mass(verifier: str, seed: int, vocab: int
 
 
 def test_one_hot_token_equals_block(every_draft: Callable) -> None:
-    """With point masses the joint ratio never exceeds 1, and both rules accept alike in law."""
+    """With point masses the joint ratio never exceeds 1, and both rules accept alike in distribution."""
     draft, p, _ = every_draft("G2")
     draft = Draft.chain(draft.tokens, draft.count)
     verdicts = [rule(name).verify(draft, p, Recording([True] * draft.width)) for name in RULES]
@@ -196,7 +196,7 @@ def test_row_does_not_see_its_neighbours(
 
 @pytest.mark.parametrize("verifier", RULES)
 def test_shared_distribution_table_is_indexed(verifier: str) -> None:
-    """``law`` names the row of ``q`` of each node; spelling the rows out gives the same verdict."""
+    """``q_index`` selects the row of ``q`` of each node; expanded rows give the same verdict."""
     draft, p = random_chains(3, 64, 4, 7)
     assert draft.q is not None
     order = torch.tensor([2, 0, 3, 1])

@@ -85,7 +85,7 @@ def test_m13_layers_deleted_too_soon_take_gamma_three_to_see(
     certificate = certify(toys[toy], drafts["chain"], M13, steps=3, markov=True)
     assert certificate.tv == number(tv)
     assert certificate.lossless == (tv == "0")
-    # Only the law shows it.
+    # Only the distribution shows it.
     assert certificate.expected_tau == [number(tau) for tau in golden["expected_tau"]["greedy-block"]["chain"][toy]]
 
 
@@ -127,7 +127,7 @@ def test_m14_discarded_token_biases_output(
 
 @pytest.fixture(scope="module")
 def lying() -> Callable:
-    """Drafts its argmax and reports the soft law as if it had sampled from it."""
+    """Drafts its argmax and reports the soft distribution as if it had sampled from it."""
     kind = DRAFTS["chain"]
     base = plugins.get("drafters", kind.drafter)
 

@@ -83,7 +83,7 @@ def test_row_keeps_its_own_state(name: str, seed: int, b: int, depth: int, vocab
         batch.observe(verdict.length.tolist(), draft.count.tolist())
         for row in range(b):
             one, probs = single_row(draft, p, row)
-            if one.q is None:  # an empty draft: the law after its last token is still asked for
+            if one.q is None:  # an empty draft: the distribution after its last token is still requested
                 assert draft.q is not None
                 one.q = draft.q[row : row + 1]
             verdict = single[row].verify(one, probs, shipped_rng(seed, [row], position))
@@ -104,8 +104,8 @@ def test_at_temperature_zero_every_lossless_rule_is_greedy(
     assert tokens_of(draft, ours) == tokens_of(draft, greedy)
 
 
-#: Rules and shapes that accept the whole draft where both models agree. A top-k draft is no sample, a greedy
-#: draft neither; sample-match does not look at q; the best of several sequences is no sample either.
+#: Rules and shapes that accept the whole draft where both models agree. A top-k draft is not a sample, a greedy
+#: draft neither; sample-match does not look at q; the best of several sequences is not a sample either.
 AGREE = [
     (name, shape)
     for name, shape in LOSSLESS

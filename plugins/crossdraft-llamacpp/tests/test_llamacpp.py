@@ -1,4 +1,4 @@
-"""Token trees in llama.cpp's cache: every node says what its own path says, and greedy output is llama.cpp's own.
+"""Token trees in llama.cpp's cache: every node outputs what its own path outputs, and greedy output is llama.cpp's own.
 
 Needs llama-cpp-python and gguf; the models are made here.
 """
@@ -65,7 +65,7 @@ PROMPTS = [
 ]
 
 
-def test_every_node_of_a_tree_says_what_its_own_path_says(target: crossdraft.LoadedModel) -> None:
+def test_tree_nodes_match_their_paths(target: crossdraft.LoadedModel) -> None:
     """Random trees in several calls, over slots of unequal length, of which a random path is kept; steps of that."""
     draw = np.random.default_rng(0)
     lm = LlamaLM(target.model, 3, 96)
@@ -112,7 +112,7 @@ def test_every_node_of_a_tree_says_what_its_own_path_says(target: crossdraft.Loa
             assert lm.lengths == [len(texts[0]) - 1, 0, len(texts[2]) - 1]
 
 
-def test_a_tree_wider_than_one_call(target: crossdraft.LoadedModel) -> None:
+def test_tree_wider_than_one_call(target: crossdraft.LoadedModel) -> None:
     """Nodes that do not fit into one call of llama.cpp: parents and children in different ones."""
     lm = LlamaLM(target.model, 2, 400)
     for row in range(2):
@@ -191,8 +191,8 @@ def test_greedy_output_is_llama_cpps_own(
         assert sum(round.tau for response in responses for round in response.steps) > 60
 
 
-def test_samples_have_the_targets_law(target: crossdraft.LoadedModel, files: dict[str, str]) -> None:
-    """Two tokens drawn 600 times with a tree that is drawn without replacement, against the exact joint law."""
+def test_samples_have_target_distribution(target: crossdraft.LoadedModel, files: dict[str, str]) -> None:
+    """Two tokens, 600 times, with trees drawn without replacement, against the exact joint distribution."""
     prompt, draws = PROMPTS[0], 600
     sampling = crossdraft.Sampling(temperature=1.0, top_k=2)
     with Plain(target.model, 96) as plain:
@@ -211,7 +211,7 @@ def test_samples_have_the_targets_law(target: crossdraft.LoadedModel, files: dic
     assert statistic < 16.27  # chi-square with 3 degrees of freedom, one in a thousand
 
 
-def test_a_gguf_model_drafts_for_one_of_transformers_and_the_other_way_round(
+def test_gguf_and_transformers_models_draft_for_each_other(
     target: crossdraft.LoadedModel, files: dict[str, str]
 ) -> None:
     from crossdraft.framework.api.build import load_draft_model
@@ -235,9 +235,7 @@ def test_not_a_number_stays_in_its_row(files: dict[str, str], own: Any) -> None:
                 assert response.tokens == output
 
 
-def test_what_llama_cpp_cannot_do_is_refused(
-    target: crossdraft.LoadedModel, files: dict[str, str], tmp_path: Path
-) -> None:
+def test_unsupported_features_raise(target: crossdraft.LoadedModel, files: dict[str, str], tmp_path: Path) -> None:
     prompt = [PROMPTS[0]]
     upcoming = tmp_path / "ahead"
     save_embeddings(upcoming, torch.zeros(2, 32), target="tiny", sha256=target.sha256)
@@ -267,7 +265,7 @@ def test_what_llama_cpp_cannot_do_is_refused(
             crossdraft.load_model(str(tmp_path / name))
 
 
-def test_the_tokenizer_of_a_file(target: crossdraft.LoadedModel, files: dict[str, str]) -> None:
+def test_tokenizer_of_file(target: crossdraft.LoadedModel, files: dict[str, str]) -> None:
     tokenizer = target.tokenizer
     a, cat = (len(SPECIAL) + 256 + WORDS.index(word) for word in ("▁a", "▁cat"))
     assert tokenizer.get_vocab()["▁cat"] == cat and tokenizer.convert_ids_to_tokens([1, cat]) == ["<s>", "▁cat"]
@@ -292,7 +290,7 @@ def test_the_tokenizer_of_a_file(target: crossdraft.LoadedModel, files: dict[str
     assert crossdraft.generate(bare, [[5, 6]], drafter="none", temperature=0, max_new_tokens=3)[0].tokens
 
 
-def test_a_recipe(tmp_path: Path, files: dict[str, str]) -> None:
+def test_recipe(tmp_path: Path, files: dict[str, str]) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"the {x} sat on"}) + "\n" for x in ("cat", "mat", "a", "b")))
     drafters = ["prompt-lookup", {"name": "draft-model", "model": files["small"], "gamma": 2}]

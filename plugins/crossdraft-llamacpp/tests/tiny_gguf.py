@@ -1,4 +1,4 @@
-"""Small GGUF models with random weights, and what llama.cpp itself says with them: one sequence, its own sampler."""
+"""Small GGUF models with random weights, and what llama.cpp itself outputs with them: one sequence, its own sampler."""
 
 from __future__ import annotations
 

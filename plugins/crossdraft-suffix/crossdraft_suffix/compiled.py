@@ -52,7 +52,6 @@ class Links(NamedTuple):
 
 @njit(cache=True)
 def extend(links: Links, new: Tokens) -> None:
-    """Append tokens."""
     ring, before, head, tail, total = links
     for token in new:
         _add(ring, before, head, tail, total, token)
