@@ -30,7 +30,7 @@ from ...framework.contracts.training_options import integers, option
 from ...framework.errors import UsageError
 from ...framework.models.load import load_model
 from ...framework.models.shared_embedding import save_sharing_embedding, shares_embedding
-from ...framework.training.losses import SampledHead, distil, overlap
+from ...framework.training.losses import SampledHead, distil, overlap, sampled_vocab_option
 from .on_policy_texts import own_answers
 
 
@@ -61,12 +61,7 @@ class DraftModelTraining(TrainingConfig):
         at_least=0,
         at_most=4095,
     )
-    sampled_vocab: int = option(
-        2048,
-        "random tokens per step that represent all tokens not in the texts (0: full vocabulary)",
-        at_least=0,
-        at_most=10_000_000,
-    )
+    sampled_vocab: int = sampled_vocab_option()
 
     def __post_init__(self) -> None:
         super().__post_init__()
