@@ -34,7 +34,7 @@ class Needs(Options):
 
 
 @pytest.mark.parametrize(
-    "options, sentence",
+    "arguments, sentence",
     [
         ({"count": "x"}, "should be a valid integer"),
         ({"count": [1]}, "should be a valid integer"),

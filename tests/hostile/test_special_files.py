@@ -29,8 +29,8 @@ def finished(tmp_path_factory: Any) -> Path:
 
 
 @pytest.fixture
-def run(finished_directory: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(finished_directory, tmp_path / "runs" / finished_directory.name))
+def run(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "runs" / finished.name))
 
 
 def put(kind: str, path: Path) -> None:

@@ -165,11 +165,11 @@ def test_error_leaves_slots_clean(target: Any) -> None:
 
     context = making(target, WARM)(2, 8, 4)
     uniform, failing = (cls(cls.Config(), context) for cls in (Uniform, Failing))
-    before = trace_drafters([TracedDrafter(uniform, 2)], context, TEXTS)
+    (before,) = trace_drafters([TracedDrafter(uniform, 2)], context, TEXTS)
     with pytest.raises(RuntimeError, match="in the middle"):
         trace_drafters([TracedDrafter(failing, 2)], context, TEXTS)
     assert context.target is not None and context.target.lengths == [0, 0]
-    for item, repeat in zip(before, trace_drafters([TracedDrafter(uniform, 2)], context, TEXTS), strict=True):
+    for item, repeat in zip(before, *trace_drafters([TracedDrafter(uniform, 2)], context, TEXTS), strict=True):
         assert (item.log_p == repeat.log_p).all()
 
 
