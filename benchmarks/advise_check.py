@@ -3,17 +3,16 @@
     crossdraft run smollm2-batch
     python benchmarks/advise_check.py runs/smollm2-batch-<hash> [--temperature 1]
 
-Advised twice, among the drafters, rules and draft lengths of the run, and no drafting:
+The advice is computed twice, among the drafters, verifiers and draft lengths of the run, and plain decoding:
 
-- from the run: acceptance, and the seconds that drafting, verifying and bookkeeping took, of its own cells, and its
-  cost curves (``crossdraft advise runs/..``);
-- from replay: acceptance replayed from the responses of plain decoding, and the cost curves alone (``crossdraft advise
-  --replay``). Nothing that drafted is looked at. Only chains that replay has an identity for are judged so.
+- from the run: acceptance and component times of its own cells, and its cost curves (``crossdraft advise runs/..``);
+- from replay: acceptance replayed from the responses of plain decoding, and the cost curves only (``crossdraft advise
+  --replay``), without any measurement of a drafter. Only chains with a replay formula are compared.
 
-Two questions: whether to draft, and what to draft with if one does. The second is "same", "within its interval" where
-the advised one's measured speed-up lies within the 95 % interval of the best one's, and "missed" elsewhere; the share
-of the best speed-up that the advice would have got stands beside it. Best is taken of noisy measurements, so that
-among many alike it is partly chance. Where prompts are too few for an interval, all but "same" is "missed".
+The table compares two decisions: drafting or not, and the best option if drafting. The second is "same", "within its
+interval" if the advised option's measured speed-up lies within the 95 % interval of the best option's, else "missed",
+with the share of the best speed-up that the advice reaches. Measurements are noisy, so the best among many similar
+options is partly chance. With too few prompts for an interval, everything but "same" is "missed".
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from crossdraft.framework.runs.records import CellResult
 
 @dataclass(frozen=True)
 class Option:
-    """A drafter with its options, a rule and a draft length: what may be chosen."""
+    """A drafter with its options, a verifier and a draft length."""
 
     drafter: str
     options: str
@@ -51,13 +50,13 @@ class Option:
 
 
 def option(candidate: Candidate, gamma: int) -> Option:
-    found = candidate.acceptance
-    options = {k: v for k, v in found.options.items() if k in ("K", "branching")}
-    return Option(found.drafter or "", json.dumps(options, sort_keys=True), found.verifier or "", gamma)
+    result = candidate.acceptance
+    options = {k: v for k, v in result.options.items() if k in ("K", "branching")}
+    return Option(result.drafter or "", json.dumps(options, sort_keys=True), result.verifier or "", gamma)
 
 
 def verdict(advised: Option, best: Option, measured: dict[Option, Estimate]) -> str:
-    """In the words of the table."""
+    """Outcome of the comparison, as printed in the table."""
     if advised == best:
         return "same"
     low = measured[best].low
@@ -65,17 +64,17 @@ def verdict(advised: Option, best: Option, measured: dict[Option, Estimate]) -> 
 
 
 def replayed(directory: Path, results: Sequence[CellResult], temperature: float, rules: set[str]) -> list[Candidate]:
-    """Candidates of the run's chains from its plain responses and its curves alone."""
-    cells = [one for one in results if not one.config.is_baseline and one.config.verifier.name in rules]
+    """Candidates of the run's chains, from its plain responses and its cost curves."""
+    cells = [item for item in results if not item.config.is_baseline and item.config.verifier.name in rules]
     curves = read_run(directory).summary.curves
-    found: dict[str, list[Candidate]] = {}
+    by_key: dict[str, list[Candidate]] = {}
     for cell in cells:
         config = cell.config
         options = {k: v for k, v in config.drafter.config.items() if k not in ("gamma", "policy") and v is not None}
         name = yaml.safe_dump({"name": config.drafter.name, **options}, default_flow_style=True, width=10_000).strip()
-        if name in found:
+        if name in by_key:
             continue
-        given = argparse.Namespace(
+        inputs = argparse.Namespace(
             replay=[str(directory)],
             prompts=None,
             target=config.target,
@@ -88,24 +87,24 @@ def replayed(directory: Path, results: Sequence[CellResult], temperature: float,
         known = statistics(cell)
         if target is None or known is None:
             raise SystemExit(
-                f"{directory} has no cost curve of {config.target}: crossdraft cost --target {config.target}"
+                f"{directory} has no cost curve of {config.target}: run crossdraft cost --target {config.target}"
             )
-        found[name] = imported(acceptances(given, Remarks()), target, drafter, known.context)
-    return [one for some in found.values() for one in some]
+        by_key[name] = imported(acceptances(inputs, Remarks()), target, drafter, known.context)
+    return [item for some in by_key.values() for item in some]
 
 
 def lines(
     how: str, candidates: Sequence[Candidate], measured: dict[int, dict[Option, Estimate]]
 ) -> Iterator[list[str | float]]:
-    """A line of the table for every batch size."""
+    """Rows of the table, one per batch size."""
     for b, cells in sorted(measured.items()):
         own = {option(c, c.acceptance.gamma): c for c in candidates}
         predicted = {o: own[o].speed_up(b, o.gamma).value for o in own if o in cells}
         if not predicted:
             continue
-        judged = {o: cells[o] for o in predicted}
-        advised, best = max(predicted, key=predicted.__getitem__), max(judged, key=lambda o: judged[o].value)
-        output, was = predicted[advised], judged[best]
+        outcomes = {o: cells[o] for o in predicted}
+        advised, best = max(predicted, key=predicted.__getitem__), max(outcomes, key=lambda o: outcomes[o].value)
+        output, was = predicted[advised], outcomes[best]
         interval = "" if was.low is None else f" [{was.low:.2f}, {was.high:.2f}]"
         draft = "draft" if output > 1 else "off"
         right = "draft" if was.value > 1 else "off"
@@ -113,13 +112,13 @@ def lines(
         yield [
             how,
             b,
-            len(judged),
+            len(outcomes),
             f"{draft}: " + ("same" if draft == right else "within its interval" if open_ else "missed"),
             f"{advised}: {output:.2f}",
-            f"{judged[advised].value:.2f}",
+            f"{outcomes[advised].value:.2f}",
             f"{best}: {was.value:.2f}{interval}",
-            verdict(advised, best, judged),
-            f"{judged[advised].value / was.value:.2f}",
+            verdict(advised, best, outcomes),
+            f"{outcomes[advised].value / was.value:.2f}",
         ]
 
 
@@ -130,10 +129,10 @@ def main() -> None:
     parser.add_argument("--rules", nargs="+", default=["token", "block"], help="that are replayed (token block)")
     args = parser.parse_args()
     run = read_run(args.run)
-    results = [one for one in run.summary.results if one.config.sampling.temperature == args.temperature]
+    results = [item for item in run.summary.results if item.config.sampling.temperature == args.temperature]
     candidates, notes = of_run(results, run.name, run.summary.curves)
     if not candidates:
-        raise SystemExit(f"{args.run} has no pair to choose from: {'; '.join(notes) or 'nothing drafts'}")
+        raise SystemExit(f"{args.run} has no pair to compare: {'; '.join(notes) or 'nothing drafts'}")
     measured: dict[int, dict[Option, Estimate]] = {}
     for candidate in candidates:
         for b, metrics in candidate.measured.items():
@@ -144,7 +143,7 @@ def main() -> None:
     heads = ("from", "B", "of", "draft?", "advised: predicted", "it measured", "best: measured", "pair, gamma", "share")
     print(tabulate(table, heads, tablefmt="github", disable_numparse=True))
     output = [str(line[7]) for line in table]
-    print("\n" + ", ".join(f"{output.count(one)} {one}" for one in ("same", "within its interval", "missed")))
+    print("\n" + ", ".join(f"{output.count(item)} {item}" for item in ("same", "within its interval", "missed")))
 
 
 if __name__ == "__main__":

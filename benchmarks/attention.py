@@ -1,11 +1,11 @@
-"""Attention of a few queries over a cache with shared heads: three ways through PyTorch, side by side.
+"""Attention of a few queries over a cache with shared heads: three PyTorch implementations compared.
 
     python benchmarks/attention.py [--device cuda] [--heads 9 3] [--dim 64]
 
 repeat: transformers' ``sdpa``, which copies keys and values for every head; gqa: PyTorch's ``enable_gqa``; rows: ours
-(``framework/lm/attention.py``), heads that share keys as rows of one product. Medians in microseconds; what is
-attended over is part of a longer buffer and has an additive mask, as in the decode loop. Buffers rotate, so that a
-cache as large as a model's does not stay in the processor's.
+(``framework/lm/attention.py``), which stacks heads that share keys as rows of one product. Prints medians in
+microseconds. Keys and values are a slice of a longer buffer and have an additive mask, as in the decode loop. Buffers
+rotate, so that a KV cache of realistic size does not stay in the processor's cache.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--width", type=int, nargs="+", default=[1, 5, 9], help="queries of a row")
     parser.add_argument("--reach", type=int, nargs="+", default=[128, 512], help="slots attended over")
-    parser.add_argument("--heads", type=int, nargs=2, default=[9, 3], help="of queries, and of keys and values")
+    parser.add_argument("--heads", type=int, nargs=2, default=[9, 3], help="query heads and key-value heads")
     parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=8, help="buffers that take turns")
+    parser.add_argument("--layers", type=int, default=8, help="number of rotating buffers")
     parser.add_argument("--repeats", type=int, default=15)
     args = parser.parse_args()
     device = torch.device(args.device)
@@ -52,7 +52,7 @@ def main() -> None:
             "gqa": partial(functional.scaled_dot_product_attention, enable_gqa=True),
             "rows": partial(grouped_sdpa, module),
         }
-        taken: dict[str, list[float]] = {name: [] for name in ways}
+        used: dict[str, list[float]] = {name: [] for name in ways}
         layers = cycle(buffers[..., :reach, :])
         for repeat in range(args.repeats + 1):
             for name, way in ways.items():
@@ -65,8 +65,8 @@ def main() -> None:
                 if device.type == "cuda":
                     torch.cuda.synchronize()
                 if repeat:
-                    taken[name].append((time.perf_counter() - start) / args.layers * 1e6)
-        medians = {name: statistics.median(times) for name, times in taken.items()}
+                    used[name].append((time.perf_counter() - start) / args.layers * 1e6)
+        medians = {name: statistics.median(times) for name, times in used.items()}
         rows.append([b, width, reach, *medians.values(), medians["rows"] / medians["repeat"]])
     print(f"torch {torch.__version__}, {device}, {heads} heads over {shared}, {args.layers} layers")
     print(tabulate(rows, ["B", "W", "reach", *(f"{w} µs" for w in ways), "rows / repeat"], floatfmt=".2f"))

@@ -1,12 +1,12 @@
-"""One student, trained by each of DistillSpec's choices on the same texts, and replayed along the same responses.
+"""DistillSpec's training options compared: one student per option, replayed along the same responses.
 
     python benchmarks/distillspec.py [--target smollm2-135m-instruct] [--start-from smollm2-draft-model] [--out DIR]
 
-Each line is `crossdraft train draft-model` with other options: whole sequences (`nll`), or word by word by each
-divergence, on the target's texts, on the student's own (`--on-policy 1`) or on half of each. The target writes the
-texts once. Then every student is replayed, `crossdraft replay`, along responses of the target to prompts that are not
-among its texts; differences are of the same responses, with 95 % over prompts. What is whole is kept in --out, and the
-same command goes on.
+Each row is `crossdraft train draft-model` with other options: sequence-level (`nll`), or token-level with each
+divergence, on the target's texts, on the student's own (`--on-policy 1`) or on half of each. The target generates the
+texts once. Then `crossdraft replay` replays every student along responses of the target to held-out prompts;
+differences are paired by response, with 95 % intervals over prompts. Completed students are kept in --out, and the
+same command resumes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ METHODS = {
 
 
 def train(args: argparse.Namespace, name: str, texts: Path) -> Path:
-    """A student trained by one method, in its directory; texts that another one learnt from are used again."""
+    """Train a student by one method, on the given texts; return its directory."""
     out = args.out / name.replace(", ", "-")
     if (out / "training.json").exists():
         return out
@@ -77,7 +77,7 @@ def train(args: argparse.Namespace, name: str, texts: Path) -> Path:
 
 
 def respond(args: argparse.Namespace) -> Path:
-    """The target's own responses."""
+    """Recorded responses of the target."""
     path = args.out / "responses.jsonl"
     if path.exists():
         return path
@@ -91,10 +91,10 @@ def respond(args: argparse.Namespace) -> Path:
             "id": str(i),
             "category": prompt.category,
             "prompt": list(ids),
-            "tokens": one.tokens,
-            "finish_reason": one.finish_reason,
+            "tokens": item.tokens,
+            "finish_reason": item.finish_reason,
         }
-        for i, (prompt, ids, one) in enumerate(zip(prompts, inputs, responses, strict=True))
+        for i, (prompt, ids, item) in enumerate(zip(prompts, inputs, responses, strict=True))
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
@@ -109,9 +109,13 @@ def text(one: Estimate | None, sign: str = "") -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="smollm2-135m-instruct")
-    parser.add_argument("--start-from", default="smollm2-draft-model", help="empty: the target's own layers")
-    parser.add_argument("--methods", default=";".join(METHODS), help="some of them, with semicolons between")
-    parser.add_argument("--questions", default="", help="prompts that the target answers (default: it invents its own)")
+    parser.add_argument(
+        "--start-from", default="smollm2-draft-model", help="empty: initialize from the target's layers"
+    )
+    parser.add_argument("--methods", default=";".join(METHODS), help="methods to train, separated by semicolons")
+    parser.add_argument(
+        "--questions", default="", help="prompts for the training texts (default: the target invents questions)"
+    )
     parser.add_argument("--tokens", type=int, default=100_000)
     parser.add_argument("--max-response", type=int, default=128)
     parser.add_argument("--write-batch", type=int, default=64)
@@ -119,7 +123,7 @@ def main() -> None:
     parser.add_argument("--sampled-vocab", type=int, default=2048)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--learning-rate", type=float, default=2e-4)
-    parser.add_argument("--prompts", default="builtin", help="whose responses are replayed")
+    parser.add_argument("--prompts", default="builtin", help="prompts whose responses are replayed")
     parser.add_argument("--limit", type=int, default=48)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=1.0)
@@ -129,7 +133,7 @@ def main() -> None:
     args = parser.parse_args()
     names = [name.strip() for name in args.methods.split(";")]
     if unknown := [name for name in names if name not in METHODS]:
-        parser.error(f"no method {unknown[0]!r}; there are {'; '.join(METHODS)}")
+        parser.error(f"--methods: unknown method {unknown[0]!r}; choose from {'; '.join(METHODS)}")
     args.out.mkdir(parents=True, exist_ok=True)
     outs: list[Path] = []
     for name in names:
@@ -147,8 +151,8 @@ def main() -> None:
         sampling=sampling,
         target=args.target,
     )
-    found = replay(Reader(target=args.target, sampling=sampling).read([str(respond(args))]), candidates)
-    tallies = [candidate.tallies[args.verifier, 1] for candidate in found.candidates]
+    result = replay(Reader(target=args.target, sampling=sampling).read([str(respond(args))]), candidates)
+    tallies = [candidate.tallies[args.verifier, 1] for candidate in result.candidates]
     rows = []
     for i, name in enumerate([*names, args.start_from][: len(tallies)]):
         less = [difference(tallies[i], args.gamma, other, args.gamma) for other in (tallies[0], tallies[-1])]
@@ -166,7 +170,7 @@ def main() -> None:
         )
     heads = ["method", "held-out", f"BE, gamma {args.gamma}, {args.verifier}", f"less {names[0]}", "less the start"]
     print(tabulate(rows, [*heads, "minutes"], tablefmt="github", disable_numparse=True))
-    print(f"\n{found.responses} responses of {found.tokens} tokens; temperature {args.temperature:g}")
+    print(f"\n{result.responses} responses of {result.tokens} tokens; temperature {args.temperature:g}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Detection of deliberate mistakes by the doctor: each is put into real heads, one at a time.
+"""Detection rate of the doctor on real heads with one deliberate mistake each.
 
     python benchmarks/doctor_check.py [--responses 4] [--max-new-tokens 24] [--dtype float32]
 
-Takes the EAGLE-3 and Medusa heads of the SmolLM2 pack, which are sound, copies them, damages each copy, and runs
-``crossdraft doctor`` on it. Printed for each: what was named first, block efficiency as it is and with that undone, and
-the gain with its 95 % interval over prompts. A mistake that is not named either costs too little, next to the sound
-heads, for the doctor to name anything (its `CLEAR`), or was missed.
+Copies the EAGLE-3 and Medusa heads of the SmolLM2 pack, damages each copy, and runs ``crossdraft doctor`` on it.
+Prints for each the first diagnosis, block efficiency as configured and with the mistake undone, and the gain with its
+95 % interval over prompts. If the doctor does not report a mistake, it either costs too little compared with the
+undamaged heads (see `CLEAR`), or was missed.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ Damage = Callable[[Path], None]
 
 @dataclass(frozen=True)
 class Mistake:
-    """One that is made.
+    """A deliberate mistake in the heads or options of a drafter.
 
     Attributes:
-        made: in words.
-        expected: how the sentence begins that names it; "" = there is nothing to name.
-        drafter: whose heads.
-        damage: done to a copy of the heads.
-        options: of the drafter.
+        description: description of the mistake.
+        expected: prefix of the doctor's diagnosis; "" = no diagnosis expected.
+        drafter: name of the drafter.
+        damage: modifies a copy of the heads.
+        options: options of the drafter.
     """
 
-    made: str
+    description: str
     expected: str
     drafter: str
     damage: Damage = field(default=lambda path: None)
@@ -55,21 +55,21 @@ class Mistake:
 
 
 def config(**keys: Any) -> Damage:
-    return lambda path: _rewrite(path / "config.json", lambda found: found | keys)
+    return lambda path: _rewrite(path / "config.json", lambda result: result | keys)
 
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], None]) -> Damage:
     def damage(path: Path) -> None:
         (file,) = path.glob("*.safetensors")
-        found = load_file(file)
-        change(found)
-        save_file({key: tensor.contiguous() for key, tensor in found.items()}, file)
+        result = load_file(file)
+        change(result)
+        save_file({key: tensor.contiguous() for key, tensor in result.items()}, file)
 
     return damage
 
 
 def mistakes() -> Iterator[Mistake]:
-    """Those of heads that can be made without training any."""
+    """Mistakes in heads that can be made without training."""
     yield Mistake("none", "", "eagle3")
     for by in (1, -1):
         layers = [2 + by, 15 + by, 27 + by]
@@ -97,37 +97,37 @@ def _rewrite(file: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> 
     file.write_text(json.dumps(change(json.loads(file.read_text(encoding="utf-8")))), encoding="utf-8")
 
 
-def _ids_for_offsets(found: dict[str, torch.Tensor]) -> None:
-    found["d2t"] += torch.arange(len(found["d2t"]))
+def _ids_for_offsets(weights: dict[str, torch.Tensor]) -> None:
+    weights["d2t"] += torch.arange(len(weights["d2t"]))
 
 
-def _norm_more(found: dict[str, torch.Tensor]) -> None:
-    found["input_norm.weight"] = torch.ones(found["fc.weight"].shape[1], dtype=found["fc.weight"].dtype)
+def _norm_more(weights: dict[str, torch.Tensor]) -> None:
+    weights["input_norm.weight"] = torch.ones(weights["fc.weight"].shape[1], dtype=weights["fc.weight"].dtype)
 
 
-def _embedding(found: dict[str, torch.Tensor]) -> None:
-    """Random, as large as the target's."""
-    drawn = torch.randn(49_152, found["fc.weight"].shape[0], generator=torch.Generator().manual_seed(0))
-    found["embed_tokens.weight"] = (0.1 * drawn).to(found["fc.weight"].dtype)
+def _embedding(weights: dict[str, torch.Tensor]) -> None:
+    """Add a random embedding with the norm of the target's."""
+    drawn = torch.randn(49_152, weights["fc.weight"].shape[0], generator=torch.Generator().manual_seed(0))
+    weights["embed_tokens.weight"] = (0.1 * drawn).to(weights["fc.weight"].dtype)
 
 
 def _other_digest(path: Path) -> None:
-    _rewrite(path / "training.json", lambda found: found | {"target_sha256": "0" * 64})
+    _rewrite(path / "training.json", lambda result: result | {"target_sha256": "0" * 64})
 
 
 def _one_head_more(path: Path) -> None:
-    """A head in front that does nothing, so that the target's own head says what the target says."""
+    """Insert a first head that is the identity, so that it predicts the same token as the target."""
 
-    def change(found: dict[str, torch.Tensor]) -> None:
-        old = {key: found.pop(key) for key in list(found)}
+    def change(result: dict[str, torch.Tensor]) -> None:
+        old = {key: result.pop(key) for key in list(result)}
         for key, tensor in old.items():
             head, rest = key.split(".", 1)
-            found[f"{int(head) + 1}.{rest}"] = tensor
+            result[f"{int(head) + 1}.{rest}"] = tensor
             if head == "0":
-                found[key] = torch.zeros_like(tensor)
+                result[key] = torch.zeros_like(tensor)
 
     tensors(change)(path)
-    _rewrite(path / "config.json", lambda found: found | {"medusa_num_heads": found["medusa_num_heads"] + 1})
+    _rewrite(path / "config.json", lambda result: result | {"medusa_num_heads": result["medusa_num_heads"] + 1})
 
 
 def examined(mistake: Mistake, directory: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -138,23 +138,23 @@ def examined(mistake: Mistake, directory: Path, args: argparse.Namespace) -> dic
     try:
         mistake.damage(path)
         drafter = json.dumps({"name": mistake.drafter, "model": str(path), **mistake.options})
-        given = ["doctor", "--target", TARGET, "--drafter", drafter, "--json", "--dtype", args.dtype]
-        given += ["--prompts", args.prompts, "--responses", str(args.responses), "--gamma", str(args.gamma)]
-        given += ["--max-new-tokens", str(args.max_new_tokens)]
+        arguments = ["doctor", "--target", TARGET, "--drafter", drafter, "--json", "--dtype", args.dtype]
+        arguments += ["--prompts", args.prompts, "--responses", str(args.responses), "--gamma", str(args.gamma)]
+        arguments += ["--max-new-tokens", str(args.max_new_tokens)]
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            if cli.main(given):
+            if cli.main(arguments):
                 raise SystemExit(f"the doctor failed on: {mistake.made}")
         return json.loads(out.getvalue())
     finally:
         shutil.rmtree(path)
 
 
-def line(mistake: Mistake, found: dict[str, Any], sound: float) -> list[str]:
+def line(mistake: Mistake, report: dict[str, Any], sound: float) -> list[str]:
     """Row of the table; ``sound``: block efficiency of the undamaged heads."""
-    base, likely = found["tried"][0], found["likely"]
-    names = [one["mistake"] for one in likely]
-    if mistake.made == "another checkpoint":
-        fact = next((fact for fact in found["facts"] if fact.startswith(mistake.expected)), "")
+    base, likely = report["tried"][0], report["likely"]
+    names = [item["mistake"] for item in likely]
+    if mistake.description == "another checkpoint":
+        fact = next((fact for fact in report["facts"] if fact.startswith(mistake.expected)), "")
         output, verdict, first = fact or "nothing", "named" if fact else "missed", None
     else:
         first = likely[0] if likely else None
@@ -176,7 +176,7 @@ def line(mistake: Mistake, found: dict[str, Any], sound: float) -> list[str]:
             gain = f"{first['gain']:+.2f}"
             if first["gain_low"] is not None:
                 gain += f" [{first['gain_low']:+.2f}, {first['gain_high']:+.2f}]"
-    return [mistake.drafter, mistake.made, output[:70], before, after, gain, verdict]
+    return [mistake.drafter, mistake.description, output[:70], before, after, gain, verdict]
 
 
 def main() -> None:
@@ -191,10 +191,10 @@ def main() -> None:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory:
         for mistake in mistakes():
-            found = examined(mistake, Path(directory), args)
+            result = examined(mistake, Path(directory), args)
             if not mistake.expected:
-                sound = found["tried"][0]["block_efficiency"]
-            rows.append(line(mistake, found, sound))
+                sound = result["tried"][0]["block_efficiency"]
+            rows.append(line(mistake, result, sound))
             print(f"{time.perf_counter() - start:5.0f} s", *rows[-1], sep="  ", file=sys.stderr, flush=True)
     heads = ["heads", "mistake", "named first", "BE as it is", "undone", "gain [95 %]", ""]
     print(tabulate(rows, heads, tablefmt="github", disable_numparse=True))

@@ -1,24 +1,24 @@
-"""The fast path on a GPU: every number that it is judged by, each side measured in turn in one process.
+"""Acceptance benchmark of the GPU path: all figures, measured alternately in one process.
 
     python benchmarks/gpu.py [--parts plain bandwidth assisted batch verify attention waits] [--device cuda]
-    python benchmarks/gpu.py --device cpu --tiny        # does it run? No network, numbers without meaning
+    python benchmarks/gpu.py --device cpu --tiny        # smoke test: no network, meaningless numbers
 
     plain       transformers' generate against ours with and without CUDA graphs, one sequence, temperature 0: SmolLM2,
                 and a model of random weights in the shape of Llama 2 7B
-    bandwidth   ours on the same models as a share of what the memory allows: the time in which the device copies so
-                many bytes as a pass has to read of the weights, over the time of a token (prefill left out)
+    bandwidth   ours on the same models as a share of the memory bandwidth limit: the time to copy as many bytes as a
+                pass reads of the weights, over the time of a token (without prefill)
     assisted    transformers' assisted generation against draft-model, the same pair of models and the same gamma
     batch       tokens per second and peak memory at B = 1 .. 64, plain and with draft-model
-    verify      the share of a step that the verifier takes, as it is and compiled, temperature 1, gamma 8, B = 32,
+    verify      the verifier's share of a step, eager and compiled, temperature 1, gamma 8, B = 32,
                 V = 128256: a target in the shape of Llama 3 8B, a draft model in that of SmolLM2, both of random
                 weights
-    attention   a pass with explicit masks against one with FlexAttention, compiled before: one token a row, a chain, a
-                tree; rows whose lengths differ; eight layers in the shape of Llama 3 8B, random weights
-    waits       how often the host waits for the device in a step, and where; PyTorch counts that on CUDA alone
+    attention   a pass with explicit masks against one with FlexAttention, precompiled: one token per row, a chain, a
+                tree; rows of different lengths; eight layers in the shape of Llama 3 8B, random weights
+    waits       number of host-device synchronizations of a step, by source line (only on CUDA)
 
-Sequences have random tokens for prompts where the weights are random. Ratios are medians over prompts of ours / theirs
-in tokens per second, prefill included on both sides; the sides take turns, in an order that rotates. Before that ours
-ran twice on every prompt (a graph is recorded when a shape comes for the second time), the others twice on the first.
+Models with random weights get random tokens as prompts. Ratios are medians over prompts of ours / theirs in tokens per
+second, prefill included on both sides; the sides alternate, in rotating order. As warm-up, ours runs twice on every
+prompt (a graph is recorded at the second occurrence of a shape), the others twice on the first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from crossdraft.framework.engine.compiled_verifier import CompiledVerifier
 from crossdraft.framework.engine.decoder import Decoder
 from crossdraft.framework.lm.flex_attention import DEVICES, FLEX
 
-#: What the numbers are to be; a "least" is reached from below, a "most" from above.
+#: Required values: a "least" is a lower bound, a "most" an upper bound.
 WANTED: dict[str, tuple[str, float]] = {
     "plain SmolLM2, ours / transformers": ("least", 3.0),
     "plain 7B, share of the memory's limit": ("least", 0.7),
@@ -54,7 +54,7 @@ WANTED: dict[str, tuple[str, float]] = {
     "verify block compiled, share of a step": ("most", 0.02),
     "waits of the host in a step": ("most", 1.0),
 }
-#: Repetitions where there is one prompt or one batch, and how many of them come before the graphs are all recorded.
+#: Repetitions for a single prompt or batch, and the number of warm-up repetitions until all graphs are recorded.
 REPEATS, WARM_UP = 5, 2
 LLAMA2_7B = dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, intermediate_size=11008)
 LLAMA3_8B = dict(**{**LLAMA2_7B, "intermediate_size": 14336}, num_key_value_heads=8, vocab_size=128256)
@@ -93,19 +93,19 @@ def bandwidth(bench: Bench) -> None:
     for name, target in plain_models(bench):
         prompt, new = bench.prompts(target, 1)[0], bench.args.max_new_tokens
         decoder = bench.decoder(target, None, 1, new=new, longest=len(prompt))
-        taken = []
+        elapsed_times = []
         for _ in range(REPEATS):
             steps = bench.steps(decoder, [prompt])
             next(steps)  # prefill and the first step
-            elapsed, made = bench.seconds(lambda: max(steps, default=1))  # noqa: B023
-            taken.append(elapsed / max(made - 1, 1))
-        token, limit = statistics.median(taken[WARM_UP:]), weights_read(target.model) / rate
-        print(f"\n{name}: {token * 1e3:.3f} ms a token, of which reading the weights {limit * 1e3:.3f} ms")
+            elapsed, count = bench.seconds(lambda: max(steps, default=1))  # noqa: B023
+            elapsed_times.append(elapsed / max(count - 1, 1))
+        token, limit = statistics.median(elapsed_times[WARM_UP:]), weights_read(target.model) / rate
+        print(f"\n{name}: {token * 1e3:.3f} ms a token, reading the weights takes {limit * 1e3:.3f} ms")
         bench.found.append((f"plain {name}, share of the memory's limit", limit / token, f"{rate / 1e9:.0f} GB/s"))
 
 
 def weights_read(model: Any) -> int:
-    """Bytes of weights that a pass over one token reads: all of them, but one row of an embedding of its own."""
+    """Bytes of weights that a pass over one token reads: all of them, but only one row of an untied embedding."""
     tensors = {p.data_ptr(): p for p in model.parameters()}
     embedding = model.get_input_embeddings().weight
     if embedding.data_ptr() != model.get_output_embeddings().weight.data_ptr():
@@ -136,7 +136,7 @@ def batch(bench: Bench) -> None:
         prompts = bench.prompts(target, size)
         row: list[Any] = [size]
         for drafter in (None, small):
-            gc.collect()  # the slots of the size before
+            gc.collect()  # release the slots of the previous size
             memory.start(bench.device)
             decoder = bench.decoder(target, drafter, size, new=new, longest=max(map(len, prompts)), gamma=gamma)
             rates = [whole_rate(bench, decoder, prompts) for _ in range(REPEATS)]
@@ -150,8 +150,8 @@ def batch(bench: Bench) -> None:
 
 def whole_rate(bench: Bench, decoder: Decoder, prompts: Sequence[Ids]) -> float:
     """Tokens per second of all prompts."""
-    taken, answers = bench.seconds(lambda: list(decoder.run(prompts)))
-    return sum(len(answer.tokens) for answer in answers) / taken
+    elapsed_times, answers = bench.seconds(lambda: list(decoder.run(prompts)))
+    return sum(len(answer.tokens) for answer in answers) / elapsed_times
 
 
 def verify(bench: Bench) -> None:
@@ -177,9 +177,9 @@ def verify(bench: Bench) -> None:
         shares: list[float] = []
         for repeat in range(WARM_UP + 1):
             before: dict[str, float] = {}
-            for made in bench.steps(decoder, prompts):
+            for count in bench.steps(decoder, prompts):
                 after = dict(decoder.stopwatch.seconds)
-                if made > 1 and repeat == WARM_UP:
+                if count > 1 and repeat == WARM_UP:
                     spent = {phase: after[phase] - before[phase] for phase in after}
                     shares.append(spent["verify"] / sum(spent.values()))
                 before = after
@@ -204,19 +204,19 @@ def attention(bench: Bench) -> None:
         for kind, parents in kinds.items():
             tokens = torch.ones(size, len(parents), dtype=torch.long, device=bench.device)
             tree = torch.tensor([parents] * size, device=bench.device) if kind.startswith("tree") else None
-            taken: dict[str, list[float]] = {side: [] for side in lms}
+            elapsed_times: dict[str, list[float]] = {side: [] for side in lms}
             for _, (side, lm) in product(range(WARM_UP + REPEATS), lms.items()):
                 lm.lengths[:] = [(slots - 32) * (row + 1) // size for row in range(size)]
-                taken[side].append(bench.seconds(partial(lm.forward, tokens, tree))[0] * 1e3)
+                elapsed_times[side].append(bench.seconds(partial(lm.forward, tokens, tree))[0] * 1e3)
                 lm.commit([0] * size)
-            passes = [statistics.median(times[WARM_UP:]) for times in taken.values()]
+            passes = [statistics.median(times[WARM_UP:]) for times in elapsed_times.values()]
             rows.append([kind, slots, *passes])
             if len(passes) > 1:
                 bench.found.append((f"attention {kind}, {slots} slots, masks / flex", passes[0] / passes[1], ""))
-    print(f"\nattention: milliseconds of a pass, B {size}, the shortest row an eighth of the longest")
+    print(f"\nattention: milliseconds of a pass, B {size}, shortest row 1/8 of the longest")
     print(tabulate(rows, ["pass", "slots", *(f"{side} ms" for side in sides)], floatfmt=".3f"))
     if len(sides) == 1:
-        print(f"({FLEX} runs on {' and '.join(DEVICES)} alone)")
+        print(f"({FLEX} runs only on {' and '.join(DEVICES)})")
 
 
 def waits(bench: Bench) -> None:
@@ -231,11 +231,11 @@ def waits(bench: Bench) -> None:
             steps = bench.steps(decoder, prompts)
             next(steps)
             while decoder.occupied == len(prompts):
-                with counted_waits(bench.device) as found:
+                with counted_waits(bench.device) as result:
                     next(steps)
                 if repeat == WARM_UP:
-                    counts.append(found.total())
-                    places += found
+                    counts.append(result.total())
+                    places += result
             list(steps)
         median = statistics.median(counts)
         print(f"\nwaits, {label}: {median:g} a step (median of {len(counts)}), by place:")
@@ -244,7 +244,7 @@ def waits(bench: Bench) -> None:
         if bench.device.type == "cuda":
             bench.found.append(("waits of the host in a step", median, f"{label}; most {max(counts)}"))
         else:
-            print("  (PyTorch counts them on CUDA alone)")
+            print("  (counted only on CUDA)")
 
 
 @contextmanager
@@ -281,19 +281,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--tiny", action="store_true", help="tiny random models and prompts in place of all others")
+    parser.add_argument("--tiny", action="store_true", help="use tiny random models and prompts")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--drafter", default="smollm2-draft-model")
-    parser.add_argument("--limit", type=int, default=8, help="prompts of plain and assisted")
+    parser.add_argument("--limit", type=int, default=8, help="number of prompts of plain and assisted")
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--gamma", type=int, default=4, help="of assisted, batch and waits")
+    parser.add_argument("--gamma", type=int, default=4, help="draft length of assisted, batch and waits")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     args = parser.parse_args(arguments)
 
     bench = Bench(args)
     cuda = bench.device.type == "cuda"
     where = torch.cuda.get_device_name(bench.device) if cuda else f"{torch.get_num_threads()} CPU threads"
-    print(f"torch {torch.__version__}, {where}{', tiny models: numbers without meaning' if args.tiny else ''}")
+    print(f"torch {torch.__version__}, {where}{', tiny models: meaningless numbers' if args.tiny else ''}")
     for part in args.parts:
         PARTS[part](bench)
         gc.collect()
@@ -301,9 +301,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             torch.cuda.empty_cache()
     rows = []
     for what, value, remark in bench.found:
-        bound, wanted = WANTED.get(what, ("", 0.0))
-        reached = value >= wanted if bound == "least" else value <= wanted
-        verdict = f"{'reached' if reached else 'MISSED'}: at {bound} {wanted:g}" if bound else ""
+        bound, expected = WANTED.get(what, ("", 0.0))
+        reached = value >= expected if bound == "least" else value <= expected
+        verdict = f"{'reached' if reached else 'MISSED'}: at {bound} {expected:g}" if bound else ""
         rows.append([what, value, verdict, remark])
     print("\n" + tabulate(rows, ["number", "value", "wanted", ""], floatfmt=".3f"))
 

@@ -1,6 +1,6 @@
-"""Shared parts of gpu.py: models and prompts, the two sides that take turns, and the numbers found.
+"""Shared parts of gpu.py: models and prompts, alternating timings, and the recorded numbers.
 
-Random models are Llamas whose weights are made on the device; with ``--tiny`` all models are tiny ones.
+Random models are Llamas initialized on the device; with ``--tiny`` all models are tiny.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TINY_VOCAB = 500
 
 
 class GivenContext(TargetContext):
-    """Draft models are taken as they are: those of random weights have no tokenizers to compare."""
+    """A target context without tokenizer checks, because random draft models have no tokenizer."""
 
     def load_lm(self, name: str, *, extra_tokens: int = 0, **_: Any) -> LM:
         return fitted(
@@ -52,19 +52,19 @@ class GivenContext(TargetContext):
 
 
 class Bench:
-    """The options, the models as they are needed, and the numbers found."""
+    """Options, lazily loaded models, and recorded numbers."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
         self.device = pick_device(args.device)
-        #: Measured: what, value, remark.
+        #: Recorded numbers: name, value, remark.
         self.found: list[tuple[str, float, str]] = []
         self._copied: float | None = None
 
     # -- models and prompts ---------------------------------------------------------------------------------
 
     def random(self, name: str, shape: dict[str, Any], seed: int = 0, attention: str | None = None) -> LoadedModel:
-        """A Llama of random weights made on the device; nothing ends its texts."""
+        """A randomly initialized Llama without end-of-sequence tokens."""
         from transformers import AutoModelForCausalLM, LlamaConfig
 
         if self.args.tiny:
@@ -91,8 +91,8 @@ class Bench:
             most, length = target.model.config.vocab_size, 8 if self.args.tiny else 128
             generator = torch.Generator().manual_seed(0)
             return torch.randint(most, (count, length), generator=generator).tolist()
-        found = [encode(target.tokenizer, prompt.turns[:1]) for prompt in load_prompts("builtin")]
-        return list(islice(cycle(found), count))
+        results = [encode(target.tokenizer, prompt.turns[:1]) for prompt in load_prompts("builtin")]
+        return list(islice(cycle(results), count))
 
     # -- the sides ------------------------------------------------------------------------------------------
 
@@ -172,16 +172,16 @@ class Bench:
             for name, run in sides.items():
                 for prompt in prompts if name == "ours" else prompts[:1]:
                     run(prompt)
-        order, found = list(sides), {name: [] for name in sides}
+        order, result = list(sides), {name: [] for name in sides}
         for i, prompt in enumerate(prompts):
             turn = i % len(order)
             for name in order[turn:] + order[:turn]:
-                taken, count = self.seconds(partial(sides[name], prompt))
-                found[name].append(count / taken)
-        return found
+                used, count = self.seconds(partial(sides[name], prompt))
+                result[name].append(count / used)
+        return result
 
     def compare(self, title: str, sides: dict[str, Callable[[Ids], int]], prompts: Sequence[Ids]) -> None:
-        """Print a table of the sides, and note the last one's ratio to the first."""
+        """Print a table of the sides, and record the ratio of the last to the first."""
         memory.start(self.device)
         rates = self.rates(sides, prompts)
         base = next(iter(rates.values()))
@@ -196,25 +196,25 @@ class Bench:
         self.found.append((f"{title}, ours / transformers", ratio, self.peak()))
 
     def peak(self) -> str:
-        found = memory.peak(self.device)
-        return "" if found is None else f"peak memory {found / 1e9:.2f} GB"
+        result = memory.peak(self.device)
+        return "" if result is None else f"peak memory {result / 1e9:.2f} GB"
 
     def copied_per_second(self) -> float:
-        """Bytes the device reads and writes in a second while it copies."""
+        """Copy bandwidth of the device in bytes per second, reads plus writes."""
         if self._copied is None:
             source = torch.zeros(2**24 if self.args.tiny else 2**30, dtype=torch.uint8, device=self.device)
             target = torch.empty_like(source)
-            taken = [self.seconds(lambda: target.copy_(source))[0] for _ in range(12)]
-            self._copied = 2 * source.nbytes / statistics.median(taken[2:])
+            elapsed = [self.seconds(lambda: target.copy_(source))[0] for _ in range(12)]
+            self._copied = 2 * source.nbytes / statistics.median(elapsed[2:])
         return self._copied
 
     def steps(self, decoder: Decoder, prompts: Sequence[Ids]) -> Iterator[int]:
-        """Fill all slots and make steps until one of them ends; yields the number of steps made after each."""
+        """Fill all slots and step until a sequence ends; yields the number of steps after each."""
         for row, prompt in enumerate(prompts):
             decoder.start(row, prompt, index=row, stream=row)
-        made = 0
+        count = 0
         while decoder.occupied == len(prompts):
             decoder.step()
-            made += 1
-            yield made
+            count += 1
+            yield count
         list(decoder.run([]))  # the other slots

@@ -1,11 +1,10 @@
-"""Decoding speed of a GGUF file, in our loop and in llama.cpp's own server. Plain greedy decoding, on as many threads.
+"""Plain greedy decoding speed of a GGUF file: crossdraft's loop against llama.cpp's server, same number of threads.
 
     pip install -e plugins/crossdraft-llamacpp
     python benchmarks/llamacpp_speed.py --server PATH/llama-server --model FILE.gguf [--limit 12] [--max-new-tokens 64]
 
-Prompt by prompt the server answers, then our loop does, so that both meet the same machine. Prompts' own passes do not
-count: the server times what follows them itself. Printed: medians over prompts of both rates and of their ratio, and
-how many texts are the same.
+The server and our loop alternate prompt by prompt. Prefill is excluded (the server reports its own decoding time).
+Prints medians over prompts of both rates and of their ratio, and the number of identical texts.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ def main() -> None:
 
     def ours(prompt: list[int]) -> tuple[list[int], float]:
         decoder.start(0, prompt)
-        start, found = time.perf_counter(), []
+        start, result = time.perf_counter(), []
         while decoder.occupied:
-            found += decoder.step()
-        return found[0].tokens, time.perf_counter() - start
+            result += decoder.step()
+        return result[0].tokens, time.perf_counter() - start
 
     rows: list[tuple[float, float, bool]] = []
     about: Any = (loaded.tokenizer, loaded.eos_token_ids)
@@ -64,7 +63,7 @@ def main() -> None:
             tokens, seconds = ours(prompt)
             if len(theirs.tokens) < 8 or len(tokens) < 8:
                 continue
-            # The server's first token comes with the prompt's own pass; each of ours with a pass of its own.
+            # The server's first token comes from the prefill pass; each of ours takes a decoding pass.
             rates = (theirs.decoded - 1) / theirs.seconds, len(tokens) / seconds
             ends = loaded.eos_token_ids
             same = [[t for t in text if t not in ends] for text in (theirs.tokens, tokens)]
@@ -72,7 +71,7 @@ def main() -> None:
             print(*(f"{value:.1f}" for value in rows[-1][:2]), file=sys.stderr, flush=True)
     ratios = [own / other for other, own, _ in rows]
     low, _, high = quantiles(ratios, n=4)
-    print(f"{len(rows)} prompts, {args.threads} threads; {sum(row[2] for row in rows)} texts are the same")
+    print(f"{len(rows)} prompts, {args.threads} threads; {sum(row[2] for row in rows)} texts are identical")
     table = [[median(r[0] for r in rows), median(r[1] for r in rows), median(ratios), f"{low:.2f} to {high:.2f}"]]
     print(tabulate(table, ["server, tokens/s", "ours, tokens/s", "ratio", "half of them"], floatfmt=".2f"))
 

@@ -2,12 +2,12 @@
 
     python benchmarks/loop_overhead.py [--device cuda] [--batch 1 8] [--steps 40] [--profile draft-model]
 
-Forward hooks on the target and on the draft model time what happens inside ``model(...)``; the loop's own clock
-times the phases. What is left of a phase once the pass inside it is taken out is overhead: *draft* (catching up,
-masks, the drafter's laws and draws), *target* (masks, the law p), *verify* (the rule), *rest* (the host's books and
-the step's one synchronisation). Every number is the median over steps with all slots occupied, so shares
-need not sum to 100. ``--profile`` prints where the steps of one drafter spend their time instead: crossdraft's own
-functions, with what they call included, at the last batch size of ``--batch``.
+Forward hooks on the target and on the draft model time ``model(...)``; the loop's own clock times the phases. A phase
+minus the pass inside it is overhead: *draft* (catching up, masks, the drafter's distributions and draws), *target*
+(masks, the distribution p), *verify* (the verifier), *rest* (host bookkeeping and the step's one synchronization).
+Every number is the median over steps with all slots occupied, so shares need not sum to 100. ``--profile`` instead
+prints the cumulative time of crossdraft's functions during the steps of one drafter, at the last batch size of
+``--batch``.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from crossdraft.framework.recipe.prompts import load_prompts
 
 DRAFTERS = ("none", "prompt-lookup", "draft-model")
 PHASES = ("draft", "target", "verify", "rest")
-#: Most of a step, in per cent, that may be spent outside the models: (batch size 1, more than 1).
+#: Maximum overhead in per cent of a step: (batch size 1, more than 1).
 BUDGETS = (8.0, 5.0)
-#: First steps of a cell, in which buffers are made.
+#: Warm-up steps of a cell, in which buffers are allocated.
 WARM_UP = 3
 
 
@@ -61,7 +61,7 @@ class ForwardClock:
         model.register_forward_hook(self._leave)
 
     def watch(self, lm: TransformersLM) -> None:
-        """Time the replays of its CUDA graphs too, masks included: the model's hooks do not see them."""
+        """Time the replays of its CUDA graphs too, masks included: module hooks do not run in a replay."""
         if lm.graphs.records:
             lm._runner.graphs = cast(Graphs, _TimedGraphs(lm.graphs, lm, self))
 
@@ -84,7 +84,7 @@ class ForwardClock:
 
 @dataclass
 class _TimedGraphs:
-    """The graphs of ``lm``, whose passes are booked to ``clock``."""
+    """The CUDA graphs of ``lm``, timed by ``clock``."""
 
     graphs: Graphs
     lm: TransformersLM
@@ -107,7 +107,7 @@ class _TimedGraphs:
         return out
 
 
-#: Of the target and of the draft model.
+#: Clocks of the target and of the draft model.
 Models = tuple[LoadedModel, LoadedModel]
 Clocks = tuple[ForwardClock, ForwardClock]
 
@@ -116,11 +116,11 @@ def make_decoder(
     models: Models, clocks: Clocks, drafter: str, batch: int, prompts: list[list[int]], args: Any
 ) -> Decoder:
     target, small = models
-    given = {"gamma": args.gamma, "model": args.drafter}
+    arguments = {"gamma": args.gamma, "model": args.drafter}
     known = get("drafters", drafter).Config.model_fields
     decoder = pair_decoder(
-        replace(target, eos_token_ids=()),  # no text ends early
-        {"name": drafter} | {key: value for key, value in given.items() if key in known},
+        replace(target, eos_token_ids=()),  # sequences do not end early
+        {"name": drafter} | {key: value for key, value in arguments.items() if key in known},
         args.verifier,
         max(map(len, prompts)) + args.max_new_tokens,
         sampling=Sampling(temperature=args.temperature),
@@ -136,30 +136,30 @@ def make_decoder(
 
 
 class _Enough(Exception):
-    """All wanted steps were made."""
+    """Raised to end a decoder after the last step."""
 
 
-def steps(decoder: Decoder, prompts: list[list[int]], wanted: int, each: Callable[[Callable], Any]) -> None:
-    """Run ``wanted`` steps with every slot occupied, ``each`` of which is handed to the caller to make."""
-    made, own = 0, decoder.step
+def steps(decoder: Decoder, prompts: list[list[int]], step_count: int, each: Callable[[Callable], Any]) -> None:
+    """Run ``step_count`` steps with every slot occupied, each through the callback ``each``."""
+    count, own = 0, decoder.step
 
     def counted() -> Any:
-        nonlocal made
-        if made == wanted:
+        nonlocal count
+        if count == step_count:
             raise _Enough
-        made += 1
+        count += 1
         return each(own)
 
     decoder.step = counted
-    # As many prompts as the steps could possibly finish, so that no slot stays empty.
+    # As many prompts as the steps could finish, so that no slot stays empty.
     with suppress(_Enough):
-        for _ in decoder.run(list(islice(cycle(prompts), decoder.target.batch_size * (wanted + 1)))):
+        for _ in decoder.run(list(islice(cycle(prompts), decoder.target.batch_size * (step_count + 1)))):
             pass
 
 
-def measure(decoder: Decoder, clocks: Clocks, prompts: list[list[int]], wanted: int) -> dict:
+def measure(decoder: Decoder, clocks: Clocks, prompts: list[list[int]], step_count: int) -> dict:
     """Medians over the steps: ``ms`` of a step; per cent of it in ``passes`` and, outside them, by phase."""
-    found = []
+    results = []
 
     def timed(make: Callable) -> Any:
         before = dict(decoder.stopwatch.seconds)
@@ -172,11 +172,11 @@ def measure(decoder: Decoder, clocks: Clocks, prompts: list[list[int]], wanted: 
         total = sum(spent.values())
         outside = {phase: 100 * (spent[phase] - passes.get(phase, 0.0)) / total for phase in PHASES}
         inside = {f"{phase} pass": 100 * passes[phase] / total for phase in passes}
-        found.append({"ms": 1e3 * total, **inside, **outside, "outside": sum(outside.values())})
+        results.append({"ms": 1e3 * total, **inside, **outside, "outside": sum(outside.values())})
         return out
 
-    steps(decoder, prompts, wanted + WARM_UP, timed)
-    kept = found[WARM_UP:]
+    steps(decoder, prompts, step_count + WARM_UP, timed)
+    kept = results[WARM_UP:]
     return {key: statistics.median(row[key] for row in kept) for key in kept[0]}
 
 
@@ -186,14 +186,14 @@ def main() -> None:
     parser.add_argument("--drafter", default="smollm2-draft-model", help="model of the draft-model drafter")
     parser.add_argument("--prompts", default="builtin")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--steps", type=int, default=40, help="measured steps of each cell")
+    parser.add_argument("--steps", type=int, default=40, help="number of measured steps per cell")
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--gamma", type=int, default=4)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--verifier", default="token")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--profile", choices=DRAFTERS, help="show where the time of this drafter's steps goes")
+    parser.add_argument("--profile", choices=DRAFTERS, help="profile the steps of this drafter")
     args = parser.parse_args()
 
     target = load_model(args.model, dtype=args.dtype, device=args.device)
@@ -214,11 +214,11 @@ def main() -> None:
     rows = []
     for batch in args.batch:
         for drafter in DRAFTERS:
-            found = measure(make_decoder(models, clocks, drafter, batch, prompts, args), clocks, prompts, args.steps)
+            result = measure(make_decoder(models, clocks, drafter, batch, prompts, args), clocks, prompts, args.steps)
             budget = BUDGETS[batch > 1]
-            verdict = f"{'within' if found['outside'] <= budget else 'OVER'} {budget:g} %"
-            rows.append([drafter, batch, *found.values(), verdict])
-            header = ["drafter", "B", *found, "budget"]
+            verdict = f"{'within' if result['outside'] <= budget else 'OVER'} {budget:g} %"
+            rows.append([drafter, batch, *result.values(), verdict])
+            header = ["drafter", "B", *result, "budget"]
     print(tabulate(rows, header, floatfmt=".1f"))
 
 

@@ -1,13 +1,12 @@
-"""Effect of noisy neighbours on speed-ups: a recipe by itself, then beside programs that occupy a core now and then.
+"""Effect of noisy neighbours on speed-ups: a recipe alone, then beside programs that intermittently occupy a core.
 
     python benchmarks/noisy_neighbour.py [--recipe quickstart] [--runs 10] [--neighbours 1] [--busy 0.5] [--spell 5]
 
-A neighbour multiplies matrices in one thread, for a random time (exponential, ``--spell`` seconds on average), and
-sleeps for another one, and so on: a share ``--busy`` of the time one core is gone, and nobody knows when.
-``--neighbours 2`` takes both cores of a machine with two, each at times of its own. Every run is a new process with a
-directory of its own. Printed for each cell: the speed-up of the run alone with its interval; of the other runs the
-least and greatest, how many intervals overlap the first one, how many values lie in it, and in how many the speed-up
-was withheld; the same for the speed-up by the clock, which is what a benchmark without undisturbed steps would print.
+A neighbour alternates between multiplying matrices in one thread and sleeping, both for random times (exponential,
+``--spell`` seconds on average), so that it occupies one core for a share ``--busy`` of the time. ``--neighbours 2``
+starts two independent ones. Every run is a new process with a new directory. Prints for each cell the speed-up of the
+run alone with its interval; of the other runs the minimum and maximum, the number of intervals that overlap the first,
+of values inside it, and of withheld speed-ups; and the same for the wall-clock speed-up, for comparison.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-#: One cell's speed-up: on a quiet machine, the interval's ends, and by the clock.
+#: A cell's speed-up: the value, the ends of its interval, and by wall clock.
 SpeedUp = tuple[float, float, float, float]
-#: One that is withheld.
+#: A withheld speed-up.
 WITHHELD = math.nan
 
 
 def neighbour(spell: float, busy: float, seed: int) -> None:
-    """Take one core for a share of the time, until killed."""
+    """Occupy one core for a share of the time, until killed."""
     import numpy as np
 
     chance, a = random.Random(seed), np.ones((512, 512), np.float32)
@@ -44,7 +43,7 @@ def neighbour(spell: float, busy: float, seed: int) -> None:
 
 
 def run(args: argparse.Namespace, out: Path) -> dict[str, SpeedUp]:
-    """Speed-ups of a run in a new process, by cell; baselines have none."""
+    """Speed-ups of a run in a new process, by cell, without baselines."""
     command = [sys.executable, "-m", "crossdraft", "run", args.recipe, "--time", "none", "--out", str(out), "--quiet"]
     for setting in args.set:
         command += ["--set", setting]
@@ -53,33 +52,31 @@ def run(args: argparse.Namespace, out: Path) -> dict[str, SpeedUp]:
     if done.returncode:
         sys.exit(done.stdout + done.stderr)
     (summary,) = out.glob("*/summary.csv")
-    found = {}
+    results = {}
     for row in csv.DictReader(summary.open(encoding="utf-8")):
         if row["drafter"] != "none" and not row["error"]:
             pair = f"{row['drafter_label']} × {row['verifier_label']}"
             name = f"T={float(row['temperature']):g} B={row['batch_size']} {pair}"
             ends = (float(row[f"speed_up{end}"] or WITHHELD) for end in ("", "_low", "_high", "_wall"))
-            found[name] = tuple(ends)
+            results[name] = tuple(ends)
     print(f"{out.name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    return found
+    return results
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--recipe", default="quickstart")
     parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--neighbours", type=int, default=1, help="programs that take a core each")
-    parser.add_argument("--busy", type=float, default=0.5, help="share of the time that each of them takes")
-    parser.add_argument(
-        "--spell", type=float, default=5.0, help="seconds that the neighbour works or sleeps, on average"
-    )
+    parser.add_argument("--neighbours", type=int, default=1, help="number of neighbours, one core each")
+    parser.add_argument("--busy", type=float, default=0.5, help="share of the time that each is busy")
+    parser.add_argument("--spell", type=float, default=5.0, help="average seconds of a busy or sleeping period")
     parser.add_argument("--set", action="append", default=[], help="as of crossdraft run")
     parser.add_argument("--neighbour", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.neighbour is not None:
         neighbour(args.spell, args.busy, args.neighbour)
     with tempfile.TemporaryDirectory() as folder:
-        alone, noisy = run(args, Path(folder) / "alone"), []
+        separate, noisy = run(args, Path(folder) / "alone"), []
         for i in range(args.runs):
             command = [sys.executable, __file__, "--spell", str(args.spell), "--busy", str(args.busy), "--neighbour"]
             one_thread = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -93,9 +90,9 @@ def main() -> None:
                     other.wait()
 
     rows = []
-    for name, (value, low, high, wall) in alone.items():
-        printed = [found[name] for found in noisy if not math.isnan(found[name][0])]
-        walls = [found[name][3] for found in noisy]
+    for name, (value, low, high, wall) in separate.items():
+        printed = [result[name] for result in noisy if not math.isnan(result[name][0])]
+        walls = [result[name][3] for result in noisy]
         overlap = sum(other[1] <= high and low <= other[2] for other in printed)
         inside = sum(low <= other[0] <= high for other in printed)
         row = [name, "withheld" if math.isnan(value) else f"{value:.2f} [{low:.2f}, {high:.2f}]", spread(printed)]

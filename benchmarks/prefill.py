@@ -1,8 +1,8 @@
-"""Prompts prefilled one by one and together: how long each takes, and how far what is said next lies apart.
+"""Separate and batched prefill compared: time, and difference of the next token's log-probabilities.
 
     python benchmarks/prefill.py [--target smollm2-135m-instruct] [--prompts 8] [--tokens 100] [--repeats 7]
 
-Prompts are random tokens of lengths within a tenth of ``--tokens``. Both ways in turn; medians of the repetitions.
+Prompts are random tokens; their lengths are within 10 % of ``--tokens``. Both alternate; prints medians.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def main() -> None:
     prompts = [torch.randint(lm.vocab_size, (length,)).tolist() for length in lengths]
     root = on_device([[prompt[-1]] for prompt in prompts], lm.device)
 
-    def time_to_start(together: bool) -> tuple[float, torch.Tensor]:
+    def time_to_start(batched: bool) -> tuple[float, torch.Tensor]:
         start = time.perf_counter()
-        if together:
+        if batched:
             lm.prefill({row: prompt[:-1] for row, prompt in enumerate(prompts)})
         for row, prompt in enumerate(prompts):
             lm.start(row, prompt)
@@ -52,16 +52,16 @@ def main() -> None:
     took: dict[bool, list[float]] = {False: [], True: []}
     output = {}
     for repeat in range(args.repeats + 1):
-        for together in took:
-            seconds, output[together] = time_to_start(together)
-            if repeat:  # the first time is for what is made once
-                took[together].append(seconds)
-    alone, shared = (statistics.median(took[way]) * 1e3 for way in (False, True))
+        for batched in took:
+            seconds, output[batched] = time_to_start(batched)
+            if repeat:  # the first repetition is a warm-up
+                took[batched].append(seconds)
+    separate, shared = (statistics.median(took[way]) * 1e3 for way in (False, True))
     apart = (output[True] - output[False]).abs()[output[False] > -20]
     print(f"{args.target}, {model.dtype}, {lm.device}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     print(f"{args.prompts} prompts of {lengths[0]} to {lengths[-1]} tokens; medians of {args.repeats}")
     header = ["one by one, ms", "together, ms", "ratio", "log P apart, at most"]
-    row = [alone, shared, alone / shared, f"{apart.max().item():.1e}"]
+    row = [separate, shared, separate / shared, f"{apart.max().item():.1e}"]
     print(tabulate([row], header, floatfmt=".2f", disable_numparse=[3]))
 
 

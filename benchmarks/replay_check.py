@@ -1,12 +1,12 @@
-"""Replay compared with measured runs: block efficiency of every cell of a grid, and of its replayed responses.
+"""Replay compared with measured runs: block efficiency of each cell of a grid, measured and replayed.
 
     python benchmarks/replay_check.py [--limit 12] [--max-new-tokens 32] [--gammas 1-8]
 
 Runs the drafters of the SmolLM2 pack (chains with token and block verification, i.i.d. sequences with SpecInfer and
-SpecTr at K = 2 and 4), then replays the responses of every cell with the drafter, rule, draft length and K that
-measured it. Printed: how many cells have the replayed block efficiency inside the run's 95 % interval, the worst ones,
-and for block against token verification the paired difference of the run and of one replay of the same prompts, with
-their intervals. Batch size changes no token, so that the grid runs at a greater one.
+SpecTr at K = 2 and 4), then replays the responses of every cell with its drafter, verifier, draft length and K.
+Prints the number of cells whose replayed block efficiency is inside the run's 95 % interval, the worst cells, and for
+block against token verification the paired difference of the run and of one replay of the same prompts, with
+intervals. The batch size does not change any token, so the grid runs batched.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ CHAINS = [
     {"name": "eagle3", "model": "smollm2-eagle3"},
     {"name": "medusa", "model": "smollm2-medusa"},
 ]
-HEADS = 5  # of the pack's Medusa, which drafts no deeper
+HEADS = 5  # the depth of the pack's Medusa heads
 SEVERAL = [{"name": "draft-model-iid", "label": f"iid K={k}", "model": "smollm2-draft-model", "K": k} for k in (2, 4)]
 
 
 def recipes(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """At temperature 0 all rules accept alike; i.i.d. sequences are sampled."""
+    """Verifiers to run: at temperature 0 all accept alike, and i.i.d. sequences need sampling."""
     common = {
         "target": "smollm2-135m-instruct",
         "prompts": args.prompts,
@@ -64,7 +64,7 @@ def _matrix(args: argparse.Namespace, temperatures: list[int]) -> dict[str, Any]
 
 
 def replayed(directory: Path, config: Any, verifiers: list[str]) -> ReplayResult:
-    """The responses of one cell, along which a drafter of its kind drafts."""
+    """Recorded responses of one cell, with its configuration."""
     options = {key: value for key, value in config.drafter.config.items() if key not in ("gamma", "K")}
     drafter = yaml.safe_dump({"name": config.drafter.name, **options}, default_flow_style=True, width=10_000).strip()
     reader = Reader(target=config.target, sampling=config.sampling)
@@ -101,36 +101,36 @@ def main() -> None:
         path = args.out / f"replay-check-{number}.yaml"
         path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
         outcome = run(load_recipe(str(path)), args.out, log=log_to_stderr)
-        of: dict[str, dict[str, CellResult]] = {}
+        group: dict[str, dict[str, CellResult]] = {}
         for result in outcome.results:
             config, metrics = result.config, result.metrics
             if config.is_baseline or metrics is None:
                 continue
             assert metrics.block_efficiency is not None
             start = time.perf_counter()
-            found = replayed(outcome.directory / "cells" / cell_name(config), config, [config.verifier.name])
+            actual = replayed(outcome.directory / "cells" / cell_name(config), config, [config.verifier.name])
             seconds += time.perf_counter() - start
             gamma, k = config.drafter.config["gamma"], config.drafter.config.get("K", 1)
             measured = metrics.block_efficiency
-            efficiency = found.candidates[0].tallies[config.verifier.name, k].row(gamma).block_efficiency
+            efficiency = actual.candidates[0].tallies[config.verifier.name, k].row(gamma).block_efficiency
             assert efficiency is not None
             inside = measured.low is None or measured.high is None or measured.low <= efficiency.value <= measured.high
             cells, outside = cells + 1, outside + (not inside)
             key = f"T={config.sampling.temperature:g} {config.drafter.title} gamma={gamma}"
-            of.setdefault(key, {})[config.verifier.name] = result
+            group.setdefault(key, {})[config.verifier.name] = result
             spread = f"[{measured.low:.2f}, {measured.high:.2f}]" if measured.low is not None else ""
             off = abs(efficiency.value - measured.value) / (width(measured) or float("nan"))
             rows.append(
                 (key, config.verifier.name, f"{measured.value:.3f} {spread}", f"{efficiency.value:.3f}", inside, off)
             )
             print(*rows[-1][:5], sep="  ", file=sys.stderr, flush=True)
-        for key, rules in of.items():
+        for key, rules in group.items():
             if set(rules) == {"token", "block"} and key.startswith("T=1"):
                 block, token = rules["block"], rules["token"]
                 config, gamma = token.config, token.config.drafter.config["gamma"]
-                found = replayed(outcome.directory / "cells" / cell_name(config), config, ["token", "block"])
+                actual = replayed(outcome.directory / "cells" / cell_name(config), config, ["token", "block"])
                 theirs = paired_difference(uncut_steps(block.records, gamma), uncut_steps(token.records, gamma))
-                tallies = found.candidates[0].tallies
+                tallies = actual.candidates[0].tallies
                 ours = difference(tallies["block", 1], gamma, tallies["token", 1], gamma)
                 narrower.append((key, _text(theirs), _text(ours), width(theirs) / (width(ours) or float("nan"))))
     heads = ("cell", "rule", "run, BE [95 %]", "replay", "inside", "off, widths")

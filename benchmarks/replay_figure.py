@@ -1,4 +1,4 @@
-"""Gain and cost of verifiers and further sequences, from one replay of a target's own responses.
+"""Gain and cost of verifiers and of multiple sequences, from one replay of a target's responses.
 
     python benchmarks/replay_figure.py PROMPTS [--limit 400] [--max-new-tokens 32] [--temperature 0.6,1]
         [--png FILE] > section.md
@@ -7,9 +7,8 @@ Decodes the responses once and keeps them (as ``crossdraft advise`` does), repla
 chain and SpecInfer and SpecTr of K i.i.d. sequences at every draft length, and prints tables for
 docs/results/replay.md: block efficiency and paired differences with 95 % intervals over prompts, in the form of Z.
 Sun et al., "Block Verification Accelerates Speculative Decoding", 2024 (Figures 4 and 5, Table 5), and predicted
-tokens/s by batch size from the curves that ``crossdraft cost`` measured: of each rule at its best draft length,
-verification and bookkeeping free. Rows of several sequences are those without shared nodes, the most that they can
-be.
+tokens/s by batch size from the curves of ``crossdraft cost``: each verifier at its best draft length, without the time
+of verification and bookkeeping. Target rows of multiple sequences are counted without shared nodes, an upper bound.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from crossdraft.framework.report.table_utils import estimate_text
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-#: A rule and its number of sequences, as tables name it.
+#: Titles of (verifier, number of sequences) in the tables.
 Rule = tuple[str, int]
 GAMMAS = range(1, 17)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -45,17 +44,17 @@ SHOWN = (1, 2, 4, 8, 16)
 
 
 def replayed(args: argparse.Namespace, sampling: Sampling) -> tuple[ReplayResult, dict[Rule, Tally]]:
-    """The tallies of all rules on the responses at one temperature."""
+    """Acceptance of all verifiers on the responses at one temperature."""
     path = baseline_responses(args.target, args.prompts, sampling, limit=args.limit, most=args.max_new_tokens)
     ks = [int(k) for k in args.k.split(",")]
     common: dict[str, Any] = {"sampling": sampling, "target": args.target}
     chain = candidates_of([f"{{name: draft-model, model: {args.drafter}}}"], ["token", "block"], GAMMAS, **common)
     drafter = f"{{name: draft-model-iid, model: {args.drafter}}}"
-    several = candidates_of([drafter], ["specinfer", "spectr"], GAMMAS, ks=ks, **common)
-    # What was decoded here was kept with the log P of the law that it was sampled from.
+    multiple = candidates_of([drafter], ["specinfer", "spectr"], GAMMAS, ks=ks, **common)
+    # Responses decoded by this script are stored with the log P of their sampling distribution.
     reader = Reader(target=args.target, sampling=sampling, processed=True)
-    found = replay(reader.read([str(path)]), [*chain, *several])
-    return found, {key: tally for candidate in found.candidates for key, tally in candidate.tallies.items()}
+    result = replay(reader.read([str(path)]), [*chain, *multiple])
+    return result, {key: tally for candidate in result.candidates for key, tally in candidate.tallies.items()}
 
 
 def title(rule: Rule) -> str:
@@ -63,7 +62,7 @@ def title(rule: Rule) -> str:
 
 
 def predicted(tally: Tally, gamma: int, batch_size: int, target: Curve, drafter: Curve, context: float) -> Prediction:
-    """A pass of the draft model over K tokens for each level, and one of the target over all nodes."""
+    """Cost of a step: one draft-model pass over K tokens for each level, and one target pass over all nodes."""
     length = tally.row(gamma).block_efficiency
     assert length is not None
     cell = CellStatistics(
@@ -73,8 +72,8 @@ def predicted(tally: Tally, gamma: int, batch_size: int, target: Curve, drafter:
 
 
 def differences(tallies: dict[Rule, Tally]) -> list[tuple[str, list[str]]]:
-    """Each rule less the one that it would replace, at the draft lengths of the tables."""
-    found = []
+    """Paired differences between each verifier and its baseline, at the draft lengths of the tables."""
+    results = []
     for (rule, k), tally in tallies.items():
         if rule == "token" or (rule == "specinfer" and k == 1):
             continue
@@ -83,14 +82,14 @@ def differences(tallies: dict[Rule, Tally]) -> list[tuple[str, list[str]]]:
             others.append(("specinfer", k))
         for other in others:
             cells = [estimate_text(difference(tally, g, tallies[other], g), "+") for g in SHOWN]
-            found.append((f"{title((rule, k))} less {title(other)}", cells))
-    return found
+            results.append((f"{title((rule, k))} less {title(other)}", cells))
+    return results
 
 
 def section(args: argparse.Namespace, sampling: Sampling, curves: tuple[Curve, Curve]) -> dict[Rule, Tally]:
-    found, tallies = replayed(args, sampling)
+    result, tallies = replayed(args, sampling)
     print(f"\n### temperature {sampling.temperature:g}\n")
-    print(f"{found.responses} responses, {found.tokens} tokens.\n")
+    print(f"{result.responses} responses, {result.tokens} tokens.\n")
     heads = ["rule", *(f"gamma={g}" for g in SHOWN)]
     efficiency = [[title(r), *(estimate_text(t.row(g).block_efficiency) for g in SHOWN)] for r, t in tallies.items()]
     print(tabulate(efficiency, heads, tablefmt="github", disable_numparse=True))
@@ -112,22 +111,25 @@ def section(args: argparse.Namespace, sampling: Sampling, curves: tuple[Curve, C
 # -- the figure ----------------------------------------------------------------------------------------------
 
 
-def draw(found: dict[str, dict[Rule, Tally]], curves: tuple[Curve, Curve], context: float, file: Path) -> None:
-    """A row of panels a temperature: over gamma, over target rows, and predicted tokens/s over batch sizes."""
-    rules = [rule for rule in next(iter(found.values())) if rule != ("spectr", 1) and rule != ("specinfer", 1)]
+def draw(by_temperature: dict[str, dict[Rule, Tally]], curves: tuple[Curve, Curve], context: float, file: Path) -> None:
+    """One row of panels per temperature: over gamma, over target rows, and predicted tokens/s over batch sizes."""
+    rules = [rule for rule in next(iter(by_temperature.values())) if rule != ("spectr", 1) and rule != ("specinfer", 1)]
     styles = marks(title(rule) for rule in rules)
     with style():
-        figure, places = panels(3 * len(found), "page", height=2.1, most=3, share_y=False)
-        for i, (_, tallies) in enumerate(found.items()):
+        figure, places = panels(3 * len(by_temperature), "page", height=2.1, most=3, share_y=False)
+        for i, (_, tallies) in enumerate(by_temperature.items()):
             over_gamma, over_rows, over_sizes = places[3 * i : 3 * i + 3]
             for rule in rules:
                 mark = styles[title(rule)]
                 look = {"linestyle": mark.dash, **mark.options, "markersize": 2.5}
                 rows = [tallies[rule].row(g) for g in GAMMAS]
                 estimates = [row.block_efficiency for row in rows if row.block_efficiency is not None]
-                values = [one.value for one in estimates]
+                values = [item.value for item in estimates]
                 over_gamma.plot(list(GAMMAS), values, **look)
-                low, high = [one.low or one.value for one in estimates], [one.high or one.value for one in estimates]
+                low, high = (
+                    [item.low or item.value for item in estimates],
+                    [item.high or item.value for item in estimates],
+                )
                 over_gamma.fill_between(list(GAMMAS), low, high, color=mark.colour, alpha=0.12, linewidth=0)
                 over_rows.plot([row.target_rows_per_token for row in rows], values, **look)
                 best = [
@@ -140,7 +142,7 @@ def draw(found: dict[str, dict[Rule, Tally]], curves: tuple[Curve, Curve], conte
             ]
             over_sizes.plot(list(BATCH_SIZES), plain, color="0.72", linewidth=4, zorder=1)
             _axes(over_gamma, over_rows, over_sizes)
-        titles = [f"{what}, {kind}" for what in found for kind in ("by draft length", "by rows", "predicted")]
+        titles = [f"{what}, {kind}" for what in by_temperature for kind in ("by draft length", "by rows", "predicted")]
         label(figure, places, titles, "", "")
         legend(figure, [legend_entry(name, mark, line=True) for name, mark in styles.items()])
         save(figure, file)
@@ -173,18 +175,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--temperature", default="0.6,1")
     parser.add_argument("--k", default="1,2,4,8")
-    parser.add_argument("--context", type=int, default=128, help="tokens that rows hold, for predictions")
+    parser.add_argument("--context", type=int, default=128, help="context length in tokens, for predictions")
     parser.add_argument("--png", type=Path)
     args = parser.parse_args(argv)
-    of = {curve.model: curve for curve in stored_curves()}
-    if missing := [name for name in (args.target, args.drafter) if name not in of]:
+    group = {curve.model: curve for curve in stored_curves()}
+    if missing := [name for name in (args.target, args.drafter) if name not in group]:
         parser.error(f"no cost curve of {', '.join(missing)}: measure it with crossdraft cost")
-    curves = of[args.target], of[args.drafter]
-    found = {}
+    curves = group[args.target], group[args.drafter]
+    results = {}
     for temperature in map(float, args.temperature.split(",")):
-        found[f"temperature {temperature:g}"] = section(args, Sampling(temperature=temperature), curves)
+        results[f"temperature {temperature:g}"] = section(args, Sampling(temperature=temperature), curves)
     if args.png:
-        draw(found, curves, args.context, args.png)
+        draw(results, curves, args.context, args.png)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python benchmarks/replay_speed.py [--responses 100000]
 
 Writes JSONL files of random texts with repetitions (64 tokens after a prompt of 64), runs ``crossdraft replay`` on each
-in a process of its own on one core, and prints processor seconds, tokens/s and peak memory. The first file is small:
-what it takes is what starting takes.
+in a new process on one core, and prints processor seconds, tokens/s and peak memory. The first file is small and
+measures the start-up time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DRAFTERS = {
 
 
 def write(path: Path, responses: int) -> None:
-    """Texts of frequent and rare words, in which stretches come again."""
+    """Random texts of frequent and rare words with repeated phrases."""
     random = np.random.default_rng(0)
     with path.open("w", encoding="utf-8") as file:
         for i in range(responses):
@@ -46,8 +46,8 @@ def write(path: Path, responses: int) -> None:
 
 def replay(path: Path, drafters: list[str]) -> tuple[float, float]:
     """Processor seconds and peak memory, in MiB, of one replay."""
-    given = [part for drafter in drafters for part in ("--drafter", drafter)]
-    command = [sys.executable, "-m", "crossdraft", "replay", str(path), *given, "--json"]
+    arguments = [part for drafter in drafters for part in ("--drafter", drafter)]
+    command = [sys.executable, "-m", "crossdraft", "replay", str(path), *arguments, "--json"]
     one_core = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | one_core)
     _, status, usage = os.wait4(process.pid, 0)

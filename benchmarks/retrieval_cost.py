@@ -3,10 +3,9 @@
     pip install -e plugins/crossdraft-suffix -e plugins/crossdraft-rest
     python benchmarks/retrieval_cost.py [--target smollm2-135m-instruct] [--prompt 4096] [--steps 48] [--device auto]
 
-The prompt is made of the built-in prompts; decoding is greedy and goes on past the end of the answer. ``suffix``
-remembers as many random tokens as it may, ``rest`` has a datastore of ``--datastore`` random tokens. Printed are
-medians over steps: milliseconds of a step and of the drafter's part of it (proposing and observing), and its share in
-per cent.
+The prompt is a concatenation of built-in prompts; decoding is greedy and ignores the end of the answer. The memory of
+``suffix`` is filled with random tokens, and ``rest`` has a datastore of ``--datastore`` random tokens. Prints medians
+over steps: milliseconds of a step and of the drafter (`propose` and `observe`), and its share in per cent.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from crossdraft.framework.engine.stopwatch import Stopwatch
 from crossdraft.framework.models.load import load_model
 from crossdraft.framework.recipe.prompts import load_prompts
 
-#: First steps, in which buffers are made and every draft is validated.
+#: Warm-up steps, in which buffers are allocated and every draft is validated.
 WARM_UP = 10
-#: Most tokens of a step, more than any of these drafts may have.
+#: Upper bound of the tokens of a step.
 LONGEST = 20
 PHASES = ("draft", "target", "verify", "rest")
 
 
 def long_prompt(tokenizer: Any, length: int) -> list[int]:
-    """So many tokens of the built-in prompts, again and again."""
+    """The built-in prompts' tokens, repeated up to a length."""
     ids: list[int] = []
     for prompt in cycle(load_prompts("builtin")):
         ids += tokenizer(" ".join(prompt.turns) + "\n", add_special_tokens=False)["input_ids"]
@@ -48,11 +47,11 @@ def long_prompt(tokenizer: Any, length: int) -> list[int]:
 def steps_of(target: Any, drafter: dict[str, Any], prompt: list[int], steps: int) -> list[dict[str, float]]:
     """Seconds of each phase of each step."""
     clock = Stopwatch(target.model.device)
-    found, last = [], dict(clock.seconds)
+    result, last = [], dict(clock.seconds)
 
     def note(_: Any) -> None:
         now = dict(clock.seconds)
-        found.append({phase: now[phase] - last[phase] for phase in PHASES})
+        result.append({phase: now[phase] - last[phase] for phase in PHASES})
         last.update(now)
 
     options = {"sampling": Sampling(temperature=0), "batch_size": 1, "max_new_tokens": LONGEST * steps}
@@ -62,10 +61,10 @@ def steps_of(target: Any, drafter: dict[str, Any], prompt: list[int], steps: int
         memory.extend(np.random.default_rng(0).integers(0, decoder.target.vocab_size, memory.capacity))
     decoder.start(0, prompt, eos=())
     last.update(clock.seconds)
-    while len(found) < steps:
+    while len(result) < steps:
         decoder.step()
     decoder.abandon()
-    return found[WARM_UP:]
+    return result[WARM_UP:]
 
 
 def main() -> None:
@@ -74,7 +73,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--prompt", type=int, default=4096, help="tokens of the prompt")
     parser.add_argument("--steps", type=int, default=48)
-    parser.add_argument("--datastore", type=int, default=1_000_000, help="tokens of the datastore of 'rest'")
+    parser.add_argument("--datastore", type=int, default=1_000_000, help="number of tokens in the datastore of 'rest'")
     parser.add_argument("--drafter", action="append", help="measure these alone")
     args = parser.parse_args()
     target = load_model(args.target, device=args.device)
@@ -92,8 +91,8 @@ def main() -> None:
         }
         for title in args.drafter or drafters:
             steps = steps_of(target, drafters[title], prompt, args.steps)
-            whole = [1e3 * sum(one.values()) for one in steps]
-            own = [1e3 * one["draft"] for one in steps]
+            whole = [1e3 * sum(item.values()) for item in steps]
+            own = [1e3 * item["draft"] for item in steps]
             share = [100 * a / b for a, b in zip(own, whole, strict=True)]
             table.append([title, *(statistics.median(values) for values in (whole, own, share))])
             print(tabulate(table[-1:], tablefmt="plain", floatfmt=".3f"), flush=True)

@@ -2,20 +2,20 @@
 
     python benchmarks/roofline_check.py
 
-Three kinds of comparison, none of which fits the machine:
+Three kinds of comparison, none with parameters fitted to the machine:
 
-- plain decoding, tokens/s, predicted outright;
-- a speed-up whose accepted length was published with it, predicted outright;
-- series of speed-ups over batch sizes whose accepted length was not published. The one unknown, the probability that
-  a drafted token is accepted, is set so that the smallest batch size agrees; what is compared is the rest.
+- plain decoding, tokens/s, without a free parameter;
+- a speed-up published with its accepted length, without a free parameter;
+- series of speed-ups over batch sizes without a published accepted length. The acceptance probability of a drafted
+  token is fitted to the smallest batch size, and the others are compared.
 
-Last, one term more: seconds for every drafted row that a server verifies, beside the passes of its models. It is fitted
-to one series and tried on the others, because no data sheet has it.
+Finally, a model with one more term: seconds for every drafted row that a server verifies, in addition to the passes of
+its models. Data sheets do not contain it, so it is fitted to one series and tested on the others.
 
-The numbers are the publications' own:
+Sources of the published numbers:
 
 [1] Li, Wei, Zhang and Zhang, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time
-    Test", 2025, Tables 3 (SGLang, H100, chains of 3), 4 (plain decoding) and 5 (vLLM, chains of 2; its text says
+    Test", 2025, Tables 3 (SGLang, H100, chains of 3), 4 (plain decoding) and 5 (vLLM, chains of 2; its text names
     RTX 3090 and a caption of another version A100, so both are shown). LLaMA-3.1-8B, MT-bench.
 [2] Model card of a block-diffusion drafter for Qwen3-8B (Dogacel/Qwen3-8B-DSpark, 2026): blocks of 7, accepted length
     2.33, one H100, SPEED-Bench coding, temperature 1, at concurrency 1 and 32.
@@ -37,16 +37,16 @@ from crossdraft.framework.cost.curve import Curve
 from crossdraft.framework.cost.prediction import CellStatistics, predict, stops_paying
 from crossdraft.framework.cost.roofline import EFFICIENCY, Roofline, Shape
 
-#: Tokens a row holds: none of the publications says; MT-bench and short answers come to a few hundred.
+#: Context length in tokens: not published; MT-bench and short answers come to a few hundred.
 CONTEXT = 512
 
 LLAMA_8B = Shape("Llama-3.1-8B", 32, 4096, 32, 8, 128, 14336, 128256)
 QWEN_8B = Shape("Qwen3-8B", 36, 4096, 32, 8, 128, 12288, 151936)
 # One decoder layer. EAGLE joins embedding and feature into one vector first and uses the target's head; EAGLE-3 joins
-# three features, gives its attention twice the width and has a head of 32000 tokens of its own.
+# three features, doubles the width of its attention and has its own head of 32000 tokens.
 EAGLE = Shape("EAGLE head", 1, 4096, 32, 8, 128, 14336, 128256, fusion=2 * 4096 * 4096)
 EAGLE_3 = Shape("EAGLE-3 head", 1, 4096, 32, 8, 128, 14336, 32000, fusion=3 * 4096 * 4096 + 4096 * 128 * 48)
-# Five layers that see the whole block at once, and the target's head.
+# Five layers over the whole block, and the target's head.
 BLOCK = Shape("block drafter", 5, 4096, 32, 8, 128, 12288, 151936, fusion=5 * 4096 * 4096)
 
 BATCH_SIZES = (2, 4, 8, 16, 24, 32, 48, 56, 64)
@@ -66,7 +66,7 @@ BLOCK_SIZE, ACCEPTED_LENGTH = 7, 2.33
 
 
 def cell_of(batch_size: int, gamma: int, acceptance: float, row_seconds: float = 0.0) -> CellStatistics:
-    """Chains, for each drafted row of which the server takes so much longer."""
+    """Statistics of a chain, with extra seconds for each drafted row."""
     cell = CellStatistics.chain(batch_size, gamma, acceptance, CONTEXT)
     return replace(cell, other_seconds=row_seconds * batch_size * gamma)
 
@@ -78,17 +78,17 @@ def speed_up_of(cell: CellStatistics, target: Curve, drafter: Curve) -> float:
 def fitted_acceptance(
     batch_size: int, gamma: int, speed_up: float, target: Curve, drafter: Curve, row_seconds: float = 0.0
 ) -> float:
-    """The acceptance at which the prediction is ``speed_up``, or the nearest: 0 or 1."""
+    """The acceptance whose prediction is ``speed_up``, clamped to [0, 1]."""
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2
-        found = speed_up_of(cell_of(batch_size, gamma, middle, row_seconds), target, drafter)
-        low, high = (middle, high) if found < speed_up else (low, middle)
+        result = speed_up_of(cell_of(batch_size, gamma, middle, row_seconds), target, drafter)
+        low, high = (middle, high) if result < speed_up else (low, middle)
     return (low + high) / 2
 
 
 def with_rows(name: str, machine: str, row_seconds: float, efficiency: tuple[float, float]) -> Callable[[int], float]:
-    """The speed-up by batch size that is said of a series, where drafted rows take so many seconds each."""
+    """Predicted speed-up of a series by batch size, with extra seconds for each drafted row."""
     _, gamma, head, published = SERIES[name]
     target, drafter = (Roofline(shape, accelerator(machine), efficiency=efficiency) for shape in (LLAMA_8B, head))
     a = fitted_acceptance(BATCH_SIZES[0], gamma, published[0], target, drafter, row_seconds)
@@ -96,7 +96,7 @@ def with_rows(name: str, machine: str, row_seconds: float, efficiency: tuple[flo
 
 
 def fitted_rows(name: str, machine: str, efficiency: tuple[float, float]) -> float:
-    """The seconds a drafted row with which a series is met best, to a microsecond."""
+    """Best-fitting seconds per drafted row of a series, to a microsecond."""
 
     def off(microseconds: int) -> float:
         output = with_rows(name, machine, microseconds / 1e6, efficiency)
@@ -106,7 +106,7 @@ def fitted_rows(name: str, machine: str, efficiency: tuple[float, float]) -> flo
 
 
 def stops(speed_up: Callable[[int], float]) -> int | None:
-    """The least batch size at which drafts of that length are slower than plain decoding."""
+    """Smallest batch size at which drafting is slower than plain decoding."""
     return next((b for b in range(1, 1025) if speed_up(b) < 1), None)
 
 
@@ -121,9 +121,9 @@ def main() -> None:
     print(f"efficiency {efficiency[0]:g} of the bandwidth, {efficiency[1]:g} of the FLOP rate; context {CONTEXT}\n")
     rows, off = [], []
     for shape, b, published, source in PLAIN:
-        found = b / roofline(shape, "h100").seconds(b, 1, CONTEXT)
-        off.append(found / published - 1)
-        rows.append([shape.name, b, published, found, f"{100 * off[-1]:+.0f}", source])
+        result = b / roofline(shape, "h100").seconds(b, 1, CONTEXT)
+        off.append(result / published - 1)
+        rows.append([shape.name, b, published, result, f"{100 * off[-1]:+.0f}", source])
     print("plain decoding on one H100, tokens/s\n")
     print(tabulate(rows, ["model", "B", "published", "roofline", "off %", "source"], floatfmt=".1f"))
     print(f"\nmedian error {100 * median(map(abs, off)):.0f} %\n")
@@ -134,9 +134,9 @@ def main() -> None:
         cell = CellStatistics(
             b, b, ACCEPTED_LENGTH, {BLOCK_SIZE: 1.0}, CONTEXT, draft_seconds=drafter.seconds(b, BLOCK_SIZE, CONTEXT)
         )
-        found = predict(cell, target).speed_up
-        off.append(found / published - 1)
-        rows.append([b, published, found, f"{100 * off[-1]:+.0f}"])
+        result = predict(cell, target).speed_up
+        off.append(result / published - 1)
+        rows.append([b, published, result, f"{100 * off[-1]:+.0f}"])
     print("Qwen3-8B with a block drafter on one H100, speed-up, accepted length as published [2]\n")
     print(tabulate(rows, ["B", "published", "roofline", "off %"], floatfmt=".2f"))
     print(f"\nmedian error {100 * median(map(abs, off)):.0f} %\n")
@@ -147,12 +147,12 @@ def main() -> None:
         for machine in machines:
             target, drafter = roofline(LLAMA_8B, machine), roofline(head, machine)
             a = fitted_acceptance(BATCH_SIZES[0], gamma, published[0], target, drafter)
-            found = [
+            result = [
                 predict(CellStatistics.chain(b, gamma, a, CONTEXT), target, drafter).speed_up
                 for b in BATCH_SIZES[: len(published)]
             ]
-            lines.append(["", machine, f"{a:.2f}", *found])
-            off = [f / p - 1 for f, p in zip(found[1:], published[1:], strict=True)]
+            lines.append(["", machine, f"{a:.2f}", *result])
+            off = [f / p - 1 for f, p in zip(result[1:], published[1:], strict=True)]
             everything += off
             cells = partial(CellStatistics.chain, gamma=gamma, acceptance=a, context=CONTEXT)
             end = stops(lambda b, c=cells, t=target, d=drafter: predict(c(b), t, d).speed_up)
@@ -162,23 +162,23 @@ def main() -> None:
     print("LLaMA-3.1-8B with an EAGLE head, speed-up by batch size; acceptance a set at B = 2 [1]\n")
     print(tabulate(lines, ["series", "", "a", *map(str, BATCH_SIZES)], floatfmt=".2f"))
     print(f"\nmedian error over all series {100 * median(map(abs, everything)):.0f} %\n")
-    print("the batch size from which on drafting is slower (none: at no published one)\n")
+    print("smallest batch size at which drafting is slower (none: faster at all published sizes)\n")
     print(tabulate(ends, ["series", "", "published", "roofline"], missingval="none"))
 
-    every = [(name, machine) for name, (machines, *_) in SERIES.items() for machine in machines]
+    columns = [(name, machine) for name, (machines, *_) in SERIES.items() for machine in machines]
     rows = []
-    for fitted_to, on in every:
+    for fitted_to, on in columns:
         term = fitted_rows(fitted_to, on, efficiency)
         line = [f"{fitted_to}, {on}", 1e6 * term]
-        for name, machine in every:
+        for name, machine in columns:
             output = with_rows(name, machine, term, efficiency)
             off = [abs(output(b) / p - 1) for b, p in zip(BATCH_SIZES, SERIES[name][3], strict=False)][1:]
             line.append(f"{100 * median(off):.0f} %, {stops(output) or 'none'}")
         rows.append(line)
     print(
-        "\none term more, microseconds a drafted row, fitted to one series: median error of each, and where it stops\n"
+        "\nwith microseconds per drafted row, fitted to one series: median error of each, smallest slower batch size\n"
     )
-    print(tabulate(rows, ["fitted to", "us", *(f"{name}, {on}" for name, on in every)], floatfmt=".0f"))
+    print(tabulate(rows, ["fitted to", "us", *(f"{name}, {on}" for name, on in columns)], floatfmt=".0f"))
 
 
 if __name__ == "__main__":

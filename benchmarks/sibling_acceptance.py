@@ -3,9 +3,9 @@
     python benchmarks/sibling_acceptance.py [--target smollm2-135m-instruct] [--model smollm2-draft-model]
         [--siblings 8] [--temperature 1] [--verifier specinfer] [--limit 12] [--max-new-tokens 32]
 
-Every step drafts so many children of the last committed token and nothing below them, so that each is one judgement.
-Printed are the shares with their intervals over prompts, a line for a recipe (``acceptance``, with neighbours that
-would rise replaced by their mean), and what Sequoia's tree of so many nodes is then expected to emit in a step.
+Every step drafts ``--siblings`` children of the last committed token and no deeper nodes. Prints acceptance rates with
+intervals over prompts, a line for a recipe (``acceptance``, made monotone by averaging), and the expected number of
+tokens per step of Sequoia's trees.
 """
 
 from __future__ import annotations
@@ -38,19 +38,21 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=12)
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--depth", type=int, default=8, help="most levels of the trees that are printed")
+    parser.add_argument("--depth", type=int, default=8, help="maximum depth of the printed trees")
     parser.add_argument("--nodes", type=int, nargs="+", default=[4, 8, 16, 32, 64])
     args = parser.parse_args()
     target = load_model(args.target, device=args.device)
     prompts = [encode(target.tokenizer, prompt.turns[:1]) for prompt in load_prompts(args.prompts)[: args.limit]]
-    counts = np.zeros((len(prompts), 1 + args.siblings))  # steps, and those in which each sibling was accepted
+    counts = np.zeros(
+        (len(prompts), 1 + args.siblings)
+    )  # number of steps, and of steps in which each sibling was accepted
 
     def note(event: StepEvent) -> None:
         if not event.draft.width:
             return
-        there = event.draft.valid.any(1).tolist()
-        ranks = [0] * len(there) if event.verdict.path is None else event.verdict.path[:, 0].tolist()
-        for prompt, drafted, tau, rank in zip(event.prompts, there, event.accepted, ranks, strict=True):
+        present = event.draft.valid.any(1).tolist()
+        ranks = [0] * len(present) if event.verdict.path is None else event.verdict.path[:, 0].tolist()
+        for prompt, drafted, tau, rank in zip(event.prompts, present, event.accepted, ranks, strict=True):
             if prompt is not None and drafted:
                 counts[prompt, 0] += 1
                 counts[prompt, 1 + rank] += tau > 0
@@ -66,14 +68,14 @@ def main() -> None:
         on_step=note,
     )
     list(decoder.run(prompts))
-    found = [
+    results = [
         estimate(lambda sums: sums[..., 1] / sums[..., 0], counts[:, [0, k]], log=False, least=0.0, most=1.0)
         for k in range(1, args.siblings + 1)
     ]
-    rows = [[rank, one.value, one.low, one.high] for rank, one in enumerate(found, 1)]
+    rows = [[rank, item.value, item.low, item.high] for rank, item in enumerate(results, 1)]
     print(f"{counts[:, 0].sum():.0f} steps over {len(prompts)} prompts")
     print(tabulate(rows, headers=["sibling", "accepted", "from", "to"], floatfmt=".4f"))
-    falling = isotonic_regression([one.value for one in found], increasing=False).x
+    falling = isotonic_regression([item.value for item in results], increasing=False).x
     acceptance = tuple(round(float(share), 4) for share in falling)
     print(f"acceptance: {list(acceptance)}")
     trees = []

@@ -1,4 +1,4 @@
-"""Float32 products of a few rows on a CPU: `functional.linear` and `lm/small_batch_linear.py`, side by side.
+"""Float32 products of a few rows on a CPU: `functional.linear` against `lm/small_batch_linear.py`.
 
     python benchmarks/small_linear.py
 

@@ -3,9 +3,9 @@
     pip install -e plugins/crossdraft-suffix
     python benchmarks/suffix_growth.py [--sizes 10000 100000 1000000 10000000] [--plot growth.png] [--json growth.json]
 
-A text of frequent and rare tokens, in which phrases come again, is remembered. At each size, steps are played: the
-last 24 tokens are looked up and drafted from, as in a step, then 4 more are added. Printed are medians and 95th
-percentiles in microseconds, and the bytes a token by which the process grew.
+The memory is filled with text of frequent and rare tokens and repeated phrases. At each size, steps are simulated: the
+last 24 tokens are looked up and extended to a draft, then 4 tokens are added. Prints medians and 95th percentiles in
+microseconds, and the growth of the process in bytes per token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VOCABULARY, STEP, NEW = 49_152, 8_192, 4
 
 
 def texts(seed: int) -> Iterator[np.ndarray]:
-    """Pieces of `STEP` tokens: Zipf's law, and a third of each copied from a hundred phrases, always the same."""
+    """Pieces of `STEP` tokens: Zipf's law, and a third of each copied from a hundred phrases, with a fixed seed."""
     phrases = np.random.default_rng(0).integers(0, VOCABULARY, (100, 40))
     random = np.random.default_rng(seed)
     while True:
@@ -39,7 +39,7 @@ def texts(seed: int) -> Iterator[np.ndarray]:
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory; 0 where the system does not say."""
+    """Resident memory of this process in bytes; 0 if the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -48,35 +48,35 @@ def resident() -> int:
 
 @dataclass
 class Memory:
-    """A memory of some size, and the seconds of its steps."""
+    """A memory of one size, with the times of its steps."""
 
     tokens: int
     history: History
     bytes: float
     lookup_seconds: list[float] = field(default_factory=list)
-    learnt: list[float] = field(default_factory=list)
+    update_seconds: list[float] = field(default_factory=list)
     drafted: int = 0
 
     def play(self, tail: list[int], new: list[int], options: Suffix.Config) -> None:
         """One step."""
         start = time.perf_counter()
-        found = speculate([self.history], tail, options.factor, options.min_prob, options.tree)
+        result = speculate([self.history], tail, options.factor, options.min_prob, options.tree)
         middle = time.perf_counter()
         self.history.extend(new)
         self.lookup_seconds.append(middle - start)
-        self.learnt.append(time.perf_counter() - middle)
-        self.drafted += len(found.tokens)
+        self.update_seconds.append(time.perf_counter() - middle)
+        self.drafted += len(result.tokens)
 
     def row(self) -> dict[str, float]:
-        found = {"tokens": self.tokens, "drafted a step": self.drafted / len(self.lookup_seconds)}
-        for name, seconds in (("look-up", self.lookup_seconds), ("update", self.learnt)):
-            found[f"{name} median us"] = 1e6 * float(np.median(seconds))
-            found[f"{name} p95 us"] = 1e6 * float(np.quantile(seconds, 0.95))
-        return found | {"process bytes a token": self.bytes}
+        results = {"tokens": self.tokens, "drafted a step": self.drafted / len(self.lookup_seconds)}
+        for name, seconds in (("look-up", self.lookup_seconds), ("update", self.update_seconds)):
+            results[f"{name} median us"] = 1e6 * float(np.median(seconds))
+            results[f"{name} p95 us"] = 1e6 * float(np.quantile(seconds, 0.95))
+        return results | {"process bytes a token": self.bytes}
 
 
 def measure(sizes: Sequence[int], steps: int, options: Suffix.Config) -> list[dict[str, float]]:
-    """A row for each size. Their steps take turns, so that all are measured on the same machine."""
+    """Rows by size; the steps of all sizes alternate."""
     memories, source = [], texts(2)
     for size in sorted(sizes):
         before = resident()
@@ -94,7 +94,7 @@ def measure(sizes: Sequence[int], steps: int, options: Suffix.Config) -> list[di
 
 
 def plot(rows: Sequence[dict[str, float]], path: Path) -> None:
-    """Medians over sizes."""
+    """Plot medians by size."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--tree", action="store_true", help="draft trees")
     parser.add_argument("--plot", type=Path, help="write a picture there")
-    parser.add_argument("--json", type=Path, help="write the numbers there")
+    parser.add_argument("--json", type=Path, help="write the numbers to this file")
     args = parser.parse_args()
     rows = measure(args.sizes, args.steps, Suffix.Config(tree=args.tree))
     for row in rows:

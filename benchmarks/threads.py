@@ -3,10 +3,9 @@
     python benchmarks/threads.py [--model smollm2-135m-instruct] [--neighbours 0 1 2] [--repeats 9] [--tokens 16]
 
 One process for each setting holds the model, because the wait policy is read when PyTorch is loaded. In each
-repetition every setting decodes the same number of tokens, one after the other, in random order; the others sleep. A
-neighbour is a process that never sleeps. Printed: the median of tokens/s for each setting and number of neighbours,
-and the median ratio to the first setting of the same repetition with its quartiles. Then, with ``auto``, the number of
-threads that crossdraft chose last.
+repetition the settings decode the same number of tokens one after the other, in random order. A neighbour is a process
+that never sleeps. Prints the median of tokens/s for each setting and number of neighbours, the median ratio to the
+first setting of the same repetition with its quartiles and, with ``auto``, the last number of threads chosen.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import time
 from tabulate import tabulate
 
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
-#: Environment variables of each setting; OMP_NUM_THREADS keeps crossdraft from choosing.
+#: Environment variables of each setting; OMP_NUM_THREADS turns crossdraft's choice off.
 SETTINGS = {
     "all threads, spinning (PyTorch's default)": {"OMP_NUM_THREADS": str(os.cpu_count())},
     "all threads, passive": PASSIVE | {"OMP_NUM_THREADS": str(os.cpu_count())},
@@ -71,7 +70,7 @@ def main() -> None:
     parser.add_argument("--neighbours", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--spin", type=int, nargs="*", default=[], help="GOMP_SPINCOUNTs to measure as well")
+    parser.add_argument("--spin", type=int, nargs="*", default=[], help="also measure these values of GOMP_SPINCOUNT")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -96,16 +95,16 @@ def main() -> None:
         for count in args.neighbours:
             busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
             try:
-                found: dict[str, list[tuple[float, int]]] = {name: [] for name in settings}
+                results: dict[str, list[tuple[float, int]]] = {name: [] for name in settings}
                 for repeat in range(args.repeats):
                     for name in random.Random(repeat).sample(list(children), len(children)):
-                        found[name].append(request(children[name], args.tokens))
+                        results[name].append(request(children[name], args.tokens))
             finally:
                 for process in busy:
                     process.kill()
                     process.wait()
-            first = [speed for speed, _ in next(iter(found.values()))]
-            for name, pairs in found.items():
+            first = [speed for speed, _ in next(iter(results.values()))]
+            for name, pairs in results.items():
                 ratios = [speed / base for (speed, _), base in zip(pairs, first, strict=True)]
                 low, middle, high = statistics.quantiles(ratios, n=4)
                 speed = statistics.median(speed for speed, _ in pairs)

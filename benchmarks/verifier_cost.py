@@ -3,12 +3,12 @@
     python benchmarks/verifier_cost.py [--device cuda] [--batch 1 8 32] [--vocab 32000 152064] [--rules block ...]
                                        [--compile]
 
-A softmax of the target's logits is made in every step whatever the verifier is, so the ratio says what a rule adds.
-Laws are synthetic: drafter and target agree so far that token verification accepts between two and three of eight
-tokens (E[tau] is printed). Every repeat is a new step with new drafts: the softmax and all the rules of one draft
-shape run in turn on the same tensors, and rules that carry state are told what they accepted, so theirs is the
-state of a real sequence. With ``--compile`` each rule runs a second time as compiled code (`CompiledVerifier`), and
-all warm up for longer. Medians over the repeats. Combinations beyond ``--limit-gib`` are skipped with a message.
+Every step computes a softmax of the target's logits, whatever the verifier, so the ratio is a verifier's relative extra
+cost. Distributions are synthetic: token verification accepts between two and three of eight tokens (E[tau] is
+printed). Every repeat is a new step with new drafts: the softmax and all verifiers of one draft shape run in turn on
+the same tensors, and verifiers with state observe their outcomes, as in a real sequence. With ``--compile`` each
+verifier also runs compiled (`CompiledVerifier`), with a longer warm-up. Prints medians over the repeats. Combinations
+beyond ``--limit-gib`` are skipped with a message.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from crossdraft.framework.contracts.verifier import Verifier
 from crossdraft.framework.engine.compiled_verifier import CompiledVerifier
 
 GAMMA, LENGTH, BRANCHING = 8, 4, (2, 2, 1)
-#: Draft shapes: what siblings are, and the most nodes of a row.
+#: Draft shapes: draft kind, and maximum number of nodes per row.
 SHAPES: dict[str, tuple[DraftKind, int]] = {
     f"chain {GAMMA}": (CHAIN, GAMMA),
     f"iid 2 x {LENGTH}": (IID, 2 * LENGTH),
@@ -42,8 +42,8 @@ SHAPES: dict[str, tuple[DraftKind, int]] = {
     f"tree {list(BRANCHING)}": (WITHOUT_REPLACEMENT, Shape.branching(BRANCHING).nodes),
     f"greedy tree {list(BRANCHING)}": (GREEDY_DRAFT, Shape.branching(BRANCHING).nodes),
 }
-#: Most time a rule may take, in softmaxes: of one row, and of eight or more. A softmax of one row takes a fraction of a
-#: millisecond, no longer than a few dozen small operations whatever their size, which is what the rules for trees are.
+#: Time limits of the verifiers in softmaxes: at one row, and at eight or more. A softmax of one row takes as long as a
+#: few dozen small operations, and verifiers for trees consist of those.
 BUDGETS: dict[str, tuple[float, float]] = {
     "token": (1, 1),
     "block": (2, 2),
@@ -62,7 +62,7 @@ BUDGETS: dict[str, tuple[float, float]] = {
 
 
 class SyntheticLM:
-    """A target and a drafter whose logits depend on the prefix through one of a few states."""
+    """A synthetic target and drafter whose logits depend on the prefix through one of a few states."""
 
     STATES = 32
 
@@ -131,7 +131,7 @@ def seconds(run: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
 
 
 def gibibytes(shape: str, batch: int, vocab: int) -> float:
-    """Logits, p, its softmax, q and about three tensors of their size inside a rule, float32."""
+    """Logits, p, its softmax, q and about three tensors of their size inside a verifier, float32."""
     return 7 * batch * (SHAPES[shape][1] + 1) * vocab * 4 / 2**30
 
 
@@ -165,20 +165,20 @@ def measure(
         states = lm.states(draft, start)
         logits, p = lm.target[states], lm.p[states]
         elapsed, _ = seconds(lambda: logits.softmax(-1), device)  # noqa: B023
-        found = {"softmax": elapsed}
+        results = {"softmax": elapsed}
         for name, verifier in verifiers.items():
-            # What a draft works out once (its lineage, say) is made anew for every rule.
+            # Cached properties of a draft (such as its ancestor mask) are recomputed for every verifier.
             own = Draft(**{field: getattr(draft, field) for field in Draft.__dataclass_fields__})
-            # The drafter's first draw has made the numbers of the step.
+            # The drafter's first draw has generated the step's random numbers.
             step = copy.deepcopy(numbers)
             step = compilers.get(name, verifier.verify)
-            found[name], verdict = seconds(lambda: step(own, p, step), device)  # noqa: B023
+            results[name], verdict = seconds(lambda: step(own, p, step), device)  # noqa: B023
             tau = verdict.length.tolist()
             verifier.observe(tau, draft.count.tolist())
             accepted[name].append(sum(tau) / batch)
         nodes = max(nodes, draft.width)
         if position >= warm_up:
-            for name, value in found.items():
+            for name, value in results.items():
                 times[name].append(value)
     softmax = statistics.median(times["softmax"])
     rows = []
@@ -201,11 +201,11 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--vocab", type=int, nargs="+", default=[32000, 152064])
-    parser.add_argument("--rules", nargs="+", help="default: all that can be sampled with")
+    parser.add_argument("--rules", nargs="+", help="default: all that support sampling")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--limit-gib", type=float, default=6.0, help="skip what would need more memory than this")
-    parser.add_argument("--compile", action="store_true", help="also run the rules as compiled code")
+    parser.add_argument("--limit-gib", type=float, default=6.0, help="skip combinations that need more memory")
+    parser.add_argument("--compile", action="store_true", help="also run compiled verifiers")
     args = parser.parse_args()
     device = torch.device(args.device)
     known = {}
@@ -222,7 +222,7 @@ def main() -> None:
                 for name, traits in known.items()
                 if drawn in traits.kind
                 and not traits.temperature_zero_only
-                # A rule for pairs alone does not judge this tree.
+                # Verifiers for pairs of siblings do not support this tree.
                 and not (traits.pairs_only and drawn == "without_replacement")
             ]
             if shape not in args.shapes or not rules:

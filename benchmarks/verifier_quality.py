@@ -1,11 +1,11 @@
-"""Exact number of tokens accepted by each verifier: by enumeration on small models, no sampling error.
+"""Expected number of tokens accepted by each verifier, exact by enumeration on small models.
 
     python benchmarks/verifier_quality.py [--out docs/img]
 
-First E[tau] on the toy G1 (V = 3, gamma = 2) while the drafter moves from the target itself to G1's own drafter:
-it draws from (1 - lambda) M_b + lambda M_s. Then Pr(tau >= i), the distribution of the accepted length, on the toy
+First E[tau] on the toy G1 (V = 3, gamma = 2) with drafters between the target and G1's drafter, which draw from
+(1 - lambda) M_b + lambda M_s. Then Pr(tau >= i), the distribution of the accepted length, on the toy
 T0 with longer drafts (compare figure 3 of Z. Sun et al., "Block Verification Accelerates Speculative Decoding",
-ICLR 2025). Prints both tables; with matplotlib installed and ``--out`` it draws them as well.
+ICLR 2025). Prints both tables; with ``--out`` (and matplotlib) also draws them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PANELS: dict[str, list[tuple[str, str, str, dict[str, Any]]]] = {
     ],
 }
 CHAIN_RULES = ("token", "block", "greedy-block")
-#: The Okabe-Ito colours, told apart with any colour vision; each rule keeps its own in both figures.
+#: The Okabe-Ito colours, distinguishable with any colour vision; the same in both figures.
 LOOKS = {
     "token": ("#000000", "o"),
     "block": ("#0072B2", "s"),
@@ -62,27 +62,27 @@ LOOKS = {
 def enumerate_(toy: Toy, draft: str, verifier: str, config: dict[str, Any], gamma: int, steps: int = 1) -> Certificate:
     rule = plugins.get("verifiers", verifier)
     make = lambda: rule(rule.Config(**config))  # noqa: E731
-    found = certify(toy, DRAFTS[draft].build, make, steps=steps, gamma=gamma, markov=True)
-    # Greedy block verification keeps the law only together with the steps that follow, which certify completes.
-    assert found.lossless, f"{verifier} on {draft}: TV {found.tv}"
-    return found
+    certificate = certify(toy, DRAFTS[draft].build, make, steps=steps, gamma=gamma, markov=True)
+    # Greedy block verification is lossless only together with the following steps, which certify completes.
+    assert certificate.lossless, f"{verifier} on {draft}: TV {certificate.tv}"
+    return certificate
 
 
 def mixture(toy: Toy, share: float) -> Toy:
-    """The toy with a drafter that is ``share`` of its own and the target for the rest."""
+    """The toy with a mixed drafter: ``share`` of its own, the rest the target."""
     return Toy(toy.name, toy.gamma, toy.target, (1 - share) * toy.target + share * toy.drafter)
 
 
 def mean_tau(toy: Toy, draft: str, verifier: str, config: dict[str, Any]) -> float:
-    """E[tau] of a step; what greedy block verification accepts at once it repays in the next, so of three steps."""
+    """E[tau] of a step; for greedy block verification, which modifies later steps, the mean of three."""
     rule = plugins.get("verifiers", verifier)
     steps = 3 if rule.traits(rule.Config(**config)).stateful else 1
-    found = enumerate_(toy, draft, verifier, config, toy.gamma, steps)
-    return sum(found.expected_tau) / steps
+    result = enumerate_(toy, draft, verifier, config, toy.gamma, steps)
+    return sum(result.expected_tau) / steps
 
 
 def by_agreement(toy: Toy, shares: list[float]) -> dict[str, list[tuple[str, list[float]]]]:
-    """E[tau] of every line of every panel, per share."""
+    """E[tau] by panel and label, for each share."""
     return {
         panel: [
             (label, [mean_tau(mixture(toy, share), draft, rule, config) for share in shares])
@@ -106,11 +106,11 @@ def look(label: str) -> dict[str, Any]:
     return dict(color=colour, marker=marker, linestyle="--" if dashed else "-", markersize=5, linewidth=1.6)
 
 
-def draw_agreement(found: dict[str, list[tuple[str, list[float]]]], shares: list[float], path: Path) -> None:
+def draw_agreement(by_panel: dict[str, list[tuple[str, list[float]]]], shares: list[float], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 6.4), sharey=True, layout="constrained")
-    for axis, (panel, lines) in zip(axes, found.items(), strict=True):
+    for axis, (panel, lines) in zip(axes, by_panel.items(), strict=True):
         for label, values in lines:
             axis.plot(shares, values, label=label, markevery=2, **look(label))
         axis.set(title=panel, xlabel="λ: drafter = (1 − λ) target + λ own", xlim=(-0.02, 1.02))
@@ -121,11 +121,11 @@ def draw_agreement(found: dict[str, list[tuple[str, list[float]]]], shares: list
     figure.savefig(path, dpi=130)
 
 
-def draw_survival(found: dict[str, list[float]], path: Path) -> None:
+def draw_survival(by_rule: dict[str, list[float]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axis = pyplot.subplots(figsize=(6.4, 4.2), layout="constrained")
-    for rule, values in found.items():
+    for rule, values in by_rule.items():
         axis.plot(range(len(values)), values, label=rule, **look(rule))
     axis.set(xlabel="i, draft tokens", ylabel="Pr(τ ≥ i)", ylim=(0, 1.02), xlim=(-0.15, len(values) - 0.85))
     axis.grid(alpha=0.25)
@@ -140,10 +140,10 @@ def main() -> None:
     args = parser.parse_args()
     toys = {toy.name: toy for toy in built_in_toys()}
     shares = [i / 20 for i in range(21)]
-    found = by_agreement(toys["G1"], shares)
+    result = by_agreement(toys["G1"], shares)
     shown = [0, 2, 5, 10, 15, 20]
     print("E[tau] on G1, gamma 2, drafter (1 - lambda) M_b + lambda M_s")
-    for panel, lines in found.items():
+    for panel, lines in result.items():
         rows = [[label, *(values[i] for i in shown)] for label, values in lines]
         print(tabulate(rows, [panel, *(f"lambda {shares[i]:g}" for i in shown)], floatfmt=".4f"), end="\n\n")
     lengths = survival(toys["T0"], args.gamma)
@@ -155,7 +155,7 @@ def main() -> None:
 
         matplotlib.use("Agg")
         args.out.mkdir(parents=True, exist_ok=True)
-        draw_agreement(found, shares, args.out / "verifier_quality.png")
+        draw_agreement(result, shares, args.out / "verifier_quality.png")
         draw_survival(lengths, args.out / "acceptance_ccdf.png")
 
 

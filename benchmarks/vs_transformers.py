@@ -9,10 +9,10 @@ Pairs (same gamma, temperature, dtype and threads on both sides):
     assistant    generate(assistant_model=...)              drafter draft-model, verifier token
     assistant+   generate(assistant_model=...)              drafter draft-model, verifier block
 
-For each prompt both sides of every pair run one after the other, in an order that rotates; the ratio of a
-prompt is ours / theirs in tokens per second, prefill included on both sides. Printed: the ratio of totals, the
-median over prompts and the middle half. `batch` rows show what B slots add; transformers' assisted
-generation takes one sequence at a time.
+For each prompt both sides of every pair run one after the other, in rotating order; the ratio of a prompt is ours /
+theirs in tokens per second, prefill included on both sides. Prints the ratio of totals, the median over prompts and
+the interquartile range. `batch` rows show the effect of B slots; transformers' assisted generation supports only one
+sequence at a time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Ids = list[int]
 
 
 class Ours:
-    """One drafter x verifier cell, its buffers made once."""
+    """A drafter x verifier cell with reused buffers."""
 
     def __init__(self, target, small, drafter: str, config: dict, verifier: str, args, batch: int, prompts: list[Ids]):
         self.decoder = pair_decoder(
@@ -58,7 +58,7 @@ class Ours:
 
 
 class Theirs:
-    """transformers' generate, one prompt after the other."""
+    """transformers' generate, prompt by prompt."""
 
     def __init__(self, target, args, **options):
         self.target, self.args, self.options = target, args, options
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--gamma", type=int, default=4)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--batch", type=int, default=8, help="slots of the batch rows; 0 leaves them out")
+    parser.add_argument("--batch", type=int, default=8, help="number of slots of the batch rows; 0: without them")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--seed", type=int, default=0)
@@ -99,7 +99,7 @@ def main() -> None:
 
     target = load_model(args.model, dtype=args.dtype, device=args.device)
     small = load_model(args.drafter, share_with=target)
-    # Copies of their own for transformers: ours replaces the linear layers of a model it decodes on a CPU.
+    # Separate copies for transformers: crossdraft replaces the linear layers of a model on a CPU.
     plain_target, plain_small = copy.deepcopy(target), copy.deepcopy(small)
     prompts = [
         target.tokenizer.apply_chat_template(

@@ -1,36 +1,35 @@
-"""The errors that crossdraft raises on purpose.
+"""Exceptions raised by crossdraft.
 
-Each carries one sentence, written for the person who reads it: what is wrong and what to do. They hold
-nothing but that sentence, so that they survive the trip from a worker process. The command line prints the
-sentence without a traceback and leaves with ``exit_code``.
+Each message states the problem and the fix. Exceptions hold only their message, so that they can be pickled between
+processes. The command line prints the message without a traceback and exits with ``exit_code``.
 """
 
 import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-#: Most characters that a sentence repeats of what was given, and of what somebody else's error says.
+#: Maximum characters quoted from an input, and from a foreign error message.
 _QUOTED, _REPEATED = 80, 300
 
 
 class CrossdraftError(Exception):
-    """Base of every error below; catching it catches nothing that is a bug."""
+    """Base class of all errors of crossdraft, bugs excluded."""
 
     exit_code = 1
 
 
 class UsageError(CrossdraftError):
-    """The request itself is wrong: a recipe, an option, a name."""
+    """An invalid request: a recipe, an option, a name."""
 
     exit_code = 2
 
 
 class UnknownNameError(UsageError):
-    """A name that nothing installed provides."""
+    """A name that no installed package provides."""
 
     @classmethod
     def among(cls, what: str, name: str, known: Iterable[str], hint: str = "") -> "UnknownNameError":
-        """Say that `name` is no `what`, which known name is nearest, and what is installed."""
+        """Return the error for an unknown name, with the nearest known name and a list of the installed ones."""
         known = sorted(known)
         sentence = f"there is no {what} named {quoted(name)}"
         nearest = difflib.get_close_matches(name[:_REPEATED], known, n=1, cutoff=0.5)
@@ -40,27 +39,27 @@ class UnknownNameError(UsageError):
 
 
 class ContractError(CrossdraftError):
-    """A plug-in, or an object it registered, does not keep its contract."""
+    """A plug-in, or an object it registered, violates its contract."""
 
 
 class NumericalError(CrossdraftError):
-    """Numbers that cannot be right: NaN, a law that does not sum to one, a drawn token of mass zero.
+    """Invalid numbers: NaN, a distribution that does not sum to 1, a drawn token of probability 0.
 
-    ``responses``: where `crossdraft.generate` raises it, what it made of all inputs, the finished ones whole.
+    ``responses``: if raised by `crossdraft.generate`, the responses to all inputs, including finished ones.
     """
 
     responses: Sequence[Any] = ()
 
 
 class ModelError(CrossdraftError):
-    """A model that cannot be found, fetched or loaded as it is."""
+    """A model that cannot be found, downloaded or loaded."""
 
 
 def quoted(value: Any, most: int = _QUOTED) -> str:
-    """`repr` for a sentence: on one line, cut, and whatever ``value`` is."""
+    """Single-line `repr`, truncated to ``most`` characters; never raises."""
     try:
         text = printable(repr(value))
-    except Exception:  # an integer of more digits than Python prints, somebody's own __repr__
+    except Exception:  # an integer with too many digits to print, or a failing __repr__
         text = f"<{type(value).__name__}>"
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
@@ -71,9 +70,9 @@ def printable(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says, after the name of its class if it is not one of ours.
+    """First line of an error message, prefixed with the class name for foreign errors.
 
-    And the second, if the first one announces it with a colon.
+    If the first line ends with a colon, the second line is appended.
     """
     try:
         text, _, rest = str(error).strip().partition("\n")

@@ -50,7 +50,7 @@ class Broken:
 
 
 class Manager(pluggy.PluginManager):
-    """pluggy's manager, which also remembers who provides each plug-in and what is broken.
+    """pluggy's manager, with the provider of each plug-in and a list of broken ones.
 
     `register` and `unregister` may be called at any time (tests do): the names are collected again.
     """
@@ -63,7 +63,7 @@ class Manager(pluggy.PluginManager):
         self._collected: tuple[dict[str, dict[str, Entry]], list[Broken]] | None = None
 
     def register(self, plugin: Any, name: str | None = None) -> str | None:
-        """Register `plugin`. Implementing no hook, or one that does not exist, is an error."""
+        """Register `plugin`; it must implement at least one hook, and only existing ones."""
         self._collected = None
         known = self.is_registered(plugin)
         try:
@@ -78,14 +78,14 @@ class Manager(pluggy.PluginManager):
         return registered
 
     def unregister(self, plugin: Any = None, name: str | None = None) -> Any:
-        """Take `plugin` out again, with the names it registered."""
+        """Unregister `plugin` and its names."""
         self._collected = None
         return super().unregister(plugin, name)
 
     def load_entry_points(self) -> None:
-        """Load every installed plug-in: crossdraft's own first, so that nobody can take a built-in name."""
-        found = [(*_distribution(point), point) for point in self._entry_points()]
-        for distribution, version, point in sorted(found, key=lambda f: (f[0] != "crossdraft", f[0], f[2].name)):
+        """Load every installed plug-in: crossdraft's own first, so that built-in names cannot be overridden."""
+        points = [(*_distribution(point), point) for point in self._entry_points()]
+        for distribution, version, point in sorted(points, key=lambda f: (f[0] != "crossdraft", f[0], f[2].name)):
             name, provider = f"{distribution}:{point.name}", f"{distribution} {version}"
             try:
                 with redirect_stdout(sys.stderr):
@@ -103,7 +103,7 @@ class Manager(pluggy.PluginManager):
         try:
             return list(entry_points(group="crossdraft"))
         except Exception:  # one distribution with damaged metadata would cost all the others
-            return [point for found in distributions() for point in self._of_distribution(found)]
+            return [point for package in distributions() for point in self._of_distribution(package)]
 
     def _of_distribution(self, distribution: Any) -> list[EntryPoint]:
         try:
@@ -114,7 +114,7 @@ class Manager(pluggy.PluginManager):
             return []
 
     def collected(self) -> tuple[dict[str, dict[str, Entry]], list[Broken]]:
-        """All names by kind, and what is broken; collected once, until a plug-in comes or goes."""
+        """All names by kind, and broken plug-ins; cached until a plug-in is registered or unregistered."""
         if self._collected is None:
             self._collected = self._collect()
         return self._collected
@@ -127,7 +127,7 @@ class Manager(pluggy.PluginManager):
             try:
                 # All the hooks of one plug-in, then its names: it is in, or it is out.
                 with redirect_stdout(sys.stderr):
-                    registered = [(kind, entry) for kind in KINDS for entry in self._ask(plugin, kind, provider)]
+                    registered = [(kind, entry) for kind in KINDS for entry in self._entries(plugin, kind, provider)]
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
@@ -140,9 +140,9 @@ class Manager(pluggy.PluginManager):
                     broken.append(_skipped(provider, ContractError(clash)))
         return names, broken
 
-    def _ask(self, plugin: Any, kind: str, provider: str) -> list[Entry]:
+    def _entries(self, plugin: Any, kind: str, provider: str) -> list[Entry]:
         """Return what `plugin` registers of one kind. Called per plug-in: a pluggy call stops at the first failure."""
-        found: list[Entry] = []
+        entries: list[Entry] = []
 
         def register(name: str, reference: Any, summary: str = "") -> None:
             if not isinstance(name, str) or not name or name != name.strip() or flaw(name, UNPRINTABLE):
@@ -153,24 +153,24 @@ class Manager(pluggy.PluginManager):
                 raise ContractError(f"the reference of {name!r}, {quoted(reference)}, is not 'module:object'")
             if not isinstance(summary, str) or flaw(summary, UNPRINTABLE):
                 raise ContractError(f"the summary of {name!r}, {quoted(summary)}, is not a line of text")
-            found.append(Entry(name, reference, summary, provider))
+            entries.append(Entry(name, reference, summary, provider))
 
         for implementation in getattr(self.hook, f"crossdraft_register_{kind}").get_hookimpls():
             if implementation.plugin is plugin:
                 implementation.function(register)
-        return found
+        return entries
 
 
 @cache
 def manager() -> Manager:
     """The one plug-in manager of this process, with every installed plug-in loaded."""
-    found = Manager()
-    found.load_entry_points()
-    return found
+    manager = Manager()
+    manager.load_entry_points()
+    return manager
 
 
 def entries(kind: str) -> dict[str, Entry]:
-    """The registered names of a kind (one of `KINDS`), without importing what they stand for."""
+    """Registered names of a kind (one of `KINDS`), without importing the objects."""
     if kind not in KINDS:
         raise UnknownNameError.among("kind of plug-in", kind, KINDS)
     return dict(manager().collected()[0][kind])
@@ -182,32 +182,32 @@ def broken() -> list[Broken]:
 
 
 def get(kind: str, name: str) -> Any:
-    """Import and return what `name` stands for.
+    """Import and return the object registered as `name`.
 
-    Raises `UnknownNameError` for a name nobody registered, and `ContractError` for an object that cannot be
-    imported or does not keep the contract of its kind; the sentence names the plug-in it came from.
+    Raises `UnknownNameError` for an unregistered name, and `ContractError`, which names the plug-in, for an object that
+    cannot be imported or violates the contract of its kind.
     """
     known = entries(kind)
     if name not in known:
         raise UnknownNameError.among(_singular(kind), name, known)
     entry = known[name]
     with guarded(kind, name, passing=()):
-        found = _import(entry.ref) if isinstance(entry.ref, str) else entry.ref
-        _check(kind, name, found)
-    return found
+        registered = _import(entry.ref) if isinstance(entry.ref, str) else entry.ref
+        _check(kind, name, registered)
+    return registered
 
 
 @contextmanager
 def guarded(
     kind: str, name: str, doing: str = "", passing: tuple[type[BaseException], ...] = (CrossdraftError,)
 ) -> Iterator[None]:
-    """Run code of the plug-in that provides ``name``: what it raises becomes a ContractError that names it.
+    """Run code of the plug-in that provides ``name``; convert its exceptions to a ContractError that names it.
 
-    SystemExit does, too; only what the user breaks off (KeyboardInterrupt) and what is ``passing`` goes on. What the
-    code prints goes to standard error: standard output is the command's.
+    SystemExit is converted too; KeyboardInterrupt and the classes in ``passing`` propagate. Output of the code is
+    redirected to standard error.
 
     Args:
-        doing: what is called, for the sentence: "traits()".
+        doing: the call, for the message: "traits()".
     """
     try:
         with redirect_stdout(sys.stderr):
@@ -219,7 +219,7 @@ def guarded(
 
 
 def unusable(kind: str, name: str, why: str) -> ContractError:
-    """The error to raise for something registered that does not keep its contract."""
+    """Error for a registered object that violates its contract."""
     entry = entries(kind).get(name)
     provider = f" of {entry.provider}" if entry is not None else ""
     return ContractError(f"the {_singular(kind)} {name!r}{provider} is unusable: {why}")
@@ -249,17 +249,17 @@ def traits_of(kind: str, cls: Any, config: Any, *sampling: Any) -> Any:
     from .contracts.verifier import VerifierTraits
 
     with guarded(kind, cls.name, "traits()"):
-        found = cls.traits(config, *sampling)
+        traits = cls.traits(config, *sampling)
     expected: Any = DraftTraits if kind == "drafters" else VerifierTraits
-    if not isinstance(found, expected):
-        raise unusable(kind, cls.name, f"traits() must return crossdraft.{expected.__name__}, not {quoted(found)}")
-    if problem := found.problem():
-        raise unusable(kind, cls.name, f"traits() say {problem}")
-    return found
+    if not isinstance(traits, expected):
+        raise unusable(kind, cls.name, f"traits() must return crossdraft.{expected.__name__}, not {quoted(traits)}")
+    if problem := traits.problem():
+        raise unusable(kind, cls.name, f"traits() declares {problem}")
+    return traits
 
 
 def notify(hook: str, **arguments: Any) -> None:
-    """Tell every plug-in that implements the notification `hook`; one that raises is logged, not fatal."""
+    """Call the notification `hook` of every plug-in; errors are logged, not raised."""
     for implementation in getattr(manager().hook, hook).get_hookimpls():
         try:
             with redirect_stdout(sys.stderr):
@@ -272,69 +272,72 @@ def notify(hook: str, **arguments: Any) -> None:
 
 def _import(reference: str) -> Any:
     module, _, attributes = reference.partition(":")
-    found = importlib.import_module(module)
+    target = importlib.import_module(module)
     for attribute in attributes.split("."):
-        found = getattr(found, attribute)
-    return found
+        target = getattr(target, attribute)
+    return target
 
 
-def _check(kind: str, name: str, found: Any) -> None:
-    """Raise `ContractError` with what `found` lacks to be a `kind` called `name`."""
+#: Base class and required methods of kinds whose base class this layer does not import.
+_METHODS = {
+    "engines": ("Engine", ("read", "cannot", "scheduled", "export")),
+    "servers": ("EngineServer", ("start", "complete", "stop")),
+}
+
+
+def _check(kind: str, name: str, registered: Any) -> None:
+    """Raise `ContractError` with what `registered` lacks to be a `kind` called `name`."""
     if kind in ("drafters", "verifiers", "trainers", "backends", "launchers"):
-        _check_class(kind, name, found)
-    elif kind == "engines":
-        missing = [
-            method for method in ("read", "cannot", "scheduled", "export") if not callable(getattr(found, method, None))
-        ]
-        if not isinstance(found, type) or missing:
-            raise ContractError(f"an engine is a subclass of crossdraft.Engine, not {quoted(found)}")
-        if found.name != name:
-            raise ContractError(f"{found.__name__}.name is {found.name!r}; it must be {name!r}, the registered name")
-    elif kind == "servers":
-        missing = [method for method in ("start", "complete", "stop") if not callable(getattr(found, method, None))]
-        if not isinstance(found, type) or missing:
-            raise ContractError(f"a server is a subclass of crossdraft.EngineServer, not {quoted(found)}")
-        if found.name != name:
-            raise ContractError(f"{found.__name__}.name is {found.name!r}; it must be {name!r}, the registered name")
-    elif kind == "trackers" and not isinstance(found, type):
-        raise ContractError(f"a tracker is a class, not {quoted(found)}")
-    elif kind == "recipes" and not (isinstance(found, Path) and found.is_file()):
-        raise ContractError(f"a recipe is the pathlib.Path of an existing file, not {found!r}")
+        _check_class(kind, name, registered)
+    elif kind in _METHODS:
+        base, methods = _METHODS[kind]
+        if not isinstance(registered, type) or not all(callable(getattr(registered, m, None)) for m in methods):
+            raise ContractError(f"{name!r} must be a subclass of crossdraft.{base}, not {quoted(registered)}")
+        if registered.name != name:
+            raise ContractError(
+                f"{registered.__name__}.name is {registered.name!r}; it must be {name!r}, the registered name"
+            )
+    elif kind == "trackers" and not isinstance(registered, type):
+        raise ContractError(f"a tracker is a class, not {quoted(registered)}")
+    elif kind == "recipes" and not (isinstance(registered, Path) and registered.is_file()):
+        raise ContractError(f"a recipe is the pathlib.Path of an existing file, not {registered!r}")
     elif kind == "models":
         from .contracts.models import ModelSource
 
-        if not (isinstance(found, ModelSource | Path) or callable(found)):
-            raise ContractError(f"a model is a ModelSource, a pathlib.Path or a function, not {found!r}")
+        if not (isinstance(registered, ModelSource | Path) or callable(registered)):
+            raise ContractError(f"a model is a ModelSource, a pathlib.Path or a function, not {registered!r}")
 
 
-def _check_class(kind: str, name: str, found: Any) -> None:
+def _check_class(kind: str, name: str, registered: Any) -> None:
     if kind == "drafters":
         from .contracts.drafter import Drafter as base
     elif kind == "trainers":
         from .contracts.training import SearchConfig, TrainingConfig
 
-        base = SearchConfig if isinstance(found, type) and issubclass(found, SearchConfig) else TrainingConfig
+        base = SearchConfig if isinstance(registered, type) and issubclass(registered, SearchConfig) else TrainingConfig
     elif kind == "backends":
         from .contracts.models import Backend as base
     elif kind == "launchers":
         from .contracts.launcher import Launcher as base
     else:
         from .contracts.verifier import Verifier as base
-    if not (isinstance(found, type) and issubclass(found, base)):
-        raise ContractError(f"{found!r} is not a subclass of crossdraft.{base.__name__}")
-    if missing := sorted(found.__abstractmethods__):
-        raise ContractError(f"{found.__name__} does not define {', '.join(missing)}")
+    if not (isinstance(registered, type) and issubclass(registered, base)):
+        raise ContractError(f"{registered!r} is not a subclass of crossdraft.{base.__name__}")
+    if missing := sorted(registered.__abstractmethods__):
+        raise ContractError(f"{registered.__name__} does not define {', '.join(missing)}")
     if kind in ("drafters", "verifiers"):
         from .contracts.drafter import StrategyConfig
 
-        if not callable(getattr(found, "traits", None)):
-            raise ContractError(f"{found.__name__}.traits must be a classmethod that returns the traits for a config")
-        config: Any = getattr(found, "Config", None)
+        if not callable(getattr(registered, "traits", None)):
+            raise ContractError(
+                f"{registered.__name__}.traits must be a classmethod that returns the traits for a config"
+            )
+        config: Any = getattr(registered, "Config", None)
         if not (isinstance(config, type) and issubclass(config, StrategyConfig)):
-            raise ContractError(f"{found.__name__}.Config is {quoted(config)}, no crossdraft.StrategyConfig")
-    own = getattr(found, "name", None)
+            raise ContractError(f"{registered.__name__}.Config is {quoted(config)}, not a crossdraft.StrategyConfig")
+    own = getattr(registered, "name", None)
     if own != name:
-        raise ContractError(f"{found.__name__}.name is {own!r}; it must be {name!r}, the registered name")
+        raise ContractError(f"{registered.__name__}.name is {own!r}; it must be {name!r}, the registered name")
 
 
 def _shadowing(module: Any) -> str | None:
@@ -349,9 +352,9 @@ def _shadowing(module: Any) -> str | None:
 
 
 def _skipped(provider: str, error: BaseException) -> Broken:
-    found = Broken(provider, first_line(error))
-    logger.warning("crossdraft: skipped a plug-in (%s): %s", found.provider, found.error)
-    return found
+    broken = Broken(provider, first_line(error))
+    logger.warning("crossdraft: skipped a plug-in (%s): %s", broken.provider, broken.error)
+    return broken
 
 
 def _singular(kind: str) -> str:
@@ -359,5 +362,5 @@ def _singular(kind: str) -> str:
 
 
 def _distribution(entry_point: EntryPoint) -> tuple[str, str]:
-    found = entry_point.dist
-    return (str(found.name), str(found.version)) if found else ("unknown distribution", "")
+    package = entry_point.dist
+    return (str(package.name), str(package.version)) if package else ("unknown distribution", "")

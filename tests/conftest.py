@@ -31,7 +31,7 @@ settings.load_profile("untimed")
 
 #: Whose plug-ins these tests are about.
 OURS = ("crossdraft", "crossdraft-smollm2")
-for _name, _ in manager().list_name_plugin():  # what else is installed is not for them to judge
+for _name, _ in manager().list_name_plugin():  # independent of other installed packages
     if _name.partition(":")[0] not in OURS:
         manager().unregister(name=_name)
 
@@ -181,7 +181,7 @@ def tiny_model() -> Callable[..., Any]:
 def decoder() -> Callable[..., Decoder]:
     """``decoder(target, drafter class, config, verifier, ...)``: a decode loop around transformers models.
 
-    ``drafting`` is the model that a drafter which asks for one gets; ``lm`` the class of both.
+    ``drafting``: the draft model of drafters that load one; ``lm``: the class of both.
     """
 
     def make(

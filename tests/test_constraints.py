@@ -36,14 +36,14 @@ def brought(extras: set[str], pinned: dict[str, str]) -> dict[str, str]:
 
     Only the requirements of pinned versions are followed: another version's may differ.
     """
-    found: dict[str, str] = {}
-    seen: set[tuple[str, str]] = set()
+    results: dict[str, str] = {}
+    visited: set[tuple[str, str]] = set()
     waiting = [("crossdraft", extra) for extra in ("", *sorted(extras))]
     while waiting:
         one = waiting.pop()
-        if one in seen:
+        if one in visited:
             continue
-        seen.add(one)
+        visited.add(one)
         try:
             if one[0] == "crossdraft":  # what is installed may be older than pyproject.toml
                 lines = PROJECT["optional-dependencies"][one[1]] if one[1] else PROJECT["dependencies"]
@@ -56,23 +56,23 @@ def brought(extras: set[str], pinned: dict[str, str]) -> dict[str, str]:
             name = canonicalize_name(requirement.name)
             if CUDA.fullmatch(name) or (requirement.marker and not requirement.marker.evaluate({"extra": one[1]})):
                 continue
-            found.setdefault(name, one[0])
+            results.setdefault(name, one[0])
             waiting += [(name, extra) for extra in ("", *sorted(requirement.extras))]
-    found.pop("crossdraft", None)
-    return found
+    results.pop("crossdraft", None)
+    return results
 
 
 @pytest.mark.parametrize("lock", LOCKS)
 def test_whatever_is_installed_is_pinned(lock: str) -> None:
     pinned = pinned_here(lock)
-    wanted = brought(LOCKS[lock], pinned)
-    assert {"torch", "pyyaml", "markupsafe", "sympy", "pytest"} <= set(wanted), "direct and transitive ones"
-    missing = {name: by for name, by in wanted.items() if name not in pinned}
+    expected = brought(LOCKS[lock], pinned)
+    assert {"torch", "pyyaml", "markupsafe", "sympy", "pytest"} <= set(expected), "direct and transitive ones"
+    missing = {name: by for name, by in expected.items() if name not in pinned}
     assert not missing, f"{lock} does not pin {missing} (and what requires it); run .ci/lock"
 
 
 @pytest.mark.parametrize("lock", LOCKS)
-def test_pins_fit_what_the_packages_ask_for(lock: str) -> None:
+def test_pins_satisfy_requirements(lock: str) -> None:
     pinned = pinned_here(lock)
     lines = [*PROJECT["dependencies"], *(line for e in LOCKS[lock] for line in PROJECT["optional-dependencies"][e])]
     for file in ROOT.glob("plugins/*/pyproject.toml"):
@@ -85,7 +85,7 @@ def test_pins_fit_what_the_packages_ask_for(lock: str) -> None:
 
 
 @pytest.mark.parametrize("lock", LOCKS)
-def test_a_lock_holds_exact_versions_only(lock: str) -> None:
+def test_lock_holds_exact_versions_only(lock: str) -> None:
     """No address, path or hash, so that it serves any index; no CUDA library, which PyTorch pins itself."""
     for pin in pins(lock):
         assert re.fullmatch(r"==[^*,]+", str(pin.specifier)) and not pin.url, pin

@@ -81,11 +81,11 @@ def blocks(page: Path) -> list[Block]:
 
 
 def parse(text: str) -> list[Block]:
-    found = []
+    results = []
     for comment, language, info, body in _BLOCK.findall(text):
         title = re.search(r'title="([^"]+)"', info)
-        found.append(Block(language, title[1] if title else "", body, comment))
-    return found
+        results.append(Block(language, title[1] if title else "", body, comment))
+    return results
 
 
 def unexplained_outputs(text: str) -> list[str]:
@@ -179,8 +179,8 @@ def test_every_block_runs(page: Path, place: Path, capsys: Any) -> None:
         manager().register(plugin, "a package of the docs")
     try:
         with ExitStack() as servers:
-            every = blocks(page)
-            for block, following in zip(every, [*every[1:], None], strict=True):
+            examples = blocks(page)
+            for block, following in zip(examples, [*examples[1:], None], strict=True):
                 output = following.text if following and following.is_output and not following.recorded else None
                 run_block(block, place, names, servers, output, capsys)
     finally:
@@ -236,7 +236,7 @@ def shortened(arguments: list[str]) -> list[str]:
     """The same command, on less: a page shows what takes minutes."""
     if arguments[:1] == ["run"]:
         smaller = ("matrix.batch_size=[1, 2]", "matrix.gamma=[4]", "verifiers=[token, spectr]")
-        few = [word for one in smaller for word in ("--set", one)] if "smollm2-batch" in arguments else []
+        few = [word for item in smaller for word in ("--set", item)] if "smollm2-batch" in arguments else []
         return [*arguments, "--limit", "1", "--set", "max_new_tokens=4", *few, "--quiet"]
     if arguments[:1] == ["doctor"]:
         return [*arguments, "--responses", "1", "--max-new-tokens", "8"]
@@ -273,11 +273,11 @@ def test_every_output_is_compared_or_recorded(page: Path) -> None:
         ("<!-- diagram -->\n```text\na -> b\n```\n", 0),
     ],
 )
-def test_an_output_without_origin_is_found(text: str, outputs: int) -> None:
+def test_output_without_origin_is_found(text: str, outputs: int) -> None:
     assert len(unexplained_outputs(text)) == outputs
 
 
-def test_the_readme_is_short() -> None:
+def test_readme_is_short() -> None:
     assert 60 <= len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 95
 
 
@@ -296,11 +296,11 @@ def test_pages_are_found() -> None:
         ("--track trackio", "trackio"),
     ],
 )
-def test_launchers_and_trackers_of_the_docs(option: str, package: str, place: Path, models: dict[str, Path]) -> None:
+def test_launchers_and_trackers_of_docs(option: str, package: str, place: Path, models: dict[str, Path]) -> None:
     """As they stand in machines.md, but on a cluster, or a server, of this machine alone; processes find the models."""
     pytest.importorskip(package)
     page = [block for block in blocks(ROOT / "docs/machines.md") if block.language == "bash"]
-    (command,) = [one for block in page for one in commands(block) if option in one]
+    (command,) = [item for block in page for item in commands(block) if option in item]
     known = {"MLFLOW_TRACKING_URI": (place / "mlruns").as_uri(), "MLFLOW_ALLOW_FILE_STORE": "true"}
     directory = {"ray": [], "submitit": ["--launcher-option", "cluster=local"]}
     words = shlex.split(command)

@@ -41,8 +41,8 @@ def copy(tmp_path: Path) -> Path:
 
 
 def test_imports_point_downwards(copy: Path) -> None:
-    found = lint(copy / "crossdraft", copy)
-    assert found.returncode == 0, found.stdout
+    result = lint(copy / "crossdraft", copy)
+    assert result.returncode == 0, result.stdout
 
 
 @pytest.mark.parametrize(
@@ -58,11 +58,11 @@ def test_imports_point_downwards(copy: Path) -> None:
         ),
     ],
 )
-def test_a_wrong_import_is_found_even_inside_a_function(copy: Path, file: str, line: str, broken: str) -> None:
+def test_wrong_import_is_found_even_inside_function(copy: Path, file: str, line: str, broken: str) -> None:
     with (copy / "crossdraft" / file).open("a", encoding="utf-8") as opened:
         opened.write(f"\n\ndef spoilt():\n    {line}\n")
-    found = lint(copy / "crossdraft", copy)
-    assert found.returncode == 1 and broken in found.stdout
+    result = lint(copy / "crossdraft", copy)
+    assert result.returncode == 1 and broken in result.stdout
 
 
 #: Most modules of a package.
@@ -77,7 +77,7 @@ def test_no_package_is_flat_and_large(package: str) -> None:
         assert len(modules) <= MOST_MODULES, (str(folder.relative_to(ROOT)), len(modules))
 
 
-def test_the_public_face_is_whole() -> None:
+def test_public_face_is_whole() -> None:
     assert sorted(crossdraft.__all__) == sorted([*crossdraft._HOME, "__version__"])
     for name, home in crossdraft._HOME.items():
         assert getattr(importlib.import_module(home, "crossdraft"), name) is getattr(crossdraft, name)
@@ -87,7 +87,7 @@ def test_the_public_face_is_whole() -> None:
     assert all(f" {name}" in shown for name in crossdraft._HOME), "type checkers see another face than programs do"
 
 
-def test_strategies_take_nothing_of_the_contracts_that_is_not_public() -> None:
+def test_strategies_use_only_public_contracts() -> None:
     """Our strategies use only what a third party's can use, too."""
     private = {}
     for file in [*(ROOT / "drafters").rglob("*.py"), *(ROOT / "verifiers").glob("*.py")]:

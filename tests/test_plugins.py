@@ -34,8 +34,8 @@ def registers(kind: str, *names: tuple[Any, ...]) -> Any:
     """A plug-in that registers `names`, each ``(name, reference[, summary])``, as `kind`."""
 
     def hook(register: Any) -> None:
-        for one in names:
-            register(*one)
+        for item in names:
+            register(*item)
 
     return SimpleNamespace(**{f"crossdraft_register_{kind}": hookimpl(hook)})
 
@@ -46,7 +46,7 @@ def test_entries_name_their_provider(install: Any) -> None:
     assert (entry.summary, entry.provider) == ("a toy", "extra (in this process)")
 
 
-def test_unregistering_takes_the_names_away() -> None:
+def test_unregistering_takes_names_away() -> None:
     plugin = registers("models", ("toy", Path("/nowhere")))
     plugins.manager().register(plugin)
     assert "toy" in plugins.entries("models")
@@ -56,9 +56,9 @@ def test_unregistering_takes_the_names_away() -> None:
 
 def test_builtin_strategies_keep_their_contract() -> None:
     for kind in ("drafters", "verifiers"):
-        found = plugins.entries(kind)
-        assert found
-        for name in found:
+        result = plugins.entries(kind)
+        assert result
+        for name in result:
             assert plugins.get(kind, name).name == name
 
 
@@ -70,12 +70,12 @@ def test_unknown_name_suggests_and_lists(install: Any) -> None:
         plugins.entries("drafter")
 
 
-def test_errors_survive_the_trip_from_a_worker() -> None:
+def test_errors_survive_trip_from_worker() -> None:
     error = UnknownNameError.among("model", "x", ["y"])
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
-def test_a_taken_name_stays_with_the_first(install: Any) -> None:
+def test_taken_name_stays_with_first(install: Any) -> None:
     install(registers("models", ("toy", Path("/first"))), "first")
     install(registers("models", ("toy", Path("/second")), ("other", Path("/other"))), "second")
     assert plugins.entries("models")["toy"].ref == Path("/first")
@@ -83,7 +83,7 @@ def test_a_taken_name_stays_with_the_first(install: Any) -> None:
     assert any("already provided by first" in b.error for b in plugins.broken() if "second" in b.provider)
 
 
-def test_a_registration_that_raises_is_skipped_whole(install: Any, caplog: Any) -> None:
+def test_registration_that_raises_is_skipped_whole(install: Any, caplog: Any) -> None:
     @hookimpl
     def crossdraft_register_models(register: Any) -> None:
         register("early", Path("/nowhere"))
@@ -110,7 +110,7 @@ def test_misspelt_hooks_and_empty_plugins_are_refused() -> None:
     assert not plugins.manager().is_registered(misspelt)
 
 
-def test_registering_twice_keeps_the_first(install: Any) -> None:
+def test_registering_twice_keeps_first(install: Any) -> None:
     plugin = registers("models", ("toy", Path("/nowhere")))
     install(plugin)
     with pytest.raises(ValueError, match="already registered"):
@@ -136,7 +136,7 @@ class _Incomplete(Drafter):
         (type("Misnamed", (_Incomplete,), {"traits": print, "propose": None}), "it must be 'broken'"),
     ],
 )
-def test_get_reports_the_error(install: Any, reference: Any, sentence: str) -> None:
+def test_get_reports_error(install: Any, reference: Any, sentence: str) -> None:
     install(registers("drafters", ("broken", reference)))
     with pytest.raises(ContractError, match=f"the drafter 'broken' of extra .* is unusable: .*{sentence}"):
         plugins.get("drafters", "broken")
@@ -151,15 +151,15 @@ def test_recipes_are_files(install: Any, tmp_path: Path) -> None:
         plugins.get("recipes", "gone")
 
 
-def test_entry_points_that_fail_do_not_stop_the_others(monkeypatch: Any, tmp_path: Path) -> None:
+def test_entry_points_that_fail_do_not_stop_others(monkeypatch: Any, tmp_path: Path) -> None:
     (tmp_path / "good_plugin.py").write_text(
         "from crossdraft import hookimpl\n"
         "@hookimpl\ndef crossdraft_register_models(register): register('good', 'a:b')\n"
     )
     (tmp_path / "bad_plugin.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    found = [EntryPoint(name, f"{name}_plugin", "crossdraft") for name in ("absent", "bad", "good")]
-    monkeypatch.setattr(plugins, "entry_points", lambda group: found)
+    results = [EntryPoint(name, f"{name}_plugin", "crossdraft") for name in ("absent", "bad", "good")]
+    monkeypatch.setattr(plugins, "entry_points", lambda group: results)
     manager = plugins.Manager()
     manager.load_entry_points()
     names, broken = manager.collected()
@@ -170,17 +170,17 @@ def test_entry_points_that_fail_do_not_stop_the_others(monkeypatch: Any, tmp_pat
 
 
 def test_notifications_reach_everyone(install: Any, caplog: Any) -> None:
-    seen: list[Any] = []
+    events: list[Any] = []
 
     def failing(run: Any) -> None:
         raise RuntimeError("tracker is down")
 
     def working(run: Any, cell: Any) -> None:
-        seen.append((run, cell))
+        events.append((run, cell))
 
     install(SimpleNamespace(crossdraft_run_started=hookimpl(failing)), "failing")
     install(SimpleNamespace(crossdraft_cell_finished=hookimpl(working)), "working")
     plugins.notify("crossdraft_run_started", run={"name": "r"})
     plugins.notify("crossdraft_cell_finished", run={"name": "r"}, cell={"id": "c"})
-    assert seen == [({"name": "r"}, {"id": "c"})]
+    assert events == [({"name": "r"}, {"id": "c"})]
     assert "tracker is down" in caplog.text

@@ -1,10 +1,10 @@
-"""On the real model, in float32: every pair says what the target says, at any batch size and in any slot order.
+"""On the real model, in float32: every pair has the target's output, at any batch size and in any slot order.
 
 Slow (see below) and needs SmolLM2 and the plug-in pack; drafters of packages that are not installed are left out:
 
     pip install -e plugins/crossdraft-smollm2 && pytest -m "slow and network" tests/test_smollm2.py -s
 
-Heads that nobody has trained for SmolLM2 have random weights: what they draft is rejected, and no text may show it.
+Heads without training for SmolLM2 have random weights: their drafts are rejected, and texts are unchanged.
 """
 
 from importlib import import_module
@@ -73,7 +73,7 @@ DRAFTERS = {
 WRITTEN = ("eagle", "mtp", "dflash", "dspark", "p-eagle", "mlp-speculator")
 #: Third parties' drafters.
 PACKED = {"suffix", "suffix-tree", "ngram-cache", "rest", "combine", "combine-merged"}
-#: Trees of point masses are judged by other rules.
+#: Trees of point masses are verified by other rules.
 TREES = {
     "token-recycling",
     "suffix-tree",
@@ -100,11 +100,11 @@ def target(tmp_path_factory):
     write_heads(root, loaded.model, mask_token=0, target_ids=torch.arange(0, 49152, 3))
     for name in WRITTEN:
         DRAFTERS[name]["model"] = str(root / name)
-    ahead = root / "ahead"
-    ahead.mkdir()
+    upcoming = root / "ahead"
+    upcoming.mkdir()
     mean = loaded.model.get_input_embeddings().weight.mean(0).repeat(3, 1)
-    save_embeddings(ahead, mean, target=loaded.name, sha256=loaded.sha256)
-    DRAFTERS["pass"]["model"] = str(ahead)
+    save_embeddings(upcoming, mean, target=loaded.name, sha256=loaded.sha256)
+    DRAFTERS["pass"]["model"] = str(upcoming)
     return loaded
 
 
@@ -121,11 +121,11 @@ def datastore(target, tmp_path_factory):
 def packages():
     """The packages of drafters that are installed, which the other tests leave out."""
     names = {_package(drafter) for drafter in PACKED}
-    found = [import_module(name) for name in names if find_spec(name)]
-    for plugin in found:
+    results = [import_module(name) for name in names if find_spec(name)]
+    for plugin in results:
         manager().register(plugin)
     yield
-    for plugin in found:
+    for plugin in results:
         manager().unregister(plugin)
 
 
@@ -219,7 +219,7 @@ def test_temperature_zero_is_transformers_greedy(target, prompts, reference, dra
 @pytest.mark.usefixtures("known")
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_batch_size_and_slot_order_change_nothing(target, prompts, reference, drafter, batch_size):
+def test_output_is_independent_of_batch_size_and_slot_order(target, prompts, reference, drafter, batch_size):
     order = list(range(len(prompts)))[::-1]
     ours = decode(target, prompts, drafter, "greedy", batch_size, order=order)
     report(f"{drafter}, B = {batch_size}, reversed", differences(target, prompts, ours, reference))
@@ -228,7 +228,7 @@ def test_batch_size_and_slot_order_change_nothing(target, prompts, reference, dr
 @pytest.mark.parametrize(
     ("drafter", "verifier"), [("none", "token"), ("draft-model", "token"), ("draft-model", "block")]
 )
-def test_same_seed_gives_the_same_samples_at_any_batch_size(target, prompts, drafter, verifier):
+def test_same_seed_gives_same_samples_at_any_batch_size(target, prompts, drafter, verifier):
     one = decode(target, prompts, drafter, verifier, 1, temperature=1.0)
     eight = decode(target, prompts, drafter, verifier, 8, temperature=1.0, order=list(range(len(prompts)))[::-1])
     assert one == eight
@@ -236,4 +236,4 @@ def test_same_seed_gives_the_same_samples_at_any_batch_size(target, prompts, dra
 
 def test_every_drafter_is_here():
     ours = {name for name, entry in entries("drafters").items() if entry.provider.startswith("crossdraft")}
-    assert ours <= {one if isinstance(one, str) else one["name"] for one in DRAFTERS.values()}
+    assert ours <= {item if isinstance(item, str) else item["name"] for item in DRAFTERS.values()}

@@ -16,7 +16,7 @@ SAFE = {"dumps", "dump", "UnpicklingError", "PicklingError", "Pickler", "PickleE
 #: Readers of other modules that unpickle, and those that run code by design.
 READERS = {"read_pickle", "unsafe_load", "full_load", "hub_load", "load_state", "PackageImporter"}
 
-#: Where it is right, file by file: an error of ours survives a trip from a process of ours.
+#: Allowed places, by file: errors are pickled between crossdraft's own processes.
 ALLOWED = {("tests/test_plugins.py", "pickle.loads")}
 
 
@@ -56,19 +56,19 @@ def _call(node: ast.Call) -> Iterator[str]:
 
 
 def files() -> list[Path]:
-    found = [*ROOT.glob("*.py"), *(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))]
-    return [file for file in found if "build" not in file.parts]
+    results = [*ROOT.glob("*.py"), *(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))]
+    return [file for file in results if "build" not in file.parts]
 
 
-def test_nothing_unpickles() -> None:
-    found = {
+def test_no_unpickling() -> None:
+    results = {
         (file.relative_to(ROOT).as_posix(), offence)
         for file in files()
         for offence in offences(file.read_text(encoding="utf-8"))
         # A test may read what it has just written itself, with an AutoModel.
         if not (file.is_relative_to(ROOT / "tests") and offence.endswith("without use_safetensors=True"))
     }
-    assert found == ALLOWED
+    assert results == ALLOWED
     assert len(files()) > 200  # the walk has seen the project
 
 
@@ -92,7 +92,7 @@ def test_nothing_unpickles() -> None:
         "AutoModel.from_pretrained(d, use_safetensors=False)",
     ],
 )
-def test_the_walk_finds_each_kind(source: str) -> None:
+def test_walk_finds_each_kind(source: str) -> None:
     assert list(offences(source))
 
 
@@ -108,5 +108,5 @@ def test_the_walk_finds_each_kind(source: str) -> None:
         "AutoTokenizer.from_pretrained(d)",
     ],
 )
-def test_the_walk_lets_readers_of_data_be(source: str) -> None:
+def test_walk_lets_readers_of_data_be(source: str) -> None:
     assert not list(offences(source))

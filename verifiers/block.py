@@ -1,4 +1,4 @@
-"""Block verification: judge the draft as a whole; the longest surviving prefix wins.
+"""Block verification: accept or reject prefixes of the draft jointly; the longest accepted prefix is kept.
 
 Z. Sun, U. Mendlovic, Y. Leviathan, A. Aharoni, J. H. Ro, A. Beirami, A. T. Suresh, "Block Verification
 Accelerates Speculative Decoding", ICLR 2025, Algorithm 2 (equations 3-5).

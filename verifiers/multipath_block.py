@@ -207,7 +207,7 @@ def verify_path(
     n = None if members is None or most == 1 else members.sum(1)
     levels, on_path = path.valid.shape[1], path.valid
 
-    def judge(rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+    def verify_rows(rows: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Qhat at each token of the path; p_0 = 1 to p_L; h_i between its tokens."""
         target, token, valid = take_rows(p[rows], path.parent[rows]), path.token[rows], on_path[rows]
         if draft.q is None:
@@ -230,7 +230,7 @@ def verify_path(
         return qhat, reached, (s / (s + (credit - 1))).nan_to_num_(1.0)
 
     pieces = cache_slices(draft.batch_size, levels * p.shape[2], p)
-    qhats, reached, h = zip(*map(judge, pieces), strict=True)
+    qhats, reached, h = zip(*map(verify_rows, pieces), strict=True)
     reached, h = concat(reached), concat(h)
     # The whole path: h_gamma = p_gamma, and a bonus token from P_gamma.
     whole = reached[:, -1] if active is None else torch.where(active, reached[:, -1], 0.0)

@@ -38,7 +38,7 @@ from ._tree import at_token, choose, draft_probs_of, stop_at
 
 
 class Traversal(Verifier):
-    """Judges whole branches. Lossless on any tree; i.i.d. sequences are merged into distinct children."""
+    """Verifies whole branches bottom-up. Lossless on any tree; i.i.d. sequences are merged into distinct children."""
 
     name = "traversal"
 
@@ -64,7 +64,7 @@ def level_by_level(draft: Draft, p: Tensor, shape: TreeShape) -> tuple[Tensor, T
 
     Children of different parents are verified in parallel, siblings one after the other.
     """
-    judge = _Judge(draft, p)
+    branches = _BranchVerifier(draft, p)
     shares = {node: p[:, node + 1] for node in range(-1, sum(map(sum, shape[:-1])))}
     rests = {-1: torch.zeros(draft.batch_size, dtype=torch.float64, device=p.device)}
     for level in tree_families(shape):
@@ -74,7 +74,7 @@ def level_by_level(draft: Draft, p: Tensor, shape: TreeShape) -> tuple[Tensor, T
         share = columns(p, [parent + 1 for parent in parents]) * (1 - rest)[..., None].to(p.dtype)
         for rank in range(len(level[0][1])):
             nodes = [children[rank] for _, children in level if rank < len(children)]
-            credit, share, rest = judge(nodes, share[:, : len(nodes)], rest[:, : len(nodes)])
+            credit, share, rest = branches(nodes, share[:, : len(nodes)], rest[:, : len(nodes)])
             uncredited = 1 - credit
             for i, (node, parent) in enumerate(zip(nodes, parents, strict=False)):
                 rests[node], rests[parent], shares[parent] = uncredited[:, i], rest[:, i], share[:, i]
@@ -84,11 +84,11 @@ def level_by_level(draft: Draft, p: Tensor, shape: TreeShape) -> tuple[Tensor, T
 
 def node_by_node(draft: Draft, p: Tensor) -> tuple[Tensor, Tensor]:
     """`level_by_level` for a tree whose shape the host does not know; shares ``[B, N + 1, V]`` of all nodes."""
-    judge, rows = _Judge(draft, p), torch.arange(draft.batch_size, device=p.device)[:, None]
+    branches, rows = _BranchVerifier(draft, p), torch.arange(draft.batch_size, device=p.device)[:, None]
     shares, rests = p.clone(), torch.zeros(p.shape[:2], dtype=torch.float64, device=p.device)
     for node in range(draft.width):
         parent = draft.parents[:, node : node + 1] + 1
-        credit, share, rest = judge([node], take_rows(shares, parent), rests.gather(1, parent))
+        credit, share, rest = branches([node], take_rows(shares, parent), rests.gather(1, parent))
         shares[rows, parent] = share
         shares[:, node + 1] *= credit.to(p.dtype)
         rests.scatter_(1, parent, rest)
@@ -96,7 +96,7 @@ def node_by_node(draft: Draft, p: Tensor) -> tuple[Tensor, Tensor]:
     return shares, rests
 
 
-class _Judge:
+class _BranchVerifier:
     """Verification of ``nodes``, one child of each of n parents.
 
     Returns their credits, and the parents' shares and rests if they fail.

@@ -54,7 +54,7 @@ class DraftModel:
 
         The logits of a free slot are meaningless.
         """
-        missing = [h[held:] for h, held in zip(sequences.history, self.lm.lengths, strict=True)]
+        missing = [h[length:] for h, length in zip(sequences.history, self.lm.lengths, strict=True)]
         counts = [len(tokens) for tokens in missing]  # 0 for a free slot
         width = max(counts)
         # The last column holds the last index of a row: one copy to the device.

@@ -71,8 +71,8 @@ class LearntThresholdLength(LengthPolicy):
             stops = (i + 1 for i, probability in enumerate(row) if not probability >= self.threshold)
             drafted = min(next(stops, len(row)), length)
             # Tokens after the first rejected one were not verified.
-            judged = [(probability, i < tau) for i, probability in enumerate(row[: min(tau + 1, drafted)])]
-            self._judged += [pair for pair in judged if np.isfinite(pair[0])]
+            pairs = [(probability, i < tau) for i, probability in enumerate(row[: min(tau + 1, drafted)])]
+            self._judged += [pair for pair in pairs if np.isfinite(pair[0])]
         self._step = []
         probabilities, matches = np.array([p for p, _ in self._judged]), np.array([m for _, m in self._judged])
         if len(matches) > ENOUGH and matches.any() and not matches.all():

@@ -61,7 +61,6 @@ class Shape:
         return tuple(tuple(map(level.count, range(width))) for width, level in zip(sizes, self.parents, strict=False))
 
     def cut(self, levels: int) -> Shape:
-        """Return the first ``levels`` levels."""
         return Shape(self.parents[:levels], self.ranks[:levels])
 
     @classmethod

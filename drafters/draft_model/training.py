@@ -30,7 +30,7 @@ from ...framework.contracts.training_options import integers, option
 from ...framework.errors import UsageError
 from ...framework.models.load import load_model
 from ...framework.models.shared_embedding import save_sharing_embedding, shares_embedding
-from ...framework.training.losses import SampledHead, distil, overlap
+from ...framework.training.losses import SampledHead, distil, overlap, sampled_vocab_option
 from .on_policy_texts import own_answers
 
 
@@ -61,12 +61,7 @@ class DraftModelTraining(TrainingConfig):
         at_least=0,
         at_most=4095,
     )
-    sampled_vocab: int = option(
-        2048,
-        "random tokens per step that represent all tokens not in the texts (0: full vocabulary)",
-        at_least=0,
-        at_most=10_000_000,
-    )
+    sampled_vocab: int = sampled_vocab_option()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,7 +77,6 @@ class DraftModelTraining(TrainingConfig):
 
     @property
     def others(self) -> list[str]:
-        """The draft models of ``misses_of``."""
         return [name.strip() for name in self.misses_of.split(",") if name.strip()]
 
     def fitted(self, target: LoadedModel) -> Self:
@@ -129,8 +123,8 @@ class DraftModelTrainee(Trainee):
 
     def start_from(self, name: str) -> None:
         start: Any = self._load(name).model
-        own, found = self.student.state_dict(), start.state_dict()
-        if {key: t.shape for key, t in own.items()} != {key: t.shape for key, t in found.items()}:
+        own, initial = self.student.state_dict(), start.state_dict()
+        if {key: t.shape for key, t in own.items()} != {key: t.shape for key, t in initial.items()}:
             layers = start.config.get_text_config().num_hidden_layers
             raise UsageError(
                 f"{name} has {layers} layers or another shape than the {len(self.recipe.layers)} layers of the target "
@@ -138,7 +132,7 @@ class DraftModelTrainee(Trainee):
             )
         with torch.no_grad():
             for key, weight in self.trained.items():
-                weight.copy_(found[key])
+                weight.copy_(initial[key])
 
     def prepare(self, texts: Sequence[Text]) -> None:
         occurring = (token for text in texts for token in text.response)
@@ -163,7 +157,7 @@ class DraftModelTrainee(Trainee):
         states, target = self._states(batch)
         tokens = None
         if self.recipe.divergence == "nll":
-            tokens = self._rows.row_indices(batch.ids[:, 1:][self._learnt(batch)[:, :-1]])
+            tokens = self._rows.row_indices(batch.ids[:, 1:][self._learned_positions(batch)[:, :-1]])
         rows, bias = self._rows.at(step)
         return distil(states, target, rows, bias, self.recipe.divergence, beta=self.recipe.beta, tokens=tokens)
 
@@ -173,22 +167,22 @@ class DraftModelTrainee(Trainee):
 
     def _states(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """``[tokens, H]`` final hidden states of student and target at the positions to learn."""
-        learnt = self._learnt(batch)
+        positions = self._learned_positions(batch)
         out = self.student.get_decoder()(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False)
-        return out.last_hidden_state[learnt], batch.hidden[learnt][:, 0]
+        return out.last_hidden_state[positions], batch.hidden[positions][:, 0]
 
-    def _learnt(self, batch: Batch) -> Tensor:
+    def _learned_positions(self, batch: Batch) -> Tensor:
         """``[n, L]`` bool: `Batch.predicts`, without tokens that another draft model ranks first."""
         if not self._others:
             return batch.predicts
-        learnt = batch.predicts.clone()
+        positions = batch.predicts.clone()
         sizes = torch.stack([batch.mask.sum(1), batch.predicts.sum(1)], 1).tolist()
         for row, (ids, (size, answer)) in enumerate(zip(batch.ids.tolist(), sizes, strict=True)):
             text = tuple(ids[:size]), answer
             if text not in self._missed:
                 self._missed[text] = self._misses(batch.ids[row : row + 1, :size], batch.predicts[row, :size])
-            learnt[row, :size] &= self._missed[text]
-        return learnt
+            positions[row, :size] &= self._missed[text]
+        return positions
 
     @torch.no_grad()
     def _misses(self, ids: Tensor, predicts: Tensor) -> Tensor:
@@ -222,7 +216,6 @@ class DraftModelTrainee(Trainee):
 
 
 def _objective(recipe: DraftModelTraining) -> str:
-    """Name of the objective."""
     if recipe.divergence == "nll":
         return "sequence-level -log q"
     return f"jsd with beta {recipe.beta:g}" if recipe.divergence == "jsd" else recipe.divergence

@@ -103,10 +103,10 @@ class DraftModelTree(TreeDrafter):
 
         @model_validator(mode="after")
         def _fits(self) -> Any:
-            for key, meant in self._KEYS.items():
-                if self.growth not in meant and getattr(self, key) != type(self).model_fields[key].default:
+            for key, growths in self._KEYS.items():
+                if self.growth not in growths and getattr(self, key) != type(self).model_fields[key].default:
                     kinds: dict[str | None, str] = {None: "a tree without growth"}
-                    owners = " or ".join(kinds.get(kind, f"growth: {kind}") for kind in meant)
+                    owners = " or ".join(kinds.get(kind, f"growth: {kind}") for kind in growths)
                     raise ValueError(
                         f"{key} belongs to {owners}, but this is {kinds.get(self.growth, f'growth: {self.growth}')}; "
                         "leave it out"

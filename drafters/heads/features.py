@@ -82,9 +82,9 @@ class HeadConfig(StrategyConfig):
     @model_validator(mode="after")
     def _fits(self) -> Any:
         kinds = {None: "a chain (leave out tree)", "static": "tree: static", "dynamic": "tree: dynamic"}
-        for key, meant in self._KEYS.items():
-            if self.tree not in meant and getattr(self, key) != type(self).model_fields[key].default:
-                owners = " or ".join(kinds[kind] for kind in meant)
+        for key, kinds_allowed in self._KEYS.items():
+            if self.tree not in kinds_allowed and getattr(self, key) != type(self).model_fields[key].default:
+                owners = " or ".join(kinds[kind] for kind in kinds_allowed)
                 raise ValueError(f"{key} belongs to {owners}, but the draft is {kinds[self.tree]}; leave it out")
         if self.choices is not None and self.branching != type(self).model_fields["branching"].default:
             raise ValueError("branching and choices both describe the tree; give one of them")
@@ -199,7 +199,7 @@ class FeatureDrafter(FeatureReader):
         """Feed the newly committed pairs with the target's features; return logits ``[B, V]`` after the root."""
         features = self._pop_pending()
         counts = [len(rows) for rows in features]
-        tokens = [history[held + 1 :] for history, held in zip(sequences.history, self.lm.lengths, strict=True)]
+        tokens = [history[length + 1 :] for history, length in zip(sequences.history, self.lm.lengths, strict=True)]
         assert [len(t) for t in tokens] == counts, "a committed pair lacks its token or its feature"
         width = max(counts)
         padded = on_device([t + [0] * (width - len(t)) for t in tokens], sequences.device)

@@ -116,10 +116,10 @@ class Medusa(Drafter):
 
         @model_validator(mode="after")
         def _one_shape(self) -> Any:
-            given = [key for key in ("gamma", "choices", "branching", "nodes") if getattr(self, key) is not None]
-            if len(given) > 1:
-                raise ValueError(f"{' and '.join(given)} are different shapes; give one of them")
-            if self.temperature is not None and given not in ([], ["gamma"]):
+            shape_keys = [key for key in ("gamma", "choices", "branching", "nodes") if getattr(self, key) is not None]
+            if len(shape_keys) > 1:
+                raise ValueError(f"{' and '.join(shape_keys)} are different shapes; give one of them")
+            if self.temperature is not None and shape_keys not in ([], ["gamma"]):
                 raise ValueError(
                     "temperature belongs to a chain; a tree holds the most probable tokens at any temperature"
                 )

@@ -25,7 +25,7 @@ from ...framework.contracts.training import Batch, Text, Trainee, TrainingConfig
 from ...framework.contracts.training_options import option
 from ...framework.errors import UsageError
 from ...framework.models.checkpoint import load_checkpoint
-from ...framework.training.losses import SampledHead, distil_many, overlap
+from ...framework.training.losses import SampledHead, distil_many, overlap, sampled_vocab_option
 from .medusa_weights import MedusaHeads, read_heads, save_for_vllm, save_heads
 
 #: Number of ranks whose accuracy is measured, for trees.
@@ -42,12 +42,7 @@ class MedusaTraining(TrainingConfig):
     heads: int = option(4, "number of heads, each drafts one token", at_least=1, at_most=64)
     head_layers: int = option(1, "residual blocks of each head", at_least=1, at_most=16)
     decay: float = option(0.8, "weight of a head's loss relative to the previous head's", at_least=0, at_most=1)
-    sampled_vocab: int = option(
-        2048,
-        "random tokens per step that represent all tokens not in the texts (0: full vocabulary)",
-        at_least=0,
-        at_most=10_000_000,
-    )
+    sampled_vocab: int = sampled_vocab_option()
 
     @classmethod
     def export_servable(cls, model: str, target: LoadedModel, directory: Path) -> str:

@@ -105,8 +105,8 @@ class PEagle(BlockDrafter):
         counts, mask_feature = [len(row) for row in features], self.head.mask_feature()
         width = max(counts)
         tokens = [
-            [*history[held + 1 : held + 1 + n], *[self._mask] * (steps - 1), *[0] * (width - n)]
-            for n, held, history in zip(counts, self.lm.lengths, sequences.history, strict=True)
+            [*history[length + 1 : length + 1 + n], *[self._mask] * (steps - 1), *[0] * (width - n)]
+            for n, length, history in zip(counts, self.lm.lengths, sequences.history, strict=True)
         ]
         pairs = [torch.cat([row, mask_feature.expand(steps - 1, -1)]) for row in features]
         padded, last = on_device(tokens, sequences.device), on_device(counts, sequences.device).clamp(min=1) - 1

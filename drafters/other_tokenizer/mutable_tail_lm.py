@@ -37,7 +37,7 @@ class MutableTailLM:
 
         ``sequences``: token ids, empty for a free slot, whose logits are meaningless.
         """
-        self._feed = [ids[held:] for ids, held in zip(sequences, self.lm.lengths, strict=True)]
+        self._feed = [ids[length:] for ids, length in zip(sequences, self.lm.lengths, strict=True)]
         counts = [len(ids) for ids in self._feed]
         self._fed = self._width = max(counts)
         self._even = all(n in (0, self._width) for n in counts)
@@ -66,13 +66,13 @@ class MutableTailLM:
         if not self._fed:
             return
         counts, path = [], []
-        for (ids, settled), held, feed, own in zip(sequences, self.lm.lengths, self._feed, drafted, strict=True):
+        for (ids, settled), length, feed, own in zip(sequences, self.lm.lengths, self._feed, drafted, strict=True):
             nodes = [*range(len(feed)), *range(self._width, self._fed)]
             # The last token is not committed: it is the root of the next step.
-            limit = min(settled, len(ids) - 1) - held
+            limit = min(settled, len(ids) - 1) - length
             n = 0
             for token in [*feed, *own][: len(nodes)]:
-                if n >= limit or token != ids[held + n]:
+                if n >= limit or token != ids[length + n]:
                     break
                 n += 1
             counts.append(n)

@@ -25,7 +25,7 @@ from ...framework.contracts.training import Batch, Text, Trainee, TrainingConfig
 from ...framework.contracts.training_options import option
 from ...framework.errors import UsageError
 from ...framework.models.checkpoint import load_checkpoint
-from ...framework.training.losses import SampledHead, distil, overlap
+from ...framework.training.losses import SampledHead, distil, overlap, sampled_vocab_option
 from .pass_weights import read_embeddings, save_embeddings
 
 
@@ -39,12 +39,7 @@ class PassTraining(TrainingConfig):
     weight_decay: float = option(0.0, "of AdamW", at_least=0, at_most=10)
     look_ahead: int = option(4, "number of embeddings; drafts have one more token", at_least=1, at_most=64)
     cuts: int = option(16, "random positions per text and step at which it is cut", at_least=1, at_most=1024)
-    sampled_vocab: int = option(
-        2048,
-        "random tokens per step that represent all tokens not in the texts (0: full vocabulary)",
-        at_least=0,
-        at_most=10_000_000,
-    )
+    sampled_vocab: int = sampled_vocab_option()
 
     def trainee(self, target: LoadedModel) -> Trainee:
         return PassTrainee(target, self)

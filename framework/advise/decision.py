@@ -36,7 +36,7 @@ class Step:
     Attributes:
         context: context length; None = as measured for each candidate.
         best, runner_up: the fastest choice, and the fastest of another pair (or of another length if there is no other
-            pair), None if there is none.
+            pair), or None.
         measured: the fastest choice by measured speed-up at this batch size; None if nothing was measured.
     """
 

@@ -268,11 +268,11 @@ def _equal(a: Any, b: Any) -> bool:
         return False
 
 
-def _processors(given: Iterable[Any], sampling: Sampling) -> list[Processor]:
+def _processors(configured: Iterable[Any], sampling: Sampling) -> list[Processor]:
     """The processors that transformers runs before the warpers of ``sampling``, which are checked and dropped."""
     warpers, processors = sampling.warpers(), list[Processor]()
     count = len(warpers)
-    for processor in given:
+    for processor in configured:
         if warpers and type(processor) is type(warpers[0]) and vars(processor) == vars(warpers[0]):
             warpers.pop(0)
         elif isinstance(processor, logits_process.TemperatureLogitsWarper | _TOP) or len(warpers) < count:

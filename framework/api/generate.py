@@ -136,7 +136,7 @@ def generate(
         One :class:`Response` per input, in order, with ``tokens``, ``text``, ``finish_reason`` and its ``steps``.
 
     Raises:
-        UsageError, UnknownNameError, ModelError: an argument is wrong; the message says what to change.
+        UsageError, UnknownNameError, ModelError: an argument is invalid; the message states the fix.
         NumericalError: NaN in a sequence, raised after the others are finished; see its ``responses``.
     """
     streamer = options.streamer

@@ -100,7 +100,7 @@ def keywords_of(
 ) -> Callable[[Callable[[Model, Inputs, Options], T]], Callable[Concatenate[Model, Inputs, P], T]]:
     """Let a function of (model, inputs, options) take the fields of a dataclass of ``options`` as keyword arguments.
 
-    Its signature lists them. An unknown keyword raises `UnexpectedArgumentError`, which says where it belongs: options
+    Its signature lists them. An unknown keyword raises `UnexpectedArgumentError`, which names its place: options
     of a drafter or verifier are often passed to the function instead.
     """
 
@@ -170,11 +170,11 @@ def stop_strings(stop: Any) -> tuple[str, ...]:
     return strings
 
 
-def checked_processors(given: Any) -> LogitsProcessors | None:
+def checked_processors(processors: Any) -> LogitsProcessors | None:
     """Wrap a list of logits processors, None if it is empty; UsageError if it is not a list of functions."""
-    if not isinstance(given, list | tuple) or not all(map(callable, given)):
-        raise UsageError(f"logits_processor={given!r} must be a list of functions of (ids [1, T], logits [1, V])")
-    return LogitsProcessors(lambda _: given) if given else None
+    if not isinstance(processors, list | tuple) or not all(map(callable, processors)):
+        raise UsageError(f"logits_processor={processors!r} must be a list of functions of (ids [1, T], logits [1, V])")
+    return LogitsProcessors(lambda _: processors) if processors else None
 
 
 def per_input_limits(max_new_tokens: Any, inputs: int) -> list[int]:
@@ -200,7 +200,6 @@ def check_streamer(streamer: Any, inputs: int) -> None:
 
 
 def put_tensors(streamer: Any, values: Iterable[Sequence[Any]]) -> None:
-    """Put each of ``values`` as a separate tensor."""
     with torch.inference_mode(False):  # the streamer gets ordinary tensors
         for value in values:
             streamer.put(torch.tensor(value))

@@ -43,7 +43,6 @@ class Row:
 
     @property
     def traits(self) -> VerifierTraits:
-        """The verifier's traits."""
         return _traits(self.verifier, self.options)
 
     @property

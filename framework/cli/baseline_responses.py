@@ -125,7 +125,6 @@ def _timed(call: Callable[[], Any]) -> float:
 
 
 def duration(seconds: float) -> str:
-    """A duration in seconds or minutes."""
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"
 
 

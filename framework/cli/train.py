@@ -250,7 +250,6 @@ def _parse(args: argparse.Namespace, kind: type[AnyOptions]) -> AnyOptions:
 
 
 def _path(name: str, text: str) -> Path:
-    """A path with ``~`` expanded."""
     try:
         if text.strip():
             return Path(text).expanduser()

@@ -149,7 +149,7 @@ def speed_ups_of(results: Mapping[int, CellResult]) -> dict[int, float]:
 def last_paying(
     results: Mapping[int, CellResult], baselines: Mapping[int, CellResult], curves: Iterable[CostCurve]
 ) -> int:
-    """Return the largest batch size at which a pair is not slower than plain decoding; 0 if there is none.
+    """Return the largest batch size at which a pair is not slower than plain decoding, or 0.
 
     Starts from the largest measured batch size below `stops_paying`, and continues with predictions between it and
     `stops_paying`.

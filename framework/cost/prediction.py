@@ -188,6 +188,6 @@ def stops_paying(batch_sizes: Sequence[int], speed_ups: Sequence[float]) -> int 
 
 
 def pays_until(speed_ups: Mapping[int, float]) -> int:
-    """Largest batch size below `stops_paying`; 0 if there is none."""
+    """Largest batch size below `stops_paying`, or 0."""
     stop = stops_paying(list(speed_ups), list(speed_ups.values()))
     return max((b for b in speed_ups if stop is None or b < stop), default=0)

@@ -69,5 +69,4 @@ class SequenceState:
         return max(left - 1, 0)
 
     def response(self, finish_reason: str) -> Response:
-        """The finished sequence."""
         return Response(self.index, self.tokens, finish_reason, self.steps, error=self.error, logprobs=self.logprobs)

@@ -37,7 +37,7 @@ class Acceptance:
         pieces: the unit of a row: "prompts", "windows of the log".
         length: mean tokens per step, bonus included, if the marginals are unknown.
         drafter, verifier: names as in recipes; empty if unknown.
-        model: the draft model; empty if there is none or it is unknown.
+        model: the draft model; empty if none or unknown.
         temperature: of the target; None if unknown.
         point_mass: drafts are greedy or looked up, not sampled; None if unknown.
         chain: a draft is one sequence, not a tree.

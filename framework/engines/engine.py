@@ -96,7 +96,7 @@ class Engine(ABC):
 
     @classmethod
     def ours(cls, method: Any) -> str:
-        """The drafter whose name in the engine is ``method``; empty if there is none."""
+        """The drafter whose name in the engine is ``method``, or an empty string."""
         return next((name for name, theirs in cls.methods.items() if theirs == method), "")
 
     def cannot(self, acceptance: Acceptance) -> str | None:

@@ -115,9 +115,9 @@ class ForwardPass:
             # Padding behind a row that fills the context has no position; its outputs are not used.
             position_ids = position_ids.clamp(max=context - 1)
         extra: dict[str, Any] = dict(inputs)
-        wanted = [int(i * self.dims.num_layers) if isinstance(i, float) else i for i in layers]
+        selected = [int(i * self.dims.num_layers) if isinstance(i, float) else i for i in layers]
         if layers:
-            extra["output_hidden_states"] = wanted if SELECTS else True
+            extra["output_hidden_states"] = selected if SELECTS else True
         if self._keep_logits and not want_logits:
             extra["logits_to_keep"] = 1  # 0 means all of them
         with own_attention():
@@ -129,7 +129,7 @@ class ForwardPass:
                 use_cache=True,
                 **extra,
             )
-        hidden = torch.stack([out.hidden_states[i] for i in wanted], 2) if layers else None
+        hidden = torch.stack([out.hidden_states[i] for i in selected], 2) if layers else None
         return (out.logits if want_logits else None), hidden
 
     def embed(self, tokens: Tensor) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from torch.nn import functional
 from .cuda_graphs import Graphs, Outputs, capture_limits
 from .forward_pass import ForwardPass
 
-#: Graphs attend over a multiple of so many slots (see `stepped`), or over all of them. PyTorch's kernels copy masks
+#: Graphs attend over a multiple of this many slots (see `stepped`), or over all of them. PyTorch's kernels copy masks
 #: whose rows are not a multiple of 8 or 16 numbers.
 BUCKET = 256
 #: Passes over more tokens than this keep a GPU busy for longer than their launches take.

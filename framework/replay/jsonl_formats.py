@@ -106,7 +106,6 @@ def _choices(
 
 
 def _choice_tokens(context: ParseContext, choice: Mapping[str, Any], pieces: list[str] | None, where: str) -> list[int]:
-    """Token ids of a choice."""
     if choice.get("token_ids") is not None:
         return token_ids(choice["token_ids"], "token_ids", where)
     if pieces and all(piece.startswith("token_id:") and piece[9:].isdecimal() for piece in pieces):

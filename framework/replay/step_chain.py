@@ -88,7 +88,6 @@ def expected_steps(responses: Sequence[StepAcceptance], gammas: Sequence[int]) -
 
 
 def _expected_batch(responses: Sequence[StepAcceptance], gammas: Sequence[int]) -> Steps:
-    """`Steps` of one padded batch."""
     gamma = np.array(gammas)
     n, depth = len(responses), responses[0].survival.shape[1]
     size = np.array([len(response.survival) for response in responses])

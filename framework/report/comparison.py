@@ -232,12 +232,9 @@ def _ratio(first: CellResult, second: CellResult, runs: Sequence[FinishedRun]) -
 def _times(result: CellResult, run: FinishedRun) -> tuple[ComponentTimes, int, int]:
     """The component times of a cell's group, and the indices of the cell and of plain decoding."""
     group = _group(result, run)
-    cell, baseline = (next(i for i, r in enumerate(group) if test(r)) for test in (lambda r: r is result, _is_baseline))
+    cell = next(i for i, other in enumerate(group) if other is result)
+    baseline = next(i for i, other in enumerate(group) if other.config.is_baseline)
     return ComponentTimes(cells_of(group)), cell, baseline
-
-
-def _is_baseline(result: CellResult) -> bool:
-    return result.config.is_baseline
 
 
 def _group(result: CellResult, run: FinishedRun) -> list[CellResult]:

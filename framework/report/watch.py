@@ -75,7 +75,7 @@ class ReportServer:
         self._cached = ("", "")
 
     def version(self) -> str:
-        """A digest of the finished cells; "" if there are none."""
+        """A digest of the finished cells; "" without any."""
         cells = []
         for directory in self._directories:
             for file in sorted(directory.glob("**/cells/[!.]*/config.json")):
@@ -86,7 +86,7 @@ class ReportServer:
         return hashlib.sha256(repr(cells).encode()).hexdigest()[:16] if cells else ""
 
     def page(self) -> str:
-        """The report of the finished cells, or a placeholder if there are none."""
+        """The report of the finished cells, or a placeholder."""
         version = self.version()
         if not version or self._cached[0] != version:
             try:

@@ -99,7 +99,6 @@ def _installed(package: str) -> bool:
 
 @cache
 def _file(module: str) -> Path | None:
-    """Return the Python file of a module, or None."""
     loaded = sys.modules.get(module)
     origin = getattr(loaded, "__file__", None) if loaded is not None else None
     if origin is None:

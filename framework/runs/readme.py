@@ -72,5 +72,4 @@ def _table(header: str, rows: Iterable[list[str]]) -> str:
 
 
 def _line(text: str) -> str:
-    """Join the lines of a text."""
     return " ".join(text.split())

@@ -205,7 +205,6 @@ class RunDirectory:
         return [self.path / "cells" / name for name in sorted(names) if name == cell or name.endswith(f"_{cell}")]
 
     def _replace(self, cell: str, temporary: Path, name: str) -> None:
-        """Replace all directories of a cell by a complete one."""
         for path in self._paths(cell):
             shutil.rmtree(path, ignore_errors=True)
         temporary.rename(self.path / "cells" / name)

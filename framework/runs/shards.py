@@ -43,7 +43,6 @@ class Shard:
         return f"{self.number}/{self.count}"
 
     def directory(self, run: Path) -> Path:
-        """Directory of the shard within that of the run."""
         return run / FOLDER / f"{self.number}-of-{self.count}"
 
     def part(self, groups: Sequence[T]) -> Sequence[T]:

@@ -116,8 +116,8 @@ class DrafterContract(OneThread):
         for temperature in self.each_temperature():
             sampling = Sampling(temperature=temperature)
             traits = self.drafting.traits(self.config, sampling)
-            again = self.drafting.traits(self.config, sampling)
-            assert traits == again, "traits() must return equal values for equal configs"
+            repeated = self.drafting.traits(self.config, sampling)
+            assert traits == repeated, "traits() must return equal values for equal configs"
             assert isinstance(traits.nodes, int) and traits.nodes >= 0, f"traits.nodes is {traits.nodes!r}, not a count"
             assert traits.kind is None or self.rules(sampling), (
                 f"no lossless verifier accepts '{traits.kind}' drafts at temperature {temperature:g}"
@@ -219,7 +219,7 @@ class DrafterContract(OneThread):
             self._validate(draft, decoder)
             decoder.drafter.observe(decoder.sequences, draft, *self._reject_all(decoder, draft))
 
-    def test_an_end_of_sequence_inside_a_draft(self) -> None:
+    def test_end_of_sequence_inside_draft(self) -> None:
         """Tokens after an end-of-sequence token are removed, without effect on the next sequence."""
         for temperature in self.deterministic_temperatures():
             ended = self.decode(2, temperature, eos=[self.setting.eos])
@@ -229,7 +229,7 @@ class DrafterContract(OneThread):
                 cut = tokens[: tokens.index(self.setting.eos) + 1] if self.setting.eos in tokens else tokens
                 assert response.tokens == cut, f"prompt {i} ends as {response.tokens}, not as {cut}"
 
-    def test_greedy_decoding_is_the_targets_own(self) -> None:
+    def test_greedy_decoding_is_targets_own(self) -> None:
         """At temperature 0 the output equals decoding without drafts."""
         if 0.0 not in self.each_temperature():
             return
@@ -254,15 +254,15 @@ class DrafterContract(OneThread):
         decoder = self.decoder(2, temperature, max_new_tokens=NEW_TOKENS)
         list(decoder.run(self.setting.prompts))
         decoder.drafter.reset()
-        again = _by_index(decoder.run(self.setting.prompts))
+        repeated = _by_index(decoder.run(self.setting.prompts))
         fresh = self.decode(2, temperature)
-        for i, response in again.items():
+        for i, response in repeated.items():
             assert _taus(response) == _taus(fresh[i]), (
                 f"reset() is incomplete: prompt {i} has {_taus(response)} accepted tokens after a warm-up and "
                 f"{_taus(fresh[i])} without one; clear all memory in reset()"
             )
 
-    def test_an_interrupted_step_leaves_nothing(self) -> None:
+    def test_interrupted_step_leaves_no_state(self) -> None:
         """After an error in the drafter, the target or the verifier a decoder equals a new one."""
         temperature, prompts, short = self.each_temperature()[0], self.setting.prompts[:2], {"max_new_tokens": 8}
         fresh = self.decode(2, temperature, [0, 1], **short)
@@ -298,7 +298,7 @@ class DrafterContract(OneThread):
         assert reasons[-1] is None
         list(decoder.run(self.setting.prompts))  # the slots are reusable
 
-    def test_nothing_waits_for_the_device(self) -> None:
+    def test_no_device_synchronization(self) -> None:
         """propose() does not synchronise with the device: it runs on the meta device, where reading a value raises."""
         if self.asks_device:
             return

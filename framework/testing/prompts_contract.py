@@ -42,7 +42,7 @@ class PromptsContract:
         """Rows and their order are stable, because runs are compared by prompt and resumed."""
         assert self.load() == self.load(), "the rows differ between two loads; return them in a fixed order"
 
-    def test_the_first_ones_are_the_first(self) -> None:
+    def test_limit_returns_first_prompts(self) -> None:
         """``limit`` and ``categories`` select the first rows and those of a category."""
         rows = self.load()
         limit = min(3, len(rows))

@@ -90,7 +90,7 @@ class VerifierContract(OneThread):
                 event = events.pop()
                 yield label, event.draft, event.scores.p, CounterRng(3), list(range(ROWS)), position
 
-    def judge(self, verifier: Verifier, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
+    def verdict_of(self, verifier: Verifier, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         for row in range(draft.batch_size):
             verifier.start(row)
         with torch.inference_mode():
@@ -125,7 +125,7 @@ class VerifierContract(OneThread):
     def test_verdicts_keep_the_contract(self) -> None:
         """Every verdict passes `validate_verdict`: tau, path and tokens."""
         for label, draft, p, numbers, streams, position in self.recorded():
-            verdict = self.judge(self.make(), draft, p, numbers.for_step(streams, [position] * ROWS, p.device))
+            verdict = self.verdict_of(self.make(), draft, p, numbers.for_step(streams, [position] * ROWS, p.device))
             prob_of = DenseScores(p, p).prob_of if self.traits.lossless else None
             name = f"on '{label}' drafts, verifier '{self.rule.name}'"
             validate_verdict(draft, verdict, p.shape[2], verifier=name, prob_of=prob_of)
@@ -133,10 +133,10 @@ class VerifierContract(OneThread):
     def test_rows_do_not_share_state(self) -> None:
         """With equal random numbers, a row has the same verdict by itself and in a batch."""
         for label, draft, p, numbers, streams, position in self.recorded():
-            batched = self.judge(self.make(), draft, p, numbers.for_step(streams, [position] * ROWS, p.device))
+            batched = self.verdict_of(self.make(), draft, p, numbers.for_step(streams, [position] * ROWS, p.device))
             for row in range(ROWS):
                 rng = numbers.for_step([streams[row]], [position], p.device)
-                single = self.judge(
+                single = self.verdict_of(
                     self.make(), draft.map_rows(lambda t, row=row: t[row : row + 1]), p[row : row + 1], rng
                 )
                 same = int(single.length[0]) == int(batched.length[row]) and int(single.token[0]) == int(
@@ -149,35 +149,35 @@ class VerifierContract(OneThread):
                     "the batch"
                 )
 
-    def test_nothing_is_written_into(self) -> None:
+    def test_inputs_are_not_modified(self) -> None:
         """verify() does not modify the draft or p."""
         for label, draft, p, numbers, streams, position in self.recorded(3):
             tensors = {name: t.clone() for name in FIELDS if (t := getattr(draft, name)) is not None}
             p_before = p.clone()
-            self.judge(self.make(), draft, p, numbers.for_step(streams, [position] * ROWS, p.device))
+            self.verdict_of(self.make(), draft, p, numbers.for_step(streams, [position] * ROWS, p.device))
             changed = [name for name, t in tensors.items() if not torch.equal(t, getattr(draft, name))]
             assert not changed and torch.equal(p_before, p), (
                 f"'{self.rule.name}' writes into {', '.join(changed) or 'p'} of '{label}' drafts"
             )
 
-    def test_an_empty_draft(self) -> None:
+    def test_empty_draft(self) -> None:
         """An empty draft yields a token with p > 0."""
         target = Toys().context(ROWS, self.sampling).target
         assert target is not None
         p = self.sampling.probs(target.forward(torch.tensor([[0], [1], [2], [3]]))[0])
         rng = CounterRng(0).for_step(range(ROWS), [0] * ROWS, p.device)
-        verdict = self.judge(self.make(), Draft.empty(ROWS), p, rng)
+        verdict = self.verdict_of(self.make(), Draft.empty(ROWS), p, rng)
         assert verdict.length.tolist() == [0] * ROWS
         assert bool((p[:, 0].gather(1, verdict.token[:, None]) > 0).all()), "an impossible token was emitted"
 
-    def test_nothing_waits_for_the_device(self) -> None:
+    def test_no_device_synchronization(self) -> None:
         """verify() does not synchronise with the device: it runs on the meta device, where reading a value raises."""
         for label, draft, p, _, streams, position in self.recorded(2):
             on_meta = draft.map_rows(lambda t: t.to("meta"))
             rng = CounterRng(0).for_step(streams, [position] * ROWS, torch.device("meta"))
             try:
                 with NoMask():
-                    self.judge(self.make(), on_meta, p.to("meta"), rng)
+                    self.verdict_of(self.make(), on_meta, p.to("meta"), rng)
             except (NotImplementedError, RuntimeError) as error:
                 if "meta" not in str(error).lower():
                     raise
@@ -193,15 +193,15 @@ class VerifierContract(OneThread):
                 assert self.make().snapshot(row) is None, "it has state: set stateful=True in its traits"
             return
         for _, draft, p, numbers, streams, position in self.recorded(3):
-            verifier, again = self.make(), self.make()
-            self.judge(verifier, draft, p, numbers.for_step(streams, [position] * ROWS, p.device))
+            verifier, restored = self.make(), self.make()
+            self.verdict_of(verifier, draft, p, numbers.for_step(streams, [position] * ROWS, p.device))
             verifier.observe([0] * ROWS, draft.count.tolist())
             for row in range(ROWS):
                 snapshot = verifier.snapshot(row)
                 hash(snapshot)
-                again.start(row)
-                again.restore(row, snapshot)
-                assert again.snapshot(row) == snapshot, "restore() does not restore the state of snapshot()"
+                restored.start(row)
+                restored.restore(row, snapshot)
+                assert restored.snapshot(row) == snapshot, "restore() does not restore the state of snapshot()"
 
 
 class NoMask(TorchDispatchMode):

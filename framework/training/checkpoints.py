@@ -75,10 +75,10 @@ def load(path: Path, device: torch.device, made_with: dict[str, Any], free: set[
         _check_shape(loaded)
     except (ValueError, TypeError, RecursionError) as error:
         raise _damaged(path, f"is not a checkpoint of crossdraft train: {error}") from None
-    made = loaded["made_with"]
-    shared_keys = made.keys() & made_with.keys()
-    equal = {key for key in shared_keys if made[key] == made_with[key]}
-    if differ := sorted((made.keys() | made_with.keys()) - equal - free):
+    stored = loaded["made_with"]
+    shared_keys = stored.keys() & made_with.keys()
+    equal = {key for key in shared_keys if stored[key] == made_with[key]}
+    if differ := sorted((stored.keys() | made_with.keys()) - equal - free):
         raise UsageError(
             f"{path} was made with other options or texts ({', '.join(differ)}); use them again, or another --out"
         )

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..contracts.training import Divergence
+from ..contracts.training_options import option
 
 
 class _Distil(torch.autograd.Function):
@@ -189,6 +190,12 @@ def overlap(
         for k, states in enumerate(students[:, part].to(head.dtype)):
             result[k, part] = torch.minimum(p, (states @ head.T).float().softmax(-1)).sum(-1)
     return result
+
+
+def sampled_vocab_option() -> Any:
+    """The training option for ``n_sampled`` of `SampledHead`."""
+    text = "random tokens per step that represent all tokens not in the texts (0: full vocabulary)"
+    return option(2048, text, at_least=0, at_most=10_000_000)
 
 
 class SampledHead:

@@ -290,7 +290,6 @@ def _accelerator(device: torch.device, precision: str) -> Any:
 
 
 def _digest(texts: Sequence[Text]) -> str:
-    """Digest of the texts in order."""
     digest = hashlib.sha256()
     for text in texts:
         digest.update(json.dumps([text.prompt, text.response]).encode())

@@ -27,7 +27,6 @@ def compile_function(function: Callable[..., tuple[Tensor, ...]], inputs: list[T
 
 
 def jit_compile(function: Callable[..., Any], dynamic: bool | None = False) -> Callable[[list[Any]], Any]:
-    """Compile with `torch.compile`."""
     # Compiled code is looked up by code object, one entry after the other; a copy of the code object has one entry.
     own = FunctionType(function.__code__.replace(), function.__globals__, closure=function.__closure__)
     compiled = torch.compile(own, fullgraph=True, dynamic=dynamic)
@@ -35,7 +34,6 @@ def jit_compile(function: Callable[..., Any], dynamic: bool | None = False) -> C
 
 
 def aot_compile(function: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor]) -> TensorFunction:
-    """Compile with AOTInductor."""
     from torch._inductor import aoti_compile_and_package, aoti_load_package
 
     with TemporaryDirectory(prefix="crossdraft-") as directory, _no_future_warnings:

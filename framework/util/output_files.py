@@ -117,9 +117,9 @@ def writing_output(path: Path, option: str) -> Iterator[BinaryIO]:
 def _among(path: Path, inputs: Iterable[str | Path]) -> bool:
     """True if the file at ``path`` is one of the inputs, or inside of one, under any name."""
     own = _identity(path)
-    for given in map(str, inputs):
+    for name in map(str, inputs):
         with suppress(UsageError):  # a source may be a URL or the name of a data set
-            kind, place = kind_of(given), path_of(given)
+            kind, place = kind_of(name), path_of(name)
             if kind == "file" and _identity(place) == own:
                 return True
             if kind == "directory":

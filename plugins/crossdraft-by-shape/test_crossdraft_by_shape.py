@@ -1,4 +1,4 @@
-"""The contract of a verifier, for all shapes; and what it refuses to wrap."""
+"""The contract of a verifier, for all shapes; and rejected verifiers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from crossdraft.testing import VerifierContract
 class TestByShape(VerifierContract):
     verifier = ByShape
 
-    def test_it_decides_as_the_rule_of_the_shape(self) -> None:
+    def test_it_decides_as_rule_of_shape(self) -> None:
         """Draft for draft, with the same random numbers."""
         shapes = set()
         for _, draft, p, numbers, streams, position in self.recorded(2):
             steps = [numbers.for_step(streams, [position] * len(streams), p.device) for _ in range(2)]
-            output = self.judge(self.make(), draft, p, steps[0])
-            alone = self.judge(make_verifier(getattr(ByShape.Config(), draft.kind.name)), draft, p, steps[1])
-            assert output.length.tolist() == alone.length.tolist() and output.token.tolist() == alone.token.tolist()
+            output = self.verdict_of(self.make(), draft, p, steps[0])
+            separate = self.verdict_of(make_verifier(getattr(ByShape.Config(), draft.kind.name)), draft, p, steps[1])
+            assert (
+                output.length.tolist() == separate.length.tolist() and output.token.tolist() == separate.token.tolist()
+            )
             shapes.add(draft.kind.name)
         assert shapes == set(ByShape.Config.model_fields), "a shape was never judged"
 

@@ -1,4 +1,4 @@
-"""The contract of a drafter, what is merged, and what is refused."""
+"""The contract of a drafter, merged drafts, and rejected combinations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TestLookupElseModel(DrafterContract):
 
 
 class TestModelElseModel(DrafterContract):
-    """Two that draw: each has numbers of its own. The first stops before it is unsure, and then has nothing."""
+    """Two sampling drafters with distinct random numbers. The first stops if unsure and then returns no draft."""
 
     drafter = Combine
     options = {  # noqa: RUF012
@@ -66,9 +66,9 @@ class TestMergedTrees(DrafterContract):
 
 
 def test_equal_beginnings_are_one() -> None:
-    found = merge_trees([[(5, -1), (6, 0), (7, 1)], [(5, -1), (8, 0), (9, -1)]], 9)
-    assert (found.tokens, found.parents) == ([5, 6, 8, 7, 9], [-1, 0, 0, 1, -1])
-    assert found.indices == [[0, 1, 3], [0, 2, 4]]
+    result = merge_trees([[(5, -1), (6, 0), (7, 1)], [(5, -1), (8, 0), (9, -1)]], 9)
+    assert (result.tokens, result.parents) == ([5, 6, 8, 7, 9], [-1, 0, 0, 1, -1])
+    assert result.indices == [[0, 1, 3], [0, 2, 4]]
     assert merge_trees([[(5, -1), (6, 0), (7, 1)], [(5, -1), (8, 0), (9, -1)]], 2).indices == [[0, 1, -1], [0, -1, -1]]
     assert merge_trees([[(-1, -1), (6, 0)], [(5, -1)]], 3).indices == [[-1, -1], [0]]
     assert merge_trees([[], []], 3).tokens == []
@@ -93,28 +93,28 @@ def path(tree: list[tuple[int, int]], node: int) -> tuple[int, ...] | None:
 
 
 @given(st.lists(trees(), min_size=1, max_size=3), st.integers(1, 12))
-def test_a_merged_tree_is_one(given: list[list[tuple[int, int]]], most: int) -> None:
-    found = merge_trees(given, most)
-    tree = list(zip(found.tokens, found.parents, strict=True))
+def test_merged_tree_is_one(drafts: list[list[tuple[int, int]]], most: int) -> None:
+    result = merge_trees(drafts, most)
+    tree = list(zip(result.tokens, result.parents, strict=True))
     assert len(tree) <= most and len(set(tree)) == len(tree) and all(parent < i for i, (_, parent) in enumerate(tree))
-    every = set()
-    for one, places in zip(given, found.indices, strict=True):
+    paths = set()
+    for item, places in zip(drafts, result.indices, strict=True):
         for node, place in enumerate(places):
-            wanted = path(one, node)
-            every.add(wanted)
-            assert place < 0 or path(tree, place) == wanted, "a node is where its path leads"
-            assert place >= 0 or wanted is None or len(tree) == most, "what is left out had no room"
-    assert {path(tree, i) for i in range(len(tree))} <= every
+            expected = path(item, node)
+            paths.add(expected)
+            assert place < 0 or path(tree, place) == expected, "a node is where its path leads"
+            assert place >= 0 or expected is None or len(tree) == most, "what is left out had no room"
+    assert {path(tree, i) for i in range(len(tree))} <= paths
 
 
-# -- what it takes ---------------------------------------------------------------------------------------------
+# -- accepted drafters ---------------------------------------------------------------------------------------------
 
 
 def traits(temperature: float, *drafters: Any, **options: Any) -> Any:
     return Combine.traits(Combine.Config(drafters=drafters, **options), Sampling(temperature=temperature))
 
 
-def test_traits_follow_from_the_parts() -> None:
+def test_traits_follow_from_parts() -> None:
     chain = traits(1, LOOKUP, MODEL)
     assert (chain.kind, chain.point_mass, chain.nodes, chain.depth) == (CHAIN, False, 3, 3)
     assert traits(0, LOOKUP, MODEL).point_mass
@@ -138,15 +138,15 @@ def test_traits_follow_from_the_parts() -> None:
         (["token-recycling", MODEL], {}, "cannot use a tree together with a sampled chain"),
     ],
 )
-def test_what_cannot_be_combined_is_refused(drafters: Any, options: Any, sentence: str) -> None:
+def test_incompatible_drafters_raise(drafters: Any, options: Any, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         traits(1, *drafters, **options)
 
 
-def test_results_depend_on_the_code_of_all_parts() -> None:
+def test_results_depend_on_code_of_all_parts() -> None:
     inner = {"name": "combine", "drafters": [LOOKUP, "token-recycling"]}
-    found = Combine.wrapped(Combine.Config(drafters=(MODEL, inner)))
-    assert [cls.name for cls in found] == ["draft-model", "combine", "prompt-lookup", "token-recycling"]
+    result = Combine.wrapped(Combine.Config(drafters=(MODEL, inner)))
+    assert [cls.name for cls in result] == ["draft-model", "combine", "prompt-lookup", "token-recycling"]
 
 
 def test_options_are_checked_at_once() -> None:
@@ -159,7 +159,7 @@ def test_options_are_checked_at_once() -> None:
             Combine.Config(drafters=cast(Any, drafters))
 
 
-def test_the_model_makes_no_pass_where_a_copy_is_found() -> None:
+def test_model_is_skipped_if_copy_exists() -> None:
     from crossdraft.framework.api.build import build_decoder
     from crossdraft.testing import Toys
 

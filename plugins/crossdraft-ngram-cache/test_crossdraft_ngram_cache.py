@@ -1,4 +1,4 @@
-"""The contract of a drafter, and what the counts come to."""
+"""The contract of a drafter, and its counts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def counted(*texts: list[int], **options: Any) -> NgramCache:
     return cache
 
 
-def test_the_most_frequent_follower_of_the_longest_context() -> None:
+def test_most_frequent_follower_of_longest_context() -> None:
     cache = counted([1, 2, 3], [1, 2, 3], [1, 2, 4], [9, 1, 2, 4, 5], max_ngram=3, min_share=0.5)
     assert cache.followers[1, 2] == {3: 2, 4: 2} and cache.followers[9, 1, 2] == {4: 1}
     assert cache.guess([1, 2], 5) == [3], "the first of two that were seen as often, and then nothing is known"
@@ -34,14 +34,14 @@ def test_the_most_frequent_follower_of_the_longest_context() -> None:
 
 
 def test_thresholds_keep_guesses_back() -> None:
-    seen = [[1, 2, 3], [1, 2, 3], [1, 2, 4]]
-    assert counted(*seen, min_count=3).guess([1, 2], 4) == []
-    assert counted(*seen, min_count=2).guess([1, 2], 4) == [3]
-    assert counted(*seen, min_share=0.7).guess([1, 2], 4) == []
-    assert counted(*seen, min_share=2 / 3).guess([1, 2], 4) == [3]
+    texts = [[1, 2, 3], [1, 2, 3], [1, 2, 4]]
+    assert counted(*texts, min_count=3).guess([1, 2], 4) == []
+    assert counted(*texts, min_count=2).guess([1, 2], 4) == [3]
+    assert counted(*texts, min_share=0.7).guess([1, 2], 4) == []
+    assert counted(*texts, min_share=2 / 3).guess([1, 2], 4) == [3]
 
 
-def test_the_oldest_context_is_forgotten_first() -> None:
+def test_oldest_context_is_forgotten_first() -> None:
     cache = counted([1, 2, 3], [4, 5, 6], [1, 2, 3], [7, 8, 9], size=2)
     assert list(cache.followers) == [(1, 2), (7, 8)] and cache.followers[1, 2] == {3: 2}
     cache.reset()

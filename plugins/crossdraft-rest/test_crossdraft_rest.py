@@ -1,4 +1,4 @@
-"""The contract of a drafter, datastores whole and damaged, and what is drafted from them."""
+"""The contract of a drafter, intact and damaged datastores, and drafts from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from crossdraft import DraftContext, Sampling, Sequences, UsageError
 from crossdraft.testing import DrafterContract
 
 DOCUMENTS = [[0, 1, 2, 1, 3, 0, 1, 2, 2], [3, 3, 0, 1, 2, 1, 2, 1, 2], [2, 4, 0, 0, 1], [1, 2, 1, 0, 4, 4]]
-#: The smallest of the exact models know no more.
+#: Vocabulary of the smallest exact models.
 BITS = [[0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 0, 0, 1, 1, 0, 1, 0, 0]]
 
 
@@ -81,21 +81,21 @@ Line = tuple[int, ...]
 def by_search(documents: list[list[int]], tail: list[int], shortest: int, depth: int) -> tuple[int, list[Line]]:
     """The longest end of ``tail`` that occurs, and what follows it everywhere, by comparing everywhere."""
     for size in range(len(tail), shortest - 1, -1):
-        found = []
+        results = []
         for document in documents:
             whole = [*document, END]
             for place in range(len(whole) - size):
                 if whole[place : place + size] == tail[len(tail) - size :]:
                     after = whole[place + size :]
-                    found.append(tuple(after[: [*after, END].index(END)][:depth]))
-        if found:
-            return size, sorted(found)
+                    results.append(tuple(after[: [*after, END].index(END)][:depth]))
+        if results:
+            return size, sorted(results)
     return 0, []
 
 
 @settings(max_examples=25, deadline=None)
 @given(TEXTS, st.lists(st.integers(0, 3), min_size=1, max_size=6), st.integers(1, 3), st.integers(1, 4))
-def test_all_occurrences_of_the_longest_context(documents: Any, tail: list[int], shortest: int, depth: int) -> None:
+def test_all_occurrences_of_longest_context(documents: Any, tail: list[int], shortest: int, depth: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
         build(documents, Path(directory) / "d")
         texts = Datastore.open(Path(directory) / "d")
@@ -119,8 +119,8 @@ def check_tree(rows: np.ndarray, counts: Counter[Line], nodes: int) -> None:
     for token, parent in zip(tokens, parents, strict=True):
         assert parent < len(paths)
         paths.append((*(paths[parent] if parent >= 0 else ()), token))
-    wanted = sorted(counts, key=lambda path: (-counts[path], len(path), path))[:nodes]
-    assert paths == sorted(wanted, key=lambda path: (len(path), path))
+    expected = sorted(counts, key=lambda path: (-counts[path], len(path), path))[:nodes]
+    assert paths == sorted(expected, key=lambda path: (len(path), path))
 
 
 def test_more_hits_than_are_counted_are_taken_evenly(tmp_path_factory: Any) -> None:
@@ -130,7 +130,7 @@ def test_more_hits_than_are_counted_are_taken_evenly(tmp_path_factory: Any) -> N
     assert texts.continuations(size, places, 10, 1).ravel().tolist() == list(range(10))
 
 
-def test_nothing_follows_where_nothing_is_known(tmp_path_factory: Any) -> None:
+def test_unknown_context_has_no_continuation(tmp_path_factory: Any) -> None:
     texts = opened([[1, 2], [3]], tmp_path_factory)
     assert texts.find([5], 1) == (0, range(0)) and texts.find([1], 2) == (0, range(0))
     assert texts.find([2, 3], 2) == (0, range(0)), "no context goes across two documents"
@@ -179,7 +179,7 @@ def test_another_tokenizer_is_refused(store: Path, tmp_path: Path) -> None:
         Rest(Rest.Config(datastore=str(store)), context(vocab_size=3))
 
 
-def test_results_depend_on_the_datastore(store: Path) -> None:
+def test_results_depend_on_datastore(store: Path) -> None:
     """A run keeps the digest of the settings that a drafter reads, and the manifest has those of the texts."""
     read: list[str] = []
     context = SimpleNamespace(vocab_size=9, tokenizer=None, load_settings=read.append)
@@ -187,7 +187,7 @@ def test_results_depend_on_the_datastore(store: Path) -> None:
     assert read == [str(store / "manifest.json")]
 
 
-def test_a_damaged_datastore_is_refused(tmp_path: Path) -> None:
+def test_damaged_datastore_is_refused(tmp_path: Path) -> None:
     def refused(change: Any, sentence: str) -> None:
         path = tmp_path / str(len(list(tmp_path.iterdir())))
         build(DOCUMENTS, path)
@@ -225,7 +225,7 @@ def test_a_damaged_datastore_is_refused(tmp_path: Path) -> None:
     refused(manifest(sha256={}), "SHA-256 differs")
 
 
-def test_what_cannot_be_built(tmp_path: Path) -> None:
+def test_invalid_corpora_raise(tmp_path: Path) -> None:
     for documents in ([[]], []):
         with pytest.raises(UsageError, match="holds no tokens"):
             build(documents, tmp_path / "d")
@@ -244,7 +244,7 @@ def test_options_that_cannot_be() -> None:
         Rest.Config(datastore="d", shortest=5, longest=4)
 
 
-def test_a_draft_is_no_deeper_than_there_is_room(store: Path) -> None:
+def test_draft_depth_respects_limit(store: Path) -> None:
     drafter = Rest(Rest.Config(datastore=str(store), depth=3, shortest=1), context())
     nothing: Any = None
     sequences = Sequences([[3, 0, 1]] * 2, torch.zeros(2, 50, dtype=torch.long), [1, 3], [0, 1])
@@ -260,7 +260,7 @@ def run(*words: str | Path) -> int:
     return main(["build", *map(str, words)])
 
 
-def test_a_corpus_becomes_a_datastore(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_corpus_becomes_datastore(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr("crossdraft.load_tokenizer", lambda name: SimpleNamespace(tokenizer=Letters()))
     rows = [{"said": "abca"}, {"said": ["ab", "c"]}, {"said": [{"role": "user", "content": "cab"}]}]
     (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
@@ -278,8 +278,8 @@ def test_a_corpus_becomes_a_datastore(tmp_path: Path, monkeypatch: Any, capsys: 
 def test_ids_need_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "c.jsonl").write_text('{"tokens": [4, 0]}\n\n{"tokens": [1]}\n')
     assert run("--ids", "--corpus", tmp_path / "c.jsonl", "--out", tmp_path / "d") == 0
-    found = Datastore.open(tmp_path / "d")
-    assert found.tokens.tolist() == [4, 0, END, 1, END] and not found.tokenizer
+    result = Datastore.open(tmp_path / "d")
+    assert result.tokens.tolist() == [4, 0, END, 1, END] and not result.tokenizer
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_ids_need_no_tokenizer(tmp_path: Path) -> None:
         ("other", b"", ["--ids"], "does not exist; give a file"),
     ],
 )
-def test_a_bad_corpus_is_named(
+def test_bad_corpus_is_named(
     name: str, content: bytes, words: list[str], sentence: str, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.setattr("crossdraft.load_tokenizer", lambda name: SimpleNamespace(tokenizer=Letters()))
@@ -312,7 +312,7 @@ def test_a_bad_corpus_is_named(
     assert sentence in capsys.readouterr().err and not (tmp_path / "d").exists()
 
 
-def test_a_directory_is_read_by_datasets(tmp_path: Path) -> None:
+def test_directory_is_read_by_datasets(tmp_path: Path) -> None:
     from datasets import Dataset
 
     (tmp_path / "set").mkdir()

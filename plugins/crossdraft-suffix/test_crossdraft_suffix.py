@@ -1,4 +1,4 @@
-"""The contract of a drafter, what is found in a text, and what is made of it."""
+"""The contract of a drafter, matches in a text, and drafts from them."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ class TestSuffixTree(DrafterContract):
 
 
 def history(*pieces: list[int], capacity: int = 1000, depth: int = 6, occurrences: int = 1000) -> History:
-    found = History(capacity, depth, occurrences)
+    result = History(capacity, depth, occurrences)
     for piece in pieces:
-        found.extend(piece)
-    return found
+        result.extend(piece)
+    return result
 
 
 def matches(texts: History, tail: list[int], factor: float) -> list[tuple[list[int], np.ndarray]]:
     """Match length and continuation of each occurrence, per chain with matches."""
-    found = [texts.matches(chain, tail, int(factor * chain.most)) for chain in texts.chains(tail)]
-    return [one for one in found if one[0]]
+    results = [texts.matches(chain, tail, int(factor * chain.most)) for chain in texts.chains(tail)]
+    return [item for item in results if item[0]]
 
 
 def by_search(text: list[int], tail: list[int], depth: int, factor: float) -> dict[int, list[tuple[int, ...]]]:
     """For every length of a match: what followed, by comparing everywhere."""
-    found: dict[int, list[tuple[int, ...]]] = {}
+    results: dict[int, list[tuple[int, ...]]] = {}
     for length in range(1, min(depth, len(tail)) + 1):
         budget = int(factor * length)
         for place in range(len(text) - 1, length - 1, -1):
             if text[place - length : place] == tail[len(tail) - length :]:
                 follows = [*text[place:], *[END] * budget][:budget]
-                found.setdefault(length, []).append(tuple(follows))
-    return found
+                results.setdefault(length, []).append(tuple(follows))
+    return results
 
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
@@ -63,19 +63,19 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 def test_all_occurrences_are_found(pieces: list[list[int]], tail: list[int], depth: int, factor: float) -> None:
     """However the text was handed over. What stands in a chain for several lengths is there for each of them."""
     text = [token for piece in pieces for token in piece]
-    wanted = by_search(text, tail, depth, factor)
-    found: dict[int, list[tuple[int, ...]]] = {}
+    expected = by_search(text, tail, depth, factor)
+    results: dict[int, list[tuple[int, ...]]] = {}
     for lengths, follows in matches(history(*pieces, depth=depth), tail, factor):
         shortest = max(size for size in (1, 2, 4, 8) if size <= min(lengths))
         for length in range(shortest, max(lengths) + 1):
             rows = [row for row, n in zip(follows.tolist(), lengths, strict=True) if n >= length]
-            assert length not in found, "each length is spoken of once"
-            found[length] = [tuple(row[: int(factor * length)]) for row in rows]
-    assert found == wanted
+            assert length not in results, "each length is spoken of once"
+            results[length] = [tuple(row[: int(factor * length)]) for row in rows]
+    assert results == expected
 
 
 @given(TOKENS, st.integers(1, 6), st.integers(1, 12))
-def test_what_is_overwritten_is_not_found(text: list[int], depth: int, capacity: int) -> None:
+def test_overwritten_tokens_do_not_match(text: list[int], depth: int, capacity: int) -> None:
     one = history(text[:7], text[7:], capacity=capacity, depth=depth)
     kept = history(text[-capacity:], depth=depth)
     for tail in (text[-3:], [0, 1], [2]):
@@ -83,15 +83,15 @@ def test_what_is_overwritten_is_not_found(text: list[int], depth: int, capacity:
         assert both[0] == both[1]
 
 
-def test_a_text_is_forgotten_before_places_run_out(monkeypatch: Any) -> None:
+def test_text_is_forgotten_before_places_run_out(monkeypatch: Any) -> None:
     monkeypatch.setattr("crossdraft_suffix.history._LAST", 20)
-    found = history([1, 2, 3] * 6)
-    assert matches(found, [1, 2], 1.0)
-    found.extend([4, 5, 6, 4, 5])
-    assert found.total == 5 and not matches(found, [1, 2], 1.0) and matches(found, [4, 5], 1.0)
+    result = history([1, 2, 3] * 6)
+    assert matches(result, [1, 2], 1.0)
+    result.extend([4, 5, 6, 4, 5])
+    assert result.total == 5 and not matches(result, [1, 2], 1.0) and matches(result, [4, 5], 1.0)
 
 
-def test_the_latest_occurrences_are_counted() -> None:
+def test_latest_occurrences_are_counted() -> None:
     text = [*[1, 2] * 5, *[1, 3] * 4, 1]
     follows = [matches(history(text, occurrences=n), [1], 1.0)[0][1] for n in (4, 6)]
     assert [row.ravel().tolist() for row in follows] == [[3] * 4, [3] * 4 + [2] * 2]
@@ -101,7 +101,7 @@ def draft(text: list[int], *, factor: float = 1.0, min_prob: float = 0.0, tree: 
     return speculate([history(text)], text, factor, min_prob, tree)
 
 
-def test_a_draft_is_as_long_as_its_match_allows() -> None:
+def test_draft_is_as_long_as_its_match_allows() -> None:
     text = [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3]
     assert draft(text) == Speculation([4, 5, 6], [-1, 0, 1], 3.0)
     assert draft(text, factor=0.7).tokens == [4, 5] and draft(text, factor=2).tokens == [4, 5, 6, 7, 8, 1]
@@ -109,7 +109,7 @@ def test_a_draft_is_as_long_as_its_match_allows() -> None:
     assert draft([7, 8, 7]).tokens == [8], "one token matches"
 
 
-def test_the_most_frequent_continuation() -> None:
+def test_most_frequent_continuation() -> None:
     text = [1, 5, 9, 1, 6, 9, 1, 6, 8, 1]
     one = draft(text, factor=2)
     assert one.tokens == [6, 8], "of two that were seen once each, the latest"
@@ -117,16 +117,16 @@ def test_the_most_frequent_continuation() -> None:
     assert draft(text, factor=2, min_prob=0.5).tokens == [6] and draft(text, min_prob=0.7).tokens == []
 
 
-def test_the_longest_match_is_not_always_the_best() -> None:
+def test_longest_match_is_not_always_best() -> None:
     text = [1, 2, 1, 2, 1, 2, 5, 1, 2, 7, 5, 1, 3, 5, 1, 4, 5, 1]
     by_match = [best_path(text, match, match) for match in (1, 2)]
-    assert [one.score for one in by_match] == [pytest.approx(4 / 6), pytest.approx(1 / 3 + 1 / 3)]
+    assert [item.score for item in by_match] == [pytest.approx(4 / 6), pytest.approx(1 / 3 + 1 / 3)]
     # [5, 1] was followed by three tokens once each, [1] mostly by 2.
     assert draft(text, min_prob=0.5).tokens == [2]
 
 
 def best_path(text: list[int], match: int, budget: int) -> Speculation:
-    """The chain that one match gives, from counts over the whole text."""
+    """The chain of one match, from counts over the whole text."""
     tokens: list[int] = []
     score, probability = 0.0, 1.0
     while len(tokens) < budget:
@@ -145,32 +145,32 @@ def best_path(text: list[int], match: int, budget: int) -> Speculation:
 
 
 @given(st.lists(st.integers(0, 2), min_size=2, max_size=30), st.sampled_from([1.0, 2.0]))
-def test_the_best_match_by_counting_everywhere(text: list[int], factor: float) -> None:
+def test_best_match_by_counting_everywhere(text: list[int], factor: float) -> None:
     options = [best_path(text, match, int(factor * match)) for match in range(min(6, len(text)), 0, -1)]
     best = max(options, key=lambda one: one.score)  # of equals the longest match, which comes first
-    found = draft(text, factor=factor)
-    assert found.score == pytest.approx(best.score)
-    assert found.tokens == best.tokens or any(
-        one.tokens == found.tokens and one.score == pytest.approx(best.score) for one in options
+    result = draft(text, factor=factor)
+    assert result.score == pytest.approx(best.score)
+    assert result.tokens == best.tokens or any(
+        one.tokens == result.tokens and one.score == pytest.approx(best.score) for one in options
     )
 
 
-def test_a_tree_takes_the_most_probable_nodes() -> None:
+def test_tree_takes_most_probable_nodes() -> None:
     text = [1, 5, 9, 1, 6, 9, 1, 6, 8, 1]
-    found = draft(text, factor=4, tree=True)
-    assert (found.tokens, found.parents) == ([6, 5, 8, 9], [-1, -1, 0, 0])
-    assert found.score == pytest.approx(2 / 3 + 1 / 3 + 1 / 3 + 1 / 3)
-    assert found.cut(9, 1) == Speculation([6, 5], [-1, -1], found.score)
-    assert found.cut(1, 9).tokens == [6] and found.cut(9, 0).tokens == []
+    result = draft(text, factor=4, tree=True)
+    assert (result.tokens, result.parents) == ([6, 5, 8, 9], [-1, -1, 0, 0])
+    assert result.score == pytest.approx(2 / 3 + 1 / 3 + 1 / 3 + 1 / 3)
+    assert result.cut(9, 1) == Speculation([6, 5], [-1, -1], result.score)
+    assert result.cut(1, 9).tokens == [6] and result.cut(9, 0).tokens == []
 
 
 @given(st.lists(st.integers(0, 2), min_size=2, max_size=30), st.integers(0, 8), st.integers(0, 4))
 def test_trees_are_trees(text: list[int], nodes: int, levels: int) -> None:
-    found = draft(text, factor=3, tree=True).cut(nodes, levels)
-    assert len(found.tokens) <= nodes
-    assert all(parent < i for i, parent in enumerate(found.parents))
-    assert all(len(path(found.parents, i)) <= levels for i in range(len(found.tokens)))
-    assert len(set(zip(found.parents, found.tokens, strict=True))) == len(found.tokens), "siblings differ"
+    result = draft(text, factor=3, tree=True).cut(nodes, levels)
+    assert len(result.tokens) <= nodes
+    assert all(parent < i for i, parent in enumerate(result.parents))
+    assert all(len(path(result.parents, i)) <= levels for i in range(len(result.tokens)))
+    assert len(set(zip(result.parents, result.tokens, strict=True))) == len(result.tokens), "siblings differ"
 
 
 def path(parents: list[int], node: int) -> list[int]:
@@ -178,7 +178,7 @@ def path(parents: list[int], node: int) -> list[int]:
     return [node, *path(parents, parents[node])] if parents[node] >= 0 else [node]
 
 
-def test_the_own_text_comes_first() -> None:
+def test_own_text_has_priority() -> None:
     own, earlier = history([1, 2, 3, 1, 2]), history([1, 2, 4, END, 9, 1, 2, 5, 6, 7, END])
     tail = [9, 1, 2]
     assert speculate([own, earlier], tail[1:], 1.0, 0.0, False).tokens == [3, 1]
@@ -190,16 +190,16 @@ def of_steps(drafter: Suffix, prompt: list[int], response: list[int], depth: int
     """Drafts of the drafter if every step commits one token; frees the slot."""
     sequences = Sequences([list(prompt)], torch.zeros(1, 200, dtype=torch.long), [depth], [0])
     drafter.start(0, prompt)
-    found = []
+    results = []
     for token in response:
         rng: Any = StepRng
         one = drafter.propose(sequences, rng)
-        found.append([*one.tokens[0].tolist(), *[-1] * (depth - one.width)])
+        results.append([*one.tokens[0].tolist(), *[-1] * (depth - one.width)])
         sequences.append(0, [token])
         scores: Any = Scores
         drafter.observe(sequences, one, Verdict(torch.zeros(1), torch.tensor([token])), [0], scores)
     drafter.free(0, "length")
-    return found
+    return results
 
 
 @settings(deadline=None)  # the first draft along a text compiles
@@ -213,7 +213,7 @@ def test_recorded_texts_are_drafted_as_in_steps(texts: Any, memory: int) -> None
 
 
 def test_outputs_are_remembered_and_prompts_are_not() -> None:
-    def again(config: Any, finish_reason: str | None) -> list[int]:
+    def rerun(config: Any, finish_reason: str | None) -> list[int]:
         drafter = Suffix(config, DraftContext(Sampling(), 1, 50, 9, torch.device("cpu")))
         drafter.start(0, [1, 2, 3])
         sequences = Sequences([[1, 2, 3, 4, 5, 6]], torch.zeros(1, 50, dtype=torch.long), [4], [0])
@@ -224,12 +224,12 @@ def test_outputs_are_remembered_and_prompts_are_not() -> None:
         fresh = Sequences([[2, 4]], torch.zeros(1, 50, dtype=torch.long), [4], [0])
         return drafter.propose(fresh, nothing).tokens[0].tolist()
 
-    assert again(Suffix.Config(), "eos") == [5]
-    assert again(Suffix.Config(memory=0), "eos") == []
-    assert again(Suffix.Config(), None) == again(Suffix.Config(), "error") == []
+    assert rerun(Suffix.Config(), "eos") == [5]
+    assert rerun(Suffix.Config(memory=0), "eos") == []
+    assert rerun(Suffix.Config(), None) == rerun(Suffix.Config(), "error") == []
 
 
-def test_memory_is_as_large_as_it_says() -> None:
+def test_memory_respects_capacity() -> None:
     small, large = History(1000, 24, 64), History(10_000_000, 24, 64)
     assert small.nbytes <= 52 * 1000 and large.nbytes <= 52 * 10_000_000
     before = large.nbytes

@@ -15,19 +15,19 @@ from crossdraft.framework.errors import UsageError
 RATES = st.lists(st.floats(0.01, 1), min_size=1, max_size=8)
 
 
-def test_the_two_conventions() -> None:
-    found = Acceptance((0.5, 0.25, 0.2), "x")
-    assert found.conditional == (0.5, 0.5, 0.8) and found.gamma == 3
-    assert found.block_efficiency().value == pytest.approx(1.95)
+def test_two_conventions() -> None:
+    result = Acceptance((0.5, 0.25, 0.2), "x")
+    assert result.conditional == (0.5, 0.5, 0.8) and result.gamma == 3
+    assert result.block_efficiency().value == pytest.approx(1.95)
     assert Acceptance((0.5, 0.0, 0.0), "x").conditional == (0.5, 0.0, 0.0)
 
 
 @settings(max_examples=30)
 @given(RATES)
 def test_conditional_and_back(rates: list[float]) -> None:
-    made = Acceptance.from_conditional(rates, "x")
-    assert made.conditional == pytest.approx(rates)
-    assert Acceptance.from_conditional(made.conditional, "x").marginal == pytest.approx(made.marginal)
+    acceptance = Acceptance.from_conditional(rates, "x")
+    assert acceptance.conditional == pytest.approx(rates)
+    assert Acceptance.from_conditional(acceptance.conditional, "x").marginal == pytest.approx(acceptance.marginal)
 
 
 @pytest.mark.parametrize(
@@ -50,49 +50,49 @@ def test_invalid_acceptance(marginal: tuple[float, ...], message: str) -> None:
 
 def test_shorter_drafts_keep_their_rates() -> None:
     rows = [(10, 8, 4), (20, 10, 6), (30, 20, 10)]
-    found = Acceptance.from_rows(rows, "x")
-    assert found.drafts == 60 and found.marginal == (38 / 60, 20 / 60)
-    cut = found.cut(1)
+    result = Acceptance.from_rows(rows, "x")
+    assert result.drafts == 60 and result.marginal == (38 / 60, 20 / 60)
+    cut = result.cut(1)
     assert cut == Acceptance.from_rows([row[:2] for row in rows], "x")
-    assert found.cut(2) is found
+    assert result.cut(2) is result
     for gamma in (0, 3):
         with pytest.raises(UsageError, match=r"the acceptance of (other draft lengths|longer drafts) is unknown"):
-            found.cut(gamma)
+            result.cut(gamma)
     with pytest.raises(UsageError, match="other draft lengths"):
         Acceptance((0.5, 0.2), "x", cuttable=False).cut(1)
     with pytest.raises(UsageError, match="no drafts were counted"):
         Acceptance.from_rows([(0, 0)], "x")
 
 
-def test_acceptance_from_only_a_length() -> None:
-    found = Acceptance((), "x", length=2.5, rows=((10, 15), (10, 14), (10, 16)))
-    assert found.block_efficiency().value == 2.5
-    made = found.with_constant_rate(4)
-    a = made.marginal[0]
-    assert made.marginal == pytest.approx([a**i for i in (1, 2, 3, 4)])
-    assert made.block_efficiency().value == pytest.approx(2.5) and "assumed" in made.remarks[0]
-    assert made.block_efficiency().low == pytest.approx(found.block_efficiency().low)
+def test_acceptance_from_only_length() -> None:
+    result = Acceptance((), "x", length=2.5, rows=((10, 15), (10, 14), (10, 16)))
+    assert result.block_efficiency().value == 2.5
+    acceptance = result.with_constant_rate(4)
+    a = acceptance.marginal[0]
+    assert acceptance.marginal == pytest.approx([a**i for i in (1, 2, 3, 4)])
+    assert acceptance.block_efficiency().value == pytest.approx(2.5) and "assumed" in acceptance.remarks[0]
+    assert acceptance.block_efficiency().low == pytest.approx(result.block_efficiency().low)
     assert Acceptance((), "x", length=1.0).with_constant_rate(2).marginal == (0.0, 0.0)
     assert Acceptance((), "x", length=3.0).with_constant_rate(2).marginal == (1.0, 1.0)
     with pytest.raises(UsageError, match=r"cannot emit 2\.5"):
-        found.with_constant_rate(1)
+        result.with_constant_rate(1)
     with pytest.raises(UsageError, match="a constant rate is not needed"):
-        made.with_constant_rate(4)
+        acceptance.with_constant_rate(4)
     with pytest.raises(UsageError, match="not the acceptance by position"):
-        found.cut(1)
+        result.cut(1)
 
 
-def test_the_interval_over_pieces_is_the_jackknife_of_their_ratio() -> None:
+def test_interval_over_pieces_is_jackknife_of_their_ratio() -> None:
     rows = [(10, 8, 4), (20, 10, 6), (30, 20, 10), (15, 9, 2)]
-    found = Acceptance.from_rows(rows, "x").block_efficiency()
+    result = Acceptance.from_rows(rows, "x").block_efficiency()
     n = len(rows)
     total = [sum(column) for column in zip(*rows, strict=True)]
     centre = Fraction(total[0] + total[1] + total[2], total[0])
     left = [Fraction(sum(total) - sum(row), total[0] - row[0]) for row in rows]
-    error = math.sqrt((n - 1) / n * sum((math.log(one) - math.log(centre)) ** 2 for one in left))
-    assert found.low is not None and found.high is not None
-    assert math.sqrt(found.low * found.high) == pytest.approx(float(centre))
-    assert math.log(found.high / found.low) > 2 * 1.96 * error  # Student's t is wider than the normal law
+    error = math.sqrt((n - 1) / n * sum((math.log(item) - math.log(centre)) ** 2 for item in left))
+    assert result.low is not None and result.high is not None
+    assert math.sqrt(result.low * result.high) == pytest.approx(float(centre))
+    assert math.log(result.high / result.low) > 2 * 1.96 * error  # Student's t is wider than the normal distribution
 
 
 def test_interval_of_only_counts_covers() -> None:
@@ -103,9 +103,9 @@ def test_interval_of_only_counts_covers() -> None:
     for _ in range(400):
         tau = rng.choice(4, size=200, p=probs)
         row = (200, *(float((tau >= i).sum()) for i in (1, 2, 3)))
-        found = Acceptance.from_rows([row], "x").block_efficiency()
-        assert found.low is not None and found.high is not None
-        hits += found.low <= 1 + rates.sum() <= found.high
+        result = Acceptance.from_rows([row], "x").block_efficiency()
+        assert result.low is not None and result.high is not None
+        hits += result.low <= 1 + rates.sum() <= result.high
     assert 0.92 <= hits / 400 <= 0.98
 
 
@@ -117,5 +117,5 @@ def test_interval_of_only_counts_covers() -> None:
         ({"rows": ((1, 1), (1, 0), (2, 1)), "pieces": "responses"}, "3 independent responses"),
     ],
 )
-def test_the_assumption_of_an_interval(about: dict[str, Any], message: str) -> None:
+def test_assumption_of_interval(about: dict[str, Any], message: str) -> None:
     assert message in Acceptance((0.5,), "x", **about).interval_assumes

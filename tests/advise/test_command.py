@@ -51,20 +51,20 @@ def advice_json(capsys: Any, *arguments: Any) -> dict[str, Any]:
 # -- a finished run --------------------------------------------------------------------------------------------
 
 
-def test_a_run_on_its_own_machine(place: Path, capsys: Any) -> None:
+def test_run_on_its_own_machine(place: Path, capsys: Any) -> None:
     results = [cell(None, b) for b in (1, 4)] + [
         cell(taus, b, model=m) for b in (1, 4) for taus, m in ((GOOD, "d"), (POOR, "e"))
     ]
     run = write_run(place, results)
-    found = advice_json(capsys, run, "--batch-size", "1,64")
-    one, many = found["advice"]
+    result = advice_json(capsys, run, "--batch-size", "1,64")
+    one, many = result["advice"]
     assert one["draft"] and one["best"]["model"] == "d" and one["best"]["gamma"] == 3
     assert one["runner_up"]["model"] == "e" and one["best"]["speed_up"]["low"] < one["best"]["speed_up"]["value"]
     assert not many["draft"] and many["batch_size"] == 64
-    # What these cells say was measured: a tenth of their tokens.
+    # Measured part of these cells: a tenth of their tokens.
     assert one["measured_best"]["model"] == "d" and many["measured_best"] is None
     assert one["measured_best"]["speed_up"]["value"] == pytest.approx(4.2)
-    remarks = found["remarks"]
+    remarks = result["remarks"]
     assert any("3 independent prompts" in line for line in remarks["measured"])
     assert any("cost curves of its machine" in line for line in remarks["computed"])
     assert any("drafts of more than 3 tokens were not measured" in line for line in remarks["warnings"])
@@ -76,25 +76,25 @@ def test_a_run_on_its_own_machine(place: Path, capsys: Any) -> None:
     ]
 
 
-def test_a_run_on_another_machine(place: Path, capsys: Any) -> None:
+def test_run_on_another_machine(place: Path, capsys: Any) -> None:
     run = write_run(place, [cell(None), cell(GOOD)])
-    found = advice_json(
+    result = advice_json(
         capsys, run, "--cost", "passes.csv", "--draft-cost", "draft.csv", "--batch-size", "1", "--context", "100"
     )
-    (step,) = found["advice"]
+    (step,) = result["advice"]
     assert step["measured_best"] is None  # on another machine
     # 10 ms and three of 1 ms for the row's tokens; plain decoding takes 10 ms.
     assert step["best"]["gamma"] == 3 and step["best"]["speed_up"]["value"] == pytest.approx(3.5 / 1.3)
-    assert "verification and bookkeeping are free" in found["remarks"]["assumed"]
-    found = advice_json(capsys, run, "--on", "h100", "--target", "target.json", "--batch-size", "1")
-    assert "drafting with d is free" in found["remarks"]["assumed"]
+    assert "verification and bookkeeping are free" in result["remarks"]["assumed"]
+    result = advice_json(capsys, run, "--on", "h100", "--target", "target.json", "--batch-size", "1")
+    assert "drafting with d is free" in result["remarks"]["assumed"]
 
 
 def test_temperatures_are_kept_apart(place: Path, capsys: Any) -> None:
     cells = [cell(taus, temperature=t) for t in (0.0, 1.0) for taus in (None, GOOD)]
     run = write_run(place, cells)
-    found = advice_json(capsys, run, "--batch-size", "1")
-    assert {step["group"] for step in found["advice"]} == {"temperature 0", "temperature 1"}
+    result = advice_json(capsys, run, "--batch-size", "1")
+    assert {step["group"] for step in result["advice"]} == {"temperature 0", "temperature 1"}
     code, _, err = advise(capsys, run, "--batch-size", "1", "--export", "vllm")
     assert code == 2 and "choose with --temperature" in err
     code, out, _ = advise(capsys, run, "--batch-size", "1", "--export", "vllm", "--temperature", "0")
@@ -113,8 +113,8 @@ def test_unsupported_pairs_and_their_cost(place: Path, capsys: Any) -> None:
     code, _, err = advise(capsys, write_run(place, cells[:2], "other"), "--export", "llama.cpp")
     assert code == 2 and "llama.cpp supports none of the candidates" in err
     code, out, _ = advise(capsys, run, "--batch-size", "1", "--export", "vllm", "--draft-path", "org/draft")
-    found = vllm(out)
-    assert (found.rejection_sample_method, found.model, found.num_speculative_tokens) == ("block", "org/draft", 3)
+    result = vllm(out)
+    assert (result.rejection_sample_method, result.model, result.num_speculative_tokens) == ("block", "org/draft", 3)
 
 
 def test_truncated_responses(place: Path, capsys: Any) -> None:
@@ -127,13 +127,13 @@ def test_truncated_responses(place: Path, capsys: Any) -> None:
 # -- imported numbers ------------------------------------------------------------------------------------------
 
 
-def test_a_log_and_a_table(place: Path, capsys: Any) -> None:
+def test_log_and_table(place: Path, capsys: Any) -> None:
     costs = ("--cost", "passes.csv", "--draft-cost", "draft.csv", "--batch-size", "1,2,64", "--context", "100")
-    found = advice_json(capsys, "vllm.log", *costs, *SAID)
+    result = advice_json(capsys, "vllm.log", *costs, *SAID)
     rates = (220 / 310, 110 / 310, 50 / 310)
     by_hand = [(1 + sum(rates[:g])) * 10 / (10 + g) for g in (1, 2, 3)]
-    assert found["advice"][0]["best"]["speed_up"]["value"] == pytest.approx(max(by_hand), rel=1e-4)
-    assert [step["draft"] for step in found["advice"]] == [True, True, False]
+    assert result["advice"][0]["best"]["speed_up"]["value"] == pytest.approx(max(by_hand), rel=1e-4)
+    assert [step["draft"] for step in result["advice"]] == [True, True, False]
     code, out, err = advise(capsys, "vllm.log", *costs, *SAID, "--export", "vllm", "--draft-path", "org/draft")
     schedule = vllm(out).num_speculative_tokens_per_batch_size
     assert code == 0 and schedule is not None and schedule[-1][1:] == [64, 0]
@@ -142,14 +142,14 @@ def test_a_log_and_a_table(place: Path, capsys: Any) -> None:
 
 def test_overlapped_drafting(place: Path, capsys: Any) -> None:
     costs = ("--cost", "passes.csv", "--draft-cost", "draft.csv", "--batch-size", "1", "--context", "100")
-    found = advice_json(capsys, "vllm.log", *costs, *SAID, "--overlap")
+    result = advice_json(capsys, "vllm.log", *costs, *SAID, "--overlap")
     # Three drafts of a millisecond are hidden behind a pass of ten.
-    speed_up = found["advice"][0]["best"]["speed_up"]["value"]
+    speed_up = result["advice"][0]["best"]["speed_up"]["value"]
     assert speed_up == pytest.approx(1 + (220 + 110 + 50) / 310, rel=1e-4)
-    assert any("overlap" in line for line in found["remarks"]["assumed"])
+    assert any("overlap" in line for line in result["remarks"]["assumed"])
 
 
-def test_a_draft_head_with_fewer_tokens(place: Path, capsys: Any) -> None:
+def test_draft_head_with_fewer_tokens(place: Path, capsys: Any) -> None:
     machine = ("--on", "h100", "--target", "target.json", "--draft-model", "target.json", "--batch-size", "1", *SAID)
     few, own = (advice_json(capsys, "vllm.log", *machine, *more)["advice"][0] for more in (("--draft-vocab", "16"), ()))
     assert few["best"]["speed_up"]["value"] > own["best"]["speed_up"]["value"]
@@ -171,20 +171,20 @@ def test_two_scrapes_and_several_sources(place: Path, capsys: Any) -> None:
     assert code == 2 and "the counter was reset" in err
 
 
-def test_contexts_are_an_axis(place: Path, capsys: Any) -> None:
+def test_contexts_are_axis(place: Path, capsys: Any) -> None:
     more = TABLE + "".join(line.replace(",100,", ",900,") + "\n" for line in TABLE.splitlines()[1:])
     Path("two.csv").write_text(more, encoding="utf-8")
-    found = advice_json(capsys, "vllm.log", "--cost", "two.csv", "--batch-size", "1,8", "--context", "100,900")
-    assert [(s["context"], s["batch_size"]) for s in found["advice"]] == [(100, 1), (100, 8), (900, 1), (900, 8)]
+    result = advice_json(capsys, "vllm.log", "--cost", "two.csv", "--batch-size", "1,8", "--context", "100,900")
+    assert [(s["context"], s["batch_size"]) for s in result["advice"]] == [(100, 1), (100, 8), (900, 1), (900, 8)]
     _, text, _ = advise(capsys, "vllm.log", "--cost", "two.csv", "--batch-size", "1", "--context", "100,900")
     assert text.splitlines()[2].split()[:2] == ["B", "context"]
 
 
-def test_a_mean_length_requires_an_assumption(place: Path, capsys: Any) -> None:
+def test_mean_length_requires_assumption(place: Path, capsys: Any) -> None:
     code, _, err = advise(capsys, "sglang.log", "--cost", "passes.csv")
     assert code == 2 and "give it as --gamma" in err
-    found = advice_json(capsys, "sglang.log", "--cost", "passes.csv", "--gamma", "4", "--batch-size", "1")
-    assert any("a constant conditional acceptance rate" in line for line in found["remarks"]["assumed"])
+    result = advice_json(capsys, "sglang.log", "--cost", "passes.csv", "--gamma", "4", "--batch-size", "1")
+    assert any("a constant conditional acceptance rate" in line for line in result["remarks"]["assumed"])
 
 
 def test_unrealistic_traffic(place: Path, capsys: Any) -> None:
@@ -195,24 +195,26 @@ def test_unrealistic_traffic(place: Path, capsys: Any) -> None:
         "ignores end-of-sequence" in line for line in warnings
     )
     assert any("does not record the temperature" in line for line in warnings)
-    found = advice_json(capsys, "vllm.log", "--on", "h100", "--target", "experts.json", "--drafter", "prompt-lookup")
-    assert any("engines count steps with a draft only" in line for line in found["remarks"]["warnings"])
-    found = advice_json(capsys, "vllm.log", "--on", "h100", "--target", "experts.json", *SAID)["remarks"]
-    assert not any("random" in line or "temperature" in line for line in found["warnings"])
-    assert any("over its 4 experts" in line for line in found["assumed"])
-    assert any("drafting is free" in line for line in found["assumed"])
+    result = advice_json(capsys, "vllm.log", "--on", "h100", "--target", "experts.json", "--drafter", "prompt-lookup")
+    assert any("engines count steps with a draft only" in line for line in result["remarks"]["warnings"])
+    result = advice_json(capsys, "vllm.log", "--on", "h100", "--target", "experts.json", *SAID)["remarks"]
+    assert not any("random" in line or "temperature" in line for line in result["warnings"])
+    assert any("over its 4 experts" in line for line in result["assumed"])
+    assert any("drafting is free" in line for line in result["assumed"])
 
 
-def test_a_curve_that_was_measured_here(place: Path, capsys: Any) -> None:
+def test_curve_that_was_measured_here(place: Path, capsys: Any) -> None:
     from crossdraft.framework.cost.curve import save_curve
 
     code, _, err = advise(capsys, "vllm.log", "--target", "m")
     assert code == 2 and "m has no cost curve on this machine; run crossdraft cost --target m" in err
-    for one in curves():
-        save_curve(one)
-    found = advice_json(capsys, "vllm.log", "--target", "m", "--draft-model", "d", "--batch-size", "1,128", *SAID)
-    assert found["advice"][0]["draft"] and any("passes of m, float32" in line for line in found["remarks"]["measured"])
-    assert any("extrapolated beyond B = 64" in line for line in found["remarks"]["warnings"])
+    for item in curves():
+        save_curve(item)
+    result = advice_json(capsys, "vllm.log", "--target", "m", "--draft-model", "d", "--batch-size", "1,128", *SAID)
+    assert result["advice"][0]["draft"] and any(
+        "passes of m, float32" in line for line in result["remarks"]["measured"]
+    )
+    assert any("extrapolated beyond B = 64" in line for line in result["remarks"]["warnings"])
 
 
 @pytest.mark.parametrize(
@@ -258,7 +260,7 @@ def test_engines_of_plug_ins_keep_their_contract(place: Path, capsys: Any, insta
         methods: ClassVar[dict[str, str]] = {"draft-model": "s"}
         reading: ClassVar[Any] = []
 
-        def read(self, given: Any, before: Any = None) -> Any:
+        def read(self, inputs: Any, before: Any = None) -> Any:
             return self.reading
 
         def export(self, schedule: Any) -> Any:
@@ -295,7 +297,7 @@ def test_invalid_cost_tables(tmp_path: Path, text: str, message: str) -> None:
         read_cost_table(str(path))
 
 
-def test_a_kept_curve_is_a_cost_table(tmp_path: Path) -> None:
+def test_kept_curve_is_cost_table(tmp_path: Path) -> None:
     path = tmp_path / "curve.json"
     path.write_text(json.dumps(curves()[0].to_json()), encoding="utf-8")
     assert read_cost_table(str(path)) == curves()[0]

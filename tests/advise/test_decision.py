@@ -42,16 +42,16 @@ class Single(Fixed):
 
 def chain(rates: tuple[float, ...], **about: Any) -> Candidate:
     known = {"drafter": "draft-model", "model": "d", "verifier": "token", "temperature": 1.0}
-    (found,) = imported([Acceptance(rates, "here", **(known | about))], TARGET, DRAFT, 200)
-    return found
+    (result,) = imported([Acceptance(rates, "here", **(known | about))], TARGET, DRAFT, 200)
+    return result
 
 
 # -- candidates ------------------------------------------------------------------------------------------------
 
 
-def test_the_acceptance_of_a_cell() -> None:
-    (found,), notes = of_run([cell(None), cell(GOOD)], "run", curves())
-    acceptance = found.acceptance
+def test_acceptance_of_cell() -> None:
+    (result,), notes = of_run([cell(None), cell(GOOD)], "run", curves())
+    acceptance = result.acceptance
     assert notes == [] and acceptance.rows == ((4, 4, 3, 3), (4, 4, 4, 3), (4, 3, 3, 3))
     assert acceptance.marginal == (11 / 12, 10 / 12, 9 / 12) and acceptance.cuttable and acceptance.chain
     assert (acceptance.drafter, acceptance.model, acceptance.verifier, acceptance.temperature) == (
@@ -63,11 +63,11 @@ def test_the_acceptance_of_a_cell() -> None:
     assert greedy.acceptance.point_mass is True
 
 
-def test_a_cell_is_predicted_as_the_report_predicts_it() -> None:
+def test_cell_is_predicted_as_report_predicts_it() -> None:
     results = [result for b in (1, 4) for result in (cell(None, b), cell(GOOD, b), cell(POOR, b, verifier="block"))]
     predicted = predictions(results, curves())
-    found, _ = of_run(results, "run", curves())
-    for candidate, same in zip(found, (results[1::3], results[2::3]), strict=True):
+    actual, _ = of_run(results, "run", curves())
+    for candidate, same in zip(actual, (results[1::3], results[2::3]), strict=True):
         for result in same:
             theirs = predicted[result.config.hash]
             ours = candidate.predict(result.config.batch_size, 3)
@@ -75,17 +75,17 @@ def test_a_cell_is_predicted_as_the_report_predicts_it() -> None:
 
 
 def test_shorter_drafts_cost_and_emit_less() -> None:
-    (found,), _ = of_run([cell(None), cell(GOOD)], "run", curves())
-    assert found.gammas == (1, 2, 3)
-    one = found.predict(8, 1)
+    (result,), _ = of_run([cell(None), cell(GOOD)], "run", curves())
+    assert result.gammas == (1, 2, 3)
+    one = result.predict(8, 1)
     assert one.draft == pytest.approx(DRAFT.seconds(8, 1, 100), rel=0.2)
     tokens = 1 + 11 / 12
     assert one.tokens_per_second == pytest.approx(8 * tokens / one.seconds)
-    interval = found.speed_up(8, 1)
+    interval = result.speed_up(8, 1)
     assert interval.low is not None and interval.high is not None
     assert interval.low < interval.value < interval.high
     with pytest.raises(UsageError):
-        found.speed_up(8, 4)
+        result.speed_up(8, 4)
 
 
 def test_omitted_cells_are_noted() -> None:
@@ -93,33 +93,33 @@ def test_omitted_cells_are_noted() -> None:
     short.metrics.block_efficiency = None  # type: ignore[union-attr]
     failed = CellResult(cell(GOOD, verifier="block").config, error="it broke")
     results = [cell(None), short, cell(GOOD, verifier="lenient"), failed]
-    found, notes = of_run(results, "run", curves())
-    assert found == [] and sorted(note.split(": ")[1] for note in notes) == [
+    result, notes = of_run(results, "run", curves())
+    assert result == [] and sorted(note.split(": ")[1] for note in notes) == [
         "draft-model drafted no tokens and is omitted",
         "draft-model × block failed and is omitted",
         "lenient is omitted",
     ]
-    found, notes = of_run([cell(None), cell(GOOD)], "run", [])
-    assert found == [] and "run crossdraft cost --target m" in notes[0]
+    result, notes = of_run([cell(None), cell(GOOD)], "run", [])
+    assert result == [] and "run crossdraft cost --target m" in notes[0]
 
 
 def test_trees_and_non_causal_verifiers_are_not_cut() -> None:
     sequences = cell(GOOD, drafter="prompt-lookup")
     assert of_run([cell(None), sequences], "run", curves())[0][0].gammas == (1, 2, 3)
-    (found,), _ = of_run([cell(None), cell(GOOD, verifier="greedy-block")], "run", curves())
-    assert found.gammas == (3,)
+    (result,), _ = of_run([cell(None), cell(GOOD, verifier="greedy-block")], "run", curves())
+    assert result.gammas == (3,)
     assert chain((0.5, 0.4), cuttable=False).gammas == (2,)
 
 
 def test_titles_of_several_sequences() -> None:
     results = [cell(None), cell(GOOD, drafter="draft-model-iid", verifier="specinfer", K=2)]
-    (found,), _ = of_run(results, "run", curves())
-    assert found.title == "draft-model-iid (K 2)" and found.gammas == (3,) and not found.acceptance.chain
-    step = decide([found], 1)
+    (result,), _ = of_run(results, "run", curves())
+    assert result.title == "draft-model-iid (K 2)" and result.gammas == (3,) and not result.acceptance.chain
+    step = decide([result], 1)
     assert step.best.gamma == 3 and step.runner_up is None
 
 
-def test_times_of_the_run_are_ignored_on_another_machine() -> None:
+def test_times_of_run_are_ignored_on_another_machine() -> None:
     names: list[str] = []
 
     def drafter(name: str) -> Any:
@@ -127,24 +127,24 @@ def test_times_of_the_run_are_ignored_on_another_machine() -> None:
         return DRAFT
 
     results = [cell(None), cell(GOOD), cell(POOR, drafter="prompt-lookup")]
-    found, _ = of_run(results, "run", [], Machine(TARGET, drafter))
+    result, _ = of_run(results, "run", [], Machine(TARGET, drafter))
     assert names == ["d"]
-    moved = found[0].predict(1, 3)
+    moved = result[0].predict(1, 3)
     assert moved.other == 0 and moved.draft == pytest.approx(3 * DRAFT.seconds(1, 1, 100), rel=0.01)
-    assert found[1].predict(1, 3).draft == 0
+    assert result[1].predict(1, 3).draft == 0
 
 
 # -- decisions -------------------------------------------------------------------------------------------------
 
 
-def test_the_best_and_the_runner_up() -> None:
-    found, _ = of_run([cell(None), cell(GOOD), cell(POOR, model="e")], "run", curves())
-    step = decide(found, 1)
+def test_best_and_runner_up() -> None:
+    result, _ = of_run([cell(None), cell(GOOD), cell(POOR, model="e")], "run", curves())
+    step = decide(result, 1)
     assert step.draft and step.best.candidate.acceptance.model == "d" and step.best.gamma == 3
     assert step.runner_up is not None and step.runner_up.candidate.acceptance.model == "e"
     assert step.best.speed_up.value > step.runner_up.speed_up.value
-    alone = decide(found[:1], 1)
-    assert alone.runner_up is not None and alone.runner_up.gamma == 2  # of the same pair, there is no other
+    separate = decide(result[:1], 1)
+    assert separate.runner_up is not None and separate.runner_up.gamma == 2  # of the same pair, because no other exists
     with pytest.raises(UsageError, match="no candidates"):
         decide([], 1)
 
@@ -164,15 +164,15 @@ def test_drafting_is_switched_off_if_it_does_not_pay() -> None:
     st.sampled_from([None, 100, 300]),
 )
 @settings(max_examples=30, deadline=None)
-def test_the_best_length_by_hand(conditional: list[float], b: int, context: float | None) -> None:
-    made = Acceptance.from_conditional(conditional, "here")
-    (found,) = imported([made], TARGET, DRAFT, 200)
+def test_best_length_by_hand(conditional: list[float], b: int, context: float | None) -> None:
+    acceptance = Acceptance.from_conditional(conditional, "here")
+    (result,) = imported([acceptance], TARGET, DRAFT, 200)
     plain = TARGET.seconds(b, 1, context or 200)
     by_hand = []
-    for gamma in range(1, made.gamma + 1):
+    for gamma in range(1, acceptance.gamma + 1):
         seconds = TARGET.seconds(b, gamma + 1, context or 200) + gamma * DRAFT.seconds(b, 1, context or 200)
-        by_hand.append((1 + sum(made.marginal[:gamma])) * plain / seconds)
-    assert decide([found], b, context).best.speed_up.value == pytest.approx(max(by_hand))
+        by_hand.append((1 + sum(acceptance.marginal[:gamma])) * plain / seconds)
+    assert decide([result], b, context).best.speed_up.value == pytest.approx(max(by_hand))
 
 
 def test_measured_lengths_are_preferred() -> None:
@@ -193,42 +193,42 @@ def by_hand(candidate: Candidate, b: int) -> int:
 
 @given(st.lists(st.floats(0.2, 1), min_size=1, max_size=4))
 @settings(max_examples=20, deadline=None)
-def test_a_schedule_is_the_best_length_at_every_batch_size(conditional: list[float]) -> None:
-    found = chain(Acceptance.from_conditional(conditional, "x").marginal)
-    made = schedule_for([found], Scheduled(), [1, 16, 64]).schedule
-    assert made.ranges[0].low == 1 and made.ranges[-1].high == 64
-    starts = [r.low for r in made.ranges[1:]]
-    assert starts == [r.high + 1 for r in made.ranges[:-1]]
-    for r in made.ranges:
-        assert {by_hand(found, b) for b in (r.low, r.high)} == {r.gamma}
-    assert all(a.gamma != b.gamma for a, b in zip(made.ranges, made.ranges[1:], strict=False))
+def test_schedule_is_best_length_at_every_batch_size(conditional: list[float]) -> None:
+    result = chain(Acceptance.from_conditional(conditional, "x").marginal)
+    schedule = schedule_for([result], Scheduled(), [1, 16, 64]).schedule
+    assert schedule.ranges[0].low == 1 and schedule.ranges[-1].high == 64
+    starts = [r.low for r in schedule.ranges[1:]]
+    assert starts == [r.high + 1 for r in schedule.ranges[:-1]]
+    for r in schedule.ranges:
+        assert {by_hand(result, b) for b in (r.low, r.high)} == {r.gamma}
+    assert all(a.gamma != b.gamma for a, b in zip(schedule.ranges, schedule.ranges[1:], strict=False))
 
 
 def test_one_length_for_all_batch_sizes() -> None:
-    found = chain((0.8, 0.7, 0.6, 0.5))
-    made = schedule_for([found], Fixed(), [1, 64]).schedule
-    (only,) = made.ranges
-    scores = {g: found.speed_up(1, g).value * found.speed_up(64, g).value if g else 1.0 for g in (0, 1, 2, 3, 4)}
+    result = chain((0.8, 0.7, 0.6, 0.5))
+    schedule = schedule_for([result], Fixed(), [1, 64]).schedule
+    (only,) = schedule.ranges
+    scores = {g: result.speed_up(1, g).value * result.speed_up(64, g).value if g else 1.0 for g in (0, 1, 2, 3, 4)}
     assert only == Range(1, 64, max(scores, key=lambda g: scores[g]))
     assert schedule_for([chain((0.1,))], Fixed(), [64]).schedule.gamma == 0
-    assert schedule_for([found], Single(), [1, 64]).schedule.ranges == (Range(1, 1, 4),)
+    assert schedule_for([result], Single(), [1, 64]).schedule.ranges == (Range(1, 1, 4),)
     with pytest.raises(UsageError, match="use --batch-size 1"):
-        schedule_for([found], Single(), [2])
+        schedule_for([result], Single(), [2])
 
 
 def test_unsupported_candidates() -> None:
     able, unable = chain((0.5, 0.4)), chain((0.9, 0.8), drafter="medusa")
-    made = schedule_for([able, unable], Scheduled(), [1])
-    assert made.candidate is able and list(made.unsupported) == [unable.pair]
+    schedule = schedule_for([able, unable], Scheduled(), [1])
+    assert schedule.candidate is able and list(schedule.unsupported) == [unable.pair]
     with pytest.raises(UsageError, match="fixed supports none of the candidates: it has no drafter medusa"):
         schedule_for([unable], Fixed(), [1])
 
 
-def test_predictions_take_the_cell_of_the_nearest_batch_size() -> None:
+def test_predictions_take_cell_of_nearest_batch_size() -> None:
     cells = {b: CellStatistics(b, b, 2.0, {1: 1.0}, 200, 1, other_seconds=b / 1000, acceptance=(1.0,)) for b in (1, 16)}
-    found = Candidate(Acceptance((1.0,), "x"), TARGET, None, cells, {})
-    assert found.predict(3, 1).other == pytest.approx(3 / 1000)  # of one row, times three
+    result = Candidate(Acceptance((1.0,), "x"), TARGET, None, cells, {})
+    assert result.predict(3, 1).other == pytest.approx(3 / 1000)  # of one row, times three
     cells[16] = CellStatistics(16, 16, 2.0, {1: 1.0}, 200, 1, other_seconds=1.0, acceptance=(1.0,))
-    found = Candidate(Acceptance((1.0,), "x"), TARGET, None, cells, {})
-    assert found.predict(5, 1).other == pytest.approx(1.0 * 5 / 16)
-    assert found.predict(16, 1) == predict(cells[16], TARGET, None)
+    result = Candidate(Acceptance((1.0,), "x"), TARGET, None, cells, {})
+    assert result.predict(5, 1).other == pytest.approx(1.0 * 5 / 16)
+    assert result.predict(16, 1) == predict(cells[16], TARGET, None)

@@ -41,9 +41,9 @@ def test_every_method_is_accepted(name: str, drafter: str, temperature: float) -
     about = {"drafter": drafter, "temperature": temperature, "point_mass": True}
     if drafter in ("prompt-lookup", "mtp"):
         about["model"] = ""
-    found = schedule(**about)
-    assert engine(name).cannot(found.acceptance) is None
-    assert [PARSERS[name](engine(name).export(found).text).gamma(b) for b in (1, 7, 64)] == [3, 3, 3]
+    result = schedule(**about)
+    assert engine(name).cannot(result.acceptance) is None
+    assert [PARSERS[name](engine(name).export(result).text).gamma(b) for b in (1, 7, 64)] == [3, 3, 3]
 
 
 @st.composite
@@ -51,22 +51,22 @@ def schedules(draw: st.DrawFn) -> tuple[Range, ...]:
     gammas = draw(st.lists(st.integers(0, 5), min_size=1, max_size=5).filter(any))
     ends = sorted(draw(st.sets(st.integers(1, 300), min_size=len(gammas), max_size=len(gammas))))
     starts = [1, *(end + 1 for end in ends[:-1])]
-    return tuple(Range(*one) for one in zip(starts, ends, gammas, strict=True))
+    return tuple(Range(*item) for item in zip(starts, ends, gammas, strict=True))
 
 
 @settings(max_examples=30, deadline=None)
 @given(schedules())
-def test_schedules_mean_the_same_everywhere(ranges: tuple[Range, ...]) -> None:
-    found = schedule(*ranges)
+def test_schedules_mean_same_everywhere(ranges: tuple[Range, ...]) -> None:
+    result = schedule(*ranges)
     for name in ("vllm", "sglang", "tensorrt-llm"):
-        settings = engine(name).export(found)
+        settings = engine(name).export(result)
         parsed = PARSERS[name](settings.text)
-        if name == "tensorrt-llm" and len(ranges) > 1 and ranges[0].gamma < found.gamma:
+        if name == "tensorrt-llm" and len(ranges) > 1 and ranges[0].gamma < result.gamma:
             assert "must begin with its longest drafts" in settings.remarks[-1]
-            assert parsed.gamma(ranges[0].high) == found.gamma
-            ranges = (Range(1, ranges[0].high, found.gamma), *ranges[1:])
-        for one in ranges:
-            assert [parsed.gamma(b) for b in (one.low, one.high)] == [one.gamma] * 2, settings.text
+            assert parsed.gamma(ranges[0].high) == result.gamma
+            ranges = (Range(1, ranges[0].high, result.gamma), *ranges[1:])
+        for item in ranges:
+            assert [parsed.gamma(b) for b in (item.low, item.high)] == [item.gamma] * 2, settings.text
         beyond = parsed.gamma(ranges[-1].high + 1)
         if len(ranges) > 1:
             note = next(remark for remark in settings.remarks if remark.startswith("beyond"))
@@ -74,18 +74,18 @@ def test_schedules_mean_the_same_everywhere(ranges: tuple[Range, ...]) -> None:
 
 
 def test_vllm_settings() -> None:
-    found = vllm(engine("vllm").export(schedule(*FALLING, verifier="block")).text)
-    assert found.rejection_sample_method == "block" and found.draft_sample_method == "probabilistic"
-    assert found.num_speculative_tokens_per_batch_size == [[1, 8, 5], [9, 31, 2], [32, 64, 0]]
-    found = vllm(engine("vllm").export(schedule(point_mass=True)).text)
-    assert (found.rejection_sample_method, found.draft_sample_method) == ("standard", "greedy")
+    result = vllm(engine("vllm").export(schedule(*FALLING, verifier="block")).text)
+    assert result.rejection_sample_method == "block" and result.draft_sample_method == "probabilistic"
+    assert result.num_speculative_tokens_per_batch_size == [[1, 8, 5], [9, 31, 2], [32, 64, 0]]
+    result = vllm(engine("vllm").export(schedule(point_mass=True)).text)
+    assert (result.rejection_sample_method, result.draft_sample_method) == ("standard", "greedy")
     greedy = vllm(engine("vllm").export(schedule(temperature=0.0, verifier="block")).text)
     assert greedy.model_fields_set == {"method", "model", "num_speculative_tokens"}
     sizes = {"min_ngram": 2, "max_ngram": 5}
-    found = vllm(
+    result = vllm(
         engine("vllm").export(schedule(drafter="prompt-lookup", model="", point_mass=True, options=sizes)).text
     )
-    assert (found.prompt_lookup_min, found.prompt_lookup_max) == (2, 5)
+    assert (result.prompt_lookup_min, result.prompt_lookup_max) == (2, 5)
 
 
 def test_settings_of_other_engines() -> None:
@@ -152,12 +152,12 @@ def test_missing_facts(name: str, about: dict[str, Any], message: str) -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8).filter(lambda rates: rates[0] > 0))
 def test_round_trips(writer: str, reader: str, conditional: list[float]) -> None:
-    made = Acceptance.from_conditional(conditional, "here", drafter="eagle3", model="org/head", temperature=1.0)
-    text = engine(writer).export(Schedule(made, (Range(1, 8, made.gamma),), {1: Estimate(2.0)})).text
+    acceptance = Acceptance.from_conditional(conditional, "here", drafter="eagle3", model="org/head", temperature=1.0)
+    text = engine(writer).export(Schedule(acceptance, (Range(1, 8, acceptance.gamma),), {1: Estimate(2.0)})).text
     text = text if reader != "vllm" else vllm(text).model_dump_json(exclude_none=True)
-    (found,) = engine(reader).read(Source(text, "again"))
-    assert found.marginal == pytest.approx(made.marginal, abs=1e-12)
-    assert (found.drafter, found.model) == ("eagle3", "org/head")
+    (result,) = engine(reader).read(Source(text, "again"))
+    assert result.marginal == pytest.approx(acceptance.marginal, abs=1e-12)
+    assert (result.drafter, result.model) == ("eagle3", "org/head")
 
 
 def test_transformers_settings(tmp_path: Path, monkeypatch: Any) -> None:
@@ -170,9 +170,9 @@ def test_transformers_settings(tmp_path: Path, monkeypatch: Any) -> None:
         ours = kind.get_candidates
 
         def spied(self: Any, ids: Any, *args: Any, _ours: Any = ours, **more: Any) -> Any:
-            found = _ours(self, ids, *args, **more)
-            lengths.append(found[0].shape[1] - ids.shape[1])
-            return found
+            result = _ours(self, ids, *args, **more)
+            lengths.append(result[0].shape[1] - ids.shape[1])
+            return result
 
         monkeypatch.setattr(kind, "get_candidates", spied)
     name = save_model(tmp_path / "model", seed=1)

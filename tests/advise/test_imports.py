@@ -75,8 +75,8 @@ def read(name: str, text: str, before: str | None = None) -> list[Acceptance]:
 
 
 def one(name: str, text: str, before: str | None = None) -> Acceptance:
-    (found,) = read(name, text, before)
-    return found
+    (result,) = read(name, text, before)
+    return result
 
 
 def vllm_response(histogram: list[int], **wrong: Any) -> dict[str, Any]:
@@ -94,50 +94,50 @@ def sglang_response(histogram: list[int], **wrong: Any) -> dict[str, Any]:
 
 
 def lines(*objects: Any) -> str:
-    return "".join(json.dumps(found) + "\n" for found in objects)
+    return "".join(json.dumps(result) + "\n" for result in objects)
 
 
 # -- recorded formats ------------------------------------------------------------------------------------------
 
 
-def test_the_log_of_vllm() -> None:
-    found = one("vllm", VLLM_LOG)
+def test_log_of_vllm() -> None:
+    result = one("vllm", VLLM_LOG)
     # 280 tokens at rates that sum to 1.4 are 200 drafts, 100 at 1.0 are 100; the idle window has 30 / 3.
-    assert found.drafts == pytest.approx(310)
-    assert found.marginal == pytest.approx((220 / 310, 110 / 310, 50 / 310))
-    assert found.source == "now.txt:2-4" and found.interval_assumes == "3 independent windows of the log"
+    assert result.drafts == pytest.approx(310)
+    assert result.marginal == pytest.approx((220 / 310, 110 / 310, 50 / 310))
+    assert result.source == "now.txt:2-4" and result.interval_assumes == "3 independent windows of the log"
 
 
-def test_the_counters_of_vllm() -> None:
-    found = one("vllm", VLLM_SCRAPE)
-    assert (found.drafts, found.marginal) == (400, (280 / 400, 120 / 400))
-    assert found.source == "now.txt, model m" and found.remarks == ()
+def test_counters_of_vllm() -> None:
+    result = one("vllm", VLLM_SCRAPE)
+    assert (result.drafts, result.marginal) == (400, (280 / 400, 120 / 400))
+    assert result.source == "now.txt, model m" and result.remarks == ()
     two = VLLM_SCRAPE + VLLM_SCRAPE.replace('"m"', '"other"').replace(" 280.0", " 180.0").replace("} 200.0", "} 100.0")
     assert [a.source for a in read("vllm", two)] == ["now.txt, model m", "now.txt, model other"]
 
 
-def test_the_difference_of_two_scrapes() -> None:
+def test_difference_of_two_scrapes() -> None:
     before = VLLM_SCRAPE.replace("300.0", "100.0").replace("280.0", "80.0").replace("} 200.0", "} 70.0")
     before = before.replace(" 80.0", " 10.0")
-    found = one("vllm", VLLM_SCRAPE, before)
-    assert found.drafts == 200
+    result = one("vllm", VLLM_SCRAPE, before)
+    assert result.drafts == 200
     with pytest.raises(
         UsageError, match=r"now.txt:4: vllm:spec_decode_num_drafts_total is 100, was 300 in before.txt:4"
     ):
         read("vllm", before, VLLM_SCRAPE)
-    gone = "".join(line for line in VLLM_SCRAPE.splitlines(True) if 'engine="1"' not in line)
+    removed_cell = "".join(line for line in VLLM_SCRAPE.splitlines(True) if 'engine="1"' not in line)
     with pytest.raises(UsageError, match=r"is missing, was 300 in before\.txt:4: the counter was reset"):
-        read("vllm", gone, VLLM_SCRAPE)
+        read("vllm", removed_cell, VLLM_SCRAPE)
 
 
 def test_responses_of_vllm() -> None:
     rows = [[10, 5, 5], [0, 0, 4], [6, 2, 0]]
-    found = one("vllm", lines(*map(vllm_response, rows)))
-    assert found.rows == ((20.0, 10.0, 5.0), (4.0, 4.0, 4.0), (8.0, 2.0, 0.0))
-    assert found.marginal == (16 / 32, 9 / 32) and found.pieces == "responses"
+    result = one("vllm", lines(*map(vllm_response, rows)))
+    assert result.rows == ((20.0, 10.0, 5.0), (4.0, 4.0, 4.0), (8.0, 2.0, 0.0))
+    assert result.marginal == (16 / 32, 9 / 32) and result.pieces == "responses"
     stream = "data: " + lines(vllm_response([1, 1])) + "data: [DONE]\n"
     assert one("vllm", stream).marginal == (0.5,)
-    assert one("vllm", json.dumps([vllm_response(row) for row in rows], indent=1)) == found
+    assert one("vllm", json.dumps([vllm_response(row) for row in rows], indent=1)) == result
 
 
 def test_short_drafts_are_noted() -> None:
@@ -147,30 +147,30 @@ def test_short_drafts_are_noted() -> None:
 
 
 def test_llama_cpp() -> None:
-    found = one("llama.cpp", LLAMA_SCRAPE)
-    assert (found.drafts, found.marginal) == (50, (0.6, 0.4, 0.2))
-    found = one("llama.cpp", LLAMA_LOG)
-    assert found.drafts == pytest.approx(80) and found.marginal == pytest.approx((0.75, 0.375), abs=1e-3)
+    result = one("llama.cpp", LLAMA_SCRAPE)
+    assert (result.drafts, result.marginal) == (50, (0.6, 0.4, 0.2))
+    result = one("llama.cpp", LLAMA_LOG)
+    assert result.drafts == pytest.approx(80) and result.marginal == pytest.approx((0.75, 0.375), abs=1e-3)
     later = one("llama.cpp", LATER_LOG)
-    assert (later.drafts, later.marginal, later.source) == (found.drafts, found.marginal, "now.txt:1-3")
+    assert (later.drafts, later.marginal, later.source) == (result.drafts, result.marginal, "now.txt:1-3")
     older = "".join(line for line in LLAMA_SCRAPE.splitlines(True) if "per_pos" not in line)
     assert (one("llama.cpp", older).marginal, one("llama.cpp", older).length) == ((), 2.2)
 
 
 def test_sglang() -> None:
-    found = one("sglang", SGLANG_LOG)
-    assert found.length == pytest.approx((2 * 2.5 + 6 * 3.5) / 8) and found.marginal == ()
-    assert found.source == "now.txt:1-3" and "windows without drafts are omitted: 1" in found.remarks[1]
+    result = one("sglang", SGLANG_LOG)
+    assert result.length == pytest.approx((2 * 2.5 + 6 * 3.5) / 8) and result.marginal == ()
+    assert result.source == "now.txt:1-3" and "windows without drafts are omitted: 1" in result.remarks[1]
     gauge = 'sglang:spec_accept_length{model_name="m",tp_rank="0"} 2.25\nsglang:spec_accept_rate{model_name="m"} 0.4\n'
     assert one("sglang", gauge).length == 2.25
-    found = one("sglang", lines(sglang_response([5, 3, 2]), sglang_response([0, 1, 0, 0, 9])))
-    assert found.marginal == (15 / 20, 11 / 20, 9 / 20, 9 / 20)  # drafts of four tokens, though none was accepted
+    result = one("sglang", lines(sglang_response([5, 3, 2]), sglang_response([0, 1, 0, 0, 9])))
+    assert result.marginal == (15 / 20, 11 / 20, 9 / 20, 9 / 20)  # drafts of four tokens, though none was accepted
     bare = {"meta_info": {"completion_tokens": 30, "spec_verify_ct": 10}}
     assert one("sglang", lines(bare, bare)).length == 3.0
 
 
 def profile(**changes: Any) -> str:
-    made = {
+    profile_data = {
         "schema_version": "1.0",
         "measured": True,
         "method": "eagle3",
@@ -182,15 +182,20 @@ def profile(**changes: Any) -> str:
         "acceptance_length_histogram": {"1": 20, "2": 40, "3": 20, "4": 20},
         "draft_checkpoint": {"model": "org/head"},
     }
-    return json.dumps(made | changes, indent=2)
+    return json.dumps(profile_data | changes, indent=2)
 
 
-def test_a_speculation_profile() -> None:
-    found = one("speculation-profile", profile())
-    assert (found.marginal, found.drafts, found.drafter, found.model) == ((0.8, 0.4, 0.2), 100, "eagle3", "org/head")
-    assert found.cuttable and not one("speculation-profile", profile(accept_length_model="measured_per_k")).cuttable
-    alone = one("speculation-profile", profile(marginal_accept_rates=None))
-    assert alone.marginal == pytest.approx((0.8, 0.4, 0.2))
+def test_speculation_profile() -> None:
+    result = one("speculation-profile", profile())
+    assert (result.marginal, result.drafts, result.drafter, result.model) == (
+        (0.8, 0.4, 0.2),
+        100,
+        "eagle3",
+        "org/head",
+    )
+    assert result.cuttable and not one("speculation-profile", profile(accept_length_model="measured_per_k")).cuttable
+    separate = one("speculation-profile", profile(marginal_accept_rates=None))
+    assert separate.marginal == pytest.approx((0.8, 0.4, 0.2))
 
 
 @pytest.mark.parametrize("name", plugins.entries("engines"))
@@ -294,15 +299,15 @@ def test_damaged_sources(engine: str, text: str, message: str) -> None:
 
 def test_sources(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "scrape.txt").write_text("x 1\r\ny 2\n", encoding="utf-8")
-    found = read_source(str(tmp_path / "scrape.txt"))
-    assert list(found.lines()) == [(1, "x 1"), (2, "y 2")] and found.count == 2 and found.ended
+    result = read_source(str(tmp_path / "scrape.txt"))
+    assert list(result.lines()) == [(1, "x 1"), (2, "y 2")] and result.count == 2 and result.ended
     with pytest.raises(UsageError, match=r"cannot read .*missing"):
         read_source(str(tmp_path / "missing"))
     with pytest.raises(UsageError, match=r"cannot read http://127\.0\.0\.1:9/metrics"):
         read_source("http://127.0.0.1:9/metrics")
 
 
-def test_a_url(tmp_path: Path) -> None:
+def test_url(tmp_path: Path) -> None:
     import threading
     from functools import partial
     from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -313,6 +318,6 @@ def test_a_url(tmp_path: Path) -> None:
     (tmp_path / "metrics").write_text(VLLM_SCRAPE, encoding="utf-8")
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path))) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        found = read_source(f"http://127.0.0.1:{server.server_port}/metrics")
+        result = read_source(f"http://127.0.0.1:{server.server_port}/metrics")
         server.shutdown()
-    assert found.text == VLLM_SCRAPE
+    assert result.text == VLLM_SCRAPE

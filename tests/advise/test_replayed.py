@@ -27,28 +27,28 @@ def advised(capsys: Any, *arguments: Any) -> tuple[dict[str, Any], str]:
     return json.loads(shown.out), shown.err
 
 
-def test_from_prompts_to_a_decision(
+def test_from_prompts_to_decision(
     models: dict[str, str], write_prompts: Any, tmp_path: Path, capsys: Any, cache: Path, monkeypatch: Any
 ) -> None:
     prompts = write_prompts(tmp_path / "mine.jsonl", n=4)
     same = json.dumps({"name": "draft-model", "model": models["same"]})
     options = ["--target", models["target"], "--prompts", prompts, "--drafter", "prompt-lookup", "--drafter", same]
     options += ["--on", "h100", "--batch-size", "1,4", "--responses", 4, "--max-new-tokens", 24]
-    found, output = advised(capsys, *options)
+    result, output = advised(capsys, *options)
     assert "decoding 4 responses of at most 24 tokens (96 in total)" in output and "estimated time:" in output
     (kept,) = (cache / "responses").iterdir()
     assert len(kept.read_text(encoding="utf-8").splitlines()) == 4
-    one, four = found["advice"]
+    one, four = result["advice"]
     assert (one["batch_size"], four["batch_size"]) == (1, 4) and one["group"] == "temperature 1"
-    warnings = " ".join(found["remarks"]["warnings"])
+    warnings = " ".join(result["remarks"]["warnings"])
     assert "tokens are few" in warnings
     # The second call uses the cached responses.
     monkeypatch.setattr(baseline_responses, "_decode", None)
-    again, output = advised(capsys, *options)
-    assert again == found and "cached responses" in output
+    repeat, output = advised(capsys, *options)
+    assert repeat == result and "cached responses" in output
 
 
-def test_every_length_has_its_own_acceptance(models: dict[str, str], tmp_path: Path, capsys: Any) -> None:
+def test_acceptance_by_draft_length(models: dict[str, str], tmp_path: Path, capsys: Any) -> None:
     """Acceptance at each gamma equals that of `crossdraft replay`."""
     from crossdraft.framework.advise.caveats import Remarks
 
@@ -61,15 +61,15 @@ def test_every_length_has_its_own_acceptance(models: dict[str, str], tmp_path: P
     options = ["--replay", str(path), "--drafter", "prompt-lookup", "--temperature", "0"]
     parser, remarks = argparse.ArgumentParser(), Remarks()
     add_arguments(parser)
-    found = module.replayed_acceptances(parser.parse_args(options), remarks)
+    result = module.replayed_acceptances(parser.parse_args(options), remarks)
     assert any("all responses are truncated" in line for line in remarks.warnings)
     assert cli.main(["replay", str(path), "--drafter", "prompt-lookup", "--temperature", "0", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [one.gamma for one in found] == [row["gamma"] for row in rows] == list(range(1, 17))
-    for one, row in zip(found, rows, strict=True):
-        assert one.block_efficiency().value == pytest.approx(row["block_efficiency"]["value"])
-        assert one.marginal == pytest.approx(row["acceptance_marginal"])
-        assert (one.drafter, one.verifier, one.temperature, len(one.rows)) == ("prompt-lookup", "greedy", 0, 5)
+    assert [item.gamma for item in result] == [row["gamma"] for row in rows] == list(range(1, 17))
+    for item, row in zip(result, rows, strict=True):
+        assert item.block_efficiency().value == pytest.approx(row["block_efficiency"]["value"])
+        assert item.marginal == pytest.approx(row["acceptance_marginal"])
+        assert (item.drafter, item.verifier, item.temperature, len(item.rows)) == ("prompt-lookup", "greedy", 0, 5)
 
 
 @pytest.mark.parametrize(

@@ -22,16 +22,16 @@ IDS = torch.tensor([[9, 8, 7, 9, 8, 7, 9]])
 
 @pytest.fixture(scope="module")
 def plain(model: Any) -> torch.Tensor:
-    return ask(model, do_sample=True, top_k=7, seed=4)
+    return generate_ids(model, do_sample=True, top_k=7, seed=4)
 
 
-def ask(model: Any, ids: Any = IDS, **options: Any) -> Any:
+def generate_ids(model: Any, ids: Any = IDS, **options: Any) -> Any:
     return model.generate(ids, custom_generate=custom_generate, **{"max_new_tokens": 3, **options})
 
 
 def refused(model: Any, ids: Any = IDS, **options: Any) -> str:
     with pytest.raises(UsageError) as caught:
-        ask(model, ids, **options)
+        generate_ids(model, ids, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -50,19 +50,19 @@ def names(table: dict[str, door.Setting], effect: str) -> list[str]:
 REFUSED, HARMLESS = names(door.FIELDS, "refused"), names(door.FIELDS, "harmless")
 
 
-def test_every_field_of_this_transformers_is_in_the_table() -> None:
+def test_every_field_of_this_transformers_is_in_table() -> None:
     listed = {*fields(), *GenerationConfig().to_dict(), *GenerationConfig._get_default_generation_params()}
     unknown = {name for name in listed if not name.startswith("_")} - door.FIELDS.keys()
     assert not unknown, f"decide: honoured, harmless or refused? {sorted(unknown)}"
 
 
-def test_every_argument_of_this_transformers_is_in_the_table() -> None:
+def test_every_argument_of_this_transformers_is_in_table() -> None:
     parameters = inspect.signature(GenerationMixin.generate).parameters.values()
     named = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
     assert named == door.ARGUMENTS.keys(), "decide: honoured or refused?"
 
 
-def test_the_page_lists_every_field_and_argument_where_it_belongs() -> None:
+def test_docs_list_every_field_and_argument() -> None:
     page = (Path(__file__).parents[2] / "docs" / "python.md").read_text(encoding="utf-8")
     honoured, rest = page.partition("**Honoured**")[2].split("**Rejected**")
     refused, harmless = rest.split("**Without effect")
@@ -76,7 +76,7 @@ def test_the_page_lists_every_field_and_argument_where_it_belongs() -> None:
         assert not (set(re.findall(r"`(\w+)`", part)) & {*fields()}) - set(listed) - {"top_p", "eos_token_id"}
 
 
-#: A value of each refused field that asks for something, where 3 would not.
+#: A value with an effect for each rejected field for which 3 has none.
 VALUES: dict[str, Any] = {
     "bad_words_ids": [[3]], "sequence_bias": [[[3], 1.0]], "suppress_tokens": [3], "begin_suppress_tokens": [3],
     "exponential_decay_length_penalty": (2, 1.5), "remove_invalid_values": True, "token_healing": True, "top_h": 0.4,
@@ -93,7 +93,7 @@ VALUES: dict[str, Any] = {
 def test_each_refused_field_is_refused_by_name_and_value(name: str) -> None:
     config, value = GenerationConfig(), VALUES.get(name, 3)
     config.update(**GenerationConfig._get_default_generation_params(), defaults_only=True)
-    door.check_fields(config)  # what transformers fills in by default asks for nothing
+    door.check_fields(config)  # defaults filled in by transformers have no effect
     for nothing in (None, *door.FIELDS[name].neutral):
         setattr(config, name, nothing)
         door.check_fields(config)
@@ -114,9 +114,9 @@ def test_each_refused_field_is_refused_through_transformers(model: Any, name: st
 
 
 @pytest.mark.parametrize("name", sorted(EARLIER))
-def test_what_transformers_refuses_runs_no_more_than_the_rest(model: Any, name: str) -> None:
+def test_settings_rejected_by_transformers_raise(model: Any, name: str) -> None:
     with pytest.raises((UsageError, ValueError, TypeError, AttributeError)):
-        ask(model, **{name: VALUES.get(name, 3)})
+        generate_ids(model, **{name: VALUES.get(name, 3)})
 
 
 @pytest.mark.parametrize("name", HARMLESS)
@@ -125,10 +125,10 @@ def test_harmless_fields_change_no_token(model: Any, plain: torch.Tensor, name: 
     values |= {"compile_config": CompileConfig(), "continuous_batching_config": object()}
     config = GenerationConfig(max_new_tokens=3, do_sample=True, top_k=7)
     setattr(config, name, values.get(name, 3))
-    assert torch.equal(ask(model, generation_config=config, seed=4), plain)
+    assert torch.equal(generate_ids(model, generation_config=config, seed=4), plain)
 
 
-def test_a_field_that_a_later_transformers_adds_is_refused(model: Any, monkeypatch: Any) -> None:
+def test_field_that_later_transformers_adds_is_refused(model: Any, monkeypatch: Any) -> None:
     initial = GenerationConfig.__init__
 
     def init(self: Any, **options: Any) -> None:
@@ -136,28 +136,28 @@ def test_a_field_that_a_later_transformers_adds_is_refused(model: Any, monkeypat
         initial(self, **options)
 
     monkeypatch.setattr(GenerationConfig, "__init__", init)
-    ask(model)
+    generate_ids(model)
     assert refused(model, novelty=0.7).startswith("custom_generate cannot honour novelty=0.7: this version")
 
 
-def test_entries_that_transformers_does_not_know_are_let_be(model: Any) -> None:
+def test_unknown_config_entries_are_ignored(model: Any) -> None:
     config = GenerationConfig(max_new_tokens=3, chat_format="chatml")
-    assert torch.equal(ask(model, generation_config=config), ask(model))
+    assert torch.equal(generate_ids(model, generation_config=config), generate_ids(model))
 
 
-def test_the_models_own_generation_config_counts(model: Any) -> None:
+def test_models_own_generation_config_counts(model: Any) -> None:
     own = copy.copy(model)
     own.generation_config = copy.deepcopy(model.generation_config)
     own.generation_config.typical_p = 0.3
     sentence = refused(own, do_sample=True)
     assert "typical_p=0.3" in sentence and "the model's own generation_config counts" in sentence
-    assert torch.equal(ask(own, typical_p=1.0), ask(model))  # the call's value wins
+    assert torch.equal(generate_ids(own, typical_p=1.0), generate_ids(model))  # the call's value wins
     own.generation_config.typical_p = None
     own.generation_config.repetition_penalty = 1.3
-    assert torch.equal(ask(own), own.generate(IDS, max_new_tokens=3))
+    assert torch.equal(generate_ids(own), own.generate(IDS, max_new_tokens=3))
     own.generation_config.repetition_penalty = None
     own.generation_config.do_sample, own.generation_config.temperature = True, 0.01
-    assert torch.equal(ask(own), model.generate(IDS, max_new_tokens=3))
+    assert torch.equal(generate_ids(own), model.generate(IDS, max_new_tokens=3))
 
 
 # -- arguments --------------------------------------------------------------------------------------------
@@ -183,12 +183,12 @@ def test_arguments_that_are_refused(model: Any, options: dict[str, Any], sentenc
     assert f"custom_generate cannot honour {sentence}" in refused(model, do_sample=True, **options)
 
 
-def test_an_assistant_is_refused(model: Any) -> None:
+def test_assistant_is_refused(model: Any) -> None:
     assert "cannot honour assistant_model=<LlamaForCausalLM>" in refused(model, assistant_model=model)
     assert "cannot honour prompt_lookup_num_tokens=3" in refused(model, prompt_lookup_num_tokens=3)
 
 
-def test_an_argument_that_a_later_transformers_adds_is_refused(model: Any) -> None:
+def test_argument_that_later_transformers_adds_is_refused(model: Any) -> None:
     class Later(LlamaForCausalLM):
         def generate(self, inputs: Any, novelty: Any = None, custom_generate: Any = None, **kwargs: Any) -> Any:  # type: ignore
             assert custom_generate is not None
@@ -215,16 +215,16 @@ def test_processors_of_honoured_fields_are_not_user_processors() -> None:
             door._processors(wrong, sampling)
 
 
-def test_a_direct_call_is_refused(model: Any) -> None:
+def test_direct_call_is_refused(model: Any) -> None:
     with pytest.raises(UsageError, match="custom_generate was not called by transformers"):
         custom_generate(model, IDS, generation_config=GenerationConfig(max_new_tokens=3))
 
 
-def test_a_drafter_with_a_model_of_its_own_is_refused_there(model: Any) -> None:
+def test_drafter_with_model_is_rejected(model: Any) -> None:
     assert "crossdraft.generate" in refused(model, drafter={"name": "draft-model", "model": "x"})
 
 
-# -- the law ----------------------------------------------------------------------------------------------
+# -- the distribution ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name, value", [("top_p", 0.0), ("top_p", -0.5), ("temperature", 0.0)])
@@ -239,12 +239,16 @@ def test_sampling_parameters_out_of_range(name: str, value: float) -> None:
 
 def test_top_p_0_is_refused_and_above_1_is_off_as_in_transformers(model: Any) -> None:
     assert "top_p=0.0" in refused(model, do_sample=True, top_p=0.0)
-    assert torch.equal(ask(model, do_sample=True, top_p=1.5, seed=2), ask(model, do_sample=True, seed=2))
-    assert torch.equal(ask(model, do_sample=True, min_p=0.0, seed=2), ask(model, do_sample=True, seed=2))
+    assert torch.equal(
+        generate_ids(model, do_sample=True, top_p=1.5, seed=2), generate_ids(model, do_sample=True, seed=2)
+    )
+    assert torch.equal(
+        generate_ids(model, do_sample=True, min_p=0.0, seed=2), generate_ids(model, do_sample=True, seed=2)
+    )
 
 
-def test_outputs_without_scores_are_a_dictionary(model: Any) -> None:
-    found = ask(model, return_dict_in_generate=True)
-    assert isinstance(found, GenerateDecoderOnlyOutput) and list(found) == ["sequences"]
-    assert torch.equal(found.sequences, ask(model))
+def test_outputs_without_scores_are_dictionary(model: Any) -> None:
+    result = generate_ids(model, return_dict_in_generate=True)
+    assert isinstance(result, GenerateDecoderOnlyOutput) and list(result) == ["sequences"]
+    assert torch.equal(result.sequences, generate_ids(model))
     assert "output_scores=True" in refused(model, return_dict_in_generate=True, output_scores=True)

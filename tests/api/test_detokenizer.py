@@ -37,22 +37,22 @@ def outputs(
     tokenizer: Any, tokens: list[int], cuts: list[int], stop: tuple[str, ...] = ()
 ) -> tuple[list[str], Detokenizer, int]:
     """The pieces when tokens come in steps of the lengths ``cuts``, the text, and how many tokens were taken."""
-    text, pieces, taken, at = Detokenizer(tokenizer, stop), [], 0, 0
+    text, pieces, used, at = Detokenizer(tokenizer, stop), [], 0, 0
     for n in [*cuts, len(tokens)]:
-        taken += text.add(tokens[at : at + n])
+        used += text.add(tokens[at : at + n])
         pieces.append(text.piece())
         at += n
         if text.stopped:
             break
-    return [*pieces, text.flush()], text, taken
+    return [*pieces, text.flush()], text, used
 
 
 @settings(max_examples=60, deadline=None)
 @given(TEXTS, st.lists(st.integers(1, 4), max_size=12))
-def test_pieces_of_bytes_join_to_the_text_and_split_no_character(whole: str, cuts: list[int]) -> None:
+def test_pieces_of_bytes_join_to_text_and_split_no_character(whole: str, cuts: list[int]) -> None:
     tokens = BYTES(whole)["input_ids"]
-    pieces, text, taken = outputs(BYTES, tokens, cuts)
-    assert "".join(pieces) == text.text == whole == decode_text(BYTES, tokens) and taken == len(tokens)
+    pieces, text, used = outputs(BYTES, tokens, cuts)
+    assert "".join(pieces) == text.text == whole == decode_text(BYTES, tokens) and used == len(tokens)
     assert "\ufffd" in whole or not any("\ufffd" in piece for piece in pieces)
 
 
@@ -78,22 +78,20 @@ def test_spaces_between_tokens_survive(tokenizer: Any, ids: int) -> None:
     st.lists(st.text(st.sampled_from("ab€"), min_size=1, max_size=4), min_size=1, max_size=3),
     st.lists(st.integers(1, 5), max_size=12),
 )
-def test_a_stop_string_ends_the_text_before_it_and_the_tokens_behind_it(
-    whole: str, stop: list[str], cuts: list[int]
-) -> None:
+def test_stop_string_ends_text_before_it_and_tokens_behind_it(whole: str, stop: list[str], cuts: list[int]) -> None:
     tokens = BYTES(whole)["input_ids"]
-    pieces, text, taken = outputs(BYTES, tokens, cuts, tuple(stop))
+    pieces, text, used = outputs(BYTES, tokens, cuts, tuple(stop))
     # The first stop string to be completed; of several at once, the one that begins first.
-    ends = {place + len(one): whole[: place + len(one)] for one in stop if (place := whole.find(one)) >= 0}
+    ends = {place + len(item): whole[: place + len(item)] for item in stop if (place := whole.find(item)) >= 0}
     if not ends:
-        assert not text.stopped and "".join(pieces) == whole and taken == len(tokens)
+        assert not text.stopped and "".join(pieces) == whole and used == len(tokens)
         return
     events = ends[min(ends)]
     assert text.stopped and "".join(pieces) == text.text == events[: min(events.find(s) for s in stop if s in events)]
-    assert decode_text(BYTES, tokens[:taken]) == events
+    assert decode_text(BYTES, tokens[:used]) == events
 
 
-def test_a_possible_stop_string_is_held_back() -> None:
+def test_possible_stop_string_is_held_back() -> None:
     text = Detokenizer(BYTES, ("abc",))
     for letter, piece in [("x", "x"), ("a", ""), ("b", ""), ("a", "ab"), ("d", "ad")]:
         text.add(BYTES(letter)["input_ids"])

@@ -102,12 +102,12 @@ def test_invalid_arguments(target: LoadedModel, options: dict[str, Any], sentenc
     assert sentence in refused(target, inputs, **options)
 
 
-def test_a_model_that_was_not_loaded_here(target: LoadedModel) -> None:
+def test_model_that_was_not_loaded_here(target: LoadedModel) -> None:
     assert "model is a LlamaForCausalLM; pass a name" in refused(target.model, [[5]])
     assert "model is a NoneType" in refused(None, [[5]])
 
 
-def test_texts_need_a_tokenizer_and_a_chat_a_template(target: LoadedModel, tokenizers: Any) -> None:
+def test_texts_need_tokenizer_and_chat_template(target: LoadedModel, tokenizers: Any) -> None:
     bare = LoadedModel(target.model, None, "bare", "", "", (), None)
     assert "bare has no tokenizer" in refused(bare, "w5")
     assert generate(bare, [[5, 6]], max_new_tokens=3, temperature=0)[0].text is None
@@ -124,7 +124,7 @@ def test_all_kinds_of_integers_are_ids(target: LoadedModel) -> None:
     assert generate(target, []) == []
 
 
-def test_seeds_decide_the_samples(target: LoadedModel) -> None:
+def test_seeds_decide_samples(target: LoadedModel) -> None:
     def outputs(**options: Any) -> list[int]:
         return generate(target, [[5, 6, 7]], max_new_tokens=16, **options)[0].tokens
 
@@ -136,7 +136,7 @@ def test_seeds_decide_the_samples(target: LoadedModel) -> None:
 # -- strategies -------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_key_is_named_with_the_right_ones() -> None:
+def test_wrong_key_is_named_with_right_ones() -> None:
     with pytest.raises(UsageError, match=r"key 'gama'.*its keys are gamma"):
         configured("drafters", {"name": "prompt-lookup", "gama": 3})
     with pytest.raises(UnknownNameError, match="prompt-lookup"):
@@ -149,8 +149,8 @@ def test_classes_stand_for_themselves(target: LoadedModel) -> None:
     lookup, block = plugins.get("drafters", "prompt-lookup"), plugins.get("verifiers", "block")
     named = generate(target, [[5, 6, 5, 6]], drafter="prompt-lookup", verifier="block", max_new_tokens=8)
     for drafter, verifier in [(lookup, block), ((lookup, lookup.Config()), (block, block.Config()))]:
-        given = generate(target, [[5, 6, 5, 6]], drafter=drafter, verifier=verifier, max_new_tokens=8)
-        assert given[0].tokens == named[0].tokens
+        inputs = generate(target, [[5, 6, 5, 6]], drafter=drafter, verifier=verifier, max_new_tokens=8)
+        assert inputs[0].tokens == named[0].tokens
     sentence = refused(target, [[5]], drafter=(lookup, StrategyConfig()))
     assert "the config of drafter 'prompt-lookup' is" in sentence
 
@@ -181,7 +181,7 @@ BEST |= {"deterministic": "sample-match"}
 
 @pytest.mark.parametrize("kind", ["none", *DRAFT_KINDS])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_default_verifier_fits_every_kind_of_draft(target: LoadedModel, kind: str, temperature: float) -> None:
+def test_default_verifier_fits_every_kind_of_draft(target: LoadedModel, kind: str, temperature: float) -> None:
     drafter = Drawing, Drawing.Config(kind=kind)
     rule, _ = default_verifier(drafter, Sampling(temperature=temperature))
     assert rule.name == ("greedy" if temperature == 0 else BEST.get(kind, "block"))
@@ -198,7 +198,7 @@ def test_tree_drafters_run_by_default(target: LoadedModel, tmp_path: Path, name:
     assert 1 <= len(outputs[0].tokens) <= 6
 
 
-def test_the_error_of_an_incompatible_pair_lists_compatible_verifiers(target: LoadedModel) -> None:
+def test_error_of_incompatible_pair_lists_compatible_verifiers(target: LoadedModel) -> None:
     sentence = refused(target, [[5]], drafter=(Drawing, Drawing.Config(kind="iid")), verifier="block")
     assert "makes 'iid' drafts, but verifier 'block' accepts only: chain; compatible verifiers: " in sentence
     rules = set(sentence.rpartition(": ")[2].split(", "))
@@ -208,7 +208,7 @@ def test_the_error_of_an_incompatible_pair_lists_compatible_verifiers(target: Lo
     assert "use 'traversal' or 'specinfer'" in sentence and "'token'" not in sentence
 
 
-def test_a_verifier_that_does_not_load_is_not_compatible(install: Any) -> None:
+def test_verifier_that_does_not_load_is_not_compatible(install: Any) -> None:
     install("verifiers", ("broken", SimpleNamespace()), ("absent", "no.such.module:Rule"))
-    found = compatible_verifiers((Drawing, Drawing.Config()), Sampling())
-    assert {"token", "block"} <= set(found) and not {"broken", "absent"} & set(found)
+    result = compatible_verifiers((Drawing, Drawing.Config()), Sampling())
+    assert {"token", "block"} <= set(result) and not {"broken", "absent"} & set(result)

@@ -11,7 +11,7 @@ from crossdraft.framework.errors import UsageError
 
 @pytest.mark.parametrize("call", [generate, stream])
 @pytest.mark.parametrize(
-    "given, sentence",
+    "arguments, sentence",
     [
         ({"gamma": 3}, 'it is an option of the drafter: drafter={"name": "prompt-lookup", "gamma": 3}'),
         ({"drafter": {"name": "draft-model", "model": "x"}, "gamma": 3}, 'drafter={"name": "draft-model", "gamma": 3}'),
@@ -21,14 +21,14 @@ from crossdraft.framework.errors import UsageError
     ],
     ids=str,
 )
-def test_unexpected_arguments(call: Any, given: dict[str, Any], sentence: str) -> None:
+def test_unexpected_arguments(call: Any, arguments: dict[str, Any], sentence: str) -> None:
     with pytest.raises(TypeError) as caught:
-        call("no-such-model", "w5", **given)
+        call("no-such-model", "w5", **arguments)
     assert isinstance(caught.value, UsageError) and sentence in str(caught.value)
     assert str(caught.value).startswith(f"{call.__name__}() has no argument")
 
 
-def test_an_empty_text_is_refused_with_and_without_a_chat_template(tmp_path: Any) -> None:
+def test_empty_text_is_refused_with_and_without_chat_template(tmp_path: Any) -> None:
     """The endpoint does the same."""
     target = load_model(save_model(tmp_path / "target"))
     for chat in (None, True, False):

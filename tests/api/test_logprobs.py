@@ -1,4 +1,4 @@
-"""The loop's log P of what it said: the target's own, for a gather a step and not one transfer more."""
+"""The loop's log P of emitted tokens: equal to the target's, at one gather per step and no additional transfer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,7 @@ PROMPTS = [[5, 6, 7], [9, 8], [3], [1, 2, 1, 2]]
         ("none", {}, "token", Sampling()),
     ],
 )
-def test_they_are_the_targets_own(
+def test_they_are_targets_own(
     tiny_model: Callable, drafter: str, options: Any, verifier: str, sampling: Sampling
 ) -> None:
     target, small = (tiny_model("llama", vocab_size=13, noise=noise, copy="logprobs") for noise in (0.0, 0.4))
@@ -48,7 +48,7 @@ def test_they_are_the_targets_own(
         assert torch.tensor(response.logprobs) == pytest.approx(expected, abs=1e-4)
 
 
-def test_at_temperature_zero_there_are_none(tiny_model: Callable, decoder: Callable) -> None:
+def test_no_logprobs_at_temperature_zero(tiny_model: Callable, decoder: Callable) -> None:
     none = plugins.get("drafters", "none")
     loop = decoder(tiny_model("llama"), none, {}, plugins.get("verifiers", "greedy"), batch_size=1, max_new_tokens=3)
     assert [response.logprobs for response in loop.run([[5, 6]])] == [None]
@@ -68,7 +68,7 @@ class Counted(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("chain", [True, False])
-def test_a_step_makes_few_operations_more_and_waits_as_often(chain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_makes_few_operations_more_and_waits_as_often(chain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     b, n, v = 2, 3, 7
     torch.manual_seed(0)
     p = torch.rand(b, n + 1, v).softmax(-1)
@@ -80,14 +80,14 @@ def test_a_step_makes_few_operations_more_and_waits_as_often(chain: bool, monkey
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: transfers.append(1) or own(tensor))
     to_host(draft, draft, scores, finite, verdict)  # what a draft computes once
     transfers.clear()
-    counts, found = [], []
-    for wanted in (False, True):
+    counts, result = [], []
+    for target_value in (False, True):
         with Counted() as counted:
-            found.append(to_host(draft, draft, scores, finite, verdict, logprobs=wanted))
+            result.append(to_host(draft, draft, scores, finite, verdict, logprobs=target_value))
         counts.append(counted)
     assert counts[1].operations - counts[0].operations <= 12
     assert counts[0].waits == counts[1].waits == 0 and len(transfers) == 2
-    assert [row.tokens for row in found[0]] == [row.tokens for row in found[1]]
+    assert [row.tokens for row in result[0]] == [row.tokens for row in result[1]]
     for row, (tau, nodes) in enumerate(((2, [0, 1, 2]), (1, [0, 1] if chain else [0, 3]))):
-        expected = [float(p[row, node, token].log()) for node, token in zip(nodes, found[1][row].tokens, strict=False)]
-        assert found[1][row].logprobs[: tau + 1] == pytest.approx(expected)
+        expected = [float(p[row, node, token].log()) for node, token in zip(nodes, result[1][row].tokens, strict=False)]
+        assert result[1][row].logprobs[: tau + 1] == pytest.approx(expected)

@@ -23,14 +23,14 @@ PROMPTS = [[5, 6, 7, 5, 6], [9, 8, 7, 9, 8, 7], [3, 4], [11, 12, 11, 12, 11]]
 
 
 def state(model: nn.Module) -> dict[str, Any]:
-    """All that can be told of a model's modules: classes, attributes, hooks, buffers and weights by identity."""
-    found: dict[str, Any] = {}
+    """State of a model's modules: classes, attributes, hooks, buffers and weights by identity."""
+    results: dict[str, Any] = {}
     for name, module in model.named_modules():
-        held = {
+        length = {
             k: dict(v) if isinstance(v, dict) else set(v) if isinstance(v, set) else v for k, v in vars(module).items()
         }
-        found[name] = type(module), type(module).forward, held
-    return found
+        results[name] = type(module), type(module).forward, length
+    return results
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -50,13 +50,13 @@ def door(model: Any, prompt: list[int], **options: Any) -> list[int]:
 @pytest.fixture
 def model(tiny_model: Callable) -> Any:
     """A user's model, in training mode."""
-    found = tiny_model("llama", copy="traces").train()
-    yield found
-    found.eval()
+    result = tiny_model("llama", copy="traces").train()
+    yield result
+    result.eval()
 
 
 @pytest.mark.parametrize("drafter", ["prompt-lookup", "none"])
-def test_a_users_model_stays_as_it_is(model: Any, drafter: str) -> None:
+def test_users_model_stays_as_it_is(model: Any, drafter: str) -> None:
     before = state(model)
     want = door(model, PROMPTS[0], drafter=drafter)
     with pytest.raises(UsageError):
@@ -84,7 +84,7 @@ def test_hidden_states_leave_no_hooks(model: Any) -> None:
     assert len(model(torch.tensor([[3, 4]]), output_hidden_states=True).hidden_states) == 3  # once a layer
 
 
-def test_modules_of_their_own_share_the_weights_and_are_still_fast(tiny_model: Callable, family: str) -> None:
+def test_modules_of_their_own_share_weights_and_are_still_fast(tiny_model: Callable, family: str) -> None:
     model, ids = tiny_model(family), torch.tensor([[3, 4, 5, 3, 4]])
     twin = own_modules(model)
     assert type(twin) is type(model) and twin is not model
@@ -150,7 +150,7 @@ def test_other_threads_keep_their_own_attention(model: Any, monkeypatch: Any) ->
     assert calls == [] and torch.equal(elsewhere, model(torch.tensor([[3, 4]])).logits.detach())
 
 
-def test_the_users_attention_function_stays(model: Any) -> None:
+def test_users_attention_function_stays(model: Any) -> None:
     calls = []
 
     def own(*arguments: Any, **options: Any) -> Any:
@@ -170,23 +170,23 @@ def test_the_users_attention_function_stays(model: Any) -> None:
     del registry["sdpa"]
 
 
-def test_concurrent_threads_decode_the_same_tokens(model: Any) -> None:
+def test_concurrent_threads_decode_same_tokens(model: Any) -> None:
     options: list[dict[str, Any]] = [{}, {"do_sample": True, "seed": 3}]
     jobs = [(prompt, option) for prompt in PROMPTS for option in options]
-    alone = [door(model, prompt, **option) for prompt, option in jobs]
+    separate = [door(model, prompt, **option) for prompt, option in jobs]
     before, barrier = state(model), threading.Barrier(4)
 
-    def together(job: Any) -> list[int]:
+    def batched(job: Any) -> list[int]:
         barrier.wait(20)
         return door(model, job[0], **job[1])
 
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(together, jobs)) == alone
+        assert list(pool.map(batched, jobs)) == separate
     assert same(state(model), before)
     assert attention.ALL_ATTENTION_FUNCTIONS["sdpa"] is attention.sdpa_attention_forward
 
 
-def test_what_transformers_logs_is_given_back() -> None:
+def test_transformers_logging_is_restored() -> None:
     before = transformers_logging.get_verbosity()
     both_in, one_out = threading.Barrier(2), threading.Event()
 
@@ -205,7 +205,7 @@ def test_what_transformers_logs_is_given_back() -> None:
     assert transformers_logging.get_verbosity() == before
 
 
-def test_a_change_that_fails_is_not_taken_back() -> None:
+def test_change_that_fails_is_not_taken_back() -> None:
     def fails() -> Callable[[], None]:
         raise OSError
 

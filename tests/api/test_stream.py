@@ -26,14 +26,14 @@ def target(tmp_path_factory: Any) -> LoadedModel:
 
 
 def joined(pieces: list[Chunk]) -> dict[int, list[Chunk]]:
-    found = defaultdict(list)
+    result = defaultdict(list)
     for piece in pieces:
-        found[piece.index].append(piece)
-    return dict(found)
+        result[piece.index].append(piece)
+    return dict(result)
 
 
 @pytest.mark.parametrize("more", [{}, {"temperature": 0}, {"stop": ["w1", "3 w"]}, {"batch_size": 2}], ids=str)
-def test_a_stream_is_what_generate_returns(target: LoadedModel, more: dict[str, Any]) -> None:
+def test_stream_equals_generate(target: LoadedModel, more: dict[str, Any]) -> None:
     whole = generate(target, PROMPTS, **OPTIONS, **more)
     pieces = joined(list(stream(target, PROMPTS, **OPTIONS, **more)))
     for response in whole:
@@ -49,7 +49,7 @@ def test_a_stream_is_what_generate_returns(target: LoadedModel, more: dict[str, 
     assert {r.index for r in whole} == pieces.keys()
 
 
-def test_a_stream_comes_step_by_step(target: LoadedModel) -> None:
+def test_stream_yields_every_step(target: LoadedModel) -> None:
     """After a piece, nothing but its step was decoded."""
     steps: list[StepEvent] = []
     for n, _ in enumerate(stream(target, PROMPTS[:1], on_step=steps.append, **OPTIONS), 1):
@@ -57,7 +57,7 @@ def test_a_stream_comes_step_by_step(target: LoadedModel) -> None:
     assert len(steps) > 5
 
 
-def test_a_stream_that_is_left_frees_its_slots(target: LoadedModel, monkeypatch: Any) -> None:
+def test_stream_that_is_left_frees_its_slots(target: LoadedModel, monkeypatch: Any) -> None:
     left: list[Decoder] = []
     abandon = Decoder.abandon
     monkeypatch.setattr(Decoder, "abandon", lambda self: (left.append(self), abandon(self))[1])
@@ -68,7 +68,7 @@ def test_a_stream_that_is_left_frees_its_slots(target: LoadedModel, monkeypatch:
     assert [decoder.occupied for decoder in left] == [0]
 
 
-def test_a_stop_string_cuts_text_tokens_and_the_last_step(target: LoadedModel) -> None:
+def test_stop_string_cuts_text_tokens_and_last_step(target: LoadedModel) -> None:
     """Greedy text is known: whatever is in it can be what stops it."""
     itself: Any = {"name": "draft-model", "model": target.name, "gamma": 4}  # every draft is accepted whole
     options: dict[str, Any] = {"drafter": itself, "temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
@@ -83,13 +83,13 @@ def test_a_stop_string_cuts_text_tokens_and_the_last_step(target: LoadedModel) -
         assert cut.finish_reason == "stop" and cut.text == (plain.text or "")[:first]
         assert cut.tokens == plain.tokens[: len(cut.tokens)]
         assert word in target.tokenizer.decode(cut.tokens) and word not in target.tokenizer.decode(cut.tokens[:-1])
-        assert sum(one.emitted for one in cut.steps) == len(cut.tokens)
-        assert all(0 <= one.tau <= one.emitted for one in cut.steps)
+        assert sum(item.emitted for item in cut.steps) == len(cut.tokens)
+        assert all(0 <= item.tau <= item.emitted for item in cut.steps)
         cuts += cut.steps[-1].emitted < plain.steps[len(cut.steps) - 1].emitted
     assert cuts  # a step was cut in its middle, or this test would not know
 
 
-def test_a_stopped_sequence_hands_its_slot_on(target: LoadedModel) -> None:
+def test_stopped_sequence_hands_its_slot_on(target: LoadedModel) -> None:
     plain = generate(target, PROMPTS, temperature=0, batch_size=1, ignore_eos=True)
     word = (plain[0].text or "").split()[2]
     stopped = generate(target, PROMPTS, temperature=0, batch_size=1, ignore_eos=True, stop=[word])
@@ -98,19 +98,19 @@ def test_a_stopped_sequence_hands_its_slot_on(target: LoadedModel) -> None:
         assert (after.text or "") == (before.text or "").partition(word)[0]
 
 
-def test_each_prompt_has_its_own_limit(target: LoadedModel) -> None:
+def test_limits_per_prompt(target: LoadedModel) -> None:
     whole = generate(target, PROMPTS, max_new_tokens=24, ignore_eos=True)
     for batch_size in (1, 3):
-        found = generate(target, PROMPTS, max_new_tokens=[5, 24, 1], batch_size=batch_size, ignore_eos=True)
-        assert [len(response.tokens) for response in found] == [5, 24, 1]
-        assert found[1].tokens == whole[1].tokens
+        responses = generate(target, PROMPTS, max_new_tokens=[5, 24, 1], batch_size=batch_size, ignore_eos=True)
+        assert [len(response.tokens) for response in responses] == [5, 24, 1]
+        assert responses[1].tokens == whole[1].tokens
     # Greedy answers do not depend on where they end.
     long, short = (generate(target, PROMPTS[0], temperature=0, max_new_tokens=[n]) for n in (20, 6))
     assert short[0].tokens == long[0].tokens[:6]
 
 
 @pytest.mark.parametrize("drafter", ["prompt-lookup", PromptLookup()], ids=["name", "instance"])
-def test_each_prompt_has_its_own_sampling_parameters(target: LoadedModel, drafter: Any) -> None:
+def test_sampling_parameters_per_prompt(target: LoadedModel, drafter: Any) -> None:
     """Equal to one call per set of parameters with all prompts; each set gets its own default verifier."""
     distributions = [(1.0, 0, 1.0), (0.0, 0, 1.0), (0.7, 5, 0.9), (1.0, 0, 1.0)]
     inputs = [[5, 6, 7, 5, 6], [9, 8, 9], [5, 6, 7, 5], [11, 12, 11, 12]]
@@ -120,12 +120,12 @@ def test_each_prompt_has_its_own_sampling_parameters(target: LoadedModel, drafte
     mixed = generate(target, inputs, **named, **options)
     assert [response.index for response in mixed] == [0, 1, 2, 3]
     for i, probs in enumerate(distributions):
-        alone = generate(target, inputs, **dict(zip(named, probs, strict=True)), **options)
+        separate = generate(target, inputs, **dict(zip(named, probs, strict=True)), **options)
         # Another number of rows is another shape of the passes: log P agrees to rounding.
-        assert mixed[i].tokens == alone[i].tokens
-        assert mixed[i].logprobs == pytest.approx(alone[i].logprobs, abs=1e-4)
-        assert [one.emitted for one in mixed[i].steps] == [one.emitted for one in alone[i].steps]
-    assert len({tuple(response.tokens) for response in alone}) == 4
+        assert mixed[i].tokens == separate[i].tokens
+        assert mixed[i].logprobs == pytest.approx(separate[i].logprobs, abs=1e-4)
+        assert [item.emitted for item in mixed[i].steps] == [item.emitted for item in separate[i].steps]
+    assert len({tuple(response.tokens) for response in separate}) == 4
     pieces = list(stream(target, inputs, **named, **options))
     for i, response in enumerate(mixed):
         assert [token for piece in pieces if piece.index == i for token in piece.tokens] == response.tokens
@@ -141,7 +141,7 @@ def test_ends_of_sequences_can_be_ignored(target: LoadedModel) -> None:
     assert on.finish_reason == "length" and on.tokens == plain.tokens
 
 
-def test_a_streamer_receives_the_prompt_and_every_token(target: LoadedModel, capsys: Any) -> None:
+def test_streamer_receives_prompt_and_every_token(target: LoadedModel, capsys: Any) -> None:
     listener = Listener()
     (response,) = generate(target, [[5, 6, 7]], streamer=listener, **OPTIONS)
     assert listener.events == [[[5, 6, 7]], *[[token] for token in response.tokens], "end"]
@@ -187,9 +187,9 @@ def test_requirements_of_streamers_and_stop_strings(target: LoadedModel) -> None
 
 def test_numerical_errors_are_raised_after_all_chunks(tmp_path: Path) -> None:
     broken = load_model(save_model(tmp_path / "nan", nan=True), dtype="float32", device="cpu")
-    found = []
+    results = []
     with pytest.raises(NumericalError, match=r"1 more of 2 inputs failed"):
-        found += list(stream(broken, [[5, 6], [7]], max_new_tokens=4))
+        results += list(stream(broken, [[5, 6], [7]], max_new_tokens=4))
     pieces: Any = stream(broken, [[5, 6], [7]], max_new_tokens=4)
     last = [next(pieces), next(pieces)]
     assert [piece.response.finish_reason for piece in last] == ["error", "error"]

@@ -36,7 +36,7 @@ def measured(toy: Any, max_new_tokens: int, starts: list[int], roots: list[int] 
 
 
 @pytest.mark.parametrize("tokens", [16, 64])
-def test_it_does_not_depend_on_the_limit(toys: Any, tokens: int) -> None:
+def test_it_does_not_depend_on_limit(toys: Any, tokens: int) -> None:
     """The ratio over all steps is 4.77 at 12 tokens and 6.27 at 512 on this toy, because it includes cut steps."""
     roots: list[int] = []
     toy = toys["T0"]
@@ -53,7 +53,7 @@ def test_it_does_not_depend_on_the_limit(toys: Any, tokens: int) -> None:
     assert long.steps_cut < 0.05 * long.steps
 
 
-def test_no_block_efficiency_without_an_untruncated_step(toys: Any) -> None:
+def test_no_block_efficiency_without_untruncated_step(toys: Any) -> None:
     assert measured(toys["T0"], GAMMA, [0] * 8).block_efficiency is None
-    found = measured(toys["T0"], GAMMA + 1, [0] * 8)
-    assert found.block_efficiency is not None and found.steps - found.steps_cut == 8
+    result = measured(toys["T0"], GAMMA + 1, [0] * 8)
+    assert result.block_efficiency is not None and result.steps - result.steps_cut == 8

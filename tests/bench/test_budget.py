@@ -39,9 +39,9 @@ class Clock:
 
         def run_(cell: Cell, piece: Any) -> Any:
             self.order.append((cell.config.drafter.name, [c.prompt.index for c in piece]))
-            found = measured(cell, piece)
+            result = measured(cell, piece)
             self.now += self.price * sum(len(c.prompt.turns) for c in piece)
-            return found
+            return result
 
         def warm_up(cell: Cell, length: int) -> None:
             on_step = cell._on_step
@@ -121,14 +121,14 @@ def test_run_ended_by_its_budget_is_finished_and_resumable(recipe: str, tmp_path
     assert records(rest.directory) == records(whole.directory) and not list(tmp_path.glob("runs/*/groups/*"))
     assert all(kept[d.name].items() <= output(d).items() for d in cells(tmp_path))
     assert not rest.notes and not any(result.planned for result in rest.results)
-    again = run(load_recipe(recipe, [*SETTINGS, "time=5s"]), tmp_path / "runs", log=None, clock=clock)
-    assert all(result.reused for result in again.results) and len(prompts_of(again)[0]) == 6
+    repeat = run(load_recipe(recipe, [*SETTINGS, "time=5s"]), tmp_path / "runs", log=None, clock=clock)
+    assert all(result.reused for result in repeat.results) and len(prompts_of(repeat)[0]) == 6
 
 
-@pytest.mark.parametrize("together", [budget.MAX_OPEN_SLOTS, 0])
-def test_groups_have_the_same_prompts(recipe: str, tmp_path: Path, monkeypatch: Any, together: int) -> None:
+@pytest.mark.parametrize("max_open", [budget.MAX_OPEN_SLOTS, 0])
+def test_groups_have_same_prompts(recipe: str, tmp_path: Path, monkeypatch: Any, max_open: int) -> None:
     """Batch sizes 1 and 2, also if a group is closed while the other is measured."""
-    monkeypatch.setattr(budget, "MAX_OPEN_SLOTS", together)
+    monkeypatch.setattr(budget, "MAX_OPEN_SLOTS", max_open)
     clock, shown = Clock(monkeypatch), list[list[list[str]]]()
     request = load_recipe(recipe, [*TWO_GROUPS, "time=26s"])
 
@@ -137,15 +137,15 @@ def test_groups_have_the_same_prompts(recipe: str, tmp_path: Path, monkeypatch: 
 
     outcome = run(request, tmp_path / "runs", log=None, clock=clock, on_partial=so_far)
     assert outcome.exit_code == 0 and len(outcome.results) == 4
-    for one in (*shown, prompts_of(outcome)):
-        first, *others = map(set, one)
+    for item in (*shown, prompts_of(outcome)):
+        first, *others = map(set, item)
         assert 0 < len(first) < 6 and all(other == first for other in others)
     whole = run(load_recipe(recipe, TWO_GROUPS), tmp_path / "runs", log=None)
-    alone = run(load_recipe(recipe, TWO_GROUPS), tmp_path / "alone", log=None)
-    assert records(whole.directory) == records(alone.directory)
+    separate = run(load_recipe(recipe, TWO_GROUPS), tmp_path / "alone", log=None)
+    assert records(whole.directory) == records(separate.directory)
 
 
-def test_the_first_block_is_measured_and_announced(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_first_block_is_measured_and_announced(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
     """A step takes 8 s: the first estimate is printed within a minute, during the first piece."""
     clock, lines = Clock(monkeypatch, price=0.0, steps=8.0), list[tuple[float, str]]()
     request = load_recipe(recipe, [*SETTINGS, "time=30s"])
@@ -156,7 +156,7 @@ def test_the_first_block_is_measured_and_announced(recipe: str, tmp_path: Path, 
     assert "fewer drafters" in line and "(--time " in line
 
 
-def test_an_interruption_shows_complete_blocks(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_interruption_shows_complete_blocks(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
     clock = Clock(monkeypatch)
     measured, calls = Cell.run, [0]
 
@@ -174,7 +174,7 @@ def test_an_interruption_shows_complete_blocks(recipe: str, tmp_path: Path, monk
     assert sum("cut short after block 1 of 6" in note for note in outcome.notes) == 2
 
 
-def test_a_cell_that_fails_costs_the_others_nothing(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_failed_cell_does_not_use_budget(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
     clock = Clock(monkeypatch)
     measured, calls = Cell.run, [0]
 
@@ -193,18 +193,20 @@ def test_a_cell_that_fails_costs_the_others_nothing(recipe: str, tmp_path: Path,
 
 
 @pytest.mark.parametrize("sizes", [[1], [1, 4], [2, 3]])
-def test_every_beginning_is_a_balanced_sample(sizes: list[int]) -> None:
+def test_every_beginning_is_balanced_sample(sizes: list[int]) -> None:
     """12 of a, 24 of b, 36 of c: after each block the shares are correct up to one block."""
-    made = [Prompt(i, "abbccc"[i % 6], ("hi",) * (1 + i % 2), index=i) for i in range(72)]
-    blocks = blocks_of(made, sizes, Random(3))
+    pool = [Prompt(i, "abbccc"[i % 6], ("hi",) * (1 + i % 2), index=i) for i in range(72)]
+    blocks = blocks_of(pool, sizes, Random(3))
     assert sorted(i for block in blocks for i in block) == list(range(72))
-    assert blocks == blocks_of(made, sizes, Random(3)) != blocks_of(made, sizes, Random(4))
-    assert sum(len(made[i].turns) for i in blocks[0]) == min(sum(len(made[i].turns) for i in b) for b in blocks)
-    seen: Counter[str] = Counter()
+    assert blocks == blocks_of(pool, sizes, Random(3)) != blocks_of(pool, sizes, Random(4))
+    assert sum(len(pool[i].turns) for i in blocks[0]) == min(sum(len(pool[i].turns) for i in b) for b in blocks)
+    categories: Counter[str] = Counter()
     for block in blocks:
-        seen.update(made[i].category for i in block)
+        categories.update(pool[i].category for i in block)
         most = 2 * max(map(len, blocks))
-        assert all(abs(seen[c] - seen.total() * share / 6) < most for c, share in (("a", 1), ("b", 2), ("c", 3)))
+        assert all(
+            abs(categories[c] - categories.total() * share / 6) < most for c, share in (("a", 1), ("b", 2), ("c", 3))
+        )
 
 
 def test_tables_come_at_intervals() -> None:
@@ -212,13 +214,13 @@ def test_tables_come_at_intervals() -> None:
     pipe, terminal = (budget.Budget("5m", [], [], 8, lambda: now[0]) for _ in range(2))
     printed: dict[bool, list[float]] = {True: [], False: []}
     for now[0] in range(0, 300, 5):
-        for screen, one in ((False, pipe), (True, terminal)):
-            if one.table_due(screen):
+        for screen, item in ((False, pipe), (True, terminal)):
+            if item.table_due(screen):
                 printed[screen].append(now[0])
     assert printed[False] == [0, 100, 200] and printed[True] == list(range(0, 300, 20))
 
 
-def test_what_is_left_is_not_less_than_the_first_block() -> None:
+def test_remaining_budget_covers_first_block() -> None:
     """Two cells on prompts of one turn: 40 s per block at 20 s per turn, with a budget of 30 s."""
     now = [0.0]
     prompts = [Prompt(i, "a", ("hi",), index=i) for i in range(4)]
@@ -247,7 +249,7 @@ def test_invalid_durations(recipe: str, value: str, capsys: Any) -> None:
     assert "--time: " in (err := capsys.readouterr().err) and "is not a duration" in err
 
 
-def test_a_bad_value_is_refused_with_its_line(tmp_path: Path, recipe: str) -> None:
+def test_bad_value_is_refused_with_its_line(tmp_path: Path, recipe: str) -> None:
     file = Path(recipe)
     file.write_text("time: 5\n" + file.read_text(encoding="utf-8"), encoding="utf-8")
     with pytest.raises(UsageError, match=r"recipe\.yaml:1: time: 5 is not a duration"):
@@ -258,7 +260,7 @@ def test_a_bad_value_is_refused_with_its_line(tmp_path: Path, recipe: str) -> No
     assert expand(load_recipe(recipe)).hash == expand(load_recipe(recipe, ["time=null"])).hash
 
 
-def test_from_the_command_line(bench: Any, tmp_path: Path) -> None:
+def test_from_command_line(bench: Any, tmp_path: Path) -> None:
     """Real clock and a budget that is too small: one block first, the rest on resume."""
     code, out, err = bench(*SETTINGS, flags=["--time", "0.001s"])
     assert code == 0 and "note: 1 of 6 prompts (time budget 0.001s); rerun to resume" in out and "speed-up" in out
@@ -270,7 +272,7 @@ def test_from_the_command_line(bench: Any, tmp_path: Path) -> None:
     assert "reusing 2 cells" in bench(*SETTINGS, flags=["--time", "none"])[2]
 
 
-def test_the_table_so_far(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_table_so_far(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
     shown: list[str] = []
     request = load_recipe(recipe, [*SETTINGS, "time=9s"])
 

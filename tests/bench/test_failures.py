@@ -42,7 +42,7 @@ class Interrupting(PromptLookup):
         return super().propose(sequences, rng)
 
 
-def test_a_failing_cell_does_not_disturb_the_others(bench: Any, tmp_path: Path, install: Any) -> None:
+def test_failing_cell_does_not_disturb_others(bench: Any, tmp_path: Path, install: Any) -> None:
     assert bench(*ONE_GROUP)[0] == 0
     expected = {d.name: output(d) for d in cells(tmp_path)}
     shutil.rmtree(tmp_path / "runs")
@@ -61,7 +61,7 @@ def test_a_failing_cell_does_not_disturb_the_others(bench: Any, tmp_path: Path, 
         text = (directory / "error.txt").read_text(encoding="utf-8")
         assert text.startswith("RuntimeError: it broke\n\nTraceback") and 'raise RuntimeError("it broke' in text
 
-    # What failed before fails again only where it is asked to.
+    # A failed cell fails again only if configured.
     calls = Broken.calls
     code, out, err = bench(*ONE_GROUP[:-1], "verifiers=[broken, token, block]", "drafters.0.gamma=10")
     assert code == 1 and Broken.calls == calls and "RuntimeError: it broke" in out
@@ -83,7 +83,7 @@ class Hungry(Token):
         return super().verify(draft, p, rng)
 
 
-def test_only_the_cell_out_of_memory_fails_and_reports_its_need(bench: Any, install: Any) -> None:
+def test_only_cell_out_of_memory_fails_and_reports_its_need(bench: Any, install: Any) -> None:
     install("verifiers", ("hungry", Hungry))
     settings = [
         "matrix={batch_size: [1, 3]}",
@@ -106,7 +106,7 @@ class Lax(Token):
     traits = classmethod(lambda cls, config: VerifierTraits(accepts=frozenset({SINGLE_CHILD}), lossless=False))
 
 
-def test_a_lossy_verifier_is_marked(bench: Any, install: Any) -> None:
+def test_lossy_verifier_is_marked(bench: Any, install: Any) -> None:
     install("verifiers", ("lax", Lax))
     _, out, _ = bench(*ONE_GROUP[:-1], "verifiers=[token, lax]", "drafters=[prompt-lookup]")
     assert "prompt-lookup  lax (lossy)  " in out
@@ -130,7 +130,7 @@ def test_nan_is_one_sentence(bench: Any, models: dict[str, str]) -> None:
     assert "speed-up" not in out
 
 
-def test_nan_in_a_drafting_model(bench: Any, models: dict[str, str]) -> None:
+def test_nan_in_drafting_model(bench: Any, models: dict[str, str]) -> None:
     code, out, _ = bench(*ONE_GROUP, f"drafters.1.model={models['nan']}")
     assert code == 1 and "drafter 'draft-model' produced NaN or infinite logits for warm-up prompt at" in out
     assert "prompt-lookup  block" in out  # the others finished
@@ -147,9 +147,7 @@ def test_models_that_do_not_fit(bench: Any, models: dict[str, str]) -> None:
     assert code == 1 and "error: --set target=../: .. is not a model directory: config.json is missing" in err
 
 
-def test_a_prompt_longer_than_the_context(
-    bench: Any, tmp_path: Path, models: dict[str, str], write_prompts: Any
-) -> None:
+def test_prompt_longer_than_context(bench: Any, tmp_path: Path, models: dict[str, str], write_prompts: Any) -> None:
     write_prompts(tmp_path / "prompts.jsonl", n=2, length=120)
     code, _, err = bench(*ONE_GROUP)
     assert code == 2
@@ -171,7 +169,7 @@ def test_wrong_requests(bench: Any, tmp_path: Path) -> None:
     assert "cannot write to" in bench("prompts=builtin")[2]
 
 
-def test_an_interruption_keeps_finished_groups(bench: Any, tmp_path: Path, install: Any) -> None:
+def test_interruption_keeps_finished_groups(bench: Any, tmp_path: Path, install: Any) -> None:
     Interrupting.steps = -2  # of the warm-up
     install("drafters", ("interrupting", Interrupting))
     settings = ["matrix={batch_size: [1, 3]}", *ONE_GROUP[1:], "drafters=[interrupting]"]

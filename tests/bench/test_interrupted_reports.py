@@ -78,7 +78,7 @@ def test_partial_report_lists_finished_cells(
     assert "Partial" not in page and "interrupted" not in page
 
 
-def test_the_page(interrupted: tuple[Path, str], tmp_path: Path, capsys: Any) -> None:
+def test_page(interrupted: tuple[Path, str], tmp_path: Path, capsys: Any) -> None:
     pytest.importorskip("jinja2", reason="the extra html is not installed")
     assert cli.main(["report", str(interrupted[0]), "--html", str(tmp_path / "page.html")]) == 0
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
@@ -86,7 +86,7 @@ def test_the_page(interrupted: tuple[Path, str], tmp_path: Path, capsys: Any) ->
     assert "<b>Partial results.</b> interrupted: 0 of 3 cells so far" in text
 
 
-def test_a_run_that_was_killed(interrupted: tuple[Path, str], capsys: Any) -> None:
+def test_run_that_was_killed(interrupted: tuple[Path, str], capsys: Any) -> None:
     """A run without a summary."""
     run, _ = interrupted
     for name in ("summary.csv", "summary.md"):

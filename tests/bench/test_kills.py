@@ -31,7 +31,7 @@ def pieces(out: Path) -> int:
     return len(list(out.glob("*/groups/*/[0-9]*.json"))) + 6 * len(list(out.glob("*/cells/*/metrics.json")))
 
 
-def found(tmp_path: Path) -> dict[str, Any]:
+def outputs(tmp_path: Path) -> dict[str, Any]:
     return {d.name: (output(d), parquet.read_table(d / "steps.parquet").to_pylist()) for d in cells(tmp_path)}
 
 
@@ -41,7 +41,7 @@ def test_killed_at_many_moments(tmp_path: Path, models: dict[str, str], recipe_f
     whole = start(recipe, tmp_path / "runs")
     assert whole.wait() == 0
     seconds = time.monotonic() - began
-    expected = found(tmp_path)
+    expected = outputs(tmp_path)
     (tmp_path / "runs").rename(tmp_path / "undisturbed")
 
     kills, steps, chance = 0, 0, random.Random(0)
@@ -57,7 +57,7 @@ def test_killed_at_many_moments(tmp_path: Path, models: dict[str, str], recipe_f
                 _, err = run.communicate(timeout=60)
                 assert "Traceback" not in err, err
                 # Beyond its last line Python has given the signal back to the system: then there is nothing left to do.
-                over = run.returncode == -number and found(tmp_path) == expected
+                over = run.returncode == -number and outputs(tmp_path) == expected
                 assert number == signal.SIGKILL or run.returncode == 130 or over, err
                 kills += 1
                 now = pieces(tmp_path / "runs")
@@ -66,7 +66,7 @@ def test_killed_at_many_moments(tmp_path: Path, models: dict[str, str], recipe_f
                 continue
             assert run.returncode == 0, run.communicate()[1]
             break
-        assert found(tmp_path) == expected
+        assert outputs(tmp_path) == expected
         assert not [path for path in (tmp_path / "runs").glob("*/cells/.*")]
         (tmp_path / "runs").rename(tmp_path / f"round {steps}")
         steps += 1

@@ -39,15 +39,15 @@ def whole(bench: Any, tmp_path: Path) -> dict[str, Any]:
     return texts(tmp_path / "whole" / run.name)
 
 
-def test_a_launched_run_is_the_run(bench: Any, tmp_path: Path, launcher: Any, whole: dict[str, Any]) -> None:
+def test_launched_run_is_run(bench: Any, tmp_path: Path, launcher: Any, whole: dict[str, Any]) -> None:
     code, out, err = bench(*SETTINGS, flags=LAUNCHED)
     assert code == 0, err
     assert [arguments[-2:] for arguments in launcher.started] == [("--shard", f"{k}/2") for k in (1, 2)]
     (run,) = tmp_path.glob("runs/*")
     assert texts(run) == whole and len(whole) == 4
-    alone = (tmp_path / "whole" / run.name / "summary.csv").read_text(encoding="utf-8").splitlines()
+    separate = (tmp_path / "whole" / run.name / "summary.csv").read_text(encoding="utf-8").splitlines()
     assert [line.split(",")[0] for line in (run / "summary.csv").read_text(encoding="utf-8").splitlines()] == [
-        line.split(",")[0] for line in alone
+        line.split(",")[0] for line in separate
     ]
     assert "speed-up" in out and err.count(": measured\n") == 2
     assert sorted(path.name for path in (run / "shards").iterdir()) == [f"{k}-of-2.log" for k in (1, 2)]
@@ -60,7 +60,7 @@ def test_a_launched_run_is_the_run(bench: Any, tmp_path: Path, launcher: Any, wh
     assert "reusing" in bench(*SETTINGS)[2]
 
 
-def test_a_process_that_dies_costs_its_group(bench: Any, tmp_path: Path, launcher: Any, whole: dict[str, Any]) -> None:
+def test_process_that_dies_costs_its_group(bench: Any, tmp_path: Path, launcher: Any, whole: dict[str, Any]) -> None:
     launcher.before = staticmethod(lambda work: "was killed by SIGKILL" if work.arguments[-1] == "2/2" else None)
     code, out, err = bench(*SETTINGS, flags=LAUNCHED)
     assert code == 1
@@ -70,7 +70,7 @@ def test_a_process_that_dies_costs_its_group(bench: Any, tmp_path: Path, launche
         f"stopped: {sentence}its process was killed by SIGKILL before its group was finished" in out and sentence in err
     )
     kept = texts(run)
-    assert len(kept) == 2 and all(whole[cell] == found for cell, found in kept.items())
+    assert len(kept) == 2 and all(whole[cell] == result for cell, result in kept.items())
 
     launcher.before = staticmethod(lambda work: None)
     code, out, err = bench(*SETTINGS, flags=LAUNCHED)
@@ -78,7 +78,7 @@ def test_a_process_that_dies_costs_its_group(bench: Any, tmp_path: Path, launche
     assert texts(run) == whole
 
 
-def test_what_a_process_left_from_before_is_not_taken_for_its_own(bench: Any, tmp_path: Path, launcher: Any) -> None:
+def test_stale_process_files_are_ignored(bench: Any, tmp_path: Path, launcher: Any) -> None:
     """A finished shard whose process fails before it has checked the stored records."""
     assert bench(*SETTINGS, flags=["--shard", "2/2"])[0] == 0
     launcher.before = staticmethod(lambda work: "was killed by SIGKILL" if work.arguments[-1] == "2/2" else None)
@@ -94,14 +94,14 @@ def test_failures_are_reported(bench: Any, tmp_path: Path, launcher: Any, models
     assert "not measured" not in out
 
 
-def test_fail_fast_starts_nothing_more(bench: Any, launcher: Any, models: dict[str, str]) -> None:
+def test_fail_fast_stops_launching(bench: Any, launcher: Any, models: dict[str, str]) -> None:
     bad = f"drafters=[{{name: draft-model, model: {models['nan']}, gamma: 3}}]"
     code, out, _ = bench(bad, *SETTINGS[1:], flags=[*LAUNCHED, "--fail-fast"])
     assert code == 1 and "stopped: a cell failed; the run was stopped (--fail-fast)" in out
     assert len(launcher.started) == 1 and "--fail-fast" in launcher.started[0]
 
 
-def test_a_wrong_recipe_is_one_sentence(bench: Any, tmp_path: Path, launcher: Any, models: dict[str, str]) -> None:
+def test_wrong_recipe_is_one_sentence(bench: Any, tmp_path: Path, launcher: Any, models: dict[str, str]) -> None:
     other = f"drafters=[{{name: draft-model, model: {models['other']}}}]"
     code, out, err = bench(other, *SETTINGS[1:], flags=LAUNCHED)
     assert (code, out) == (1, "") and "tokenizer" in err.splitlines()[-1] and "Traceback" not in err
@@ -116,10 +116,10 @@ def test_interrupted(bench: Any, tmp_path: Path, launcher: Any, whole: dict[str,
     code, out, _ = bench(*SETTINGS, flags=LAUNCHED)
     assert code == 130 and "interrupted: unfinished cells are missing; run again to resume" in out
     (run,) = tmp_path.glob("runs/*")
-    assert len(texts(run)) == 2 and all(whole[cell] == found for cell, found in texts(run).items())
+    assert len(texts(run)) == 2 and all(whole[cell] == result for cell, result in texts(run).items())
 
 
-def test_processes_do_not_share_a_device(bench: Any, tmp_path: Path, launcher: Any) -> None:
+def test_processes_do_not_share_device(bench: Any, tmp_path: Path, launcher: Any) -> None:
     code, out, err = bench(*SETTINGS, flags=[*LAUNCHED, "--workers", "2"])
     sentence = "--workers 2: they would share 1 device and slow each other down; use --workers 1, or --untimed"
     assert (code, out) == (2, "") and sentence in err and not launcher.started
@@ -130,7 +130,7 @@ def test_processes_do_not_share_a_device(bench: Any, tmp_path: Path, launcher: A
     assert not list(tmp_path.glob("runs/*"))
     launcher.many = None
     code, out, err = bench(*SETTINGS, flags=[*LAUNCHED, "--workers", "2", "--untimed"])
-    assert code == 0 and "not timed (--untimed)" in out and all("--untimed" in found for found in launcher.started)
+    assert code == 0 and "not timed (--untimed)" in out and all("--untimed" in result for result in launcher.started)
 
 
 @pytest.mark.parametrize(
@@ -150,24 +150,24 @@ def test_bad_options(bench: Any, launcher: Any, flags: list[str], sentence: str)
     assert (code, out) == (2, "") and sentence in err
 
 
-def test_a_file_system_that_is_not_shared(tmp_path: Path) -> None:
+def test_file_system_that_is_not_shared(tmp_path: Path) -> None:
     work = Work("", (), tmp_path, tmp_path / "elsewhere" / "log")
     with pytest.raises(Exception, match="use a shared file system for --out"):
         processes.run(work)
 
 
-def test_how_processes_end() -> None:
+def test_process_exit_codes() -> None:
     assert processes.exit_status(2) == "ended with exit code 2"
     assert processes.exit_status(-signal.SIGKILL) == "was killed by SIGKILL"
 
 
-def test_each_local_process_has_a_device(tmp_path: Path, monkeypatch: Any) -> None:
+def test_each_local_process_has_device(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-b")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    given: list[Any] = []
+    arguments: list[Any] = []
 
     def start(work: Work, environment: Any = None, own_session: bool = False) -> Any:
-        given.append(environment and environment["CUDA_VISIBLE_DEVICES"])
+        arguments.append(environment and environment["CUDA_VISIBLE_DEVICES"])
         return SimpleNamespace(poll=lambda: codes[work.title])
 
     codes: dict[str, int | None] = {"a": None, "b": None, "c": None}
@@ -178,11 +178,11 @@ def test_each_local_process_has_a_device(tmp_path: Path, monkeypatch: Any) -> No
     codes["b"] = 0
     assert [workers[t].poll() for t in "abb"] == [None, "ended with exit code 0", "ended with exit code 0"]
     launcher.start(Work("c", (), tmp_path, tmp_path / "log"))
-    assert given == ["3", "GPU-b", "GPU-b"]
+    assert arguments == ["3", "GPU-b", "GPU-b"]
     assert local.Local(LauncherConfig(), "cuda:1", True).devices() == 1  # whichever it is, it is one
 
 
-def test_every_process_has_the_time_budget(bench: Any, tmp_path: Path, launcher: Any) -> None:
+def test_every_process_has_time_budget(bench: Any, tmp_path: Path, launcher: Any) -> None:
     settings = [*SETTINGS, "matrix={temperature: [0.5, 1]}"]
     code, out, err = bench(*settings, flags=[*LAUNCHED, "--time", "0.001s"])
     assert code == 0 and err.count(": measured\n") == 2

@@ -50,12 +50,12 @@ def finished(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
 
 
 def run_in(folder: Path) -> Path:
-    (found,) = folder.glob("recipe-*")
-    return found
+    (result,) = folder.glob("recipe-*")
+    return result
 
 
 @pytest.mark.parametrize("launcher", ["local", "ray", "slurm"])
-def test_every_launcher_gives_the_tokens_of_one_process(start: Any, tmp_path: Path, launcher: str) -> None:
+def test_every_launcher_gives_tokens_of_one_process(start: Any, tmp_path: Path, launcher: str) -> None:
     flags = ["--launcher", launcher, "--workers", "2", "--untimed"]
     if launcher == "slurm":
         pytest.importorskip("submitit")
@@ -73,8 +73,8 @@ def test_every_launcher_gives_the_tokens_of_one_process(start: Any, tmp_path: Pa
 
 def wait_for(what: Callable[[], Any], process: subprocess.Popen[str]) -> Any:
     for _ in range(1000):
-        if found := what():
-            return found
+        if result := what():
+            return result
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
     raise AssertionError("it took too long")
@@ -87,7 +87,7 @@ def owner(shard: Path) -> int | None:
     return json.loads((shard / ".owner.json").read_text(encoding="utf-8"))["pid"]
 
 
-def test_a_killed_process_costs_its_group_which_a_rerun_does(start: Any, tmp_path: Path) -> None:
+def test_rerun_completes_group_of_killed_process(start: Any, tmp_path: Path) -> None:
     finished(start("whole", FOR_LONG))
     whole = texts(run_in(tmp_path / "whole"))
     process = start("runs", FOR_LONG, flags=LOCAL)
@@ -97,7 +97,7 @@ def test_a_killed_process_costs_its_group_which_a_rerun_does(start: Any, tmp_pat
     assert "1 of 2 groups were not measured; rerun to measure them: group 2 of 2" in out
     assert "its process was killed by SIGKILL before its group was finished" in err
     run = run_in(tmp_path / "runs")
-    assert len(texts(run)) == 2 and all(whole[cell] == found for cell, found in texts(run).items())
+    assert len(texts(run)) == 2 and all(whole[cell] == result for cell, result in texts(run).items())
 
     out, err = finished(start("runs", FOR_LONG, flags=LOCAL))
     assert err.count(": reused\n") == 1 and err.count(": measured\n") == 1
@@ -106,16 +106,16 @@ def test_a_killed_process_costs_its_group_which_a_rerun_does(start: Any, tmp_pat
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_parent_ends_its_processes(start: Any, tmp_path: Path, number: int) -> None:
+def test_interrupted_parent_ends_its_processes(start: Any, tmp_path: Path, number: int) -> None:
     process = start("runs", FOR_LONG, flags=LOCAL)
-    found = wait_for(lambda: list((tmp_path / "runs").glob("recipe-*/shards/2-of-2")), process)
-    pid = wait_for(lambda: owner(found[0]), process)
+    result = wait_for(lambda: list((tmp_path / "runs").glob("recipe-*/shards/2-of-2")), process)
+    pid = wait_for(lambda: owner(result[0]), process)
     process.send_signal(number)
     out, _ = finished(process, 130)
     assert "interrupted: unfinished cells are missing; run again to resume" in out
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-    assert list(found[0].glob("groups/*/0.json")), "a finished piece was lost"
+    assert list(result[0].glob("groups/*/0.json")), "a finished piece was lost"
     _, err = finished(start("runs", FOR_LONG, flags=LOCAL))
     assert "not measured" not in err
     finished(start("whole", FOR_LONG))
@@ -133,7 +133,7 @@ def test_an_interrupted_parent_ends_its_processes(start: Any, tmp_path: Path, nu
         ),
     ],
 )
-def test_timed_groups_share_nothing(start: Any, flags: list[str], sentence: str) -> None:
+def test_timed_groups_are_isolated(start: Any, flags: list[str], sentence: str) -> None:
     pytest.importorskip({"ray": "ray", "slurm": "submitit"}[flags[0]])
     if flags[0] == "ray" and os.cpu_count() == 1:
         pytest.skip("one processor cannot be shared")
@@ -141,7 +141,7 @@ def test_timed_groups_share_nothing(start: Any, flags: list[str], sentence: str)
     assert sentence in err and out == ""
 
 
-def test_mlflow_in_a_folder(start: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_mlflow_in_folder(start: Any, tmp_path: Path, monkeypatch: Any) -> None:
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -153,20 +153,20 @@ def test_mlflow_in_a_folder(start: Any, tmp_path: Path, monkeypatch: Any) -> Non
     client = MlflowClient()
     experiment = client.get_experiment_by_name("recipe")
     assert experiment is not None
-    every = client.search_runs([experiment.experiment_id])
-    (parent,) = [one for one in every if "mlflow.parentRunId" not in one.data.tags]
+    runs = client.search_runs([experiment.experiment_id])
+    (parent,) = [item for item in runs if "mlflow.parentRunId" not in item.data.tags]
     run = run_in(tmp_path / "runs")
     names = {name.rpartition("_")[2]: name for name in texts(run)}
-    cells = {names[one.data.tags["crossdraft.cell"]]: one for one in every if one is not parent}
+    cells = {names[item.data.tags["crossdraft.cell"]]: item for item in runs if item is not parent}
     assert cells.keys() == texts(run).keys()
     assert parent.info.run_name == run.name and parent.info.status == "FINISHED"
     assert {"summary.md", "summary.csv"} <= {file.path for file in client.list_artifacts(parent.info.run_id)}
-    for name, one in cells.items():
+    for name, item in cells.items():
         metrics = json.loads((run / "cells" / name / "metrics.json").read_text(encoding="utf-8"))["metrics"]
-        assert one.data.metrics["tokens_per_second"] == metrics["tokens_per_second"]
-        assert one.data.metrics["steps"] == metrics["steps"]
-        assert one.data.params["batch_size"] == "1" and one.info.status == "FINISHED"
-        assert one.data.tags["mlflow.parentRunId"] == parent.info.run_id
+        assert item.data.metrics["tokens_per_second"] == metrics["tokens_per_second"]
+        assert item.data.metrics["steps"] == metrics["steps"]
+        assert item.data.params["batch_size"] == "1" and item.info.status == "FINISHED"
+        assert item.data.tags["mlflow.parentRunId"] == parent.info.run_id
 
 
 def test_trackio_on_this_machine(start: Any, tmp_path: Path, monkeypatch: Any) -> None:
@@ -177,10 +177,10 @@ def test_trackio_on_this_machine(start: Any, tmp_path: Path, monkeypatch: Any) -
     assert "crossdraft_cell_finished" not in err, err
     script = "import json, trackio\nprint(json.dumps(sorted(run.name for run in trackio.Api().runs('recipe'))))\n"
     environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio")}
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
-    names = json.loads(found.stdout.splitlines()[-1])
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    names = json.loads(result.stdout.splitlines()[-1])
     hashes = {name.rpartition("_")[2] for name in texts(run_in(tmp_path / "runs"))}
-    assert {name.rpartition("(")[2].rstrip(")") for name in names} == hashes, found
+    assert {name.rpartition("(")[2].rstrip(")") for name in names} == hashes, result
 
 
 def test_missing_library_is_reported(start: Any, tmp_path: Path, monkeypatch: Any) -> None:

@@ -73,10 +73,10 @@ def measured(recipe: str, tmp_path: Path, install: Any, monkeypatch: Any) -> Pat
     """Directory of a run with the false claim, from the Python interface, which does not certify."""
     monkeypatch.setattr(write, "draw", draw)
     install("verifiers", ("liar", Liar, "accepts anything"), ("honest", Honest))
-    found = run(load_recipe(recipe, SETTINGS), tmp_path / "runs", log=None)
-    assert not found.failed
-    write_summary(found)
-    return found.directory
+    result = run(load_recipe(recipe, SETTINGS), tmp_path / "runs", log=None)
+    assert not result.failed
+    write_summary(result)
+    return result.directory
 
 
 def output(capsys: Any, *argv: str) -> str:
@@ -84,7 +84,7 @@ def output(capsys: Any, *argv: str) -> str:
     return capsys.readouterr().out
 
 
-def test_a_run_refuses_a_liar_before_its_first_cell(bench: Any, install: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_run_refuses_liar_before_its_first_cell(bench: Any, install: Any, tmp_path: Path, monkeypatch: Any) -> None:
     install("verifiers", ("liar", Liar), ("honest", Honest))
     for _ in range(2):
         code, out, err = bench(*SETTINGS)
@@ -100,7 +100,7 @@ def test_a_run_refuses_a_liar_before_its_first_cell(bench: Any, install: Any, tm
     assert code == 0 and "honest (lossy)" in out
 
 
-def test_a_verifier_is_certified_once_with_its_options(bench: Any, install: Any) -> None:
+def test_verifier_is_certified_once_with_its_options(bench: Any, install: Any) -> None:
     install("verifiers", ("sometimes", Sometimes))
     settings = [*SETTINGS, "limit=1"]
     _, out, err = bench(*settings, "verifiers=[token, sometimes]")
@@ -113,9 +113,9 @@ def test_a_verifier_is_certified_once_with_its_options(bench: Any, install: Any)
     assert mark_of_verifier(Sometimes, Sometimes.Config()).kind == "certified"
 
 
-def test_code_without_a_file_runs_and_is_not_certified(bench: Any, install: Any) -> None:
-    made = type("Made", (Token,), {"name": "made", "__module__": "__nowhere__"})
-    install("verifiers", ("made", made))
+def test_code_without_file_runs_and_is_not_certified(bench: Any, install: Any) -> None:
+    verifier = type("Made", (Token,), {"name": "made", "__module__": "__nowhere__"})
+    install("verifiers", ("made", verifier))
     _, out, _ = bench(*SETTINGS, "limit=1", "verifiers=[made]")
     assert "prompt-lookup  made (not certified)  " in out
     assert "not certified: run crossdraft certify --verifier made" in out
@@ -124,18 +124,18 @@ def test_code_without_a_file_runs_and_is_not_certified(bench: Any, install: Any)
     assert bench(*SETTINGS, "limit=1", "verifiers=[made-liar]")[0] == 1
 
 
-def test_a_drafter_whose_q_is_not_what_it_draws_from_is_refused(bench: Any, install: Any, models: Any) -> None:
+def test_drafter_with_wrong_q_is_rejected(bench: Any, install: Any, models: Any) -> None:
     install("drafters", ("wrong-q", WrongQ))
     drafter = f"drafters=[{{name: wrong-q, model: {models['same']}, gamma: 2}}]"
     for _ in range(2):
         code, out, err = bench(*SETTINGS, "verifiers=[token]", drafter)
         assert (code, out) == (1, "") and "its q is not the distribution that its tokens are drawn from" in err
         assert "error: drafter 'wrong-q' changes the target distribution under a certified verifier (TV 0." in err
-    # The rule that judged it is none the worse for that.
+    # Its verifier is unaffected.
     assert mark_of_verifier(Token, Token.Config()) == Mark("certified")
 
 
-def test_marks_before_and_after_a_certificate(measured: Path, capsys: Any) -> None:
+def test_marks_before_and_after_certificate(measured: Path, capsys: Any) -> None:
     """A cell measured uncertified keeps that mark until certification of the same code fails."""
     for mark, suffix in (("not certified", "not certified"), (r"FAILED \(TV [\d.]+\)", r"FAILED, TV [\d.]+")):
         listed = output(capsys, "list", "verifiers")
@@ -161,20 +161,20 @@ def test_marks_before_and_after_a_certificate(measured: Path, capsys: Any) -> No
     assert marks["liar"] == "not certified" and marks["honest"] == "lossy"
 
 
-def test_nothing_but_a_certified_pair_makes_a_headline(measured: Path) -> None:
+def test_headline_needs_certified_pair(measured: Path) -> None:
     finished = read_run(measured)
     results = [r for r in finished.summary.results if not r.config.is_baseline and r.metrics]
     efficiency = {r.config.verifier.name: r.metrics.block_efficiency for r in results if r.metrics}
     assert efficiency["liar"] and efficiency["token"] and efficiency["liar"].value > efficiency["token"].value
     assert [best.verifier for best in best_of([("run", finished)])] == ["token"]
-    assert {one["title"].partition(",")[0] for one in engine_settings([finished])} == {"prompt-lookup × token"}
-    found, notes = of_run(finished.summary.results, "run", finished.summary.curves)
-    assert {one.acceptance.verifier for one in found} <= {"token"}
+    assert {item["title"].partition(",")[0] for item in engine_settings([finished])} == {"prompt-lookup × token"}
+    result, notes = of_run(finished.summary.results, "run", finished.summary.curves)
+    assert {item.acceptance.verifier for item in result} <= {"token"}
     assert "run: liar is omitted: not certified; run crossdraft certify --verifier liar" in notes
     assert "run: honest is omitted: lossy" in notes
 
 
-def test_the_html_page(measured: Path) -> None:
+def test_html_page(measured: Path) -> None:
     pytest.importorskip("jinja2", reason="the extra html is not installed")
     from crossdraft.framework.report.html.document import html_page
 
@@ -207,7 +207,7 @@ def test_legends_of_charts(measured: Path) -> None:
         with style():
             drawn = KINDS[kind].draw(results, "page")
         assert drawn is not None
-        words = {text.get_text() for one in drawn[0].legends for text in one.get_texts()}
+        words = {text.get_text() for item in drawn[0].legends for text in item.get_texts()}
         assert {"token", "liar (not certified)", "honest (lossy)"} <= words
 
 
@@ -246,7 +246,7 @@ def test_marks_of_records(record: Any, mark: Mark | None) -> None:
         assert Mark.from_json(json.loads(json.dumps(mark.to_json()))) == mark
 
 
-def test_results_keep_their_mark_when_the_code_changes(measured: Path) -> None:
+def test_results_keep_their_mark_when_code_changes(measured: Path) -> None:
     results = {r.config.verifier.name: r for r in read_run(measured).summary.results if not r.config.is_baseline}
     assert results["token"].provenance["mark"]["kind"] == "certified"
     assert results["honest"].provenance["mark"]["kind"] == "lossy"

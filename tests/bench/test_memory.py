@@ -11,7 +11,7 @@ from crossdraft.framework.lm.transformers_lm import TransformersLM
 CPU = torch.device("cpu")
 
 
-def test_what_counts_as_exhausted() -> None:
+def test_out_of_memory_errors() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
     assert exhausted(caught.value)
@@ -35,7 +35,7 @@ def test_needs_by_hand(tiny_model: Any) -> None:
     assert explain([model], 64, 50_000, 5, None).endswith("; set a smaller batch_size or max_new_tokens")
 
 
-def test_what_recordings_hold_counts(tiny_model: Any) -> None:
+def test_recordings_count_as_memory(tiny_model: Any) -> None:
     model = tiny_model("llama", vocab_size=1000)
     weights = sum(p.nbytes for p in model.parameters())
     row = 100 * 2 * 2 * 2 * 8 * 4 + 2 * 4 * 5 * 1000
@@ -45,7 +45,7 @@ def test_what_recordings_hold_counts(tiny_model: Any) -> None:
     assert "batch size 2 would fit" in explain([model], 8, 100, 5, weights + 3 * (row + 10**9 + 1) - 1, recorded)
 
 
-def test_bytes_of_the_cache_are_those_it_takes(tiny_model: Any, family: str) -> None:
+def test_bytes_of_cache_are_those_it_takes(tiny_model: Any, family: str) -> None:
     model = tiny_model(family)
     lm = TransformersLM(model, 2, 16)
     lm.start(0, [3, 4, 5])
@@ -55,15 +55,15 @@ def test_bytes_of_the_cache_are_those_it_takes(tiny_model: Any, family: str) -> 
     assert "batch size 1 does not fit" in explain([model], 2, 16, 1, weights + cache + logits - 1)
 
 
-def test_a_shared_embedding_counts_once(tiny_model: Any) -> None:
+def test_shared_embedding_counts_once(tiny_model: Any) -> None:
     model = tiny_model("llama", vocab_size=1000)
     weights = sum(p.nbytes for p in model.parameters())
     both = 2 * 2 * 2 * 2 * 8 * 4 * 100 + 2 * 4 * 3 * 1000  # two caches, one set of weights
     assert "batch size 2 would fit" in explain([model, model], 3, 100, 3, weights + 2 * both)
 
 
-def test_peak_is_at_least_the_allocated_memory() -> None:
-    held = torch.ones(2**24)
-    measured, there = peak(CPU), total(CPU)
-    if measured is not None and there is not None:  # Windows does not say
-        assert held.nbytes < measured < there
+def test_peak_is_at_least_allocated_memory() -> None:
+    buffer = torch.ones(2**24)
+    measured, available = peak(CPU), total(CPU)
+    if measured is not None and available is not None:  # unknown on Windows
+        assert buffer.nbytes < measured < available

@@ -72,7 +72,7 @@ class Bad(PromptLookup):
         (generator, "propose", "GeneratorExit"),
     ],
 )
-def test_the_others_go_on(bench: Any, install: Any, monkeypatch: Any, at: str, deed: Any, output: str) -> None:
+def test_others_go_on(bench: Any, install: Any, monkeypatch: Any, at: str, deed: Any, output: str) -> None:
     monkeypatch.setattr(Bad, "deed", staticmethod(deed))
     monkeypatch.setattr(Bad, "at", at)
     install("drafters", ("bad", Bad))
@@ -81,7 +81,7 @@ def test_the_others_go_on(bench: Any, install: Any, monkeypatch: Any, at: str, d
     assert "prompt-lookup  token" in out and "failed: bad × token (temperature 1, batch size 1): " in out
 
 
-def test_a_step_that_never_ends(bench: Any, install: Any, monkeypatch: Any) -> None:
+def test_step_that_never_ends(bench: Any, install: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(Bad, "deed", staticmethod(hangs))
     install("drafters", ("bad", Bad))
     code, out, err = bench(*SETTINGS, "drafters=[{name: bad}, prompt-lookup]", "limit=2", flags=["--step-limit", "2.0"])
@@ -100,7 +100,7 @@ class Counting(PromptLookup):
     passes: Any = "many"
 
 
-def test_passes_that_are_no_number(bench: Any, install: Any) -> None:
+def test_invalid_pass_counts_fail(bench: Any, install: Any) -> None:
     install("drafters", ("counting", Counting))
     code, out, err = bench(*SETTINGS, "drafters=[{name: counting}, prompt-lookup]", "limit=2")
     assert code == 1 and "drafter 'counting' has passes = 'many'; it must be an int" in err
@@ -114,14 +114,14 @@ class Quitting(Token):
         sys.exit("enough")
 
 
-def test_a_verifier_that_quits(bench: Any, install: Any) -> None:
+def test_verifier_that_quits(bench: Any, install: Any) -> None:
     install("verifiers", ("quitting", Quitting))
     code, out, err = bench(*ONE_GROUP[:-1], "verifiers=[quitting, token]", "drafters=[prompt-lookup]", "limit=2")
     assert code == 1 and "failed: prompt-lookup × quitting (not certified): SystemExit: enough" in err
     assert "prompt-lookup  token" in out
 
 
-def test_the_second_signal_waits_for_the_summary(capsys: Any) -> None:
+def test_second_signal_waits_for_summary(capsys: Any) -> None:
     import os
     import signal
 

@@ -46,12 +46,12 @@ def test_plugins_receive_events(recipe: str, tmp_path: Path) -> None:
     assert outcome.exit_code == 0 and len(outcome.results) == 2
 
 
-def test_a_batch_that_cannot_be_filled_is_noted(bench: Any) -> None:
+def test_batch_that_cannot_be_filled_is_noted(bench: Any) -> None:
     _, out, _ = bench(*ONE_GROUP, "batch_size=9")
     assert "note: batch size 9 with only 6 prompts: some slots stay empty; tok/s are those of a smaller batch" in out
 
 
-def test_the_tail_is_kept_apart(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_tail_is_kept_apart(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
     """Each reading of the clock takes a second; a step reads it seven times."""
     ticks = iter(range(10**9))
     monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
@@ -63,27 +63,27 @@ def test_the_tail_is_kept_apart(recipe: str, tmp_path: Path, monkeypatch: Any) -
         assert result.metrics is not None
         b = result.config.batch_size
         lengths = [response["prompt_tokens"] for response in result.responses]
-        made = batch_steps(result.records, lengths, result.pieces, b)
-        tail = [r for r in made if r.occupied < b] if b < 9 else []  # nine slots are never full: all counts
+        steps_run = batch_steps(result.records, lengths, result.pieces, b)
+        tail = [r for r in steps_run if r.occupied < b] if b < 9 else []  # nine slots are never full: all counts
         assert (len(tail) > 0) == (b == 3)
         assert sum(c.tail_emitted for c in result.pieces) == sum(r.emitted for r in tail)
-        # What the loop does once a step was told is booked with the next one; the first has none before it.
+        # Work after `on_step` is counted with the next step; the first step has no predecessor.
         steps = [row for piece in result.pieces for rows in piece.steps.values() for row in rows]
-        assert len(steps) == len(made) - len(tail) and {6e6, 7e6} >= {sum(row[:4]) for row in steps}
+        assert len(steps) == len(steps_run) - len(tail) and {6e6, 7e6} >= {sum(row[:4]) for row in steps}
         begins = [row[5:] for row in steps if len(row) > 5]  # the tokens of its prompts, a second for each
         fed = sum(response["prompt_tokens"] for response in result.responses)
         assert sum(tokens for tokens, _ in begins) == fed or tail
         assert sum(seconds for _, seconds in begins) == 1e6 * result.metrics.sequences or tail
         prefills = result.metrics.sequences  # a second of drafter prefill each
-        every = result.metrics.decode_seconds + result.metrics.tail_seconds
-        assert 6 * len(made) <= every - prefills <= 7 * len(made)
-        assert result.metrics.tokens == sum(r.emitted for r in made)
+        total = result.metrics.decode_seconds + result.metrics.tail_seconds
+        assert 6 * len(steps_run) <= total - prefills <= 7 * len(steps_run)
+        assert result.metrics.tokens == sum(r.emitted for r in steps_run)
         counted = result.metrics.tokens - sum(r.emitted for r in tail)
         assert result.metrics.tokens_per_second_wall == counted / result.metrics.decode_seconds
 
 
 @pytest.mark.slow
-def test_compiled_verifier_gives_the_same_output(bench: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_compiled_verifier_gives_same_output(bench: Any, tmp_path: Path, monkeypatch: Any) -> None:
     compiled: list[Any] = []
 
     def compile_(step: Any, inputs: Any) -> Any:
@@ -96,9 +96,9 @@ def test_compiled_verifier_gives_the_same_output(bench: Any, tmp_path: Path, mon
 
     def run_(self: Cell, piece: Any) -> Any:
         on_the_clock.append(self)
-        found = measured(self, piece)
+        result = measured(self, piece)
         on_the_clock.clear()
-        return found
+        return result
 
     monkeypatch.setattr(compiled_verifier, "compile_function", compile_)
     monkeypatch.setattr(Cell, "run", run_)
@@ -115,13 +115,13 @@ def test_compiled_verifier_gives_the_same_output(bench: Any, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("key, usual, other", [("compile_verifier", "false", "true"), ("prefill_tokens", "1024", "0")])
-def test_what_a_younger_key_usually_is_makes_no_other_cell(recipe: str, key: str, usual: str, other: str) -> None:
+def test_default_of_new_key_keeps_cell_hash(recipe: str, key: str, usual: str, other: str) -> None:
     plain, changed = (expand(load_recipe(recipe, [f"{key}={value}"])).cells[0] for value in (usual, other))
     assert plain.hash != changed.hash
     assert key not in plain._unlabelled(), "runs from before there was this key would be other cells"
 
 
-def test_a_chart_that_fails_costs_no_table(bench: Any, monkeypatch: Any) -> None:
+def test_chart_that_fails_costs_no_table(bench: Any, monkeypatch: Any) -> None:
     def failing(summary: Any) -> list[str]:
         raise RuntimeError("no font")
 
@@ -132,7 +132,7 @@ def test_a_chart_that_fails_costs_no_table(bench: Any, monkeypatch: Any) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["narrow", "wide"])
-def test_a_drafting_model_of_another_width(bench: Any, models: dict[str, str], name: str) -> None:
+def test_drafting_model_of_another_width(bench: Any, models: dict[str, str], name: str) -> None:
     code, out, _ = bench("matrix.batch_size=[2]", f"drafters.1.model={models[name]}")
     assert code == 0 and "16 of 16 responses equal" in out
 
@@ -164,7 +164,7 @@ def test_logits_are_fitted(models: dict[str, str]) -> None:
         (13, 2, [3, 3, 3, 4]),
     ],
 )
-def test_pieces_fill_the_batch(n: int, batch: int, sizes: list[int]) -> None:
+def test_pieces_fill_batch(n: int, batch: int, sizes: list[int]) -> None:
     pieces = cut_pieces(conversations("a" * n), batch, Random(0))
     assert sorted(len(piece) for piece in pieces) == sizes
     order = [c.prompt.index for piece in pieces for c in piece]
@@ -183,10 +183,10 @@ def test_pieces_fill_the_batch(n: int, batch: int, sizes: list[int]) -> None:
     ],
 )
 def test_pieces_of_one_category(categories: str, batch: int, pieces: list[str]) -> None:
-    found = cut_pieces(conversations(categories), batch, Random(0))
-    shown = ["".join(sorted(c.prompt.category for c in piece)) for piece in found]
+    result = cut_pieces(conversations(categories), batch, Random(0))
+    shown = ["".join(sorted(c.prompt.category for c in piece)) for piece in result]
     assert sorted(shown) == sorted(pieces)
-    assert sorted(c.prompt.index for piece in found for c in piece) == list(range(len(categories)))
+    assert sorted(c.prompt.index for piece in result for c in piece) == list(range(len(categories)))
 
 
 def conversations(categories: str) -> list[Conversation]:

@@ -27,8 +27,8 @@ PIECE = PieceFinished("", 0, {})
 
 
 def config(drafter: str = "prompt-lookup", batch_size: int = 1) -> CellConfig:
-    given = {"target": "t", "drafter": drafter, "verifier": "token", "batch_size": batch_size}
-    return CellConfig.model_validate(given)
+    arguments = {"target": "t", "drafter": drafter, "verifier": "token", "batch_size": batch_size}
+    return CellConfig.model_validate(arguments)
 
 
 class Clock:
@@ -52,7 +52,7 @@ class Run:
             self.meter(event)
 
 
-def test_without_a_terminal() -> None:
+def test_without_terminal() -> None:
     """An estimate after the first piece, then a line per minute."""
     clock = Clock()
     run, shares = Run(2, 60, clock, bar=True), list[float]()
@@ -77,7 +77,7 @@ def test_without_a_terminal() -> None:
     assert shares == sorted(shares)
 
 
-def test_on_a_terminal(monkeypatch: Any) -> None:
+def test_on_terminal(monkeypatch: Any) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -100,13 +100,13 @@ def test_on_a_terminal(monkeypatch: Any) -> None:
 
 
 def _to(screen: Any, init: Any) -> Any:
-    def made(self: Any, *args: Any, **options: Any) -> None:
+    def instance(self: Any, *args: Any, **options: Any) -> None:
         init(self, *args, **{**options, "file": screen, "ncols": 120})
 
-    return made
+    return instance
 
 
-def test_an_estimate_that_no_longer_holds_is_replaced() -> None:
+def test_estimate_that_no_longer_holds_is_replaced() -> None:
     """The time of a turn increases from 10 s to 40 s."""
     clock = Clock()
     run = Run(1, 200, clock)
@@ -122,7 +122,7 @@ def test_an_estimate_that_no_longer_holds_is_replaced() -> None:
     assert progress.left == pytest.approx(160 * progress.pace)
 
 
-def test_the_first_estimate_does_not_wait_for_a_piece() -> None:
+def test_first_estimate_does_not_wait_for_piece() -> None:
     clock = Clock()
 
     class Budget:
@@ -157,7 +157,7 @@ def test_the_first_estimate_does_not_wait_for_a_piece() -> None:
         assert progress.left == 448.0
 
 
-def test_nothing_to_measure() -> None:
+def test_empty_measurement() -> None:
     run = Run(0, 0, Clock())
     with run.meter:
         run(GroupsFinished([], []))

@@ -20,7 +20,7 @@ V = 50_000
 
 @settings(max_examples=20)
 @given(st.lists(st.integers(0, 96), min_size=1, max_size=20))
-def test_the_distance_is_that_of_kolmogorov_and_smirnov(tokens: list[int]) -> None:
+def test_distance_is_that_of_kolmogorov_and_smirnov(tokens: list[int]) -> None:
     """Spread over unit intervals, token ids are continuous: the distance equals scipy's in the limit."""
     fine = [token + (i + 0.5) / 200 for token in tokens for i in range(200)]
     assert distance(tokens, 97) == pytest.approx(kstest(fine, "uniform", args=(0, 97)).statistic, abs=3e-3)
@@ -37,8 +37,8 @@ def test_exact_distances() -> None:
 def test_drawn_tokens_are_found(n: int) -> None:
     chance = random.Random(n)
     prompts = [[chance.randrange(V) for _ in range(n)] for _ in range(20)]
-    found = warning(prompts, V)
-    assert found is not None and found.startswith("20 of 20 prompts look like random tokens")
+    result = warning(prompts, V)
+    assert result is not None and result.startswith("20 of 20 prompts look like random tokens")
 
 
 @pytest.mark.parametrize("n", [MIN_TOKENS, 256, 2048])
@@ -54,7 +54,7 @@ def test_short_or_minority_texts_are_ignored() -> None:
     chance = random.Random(0)
     drawn = [[chance.randrange(V) for _ in range(200)] for _ in range(2)]
     written = [[i % 500 for i in range(200)]] * 2
-    assert warning([one[: MIN_TOKENS - 1] for one in drawn], V) is None and warning([], V) is None
+    assert warning([item[: MIN_TOKENS - 1] for item in drawn], V) is None and warning([], V) is None
     assert warning([*drawn, *written], V) is None
     assert str(warning([*drawn, written[0]], V)).startswith("2 of 3 prompts")
 

@@ -20,16 +20,16 @@ DRAFTERS = "drafters=[{{name: prompt-lookup, gamma: 6}}, {{name: draft-model, mo
 
 @pytest.fixture
 def recorded(monkeypatch: Any) -> list[Graphs]:
-    found: list[Graphs] = []
+    results: list[Graphs] = []
 
     def runner(model: Any) -> Graphs:
-        found.append(Graphs(Recorder(), type(model).__name__))
-        return found[-1]
+        results.append(Graphs(Recorder(), type(model).__name__))
+        return results[-1]
 
     for module in (ragged_lm, layer_subset, build):
         monkeypatch.setattr(module, "runner_for", runner)
     monkeypatch.setattr(graph_buckets, "BUCKET", 16)
-    return found
+    return results
 
 
 def run(bench: Any, recorded: list[Graphs], monkeypatch: Any, models: dict[str, str]) -> tuple[int, int]:
@@ -38,10 +38,10 @@ def run(bench: Any, recorded: list[Graphs], monkeypatch: Any, models: dict[str, 
 
     def watched(self: Cell, piece: Any) -> Any:
         before = sum(map(len, recorded))
-        found = measure(self, piece)
+        result = measure(self, piece)
         counts[0] = max(counts[0], before)
         counts[1] += sum(map(len, recorded)) - before
-        return found
+        return result
 
     monkeypatch.setattr(Cell, "run", watched)
     code, _, err = bench(*ONE_GROUP, "verifiers=[token]", "batch_size=2", DRAFTERS.format(**models))
@@ -49,29 +49,29 @@ def run(bench: Any, recorded: list[Graphs], monkeypatch: Any, models: dict[str, 
     return counts[0], counts[1]
 
 
-def test_no_piece_records(
+def test_no_recording_during_pieces(
     bench: Any, recorded: list[Graphs], monkeypatch: Any, models: dict[str, str], tmp_path: Path
 ) -> None:
-    there, made = run(bench, recorded, monkeypatch, models)
-    assert there > 0 and made == 0
-    assert sum(one.missed for one in recorded) == 0, "every shape that came had been recorded"
+    warm_up, measured = run(bench, recorded, monkeypatch, models)
+    assert warm_up > 0 and measured == 0
+    assert sum(item.missed for item in recorded) == 0, "every shape that came had been recorded"
     assert all(output(directory) for directory in cells(tmp_path))
 
 
-def test_a_warm_up_that_does_not_look_ahead_is_seen(
+def test_warm_up_without_prediction_is_detected(
     bench: Any, recorded: list[Graphs], monkeypatch: Any, models: dict[str, str]
 ) -> None:
-    monkeypatch.setattr(cell_runner, "recording", lambda ahead: nullcontext())
+    monkeypatch.setattr(cell_runner, "recording", lambda upcoming: nullcontext())
     assert run(bench, recorded, monkeypatch, models)[1] > 0
 
 
 def test_costs_are_those_of_recorded_passes(tiny_model: Any, recorded: list[Graphs], monkeypatch: Any) -> None:
     """The first repetition captures all points; timed repetitions replay."""
-    made: list[int] = []
-    advance = lambda n: made.append(sum(one._recorder.recorded for one in recorded))  # type: ignore[union-attr] # noqa: E731
+    counts: list[int] = []
+    advance = lambda n: counts.append(sum(item._recorder.recorded for item in recorded))  # type: ignore[union-attr] # noqa: E731
     pass_timing.measure_passes(
         tiny_model("llama"), batch_sizes=(1, 2), widths=(1, 3), contexts=(8, 40), repeats=2, advance=advance
     )
     points = 8
-    assert len(made) == 3 * points and made[0] > 0 and made[points - 1] == made[-1]
-    assert sum(one.missed for one in recorded) == 0
+    assert len(counts) == 3 * points and counts[0] > 0 and counts[points - 1] == counts[-1]
+    assert sum(item.missed for item in recorded) == 0

@@ -65,12 +65,12 @@ def undisturbed(bench: Any, tmp_path: Path, install: Any) -> dict[str, Any]:
     install("drafters", ("remembering", Remembering))
     Remembering.kill_after = 10**9
     assert bench(*SETTINGS, "drafters=[{name: remembering}, prompt-lookup]")[0] == 0
-    found = records(tmp_path)
+    result = records(tmp_path)
     (tmp_path / "runs").rename(tmp_path / "undisturbed")
-    return found
+    return result
 
 
-def test_the_warm_up_leaves_no_trace(bench: Any, tmp_path: Path, undisturbed: dict[str, Any], monkeypatch: Any) -> None:
+def test_warm_up_leaves_no_trace(bench: Any, tmp_path: Path, undisturbed: dict[str, Any], monkeypatch: Any) -> None:
     monkeypatch.setattr(Cell, "warm_up", lambda self, length: None)
     assert bench(*SETTINGS, "drafters=[{name: remembering}, prompt-lookup]")[0] == 0
     assert records(tmp_path) == undisturbed
@@ -96,7 +96,7 @@ def test_interrupted_group_resumes_identically(
     assert not list(tmp_path.glob("runs/*/groups/*"))
 
 
-def test_a_group_keeps_its_threads_and_records_others(
+def test_group_keeps_its_threads_and_records_others(
     bench: Any, tmp_path: Path, undisturbed: dict[str, Any], monkeypatch: Any
 ) -> None:
     """A group resumed with another wait policy records both; a disturbance is reported once."""
@@ -112,13 +112,13 @@ def test_a_group_keeps_its_threads_and_records_others(
     assert code == 0 and after == "spin"
     for cell in cells(tmp_path):
         used = json.loads((cell / "config.json").read_text(encoding="utf-8"))["provenance"]["decoding_threads"]
-        assert [one["wait_policy"] for one in used] == ["spin", "passive"]
-        assert [one["piece"] for one in used] == [1, int(before)]
+        assert [item["wait_policy"] for item in used] == ["spin", "passive"]
+        assert [item["piece"] for item in used] == [1, int(before)]
     (directory,) = tmp_path.glob("runs/*")
     assert "2 of 2, spin; 2 of 2, passive" in page([read_run(directory)])
 
 
-def test_a_damaged_piece_is_measured_again(bench: Any, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+def test_damaged_piece_is_measured_again(bench: Any, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     Remembering.kill_after = 40
     bench(*SETTINGS, "drafters=[{name: remembering}, prompt-lookup]")
     (last, *_) = sorted(tmp_path.glob("runs/*/groups/*/[0-9].json"), reverse=True)
@@ -127,7 +127,7 @@ def test_a_damaged_piece_is_measured_again(bench: Any, tmp_path: Path, undisturb
     assert records(tmp_path) == undisturbed
 
 
-def test_a_second_run_is_refused(bench: Any, tmp_path: Path) -> None:
+def test_second_run_is_refused(bench: Any, tmp_path: Path) -> None:
     assert bench(*SETTINGS)[0] == 0
     (directory,) = tmp_path.glob("runs/*")
     with RunDirectory(directory).locked():
@@ -137,7 +137,7 @@ def test_a_second_run_is_refused(bench: Any, tmp_path: Path) -> None:
     assert bench(*SETTINGS)[0] == 0
 
 
-def test_a_full_disk_keeps_what_is_whole(bench: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_full_disk_keeps_complete_files(bench: Any, tmp_path: Path, monkeypatch: Any) -> None:
     save, left = RunDirectory.save_piece, [3]
 
     def full(self: Any, *arguments: Any) -> None:
@@ -154,7 +154,7 @@ def test_a_full_disk_keeps_what_is_whole(bench: Any, tmp_path: Path, monkeypatch
     assert "resuming after piece 3 of 6" in bench(*SETTINGS)[2]
 
 
-def test_a_summary_that_cannot_be_written_is_shown(bench: Any, monkeypatch: Any) -> None:
+def test_summary_that_cannot_be_written_is_shown(bench: Any, monkeypatch: Any) -> None:
     write = RunDirectory.write_text
 
     def full(self: Any, name: str, text: str) -> None:
@@ -167,7 +167,7 @@ def test_a_summary_that_cannot_be_written_is_shown(bench: Any, monkeypatch: Any)
     assert code == 1 and "prompt-lookup" in out and "No space left on device" in err and "Traceback" not in err
 
 
-def test_a_group_survives_a_change_elsewhere(bench: Any, tmp_path: Path) -> None:
+def test_group_survives_change_elsewhere(bench: Any, tmp_path: Path) -> None:
     settings = [*SETTINGS[1:], "drafters=[prompt-lookup]"]
     assert bench("matrix={batch_size: [1]}", *settings)[0] == 0
     code, _, err = bench("matrix={batch_size: [1, 2]}", *settings)
@@ -175,23 +175,23 @@ def test_a_group_survives_a_change_elsewhere(bench: Any, tmp_path: Path) -> None
     assert len(list(tmp_path.glob("runs/*"))) == 2
 
 
-def test_files_have_the_permissions_that_the_user_wants(bench: Any, tmp_path: Path) -> None:
+def test_files_have_permissions_that_user_wants(bench: Any, tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
         assert bench(*SETTINGS[:-1], "verifiers=[token]", "drafters=[prompt-lookup]")[0] == 0
     finally:
         os.umask(before)
-    made = [path for path in (tmp_path / "runs").rglob("*")]
-    assert made and all(path.stat().st_mode & 0o077 == 0 for path in made)
+    files = [path for path in (tmp_path / "runs").rglob("*")]
+    assert files and all(path.stat().st_mode & 0o077 == 0 for path in files)
 
 
-def test_a_recipe_cannot_allow_remote_code(bench: Any) -> None:
+def test_recipe_cannot_allow_remote_code(bench: Any) -> None:
     code, _, err = bench("trust_remote_code=true")
     assert code == 2
     assert "unknown key 'trust_remote_code'; a recipe cannot allow that; use crossdraft run --trust" in err
 
 
-def test_the_code_of_a_strategy_is_part_of_the_key(bench: Any, tmp_path: Path, install: Any, monkeypatch: Any) -> None:
+def test_code_of_strategy_is_part_of_key(bench: Any, tmp_path: Path, install: Any, monkeypatch: Any) -> None:
     import importlib
     import sys
 
@@ -214,8 +214,8 @@ def test_the_code_of_a_strategy_is_part_of_the_key(bench: Any, tmp_path: Path, i
     (tmp_path / "helping.py").write_text("LENGTH = 2\n", encoding="utf-8")
     code_digest._digest.cache_clear()  # another process would read the files anew
     assert "measured again because of changes: the code of the drafter\n" in bench(*settings)[2]
-    found = [json.loads((d / "config.json").read_text(encoding="utf-8")) for d in cells(tmp_path)]
-    assert all(one["provenance"]["verifier"]["distribution"] == "crossdraft" for one in found)
+    record = [json.loads((d / "config.json").read_text(encoding="utf-8")) for d in cells(tmp_path)]
+    assert all(item["provenance"]["verifier"]["distribution"] == "crossdraft" for item in record)
     # A drafter that runs another one by its name depends on that one's code.
     text = (
         "from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup\n"

@@ -15,7 +15,7 @@ from tiny_runs import ONE_GROUP, cells, output
 from crossdraft.framework.runs.run_directory import FORMAT
 
 
-def test_a_run_and_its_records(bench: Any, tmp_path: Path) -> None:
+def test_run_and_its_records(bench: Any, tmp_path: Path) -> None:
     code, out, err = bench()
     assert code == 0
     assert err.splitlines()[0] == "recipe: 16 cells in 4 groups, 6 prompts each"
@@ -38,18 +38,18 @@ def test_a_run_and_its_records(bench: Any, tmp_path: Path) -> None:
         "summary.csv",
         "summary.md",
     }
-    found = cells(tmp_path)
-    assert len(found) == 16
+    result = cells(tmp_path)
+    assert len(result) == 16
     assert all(
         {p.name for p in d.iterdir()} == {"config.json", "steps.parquet", "responses.jsonl", "metrics.json"}
-        for d in found
+        for d in result
     )
     environment = json.loads((directory / "environment.json").read_text(encoding="utf-8"))
     assert len(environment["models"]) == 2 and environment["prompts"]["count"] == 6
     assert [condition["dtype"] for condition in environment["conditions"]] == ["float32"]
     assert environment["conditions"][0]["threads"] == torch.get_num_threads()
 
-    for cell in found:
+    for cell in result:
         config = json.loads((cell / "config.json").read_text(encoding="utf-8"))["config"]
         sampled = config["sampling"]["temperature"] > 0
         for line in (cell / "responses.jsonl").read_text(encoding="utf-8").splitlines():
@@ -95,7 +95,7 @@ def test_outputs_depend_on_neither_batch_size_nor_limit(bench: Any, tmp_path: Pa
         config.pop("batch_size")
         by_cell.setdefault(json.dumps(config), []).append(output(directory))
     assert len(by_cell) == 8
-    assert all(one == three for one, three in by_cell.values())
+    assert all(item == three for item, three in by_cell.values())
     shutil.rmtree(tmp_path / "runs")
     settings = [
         "drafters.0={name: prompt-lookup, gamma: 2}",
@@ -109,7 +109,7 @@ def test_outputs_depend_on_neither_batch_size_nor_limit(bench: Any, tmp_path: Pa
         assert any(some.items() <= answers.items() for pair in by_cell.values() for answers in pair)
 
 
-def test_a_rerun_reuses_whole_groups(bench: Any, tmp_path: Path, models: dict[str, str], write_prompts: Any) -> None:
+def test_rerun_reuses_whole_groups(bench: Any, tmp_path: Path, models: dict[str, str], write_prompts: Any) -> None:
     settings = [
         "matrix={batch_size: [1, 2]}",
         *ONE_GROUP[1:],
@@ -123,13 +123,13 @@ def test_a_rerun_reuses_whole_groups(bench: Any, tmp_path: Path, models: dict[st
     assert code == 0 and err.count("reusing 3 cells") == 2 and "running" not in err
     assert {d.name: (d / "metrics.json").read_bytes() for d in cells(tmp_path)} == first
 
-    gone = cells(tmp_path)[0]
-    shutil.rmtree(gone)
+    removed_cell = cells(tmp_path)[0]
+    shutil.rmtree(removed_cell)
     err = bench(*settings)[2]
     assert "running 3 cells, some cells are new" in err  # its group is measured together again
     assert "reusing 3 cells" in err
     changed = [d.name for d in cells(tmp_path) if (d / "metrics.json").read_bytes() != first[d.name]]
-    assert len(changed) == 3 and gone.name in changed
+    assert len(changed) == 3 and removed_cell.name in changed
 
     earlier = cells(tmp_path)[0] / "config.json"
     written = earlier.read_text(encoding="utf-8").replace(f'"format": {FORMAT}', f'"format": {FORMAT - 1}')
@@ -142,7 +142,7 @@ def test_a_rerun_reuses_whole_groups(bench: Any, tmp_path: Path, models: dict[st
     assert bench(*settings)[2].count("running 3 cells, measured again because of changes: the prompts") == 2
 
 
-def test_a_changed_model_is_measured_again(bench: Any, tmp_path: Path, models: dict[str, str]) -> None:
+def test_changed_model_is_measured_again(bench: Any, tmp_path: Path, models: dict[str, str]) -> None:
     shutil.copytree(models["same"], tmp_path / "draft")
     settings = [*ONE_GROUP, f"drafters=[{{name: draft-model, model: {tmp_path / 'draft'}}}]"]
     bench(*settings)
@@ -165,7 +165,7 @@ def test_a_changed_model_is_measured_again(bench: Any, tmp_path: Path, models: d
         ],
     ],
 )
-def test_changed_settings_of_a_model_are_measured_again(
+def test_changed_settings_of_model_are_measured_again(
     bench: Any, tmp_path: Path, models: dict[str, str], file: str
 ) -> None:
     shutil.copytree(models["same"], tmp_path / "draft")

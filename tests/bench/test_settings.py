@@ -12,13 +12,13 @@ from crossdraft.framework.errors import UsageError
 
 
 def context() -> TargetContext:
-    made = object.__new__(TargetContext)  # of which nothing else is asked
-    made.used = {}
-    return made
+    instance = object.__new__(TargetContext)  # nothing else is used
+    instance.used = {}
+    return instance
 
 
 @pytest.mark.parametrize("in_a_directory", [True, False])
-def test_a_file_that_has_changed_is_found(tmp_path: Path, in_a_directory: bool) -> None:
+def test_file_that_has_changed_is_found(tmp_path: Path, in_a_directory: bool) -> None:
     file = tmp_path / "settings.json"
     file.write_text('{"kind": "layer-skip"}')
     target_context = context()

@@ -26,7 +26,7 @@ def report(capsys: Any, *directories: Path) -> str:
     return capsys.readouterr().out
 
 
-def test_shards_share_the_groups() -> None:
+def test_shards_share_groups() -> None:
     groups = list("abcdefg")
     assert [list(Shard(k, 3).part(groups)) for k in (1, 2, 3)] == [["a", "d", "g"], ["b", "e"], ["c", "f"]]
     assert Shard.parse("2/4") == Shard(2, 4) and str(Shard(2, 4)) == "2/4"
@@ -41,20 +41,20 @@ def test_invalid_shards(text: str) -> None:
 
 
 def test_environments_join() -> None:
-    place, there = {"cpu": "a", "gpus": [], "memory_gib": 1}, {"cpu": "b", "gpus": [], "memory_gib": 1}
+    place, second_place = {"cpu": "a", "gpus": [], "memory_gib": 1}, {"cpu": "b", "gpus": [], "memory_gib": 1}
     one = {**place, "models": {"x": 1}, "conditions": ["c"], "python": "3"}
-    two = {**there, "models": {"y": 2}, "conditions": ["c", "d"], "elsewhere": [place]}
-    found = merge_environments([one, {}, two])
-    assert found == {
+    two = {**second_place, "models": {"y": 2}, "conditions": ["c", "d"], "elsewhere": [place]}
+    result = merge_environments([one, {}, two])
+    assert result == {
         **one,
         "models": {"x": 1, "y": 2},
         "conditions": ["c", "d"],
-        "elsewhere": [there],
+        "elsewhere": [second_place],
     }
-    assert merge_environments([found, one])["elsewhere"] == [there] and merge_environments([{}]) == {}
+    assert merge_environments([result, one])["elsewhere"] == [second_place] and merge_environments([{}]) == {}
 
 
-def test_shards_are_the_run(bench: Any, tmp_path: Path, capsys: Any) -> None:
+def test_shards_are_run(bench: Any, tmp_path: Path, capsys: Any) -> None:
     assert bench(*SETTINGS)[0] == 0
     (whole,) = tmp_path.glob("runs/*")
     whole = whole.rename(tmp_path / whole.name)
@@ -67,10 +67,10 @@ def test_shards_are_the_run(bench: Any, tmp_path: Path, capsys: Any) -> None:
     assert {name: output for shard in shards for name, output in texts(shard).items()} == texts(whole)
 
     (merged,) = read_runs([run])
-    alone = read_run(whole)
-    assert [r.config.hash for r in merged.summary.results] == [r.config.hash for r in alone.summary.results]
-    assert [r.config for r in merged.summary.results] == [r.config for r in alone.summary.results]
-    remarks = [[line for line in one.remarks if "this machine was busy" not in line] for one in (merged, alone)]
+    separate = read_run(whole)
+    assert [r.config.hash for r in merged.summary.results] == [r.config.hash for r in separate.summary.results]
+    assert [r.config for r in merged.summary.results] == [r.config for r in separate.summary.results]
+    remarks = [[line for line in item.remarks if "this machine was busy" not in line] for item in (merged, separate)]
     assert remarks[0] == remarks[1] and merged.summary.directory == run
     page = report(capsys, *reversed(shards))
     assert page == report(capsys, run) and page.count("\n## ") == 1
@@ -102,7 +102,7 @@ def test_shards_are_the_run(bench: Any, tmp_path: Path, capsys: Any) -> None:
     assert texts(run) == texts(whole)
 
 
-def test_a_group_of_two_shards_is_the_last_one(bench: Any, tmp_path: Path) -> None:
+def test_group_of_two_shards_is_last_one(bench: Any, tmp_path: Path) -> None:
     assert bench(*SETTINGS, flags=["--shard", "1/1"])[0] == 0
     assert bench(*SETTINGS, flags=["--shard", "2/2", "--fresh"])[0] == 0
     (merged,) = read_runs(list(tmp_path.glob("runs/*")))
@@ -144,10 +144,10 @@ def test_untimed_cells_are_marked_everywhere(bench: Any, tmp_path: Path, capsys:
     lines = [line.split() for line in out.splitlines() if line.startswith(("none", "prompt-lookup"))]
     assert len(lines) == 2, out
     for metrics in run.glob("cells/*/metrics.json"):
-        found = json.loads(metrics.read_text(encoding="utf-8"))
-        seconds = [s for piece in found["pieces"] for s in (*piece["seconds"].values(), piece["tail_seconds"])]
-        assert seconds and not any(seconds) and not any(piece["steps"] for piece in found["pieces"])
-        assert found["metrics"]["speed_up"] is None and found["metrics"]["tokens_per_second"] == 0
+        record = json.loads(metrics.read_text(encoding="utf-8"))
+        seconds = [s for piece in record["pieces"] for s in (*piece["seconds"].values(), piece["tail_seconds"])]
+        assert seconds and not any(seconds) and not any(piece["steps"] for piece in record["pieces"])
+        assert record["metrics"]["speed_up"] is None and record["metrics"]["tokens_per_second"] == 0
     assert "not timed (--untimed)" in report(capsys, run)
     assert cli.main(["table", str(run), "--value", "tokens_per_second"]) == 2
     assert "'tokens_per_second'" in capsys.readouterr().err
@@ -165,7 +165,7 @@ def test_untimed_cells_are_marked_everywhere(bench: Any, tmp_path: Path, capsys:
 
 
 @pytest.mark.slow
-def test_a_group_does_not_go_on_with_times_where_there_were_none(bench: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_untimed_group_does_not_resume_timed(bench: Any, tmp_path: Path, monkeypatch: Any) -> None:
     from crossdraft.framework.runs.run_directory import RunDirectory
 
     save, left = RunDirectory.save_piece, [1]

@@ -38,7 +38,7 @@ matrix: {{temperature: [1.0]}}
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: Any, write_prompts: Any) -> dict[str, str]:
     root = tmp_path_factory.mktemp("split")
-    found = {
+    results = {
         "target": save_model(root / "target", heads=(4, 2), hidden=H),
         "drafter": save_model(root / "drafter", heads=(4, 2), hidden=H, seed=1),
         "prompts": write_prompts(root / "prompts.jsonl", n=4),
@@ -47,15 +47,15 @@ def paths(tmp_path_factory: Any, write_prompts: Any) -> dict[str, str]:
     medusa = {}
     for i in range(2):
         medusa |= {f"{i}.0.linear.weight": torch.randn(H, H) * 0.1, f"{i}.0.linear.bias": torch.zeros(H)}
-    found["medusa"] = _heads(root / "medusa", medusa, {"medusa_num_heads": 2, "medusa_num_layers": 1})
+    results["medusa"] = _heads(root / "medusa", medusa, {"medusa_num_heads": 2, "medusa_num_layers": 1})
     sizes = {"q_proj": (H, H), "k_proj": (H // 2, H), "v_proj": (H // 2, H), "o_proj": (H, H)}
     eagle = {f"layers.0.self_attn.{name}.weight": torch.randn(size) * 0.3 for name, size in sizes.items()}
     for name, size in {"gate": (24, H), "up": (24, H), "down": (H, 24)}.items():
         eagle[f"layers.0.mlp.{name}_proj.weight"] = torch.randn(size) * 0.3
     eagle |= {"layers.0.post_attention_layernorm.weight": torch.ones(H), "fc.weight": torch.randn(H, 2 * H) * 0.3}
     config = json.loads((root / "target" / "config.json").read_text(encoding="utf-8"))
-    found["eagle"] = _heads(root / "eagle", eagle, {**config, "num_hidden_layers": 1})
-    return found
+    results["eagle"] = _heads(root / "eagle", eagle, {**config, "num_hidden_layers": 1})
+    return results
 
 
 def _heads(directory: Path, tensors: dict[str, Any], config: dict[str, Any]) -> str:
@@ -78,7 +78,7 @@ def _run(directory: Path, text: str, processes: int, *more: str) -> subprocess.C
     return _crossdraft(["run", "recipe.yaml", "--untimed", *more], directory, processes)
 
 
-def test_two_processes_match_one_and_reuse_the_run(tmp_path: Path, paths: dict[str, str]) -> None:
+def test_two_processes_match_one_and_reuse_run(tmp_path: Path, paths: dict[str, str]) -> None:
     """All kinds of drafters: chains, trees, heads on hidden states, tables; only one process writes files."""
     one = _run(tmp_path / "one", RECIPE.format(device="cpu", **paths), 1)
     assert one.returncode == 0, one.stderr
@@ -86,25 +86,25 @@ def test_two_processes_match_one_and_reuse_the_run(tmp_path: Path, paths: dict[s
     assert two.returncode == 0, two.stderr
     assert two.stdout.count("draft-model-tree") == one.stdout.count("draft-model-tree")  # one table
     assert two.stderr.count("recipe: 10 cells in 1 group") == 1
-    there = [{path.name.rpartition("_")[0]: path for path in cells(tmp_path / name)} for name in ("one", "two")]
-    assert there[0].keys() == there[1].keys() and len(there[0]) == 10
-    for name, path in there[0].items():
-        assert output(path) == output(there[1][name]), name
-        alone, split = _steps(path), _steps(there[1][name])
-        survival = [[row.pop("survival") for row in rows] for rows in (alone, split)]
-        assert alone == split, name
+    directories = [{path.name.rpartition("_")[0]: path for path in cells(tmp_path / name)} for name in ("one", "two")]
+    assert directories[0].keys() == directories[1].keys() and len(directories[0]) == 10
+    for name, path in directories[0].items():
+        assert output(path) == output(directories[1][name]), name
+        separate, split = _steps(path), _steps(directories[1][name])
+        survival = [[row.pop("survival") for row in rows] for rows in (separate, split)]
+        assert separate == split, name
         assert survival[0] == pytest.approx(survival[1], abs=1e-4, nan_ok=True), name
-    head = json.loads((next(iter(there[1].values())) / "config.json").read_text(encoding="utf-8"))
+    head = json.loads((next(iter(directories[1].values())) / "config.json").read_text(encoding="utf-8"))
     assert head["provenance"]["device"].endswith("split over 2 processes")
-    again = _run(tmp_path / "two", RECIPE.format(device="tp", **paths), 2)
-    assert again.returncode == 0 and "reusing 10 cells" in again.stderr
+    repeat = _run(tmp_path / "two", RECIPE.format(device="tp", **paths), 2)
+    assert repeat.returncode == 0 and "reusing 10 cells" in repeat.stderr
 
 
 def _steps(cell: Path) -> list[dict[str, Any]]:
     return parquet.read_table(cell / "steps.parquet").drop_columns(["cell"]).to_pylist()
 
 
-def test_what_a_split_target_cannot_do_is_refused_in_one_sentence(tmp_path: Path, paths: dict[str, str]) -> None:
+def test_unsupported_split_target_options_raise(tmp_path: Path, paths: dict[str, str]) -> None:
     def sentence(text: str, processes: int = 2) -> str:
         done = _run(tmp_path, text, processes)
         assert done.returncode
@@ -119,7 +119,7 @@ def test_what_a_split_target_cannot_do_is_refused_in_one_sentence(tmp_path: Path
     assert "device tp" in sentence(text.replace("device: tp", "device: cpu"))
 
 
-def test_a_process_that_dies_ends_all(tmp_path: Path, paths: dict[str, str]) -> None:
+def test_process_that_dies_ends_all(tmp_path: Path, paths: dict[str, str]) -> None:
     """The second process exits in the middle of a pass: no deadlock, and files on disk are complete."""
     text = RECIPE.format(device="tp", **paths)
     (tmp_path / "sitecustomize.py").write_text(DYING, encoding="utf-8")

@@ -48,7 +48,7 @@ def test_tracker_is_called_only_on_request(bench: Any, tmp_path: Path) -> None:
     assert bench(*SETTINGS)[0] == 0 and TOLD == []
 
 
-def test_a_run_that_ends_early_is_finished_too(bench: Any, models: dict[str, str]) -> None:
+def test_run_that_ends_early_is_finished_too(bench: Any, models: dict[str, str]) -> None:
     other = f"drafters=[{{name: draft-model, model: {models['other']}}}]"
     assert bench(*ONE_GROUP, other, flags=["--track", "recorder"])[0] == 1
     assert [name for name, _ in TOLD] == ["started", "finished"]
@@ -57,11 +57,11 @@ def test_a_run_that_ends_early_is_finished_too(bench: Any, models: dict[str, str
     assert bench(*SETTINGS, "limit=-1", flags=["--track", "recorder"])[0] == 2 and TOLD == []
 
 
-def test_launched_run_is_tracked_by_the_parent(bench: Any, install: Any) -> None:
+def test_launched_run_is_tracked_by_parent(bench: Any, install: Any) -> None:
     install("launchers", ("here", fresh()))
     flags = ["--launcher", "here", "--track", "recorder"]
     assert bench(*SETTINGS, flags=flags)[0] == 0
-    # This launcher's process is this one, so that it is heard, too; the process of another is not.
+    # This launcher runs in this process, so its events are received, too.
     assert [name for name, _ in TOLD] == [
         *("started", "started", "none", "prompt-lookup", "prompt-lookup", "finished"),
         *("none", "prompt-lookup", "prompt-lookup", "finished"),

@@ -32,7 +32,7 @@ def test_every_part_runs_on_tiny_models(script: dict[str, Any], capsys: Any) -> 
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_an_embedding_of_its_own_is_not_read(script: dict[str, Any], tied: bool) -> None:
+def test_untied_embedding_is_not_counted(script: dict[str, Any], tied: bool) -> None:
     """A pass looks up one row of it; as an output head it is read whole."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 

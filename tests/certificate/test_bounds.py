@@ -52,7 +52,7 @@ def cases(table: dict[str, dict[str, Any]]) -> list[tuple[str, str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def found(toys: dict[str, Toy]) -> Found:
+def bounds_of(toys: dict[str, Toy]) -> Found:
     """``found(toy, draft label)``: all bounds, each computed once."""
     known: dict[tuple[str, str], Bounds] = {}
 
@@ -68,44 +68,44 @@ def found(toys: dict[str, Toy]) -> Found:
 
 
 @pytest.mark.parametrize("toy, label, want", cases(LP))
-def test_linear_program_is_golden(found: Found, toy: str, label: str, want: float) -> None:
-    assert found(toy, label).lp == pytest.approx(want, abs=1e-7)
+def test_linear_program_is_golden(bounds_of: Found, toy: str, label: str, want: float) -> None:
+    assert bounds_of(toy, label).lp == pytest.approx(want, abs=1e-7)
 
 
 @pytest.mark.parametrize("toy, want", SINGLE.items())
-def test_single_draft_optimum_is_golden_and_the_linear_program_agrees(found: Found, toy: str, want: str) -> None:
-    assert found(toy, "chain").single_draft == pytest.approx(float(Fraction(want)), abs=1e-9)
-    assert found(toy, "chain").lp == pytest.approx(float(Fraction(want)), abs=1e-7)
+def test_single_draft_optimum_is_golden_and_linear_program_agrees(bounds_of: Found, toy: str, want: str) -> None:
+    assert bounds_of(toy, "chain").single_draft == pytest.approx(float(Fraction(want)), abs=1e-9)
+    assert bounds_of(toy, "chain").lp == pytest.approx(float(Fraction(want)), abs=1e-7)
 
 
 @pytest.mark.parametrize("toy, label, want", cases(FULL))
-def test_full_information_is_golden(found: Found, toy: str, label: str, want: str) -> None:
-    assert found(toy, label).full_information == pytest.approx(float(Fraction(want)), abs=1e-9)
+def test_full_information_is_golden(bounds_of: Found, toy: str, label: str, want: str) -> None:
+    assert bounds_of(toy, label).full_information == pytest.approx(float(Fraction(want)), abs=1e-9)
 
 
 @pytest.mark.parametrize("toy, label, want", cases(ALPHA))
-def test_optimal_transport_is_golden(found: Found, toy: str, label: str, want: str) -> None:
-    assert found(toy, label).optimal_transport == pytest.approx(float(Fraction(want)), abs=1e-9)
+def test_optimal_transport_is_golden(bounds_of: Found, toy: str, label: str, want: str) -> None:
+    assert bounds_of(toy, label).optimal_transport == pytest.approx(float(Fraction(want)), abs=1e-9)
 
 
 @pytest.mark.parametrize("toy", TOYS)
-def test_transport_of_greedy_drafts_in_closed_form(found: Found, toys: dict[str, Toy], toy: str) -> None:
-    """P of the token that is taken outright, and sum min(P, q) over the others, q the law of the drawn one."""
+def test_transport_of_greedy_drafts_in_closed_form(bounds_of: Found, toys: dict[str, Toy], toy: str) -> None:
+    """P of the greedy token, plus sum min(P, q) over the others, where q is the distribution of the drawn token."""
     p, q = toys[toy].target[-1], toys[toy].drafter[-1].clone()
     top = int(q.argmax())
     q[top] = 0
     want = p[top] + torch.minimum(p, q / q.sum()).sum()  # q(top) = 0
-    assert found(toy, "tree-greedy-2-1").optimal_transport == pytest.approx(float(want), abs=1e-9)
+    assert bounds_of(toy, "tree-greedy-2-1").optimal_transport == pytest.approx(float(want), abs=1e-9)
 
 
 @pytest.mark.parametrize("toy", TOYS)
-def test_a_point_mass_is_accepted_while_the_target_agrees(found: Found, toys: dict[str, Toy], toy: str) -> None:
+def test_point_mass_is_accepted_while_target_agrees(bounds_of: Found, toys: dict[str, Toy], toy: str) -> None:
     directory, last, mass, want = toys[toy], toys[toy].vocab_size, 1.0, 0.0
     for _ in range(directory.gamma):
         token = int(directory.drafter[last].argmax())
         mass *= float(directory.target[last, token])
         want, last = want + mass, token
-    own = found(toy, "point-mass")
+    own = bounds_of(toy, "point-mass")
     assert [own.single_draft, own.full_information, own.lp] == pytest.approx([want] * 3, abs=1e-9)
 
 
@@ -117,7 +117,7 @@ def test_temperature_zero_leaves_one_way_to_accept(toys: dict[str, Toy], toy: st
 
 
 @pytest.mark.parametrize("label", list(DRAFTS))
-def test_gamma_zero_accepts_nothing(toys: dict[str, Toy], label: str) -> None:
+def test_gamma_zero_has_tau_zero(toys: dict[str, Toy], label: str) -> None:
     assert bounds(toys["G1"], DRAFTS[label].build, 0) == Bounds(0.0, 0.0, 0.0, 0.0)
 
 
@@ -143,11 +143,11 @@ def rules(label: str) -> Iterator[Any]:
         if (toy, label) != ("G4", "iid-3")
     ],
 )
-def test_no_lossless_rule_exceeds_its_bounds(found: Found, toys: dict[str, Toy], toy: str, label: str) -> None:
-    own = found(toy, label)
+def test_no_lossless_rule_exceeds_its_bounds(bounds_of: Found, toys: dict[str, Toy], toy: str, label: str) -> None:
+    own = bounds_of(toy, label)
     assert own.lp is not None and own.full_information is not None and own.optimal_transport is not None
     assert own.lp <= own.full_information + 1e-9
-    judged = 0
+    outcomes = 0
     for rule in rules(label):
         result = certify(toys[toy], DRAFTS[label].build, rule, markov=True)
         first = 1 - result.first_tau[0]
@@ -155,14 +155,14 @@ def test_no_lossless_rule_exceeds_its_bounds(found: Found, toys: dict[str, Toy],
         assert result.expected_tau[0] <= own.full_information + 1e-9, rule.name
         if not traits_of(rule).stateful:  # state may take in this step what it repays in a later one
             assert result.expected_tau[0] <= own.lp + 1e-9, rule.name
-        judged += 1
-    assert judged >= 3
+        outcomes += 1
+    assert outcomes >= 3
 
 
 @pytest.mark.parametrize("toy", TOYS)
-def test_bounds_that_are_attained(found: Found, toys: dict[str, Toy], toy: str) -> None:
+def test_bounds_that_are_attained(bounds_of: Found, toys: dict[str, Toy], toy: str) -> None:
     """Block verification attains the single-draft optimum, greedy block verification full information."""
-    own = found(toy, "chain")
+    own = bounds_of(toy, "chain")
     for name, want in (("block", own.single_draft), ("greedy-block", own.full_information)):
         result = certify(toys[toy], DRAFTS["chain"].build, plugins.get("verifiers", name), markov=True)
         assert result.expected_tau[0] == pytest.approx(want, abs=1e-9)
@@ -190,12 +190,12 @@ def only(tmp_path: Path) -> Callable[[str], str]:
     return option
 
 
-def test_json(capsys: Any, found: Found, only: Callable) -> None:
+def test_json(capsys: Any, bounds_of: Found, only: Callable) -> None:
     options = "--json --bounds --draft chain --draft iid-2 --verifier token --verifier greedy-block --verifier spectr"
     code, out, _ = run(capsys, only("G1") + options)
     assert code == 0
     rows = {(row["toy"], row["draft"], row["verifier"]): row["bounds"] for row in json.loads(out)}
-    own = found("G1", "chain")
+    own = bounds_of("G1", "chain")
     assert rows["G1", "chain", "token"] == pytest.approx(
         dict(
             single_draft=own.single_draft,
@@ -209,7 +209,7 @@ def test_json(capsys: Any, found: Found, only: Callable) -> None:
     assert rows["G1", "chain", "greedy-block"]["lp"] is None
     assert rows["G1", "chain", "greedy-block"]["full_information"] == pytest.approx(own.full_information)
     assert rows["G1", "iid-2", "spectr"]["single_draft"] is None
-    assert rows["G1", "iid-2", "spectr"]["lp"] == pytest.approx(found("G1", "iid-2").lp)
+    assert rows["G1", "iid-2", "spectr"]["lp"] == pytest.approx(bounds_of("G1", "iid-2").lp)
 
 
 def test_table(capsys: Any, only: Callable) -> None:
@@ -265,15 +265,15 @@ def test_incompatible_pairs_are_counted_unless_requested(capsys: Any, named: str
     assert f"skipped pairs of draft and verifier: {pairs} incompatible" in err
 
 
-def test_bounds_of_a_real_model_are_refused(capsys: Any) -> None:
+def test_bounds_of_real_model_are_refused(capsys: Any) -> None:
     code, out, err = run(capsys, "--bounds --model some-model")
     assert code == 2 and not out
     assert "--bounds cannot be used with --model" in err
 
 
 @pytest.mark.slow
-def test_largest_built_in_case(found: Found) -> None:
-    own = found("G4", "iid-3")
+def test_largest_built_in_case(bounds_of: Found) -> None:
+    own = bounds_of("G4", "iid-3")
     assert own.lp is not None and own.full_information is not None
     assert 2.294853776 < own.lp < own.full_information < 3  # better than two sequences
 

@@ -74,7 +74,7 @@ def test_dependent_drafts_against_all_subsets(kind: str) -> None:
 
 @pytest.mark.parametrize("toy", ["G1", "G3"])
 @pytest.mark.parametrize("level", [1, 2])
-def test_levels_of_independent_sequences_as_a_flow(toys: dict[str, Toy], toy: str, level: int) -> None:
+def test_levels_of_independent_sequences_as_flow(toys: dict[str, Toy], toy: str, level: int) -> None:
     """The closed form over prefixes and the flow over the drafts that were enumerated are the same number."""
     drafts = draft_distribution(toys[toy], DRAFTS["iid-2"].build, toys[toy].gamma)
     joint = target_prefix_probs(toys[toy].target, drafts)
@@ -89,15 +89,15 @@ def test_every_draft_is_enumerated(toys: dict[str, Toy]) -> None:
     q = toy.drafter.tolist()
     single = {(a, b): q[3][a] * q[a][b] for a in range(3) for b in range(3)}
     want: dict[frozenset, float] = {}
-    for (one, mass), (other, mass_2) in itertools.product(single.items(), repeat=2):
-        tree = frozenset([one, other, one[:1], other[:1]])
+    for (item, mass), (other, mass_2) in itertools.product(single.items(), repeat=2):
+        tree = frozenset([item, other, item[:1], other[:1]])
         want[tree] = want.get(tree, 0.0) + mass * mass_2
     assert drafts.trees == pytest.approx(want, abs=1e-15)
     assert drafts.sequences == 2 and not drafts.is_chain
     assert {x: mass for x, mass in drafts.single.items() if len(x) == 2} == pytest.approx(single, abs=1e-15)
 
 
-def test_rounding_does_not_make_a_program_infeasible() -> None:
+def test_rounding_does_not_make_program_infeasible() -> None:
     """Masses from 1e-13 to 1 on both sides, which sum to 1 up to rounding."""
     generator = torch.Generator().manual_seed(0)
     distributions = [(3 * torch.randn(5, 4, generator=generator, dtype=torch.float64)).softmax(-1) for _ in range(2)]

@@ -108,7 +108,7 @@ def test_so_are_rules_for_trees(toys: dict[str, Toy], label: str) -> None:
     assert bad.tv is not None and bad.tv > 1e-4 and bad.bad and bad.verdict == "NO"
 
 
-def test_a_mistake_in_the_second_step_is_seen_by_default(toys: dict[str, Toy]) -> None:
+def test_mistake_in_second_step_is_seen_by_default(toys: dict[str, Toy]) -> None:
     row = certify_row(toys["T0"], "chain", DRAFTS["chain"], WrongLater)
     assert row.bad and len(row.lengths) == 2
     once = certify_row(toys["T0"], "chain", DRAFTS["chain"], WrongLater, steps=1)
@@ -142,11 +142,11 @@ def traits(**more: Any) -> DraftTraits:
         (traits(kind=WITHOUT_REPLACEMENT, nodes=12, levels=3), 2, 12),  # of unknown shape
     ],
 )
-def test_drawn_nodes(of: DraftTraits, depth: int, nodes: int) -> None:
-    assert effort.drawn_nodes(of, 3, depth) == nodes
+def test_drawn_nodes(draft_traits: DraftTraits, depth: int, nodes: int) -> None:
+    assert effort.drawn_nodes(draft_traits, 3, depth) == nodes
 
 
-def test_paths_are_an_upper_bound(toys: dict[str, Toy]) -> None:
+def test_paths_are_upper_bound(toys: dict[str, Toy]) -> None:
     from crossdraft.framework.certificate.certify import certify
     from crossdraft.framework.contracts.sampling import Sampling
 
@@ -154,8 +154,8 @@ def test_paths_are_an_upper_bound(toys: dict[str, Toy]) -> None:
         for toy in ("T0", "G3", "D6"):
             drafter, config = DRAFTS[label].config(2)
             bits = effort.paths(drafter.traits(config, Sampling()), toys[toy].vocab_size, 2)
-            found = certify(toys[toy], DRAFTS[label].build, plugins.get("verifiers", rule), gamma=2)
-            assert 1 < found.paths <= 2**bits
+            certificate = certify(toys[toy], DRAFTS[label].build, plugins.get("verifiers", rule), gamma=2)
+            assert 1 < certificate.paths <= 2**bits
 
 
 def test_lengths_of_steps() -> None:
@@ -190,7 +190,7 @@ def test_enumeration_aborts(toys: dict[str, Toy], monkeypatch: Any) -> None:
 # -- what is written down ------------------------------------------------------------------------------------
 
 
-def test_the_whole_table_is_noted_and_parts_are_not(
+def test_whole_table_is_noted_and_parts_are_not(
     capsys: Any, install: Callable, match: Any, cache: Path, one_toy: None
 ) -> None:
     install("verifiers", (match.name, match))
@@ -205,7 +205,7 @@ def test_the_whole_table_is_noted_and_parts_are_not(
     capsys.readouterr()
 
 
-def test_a_failure_is_noted_whatever_part_it_is_of(
+def test_failure_is_noted_whatever_part_it_is_of(
     capsys: Any, install: Callable, match: Any, cache: Path, one_toy: None
 ) -> None:
     wrong = loaded(Path(sys.modules[match.__module__].__file__ or ""), MATCH.replace("draw(p", "draw(p.flip(-1)"))
@@ -236,7 +236,7 @@ def test_other_code_has_to_be_certified_again(match: Any, cache: Path) -> None:
     assert certified_registry.certificate(changed, options) == FAILED
 
 
-def test_the_newest_certificates_are_kept(of_known_source: Any, cache: Path, monkeypatch: Any) -> None:
+def test_newest_certificates_are_kept(of_known_source: Any, cache: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(certified_registry, "_MAX_ENTRIES", 2)
     for name in "abc":
         monkeypatch.setattr(of_known_source, "name", name)
@@ -253,7 +253,7 @@ def test_another_crossdraft_certifies_again(of_known_source: Any, monkeypatch: A
     assert certified_registry.certificate(of_known_source, StrategyConfig(), crossdraft=now) == PASSED
 
 
-def test_crossdrafts_own_rules_are_certified_unless_a_certificate_failed() -> None:
+def test_crossdrafts_own_rules_are_certified_unless_certificate_failed() -> None:
     token = plugins.get("verifiers", "token")
     assert mark_of_verifier(token, token.Config()) == Mark("certified")
     certified_registry.remember([(token, token.Config(), FAILED)])
@@ -261,10 +261,10 @@ def test_crossdrafts_own_rules_are_certified_unless_a_certificate_failed() -> No
     assert str(mark_of_verifier(token, token.Config())) == "FAILED (TV 0.5)"
 
 
-def test_a_class_without_a_file_is_never_certified(cache: Path) -> None:
-    made = type("Made", (AcceptAll,), {"name": "made", "__module__": "__nowhere__"})
-    certified_registry.remember([(made, made.Config(), PASSED)])
-    assert mark_of_verifier(made, made.Config()) == Mark("uncertified") and not cache.exists()
+def test_class_without_file_is_never_certified(cache: Path) -> None:
+    verifier = type("Made", (AcceptAll,), {"name": "made", "__module__": "__nowhere__"})
+    certified_registry.remember([(verifier, verifier.Config(), PASSED)])
+    assert mark_of_verifier(verifier, verifier.Config()) == Mark("uncertified") and not cache.exists()
 
 
 @pytest.fixture
@@ -288,7 +288,7 @@ def of_known_source(monkeypatch: Any) -> Any:
         b"[" * 9999,
     ],
 )
-def test_damaged_notes_are_no_notes(of_known_source: Any, cache: Path, content: bytes) -> None:
+def test_damaged_records_are_ignored(of_known_source: Any, cache: Path, content: bytes) -> None:
     cache.mkdir()
     (cache / certified_registry.FILE).write_bytes(content)
     assert certified_registry.certificate(of_known_source, StrategyConfig()) is None
@@ -305,7 +305,7 @@ def test_damaged_entries_are_left_out(of_known_source: Any, cache: Path, change:
     assert certified_registry.certificate(of_known_source, StrategyConfig()) is None
 
 
-def test_a_cache_that_cannot_be_written_loses_no_table(
+def test_cache_that_cannot_be_written_loses_no_table(
     capsys: Any, install: Callable, match: Any, tmp_path: Path, monkeypatch: Any, one_toy: None
 ) -> None:
     (tmp_path / "file").write_text("")

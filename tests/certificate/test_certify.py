@@ -30,15 +30,15 @@ Certified = Callable[[str, str, str], Certificate]
 @pytest.fixture(scope="module")
 def certified(toys: dict[str, Toy], drafts: dict[str, Callable]) -> Certified:
     """``certified(toy, draft label, verifier)``: two steps, each pair enumerated once."""
-    found: dict[tuple[str, str, str], Certificate] = {}
+    results: dict[tuple[str, str, str], Certificate] = {}
 
     def look_up(toy: str, draft: str, verifier: str) -> Certificate:
         key = (toy, draft, verifier)
-        if key not in found:
+        if key not in results:
             rule = plugins.get("verifiers", verifier)
             temperature = 0.0 if verifier == "greedy" else 1.0
-            found[key] = certify(toys[toy], drafts[draft], rule, steps=2, temperature=temperature, markov=True)
-        return found[key]
+            results[key] = certify(toys[toy], drafts[draft], rule, steps=2, temperature=temperature, markov=True)
+        return results[key]
 
     return look_up
 
@@ -99,10 +99,10 @@ def test_stopping_early_accepts_less(certified: Certified, toy: str, verifier: s
 def test_gamma_zero_is_plain_decoding(toys: dict[str, Toy], drafts: dict, draft: str, verifier: str) -> None:
     rule = plugins.get("verifiers", verifier)
     temperature = 0.0 if traits_of(rule).temperature_zero_only else 1.0
-    found = certify(toys["G1"], drafts[draft], rule, steps=3, gamma=0, temperature=temperature)
-    assert found.tv <= TOLERANCE
-    assert found.expected_tau == [0, 0, 0]
-    assert found.first_tau == pytest.approx([1])
+    certificate = certify(toys["G1"], drafts[draft], rule, steps=3, gamma=0, temperature=temperature)
+    assert certificate.tv <= TOLERANCE
+    assert certificate.expected_tau == [0, 0, 0]
+    assert certificate.first_tau == pytest.approx([1])
 
 
 class FixedChain(Drafter):
@@ -129,13 +129,13 @@ class FixedChain(Drafter):
     "toy, tokens, want",
     [("T0", (1, 1), "10/9"), ("G1", (0, 1), "4/5"), ("G2", (0, 1, 0), "27/16"), ("G3", (0, 2), "5/8")],
 )
-def test_fixed_chain_as_a_point_mass(
+def test_fixed_chain_as_point_mass(
     toys: dict[str, Toy], toy: str, tokens: Sequence[int], want: str, verifier: str
 ) -> None:
     rule = plugins.get("verifiers", verifier)
-    found = certify(toys[toy], lambda context, gamma: FixedChain(context, tokens), rule, steps=2)
-    assert found.tv <= TOLERANCE
-    assert found.expected_tau[0] == pytest.approx(float(Fraction(want)), abs=1e-9)
+    certificate = certify(toys[toy], lambda context, gamma: FixedChain(context, tokens), rule, steps=2)
+    assert certificate.tv <= TOLERANCE
+    assert certificate.expected_tau[0] == pytest.approx(float(Fraction(want)), abs=1e-9)
 
 
 # -- verifiers with state -------------------------------------------------------------------------------
@@ -143,19 +143,23 @@ def test_fixed_chain_as_a_point_mass(
 
 @pytest.mark.parametrize("toy", ["T0", "G1"])
 def test_state_travels_between_steps(toys: dict[str, Toy], drafts: dict, golden: dict, toy: str) -> None:
-    found = certify(toys[toy], drafts["chain"], ByTurn, steps=2, markov=True)
-    assert found.tv <= TOLERANCE
-    assert found.expected_tau[0] == pytest.approx(exact(golden["expected_tau"]["token"]["chain"][toy])[0], abs=1e-9)
+    certificate = certify(toys[toy], drafts["chain"], ByTurn, steps=2, markov=True)
+    assert certificate.tv <= TOLERANCE
+    assert certificate.expected_tau[0] == pytest.approx(
+        exact(golden["expected_tau"]["token"]["chain"][toy])[0], abs=1e-9
+    )
     if toy == "T0":  # its distributions do not depend on the context, so the second step is block's first
-        assert found.expected_tau[1] == pytest.approx(exact(golden["expected_tau"]["block"]["chain"][toy])[0], abs=1e-9)
+        assert certificate.expected_tau[1] == pytest.approx(
+            exact(golden["expected_tau"]["block"]["chain"][toy])[0], abs=1e-9
+        )
 
 
 @pytest.mark.parametrize("toy", ["T0", "G1"])
-def test_a_mistake_in_the_second_step_takes_two_steps_to_see(toys: dict[str, Toy], drafts: dict, toy: str) -> None:
+def test_mistake_in_second_step_takes_two_steps_to_see(toys: dict[str, Toy], drafts: dict, toy: str) -> None:
     assert certify(toys[toy], drafts["chain"], WrongLater, steps=1).lossless
-    found = certify(toys[toy], drafts["chain"], WrongLater, steps=2, markov=True)
-    assert found.tv > 0.05
-    assert found.expected_tau[1] == pytest.approx(toys[toy].gamma)
+    certificate = certify(toys[toy], drafts["chain"], WrongLater, steps=2, markov=True)
+    assert certificate.tv > 0.05
+    assert certificate.expected_tau[1] == pytest.approx(toys[toy].gamma)
 
 
 # -- draft labels, and the options of `certify` -------------------------------------------------------------
@@ -181,13 +185,13 @@ def drawn_children(q: list[float], label: str) -> Iterator[tuple[float, set[int]
 
 @pytest.mark.parametrize("label", [label for label in DRAFTS if label not in ("stop-early", "tree-opt")])
 @pytest.mark.parametrize("toy", TOYS)
-def test_labels_draw_what_they_say(toys: dict[str, Toy], drafts: dict, toy: str, label: str) -> None:
+def test_draft_labels_match_their_drafts(toys: dict[str, Toy], drafts: dict, toy: str, label: str) -> None:
     """Sampling the target and looking for the token among the children finds it as often as it is one."""
     p, q = toys[toy].target[-1].tolist(), toys[toy].drafter[-1].tolist()
-    found = certify(toys[toy], drafts[label], plugins.get("verifiers", "sample-match"), gamma=1)
+    certificate = certify(toys[toy], drafts[label], plugins.get("verifiers", "sample-match"), gamma=1)
     want = sum(probability * sum(p[x] for x in children) for probability, children in drawn_children(q, label))
-    assert found.expected_tau == pytest.approx([want], abs=1e-12)
-    assert found.first_tau == pytest.approx([1 - want, want], abs=1e-12)
+    assert certificate.expected_tau == pytest.approx([want], abs=1e-12)
+    assert certificate.first_tau == pytest.approx([1 - want, want], abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -210,21 +214,21 @@ def test_labels_make_drafts_of_their_kind(label: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("label, verifier", [("chain", "greedy-block"), ("iid-2", "traversal"), ("chain", "token")])
-def test_a_draft_length_for_each_step(toys: dict[str, Toy], drafts: dict, label: str, verifier: str) -> None:
+def test_draft_length_for_each_step(toys: dict[str, Toy], drafts: dict, label: str, verifier: str) -> None:
     """T0 does not depend on the context: a stateless verifier has the same distribution in every step."""
     rule, t0 = plugins.get("verifiers", verifier), toys["T0"]
     lengths = [2, 0, 1, 2]
-    found = certify(t0, drafts[label], rule, steps=4, gamma=lengths, markov=True)
-    assert found.tv <= TOLERANCE
-    assert len(found.first_tau) == 3
+    certificate = certify(t0, drafts[label], rule, steps=4, gamma=lengths, markov=True)
+    assert certificate.tv <= TOLERANCE
+    assert len(certificate.first_tau) == 3
     if traits_of(rule).stateful:
-        assert found.expected_tau[1] == 0
+        assert certificate.expected_tau[1] == 0
     else:
-        alone = {n: certify(t0, drafts[label], rule, gamma=n).expected_tau[0] for n in set(lengths)}
-        assert found.expected_tau == pytest.approx([alone[n] for n in lengths], abs=1e-12)
+        separate = {n: certify(t0, drafts[label], rule, gamma=n).expected_tau[0] for n in set(lengths)}
+        assert certificate.expected_tau == pytest.approx([separate[n] for n in lengths], abs=1e-12)
 
 
-def test_one_draft_length_for_all_steps_is_a_list_of_equal_ones(toys: dict[str, Toy], drafts: dict) -> None:
+def test_one_draft_length_for_all_steps_is_list_of_equal_ones(toys: dict[str, Toy], drafts: dict) -> None:
     block = plugins.get("verifiers", "block")
     same, listed = (certify(toys["G1"], drafts["chain"], block, steps=2, gamma=gamma) for gamma in (1, [1, 1]))
     assert listed == same
@@ -245,7 +249,7 @@ def test_draft_lengths_must_be_as_many_as_steps(toys: dict[str, Toy], drafts: di
         ("T0", "tree-wor-2-1", "traversal", [1, 2]),
     ],
 )
-def test_merging_states_that_end_alike_changes_nothing(
+def test_merging_equal_states_keeps_result(
     toys: dict[str, Toy], drafts: dict, toy: str, label: str, verifier: str, gamma: list[int]
 ) -> None:
     one_by_one, merged = (
@@ -265,7 +269,7 @@ def test_merging_states_that_end_alike_changes_nothing(
     assert merged.paths < one_by_one.paths
 
 
-def test_merging_keeps_apart_what_is_wrong(toys: dict[str, Toy], drafts: dict) -> None:
+def test_merging_keeps_distinct_states(toys: dict[str, Toy], drafts: dict) -> None:
     one_by_one, merged = (
         certify(toys["T0"], drafts["chain"], WrongLater, steps=2, markov=markov) for markov in (False, True)
     )

@@ -29,15 +29,15 @@ Q = torch.tensor([0.10, 0.25, 0.30, 0.02, 0.08, 0.12, 0.00, 0.08, 0.05, 0.0], dt
 
 
 def case(verifier: str | type, draft: str = "chain", gamma: int = 1) -> Case:
-    (found,), _ = choose(["token"] if isinstance(verifier, type) else [verifier], [draft], "free", gamma)
-    return found if isinstance(verifier, str) else Case(found.draft, found.drafter, found.config, verifier)
+    (result,), _ = choose(["token"] if isinstance(verifier, type) else [verifier], [draft], "free", gamma)
+    return result if isinstance(verifier, str) else Case(result.draft, result.drafter, result.config, verifier)
 
 
 def counted(*cases: Case, samples: int = 20_000, p: torch.Tensor = P, q: torch.Tensor = Q, **more: Any) -> list:
-    found = sample(p, q, cases, samples, rng=CounterRng(5), **more)
-    assert all(int(counts.sum()) == samples for counts in found)
+    result = sample(p, q, cases, samples, rng=CounterRng(5), **more)
+    assert all(int(counts.sum()) == samples for counts in result)
     return [
-        check_counts(one, counts, PromptDistributions("", 1, p, q)) for one, counts in zip(cases, found, strict=True)
+        check_counts(item, counts, PromptDistributions("", 1, p, q)) for item, counts in zip(cases, result, strict=True)
     ]
 
 
@@ -58,7 +58,7 @@ def counted(*cases: Case, samples: int = 20_000, p: torch.Tensor = P, q: torch.T
         pytest.param("greedy-draft-optimal", "tree-greedy-2-1", marks=pytest.mark.slow),
     ],
 )
-def test_lossless_rules_pass_and_the_control_is_rejected(verifier: str, draft: str) -> None:
+def test_lossless_rules_pass_and_control_is_rejected(verifier: str, draft: str) -> None:
     (result,) = counted(case(verifier, draft))
     assert result.target.p_value > 1e-3
     assert result.target.sd < 3 * result.target.expected_sd
@@ -67,7 +67,7 @@ def test_lossless_rules_pass_and_the_control_is_rejected(verifier: str, draft: s
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_samples() -> None:
+def test_hundred_thousand_samples() -> None:
     for result in counted(case("token"), case("block"), samples=100_000):
         assert result.target.p_value > 1e-3
         assert result.target.sd < 3 * result.target.expected_sd
@@ -91,20 +91,20 @@ def test_one_batch_or_many(monkeypatch: Any) -> None:
 
 
 def test_prompts_get_numbers_of_their_own() -> None:
-    one, other, again = (
+    one, other, repeat = (
         sample(P, Q, [case("token")], 3000, rng=CounterRng(1), first_stream=first)[0] for first in (0, 3000, 0)
     )
-    assert torch.equal(one, again)
+    assert torch.equal(one, repeat)
     assert not torch.equal(one, other)
 
 
-def test_impossible_tokens_change_nothing() -> None:
+def test_impossible_tokens_have_no_effect() -> None:
     """Left out of the vocabulary or not, wherever they stand: the same samples."""
     where = torch.tensor([3, 5, 6, 7, 20, 21, 30, 33, 47, 49])
     p, q = (torch.zeros(60, dtype=torch.float64).scatter_(0, where, probs) for probs in (P, Q))
-    for one in (case("token"), case("multipath-block", "iid-2"), case("specinfer", "tree-wor-2-1")):
-        (dense,) = sample(P, Q, [one], 5000, rng=CounterRng(2))
-        (sparse,) = sample(p, q, [one], 5000, rng=CounterRng(2))
+    for item in (case("token"), case("multipath-block", "iid-2"), case("specinfer", "tree-wor-2-1")):
+        (dense,) = sample(P, Q, [item], 5000, rng=CounterRng(2))
+        (sparse,) = sample(p, q, [item], 5000, rng=CounterRng(2))
         assert torch.equal(sparse[where], dense)
         assert int(sparse.sum()) == 5000
 
@@ -132,9 +132,9 @@ def test_wrong_rules_are_rejected(wrong: type) -> None:
     assert result.verdict == "NO" and result.bad
 
 
-def test_a_rule_that_parrots_the_drafter_is_seen_twice() -> None:
+def test_rule_that_parrots_drafter_is_seen_twice() -> None:
     (result,) = counted(case(AcceptsAll))
-    assert result.target.p_value == 0  # it says a token that the target never says
+    assert result.target.p_value == 0  # it outputs a token that the target never outputs
     assert result.control.p_value > 1e-3
     assert result.verdict == "NO" and result.bad
 
@@ -201,7 +201,7 @@ def test_many_cells() -> None:
         ([60, 40], [0.98, 0.02], (0.0, 0, 1.0)),  # two expected: they join the only other cell
     ],
 )
-def test_chi_square_at_the_edges(counts: list[int], probs: list[float], expected: tuple) -> None:
+def test_chi_square_at_edges(counts: list[int], probs: list[float], expected: tuple) -> None:
     fit = goodness_of_fit(torch.tensor(counts), torch.tensor(probs, dtype=torch.float64))
     assert (fit.chi_square, fit.degrees_of_freedom, fit.p_value) == pytest.approx(expected)
 
@@ -210,9 +210,9 @@ def test_infinity_is_not_valid_json() -> None:
     assert Fit(0.1, 0.1, float("inf"), 3, 0.0).as_json()["chi_square"] is None
 
 
-def test_which_drafts_verifiers_get() -> None:
+def test_drafts_by_verifier() -> None:
     cases, skipped = choose(None, None, "free", 1)
-    drafts = {one.verifier.name: one.draft for one in cases}
+    drafts = {item.verifier.name: item.draft for item in cases}
     assert len(drafts) == len(cases), "one pair a verifier"
     some = {"token": "chain", "block": "chain", "spectr": "iid-2", "greedy-draft-optimal": "tree-greedy-2-1"}
     assert some.items() <= drafts.items()
@@ -220,11 +220,11 @@ def test_which_drafts_verifiers_get() -> None:
     cases, skipped = choose(["greedy"], None, "free", 1)
     assert not cases and "needs temperature 0" in skipped[0]
     cases, skipped = choose(["token", "spectr"], ["chain", "iid-2"], "free", 4)
-    assert [(one.verifier.name, one.draft) for one in cases] == [
+    assert [(item.verifier.name, item.draft) for item in cases] == [
         ("token", "chain"),
         ("spectr", "chain"),
         ("spectr", "iid-2"),
     ]
-    assert {one.config.gamma for one in cases} == {4} and {one.config.model for one in cases} == {"free"}
+    assert {item.config.gamma for item in cases} == {4} and {item.config.model for item in cases} == {"free"}
     cases, skipped = choose(["token"], ["iid-2"], "free", 1)
     assert not cases and "'token' accepts only: chain" in skipped[0]

@@ -45,21 +45,21 @@ def pair(tmp_path: Path, tiny_model: Callable) -> list[str]:
 
 def test_first_token_on_models(capsys: Any, pair: list[str], tiny_model: Callable) -> None:
     code, out = run(capsys, "--draws 5000 --temperature 3 --json", *pair, "--prompt", "w5 w6 w7", "--prompt", "w9")
-    found = json.loads(out)
+    report = json.loads(out)
     assert code == 0
-    assert [record["prompt"] for record in found["prompts"]] == ["w5 w6 w7", "w9"]
+    assert [record["prompt"] for record in report["prompts"]] == ["w5 w6 w7", "w9"]
     with torch.no_grad():
         probs = (tiny_model("llama", vocab_size=len(WORDS))(torch.tensor([[5, 6, 7]])).logits[0, -1] / 3).softmax(0)
-    record = found["prompts"][0]
+    record = report["prompts"][0]
     assert (record["prompt_tokens"], record["vocab_size"], record["possible_tokens"]) == (3, 40, 40)
     shown = record["shown"]
     assert [token["id"] for token in shown] == probs.topk(30).indices.tolist()
     assert [token["target"] for token in shown] == pytest.approx(probs.topk(30).values.tolist(), abs=1e-5)
     assert all(token["text"] == f"w{token['id']}" for token in shown if token["id"] > 2)
-    for one in record["pairs"]:
-        assert one["declared_lossless"] and one["target_kept"]
-        assert one["target"]["p_value"] > 1e-4 and one["control"]["p_value"] < 1e-12
-    assert {"token", "block", "spectr", "traversal"} <= {one["verifier"] for one in record["pairs"]}
+    for item in record["pairs"]:
+        assert item["declared_lossless"] and item["target_kept"]
+        assert item["target"]["p_value"] > 1e-4 and item["control"]["p_value"] < 1e-12
+    assert {"token", "block", "spectr", "traversal"} <= {item["verifier"] for item in record["pairs"]}
 
 
 def test_top_k_leaves_few_tokens(capsys: Any, pair: list[str]) -> None:
@@ -70,14 +70,14 @@ def test_top_k_leaves_few_tokens(capsys: Any, pair: list[str]) -> None:
     assert out.splitlines()[-2].split()[:2] == ["token", "chain"] and out.splitlines()[-2].endswith("yes")
 
 
-def test_a_wrong_rule_fails_the_command(capsys: Any, install: Any, pair: list[str]) -> None:
+def test_wrong_rule_fails_command(capsys: Any, install: Any, pair: list[str]) -> None:
     install("verifiers", ("inverted", Inverted))
     code, out = run(capsys, "--draws 5000 --temperature 3 --prompt w5 --verifier inverted", *pair)
     assert code == 1
     assert out.splitlines()[-2].endswith("NO")
 
 
-def test_a_drafter_that_is_the_target_tests_nothing(capsys: Any, pair: list[str]) -> None:
+def test_drafter_equal_to_target_is_inconclusive(capsys: Any, pair: list[str]) -> None:
     code, out = run(capsys, "--draws 2000 --prompt w5 --verifier token", *pair, "--drafter", pair[1])
     assert code == 1
     assert "the control is not rejected" in out
@@ -117,7 +117,7 @@ def test_mistakes_are_sentences(capsys: Any, options: str, error: type[Crossdraf
         run(capsys, options)
 
 
-def test_mistakes_that_need_the_models(capsys: Any, pair: list[str], tmp_path: Path) -> None:
+def test_mistakes_that_need_models(capsys: Any, pair: list[str], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"has 120 tokens, more than the context length of .*, 96; shorten it"):
         run(capsys, "", *pair, "--prompt", "w5 " * 120)
     other = Tokenizer(WordLevel({**WORDS, "more": 40}, unk_token="<unk>"))
@@ -126,7 +126,7 @@ def test_mistakes_that_need_the_models(capsys: Any, pair: list[str], tmp_path: P
         run(capsys, "", *pair, "--prompt", "w5")
 
 
-def test_nan_is_an_error() -> None:
+def test_nan_is_error() -> None:
     broken = SimpleNamespace(
         device="cpu",
         forward=lambda tokens: (torch.full((1, 1, 5), torch.nan), None),
@@ -136,7 +136,7 @@ def test_nan_is_an_error() -> None:
         next_token_probs(broken, [4], Sampling(), "target 'x'")  # type: ignore[arg-type]
 
 
-def test_options_that_a_parser_has_already() -> None:
+def test_options_that_parser_has_already() -> None:
     """`crossdraft certify` declares some for its exact models."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--gamma", type=int, default=7)

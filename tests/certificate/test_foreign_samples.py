@@ -37,14 +37,14 @@ def test_draft_noise_used_twice_is_caught(tmp_path: Path, capsys: Any, seed: int
     uniform = np.random.default_rng(seed).random(N)
     wrong = write(tmp_path / "wrong.jsonl", {"probs": [0.6, 0.4], "samples": noise_used_twice(uniform)})
     assert main(["certify", "--samples", wrong, "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["verdict"] == "no" and found["p_value"] < 1e-9
+    record = json.loads(capsys.readouterr().out)
+    assert record["verdict"] == "no" and record["p_value"] < 1e-9
     right = write(tmp_path / "right.jsonl", {"probs": [0.6, 0.4], "samples": np.where(uniform < 0.6, 0, 1).tolist()})
     assert main(["certify", "--samples", right]) == 0
     assert "yes: within TV 0.02 at 95 %" in capsys.readouterr().out
 
 
-def test_too_few_draws_are_answered_with_a_number(tmp_path: Path, capsys: Any) -> None:
+def test_too_few_draws_are_answered_with_number(tmp_path: Path, capsys: Any) -> None:
     file = write(tmp_path / "few.jsonl", {"probs": [0.6, 0.4], "counts": {"0": 61, "1": 39}})
     assert main(["certify", "--samples", file]) == 3
     out = capsys.readouterr().out
@@ -60,7 +60,7 @@ def test_too_few_draws_are_answered_with_a_number(tmp_path: Path, capsys: Any) -
 
 @pytest.mark.parametrize(("temperature", "outcome"), [(0.9, "no"), (1.1, "no"), (1.0, "yes")])
 def test_another_temperature_at_nine_prefixes_is_seen_in_both_directions(temperature: float, outcome: str) -> None:
-    """256 draws at each: 0.09 apart in total variation. A deviation of 0.1 can be decided with so many."""
+    """256 draws at each: 0.09 apart in total variation. A deviation of 0.1 can be decided with that many."""
     probs = power_law_probs(9, 2000, seed=0)
     for seed in range(5):
         assert (
@@ -78,7 +78,7 @@ def test_correct_sampler_at_nine_prefixes_reports_missing_draws() -> None:
     assert enough.count("yes") >= 15 and "no" not in enough
 
 
-def test_speculation_at_an_undefined_temperature_is_seen_in_few_sequences() -> None:
+def test_speculation_at_undefined_temperature_is_seen_in_few_sequences() -> None:
     """A defect of one engine: drafted positions, here every second one, were sampled far too hot."""
     rng = np.random.default_rng(0)
     for seed in range(5):
@@ -92,7 +92,7 @@ def test_speculation_at_an_undefined_temperature_is_seen_in_few_sequences() -> N
         assert verdict.log_p < verdict.expected_log_p - 1.5
 
 
-def test_first_tokens_have_no_part_in_the_verdict_unless_requested() -> None:
+def test_first_tokens_have_no_part_in_verdict_unless_requested() -> None:
     random = np.random.default_rng(1)
     cold = ROWS**3 / (ROWS**3).sum(1, keepdims=True)
     draws = markov_sequences(random, ROWS, 600)
@@ -104,8 +104,8 @@ def test_first_tokens_have_no_part_in_the_verdict_unless_requested() -> None:
     apart = markov_decision([draws], 0.1)
     assert apart.verdict.outcome == "yes" and apart.verdict.draws == 600 * 11
     assert apart.first_tokens is not None and apart.first_tokens.outcome == "no" and apart.first_tokens.draws == 600
-    together = markov_decision([draws], 0.1, first_tokens=True)
-    assert together.first_tokens is None and together.verdict.draws == 600 * 12
+    batched = markov_decision([draws], 0.1, first_tokens=True)
+    assert batched.first_tokens is None and batched.verdict.draws == 600 * 12
 
 
 def test_sequences_at_another_temperature_are_caught() -> None:
@@ -114,23 +114,23 @@ def test_sequences_at_another_temperature_are_caught() -> None:
     draws = markov_sequences(random, cold, 150)
     for sequence in draws.sequences:  # the first token comes from the right distribution
         sequence[0] = int(random.choice(4, p=ROWS[0]))
-    found = markov_decision([draws], 0.1)
-    assert found.verdict.outcome == "no" and found.first_tokens is not None and found.first_tokens.outcome != "no"
+    result = markov_decision([draws], 0.1)
+    assert result.verdict.outcome == "no" and result.first_tokens is not None and result.first_tokens.outcome != "no"
 
 
-def test_deviations_in_opposite_directions_are_seen_where_each_prefix_has_many_draws() -> None:
+def test_opposite_deviations_are_detected() -> None:
     """Statistics pooled over prefixes agree; the cells of each prefix do not."""
     probs, wrong = np.full((40, 4), 0.25), np.full((40, 4), 0.25)
     for i, row in enumerate(wrong):
         row[i % 4] += 0.1
         row[(i + 1) % 4] -= 0.1
     verdict = verdict_of(probs, wrong, 400, 0.05, 0)
-    pooled = next(one for one in verdict.statistics if one.name == "pooled cells")
+    pooled = next(item for item in verdict.statistics if item.name == "pooled cells")
     assert pooled.tv_at_most is not None and pooled.tv_at_most < 0.05
     assert verdict.outcome == "no" and verdict.each_prefix and 0.06 < verdict.tv_at_least < 0.1
 
 
-def test_a_million_tokens_and_many_lines(tmp_path: Path, capsys: Any) -> None:
+def test_million_tokens_and_many_lines(tmp_path: Path, capsys: Any) -> None:
     size = 10**6
     next_probs = np.full(size, 1 / size)
     verdict = verdict_of(next_probs[None], next_probs[None], 2000, 0.1, 0)
@@ -153,7 +153,7 @@ def test_cells_hold_at_least_their_mass() -> None:
 
 
 @pytest.mark.parametrize("most", [4, 7, 100])
-def test_a_token_tree_is_cut_into_subtrees_that_score_every_node_once(most: int) -> None:
+def test_token_tree_is_cut_into_subtrees_that_score_every_node_once(most: int) -> None:
     random, tree, sequences = np.random.default_rng(3), TokenTree(), []
     for _ in range(40):
         sequences.append(random.integers(0, 3, random.integers(1, 5)).tolist())
@@ -161,10 +161,10 @@ def test_a_token_tree_is_cut_into_subtrees_that_score_every_node_once(most: int)
     paths: dict[int, list[int]] = {}
     for part in subtrees(tree, most):
         assert len(part.nodes) <= most
-        for i, (node, parent, wanted) in enumerate(zip(part.nodes, part.parents, part.is_output, strict=True)):
+        for i, (node, parent, expected) in enumerate(zip(part.nodes, part.parents, part.is_output, strict=True)):
             assert parent < i and (parent >= 0) == (node > 0)
             assert parent < 0 or part.nodes[parent] == tree.parents[node]
-            if wanted:
+            if expected:
                 assert node not in paths
                 path, at = [], node
                 while at:
@@ -192,7 +192,7 @@ def test_error_rates(capsys: Any) -> None:
         print("", *lines, sep="\n")
 
 
-def test_a_token_of_probability_zero(capsys: Any, tmp_path: Path) -> None:
+def test_token_of_probability_zero(capsys: Any, tmp_path: Path) -> None:
     file = write(tmp_path / "it.jsonl", {"probs": [1, 0], "counts": {"0": 50, "1": 1}})
     assert main(["certify", "--samples", file]) == 1
     assert "1 draws have probability 0" in capsys.readouterr().out
@@ -201,7 +201,7 @@ def test_a_token_of_probability_zero(capsys: Any, tmp_path: Path) -> None:
     assert main(["certify", "--samples", write(tmp_path / "it.jsonl", {"probs": [1, 0], "counts": {"0": 150}})]) == 0
 
 
-def test_on_a_model(tmp_path: Path, capsys: Any) -> None:
+def test_on_model(tmp_path: Path, capsys: Any) -> None:
     """Prefixes as text and ids, next tokens and sequences, all in one file."""
     model = AutoModelForCausalLM.from_pretrained(save_model(tmp_path / "target")).double()
     torch.manual_seed(0)
@@ -225,16 +225,16 @@ def test_on_a_model(tmp_path: Path, capsys: Any) -> None:
 
     model_of = ["--model", str(tmp_path / "target"), "--dtype", "float32", "--raw", "--json", "--deviation", "0.15"]
     assert main(["certify", "--samples", file(1.0), *model_of]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["draws"], found["first_tokens"]["draws"]) == (N + 80 * 4, 80)
-    assert found["p_value"] > 0.01 and found["log_p"] == pytest.approx(found["expected_log_p"], abs=0.05)
+    record = json.loads(capsys.readouterr().out)
+    assert (record["draws"], record["first_tokens"]["draws"]) == (N + 80 * 4, 80)
+    assert record["p_value"] > 0.01 and record["log_p"] == pytest.approx(record["expected_log_p"], abs=0.05)
     assert main(["certify", "--samples", file(1.5), *model_of[:-1], "0.05"]) == 1
     capsys.readouterr()
     assert main(["certify", "--samples", file(1.5), *model_of, "--temperature", repr(1 / 1.5)]) == 0
     assert json.loads(capsys.readouterr().out)["p_value"] > 0.01
 
 
-def test_distributions_of_a_tree_are_those_of_the_model(tmp_path: Path) -> None:
+def test_distributions_of_tree_are_those_of_model(tmp_path: Path) -> None:
     """Prompts of several lengths, sequences that share beginnings, subtrees smaller than the trees."""
     from crossdraft.framework.api.build import make_slots
     from crossdraft.framework.certificate.samples import token_tree
@@ -251,15 +251,15 @@ def test_distributions_of_a_tree_are_those_of_the_model(tmp_path: Path) -> None:
         for _ in range(30):
             tree.add(random.integers(5, 8, random.integers(1, 6)).tolist())
         trees.append(tree)
-    seen = 0
+    count = 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(token_tree, "NODES", 16)
         patch.setattr(token_tree, "WIDTH", 5)
         patch.setattr(token_tree, "ROWS", 4)
-        made = token_tree.distributions(
+        parts = token_tree.distributions(
             lambda rows, length: make_slots(loaded, rows, length), prompts, trees, Sampling(), "target", 96
         )
-        for probs, places in made:
+        for probs, places in parts:
             for row, (i, node) in zip(probs, places, strict=True):
                 path, at = [], node
                 while at:
@@ -268,8 +268,8 @@ def test_distributions_of_a_tree_are_those_of_the_model(tmp_path: Path) -> None:
                 with torch.no_grad():
                     expected = model(torch.tensor([prompts[i] + path])).logits[0, -1].softmax(-1)
                 torch.testing.assert_close(row, expected, atol=1e-5, rtol=1e-3)
-                seen += 1
-    assert seen == sum(len(tree.tokens) for tree in trees)
+                count += 1
+    assert count == sum(len(tree.tokens) for tree in trees)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_lines_that_are_refused(tmp_path: Path, capsys: Any, line: str, sentence
     assert sentence in outputs and f"{file}:2" in outputs and outputs.count("\n") == 1
 
 
-def test_options_that_mean_nothing_here_are_refused(tmp_path: Path, capsys: Any) -> None:
+def test_irrelevant_options_are_rejected(tmp_path: Path, capsys: Any) -> None:
     file = write(tmp_path / "it.jsonl", {"probs": [0.6, 0.4], "samples": [0]})
     for option in (["--gamma", "3"], ["--draws", "5"], ["--bounds"], ["--prompt", "x"], ["--verifier", "token"]):
         assert main(["certify", "--samples", file, *option]) == 2

@@ -23,7 +23,7 @@ from crossdraft.framework.errors import UsageError
 
 
 class Counts(Drafter):
-    """Draws from the frequencies of what each sequence has said; no model. Honest."""
+    """Draws from token frequencies of each sequence, without a model; q is correct."""
 
     name = "counts"
 
@@ -134,7 +134,7 @@ class Shy(Counts):
         return Draft.empty(sequences.batch_size, sequences.device)
 
 
-def found(toy: Toy, drafter: type[Drafter], steps: int, **options: Any) -> Certificate:
+def certificate_of(toy: Toy, drafter: type[Drafter], steps: int, **options: Any) -> Certificate:
     rule = plugins.get("verifiers", options.pop("rule", "token"))
     build = lambda context, gamma: drafter(drafter.Config(), context)  # noqa: E731
     return certify(toy, build, rule, steps=steps, **options)
@@ -145,8 +145,8 @@ def found(toy: Toy, drafter: type[Drafter], steps: int, **options: Any) -> Certi
 
 @pytest.mark.parametrize("drafter", [Counts, SharedCounts])
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_an_honest_learner_passes(toys: dict[str, Toy], drafter: type, rule: str) -> None:
-    two = found(toys["T0"], drafter, 2, rule=rule, gamma=1)
+def test_honest_learner_passes(toys: dict[str, Toy], drafter: type, rule: str) -> None:
+    two = certificate_of(toys["T0"], drafter, 2, rule=rule, gamma=1)
     assert two.lossless and two.drafted
     # T0's target does not depend on the context: a drafter that had learnt nothing would accept as much again.
     assert two.expected_tau[1] > two.expected_tau[0] + 0.01
@@ -160,30 +160,30 @@ def test_learning_from_outputs(toys: dict[str, Toy]) -> None:
         total = sum(counts)
         return sum(min(p[x], counts[x] / total) for x in (0, 1))
 
-    # q = (1/2, 1/2): token 1 is accepted always, token 0 with probability 2/3; a rejection says 1.
+    # q = (1/2, 1/2): token 1 is accepted always, token 0 with probability 2/3; a rejection emits 1.
     after = {(0, 0): 1 / 9, (0, 1): 2 / 9, (1, 0): 1 / 6, (1, 1): 1 / 3, (1,): 1 / 6}
     second = sum(w * accepted((1 + outputs.count(0), 1 + outputs.count(1))) for outputs, w in after.items())
-    two = found(toys["T0"], Counts, 2, gamma=1)
+    two = certificate_of(toys["T0"], Counts, 2, gamma=1)
     assert two.expected_tau == pytest.approx([5 / 6, second], abs=1e-12)
 
 
 @pytest.mark.parametrize("drafter", [LiesOnceItLearnt, LiesTheSecondTime, LiesAboutHistory, SharedLie])
 @pytest.mark.parametrize("toy", ["T0", "G2"])
 def test_learners_that_cheat_are_caught(toys: dict[str, Toy], drafter: type, toy: str) -> None:
-    assert found(toys[toy], drafter, 1, gamma=1).lossless  # so far all is well
-    assert found(toys[toy], drafter, 2, gamma=1).tv > 1e-3
+    assert certificate_of(toys[toy], drafter, 1, gamma=1).lossless  # so far all is well
+    assert certificate_of(toys[toy], drafter, 2, gamma=1).tv > 1e-3
 
 
-def test_a_memory_of_all_sequences_sees_one_path_at_a_time(toys: dict[str, Toy]) -> None:
+def test_memory_of_all_sequences_sees_one_path_at_time(toys: dict[str, Toy]) -> None:
     SharedCounts.batches.clear()
-    two = found(toys["T0"], SharedCounts, 2, gamma=1)
+    two = certificate_of(toys["T0"], SharedCounts, 2, gamma=1)
     assert set(SharedCounts.batches) == {1} and len(SharedCounts.batches) == two.paths
-    assert two.expected_tau == pytest.approx(found(toys["T0"], Counts, 2, gamma=1).expected_tau, abs=1e-12)
+    assert two.expected_tau == pytest.approx(certificate_of(toys["T0"], Counts, 2, gamma=1).expected_tau, abs=1e-12)
 
 
 def test_somebody_elses_learner(toys: dict[str, Toy]) -> None:
     """It drafts what followed most often: nothing in the first step, something in the second."""
-    one, two = found(toys["G2"], Frequent, 1), found(toys["G2"], Frequent, 2)
+    one, two = certificate_of(toys["G2"], Frequent, 1), certificate_of(toys["G2"], Frequent, 2)
     assert one.lossless and not one.drafted
     assert two.lossless and two.drafted and two.expected_tau[1] > 0
 
@@ -228,7 +228,7 @@ def test_every_compatible_verifier(capsys: Any, install: Callable, small: list[s
 
 
 @pytest.mark.parametrize("drafter", [LiesOnceItLearnt, SharedLie])
-def test_a_cheat_is_exit_code_1(capsys: Any, install: Callable, small: list[str], drafter: Any) -> None:
+def test_cheat_is_exit_code_1(capsys: Any, install: Callable, small: list[str], drafter: Any) -> None:
     install("drafters", (drafter.name, drafter))
     options = ("-v", "--drafter", drafter.name, "--verifier", "token", "--gamma", "1", *small)
     code, out, _ = run(capsys, *options)
@@ -276,13 +276,13 @@ def test_options_are_spelt_as_in_recipes(capsys: Any, small: list[str], options:
     assert row["expected_tau"][0] == pytest.approx(float(numerator) / float(denominator or 1), abs=1e-9)
 
 
-def test_a_label_is_what_tables_call_it(capsys: Any, small: list[str]) -> None:
+def test_label_matches_tables(capsys: Any, small: list[str]) -> None:
     mapping = "{name: draft-model, label: two, gamma: 2, temperature: 0}"
     code, out, _ = run(capsys, "-v", "--drafter", mapping, "--verifier", "token", "--gamma", "1", *small)
     assert code == 0 and out.splitlines()[-3].split()[:5] == ["T0", "two", "token", "1", "2"]
 
 
-def test_bounds_of_a_named_drafter(capsys: Any, small: list[str]) -> None:
+def test_bounds_of_named_drafter(capsys: Any, small: list[str]) -> None:
     mapping = "{name: draft-model, gamma: 2}"
     code, out, err = run(capsys, "--drafter", mapping, "--verifier", "block", "--bounds", *small)
     assert code == 0 and "bounds left out" not in err
@@ -335,7 +335,7 @@ def test_refusals_are_one_sentence(capsys: Any, install: Callable, options: list
     assert re.search(sentence.replace("10^2", r"10\^2").replace("?", r"\?"), err)
 
 
-def test_models_that_were_not_named_are_the_toys() -> None:
+def test_models_that_were_not_named_are_toys() -> None:
     assert named_drafter("draft-model").options.model == "toy"
     assert named_drafter("{name: draft-model, model: mine}").options.model == "mine"
     with pytest.raises(UsageError, match="cannot be enumerated"):

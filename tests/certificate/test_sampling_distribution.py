@@ -1,7 +1,7 @@
 """Sampling distribution: outputs of generator, loop and verifiers on a real model follow the target's distribution.
 
 Enumeration proves the rules; it cannot see a generator that gives two decisions the same number, nor a cache
-that serves the wrong context. A chi-square of the joint law of four tokens, two to four steps long, can. It
+that serves the wrong context. A chi-square of the joint distribution of four tokens, two to four steps long, can. It
 only counts because mistakes made on purpose fail it.
 """
 
@@ -136,7 +136,7 @@ def p_value(counts: np.ndarray, probs: np.ndarray) -> float:
         ],
     ],
 )
-def test_samples_follow_the_target(
+def test_samples_follow_target(
     sample: Callable, exact_law: np.ndarray, record_property: Callable, drafter: str, verifier: str, n: int
 ) -> None:
     p = p_value(sample(drafter, plugins.get("verifiers", verifier), n), exact_law)
@@ -178,7 +178,7 @@ class WithoutResidual:
         pytest.param("prompt-lookup", "token", marks=pytest.mark.slow),
     ],
 )
-def test_a_residual_without_q_is_seen(sample: Callable, exact_law: np.ndarray, drafter: str, verifier: str) -> None:
+def test_residual_without_q_is_seen(sample: Callable, exact_law: np.ndarray, drafter: str, verifier: str) -> None:
     assert p_value(sample(drafter, careless(verifier), CONTROL), exact_law) < 1e-6
 
 
@@ -198,7 +198,7 @@ class AbsoluteStepRng(CounterStepRng):
         return torch.cat([none, *(column.uniform(purpose, 0, 1) for column in columns)], 1)
 
 
-def test_numbers_reused_by_the_next_step_are_seen(sample: Callable, exact_law: np.ndarray) -> None:
+def test_numbers_reused_by_next_step_are_seen(sample: Callable, exact_law: np.ndarray) -> None:
     """The trap that no enumeration can see: block verification looks at coins beyond the accepted prefix."""
     block = plugins.get("verifiers", "block")
     assert p_value(sample("draft-model", block, CONTROL, AbsoluteRng(2024), gamma=3), exact_law) < 1e-6

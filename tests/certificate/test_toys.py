@@ -1,4 +1,4 @@
-"""Toys: tables that follow positions, and files that say nonsense."""
+"""Toys: tables selected by position, and invalid files."""
 
 import json
 import subprocess
@@ -40,7 +40,7 @@ def changed(**keys: Any) -> str:
 # -- tables --------------------------------------------------------------------------------------------------
 
 
-def test_the_first_token_has_its_own_distribution() -> None:
+def test_first_token_distribution() -> None:
     """Wherever the prompt's last token is fed: alone, with what follows it, in trees, in one call or in several."""
     table = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4]], dtype=torch.float64)
 
@@ -69,7 +69,7 @@ def test_the_first_token_has_its_own_distribution() -> None:
 
 
 @pytest.mark.parametrize("label", ["chain", "iid-2", "tree-wor-2-1"])
-def test_every_id_is_a_token_of_the_vocabulary(toys: dict[str, Toy], label: str) -> None:
+def test_every_id_is_token_of_vocabulary(toys: dict[str, Toy], label: str) -> None:
     """Large V, also of prompts: strategies allocate tables and indices of size V."""
     kind, ids = DRAFTS[label], set()
 
@@ -80,8 +80,8 @@ def test_every_id_is_a_token_of_the_vocabulary(toys: dict[str, Toy], label: str)
 
     g1 = toys["G1"]
     rule = plugins.get("verifiers", "sample-match")
-    found = certify(g1, lambda context, gamma: Spy(kind.config(gamma)[1], context), rule, steps=2, gamma=1)
-    assert found.lossless and found.drafted
+    certificate = certify(g1, lambda context, gamma: Spy(kind.config(gamma)[1], context), rule, steps=2, gamma=1)
+    assert certificate.lossless and certificate.drafted
     assert ids == {0, 1, 2} == set(range(g1.vocab_size))
 
 
@@ -151,7 +151,7 @@ def test_bad_files_are_one_short_sentence(capsys: Any, tmp_path: Path, text: str
     assert err.count("\n") == 1 and len(err) < 400 + len(str(path))
 
 
-def test_files_that_are_no_files(tmp_path: Path, capsys: Any) -> None:
+def test_invalid_files_raise(tmp_path: Path, capsys: Any) -> None:
     for name in (str(tmp_path), str(tmp_path / "missing"), "a\0b"):
         assert cli.main(["certify", "--toy", name]) == 2
         assert "cannot read toy file" in capsys.readouterr().err
@@ -183,8 +183,8 @@ def test_toys_with_drafts_that_are_too_long(capsys: Any, tmp_path: Path, keys: d
     assert not out and sentence in err and err.count("\n") == 1
 
 
-def test_large_vocabularies_cost_what_they_cost(capsys: Any, tmp_path: Path) -> None:
-    """V = 330: a chain of one token may have V^3 paths, which is said before any is followed."""
+def test_effort_of_large_vocabularies(capsys: Any, tmp_path: Path) -> None:
+    """V = 330: a chain of one token may have V^3 paths, which is reported before any is enumerated."""
     row = [1] + [0] * 329
     keys = {"V": 330, "target_start": row, "target_rows": [row] * 330, "draft_start": row, "draft_rows": [row] * 330}
     options = ["--toy", str(written(tmp_path, changed(**keys))), "--draft", "chain", "--verifier", "token"]
@@ -196,5 +196,5 @@ def test_large_vocabularies_cost_what_they_cost(capsys: Any, tmp_path: Path) -> 
 def test_help_answers_without_pytorch() -> None:
     code = "import sys; from crossdraft.framework.cli.main import main\ntry: main(['certify', '--help'])\n"
     code += "except SystemExit: sys.exit('torch' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert found.returncode == 0 and "--drafter-option" in found.stdout
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0 and "--drafter-option" in result.stdout

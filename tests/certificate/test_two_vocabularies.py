@@ -29,7 +29,7 @@ def written(directory: Path, **changes: Any) -> Path:
     return path
 
 
-def test_the_drafter_has_as_many_rows_as_tokens(tmp_path: Path) -> None:
+def test_drafter_has_as_many_rows_as_tokens(tmp_path: Path) -> None:
     (toy,) = read_toys(written(tmp_path))
     assert toy.words == (("a", "b"), ("b", "c", "a"))
     assert toy.target.shape == (3, 2) and toy.drafter.shape == (4, 3)
@@ -49,7 +49,7 @@ def test_the_drafter_has_as_many_rows_as_tokens(tmp_path: Path) -> None:
         ({"draft_start": ["1/2", "1/2"]}, "draft_start must hold V = 3 probabilities"),
     ],
 )
-def test_nonsense_is_a_sentence(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
+def test_nonsense_is_sentence(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         read_toys(written(tmp_path, **changes))
 

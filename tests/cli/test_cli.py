@@ -30,7 +30,7 @@ def test_list_prints_every_kind(capsys: Any) -> None:
         assert name in out
 
 
-def test_list_shows_the_options_of_a_drafter(capsys: Any) -> None:
+def test_list_shows_options_of_drafter(capsys: Any) -> None:
     assert cli.main(["list", "drafters", "prompt-lookup"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("prompt-lookup: ") and re.search(r"^gamma +\d+ +\w", out, re.MULTILINE)
@@ -42,17 +42,17 @@ def test_list_shows_the_options_of_a_drafter(capsys: Any) -> None:
             assert all(o["meaning"] for o in options), f"an option of {name} has no description"
 
 
-def test_list_shows_the_compatible_verifiers_of_a_drafter(capsys: Any) -> None:
+def test_list_shows_compatible_verifiers_of_drafter(capsys: Any) -> None:
     assert cli.main(["list", "drafters", "draft-model-iid"]) == 0
     out = capsys.readouterr().out
     assert "with its default options: iid drafts, at most 10 nodes\n" in out
     assert "\ncompatible lossless verifiers: spectr, specinfer, sample-match, traversal, multipath-block" in out
     assert "\ndefault verifier: spectr (greedy at temperature 0)\n" in out
     assert cli.main(["list", "drafters", "prompt-lookup", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["kind"], found["point_mass"], found["nodes"]) == ("chain", True, 10)
-    assert {"token", "block"} <= set(found["verifiers"]) and found["default_verifier"] == "block"
-    assert "greedy" not in found["verifiers"] and "lenient" not in found["verifiers"]
+    record = json.loads(capsys.readouterr().out)
+    assert (record["kind"], record["point_mass"], record["nodes"]) == ("chain", True, 10)
+    assert {"token", "block"} <= set(record["verifiers"]) and record["default_verifier"] == "block"
+    assert "greedy" not in record["verifiers"] and "lenient" not in record["verifiers"]
     assert cli.main(["list", "drafters", "none"]) == 0
     assert "with its default options: no drafts\n" in capsys.readouterr().out
 
@@ -68,13 +68,13 @@ def test_list_describes_verifiers_and_recipes(capsys: Any) -> None:
 
 def test_list_as_json(capsys: Any) -> None:
     assert cli.main(["list", "verifiers", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [entry["name"] for entry in found["verifiers"]] == sorted(plugins.entries("verifiers"))
-    marks = {entry["name"]: entry["mark"] for entry in found["verifiers"]}
+    record = json.loads(capsys.readouterr().out)
+    assert [entry["name"] for entry in record["verifiers"]] == sorted(plugins.entries("verifiers"))
+    marks = {entry["name"]: entry["mark"] for entry in record["verifiers"]}
     assert marks["token"] == "lossless, certified" and marks["typical"] == "lossy"
 
 
-def test_plugins_shows_what_is_broken(capsys: Any) -> None:
+def test_plugins_lists_broken_plugins(capsys: Any) -> None:
     def failing(register: Any) -> None:
         raise RuntimeError("boom")
 
@@ -84,19 +84,19 @@ def test_plugins_shows_what_is_broken(capsys: Any) -> None:
         assert cli.main(["plugins"]) == 0
         assert "RuntimeError: boom" in capsys.readouterr().out
         assert cli.main(["plugins", "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert {"provider": "failing (in this process)", "error": "RuntimeError: boom"} in found["broken"]
+        record = json.loads(capsys.readouterr().out)
+        assert {"provider": "failing (in this process)", "error": "RuntimeError: boom"} in record["broken"]
     finally:
         plugins.manager().unregister(plugin)
 
 
 def test_env(capsys: Any) -> None:
     assert cli.main(["env", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["versions"]["torch"]
-    assert found["dtype"] in ("float32", "bfloat16")
+    record = json.loads(capsys.readouterr().out)
+    assert record["versions"]["torch"]
+    assert record["dtype"] in ("float32", "bfloat16")
     assert cli.main(["env"]) == 0
-    assert found["python"] in capsys.readouterr().out
+    assert record["python"] in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_env(capsys: Any) -> None:
         (KeyboardInterrupt(), 130, "crossdraft: interrupted\n"),
     ],
 )
-def test_errors_are_one_line_and_a_code(monkeypatch: Any, capsys: Any, error: Any, code: int, message: str) -> None:
+def test_errors_are_one_line_and_code(monkeypatch: Any, capsys: Any, error: Any, code: int, message: str) -> None:
     def fail(_: Any) -> int:
         raise error
 
@@ -141,7 +141,7 @@ def test_control_characters_in_errors_are_escaped(monkeypatch: Any, capsys: Any)
 @pytest.mark.parametrize(
     "error, message", [(SystemExit(0), "SystemExit: 0 (test_cli.py, line"), (GeneratorExit("x"), "GeneratorExit: x")]
 )
-def test_a_plugin_cannot_leave_the_program(monkeypatch: Any, capsys: Any, error: Any, message: str) -> None:
+def test_plugin_cannot_leave_program(monkeypatch: Any, capsys: Any, error: Any, message: str) -> None:
     def leave(_: Any) -> int:
         raise error
 
@@ -163,7 +163,7 @@ def test_invalid_arguments_exit_with_2() -> None:
 @pytest.mark.parametrize(
     "argv", [["--help"], ["--version"], ["list"], ["list", "models", "--json"], ["plugins"], ["new", "--help"]]
 )
-def test_light_commands_do_not_load_the_heavy_libraries(argv: list[str]) -> None:
+def test_light_commands_do_not_load_heavy_libraries(argv: list[str]) -> None:
     code = (
         "import sys; from crossdraft.framework import plugins; from crossdraft.framework.cli.main import main\n"
         "every = plugins.entry_points  # other plug-ins may be heavy\n"
@@ -184,7 +184,7 @@ def test_help_names_every_command() -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGPIPE")
-def test_a_closed_pipe_prints_no_traceback() -> None:
+def test_closed_pipe_prints_no_traceback() -> None:
     code = (
         "import sys; from crossdraft.framework.cli import main as cli\n"
         "cli.list_names = lambda args: print('x' * 10**7) or 0\n"
@@ -198,7 +198,7 @@ def test_a_closed_pipe_prints_no_traceback() -> None:
     assert command.returncode == 141
 
 
-def test_the_public_interface_is_lazy_and_complete() -> None:
+def test_public_interface_is_lazy_and_complete() -> None:
     import crossdraft
 
     code = "import sys, crossdraft; sys.exit('torch' in sys.modules)"

@@ -51,7 +51,7 @@ def written(tmp_path: Path, monkeypatch: Any) -> Iterator[Callable[[str], tuple[
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_package_runs_with_its_recipe(kind: str, written: Any, tmp_path: Path, capsys: Any) -> None:
+def test_package_runs_with_its_recipe(kind: str, written: Any, tmp_path: Path, capsys: Any) -> None:
     folder, module = written(kind)
     out = capsys.readouterr().out
     for file in folder.rglob("*.*"):
@@ -73,7 +73,7 @@ def test_the_package_runs_with_its_recipe(kind: str, written: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind, against", [("drafter", ["--verifier", "token"]), ("verifier", ["--draft", "chain"])])
-def test_the_package_is_certified(kind: str, against: list[str], written: Any, capsys: Any) -> None:
+def test_package_is_certified(kind: str, against: list[str], written: Any, capsys: Any) -> None:
     written(kind)
     assert cli.main(["certify", f"--{kind}", KINDS[kind], *against]) == 0
     rows = [
@@ -82,7 +82,7 @@ def test_the_package_is_certified(kind: str, against: list[str], written: Any, c
     assert rows and all(row.endswith(" yes") for row in rows), rows
 
 
-def test_a_lossy_change_is_detected(written: Any, capsys: Any, monkeypatch: Any) -> None:
+def test_lossy_change_is_detected(written: Any, capsys: Any, monkeypatch: Any) -> None:
     """A verifier that accepts every draft fails certification."""
     written("verifier")
     rule = plugins.get("verifiers", "rule-2")
@@ -97,11 +97,11 @@ def test_a_lossy_change_is_detected(written: Any, capsys: Any, monkeypatch: Any)
 
 def python(*arguments: str, at: Path, **more: str) -> str:
     """Run a command with this interpreter, which must succeed, and return its output."""
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, *arguments], cwd=at, capture_output=True, text=True, env={**os.environ, **more}
     )
-    assert found.returncode == 0, found.stdout + found.stderr
-    return found.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 #: Not imported here: setuptools fails in a process that has imported distutils.
@@ -111,7 +111,7 @@ needs_setuptools = pytest.mark.skipif(find_spec("setuptools") is None, reason="s
 @needs_setuptools
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_installed_package_passes_its_tests(kind: str, tmp_path: Path) -> None:
+def test_installed_package_passes_its_tests(kind: str, tmp_path: Path) -> None:
     """pip, editable, into a folder of its own; without network, so setuptools has to be here already."""
     name = KINDS[kind]
     folder, site = new.write(kind, name, tmp_path / name), tmp_path / "site"
@@ -127,7 +127,7 @@ def test_the_installed_package_passes_its_tests(kind: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "kind", ["drafter", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("verifier", "prompts"))]
 )
-def test_the_installed_package_is_found_from_the_parent_directory(kind: str, tmp_path: Path) -> None:
+def test_installed_package_is_found_from_parent_directory(kind: str, tmp_path: Path) -> None:
     """Without a hyphen, folder and module have the same name.
 
     With a flat layout, Python would import the outer folder, because pip's editable finder comes last.
@@ -145,21 +145,21 @@ def test_the_installed_package_is_found_from_the_parent_directory(kind: str, tmp
 
 
 @pytest.mark.parametrize("entry", ["shady", "shady.hooks"])
-def test_a_folder_that_shadows_a_plugin_is_reported(entry: str, tmp_path: Path) -> None:
+def test_folder_that_shadows_plugin_is_reported(entry: str, tmp_path: Path) -> None:
     metadata = tmp_path / "site" / "shady-1.0.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: shady\nVersion: 1.0\n", encoding="utf-8")
     (metadata / "entry_points.txt").write_text(f"[crossdraft]\nshady = {entry}\n", encoding="utf-8")
     folder = tmp_path / "here" / "shady"
     folder.mkdir(parents=True)
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "crossdraft", "plugins"],
         cwd=folder.parent,
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
     )
-    printed = " ".join((found.stdout + found.stderr).split())
+    printed = " ".join((result.stdout + result.stderr).split())
     assert f"the folder {folder} shadows the installed package 'shady'" in printed, printed
     assert "start Python in another folder, or rename" in printed and "no hook" not in printed
 
@@ -193,7 +193,7 @@ def test_invalid_names(name: str, message: str, tmp_path: Path, monkeypatch: Any
     assert not list(tmp_path.iterdir())
 
 
-def test_an_existing_folder_is_not_changed(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_existing_folder_is_not_changed(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     (tmp_path / "file").touch()

@@ -158,7 +158,7 @@ class Forgets(Chain):
         memory: bool = False
 
     def reset(self) -> None:
-        """There is nothing to forget."""
+        """A reset without effect."""
 
 
 class SaysThatItForgets(Forgets):
@@ -196,16 +196,16 @@ def drafter_contract(cls: type[Drafter]) -> DrafterContract:
         (TooDeep, "test_limits", "but sequences.limit allows"),
         (OtherTextLaw, "test_text_distribution", r"text_distribution\(\) differs from the drafts"),
         (Forgets, "test_remembers", r"define the classmethod remembers\(config\), or replay rejects"),
-        (Waits, "test_nothing_waits_for_the_device", r"propose\(\) waits for the device"),
+        (Waits, "test_no_device_synchronization", r"propose\(\) waits for the device"),
     ],
 )
-def test_a_drafters_mistake_is_named(cls: type[Drafter], test: str, sentence: str) -> None:
+def test_drafters_mistake_is_named(cls: type[Drafter], test: str, sentence: str) -> None:
     with pytest.raises((AssertionError, ContractError), match=sentence):
         getattr(drafter_contract(cls), test)()
     getattr(drafter_contract(Chain), test)()  # the honest one passes
 
 
-def test_memory_trait_matches_the_test_class() -> None:
+def test_memory_trait_matches_test_class() -> None:
     drafter_contract(SaysThatItForgets).test_remembers()
     for cls, options, remembers in ((SaysThatItForgets, {"memory": True}, True), (Forgets, {}, True)):
         own = {"drafter": cls, "options": options, "remembers": remembers}
@@ -288,11 +288,11 @@ class Looks(Honest):
         (BeyondTheVocabulary, "test_verdicts_keep_the_contract", "outside of the vocabulary"),
         (Column, "test_verdicts_keep_the_contract", "a shape is off"),
         (LongerThanTheDraft, "test_verdicts_keep_the_contract", r"accepted 4 tokens of a draft that is 3 deep"),
-        (WritesIntoP, "test_nothing_is_written_into", "writes into p"),
-        (Looks, "test_nothing_waits_for_the_device", "waits for the device"),
+        (WritesIntoP, "test_inputs_are_not_modified", "writes into p"),
+        (Looks, "test_no_device_synchronization", "waits for the device"),
     ],
 )
-def test_a_verifiers_mistake_is_named(cls: type[Verifier], test: str, sentence: str) -> None:
+def test_verifiers_mistake_is_named(cls: type[Verifier], test: str, sentence: str) -> None:
     with pytest.raises((AssertionError, ContractError), match=sentence):
         getattr(type("Contract", (VerifierContract,), {"verifier": cls})(), test)()
     getattr(type("Contract", (VerifierContract,), {"verifier": Honest})(), test)()

@@ -34,7 +34,7 @@ class Needs(Options):
 
 
 @pytest.mark.parametrize(
-    "given, sentence",
+    "arguments, sentence",
     [
         ({"count": "x"}, "should be a valid integer"),
         ({"count": [1]}, "should be a valid integer"),
@@ -60,16 +60,16 @@ class Needs(Options):
         ({"nobody": 6}, "is unknown"),
     ],
 )
-def test_a_sentence_of_our_own(given: dict[str, Any], sentence: str) -> None:
+def test_sentence_of_our_own(arguments: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValidationError) as caught:
-        Every(**given)
+        Every(**arguments)
     (problem,) = caught.value.errors()
     assert fault(problem) == sentence
-    if problem["type"] != "value_error":  # whatever another pydantic says
+    if problem["type"] != "value_error":  # the text depends on the version of pydantic
         assert fault({**problem, "msg": "reworded"}) == sentence
 
 
-def test_a_missing_key() -> None:
+def test_missing_key() -> None:
     with pytest.raises(ValidationError) as caught:
         Needs.model_validate({})
     assert fault(caught.value.errors()[0]) == "is missing"

@@ -37,8 +37,8 @@ ONES = 0xFFFFFFFF
 )
 def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, int], want: tuple[int, ...]) -> None:
     """The known-answer vectors published with Random123, alone and inside a batch."""
-    alone = philox4x32(np.array(counter, dtype=np.uint64), key)
-    assert tuple(alone.tolist()) == want
+    separate = philox4x32(np.array(counter, dtype=np.uint64), key)
+    assert tuple(separate.tolist()) == want
     batch = philox4x32(np.array([[1, 2, 3, 4], counter, [0, 0, 0, 1]], dtype=np.uint64).T, key)
     assert tuple(batch[:, 1].tolist()) == want
 
@@ -48,12 +48,12 @@ def uniforms(seed: int, stream: list[int], position: list[int], purpose: str = "
 
 
 def test_numbers_do_not_depend_on_batch_or_slot() -> None:
-    together = uniforms(7, [3, 1, 4], [10, 5, 9])
-    assert torch.equal(uniforms(7, [4, 3], [9, 10]), together[[2, 0]])
-    assert torch.equal(uniforms(7, [1], [5]), together[[1]])
+    batched = uniforms(7, [3, 1, 4], [10, 5, 9])
+    assert torch.equal(uniforms(7, [4, 3], [9, 10]), batched[[2, 0]])
+    assert torch.equal(uniforms(7, [1], [5]), batched[[1]])
 
 
-def test_numbers_do_not_depend_on_what_was_drawn_before() -> None:
+def test_numbers_are_independent_of_earlier_draws() -> None:
     at_once = uniforms(7, [3], [10], n=40)
     piecewise = CounterRng(7).for_step([3], [10], CPU)
     piecewise.draw(torch.ones(1, 5), "draft", 0)
@@ -62,7 +62,7 @@ def test_numbers_do_not_depend_on_what_was_drawn_before() -> None:
     assert torch.equal(piecewise.uniform("accept", 1, 29), at_once[:, 1:30])
 
 
-def test_every_part_of_the_key_matters() -> None:
+def test_every_part_of_key_matters() -> None:
     base = uniforms(7, [3], [10])
     others = [uniforms(seed, [3], [10]) for seed in (8, 7 + 2**32)]
     others += [uniforms(7, [4], [10]), uniforms(7, [3], [11])]
@@ -73,12 +73,12 @@ def test_every_part_of_the_key_matters() -> None:
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64 + 7])
-def test_any_integer_is_a_seed(seed: int) -> None:
-    found = uniforms(seed, [0], [0])
-    assert ((found >= 0) & (found < 1)).all()
+def test_any_integer_is_seed(seed: int) -> None:
+    result = uniforms(seed, [0], [0])
+    assert ((result >= 0) & (result < 1)).all()
 
 
-def test_a_number_is_used_once_a_step() -> None:
+def test_number_is_used_once_step() -> None:
     rng = CounterRng(0).for_step([0], [0], CPU)
     rng.accept(torch.full((1, 4), 0.5))
     with pytest.raises(ValueError, match=r"\[3\] for 'accept' were already used this step"):
@@ -89,7 +89,7 @@ def test_a_number_is_used_once_a_step() -> None:
         rng.draw(torch.ones(1, 3), "draft", 0)
 
 
-def test_an_unknown_purpose_is_an_error() -> None:
+def test_unknown_purpose_is_error() -> None:
     with pytest.raises(ValueError):
         CounterRng(0).for_step([0], [0], CPU).uniform("no-such-purpose", 0, 1)
 
@@ -126,8 +126,8 @@ def test_uniformity(varying: str) -> None:
 
 def test_draws_follow_their_weights() -> None:
     n, weights = 100_000, torch.tensor([0.5, 0.0, 3.0, 1.5], dtype=torch.float64)
-    found = CounterRng(5).for_step(range(n), [0] * n, CPU).draw(weights.expand(n, 4))
-    counts = found.bincount(minlength=4)
+    result = CounterRng(5).for_step(range(n), [0] * n, CPU).draw(weights.expand(n, 4))
+    counts = result.bincount(minlength=4)
     assert counts[1] == 0
     kept = weights > 0
     assert chisquare(counts[kept].numpy(), (weights[kept] / weights.sum() * n).numpy()).pvalue > 1e-4
@@ -148,7 +148,7 @@ weight = st.one_of(
     dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
 )
 @example(weights=[1e-300, 0.0], uniform=1 - 2.0**-53, dtype=torch.float64)
-def test_inverse_cdf_never_returns_a_token_of_weight_zero(
+def test_inverse_cdf_never_returns_token_of_weight_zero(
     weights: list[float], uniform: float, dtype: torch.dtype
 ) -> None:
     w = torch.tensor([weights], dtype=torch.float64).to(dtype)
@@ -161,7 +161,7 @@ def test_inverse_cdf_never_returns_a_token_of_weight_zero(
 
 @settings(deadline=None, max_examples=100)
 @given(weights=st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any), data=st.data())
-def test_inverse_cdf_is_the_inverse_of_the_cdf(weights: list[int], data: st.DataObject) -> None:
+def test_inverse_cdf_is_inverse_of_cdf(weights: list[int], data: st.DataObject) -> None:
     """With a uniform in the middle of one of sum(w) equal cells, the answer is known exactly."""
     cell = data.draw(st.integers(0, sum(weights) - 1))
     uniform = torch.tensor([(cell + 0.5) / sum(weights)], dtype=torch.float64)
@@ -170,7 +170,7 @@ def test_inverse_cdf_is_the_inverse_of_the_cdf(weights: list[int], data: st.Data
 
 
 @pytest.mark.parametrize("v", [255, 256, 257, 512, 700])
-def test_inverse_cdf_finds_a_block_and_a_token_in_it(monkeypatch: pytest.MonkeyPatch, v: int) -> None:
+def test_inverse_cdf_finds_block_and_token_in_it(monkeypatch: pytest.MonkeyPatch, v: int) -> None:
     """Whole numbers, so that every running sum is exact: just inside both ends of every token's share."""
     monkeypatch.setattr("crossdraft.framework.contracts.rng.SMALL", 0)
     weights = torch.randint(0, 4, (v,), generator=torch.Generator().manual_seed(v))
@@ -186,7 +186,7 @@ def test_inverse_cdf_finds_a_block_and_a_token_in_it(monkeypatch: pytest.MonkeyP
             assert torch.equal(inverse_cdf(weights.float().expand(len(tokens), v), uniform, within), tokens)
 
 
-def test_a_token_is_drawn_by_numbers_of_its_own() -> None:
+def test_draws_use_distinct_numbers() -> None:
     """Two numbers a draw, neither of them one that another draw or coin of the step uses."""
     numbers = CounterRng(0).for_step([3], [5], torch.device("cpu"))
     weights = torch.rand(1, 5000, generator=torch.Generator().manual_seed(0))
@@ -194,18 +194,18 @@ def test_a_token_is_drawn_by_numbers_of_its_own() -> None:
     table = numbers.table(16)
     assert table.shape == (2 * len(PURPOSES), 1, 16) and len(table.unique()) == table.numel()
     own = table[PURPOSES.index("residual"), :, 0], table[len(PURPOSES) + PURPOSES.index("residual"), :, 0]
-    again = CounterRng(0).for_step([3], [5], torch.device("cpu"))
-    assert torch.equal(again.draw(weights), inverse_cdf(weights, *own))
+    repeat = CounterRng(0).for_step([3], [5], torch.device("cpu"))
+    assert torch.equal(repeat.draw(weights), inverse_cdf(weights, *own))
 
 
 @pytest.mark.parametrize("indices", [[0, 1, 2], [1, 4, 7], [5, 2, 9]])
 @pytest.mark.parametrize("v", [9, 700, 5000])
-def test_several_draws_at_once_are_the_same_draws(indices: list[int], v: int) -> None:
+def test_several_draws_at_once_are_same_draws(indices: list[int], v: int) -> None:
     weights = torch.rand(4, 3, v, generator=torch.Generator().manual_seed(v)) ** 9
     one, other, slow = (CounterRng(1).for_step(range(4), [3] * 4, CPU) for _ in range(3))
     drawn = draw_each(one, weights, "draft", indices)
-    alone = [other.draw(column, "draft", index) for column, index in zip(weights.unbind(1), indices, strict=True)]
-    assert torch.equal(drawn, torch.stack(alone, 1))
+    separate = [other.draw(column, "draft", index) for column, index in zip(weights.unbind(1), indices, strict=True)]
+    assert torch.equal(drawn, torch.stack(separate, 1))
     assert torch.equal(drawn, draw_each(Plain(slow), weights, "draft", indices))
     with pytest.raises(ValueError, match="already used this step"):
         draw_each(one, weights, "draft", indices)
@@ -222,7 +222,7 @@ def test_one_of_two_draws_is_that_draw() -> None:
 
 
 @pytest.mark.parametrize("before", [0, 3, 40])
-def test_some_rows_have_the_numbers_of_the_whole_batch(before: int) -> None:
+def test_some_rows_have_numbers_of_whole_batch(before: int) -> None:
     whole = CounterRng(1).for_step(range(5), [3, 4, 5, 6, 7], CPU)
     for index in range(before):
         whole.uniform("draft", index, 1)
@@ -244,7 +244,7 @@ def test_first_successful_coin(seed: int, n: int, low: float) -> None:
 
 
 class Plain:
-    """A source that has a law's two methods and no more."""
+    """A random source with only the two required methods."""
 
     def __init__(self, rng: Any):
         self.accept, self.draw = rng.accept, rng.draw

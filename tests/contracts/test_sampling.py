@@ -1,4 +1,4 @@
-"""A law is a law, or is said to be none."""
+"""Sampling distributions: valid ones sum to 1, invalid ones raise."""
 
 import math
 

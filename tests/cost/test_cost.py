@@ -21,14 +21,14 @@ from crossdraft.framework.errors import UsageError
 # -- measuring --------------------------------------------------------------------------------------------------
 
 
-def test_passes_are_those_of_the_loop(tiny_model: Any, monkeypatch: Any) -> None:
+def test_passes_are_those_of_loop(tiny_model: Any, monkeypatch: Any) -> None:
     from crossdraft.framework.lm.transformers_lm import TransformersLM
 
-    seen: list[tuple[int, int, list[int]]] = []
+    events: list[tuple[int, int, list[int]]] = []
     grow = TransformersLM.forward
 
     def spy(self: TransformersLM, tokens: torch.Tensor, parents: Any = None) -> Any:
-        seen.append((tokens.shape[0], tokens.shape[1], list(self.lengths)))
+        events.append((tokens.shape[0], tokens.shape[1], list(self.lengths)))
         return grow(self, tokens, parents)
 
     monkeypatch.setattr(TransformersLM, "forward", spy)
@@ -38,14 +38,14 @@ def test_passes_are_those_of_the_loop(tiny_model: Any, monkeypatch: Any) -> None
     )
     assert [p[:3] for p in points] == list(product([1, 3], [1, 4], [2, 20]))
     assert all(0 < p.low <= p.median <= p.high for p in points)
-    assert len(seen) == sum(advanced) == 8 * 4
-    assert {(b, w, tuple(lengths)) for b, w, lengths in seen} == {
+    assert len(events) == sum(advanced) == 8 * 4
+    assert {(b, w, tuple(lengths)) for b, w, lengths in events} == {
         (b, w, tuple(max(c - row, 0) for row in range(b))) for b, w, c in product([1, 3], [1, 4], [2, 20])
     }
-    assert len({call[:2] for call in seen[:4]}) > 1  # no point is measured in one go
+    assert len({call[:2] for call in events[:4]}) > 1  # no point is measured in one go
 
 
-def test_a_pass_beyond_the_context_is_refused(tiny_model: Any) -> None:
+def test_pass_beyond_context_is_refused(tiny_model: Any) -> None:
     with pytest.raises(UsageError, match="context of 90 and 9 new tokens exceed the model's 96 positions"):
         measure_passes(tiny_model("llama"), widths=[1, 9], contexts=[10, 90])
 
@@ -62,7 +62,7 @@ def config_file(tmp_path: Path) -> str:
     return str(file)
 
 
-def test_roofline_from_the_command_line(config_file: str, capsys: Any) -> None:
+def test_roofline_from_command_line(config_file: str, capsys: Any) -> None:
     options = ["--on", "h100", "--devices", "8", "--gamma", "4", "--acceptance", "0.7", "--batch-size", "1,64,2048"]
     assert cli.main(["cost", "--target", config_file, *options]) == 0
     out = capsys.readouterr().out
@@ -73,12 +73,12 @@ def test_roofline_from_the_command_line(config_file: str, capsys: Any) -> None:
     assert "a = 0.7: policy: {name: batch-size, lengths: [[1, 4], [64, 3], [2048, 1]]}" in out
 
     assert cli.main(["cost", "--target", config_file, *options, "--drafter", config_file, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    slow = found["speed_up"]["a = 0.7"]["1"]
-    pass_timing, step = found["target_seconds"]["1"], found["draft_step_seconds"]["1"]
+    record = json.loads(capsys.readouterr().out)
+    slow = record["speed_up"]["a = 0.7"]["1"]
+    pass_timing, step = record["target_seconds"]["1"], record["draft_step_seconds"]["1"]
     assert step == pass_timing["1"]  # the drafter is the target
     assert slow == pytest.approx((1 - 0.7**5) / 0.3 * pass_timing["1"] / (pass_timing["5"] + 4 * step))
-    assert found["stops_paying"] == {"a = 0.7": 1}
+    assert record["stops_paying"] == {"a = 0.7": 1}
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_options_that_do_not_fit(options: list[str], message: str, config_file: 
     assert message in capsys.readouterr().err
 
 
-def test_from_measuring_to_a_run_and_back(
+def test_from_measuring_to_run_and_back(
     models: dict[str, str], write_prompts: Any, recipe_file: Any, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
@@ -139,8 +139,8 @@ def test_from_measuring_to_a_run_and_back(
 
     monkeypatch.setattr(pass_timing, "measure_curve", lambda *args, **options: pytest.fail("measured twice"))
     assert cli.main([*measure, "--acceptance", "0.5", "--gamma", "2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert set(found["speed_up"]) == {"a = 0.5"} and len(found["curves"]) == 2
+    record = json.loads(capsys.readouterr().out)
+    assert set(record["speed_up"]) == {"a = 0.5"} and len(record["curves"]) == 2
 
     assert cli.main([*arguments, "--json", "--batch-size", "1,2"]) == 0
     cells = json.loads(capsys.readouterr().out)["cells"]
@@ -148,8 +148,8 @@ def test_from_measuring_to_a_run_and_back(
     for cell, measured in zip(cells, outcome.results, strict=True):
         assert measured.metrics is not None
         assert cell["measured"] == measured.metrics.tokens_per_second
-        again = predicted(measured, stored_curves(), outcome.results[0])
-        assert again is not None and cell["predicted"] == again.tokens_per_second
+        repeat = predicted(measured, stored_curves(), outcome.results[0])
+        assert repeat is not None and cell["predicted"] == repeat.tokens_per_second
         assert set(cell["by_batch_size"]) == {"1", "2"}
     assert set(predictions(outcome.results)) == {r.config.hash for r in outcome.results}
     assert predictions(outcome.results, []) == {}

@@ -11,9 +11,9 @@ from crossdraft.framework.errors import UsageError
 
 
 def test_measured_points_are_reproduced() -> None:
-    made = curve()
-    for point in made.points:
-        assert made.seconds(*point[:3]) == point.median
+    measured = curve()
+    for point in measured.points:
+        assert measured.seconds(*point[:3]) == point.median
 
 
 @pytest.mark.parametrize("at", [(1, 3, 100), (5, 1, 300), (4, 2, 150), (6, 4, 250)])
@@ -26,23 +26,23 @@ def test_last_piece_extrapolates(at: tuple[float, float, float]) -> None:
     assert curve().seconds(*at) == pytest.approx(seconds(*at))
 
 
-def test_below_the_first_point_its_value_counts() -> None:
+def test_below_first_point_its_value_counts() -> None:
     assert curve().seconds(1, 1, 10) == seconds(1, 1, 100)
 
 
-def test_a_kink_is_kept_and_a_falling_end_does_not_go_on() -> None:
+def test_kink_is_kept_and_falling_end_does_not_go_on() -> None:
     steps = {1: 10.0, 2: 30.0, 5: 27.0}
-    made = curve(cost=lambda b, w, c: steps[w])
-    assert made.seconds(1, 1.5, 100) == 20
-    assert made.seconds(1, 3, 100) == 29
-    assert made.seconds(1, 50, 100) == 27
+    measured = curve(cost=lambda b, w, c: steps[w])
+    assert measured.seconds(1, 1.5, 100) == 20
+    assert measured.seconds(1, 3, 100) == 29
+    assert measured.seconds(1, 50, 100) == 27
 
 
-def test_one_value_on_an_axis_cannot_be_left() -> None:
-    made = curve(batch_sizes=(1,), contexts=(100,))
-    assert made.seconds(1, 2, 900) == seconds(1, 2, 100)  # one context stands for all
+def test_one_value_on_axis_cannot_be_left() -> None:
+    measured = curve(batch_sizes=(1,), contexts=(100,))
+    assert measured.seconds(1, 2, 900) == seconds(1, 2, 100)  # one context stands for all
     with pytest.raises(UsageError, match=r"a single batch size, 1, and does not extend to 4.*--batch-size 1,4"):
-        made.seconds(4, 2, 100)
+        measured.seconds(4, 2, 100)
 
 
 def test_holes_are_refused() -> None:
@@ -53,13 +53,13 @@ def test_holes_are_refused() -> None:
 
 
 def test_covers() -> None:
-    made = curve()
-    assert made.covers([1, 8], [5], [100, 300])
-    assert not made.covers([1, 4], [5], [100])
-    assert not made.covers([1], [5], [128])
+    measured = curve()
+    assert measured.covers([1, 8], [5], [100, 300])
+    assert not measured.covers([1, 4], [5], [100])
+    assert not measured.covers([1], [5], [128])
 
 
-def test_a_kept_curve_is_found_again(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+def test_kept_curve_is_found_again(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path))
     assert stored_curves() == []
     first, other = curve(), curve(sha256="def")
@@ -67,12 +67,12 @@ def test_a_kept_curve_is_found_again(tmp_path: Path, monkeypatch: Any, caplog: A
     save_curve(other)
     newer = curve(cost=lambda b, w, c: 1.0, measured="later")
     save_curve(newer)  # the same weights on the same device: the later one stays
-    found = stored_curves()
-    assert sorted(c.measured for c in found) == ["", "later"]
-    assert find_curve(found, "abc", "float32", HERE) == newer
-    assert find_curve(found, "abc", "float32", {"device": "cpu (toy)"}) == newer
-    assert find_curve(found, "abc", "bfloat16", HERE) is None
-    assert find_curve(found, "abc", "float32", HERE | {"threads": 4}) is None
+    result = stored_curves()
+    assert sorted(c.measured for c in result) == ["", "later"]
+    assert find_curve(result, "abc", "float32", HERE) == newer
+    assert find_curve(result, "abc", "float32", {"device": "cpu (toy)"}) == newer
+    assert find_curve(result, "abc", "bfloat16", HERE) is None
+    assert find_curve(result, "abc", "float32", HERE | {"threads": 4}) is None
     (tmp_path / "costs" / "broken.json").write_text('{"points": 1}', encoding="utf-8")
     assert len(stored_curves()) == 2
     assert "unreadable cost curve" in caplog.text

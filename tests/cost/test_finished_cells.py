@@ -24,7 +24,7 @@ from crossdraft.framework.runs.records import CellResult
 from crossdraft.verifiers.greedy import Greedy
 
 
-def test_steps_of_the_batch_by_hand() -> None:
+def test_steps_of_batch_by_hand() -> None:
     # Two slots. Piece one: prompts 0 and 1, prompt 2 takes the slot of 1; then the second turn of prompt 0.
     records = [*rows(0, 0, [2, 2]), *rows(1, 0, [3]), *rows(2, 0, [1, 1, 1]), *rows(0, 1, [2]), *rows(3, 0, [5])]
     steps = batch_steps(records, [10, 20, 5, 30, 7], [piece(12), piece(5)], 2)
@@ -40,7 +40,7 @@ def test_steps_of_the_batch_by_hand() -> None:
     assert batch_steps(records, [10, 20, 5, 30, 7], [tail, piece(5)], 2) == steps
 
 
-def test_the_replayed_schedule_is_the_loops(tiny_model: Any, decoder: Any) -> None:
+def test_replayed_schedule_is_loops(tiny_model: Any, decoder: Any) -> None:
     model = tiny_model("llama")
     loop = decoder(model, PromptLookup, {"gamma": 3}, Greedy, batch_size=3, max_new_tokens=20, eos=(5, 11))
     prompts = [[3, 4, 3, 4, 3, 4, 7 + i][: 3 + i % 4] for i in range(8)]
@@ -79,9 +79,9 @@ def result(baseline: bool = False, error: bool = False, b: int = 2, passes: int 
     )
 
 
-def test_statistics_of_a_cell() -> None:
-    found = statistics(result())
-    assert found == CellStatistics(
+def test_statistics_of_cell() -> None:
+    actual = statistics(result())
+    assert actual == CellStatistics(
         batch_size=2,
         occupied=2.0,
         tokens_per_step=2.0,
@@ -95,31 +95,31 @@ def test_statistics_of_a_cell() -> None:
     assert statistics(result(error=True)) is None
 
 
-def test_statistics_count_the_steps_that_the_rate_counts() -> None:
-    made = result()
-    made.records = [*rows(0, 0, [2, 2]), *rows(1, 0, [1, 3, 3, 2])]  # two steps of both rows, a tail of two of one
-    made.pieces = [Piece(8, piece(8).seconds, tail_emitted=5, tail_seconds=7.0)]
-    made.metrics = measure(made.records, made.pieces, passes=16)
-    assert made.metrics.tokens_per_second == 8 / 8
-    found = statistics(made)
-    assert found is not None
-    assert (found.occupied, found.tokens_per_step, found.context) == (2.0, 8 / 4, 101.0)
-    assert (found.passes, found.draft_width) == (4.0, 1.0)
-    assert (found.draft_seconds, found.other_seconds) == (0.5, 1.5)
+def test_statistics_count_steps_that_rate_counts() -> None:
+    cell = result()
+    cell.records = [*rows(0, 0, [2, 2]), *rows(1, 0, [1, 3, 3, 2])]  # two steps of both rows, a tail of two of one
+    cell.pieces = [Piece(8, piece(8).seconds, tail_emitted=5, tail_seconds=7.0)]
+    cell.metrics = measure(cell.records, cell.pieces, passes=16)
+    assert cell.metrics.tokens_per_second == 8 / 8
+    actual = statistics(cell)
+    assert actual is not None
+    assert (actual.occupied, actual.tokens_per_step, actual.context) == (2.0, 8 / 4, 101.0)
+    assert (actual.passes, actual.draft_width) == (4.0, 1.0)
+    assert (actual.draft_seconds, actual.other_seconds) == (0.5, 1.5)
 
 
-def test_a_pass_of_several_tokens_a_row() -> None:
-    made = result(passes=2)  # 2 nodes a step from one pass
-    found = statistics(made)
-    assert found is not None and (found.passes, found.draft_width) == (1.0, 2.0)
-    assert predict(found, curve(), curve()).draft == pytest.approx(seconds(2, 2, 101))
+def test_pass_of_several_tokens_row() -> None:
+    cell = result(passes=2)  # 2 nodes a step from one pass
+    actual = statistics(cell)
+    assert actual is not None and (actual.passes, actual.draft_width) == (1.0, 2.0)
+    assert predict(actual, curve(), curve()).draft == pytest.approx(seconds(2, 2, 101))
 
 
 def priced(b: int, speed_up: float, baseline: bool = False) -> CellResult:
-    made = result(baseline, b=b)
-    assert made.metrics is not None
-    made.metrics.speed_up = Estimate(speed_up)
-    return made
+    cell = result(baseline, b=b)
+    assert cell.metrics is not None
+    cell.metrics.speed_up = Estimate(speed_up)
+    return cell
 
 
 @pytest.mark.parametrize(
@@ -131,28 +131,28 @@ def priced(b: int, speed_up: float, baseline: bool = False) -> CellResult:
         ({2: 1.5, 8: 0.8}, [curve(cost=lambda b, w, c: 22.0 + 4 * b * w)], 5),
         ({2: 1.5, 8: 0.8}, [curve(cost=lambda b, w, c: 100.0)], 7),
         ({2: 1.5, 8: 0.8}, [curve(cost=lambda b, w, c: w * 100.0)], 2),
-        ({2: 1.5, 8: 0.8}, [curve(batch_sizes=(1,), cost=lambda b, w, c: 100.0)], 2),  # it cannot say
+        ({2: 1.5, 8: 0.8}, [curve(batch_sizes=(1,), cost=lambda b, w, c: 100.0)], 2),  # unknown
     ],
 )
-def test_the_last_batch_size_that_pays(speed_ups: dict[int, float], curves: list[CostCurve], expected: int) -> None:
+def test_last_batch_size_that_pays(speed_ups: dict[int, float], curves: list[CostCurve], expected: int) -> None:
     results = {b: priced(b, speed_up) for b, speed_up in speed_ups.items()}
     baselines = {b: priced(b, 1.0, baseline=True) for b in speed_ups}
     assert last_paying(results, baselines, curves) == expected
 
 
-def test_predicted_beside_measured() -> None:
+def test_prediction_next_to_measurement() -> None:
     curves = [curve(), curve(sha256="def", cost=lambda b, w, c: 1.0), curve(sha256="xyz")]
-    found = predicted(result(), curves, result(baseline=True))
-    assert found is not None
-    assert (found.target, found.draft, found.other) == (pytest.approx(seconds(2, 3, 101)), 4.0, 1.5)
-    assert found.tokens_per_second == pytest.approx(4 / (seconds(2, 3, 101) + 5.5))
+    actual = predicted(result(), curves, result(baseline=True))
+    assert actual is not None
+    assert (actual.target, actual.draft, actual.other) == (pytest.approx(seconds(2, 3, 101)), 4.0, 1.5)
+    assert actual.tokens_per_second == pytest.approx(4 / (seconds(2, 3, 101) + 5.5))
     base = statistics(result(baseline=True))
     assert base is not None
     plain = 2 / (seconds(2, 1, base.context) + base.draft_seconds + base.other_seconds)
-    assert found.speed_up == pytest.approx(found.tokens_per_second / plain)
+    assert actual.speed_up == pytest.approx(actual.tokens_per_second / plain)
 
 
-def test_nothing_is_predicted_without_the_targets_curve() -> None:
+def test_prediction_needs_target_curve() -> None:
     assert predicted(result(), []) is None
     assert predicted(result(sha="other"), [curve()]) is None
     assert predicted(result(), [curve(dtype="bfloat16")]) is None
@@ -168,14 +168,14 @@ def test_nothing_is_predicted_without_the_targets_curve() -> None:
     assert predicted(result(error=True), [curve()]) is None
 
 
-def test_a_drafter_without_a_curve_keeps_its_measured_time() -> None:
-    found = predicted(result(), [curve()])
-    assert found is not None and found.draft == 0.5
-    found = predicted(result(passes=0), [curve(), curve(sha256="def")])
-    assert found is not None and found.draft == 0.5
+def test_drafter_without_curve_keeps_its_measured_time() -> None:
+    actual = predicted(result(), [curve()])
+    assert actual is not None and actual.draft == 0.5
+    actual = predicted(result(passes=0), [curve(), curve(sha256="def")])
+    assert actual is not None and actual.draft == 0.5
 
 
-def test_a_curve_that_is_too_small_predicts_nothing(caplog: Any) -> None:
+def test_small_curve_has_no_prediction(caplog: Any) -> None:
     small = curve(batch_sizes=(1,))
     with pytest.raises(UsageError, match="a single batch size, 1"):
         predicted(result(), [small])

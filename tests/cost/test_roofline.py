@@ -28,12 +28,12 @@ def multiplied(model: Any) -> int:
     return inner + head.numel()
 
 
-def test_parameters_are_those_of_the_real_module(family: str, tiny_model: Any) -> None:
+def test_parameters_are_those_of_real_module(family: str, tiny_model: Any) -> None:
     model = tiny_model(family)
     assert Shape.from_config(model.config).parameters == multiplied(model)
 
 
-def test_a_head_with_a_vocabulary_of_its_own() -> None:
+def test_head_with_reduced_vocabulary() -> None:
     """EAGLE-3 has a smaller output head, of ``draft_vocab_size`` rows."""
     config = dict(model_type="llama", hidden_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=97)
     whole, trimmed = Shape.from_config(config), Shape.from_config(config | {"draft_vocab_size": 11})
@@ -68,7 +68,7 @@ def test_parameters_of_experts(kind: str, options: dict[str, Any]) -> None:
     assert shape.moe_layers == {"mixtral": 2, "qwen2_moe": 1, "qwen3_moe": 2}[kind]
 
 
-def test_a_narrow_embedding_is_projected(tiny_model: Any) -> None:
+def test_narrow_embedding_is_projected(tiny_model: Any) -> None:
     model = tiny_model("opt", word_embed_proj_dim=16)
     assert Shape.from_config(model.config).parameters == multiplied(model)
 
@@ -104,19 +104,19 @@ def test_work_by_hand() -> None:
     assert work["head"] == (2 * (8 * 100 + 10 * 108), 2 * 10 * 800)
 
 
-def test_fewer_bytes_a_weight_leave_the_flops() -> None:
+def test_fewer_bytes_weight_leave_flops() -> None:
     half = TOY.work(1, 1, 0, weight_bytes=1)["head"]
     assert half == (800 + 2 * 108, 2 * 800)
 
 
-def test_a_window_ends_what_attention_reads() -> None:
+def test_window_limits_attention_reads() -> None:
     full = Shape("w", 3, 8, 4, 2, 2, 16, 100, window=4, window_layers=2)
-    seen = (7 + 1) + 2 * (4 + 1)
-    assert full.work(1, 1, 7)["attention"].flops == 4 * 8 * seen
+    attended = (7 + 1) + 2 * (4 + 1)
+    assert full.work(1, 1, 7)["attention"].flops == 4 * 8 * attended
     assert full.work(1, 1, 3) == TOY.work(1, 1, 3)  # shorter than the window
 
 
-def test_devices_share_the_work_and_repeat_scarce_kv_heads() -> None:
+def test_devices_share_work_and_repeat_scarce_kv_heads() -> None:
     one, four = TOY.work(2, 1, 100), TOY.work(2, 1, 100, devices=4)
     for part in ("projections", "attention", "mlp", "head"):
         assert four[part].flops == one[part].flops / 4
@@ -134,7 +134,7 @@ def test_experts_are_read_as_tokens_meet_them() -> None:
     assert work.bytes == 2 * (1.75 * expert + router + 2 * 3 * (8 + 16))
 
 
-def test_the_slower_of_memory_and_compute_counts() -> None:
+def test_slower_of_memory_and_compute_counts() -> None:
     roofline = Roofline(TOY, DEVICE, efficiency=(1, 1), layer_overhead=0)
     work = TOY.work(1, 1, 0)
     assert roofline.seconds(1, 1, 0) == pytest.approx(sum(w.bytes for w in work.values()) / 1e9)
@@ -153,23 +153,23 @@ def test_overheads_are_added() -> None:
     assert full.seconds(2, 1, 0) == pytest.approx(base.seconds(2, 1, 0) + full.parts(2, 1, 0)["other"])
 
 
-def test_what_a_device_holds() -> None:
+def test_device_memory_limit() -> None:
     roofline = Roofline(TOY, DEVICE, devices=2)
     weights = (TOY.parameters + 800) * 2 / 2
     assert roofline.memory_bytes(3, 10) == weights + 3 * 10 * 3 * 2 * 2 * 2
 
 
-def test_the_built_in_accelerators_are_complete() -> None:
+def test_built_in_accelerators_are_complete() -> None:
     known = accelerators()
     assert {"h100", "h200", "a100-80g", "l40s", "rtx-4090", "rtx-3090", "mi300x", "b200", "tpu-v5e"} <= set(known)
-    for found in known.values():
-        assert found.source
+    for result in known.values():
+        assert result.source
         # FLOPs a byte: a slip in a unit or a figure with sparsity would leave this range
-        assert 50 < found.flops / found.bandwidth < 600
-        assert 1e10 < found.memory < 1e12 < found.flops
+        assert 50 < result.flops / result.bandwidth < 600
+        assert 1e10 < result.memory < 1e12 < result.flops
 
 
-def test_an_accelerator_of_your_own(tmp_path: Path) -> None:
+def test_accelerator_of_your_own(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     row = "{bandwidth: 1e12, flops: 1e14, memory: 1e10, link: 1e10, source: mine}"
     file.write_text(f"mine: {row}\n", encoding="utf-8")
@@ -186,15 +186,15 @@ def test_an_accelerator_of_your_own(tmp_path: Path) -> None:
         accelerator("h10")
 
 
-def test_a_shape_is_read_from_a_file_or_a_directory(tmp_path: Path) -> None:
+def test_shape_is_read_from_file_or_directory(tmp_path: Path) -> None:
     config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
               "intermediate_size": 128, "vocab_size": 1000}  # fmt: skip
     directory = tmp_path / "tiny"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    found = read_shape(str(directory))
-    assert (found.name, found.kv_heads, found.head_dim) == ("tiny", 4, 16)  # what the file leaves out
-    assert read_shape(str(directory / "config.json")).parameters == found.parameters
+    result = read_shape(str(directory))
+    assert (result.name, result.kv_heads, result.head_dim) == ("tiny", 4, 16)  # what the file leaves out
+    assert read_shape(str(directory / "config.json")).parameters == result.parameters
 
 
 def test_invalid_shape_is_reported(tmp_path: Path, tiny_model: Any) -> None:

@@ -89,20 +89,20 @@ SPECFORGE = {
         ("p-eagle", {**P_EAGLE, "mask_token_id": None, "ptd_token_id": 96}, p_eagle, None),
     ],
 )
-def test_a_published_layout_loads_whole(target: Any, name: str, config: Any, tensors: Any, drafts: int | None) -> None:
+def test_published_layout_loads_whole(target: Any, name: str, config: Any, tensors: Any, drafts: int | None) -> None:
     """Every tensor of the file is in the head, and every weight of the head that is not the target's is the file's."""
-    given = tensors()
-    drafter = load(target, name, given, config)
+    inputs = tensors()
+    drafter = load(target, name, inputs, config)
     assert drafter.block() == drafts
-    held = kept(drafter.head)
-    assert held.keys() == given.keys()
-    assert all(torch.equal(held[key], tensor.view_as(held[key])) for key, tensor in given.items())
+    length = kept(drafter.head)
+    assert length.keys() == inputs.keys()
+    assert all(torch.equal(length[key], tensor.view_as(length[key])) for key, tensor in inputs.items())
     assert drafter.head.embed_tokens.weight.data_ptr() == target.get_input_embeddings().weight.data_ptr()
     assert drafter.head.lm_head.weight.data_ptr() == target.get_output_embeddings().weight.data_ptr()
 
 
 @torch.inference_mode()
-def test_a_reduced_vocabulary_and_tables_of_their_own(target: Any) -> None:
+def test_reduced_vocabulary_and_tables_of_their_own(target: Any) -> None:
     own = {"embed_tokens.weight": random(V, 32), "lm_head.weight": random(7, 32)}
     drafter = load(target, "dflash", {**dflash(), **own, **REDUCED}, speculators("dflash", draft_vocab_size=7))
     drafter.start(0, [3, 1, 4, 1], torch.randn(3, 3, 32))
@@ -115,7 +115,7 @@ def test_a_reduced_vocabulary_and_tables_of_their_own(target: Any) -> None:
     assert set(draft.tokens[0].tolist()) <= set(IDS.tolist())
 
 
-def test_a_scaled_embedding_is_read_scaled(target: Any, tiny_model: Callable) -> None:
+def test_scaled_embedding_is_read_scaled(target: Any, tiny_model: Callable) -> None:
     gemma = tiny_model("gemma3")
     head = load(gemma, "dflash", dflash(), DFLASH, layers=(0, 1, 2)).head
     ids = torch.tensor([3, 5])
@@ -123,7 +123,7 @@ def test_a_scaled_embedding_is_read_scaled(target: Any, tiny_model: Callable) ->
     assert head.scale != 1 and load(target, "dflash", dflash(), DFLASH).head.scale == 1
 
 
-def test_a_reference_of_the_published_widths() -> None:
+def test_reference_of_published_widths() -> None:
     """58 tensors for five layers: eleven a layer, and three."""
     assert len(dflash()) == 2 * 11 + 3 and Plain(dflash(), _Tables()).layers == 2
 
@@ -178,7 +178,7 @@ REFUSED: dict[str, tuple[str, Any, Any, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_does_not_fit_is_refused_by_name(target: Any, what: str) -> None:
+def test_mismatched_tensors_raise(target: Any, what: str) -> None:
     name, tensors, config, options, sentence = REFUSED[what]
     with pytest.raises(ModelError, match=sentence):
         load(target, name, tensors, config, **options)

@@ -1,4 +1,4 @@
-"""`dflash`, `dspark` and `p-eagle`: what a block's laws are, and that they outlive steps of any fate.
+"""`dflash`, `dspark` and `p-eagle`: distributions of a block, and their consistency across steps.
 
 Most heads here are random; some are trained, in a second each, on one text of a tiny target.
 """
@@ -83,18 +83,18 @@ def make(heads_decoder: Callable, target: Any, files: Callable) -> Callable[...,
     return build
 
 
-# -- laws -------------------------------------------------------------------------------------------------
+# -- distributions -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "name",
     ["dflash", "p-eagle", "dspark-rnn", *[pytest.param(n, marks=pytest.mark.slow) for n in ("dspark", "dspark-gated")]],
 )
-def test_draft_probs_match_a_plain_computation(make: Callable, target: Any, name: str) -> None:
-    """Over steps that accept some of a draft and reject some, in rows of different length, from nothing but the text.
+def test_draft_probs_match_plain_computation(make: Callable, target: Any, name: str) -> None:
+    """Over steps with partial acceptance, in rows of different length, computed only from the text.
 
-    At a high temperature all laws are close, so that steps end everywhere. A feature that is missing, stale or of
-    another token, a key in the wrong slot, a block that sees too much or too little show up here.
+    At a high temperature all distributions are close, so steps end at any position. The test detects features that are
+    missing, stale or of another token, keys in the wrong slot, and blocks that attend to the wrong positions.
     """
     temperature, drafter = 8.0, "dspark" if name.startswith("dspark") else name
     loop = make(name, "token", 3, temperature, max_new_tokens=40)
@@ -112,9 +112,9 @@ def test_draft_probs_match_a_plain_computation(make: Callable, target: Any, name
             assert n == DRAFTS[drafter] and loop.drafter.lm.lengths[row] == len(history) - 1
             states = target(torch.tensor([history]), output_hidden_states=True).hidden_states
             hidden = torch.stack([states[i][0] for i in LAYERS], 1)[:-1]
-            wanted = plain.logits(drafter, hidden, history, draft.tokens[row, :n].tolist())
-            assert len(wanted) == n
-            for i, logits in enumerate(wanted):
+            expected = plain.logits(drafter, hidden, history, draft.tokens[row, :n].tolist())
+            assert len(expected) == n
+            for i, logits in enumerate(expected):
                 probs = (logits / temperature).softmax(-1)
                 torch.testing.assert_close(draft.q[row, i], probs, atol=1e-5, rtol=1e-3)
                 checked += 1
@@ -128,7 +128,7 @@ def test_draft_probs_match_a_plain_computation(make: Callable, target: Any, name
 
 @pytest.mark.parametrize("name", NAMES)
 def test_wrong_draft_probs_are_detected(make: Callable, target: Any, name: str) -> None:
-    """The test above can fail: a feature that is one position off is another law."""
+    """Counter-test: a feature that is one position off changes the distribution."""
     loop = make(name, "token", 1, 1.0)
     fuse = loop.drafter.head.fuse
     loop.drafter.head.fuse = lambda hidden: fuse(hidden.roll(1, 0)) if hidden.shape[0] > 3 else fuse(hidden)
@@ -139,11 +139,11 @@ def test_wrong_draft_probs_are_detected(make: Callable, target: Any, name: str) 
         draft = loop.drafter.propose(loop.sequences, loop.rng.for_step([0], [len(history)], torch.device("cpu")))
         states = target(torch.tensor([history]), output_hidden_states=True).hidden_states
         hidden = torch.stack([states[i][0] for i in LAYERS], 1)[:-1]
-        wanted = plain.logits(name, hidden, history, draft.tokens[0].tolist())
-    assert float((draft.q[0, 0] - wanted[0].softmax(-1)).abs().sum()) > 1e-2
+        expected = plain.logits(name, hidden, history, draft.tokens[0].tolist())
+    assert float((draft.q[0, 0] - expected[0].softmax(-1)).abs().sum()) > 1e-2
 
 
-# -- what is said stays the same --------------------------------------------------------------------------
+# -- outputs stay the same --------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +151,8 @@ def plainly(heads_decoder: Callable, target: Any) -> Callable[[tuple], list[list
     @cache
     def output(prompts: tuple) -> list[list[int]]:
         loop = heads_decoder(target, "none", {}, "greedy", batch_size=1, max_new_tokens=12)
-        found = {r.index: r.tokens for r in loop.run([list(p) for p in prompts])}
-        return [found[i] for i in range(len(prompts))]
+        results = {r.index: r.tokens for r in loop.run([list(p) for p in prompts])}
+        return [results[i] for i in range(len(prompts))]
 
     return output
 
@@ -177,9 +177,7 @@ def test_temperature_zero_is_plain_decoding(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_text_that_was_learnt_is_accepted_whole(
-    make: Callable, trained: Callable, text: list[int], name: str
-) -> None:
+def test_text_that_was_learnt_is_accepted_whole(make: Callable, trained: Callable, text: list[int], name: str) -> None:
     """Every token of every block: steps after the first live on features of accepted tokens."""
     (response,) = make(name, "greedy", 1, model=trained(name), max_new_tokens=16).run([START])
     assert response.tokens == text[len(START) : len(START) + 16]
@@ -187,7 +185,7 @@ def test_a_text_that_was_learnt_is_accepted_whole(
 
 
 @pytest.mark.parametrize("name", ["dspark", *[pytest.param(n, marks=pytest.mark.slow) for n in ("dflash", "p-eagle")]])
-def test_samples_do_not_depend_on_the_batch_size(make: Callable, name: str) -> None:
+def test_samples_do_not_depend_on_batch_size(make: Callable, name: str) -> None:
     many = [[2 + i, 9, 9, 2 + i, 9] + [4] * (i % 4) for i in range(5)]
     outputs = [
         {r.index: r.tokens for r in make(name, "block", b, temperature=8.0, max_new_tokens=6).run(many)} for b in (1, 4)
@@ -211,7 +209,7 @@ def test_steps_without_drafts_are_made_up_for(make: Callable, plainly: Callable,
 
 
 @pytest.mark.slow
-def test_a_block_stays_inside_the_context(make: Callable) -> None:
+def test_block_stays_inside_context(make: Callable) -> None:
     for name in NAMES:
         prompts = [list(range(85)), list(range(7, 87))]
         for response in make(name, "greedy", 2, max_new_tokens=200).run(prompts):
@@ -221,12 +219,12 @@ def test_a_block_stays_inside_the_context(make: Callable) -> None:
 # -- where a draft ends -----------------------------------------------------------------------------------
 
 
-def test_the_confidence_head_ends_a_draft_before_it_draws(make: Callable, target: Any) -> None:
+def test_confidence_head_ends_draft_before_it_draws(make: Callable, target: Any) -> None:
     """Its word on a token follows from the tokens before it alone."""
     threshold = 0.5
     loop = make("dspark", "token", 3, 8.0, options={"confidence": threshold}, max_new_tokens=40)
     plain = Plain(kept(loop.drafter.head), target)
-    propose, seen = loop.drafter.propose, set()
+    propose, visited = loop.drafter.propose, set()
 
     def watched(sequences: Any, rng: Any) -> Draft:
         draft = propose(sequences, rng)
@@ -237,7 +235,7 @@ def test_the_confidence_head_ends_a_draft_before_it_draws(make: Callable, target
             output = plain.expected(hidden, history, draft.tokens[row, :n].tolist())
             assert all(x >= threshold - 1e-4 for x in output[:n])
             assert n == BLOCK or output[n] < threshold + 1e-4
-            seen.add(n)
+            visited.add(n)
         return draft
 
     loop.drafter.propose = watched
@@ -246,11 +244,11 @@ def test_the_confidence_head_ends_a_draft_before_it_draws(make: Callable, target
     for _ in range(4):
         with torch.inference_mode():
             loop.step()
-    assert len(seen) > 1
+    assert len(visited) > 1
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_policies_end_a_draft(make: Callable, plainly: Callable, trained: Callable, name: str) -> None:
+def test_policies_end_draft(make: Callable, plainly: Callable, trained: Callable, name: str) -> None:
     own = {"policy": {"name": "confidence", "threshold": 0.5}}
     prompts = tuple(map(tuple, PROMPTS))
     nodes = set()
@@ -260,8 +258,8 @@ def test_policies_end_a_draft(make: Callable, plainly: Callable, trained: Callab
     assert len(nodes) > 1
 
 
-def test_gamma_cuts_a_block(make: Callable, target: Any) -> None:
-    """The block is fed whole: fewer drafts do not change what is said of the first."""
+def test_gamma_cuts_block(make: Callable, target: Any) -> None:
+    """The whole block is fed, so shorter drafts have the same first distribution."""
     distributions = []
     for gamma in (1, 3):
         loop = make("dflash", "token", 1, 1.0, options={"gamma": gamma})

@@ -1,4 +1,4 @@
-"""The joint law of two steps with a drafter of blocks is the target's, enumerated exactly."""
+"""The joint distribution of two steps with a drafter of blocks is the target's, enumerated exactly."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +34,7 @@ def exact(tiny_model: Callable, tmp_path_factory: Any) -> Callable[[str], tuple[
     """``exact(name)``: a float64 target of three tokens, and the options of random heads for it."""
     target = tiny_model("llama", seed=3, vocab_size=V, num_hidden_layers=2, copy="blocks").double()
 
-    def made(name: str) -> tuple[Any, dict[str, Any]]:
+    def instance(name: str) -> tuple[Any, dict[str, Any]]:
         config = {
             "dflash": {**DFLASH, **SIZES, "block_size": 3, "dflash_config": {"mask_token_id": 1}},
             "dspark": {**DSPARK, **SIZES, "block_size": 2, "target_layer_ids": [0, 1], "markov_head_type": "rnn"},
@@ -48,7 +48,7 @@ def exact(tiny_model: Callable, tmp_path_factory: Any) -> Callable[[str], tuple[
         path = written(tmp_path_factory.mktemp(f"exact-{name}"), config, tensors(name))
         return target, {"model": path, "layers": LAYERS}
 
-    return made
+    return instance
 
 
 SLOW = pytest.mark.slow
@@ -70,34 +70,34 @@ SLOW = pytest.mark.slow
         pytest.param("dflash", 2, {"policy": {"name": "confidence", "threshold": 0.4}}, "token", marks=SLOW),
     ],
 )
-def test_joint_distribution_of_two_steps_is_the_targets(
+def test_joint_distribution_of_two_steps_is_targets(
     enumerate_model: Callable, exact: Callable, name: str, gamma: int, more: dict[str, Any], verifier: str
 ) -> None:
     target, options = exact(name)
     own = {**options, "gamma": gamma, **more}
-    found = enumerate_model(target, name, own, verifier, prompt=[2, 0, 1], depth=gamma)
-    assert found.tv < 1e-6  # transformers norms in float32
-    assert all(0.02 < tau < gamma for tau in found.expected_tau)
+    certificate = enumerate_model(target, name, own, verifier, prompt=[2, 0, 1], depth=gamma)
+    assert certificate.tv < 1e-6  # transformers norms in float32
+    assert all(0.02 < tau < gamma for tau in certificate.expected_tau)
 
 
-def test_uncorrected_distribution_is_not_the_sampled_one(enumerate_model: Callable, exact: Callable) -> None:
+def test_uncorrected_distribution_is_not_sampled_one(enumerate_model: Callable, exact: Callable) -> None:
     """The test above can fail: q of the block's own logits, where the tokens were drawn from the corrected ones."""
     target, options = exact("dspark")
     drafter = plugins.get("drafters", "dspark")
     propose, next_logits = drafter.propose, drafter.next_logits
 
     def propose_with_uncorrected_q(self: Any, sequences: Any, rng: Any) -> Draft:
-        held: list[Tensor] = []
-        self.next_logits = lambda logits, states: held.append(logits) or next_logits(self, logits, states)
+        length: list[Tensor] = []
+        self.next_logits = lambda logits, states: length.append(logits) or next_logits(self, logits, states)
         draft = propose(self, sequences, rng)
         if draft.q is not None:
-            draft.q = self.sampling.probs(held[-1])[:, : draft.q.shape[1]].contiguous()
+            draft.q = self.sampling.probs(length[-1])[:, : draft.q.shape[1]].contiguous()
         return draft
 
     drafter.propose = propose_with_uncorrected_q
     try:
         own = {**options, "gamma": 1}
-        found = enumerate_model(target, "dspark", own, "token", prompt=[2, 0], depth=1)
+        certificate = enumerate_model(target, "dspark", own, "token", prompt=[2, 0], depth=1)
     finally:
         drafter.propose = propose
-    assert found.tv > 1e-3
+    assert certificate.tv > 1e-3

@@ -58,23 +58,23 @@ def drafted_and_accepted(toy: Toy, threshold: float, temperature: float) -> tupl
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("threshold", [0.5, 0.6, 0.7])
 @pytest.mark.parametrize("toy", TOYS)
-def test_stopping_before_an_unsure_distribution_is_lossless(
+def test_stopping_before_unsure_distribution_is_lossless(
     toys: dict[str, Toy], toy: str, threshold: float, temperature: int
 ) -> None:
     build = make(stop="before", threshold=threshold - EDGE, temperature=temperature)
     for verifier in ("token", "block"):
-        found = certify(toys[toy], build, plugins.get("verifiers", verifier), steps=2, markov=True)
-        assert found.tv <= TOLERANCE
+        certificate = certify(toys[toy], build, plugins.get("verifiers", verifier), steps=2, markov=True)
+        assert certificate.tv <= TOLERANCE
         if verifier == "token":
             want = drafted_and_accepted(toys[toy], threshold - EDGE, temperature)[1]
-            assert found.expected_tau[0] == pytest.approx(want, abs=1e-12)
+            assert certificate.expected_tau[0] == pytest.approx(want, abs=1e-12)
 
 
 @pytest.mark.parametrize("toy", TOYS)
-def test_greedy_is_exact_after_an_early_stop(toys: dict[str, Toy], toy: str) -> None:
+def test_greedy_is_exact_after_early_stop(toys: dict[str, Toy], toy: str) -> None:
     build = make(stop="before", threshold=0.6 - EDGE)
-    found = certify(toys[toy], build, plugins.get("verifiers", "greedy"), steps=2, temperature=0, markov=True)
-    assert found.tv <= TOLERANCE
+    certificate = certify(toys[toy], build, plugins.get("verifiers", "greedy"), steps=2, temperature=0, markov=True)
+    assert certificate.tv <= TOLERANCE
 
 
 class DiscardingLength(ConfidenceLength):
@@ -102,17 +102,17 @@ class Discarding(DraftModelChain):
         ("G4", "1/6", "32/285"),
     ],
 )
-def test_throwing_a_token_away_is_not_lossless(toys: dict[str, Toy], toy: str, token: str, block: str) -> None:
+def test_throwing_token_away_is_not_lossless(toys: dict[str, Toy], toy: str, token: str, block: str) -> None:
     """A stop decision must not depend on the token: the certificate measures the exact error."""
     build = make(Discarding, stop="before", threshold=0.4 - EDGE, temperature=1)
     for verifier, tv in (("token", token), ("block", block)):
-        found = certify(toys[toy], build, plugins.get("verifiers", verifier), markov=True)
-        assert found.tv == pytest.approx(float(Fraction(tv)), abs=1e-12)
+        certificate = certify(toys[toy], build, plugins.get("verifiers", verifier), markov=True)
+        assert certificate.tv == pytest.approx(float(Fraction(tv)), abs=1e-12)
 
 
 # -- where a draft ends ---------------------------------------------------------------------------------
 
-#: Laws of a drafter over three tokens: sure after 0, not quite after 1, unsure after 2; sure at the start.
+#: Distributions of a drafter over three tokens: sure after 0, not quite after 1, unsure after 2; sure at the start.
 LAWS = [[0.8, 0.1, 0.1], [0.25, 0.5, 0.25], [0.4, 0.3, 0.3], [0.1, 0.2, 0.7]]
 
 
@@ -137,16 +137,16 @@ def propose(
     "threshold, tokens",
     [(0.75, []), (0.7, [2]), (0.45, [2]), (0.4, [2, 0, 0, 0]), (0, [2, 0, 0, 0])],
 )
-def test_where_an_argmax_draft_ends(threshold: float, tokens: list[int]) -> None:
+def test_argmax_draft_length(threshold: float, tokens: list[int]) -> None:
     """Start -> 2 (0.7) -> 0 (0.4) -> 0 (0.8) -> 0 (0.8); at temperature 0 the confidence is the model's own."""
     draft, drafter = propose(LAWS, [[3]], stop="before", threshold=threshold - EDGE * (threshold > 0), temperature=0)
     assert draft.point_mass
     assert draft.tokens[0, : int(draft.count)].tolist() == tokens
-    assert draft.width == len(tokens)  # the target is not asked about a token that nobody proposes
-    assert drafter.passes == min(len(tokens) + 1, 4)  # one look at the law that was unsure
+    assert draft.width == len(tokens)  # tokens that are not proposed are not scored
+    assert drafter.passes == min(len(tokens) + 1, 4)  # one pass for the uncertain distribution
 
 
-def test_stopping_after_keeps_the_token_that_stopping_before_leaves_out() -> None:
+def test_stopping_after_keeps_token_that_stopping_before_leaves_out() -> None:
     for stop, tokens in (("after", [2, 0]), ("before", [2])):
         draft, _ = propose(LAWS, [[3]], stop=stop, threshold=0.5, temperature=0)
         assert draft.tokens.tolist() == [tokens]
@@ -157,8 +157,8 @@ def test_rows_stop_by_themselves() -> None:
     draft, _ = propose(LAWS, [[3, 0], [3, 1], [3, 2]], stop="before", threshold=0.45, temperature=0)
     assert draft.count.tolist() == [4, 4, 0]
     assert draft.tokens[:2].tolist() == [[0] * 4, [1] * 4]
-    alone, _ = propose(LAWS, [[3, 2]], stop="before", threshold=0.45, temperature=0)
-    assert alone.width == 0 and alone.valid.shape == (1, 0)
+    separate, _ = propose(LAWS, [[3, 2]], stop="before", threshold=0.45, temperature=0)
+    assert separate.width == 0 and separate.valid.shape == (1, 0)
 
 
 def test_sampled_draft_reports_its_draft_probs() -> None:
@@ -174,14 +174,14 @@ def test_sampled_draft_reports_its_draft_probs() -> None:
     assert set(draft.count.tolist()) == {1, 2, 3, 4}
 
 
-def test_the_limit_of_a_row_holds() -> None:
+def test_limit_of_row_holds() -> None:
     draft, _ = propose(LAWS, [[3, 0]], limit=2, stop="before", threshold=0.45, temperature=0)
     assert draft.count.tolist() == [2]
     draft, _ = propose(LAWS, [[3, 0]], limit=0, stop="before", threshold=0.45, temperature=0)
     assert draft.width == 0
 
 
-def test_the_default_threshold() -> None:
+def test_default_threshold() -> None:
     def threshold(**options: Any) -> float:
         policy = Confidence(**options).make(10, 1)
         assert isinstance(policy, ConfidenceLength)
@@ -199,8 +199,8 @@ def test_the_default_threshold() -> None:
 
 
 @pytest.mark.parametrize("threshold", [0.05, 0.1])
-def test_a_batch_of_real_caches(tiny_model: Any, decoder: Callable, threshold: float) -> None:
-    """Rows stop at different depths, nodes that were fed are dropped again, and the target says what it always says."""
+def test_batch_of_real_caches(tiny_model: Any, decoder: Callable, threshold: float) -> None:
+    """Rows stop at different depths, fed nodes are dropped, and the output is unchanged."""
     target, drafting = tiny_model("llama"), tiny_model("llama", noise=0.2)
     prompts = [[5, 6, 7], [8, 9], [11, 12, 13, 14], [3], [21, 22]]
     greedy = plugins.get("verifiers", "greedy")

@@ -1,4 +1,4 @@
-"""The classifier that says when to stop: what it reads, what it was trained on, where a draft ends by it."""
+"""The stopping classifier of DISCO: features, training data, and draft lengths."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def saved(path: Path, **changes: Any) -> str:
     return str(path)
 
 
-def test_what_is_read() -> None:
+def test_tensors_read_from_checkpoint() -> None:
     """By hand: the two largest, the entropy as a share of log 4, the token's own, its place."""
     q = torch.tensor([[0.5, 0.25, 0.125, 0.125], [0.0, 1.0, 0.0, 0.0]])
-    found = features(q, torch.tensor([2, 1]), torch.tensor([0.0, 0.25]), 2)
+    result = features(q, torch.tensor([2, 1]), torch.tensor([0.0, 0.25]), 2)
     entropy = 0.5 * math.log(2) + 0.25 * math.log(4) + 0.25 * math.log(8)
     expected = [[0.5, 0.25, entropy / math.log(4), 0.125, 0.0], [1.0, 0.0, 0.0, 1.0, 0.25]]
-    torch.testing.assert_close(found, torch.tensor(expected))
+    torch.testing.assert_close(result, torch.tensor(expected))
     assert features(q, torch.tensor([0, 0]), torch.zeros(2), 6).shape == (2, 9), "there may be fewer tokens than that"
 
 
@@ -58,17 +58,17 @@ def build(checkpoint: str, **options: Any) -> Callable:
 @pytest.mark.parametrize("toy", ["T0", "G2"])
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_lossless_by_enumeration(toys: dict[str, Toy], tmp_path: Path, toy: str, rule: str) -> None:
-    found = certify(toys[toy], build(saved(tmp_path)), plugins.get("verifiers", rule), steps=2, gamma=2)
-    assert found.tv <= TOLERANCE and found.drafted
+    certificate = certify(toys[toy], build(saved(tmp_path)), plugins.get("verifiers", rule), steps=2, gamma=2)
+    assert certificate.tv <= TOLERANCE and certificate.drafted
 
 
-def test_a_classifier_that_reads_the_tokens_probability_is_a_threshold(toys: dict[str, Toy], tmp_path: Path) -> None:
+def test_classifier_that_reads_tokens_probability_is_threshold(toys: dict[str, Toy], tmp_path: Path) -> None:
     """The same drafts as ``confidence`` with that threshold, so the same E[tau]."""
     checkpoint = saved(tmp_path)
     for name in ("T0", "G1", "G2"):
         both = [
-            certify(toys[name], made, plugins.get("verifiers", "token"), steps=1, gamma=3).expected_tau
-            for made in (
+            certify(toys[name], instance, plugins.get("verifiers", "token"), steps=1, gamma=3).expected_tau
+            for instance in (
                 build(checkpoint),
                 lambda context, gamma: DraftModelChain(
                     DraftModelChain.Config(model="toy", gamma=gamma, policy={"name": "confidence", "threshold": 0.45}),
@@ -80,25 +80,23 @@ def test_a_classifier_that_reads_the_tokens_probability_is_a_threshold(toys: dic
 
 
 class Peeks(DiscoLength):
-    """Wrong on purpose: the token that it was asked about is not kept."""
+    """Deliberately wrong: drops the inspected token."""
 
     keeps_last = False
 
 
-def test_dropping_the_token_that_was_looked_at_is_caught(
-    toys: dict[str, Toy], tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_dropping_token_that_was_looked_at_is_caught(toys: dict[str, Toy], tmp_path: Path, monkeypatch: Any) -> None:
     from crossdraft.drafters.autoregressive import disco
 
     monkeypatch.setattr(disco, "DiscoLength", Peeks)
-    found = certify(toys["G2"], build(saved(tmp_path)), plugins.get("verifiers", "token"), steps=1, gamma=2)
-    assert found.tv > 1e-3
+    certificate = certify(toys["G2"], build(saved(tmp_path)), plugins.get("verifiers", "token"), steps=1, gamma=2)
+    assert certificate.tv > 1e-3
 
 
-def test_the_place_in_the_draft_counts(tmp_path: Path, tiny_model: Callable, decoder: Callable) -> None:
+def test_place_in_draft_counts(tmp_path: Path, tiny_model: Callable, decoder: Callable) -> None:
     """A classifier that reads the place alone: yes at the first two of four. Every draft has three tokens."""
     checkpoint = saved(tmp_path, weight1=[[0, 0, 0, 0, 1.0]], weight2=[-1.0], bias2=0.3)
-    seen: list[Draft] = []
+    events: list[Draft] = []
     loop = decoder(
         tiny_model("llama"),
         DraftModelChain,
@@ -108,10 +106,10 @@ def test_the_place_in_the_draft_counts(tmp_path: Path, tiny_model: Callable, dec
         drafting=tiny_model("llama", noise=0.05),
         temperature=1.0,
         max_new_tokens=20,
-        on_step=lambda event: seen.append(event.draft),
+        on_step=lambda event: events.append(event.draft),
     )
     list(loop.run([[5], [7, 8, 9]]))
-    assert {draft.width for draft in seen[:3]} == {3}
+    assert {draft.width for draft in events[:3]} == {3}
 
 
 @pytest.mark.parametrize(
@@ -125,7 +123,7 @@ def test_the_place_in_the_draft_counts(tmp_path: Path, tiny_model: Callable, dec
         ({"weight2": [float("nan")]}, "does not hold a classifier of two layers"),
     ],
 )
-def test_a_damaged_checkpoint_is_refused(tmp_path: Path, changes: Any, sentence: str) -> None:
+def test_damaged_checkpoint_is_refused(tmp_path: Path, changes: Any, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         Classifier.of("mine", {**CUT, **changes})
 
@@ -150,7 +148,7 @@ def pair(tmp_path_factory: Any) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_examples_are_drafts_up_to_the_first_rejected_token(pair: tuple[Path, Path], temperature: float) -> None:
+def test_examples_are_drafts_up_to_first_rejected_token(pair: tuple[Path, Path], temperature: float) -> None:
     """Acceptance at the first position follows from the two distributions; later tokens follow an accepted one."""
     target = load_model(str(pair[0]), dtype="float32", device="cpu")
     trainee: Any = DiscoTraining(model=str(pair[1]), gamma=3, top=4, temperature=temperature).trainee(target)
@@ -165,7 +163,7 @@ def test_examples_are_drafts_up_to_the_first_rejected_token(pair: tuple[Path, Pa
     place = (x[:, -1] * 3).round().long()
     first, second = accepted[place == 0], accepted[place == 1]
     assert len(first) == int(predicts.sum()), "a draft from every place"
-    # The fates of places are drawn once: what is behind an accepted place is what the next place says of itself.
+    # Outcomes are drawn once per position, so an accepted position's successor has the outcome of the next position.
     fates = torch.zeros_like(predicts)
     fates[predicts] = first
     behind = fates[:, :-1] & predicts[:, 1:]
@@ -179,14 +177,14 @@ def test_examples_are_drafts_up_to_the_first_rejected_token(pair: tuple[Path, Pa
     assert float(first.float().mean()) == pytest.approx(float(rate), abs=0.04 if temperature else 1e-6)
 
 
-def test_the_best_threshold_by_f1() -> None:
+def test_best_threshold_by_f1() -> None:
     """By hand: at 0.4 two of three are hits, and none is missed: 2 * 2 / (3 + 2)."""
     outputs, accepted = np.array([0.2, 0.4, 0.6, 0.8]), np.array([False, True, False, True])
     assert best_f1(outputs, accepted) == 0.4
     assert best_f1(outputs, np.array([False, False, False, True])) == 0.8
 
 
-def test_the_command(pair: tuple[Path, Path], tmp_path: Path, capsys: Any) -> None:
+def test_command(pair: tuple[Path, Path], tmp_path: Path, capsys: Any) -> None:
     target, small = map(str, pair)
     command = [
         "train",
@@ -212,15 +210,15 @@ def test_the_command(pair: tuple[Path, Path], tmp_path: Path, capsys: Any) -> No
     ]
     command += ["--epochs", "2", "--gamma", "4", "--measure", f"{target}/questions.jsonl", "--measure-limit", "2"]
     assert cli.main([*command, "--measure-tokens", "6"]) == 0
-    found = json.loads((tmp_path / "out" / "settings.json").read_text())
-    assert found["kind"] == "disco" and len(found["weight1"]) == 32 and 0 < found["threshold"] < 1
+    record = json.loads((tmp_path / "out" / "settings.json").read_text())
+    assert record["kind"] == "disco" and len(record["weight1"]) == 32 and 0 < record["threshold"] < 1
     card = (tmp_path / "out" / "README.md").read_text()
     assert "Accuracy of a drafted token" in card and "policy disco" in card
     policy = {"name": "disco", "checkpoint": str(tmp_path / "out")}
-    ask = {"temperature": 0, "max_new_tokens": 8}
-    alone = generate(target, ["w9 w12"], drafter="none", **ask)[0].tokens
+    arguments = {"temperature": 0, "max_new_tokens": 8}
+    separate = generate(target, ["w9 w12"], drafter="none", **arguments)[0].tokens
     drafter = {"name": "draft-model", "model": small, "gamma": 4, "policy": policy}
-    assert generate(target, ["w9 w12"], drafter=drafter, **ask)[0].tokens == alone
+    assert generate(target, ["w9 w12"], drafter=drafter, **arguments)[0].tokens == separate
     capsys.readouterr()
     for options, sentence in (
         (["--divergence", "tv"], "--divergence tv: must be left out"),

@@ -139,14 +139,14 @@ def load(target: Any, tensors: dict[str, Tensor], config: dict[str, Any]) -> Eag
 
 
 def built(target: Any, heads: Any = None, model: str = "head") -> Eagle:
-    given = {} if heads is None else {"load_heads": heads}
-    context = GivenContext(TransformersLM(target, 2, 64), Sampling(temperature=0), 64, target_model=target, **given)
+    arguments = {} if heads is None else {"load_heads": heads}
+    context = GivenContext(TransformersLM(target, 2, 64), Sampling(temperature=0), 64, target_model=target, **arguments)
     return Eagle(Eagle.Config(model=model), context)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @torch.inference_mode()
-def test_logits_are_those_of_a_plain_computation(target: Any, name: str) -> None:
+def test_logits_are_those_of_plain_computation(target: Any, name: str) -> None:
     tensors, config = LAYOUTS[name]
     # In double precision: these weights make logits of up to 300, of which single precision loses 1e-3 now and then.
     target, tensors = deepcopy(target).double(), {key: tensor.double() for key, tensor in tensors.items()}
@@ -156,20 +156,20 @@ def test_logits_are_those_of_a_plain_computation(target: Any, name: str) -> None
     check_pairs(drafter, tokens, hidden, logits, features, tolerance=1e-5)
 
 
-def test_the_targets_head_and_embedding_are_used_as_they_are(target: Any) -> None:
+def test_targets_head_and_embedding_are_used_as_they_are(target: Any) -> None:
     head = load(target, authors(), CONFIG).head
     assert head.embed_tokens.weight.data_ptr() == target.get_input_embeddings().weight.data_ptr()
     assert head.lm_head.weight.data_ptr() == target.get_output_embeddings().weight.data_ptr()
     assert not head.embed_tokens.weight.requires_grad and target.get_input_embeddings().weight.requires_grad
 
 
-def test_features_are_the_last_hidden_state_after_the_final_norm() -> None:
+def test_features_are_last_hidden_state_after_final_norm() -> None:
     traits = Eagle.traits(Eagle.Config(model="m"), Sampling())
     assert traits.hidden_layers == (-1,)
     assert traits.is_chain and not traits.point_mass and not traits.replayable
 
 
-def test_the_writer_writes_the_authors_layout(target: Any, tmp_path: Path) -> None:
+def test_writer_writes_authors_layout(target: Any, tmp_path: Path) -> None:
     head = load(target, authors(), CONFIG).head
     head.save(tmp_path)
     written = load_file(tmp_path / "model.safetensors")
@@ -177,8 +177,8 @@ def test_the_writer_writes_the_authors_layout(target: Any, tmp_path: Path) -> No
     assert all(torch.equal(written[key], tensor) for key, tensor in authors().items())
     raw = json.loads((tmp_path / "config.json").read_text())
     assert raw["rope_theta"] == 10000.0 and raw["bias"] is True and raw["head_dim"] == D
-    again = built(target, model=str(tmp_path)).head
-    assert all(torch.equal(again.state_dict()[key], tensor) for key, tensor in head.state_dict().items())
+    repeat = built(target, model=str(tmp_path)).head
+    assert all(torch.equal(repeat.state_dict()[key], tensor) for key, tensor in head.state_dict().items())
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_heads_that_do_not_fit_are_refused(target: Any, tensors: dict[str, Tenso
         ({"hidden_size": 36}, "they read features of width 36, but the target's have width 32"),
     ],
 )
-def test_a_config_that_does_not_fit_is_refused(target: Any, changes: dict[str, Any], sentence: str) -> None:
+def test_config_that_does_not_fit_is_refused(target: Any, changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ModelError, match=f"the heads 'head' do not load: {sentence}"):
         load(target, authors(), {**CONFIG, **changes})
 

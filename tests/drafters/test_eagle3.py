@@ -139,7 +139,7 @@ def computed(
     """``hidden [T, 3, Ht]`` -> logits ``[T, V]`` and the features fed back ``[T, H]``; nothing of the package's."""
     t = {key.replace("midlayer.", "layers.0."): tensor for key, tensor in tensors.items()}
 
-    def of(prefix: str) -> Callable[[str], Any]:
+    def getter(prefix: str) -> Callable[[str], Any]:
         return lambda name: t.get(prefix + name)
 
     hidden = torch.stack([norm(h, t[f"fc_norm.{i}.weight"]) if "fc_norm.0.weight" in t else h
@@ -147,12 +147,12 @@ def computed(
     wide = hidden.flatten(1)
     wide = norm(wide, t["input_norm.weight"]) if "input_norm.weight" in t else wide
     feature = wide @ t["fc.weight"].T
-    w, embeds = of("layers.0."), t["embed_tokens.weight"][tokens]
+    w, embeds = getter("layers.0."), t["embed_tokens.weight"][tokens]
     normed = norm(feature, w("hidden_norm.weight"))
     pair = torch.cat([norm(embeds, w("input_layernorm.weight")), normed], 1)
     out = (normed if norm_before_residual else feature) + attention(w, pair, theta, window)
     for i in range(1 + ("layers.1.input_layernorm.weight" in t)):
-        w = of(f"layers.{i}.")
+        w = getter(f"layers.{i}.")
         if i:
             out = out + attention(w, norm(out, w("input_layernorm.weight")), theta, window)
         x = norm(out, w("post_attention_layernorm.weight"))
@@ -231,14 +231,14 @@ def load(target: Any, tensors: dict[str, Tensor], config: dict[str, Any], **opti
 
 
 def built(target: Any, heads: Any = None, model: str = "head", **options: Any) -> Eagle3:
-    given = {} if heads is None else {"load_heads": heads}
-    context = GivenContext(TransformersLM(target, 2, 64), Sampling(temperature=0), 64, target_model=target, **given)
+    arguments = {} if heads is None else {"load_heads": heads}
+    context = GivenContext(TransformersLM(target, 2, 64), Sampling(temperature=0), 64, target_model=target, **arguments)
     return Eagle3(Eagle3.Config(model=model, **{"layers": LAYERS, **options}), context)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @torch.inference_mode()
-def test_logits_are_those_of_a_plain_computation(target: Any, name: str) -> None:
+def test_logits_are_those_of_plain_computation(target: Any, name: str) -> None:
     tensors, config, meaning = layouts()[name]
     drafter = load(target, tensors, config)
     tokens, hidden = [5, 90, 2, 2, 61, 7, 33, 8, 1, 9, 10], torch.randn(11, 3, TARGET_H)
@@ -256,7 +256,7 @@ def test_logits_are_those_of_a_plain_computation(target: Any, name: str) -> None
     torch.testing.assert_close(last[1], logits[1], atol=1e-4, rtol=1e-4)
 
 
-def test_what_the_heads_leave_out_is_the_targets_own_tensor(target: Any) -> None:
+def test_missing_tensors_are_shared_with_target(target: Any) -> None:
     config = {**CONFIG, "hidden_size": TARGET_H, "draft_vocab_size": V}
     head = Eagle3Head(sized(TARGET_H), target.get_input_embeddings().weight, 3 * TARGET_H)
     tensors = {k: t for k, t in head.state_dict().items() if k not in ("embed_tokens.weight", "lm_head.weight")}
@@ -266,7 +266,7 @@ def test_what_the_heads_leave_out_is_the_targets_own_tensor(target: Any) -> None
     assert not loaded.embed_tokens.weight.requires_grad and target.get_input_embeddings().weight.requires_grad
 
 
-def test_the_writer_writes_the_authors_layout(target: Any, tmp_path: Path) -> None:
+def test_writer_writes_authors_layout(target: Any, tmp_path: Path) -> None:
     head = Eagle3Head(sized(TARGET_H), target.get_input_embeddings().weight, 3 * TARGET_H, target_ids=torch.tensor(IDS))
     head.save(tmp_path, layers=(2, 3, 4))
     written = load_file(tmp_path / "model.safetensors")
@@ -277,10 +277,10 @@ def test_the_writer_writes_the_authors_layout(target: Any, tmp_path: Path) -> No
     raw = json.loads((tmp_path / "config.json").read_text())
     assert raw["rope_theta"] == 10000.0 and raw["draft_vocab_size"] == len(IDS) and raw["vocab_size"] == V
     assert raw["eagle_aux_hidden_state_layer_ids"] == [2, 3, 4]
-    again = built(target, model=str(tmp_path), layers=(2, 3, 4)).head
+    repeat = built(target, model=str(tmp_path), layers=(2, 3, 4)).head
     for key, tensor in head.state_dict().items():
-        assert torch.equal(again.state_dict()[key], tensor), key
-    assert again.target_ids is not None and again.target_ids.tolist() == IDS
+        assert torch.equal(repeat.state_dict()[key], tensor), key
+    assert repeat.target_ids is not None and repeat.target_ids.tolist() == IDS
     with pytest.raises(ValueError, match="layers cannot start with 1"):
         head.save(tmp_path, layers=(1, 2, 3))
 
@@ -289,7 +289,7 @@ def test_the_writer_writes_the_authors_layout(target: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("depth, expected", [(6, (2, 3, 3)), (7, (2, 3, 4))])
-def test_the_default_layers_are_the_authors(tiny_model: Callable, depth: int, expected: tuple[int, ...]) -> None:
+def test_default_layers_are_authors(tiny_model: Callable, depth: int, expected: tuple[int, ...]) -> None:
     """The inputs of layers 2, L // 2 and L - 3, in transformers' numbering of hidden states."""
     model = tiny_model("llama", num_hidden_layers=depth)
     traits = Eagle3.traits(Eagle3.Config(model="m"), Sampling())
@@ -301,23 +301,23 @@ def test_the_default_layers_are_the_authors(tiny_model: Callable, depth: int, ex
 
 
 @pytest.mark.parametrize(
-    "ids, config, wanted",
+    "ids, config, expected",
     [
         ([2, 3, 4], {}, "[2, 3, 4]"),
         ([1, 2, 3], {}, "[2, 3, 4]"),  # outputs of layers
         ([1, 2, 3], {"speculators_config": {}}, "[1, 2, 3]"),
     ],
 )
-def test_layers_that_the_config_names_must_be_read(
-    target: Any, ids: list[int], config: dict[str, Any], wanted: str
+def test_layers_that_config_names_must_be_read(
+    target: Any, ids: list[int], config: dict[str, Any], expected: str
 ) -> None:
     settings = {**CONFIG, **config, "eagle_aux_hidden_state_layer_ids": ids}
     with pytest.raises(ModelError) as error:
         load(target, official(), settings, layers=None)
-    assert f"they read the hidden states {wanted} of the target, not [2, 2, 1]; write layers: {wanted}" in str(
+    assert f"they read the hidden states {expected} of the target, not [2, 2, 1]; write layers: {expected}" in str(
         error.value
     )
-    load(target, official(), settings, layers=json.loads(wanted))
+    load(target, official(), settings, layers=json.loads(expected))
     load(target, official(), {**CONFIG, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 2, 1]}}, layers=None)
 
 
@@ -367,12 +367,12 @@ def test_heads_that_do_not_fit_are_refused(target: Any, tensors: dict[str, Tenso
 
 
 @pytest.mark.parametrize("key, name", [("fc_norm", "fc_norm"), ("norm_before_fc", "input_norm")])
-def test_norms_missing_from_the_weights_are_refused(target: Any, key: str, name: str) -> None:
+def test_norms_missing_from_weights_are_refused(target: Any, key: str, name: str) -> None:
     with pytest.raises(ModelError, match=rf"config.json has {key}, but the tensors {name}\.\* are missing"):
         load(target, official(), {**CONFIG, key: True})
 
 
-def test_a_config_without_sizes_is_refused(target: Any) -> None:
+def test_config_without_sizes_is_refused(target: Any) -> None:
     config = {k: v for k, v in CONFIG.items() if k != "num_attention_heads"}
     with pytest.raises(ModelError, match=r"config\.json lacks num_attention_heads"):
         load(target, official(), config)

@@ -28,7 +28,7 @@ NEW = 14
 
 @pytest.fixture(scope="module")
 def deep(tiny_model: Callable) -> Any:
-    """Five layers whose later ones say little, so that the first ones are right now and then."""
+    """Five layers whose later ones contribute little, so that early exits are sometimes accepted."""
     model = tiny_model("llama", seed=4, copy="early-exit", num_hidden_layers=5)
     with torch.no_grad():
         for layer in model.model.layers[2:]:
@@ -42,9 +42,9 @@ def decoder(model: Any, batch_size: int, temperature: float, *, drafter: Any = E
     options = {"exit_layer": 2, "gamma": 4, **loop.pop("options", {})}
     context = GivenContext(lm, sampling, 96, target_model=model)
     verifier = plugins.get("verifiers", rule or ("greedy" if temperature == 0 else "block"))
-    made = drafter(drafter.Config(**options), context)
+    early_exit = drafter(drafter.Config(**options), context)
     loop = {"max_new_tokens": NEW, "rng": CounterRng(3), "validate": "always", **loop}
-    return Decoder(lm, made, verifier(), sampling=sampling, **loop)
+    return Decoder(lm, early_exit, verifier(), sampling=sampling, **loop)
 
 
 def answers(loop: Decoder, prompts: Any = PROMPTS) -> list[list[int]]:
@@ -67,11 +67,11 @@ def plain(model: Any) -> list[list[int]]:
 )
 def test_greedy_text_is_transformers_own(deep: Any, batch_size: int, policy: Any) -> None:
     reference = plain(deep)
-    seen: list[Any] = []
-    loop = decoder(deep, batch_size, 0.0, options={"policy": policy}, on_step=seen.append)
+    events: list[Any] = []
+    loop = decoder(deep, batch_size, 0.0, options={"policy": policy}, on_step=events.append)
     assert answers(loop) == reference
-    assert any(max(event.accepted) > 0 for event in seen), "nothing was accepted, so nothing was tried"
-    assert all(event.scores.resume_matches is not None for event in seen if event.draft.width)
+    assert any(max(event.accepted) > 0 for event in events), "nothing was accepted, so nothing was tried"
+    assert all(event.scores.resume_matches is not None for event in events if event.draft.width)
 
 
 class Counted:
@@ -99,40 +99,40 @@ class Counted:
 @pytest.mark.parametrize("batch_size, temperature", [(1, 0.0), (3, 1.0)])
 def test_every_layer_is_run_once_for_every_token(deep: Any, batch_size: int, temperature: float) -> None:
     """Counted: of a step the first layers see root and draft once, in drafting or after it, and so do the others."""
-    seen: list[Any] = []
+    events: list[Any] = []
     # Prompts that share a pass are padded, and padding would be counted.
-    loop = decoder(deep, batch_size, temperature, on_step=seen.append, prefill_tokens=0)
+    loop = decoder(deep, batch_size, temperature, on_step=events.append, prefill_tokens=0)
     counted = Counted(deep)
     try:
         answers(loop, PROMPTS[:batch_size])
     finally:
         counted.close()
     prefill = sum(len(prompt) - 1 for prompt in PROMPTS[:batch_size])
-    steps = sum(batch_size * (1 + event.draft.width) for event in seen)
-    assert any(event.draft.width == 4 for event in seen)
+    steps = sum(batch_size * (1 + event.draft.width) for event in events)
+    assert any(event.draft.width == 4 for event in events)
     assert counted.tokens == Counter(dict.fromkeys(range(5), prefill + steps))
     # The head: a pass a drafted token, one over the whole draft, none for what the first layers were lacking. Prefill
     # keeps the logits of one token.
-    drafting = sum(batch_size * event.draft.width for event in seen)
+    drafting = sum(batch_size * event.draft.width for event in events)
     assert counted.heads == steps + drafting + sum(len(prompt) > 1 for prompt in PROMPTS[:batch_size])
 
 
-def test_without_taking_up_the_first_layers_run_twice(deep: Any, monkeypatch: Any) -> None:
+def test_without_taking_up_first_layers_run_twice(deep: Any, monkeypatch: Any) -> None:
     """Control for the previous test: without sharing it fails."""
     monkeypatch.setattr(layer_subset, "_can_split", lambda model, shared: False)
-    seen: list[Any] = []
-    loop = decoder(deep, 1, 0.0, on_step=seen.append)
+    events: list[Any] = []
+    loop = decoder(deep, 1, 0.0, on_step=events.append)
     counted = Counted(deep)
     try:
-        found = answers(loop, PROMPTS[:1])
+        responses = answers(loop, PROMPTS[:1])
     finally:
         counted.close()
-    assert found == plain(deep)[:1], "and the text is the same"
+    assert responses == plain(deep)[:1], "and the text is the same"
     assert counted.tokens[0] == counted.tokens[1] > counted.tokens[2] == counted.tokens[4]
-    assert counted.tokens[0] - counted.tokens[4] == sum(event.draft.width for event in seen)
+    assert counted.tokens[0] - counted.tokens[4] == sum(event.draft.width for event in events)
 
 
-def test_keys_and_values_are_those_of_a_pass_of_the_whole_model(deep: Any) -> None:
+def test_keys_and_values_are_those_of_pass_of_whole_model(deep: Any) -> None:
     """In every layer, for everything that was committed."""
     loop = decoder(deep, 2, 1.0, max_new_tokens=40)
     for row in range(2):
@@ -140,14 +140,14 @@ def test_keys_and_values_are_those_of_a_pass_of_the_whole_model(deep: Any) -> No
     for _ in range(4):
         loop.step()
     for row, history in enumerate(loop.sequences.history):
-        alone = TransformersLM(deep, 1, 96)
-        alone.start(0, history)
-        held = loop.target.lengths[row]
-        assert held == len(history) - 1 > len(PROMPTS[row + 1]) + 3
-        for ours, other in zip(loop.target.cache.layers, alone.cache.layers, strict=True):
+        separate = TransformersLM(deep, 1, 96)
+        separate.start(0, history)
+        length = loop.target.lengths[row]
+        assert length == len(history) - 1 > len(PROMPTS[row + 1]) + 3
+        for ours, other in zip(loop.target.cache.layers, separate.cache.layers, strict=True):
             for name in ("keys", "values"):
                 torch.testing.assert_close(
-                    getattr(ours, name)[row, :, :held], getattr(other, name)[0, :, :held], atol=2e-4, rtol=2e-4
+                    getattr(ours, name)[row, :, :length], getattr(other, name)[0, :, :length], atol=2e-4, rtol=2e-4
                 )
 
 
@@ -166,14 +166,14 @@ class Liar(EarlyExit):
 
 
 @pytest.mark.parametrize("validate", ["always", "never"])
-def test_a_fork_that_was_fed_other_tokens_is_found(deep: Any, validate: str) -> None:
-    """In every step, validated or not: otherwise the target would say what nobody asked it."""
+def test_fork_that_was_fed_other_tokens_is_found(deep: Any, validate: str) -> None:
+    """Checked in every step, validated or not: otherwise the target would score other tokens."""
     loop = decoder(deep, 2, 0.0, drafter=Liar, validate=validate)
     with pytest.raises(ContractError, match="drafter 'liar' drafted other tokens than it fed to a fork in slot 0"):
         answers(loop)
 
 
-def test_begun_is_for_chains(deep: Any) -> None:
+def test_resume_from_needs_chain(deep: Any) -> None:
     class Tree(EarlyExit):
         name = "begun-tree"
 
@@ -193,14 +193,14 @@ OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "opt"
 def test_other_architectures(tiny_model: Callable, family: str) -> None:
     model = tiny_model(family, copy="early-exit")
     reference = tiny_model(family, copy="reference")
-    seen: list[Any] = []
-    loop = decoder(model, 3, 0.0, options={"exit_layer": 1, "gamma": 3}, on_step=seen.append)
+    events: list[Any] = []
+    loop = decoder(model, 3, 0.0, options={"exit_layer": 1, "gamma": 3}, on_step=events.append)
     assert answers(loop) == plain(reference)
-    assert all(event.scores.resume_matches is not None for event in seen if event.draft.width)
+    assert all(event.scores.resume_matches is not None for event in events if event.draft.width)
 
 
-def test_a_model_that_hands_on_more_than_hidden_states_is_run_whole(deep: Any, tiny_model: Callable) -> None:
-    """Tried once a model: its last layer adds what the first one said, so it cannot go on from the second."""
+def test_model_that_hands_on_more_than_hidden_states_is_run_whole(deep: Any, tiny_model: Callable) -> None:
+    """Tried once per model: its last layer adds the first layer's output, so it cannot resume after the second."""
     model = tiny_model("llama", seed=6, copy="residual", num_hidden_layers=3)
     first, last = model.model.layers[0], model.model.layers[2]
     kept: list[Any] = []
@@ -209,12 +209,12 @@ def test_a_model_that_hands_on_more_than_hidden_states_is_run_whole(deep: Any, t
     assert not layer_subset._can_split(model, 1) and layer_subset._can_split(deep, 2)
 
 
-def test_an_exit_that_leaves_no_layer_is_refused(deep: Any) -> None:
+def test_exit_that_leaves_no_layer_is_refused(deep: Any) -> None:
     with pytest.raises(ModelError, match="exit_layer is 5, but '' has 5 layers"):
         decoder(deep, 1, 0.0, options={"exit_layer": 5})
 
 
-def test_the_default_is_a_quarter(tiny_model: Callable) -> None:
+def test_default_is_quarter(tiny_model: Callable) -> None:
     model = tiny_model("llama", seed=5, copy="eight", num_hidden_layers=8)
     assert decoder(model, 1, 0.0, options={"exit_layer": None}).drafter.model.lm.model.config.num_hidden_layers == 8
     fork = decoder(model, 1, 0.0, options={"exit_layer": None}).drafter.model.lm
@@ -226,12 +226,12 @@ RULES = [pytest.param(name, marks=pytest.mark.slow) for name in ("token", "sampl
 
 @pytest.mark.parametrize("verifier", ["block", "greedy-block", *RULES])
 def test_with_every_kind_of_rule(tmp_path: Any, verifier: str) -> None:
-    """Greedy block verification asks for the law after a draft that is cut short, which the fork is fed for, too."""
+    """Greedy block verification needs the distribution after a shortened draft, so the fork is fed its last token."""
     target = crossdraft.load_model(save_model(tmp_path / "target", layers=4), dtype="float32", device="cpu")
-    ask = {"max_new_tokens": 11, "temperature": 1.0, "seed": 5, "verifier": verifier}
+    arguments = {"max_new_tokens": 11, "temperature": 1.0, "seed": 5, "verifier": verifier}
     drafter = {"name": "early-exit", "exit_layer": 2, "gamma": 3}
     one, three = (
-        crossdraft.generate(target, ["w5 w6 w7", "w9", "w20 w21 w20 w21"], drafter=drafter, batch_size=b, **ask)
+        crossdraft.generate(target, ["w5 w6 w7", "w9", "w20 w21 w20 w21"], drafter=drafter, batch_size=b, **arguments)
         for b in (1, 3)
     )
     assert [r.tokens for r in one] == [r.tokens for r in three]

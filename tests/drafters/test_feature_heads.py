@@ -83,7 +83,7 @@ def plain(heads_decoder: Callable, target: Any) -> dict[int, list[int]]:
     "name, draft",
     [("eagle3", "chain"), ("eagle3", "branching"), ("eagle3", "dynamic"), ("eagle", "chain"), ("mtp", "chain")],
 )
-def test_a_text_that_was_learnt_is_accepted_whole(make: Callable, text: list[int], name: str, draft: str) -> None:
+def test_text_that_was_learnt_is_accepted_whole(make: Callable, text: list[int], name: str, draft: str) -> None:
     """Every draft token of every step: steps after the first live on features that were fed again."""
     (response,) = make(name, draft, "greedy", 1, max_new_tokens=24).run([START])
     assert response.tokens == text[len(START) : len(START) + 24]
@@ -91,7 +91,7 @@ def test_a_text_that_was_learnt_is_accepted_whole(make: Callable, text: list[int
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_slip_by_one_feature_is_seen(make: Callable, name: str) -> None:
+def test_slip_by_one_feature_is_seen(make: Callable, name: str) -> None:
     """The test above can fail: with the token's own feature in place of the one before it, less is accepted."""
     loop = make(name, "chain", "greedy", 1, max_new_tokens=24)
     fuse = loop.drafter.head.fuse
@@ -112,7 +112,7 @@ def test_a_slip_by_one_feature_is_seen(make: Callable, name: str) -> None:
         ("mtp", "chain"),
     ],
 )
-def test_draft_probs_match_a_fresh_head(make: Callable, target: Any, name: str, kind: str) -> None:
+def test_draft_probs_match_fresh_head(make: Callable, target: Any, name: str, kind: str) -> None:
     """After steps of accepted and rejected drafts, from the target's features of a pass over the whole sequence.
 
     A stale or misplaced key, a feature of the head's own that stayed, or a feature of the wrong node shows up here.
@@ -173,7 +173,7 @@ def test_draft_probs_match_a_fresh_head(make: Callable, target: Any, name: str, 
     assert loop.drafter.passes == 3 * 3  # one pass to catch up and one for each level but the last
 
 
-# -- what is said stays the same --------------------------------------------------------------------------
+# -- outputs stay the same --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ MANY = tuple([2 + i, 9, 9, 2 + i, 9] + [4] * (i % 4) for i in range(5))
         ("mtp", "chain", "token"),
     ],
 )
-def test_samples_do_not_depend_on_the_batch_size(make: Callable, name: str, draft: str, verifier: str) -> None:
+def test_samples_do_not_depend_on_batch_size(make: Callable, name: str, draft: str, verifier: str) -> None:
     outputs = [
         {r.index: r.tokens for r in make(name, draft, verifier, b, temperature=1.0, max_new_tokens=6).run(MANY)}
         for b in (1, 4)
@@ -233,14 +233,14 @@ def test_samples_do_not_depend_on_the_batch_size(make: Callable, name: str, draf
 
 
 @pytest.mark.parametrize("draft", ["chain", "branching", "dynamic"])
-def test_a_draft_stays_inside_the_context(make: Callable, target: Any, draft: str) -> None:
+def test_draft_stays_inside_context(make: Callable, target: Any, draft: str) -> None:
     prompts = [list(range(85)), list(range(7, 87))]
     for response in make("eagle3", draft, "greedy", 2, max_new_tokens=200).run(prompts):
         assert response.finish_reason == "length"
         assert len(prompts[response.index]) + len(response.tokens) == 96
 
 
-def test_a_sequence_of_one_token_drafts_from_its_second_step_on(make: Callable) -> None:
+def test_sequence_of_one_token_drafts_from_its_second_step_on(make: Callable) -> None:
     (response,) = make("eagle3", "chain", "greedy", 1).run([[5]])
     assert [r.nodes for r in response.steps[:3]] == [0, GAMMA, GAMMA]
 
@@ -251,7 +251,7 @@ def test_no_draft_costs_no_pass(make: Callable, plain: dict[int, list[int]]) -> 
     assert loop.drafter.passes == 0
 
 
-def test_a_slot_is_used_again(make: Callable, plain: dict[int, list[int]]) -> None:
+def test_slot_is_used_again(make: Callable, plain: dict[int, list[int]]) -> None:
     """Features and keys of the last sequence must not reach the next one, also where it was ended early."""
     stop = plain[1][2]
     loop = make("eagle3", "chain", "greedy", 1, eos=[stop])
@@ -261,7 +261,7 @@ def test_a_slot_is_used_again(make: Callable, plain: dict[int, list[int]]) -> No
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_heads_follow_the_targets_dtype_but_positions_stay_exact(
+def test_heads_follow_targets_dtype_but_positions_stay_exact(
     heads_decoder: Callable, tiny_model: Callable, trained: Callable, name: str
 ) -> None:
     low = tiny_model("llama", seed=2, num_hidden_layers=4, copy="bfloat16")
@@ -277,7 +277,7 @@ def test_heads_follow_the_targets_dtype_but_positions_stay_exact(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_heads_leave_a_target_of_mixed_precision_as_it_is(
+def test_heads_leave_target_of_mixed_precision_as_it_is(
     heads_decoder: Callable, tiny_model: Callable, trained: Callable, name: str
 ) -> None:
     mixed = tiny_model("llama", seed=2, num_hidden_layers=4, copy="mixed")
@@ -313,7 +313,7 @@ def test_config_errors_are_sentences(options: dict[str, Any], sentence: str) -> 
         plugins.get("drafters", "eagle").Config(model="m", **options)
 
 
-def test_a_target_without_features_is_an_error(trained: Callable, target: Any) -> None:
+def test_target_without_features_is_error(trained: Callable, target: Any) -> None:
     cls, slots = plugins.get("drafters", "mtp"), TransformersLM(target, 1, 64)
     with pytest.raises(
         ModelError, match=r"drafter 'mtp' reads the features of its target .* is not a transformers model"
@@ -326,14 +326,14 @@ def test_a_target_without_features_is_an_error(trained: Callable, target: Any) -
         drafter.start(0, [1, 2, 3], None)
 
 
-def test_nan_in_the_heads_is_an_error(heads_decoder: Callable, trained: Callable, target: Any, tmp_path: Path) -> None:
+def test_nan_in_heads_is_error(heads_decoder: Callable, trained: Callable, target: Any, tmp_path: Path) -> None:
     def broken(name: str) -> Any:
         checkpoint = load_checkpoint(name)
         checkpoint.tensors["fc.bias"][3] = torch.nan
         return checkpoint
 
     loop = heads_decoder(target, "eagle", {"model": trained("eagle")}, "greedy", batch_size=2, load_heads=broken)
-    # The first row has no feature yet and drafts nothing: what its logits are is no concern of anybody's.
+    # The first row has no feature yet and drafts nothing: its logits are ignored.
     sentence = "drafter 'eagle' produced NaN or infinite logits for prompt 1 at position 3; try dtype float32"
     with pytest.raises(NumericalError, match=sentence):
         list(loop.run([[3], [1, 2, 3]]))

@@ -1,4 +1,4 @@
-"""The joint law of two steps with heads over features is the target's, enumerated exactly."""
+"""The joint distribution of two steps with heads over features is the target's, enumerated exactly."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ def exact(tiny_model: Callable, tmp_path_factory: Any) -> Callable[[str], tuple[
     """``exact(name)``: a float64 target of three tokens, and the options of a random head for it."""
     target = tiny_model("llama", seed=3, vocab_size=3, num_hidden_layers=4, copy="exact", **EXACT).double()
 
-    def made(name: str) -> tuple[Any, dict[str, Any]]:
+    def instance(name: str) -> tuple[Any, dict[str, Any]]:
         torch.manual_seed(5)
         head = make_head(name, target, torch.tensor([0, 2]), {**EXACT, "num_hidden_layers": 1})
         with torch.no_grad():
@@ -29,7 +29,7 @@ def exact(tiny_model: Callable, tmp_path_factory: Any) -> Callable[[str], tuple[
         head.save(path)
         return target, {"model": str(path)} | ({"layers": LAYERS} if name == "eagle3" else {})
 
-    return made
+    return instance
 
 
 @pytest.mark.parametrize(
@@ -44,13 +44,13 @@ def exact(tiny_model: Callable, tmp_path_factory: Any) -> Callable[[str], tuple[
         ("eagle3", {"tree": "dynamic", "depth": 2, "top_k": 2, "nodes": 4}, "traversal", 2),
     ],
 )
-def test_joint_distribution_of_two_steps_is_the_targets(
+def test_joint_distribution_of_two_steps_is_targets(
     enumerate_model: Callable, exact: Callable, name: str, draft: dict[str, Any], verifier: str, depth: int
 ) -> None:
     target, options = exact(name)
-    found = enumerate_model(target, name, {**options, **draft}, verifier, prompt=[2, 0, 1], depth=depth)
-    assert found.tv < 1e-6  # transformers norms in float32
-    assert all(0.05 < tau < depth for tau in found.expected_tau)
+    certificate = enumerate_model(target, name, {**options, **draft}, verifier, prompt=[2, 0, 1], depth=depth)
+    assert certificate.tv < 1e-6  # transformers norms in float32
+    assert all(0.05 < tau < depth for tau in certificate.expected_tau)
 
 
 def test_certificate_detects_unsampled_distribution(enumerate_model: Callable, exact: Callable) -> None:
@@ -67,7 +67,7 @@ def test_certificate_detects_unsampled_distribution(enumerate_model: Callable, e
 
     eagle3.propose = dishonest
     try:
-        found = enumerate_model(target, "eagle3", {**options, "gamma": 1}, "token", prompt=[2, 0], depth=1)
+        certificate = enumerate_model(target, "eagle3", {**options, "gamma": 1}, "token", prompt=[2, 0], depth=1)
     finally:
         eagle3.propose = honest
-    assert found.tv > 1e-3
+    assert certificate.tv > 1e-3

@@ -55,7 +55,7 @@ def expected(response: Response, start: int, most: int) -> list[int]:
     return lengths
 
 
-def test_a_perfect_drafter_drafts_ever_more(responses: Callable[..., list[Response]]) -> None:
+def test_perfect_drafter_drafts_ever_more(responses: Callable[..., list[Response]]) -> None:
     for response in responses(Greedy, 0.0, 3):
         assert [r.nodes for r in response.steps] == [5, 7, 9, 11, 3]  # the last for want of tokens to draft
     for response in responses(Greedy, 0.0, 3, gamma=3):  # the first draft is no longer than gamma either
@@ -66,25 +66,23 @@ def test_a_perfect_drafter_drafts_ever_more(responses: Callable[..., list[Respon
 
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_each_sequence_has_its_own_length(
-    responses: Callable[..., list[Response]], batch_size: int, temperature: float
-) -> None:
-    seen = set()
+def test_lengths_per_sequence(responses: Callable[..., list[Response]], batch_size: int, temperature: float) -> None:
+    visited = set()
     for response in responses(Token, 0.02, batch_size, temperature, start_length=3, gamma=6):
         lengths = [r.nodes for r in response.steps]
         assert lengths == expected(response, 3, 6)
-        seen |= set(lengths)
-    assert {1, 2, 3, 5} <= seen, "the drafter must be right at times and wrong at times"
+        visited |= set(lengths)
+    assert {1, 2, 3, 5} <= visited, "the drafter must be right at times and wrong at times"
 
 
-def test_the_output_is_the_target_s(decoder: Callable, tiny_model: Callable, responses: Callable) -> None:
+def test_output_is_target_s(decoder: Callable, tiny_model: Callable, responses: Callable) -> None:
     plain = decoder(tiny_model("llama"), NoDrafter, {}, Greedy, batch_size=2, max_new_tokens=NEW)
     outputs = {response.index: response.tokens for response in plain.run(PROMPTS)}
     for response in responses(Greedy, 0.02, 2):
         assert response.tokens == outputs[response.index]
 
 
-def test_a_rule_that_needs_a_fixed_length_refuses_it() -> None:
+def test_rule_that_needs_fixed_length_refuses_it() -> None:
     sampling = Sampling(temperature=1)
     config = DraftModelChain.Config.model_validate({"model": "m", "gamma": 20, "policy": "heuristic"})
     traits = DraftModelChain.traits(config, sampling)
@@ -103,7 +101,7 @@ def test_a_rule_that_needs_a_fixed_length_refuses_it() -> None:
     assert outputs["token"] is None and outputs["block"] is None
 
 
-def test_a_first_draft_longer_than_any_is_refused() -> None:
+def test_first_draft_longer_than_any_is_refused() -> None:
     with pytest.raises(ValidationError, match=r"start_length \(9\) is more than gamma \(8\)"):
         DraftModelChain.Config.model_validate(
             {"model": "m", "gamma": 8, "policy": {"name": "heuristic", "start_length": 9}}

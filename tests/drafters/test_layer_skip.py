@@ -28,7 +28,7 @@ NEW = 14
 
 @pytest.fixture(scope="module")
 def deep(tiny_model: Callable) -> Any:
-    """Five layers of which two say little."""
+    """Five layers of which two contribute little."""
     model = tiny_model("llama", seed=4, copy="layer-skip", num_hidden_layers=5)
     with torch.no_grad():
         for layer in model.model.layers[2:4]:
@@ -40,10 +40,10 @@ def deep(tiny_model: Callable) -> Any:
 def decoder(model: Any, options: Any, batch_size: int = 1, temperature: float = 0.0, **loop: Any) -> Decoder:
     lm, sampling = TransformersLM(model, batch_size, 96), Sampling(temperature=temperature)
     context = GivenContext(lm, sampling, 96, target_model=model)
-    made = LayerSkip(LayerSkip.Config(**{"gamma": 4, **options}), context)
+    layer_skip = LayerSkip(LayerSkip.Config(**{"gamma": 4, **options}), context)
     rule = plugins.get("verifiers", "greedy" if temperature == 0 else "block")
     loop = {"max_new_tokens": NEW, "rng": CounterRng(3), "validate": "always", **loop}
-    return Decoder(lm, made, rule(), sampling=sampling, **loop)
+    return Decoder(lm, layer_skip, rule(), sampling=sampling, **loop)
 
 
 @pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 8])
@@ -57,14 +57,14 @@ def decoder(model: Any, options: Any, batch_size: int = 1, temperature: float = 
 )
 def test_greedy_text_is_transformers_own(deep: Any, batch_size: int, options: Any) -> None:
     expected = generated(deep, PROMPTS, NEW)
-    seen: list[Any] = []
-    loop = decoder(deep, options, batch_size, on_step=seen.append)
-    found = [r.tokens for r in sorted(loop.run(PROMPTS), key=lambda response: response.index)]
-    assert found == expected
-    taken = [event.scores.resume_matches is not None for event in seen if event.draft.width]
-    assert set(taken) == {options["skip_attention"][0] > 0}, "layers before the first that is left out are taken up"
+    events: list[Any] = []
+    loop = decoder(deep, options, batch_size, on_step=events.append)
+    results = [r.tokens for r in sorted(loop.run(PROMPTS), key=lambda response: response.index)]
+    assert results == expected
+    used = [event.scores.resume_matches is not None for event in events if event.draft.width]
+    assert set(used) == {options["skip_attention"][0] > 0}, "layers before the first that is left out are taken up"
     if options["skip_mlp"]:
-        assert any(max(event.accepted) for event in seen)
+        assert any(max(event.accepted) for event in events)
 
 
 class Without(nn.Module):
@@ -83,7 +83,7 @@ OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gpt-
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt2", *OTHERS])
-def test_fork_matches_a_model_without_the_skipped_parts(tiny_model: Callable, family: str) -> None:
+def test_fork_matches_model_without_skipped_parts(tiny_model: Callable, family: str) -> None:
     """Against a copy of the model whose own modules were exchanged, run by transformers without a cache of ours."""
     lm = TransformersLM(tiny_model(family, copy="forked"), 1, 64)
     other = tiny_model(family, copy="spoilt")
@@ -131,21 +131,21 @@ def test_options_that_do_not_fit(options: Any, sentence: str) -> None:
         LayerSkip.Config(**options)
 
 
-def test_layers_that_there_are_not(deep: Any) -> None:
+def test_invalid_layers_raise(deep: Any) -> None:
     with pytest.raises(ModelError, match="skips part of layer 5, but '' has layers 0 to 4"):
         decoder(deep, {"skip_attention": [1, 5]})
     with pytest.raises(ModelError, match="skips every layer"):
         decoder(deep, {"skip_attention": range(5), "skip_mlp": range(5)})
 
 
-def test_a_checkpoint_is_what_was_found(deep: Any, tmp_path: Path) -> None:
+def test_checkpoint_holds_search_result(deep: Any, tmp_path: Path) -> None:
     facts = {"kind": "layer-skip", "layers": 5, "skip_attention": [2], "skip_mlp": [2, 3], "speed_up": 1.2}
     (tmp_path / "settings.json").write_text(json.dumps(facts))
     texts = []
     for options in ({"checkpoint": str(tmp_path)}, {"skip_attention": [2], "skip_mlp": [2, 3]}):
         loop = decoder(deep, options, 2, 1.0)
-        found = sorted(loop.run(PROMPTS), key=lambda response: response.index)
-        texts.append([(r.tokens, [x.tau for x in r.steps]) for r in found])
+        responses = sorted(loop.run(PROMPTS), key=lambda response: response.index)
+        texts.append([(r.tokens, [x.tau for x in r.steps]) for r in responses])
     assert texts[0] == texts[1]
 
 
@@ -161,7 +161,7 @@ def test_a_checkpoint_is_what_was_found(deep: Any, tmp_path: Path) -> None:
         (None, "cannot read the settings"),
     ],
 )
-def test_a_checkpoint_of_something_else_is_refused(deep: Any, tmp_path: Path, text: str | None, sentence: str) -> None:
+def test_checkpoint_of_something_else_is_refused(deep: Any, tmp_path: Path, text: str | None, sentence: str) -> None:
     if text is not None:
         (tmp_path / "settings.json").write_text(text)
     with pytest.raises(UsageError, match=sentence):

@@ -27,11 +27,11 @@ def policy(**options: Any) -> LearntThresholdLength:
 
 def step_of(length: LearntThresholdLength, probabilities: list[list[float]], taus: list[int]) -> None:
     """A step in which token i of each row had ``probabilities[row][i]``, most of them drafted."""
-    wanted = length.draft_lengths([4] * len(taus), len(taus))
+    expected = length.draft_lengths([4] * len(taus), len(taus))
     for column in zip(*probabilities, strict=True):
         q = torch.tensor([[p, 1 - p] for p in column], dtype=torch.float64)
         length.should_continue(q.log(), q, torch.zeros(len(taus), dtype=torch.long))
-    length.observe(taus, wanted)
+    length.observe(taus, expected)
 
 
 def test_by_hand() -> None:
@@ -39,7 +39,7 @@ def test_by_hand() -> None:
     length = policy()
     step_of(length, [[0.9, 0.8, 0.6]], [2])  # the third was rejected
     assert length.threshold == 0.4, "three tokens are too few"
-    step_of(length, [[0.5, 0.55, 0.9]], [1])  # behind the first that is rejected nothing was judged: not the 0.9
+    step_of(length, [[0.5, 0.55, 0.9]], [1])  # tokens after the first rejection do not count: not the 0.9
     assert length.threshold == 0.4, "five are still too few"
     step_of(length, [[0.45, 0.42]], [1])
     assert length.threshold == 0.45
@@ -51,15 +51,15 @@ def test_by_hand() -> None:
 
 
 def test_accepted_last_token_counts_only_as_accepted() -> None:
-    """A row that stopped after its first token, which was accepted, says nothing of what was drawn behind it."""
+    """If a row's only token was accepted, no later token of the row is counted."""
     length = policy()
     step_of(length, [[0.3, 0.9], [0.8, 0.2]], [1, 2])
     assert list(length._judged) == [(0.3, True), (0.8, True), (0.2, True)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.booleans()), min_size=2, max_size=40))
-def test_the_best_threshold_is_the_best_of_all(judged: list[tuple[int, bool]]) -> None:
-    probabilities, matches = np.array([p / 20 for p, _ in judged]), np.array([m for _, m in judged])
+def test_best_threshold_is_best_of_all(outcomes: list[tuple[int, bool]]) -> None:
+    probabilities, matches = np.array([p / 20 for p, _ in outcomes]), np.array([m for _, m in outcomes])
     if matches.all() or not matches.any():
         return
 
@@ -67,17 +67,17 @@ def test_the_best_threshold_is_the_best_of_all(judged: list[tuple[int, bool]]) -
         above = probabilities >= cut
         return (above & ~matches).sum() / (~matches).sum() + 3 * (1 - (above & matches).sum() / matches.sum())
 
-    found = best_threshold(probabilities, matches)
-    assert found in probabilities
-    assert all(cost(found) <= cost(cut) + 1e-12 for cut in np.linspace(0, 1.01, 102))
+    result = best_threshold(probabilities, matches)
+    assert result in probabilities
+    assert all(cost(result) <= cost(cut) + 1e-12 for cut in np.linspace(0, 1.01, 102))
 
 
 @given(st.data())
 def test_as_scikit_learn_has_it(data: Any) -> None:
-    """The rule of transformers reads the curve of scikit-learn, where that is installed."""
+    """The rule of transformers reads the curve of scikit-learn, if installed."""
     metrics = pytest.importorskip("sklearn.metrics")
-    judged = data.draw(st.lists(st.tuples(st.integers(0, 20), st.booleans()), min_size=6, max_size=40))
-    probabilities, matches = np.array([p / 20 for p, _ in judged]), np.array([m for _, m in judged])
+    outcomes = data.draw(st.lists(st.tuples(st.integers(0, 20), st.booleans()), min_size=6, max_size=40))
+    probabilities, matches = np.array([p / 20 for p, _ in outcomes]), np.array([m for _, m in outcomes])
     if matches.all() or not matches.any():
         return
     fpr, tpr, thresholds = metrics.roc_curve(matches, probabilities)
@@ -85,7 +85,7 @@ def test_as_scikit_learn_has_it(data: Any) -> None:
     assert best_threshold(probabilities, matches) == pytest.approx(thresholds[np.argmin(costs)])
 
 
-def test_only_the_last_tokens_count() -> None:
+def test_only_last_tokens_count() -> None:
     length = policy(window=10)
     for _ in range(30):
         step_of(length, [[0.9, 0.1]], [1])
@@ -104,8 +104,8 @@ def test_lossless_while_it_learns(toys: dict[str, Toy], toy: str, rule: str, mon
 
     monkeypatch.setattr(learnt_threshold, "ENOUGH", 1)
     options = build(policy={"name": "learnt-threshold", "threshold": 0.45})
-    found = certify(toys[toy], options, plugins.get("verifiers", rule), steps=2, gamma=[2, 2])
-    assert found.tv <= TOLERANCE and found.drafted
+    certificate = certify(toys[toy], options, plugins.get("verifiers", rule), steps=2, gamma=[2, 2])
+    assert certificate.tv <= TOLERANCE and certificate.drafted
 
 
 class Peeks(LearntThresholdLength):
@@ -114,7 +114,7 @@ class Peeks(LearntThresholdLength):
     keeps_last = False
 
 
-def test_dropping_the_token_that_was_looked_at_is_caught(toys: dict[str, Toy], monkeypatch: Any) -> None:
+def test_dropping_token_that_was_looked_at_is_caught(toys: dict[str, Toy], monkeypatch: Any) -> None:
     from crossdraft.drafters.autoregressive import learnt_threshold
 
     monkeypatch.setattr(learnt_threshold, "LearntThresholdLength", Peeks)
@@ -122,23 +122,23 @@ def test_dropping_the_token_that_was_looked_at_is_caught(toys: dict[str, Toy], m
     assert certify(toys["G2"], options, plugins.get("verifiers", "token"), steps=1, gamma=2).tv > 1e-3
 
 
-def test_what_was_learnt_is_kept_across_prompts(tiny_model: Callable, decoder: Callable) -> None:
+def test_threshold_persists_across_prompts(tiny_model: Callable, decoder: Callable) -> None:
     loop = decoder(
         tiny_model("llama"), DraftModelChain, {"model": "noisy", "gamma": 5, "policy": "learnt-threshold"},
         plugins.get("verifiers", "token"), batch_size=2, drafting=tiny_model("llama", noise=0.05), temperature=1.0,
         max_new_tokens=20,
     )  # fmt: skip
     list(loop.run([[5], [7, 8, 9]]))
-    learnt = loop.drafter.policy.threshold
-    assert learnt != 0.4
+    threshold = loop.drafter.policy.threshold
+    assert threshold != 0.4
     loop.start(0, [5, 6])
-    assert loop.drafter.policy.threshold == learnt
+    assert loop.drafter.policy.threshold == threshold
     loop.abandon()
     loop.drafter.reset()
     assert loop.drafter.policy.threshold == 0.4
 
 
-def test_who_remembers_follows_from_the_policy() -> None:
+def test_remembers_depends_on_policy() -> None:
     for name, remembers, adapts in (
         ("static", False, False),
         ("confidence", False, False),
@@ -154,9 +154,9 @@ def test_who_remembers_follows_from_the_policy() -> None:
 # -- batch-size ----------------------------------------------------------------------------------------------
 
 
-def test_the_length_follows_from_the_sequences_there_are(tiny_model: Callable, decoder: Callable) -> None:
+def test_length_depends_on_occupied_slots(tiny_model: Callable, decoder: Callable) -> None:
     """Three slots; prompts run out, so that two and then one sequence are left, and drafts grow longer."""
-    seen: list[tuple[int, int]] = []
+    events: list[tuple[int, int]] = []
     loop = decoder(
         tiny_model("llama"),
         DraftModelChain,
@@ -164,22 +164,22 @@ def test_the_length_follows_from_the_sequences_there_are(tiny_model: Callable, d
         plugins.get("verifiers", "greedy"),
         batch_size=3,
         drafting=tiny_model("llama", noise=0.05),
-        on_step=lambda event: seen.append((sum(p is not None for p in event.prompts), event.draft.width)),
+        on_step=lambda event: events.append((sum(p is not None for p in event.prompts), event.draft.width)),
     )
     for row, most in enumerate((3, 9, 30)):
         loop.start(row, [5 + row, 7], row, row, most=most)
     while loop.occupied:
         loop.step()
-    assert {rows for rows, _ in seen} == {1, 2, 3}
+    assert {rows for rows, _ in events} == {1, 2, 3}
     most = {1: 4, 2: 1, 3: 0}
-    assert all(width <= most[rows] for rows, width in seen)
-    assert all(any(width == most[rows] for n, width in seen if n == rows) for rows in most)
+    assert all(width <= most[rows] for rows, width in events)
+    assert all(any(width == most[rows] for n, width in events if n == rows) for rows in most)
 
 
-def test_before_the_schedule_gamma_holds() -> None:
-    made = DraftModelChain.Config(model="m", gamma=6, policy={"name": "batch-size", "lengths": [[4, 2]]}).lengths(8)
-    assert [made.draft_lengths([9], rows) for rows in (1, 3, 4, 8)] == [[6], [6], [2], [2]]
-    assert made.draft_lengths([1], 1) == [1]
+def test_before_schedule_gamma_holds() -> None:
+    policy = DraftModelChain.Config(model="m", gamma=6, policy={"name": "batch-size", "lengths": [[4, 2]]}).lengths(8)
+    assert [policy.draft_lengths([9], rows) for rows in (1, 3, 4, 8)] == [[6], [6], [2], [2]]
+    assert policy.draft_lengths([1], 1) == [1]
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_invalid_schedule_is_refused(lengths: Any, sentence: str) -> None:
 
 
 def test_lossless_by_enumeration(toys: dict[str, Toy]) -> None:
-    """One path at a time, because paths are no sequences side by side."""
+    """One path at a time, because paths are not separate sequences."""
     options = build(policy={"name": "batch-size", "lengths": [[1, 1], [2, 2]]})
     for rule in ("token", "block"):
         assert certify(toys["T0"], options, plugins.get("verifiers", rule), steps=2, gamma=2).tv <= TOLERANCE

@@ -29,10 +29,10 @@ def decoder(
     model: Any, drafter: Any, batch_size: int, temperature: float = 0.0, options: Any = (), **loop: Any
 ) -> Decoder:
     lm, sampling = TransformersLM(model, batch_size, 160), Sampling(temperature=temperature)
-    made = drafter(drafter.Config(**dict(options)), GivenContext(lm, sampling, 160))
+    drafter_ = drafter(drafter.Config(**dict(options)), GivenContext(lm, sampling, 160))
     rule = plugins.get("verifiers", "greedy" if temperature == 0 else "sample-match")
     loop = {"max_new_tokens": NEW, "rng": CounterRng(3), "validate": "always", **loop}
-    return Decoder(lm, made, rule(), sampling=sampling, **loop)
+    return Decoder(lm, drafter_, rule(), sampling=sampling, **loop)
 
 
 def answers(loop: Decoder) -> list[list[int]]:
@@ -63,16 +63,16 @@ CASES = [
 def test_greedy_text_is_transformers_own(
     repeating: Any, expected: Any, drafter: Any, options: Any, batch_size: int
 ) -> None:
-    seen: list[Any] = []
-    assert answers(decoder(repeating, drafter, batch_size, options=options, on_step=seen.append)) == expected
-    assert any(max(event.accepted) > 0 for event in seen), "no guess came true, so nothing was tried"
+    events: list[Any] = []
+    assert answers(decoder(repeating, drafter, batch_size, options=options, on_step=events.append)) == expected
+    assert any(max(event.accepted) > 0 for event in events), "no guess came true, so nothing was tried"
 
 
 # -- jacobi --------------------------------------------------------------------------------------------------
 
 
-def test_a_pass_is_a_step_of_the_jacobi_iteration(repeating: Any) -> None:
-    """The next guess is what the model says after the last one, by passes without a cache."""
+def test_pass_is_step_of_jacobi_iteration(repeating: Any) -> None:
+    """The next guess equals the model's output after the last one, computed without a cache."""
     loop = decoder(repeating, Jacobi, 1, options={"gamma": 5})
     loop.start(0, PROMPTS[1])
     guess = [PROMPTS[1][-1]] * 5
@@ -92,7 +92,7 @@ def test_a_pass_is_a_step_of_the_jacobi_iteration(repeating: Any) -> None:
 # -- lookahead -----------------------------------------------------------------------------------------------
 
 
-def test_window_matches_the_model(repeating: Any) -> None:
+def test_window_matches_model(repeating: Any) -> None:
     """A token of row r and column c follows row 0 up to c and the later rows of c: passes of plain texts, no cache."""
     loop = decoder(repeating, Lookahead, 2, options={"window": 3, "ngram": 4, "guesses": 3})
     for row in range(2):
@@ -117,7 +117,7 @@ def guesses(**options: Any) -> Guesses:
     return Guesses(**{"prompt": [1, 2], "window": 2, "ngram": 3, "guesses": 2, "from_prompt": False, **options})
 
 
-def test_ngrams_enter_the_pool_after_the_target_output_them() -> None:
+def test_ngrams_enter_pool_after_target_output_them() -> None:
     """N-gram of a column: its first token, the outputs since, and the new one."""
     own = guesses()
     first = own.rows[0][0]
@@ -134,7 +134,7 @@ def test_ngrams_enter_the_pool_after_the_target_output_them() -> None:
     assert first in (1, 2)
 
 
-def test_the_pool_keeps_the_latest_and_drafts_them_as_a_tree() -> None:
+def test_pool_keeps_latest_and_drafts_them_as_tree() -> None:
     own = guesses(guesses=3)
     for ngram in ((7, 1, 2), (7, 1, 3), (7, 4, 4), (7, 1, 2), (7, 5, 6)):
         own.learn(ngram)
@@ -145,12 +145,12 @@ def test_the_pool_keeps_the_latest_and_drafts_them_as_a_tree() -> None:
     assert own.tree(7, 1) == ([1, 5], [-1, -1]) and own.tree(7, 0) == ([], []) == own.tree(8, 2)
 
 
-def test_the_prompts_own_ngrams() -> None:
+def test_prompts_own_ngrams() -> None:
     own = guesses(prompt=[1, 2, 3, 1, 2, 4], from_prompt=True)
     assert own.pool == {1: {(2, 3): None, (2, 4): None}, 2: {(3, 1): None}, 3: {(1, 2): None}}
 
 
-def test_initial_window_depends_only_on_the_prompt() -> None:
+def test_initial_window_depends_only_on_prompt() -> None:
     long = {"prompt": list(range(50)), "window": 6}
     assert guesses(**long).rows == guesses(**long).rows != guesses(**{**long, "prompt": list(range(1, 51))}).rows
 
@@ -164,12 +164,12 @@ def test_lossless_with_every_rule_that_fits(toys: dict[str, Toy], toy: str, name
     drafter = plugins.get("drafters", name)
     rules = ["token", "block"] if name == "jacobi" else ["sample-match", "specinfer", "traversal"]
     for rule in rules:
-        found = certify(
+        certificate = certify(
             toys[toy], lambda context, _: drafter(drafter.Config(**options), context), plugins.get("verifiers", rule),
             steps=3, gamma=[1, 1, 1],
         )  # fmt: skip
-        assert found.tv <= TOLERANCE
-        assert found.drafted or name == "lookahead", "with n-grams of three tokens there may be none so early"
+        assert certificate.tv <= TOLERANCE
+        assert certificate.drafted or name == "lookahead", "with n-grams of three tokens there may be none so early"
 
 
 def test_probes_are_counted_as_target_rows(repeating: Any) -> None:

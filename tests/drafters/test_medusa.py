@@ -1,4 +1,4 @@
-"""Medusa heads: what they draft when they were trained, and that they change nothing of what is said."""
+"""Medusa heads: drafts of trained heads, and unchanged output."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -28,14 +28,14 @@ def train(target: Any, sequences: Sequence[Sequence[int]], heads: int, skip: int
     """Heads that know what comes after every position of ``sequences``, except each ``skip``-th one."""
     torch.manual_seed(0)
     module = MedusaHeads(H, heads, lm_head=target.get_output_embeddings(), **options)
-    hidden, wanted = [], []
+    hidden, expected = [], []
     for tokens in sequences:
         features = hidden_of(target, tokens).clone()  # out of inference mode
         for t in range(len(tokens) - 1 - heads):
             if not skip or t % skip:
                 hidden.append(features[t])
-                wanted.append(tokens[t + 2 : t + 2 + heads])
-    x, y = torch.stack(hidden), torch.tensor(wanted).t()
+                expected.append(tokens[t + 2 : t + 2 + heads])
+    x, y = torch.stack(hidden), torch.tensor(expected).t()
     optimiser = torch.optim.Adam(module.parameters(), lr=0.02)
     for _ in range(150):
         loss = functional.cross_entropy(module(x).flatten(0, 1), y.flatten())
@@ -66,7 +66,7 @@ def trained(tiny_model: Callable, plain: list[list[int]], tmp_path_factory: pyte
 def test_overfit_heads_accept_everything(
     tiny_model: Callable, heads_decoder: Callable, plain: list[list[int]], tmp_path: Path, gamma: int
 ) -> None:
-    """Only if head i at position t is asked for token t + 2 + i, in the first step and in every later one."""
+    """Head i at position t predicts token t + 2 + i, in the first step and in every later one."""
     target, text = tiny_model("llama"), [*PROMPTS[1], *plain[1]]
     save_heads(tmp_path, train(target, [text], gamma), {})
     loop = heads_decoder(
@@ -115,7 +115,7 @@ def test_temperature_zero_is_plain_decoding(
         assert (response.steps[0].nodes == 0) == (len(PROMPTS[response.index]) == 1)
 
 
-def test_through_the_generate_of_transformers(tiny_model: Callable, plain: list[list[int]], trained: str) -> None:
+def test_through_generate_of_transformers(tiny_model: Callable, plain: list[list[int]], trained: str) -> None:
     """Builder of the target's slots and heads from the drafter's request."""
     ids = torch.tensor([PROMPTS[1]])
     drafter = {"name": "medusa", "model": trained, "choices": TREE}
@@ -126,9 +126,7 @@ def test_through_the_generate_of_transformers(tiny_model: Callable, plain: list[
 
 
 @pytest.mark.parametrize("label", ["chain", "choices"])
-def test_the_heads_are_right_now_and_then(
-    tiny_model: Callable, heads_decoder: Callable, trained: str, label: str
-) -> None:
+def test_heads_are_right_now_and_then(tiny_model: Callable, heads_decoder: Callable, trained: str, label: str) -> None:
     """Otherwise the tests here would see only acceptance, or only rejection."""
     options = {"model": trained, **{**CHAINS, **TREES_TRIED}[label]}
     loop = heads_decoder(tiny_model("llama"), "medusa", options, "greedy", batch_size=3, max_new_tokens=NEW)
@@ -136,21 +134,21 @@ def test_the_heads_are_right_now_and_then(
 
 
 @pytest.mark.parametrize("sampled", [True, False], ids=["chain", "tree"])
-def test_drafts_match_a_fresh_model(tiny_model: Callable, heads_decoder: Callable, trained: str, sampled: bool) -> None:
+def test_drafts_match_fresh_model(tiny_model: Callable, heads_decoder: Callable, trained: str, sampled: bool) -> None:
     """After steps of accepted and rejected branches, and in slots that changed hands; 3 prompts in 2 slots."""
     target, sampling = tiny_model("llama"), Sampling(temperature=1 if sampled else 0, top_k=20)
     options = {"model": trained} if sampled else {"model": trained, "choices": TREE}
     loop = heads_decoder(
         target, "medusa", options, "block" if sampled else "greedy", batch_size=2, sampling=sampling, max_new_tokens=NEW
     )
-    heads, made, checked = loop.drafter.heads, loop.drafter.propose, set()
+    heads, propose, checked = loop.drafter.heads, loop.drafter.propose, set()
 
     @cache
     def distributions(tokens: tuple[int, ...]) -> Tensor:
         return heads(hidden_of(tiny_model("llama", copy="fresh"), tokens)[-2])
 
     def watched(sequences: Any, rng: Any) -> Draft:
-        draft = made(sequences, rng)
+        draft = propose(sequences, rng)
         for row, history in enumerate(sequences.history):
             if len(history) < 2 or not sequences.limit[row]:
                 assert not draft.valid[row].any()
@@ -175,10 +173,8 @@ def test_drafts_match_a_fresh_model(tiny_model: Callable, heads_decoder: Callabl
     assert len(checked) >= len(PROMPTS)
 
 
-def test_the_features_are_what_the_head_reads(
-    family: str, tiny_model: Callable, heads_decoder: Callable, tmp_path: Path
-) -> None:
-    """New heads without a projection say what the target said one position earlier, in every architecture."""
+def test_features_are_head_inputs(family: str, tiny_model: Callable, heads_decoder: Callable, tmp_path: Path) -> None:
+    """New heads without a projection repeat the target's previous prediction, for every architecture."""
     target = tiny_model(family)
     save_heads(tmp_path, MedusaHeads(H, 1, lm_head=target.get_output_embeddings()), {})
     sampling = Sampling(temperature=1)
@@ -207,7 +203,7 @@ MANY = tuple([2 + i, 9, 9, 2 + i, 9][: 1 + i % 5] + [4 + i] * (i % 4) for i in r
         ({"nodes": 7}, "traversal"),
     ],
 )
-def test_samples_do_not_depend_on_the_batch_size(
+def test_samples_do_not_depend_on_batch_size(
     tiny_model: Callable, heads_decoder: Callable, trained: str, options: dict[str, Any], verifier: str
 ) -> None:
     def sampled(batch_size: int) -> dict[int, list[int]]:
@@ -223,12 +219,12 @@ def test_samples_do_not_depend_on_the_batch_size(
         )
         return {r.index: r.tokens for r in loop.run(MANY)}
 
-    alone = sampled(1)
-    assert sampled(4) == alone
-    assert len({tuple(tokens) for tokens in alone.values()}) == len(MANY)
+    separate = sampled(1)
+    assert sampled(4) == separate
+    assert len({tuple(tokens) for tokens in separate.values()}) == len(MANY)
 
 
-def test_a_draft_stays_inside_the_context(tiny_model: Callable, heads_decoder: Callable, tmp_path: Path) -> None:
+def test_draft_stays_inside_context(tiny_model: Callable, heads_decoder: Callable, tmp_path: Path) -> None:
     small = tiny_model("gpt2", context=20)
     save_heads(tmp_path, MedusaHeads(H, 3, lm_head=small.get_output_embeddings()), {})
     for shape in ({}, {"choices": TREE}):
@@ -268,10 +264,10 @@ def exact_heads(model: Any, ids: Sequence[int] | None = None) -> Callable[[str],
         ({"branching": [3, 1]}, "specinfer", [2, 0, 3]),
     ],
 )
-def test_output_follows_the_target_distribution(
+def test_output_follows_target_distribution(
     enumerate_model: Callable, exact_model: Any, options: dict[str, Any], verifier: str, ids: list[int] | None
 ) -> None:
-    found = enumerate_model(
+    certificate = enumerate_model(
         exact_model,
         "medusa",
         {"model": "random", **options},
@@ -280,15 +276,15 @@ def test_output_follows_the_target_distribution(
         depth=2,
         load_heads=exact_heads(exact_model, ids),
     )
-    assert found.tv <= 1e-9
-    assert all(0.2 < tau < 1.9 for tau in found.expected_tau)
+    assert certificate.tv <= 1e-9
+    assert all(0.2 < tau < 1.9 for tau in certificate.expected_tau)
 
 
 @pytest.mark.parametrize("verifier", ["token", "block"])
-def test_warped_distributions_and_a_prompt_of_one_token(
+def test_warped_distributions_and_prompt_of_one_token(
     enumerate_model: Callable, exact_model: Any, verifier: str
 ) -> None:
-    found = enumerate_model(
+    certificate = enumerate_model(
         exact_model,
         "medusa",
         {"model": "random"},
@@ -298,11 +294,11 @@ def test_warped_distributions_and_a_prompt_of_one_token(
         sampling=Sampling(temperature=0.7, top_k=3, top_p=0.9),
         load_heads=exact_heads(exact_model),
     )
-    assert found.tv <= 1e-9
-    assert found.expected_tau[0] == 0 < found.expected_tau[1]
+    assert certificate.tv <= 1e-9
+    assert certificate.expected_tau[0] == 0 < certificate.expected_tau[1]
 
 
-def test_unsampled_distribution_fails_the_certificate(
+def test_unsampled_distribution_fails_certificate(
     enumerate_model: Callable, exact_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only a real enumeration detects head distributions in the wrong order."""
@@ -316,10 +312,10 @@ def test_unsampled_distribution_fails_the_certificate(
 
     monkeypatch.setattr(Medusa, "propose", swapped)
     heads = exact_heads(exact_model)
-    found = enumerate_model(
+    certificate = enumerate_model(
         exact_model, "medusa", {"model": "x"}, "token", prompt=[1, 3, 0], depth=2, steps=1, load_heads=heads
     )
-    assert found.tv > 0.01
+    assert certificate.tv > 0.01
 
 
 # -- configuration --------------------------------------------------------------------------------------
@@ -342,7 +338,7 @@ def test_unsampled_distribution_fails_the_certificate(
         ({"nodes": 4}, {"medusa_accuracies": [[1.5]]}, ModelError, "must be a list per head of numbers from 0 to 1"),
     ],
 )
-def test_a_shape_that_the_heads_cannot_fill_is_refused(
+def test_shape_that_heads_cannot_fill_is_refused(
     tiny_model: Callable,
     heads_decoder: Callable,
     tmp_path: Path,
@@ -358,7 +354,7 @@ def test_a_shape_that_the_heads_cannot_fill_is_refused(
 
 
 @pytest.mark.parametrize("options", [{"gamma": 0}, {"choices": []}, {"branching": []}])
-def test_nothing_to_draft_is_plain_decoding(
+def test_empty_drafts_are_plain_decoding(
     tiny_model: Callable, heads_decoder: Callable, plain: list[list[int]], trained: str, options: dict[str, Any]
 ) -> None:
     loop = heads_decoder(

@@ -19,7 +19,7 @@ from crossdraft.framework.errors import ModelError, NumericalError
 
 
 @pytest.mark.parametrize("name, pickled", [*product(LAYOUTS, [False]), ("v0.1", True), ("vLLM, token map", True)])
-def test_every_layout_gives_the_logits_of_a_hand_computation(
+def test_every_layout_gives_logits_of_hand_computation(
     tiny_model: Callable, heads_decoder: Callable, tmp_path: Path, name: str, pickled: bool
 ) -> None:
     target = tiny_model("llama")
@@ -35,7 +35,7 @@ def test_every_layout_gives_the_logits_of_a_hand_computation(
 
 
 @pytest.mark.parametrize("name", ["v0.1, fewer ids than the target", "vLLM, token map"])
-def test_point_masses_are_ids_of_the_target(
+def test_point_masses_are_ids_of_target(
     tiny_model: Callable, heads_decoder: Callable, tmp_path: Path, name: str
 ) -> None:
     target = tiny_model("llama")
@@ -50,7 +50,7 @@ def test_point_masses_are_ids_of_the_target(
 
 
 def damaged() -> Iterator[Any]:
-    """A layout, what happens to its tensors and config, and the sentence that says so."""
+    """A layout, the damage to its tensors and config, and the error message."""
 
     def case(name: str, sentence: str, change: Callable[[dict, dict], Any], **options: Any) -> Any:
         return pytest.param(name, change, options, sentence, id=sentence)
@@ -134,7 +134,7 @@ def damaged() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("name, change, options, sentence", list(damaged()))
-def test_what_does_not_fit_is_refused(
+def test_mismatched_heads_raise(
     tiny_model: Callable,
     heads_decoder: Callable,
     tmp_path: Path,
@@ -158,7 +158,7 @@ class Payload:
         return (pytest.fail, ("the pickle was run",))
 
 
-def test_a_pickle_of_objects_is_refused(tiny_model: Callable, heads_decoder: Callable, tmp_path: Path) -> None:
+def test_pickle_of_objects_is_refused(tiny_model: Callable, heads_decoder: Callable, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     torch.save({**Weights().v01(), "x": Payload()}, tmp_path / "medusa_lm_head.pt", pickle_module=pickle)
     with pytest.raises(ModelError, match="is a pickle of more than tensors"):
@@ -166,10 +166,10 @@ def test_a_pickle_of_objects_is_refused(tiny_model: Callable, heads_decoder: Cal
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3])
-def test_user_can_override_a_wrong_head_count(
+def test_user_can_override_wrong_head_count(
     tiny_model: Callable, heads_decoder: Callable, tmp_path: Path, heads: int
 ) -> None:
-    """As in the first uploads, whose config says 2 and whose file holds 5."""
+    """As in the first uploads, whose config states 2 heads and whose file holds 5."""
     options = {"model": write(tmp_path, Weights().v01(), {**MEDUSA, "medusa_num_heads": 7}), "heads": heads}
     loop = heads_decoder(tiny_model("llama"), "medusa", options, "greedy", batch_size=1)
     loop.start(0, PROMPTS[1])
@@ -179,7 +179,7 @@ def test_user_can_override_a_wrong_head_count(
 # -- the module, and what is written --------------------------------------------------------------------
 
 
-def test_new_heads_are_the_targets_head(tiny_model: Callable) -> None:
+def test_new_heads_are_targets_head(tiny_model: Callable) -> None:
     head = tiny_model("llama").get_output_embeddings()
     heads, x = MedusaHeads(H, 2, layers=2, lm_head=head), torch.randn(5, H)
     torch.testing.assert_close(heads(x), head(x).expand(2, -1, -1))
@@ -190,7 +190,7 @@ def test_new_heads_are_the_targets_head(tiny_model: Callable) -> None:
 
 
 @pytest.mark.parametrize("own", [{}, {"vocab_size": V}, {"vocab_size": V, "one_projection": True}])
-def test_what_is_saved_is_what_is_read(
+def test_saved_heads_round_trip(
     tiny_model: Callable, heads_decoder: Callable, tmp_path: Path, own: dict[str, Any]
 ) -> None:
     target = tiny_model("llama")

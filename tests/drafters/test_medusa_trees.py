@@ -16,7 +16,7 @@ from crossdraft.framework.contracts.sampling import Sampling
 # -- trees ----------------------------------------------------------------------------------------------
 
 
-def test_the_published_tree() -> None:
+def test_published_tree() -> None:
     tree = TREES["mc_sim_7b_63"]
     assert len(set(tree)) == len(tree) == 63
     assert [sum(len(path) == depth for path in tree) for depth in (1, 2, 3, 4)] == [10, 28, 23, 2]
@@ -25,7 +25,7 @@ def test_the_published_tree() -> None:
 
 
 @pytest.mark.parametrize("nodes", range(1, 15))
-def test_the_best_tree_has_the_most_accepted_tokens(nodes: int) -> None:
+def test_best_tree_has_most_accepted_tokens(nodes: int) -> None:
     """Expected accepted tokens, the sum of the paths' probabilities: of all trees that size none has more."""
     accuracies = [[0.5, 0.1, 0.3], [0.6, 0.3], [0.25, 0.5]]
 
@@ -35,22 +35,22 @@ def test_the_best_tree_has_the_most_accepted_tokens(nodes: int) -> None:
             out *= accuracies[depth][rank]
         return out
 
-    every = [path for depth in (1, 2, 3) for path in product(*(range(len(a)) for a in accuracies[:depth]))]
-    found = best_tree(accuracies, nodes)
-    assert len(found) == len(set(found)) == nodes
-    assert all(not path[:-1] or path[:-1] in found for path in found)
+    paths = [path for depth in (1, 2, 3) for path in product(*(range(len(a)) for a in accuracies[:depth]))]
+    result = best_tree(accuracies, nodes)
+    assert len(result) == len(set(result)) == nodes
+    assert all(not path[:-1] or path[:-1] in result for path in result)
     # A parent is never worth less than its child, so the most valuable paths are a tree, and no tree has more.
-    most = sum(sorted(map(value, every), reverse=True)[:nodes])
-    assert sum(map(value, found)) == pytest.approx(most)
+    most = sum(sorted(map(value, paths), reverse=True)[:nodes])
+    assert sum(map(value, result)) == pytest.approx(most)
 
 
-def test_the_best_tree_leaves_out_what_is_never_right() -> None:
+def test_best_tree_omits_useless_nodes() -> None:
     assert best_tree([[0.5, 0.0], [0.4]], 10) == ((0,), (0, 0))
     assert best_tree([[0.0], [0.4]], 10) == ()
     assert best_tree([[0.5, 0.5], [1.0]], 2) == ((0,), (1,))  # of equals the shorter comes first
 
 
-def test_a_tree_of_the_published_size(tiny_model: Callable, heads_decoder: Callable, tmp_path: Path) -> None:
+def test_tree_of_published_size(tiny_model: Callable, heads_decoder: Callable, tmp_path: Path) -> None:
     target = tiny_model("llama")
     save_heads(tmp_path, MedusaHeads(H, 5, lm_head=target.get_output_embeddings()), {})
     options = {"model": str(tmp_path), "choices": "mc_sim_7b_63"}
@@ -88,11 +88,11 @@ def test_config_errors_are_sentences(options: dict[str, Any], sentence: str) -> 
         Medusa.Config(model="m", **options)
 
 
-def test_what_it_drafts_is_known_before_anything_is_loaded() -> None:
+def test_traits_need_no_weights() -> None:
     def traits(temperature: float = 1, **options: Any) -> tuple:
-        found = Medusa.traits(Medusa.Config(model="nowhere", **options), Sampling(temperature=temperature))
-        assert found.hidden_layers == (-1,) and not found.replayable
-        return found.kind and found.kind.name, found.point_mass, found.nodes
+        result = Medusa.traits(Medusa.Config(model="nowhere", **options), Sampling(temperature=temperature))
+        assert result.hidden_layers == (-1,) and not result.replayable
+        return result.kind and result.kind.name, result.point_mass, result.nodes
 
     assert traits() == ("chain", False, 16)
     assert traits(gamma=3) == ("chain", False, 3)

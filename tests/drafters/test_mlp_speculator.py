@@ -1,4 +1,4 @@
-"""MLP speculators: published names, what they compute, and that they change nothing that is said."""
+"""MLP speculators: published tensor names, computation, and unchanged output."""
 
 import math
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def plain(t: dict[str, Tensor], config: dict[str, Any], hidden: Tensor, tokens: 
     def rms(x: Tensor) -> Tensor:
         return x / (x.square().mean() + 1e-6).sqrt()
 
-    def of(name: str, stage: int, what: str = "weight") -> Tensor:
+    def getter(name: str, stage: int, what: str = "weight") -> Tensor:
         own = f"speculator.{name}.{stage}.{what}"
         return t[own] if own in t else t[f"speculator.{name}.{1 if name == 'proj' else 0}.{what}"]
 
@@ -56,9 +56,9 @@ def plain(t: dict[str, Tensor], config: dict[str, Any], hidden: Tensor, tokens: 
     kept = 0.5 ** (0.5 / STAGES)
     a = math.sqrt((1 - kept**2) * (INNER / 2)) / kept
     for i, token in enumerate(tokens):
-        y = rms(of("proj", i) @ state + a * of("emb", i)[token]) * of("ln", i) + of("ln", i, "bias")
+        y = rms(getter("proj", i) @ state + a * getter("emb", i)[token]) * getter("ln", i) + getter("ln", i, "bias")
         state = y * 0.5 * (1 + torch.erf(y / math.sqrt(2)))
-        out.append(of("head", i) @ state)
+        out.append(getter("head", i) @ state)
     return out
 
 
@@ -68,14 +68,14 @@ def target(tiny_model: Callable) -> Any:
 
 
 @pytest.mark.parametrize(
-    "given, change", [(tensors, {}), (tensors, {"scale_input": False}), (tied, {"tie_weights": True})]
+    "tensors_of, change", [(tensors, {}), (tensors, {"scale_input": False}), (tied, {"tie_weights": True})]
 )
-def test_draft_probs_match_a_plain_computation(
-    heads_decoder: Callable, target: Any, tmp_path: Path, given: Callable, change: dict[str, Any]
+def test_draft_probs_match_plain_computation(
+    heads_decoder: Callable, target: Any, tmp_path: Path, tensors_of: Callable, change: dict[str, Any]
 ) -> None:
-    """Over steps of any fate, each token told the ones before it."""
+    """Over steps with any outcome; each token is conditioned on the earlier ones."""
     config = {**CONFIG, **change}
-    model, temperature = written(tmp_path / "speculator", config, given()), 8.0
+    model, temperature = written(tmp_path / "speculator", config, tensors_of()), 8.0
     loop = heads_decoder(
         target, "mlp-speculator", {"model": model}, "token",
         batch_size=3, sampling=Sampling(temperature=temperature), max_new_tokens=40,
@@ -92,7 +92,7 @@ def test_draft_probs_match_a_plain_computation(
                 continue
             states = target(torch.tensor([history]), output_hidden_states=True).hidden_states
             inputs = [history[-1], *draft.tokens[row, : n - 1].tolist()]
-            for i, logits in enumerate(plain(given(), config, states[-1][0, -2], inputs)):
+            for i, logits in enumerate(plain(tensors_of(), config, states[-1][0, -2], inputs)):
                 probs = (logits / temperature).softmax(-1)
                 torch.testing.assert_close(draft.q[row, i], probs, atol=1e-5, rtol=1e-3)
                 checked += 1
@@ -116,23 +116,23 @@ def test_temperature_zero_is_plain_decoding(
 
 
 @pytest.mark.parametrize("gamma", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_joint_distribution_of_two_steps_is_the_targets(
+def test_joint_distribution_of_two_steps_is_targets(
     enumerate_model: Callable, tiny_model: Callable, tmp_path: Path, gamma: int
 ) -> None:
     exact = tiny_model("llama", seed=3, vocab_size=3, num_hidden_layers=2, copy="blocks").double()
     torch.manual_seed(5)
-    given = {}
+    arguments = {}
     for i in range(2):
-        given |= {f"emb.{i}.weight": random(3, 6), f"head.{i}.weight": 3 * random(3, 6), f"ln.{i}.bias": random(6)}
-        given |= {f"proj.{i}.weight": random(6, 6 if i else 32), f"ln.{i}.weight": 1 + random(6)}
-    model = written(tmp_path / "speculator", {"n_predict": 2}, given)
+        arguments |= {f"emb.{i}.weight": random(3, 6), f"head.{i}.weight": 3 * random(3, 6), f"ln.{i}.bias": random(6)}
+        arguments |= {f"proj.{i}.weight": random(6, 6 if i else 32), f"ln.{i}.weight": 1 + random(6)}
+    model = written(tmp_path / "speculator", {"n_predict": 2}, arguments)
     own = {"model": model, "gamma": gamma}
-    found = enumerate_model(exact, "mlp-speculator", own, "token", prompt=[2, 0, 1], depth=gamma)
-    assert found.tv < 1e-6 and all(0.02 < tau < gamma for tau in found.expected_tau)
+    certificate = enumerate_model(exact, "mlp-speculator", own, "token", prompt=[2, 0, 1], depth=gamma)
+    assert certificate.tv < 1e-6 and all(0.02 < tau < gamma for tau in certificate.expected_tau)
 
 
 @pytest.mark.parametrize(
-    "given, config, options, sentence",
+    "stored, config, options, sentence",
     [
         ({k: t for k, t in tensors().items() if "ln.1.bias" not in k}, CONFIG, {}, r"missing ln.1.bias \[20\]"),
         ({**tensors(), "speculator.cell.weight": random(2)}, CONFIG, {}, r"unexpected cell.weight \[2\]"),
@@ -148,9 +148,9 @@ def test_joint_distribution_of_two_steps_is_the_targets(
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(target: Any, given: Any, config: Any, options: Any, sentence: str) -> None:
+def test_mismatched_heads_raise(target: Any, stored: Any, config: Any, options: Any, sentence: str) -> None:
     def heads(name: str) -> Checkpoint:
-        return Checkpoint(name, Path("somewhere"), config, dict(given), "somewhere", "")
+        return Checkpoint(name, Path("somewhere"), config, dict(stored), "somewhere", "")
 
     context = GivenContext(TransformersLM(target, 1, 64), Sampling(), 64, target_model=target, load_heads=heads)
     with pytest.raises(ModelError, match=sentence):

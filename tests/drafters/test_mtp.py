@@ -65,7 +65,7 @@ def deepseek(target: Any) -> dict[str, Tensor]:
 
 
 def whole(target: Any, module: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The target's own checkpoint with the module in it, and a second module that nobody asked for."""
+    """The target's checkpoint with the MTP module, and a second, unused module."""
     second = {key.replace("layers.2.", "layers.3.").replace("mtp.layers.0.", "mtp.layers.1."): t + 1
               for key, t in module.items() if "layers" in key}  # fmt: skip
     return {**target.state_dict(), **second, **module}
@@ -102,15 +102,15 @@ def built(target: Any, tensors: dict[str, Tensor] | None = None, model: str = "m
         assert tensors is not None
         return Checkpoint(name, Path("somewhere"), {}, dict(tensors), "somewhere", "")
 
-    given = {} if tensors is None else {"load_heads": heads}
-    context = GivenContext(TransformersLM(target, 2, 64), Sampling(temperature=0), 64, target_model=target, **given)
+    arguments = {} if tensors is None else {"load_heads": heads}
+    context = GivenContext(TransformersLM(target, 2, 64), Sampling(temperature=0), 64, target_model=target, **arguments)
     return Mtp(Mtp.Config(model=model), context)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
-def test_logits_are_those_of_a_plain_computation(target: Callable, family: str, name: str) -> None:
+def test_logits_are_those_of_plain_computation(target: Callable, family: str, name: str) -> None:
     model = target(family)
     drafter = built(model, LAYOUTS[name](model))
     tokens, hidden = [5, 90, 2, 2, 61, 7, 33, 8, 1, 9, 10], torch.randn(11, 1, H)
@@ -118,19 +118,19 @@ def test_logits_are_those_of_a_plain_computation(target: Callable, family: str, 
     check_pairs(drafter, tokens, hidden, logits, features)
 
 
-def test_the_targets_head_and_embedding_are_used_as_they_are(target: Callable) -> None:
+def test_targets_head_and_embedding_are_used_as_they_are(target: Callable) -> None:
     model = target("llama")
     head = built(model, qwen(model)).head
     assert head.embed_tokens.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
     assert head.lm_head.weight.data_ptr() == model.get_output_embeddings().weight.data_ptr()
 
 
-def test_features_are_the_last_hidden_state_after_the_final_norm() -> None:
+def test_features_are_last_hidden_state_after_final_norm() -> None:
     traits = Mtp.traits(Mtp.Config(model="m"), Sampling())
     assert traits.hidden_layers == (-1,) and traits.is_chain and not traits.replayable
 
 
-def test_the_writer_writes_qwens_names(target: Callable, tmp_path: Path) -> None:
+def test_writer_writes_qwens_names(target: Callable, tmp_path: Path) -> None:
     model = target("qwen3")
     head = built(model, qwen(model)).head
     head.save(tmp_path)
@@ -138,8 +138,8 @@ def test_the_writer_writes_qwens_names(target: Callable, tmp_path: Path) -> None
     assert written.keys() == qwen(model).keys()
     assert all(torch.equal(written[key], tensor) for key, tensor in qwen(model).items())
     assert json.loads((tmp_path / "config.json").read_text())["num_nextn_predict_layers"] == 1
-    again = built(model, model=str(tmp_path)).head
-    assert all(torch.equal(again.state_dict()[key], tensor) for key, tensor in head.state_dict().items())
+    repeat = built(model, model=str(tmp_path)).head
+    assert all(torch.equal(repeat.state_dict()[key], tensor) for key, tensor in head.state_dict().items())
 
 
 @pytest.mark.parametrize(

@@ -146,9 +146,7 @@ class Counted:
 
 
 @torch.inference_mode()
-def test_nothing_but_the_module_is_read(
-    target: Any, module: dict[str, Tensor], tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_only_mtp_module_is_read(target: Any, module: dict[str, Tensor], tmp_path: Path, monkeypatch: Any) -> None:
     directory, counted = sharded(tmp_path / "whole", target, module), Counted()
     monkeypatch.setattr(safetensors, "safe_open", counted)
     drafter = built(target, directory)
@@ -175,28 +173,28 @@ def test_temperature_zero_is_plain_decoding(
 
 def float8(module: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The module in float8 with blocks of 16 x 8, and what that means."""
-    stored, meant = {}, {}
+    stored, intended = {}, {}
     for key, tensor in module.items():
         if tensor.dim() != 2 or "embed" in key or "head.head" in key or "eh_proj" in key or "mlp.gate.weight" in key:
-            stored[key] = meant[key] = tensor
+            stored[key] = intended[key] = tensor
             continue
         rows, columns = -(-tensor.shape[0] // 16), -(-tensor.shape[1] // 8)
         scale = 0.5 + torch.rand(rows, columns)
         stored[key], stored[key + "_scale_inv"] = tensor.to(torch.float8_e4m3fn), scale
-        meant[key] = stored[key].float()
+        intended[key] = stored[key].float()
         for i in range(rows):
             for j in range(columns):
-                meant[key][16 * i : 16 * i + 16, 8 * j : 8 * j + 8] *= scale[i, j]
-    return stored, meant
+                intended[key][16 * i : 16 * i + 16, 8 * j : 8 * j + 8] *= scale[i, j]
+    return stored, intended
 
 
 @torch.inference_mode()
 def test_float8_is_unscaled(target: Any, module: dict[str, Tensor], tmp_path: Path) -> None:
-    stored, meant = float8(module)
+    stored, intended = float8(module)
     settings = {"quantization_config": {"weight_block_size": [16, 8]}}
     drafter = built(target, sharded(tmp_path / "float8", target, stored, **settings))
     tokens, hidden = [5, 90, 2, 2, 61], torch.randn(5, 1, H)
-    logits, _ = computed(target, meant, tokens, hidden[:, 0])
+    logits, _ = computed(target, intended, tokens, hidden[:, 0])
     out = drafter.head(torch.tensor([tokens]), drafter.head.fuse(hidden)[None])
     torch.testing.assert_close(out.logits[0], logits, atol=1e-3, rtol=1e-3)
 

@@ -24,7 +24,7 @@ from crossdraft.framework.errors import CrossdraftError
 TOYS = {toy.name: toy for toy in built_in_toys()}
 
 
-def found(toy: Toy, rule: str, drafter: type[Online] = Online, **options: Any) -> Certificate:
+def certificate_of(toy: Toy, rule: str, drafter: type[Online] = Online, **options: Any) -> Certificate:
     """Two steps; a first draft of two tokens, because the row that follows the prompt never comes again."""
     config = drafter.Config(**{"model": "toy", "gamma": 2, "every": 1, "learning_rate": 0.5} | options)
     build = lambda context, gamma: drafter(config, context)  # noqa: E731
@@ -35,25 +35,25 @@ def found(toy: Toy, rule: str, drafter: type[Online] = Online, **options: Any) -
 
 
 @pytest.mark.parametrize(("rule", "toy"), [("token", "T0"), ("block", "G3")])
-def test_the_running_drafter_is_lossless(rule: str, toy: str) -> None:
-    learning, frozen = found(TOYS[toy], rule), found(TOYS[toy], rule, every=9)
+def test_running_drafter_is_lossless(rule: str, toy: str) -> None:
+    learning, frozen = certificate_of(TOYS[toy], rule), certificate_of(TOYS[toy], rule, every=9)
     assert learning.lossless and frozen.lossless and learning.drafted
     assert learning.expected_tau[0] == pytest.approx(frozen.expected_tau[0], abs=1e-12)
     assert abs(learning.expected_tau[1] - frozen.expected_tau[1]) > 1e-3, "the second step draws from other weights"
 
 
-def test_a_snapshot_of_what_was_learnt_is_lossless_and_accepts_more() -> None:
+def test_trained_snapshot_is_lossless_and_accepts_more() -> None:
     toy = TOYS["G2"]
     drafter, _ = run_toy(toy, every=4, learning_rate=0.05, tokens=400)
     (table,) = drafter.learner.weights
     snapshot = Toy("snapshot", toy.gamma, toy.target, table.detach().softmax(-1))
     rule, chain = plugins.get("verifiers", "token"), DRAFTS["chain"].build
-    before, after = (certify(one, chain, rule, steps=2, markov=True) for one in (toy, snapshot))
+    before, after = (certify(item, chain, rule, steps=2, markov=True) for item in (toy, snapshot))
     assert after.lossless and after.expected_tau[1] > before.expected_tau[1] + 0.02
 
 
 class TellsOldLaws(Online):
-    """Draws by the new weights, and reports the law of the first ones."""
+    """Draws with the new weights but reports q of the initial ones."""
 
     name = "tells-old-laws"
 
@@ -70,12 +70,12 @@ class TellsOldLaws(Online):
 
 
 def test_distribution_of_other_weights_is_detected() -> None:
-    assert found(TOYS["T0"], "token", TellsOldLaws, every=9).lossless, "as long as there are no others"
-    assert found(TOYS["T0"], "token", TellsOldLaws).tv > 1e-3
+    assert certificate_of(TOYS["T0"], "token", TellsOldLaws, every=9).lossless, "as long as there are no others"
+    assert certificate_of(TOYS["T0"], "token", TellsOldLaws).tv > 1e-3
 
 
 @pytest.mark.slow
-def test_the_command_certifies_it(capsys: Any, tmp_path: Path) -> None:
+def test_command_certifies_it(capsys: Any, tmp_path: Path) -> None:
     drafter = "{name: online, every: 1, gamma: 1, learning_rate: 0.5}"
     assert main(["certify", "--drafter", drafter, "--verifier", "token", "--gamma", "1"]) == 0
     assert " NO" not in capsys.readouterr().out
@@ -93,7 +93,7 @@ def run_toy(toy: Toy, tokens: int = 60, batch_size: int = 1, **options: Any) -> 
     return drafter, list(decoder.run([toy.prompt] * batch_size))
 
 
-def test_an_update_is_a_step_of_adam_on_the_mean_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_is_step_of_adam_on_mean_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against autograd on the plain formula, over every update of a run."""
     toy, updates = TOYS["G2"], []
     learn = Online._learn
@@ -109,8 +109,8 @@ def test_an_update_is_a_step_of_adam_on_the_mean_divergence(monkeypatch: pytest.
     plain = toy.drafter.log().clone().requires_grad_()
     optimizer = torch.optim.AdamW([plain], lr=0.02, betas=(0.9, 0.95), weight_decay=0.0)
     for places, table in updates:
-        rows = [toy.vocab_size if len(one.tokens) == len(toy.prompt) else one.tokens[-1] for one in places]
-        p = torch.stack([one.logits for one in places]).clone().softmax(-1)
+        rows = [toy.vocab_size if len(item.tokens) == len(toy.prompt) else item.tokens[-1] for item in places]
+        p = torch.stack([item.logits for item in places]).clone().softmax(-1)
         assert torch.allclose(p, toy.target[rows])
         optimizer.zero_grad()
         functional.kl_div(plain[rows].log_softmax(-1), p, reduction="batchmean").backward()
@@ -125,11 +125,11 @@ def test_only_rejections_are_learnt_from(monkeypatch: pytest.MonkeyPatch) -> Non
     drafter, (response,) = run_toy(toy, every=10_000, buffer=4096, tokens=40)
     steps, output = response.steps, [*toy.prompt, *response.tokens]
     ends, expected = len(toy.prompt), []
-    for one in steps:
-        if one.tau < min(2, one.limit):
-            expected.append(output[: ends + one.tau])
-        ends += one.emitted
-    assert [one.tokens for one in drafter.rejected] == expected and len(expected) > 5
+    for item in steps:
+        if item.tau < min(2, item.limit):
+            expected.append(output[: ends + item.tau])
+        ends += item.emitted
+    assert [item.tokens for item in drafter.rejected] == expected and len(expected) > 5
     same = ToyContext(toy.target, toy.target, Sampling(), 1, 1024, start=len(toy.prompt) - 1)
     rule = plugins.get("verifiers", "token")
     perfect: Any = build_decoder(
@@ -174,12 +174,12 @@ def decoder_of(pair: tuple[LoadedModel, LoadedModel], temperature: float, **opti
     return build_decoder(context, drafter, configured("verifiers", "token"), max_new_tokens=24)
 
 
-def test_learning_does_not_change_the_loaded_model(pair: tuple[LoadedModel, LoadedModel]) -> None:
+def test_learning_does_not_change_loaded_model(pair: tuple[LoadedModel, LoadedModel]) -> None:
     before = {name: weight.clone() for name, weight in pair[1].model.named_parameters()}
     prompts = [[5, 6, 7, 8], [9, 10, 11], [5, 9, 5, 9, 5]]
     runs = []
-    for every in (10_000, 2):
-        decoder = decoder_of(pair, 1, every=every, learning_rate=1e-2)
+    for all_items in (10_000, 2):
+        decoder = decoder_of(pair, 1, every=all_items, learning_rate=1e-2)
         responses = list(decoder.run(prompts))
         rejected = decoder.drafter.rejected  # type: ignore[attr-defined]
         runs.append((decoder, responses, list(rejected)))
@@ -189,18 +189,18 @@ def test_learning_does_not_change_the_loaded_model(pair: tuple[LoadedModel, Load
 
     def divergence(decoder: Any) -> float:
         total = 0.0
-        for one in places:
-            p = one.logits.clone().softmax(-1)
+        for item in places:
+            p = item.logits.clone().softmax(-1)
             with torch.no_grad():
-                q = decoder.drafter.learner.logits(one.tokens, [len(one.tokens) - 1])[0].log_softmax(-1)
+                q = decoder.drafter.learner.logits(item.tokens, [len(item.tokens) - 1])[0].log_softmax(-1)
             total += float(functional.kl_div(q, p, reduction="sum"))
         return total / len(places)
 
     assert len(places) > 10 and divergence(learning) < 0.9 * divergence(frozen)
 
 
-def test_slots_match_the_learner(pair: tuple[LoadedModel, LoadedModel]) -> None:
-    """After updates the slots' laws are those of the changed weights."""
+def test_slots_match_learner(pair: tuple[LoadedModel, LoadedModel]) -> None:
+    """After updates the slots use the changed weights."""
     decoder: Any = decoder_of(pair, 1, every=1, learning_rate=1e-2)
     list(decoder.run([[5, 6, 7, 8]]))
     learner, tokens = decoder.drafter.learner, [5, 9, 6, 7]
@@ -211,7 +211,7 @@ def test_slots_match_the_learner(pair: tuple[LoadedModel, LoadedModel]) -> None:
     torch.testing.assert_close(learner.lm.forward(fed)[0][0, 0], own, atol=1e-4, rtol=1e-4)
 
 
-def test_greedy_text_is_the_targets(pair: tuple[LoadedModel, LoadedModel]) -> None:
+def test_greedy_text_is_targets(pair: tuple[LoadedModel, LoadedModel]) -> None:
     output = {r.index: r.tokens for r in decoder_of(pair, 0, every=1, learning_rate=1e-2).run([[5, 6, 7], [9, 8]])}
     ids = torch.tensor([[5, 6, 7]])
     plain = pair[0].model.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None)[0, 3:].tolist()

@@ -1,4 +1,4 @@
-"""Look-ahead embeddings: what a draft's laws are, that nothing of them stays, and that the text is the target's."""
+"""Look-ahead embeddings: distributions of a draft, no residue in the cache, and unchanged output."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def random(count: int = L, size: int = H, dtype: torch.dtype = torch.float32) ->
     return torch.randn(count, size, generator=torch.Generator().manual_seed(2), dtype=dtype)
 
 
-def given(embeddings: Tensor, **config: Any) -> Callable[[str], Checkpoint]:
+def loader(embeddings: Tensor, **config: Any) -> Callable[[str], Checkpoint]:
     return lambda name: Checkpoint(name, Path("here"), config, {"embeddings": embeddings}, "here", "")
 
 
 def decoder(model: Any, batch_size: int, sampling: Sampling, **loop: Any) -> Decoder:
     lm = TransformersLM(model, batch_size, 96)
-    context = GivenContext(lm, sampling, 96, target_model=model, load_heads=given(random()))
+    context = GivenContext(lm, sampling, 96, target_model=model, load_heads=loader(random()))
     rule = plugins.get("verifiers", "greedy" if sampling.temperature == 0 else "block")
     drafter = Pass(Pass.Config(model="x", **loop.pop("options", {})), context)
     loop = {"max_new_tokens": NEW, "rng": CounterRng(3), "validate": "always", **loop}
@@ -66,23 +66,23 @@ OTHERS = [pytest.param(name, 3, marks=pytest.mark.slow) for name in ("opt", "gpt
 @pytest.mark.parametrize("family, batch_size", [("llama", 1), ("llama", 3), ("gemma3", 3), ("gpt2", 3), *OTHERS])
 def test_greedy_text_is_transformers_own(tiny_model: Callable, family: str, batch_size: int) -> None:
     """And the first token of every draft is the target's own, in rows of any length: it is always accepted."""
-    model, seen = tiny_model(family, copy="pass"), []
-    loop = decoder(model, batch_size, GREEDY, on_step=seen.append)
+    model, events = tiny_model(family, copy="pass"), []
+    loop = decoder(model, batch_size, GREEDY, on_step=events.append)
     assert answers(loop) == generated(tiny_model(family), PROMPTS, NEW)
-    judged = [(tau, n) for event in seen for tau, n in zip(event.accepted, event.draft.count.tolist(), strict=True)]
-    assert max(n for _, n in judged) == L + 1
-    assert all(tau >= 1 for tau, n in judged if n)
+    outcomes = [(tau, n) for event in events for tau, n in zip(event.accepted, event.draft.count.tolist(), strict=True)]
+    assert max(n for _, n in outcomes) == L + 1
+    assert all(tau >= 1 for tau, n in outcomes if n)
 
 
 @torch.inference_mode()
 def by_hand(model: Any, text: list[int]) -> Tensor:
-    """``[L + 1, V]``, what the model says behind a text and L embeddings, without a cache of ours."""
+    """``[L + 1, V]``, the model's logits after a text and L embeddings, without a cache."""
     own = model.get_input_embeddings()(torch.tensor([text]))
     return model(inputs_embeds=torch.cat([own, random()[None]], 1), use_cache=False).logits[0, len(text) - 1 :]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
-def test_q_is_the_distribution_of_each_embedding(tiny_model: Callable, family: str) -> None:
+def test_q_is_distribution_of_each_embedding(tiny_model: Callable, family: str) -> None:
     """In ragged rows, after some steps, with the run's sampling; and after a draft that was cut short."""
     model, sampling = tiny_model(family, copy="pass"), Sampling(temperature=0.7, top_k=20)
     loop = decoder(model, 3, sampling, max_new_tokens=60)
@@ -99,7 +99,7 @@ def test_q_is_the_distribution_of_each_embedding(tiny_model: Callable, family: s
         loop.step()
 
 
-def test_embeddings_leave_nothing_in_the_cache(tiny_model: Callable) -> None:
+def test_embeddings_do_not_enter_cache(tiny_model: Callable) -> None:
     """Keys and values of what was committed are those of a pass of the target alone."""
     model = tiny_model("llama", copy="pass")
     loop = decoder(model, 2, Sampling(), max_new_tokens=60)
@@ -108,16 +108,16 @@ def test_embeddings_leave_nothing_in_the_cache(tiny_model: Callable) -> None:
     for _ in range(5):
         loop.step()
     for row, history in enumerate(loop.sequences.history):
-        alone, held = TransformersLM(model, 1, 96), loop.target.lengths[row]
-        alone.start(0, history)
-        assert held == len(history) - 1 > len(PROMPTS[row + 1]) + 5
-        for ours, other in zip(loop.target.cache.layers, alone.cache.layers, strict=True):
+        separate, length = TransformersLM(model, 1, 96), loop.target.lengths[row]
+        separate.start(0, history)
+        assert length == len(history) - 1 > len(PROMPTS[row + 1]) + 5
+        for ours, other in zip(loop.target.cache.layers, separate.cache.layers, strict=True):
             for name in ("keys", "values"):
-                expected_own, theirs = getattr(ours, name)[row, :, :held], getattr(other, name)[0, :, :held]
+                expected_own, theirs = getattr(ours, name)[row, :, :length], getattr(other, name)[0, :, :length]
                 torch.testing.assert_close(expected_own, theirs, atol=2e-4, rtol=2e-4)
 
 
-def test_graphs_replay_the_pass(tiny_model: Callable, monkeypatch: Any) -> None:
+def test_graphs_replay_pass(tiny_model: Callable, monkeypatch: Any) -> None:
     from fake_cuda_graphs import Recorder
 
     from crossdraft.framework.lm.cuda_graphs import Graphs
@@ -138,7 +138,7 @@ def test_graphs_replay_the_pass(tiny_model: Callable, monkeypatch: Any) -> None:
 
 
 def chain_rules(temperature: float) -> list[str]:
-    """Every registered lossless rule that judges its drafts."""
+    """Every registered lossless rule that supports its drafts."""
     sampling, rules = Sampling(temperature=temperature), []
     traits = Pass.traits(Pass.Config(model="toy", gamma=2), sampling)
     for name in plugins.entries("verifiers"):
@@ -159,33 +159,33 @@ def tv(name: str, verifier: str, temperature: float = 1.0) -> float:
 
 
 @pytest.mark.parametrize("verifier", chain_rules(1.0))
-def test_every_chain_verifier_preserves_the_distribution(verifier: str) -> None:
+def test_every_chain_verifier_preserves_distribution(verifier: str) -> None:
     assert tv("T0", verifier) <= TOLERANCE
 
 
-def test_rules_for_temperature_0_keep_the_argmax() -> None:
+def test_rules_for_temperature_0_keep_argmax() -> None:
     rules = chain_rules(0.0)
     assert "greedy" in rules and len(chain_rules(1.0)) >= 4
     assert all(tv("G2", rule, 0.0) <= TOLERANCE for rule in rules)
 
 
 @pytest.mark.parametrize("verifier", ["token", "block"])
-def test_distribution_of_a_real_model(enumerate_model: Callable, exact_model: Any, verifier: str) -> None:
+def test_distribution_of_real_model(enumerate_model: Callable, exact_model: Any, verifier: str) -> None:
     """Two steps on a transformers model in float64, cache and all; the first token is accepted always."""
-    found = enumerate_model(
+    certificate = enumerate_model(
         exact_model,
         "pass",
         {"model": "x", "gamma": 2},
         verifier,
         prompt=[1, 3, 0],
         depth=2,
-        load_heads=given(random(1, 8, torch.float64)),
+        load_heads=loader(random(1, 8, torch.float64)),
     )
-    assert found.tv <= 1e-9
-    assert all(1 < tau < 1.9 for tau in found.expected_tau)
+    assert certificate.tv <= 1e-9
+    assert all(1 < tau < 1.9 for tau in certificate.expected_tau)
 
 
-def test_unsampled_distribution_fails_the_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsampled_distribution_fails_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = Pass.propose
 
     def swapped(self: Pass, sequences: Any, rng: Any) -> Draft:
@@ -208,9 +208,14 @@ def target(tmp_path_factory: Any) -> Any:
 def test_batched_rows_match_single_rows(target: Any, tmp_path: Path) -> None:
     """From files, sampled, with the digest of the target in the config."""
     save_embeddings(tmp_path, random(2, 16), target="t", sha256=target.sha256)
-    ask = {"drafter": {"name": "pass", "model": str(tmp_path)}, "max_new_tokens": 11, "temperature": 1.0, "seed": 5}
+    arguments = {
+        "drafter": {"name": "pass", "model": str(tmp_path)},
+        "max_new_tokens": 11,
+        "temperature": 1.0,
+        "seed": 5,
+    }
     one, three = (
-        crossdraft.generate(target, ["w5 w6 w7", "w9", "w20 w21 w20 w21"], verifier="block", batch_size=b, **ask)
+        crossdraft.generate(target, ["w5 w6 w7", "w9", "w20 w21 w20 w21"], verifier="block", batch_size=b, **arguments)
         for b in (1, 3)
     )
     assert [r.tokens for r in one] == [r.tokens for r in three]
@@ -240,7 +245,7 @@ def test_batched_rows_match_single_rows(target: Any, tmp_path: Path) -> None:
         ({"0.0.linear.weight": random(16, 16)}, {}, {}, "these hold 0.0.linear.weight; crossdraft train pass writes"),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_mismatched_heads_raise(
     target: Any, tmp_path: Path, tensors: Any, config: Any, options: Any, sentence: str
 ) -> None:
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, tmp_path / "model.safetensors")
@@ -250,7 +255,7 @@ def test_what_does_not_fit_is_refused(
         crossdraft.generate(target, ["w5"], drafter=drafter, max_new_tokens=4)
 
 
-def test_a_fork_takes_embeddings_of_the_models_own_size(tiny_model: Callable) -> None:
+def test_fork_takes_embeddings_of_models_own_size(tiny_model: Callable) -> None:
     lm = TransformersLM(tiny_model("llama"), 1, 32)
     with pytest.raises(
         ModelError, match=r"embeddings have shape \[2, 8\], but those of LlamaForCausalLM are vectors of 32"

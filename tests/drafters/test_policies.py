@@ -10,7 +10,7 @@ from crossdraft.framework import plugins
 from crossdraft.framework.contracts.sampling import Sampling
 
 
-def test_only_a_static_length_is_replayable() -> None:
+def test_only_static_length_is_replayable() -> None:
     drafter = plugins.get("drafters", "draft-model")
     for policy, replayable in (("static", True), ("heuristic", False), ("confidence", False)):
         config = drafter.Config(model="m", policy=policy)
@@ -42,12 +42,12 @@ def test_only_a_static_length_is_replayable() -> None:
         ("draft-model", {"temperature": float("inf")}, "should be a finite number"),
     ],
 )
-def test_a_policy_that_does_not_fit_is_refused(name: str, options: Any, sentence: str) -> None:
+def test_policy_that_does_not_fit_is_refused(name: str, options: Any, sentence: str) -> None:
     with pytest.raises(ValidationError, match=sentence):
         plugins.get("drafters", name).Config(model="m", **options)
 
 
-def test_generate_checks_the_context_of_a_drafting_model(models: dict[str, str]) -> None:
+def test_generate_checks_context_of_drafting_model(models: dict[str, str]) -> None:
     """As recipes do: a drafter whose positions end earlier would draft nonsense without a word."""
     from crossdraft import ModelError
 
@@ -56,9 +56,9 @@ def test_generate_checks_the_context_of_a_drafting_model(models: dict[str, str])
         generate(models["target"], ["w5 w6 w7"], drafter=drafter, max_new_tokens=32)
 
 
-def test_a_dynamic_tree_has_room_for_what_it_feeds(models: dict[str, str]) -> None:
+def test_dynamic_tree_reserves_fed_nodes(models: dict[str, str]) -> None:
     """Five levels of eight nodes are fed, twelve are kept."""
     drafter = {"name": "draft-model-dynamic-tree", "model": models["same"], "depth": 5, "top_k": 8, "nodes": 12}
-    alone = generate(models["target"], ["w5 w6 w7"], drafter="none", temperature=0, max_new_tokens=24)
-    found = generate(models["target"], ["w5 w6 w7"], drafter=drafter, temperature=0, max_new_tokens=24)
-    assert found[0].tokens == alone[0].tokens and max(r.tau for r in found[0].steps) > 1
+    separate = generate(models["target"], ["w5 w6 w7"], drafter="none", temperature=0, max_new_tokens=24)
+    responses = generate(models["target"], ["w5 w6 w7"], drafter=drafter, temperature=0, max_new_tokens=24)
+    assert responses[0].tokens == separate[0].tokens and max(r.tau for r in responses[0].steps) > 1

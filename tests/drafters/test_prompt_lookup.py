@@ -8,9 +8,9 @@ from crossdraft.drafters.retrieval.prompt_lookup import NgramIndex
 
 
 def index(tokens, min_ngram=1, max_ngram=3):
-    found = NgramIndex(min_ngram, max_ngram)
-    found.extend(tokens)
-    return found
+    result = NgramIndex(min_ngram, max_ngram)
+    result.extend(tokens)
+    return result
 
 
 @pytest.mark.parametrize(
@@ -29,10 +29,10 @@ def test_continuation(tokens, match, expected):
     assert index(tokens).lookup(match, 3) == expected
 
 
-def test_the_output_is_looked_up_as_well_as_the_prompt():
-    found = index([1, 2])
-    found.extend([3, 9, 8, 3])
-    assert found.lookup("latest", 2) == [9, 8]
+def test_output_is_looked_up_as_well_as_prompt():
+    result = index([1, 2])
+    result.extend([3, 9, 8, 3])
+    assert result.lookup("latest", 2) == [9, 8]
 
 
 def test_short_suffixes_can_be_forbidden():
@@ -55,6 +55,6 @@ def naive(tokens, match, length, min_ngram, max_ngram):
     st.integers(1, 2),
     st.integers(2, 4),
 )
-def test_equals_a_search_through_the_whole_sequence(tokens, match, length, min_ngram, max_ngram):
-    found = index(tokens, min_ngram, max_ngram).lookup(match, length)
-    assert found == naive(tokens, match, length, min_ngram, max_ngram)
+def test_equals_search_through_whole_sequence(tokens, match, length, min_ngram, max_ngram):
+    result = index(tokens, min_ngram, max_ngram).lookup(match, length)
+    assert result == naive(tokens, match, length, min_ngram, max_ngram)

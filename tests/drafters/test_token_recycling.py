@@ -20,7 +20,7 @@ from crossdraft.framework.contracts.sampling import Sampling
 V = 200
 
 
-def test_the_published_tree_and_its_beginnings() -> None:
+def test_published_tree_and_its_beginnings() -> None:
     assert len(PUBLISHED) == 80
     assert Counter(map(len, PUBLISHED)) == {1: 8, 2: 21, 3: 25, 4: 15, 5: 8, 6: 3}
     assert {(7, 0), (5, 0, 0), (3, 0, 0, 0), (1, 0, 0, 0, 0), (0, 0, 0, 0, 0, 1)} <= set(PUBLISHED)
@@ -35,16 +35,16 @@ def test_the_published_tree_and_its_beginnings() -> None:
 
 
 @given(st.integers(1, 700), st.integers(1, 8), st.integers(0, 10**6), st.booleans())
-def test_the_best_of_many(v: int, k: int, seed: int, sparse: bool) -> None:
+def test_best_of_many(v: int, k: int, seed: int, sparse: bool) -> None:
     logits = torch.randn(3, v, generator=torch.Generator().manual_seed(seed))
     if sparse:
         logits[logits < 1] = -torch.inf
-    found = best(logits, k)
-    assert found.shape == (3, k)
-    for row, ids in zip(logits, found, strict=True):
+    result = best(logits, k)
+    assert result.shape == (3, k)
+    for row, ids in zip(logits, result, strict=True):
         order = row.sort(descending=True).indices[:k]
-        wanted = [int(i) for i in order if row[i] > -torch.inf]
-        assert ids.tolist() == wanted + [-1] * (k - len(wanted))
+        expected = [int(i) for i in order if row[i] > -torch.inf]
+        assert ids.tolist() == expected + [-1] * (k - len(expected))
 
 
 class Steps:
@@ -87,7 +87,7 @@ def nodes(draft: Draft, row: int = 0) -> list[tuple[int, int]]:
     return [(token, parent) for token, parent, valid in columns if valid]
 
 
-def test_what_was_ranked_highest_is_drafted() -> None:
+def test_highest_ranked_tokens_are_drafted() -> None:
     steps = Steps([[3, 5]], nodes=6, width=2)
     assert not steps.propose().valid.any(), "nothing is known yet"
     steps.observe(steps.propose(), [[[7, 8]]], [7])
@@ -101,7 +101,7 @@ def test_what_was_ranked_highest_is_drafted() -> None:
     assert nodes(steps.propose()) == [(7, -1), (8, -1)] and steps.propose().width == 2
 
 
-def test_rejected_nodes_teach_as_well_and_the_nearest_to_the_root_counts() -> None:
+def test_rejected_nodes_teach_as_well_and_nearest_to_root_counts() -> None:
     steps = Steps([[3, 5]], nodes=6, width=2)
     steps.observe(steps.propose(), [[[7, 8]]], [7])
     steps.observe(steps.propose(), [[[5, 9]]], [5])
@@ -114,19 +114,19 @@ def test_rejected_nodes_teach_as_well_and_the_nearest_to_the_root_counts() -> No
     assert steps.after(6) == [-1, -1]
 
 
-def test_slots_learn_from_each_other_and_free_ones_teach_nothing() -> None:
+def test_slots_share_memory_except_free_ones() -> None:
     steps = Steps([[5], [6], [4]], nodes=2, width=2)
     draft = steps.propose()
     steps.sequences.history[2] = []  # its numbers were wrong
     steps.observe(draft, [[[7, 8]], [[9, 10]], [[11, 12]]], [6, 5])
-    found = steps.propose()
-    assert nodes(found, 0) == [(9, -1), (10, -1)] and nodes(found, 1) == [(7, -1), (8, -1)]
+    result = steps.propose()
+    assert nodes(result, 0) == [(9, -1), (10, -1)] and nodes(result, 1) == [(7, -1), (8, -1)]
     assert steps.after(4) == [-1, -1]
     steps.drafter.reset()
     assert not steps.propose().valid.any()
 
 
-def test_cached_memory_is_kept_for_the_same_vocabulary() -> None:
+def test_cached_memory_is_kept_for_same_vocabulary() -> None:
     steps = Steps([[5]], nodes=2, width=2)
     steps.observe(steps.propose(), [[[7, 8]]], [7])
     for size, known in ((V, [7, 8]), (V + 1, [-1, -1])):

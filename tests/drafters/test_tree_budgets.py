@@ -26,7 +26,7 @@ Tree = tuple["Tree", ...]  # its children, eldest first
 
 @cache
 def trees(nodes: int) -> tuple[Tree, ...]:
-    """All trees with so many nodes below the root: a first child, and the other children."""
+    """All trees with that many nodes below the root: a first child, and the other children."""
     if not nodes:
         return ((),)
     return tuple(
@@ -64,11 +64,11 @@ def nested(paths: Any, above: tuple[int, ...] = ()) -> Tree:
 
 def vector(ranks: int) -> st.SearchStrategy[list[Fraction]]:
     """Acceptance vectors: falling, with a sum up to 1; ties are common."""
-    numbers = st.lists(st.integers(1, 12), min_size=ranks, max_size=ranks).map(lambda found: sorted(found)[::-1])
+    numbers = st.lists(st.integers(1, 12), min_size=ranks, max_size=ranks).map(lambda result: sorted(result)[::-1])
     return st.tuples(numbers, st.integers(0, 6)).map(lambda x: [Fraction(n, sum(x[0]) + x[1]) for n in x[0]])
 
 
-def test_the_trees_are_all_there_are() -> None:
+def test_enumeration_covers_all_trees() -> None:
     assert [len(set(trees(n))) for n in range(8)] == [1, 1, 2, 5, 14, 42, 132, 429]  # Catalan's numbers
 
 
@@ -82,17 +82,17 @@ def test_no_tree_of_as_many_nodes_accepts_more(acceptance: list[Fraction], nodes
             best_tree(ranks, nodes, depth)
         return
     paths, expected = best_tree(ranks, nodes, depth)
-    found = nested(paths)
-    assert found in allowed and len(paths) == nodes
+    result = nested(paths)
+    assert result in allowed and len(paths) == nodes
     most = max(accepted(tree, acceptance) for tree in allowed)
-    assert accepted(found, acceptance) == pytest.approx(most, abs=1e-12)  # of equals, floats may choose any
-    ways = list(outcomes(found, acceptance))
+    assert accepted(result, acceptance) == pytest.approx(most, abs=1e-12)  # of equals, floats may choose any
+    ways = list(outcomes(result, acceptance))
     assert sum(probability for probability, _ in ways) == 1
     assert expected == pytest.approx(float(sum(probability * tau for probability, tau in ways)), abs=1e-12)
 
 
 def programme(acceptance: list[Fraction], nodes: int, depth: int) -> Fraction:
-    """The paper's dynamic programme: the most below a node, with so many nodes and levels."""
+    """The paper's dynamic programme: the most below a node, with that many nodes and levels."""
 
     @cache
     def below(nodes: int, depth: int, rank: int) -> Fraction | None:
@@ -100,38 +100,38 @@ def programme(acceptance: list[Fraction], nodes: int, depth: int) -> Fraction:
             return Fraction(0)
         if not depth or rank == len(acceptance):
             return None
-        found = []
+        results = []
         for own in range(nodes):  # of the child of this rank; its younger siblings have the others
             child, others = below(own, depth - 1, 0), below(nodes - 1 - own, depth, rank + 1)
             if child is not None and others is not None:
-                found.append(acceptance[rank] * (1 + child) + others)
-        return max(found, default=None)
+                results.append(acceptance[rank] * (1 + child) + others)
+        return max(results, default=None)
 
-    found = below(nodes, depth, 0)
-    assert found is not None
-    return found
+    results = below(nodes, depth, 0)
+    assert results is not None
+    return results
 
 
 @pytest.mark.parametrize("nodes, depth", [(1, 1), (4, 1), (16, 2), (24, 5), (40, 8), (40, 40)])
 @pytest.mark.parametrize("acceptance", [[50, 20, 10, 5], [90, 5, 3, 2], [25, 25, 25, 25], [1, 1, 1, 1]])
-def test_larger_trees_are_those_of_the_programme(acceptance: list[int], nodes: int, depth: int) -> None:
+def test_larger_trees_are_those_of_programme(acceptance: list[int], nodes: int, depth: int) -> None:
     exact = [Fraction(n, 100) for n in acceptance]
     paths, expected = best_tree(tuple(map(float, exact)), nodes, depth)
     assert len(Shape.choices(paths, contiguous=True).ranks) <= depth and len(paths) == nodes
     assert expected == pytest.approx(float(programme(exact, nodes, depth)), abs=1e-12)
 
 
-def test_what_a_certain_drafter_gets_is_a_chain() -> None:
+def test_certain_drafter_gets_chain() -> None:
     assert best_tree((1.0, 0.0), 5, 8) == (tuple((0,) * n for n in range(1, 6)), 5.0)
 
 
-def test_its_traits_are_those_of_the_tree() -> None:
+def test_its_traits_are_those_of_tree() -> None:
     tree = plugins.get("drafters", "draft-model-tree")
     config = tree.Config(model="m", growth="sequoia", nodes=4, depth=2, acceptance=[0.5, 0.3])
     same = tree.Config(model="m", choices=[[0], [1], [0, 0], [0, 1]])
     for temperature in (0.0, 1.0):
-        found = tree.traits(config, Sampling(temperature=temperature))
-        assert found == tree.traits(same, Sampling(temperature=temperature))
+        result = tree.traits(config, Sampling(temperature=temperature))
+        assert result == tree.traits(same, Sampling(temperature=temperature))
     chain = tree.Config(model="m", growth="sequoia", nodes=3, acceptance=[0.5])
     assert tree.traits(chain, Sampling()).kind is CHAIN
 
@@ -140,7 +140,7 @@ def test_its_traits_are_those_of_the_tree() -> None:
 
 
 class Prefixes:
-    """A model whose law is another one after each prefix; knows what it was fed, row by row."""
+    """A model with a different distribution after each prefix; records the fed tokens of each row."""
 
     def __init__(self, seed: int, b: int, vocab: int, depth: int, sharp: float):
         generator = torch.Generator().manual_seed(seed)
@@ -171,13 +171,13 @@ class Prefixes:
 
     def worth(self, row: int, depth: int) -> dict[tuple[int, ...], float]:
         """The probability of every prefix of 1 to ``depth`` tokens."""
-        found = {(): 1.0}
+        results = {(): 1.0}
         for prefix, logits in self.logits[row].items():  # shorter ones first
             if len(prefix) < depth:
                 probs = logits.double().softmax(-1).tolist()
-                found |= {(*prefix, token): found[prefix] * q for token, q in enumerate(probs)}
-        del found[()]
-        return found
+                results |= {(*prefix, token): results[prefix] * q for token, q in enumerate(probs)}
+        del results[()]
+        return results
 
 
 def most_probable(worth: dict[tuple[int, ...], float], nodes: int, depth: int) -> list[tuple[int, ...]]:
@@ -195,7 +195,7 @@ def most_probable(worth: dict[tuple[int, ...], float], nodes: int, depth: int) -
     threshold=st.sampled_from([0.0, 0.1, 0.4]),
     data=st.data(),
 )
-def test_tree_is_the_most_probable_one(
+def test_tree_is_most_probable_one(
     seed: int, b: int, depth: int, vocab: int, nodes: int, sharp: float, threshold: float, data: st.DataObject
 ) -> None:
     limit = [data.draw(st.integers(0, depth)) for _ in range(b)]
@@ -224,8 +224,8 @@ def test_tree_is_the_most_probable_one(
             assert where >= 0 or not any(other[:-1] == prefix for other in kept)
 
 
-def test_a_row_does_not_see_its_neighbours() -> None:
-    """One that has stopped is not deeper because another goes on."""
+def test_row_does_not_see_its_neighbours() -> None:
+    """A stopped row does not get deeper while another continues."""
     certain, unsure = torch.tensor([9.0, 0.0, 0.0]), torch.zeros(3)
     root = torch.stack([certain, unsure])
     draft, _ = grow_dynamic(

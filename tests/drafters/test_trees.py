@@ -1,7 +1,7 @@
 """The draft model that drafts several sequences, fixed trees and dynamic trees, on tiny transformers models.
 
 At temperature 0 the output is that of plain decoding, whatever the tree; the drafter's cache stays right from
-step to step; a node's law is what a fresh model says; and the dynamic tree is that of a naive search.
+step to step; a node's distribution equals a fresh model's; and the dynamic tree equals that of a naive search.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from crossdraft.framework.contracts.rng import CounterRng
 NEW = 10
 #: The shortest prompt has no committed token before its root; prompts of different lengths end in different steps.
 PROMPTS = ([5], [7, 8, 9, 7, 8, 9, 7, 8], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 11, 12, 13])
-#: Drafter, its options besides the model, and rules of different kinds that judge its drafts.
+#: Drafter, its options besides the model, and verifiers of different kinds that support its drafts.
 DRAFTS = {
     "iid": ("draft-model-iid", {"gamma": 3, "K": 3, "temperature": 1}, ("greedy", "spectr", "multipath-block")),
     "iid-argmax": ("draft-model-iid", {"gamma": 3, "K": 3, "temperature": 0}, ("greedy",)),
@@ -100,7 +100,7 @@ def test_temperature_zero_is_plain_decoding(
 
 
 @pytest.mark.parametrize("label", DRAFTS)
-def test_the_drafter_is_right_now_and_then(decoder: Callable, tiny_model: Callable, label: str) -> None:
+def test_drafter_is_right_now_and_then(decoder: Callable, tiny_model: Callable, label: str) -> None:
     """Otherwise the tests here would see only acceptance, or only rejection; and trees must leave the first path."""
     loop = make(decoder, tiny_model, "llama", label, "greedy", 3)
     paths, verify = [], loop.verifier.verify
@@ -118,7 +118,7 @@ def test_the_drafter_is_right_now_and_then(decoder: Callable, tiny_model: Callab
 
 
 @pytest.mark.parametrize("label", DRAFTS)
-def test_a_draft_stays_inside_the_context(decoder: Callable, tiny_model: Callable, label: str) -> None:
+def test_draft_stays_inside_context(decoder: Callable, tiny_model: Callable, label: str) -> None:
     small = tiny_model("gpt2", context=20)
     name, options, rules = DRAFTS[label]
     loop = decoder(
@@ -155,7 +155,7 @@ def without(probs: Tensor, tokens: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("label", DRAFTS)
-def test_draft_probs_match_a_fresh_model(decoder: Callable, tiny_model: Callable, label: str, family: str) -> None:
+def test_draft_probs_match_fresh_model(decoder: Callable, tiny_model: Callable, label: str, family: str) -> None:
     """After several steps of accepted and rejected branches; a stale or misplaced cache entry shows up here."""
     loop = make(decoder, tiny_model, family, label, DRAFTS[label][2][0], 3, max_new_tokens=32)
     fresh = tiny_model(family, noise=0.1, copy="reference")
@@ -176,7 +176,7 @@ def test_draft_probs_match_a_fresh_model(decoder: Callable, tiny_model: Callable
                 logits = logits_after((*history, *path(draft, row, parent)))
                 token = int(draft.tokens[row, node])
                 earlier_siblings = [j for j in range(node) if draft.parents[row, j] == parent]
-                taken = draft.tokens[row, earlier_siblings].tolist()
+                used = draft.tokens[row, earlier_siblings].tolist()
                 checked += 1
                 if draft.q is None:  # a point mass: one of the most probable, in order if none is left out
                     better = int((logits > logits[token]).sum())
@@ -185,7 +185,7 @@ def test_draft_probs_match_a_fresh_model(decoder: Callable, tiny_model: Callable
                     continue
                 probs = logits.softmax(-1)
                 if draft.kind is not IID:
-                    probs = without(probs, taken)
+                    probs = without(probs, used)
                 if (
                     siblings == "greedy"
                     and len(earlier_siblings) + 1 < DRAFTS[label][1]["branching"][len(path(draft, row, node)) - 1]
@@ -203,8 +203,8 @@ def test_draft_probs_match_a_fresh_model(decoder: Callable, tiny_model: Callable
     assert checked >= 3 * 4 * 3  # chains of three, and trees, of three rows in four steps
     # One pass a level and, at most, one to catch up; an accepted node is not fed again.
     assert loop.drafter.passes <= 4 * 4
-    for held, history in zip(loop.drafter.model.lm.lengths, loop.sequences.history, strict=True):
-        assert len(history) - 2 <= held <= len(history) - 1
+    for length, history in zip(loop.drafter.model.lm.lengths, loop.sequences.history, strict=True):
+        assert len(history) - 2 <= length <= len(history) - 1
 
 
 # -- temperature 1 --------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ MANY = tuple([2 + i, 9, 9, 2 + i, 9] + [4] * (i % 4) for i in range(6))
         ("opt-tree", "sample-match"),
     ],
 )
-def test_samples_do_not_depend_on_the_batch_size(
+def test_samples_do_not_depend_on_batch_size(
     decoder: Callable, tiny_model: Callable, label: str, verifier: str
 ) -> None:
     def sampled(batch_size: int) -> dict[int, list[int]]:
@@ -243,9 +243,9 @@ def test_samples_do_not_depend_on_the_batch_size(
         )
         return {r.index: r.tokens for r in loop.run(MANY)}
 
-    alone = sampled(1)
-    assert sampled(4) == alone
-    assert len({tuple(tokens) for tokens in alone.values()}) == len(MANY)
+    separate = sampled(1)
+    assert sampled(4) == separate
+    assert len({tuple(tokens) for tokens in separate.values()}) == len(MANY)
 
 
 # -- configuration --------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def test_config_errors_are_sentences(drafter: str, options: dict[str, Any], sent
 
 
 @pytest.mark.parametrize("options", [{"branching": []}, {"choices": []}])
-def test_a_tree_without_nodes_drafts_nothing(
+def test_tree_without_nodes_is_empty(
     decoder: Callable, tiny_model: Callable, plain: Callable, options: dict[str, Any]
 ) -> None:
     loop = decoder(
@@ -355,7 +355,7 @@ def naive(table: Tensor, depth: int, top_k: int, nodes: int, limit: int) -> tupl
     vocab=st.integers(4, 9),
     data=st.data(),
 )
-def test_the_dynamic_tree_is_that_of_a_naive_search(
+def test_dynamic_tree_is_that_of_naive_search(
     seed: int, b: int, depth: int, top_k: int, vocab: int, data: st.DataObject
 ) -> None:
     nodes = data.draw(st.integers(1, top_k + (depth - 1) * top_k**2))

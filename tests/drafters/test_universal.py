@@ -65,7 +65,7 @@ def loaded(models: dict[str, str]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def alone(loaded: Any) -> list[Any]:
+def baseline(loaded: Any) -> list[Any]:
     return answers(loaded["target"], "none", 1)
 
 
@@ -80,38 +80,38 @@ def answers(target: Any, drafter: Any, batch_size: int, **more: Any) -> list[Any
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("other", ["other", pytest.param("metaspace", marks=pytest.mark.slow)])
-def test_greedy_decoding_is_the_targets_own(loaded: Any, models: Any, alone: Any, mode: str, other: str) -> None:
+def test_greedy_decoding_is_targets_own(loaded: Any, models: Any, baseline: Any, mode: str, other: str) -> None:
     for batch_size in (1, 8):
         drafter = {"name": "universal", "mode": mode, "model": models[other], "gamma": 4}
         outputs = answers(loaded["target"], drafter, batch_size)
-        assert [one.tokens for one in outputs] == [one.tokens for one in alone]
-        assert sum(round.nodes for one in outputs for round in one.steps) > 50
+        assert [item.tokens for item in outputs] == [item.tokens for item in baseline]
+        assert sum(round.nodes for item in outputs for round in item.steps) > 50
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("batch_size", [1, 8])
-def test_a_drafter_that_is_the_target_under_other_numbers_is_always_right(
+def test_drafter_that_is_target_under_other_numbers_is_always_right(
     loaded: Any, models: Any, mode: str, batch_size: int
 ) -> None:
     """Single bytes are tokens in one way alone. So whatever is rejected is a mistake: of ids, of the cache, of rows."""
     drafter = {"name": "universal", "mode": mode, "model": models["renumbered"], "gamma": 4}
     outputs = answers(loaded["single"], drafter, batch_size)
-    steps = [round for one in outputs for round in one.steps]
+    steps = [round for item in outputs for round in item.steps]
     assert all(round.tau == min(round.nodes, round.emitted) for round in steps)
     full = np.mean([round.nodes == 4 for round in steps])
-    assert full > (0.6 if mode == "tli" else 0.2)  # characters that have only begun are held back
+    assert full > (0.6 if mode == "tli" else 0.2)  # incomplete characters are held back
 
 
-def test_sampled_drafts_of_the_same_distribution_are_always_accepted(loaded: Any, models: Any) -> None:
+def test_sampled_drafts_of_same_distribution_are_always_accepted(loaded: Any, models: Any) -> None:
     drafter = {"name": "universal", "model": models["renumbered"], "gamma": 3}
     outputs = answers(loaded["single"], drafter, 4, temperature=1.0, top_p=0.9, verifier="token")
-    steps = [round for one in outputs for round in one.steps]
-    # Ids that no token has are the target's alone: they are as good as never said here.
+    steps = [round for item in outputs for round in item.steps]
+    # Ids without a token exist only in the target and are practically never emitted.
     assert np.mean([round.tau == min(round.nodes, round.emitted) for round in steps]) > 0.95
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_text_that_does_not_fit_is_read_from_a_later_place(tmp_path: Path, loaded: Any, models: Any, mode: str) -> None:
+def test_text_that_does_not_fit_is_read_from_later_place(tmp_path: Path, loaded: Any, models: Any, mode: str) -> None:
     """Single bytes are many more tokens than the target's."""
     short = save(tmp_path / "short", byte_level(258, order=-1), 5, context=100)
     long = [loaded["target"].tokenizer.encode("the lazy dog sleeps on in the sun and the sun. " * 2)]
@@ -123,8 +123,8 @@ def test_text_that_does_not_fit_is_read_from_a_later_place(tmp_path: Path, loade
     assert one.tokens == whole[0].tokens and any(round.nodes for round in one.steps)
 
 
-def test_an_end_of_sequence_is_drafted_by_its_role(loaded: Any, models: Any) -> None:
-    """The drafter calls it otherwise; what it says before that is text."""
+def test_end_of_sequence_is_drafted_by_its_role(loaded: Any, models: Any) -> None:
+    """The drafter uses another id for it; earlier tokens are text."""
     from crossdraft.framework.api.build import TargetContext, make_slots
 
     target = loaded["target"]
@@ -154,7 +154,7 @@ def test_certified(toy: str, label: str, rule: str) -> None:
 
 
 def test_distribution_without_unshared_tokens_is_detected() -> None:
-    """Q as the drafter's own law, not renormalised over the tokens that both have."""
+    """Reports the drafter's distribution as q, not renormalised over the shared tokens."""
 
     class Wrong(universal()):
         def propose(self, sequences: Any, rng: Any) -> Any:
@@ -164,8 +164,8 @@ def test_distribution_without_unshared_tokens_is_detected() -> None:
             return draft
 
     config = Wrong.Config(model="toy", gamma=2)
-    found = certify(W["W1"], lambda context, _: Wrong(config, context), plugins.get("verifiers", "token"))
-    assert found.tv > 1e-2
+    certificate = certify(W["W1"], lambda context, _: Wrong(config, context), plugins.get("verifiers", "token"))
+    assert certificate.tv > 1e-2
 
 
 def test_named_drafters_are_certified_on_toys_of_two_vocabularies(capsys: Any) -> None:
@@ -175,8 +175,8 @@ def test_named_drafters_are_certified_on_toys_of_two_vocabularies(capsys: Any) -
     assert "W1" in out and "W2" in out and "T0" not in out
 
 
-def test_a_sampled_draft_cannot_modify_the_target() -> None:
-    """Its law after a prefix depends on whether that is drafted or committed."""
+def test_sampled_draft_cannot_modify_target() -> None:
+    """Its distribution after a prefix depends on whether the prefix is drafted or committed."""
     with pytest.raises(Exception, match="is not replayable"):
         certify_row(W["W1"], "tli", TRANSLATED["tli"], plugins.get("verifiers", "greedy-block"))
 
@@ -184,7 +184,7 @@ def test_a_sampled_draft_cannot_modify_the_target() -> None:
 # -- replay -----------------------------------------------------------------------------------------------------
 
 
-def test_replay_is_what_is_drafted_there() -> None:
+def test_replay_equals_drafting() -> None:
     toy, new = W["W1"], 6
     make = lambda rows, *_: ToyContext(toy.target, toy.drafter, Sampling(), rows, words=toy.words)  # noqa: E731
     text = Recorded("", "", [0, 1], [2, 1, 1, 2, 0, 1][:new])
@@ -252,20 +252,20 @@ def test_tokens_spell_their_text(make: Any) -> None:
     assert not parts().TokenBytes(make_tokenizer()).faithful and parts().TokenBytes(tokenizer_of(("x", "yz"))).faithful
 
 
-def test_the_same_tokens_of_two_manners() -> None:
+def test_same_tokens_of_two_manners() -> None:
     p = parts()
     a, b = byte_level(300), metaspace()
     theirs, own = p.TokenBytes(a), p.TokenBytes(b)
-    found = p.shared_tokens(theirs, own, [(a.eos_token_id, b.eos_token_id), (None, 1)])
-    assert found[a.eos_token_id] == b.eos_token_id and found[a.bos_token_id] == b.bos_token_id
-    assert found[a.convert_tokens_to_ids("Ċ")] == b.convert_tokens_to_ids("<0x0A>")
+    result = p.shared_tokens(theirs, own, [(a.eos_token_id, b.eos_token_id), (None, 1)])
+    assert result[a.eos_token_id] == b.eos_token_id and result[a.bos_token_id] == b.bos_token_id
+    assert result[a.convert_tokens_to_ids("Ċ")] == b.convert_tokens_to_ids("<0x0A>")
     spaced = [(token, f"▁{token[1:]}") for token in a.get_vocab() if token.startswith("Ġ") and len(token) > 1]
     both = [(token, other) for token, other in spaced if other in b.get_vocab()]
-    assert both and all(found[a.get_vocab()[token]] == b.get_vocab()[other] for token, other in both)
-    assert len(set(found.values())) == len(found)
+    assert both and all(result[a.get_vocab()[token]] == b.get_vocab()[other] for token, other in both)
+    assert len(set(result.values())) == len(result)
 
 
-def test_characters_that_have_only_begun() -> None:
+def test_incomplete_characters() -> None:
     complete, text = parts().complete, "aé東🙂b".encode()
     for cut in range(len(text) + 1):
         assert complete(text[:cut]) == len(text[:cut].decode(errors="ignore").encode())
@@ -290,7 +290,7 @@ def test_retokenized_text_does_not_depend_on_chunking(make: Any) -> None:
         assert decode is not None and decode.replace(b" ", b"") == text.encode().replace(b" ", b"")
 
 
-def test_text_becomes_the_targets_tokens() -> None:
+def test_text_becomes_targets_tokens() -> None:
     p, tokenizer = parts(), byte_level(300)
     theirs = p.TokenBytes(tokenizer)
     message = p.Retokenizer(theirs, theirs, {})

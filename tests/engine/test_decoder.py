@@ -60,7 +60,7 @@ def test_temperature_zero_equals_generate(
         assert sum(r.emitted for r in response.steps) == NEW
 
 
-def test_the_noisy_drafter_is_right_now_and_then(tiny_model: Callable, decoder: Callable, family: str) -> None:
+def test_noisy_drafter_is_right_now_and_then(tiny_model: Callable, decoder: Callable, family: str) -> None:
     """Otherwise the test above would exercise only acceptance, or only rejection."""
     loop = decoder(
         tiny_model(family),
@@ -110,7 +110,7 @@ MANY = tuple([2 + i, 9, 9, 2 + i, 9] + [4] * (i % 4) for i in range(10))
 
 def sampled(decoder: Callable, tiny_model: Callable, batch_size: int, prompts: Any = MANY, **loop: Any) -> dict:
     """Tokens by stream, sampled at temperature 1."""
-    made = decoder(
+    loop_decoder = decoder(
         tiny_model("llama"),
         drafter_class("draft-model"),
         {"model": "noisy", "gamma": 3},
@@ -123,23 +123,23 @@ def sampled(decoder: Callable, tiny_model: Callable, batch_size: int, prompts: A
         **{k: v for k, v in loop.items() if k != "streams"},
     )
     streams = loop.get("streams", range(len(prompts)))
-    return {streams[r.index]: r.tokens for r in made.run(prompts, streams=list(streams))}
+    return {streams[r.index]: r.tokens for r in loop_decoder.run(prompts, streams=list(streams))}
 
 
 @pytest.mark.parametrize("batch_size", [3, 8, 16])
-def test_samples_do_not_depend_on_the_batch_size(decoder: Callable, tiny_model: Callable, batch_size: int) -> None:
-    alone = sampled(decoder, tiny_model, 1)
-    assert sampled(decoder, tiny_model, batch_size) == alone
-    assert len({tuple(tokens) for tokens in alone.values()}) == len(MANY)
+def test_samples_do_not_depend_on_batch_size(decoder: Callable, tiny_model: Callable, batch_size: int) -> None:
+    separate = sampled(decoder, tiny_model, 1)
+    assert sampled(decoder, tiny_model, batch_size) == separate
+    assert len({tuple(tokens) for tokens in separate.values()}) == len(MANY)
 
 
-def test_samples_do_not_depend_on_the_order_of_the_prompts(decoder: Callable, tiny_model: Callable) -> None:
+def test_samples_do_not_depend_on_order_of_prompts(decoder: Callable, tiny_model: Callable) -> None:
     order = [7, 2, 9, 0, 4, 1, 8, 3, 6, 5]
     shuffled = sampled(decoder, tiny_model, 3, [MANY[i] for i in order], streams=order)
     assert shuffled == sampled(decoder, tiny_model, 3)
 
 
-def test_a_slot_is_refilled_while_others_go_on(decoder: Callable, tiny_model: Callable, expected: Callable) -> None:
+def test_slot_is_refilled_while_others_go_on(decoder: Callable, tiny_model: Callable, expected: Callable) -> None:
     """Ten prompts on three slots: rows end at different steps, and the newcomers are not disturbed."""
     loop = decoder(
         tiny_model("llama"),
@@ -150,18 +150,18 @@ def test_a_slot_is_refilled_while_others_go_on(decoder: Callable, tiny_model: Ca
         drafting=tiny_model("llama", noise=0.05),
         max_new_tokens=NEW,
     )
-    finished, together = [], []
+    finished, batched = [], []
     for response in loop.run(MANY):
         finished.append(response.index)
-        together.append(loop.batch_steps)
+        batched.append(loop.batch_steps)
         assert response.tokens == expected("llama", MANY[response.index])
     assert sorted(finished) == list(range(len(MANY)))
-    assert len(set(together)) > 4, "the rows all ended together: nothing was refilled in mid-flight"
+    assert len(set(batched)) > 4, "the rows all ended together: nothing was refilled in mid-flight"
     assert loop.occupied == 0
 
 
 @pytest.mark.parametrize("drafter", ["draft-model", "oracle-trees"])
-def test_eos_inside_a_draft_ends_the_sequence(
+def test_eos_inside_draft_ends_sequence(
     decoder: Callable, tiny_model: Callable, expected: Callable, answers: Callable, drafter: str
 ) -> None:
     """Tokens drafted behind an accepted end-of-sequence token are dropped; any of several ids ends it."""
@@ -187,7 +187,7 @@ def test_eos_inside_a_draft_ends_the_sequence(
         assert all(r.tau <= r.emitted for r in response.steps)
 
 
-def test_eos_in_the_prompt_does_not_end_it(decoder: Callable, tiny_model: Callable, expected: Callable) -> None:
+def test_eos_in_prompt_does_not_end_it(decoder: Callable, tiny_model: Callable, expected: Callable) -> None:
     want = expected("llama", PROMPTS[1])
     eos = next(token for token in PROMPTS[1] if token not in want)
     loop = decoder(
@@ -223,7 +223,7 @@ def test_exactly_max_new_tokens(decoder: Callable, tiny_model: Callable, expecte
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
 @pytest.mark.parametrize("drafter", ["none", "draft-model"])
-def test_a_sequence_ends_where_the_context_does(
+def test_sequence_ends_at_context_length(
     decoder: Callable, tiny_model: Callable, expected: Callable, family: str, drafter: str
 ) -> None:
     small = tiny_model(family, context=20)
@@ -258,7 +258,7 @@ def test_bad_prompts(decoder: Callable, tiny_model: Callable, prompt: list[int],
         list(loop.run([[1, 2], prompt]))
 
 
-def test_a_reader_who_leaves_early_leaves_the_slots_clean(
+def test_reader_who_leaves_early_leaves_slots_clean(
     decoder: Callable, tiny_model: Callable, expected: Callable
 ) -> None:
     loop = decoder(

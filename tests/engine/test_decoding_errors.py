@@ -67,7 +67,7 @@ class TooDeep(Drafter):
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-def test_a_draft_beyond_the_limit_breaks_the_contract(toys: dict[str, Toy], tree: bool) -> None:
+def test_draft_beyond_limit_breaks_contract(toys: dict[str, Toy], tree: bool) -> None:
     always_1 = torch.tensor([[0.0, 1.0]]).expand(3, 2).double()
     toy = Toy("ones", 5, always_1, always_1)
     loop = Decoder(
@@ -113,23 +113,23 @@ class FeedsTooMuch(Drafter):
     ],
     ids=["chain", "tree", "own model"],
 )
-def test_who_drafts_beyond_the_slots_is_named(
+def test_error_names_drafter_beyond_slots(
     tiny_model: Callable, decoder: Callable, drafter: Any, options: Any, sentence: str, validate: str
 ) -> None:
     """Not the target, whose slots are full, and not by the number of tokens in them."""
-    made = {
+    settings = {
         "batch_size": 2,
         "max_new_tokens": 4,
         "max_length": 7,
         "drafting": tiny_model("llama"),
         "validate": validate,
     }
-    loop = decoder(tiny_model("llama"), drafter, options, verifier_class("greedy"), **made)
+    loop = decoder(tiny_model("llama"), drafter, options, verifier_class("greedy"), **settings)
     with pytest.raises(ContractError, match=f"^{sentence}"):
         list(loop.run([[2, 3, 4], [2, 3]]))
 
 
-def test_a_draft_of_the_wrong_batch_breaks_the_contract(toys: dict[str, Toy]) -> None:
+def test_draft_of_wrong_batch_breaks_contract(toys: dict[str, Toy]) -> None:
     class WrongBatch(TooDeep):
         def propose(self, sequences: Any, rng: Any) -> Draft:
             return Draft.empty(3)
@@ -170,14 +170,14 @@ def test_models_that_would_run_wrongly_are_refused(make: Callable, sentence: str
         TransformersLM(make(), 1, 16)
 
 
-def test_a_hybrid_model_is_refused_by_the_name_of_its_layers(tiny_model: Callable) -> None:
+def test_hybrid_model_error_names_layers(tiny_model: Callable) -> None:
     model = tiny_model("qwen3", seed=9)
     model.config.layer_types = ["linear_attention", "full_attention"]
     with pytest.raises(ModelError, match="layers of type linear_attention: their state cannot be rolled back"):
         TransformersLM(model, 1, 16)
 
 
-def test_growing_past_the_buffer_is_an_error(tiny_model: Callable) -> None:
+def test_growing_past_buffer_is_error(tiny_model: Callable) -> None:
     lm = TransformersLM(tiny_model("llama"), 1, 8)
     lm.start(0, [1, 2, 3, 4, 5, 6, 7])
     with pytest.raises(ModelError, match="exceed max_length 8"):

@@ -23,19 +23,19 @@ OWN_MODEL = {
     "tree": ("draft-model-tree", {"branching": [2, 1]}),
     "dynamic": ("draft-model-dynamic-tree", {"depth": 3, "top_k": 2, "nodes": 4}),
 }
-#: After this token the target, or the drafter, says NaN.
+#: After this token the target, or the drafter, outputs NaN.
 BAD = 4
 
 
 @pytest.mark.parametrize("name", OWN_MODEL)
-def test_an_interrupted_step_leaves_nothing(name: str) -> None:
+def test_interrupted_step_leaves_no_state(name: str) -> None:
     drafter, options = OWN_MODEL[name]
     attributes = {"drafter": drafter, "options": {"model": "noisy", **options}, "setting": TinyModel()}
-    type("Contract", (DrafterContract,), attributes)().test_an_interrupted_step_leaves_nothing()
+    type("Contract", (DrafterContract,), attributes)().test_interrupted_step_leaves_no_state()
 
 
 def toy_decoder(who: str = "", rule: str = "token", batch_size: int = 2, output: float = 0.0, **loop: Any) -> Decoder:
-    """A toy of 5 tokens, of which `BAD` has probability ``said``; after it ``who`` says NaN."""
+    """A toy of 5 tokens, of which `BAD` has probability ``said``; after it ``who`` outputs NaN."""
     table = torch.full((6, 5), 0.1, dtype=torch.float64)
     for token in range(5):
         table[token, (token + 1) % 4] = 0.7
@@ -53,28 +53,28 @@ def toy_decoder(who: str = "", rule: str = "token", batch_size: int = 2, output:
 
 @pytest.mark.parametrize("rule", ["token", "block", "greedy-block"])
 @pytest.mark.parametrize("who", ["target", "drafter"])
-def test_row_of_nan_does_not_end_the_others(who: str, rule: str) -> None:
-    """The neighbour says what it says beside a healthy one; the slot serves the next prompt as a new one would."""
+def test_row_of_nan_does_not_end_others(who: str, rule: str) -> None:
+    """The neighbour's output is unchanged, and the slot is clean for the next prompt."""
     prompts = [[BAD], [0, 1], [0, 2]]
-    got = {r.index: r for r in toy_decoder(who, rule).run(prompts, on_error="finish")}
+    actual = {r.index: r for r in toy_decoder(who, rule).run(prompts, on_error="finish")}
     healthy = {r.index: r for r in toy_decoder("", rule).run(prompts)}
     produced = "the target produced NaN" if who == "target" else "drafter 'draft-model' produced NaN"
-    assert got[0].finish_reason == "error" and got[0].tokens == [] and got[0].steps == []
-    assert str(got[0].error).startswith(f"{produced} or infinite logits for prompt 0 at position 1; try dtype")
+    assert actual[0].finish_reason == "error" and actual[0].tokens == [] and actual[0].steps == []
+    assert str(actual[0].error).startswith(f"{produced} or infinite logits for prompt 0 at position 1; try dtype")
     for index in (1, 2):
-        assert got[index].finish_reason == "length" and got[index].error is None
-        assert got[index].tokens == healthy[index].tokens
-        assert [r.tau for r in got[index].steps] == [r.tau for r in healthy[index].steps]
+        assert actual[index].finish_reason == "length" and actual[index].error is None
+        assert actual[index].tokens == healthy[index].tokens
+        assert [r.tau for r in actual[index].steps] == [r.tau for r in healthy[index].steps]
 
 
-def test_output_before_the_nan_is_kept() -> None:
+def test_output_before_nan_is_kept() -> None:
     (response,) = toy_decoder("target", batch_size=1, output=0.2).run([[0]], on_error="finish")
     (healthy,) = toy_decoder(batch_size=1, output=0.2).run([[0]])
     assert response.finish_reason == "error" and response.tokens == healthy.tokens[: len(response.tokens)]
     assert sum(r.emitted for r in response.steps) == len(response.tokens) > 0
 
 
-def test_all_failures_are_raised_with_what_was_finished() -> None:
+def test_failures_carry_finished_responses() -> None:
     prompts = [[0, 1], [BAD], [2, BAD]]
     responses = list(toy_decoder("target").run(prompts, on_error="finish"))
     responses.sort(key=lambda response: response.index)
@@ -84,7 +84,7 @@ def test_all_failures_are_raised_with_what_was_finished() -> None:
     raise_failed(responses[:1])
 
 
-def test_by_default_the_first_nan_ends_the_run() -> None:
+def test_by_default_first_nan_ends_run() -> None:
     decoder = toy_decoder("target")
     with pytest.raises(NumericalError, match="for prompt 0 at position 1"):
         list(decoder.run([[BAD], [0, 1]]))
@@ -98,7 +98,7 @@ def test_other_ways_to_go_on_are_refused() -> None:
         toy_decoder(validate="often")
 
 
-def test_a_run_inside_another_one_is_refused() -> None:
+def test_run_inside_another_one_is_refused() -> None:
     decoder = toy_decoder(batch_size=1)
     first: Iterator[Response] = iter(decoder.run([[0], [1]]))
     next(first)
@@ -125,11 +125,11 @@ def test_failing_update_frees_all_slots() -> None:
     assert {r.index: r.tokens for r in decoder.run([[0], [1]])} == fresh
 
 
-def test_nan_in_a_cache_does_not_reach_the_next_sequence(tiny_model: Any, decoder: Any) -> None:
+def test_nan_in_cache_does_not_reach_next_sequence(tiny_model: Any, decoder: Any) -> None:
     """Masked slots enter attention with weight 0, and 0 x NaN is NaN: a slot that held NaN is wiped."""
     target = tiny_model("llama", copy="nan")
     bad, prompts = 13, [[3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [5, 6, 13, 8, 9, 10], [7, 8], [3, 5]]
-    made: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "batch_size": 2,
         "max_new_tokens": 6,
         "drafting": tiny_model("llama", noise=0.2, copy="nan"),
@@ -137,7 +137,7 @@ def test_nan_in_a_cache_does_not_reach_the_next_sequence(tiny_model: Any, decode
     small = drafter_class("draft-model")
 
     def decode(**run: Any) -> dict[int, Response]:
-        loop = decoder(target, small, {"model": "m", "gamma": 2}, verifier_class("greedy"), **made)
+        loop = decoder(target, small, {"model": "m", "gamma": 2}, verifier_class("greedy"), **settings)
         return {response.index: response for response in loop.run(prompts, **run)}
 
     healthy = decode()
@@ -146,10 +146,10 @@ def test_nan_in_a_cache_does_not_reach_the_next_sequence(tiny_model: Any, decode
     with torch.no_grad():
         weight[bad] = torch.nan
         try:
-            got = decode(on_error="finish")
+            actual = decode(on_error="finish")
         finally:
             weight[bad] = good
     assert bad not in [token for i in (0, 2, 3) for token in healthy[i].tokens]
-    assert got[1].finish_reason == "error"
+    assert actual[1].finish_reason == "error"
     for i in (0, 2, 3):  # the long neighbour makes the short ones attend, masked, over what the slot held
-        assert got[i].error is None and got[i].tokens == healthy[i].tokens
+        assert actual[i].error is None and actual[i].tokens == healthy[i].tokens

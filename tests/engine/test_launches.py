@@ -23,7 +23,7 @@ LIMITS = [
 
 
 @pytest.mark.parametrize("drafter, options, verifier, most, unrecorded", LIMITS)
-def test_a_step_launches_little_and_waits_once(
+def test_step_launches_little_and_waits_once(
     tiny_model: Callable, decoder: Callable, drafter: str, options: Any, verifier: str, most: int, unrecorded: int
 ) -> None:
     target, small = (tiny_model("llama", vocab_size=VOCAB, noise=noise, copy="launches") for noise in (0.0, 0.3))
@@ -114,7 +114,7 @@ class Device:
         self.Event = Event
 
 
-def test_a_stopwatch_does_not_wait_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopwatch_does_not_wait_for_device(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
     monkeypatch.setattr(stopwatch.torch, "xpu", device)
     clock = Stopwatch(torch.device("xpu"))

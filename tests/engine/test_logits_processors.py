@@ -1,4 +1,4 @@
-"""Logits processors: what is said with them is what transformers says with them, whatever is drafted."""
+"""Logits processors: the output equals that of transformers with the same processors, for any drafter."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import ContractError, UsageError
 
 PROMPTS = [[5, 6, 7, 5, 6], [9, 8], [11, 12, 13, 11, 12, 13, 11]]
-#: Of plain greedy decoding, the first row says END soon, and FIRST first.
+#: Plain greedy decoding of the first row emits FIRST first, and END soon.
 PAD, NEW, FIRST, END = 1, 14, 60, 21
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": PAD, "eos_token_id": END}
 #: What transformers makes processors of.
@@ -47,22 +47,24 @@ def padded(prompts: list[list[int]]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("options", SETTINGS, ids=lambda options: "+".join(options))
 def test_settings_of_transformers(target: LoadedModel, options: dict[str, Any]) -> None:
     common = {**padded(PROMPTS), **GREEDY, **options}
-    wanted = target.model.generate(**common)
-    found = target.model.generate(**common, custom_generate=custom_generate, drafter="prompt-lookup")
-    assert found.tolist() == wanted.tolist()
+    expected = target.model.generate(**common)
+    result = target.model.generate(**common, custom_generate=custom_generate, drafter="prompt-lookup")
+    assert result.tolist() == expected.tolist()
     plain = target.model.generate(**padded(PROMPTS), **GREEDY)
-    assert "forced_bos_token_id" in options or plain.tolist() != wanted.tolist(), "this setting shows nothing here"
+    assert "forced_bos_token_id" in options or plain.tolist() != expected.tolist(), "this setting shows nothing here"
 
 
 @pytest.mark.parametrize("drafter", ["none", "prompt-lookup", {"name": "token-recycling", "nodes": 6, "width": 3}])
-def test_every_node_is_processed_behind_its_own_path(target: LoadedModel, drafter: Any) -> None:
-    """Log P of what is said, whatever was drafted, is that of the processed law after the text before it."""
+def test_processors_receive_path_of_each_node(target: LoadedModel, drafter: Any) -> None:
+    """Log P of emitted tokens is that of the processed distribution after their prefix, for any drafter."""
     processors = [lp.RepetitionPenaltyLogitsProcessor(1.7), lp.NoRepeatNGramLogitsProcessor(2)]
     sampling = Sampling(temperature=0.8, top_k=20)
     distribution: dict[str, Any] = {"temperature": 0.8, "top_k": 20, "seed": 3, "ignore_eos": True}
-    found = generate(target, PROMPTS, drafter=drafter, logits_processor=processors, max_new_tokens=NEW, **distribution)
-    assert drafter == "none" or any(one.nodes for response in found for one in response.steps)
-    for prompt, response in zip(PROMPTS, found, strict=True):
+    responses = generate(
+        target, PROMPTS, drafter=drafter, logits_processor=processors, max_new_tokens=NEW, **distribution
+    )
+    assert drafter == "none" or any(item.nodes for response in responses for item in response.steps)
+    for prompt, response in zip(PROMPTS, responses, strict=True):
         assert response.logprobs is not None
         for i, (token, logprob) in enumerate(zip(response.tokens, response.logprobs, strict=True)):
             ids = torch.tensor([prompt + response.tokens[:i]])

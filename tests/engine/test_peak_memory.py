@@ -28,7 +28,7 @@ LIMITS = [
     "drafter, options, verifier, temperature, most",
     [row if row[2] == "block" else pytest.param(*row, marks=pytest.mark.slow) for row in LIMITS],
 )
-def test_what_a_step_holds(
+def test_step_peak_memory(
     tiny_model: Callable,
     decoder: Callable,
     monkeypatch: pytest.MonkeyPatch,
@@ -40,7 +40,11 @@ def test_what_a_step_holds(
 ) -> None:
     peaks = []
     for vocab in VOCABS:
-        for name, share in (("AT_ONCE", 110), ("PIECE", 220), ("LARGE", 883)):  # laws: what they are at V = 152k
+        for name, share in (
+            ("AT_ONCE", 110),
+            ("PIECE", 220),
+            ("LARGE", 883),
+        ):  # distributions: what they are at V = 152k
             monkeypatch.setattr(tensors, name, share * vocab)
         target, small = (
             tiny_model("llama", vocab_size=vocab, context=200, noise=noise, copy="peak").bfloat16()
@@ -60,31 +64,31 @@ def test_what_a_step_holds(
         )
         for row in range(B):
             loop.start(row, [3 + row, 5], row, row)
-        with Peak() as held:
+        with Peak() as memory:
             loop.step()
-        peaks.append(held.peak)
+        peaks.append(memory.peak)
         gc.collect()
-        assert held.held < 0.1 * held.peak, "what a step made outlives it"
+        assert memory.held < 0.1 * memory.peak, "what a step made outlives it"
     per_entry = (peaks[1] - peaks[0]) / (VOCABS[1] - VOCABS[0]) / B / 61
     assert 5 < per_entry <= most
 
 
 def test_allocated_memory_is_counted() -> None:
-    with torch.inference_mode(), Peak() as held:
+    with torch.inference_mode(), Peak() as memory:
         x = torch.zeros(100)
         y = x[10:] + 1
-        assert (held.held, held.peak) == (760, 760)
+        assert (memory.held, memory.peak) == (760, 760)
         x.add_(1)
         del x
-        assert held.held == 360
+        assert memory.held == 360
         z = y.double()
         del y
-    assert (held.held, held.peak) == (720, 1080) and z.sum() == 90
+    assert (memory.held, memory.peak) == (720, 1080) and z.sum() == 90
     del z
-    assert held.held == 0
+    assert memory.held == 0
 
 
-def test_laws_are_made_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distributions_are_chunked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits, whatever is made at once."""
     logits = torch.randn(3, 5, 40, generator=torch.Generator().manual_seed(1)).bfloat16()
     for sampling in (Sampling(), Sampling(temperature=0.7, top_k=9, top_p=0.8)):
@@ -101,7 +105,7 @@ def test_laws_are_made_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     "drafter, options, verifier, least",
     [("draft-model-iid", {"gamma": 2, "K": 2}, "multipath-block", 1), ("draft-model", {"gamma": 2}, "greedy-block", 3)],
 )
-def test_rows_judged_some_after_others_say_the_same(
+def test_chunked_verification_is_equal(
     tiny_model: Callable,
     decoder: Callable,
     monkeypatch: pytest.MonkeyPatch,
@@ -110,14 +114,14 @@ def test_rows_judged_some_after_others_say_the_same(
     verifier: str,
     least: int,
 ) -> None:
-    """The same tokens and log P; a rule with state is asked about the whole batch."""
+    """The same tokens and log P; a rule with state is evaluated on the whole batch."""
     target, small = (tiny_model("llama", vocab_size=40, noise=noise, copy="pieces") for noise in (0.0, 0.3))
     rule, widths = plugins.get("verifiers", verifier), []
     own = rule.verify
     monkeypatch.setattr(
-        rule, "verify", lambda self, draft, *of: widths.append(draft.batch_size) or own(self, draft, *of)
+        rule, "verify", lambda self, draft, *group: widths.append(draft.batch_size) or own(self, draft, *group)
     )
-    found = []
+    results = []
     for large in (tensors.LARGE, 1):
         with monkeypatch.context() as patch:
             patch.setattr(tensors, "LARGE", large)
@@ -134,6 +138,6 @@ def test_rows_judged_some_after_others_say_the_same(
                 max_new_tokens=12,
             )
             responses = sorted(loop.run([[3], [4, 5], [6, 7, 8], [9]]), key=lambda one: one.index)
-            found.append([(one.tokens, one.logprobs, one.steps) for one in responses])
+            results.append([(one.tokens, one.logprobs, one.steps) for one in responses])
             assert min(widths) == (least if large == 1 else 3)
-    assert found[0] == found[1]
+    assert results[0] == results[1]

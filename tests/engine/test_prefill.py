@@ -1,4 +1,4 @@
-"""Prompts that share prefill passes: the same tokens and hidden states as one by one, fewer passes, nobody stalls."""
+"""Prompts that share prefill passes: the same tokens and hidden states as one by one, fewer passes, and no stalls."""
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
@@ -48,7 +48,7 @@ class CountingLM(TransformersLM):
 
 
 @pytest.fixture
-def made(tiny_model: Callable, decoder: Callable) -> Callable[..., Decoder]:
+def make_decoder(tiny_model: Callable, decoder: Callable) -> Callable[..., Decoder]:
     def make(pair: str, family: str = "llama", batch_size: int = 4, **loop: Any) -> Decoder:
         drafter, options, rule = PAIRS[pair]
         loop = {"temperature": 1.0, "max_new_tokens": 9, **loop}
@@ -62,43 +62,43 @@ def made(tiny_model: Callable, decoder: Callable) -> Callable[..., Decoder]:
 
 
 def outputs(loop: Decoder) -> list[Any]:
-    found = sorted(loop.run(PROMPTS), key=lambda response: response.index)
-    return [(r.tokens, r.finish_reason, [(one.tau, one.nodes) for one in r.steps]) for r in found]
+    responses = sorted(loop.run(PROMPTS), key=lambda response: response.index)
+    return [(r.tokens, r.finish_reason, [(item.tau, item.nodes) for item in r.steps]) for r in responses]
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gpt2"])
 @pytest.mark.parametrize("pair", list(PAIRS))
-def test_tokens_are_those_of_prompts_prefilled_one_by_one(made: Callable, pair: str, family: str) -> None:
+def test_tokens_are_those_of_prompts_prefilled_one_by_one(make_decoder: Callable, pair: str, family: str) -> None:
     """Prompts that share a pass, or wait while others decode and are prefilled in chunks of 24 tokens."""
-    alone, together, pieces = (made(pair, family, prefill_tokens=most) for most in (0, 1024, 24))
-    assert outputs(together) == outputs(alone) == outputs(pieces)
-    fed = [loop.target.fed for loop in (alone, together, pieces)]  # type: ignore[attr-defined]
+    separate, batched, pieces = (make_decoder(pair, family, prefill_tokens=most) for most in (0, 1024, 24))
+    assert outputs(batched) == outputs(separate) == outputs(pieces)
+    fed = [loop.target.fed for loop in (separate, batched, pieces)]  # type: ignore[attr-defined]
     assert all(rows == 1 for rows, _ in fed[0]) and any(rows > 2 for rows, _ in fed[1])
     assert all(rows * width <= 24 for rows, width in fed[2]) and any(rows > 1 for rows, _ in fed[2])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "opt"])
 def test_hidden_states_are_those_of_prompts_prefilled_one_by_one(tiny_model: Callable, family: str) -> None:
-    together, pieces, alone = (TransformersLM(tiny_model(family), len(PROMPTS), 64) for _ in range(3))
-    for lm in (together, pieces, alone):
+    batched, pieces, separate = (TransformersLM(tiny_model(family), len(PROMPTS), 64) for _ in range(3))
+    for lm in (batched, pieces, separate):
         lm.hidden_layers = (0, 1, -1)
-    together.prefill({row: prompt[:-1] for row, prompt in enumerate(PROMPTS)})
+    batched.prefill({row: prompt[:-1] for row, prompt in enumerate(PROMPTS)})
     for row, prompt in enumerate(PROMPTS):
         for upto in range(6, len(prompt) - 1, 6):
             pieces.prefill({row: prompt[:upto]})
     for row, prompt in enumerate(PROMPTS):
-        want = alone.start(row, prompt)
-        for lm in (together, pieces):
-            got = lm.start(row, prompt)
+        want = separate.start(row, prompt)
+        for lm in (batched, pieces):
+            actual = lm.start(row, prompt)
             assert lm.lengths[row] == len(prompt) - 1
             if want is None:
-                assert got is None
+                assert actual is None
                 continue
-            assert got is not None and got.shape == (len(prompt) - 1, 3, 32)
-            torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
+            assert actual is not None and actual.shape == (len(prompt) - 1, 3, 32)
+            torch.testing.assert_close(actual, want, atol=2e-5, rtol=1e-4)
     root = torch.tensor([[prompt[-1]] for prompt in PROMPTS])
-    want, _ = alone.forward(root)
-    for lm in (together, pieces):
+    want, _ = separate.forward(root)
+    for lm in (batched, pieces):
         torch.testing.assert_close(lm.forward(root)[0], want, atol=1e-4, rtol=1e-4)
 
 
@@ -107,32 +107,32 @@ def test_hidden_states_are_those_of_prompts_prefilled_one_by_one(tiny_model: Cal
 def test_hidden_states_of_no_other_layer_are_kept(tiny_model: Callable, family: str) -> None:
     lm, kept = TransformersLM(tiny_model(family, copy="heard"), 2, 32), []
     hook = lm.model.register_forward_hook(
-        lambda module, given, out: kept.append([state is not None for state in out.hidden_states])
+        lambda module, inputs, out: kept.append([state is not None for state in out.hidden_states])
     )
     try:
-        for layers, there in (((-1,), [False, False, True]), ((0, 0.5), [True, True, False])):
+        for layers, present in (((-1,), [False, False, True]), ((0, 0.5), [True, True, False])):
             lm.hidden_layers = layers
             lm.prefill({0: [5, 6, 7], 1: [8]})
             lm.start(0, [5, 6, 7, 9, 9])
             lm.forward(torch.tensor([[3], [4]]))
-            assert kept == [there] * 3
+            assert kept == [present] * 3
             kept.clear()
     finally:
         hook.remove()
 
 
-def test_eight_short_prompts_are_one_pass_of_each_model(made: Callable) -> None:
+def test_eight_short_prompts_are_one_pass_of_each_model(make_decoder: Callable) -> None:
     for most, count in ((1024, 1), (0, 8)):
-        loop = made("chain", batch_size=8, prefill_tokens=most)
+        loop = make_decoder("chain", batch_size=8, prefill_tokens=most)
         finished = list(loop.run([prompt[:8] * 2 for prompt in PROMPTS if len(prompt) > 1]))
         assert len(finished) == 8
         assert len(loop.target.fed) == len(loop.drafter.model.lm.fed) == count
         assert sum(rows for rows, _ in loop.target.fed) == 8
 
 
-def test_a_running_row_waits_for_one_pass_at_most(made: Callable) -> None:
+def test_running_row_waits_for_one_pass_at_most(make_decoder: Callable) -> None:
     """Prompts that are longer than a pass come beside a running sequence, and begin when they are whole."""
-    loop, log = made("chain", prefill_tokens=8, max_new_tokens=30), []
+    loop, log = make_decoder("chain", prefill_tokens=8, max_new_tokens=30), []
     loop.on_step = lambda event: log.append((len(loop.target.fed), [i for i in event.prompts if i is not None]))
     first = Request(PROMPTS[0], 0, 0)
     later = [Request(PROMPTS[i], i, i, most=4) for i in (4, 1, 5)]
@@ -143,12 +143,12 @@ def test_a_running_row_waits_for_one_pass_at_most(made: Callable) -> None:
     assert fed[-1] == 1 + 1 + 3 + 5
     resume_from = [next(n for n, running in log if i in running) for i in (5, 1, 4)]
     assert resume_from == [2, 5, 10]
-    (alone,) = made("chain", batch_size=1, max_new_tokens=4).run([PROMPTS[4]], streams=[4])
-    assert answers[4] == alone.tokens
+    (separate,) = make_decoder("chain", batch_size=1, max_new_tokens=4).run([PROMPTS[4]], streams=[4])
+    assert answers[4] == separate.tokens
 
 
-def test_what_is_given_up_half_way_leaves_nothing(made: Callable) -> None:
-    loop = made("fork", prefill_tokens=6, max_new_tokens=20)
+def test_aborted_prefill_leaves_no_state(make_decoder: Callable) -> None:
+    loop = make_decoder("fork", prefill_tokens=6, max_new_tokens=20)
     steps = loop.steps([Request(PROMPTS[0], 0, 0), None, Request([95] * 30, 1, 1), Request([95] * 20, 2, 2)])
     for _ in range(3):
         next(steps)
@@ -156,36 +156,36 @@ def test_what_is_given_up_half_way_leaves_nothing(made: Callable) -> None:
     steps.close()
     assert loop.target.lengths == [0] * 4
     loop.max_new_tokens = 9
-    assert outputs(loop) == outputs(made("fork", prefill_tokens=0))
+    assert outputs(loop) == outputs(make_decoder("fork", prefill_tokens=0))
 
 
-def test_a_model_that_cannot_share_passes_begins_as_ever(made: Callable) -> None:
+def test_model_that_cannot_share_passes_begins_as_ever(make_decoder: Callable) -> None:
     """Its prompts take no step more, however long they are."""
     assert not hasattr(TableLM, "prefill")
-    loop, alone = made("chain", prefill_tokens=64), made("chain", prefill_tokens=0)
-    for one in (loop.target, loop.drafter.model.lm):
-        one.__class__ = type("Whole", (type(one),), {"prefill": None})
-    assert outputs(loop) == outputs(alone)
-    assert loop.batch_steps == alone.batch_steps and sorted(loop.target.fed) == sorted(alone.target.fed)
+    loop, separate = make_decoder("chain", prefill_tokens=64), make_decoder("chain", prefill_tokens=0)
+    for item in (loop.target, loop.drafter.model.lm):
+        item.__class__ = type("Whole", (type(item),), {"prefill": None})
+    assert outputs(loop) == outputs(separate)
+    assert loop.batch_steps == separate.batch_steps and sorted(loop.target.fed) == sorted(separate.target.fed)
 
 
 @pytest.mark.parametrize("most", [4, 30, 1000])
-def test_passes_hold_what_they_may(most: int) -> None:
+def test_passes_respect_token_limit(most: int) -> None:
     lengths = {row: length - 1 for row, length in enumerate(LENGTHS)}
-    held: dict[int, int] = {}
+    stored: dict[int, int] = {}
     for step in passes(lengths, most):
-        new = _new(step, held)
+        new = _new(step, stored)
         assert len(new) * max(new) <= most
-        assert len(step) == 1 or not any(row in held for row in step)
-        held |= step
-    assert held == lengths
+        assert len(step) == 1 or not any(row in stored for row in step)
+        stored |= step
+    assert stored == lengths
 
 
-def _new(step: Mapping[int, int], held: Mapping[int, int]) -> list[int]:
-    return [upto - held.get(row, 0) for row, upto in step.items()]
+def _new(step: Mapping[int, int], earlier: Mapping[int, int]) -> list[int]:
+    return [upto - earlier.get(row, 0) for row, upto in step.items()]
 
 
-def test_a_stream_has_no_piece_of_what_has_not_begun(tmp_path: Path) -> None:
+def test_stream_skips_unstarted_sequences(tmp_path: Path) -> None:
     target = load_model(save_model(tmp_path / "target"), dtype="float32", device="cpu")
     prompts = [[token % 60 + 5 for token in prompt] for prompt in PROMPTS]
     options: dict[str, Any] = {"batch_size": 3, "max_new_tokens": 7, "ignore_eos": True}
@@ -196,7 +196,7 @@ def test_a_stream_has_no_piece_of_what_has_not_begun(tmp_path: Path) -> None:
         assert [t for piece in pieces if piece.index == response.index for t in piece.tokens] == response.tokens
 
 
-def test_drafter_with_its_own_start_does_not_prefill() -> None:
+def test_drafter_overriding_start_does_not_prefill() -> None:
     chain = drafter_class("draft-model")
     reads_another_text = type("ReadsAnotherText", (chain,), {"start": chain.start})
     does_both = type("DoesBoth", (reads_another_text,), {"start": chain.start, "prefill": chain.prefill})
@@ -205,6 +205,6 @@ def test_drafter_with_its_own_start_does_not_prefill() -> None:
     assert {drafter: prefills(drafter) for drafter in likes} == likes
 
 
-def test_a_cap_below_none_is_refused(made: Callable) -> None:
+def test_cap_below_none_is_refused(make_decoder: Callable) -> None:
     with pytest.raises(UsageError, match="prefill_tokens=-1 must be at least 1, or 0"):
-        made("chain", prefill_tokens=-1)
+        make_decoder("chain", prefill_tokens=-1)

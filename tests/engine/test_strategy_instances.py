@@ -37,7 +37,7 @@ def target(tmp_path_factory: Any) -> LoadedModel:
 
 
 class Echo(Drafter):
-    """Drafts what it was told, and remembers how its sequences ended."""
+    """Drafts scripted tokens, and records the finish reasons."""
 
     name = "echo"
 
@@ -78,41 +78,43 @@ class Bound(Echo):
         self.rows = context.batch_size if context is not None else 0
 
 
-def test_a_class_an_instance_a_name_and_a_mapping_say_the_same(target: LoadedModel) -> None:
-    prompts, ask = [[5, 9, 5, 9], [6, 6]], {"max_new_tokens": 6, "seed": 1}
+def test_class_instance_name_and_mapping_are_equal(target: LoadedModel) -> None:
+    prompts, request = [[5, 9, 5, 9], [6, 6]], {"max_new_tokens": 6, "seed": 1}
     config = PromptLookup.Config(gamma=3)
-    given: list[Any] = [PromptLookup(config), (PromptLookup, config), {"name": "prompt-lookup", "gamma": 3}]
-    outputs = [[r.tokens for r in generate(target, prompts, drafter=drafter, **ask)] for drafter in given]
+    arguments: list[Any] = [PromptLookup(config), (PromptLookup, config), {"name": "prompt-lookup", "gamma": 3}]
+    outputs = [[r.tokens for r in generate(target, prompts, drafter=drafter, **request)] for drafter in arguments]
     assert outputs[0] == outputs[1] == outputs[2]
-    outputs = [[r.tokens for r in generate(target, prompts, drafter=d, **ask)] for d in (PromptLookup, "prompt-lookup")]
+    outputs = [
+        [r.tokens for r in generate(target, prompts, drafter=d, **request)] for d in (PromptLookup, "prompt-lookup")
+    ]
     assert outputs[0] == outputs[1]
 
 
-def test_an_instance_lives_through_runs_of_any_size(target: LoadedModel) -> None:
+def test_instance_lives_through_runs_of_any_size(target: LoadedModel) -> None:
     drafter = Echo(Echo.Config(gamma=3))
     for calls, prompts in enumerate([[[5]], [[5], [6], [7]], [[8, 9]]], 1):
-        found = generate(target, prompts, drafter=drafter, max_new_tokens=3)
+        responses = generate(target, prompts, drafter=drafter, max_new_tokens=3)
         assert drafter.contexts == calls and drafter.context.batch_size == len(prompts)
-        assert len(found) == len(prompts)
+        assert len(responses) == len(prompts)
     assert drafter.ends == ["length"] * 5
     inputs = torch.tensor([[5, 6, 7]])
     target.model.generate(inputs, max_new_tokens=3, custom_generate=custom_generate, drafter=drafter)
     assert drafter.contexts == 4 and len(drafter.ends) == 6
 
 
-def test_a_verifier_may_be_an_instance(target: LoadedModel) -> None:
-    seen: list[int] = []
+def test_verifier_may_be_instance(target: LoadedModel) -> None:
+    events: list[int] = []
 
     class Watched(type(make_verifier("token"))):
         def verify(self, draft: Any, p: Any, rng: Any) -> Any:
-            seen.append(draft.width)
+            events.append(draft.width)
             return super().verify(draft, p, rng)
 
     tokens = [
         generate(target, [[5, 9, 5]], drafter=Echo, verifier=verifier, max_new_tokens=5, seed=2)[0].tokens
         for verifier in (Watched(), "token")
     ]
-    assert tokens[0] == tokens[1] and seen
+    assert tokens[0] == tokens[1] and events
 
 
 def refused(target: LoadedModel, **options: Any) -> str:
@@ -128,8 +130,8 @@ def context(target: LoadedModel) -> TargetContext:
 
 
 def test_instances_that_cannot_be_used_are_refused(target: LoadedModel) -> None:
-    made = Bound(Bound.Config(), context(target))
-    assert "this Bound was made for one context and cannot draft in another" in refused(target, drafter=made)
+    bound = Bound(Bound.Config(), context(target))
+    assert "this Bound was made for one context and cannot draft in another" in refused(target, drafter=bound)
     assert refused(target, drafter=(Echo(), Echo.Config(gamma=3))).startswith("this Echo already has a config")
     assert "must be" in refused(target, drafter=Echo(), max_new_tokens=0)
     assert "a drafter is given by its name" in refused(target, drafter=make_verifier("token"))
@@ -140,15 +142,17 @@ def test_instances_that_cannot_be_used_are_refused(target: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("which", ["drafter", "verifier"])
-def test_two_runs_at_a_time_are_refused(target: LoadedModel, which: str) -> None:
+def test_two_runs_at_time_are_refused(target: LoadedModel, which: str) -> None:
     """An instance that is handed on while a run is under way would mix the two."""
     drafter, verifier = Echo(), make_verifier("greedy-block")
     pair = drafter, verifier
 
     def decoder() -> Decoder:
-        ours = [one if kind == which else type(one)() for kind, one in zip(("drafter", "verifier"), pair, strict=True)]
-        made = build_decoder(context(target), configured("drafters", ours[0]), ours[1], max_new_tokens=8)
-        return made
+        ours = [
+            item if kind == which else type(item)() for kind, item in zip(("drafter", "verifier"), pair, strict=True)
+        ]
+        loop = build_decoder(context(target), configured("drafters", ours[0]), ours[1], max_new_tokens=8)
+        return loop
 
     first = decoder()
     responses = first.run([[5, 9], [6, 6]])
@@ -205,7 +209,7 @@ def test_lists_with_parents_become_trees() -> None:
     assert Draft.copied([[], []], "cpu", [[], []]).tokens.shape == (2, 0)
 
 
-def test_a_verifier_may_have_an_attribute_of_any_name(target: LoadedModel) -> None:
+def test_verifier_may_have_attribute_of_any_name(target: LoadedModel) -> None:
     class Named(type(make_verifier("token"))):
         rule = "what a rule calls its own"
 

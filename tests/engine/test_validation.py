@@ -23,8 +23,8 @@ def test_honest_strategies_pass(kind: str, validate: str) -> None:
     first_step(decoder(kind, validate=validate))
 
 
-def made(name: str, function: Callable) -> Callable:
-    return lambda of, _: setattr(of, name, function(getattr(of, name)))
+def replace_field(name: str, function: Callable) -> Callable:
+    return lambda group, _: setattr(group, name, function(getattr(group, name)))
 
 
 def wider(draft: Draft, _: Any) -> Draft:
@@ -74,9 +74,19 @@ DRAFTS: dict[str, tuple[str, Callable, str, str]] = {
     "q sums to 1/2": ("wor", at("q", (0, 3), half), "row of q that sums to 0.5, not 1, .* slot 0 .*node 3;", SOME),
     "q is negative": ("chain", at("q", (0, 0, slice(7, 9)), torch.tensor([-0.5, 0.53125])), "negative q, -0.5", SOME),
     "q is 0 at the token": ("chain", at("q", (0, 0, slice(1, 3)), torch.tensor([0, 2 / V])), "0 at the token 1", SOME),
-    "q is integer": ("chain", made("q", lambda q: q.long()), "draft.q of dtype int64; .* float32 or float64", ALL),
-    "q has too few rows": ("chain", made("q", lambda q: q[:, :2]), "too few rows for 3 nodes", ALL),
-    "q is too narrow": ("chain", made("q", lambda q: q[..., 1:]), r"q of shape \[2, 3, 63\], not \[2, M, 64\]", ALL),
+    "q is integer": (
+        "chain",
+        replace_field("q", lambda q: q.long()),
+        "draft.q of dtype int64; .* float32 or float64",
+        ALL,
+    ),
+    "q has too few rows": ("chain", replace_field("q", lambda q: q[:, :2]), "too few rows for 3 nodes", ALL),
+    "q is too narrow": (
+        "chain",
+        replace_field("q", lambda q: q[..., 1:]),
+        r"q of shape \[2, 3, 63\], not \[2, M, 64\]",
+        ALL,
+    ),
     "q of a point mass": ("point", lambda d, _: honest("chain"), "with q, but traits.point_mass is True", ALL),
     "no q": ("chain", lambda d, _: honest("point"), "without q, but traits.point_mass is False", ALL),
     "law names no row": (
@@ -112,8 +122,8 @@ DRAFTS: dict[str, tuple[str, Callable, str, str]] = {
         ALL,
     ),
     "fewer levels than there are": ("top", lambda d, _: replace(d, levels=1), "deeper than draft.levels = 1", SOME),
-    "int32 tokens": ("chain", made("tokens", lambda t: t.int()), "draft.tokens of dtype int32", ALL),
-    "float tokens": ("chain", made("tokens", lambda t: t.float()), "draft.tokens of dtype float32", ALL),
+    "int32 tokens": ("chain", replace_field("tokens", lambda t: t.int()), "draft.tokens of dtype int32", ALL),
+    "float tokens": ("chain", replace_field("tokens", lambda t: t.float()), "draft.tokens of dtype float32", ALL),
     "a token of 64": ("chain", at("tokens", (0, 0), V), "drafted the token 64, outside of the vocabulary of 64", ALL),
     "a token of -1": (
         "top",
@@ -122,10 +132,15 @@ DRAFTS: dict[str, tuple[str, Callable, str, str]] = {
         SOME,
     ),
     "padding of 64": ("chain", at("tokens", (1, 2), V), "drafted padding with the token 64, outside", ALL),
-    "parents of another shape": ("chain", made("parents", lambda t: t[:, 1:]), r"\[2, 2\], not \[2, 3\]: a shape", ALL),
-    "valid as numbers": ("chain", made("valid", lambda t: t.long()), "draft.valid of dtype int64", ALL),
+    "parents of another shape": (
+        "chain",
+        replace_field("parents", lambda t: t[:, 1:]),
+        r"\[2, 2\], not \[2, 3\]: a shape",
+        ALL,
+    ),
+    "valid as numbers": ("chain", replace_field("valid", lambda t: t.long()), "draft.valid of dtype int64", ALL),
     "no Draft": ("chain", lambda d, _: d.tokens, "proposed a Tensor; propose.. must return a Draft", ALL),
-    "elsewhere": ("chain", made("tokens", lambda t: t.to("meta")), "draft.tokens on meta; .* on cpu", ALL),
+    "elsewhere": ("chain", replace_field("tokens", lambda t: t.to("meta")), "draft.tokens on meta; .* on cpu", ALL),
     "probes that are none": ("chain", lambda d, _: replace(d, probes=4), "has 4 probes among 3 nodes", ALL),
     "finite of another shape": ("chain", lambda d, _: replace(d, finite=d.valid), "draft.finite of shape", ALL),
     "iid without sequences": ("iid", lambda d, _: replace(d, sequences=None), "'iid' without draft.sequences", ALL),
@@ -156,7 +171,7 @@ DRAFTS: dict[str, tuple[str, Callable, str, str]] = {
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_a_mistake_in_a_draft_is_named(name: str) -> None:
+def test_mistake_in_draft_is_named(name: str) -> None:
     kind, change, words, _ = DRAFTS[name]
     with pytest.raises(CrossdraftError, match=f"^drafter 'seeded' .*{words}") as caught:
         first_step(decoder(kind, draft=change))
@@ -165,8 +180,8 @@ def test_a_mistake_in_a_draft_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, (*_, steps) in DRAFTS.items() if steps == ALL])
-def test_what_costs_nothing_is_seen_in_every_step(name: str) -> None:
-    """Also what would be a stack trace of the target or the verifier: a token that is no id."""
+def test_cheap_checks_run_every_step(name: str) -> None:
+    """Also what would be a stack trace of the target or the verifier: a token that is not an id."""
     kind, change, words, _ = DRAFTS[name]
     rule = {"chain": "block", "point": "block", "top": "greedy", "wor": "traversal", "iid": "spectr"}[kind]
     with pytest.raises(CrossdraftError, match=f"^drafter 'seeded' .*{words}"):
@@ -192,7 +207,12 @@ VERDICTS: dict[str, tuple[str, Callable, str, str]] = {
     ),
     "many more": ("chain", at("length", 0, 99), "accepted 99 tokens of a draft that is 3 deep in slot 0", ALL),
     "fewer than none": ("chain", at("length", 0, -1), "accepted -1 tokens", ALL),
-    "more than the path names": ("top", made("path", lambda t: t[:, :1]), "2 tokens o[fn] a (path of 1|draft)", ALL),
+    "more than the path names": (
+        "top",
+        replace_field("path", lambda t: t[:, :1]),
+        "2 tokens o[fn] a (path of 1|draft)",
+        ALL,
+    ),
     "a path with duplicates": ("top", at("path", (0, 1), 0), r"the path \[0, 0\], which is not a path", SOME),
     "a path out of order": ("wor", at("path", (0, slice(2)), torch.tensor([2, 0])), r"the path \[2, 0\]", SOME),
     "a path from elsewhere": ("top", at("path", (0, slice(2)), torch.tensor([1, 2])), r"the path \[1, 2\]", SOME),
@@ -200,11 +220,11 @@ VERDICTS: dict[str, tuple[str, Callable, str, str]] = {
     "a path over no node": ("top", at("path", (1, 1), 7), r"the path \[0, 7\]", SOME),
     "a path that goes on": ("top", at("path", (0, 2), 3), r"with \[0, 2, 3, -1\] for 2 accepted nodes", SOME),
     "no path": ("top", lambda v, _: Verdict(v.length, v.token), "verified a tree without verdict.path", ALL),
-    "float tokens": ("chain", made("token", lambda t: t.float()), "verdict.token of dtype float32", ALL),
-    "float lengths": ("chain", made("length", lambda t: t.double()), "verdict.length of dtype float64", ALL),
+    "float tokens": ("chain", replace_field("token", lambda t: t.float()), "verdict.token of dtype float32", ALL),
+    "float lengths": ("chain", replace_field("length", lambda t: t.double()), "verdict.length of dtype float64", ALL),
     "a column": (
         "chain",
-        made("length", lambda t: t[:, None]),
+        replace_field("length", lambda t: t[:, None]),
         r"length of shape \[2, 1\], not \[2\]: a shape is off",
         ALL,
     ),
@@ -223,7 +243,7 @@ VERDICTS: dict[str, tuple[str, Callable, str, str]] = {
 
 @pytest.mark.parametrize("validate", ["sampled", "never"])
 @pytest.mark.parametrize("name", VERDICTS)
-def test_a_mistake_in_a_verdict_is_named(name: str, validate: str) -> None:
+def test_mistake_in_verdict_is_named(name: str, validate: str) -> None:
     kind, change, words, steps = VERDICTS[name]
     if validate == "never" and steps == SOME:
         pytest.skip("seen in validated steps")

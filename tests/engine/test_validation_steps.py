@@ -22,8 +22,8 @@ from crossdraft.framework.errors import NumericalError
 
 @pytest.mark.parametrize("rule", ["token", "block", "sample-match", "traversal", "specinfer"])
 @pytest.mark.parametrize("vocabulary", [2048, 3000])
-def test_drafter_of_nan_never_outputs_a_token(rule: str, vocabulary: int) -> None:
-    """Not in steps that are not validated either, nor where the vocabulary is no multiple of a block."""
+def test_drafter_of_nan_never_outputs_token(rule: str, vocabulary: int) -> None:
+    """Not in steps that are not validated either, nor where the vocabulary is not a multiple of a block."""
     kind = "wor" if rule in ("traversal", "specinfer") else "chain"
     probs = torch.full((vocabulary,), 1 / vocabulary)
     context = ToyContext(probs, probs, Sampling(), B)
@@ -37,32 +37,32 @@ def test_drafter_of_nan_never_outputs_a_token(rule: str, vocabulary: int) -> Non
 
 @pytest.mark.parametrize("value", [torch.nan, 0.0])
 @pytest.mark.parametrize("vocabulary", [3, 1024, 1025, 2048, 3000])
-def test_a_draw_stays_inside_the_vocabulary(vocabulary: int, value: float) -> None:
+def test_draw_stays_inside_vocabulary(vocabulary: int, value: float) -> None:
     uniform = torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64)
     drawn = inverse_cdf(torch.full((3, vocabulary), value), uniform, uniform)
     assert drawn.min() >= 0 and drawn.max() < vocabulary
 
 
 def steps_that_are_validated(validate: str, steps: int, monkeypatch: Any) -> list[int]:
-    made = decoder("chain", validate=validate, max_new_tokens=10**6)
-    seen: list[int] = []
-    monkeypatch.setattr(loop_module, "validate_draft", lambda *_, **__: seen.append(made.batch_steps))
+    loop = decoder("chain", validate=validate, max_new_tokens=10**6)
+    events: list[int] = []
+    monkeypatch.setattr(loop_module, "validate_draft", lambda *_, **__: events.append(loop.batch_steps))
     for row in range(B):
-        made.start(row, [1], row, row)
-    monkeypatch.setattr(made.sequences, "tokens", torch.zeros(B, 2 * steps + 1, dtype=torch.long))
+        loop.start(row, [1], row, row)
+    monkeypatch.setattr(loop.sequences, "tokens", torch.zeros(B, 2 * steps + 1, dtype=torch.long))
     for _ in range(steps):
-        made.step()
-    return seen
+        loop.step()
+    return events
 
 
-def test_which_steps_are_validated(monkeypatch: Any) -> None:
+def test_validated_step_numbers(monkeypatch: Any) -> None:
     expected = [*range(FIRST), EVERY, 2 * EVERY]
     assert steps_that_are_validated("sampled", 2 * EVERY + 2, monkeypatch) == expected
     assert steps_that_are_validated("always", 12, monkeypatch) == list(range(12))
     assert steps_that_are_validated("never", 12, monkeypatch) == []
 
 
-def test_a_mistake_after_the_first_steps_is_found() -> None:
+def test_mistake_after_first_steps_is_found() -> None:
     """A mistake that starts late is detected in a sampled step."""
     steps = 0
 
@@ -78,7 +78,7 @@ def test_a_mistake_after_the_first_steps_is_found() -> None:
     assert steps == EVERY + 1
 
 
-def test_chain_is_not_wider_than_the_widest_row() -> None:
+def test_chain_is_not_wider_than_widest_row() -> None:
     """The target evaluates every column for every row: those that no row has room for are cut."""
     widths: list[tuple[int, int]] = []
     loop = decoder("chain", on_step=lambda event: widths.append((event.draft.width, event.scores.p.shape[1])))
@@ -111,7 +111,7 @@ class Looks(TorchFunctionMode):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("validate, transfers", [("never", 1), ("always", 3)])
-def test_a_step_has_one_transfer(kind: str, validate: str, transfers: int) -> None:
+def test_step_has_one_transfer(kind: str, validate: str, transfers: int) -> None:
     """Checks of every step travel with the accepted lengths; a validated step needs two more transfers."""
     loop = decoder(kind, validate=validate)
     draft = honest(kind)  # Draft.iid looks once itself

@@ -54,12 +54,12 @@ def refused(capsys: Any, monkeypatch: Any, tmp_path: Path) -> Refused:
         monkeypatch.chdir(place)
         capsys.readouterr()
         try:
-            found = cli.main(arguments)
+            result = cli.main(arguments)
         except SystemExit as left:  # argparse's own errors
-            found = left.code
+            result = left.code
         out, err = capsys.readouterr()
         output = [line for line in err.splitlines() if line.startswith("crossdraft") and " error: " in f"{line} "]
-        assert found == code, f"exit code {found}: {err[-800:]}"
+        assert result == code, f"exit code {result}: {err[-800:]}"
         assert len(output) == 1, err[-2000:]
         assert "Traceback" not in out + err
         missing = [word for word in words if word not in err]

@@ -84,11 +84,11 @@ def config(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("options, words", OPTIONS, ids=lambda v: " ".join(v)[:40] if isinstance(v, list) else "")
-def test_an_option(options: list[str], words: list[str], refused: Any, config: Path) -> None:
+def test_option(options: list[str], words: list[str], refused: Any, config: Path) -> None:
     refused(["cost", "--target", str(config), "--on", "h100", *options], *words)
 
 
-def test_config_is_not_a_model(refused: Any, config: Path) -> None:
+def test_config_is_not_model(refused: Any, config: Path) -> None:
     refused(["cost", "--target", str(config), "--on", ""], "a file that is not supp")
 
 
@@ -126,7 +126,7 @@ MACHINES: list[tuple[str, list[str]]] = [
 
 
 @pytest.mark.parametrize("text, words", MACHINES, ids=lambda v: str(v)[:40])
-def test_a_machine(text: str, words: list[str], refused: Any, config: Path, tmp_path: Path) -> None:
+def test_machine(text: str, words: list[str], refused: Any, config: Path, tmp_path: Path) -> None:
     file = tmp_path / "m.yaml"
     file.write_text(text.replace("ROW", "{bandwidth: 1, flops: 1, memory: 1, link: 1, source: x}"), encoding="utf-8")
     refused(["cost", "--target", str(config), "--on", str(file)], "m.yaml" if "1e-320" not in text else "", *words)
@@ -165,12 +165,12 @@ CONFIGS: list[tuple[Any, list[str]]] = [
 
 
 @pytest.mark.parametrize("changes, words", CONFIGS, ids=lambda v: str(v)[:40])
-def test_a_config(changes: Any, words: list[str], refused: Any, config: Path) -> None:
+def test_config(changes: Any, words: list[str], refused: Any, config: Path) -> None:
     config.write_text(changes if isinstance(changes, str) else json.dumps(LLAMA | changes), encoding="utf-8")
     refused(["cost", "--target", str(config), "--on", "h100"], *words, code=1)
 
 
-def test_the_python_face_refuses_the_same() -> None:
+def test_python_face_refuses_same() -> None:
     shape = Shape("toy", 1, 8, 2, 2, 4, 16, 50)
     device = Accelerator("toy", 1e9, 1e12, 1e9, 1e8, "made up")
     for options in ({"weight_bytes": float("nan")}, {"cache_bytes": -1}, {"devices": 0}, {"weight_bytes": 0}):
@@ -218,7 +218,7 @@ DAMAGE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-def test_a_damaged_curve_is_left_out(what: str, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+def test_damaged_curve_is_left_out(what: str, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     """A damaged curve in the cache: runs continue without a prediction."""
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path))
     whole, path = curve(sha256="other"), save_curve(curve())
@@ -234,7 +234,7 @@ def test_a_damaged_curve_is_left_out(what: str, tmp_path: Path, monkeypatch: Any
     assert path.name in caplog.text and "skipped the unreadable" in caplog.text
 
 
-def test_a_directory_among_the_curves(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+def test_directory_among_curves(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path))
     (curves_dir() / "x.json").mkdir(parents=True)
     assert stored_curves() == [] and "unreadable cost curve" in caplog.text

@@ -134,6 +134,6 @@ def test_files(what: str, tmp_path: Path, monkeypatch: Any) -> None:
         ('{"num_hidden_layers": 1000000000}', "the maximum is 1024"),
     ],
 )
-def test_a_config_of_heads(text: str, words: str, tmp_path: Path) -> None:
+def test_config_of_heads(text: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=words):
         load_checkpoint(str(written(tmp_path / "heads", {"x": SMALL}, text)))

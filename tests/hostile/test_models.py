@@ -170,7 +170,7 @@ def refusal(name: str | Path, *words: str) -> None:
 
 
 @pytest.mark.parametrize("key, value, words", CONFIGS, ids=lambda v: str(v)[:30])
-def test_a_config(key: str, value: Any, words: list[str], directory: Path) -> None:
+def test_config(key: str, value: Any, words: list[str], directory: Path) -> None:
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     spoil(directory, {"config.json": json.dumps(config | {key: value})})
     refusal(directory, *words)
@@ -190,7 +190,7 @@ def test_weights_that_are_cut(directory: Path) -> None:
         refusal(directory, "could not be loaded")
 
 
-def test_embeddings_in_a_circle(directory: Path, tmp_path: Path) -> None:
+def test_embeddings_in_circle(directory: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(directory, tmp_path / "other"))
     spoil(directory, {SHARED: shared(str(directory))})
     refusal(directory, "as owner of the embedding of", "is a cycle")
@@ -216,16 +216,16 @@ def test_embeddings_in_a_circle(directory: Path, tmp_path: Path) -> None:
         ("/no/\x1b[31m", "model directory /no/\\x1b[31m does not exist"),
     ],
 )
-def test_a_name(name: str, words: str) -> None:
+def test_name(name: str, words: str) -> None:
     refusal(name, words)
 
 
-def test_a_directory_that_loops(tmp_path: Path) -> None:
+def test_directory_that_loops(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     refusal(tmp_path / "loop", "symbolic links")
 
 
-def test_a_file_that_may_not_be_read(directory: Path, monkeypatch: Any) -> None:
+def test_file_that_may_not_be_read(directory: Path, monkeypatch: Any) -> None:
     opened = os.open
 
     def denied(path: Any, *flags: Any, **options: Any) -> int:
@@ -238,13 +238,13 @@ def test_a_file_that_may_not_be_read(directory: Path, monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize("option", [{"device": "meta"}, {"device": "toaster"}, {"device": "cpu:x"}, {"device": 3.5}])
-def test_a_device(option: Any, directory: Path) -> None:
+def test_device(option: Any, directory: Path) -> None:
     with pytest.raises(CrossdraftError, match="unknown device"):
         load_model(str(directory), **option)
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8", "__class__", "complex64", "", 3, None])
-def test_a_dtype(dtype: Any, directory: Path) -> None:
+def test_dtype(dtype: Any, directory: Path) -> None:
     with pytest.raises(CrossdraftError, match="unknown dtype"):
         load_model(str(directory), dtype=dtype)
 
@@ -286,19 +286,19 @@ class _Source(ModelSource):
         ("no_such_module:x", ["ModuleNotFoundError"]),
     ],
 )
-def test_a_registered_model(model: Any, words: list[str], install: Any) -> None:
+def test_registered_model(model: Any, words: list[str], install: Any) -> None:
     install("models", ("theirs", model))
     refusal("theirs", "the model 'theirs' of test-models", "is unusable", *words)
     with pytest.raises(CrossdraftError):
         resolve("theirs", heads=True)
 
 
-def test_registered_path_that_is_not_a_directory(install: Any) -> None:
+def test_registered_path_that_is_not_directory(install: Any) -> None:
     install("models", ("theirs", Path("/no/where")))
     refusal("theirs", "the directory of theirs, /no/where, does not exist")
 
 
-# -- what a model says ---------------------------------------------------------------------------------------
+# -- a model's output ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -309,19 +309,19 @@ def test_registered_path_that_is_not_a_directory(install: Any) -> None:
         "{{ ''.__class__.__mro__ }}",
     ],
 )  # fmt: skip
-def test_a_chat_template(template: str, directory: Path) -> None:
+def test_chat_template(template: str, directory: Path) -> None:
     spoil(directory, {"chat_template.jinja": template})
     loaded = load_model(str(directory))
     with pytest.raises(CrossdraftError, match=r"the chat template of .*model fails: "):
         generate(loaded, "w5 w6", max_new_tokens=2)
 
 
-def test_half_a_surrogate_pair_is_not_text(directory: Path) -> None:
+def test_half_surrogate_pair_is_not_text(directory: Path) -> None:
     with pytest.raises(CrossdraftError, match=r"U\+D800, half of a surrogate pair, which cannot be tokenized"):
         generate(load_model(str(directory)), "w5 \ud800")
 
 
-def test_a_model_that_does_not_load_is_refused_before_the_run(
+def test_model_that_does_not_load_is_refused_before_run(
     models: dict[str, str], directory: Path, write_prompts: Any, recipe_file: Any, tmp_path: Path, capsys: Any
 ) -> None:
     """Rejected with the line in the recipe; nothing is measured."""

@@ -58,14 +58,14 @@ def left_over(directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_what_is_not_ours_stays(writer: str, run: Path, responses: Path, refused: Any, tmp_path: Path) -> None:
+def test_foreign_files_are_kept(writer: str, run: Path, responses: Path, refused: Any, tmp_path: Path) -> None:
     command = writers(run, responses)[writer]
     own, fifo, listening, folder = (tmp_path / name for name in ("mine", "fifo", "socket", "folder"))
     own.write_text("a year's work", encoding="utf-8")
     os.mkfifo(fifo)
     folder.mkdir()
-    taken = socket.socket(socket.AF_UNIX)
-    taken.bind(str(listening))
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(str(listening))
     refused([*command, str(own)], "mine: the file exists", "--force")
     assert own.read_text(encoding="utf-8") == "a year's work"
     for path in (fifo, listening, Path("/dev/null")):
@@ -76,14 +76,14 @@ def test_what_is_not_ours_stays(writer: str, run: Path, responses: Path, refused
         assert path.lstat().st_ino == before.st_ino
     refused([*command, str(folder), "--force"], "folder: it is a directory")
     refused([*command, str(tmp_path / "no" / "where")], "does not exist; create it")
-    taken.close()
+    server.close()
     assert not left_over(tmp_path)
     assert cli.main([*command, str(own), "--force"]) == 0
     assert own.read_bytes() != b"a year's work" and not left_over(tmp_path)
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_what_is_read_is_not_written(writer: str, run: Path, responses: Path, refused: Any, tmp_path: Path) -> None:
+def test_inputs_are_not_overwritten(writer: str, run: Path, responses: Path, refused: Any, tmp_path: Path) -> None:
     command = writers(run, responses)[writer]
     source = responses if writer == "replay" else next(run.glob("cells/*/responses.jsonl"))
     before, alias, link = source.read_bytes(), tmp_path / "alias", tmp_path / "link"
@@ -96,7 +96,7 @@ def test_what_is_read_is_not_written(writer: str, run: Path, responses: Path, re
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_the_same_command_again(writer: str, run: Path, responses: Path, refused: Any, tmp_path: Path) -> None:
+def test_same_command_again(writer: str, run: Path, responses: Path, refused: Any, tmp_path: Path) -> None:
     """A command replaces its own output if the format can contain a mark; tables cannot."""
     command, out = [*writers(run, responses)[writer], str(tmp_path / "out")], tmp_path / "out"
     assert cli.main(command) == 0
@@ -110,7 +110,7 @@ def test_the_same_command_again(writer: str, run: Path, responses: Path, refused
     assert stat.S_IMODE(out.stat().st_mode) == 0o666 & ~umask
 
 
-def test_a_file_in_the_place_of_a_chart(run: Path, refused: Any, tmp_path: Path) -> None:
+def test_file_in_place_of_chart(run: Path, refused: Any, tmp_path: Path) -> None:
     command = ["plot", str(run), "--kind", "acceptance", "--format", "png,pdf", "--out", str(tmp_path / "figures")]
     assert cli.main(command) == 0 and cli.main(command) == 0  # the formats bear the mark
     chart = tmp_path / "figures" / "small-acceptance.pdf"
@@ -122,7 +122,7 @@ def test_a_file_in_the_place_of_a_chart(run: Path, refused: Any, tmp_path: Path)
     refused(["plot", str(run), "--out", str(tmp_path / "fifo")], "is not a directory")
 
 
-def test_refused_before_the_work(run: Path, refused: Any, tmp_path: Path) -> None:
+def test_refused_before_work(run: Path, refused: Any, tmp_path: Path) -> None:
     """An unreadable run is rejected."""
     (run / "recipe.json").write_text("{", encoding="utf-8")
     (tmp_path / "mine").write_text("", encoding="utf-8")
@@ -133,7 +133,7 @@ def test_refused_before_the_work(run: Path, refused: Any, tmp_path: Path) -> Non
 # -- the writer -------------------------------------------------------------------------------------------------
 
 
-def test_a_link_is_not_followed(tmp_path: Path) -> None:
+def test_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "victim").write_text("v", encoding="utf-8")
     (tmp_path / "out").symlink_to(tmp_path / "victim")
     with pytest.raises(UsageError, match="the file exists"):
@@ -151,14 +151,14 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     assert aside.name != other.name and str(os.getpid()) not in other.name.split(".")
 
 
-def test_a_name_of_255_bytes(tmp_path: Path) -> None:
+def test_name_of_255_bytes(tmp_path: Path) -> None:
     out = tmp_path / ("ä" * 127)
     with writing_output(out, "--out") as file:
         file.write(b"1")
     assert out.read_bytes() == b"1"
 
 
-def test_nothing_is_left_of_what_fails(tmp_path: Path) -> None:
+def test_failed_outputs_are_removed(tmp_path: Path) -> None:
     out = tmp_path / "out"
     for error in (KeyboardInterrupt, ValueError, SystemExit):
         with pytest.raises(error), replacing(out) as file:
@@ -170,7 +170,7 @@ def test_nothing_is_left_of_what_fails(tmp_path: Path) -> None:
 # -- training ---------------------------------------------------------------------------------------------------
 
 
-def test_train_beside_other_files(tmp_path: Path, models: dict[str, str], refused: Any) -> None:
+def test_train_keeps_other_files(tmp_path: Path, models: dict[str, str], refused: Any) -> None:
     command = ["train", "draft-model", "--target", models["target"], "--out"]
     before = (Path(models["target"]) / "model.safetensors").read_bytes()
     for force in ([], ["--force"]):

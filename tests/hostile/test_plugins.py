@@ -65,12 +65,12 @@ def manager(tmp_path: Path, monkeypatch: Any) -> Callable[[dict[str, str]], None
         own = [
             p for p in plugins.entry_points(group="crossdraft") if p.dist is not None and p.dist.name == "crossdraft"
         ]
-        found = []
+        results = []
         for name, source in sources.items():
             (tmp_path / f"{name}.py").write_text(source.replace("HOOK ", HOOK), encoding="utf-8")
             monkeypatch.delitem(sys.modules, name, raising=False)
-            found.append(EntryPoint(name, name, "crossdraft"))
-        monkeypatch.setattr(plugins, "entry_points", lambda group: [*own, *found])
+            results.append(EntryPoint(name, name, "crossdraft"))
+        monkeypatch.setattr(plugins, "entry_points", lambda group: [*own, *results])
         one = plugins.Manager()
         one.load_entry_points()
         monkeypatch.setattr(plugins, "manager", lambda: one)
@@ -79,7 +79,7 @@ def manager(tmp_path: Path, monkeypatch: Any) -> Callable[[dict[str, str]], None
 
 
 @pytest.mark.parametrize("what", MODULES)
-def test_a_module(what: str, manager: Any, capsys: Any) -> None:
+def test_module(what: str, manager: Any, capsys: Any) -> None:
     source, words = MODULES[what]
     manager({"theirs": source, "zz_fine": "HOOK register('zz-fine', 'a:b')"})
     assert cli.main(["plugins", "--json"]) == 0
@@ -93,7 +93,7 @@ def test_a_module(what: str, manager: Any, capsys: Any) -> None:
     assert "zz-fine" in capsys.readouterr().out
 
 
-def test_what_the_user_breaks_off_is_broken_off(manager: Any) -> None:
+def test_keyboard_interrupt_propagates(manager: Any) -> None:
     with pytest.raises(KeyboardInterrupt):
         manager({"theirs": "raise KeyboardInterrupt"})
     with pytest.raises(KeyboardInterrupt):
@@ -101,7 +101,7 @@ def test_what_the_user_breaks_off_is_broken_off(manager: Any) -> None:
         plugins.entries("models")
 
 
-def test_what_a_plugin_prints_is_not_the_commands(manager: Any, capsys: Any) -> None:
+def test_plugin_prints_go_to_stderr(manager: Any, capsys: Any) -> None:
     manager({"theirs": "print('hello from theirs')\nHOOK print('registering'); register('a', 'theirs:x')"})
     for command in (["list", "--json"], ["plugins", "--json"], ["list", "models", "--json"]):
         assert cli.main(command) == 0
@@ -136,14 +136,14 @@ def test_metadata_that_is_damaged(monkeypatch: Any, capsys: Any) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("down"), SystemExit(0), GeneratorExit()])
-def test_a_notification(error: BaseException, caplog: Any) -> None:
+def test_notification(error: BaseException, caplog: Any) -> None:
     def failing(run: Any) -> None:
         print("starting")
         raise error
 
-    seen: list[Any] = []
+    events: list[Any] = []
     bad = SimpleNamespace(crossdraft_run_started=hookimpl(failing))
-    good = SimpleNamespace(crossdraft_run_started=hookimpl(lambda run: seen.append(run)))
+    good = SimpleNamespace(crossdraft_run_started=hookimpl(lambda run: events.append(run)))
     for plugin, name in ((bad, "bad"), (good, "good")):
         plugins.manager().register(plugin, name)
     try:
@@ -151,7 +151,7 @@ def test_a_notification(error: BaseException, caplog: Any) -> None:
     finally:
         for plugin in (bad, good):
             plugins.manager().unregister(plugin)
-    assert seen == [{"name": "r"}] and type(error).__name__ in caplog.text
+    assert events == [{"name": "r"}] and type(error).__name__ in caplog.text
 
 
 # -- strategies ----------------------------------------------------------------------------------------------
@@ -159,12 +159,17 @@ def test_a_notification(error: BaseException, caplog: Any) -> None:
 
 def drafter(traits: Any = None, config: Any = StrategyConfig, base: Any = Drafter) -> Any:
     """Create a drafter called ``theirs`` with these traits (a value, or a function of the config) and this Config."""
-    given = traits if callable(traits) else lambda *_: traits
+    inputs = traits if callable(traits) else lambda *_: traits
 
     def propose(self: Any, sequences: Any, rng: Any) -> Any:
         raise AssertionError("nobody was to draft")
 
-    members = {"name": "theirs", "Config": config, "traits": classmethod(lambda cls, *a: given(*a)), "propose": propose}
+    members = {
+        "name": "theirs",
+        "Config": config,
+        "traits": classmethod(lambda cls, *a: inputs(*a)),
+        "propose": propose,
+    }
     return type("Theirs", (base,), members)
 
 
@@ -241,10 +246,10 @@ DRAFTERS: dict[str, tuple[Any, list[str]]] = {
     "a module that is not there": ("no_such_module:x", ["ModuleNotFoundError"]),
     "an object that is not there": ("json:nothing", ["AttributeError"]),
     "another name": (type("Other", (drafter(CHAINS),), {"name": "other"}), ["it must be 'theirs'"]),
-    "a config that is a plain class": (drafter(CHAINS, Plain), ["Theirs.Config is", "no crossdraft.StrategyConfig"]),
+    "a config that is a plain class": (drafter(CHAINS, Plain), ["Theirs.Config is", "not a crossdraft.StrategyConfig"]),
     "a config that is None": (drafter(CHAINS, None), ["Theirs.Config is None"]),
     "a config that is a dict": (drafter(CHAINS, {"gamma": 2}), ["Theirs.Config is {'gamma': 2}"]),
-    "a config of pydantic alone": (drafter(CHAINS, Unstrict), ["no crossdraft.StrategyConfig"]),
+    "a config of pydantic alone": (drafter(CHAINS, Unstrict), ["not a crossdraft.StrategyConfig"]),
     "a config that explodes": (drafter(CHAINS, Explodes), ["its Config raised ZeroDivisionError: boom"]),
     "a config that exits": (drafter(CHAINS, Exits), ["its Config raised SystemExit: 0"]),
     "a config that is no JSON": (drafter(CHAINS, NoJson), ["its Config, written as JSON and read again, raised"]),
@@ -283,14 +288,14 @@ def recipe(tmp_path: Path, target: str, monkeypatch: Any) -> str:
 
 
 @pytest.mark.parametrize("what", DRAFTERS)
-def test_a_drafter(what: str, refused: Any, recipe: str, install: Any) -> None:
+def test_drafter(what: str, refused: Any, recipe: str, install: Any) -> None:
     cls, words = DRAFTERS[what]
     install("drafters", ("theirs", cls))
     refused(["run", recipe], "the drafter 'theirs' of test-drafters-0 (in this process) is unusable", *words, code=1)
 
 
 @pytest.mark.parametrize("what", DRAFTERS)
-def test_a_drafter_in_a_list(what: str, install: Any, capsys: Any) -> None:
+def test_drafter_in_list(what: str, install: Any, capsys: Any) -> None:
     install("drafters", ("theirs", DRAFTERS[what][0]))
     assert cli.main(["list"]) == 0
     code = cli.main(["list", "drafters", "theirs", "--json"])
@@ -304,14 +309,14 @@ def test_error_location_is_reported(refused: Any, recipe: str, install: Any) -> 
     refused(["run", recipe], "recipe.yaml:3: the drafter 'theirs'", code=1)
 
 
-def test_property_called_model_is_not_a_model(recipe: str, install: Any) -> None:
+def test_property_called_model_is_not_model(recipe: str, install: Any) -> None:
     from crossdraft.framework.bench.matrix import expand, load_recipe
 
     install("drafters", ("theirs", drafter(CHAINS, Property)))
     assert [c.drafter.config for c in expand(load_recipe(recipe)).cells] == [{}, {"size": 3}]
 
 
-def test_a_config_with_required_options(refused: Any, recipe: str, install: Any, capsys: Any) -> None:
+def test_config_with_required_options(refused: Any, recipe: str, install: Any, capsys: Any) -> None:
     install("drafters", ("theirs", drafter(CHAINS, Wants)))
     refused(["run", recipe], "recipe.yaml:3: drafter 'theirs' needs the key 'gamma'")
     assert cli.main(["list", "drafters", "theirs"]) == 0
@@ -319,15 +324,15 @@ def test_a_config_with_required_options(refused: Any, recipe: str, install: Any,
 
 
 def verifier(traits: Any, config: Any = StrategyConfig) -> Any:
-    given = traits if callable(traits) else lambda *_: traits
-    members = {"name": "theirs", "Config": config, "traits": classmethod(lambda cls, *a: given(*a)), "verify": None}
+    inputs = traits if callable(traits) else lambda *_: traits
+    members = {"name": "theirs", "Config": config, "traits": classmethod(lambda cls, *a: inputs(*a)), "verify": None}
     return type("Theirs", (Verifier,), members)
 
 
 VERIFIERS: dict[str, tuple[Any, list[str]]] = {
     "no class": (3, ["is not a subclass of crossdraft.Verifier"]),
     "a drafter": (drafter(CHAINS), ["is not a subclass of crossdraft.Verifier"]),
-    "a plain config": (verifier(VerifierTraits(frozenset({"chain"})), Plain), ["no crossdraft.StrategyConfig"]),
+    "a plain config": (verifier(VerifierTraits(frozenset({"chain"})), Plain), ["not a crossdraft.StrategyConfig"]),
     "a config that exits": (verifier(VerifierTraits(frozenset({"chain"})), Exits), ["its Config raised SystemExit: 0"]),
     "traits that raise": (verifier(raises(RuntimeError("boom"))), ["traits() raised RuntimeError: boom"]),
     "traits that exit": (verifier(raises(SystemExit("bye"))), ["traits() raised SystemExit: bye"]),
@@ -340,7 +345,7 @@ VERIFIERS: dict[str, tuple[Any, list[str]]] = {
 
 
 @pytest.mark.parametrize("what", VERIFIERS)
-def test_a_verifier(what: str, refused: Any, recipe: str, install: Any) -> None:
+def test_verifier(what: str, refused: Any, recipe: str, install: Any) -> None:
     cls, words = VERIFIERS[what]
     install("verifiers", ("theirs", cls))
     setting = ["--set", "drafters=[prompt-lookup]", "--set", "verifiers=[theirs]"]
@@ -362,7 +367,7 @@ def test_recipes_and_backends(refused: Any, recipe: str, install: Any, tmp_path:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("boom"), SystemExit(0)])
-def test_a_backend_that_fails_to_look(error: BaseException, install: Any, tmp_path: Path) -> None:
+def test_backend_that_fails_to_look(error: BaseException, install: Any, tmp_path: Path) -> None:
     from crossdraft.framework.contracts.models import Backend
     from crossdraft.framework.errors import ContractError
     from crossdraft.framework.models.load import load_model

@@ -88,7 +88,7 @@ def recipe(tmp_path: Path, target: str) -> str:
 
 
 @pytest.mark.parametrize("what", ROWS)
-def test_a_row(what: str, refused: Any, recipe: str, tmp_path: Path) -> None:
+def test_row(what: str, refused: Any, recipe: str, tmp_path: Path) -> None:
     row, words = ROWS[what]
     (tmp_path / "p.jsonl").write_bytes(FINE + row)
     outputs = refused(["run", recipe], "p.jsonl", *words)
@@ -109,7 +109,7 @@ FILES: dict[str, tuple[bytes, list[str]]] = {
 
 
 @pytest.mark.parametrize("what", FILES)
-def test_a_file(what: str, refused: Any, recipe: str, tmp_path: Path) -> None:
+def test_file(what: str, refused: Any, recipe: str, tmp_path: Path) -> None:
     content, words = FILES[what]
     (tmp_path / "p.jsonl").write_bytes(content)
     refused(["run", recipe], *words)
@@ -133,13 +133,13 @@ def test_paths_that_are_not_files(refused: Any, recipe: str, tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_that_may_not_be_read(refused: Any, recipe: str, tmp_path: Path) -> None:
+def test_file_that_may_not_be_read(refused: Any, recipe: str, tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_bytes(FINE)
     (tmp_path / "p.jsonl").chmod(0)
     refused(["run", recipe], "p.jsonl: Permission denied")
 
 
-def test_a_file_that_the_disk_refuses(refused: Any, recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_file_that_disk_refuses(refused: Any, recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "p.jsonl").write_bytes(FINE)
 
     def denied(path: Any, *_: Any, **__: Any) -> Any:
@@ -150,14 +150,14 @@ def test_a_file_that_the_disk_refuses(refused: Any, recipe: str, tmp_path: Path,
     refused(["run", recipe], "cannot read", "p.jsonl: Permission denied")
 
 
-def test_a_name_of_bytes(tmp_path: Path, refused: Any, recipe: str) -> None:
+def test_name_of_bytes(tmp_path: Path, refused: Any, recipe: str) -> None:
     name = os.fsencode(tmp_path / "p") + b"\xff.jsonl"
     Path(os.fsdecode(name)).write_bytes(FINE)
     assert len(load_prompts(os.fsdecode(name))) == 1
     refused(["run", recipe, "--set", f"prompts={os.fsdecode(name)}"], "U+DCFF, half of a surrogate pair")
 
 
-def test_what_is_odd_but_whole_is_read(tmp_path: Path) -> None:
+def test_unusual_valid_prompts_are_read(tmp_path: Path) -> None:
     rows = [
         b'\xef\xbb\xbf{"question": "a\\u2028b", "answer": "42", "x": NaN}\r\n',
         b"\r\n",
@@ -165,10 +165,10 @@ def test_what_is_odd_but_whole_is_read(tmp_path: Path) -> None:
         b'{"turns": ["\x7f"], "question_id": -5, "category": null}',
     ]
     (tmp_path / "p.jsonl").write_bytes(b"".join(rows))
-    found = load_prompts(str(tmp_path / "p.jsonl"))
-    assert [p.turns for p in found] == [("a\u2028b",), ("\U0001f600",), ("\x7f",)]
-    assert [(p.question_id, p.category) for p in found] == [(1, "question"), ("t/1", "completion"), (-5, "all")]
-    assert found[0].reference == ("42",)
+    result = load_prompts(str(tmp_path / "p.jsonl"))
+    assert [p.turns for p in result] == [("a\u2028b",), ("\U0001f600",), ("\x7f",)]
+    assert [(p.question_id, p.category) for p in result] == [(1, "question"), ("t/1", "completion"), (-5, "all")]
+    assert result[0].reference == ("42",)
 
 
 # -- registered sources --------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ SOURCES: dict[str, tuple[Any, int, list[str]]] = {
 
 
 @pytest.mark.parametrize("what", SOURCES)
-def test_a_source(what: str, refused: Any, recipe: str, install: Any) -> None:
+def test_source(what: str, refused: Any, recipe: str, install: Any) -> None:
     source, code, words = SOURCES[what]
     install("prompts", ("theirs", source))
     refused(
@@ -231,7 +231,7 @@ def test_a_source(what: str, refused: Any, recipe: str, install: Any) -> None:
     )
 
 
-def test_a_source_that_never_ends(install: Any) -> None:
+def test_source_that_never_ends(install: Any) -> None:
     install("prompts", ("endless", lambda: ({"prompt": f"p {i}"} for i in itertools.count())))
     assert len(load_prompts("endless", limit=3)) == 3
     with pytest.raises(UsageError, match="row 50001: too many prompts; the maximum is 50000"):
@@ -240,7 +240,7 @@ def test_a_source_that_never_ends(install: Any) -> None:
         load_prompts("endless", categories=["nothing"])
 
 
-def test_what_a_source_prints_is_not_the_commands(install: Any, capsys: Any) -> None:
+def test_source_prints_go_to_stderr(install: Any, capsys: Any) -> None:
     def source() -> Iterator[Any]:
         print("loading")
         for i in range(2):

@@ -163,7 +163,7 @@ TEXTS: dict[str, tuple[str, int, list[str]]] = {
 
 
 @pytest.mark.parametrize("what", TEXTS)
-def test_a_recipe(what: str, refused: Any, target: str, tmp_path: Path) -> None:
+def test_recipe(what: str, refused: Any, target: str, tmp_path: Path) -> None:
     text, line, words = TEXTS[what]
     file = tmp_path / "recipe.yaml"
     file.write_text(BASE.replace("TARGET", target) + text, encoding="utf-8", newline="")
@@ -268,7 +268,7 @@ def test_files(what: str, refused: Any, tmp_path: Path) -> None:
     refused(["run", str(tmp_path / "recipe.yaml")], "recipe.yaml", *words)
 
 
-def test_paths_that_are_no_recipe(refused: Any, tmp_path: Path) -> None:
+def test_invalid_recipe_paths(refused: Any, tmp_path: Path) -> None:
     (tmp_path / "directory.yaml").mkdir()
     os.mkfifo(tmp_path / "pipe.yaml")
     (tmp_path / "loop.yaml").symlink_to(tmp_path / "loop.yaml")
@@ -285,13 +285,13 @@ def test_paths_that_are_no_recipe(refused: Any, tmp_path: Path) -> None:
     refused(["run", "smollm2-gama"], "did you mean 'smollm2-gamma'")
 
 
-def test_a_name_with_escape_codes_is_shown_without_them(refused: Any, tmp_path: Path) -> None:
+def test_name_with_escape_codes_is_shown_without_them(refused: Any, tmp_path: Path) -> None:
     file = tmp_path / "a\x1b[31m.yaml"
     file.write_text("target: [", encoding="utf-8")
     refused(["run", str(file)], "a\\x1b[31m.yaml:", ": this is not YAML")
 
 
-def test_what_is_harmless_is_read_at_once(tmp_path: Path, target: str) -> None:
+def test_harmless_yaml_is_fast(tmp_path: Path, target: str) -> None:
     file = tmp_path / "recipe.yaml"
     categories = "[" + ", ".join(f"c{i}" for i in range(20_000)) + "]"
     file.write_text(BASE.replace("TARGET", target) + f"prompts: {{categories: {categories}}}", encoding="utf-8")
@@ -300,7 +300,7 @@ def test_what_is_harmless_is_read_at_once(tmp_path: Path, target: str) -> None:
     assert time.process_time() - start < 5, "reading is not to grow with the square of what is read"
 
 
-def test_what_yaml_offers_still_works(tmp_path: Path, target: str) -> None:
+def test_yaml_features_are_supported(tmp_path: Path, target: str) -> None:
     file = tmp_path / "recipe.yaml"
     text = (
         "\ufefftarget: &t TARGET\nname: 2024-13-45\n"
@@ -314,7 +314,7 @@ def test_what_yaml_offers_still_works(tmp_path: Path, target: str) -> None:
     assert [c.drafter.label for c in expand(recipe).cells] == ["none", "a | b", "c"]
 
 
-def test_what_is_set_in_one_place_is_not_set_behind_an_alias(tmp_path: Path, target: str) -> None:
+def test_override_does_not_change_alias(tmp_path: Path, target: str) -> None:
     file = tmp_path / "recipe.yaml"
     text = f"target: {target}\ndrafters: &d [{{name: prompt-lookup}}]\nverifiers: [token]\nmatrix: {{gamma: [1]}}\n"
     file.write_text(text + "exclude: []\nquestion: &q x\ndescription: *q\n", encoding="utf-8")
@@ -341,7 +341,7 @@ def test_overrides_from_python(value: Any, words: str, tmp_path: Path, target: s
         load_recipe(file, {"matrix.gamma": value})
 
 
-def test_an_override_inside_itself(tmp_path: Path, target: str) -> None:
+def test_override_inside_itself(tmp_path: Path, target: str) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(BASE.replace("TARGET", target), encoding="utf-8")
     inside: list[Any] = []

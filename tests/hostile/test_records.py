@@ -27,8 +27,8 @@ JSON_FILES = ("recipe.json", "environment.json", "state.json", "cost_curves.json
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: Any) -> Path:
     """A run of three cells with all its files."""
-    made = finished_run(tmp_path_factory.mktemp("runs") / "small-abc", SMALL, tokens=12)
-    directory = RunDirectory(on_disk(made))
+    results = finished_run(tmp_path_factory.mktemp("runs") / "small-abc", SMALL, tokens=12)
+    directory = RunDirectory(on_disk(results))
     machine = {"cpu": {"model": "a processor", "cores": 2}, "memory_gib": 8.0}
     gpu = {"name": "a device", "memory_gib": 16.0}
     about = {"versions": {"crossdraft": "0.1.0", "torch": None}, "python": "3.12.1", "git_commit": "abc+changes"}
@@ -58,8 +58,8 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Paths of all values in a JSON value; of long lists only those of the first three items."""
     yield at
     entries = value.items() if isinstance(value, dict) else enumerate(value[:3]) if isinstance(value, list) else ()
-    for key, one in entries:
-        yield from places(one, (*at, key))
+    for key, item in entries:
+        yield from places(item, (*at, key))
 
 
 def changed(value: Any, at: tuple[Any, ...], new: Any) -> Any:
@@ -91,7 +91,7 @@ def check(run: Path, other: Path, file: Path, capsys: Any) -> None:
 
 @settings(max_examples=25, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_changed_value(run: Path, tmp_path: Path, capsys: Any, data: Any) -> None:
+def test_changed_value(run: Path, tmp_path: Path, capsys: Any, data: Any) -> None:
     copy = tmp_path / "runs" / "small-abc"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(run, copy)

@@ -123,7 +123,7 @@ def recipe(tmp_path: Path, target: str) -> str:
 
 
 @pytest.mark.parametrize("setting", list(SETTINGS), ids=lambda s: ascii(s)[1:40])
-def test_a_setting(setting: str, refused: Any, recipe: str) -> None:
+def test_setting(setting: str, refused: Any, recipe: str) -> None:
     outputs = refused(["run", recipe, "--set", setting], *SETTINGS[setting])
     if setting != "drafters.0.name.x=3":  # what is wrong with the name stands in the file
         assert "--set " in outputs, "the argument is what was wrong"
@@ -141,7 +141,7 @@ def test_a_setting(setting: str, refused: Any, recipe: str) -> None:
         (["more"], "more"),
     ],
 )
-def test_an_argument(arguments: list[str], words: str, refused: Any, recipe: str) -> None:
+def test_argument(arguments: list[str], words: str, refused: Any, recipe: str) -> None:
     refused(["run", recipe, *arguments], words)
 
 

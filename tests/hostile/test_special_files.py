@@ -19,9 +19,9 @@ IT_IS = "it is a device, a pipe or a socket"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: Any) -> Path:
-    made = finished_run(tmp_path_factory.mktemp("runs") / "small-abc", SMALL, tokens=12)
-    directory = RunDirectory(on_disk(made))
+def finished(tmp_path_factory: Any) -> Path:
+    finished = finished_run(tmp_path_factory.mktemp("runs") / "small-abc", SMALL, tokens=12)
+    directory = RunDirectory(on_disk(finished))
     for name in ("environment.json", "cost_curves.json"):
         directory.write_json(name, {})
     directory.write_json("state.json", {"state": "finished", "cells": 3})
@@ -29,8 +29,8 @@ def made(tmp_path_factory: Any) -> Path:
 
 
 @pytest.fixture
-def run(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "runs" / made.name))
+def run(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "runs" / finished.name))
 
 
 def put(kind: str, path: Path) -> None:
@@ -47,7 +47,7 @@ CELL_FILES = ("config.json", "metrics.json", "responses.jsonl", "steps.parquet")
 
 @pytest.mark.parametrize("kind", SPECIAL)
 @pytest.mark.parametrize("name", [*FILES, *CELL_FILES])
-def test_in_a_run(kind: str, name: str, run: Path, refused: Any) -> None:
+def test_in_run(kind: str, name: str, run: Path, refused: Any) -> None:
     file = run / name if name in FILES else next(run.glob(f"cells/none_*/{name}"))
     put(kind, file)
     for command in (
@@ -65,7 +65,7 @@ def test_in_a_run(kind: str, name: str, run: Path, refused: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
-def test_in_a_list_of_runs(kind: str, run: Path, refused: Any, capsys: Any) -> None:
+def test_in_list_of_runs(kind: str, run: Path, refused: Any, capsys: Any) -> None:
     put(kind, run / "state.json")
     assert cli.main(["runs", str(run.parent)]) in (0, 1)
     assert "Traceback" not in capsys.readouterr().err
@@ -73,13 +73,13 @@ def test_in_a_list_of_runs(kind: str, run: Path, refused: Any, capsys: Any) -> N
 
 @pytest.mark.parametrize("kind", [*SPECIAL, "socket"])
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"])
-def test_in_a_model(kind: str, name: str, models: dict[str, str], tmp_path: Path, capsys: Any) -> None:
+def test_in_model(kind: str, name: str, models: dict[str, str], tmp_path: Path, capsys: Any) -> None:
     model = Path(shutil.copytree(models["target"], tmp_path / "model"))
     if kind == "socket":
         (model / name).unlink(missing_ok=True)
-        taken = socket.socket(socket.AF_UNIX)
-        taken.bind(str(model / name))
-        taken.close()
+        server = socket.socket(socket.AF_UNIX)
+        server.bind(str(model / name))
+        server.close()
     else:
         put(kind, model / name)
     source = tmp_path / "f.jsonl"
@@ -96,7 +96,7 @@ def test_in_a_model(kind: str, name: str, models: dict[str, str], tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
-def test_in_a_recipe_and_its_data(kind: str, tmp_path: Path, models: dict[str, str], refused: Any) -> None:
+def test_in_recipe_and_its_data(kind: str, tmp_path: Path, models: dict[str, str], refused: Any) -> None:
     data = tmp_path / "data"
     data.mkdir()
     for name in ("p.json", "p.jsonl", "p.parquet"):
@@ -111,7 +111,7 @@ def test_in_a_recipe_and_its_data(kind: str, tmp_path: Path, models: dict[str, s
     refused(["certify", "--verifier", "token", "--toy", str(tmp_path / "toys.json")], IT_IS)
 
 
-def test_a_tokenizer_without_end(models: dict[str, str], tmp_path: Path, refused: Any) -> None:
+def test_tokenizer_without_end(models: dict[str, str], tmp_path: Path, refused: Any) -> None:
     model = Path(shutil.copytree(models["target"], tmp_path / "model"))
     with (model / "tokenizer.json").open("r+b") as file:
         file.truncate(2**40)  # a hole: takes no room

@@ -42,11 +42,11 @@ def shell(command: str, directory: Path) -> subprocess.CompletedProcess[str]:
         *(pytest.param(one, marks=pytest.mark.slow) for one in ("2>&-", ">&- 2>&- <&-", "| head -n 1")),
     ],
 )
-def test_a_run_is_whole(streams: str, recipe: str, tmp_path: Path) -> None:
+def test_run_is_whole(streams: str, recipe: str, tmp_path: Path) -> None:
     """The run exits with 0 and has the same records as with open streams."""
-    found = shell(f"{CROSSDRAFT} run '{recipe}' --out runs {streams}", tmp_path)
-    assert found.returncode == 0, found.stderr
-    assert "Traceback (most recent" not in found.stderr and "crossdraft: error" not in found.stderr
+    result = shell(f"{CROSSDRAFT} run '{recipe}' --out runs {streams}", tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "Traceback (most recent" not in result.stderr and "crossdraft: error" not in result.stderr
     (run,) = (tmp_path / "runs").iterdir()
     assert (run / "summary.md").read_text(encoding="utf-8").startswith("# recipe")
     rows = (run / "summary.csv").read_text(encoding="utf-8").splitlines()[1:]
@@ -63,7 +63,7 @@ def test_unread_error(tmp_path: Path) -> None:
         assert shell(f"{CROSSDRAFT} new drafter X {streams}", tmp_path).returncode == 2
 
 
-def test_no_file_takes_the_number_of_a_closed_stream(tmp_path: Path) -> None:
+def test_no_file_takes_number_of_closed_stream(tmp_path: Path) -> None:
     code = "import os; from crossdraft.framework.cli import standard_streams as streams; streams.open_closed();"
     code += "print('x', flush=True); print('y', file=__import__('sys').stderr, flush=True);"
     code += "raise SystemExit(0 if os.open('f', os.O_CREAT | os.O_WRONLY) > 2 else 3)"
@@ -72,7 +72,7 @@ def test_no_file_takes_the_number_of_a_closed_stream(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_a_full_disk_behind_standard_output(tmp_path: Path) -> None:
-    found = shell(f"{CROSSDRAFT} list > /dev/full", tmp_path)
-    assert found.returncode == 1 and found.stderr.count("\n") == 1
-    assert "No space left on device" in found.stderr and "report is welcome" not in found.stderr
+def test_full_disk_behind_standard_output(tmp_path: Path) -> None:
+    result = shell(f"{CROSSDRAFT} list > /dev/full", tmp_path)
+    assert result.returncode == 1 and result.stderr.count("\n") == 1
+    assert "No space left on device" in result.stderr and "report is welcome" not in result.stderr

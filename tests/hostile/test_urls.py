@@ -40,7 +40,7 @@ def drip(connection: socket.socket, text: bytes) -> None:
 
 
 @pytest.mark.parametrize("start", ["", "\r\n", "\r\n\r\n", "\r\nContent-Length: 9000\r\n\r\n"])
-def test_a_server_that_never_ends(start: str, refused: Any, monkeypatch: Any) -> None:
+def test_server_that_never_ends(start: str, refused: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(engine_log, "TIMEOUT", 1.0)
     with server(lambda connection: drip(connection, f"HTTP/1.1 200 OK{start}".encode())) as url:
         refused(["advise", url], "was not complete after 1 s")
@@ -64,12 +64,12 @@ def test_a_server_that_never_ends(start: str, refused: Any, monkeypatch: Any) ->
         (b"HTTP/1.1 200 OK\r\na: " + b"b" * 70_000 + b"\r\n\r\n", "cannot read"),
     ],
 )
-def test_an_answer(answer: bytes, message: str, refused: Any) -> None:
+def test_answer(answer: bytes, message: str, refused: Any) -> None:
     with server(lambda connection: connection.sendall(answer)) as url:
         refused(["advise", url], message, url)
 
 
-def test_an_answer_that_is_too_long(refused: Any, monkeypatch: Any) -> None:
+def test_answer_that_is_too_long(refused: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(engine_log, "METRICS_BYTES", Limit(100, "for a test"))
     with server(lambda connection: connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 200)) as url:
         refused(["advise", url], "is too large", "for a test")

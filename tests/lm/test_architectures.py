@@ -21,14 +21,14 @@ from crossdraft.framework.lm.transformers_lm import TransformersLM
 from crossdraft.framework.models.load import load_model
 
 
-def made(model_type: str, label: str = "", **changes: Any) -> Any:
+def model_of(model_type: str, label: str = "", **changes: Any) -> Any:
     """A tiny model; skips where the installed transformers does not have it."""
     if model_type not in TYPES:
         pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
     config_class = transformers.CONFIG_MAPPING[model_type]
     own = OWN.get(model_type, {}).get(label)
-    found = own if own is not None else {} if label == "" else variants(config_class)[label]
-    return tiny(config_class, **found, **changes)
+    result = own if own is not None else {} if label == "" else variants(config_class)[label]
+    return tiny(config_class, **result, **changes)
 
 
 @pytest.mark.parametrize(
@@ -54,15 +54,15 @@ def made(model_type: str, label: str = "", **changes: Any) -> Any:
         ("bert", ""),
     ],
 )
-def test_logits_match_the_model(model_type: str, label: str) -> None:
-    assert disagreement(made(model_type, label)) < TOLERANCE
+def test_logits_match_model(model_type: str, label: str) -> None:
+    assert disagreement(model_of(model_type, label)) < TOLERANCE
 
 
 @pytest.mark.parametrize("model_type", ["big_bird", "doge", "megatron-bert", "rembert"])
-def test_right_or_refused_by_the_version_of_transformers(model_type: str) -> None:
-    """Older ones give these no causal mask, and only a trial tells."""
+def test_right_or_refused_by_version_of_transformers(model_type: str) -> None:
+    """Older versions do not mask these causally, which only a trial detects."""
     assert class_name(model_type) in BY_TRIAL
-    model = made(model_type, "all keys" if model_type == "doge" else "")
+    model = model_of(model_type, "all keys" if model_type == "doge" else "")
     try:
         assert disagreement(model) < TOLERANCE
     except ModelError as refusal:
@@ -107,17 +107,17 @@ def test_right_or_refused_by_the_version_of_transformers(model_type: str) -> Non
 )
 def test_refused_by_name(model_type: str, label: str, sentence: str) -> None:
     with pytest.raises(ModelError, match=f"^{sentence}"):
-        TransformersLM(made(model_type, label), 2, 64)
+        TransformersLM(model_of(model_type, label), 2, 64)
 
 
 def test_longrope_may_fill_its_original_length_and_no_more() -> None:
-    model = made("phi3", "rope longrope")
+    model = model_of("phi3", "rope longrope")
     TransformersLM(model, 2, 16)
     with pytest.raises(ModelError, match="longer than 16 tokens"):
         TransformersLM(model, 2, 17)
 
 
-def test_an_encoder_decoder_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
+def test_encoder_decoder_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
     config = transformers.T5Config(vocab_size=31, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="T5Config is not the config of a causal language model"):
@@ -126,30 +126,30 @@ def test_an_encoder_decoder_is_refused_when_it_is_loaded(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
 def test_dependent_layers_are_not_run_separately(model_type: str) -> None:
-    lm = TransformersLM(made(model_type), 1, 16)
+    lm = TransformersLM(model_of(model_type), 1, 16)
     with pytest.raises(ModelError, match="layers that depend on each other"):
         lm.fork([0])
 
 
 def test_windows_of_different_length_are_refused() -> None:
-    model = made("gemma2")
+    model = model_of("gemma2")
     model.config.sliding_window = None
     with pytest.raises(ModelError, match="has no single sliding_window"):
         TransformersLM(model, 2, 64)
 
 
 def test_flash_attention_is_refused() -> None:
-    model = made("llama")
+    model = model_of("llama")
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ModelError, match=r"was loaded with flash attention, .* attn_implementation sdpa"):
         TransformersLM(model, 2, 64)
 
 
-def test_dynamic_frequencies_never_change_within_the_context(decoder: Callable) -> None:
+def test_dynamic_frequencies_never_change_within_context(decoder: Callable) -> None:
     """They would beyond it, where the loop ends a sequence."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     prompts = [[5], [7, 8, 9, 7, 8, 9, 7, 8, 11, 12, 13, 14, 15]]
-    models = [made("llama", max_position_embeddings=20, rope_parameters=rope) for _ in range(2)]
+    models = [model_of("llama", max_position_embeddings=20, rope_parameters=rope) for _ in range(2)]
     want = {}
     for prompt in prompts:
         text = list(prompt)
@@ -169,7 +169,7 @@ def test_dynamic_frequencies_never_change_within_the_context(decoder: Callable) 
             assert response.tokens == want[tuple(prompts[response.index])]
 
 
-# -- architectures that nobody knows --------------------------------------------------------------------
+# -- unknown architectures --------------------------------------------------------------------
 
 
 class OwnCode(transformers.LlamaForCausalLM):
@@ -213,8 +213,8 @@ class IgnoresTrees(OwnCode):
 
     def read(self, mask: Any, positions: Any) -> tuple[Any, Any]:
         width, reach = mask.shape[-2:]
-        seen = torch.ones(width, reach, dtype=torch.bool).tril(reach - width)
-        return torch.where(seen, 0.0, torch.finfo(mask.dtype).min).expand_as(mask), positions
+        attended = torch.ones(width, reach, dtype=torch.bool).tril(reach - width)
+        return torch.where(attended, 0.0, torch.finfo(mask.dtype).min).expand_as(mask), positions
 
 
 class Crashes(OwnCode):
@@ -225,16 +225,16 @@ class Crashes(OwnCode):
 
 
 def unknown(kind: type[OwnCode]) -> Any:
-    return weighted(kind(made("llama").config))
+    return weighted(kind(model_of("llama").config))
 
 
 @pytest.mark.parametrize("kind", [IgnoresPositions, IgnoresTrees])
-def test_a_trial_finds_what_an_unknown_model_ignores(kind: type[OwnCode]) -> None:
+def test_trial_detects_ignored_inputs(kind: type[OwnCode]) -> None:
     with pytest.raises(ModelError, match=rf"^{kind.__name__} failed a trial: .* \d+% off"):
         TransformersLM(unknown(kind), 2, 64)
 
 
-def test_the_error_of_a_failed_trial() -> None:
+def test_error_of_failed_trial() -> None:
     with pytest.raises(
         ModelError, match=r"^Crashes failed a trial .* \(IndexError: too many dimensions\), so .* use another model$"
     ):
@@ -242,7 +242,7 @@ def test_the_error_of_a_failed_trial() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_unknown_model_that_is_right_has_one_trial(dtype: torch.dtype) -> None:
+def test_unknown_model_that_is_right_has_one_trial(dtype: torch.dtype) -> None:
     model = unknown(OwnCode).to(dtype)
     TransformersLM(model, 1, 8)
     passes = model.passes
@@ -254,20 +254,20 @@ def test_an_unknown_model_that_is_right_has_one_trial(dtype: torch.dtype) -> Non
 
 def test_known_models_have_no_trial(monkeypatch: Any) -> None:
     monkeypatch.setattr(architectures, "_tried", set())
-    assert not needs_trial(made("llama"))
-    assert not needs_trial(torch.nn.Linear(1, 1))  # heads are no whole models: their drafter knows them
+    assert not needs_trial(model_of("llama"))
+    assert not needs_trial(torch.nn.Linear(1, 1))  # heads are not whole models
     assert needs_trial(unknown(OwnCode))
 
 
 # -- the page -------------------------------------------------------------------------------------------
 
 
-def test_the_page_lists_the_classes_that_are_exact() -> None:
+def test_page_lists_classes_that_are_exact() -> None:
     exact = PAGE.read_text(encoding="utf-8").partition("## Exact\n")[2].partition("## ")[0]
     assert set(re.findall(r"^- `(\w+)`: ", exact, re.M)) == EXACT | BY_TRIAL
 
 
-def test_the_page_lists_every_model_type() -> None:
+def test_page_lists_every_model_type() -> None:
     """True for the version that it was written for; older ones have fewer."""
     text = PAGE.read_text(encoding="utf-8")
     if f"({transformers.__version__}:" in text:

@@ -20,10 +20,10 @@ def test_exact_or_refused(model_type: str) -> None:
     """All logits of all nodes, in all variants; `outcomes` fails for anything in between."""
     if model_type in NOT_MADE:
         pytest.skip(NOT_MADE[model_type])
-    found = outcomes(model_type)
+    actual = outcomes(model_type)
     name = class_name(model_type)
-    assert all(result == SAME or result.startswith(f"{name} ") for result in found.values())
-    assert name in BY_TRIAL or (SAME in found.values()) == (name in EXACT)
+    assert all(result == SAME or result.startswith(f"{name} ") for result in actual.values())
+    assert name in BY_TRIAL or (SAME in actual.values()) == (name in EXACT)
 
 
 @pytest.mark.parametrize(
@@ -32,9 +32,9 @@ def test_exact_or_refused(model_type: str) -> None:
 @pytest.mark.parametrize("drafter", ["chains", "trees"])
 def test_greedy_text(decoder: Callable, model_type: str, drafter: str) -> None:
     """The whole loop, with drafts that are right now and then."""
-    found = outcome(model_type, {})
-    if found != SAME:
-        pytest.skip(f"{found}")
+    result = outcome(model_type, {})
+    if result != SAME:
+        pytest.skip(f"{result}")
     target, reference = tiny(transformers.CONFIG_MAPPING[model_type]), tiny(transformers.CONFIG_MAPPING[model_type])
     want = {tuple(prompt): greedy(reference, prompt) for prompt in PROMPTS}
     chosen: tuple[Any, dict[str, Any]] = (OracleTrees, {"answers": want})
@@ -50,5 +50,5 @@ def test_greedy_text(decoder: Callable, model_type: str, drafter: str) -> None:
     f"({transformers.__version__}:" not in PAGE.read_text(encoding="utf-8"),
     reason="the page lists another version of transformers",
 )
-def test_the_page_is_up_to_date() -> None:
+def test_page_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == page({model_type: outcomes(model_type) for model_type in TYPES})

@@ -47,7 +47,7 @@ DYNAMIC = {"model": "noisy", "depth": 3, "top_k": 2, "nodes": 6}
         ("gemma3", "draft-model-dynamic-tree", DYNAMIC),
     ],
 )
-def test_replayed_passes_give_the_same_tokens(
+def test_replayed_passes_give_same_tokens(
     tiny_model: Callable, decoder: Callable, family: str, drafter: str, options: dict
 ) -> None:
     """Ragged rows, a prompt of one token, slots that finish and are refilled, sequences that outgrow buckets."""
@@ -74,7 +74,7 @@ def test_replayed_passes_give_the_same_tokens(
 
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gpt2"])
 @pytest.mark.parametrize("parents", [None, [-1, 0, 0, 1, 2]])
-def test_what_a_pass_returned_is_not_overwritten(tiny_model: Callable, family: str, parents: list[int] | None) -> None:
+def test_outputs_are_not_overwritten(tiny_model: Callable, family: str, parents: list[int] | None) -> None:
     """Logits and hidden states of all steps, kept until the end, are those of a model without graphs."""
     tree = None if parents is None else torch.tensor([parents, parents])
     path = None if parents is None else torch.tensor([[0, 2, 4], [0, 1, -1]])
@@ -83,14 +83,14 @@ def test_what_a_pass_returned_is_not_overwritten(tiny_model: Callable, family: s
         lm.hidden_layers = (0, -1)
         for row, prompt in enumerate(PROMPTS[1:]):
             lm.start(row, prompt)
-        found = []
+        results = []
         for i in range(6):
             tokens = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]]) + i
             logits, hidden = lm.forward(tokens, tree)
             assert hidden is not None
-            found += [logits, hidden]
+            results += [logits, hidden]
             lm.commit([3, 2], path)
-        return found
+        return results
 
     replaying = ReplayingLM(tiny_model(family), 2, 64)
     for ours, plain in zip(run(replaying), run(TransformersLM(tiny_model(family), 2, 64)), strict=True):
@@ -98,20 +98,20 @@ def test_what_a_pass_returned_is_not_overwritten(tiny_model: Callable, family: s
     assert replaying.recorder.replayed > 2
 
 
-def test_a_tree_grown_in_pieces_is_replayed(tiny_model: Callable) -> None:
+def test_tree_grown_in_pieces_is_replayed(tiny_model: Callable) -> None:
     """A chain first, then branches, then a chain behind the last node: each piece reads the tree of those before."""
     pieces = [([[3], [4]], None), ([[5, 6], [7, 8]], [[0, 0], [0, -1]]), ([[9], [1]], None)]
 
     def run(lm: TransformersLM) -> list[torch.Tensor]:
-        found = []
+        results = []
         for _ in range(4):
             for row, prompt in enumerate(PROMPTS[1:]):
                 lm.start(row, prompt)
             for tokens, parents in pieces:
-                of = None if parents is None else torch.tensor(parents)
-                found.append(lm.forward(torch.tensor(tokens), of)[0])
+                group = None if parents is None else torch.tensor(parents)
+                results.append(lm.forward(torch.tensor(tokens), group)[0])
             lm.commit([0, 0])
-        return found
+        return results
 
     replaying = ReplayingLM(tiny_model("llama"), 2, 64)
     for ours, plain in zip(run(replaying), run(TransformersLM(tiny_model("llama"), 2, 64)), strict=True):
@@ -129,14 +129,14 @@ def test_heads_over_features_are_replayed(tiny_model: Callable, monkeypatch: Any
         lm = FeatureLM(head, TransformersLM(head, 2, 64), 97)
         for row in range(2):
             lm.start(row, [1, 2, 3], torch.ones(2, 32) * row)
-        found = []
+        results = []
         for i in range(6):
             tokens = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]) + i
-            found.append(lm.commit(tokens, features[i], [1 + i % 4, 4 - i % 3]))
-            found.append(lm.forward(tokens[:, :1]))
-            found.append(lm.forward(tokens[:, :2], torch.tensor([[0, -1], [0, 0]])))
+            results.append(lm.commit(tokens, features[i], [1 + i % 4, 4 - i % 3]))
+            results.append(lm.forward(tokens[:, :1]))
+            results.append(lm.forward(tokens[:, :2], torch.tensor([[0, -1], [0, 0]])))
             lm.forget()
-        return found
+        return results
 
     plain, recorder = run(), Recorder()
     monkeypatch.setattr(ragged_lm, "runner_for", lambda model: Graphs(recorder, "test"))
@@ -202,18 +202,18 @@ def test_ancestor_mask(total: int) -> None:
     rows = [[int(torch.randint(-1, i, (), generator=generator)) if i else -1 for i in range(total)] for _ in range(20)]
     parents = torch.tensor([*rows, list(range(-1, total - 1))])
     want = torch.zeros(len(parents), total, total, dtype=torch.bool)
-    for row, of in enumerate(parents.tolist()):
+    for row, group in enumerate(parents.tolist()):
         for node in range(total):
             at = node
             while at >= 0:
                 want[row, node, at] = True
-                at = of[at]
+                at = group[at]
     assert torch.equal(ancestor_mask(parents, total), want)
 
 
 @torch.inference_mode()
-def test_a_pass_never_looks_at_what_a_tensor_holds(tiny_model: Callable, family: str) -> None:
-    """On the meta device there is nothing to look at. A graph could not have looked either: it would not know."""
+def test_pass_does_not_read_tensor_values(tiny_model: Callable, family: str) -> None:
+    """Tensors on the meta device have no values, and neither can a graph capture read any."""
     lm = TransformersLM(copy.deepcopy(tiny_model(family)).to("meta"), 2, 64)
     lm.hidden_layers = (0, -1)
     tokens = torch.zeros(2, 3, dtype=torch.long, device="meta")
@@ -244,7 +244,7 @@ def test_graphs_on_cuda(
     family: str,
     drafter: str,
 ) -> None:
-    """With and without graphs the same tokens; every model recorded something, and no warning says otherwise."""
+    """Equal tokens with and without graphs; every model recorded graphs, without warnings."""
     target, drafting = (copy.deepcopy(tiny_model(family, noise=noise)).cuda() for noise in (0.0, 0.05))
 
     def run(switch: str) -> tuple[dict[int, list[int]], Any]:
@@ -269,7 +269,7 @@ def test_graphs_on_cuda(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_pass_does_not_wait_for_the_device(tiny_model: Callable) -> None:
+def test_pass_does_not_wait_for_device(tiny_model: Callable) -> None:
     lm = TransformersLM(copy.deepcopy(tiny_model("llama")).cuda(), 2, 64)
     for row, prompt in enumerate(PROMPTS[1:]):
         lm.start(row, prompt)

@@ -186,17 +186,17 @@ def decode(tiny_model: Callable, decoder: Callable) -> Callable[..., tuple[dict[
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_a_paged_cache_gives_the_same_tokens(decode: Any, drafter: str, temperature: float, family: str) -> None:
+def test_paged_cache_gives_same_tokens(decode: Any, drafter: str, temperature: float, family: str) -> None:
     """Chains, trees and forks; finished slots return their blocks."""
     expected, _ = decode(drafter, temperature, family=family)
-    found, loop = decode(drafter, temperature, with_cache(PagedCache), family)
-    assert found == expected
+    result, loop = decode(drafter, temperature, with_cache(PagedCache), family)
+    assert result == expected
     cache = loop.target.cache
     assert 0 < cache.most_used < cache.table.numel() / 2
     assert cache.nbytes() > 0
 
 
-def test_a_freed_row_returns_its_blocks(tiny_model: Callable) -> None:
+def test_freed_row_returns_its_blocks(tiny_model: Callable) -> None:
     cache = PagedCache(2)
     lm, blocks = TransformersLM(tiny_model("llama"), 2, MAX_LENGTH, cache), len(cache.free)
     lm.prefill({0: list(range(20)), 1: [5, 6]})
@@ -210,7 +210,7 @@ def test_a_freed_row_returns_its_blocks(tiny_model: Callable) -> None:
     assert len(cache.free) == blocks and all(not store[1:].any() for store in cache.stores)
 
 
-def test_recorded_passes_of_a_paged_cache(decode: Any) -> None:
+def test_recorded_passes_of_paged_cache(decode: Any) -> None:
     """Padded passes and warm-ups also write to slots that are not reserved."""
 
     def recorded(model: Any, batch_size: int, max_length: int) -> TransformersLM:
@@ -220,23 +220,23 @@ def test_recorded_passes_of_a_paged_cache(decode: Any) -> None:
     for drafter in ("draft-model", "draft-model-tree"):
         expected, _ = decode(drafter, 0.0)
         with recording(CaptureLimits(3, 10)):
-            found, loop = decode(drafter, 0.0, recorded)
-        assert found == expected and loop.target.graphs._recorder.replayed
+            result, loop = decode(drafter, 0.0, recorded)
+        assert result == expected and loop.target.graphs._recorder.replayed
 
 
 @pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != "none"])
-def test_an_int8_cache_is_exact_against_itself(decode: Any, drafter: str) -> None:
+def test_int8_cache_is_exact_against_itself(decode: Any, drafter: str) -> None:
     """Greedy tokens equal those of decoding one token at a time with the same cache."""
     lm = with_cache(Int8Cache)
     expected, loop = decode("none", 0.0, lm)
-    found, _ = decode(drafter, 0.0, lm)
-    assert {i: tokens for i, (tokens, _) in found.items()} == {i: tokens for i, (tokens, _) in expected.items()}
-    assert sum(steps for _, steps in found.values()) < sum(steps for _, steps in expected.values())
+    result, _ = decode(drafter, 0.0, lm)
+    assert {i: tokens for i, (tokens, _) in result.items()} == {i: tokens for i, (tokens, _) in expected.items()}
+    assert sum(steps for _, steps in result.values()) < sum(steps for _, steps in expected.values())
     bytes_of_float32 = 4 * sum(numbers.numel() for numbers, _ in loop.target.cache.stores)
     assert loop.target.cache.nbytes() < bytes_of_float32
 
 
-def test_attention_reads_the_int8_cache(tiny_model: Callable) -> None:
+def test_attention_reads_int8_cache(tiny_model: Callable) -> None:
     """Logits differ from those of the built-in cache by rounding."""
     logits = []
     for cache in (None, Int8Cache(1)):

@@ -1,7 +1,7 @@
 """FlexAttention over a ragged cache against explicit masks, which are the reference.
 
 It runs on CUDA. Here PyTorch traces and guards what it would compile there, and runs the traced operations. Which
-blocks a kernel would skip, and whether one that does says the same, is tested apart.
+blocks a kernel would skip, and whether skipping them keeps the output, is tested separately.
 """
 
 import copy
@@ -52,12 +52,12 @@ def outputs(model: Any) -> torch.Tensor:
     lm.prefill({0: PROMPTS[2], 1: PROMPTS[1]})
     for row, prompt in enumerate((PROMPTS[2], PROMPTS[1], [5, 6])):
         lm.start(row, [*prompt, 4])
-    found = [lm.forward(torch.tensor([[4, 7, 8]] * 3))[0]]
+    results = [lm.forward(torch.tensor([[4, 7, 8]] * 3))[0]]
     lm.commit([2, 3, 1])
     tokens, parents = torch.tensor([[4, 9, 10, 11, 12]] * 3), torch.tensor([TREE] * 3)
-    found += [lm.forward(tokens[:, :3], parents[:, :3])[0], lm.forward(tokens[:, 3:], parents[:, 3:])[0]]
+    results += [lm.forward(tokens[:, :3], parents[:, :3])[0], lm.forward(tokens[:, 3:], parents[:, 3:])[0]]
     lm.commit([3, 2, 1], torch.tensor([[0, 2, 4], [0, 2, -1], [0, -1, -1]]))
-    return torch.cat([*found, lm.forward(torch.tensor([[3]] * 3))[0]], 1)
+    return torch.cat([*results, lm.forward(torch.tensor([[3]] * 3))[0]], 1)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -81,7 +81,7 @@ def test_chains_and_trees_equal_explicit_masks(
 @pytest.mark.parametrize(
     "drafter, options", [("draft-model", {"gamma": 3}), ("draft-model-tree", {"branching": (2, 2, 1)})]
 )
-def test_the_same_tokens_as_with_masks(
+def test_same_tokens_as_with_masks(
     tiny_model: Callable, decoder: Callable, traced: list[int], drafter: str, options: dict
 ) -> None:
     """Passes are replayed, as graphs replay them: a mask that a recording held on to would be that of another pass."""
@@ -106,7 +106,7 @@ def test_the_same_tokens_as_with_masks(
 def masks(rows: int, width: int, reach: int) -> torch.Tensor:
     """Rows of different length, the first of which has a window; each query sees itself."""
     slot, at = torch.arange(reach), reach - width + torch.arange(width)[:, None]
-    short = torch.arange(rows)[:, None, None] * (reach // rows)  # so many slots fewer
+    short = torch.arange(rows)[:, None, None] * (reach // rows)  # that many slots fewer
     allowed = slot <= (at - short).clamp(min=0)
     allowed[0] &= at - slot < reach // 2
     return allowed
@@ -130,7 +130,7 @@ def test_invisible_blocks_are_not_read(width: int, reach: int) -> None:
     assert mask.mask_mod(*(torch.tensor(n) for n in (1, 0, width - 1, 7))) == allowed[1, -1, 7]
 
 
-def test_one_function_is_compiled_a_few_times(traced: list[int]) -> None:
+def test_one_function_is_compiled_few_times(traced: list[int]) -> None:
     """Whatever lengths come: prompts, pieces, chains, levels of trees. PyTorch would give up at eight."""
     torch.manual_seed(0)
     query, buffer = torch.randn(4, 500, 6, 8).transpose(1, 2), torch.randn(2, 4, 2, 640, 8)
@@ -182,7 +182,7 @@ def test_unsupported_models_are_refused(tiny_model: Callable, traced: list[int],
 
 
 @pytest.mark.slow
-def test_a_compiled_kernel_equals_explicit_masks(monkeypatch: Any) -> None:
+def test_compiled_kernel_equals_explicit_masks(monkeypatch: Any) -> None:
     """PyTorch's own code for a CPU, which reads the listed blocks alone; needs a C++ compiler."""
     flex_attention._compiled.cache_clear()
     torch.manual_seed(0)
@@ -192,8 +192,10 @@ def test_a_compiled_kernel_equals_explicit_masks(monkeypatch: Any) -> None:
     ours, _ = flex_attention.ragged_flex(torch.nn.Module(), query, key, value, flex_attention.block_mask(allowed), 0.4)
     torch.testing.assert_close(ours, expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
     key[2, :, 256:] = torch.nan  # its row has 170 slots
-    again, _ = flex_attention.ragged_flex(torch.nn.Module(), query, key, value, flex_attention.block_mask(allowed), 0.4)
-    torch.testing.assert_close(again, ours)
+    repeat, _ = flex_attention.ragged_flex(
+        torch.nn.Module(), query, key, value, flex_attention.block_mask(allowed), 0.4
+    )
+    torch.testing.assert_close(repeat, ours)
 
 
 @pytest.mark.gpu

@@ -21,15 +21,15 @@ def double(constant: int, x: torch.Tensor, y: torch.Tensor | None = None) -> tup
     return 2 * x + constant, y
 
 
-def test_a_shape_is_recorded_when_it_comes_again() -> None:
+def test_repeated_shape_is_recorded() -> None:
     recorder = Recorder()
     call = Graphs(recorder, "test")
-    seen = []
+    events = []
     for i in range(4):
         out, nothing = call(double, {"x": torch.full((2,), i)}, 1)
         assert out.tolist() == [2 * i + 1] * 2 and nothing is None
-        seen.append((recorder.recorded, recorder.replayed, len(call)))
-    assert seen == [(0, 0, 0), (1, 1, 1), (1, 2, 1), (1, 3, 1)]
+        events.append((recorder.recorded, recorder.replayed, len(call)))
+    assert events == [(0, 0, 0), (1, 1, 1), (1, 2, 1), (1, 3, 1)]
     # Another constant, shape, dtype or set of tensors is another recording.
     x = torch.zeros(2, dtype=torch.long)
     for tensors, constant in (({"x": x}, 2), ({"x": x[:1]}, 1), ({"x": x.float()}, 1), ({"x": x, "y": x}, 1)):
@@ -43,7 +43,7 @@ def test_inputs_may_be_expanded_views() -> None:
         assert call(double, {"x": (x + i).expand(3, 2)}, 0)[0].tolist() == [[2 * i, 2 * i + 2]] * 3  # type: ignore[union-attr]
 
 
-def test_the_least_recently_used_recording_makes_way(monkeypatch: Any) -> None:
+def test_least_recently_used_recording_makes_way(monkeypatch: Any) -> None:
     monkeypatch.setattr(cuda_graphs, "MOST_GRAPHS", 2)
     recorder = Recorder()
     call = Graphs(recorder, "test")
@@ -57,7 +57,7 @@ def test_the_least_recently_used_recording_makes_way(monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize("when", ["warm_up", "record"])
-def test_where_recording_fails_there_is_one_warning(
+def test_failed_recording_warns_once(
     tiny_model: Callable, decoder: Callable, caplog: Any, fresh_warnings: None, when: str
 ) -> None:
     refused = []
@@ -100,7 +100,7 @@ class SomeModel:
         return self.weights
 
 
-def test_which_models_get_graphs(monkeypatch: Any, caplog: Any, fresh_warnings: None) -> None:
+def test_models_with_graphs(monkeypatch: Any, caplog: Any, fresh_warnings: None) -> None:
     monkeypatch.delenv("CROSSDRAFT_CUDA_GRAPHS", raising=False)
     assert not runner_for(SomeModel("cpu")).records
     assert runner_for(SomeModel("cuda")).records

@@ -33,7 +33,7 @@ def test_steps() -> None:
 
 
 @given(st.integers(1, 100_000), st.integers(1, 300), st.integers(0, 5000))
-def test_a_step_is_near_and_among_the_kv_lens(n: int, least: int, more: int) -> None:
+def test_step_is_near_and_among_kv_lens(n: int, least: int, more: int) -> None:
     step = stepped(n, least)
     assert n <= step < max(n + least, 1.25 * n + least) and step % least == 0 and stepped(step, least) == step
     assert min(step, n + more) in kv_lens(least, n + more)
@@ -83,15 +83,15 @@ def test_when_shapes_are_recorded(caplog: Any) -> None:
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=12))
 def test_recordings_share_buffers(sizes: list[int]) -> None:
     """They hold less than four times the largest inputs and outputs, and no call writes into what another returned."""
-    call, found = Graphs(Recorder(), "test"), []
+    call, result = Graphs(Recorder(), "test"), []
     with recording(CaptureLimits(0, 0)):
         for size in sizes:
             call(double, {"x": torch.ones(size)})
     with recording(None):
         for i, size in enumerate(sizes):
-            found.append((i, size, call(double, {"x": torch.full((size,), float(i))})[0]))
+            result.append((i, size, call(double, {"x": torch.full((size,), float(i))})[0]))
     assert call.missed == 0 and len(call) == len(set(sizes))
-    assert all(out.tolist() == [2 * i] * size for i, size, out in found)
+    assert all(out.tolist() == [2 * i] * size for i, size, out in result)
     assert 8 * max(sizes) <= call.nbytes(CPU) < 4 * 8 * max(sizes)
     assert call.nbytes(CPU) <= recorded_nbytes(CPU) and call.nbytes(torch.device("meta")) == 0
 
@@ -112,15 +112,15 @@ def test_buffers_of_recordings_are_freed() -> None:
 @pytest.fixture
 def recorded(monkeypatch: Any) -> list[Graphs]:
     """Every model that is made from now on has graphs, which are appended here."""
-    found: list[Graphs] = []
+    results: list[Graphs] = []
 
     def runner(model: Any) -> Graphs:
-        found.append(Graphs(Recorder(), type(model).__name__))
-        return found[-1]
+        results.append(Graphs(Recorder(), type(model).__name__))
+        return results[-1]
 
     for module in (ragged_lm, layer_subset, build):
         monkeypatch.setattr(module, "runner_for", runner)
-    return found
+    return results
 
 
 CASES = [
@@ -136,7 +136,7 @@ CASES = [
 
 @pytest.mark.usefixtures("small_buckets")
 @pytest.mark.parametrize("family, drafter, options, most", CASES)
-def test_nothing_is_recorded_after_the_warm_up(
+def test_no_recording_after_warm_up(
     tiny_model: Callable,
     decoder: Callable,
     recorded: list[Graphs],
@@ -174,24 +174,24 @@ def test_nothing_is_recorded_after_the_warm_up(
             next(steps)
         steps.close()
         list(loop.steps(Request([3], i, 99 + i, most=1) for i in range(2)))
-    own = [one for one in recorded if len(one)]
-    before = [len(one) for one in own]
+    own = [item for item in recorded if len(item)]
+    before = [len(item) for item in own]
     with recording(None):
-        found = answers(loop)
-    assert [len(one) for one in own] == before and sum(one.missed for one in recorded) == 0
-    assert own and all(one._recorder.replayed for one in own)  # type: ignore[union-attr]
+        responses = answers(loop)
+    assert [len(item) for item in own] == before and sum(item.missed for item in recorded) == 0
+    assert own and all(item._recorder.replayed for item in own)  # type: ignore[union-attr]
     monkeypatch.undo()
-    assert found == answers(make())
+    assert responses == answers(make())
 
 
 @pytest.mark.usefixtures("small_buckets")
-def test_a_width_between_two_is_padded_to_the_next(tiny_model: Callable, recorded: list[Graphs]) -> None:
+def test_width_between_two_is_padded_to_next(tiny_model: Callable, recorded: list[Graphs]) -> None:
     """Logits and hidden states are those of the tokens alone, for chains, trees and trees in pieces."""
     lm = TransformersLM(tiny_model("llama"), 2, 64)
     plain = TransformersLM(tiny_model("llama"), 2, 64, graphs=Graphs(None, "plain"))
     tree = torch.tensor([[-1, 0, 0, 1, 1], [-1, -1, 1, 2, 0]])
-    for one in (lm, plain):
-        one.hidden_layers = (-1,)
+    for item in (lm, plain):
+        item.hidden_layers = (-1,)
     with recording(CaptureLimits(7, 7)):
         for parents in (None, tree):
             lm.forward(torch.ones(2, 5, dtype=torch.long), parents)
@@ -201,25 +201,25 @@ def test_a_width_between_two_is_padded_to_the_next(tiny_model: Callable, recorde
     for width in (3, 5, 6, 7):
         for parents in (None, tree[:, :3]):
             with recording(None):
-                found = []
-                for one in (lm, plain):
+                results = []
+                for item in (lm, plain):
                     for row, prompt in enumerate(PROMPTS[1:]):
-                        one.start(row, prompt)
+                        item.start(row, prompt)
                     tokens = torch.arange(2 * width).view(2, width) % 90
                     if parents is not None:
                         tokens = tokens[:, :3]
-                    logits, hidden = one.forward(tokens, parents)
+                    logits, hidden = item.forward(tokens, parents)
                     assert hidden is not None
-                    found.append((logits, hidden))
-                    one.commit([2, 1], None if parents is None else torch.tensor([[0, 2], [0, -1]]))
-                for ours, theirs in zip(*found, strict=True):
+                    results.append((logits, hidden))
+                    item.commit([2, 1], None if parents is None else torch.tensor([[0, 2], [0, -1]]))
+                for ours, theirs in zip(*results, strict=True):
                     assert ours.shape == theirs.shape
                     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
     assert (len(runner), runner.missed) == (recordings, 0)
 
 
 @pytest.mark.usefixtures("small_buckets")
-def test_nothing_is_padded_at_the_end_of_a_slot(tiny_model: Callable, recorded: list[Graphs]) -> None:
+def test_no_padding_at_end_of_slot(tiny_model: Callable, recorded: list[Graphs]) -> None:
     """A padded pass would write behind the slot: one without a recording runs as it is."""
     lm = TransformersLM(tiny_model("llama"), 1, 16)
     with recording(CaptureLimits(3, 3)):
@@ -241,14 +241,14 @@ def test_inputs_that_index_positions_are_padded(tiny_model: Callable, recorded: 
     def run(lm: FeatureLM, widths: tuple[int, ...]) -> list[torch.Tensor]:
         for row in range(2):
             lm.start(row, [1, 2, 3], torch.ones(2, 32) * row)
-        found = []
+        results = []
         for width in widths:
             tokens = torch.arange(2 * width).view(2, width) % 90
-            found.append(lm.commit(tokens, features[:, :width], [width, max(1, width - 1)]))
-            found.append(lm.forward(tokens[:, :1]))
-            found.append(lm.forward(tokens[:, :1]))
+            results.append(lm.commit(tokens, features[:, :width], [width, max(1, width - 1)]))
+            results.append(lm.forward(tokens[:, :1]))
+            results.append(lm.forward(tokens[:, :1]))
             lm.forget()
-        return found
+        return results
 
     plain = TransformersLM(head, 2, 64, graphs=Graphs(None, "plain"))
     expected = run(FeatureLM(head, plain, 97), (4, 1, 3, 6, 2, 5))
@@ -257,7 +257,7 @@ def test_inputs_that_index_positions_are_padded(tiny_model: Callable, recorded: 
         run(FeatureLM(head, ours, 97), (1,))
     recordings = len(ours.graphs)
     with recording(None):
-        found = run(FeatureLM(head, ours, 97), (4, 1, 3, 6, 2, 5))
+        results = run(FeatureLM(head, ours, 97), (4, 1, 3, 6, 2, 5))
     assert (len(ours.graphs), ours.graphs.missed) == (recordings, 0)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    for item, other in zip(results, expected, strict=True):
+        torch.testing.assert_close(item, other, atol=1e-4, rtol=1e-4)

@@ -28,7 +28,7 @@ def assert_cache_is_fresh(model: Any, lm: Any, history: list[list[int]]) -> None
 
 
 @pytest.mark.parametrize("drafter", ["prompt-lookup", "draft-model", "oracle-trees"])
-def test_the_cache_is_what_a_fresh_forward_computes(
+def test_cache_equals_fresh_forward(
     tiny_model: Callable, decoder: Callable, answers: Callable, family: str, drafter: str
 ) -> None:
     options: dict[str, Any] = {
@@ -36,10 +36,10 @@ def test_the_cache_is_what_a_fresh_forward_computes(
         "draft-model": {"model": "noisy", "gamma": 3},
         "oracle-trees": {"answers": answers(family), "seed": 5},
     }[drafter]
-    found = OracleTrees if drafter == "oracle-trees" else drafter_class(drafter)
+    result = OracleTrees if drafter == "oracle-trees" else drafter_class(drafter)
     loop = decoder(
         tiny_model(family),
-        found,
+        result,
         options,
         verifier_class("greedy"),
         batch_size=3,
@@ -53,12 +53,12 @@ def test_the_cache_is_what_a_fresh_forward_computes(
         assert_cache_is_fresh(tiny_model(family, copy="reference"), loop.target, loop.sequences.history)
         if drafter == "draft-model":  # the drafter may lag behind by the tokens it feeds next step
             lm = loop.drafter.model.lm
-            known = [h[: held + 1] for h, held in zip(loop.sequences.history, lm.lengths, strict=True)]
+            known = [h[: length + 1] for h, length in zip(loop.sequences.history, lm.lengths, strict=True)]
             assert_cache_is_fresh(tiny_model(family, noise=0.05, copy="reference"), lm, known)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
-def test_a_long_prompt_is_prefilled_in_pieces(tiny_model: Callable, monkeypatch: Any, family: str) -> None:
+def test_long_prompt_is_prefilled_in_pieces(tiny_model: Callable, monkeypatch: Any, family: str) -> None:
     from crossdraft.framework.lm import prompt_prefill as module
 
     monkeypatch.setattr(module, "PREFILL_CHUNK", 5)
@@ -69,7 +69,7 @@ def test_a_long_prompt_is_prefilled_in_pieces(tiny_model: Callable, monkeypatch:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "opt"])
-def test_a_tree_may_be_grown_in_pieces(tiny_model: Callable, family: str) -> None:
+def test_tree_may_be_grown_in_pieces(tiny_model: Callable, family: str) -> None:
     """Level by level and all at once give the same logits; so does every branch as a plain sequence.
 
     Siblings lie between ancestors, and the branches outgrow a window of 8: slots are not positions.
@@ -99,7 +99,7 @@ def test_a_tree_may_be_grown_in_pieces(tiny_model: Callable, family: str) -> Non
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_hidden_states_are_those_of_the_model(tiny_model: Callable, family: str) -> None:
+def test_hidden_states_are_those_of_model(tiny_model: Callable, family: str) -> None:
     lm, prompt = TransformersLM(tiny_model(family), 1, 64), [3, 1, 4, 1, 5, 9]
     lm.hidden_layers = (0, 1, -1)
     prefilled = lm.start(0, prompt)

@@ -147,7 +147,7 @@ def decode(decoder: Callable, hybrid: Callable) -> Callable[..., list[Any]]:
 
 
 @pytest.mark.parametrize("name", ["none", "draft-model", "prompt-lookup"])
-def test_chains_equal_the_model_without_a_cache(decode: Callable, hybrid: Callable, name: str) -> None:
+def test_chains_equal_model_without_cache(decode: Callable, hybrid: Callable, name: str) -> None:
     """Two rows of different lengths, batched prefill, rejected drafts, reused rows."""
     responses = decode(name, PROMPTS)
     assert [response.tokens for response in responses] == [greedy(hybrid(), prompt) for prompt in PROMPTS]
@@ -156,7 +156,7 @@ def test_chains_equal_the_model_without_a_cache(decode: Callable, hybrid: Callab
         assert 0 in accepted and max(accepted) > 0
 
 
-def test_a_missing_rollback_is_noticed(decode: Callable, hybrid: Callable) -> None:
+def test_missing_rollback_is_noticed(decode: Callable, hybrid: Callable) -> None:
     expected = [greedy(hybrid(), prompt) for prompt in PROMPTS]
     assert [response.tokens for response in decode("none", PROMPTS, 1, NoRollback)] == expected
     assert [response.tokens for response in decode("draft-model", PROMPTS, 1, NoRollback)] != expected

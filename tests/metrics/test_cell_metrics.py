@@ -59,7 +59,7 @@ def test_by_hand() -> None:
     assert metrics.speed_up is None
 
 
-def test_the_tail_counts_for_acceptance_and_not_for_rates() -> None:
+def test_tail_counts_for_acceptance_and_not_for_rates() -> None:
     records = steps([3, 0], [1, 2, 0])
     full = piece(5, draft=1.0, target=3.0)
     tailed = measure(records, [Piece(5, full.seconds, tail_emitted=6, tail_seconds=5.5)])
@@ -84,15 +84,15 @@ def test_speed_up_by_category() -> None:
     pieces += [made_piece(30, 10, "3 0", target=1.0, category="b")] * 3
     base, pair = compared(pieces, [made_piece(10, 10, target=1.0, category=c) for c in "aaabbb"])
     assert pair.speed_up is not None and pair.speed_up.value == pytest.approx(2.5, rel=1e-4)
-    found = [pair.by_category[c].speed_up for c in "ab"]
-    assert [one.value for one in found if one] == pytest.approx([2.0, 3.0], rel=1e-4)
+    results = [pair.by_category[c].speed_up for c in "ab"]
+    assert [item.value for item in results if item] == pytest.approx([2.0, 3.0], rel=1e-4)
     assert (base.speed_up, base.withheld, base.tokens_per_second) == (Estimate(1.0), "", pytest.approx(10, rel=1e-4))
     # Pieces that mix categories give no speed-up by category.
     _, pair = compared([replace(p, category="") for p in pieces], [made_piece(10, 10, target=1.0)] * 6)
-    assert [found.speed_up for found in pair.by_category.values()] == [None, None]
+    assert [results.speed_up for results in pair.by_category.values()] == [None, None]
 
 
-def test_a_speed_up_is_withheld_with_its_reason() -> None:
+def test_speed_up_is_withheld_with_its_reason() -> None:
     base, pair = compared([made_piece(20, 10, "3 0", target=4.0, waited=3.0)] * 4, [made_piece(10, 10, target=1.0)] * 4)
     assert (pair.speed_up, pair.withheld, pair.undisturbed) == (None, TOO_FEW, 0.0)
     assert pair.speed_up_wall == pytest.approx(0.5) and pair.tokens_per_second == pair.tokens_per_second_wall == 5.0
@@ -117,12 +117,12 @@ def test_steps_that_were_cut_are_left_out() -> None:
     assert nothing.by_category["a"].block_efficiency is None
 
 
-def test_a_constant_has_no_interval() -> None:
+def test_constant_has_no_interval() -> None:
     """Equal pieces contain no information on their spread."""
     assert block_efficiency(steps([1, 1], [1], [1, 1, 1])) == Estimate(2.0)
 
 
-def test_the_interval_is_that_of_the_ratio() -> None:
+def test_interval_is_that_of_ratio() -> None:
     """The delta method agrees with the jackknife on many prompts."""
     lists = [[(7 * i + 3 * j) % 4 for j in range(1 + i % 5)] for i in range(300)]
     estimate = block_efficiency(steps(*lists))
@@ -160,7 +160,7 @@ def test_paired_difference() -> None:
     assert paired_difference(first, []) is None
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no error
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is not an error
 @given(st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=6), min_size=1, max_size=8))
 def test_identities(taus: list[list[int]]) -> None:
     records = steps(*taus, width=6)

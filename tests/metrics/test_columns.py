@@ -15,7 +15,7 @@ from crossdraft.framework.runs import run_directory
 from crossdraft.framework.runs.readme import readme
 
 
-def test_every_column_of_a_summary_has_a_description(tmp_path: Path) -> None:
+def test_every_column_of_summary_has_description(tmp_path: Path) -> None:
     run = finished_run(tmp_path, RECIPE | {"matrix": {"gamma": [2], "batch_size": [1]}}, tokens=12)
     summary = run.summary
     summary.__dict__["predicted"] = {r.config.hash: Prediction(1.0, 0.0, 0.0, 1.0, 9.0, 1.5) for r in summary.results}
@@ -44,7 +44,7 @@ def test_readme_describes_every_column() -> None:
     assert set(run_directory._STEPS.names) == set(STEP_COLUMNS)
 
 
-def test_the_page_uses_the_same_descriptions() -> None:
+def test_page_uses_same_descriptions() -> None:
     meanings = {quantity.meaning for quantity in QUANTITIES}
     own = [column.key for column in COLUMNS if column.meaning not in meanings]
     assert own == ["pair", "per_user", "first"]  # columns that are missing or different in the CSV

@@ -22,10 +22,10 @@ from crossdraft.framework.metrics.intervals import Estimate
 from crossdraft.framework.metrics.pieces import Piece
 
 
-def cells(*of: Sequence[Piece]) -> list[CellPieces]:
+def cells(*pieces_by_cell: Sequence[Piece]) -> list[CellPieces]:
     """A group of plain decoding and pairs of distinct drafters and verifiers."""
     names = [("none", "token"), ("a", "token"), ("b", "block"), ("c", "block")]
-    return [CellPieces(*name, pieces) for name, pieces in zip(names, of, strict=False)]
+    return [CellPieces(*name, pieces) for name, pieces in zip(names, pieces_by_cell, strict=False)]
 
 
 def plain(pieces: int = 4, **options: Any) -> list[Piece]:
@@ -37,8 +37,8 @@ def test_by_hand() -> None:
     pair = [made_piece(20, 10, "3 0", draft=0.1, target=1.1, verify=0.05) for _ in range(4)]
     times = ComponentTimes(cells(plain(), pair))
     assert times.seconds(0) == pytest.approx(4.0, rel=1e-4) and times.seconds(1) == pytest.approx(5.0, rel=1e-4)
-    found = times.speed_up(1, 0)
-    assert isinstance(found, Estimate) and found.value == pytest.approx(1.6, rel=1e-4) and found.low is None
+    result = times.speed_up(1, 0)
+    assert isinstance(result, Estimate) and result.value == pytest.approx(1.6, rel=1e-4) and result.low is None
     assert times.undisturbed(0) == times.undisturbed(1) == 1.0
 
 
@@ -57,33 +57,33 @@ def test_pairs_with_equal_counts_differ_by_their_own_components_only() -> None:
     assert (a.value, b.value) == (pytest.approx(2 / 1.25, rel=1e-4), pytest.approx(2 / 1.35, rel=1e-4))
 
 
-def test_what_waited_for_a_processor_is_not_counted() -> None:
+def test_waiting_time_is_excluded() -> None:
     """All steps of a piece were slower by a fifth, which is within the same cluster."""
     waiting = made_piece(20, 10, "3 0", target=1.2, waited=0.2)
     pair = [waiting, *(made_piece(20, 10, "3 0", target=1.0) for _ in range(3))]
     times = ComponentTimes(cells(plain(), pair))
     assert times.seconds(1) == pytest.approx(4.0, rel=1e-4) and times.undisturbed(1) == 0.75
-    every = [made_piece(20, 10, "3 0", target=2.0, waited=1.0) for _ in range(4)]
-    found = ComponentTimes(cells(plain(), every))
-    assert found.speed_up(1, 0) == Withheld(TOO_FEW) and found.seconds(1) is None and found.undisturbed(1) == 0.0
+    all_items = [made_piece(20, 10, "3 0", target=2.0, waited=1.0) for _ in range(4)]
+    result = ComponentTimes(cells(plain(), all_items))
+    assert result.speed_up(1, 0) == Withheld(TOO_FEW) and result.seconds(1) is None and result.undisturbed(1) == 0.0
 
 
-def test_a_pair_faster_than_its_block_efficiency_is_a_fault() -> None:
+def test_pair_faster_than_its_block_efficiency_is_fault() -> None:
     fast = [made_piece(20, 10, "3 0", target=0.9) for _ in range(4)]
     assert ComponentTimes(cells(plain(), fast)).speed_up(1, 0) == Withheld(FAULT)
     nearly = [made_piece(20, 10, "3 0", target=0.99) for _ in range(4)]
     assert ComponentTimes(cells(plain(), nearly)).speed_up(1, 0) == Estimate(2.0), "noise: not above the two tokens"
 
 
-def test_a_shape_that_was_always_disturbed_contradicts_the_others() -> None:
+def test_shape_that_was_always_disturbed_contradicts_others() -> None:
     """Plain decoding was disturbed in four of five pieces, passes over four tokens in all of them."""
     base = [made_piece(10, 10, target=1.0 if i == 0 else 2.0) for i in range(5)]
     pair = [made_piece(20, 10, "3 0", target=2.2) for _ in range(5)]
     also = [made_piece(20, 10, "5 0", target=1.1 if i == 0 else 2.2) for i in range(5)]
     times = ComponentTimes(cells(base * 3, pair * 3, also * 3))
     assert times.speed_up(1, 0) == Withheld(TOO_FEW)
-    found = times.speed_up(2, 0)
-    assert isinstance(found, Estimate) and found.value == pytest.approx(2 / 1.1, rel=1e-3)
+    result = times.speed_up(2, 0)
+    assert isinstance(result, Estimate) and result.value == pytest.approx(2 / 1.1, rel=1e-3)
 
 
 def test_rare_shapes_borrow_from_their_neighbours() -> None:
@@ -96,13 +96,13 @@ def test_rare_shapes_borrow_from_their_neighbours() -> None:
     assert ComponentTimes(cells(plain(7), much)).speed_up(1, 0) == Withheld(TOO_FEW)
 
 
-def test_a_target_that_resumes_from_the_drafters_layers_is_another_component() -> None:
+def test_target_that_resumes_from_drafters_layers_is_another_component() -> None:
     half = [made_piece(20, 10, "3 0 resumed", draft=0.6, target=0.5) for _ in range(4)]
     times = ComponentTimes(cells(plain(), half, [made_piece(20, 10, "3 0", target=1.1) for _ in range(4)]))
     assert times.seconds(1) == pytest.approx(4.4, rel=1e-3) and times.seconds(2) == pytest.approx(4.4, rel=1e-3)
 
 
-def test_the_drafters_prefill_counts() -> None:
+def test_drafters_prefill_counts() -> None:
     def started(seconds: float) -> Piece:
         piece = made_piece(20, 10, "3 0", target=1.0)
         rows = [list(row) for row in piece.steps["3 0"]]
@@ -115,24 +115,24 @@ def test_the_drafters_prefill_counts() -> None:
 def test_categories_have_speed_ups_of_their_own() -> None:
     pair = [made_piece(20 if i < 3 else 30, 10, "3 0", target=1.0) for i in range(6)]
     times = ComponentTimes(cells(plain(6), pair))
-    found = [times.speed_up(1, 0, pieces) for pieces in ([0, 1, 2], [3, 4, 5], range(6))]
-    assert [one.value for one in found if isinstance(one, Estimate)] == pytest.approx([2.0, 3.0, 2.5], rel=1e-3)
+    results = [times.speed_up(1, 0, pieces) for pieces in ([0, 1, 2], [3, 4, 5], range(6))]
+    assert [item.value for item in results if isinstance(item, Estimate)] == pytest.approx([2.0, 3.0, 2.5], rel=1e-3)
 
 
-def test_the_ratio_of_two_runs() -> None:
+def test_ratio_of_two_runs() -> None:
     pair, slower = ([made_piece(20, 10, "3 0", target=t) for _ in range(4)] for t in (1.1, 2.2))
     a, b = ComponentTimes(cells(plain(), pair)), ComponentTimes(cells(plain(), slower))
-    found = speed_up_ratio((b, 1, 0), (a, 1, 0))
-    assert isinstance(found, Estimate) and found.value == pytest.approx(0.5, rel=1e-3)
+    result = speed_up_ratio((b, 1, 0), (a, 1, 0))
+    assert isinstance(result, Estimate) and result.value == pytest.approx(0.5, rel=1e-3)
     nothing = ComponentTimes(cells(plain(), [made_piece(20, 10, "3 0") for _ in range(4)][:0]))
     assert speed_up_ratio((a, 1, 0), (nothing, 1, 0)) == Withheld(TOO_FEW)
 
 
-def test_the_lowest_cluster() -> None:
+def test_lowest_cluster() -> None:
     random = np.random.default_rng(0)
     quiet, slow = 1.0 + 0.03 * random.standard_normal(20), 2.0 + 0.2 * random.standard_normal(80)
-    found = lowest_cluster(np.concatenate([quiet, slow]))
-    assert found is not None and found[0] == pytest.approx(1.0, abs=0.02) and found[1].sum() == 20
+    result = lowest_cluster(np.concatenate([quiet, slow]))
+    assert result is not None and result[0] == pytest.approx(1.0, abs=0.02) and result[1].sum() == 20
     assert lowest_cluster(quiet[:4]) is None, "too few"
     assert lowest_cluster(np.concatenate([quiet[:3], slow])) is None, "three are below it: is it the lowest one?"
     assert lowest_cluster(np.zeros(0)) is None
@@ -153,25 +153,25 @@ DISTURBED = [
 def speed_ups(times: int, pairs: int, prompts: int, machine: dict[str, float]) -> tuple[list[bool], list[float], Any]:
     """Simulate groups: coverage of the true speed-up by each interval, log errors, and reasons of withheld ones."""
     random = np.random.default_rng([pairs, prompts, *(round(10 * x) for x in machine.values())])
-    held, off, withheld = [], [], Counter[str]()
+    length, off, withheld = [], [], Counter[str]()
     for _ in range(times):
         times_of = ComponentTimes(group(Machine(random, **machine), pairs, prompts))
         for i, pair in enumerate(PAIRS[:pairs], 1):
-            found = times_of.speed_up(i, 0)
-            if isinstance(found, Withheld):
-                withheld[found.reason] += 1
+            result = times_of.speed_up(i, 0)
+            if isinstance(result, Withheld):
+                withheld[result.reason] += 1
                 continue
-            assert found.low is not None and found.high is not None
-            held.append(found.low <= truth(*pair) <= found.high)
-            off.append(float(np.log(found.value / truth(*pair))))
-    return held, off, withheld
+            assert result.low is not None and result.high is not None
+            length.append(result.low <= truth(*pair) <= result.high)
+            off.append(float(np.log(result.value / truth(*pair))))
+    return length, off, withheld
 
 
 @pytest.mark.parametrize("machine", [QUIET, *DISTURBED[1::5]], ids=str)
 def test_disturbances_do_not_decide_speed_ups(machine: dict[str, float]) -> None:
-    held, off, withheld = speed_ups(6, 3, 24, machine)
-    assert len(held) + withheld.total() == 18
-    assert np.mean(held) > 0.75 and abs(np.mean(off)) < 0.05 if len(held) > 9 else withheld[TOO_FEW]
+    length, off, withheld = speed_ups(6, 3, 24, machine)
+    assert len(length) + withheld.total() == 18
+    assert np.mean(length) > 0.75 and abs(np.mean(off)) < 0.05 if len(length) > 9 else withheld[TOO_FEW]
 
 
 @pytest.mark.slow
@@ -181,12 +181,12 @@ def test_disturbances_do_not_decide_speed_ups(machine: dict[str, float]) -> None
 def test_speed_ups_cover(factor: float, busy: float, pairs: int, prompts: int) -> None:
     """With disturbances of single steps and of seconds, with and without kernel counters."""
     machines = [m for m in DISTURBED if (m["factor"], m["busy"]) == (factor, busy)] or [QUIET | {"counted": factor}]
-    held, withheld = [], Counter[str]()
+    length, withheld = [], Counter[str]()
     for machine in machines:
         some, off, why = speed_ups(1200 // pairs // len(machines), pairs, prompts, machine)
-        held += some
+        length += some
         withheld += why
         print(f"{machine}: {100 * np.mean(some):.1f} % of {len(some)}, off by {100 * np.mean(off):+.1f} %, {dict(why)}")
-    share = withheld.total() / (len(held) + withheld.total())
-    print(f"x{factor:g} on {busy:.0%}, {pairs} pairs, {prompts} prompts: {np.mean(held):.1%}, {share:.1%} withheld")
-    assert 0.925 < np.mean(held) < 0.985
+    share = withheld.total() / (len(length) + withheld.total())
+    print(f"x{factor:g} on {busy:.0%}, {pairs} pairs, {prompts} prompts: {np.mean(length):.1%}, {share:.1%} withheld")
+    assert 0.925 < np.mean(length) < 0.985

@@ -31,10 +31,10 @@ def ratio(sums: Sums) -> Sums:
 def coverage(draw: Callable[[], tuple[Estimate | None, float]], times: int) -> float:
     hits = []
     for _ in range(times):
-        found, truth = draw()
-        assert found is not None
-        if found.low is not None and found.high is not None:  # else nothing is printed: the pieces do not differ
-            hits.append(found.low <= truth <= found.high)
+        result, truth = draw()
+        assert result is not None
+        if result.low is not None and result.high is not None:  # else nothing is printed: the pieces do not differ
+            hits.append(result.low <= truth <= result.high)
     assert len(hits) > 0.9 * times
     return float(np.mean(hits))
 
@@ -63,9 +63,9 @@ def test_block_efficiency_over_prompts(case: str) -> None:
 @pytest.mark.parametrize("n", [3, 8, 24, 96])
 @pytest.mark.parametrize("case", CASES)
 def test_block_efficiency_over_prompts_in_full(case: str, n: int) -> None:
-    found = block_efficiency_coverage(case, n, 4000)
-    print(f"{case}, {n} prompts: {100 * found:.1f} %")
-    assert 0.925 < found < 0.975 or n == 3
+    result = block_efficiency_coverage(case, n, 4000)
+    print(f"{case}, {n} prompts: {100 * result:.1f} %")
+    assert 0.925 < result < 0.975 or n == 3
 
 
 def difference(sums: Sums) -> Sums:
@@ -91,9 +91,9 @@ def paired_coverage(n: int, times: int) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [3, 8, 24, 96])
 def test_paired_differences_in_full(n: int) -> None:
-    found = paired_coverage(n, 4000)
-    print(f"paired, {n} prompts: {100 * found:.1f} %")
-    assert 0.925 < found < 0.975
+    result = paired_coverage(n, 4000)
+    print(f"paired, {n} prompts: {100 * result:.1f} %")
+    assert 0.925 < result < 0.975
 
 
 def test_no_interval_without_enough_data() -> None:
@@ -105,21 +105,21 @@ def test_no_interval_without_enough_data() -> None:
 
 def test_student_t_of_three_equal_pieces() -> None:
     """T = 4.7949 for 1.8 degrees of freedom, between 12.706 for one and 4.303 for two."""
-    found = estimate(ratio, np.array([[4.0, 4.0], [4.0, 5.0], [4.0, 6.0]]))
+    result = estimate(ratio, np.array([[4.0, 4.0], [4.0, 5.0], [4.0, 6.0]]))
     without = np.log([8 / 11, 8 / 10, 8 / 9])
     error = np.sqrt(2 / 3 * ((without - np.log(12 / 15)) ** 2).sum())
-    assert found.value == 0.8 and found.high == pytest.approx(0.8 * np.exp(4.7949 * error), rel=1e-4)
+    assert result.value == 0.8 and result.high == pytest.approx(0.8 * np.exp(4.7949 * error), rel=1e-4)
 
 
-def test_an_interval_ends_where_the_number_does() -> None:
+def test_interval_is_clamped() -> None:
     sums = np.array([[10.0, 10.0], [10.0, 10.0], [16.0, 10.0]])  # tokens, steps: no step emits less than one
     free = estimate(lambda s: s[..., 0] / s[..., 1], sums)
-    found = estimate(lambda s: s[..., 0] / s[..., 1], sums, least=1.0)
-    assert free.low is not None and free.low < 1 and (found.value, found.low, found.high) == (1.2, 1.0, free.high)
+    result = estimate(lambda s: s[..., 0] / s[..., 1], sums, least=1.0)
+    assert free.low is not None and free.low < 1 and (result.value, result.low, result.high) == (1.2, 1.0, free.high)
     assert estimate(lambda s: s[..., 0] / s[..., 1], sums, least=1.0, most=1.3).high == 1.3
 
 
-def test_as_many_pieces_as_were_foreseen_give_the_interval_that_was_wanted() -> None:
+def test_as_many_pieces_as_were_foreseen_give_interval_that_was_wanted() -> None:
     """Mean half widths of 6 pieces, and of the `pieces_needed` for a quarter of that."""
     rng = np.random.default_rng(0)
 
@@ -127,19 +127,19 @@ def test_as_many_pieces_as_were_foreseen_give_the_interval_that_was_wanted() -> 
         widths = []
         for _ in range(200):
             sums = np.stack([np.ones(pieces), rng.normal(size=pieces)], -1)
-            found = estimate(lambda s: s[..., 1] / s[..., 0], sums, log=False)
-            assert found.low is not None and found.high is not None
-            widths.append((found.high - found.low) / 2)
+            result = estimate(lambda s: s[..., 1] / s[..., 0], sums, log=False)
+            assert result.low is not None and result.high is not None
+            widths.append((result.high - result.low) / 2)
         return float(np.sqrt(np.mean(np.square(widths))))
 
     few = half(6)
     assert half(round(pieces_needed(few, few / 4, 6))) == pytest.approx(few / 4, rel=0.1)
 
 
-def test_noise_widens_an_interval_and_has_degrees_of_freedom_of_its_own() -> None:
+def test_noise_widens_interval() -> None:
     sums = np.array([[4.0, 4.0], [4.0, 5.0], [4.0, 6.0]])
-    alone, known = estimate(ratio, sums), estimate(ratio, sums, noise=[Noise(0.0, 1.0)])
-    assert alone == known
+    separate, known = estimate(ratio, sums), estimate(ratio, sums, noise=[Noise(0.0, 1.0)])
+    assert separate == known
     more = estimate(ratio, sums, noise=[Noise(1.0, np.inf)])  # so much that the pieces hardly count
     assert more.high is not None and more.high == pytest.approx(0.8 * np.exp(1.96), rel=0.05)
     one = estimate(ratio, np.array([[1.0, 2.0]] * 5), noise=[Noise(0.01, np.inf)])

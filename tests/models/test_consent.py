@@ -64,7 +64,7 @@ def test_code_runs_only_with_consent(tmp_path: Path) -> None:
     assert marker.exists()
 
 
-def test_the_owner_of_a_shared_embedding_needs_its_own(tmp_path: Path) -> None:
+def test_owner_of_shared_embedding_needs_consent(tmp_path: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(save_model(tmp_path / "plain"))
     save_sharing_embedding(plain, tmp_path / "student", embedding_of=str(tmp_path / "owner"))
     marker = marked(tmp_path / "owner")
@@ -73,7 +73,7 @@ def test_the_owner_of_a_shared_embedding_needs_its_own(tmp_path: Path) -> None:
     assert not marker.exists()
 
 
-def test_an_owner_without_an_embedding(tmp_path: Path) -> None:
+def test_owner_without_embedding(tmp_path: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(save_model(tmp_path / "plain"))
     save_sharing_embedding(plain, tmp_path / "student", embedding_of=str(tmp_path / "student"))
     with pytest.raises(ModelError, match=r"student as owner .* is a cycle"):
@@ -81,7 +81,7 @@ def test_an_owner_without_an_embedding(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["draft-model", "draft-model-tree"])
-def test_a_drafting_model_needs_its_own(tmp_path: Path, drafter: str) -> None:
+def test_draft_model_needs_consent(tmp_path: Path, drafter: str) -> None:
     marked(tmp_path / "target")
     marker = marked(tmp_path / "small")
     target = load_model(str(tmp_path / "target"), trust_remote_code=True, dtype="float32")
@@ -90,7 +90,7 @@ def test_a_drafting_model_needs_its_own(tmp_path: Path, drafter: str) -> None:
     assert not marker.exists()
 
 
-def test_a_tokenizer_of_another_model_needs_its_own(tmp_path: Path) -> None:
+def test_other_tokenizer_needs_consent(tmp_path: Path) -> None:
     marked(tmp_path / "target")
     save_model(tmp_path / "small")
     marker = tmp_path / "tokenizer.ran"
@@ -125,7 +125,7 @@ def test_code_of_another_repository_is_not_covered(tmp_path: Path, file: str) ->
 
 
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "nested"])
-def test_attention_is_not_fetched_from_a_repository(tmp_path: Path, key: str) -> None:
+def test_attention_is_not_fetched_from_repository(tmp_path: Path, key: str) -> None:
     save_model(tmp_path / "it")
     with pytest.raises(ModelError, match="'org/kernel' would fetch unreviewed code"):
         load_model(str(tmp_path / "it"), attn_implementation="org/kernel")
@@ -146,9 +146,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_asks_for_consent_model_by_model(
-    tmp_path: Path, command: str, capsys: Any, monkeypatch: Any
-) -> None:
+def test_every_command_has_consent_per_model(tmp_path: Path, command: str, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
     target, small, recipe = tmp_path / "target", tmp_path / "small", tmp_path / "recipe.yaml"
     markers = [marked(target), marked(small)]
@@ -175,7 +173,7 @@ def test_every_command_asks_for_consent_model_by_model(
     assert "--trust-remote-code 'nobody' is not a model of this command" in capsys.readouterr().err
 
 
-def test_a_student_may_name_an_owner_that_is_shared(tmp_path: Path) -> None:
+def test_student_may_name_owner_that_is_shared(tmp_path: Path) -> None:
     """The way out: the user loads the owner, with consent for that one, and shares it."""
     marked(tmp_path / "owner")
     owner = load_model(str(tmp_path / "owner"), trust_remote_code=True, dtype="float32")

@@ -39,8 +39,8 @@ time.sleep(0.2)
 print(waiting.since())
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    beside, asleep = map(float, done.stdout.split())
-    assert 0.1 < beside <= 0.6, "half of the half second, more where the machine has others"
+    busy, asleep = map(float, done.stdout.split())
+    assert 0.1 < busy <= 0.6, "half of the half second, more where the machine has others"
     assert asleep < 0.1, "who sleeps does not wait"
 
 

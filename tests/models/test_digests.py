@@ -33,7 +33,7 @@ def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def test_a_large_file_is_read_once_and_again_when_it_changes(tmp_path: Path, reads: list[Path]) -> None:
+def test_large_file_is_read_once_and_again_when_it_changes(tmp_path: Path, reads: list[Path]) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(OLD)
     times = file.stat()
@@ -47,9 +47,7 @@ def test_a_large_file_is_read_once_and_again_when_it_changes(tmp_path: Path, rea
     assert reads == [file] * 2
 
 
-def test_what_is_small_or_fresh_or_checked_for_damage_is_read(
-    tmp_path: Path, reads: list[Path], monkeypatch: Any
-) -> None:
+def test_small_fresh_or_verified_files_are_hashed(tmp_path: Path, reads: list[Path], monkeypatch: Any) -> None:
     small, large = tmp_path / "small", tmp_path / "large"
     small.write_bytes(OLD[:63])
     large.write_bytes(OLD)

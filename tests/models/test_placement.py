@@ -25,10 +25,10 @@ def target(tmp_path_factory: Any) -> str:
 
 
 @pytest.mark.parametrize("device", [HALF, "spread"], ids=["disk", "spread"])
-def test_spread_target_matches_a_whole_one(target: str, device: Any) -> None:
+def test_spread_target_matches_whole_one(target: str, device: Any) -> None:
     whole, spread = (load_model(target, device=where, dtype="float32") for where in ("cpu", device))
     for drafter in ("prompt-lookup", {"name": "draft-model", "model": target, "gamma": 2}):
-        outputs = [generate(one, PROMPTS, drafter=drafter, max_new_tokens=12, seed=3) for one in (whole, spread)]
+        outputs = [generate(item, PROMPTS, drafter=drafter, max_new_tokens=12, seed=3) for item in (whole, spread)]
         assert [r.tokens for r in outputs[0]] == [r.tokens for r in outputs[1]]
     assert whole.sha256 == spread.sha256
     if device is HALF:
@@ -36,7 +36,7 @@ def test_spread_target_matches_a_whole_one(target: str, device: Any) -> None:
         assert input_device(spread.model) == torch.device("cpu")
 
 
-def test_layers_of_a_spread_target_are_not_run_separately(target: str) -> None:
+def test_layers_of_spread_target_are_not_run_separately(target: str) -> None:
     """Its hooks would run all of them without a word."""
     spread = load_model(target, device=HALF, dtype="float32")
     with pytest.raises(ModelError, match="its layers cannot be run alone"):
@@ -57,12 +57,12 @@ def test_indices_follow_keys_and_values_to_their_device() -> None:
     assert plan.to(torch.device("cpu")) is plan
     moved: list[str] = []
     for layer in cache.layers:
-        layer.move = lambda *indices: moved.extend(one.device.type for one in indices)  # type: ignore[union-attr]
+        layer.move = lambda *indices: moved.extend(item.device.type for item in indices)  # type: ignore[union-attr]
     cache.move(torch.tensor([[1], [3]]), torch.tensor([[0], [2]]))
     assert moved == ["cpu"] * 3 + ["meta"] * 3
 
 
-def test_what_cannot_be_placed_is_refused_in_a_sentence(target: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_invalid_placements_raise(target: str, tmp_path: Path, monkeypatch: Any) -> None:
     with pytest.raises(UsageError, match="quantised on load, which requires one device"):
         load_model(f"{target}@int8", device="spread")
     for device, sentence in (({}, "the device map is empty"), ({"": "disc"}, "'disc'"), ({"": None}, "None in the")):
@@ -75,8 +75,8 @@ def test_what_cannot_be_placed_is_refused_in_a_sentence(target: str, tmp_path: P
         load_model(target, device="spread")
 
 
-def test_under_torchrun_a_target_on_one_device_is_refused(target: str, monkeypatch: Any) -> None:
-    """The other processes would have nothing to do."""
+def test_under_torchrun_target_on_one_device_is_refused(target: str, monkeypatch: Any) -> None:
+    """The other processes would be idle."""
     for key, value in {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "0"}.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(UsageError, match="torchrun started 2 processes, but device auto uses only one"):

@@ -1,4 +1,4 @@
-"""Models that are quantised as they are loaded: which names ask for it, what changes, what is refused."""
+"""Quantisation at loading: names, changes, and rejected models."""
 
 from pathlib import Path
 from typing import Any
@@ -33,17 +33,19 @@ def layers(model: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("kind, share, bits", [("int8", 0.01, 8), ("fp8", 0.05, 8), ("int4", 0.15, 4)])
 def test_linear_layers_are_rounded(directory: Path, kind: str, share: float, bits: int) -> None:
-    plain, found = load_model(str(directory), dtype="float32"), load_model(f"{directory}@{kind}", dtype="float32")
-    assert found.name == f"{directory}@{kind}" and f"quantised to {kind}" in found.source
-    assert found.sha256 == f"{weights_sha256(directory)}+{kind} by {quantization.quantizer()}" != plain.sha256
-    for ours, theirs in zip(layers(found.model), layers(plain.model), strict=True):
+    plain, result = load_model(str(directory), dtype="float32"), load_model(f"{directory}@{kind}", dtype="float32")
+    assert result.name == f"{directory}@{kind}" and f"quantised to {kind}" in result.source
+    assert result.sha256 == f"{weights_sha256(directory)}+{kind} by {quantization.quantizer()}" != plain.sha256
+    for ours, theirs in zip(layers(result.model), layers(plain.model), strict=True):
         off = (ours.dequantize() - theirs).norm() / theirs.norm()  # type: ignore[operator]
         assert 0 < off < share
         values = ours.qdata.float().unique()  # type: ignore[attr-defined]
         assert len(values) <= 2**bits
     for name in ("get_input_embeddings", "get_output_embeddings"):
-        assert torch.equal(getattr(found.model, name)().weight, getattr(plain.model, name)().weight)
-    assert sum(map(quantization.nbytes, layers(found.model))) < 0.4 * sum(map(quantization.nbytes, layers(plain.model)))
+        assert torch.equal(getattr(result.model, name)().weight, getattr(plain.model, name)().weight)
+    assert sum(map(quantization.nbytes, layers(result.model))) < 0.4 * sum(
+        map(quantization.nbytes, layers(plain.model))
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -51,19 +53,19 @@ def test_it_is_decoded_as_it_decodes_itself(directory: Path, temperature: float)
     """Quantised model as target, and as its own drafter, which then agrees with the target."""
     target = load_model(f"{directory}@int8", dtype="float32")
     prompts, options = [[7, 8, 9], [5]], {"temperature": temperature, "max_new_tokens": 12, "seed": 3}
-    alone = generate(target, prompts, drafter="none", **options)
+    separate = generate(target, prompts, drafter="none", **options)
     drafted = generate(target, prompts, drafter={"name": "draft-model", "model": target.name}, **options)
-    assert all(len(b.steps) < len(a.steps) for a, b in zip(alone, drafted, strict=True))
+    assert all(len(b.steps) < len(a.steps) for a, b in zip(separate, drafted, strict=True))
     if not temperature:
-        assert [one.tokens for one in alone] == [one.tokens for one in drafted]
+        assert [item.tokens for item in separate] == [item.tokens for item in drafted]
         ids = torch.tensor([prompts[0]])
         with torch.inference_mode():
-            for token in alone[0].tokens:
+            for token in separate[0].tokens:
                 assert int(target.model(ids).logits[0, -1].argmax()) == token
                 ids = torch.cat([ids, torch.tensor([[token]])], 1)
 
 
-def test_memory_matches_the_allocated_tensors(directory: Path, monkeypatch: Any) -> None:
+def test_memory_matches_allocated_tensors(directory: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(memory, "_gb", str)
     plain, small = (load_model(str(directory) + kind, dtype="float32").model for kind in ("", "@int8"))
     sizes = [
@@ -72,7 +74,7 @@ def test_memory_matches_the_allocated_tensors(directory: Path, monkeypatch: Any)
     assert sizes[0] != sizes[1]
 
 
-def test_a_name_that_ends_so_is_a_name_first(directory: Path, tmp_path: Path) -> None:
+def test_name_that_ends_so_is_name_first(directory: Path, tmp_path: Path) -> None:
     renamed = tmp_path / "mine@int8"
     directory.rename(renamed)
     assert resolve(str(renamed)).quantization == ""
@@ -93,7 +95,7 @@ def test_names_that_are_refused(directory: Path, name: str, error: Any, sentence
         resolve(name.format(directory))
 
 
-def test_what_cannot_be_quantised(directory: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_unsupported_quantization_raises(directory: Path, tmp_path: Path, monkeypatch: Any) -> None:
     with pytest.raises(UsageError, match="heads and initial checkpoints of training cannot be quantised"):
         resolve(f"{directory}@int8", heads=True)
     with pytest.raises(UsageError, match="--weight-bytes"):
@@ -110,7 +112,7 @@ def test_what_cannot_be_quantised(directory: Path, tmp_path: Path, monkeypatch: 
         load_model(f"{directory}@int8")
 
 
-def test_a_quantised_copy_shares_the_embedding(directory: Path, tmp_path: Path) -> None:
+def test_quantised_copy_shares_embedding(directory: Path, tmp_path: Path) -> None:
     from crossdraft.framework.models.shared_embedding import save_sharing_embedding
 
     target = load_model(str(directory), dtype="float32")
@@ -125,8 +127,8 @@ def test_a_quantised_copy_shares_the_embedding(directory: Path, tmp_path: Path) 
     plugin = type("Plugin", (), {"crossdraft_register_models": staticmethod(hookimpl(register))})
     plugins.manager().register(plugin)
     try:
-        found = load_model(f"{place}@int8", dtype="float32", share_with=target)
+        result = load_model(f"{place}@int8", dtype="float32", share_with=target)
     finally:
         plugins.manager().unregister(plugin)
-    assert found.model.get_input_embeddings().weight is target.model.get_input_embeddings().weight
-    assert all(hasattr(weight, "__tensor_flatten__") for weight in layers(found.model))
+    assert result.model.get_input_embeddings().weight is target.model.get_input_embeddings().weight
+    assert all(hasattr(weight, "__tensor_flatten__") for weight in layers(result.model))

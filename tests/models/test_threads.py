@@ -89,7 +89,7 @@ def all_cores(monkeypatch: Any) -> Iterator[int]:
         ({}, 3, 3),
     ],
 )
-def test_the_fastest_number_is_taken_if_it_pays(seconds: Any, current: int, number: int) -> None:
+def test_fastest_number_is_taken_if_it_pays(seconds: Any, current: int, number: int) -> None:
     assert fastest(seconds, current) == number
 
 
@@ -108,7 +108,7 @@ def test_intermittent_neighbour_is_detected(cores: Cores, count: ThreadCount) ->
     assert cores.step(count, PATIENCE, waited=0) == 2 and cores.measurements == 3
 
 
-def test_measurements_that_change_nothing_become_rare(cores: Cores, count: ThreadCount) -> None:
+def test_stable_measurements_become_rare(cores: Cores, count: ThreadCount) -> None:
     count.start()
     for _ in range(3600):
         cores.step(count, 1, waited=0.5)
@@ -123,14 +123,14 @@ def test_looks_are_not_taken_at_every_step(cores: Cores, count: ThreadCount) -> 
     assert cores.measurements == 1
 
 
-def test_one_thread_leaves_nothing_to_choose(cores: Cores) -> None:
+def test_single_thread_is_not_measured(cores: Cores) -> None:
     one = ThreadCount(1, cores.measure)
     one.start()
     one.choose()
     assert one.fixed and one.number == 1 and cores.measurements == 0
 
 
-def test_thread_count_applies_only_to_the_steps(all_cores: int, cores: Cores, count: ThreadCount) -> None:
+def test_thread_count_applies_only_to_steps(all_cores: int, cores: Cores, count: ThreadCount) -> None:
     cores.seconds = {2: [6.0], 1: [1.0]}
     between = []
     steps = count.applied(torch.get_num_threads() for _ in range(3))
@@ -151,7 +151,7 @@ class Target:
         self.model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(4)))
 
 
-def test_equal_targets_share_a_measurement(all_cores: int, monkeypatch: Any) -> None:
+def test_equal_targets_share_measurement(all_cores: int, monkeypatch: Any) -> None:
     first, second, other = thread_count(Target()), thread_count(Target()), thread_count(Target(16))
     first.choose()
     assert first.choice is second.choice is not other.choice
@@ -166,12 +166,12 @@ def test_every_number_is_measured_and_none_is_left_behind(all_cores: int) -> Non
     assert torch.get_num_threads() == 2
 
 
-def test_a_hopeless_number_is_not_measured_any_further() -> None:
+def test_hopeless_number_is_not_measured_any_further() -> None:
     assert threads.is_hopeless({2: [9.0], 1: [1.0, 2.0]}, 2) and not threads.is_hopeless({2: [9.0], 1: [1.0]}, 1)
     assert not threads.is_hopeless({2: [9.0, 1.5], 1: [1.0]}, 2) and not threads.is_hopeless({2: [], 1: []}, 2)
 
 
-def test_generate_decodes_with_the_fastest_number(all_cores: int, models: dict[str, str], monkeypatch: Any) -> None:
+def test_generate_decodes_with_fastest_number(all_cores: int, models: dict[str, str], monkeypatch: Any) -> None:
     monkeypatch.setattr(threads, "measure_threads", lambda layers, numbers: {2: [9.0], 1: [1.0]})
     inside: list[int] = []
     options: dict[str, Any] = {"drafter": "none", "max_new_tokens": 4, "batch_size": 1, "ignore_eos": True}
@@ -181,13 +181,13 @@ def test_generate_decodes_with_the_fastest_number(all_cores: int, models: dict[s
 
 
 @pytest.mark.parametrize("name", threads.NUMBER)
-def test_a_variable_of_the_user_fixes_the_number(all_cores: int, monkeypatch: Any, name: str) -> None:
+def test_variable_of_user_fixes_number(all_cores: int, monkeypatch: Any, name: str) -> None:
     assert not thread_count(Target()).fixed
     monkeypatch.setenv(name, "2")
     assert thread_count(Target()).fixed and threads.settings()["number"] == name
 
 
-def test_so_does_a_number_set_in_python(all_cores: int) -> None:
+def test_so_does_number_set_in_python(all_cores: int) -> None:
     torch.set_num_threads(3)
     assert thread_count(Target()).fixed and thread_count(Target()).number == 3
     assert threads.settings()["number"] == "torch.set_num_threads"
@@ -204,16 +204,16 @@ def test_other_devices_and_models_without_linear_layers_are_unchanged(all_cores:
 # -- groups ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_resumed_group_keeps_its_number(all_cores: int) -> None:
+def test_resumed_group_keeps_its_number(all_cores: int) -> None:
     assert choose_for_group(Target(), {"number": 1})["number"] == 1 == torch.get_num_threads()
     torch.set_num_threads(2)
     for broken in (None, {"number": "1"}, {"number": 3}, {}):
-        found = choose_for_group(Target(), broken)
-        assert found["most"] == 2 and found["number"] == torch.get_num_threads()
+        result = choose_for_group(Target(), broken)
+        assert result["most"] == 2 and result["number"] == torch.get_num_threads()
         torch.set_num_threads(2)
 
 
-def test_a_disturbed_group_gets_a_sentence() -> None:
+def test_disturbed_group_gets_sentence() -> None:
     assert disturbance(0.05, 1.0, 2) == "" == disturbance(0.5, 1.0, 1) == disturbance(0.0, 0.0, 2)
     assert "50% of the time" in disturbance(0.5, 1.0, 2)
 
@@ -247,7 +247,7 @@ def test_free_processors_are_those_that_were_idle() -> None:
         (stat((0, 20), (0, 20)), {threads.CHOSEN: "0.0", **threads.PASSIVE}, "spin"),  # chosen by a parent
     ],
 )
-def test_the_wait_policy_follows_from_the_load(
+def test_wait_policy_follows_from_load(
     monkeypatch: Any, after: list[str], variables: dict[str, str], policy: str
 ) -> None:
     clean = {k: v for k, v in os.environ.items() if k not in (*threads.NUMBER, *threads.POLICY, threads.CHOSEN)}
@@ -270,7 +270,7 @@ def test_it_is_not_changed_once_torch_is_loaded(monkeypatch: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="the system does not report the load of processors")
-def test_a_command_beside_busy_processes_waits_passively() -> None:
+def test_command_waits_passively_on_busy_machine() -> None:
     environment = {k: v for k, v in os.environ.items() if k not in (*threads.NUMBER, *threads.POLICY)}
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
     try:

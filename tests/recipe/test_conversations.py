@@ -30,7 +30,7 @@ def write_list(path: Path, *rows: Any) -> str:
     return str(path)
 
 
-def test_a_sharegpt_file(tmp_path: Path, caplog: Any) -> None:
+def test_sharegpt_file(tmp_path: Path, caplog: Any) -> None:
     rows = [
         sharegpt(("human", "a"), ("gpt", "x"), ("human", " b "), ("gpt", "y")),
         sharegpt(("gpt", "an answer to nothing"), ("user", "c")),
@@ -38,17 +38,17 @@ def test_a_sharegpt_file(tmp_path: Path, caplog: Any) -> None:
         sharegpt(("gpt", "alone")),
         sharegpt(("system", "be kind"), ("human", "d"), ("human", "e"), ("bing", "x"), ("bard", "y"), ("human", "")),
     ]
-    found = load_prompts(write_list(tmp_path / "sharegpt.json", *rows))
-    assert found == [
+    result = load_prompts(write_list(tmp_path / "sharegpt.json", *rows))
+    assert result == [
         Prompt(1, "conversation", ("a", "b"), ("x", "y"), 0),
         Prompt(2, "conversation", ("c",), None, 1),
         Prompt(5, "conversation", ("be kind\n\nd\n\ne",), ("x\n\ny",), 4),
     ]
     assert caplog.messages == ["crossdraft: skipped 2 conversations without a user message"]
-    assert load_prompts(write(tmp_path / "lines.json", *rows)) == found  # JSON lines under that name
+    assert load_prompts(write(tmp_path / "lines.json", *rows)) == result  # JSON lines under that name
 
 
-def test_a_long_conversation_is_cut(tmp_path: Path, caplog: Any) -> None:
+def test_long_conversation_is_cut(tmp_path: Path, caplog: Any) -> None:
     messages = [(who, f"{who} {i}") for i in range(20) for who in ("human", "gpt")]
     (prompt,) = load_prompts(write(tmp_path / "p.jsonl", sharegpt(*messages)))
     assert prompt.turns == tuple(f"human {i}" for i in range(16))
@@ -56,7 +56,7 @@ def test_a_long_conversation_is_cut(tmp_path: Path, caplog: Any) -> None:
     assert caplog.messages == ["crossdraft: truncated 1 conversations to 16 turns"]
 
 
-def test_messages_of_a_chat_api(tmp_path: Path) -> None:
+def test_messages_of_chat_api(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     row = {"question_id": "q", "category": "coding", "messages": messages}
     assert load_prompts(write(tmp_path / "p.jsonl", row)) == [Prompt("q", "coding", ("a",), ("b",), 0)]
@@ -124,7 +124,7 @@ def test_speed_bench(tmp_path: Path) -> None:
     assert load_prompts(str(path), limit=3) == expected
 
 
-def test_a_damaged_parquet_file(tmp_path: Path) -> None:
+def test_damaged_parquet_file(tmp_path: Path) -> None:
     path = tmp_path / "p.parquet"
     path.write_bytes(b"PAR1 nothing")
     assert error(str(path)).startswith(f"cannot read {path}: ArrowInvalid: ")

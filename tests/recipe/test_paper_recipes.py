@@ -52,11 +52,11 @@ def smollm2() -> Any:
             register(name, "nothing:nothing")
 
     plugin = SimpleNamespace(crossdraft_register_models=hookimpl(register_models))
-    for one in (plugin, *missing):
-        plugins.manager().register(one)
+    for item in (plugin, *missing):
+        plugins.manager().register(item)
     yield
-    for one in (plugin, *missing):
-        plugins.manager().unregister(one)
+    for item in (plugin, *missing):
+        plugins.manager().unregister(item)
 
 
 def test_every_file_is_registered_under_its_path() -> None:
@@ -73,7 +73,7 @@ def test_they_are_listed(capsys: Any) -> None:
     assert all(re.search(rf"^{name} ", out, re.MULTILINE) for name in SHIPPED)
 
 
-def test_a_name_that_is_nearly_right() -> None:
+def test_name_that_is_nearly_right() -> None:
     with pytest.raises(
         UnknownNameError, match=r"there is no recipe named 'paper/table2'; did you mean 'paper/block-table2'\?"
     ):
@@ -83,17 +83,17 @@ def test_a_name_that_is_nearly_right() -> None:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_recipe_can_be_planned(name: str) -> None:
     recipe = load_recipe(name, {"prompts": "builtin"})
-    found = expand(recipe)
-    assert found.skipped == []
+    result = expand(recipe)
+    assert result.skipped == []
     assert recipe.question and recipe.description
-    for group in found.groups():
+    for group in result.groups():
         assert group[0].is_baseline and len(group) > 1
     if name in PAPER:
-        assert (len(found.cells), len(found.groups())) == PAPER[name]
+        assert (len(result.cells), len(result.groups())) == PAPER[name]
 
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if name.startswith("paper/")])
-def test_paper_recipes_use_the_papers_prompts(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_paper_recipes_use_papers_prompts(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     """A missing prompt file is an error with the line in the recipe; built-in prompts are not used instead."""
     monkeypatch.chdir(tmp_path)
     source = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))["prompts"]
@@ -106,7 +106,7 @@ def test_paper_recipes_use_the_papers_prompts(name: str, tmp_path: Path, monkeyp
     assert load_recipe(name).prompts.source == "question.jsonl"
 
 
-def test_table2_has_the_settings_of_the_paper() -> None:
+def test_table2_has_settings_of_paper() -> None:
     recipe = load_recipe("paper/block-table2", {"prompts": "builtin"})
     cells = [cell for cell in expand(recipe).cells if not cell.is_baseline]
     assert {cell.target for cell in cells} == {"lmsys/vicuna-7b-v1.3"}
@@ -118,7 +118,7 @@ def test_table2_has_the_settings_of_the_paper() -> None:
     assert rules == [(t, rule) for t in (0.2, 0.6, 1) for rule in ("token", "block")]
 
 
-def test_two_drafts_meet_only_the_rules_for_two() -> None:
+def test_two_drafts_meet_only_rules_for_two() -> None:
     for name in ("paper/block-table5", "smollm2-table5"):
         cells = expand(load_recipe(name)).cells
         pairs = [(c.drafter.name, c.drafter.config.get("K"), c.verifier.name) for c in cells if c.batch_size == 8][1:]

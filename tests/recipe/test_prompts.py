@@ -37,12 +37,12 @@ def test_builtin_is_stratified() -> None:
     assert set(Counter(p.category for p in load_prompts("builtin", limit=12)).values()) == {2}
 
 
-def test_categories_keep_the_random_streams() -> None:
-    every = {p.question_id: p for p in load_prompts("builtin")}
+def test_categories_keep_random_streams() -> None:
+    all_items = {p.question_id: p for p in load_prompts("builtin")}
     chosen = load_prompts("builtin", categories=["rag", "qa"], limit=3)
     assert [p.category for p in chosen] == ["qa", "rag", "qa"]
-    assert all(every[p.question_id].stream(1) == p.stream(1) for p in chosen)
-    streams = [p.stream(turn) for p in every.values() for turn in range(16)]
+    assert all(all_items[p.question_id].stream(1) == p.stream(1) for p in chosen)
+    streams = [p.stream(turn) for p in all_items.values() for turn in range(16)]
     assert len(set(streams)) == len(streams)
 
 
@@ -67,7 +67,7 @@ def test_gsm8k_and_humaneval_rows(tmp_path: Path) -> None:
     assert human == Prompt("HumanEval/0", "completion", ("def f():",), ("  pass",), 1)
 
 
-def test_a_directory_read_by_datasets(tmp_path: Path) -> None:
+def test_directory_read_by_datasets(tmp_path: Path) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -83,14 +83,14 @@ def test_a_directory_read_by_datasets(tmp_path: Path) -> None:
     assert load_prompts(str(tmp_path), split="test")[0].turns == ("d",)
 
 
-def test_a_data_set_saved_to_disk(tmp_path: Path) -> None:
+def test_data_set_saved_to_disk(tmp_path: Path) -> None:
     import datasets
 
     datasets.Dataset.from_dict({"text": ["a", "b"]}).save_to_disk(tmp_path / "set")
     assert [p.turns for p in load_prompts(str(tmp_path / "set"), column="text")] == [("a",), ("b",)]
 
 
-def test_a_data_set_of_the_hub(monkeypatch: Any) -> None:
+def test_data_set_of_hub(monkeypatch: Any) -> None:
     import datasets
 
     calls = []
@@ -123,7 +123,7 @@ def test_registered_sources(tmp_path: Path, install: Any) -> None:
 # -- errors --------------------------------------------------------------------------------------------------
 
 
-def test_sources_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_sources(tmp_path: Path) -> None:
     assert error("no/such.jsonl").startswith("prompt file no/such.jsonl does not exist; check the path")
     with pytest.raises(UnknownNameError, match="no prompt source named 'bulitin'; did you mean 'builtin'"):
         load_prompts("bulitin")
@@ -176,7 +176,7 @@ def loaded(tokenizer: Any, context: int | None = None) -> LoadedModel:
 
 
 @given(st.lists(st.lists(st.integers(5, 80), max_size=40), min_size=2, max_size=2))
-def test_an_answer_never_takes_more_room_than_was_kept(tokenizers: Any, answers: list[list[int]]) -> None:
+def test_answer_never_takes_more_room_than_was_kept(tokenizers: Any, answers: list[list[int]]) -> None:
     """Responses that encode to up to 40 tokens although 8 were generated."""
     texts = [" ".join(f"w{i}" for i in answer) for answer in answers]
     for tokenizer in tokenizers:
@@ -187,7 +187,7 @@ def test_an_answer_never_takes_more_room_than_was_kept(tokenizers: Any, answers:
             assert len(tokens) <= conversation.prompt_lens[turn]
 
 
-def test_an_answer_that_fits_is_whole(tokenizers: Any) -> None:
+def test_answer_that_fits_is_whole(tokenizers: Any) -> None:
     chat, _ = tokenizers
     conversation = Conversation(Prompt("x", "c", ("w5", "w6")), (3, 30))
     assert chat.decode(conversation.encode(chat, ["w7 w8"])) == "user w5 assistant w7 w8 user w6 assistant"

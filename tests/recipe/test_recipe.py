@@ -67,17 +67,17 @@ def error(name: str, *settings: str) -> str:
 # -- expansion -----------------------------------------------------------------------------------------------
 
 
-def test_the_matrix_is_expanded_and_every_group_gets_its_baseline(base: str) -> None:
+def test_matrix_is_expanded_and_every_group_gets_its_baseline(base: str) -> None:
     recipe = load_recipe(base)
-    found = expand(recipe)
+    result = expand(recipe)
     zero = [("none", "greedy"), ("prompt-lookup", "greedy"), ("draft-model", "greedy")]
     one = [("none", "token")] + [(d, v) for d in ("prompt-lookup", "draft-model") for v in ("token", "block")]
     expected = [(t, b, *pair) for t, group in ((0.0, zero), (1.0, one)) for b in (1, 3) for pair in group]
-    assert sorted(pairs(found.cells)) == sorted(expected)
-    assert [len(group) for group in found.groups()] == [3, 5, 3, 5]
-    assert all(group[0].is_baseline for group in found.groups())
-    assert found.skipped == [NEEDS_ZERO]
-    assert (recipe.name, expand(recipe).cells) == ("recipe", found.cells)
+    assert sorted(pairs(result.cells)) == sorted(expected)
+    assert [len(group) for group in result.groups()] == [3, 5, 3, 5]
+    assert all(group[0].is_baseline for group in result.groups())
+    assert result.skipped == [NEEDS_ZERO]
+    assert (recipe.name, expand(recipe).cells) == ("recipe", result.cells)
 
 
 def test_configs_are_resolved_with_their_defaults(base: str) -> None:
@@ -86,7 +86,7 @@ def test_configs_are_resolved_with_their_defaults(base: str) -> None:
     assert (cell.max_new_tokens, cell.prompts.source) == (8, "builtin")
 
 
-def test_a_matrix_key_goes_to_all_that_have_it(base: str) -> None:
+def test_matrix_key_applies_to_all_supporting_strategies(base: str) -> None:
     cells = expand(load_recipe(base, {"matrix.gamma": [2, 4], "matrix.max_ngram": [3], "matrix.batch_size": 1})).cells
     labels = sorted({c.drafter.label for c in cells})
     assert labels == [
@@ -99,14 +99,14 @@ def test_a_matrix_key_goes_to_all_that_have_it(base: str) -> None:
     assert len(cells) == 2 + 2 * 2 + 2 * 2 * 2
 
 
-def test_a_sampling_key_in_the_matrix_is_the_runs(base: str) -> None:
+def test_sampling_key_in_matrix_is_runs(base: str) -> None:
     """The draft model has its own temperature; only its own entry sets it."""
     cells = expand(load_recipe(base, ["drafters.1.temperature=0.5"])).cells
     assert {c.drafter.config["temperature"] for c in cells if c.drafter.name == "draft-model"} == {0.5}
     assert {c.sampling.temperature for c in cells} == {0, 1}
 
 
-def test_run_keys_in_the_matrix(base: str) -> None:
+def test_run_keys_in_matrix(base: str) -> None:
     settings = ["matrix={seed: [0, 1], max_new_tokens: [4, 8], dtype: [float32]}", "sampling.temperature=0"]
     groups = expand(load_recipe(base, settings)).groups()
     assert [(g[0].seed, g[0].max_new_tokens, g[0].dtype) for g in groups] == [
@@ -137,18 +137,18 @@ def test_exclude(base: str) -> None:
     assert left("{drafter: prompt-lookup}") == 10
 
 
-def test_excluding_everything_at_a_point_needs_no_baseline_there(base: str) -> None:
+def test_fully_excluded_point_has_no_baseline(base: str) -> None:
     cells = expand(load_recipe(base, ["exclude.0={temperature: 0}", "verifiers=[token]"])).cells
     assert {c.sampling.temperature for c in cells} == {1}
 
 
-def test_a_recipe_of_baselines(base: str) -> None:
+def test_recipe_of_baselines(base: str) -> None:
     assert len(expand(load_recipe(base, ["drafters=[none]", "verifiers=[token]", "exclude=[]"])).cells) == 4
 
 
 def test_hashes(base: str, tmp_path: Path) -> None:
-    first, again = expand(load_recipe(base)), expand(load_recipe(base))
-    assert first.hash == again.hash and re.fullmatch("[0-9a-f]{12}", first.hash)
+    first, repeat = expand(load_recipe(base)), expand(load_recipe(base))
+    assert first.hash == repeat.hash and re.fullmatch("[0-9a-f]{12}", first.hash)
     hashes = [c.hash for c in first.cells]
     assert len(set(hashes)) == len(hashes)
     assert expand(load_recipe(base, ["question=why", "drafters.1.label=s"])).hash == first.hash
@@ -156,13 +156,13 @@ def test_hashes(base: str, tmp_path: Path) -> None:
         assert expand(load_recipe(base, [change])).hash != first.hash
 
 
-def test_a_hash_does_not_change_between_versions() -> None:
+def test_hash_does_not_change_between_versions() -> None:
     """A changed hash would invalidate all results on disk."""
     cell = CellConfig.model_validate({"target": "org/model", "drafter": "none", "verifier": "token"})
     assert cell.hash == "07809d63ba5d"
 
 
-def test_a_resolved_recipe_can_be_loaded_again(base: str) -> None:
+def test_resolved_recipe_can_be_loaded_again(base: str) -> None:
     recipe = load_recipe(base, ["drafters.0={name: prompt-lookup, label: copy}"])
     assert expand(Recipe.model_validate(recipe.model_dump(mode="json"))).hash == expand(recipe).hash
 
@@ -198,7 +198,7 @@ def test_set(base: str) -> None:
         ("drafters.1.gamma=-1", "drafters[1].gamma: should be greater than or equal to 0, not -1"),
     ],
 )  # fmt: skip
-def test_a_bad_set_names_itself(base: str, setting: str, sentence: str) -> None:
+def test_bad_set_names_itself(base: str, setting: str, sentence: str) -> None:
     assert error(base, setting) == f"--set {setting}: {sentence}"
 
 
@@ -228,7 +228,7 @@ EDITS = {
 
 
 @pytest.mark.parametrize("new", EDITS)
-def test_an_error_names_file_line_and_what_is_meant(base: str, recipe_file: WRITE, new: str) -> None:
+def test_error_names_file_line_and_suggestion(base: str, recipe_file: WRITE, new: str) -> None:
     old, line, sentence = EDITS[new]
     text = Path(base).read_text(encoding="utf-8")
     assert old in text
@@ -244,7 +244,7 @@ def test_every_error_is_reported(base: str) -> None:
     )
 
 
-def test_missing_keys_and_files_that_are_no_recipe(recipe_file: WRITE, tmp_path: Path) -> None:
+def test_missing_keys_and_invalid_files(recipe_file: WRITE, tmp_path: Path) -> None:
     path = recipe_file("target: x/y\nverifiers: [token]\n")
     assert error(path) == f"{path}: the recipe needs the key 'drafters'"
     assert (
@@ -276,9 +276,9 @@ def test_registered_recipes(base: str, install: Any) -> None:
 
 def test_models_that_cannot_be(base: str, tmp_path: Path) -> None:
     assert error(base, "target=/no/where") == "--set target=/no/where: model directory /no/where does not exist"
-    found = error(base, "drafters.1.model=nowhere")
-    assert found.startswith("--set drafters.1.model=nowhere: there is no model named 'nowhere'")
-    assert found.endswith("Or give a directory, or a Hub id (org/name).")
+    result = error(base, "drafters.1.model=nowhere")
+    assert result.startswith("--set drafters.1.model=nowhere: there is no model named 'nowhere'")
+    assert result.endswith("Or give a directory, or a Hub id (org/name).")
     load_recipe(base, ["target=org/name"])  # whether it can be had is known when it is loaded
 
 
@@ -286,13 +286,13 @@ def test_pairs_that_cannot_run(base: str) -> None:
     assert (
         error(base, "matrix.temperature=[1]") == f"{base}:9: verifier 'greedy' has no compatible partner: {NEEDS_ZERO}"
     )
-    found = error(base, "verifiers=[greedy]", "exclude=[]")
-    assert found == f"--set verifiers=[greedy]: {NEEDS_ZERO}, or exclude these cells"
+    result = error(base, "verifiers=[greedy]", "exclude=[]")
+    assert result == f"--set verifiers=[greedy]: {NEEDS_ZERO}, or exclude these cells"
     assert error(base, "exclude=[{temperature: [0, 1]}]").endswith("exclude matches every cell; no cell is left to run")
     load_recipe(base, ["matrix.temperature=[0]"])  # token and block are excluded there, which is a choice
 
 
-def test_a_drafter_that_no_verifier_takes(base: str, install: Any) -> None:
+def test_drafter_that_no_verifier_takes(base: str, install: Any) -> None:
     from crossdraft.framework.contracts.drafter import Drafter, DraftTraits
 
     class Tree(Drafter):
@@ -314,7 +314,7 @@ def test_a_drafter_that_no_verifier_takes(base: str, install: Any) -> None:
     assert any("'greedy' compares" in reason and "use 'traversal' or 'specinfer'" in reason for reason in skipped)
 
 
-def test_a_prompt_file_beside_the_recipe(base: str, tmp_path: Path) -> None:
+def test_prompt_file_relative_to_recipe(base: str, tmp_path: Path) -> None:
     (tmp_path / "my.jsonl").write_text('{"turns": ["x"]}\n', encoding="utf-8")
     assert load_recipe(base, ["prompts=my.jsonl"]).prompts.source == str(tmp_path / "my.jsonl")
     assert error(base, "prompts=your.jsonl").startswith(
@@ -332,9 +332,7 @@ def test_a_prompt_file_beside_the_recipe(base: str, tmp_path: Path) -> None:
         ("drafters: [prompt-lookup]", ["max_new_tokens=many"], "max_new_tokens"),
     ],
 )
-def test_what_is_wrong_with_a_recipe_is_reported_before_pytorch_is_loaded(
-    text: str, settings: list[str], words: str, tmp_path: Path
-) -> None:
+def test_recipe_errors_precede_pytorch_import(text: str, settings: list[str], words: str, tmp_path: Path) -> None:
     """Typing mistakes are reported before PyTorch is imported, which takes seconds."""
     (tmp_path / "r.yaml").write_text(f"target: x\n{text}\nverifiers: [token]\n", encoding="utf-8")
     arguments = ["run", "r.yaml", *(word for setting in settings for word in ("--set", setting))]
@@ -360,7 +358,7 @@ def test_help_does_not_load_pytorch() -> None:
     assert "--set KEY=VALUE" in done.stdout
 
 
-def test_the_page_about_recipes_names_every_key() -> None:
+def test_page_about_recipes_names_every_key() -> None:
     page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
     example = yaml.safe_load(page.split("```yaml\n")[1].split("```")[0])
     assert len(Recipe.model_validate({"name": "page", **example}).drafters) == 3

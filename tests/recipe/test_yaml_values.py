@@ -40,12 +40,12 @@ def test_nesting_is_refused_at_any_depth(opening: str, depth: int) -> None:
 @pytest.mark.parametrize(
     "text", ["x: '" + "[" * 3000, 'x: "' + "{" * 900, "# " + "[" * 1000 + "\nx: ]", "x: [" + "'[', " * 400 + "@"]
 )
-def test_brackets_in_texts_and_comments_are_no_nesting(text: str) -> None:
+def test_brackets_in_strings_and_comments_are_not_nesting(text: str) -> None:
     assert "this is not YAML" in refusal(text)
 
 
 @pytest.mark.usefixtures("parser")
-def test_what_is_nested_as_deeply_as_may_be_is_read() -> None:
+def test_maximum_nesting_is_read() -> None:
     value = yaml_value("[" * 64 + "]" * 64, lambda line: "")
     for _ in range(64):
         (value,) = value or [None]

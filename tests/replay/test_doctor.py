@@ -70,11 +70,11 @@ def responses(text: list[int]) -> list[Response]:
 @pytest.fixture(scope="module")
 def trained(target: Target, text: list[int], tmp_path_factory: Any) -> Callable[..., Path]:
     """``trained(name, ..)``: the directory of a head that knows the text."""
-    made: dict[tuple, Path] = {}
+    directories: dict[tuple, Path] = {}
 
     def directory(name: str, scale: float = 1.0, **norms: Any) -> Path:
         key = (name, scale, *norms.items())
-        if key not in made:
+        if key not in directories:
             torch.manual_seed(1)
             model = target.loaded.model
             shape = SHAPE | WIDTH
@@ -88,10 +88,10 @@ def trained(target: Target, text: list[int], tmp_path_factory: Any) -> Callable[
             else:
                 head = make_head(name, model, shape=shape)
             overfit(name, head, model, text, steps=90)
-            made[key] = tmp_path_factory.mktemp(name)
-            head.feed_normed = False  # the layout cannot say it, which is the mistake
-            head.save(made[key])
-        return made[key]
+            directories[key] = tmp_path_factory.mktemp(name)
+            head.feed_normed = False  # the layout cannot express it, which is the mistake
+            head.save(directories[key])
+        return directories[key]
 
     return directory
 
@@ -101,9 +101,9 @@ Damage = Callable[[Path], None]
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], None]) -> Damage:
     def damage(path: Path) -> None:
-        found = load_file(path / "model.safetensors")
-        change(found)
-        save_file({key: tensor.contiguous() for key, tensor in found.items()}, path / "model.safetensors")
+        result = load_file(path / "model.safetensors")
+        change(result)
+        save_file({key: tensor.contiguous() for key, tensor in result.items()}, path / "model.safetensors")
 
     return damage
 
@@ -117,30 +117,30 @@ def config(**keys: Any) -> Damage:
 
 
 @tensors
-def ids_for_offsets(found: dict[str, torch.Tensor]) -> None:
-    found["d2t"] += torch.arange(len(found["d2t"]))
+def ids_for_offsets(weights: dict[str, torch.Tensor]) -> None:
+    weights["d2t"] += torch.arange(len(weights["d2t"]))
 
 
 @tensors
-def no_norms(found: dict[str, torch.Tensor]) -> None:
-    for key in [key for key in found if key.startswith(("fc_norm.", "input_norm."))]:
-        del found[key]
+def no_norms(weights: dict[str, torch.Tensor]) -> None:
+    for key in [key for key in weights if key.startswith(("fc_norm.", "input_norm."))]:
+        del weights[key]
 
 
 @tensors
-def one_norm_more(found: dict[str, torch.Tensor]) -> None:
-    found["input_norm.weight"] = torch.ones(found["fc.weight"].shape[1])
+def one_norm_more(weights: dict[str, torch.Tensor]) -> None:
+    weights["input_norm.weight"] = torch.ones(weights["fc.weight"].shape[1])
 
 
 @tensors
-def foreign_embedding(found: dict[str, torch.Tensor]) -> None:
-    found["embed_tokens.weight"] = torch.randn(72, 16, generator=torch.Generator().manual_seed(3))
+def foreign_embedding(weights: dict[str, torch.Tensor]) -> None:
+    weights["embed_tokens.weight"] = torch.randn(72, 16, generator=torch.Generator().manual_seed(3))
 
 
 def swapped(key: str) -> Damage:
     @tensors
-    def change(found: dict[str, torch.Tensor]) -> None:
-        found[key] = torch.cat(list(found[key].chunk(2, 1))[::-1], 1)
+    def change(result: dict[str, torch.Tensor]) -> None:
+        result[key] = torch.cat(list(result[key].chunk(2, 1))[::-1], 1)
 
     return change
 
@@ -149,18 +149,18 @@ def reads_a_norm(path: Path) -> None:
     """An additional norm: its weights, and the config entry that enables it."""
 
     @tensors
-    def weights(found: dict[str, torch.Tensor]) -> None:
-        found["norm.weight"] = torch.randn(16, generator=torch.Generator().manual_seed(3))
+    def weights(result: dict[str, torch.Tensor]) -> None:
+        result["norm.weight"] = torch.randn(16, generator=torch.Generator().manual_seed(3))
 
     weights(path)
     config(norm_output=None)(path)
 
 
 def unharmed(path: Path) -> None:
-    """The mistake is in the options, or in what the layout does not say."""
+    """The mistake is in the options, or in a property that the layout does not store."""
 
 
-#: The mistake as it is put in: the head, how it is damaged, its options; and what the doctor has to say.
+#: Each mistake: head, damage, options, and the expected diagnosis.
 MISTAKES: dict[str, tuple[str, dict[str, Any], Damage, dict[str, Any], str]] = {
     "layers off by one": ("eagle3", {}, unharmed, {"layers": (3, 1, 4)}, "ids of hidden layers are off by one"),
     "layers permuted": ("eagle3", {}, unharmed, {"layers": (0, 2, 3)}, "the inputs of fc are permuted"),
@@ -213,13 +213,13 @@ QUICK = ("ids in d2t",)
 @pytest.mark.parametrize(
     "mistake", [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in MISTAKES]
 )
-def test_the_mistake_is_named(
+def test_mistake_is_named(
     target: Target, responses: list[Response], trained: Callable[..., Path], tmp_path: Path, mistake: str
 ) -> None:
-    name, made, damage, options, sentence = MISTAKES[mistake]
+    name, config, damage, options, sentence = MISTAKES[mistake]
     path = tmp_path / "heads"
     path.mkdir()
-    for file in trained(name, **made).iterdir():
+    for file in trained(name, **config).iterdir():
         (path / file.name).write_bytes(file.read_bytes())
     damage(path)
     if name == "eagle3":
@@ -229,14 +229,14 @@ def test_the_mistake_is_named(
         Misconfiguration("", ""),
         *drafter[0].misconfigurations(drafter[1], load_checkpoint(str(path)), target.loaded.model),
     ]
-    found = list(run_trials(drafter, [Trial(one, target, responses) for one in misconfigurations], 4))
-    assert len(found) == len(misconfigurations) > 1
-    likely = likely_causes(found)
+    result = list(run_trials(drafter, [Trial(item, target, responses) for item in misconfigurations], 4))
+    assert len(result) == len(misconfigurations) > 1
+    likely = likely_causes(result)
     assert likely and likely[0].misconfiguration.mistake.startswith(sentence)
-    # Without the mistake the head knows the text; what is said of a sound head is nothing.
+    # Without the mistake the head predicts the text, so nothing is reported.
     assert likely[0].row is not None and likely[0].row.block_efficiency is not None
     assert likely[0].row.block_efficiency.value > 3.5
-    as_it_is = found[0].row
+    as_it_is = result[0].row
     if as_it_is is not None and as_it_is.block_efficiency is not None:
         assert as_it_is.block_efficiency.value < likely[0].row.block_efficiency.value - 0.5
 
@@ -247,25 +247,27 @@ def test_sound_heads_have_no_findings(target: Target, responses: list[Response],
         drafter[0].misconfigurations(drafter[1], load_checkpoint(drafter[1].model), target.loaded.model)
     )
     few = [Misconfiguration("", ""), misconfigurations[0], misconfigurations[-1]]
-    found = list(run_trials(drafter, [Trial(one, target, responses) for one in few], 4))
-    assert likely_causes(found) == []
-    assert found[1].gain is not None and found[1].gain.value < 0
+    result = list(run_trials(drafter, [Trial(item, target, responses) for item in few], 4))
+    assert likely_causes(result) == []
+    assert result[1].gain is not None and result[1].gain.value < 0
 
 
-def test_greedy_drafts_are_suspected_where_the_target_samples() -> None:
+def test_greedy_drafts_with_sampling_are_reported() -> None:
     greedy, sampled = (configured("draft-model", model="any", **options) for options in ({"temperature": 0}, {}))
-    (found,) = greedy_drafts(greedy, Sampling(temperature=0.7))
-    assert found.options == {"temperature": None} and "samples at 0.7" in found.mistake
+    (result,) = greedy_drafts(greedy, Sampling(temperature=0.7))
+    assert result.options == {"temperature": None} and "samples at 0.7" in result.mistake
     assert not list(greedy_drafts(greedy, Sampling(temperature=0)))
     assert not list(greedy_drafts(sampled, Sampling(temperature=0.7)))
 
 
-def test_a_change_that_adds_little_explains_nothing(target: Target, responses: list[Response]) -> None:
+def test_small_gain_is_not_reported(target: Target, responses: list[Response]) -> None:
     drafter = configured("draft-model", model=target.name)
-    found = list(run_trials(drafter, [Trial(Misconfiguration("", ""), target, responses)] * 2, 3))
-    assert found[1].gain is not None and found[1].gain.value == 0
-    assert likely_causes(found) == [] and found[0].row is not None and found[0].row.marginal == [1.0, 1.0, 1.0]
-    assert likely_causes([TrialResult(Misconfiguration("", ""), 3, reason="it does not load"), found[1]]) == [found[1]]
+    result = list(run_trials(drafter, [Trial(Misconfiguration("", ""), target, responses)] * 2, 3))
+    assert result[1].gain is not None and result[1].gain.value == 0
+    assert likely_causes(result) == [] and result[0].row is not None and result[0].row.marginal == [1.0, 1.0, 1.0]
+    assert likely_causes([TrialResult(Misconfiguration("", ""), 3, reason="it does not load"), result[1]]) == [
+        result[1]
+    ]
 
 
 def test_trees_are_refused(target: Target, responses: list[Response]) -> None:
@@ -274,8 +276,8 @@ def test_trees_are_refused(target: Target, responses: list[Response]) -> None:
         list(run_trials(drafter, [Trial(Misconfiguration("", ""), target, responses)], 3))
 
 
-def made(gain: Estimate | None, mistake: str = "a mistake", efficiency: float = 1.5, prompts: int = 3) -> TrialResult:
-    """A trial as it comes out: so many prompts, each with two steps."""
+def trial(gain: Estimate | None, mistake: str = "a mistake", efficiency: float = 1.5, prompts: int = 3) -> TrialResult:
+    """A finished trial of ``prompts`` prompts with two steps each."""
     groups = PromptGroups()
     for i in range(prompts):
         groups.number("", str(i))
@@ -286,23 +288,23 @@ def made(gain: Estimate | None, mistake: str = "a mistake", efficiency: float = 
     return TrialResult(Misconfiguration(mistake, ""), 4, tally, gain)
 
 
-def test_a_conclusion_needs_an_interval_that_supports_it() -> None:
+def test_conclusion_needs_interval_that_supports_it() -> None:
     """A clear gain is one of 0.1 tokens here: a fifth of the 0.5 that are accepted a step."""
-    base = made(None, "")
+    base = trial(None, "")
     wide, above, below, small = (
-        made(Estimate(*interval), efficiency=1.5 + interval[0])
+        trial(Estimate(*interval), efficiency=1.5 + interval[0])
         for interval in ((0.19, -1.25, 1.62), (0.3, 0.05, 0.55), (-0.1, -0.15, 0.05), (0.05, 0.01, 0.09))
     )
-    unknown, nothing = made(Estimate(0.4), prompts=2, efficiency=1.9), made(Estimate(0.0))
+    unknown, nothing = trial(Estimate(0.4), prompts=2, efficiency=1.9), trial(Estimate(0.0))
     assert likely_causes([base, wide]) == [] and inconclusive([base, wide]) == [wide]
     # The interval is to be as narrow as the gain: half of it is 1.435 now, 4.6 (Student's quantile) standard errors.
     needed = responses_needed([base, wide])
     assert needed == math.ceil(pieces_needed(1.435, 0.19, 3)) and 20 < needed < 60
     assert likely_causes([base, above]) == [above] and inconclusive([base, above]) == []
     assert likely_causes([base, below, small, nothing]) == [] and inconclusive([base, below, small, nothing]) == []
-    two = made(None, "", prompts=2)
+    two = trial(None, "", prompts=2)
     assert likely_causes([two, unknown]) == [] and inconclusive([two, unknown]) == [unknown]
     assert responses_needed([two, unknown]) is None
     # Where nearly all is accepted, nothing can add a clear gain: 0.02 tokens are left, and 0.796 would be one.
-    best = made(None, "", efficiency=4.98)
-    assert inconclusive([best, made(Estimate(0.0, -2.0, 2.0), efficiency=4.98)]) == []
+    best = trial(None, "", efficiency=4.98)
+    assert inconclusive([best, trial(Estimate(0.0, -2.0, 2.0), efficiency=4.98)]) == []

@@ -21,7 +21,7 @@ PROMPTS = {"w7 w8 w9 w7": [7, 8, 9, 7], "w20 w21": [20, 21], "w30 w5 w31": [30, 
 
 
 def trained(directory: Path, model: Any, texts: Sequence[Sequence[int]], skip: int = 2) -> str:
-    """Medusa heads that know what ``model`` says in ``texts``; the first says the token ``skip`` places on."""
+    """Medusa heads trained on ``model``'s outputs in ``texts``; head 1 predicts the token ``skip`` positions ahead."""
     rows, labels = [], []
     for text in texts:
         with torch.no_grad():
@@ -29,12 +29,12 @@ def trained(directory: Path, model: Any, texts: Sequence[Sequence[int]], skip: i
         ids = functional.pad(torch.tensor(text), (0, HEADS + skip), value=-100)
         rows.append(states)
         labels.append(torch.stack([ids[skip + i : skip + i + len(text)] for i in range(HEADS)]))
-    hidden, wanted = torch.cat(rows), torch.cat(labels, 1)
+    hidden, expected = torch.cat(rows), torch.cat(labels, 1)
     heads = MedusaHeads(hidden.shape[1], HEADS, vocab_size=model.config.vocab_size)
     optimiser = torch.optim.Adam(heads.parameters(), lr=0.05)
     for _ in range(150):
         optimiser.zero_grad()
-        functional.cross_entropy(heads(hidden).flatten(0, 1), wanted.flatten(), ignore_index=-100).backward()
+        functional.cross_entropy(heads(hidden).flatten(0, 1), expected.flatten(), ignore_index=-100).backward()
         optimiser.step()
     save_heads(directory, heads, {})
     return str(directory)
@@ -61,8 +61,8 @@ def doctor(tmp_path: Path, capsys: Any, monkeypatch: Any) -> Callable[..., dict[
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
     def run(target: str, drafter: str, *options: str) -> dict[str, Any]:
-        given = ["--target", target, "--drafter", drafter, "--prompts", str(prompts), "--max-new-tokens", "12"]
-        assert cli.main(["doctor", *given, "--gamma", "3", "--device", "cpu", "--json", *options]) == 0
+        arguments = ["--target", target, "--drafter", drafter, "--prompts", str(prompts), "--max-new-tokens", "12"]
+        assert cli.main(["doctor", *arguments, "--gamma", "3", "--device", "cpu", "--json", *options]) == 0
         return json.loads(capsys.readouterr().out)
 
     return run
@@ -75,21 +75,21 @@ def test_heads_that_are_off_by_one(doctor: Callable, target: str, texts: list[li
     model: Any = LlamaForCausalLM.from_pretrained(target)
     turned = [argmax_text(model, [3, *prompt, 4], 14) for prompt in PROMPTS.values()]  # as the chat template has them
     sound, shifted = (trained(tmp_path / str(skip), model, turned, skip) for skip in (2, 1))
-    found = doctor(target, f"{{name: medusa, model: {shifted}}}", *GREEDY)
-    first = found["likely"][0]
+    result = doctor(target, f"{{name: medusa, model: {shifted}}}", *GREEDY)
+    first = result["likely"][0]
     assert first["mistake"].startswith("the first head predicts the target's own next token")
-    assert first["block_efficiency"] > 3 > 2 > found["tried"][0]["block_efficiency"]
+    assert first["block_efficiency"] > 3 > 2 > result["tried"][0]["block_efficiency"]
     assert doctor(target, f"{{name: medusa, model: {sound}}}", *GREEDY)["likely"] == []
 
 
-def test_heads_that_never_saw_the_chat_template(
+def test_heads_that_never_saw_chat_template(
     doctor: Callable, target: str, texts: list[list[int]], tmp_path: Path
 ) -> None:
     heads = trained(tmp_path / "heads", LlamaForCausalLM.from_pretrained(target), texts)
-    found = doctor(target, f"{{name: medusa, model: {heads}}}", *GREEDY)
-    first = found["likely"][0]
+    result = doctor(target, f"{{name: medusa, model: {heads}}}", *GREEDY)
+    first = result["likely"][0]
     assert first["mistake"] == "the drafter was trained without the chat template of the prompts"
-    assert first["block_efficiency"] > 3 > found["tried"][0]["block_efficiency"] + 0.5
+    assert first["block_efficiency"] > 3 > result["tried"][0]["block_efficiency"] + 0.5
 
 
 def test_heads_that_were_trained_for_another_checkpoint(
@@ -104,7 +104,7 @@ def test_heads_that_were_trained_for_another_checkpoint(
     assert doctor(target, f"{{name: medusa, model: {heads}}}", *GREEDY)["facts"] == []
 
 
-def test_a_precision_that_is_too_coarse(doctor: Callable, target: str, tmp_path: Path) -> None:
+def test_precision_that_is_too_coarse(doctor: Callable, target: str, tmp_path: Path) -> None:
     """Add a large number to all logits of a position: the distribution is unchanged, but bfloat16 loses precision."""
     model: Any = LlamaForCausalLM.from_pretrained(target)
     with torch.no_grad():
@@ -112,23 +112,23 @@ def test_a_precision_that_is_too_coarse(doctor: Callable, target: str, tmp_path:
     model.save_pretrained(tmp_path / "large")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / "large" / name).write_bytes((Path(target) / name).read_bytes())
-    found = doctor(str(tmp_path / "large"), f"{{name: draft-model, model: {target}}}", "--dtype", "bfloat16")
-    first = found["likely"][0]
+    result = doctor(str(tmp_path / "large"), f"{{name: draft-model, model: {target}}}", "--dtype", "bfloat16")
+    first = result["likely"][0]
     assert first["mistake"].startswith("bfloat16 is not precise enough")
-    assert first["marginal"][0] > 0.95 > 0.7 > found["tried"][0]["marginal"][0]
+    assert first["marginal"][0] > 0.95 > 0.7 > result["tried"][0]["marginal"][0]
 
 
 def test_tokenizers_that_differ(
     models: dict[str, str], capsys: Any, write_prompts: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
-    given = ["--target", models["target"], "--drafter", f"{{name: draft-model, model: {models['other']}}}"]
-    given += ["--prompts", write_prompts(tmp_path / "prompts.jsonl"), "--responses", "2", "--max-new-tokens", "4"]
-    assert cli.main(["doctor", *given]) == 1
+    arguments = ["--target", models["target"], "--drafter", f"{{name: draft-model, model: {models['other']}}}"]
+    arguments += ["--prompts", write_prompts(tmp_path / "prompts.jsonl"), "--responses", "2", "--max-new-tokens", "4"]
+    assert cli.main(["doctor", *arguments]) == 1
     assert "the tokenizers differ: 'w5' has id 5 in one and id 6 in the other" in capsys.readouterr().err
 
 
-def test_the_command(models: dict[str, str], write_prompts: Any, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_command(models: dict[str, str], write_prompts: Any, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
     prompts = write_prompts(tmp_path / "prompts.jsonl")
     options = ["--target", models["target"], "--prompts", prompts, "--responses", "5", "--max-new-tokens", "12"]
@@ -136,19 +136,19 @@ def test_the_command(models: dict[str, str], write_prompts: Any, tmp_path: Path,
     greedy = f"{{name: draft-model, model: {models['same']}, temperature: 0}}"
     assert cli.main(["doctor", *options, "--drafter", greedy, "--json"]) == 0
     out, err = capsys.readouterr()
-    found = json.loads(out)
+    record = json.loads(out)
     assert "common mistakes, about" in err and "decoding 5 responses" in err
-    assert found["likely"][0]["mistake"].startswith("drafts are greedy")
+    assert record["likely"][0]["mistake"].startswith("drafts are greedy")
     # The model itself drafts, so that without the mistake everything is accepted.
-    assert found["likely"][0]["block_efficiency"] > 4  # less than 5 where a response ends
-    assert found["tried"][0]["mistake"] == ""
-    assert any("without the chat template" in one["mistake"] for one in found["tried"])
+    assert record["likely"][0]["block_efficiency"] > 4  # less than 5 where a response ends
+    assert record["tried"][0]["mistake"] == ""
+    assert any("without the chat template" in item["mistake"] for item in record["tried"])
     assert cli.main(["doctor", *options, "--drafter", f"{{name: draft-model, model: {models['same']}}}"]) == 0
     out, err = capsys.readouterr()
     assert "None of the 1 common mistakes explains" in out and "as configured" in out and "cached responses" in err
     assert "excludes a clear gain" in out
     assert "Acceptance rate of the first drafted token, by category: a 1.00, b 1.00, c 1.00" in out
-    # Responses are decoded in the precision that is asked for, and both are tried along them.
+    # Responses are decoded in the requested precision, and both precisions are tried on them.
     options[-1] = "bfloat16"
     assert cli.main(["doctor", *options, "--drafter", f"{{name: draft-model, model: {models['same']}}}", "--json"]) == 0
     out, err = capsys.readouterr()
@@ -166,7 +166,7 @@ def test_the_command(models: dict[str, str], write_prompts: Any, tmp_path: Path,
         (["--drafter", "nobody"], "there is no drafter named 'nobody'"),
     ],
 )
-def test_what_cannot_be_is_refused(models: dict[str, str], capsys: Any, options: list[str], sentence: str) -> None:
+def test_invalid_arguments_raise(models: dict[str, str], capsys: Any, options: list[str], sentence: str) -> None:
     assert cli.main(["doctor", "--target", models["target"], "--drafter", "none", *options]) == 2
     assert sentence in capsys.readouterr().err
 
@@ -177,10 +177,19 @@ def test_too_few_responses_support_no_conclusion(doctor: Callable, target: str, 
     heads = MedusaHeads(config.hidden_size, HEADS, vocab_size=config.vocab_size)
     save_heads(tmp_path / "heads", heads, {})
     drafter = f"{{name: medusa, model: {tmp_path / 'heads'}}}"
-    found = doctor(target, drafter, *GREEDY, "--responses", "2")
-    assert found["likely"] == [] and found["inconclusive"] and found["responses_needed"] is None
-    given = ["--target", target, "--drafter", drafter, "--prompts", str(tmp_path / "prompts.jsonl"), "--device", "cpu"]
-    assert cli.main(["doctor", *given, *GREEDY, "--max-new-tokens", "12", "--responses", "2"]) == 0
+    result = doctor(target, drafter, *GREEDY, "--responses", "2")
+    assert result["likely"] == [] and result["inconclusive"] and result["responses_needed"] is None
+    arguments = [
+        "--target",
+        target,
+        "--drafter",
+        drafter,
+        "--prompts",
+        str(tmp_path / "prompts.jsonl"),
+        "--device",
+        "cpu",
+    ]
+    assert cli.main(["doctor", *arguments, *GREEDY, "--max-new-tokens", "12", "--responses", "2"]) == 0
     out = capsys.readouterr().out
     assert "No conclusion: the responses are too few" in out and "at least 3 are needed (--responses)" in out
     assert "train it longer" not in out

@@ -32,15 +32,15 @@ def by_steps(config: Any, prompt: list[int], response: list[int], depth: int) ->
     drafter = PromptLookup(config.model_copy(update={"gamma": depth}), context)
     sequences = Sequences([list(prompt)], torch.zeros(1, 100, dtype=torch.long), [depth], [0])
     drafter.start(0, prompt)
-    found = np.full((len(response), depth), -1)
+    result = np.full((len(response), depth), -1)
     for t, token in enumerate(response):
         draft = drafter.propose(sequences, CounterRng(0).for_step([0], [t], sequences.device))
         n = int(draft.count[0])
-        found[t, :n] = draft.tokens[0, :n]
+        result[t, :n] = draft.tokens[0, :n]
         sequences.append(0, [token])
         nothing = DenseScores(torch.zeros(1, 1, 4), torch.zeros(1, 1, 4))
         drafter.observe(sequences, draft, Verdict(torch.zeros(1), torch.tensor([token])), [0], nothing)
-    return found
+    return result
 
 
 @settings(max_examples=60)
@@ -53,9 +53,9 @@ def by_steps(config: Any, prompt: list[int], response: list[int], depth: int) ->
 )
 def test_prompt_lookup_as_it_proposes(texts: Any, match: Any, shortest: int, more: int, depth: int) -> None:
     config = PromptLookup.Config(match=match, min_ngram=shortest, max_ngram=shortest + more, gamma=2)
-    found = list(PromptLookup.response_drafts(config, iter(texts), depth))
-    assert len(found) == len(texts)
-    for drafts, (prompt, response) in zip(found, texts, strict=True):
+    result = list(PromptLookup.response_drafts(config, iter(texts), depth))
+    assert len(result) == len(texts)
+    for drafts, (prompt, response) in zip(result, texts, strict=True):
         assert drafts.tolist() == by_steps(config, prompt, response, depth).tolist()
 
 
@@ -64,8 +64,8 @@ def test_texts_are_independent_of_their_batch(monkeypatch: Any) -> None:
     texts = [(random.integers(0, 9, 20).tolist(), random.integers(0, 9, 30).tolist()) for _ in range(20)]
     batched = list(response_drafts(texts, 4, range(3, 0, -1), False))
     monkeypatch.setattr("crossdraft.drafters.retrieval.prompt_lookup_replay.BATCH", 60)
-    for one, other in zip(batched, response_drafts(texts, 4, range(3, 0, -1), False), strict=True):
-        assert np.array_equal(one, other)
+    for item, other in zip(batched, response_drafts(texts, 4, range(3, 0, -1), False), strict=True):
+        assert np.array_equal(item, other)
 
 
 def test_texts_are_requested_lazily(monkeypatch: Any) -> None:
@@ -78,13 +78,13 @@ def test_texts_are_requested_lazily(monkeypatch: Any) -> None:
             indices.append(i)
             yield SimpleNamespace(prompt=[1, 2, 3], tokens=[1, 2] * 10)
 
-    found = score_model_free(PromptLookup, PromptLookup.Config(), texts(), 4, SAMPLING)
-    next(found)
+    result = score_model_free(PromptLookup, PromptLookup.Config(), texts(), 4, SAMPLING)
+    next(result)
     assert len(indices) < 10
 
 
 class Echo(Drafter):
-    """Says the last token again, as often as it may; offers no fast path."""
+    """Drafts repetitions of the last token; has no fast path."""
 
     name = "echo"
 
@@ -126,22 +126,22 @@ def text(tokens: list[int]) -> Any:
     return SimpleNamespace(prompt=[5], tokens=tokens)
 
 
-def test_drafter_without_a_fast_path_drafts_itself() -> None:
+def test_drafter_without_fast_path_drafts_itself() -> None:
     config = Echo.Config(gamma=2)
     tokens = [5, 5, 6, 6] * 30
-    found = next(score_model_free(Echo, config, [text(tokens)], 4, SAMPLING))
-    assert found.lengths.tolist() == [2] * 120
-    agrees = np.isfinite(found.log_q)
+    result = next(score_model_free(Echo, config, [text(tokens)], 4, SAMPLING))
+    assert result.lengths.tolist() == [2] * 120
+    agrees = np.isfinite(result.log_q)
     assert agrees[:4].tolist() == [
         [True, True, False, False],
         [True, False, False, False],
         [False, False, False, False],
         [True, False, False, False],
     ]
-    assert found.log_p.tolist() == [0.0] * 120
+    assert result.log_p.tolist() == [0.0] * 120
 
 
-def test_the_same_by_propose_and_by_the_fast_path() -> None:
+def test_same_by_propose_and_by_fast_path() -> None:
     class Slow(PromptLookup):
         response_drafts = Drafter.response_drafts
 
@@ -188,7 +188,7 @@ def test_drafters_that_cannot_be_replayed() -> None:
         next(score_model_free(Broken, Broken.Config(), [text([1, 2])], 3, SAMPLING))
 
 
-def test_a_draft_with_a_hole_ends_there() -> None:
-    found = score_chains([np.array([[7, -1, 7], [8, 8, -1]])], [[7, 8]])[0]
-    assert found.lengths.tolist() == [1, 2]
-    assert np.isfinite(found.log_q).tolist() == [[True, False, False], [True, False, False]]
+def test_draft_ends_at_first_gap() -> None:
+    result = score_chains([np.array([[7, -1, 7], [8, 8, -1]])], [[7, 8]])[0]
+    assert result.lengths.tolist() == [1, 2]
+    assert np.isfinite(result.log_q).tolist() == [[True, False, False], [True, False, False]]

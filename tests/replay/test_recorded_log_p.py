@@ -47,27 +47,27 @@ def target(models: dict[str, str]) -> Any:
     return AutoModelForCausalLM.from_pretrained(models["target"])
 
 
-def test_a_target_that_is_run_is_compared_with_the_record(
+def test_target_that_is_run_is_compared_with_record(
     models: dict[str, str], target: Any, tmp_path: Path, capsys: Any
 ) -> None:
     drafter = json.dumps({"name": "draft-model-iid", "model": models["wide"], "K": 2})
     options = ["--target", models["target"], "--drafter", drafter, "--gamma", "1-2"]
-    found, err = warnings(capsys, write(tmp_path / "right.jsonl", target, lambda p: p), *options)
-    assert found == [] and "warning" not in err
-    found, err = warnings(capsys, write(tmp_path / "wrong.jsonl", target, lambda p: p - 1.7), *options)
-    assert "differ from the target's" in found[0] and "(mean absolute difference 1.70)" in found[0]
-    assert f"crossdraft: warning: {found[0]}" in err
+    result, err = warnings(capsys, write(tmp_path / "right.jsonl", target, lambda p: p), *options)
+    assert result == [] and "warning" not in err
+    result, err = warnings(capsys, write(tmp_path / "wrong.jsonl", target, lambda p: p - 1.7), *options)
+    assert "differ from the target's" in result[0] and "(mean absolute difference 1.70)" in result[0]
+    assert f"crossdraft: warning: {result[0]}" in err
 
 
-def test_without_the_target_a_floor_decides(models: dict[str, str], target: Any, tmp_path: Path, capsys: Any) -> None:
+def test_without_target_floor_decides(models: dict[str, str], target: Any, tmp_path: Path, capsys: Any) -> None:
     for options in (
         ["--drafter", "prompt-lookup"],
         ["--target", models["target"], "--drafter", json.dumps({"name": "draft-model", "model": models["wide"]})],
     ):
         options = [*options, "--gamma", "1-2"]
         assert warnings(capsys, write(tmp_path / "a.jsonl", target, lambda p: p), *options)[0] == []
-        found, _ = warnings(capsys, write(tmp_path / "b.jsonl", target, lambda p: 0 * p - 11.1), *options)
-        assert "implausible: -11.10 per token is below -6" in found[0]
+        result, _ = warnings(capsys, write(tmp_path / "b.jsonl", target, lambda p: 0 * p - 11.1), *options)
+        assert "implausible: -11.10 per token is below -6" in result[0]
     cold = write(tmp_path / "c.jsonl", target, lambda p: 0 * p - 11.1, temperature=0.0)
     assert warnings(capsys, cold, "--drafter", "prompt-lookup", "--gamma", "1-2")[0] == []
 
@@ -86,16 +86,16 @@ def test_without_the_target_a_floor_decides(models: dict[str, str], target: Any,
     ],
 )
 def test_real_numbers(recorded: float, own: float | None, temperature: float, expected: str | None) -> None:
-    found, n = RecordedLogP(), 40
+    result, n = RecordedLogP(), 40
     response = Response("a", "all", [1], [2] * n, np.full(n, recorded), sampling=Sampling(temperature=temperature))
     known = None if own is None else np.full(n, own)
-    found.add(response, DraftScores(np.zeros((n, 1)), np.ones(n, dtype=np.int64), np.zeros(n), own_log_p=known))
-    assert (found.warning is None) == (expected is None)
-    assert expected is None or expected in str(found.warning)
+    result.add(response, DraftScores(np.zeros((n, 1)), np.ones(n, dtype=np.int64), np.zeros(n), own_log_p=known))
+    assert (result.warning is None) == (expected is None)
+    assert expected is None or expected in str(result.warning)
 
 
-def test_a_few_tokens_decide_nothing() -> None:
-    found = RecordedLogP()
+def test_few_tokens_are_inconclusive() -> None:
+    result = RecordedLogP()
     response = Response("a", "all", [1], [2] * 3, np.full(3, -11.1), sampling=Sampling())
-    found.add(response, DraftScores(np.zeros((3, 1)), np.ones(3, dtype=np.int64), np.zeros(3)))
-    assert found.warning is None
+    result.add(response, DraftScores(np.zeros((3, 1)), np.ones(3, dtype=np.int64), np.zeros(3)))
+    assert result.warning is None

@@ -33,16 +33,16 @@ def responses(n: int) -> list[Response]:
 
 
 def probs(tokens: list[int], seed: int) -> torch.Tensor:
-    """``[T, V]``: what a model says before each token, which it looks at the last one for."""
+    """``[T, V]``: distributions of a model, conditioned on the last token only."""
     rows = torch.randn(V, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).mul(2).softmax(-1)
     return rows[torch.tensor([0, *tokens[:-1]])]
 
 
 def forced_one(response: Response) -> DraftScores:
     p, q = probs(list(response.tokens), 1), probs(list(response.tokens), 2)
-    found = sums(p, q, torch.tensor(response.tokens), 3)
+    result = sums(p, q, torch.tensor(response.tokens), 3)
     return DraftScores(
-        shifted_windows(np.log(found.q), DEPTH), np.full(len(response.tokens), DEPTH), np.log(found.p), found
+        shifted_windows(np.log(result.q), DEPTH), np.full(len(response.tokens), DEPTH), np.log(result.p), result
     )
 
 
@@ -57,16 +57,16 @@ def candidate(verifiers: dict[str, tuple[int, ...]], **options: Any) -> Candidat
 def test_sums_are_those_of_each_response(monkeypatch: Any) -> None:
     monkeypatch.setattr(module, "WINDOW", 5)
     texts = responses(14)
-    found = replay(iter(texts), [candidate({"token": (1,), "block": (1,)}), candidate({"spectr": (1, 3)})])
-    assert (found.responses, found.tokens) == (14, sum(len(one.tokens) for one in texts))
-    for one in found.candidates:
-        for (rule, k), tally in one.tallies.items():
+    result = replay(iter(texts), [candidate({"token": (1,), "block": (1,)}), candidate({"spectr": (1, 3)})])
+    assert (result.responses, result.tokens) == (14, sum(len(item.tokens) for item in texts))
+    for item in result.candidates:
+        for (rule, k), tally in item.tallies.items():
             at_least = [survival(rule, forced_one(text), [k])[k] for text in texts]
             lengths = [np.full(len(text.tokens), DEPTH) for text in texts]
-            given = [
+            arguments = [
                 StepAcceptance(*values) for values in zip(at_least, lengths, [t.limit for t in texts], strict=True)
             ]
-            whole = expected_steps(given, [1, 2, DEPTH])
+            whole = expected_steps(arguments, [1, 2, DEPTH])
             for column, gamma in enumerate((1, 2, DEPTH)):
                 row = tally.row(gamma)
                 assert row.steps == pytest.approx(whole.steps[:, column].sum())
@@ -80,51 +80,51 @@ def test_sums_are_those_of_each_response(monkeypatch: Any) -> None:
                 parts = [tally.row(gamma, name) for name in tally.categories]
                 assert sum(part.steps for part in parts) == pytest.approx(row.steps)
                 assert sum(part.drafted for part in parts) == pytest.approx(row.drafted)
-    both = found.candidates[1].tallies
+    both = result.candidates[1].tallies
     assert both["spectr", 3].row(2).steps < both["spectr", 1].row(2).steps
-    assert both["spectr", 1].row(2).steps == pytest.approx(found.candidates[0].tallies["token", 1].row(2).steps)
+    assert both["spectr", 1].row(2).steps == pytest.approx(result.candidates[0].tallies["token", 1].row(2).steps)
 
 
 def test_differences_are_paired_by_prompt() -> None:
     """Pairing as in a run; with certain acceptance, equal records."""
     texts = [Response(str(i // 2), "all", [0], [1] * (8 + i % 3), ended=True) for i in range(12)]
 
-    def certain(every: int) -> Any:
-        def along(given: Iterable[Response]) -> Iterator[DraftScores]:
-            for one in given:
+    def certain(period: int) -> Any:
+        def scores_of(inputs: Iterable[Response]) -> Iterator[DraftScores]:
+            for one in inputs:
                 t = len(one.tokens)
-                agrees = (np.arange(t)[:, None] + np.arange(DEPTH)) % every > 0
+                agrees = (np.arange(t)[:, None] + np.arange(DEPTH)) % period > 0
                 yield DraftScores(np.where(agrees, 0.0, -np.inf), np.full(t, DEPTH), np.zeros(t))
 
-        return along
+        return scores_of
 
-    found = replay(texts, [candidate({"token": (1,)}, scores=certain(every)) for every in (3, 4)])
+    result = replay(texts, [candidate({"token": (1,)}, scores=certain(period)) for period in (3, 4)])
     records: list[list[StepRecord]] = [[], []]
-    for i, every in enumerate((3, 4)):
+    for i, period in enumerate((3, 4)):
         for n, text in enumerate(texts):
             at = 0
             while at < len(text.tokens):
-                tau = next(j for j in range(3) if j == 2 or at + j >= len(text.tokens) or (at + j) % every == 0)
+                tau = next(j for j in range(3) if j == 2 or at + j >= len(text.tokens) or (at + j) % period == 0)
                 emitted = min(tau + 1, len(text.tokens) - at)
                 records[i].append(StepRecord(int(text.id), text.id, "all", n % 2, 0, tau, emitted, 2, 2, 99))
                 at += emitted
-    wanted = paired_difference(records[0], records[1])
-    one, other = (c.tallies["token", 1] for c in found.candidates)
-    assert wanted is not None and wanted.low is not None and wanted.value != 0
+    expected = paired_difference(records[0], records[1])
+    one, other = (c.tallies["token", 1] for c in result.candidates)
+    assert expected is not None and expected.low is not None and expected.value != 0
     own = difference(one, 2, other, 2)
     assert own is not None
-    assert (own.value, own.low, own.high) == pytest.approx((wanted.value, wanted.low, wanted.high))
+    assert (own.value, own.low, own.high) == pytest.approx((expected.value, expected.low, expected.high))
 
 
 def test_sampled_draft_lengths() -> None:
     texts = responses(5)
     usual = replay(texts, [candidate({"token": (1,)})]).candidates[0].tallies["token", 1].row(DEPTH)
-    shorter = candidate({"token": (1,)}, lengths=lambda texts: (np.ones(len(one.tokens), dtype=int) for one in texts))
+    shorter = candidate({"token": (1,)}, lengths=lambda texts: (np.ones(len(item.tokens), dtype=int) for item in texts))
     drawn = replay(texts, [shorter]).candidates[0].tallies["token", 1].row(DEPTH)
     assert drawn.block_efficiency == usual.block_efficiency and drawn.drafted < usual.drafted
 
 
-def test_a_drafter_that_gives_too_little_is_named() -> None:
+def test_drafter_that_gives_too_little_is_named() -> None:
     short = candidate({"token": (1,)}, scores=lambda texts: iter([forced_one(responses(1)[0])]))
     with pytest.raises(ContractError, match="'it' returned 1 drafts for 2 responses"):
         replay(responses(2), [short])
@@ -132,18 +132,16 @@ def test_a_drafter_that_gives_too_little_is_named() -> None:
         replay([], [candidate({"token": (1,)})])
 
 
-def test_which_rules_fit() -> None:
+def test_compatible_verifiers() -> None:
     from crossdraft.framework.api.build import configured
 
     chain = configured("drafters", {"name": "draft-model", "model": "x"})
-    several = configured("drafters", {"name": "draft-model-iid", "model": "x", "K": 3})
+    iid = configured("drafters", {"name": "draft-model-iid", "model": "x", "K": 3})
     lookup = configured("drafters", "prompt-lookup")
     warm, cold = Sampling(), Sampling(temperature=0)
     assert verifiers_for("it", chain, [], [1], warm) == {"token": (1,), "block": (1,)}
     assert verifiers_for("it", chain, [], [1], cold) == {"greedy": (1,)}
     assert verifiers_for("it", lookup, [], [1], warm) == {"token": (1,)}
-    assert verifiers_for("it", several, [], [2, 3], warm) == dict.fromkeys(
-        ("specinfer", "spectr", "sample-match"), (2, 3)
-    )
+    assert verifiers_for("it", iid, [], [2, 3], warm) == dict.fromkeys(("specinfer", "spectr", "sample-match"), (2, 3))
     with pytest.raises(UsageError, match="accepts only: chain"):
-        verifiers_for("it", several, ["block"], [2], warm)
+        verifiers_for("it", iid, ["block"], [2], warm)

@@ -48,19 +48,19 @@ def replayed(capsys: Any, *arguments: Any) -> dict[str, Any]:
 
 
 def cells(run: Path) -> dict[tuple[str, str], Path]:
-    found = {}
+    results = {}
     for file in run.glob("cells/*/config.json"):
         config = json.loads(file.read_text(encoding="utf-8"))["config"]
-        found[config["drafter"]["name"], config["verifier"]["name"]] = file.parent
-    return found
+        results[config["drafter"]["name"], config["verifier"]["name"]] = file.parent
+    return results
 
 
-def test_as_the_run_itself_counted(run: Path, capsys: Any) -> None:
+def test_as_run_itself_counted(run: Path, capsys: Any) -> None:
     """The drafts are certain, so given its responses a run could have gone in one way only."""
     cell = cells(run)["prompt-lookup", "block"]
     for rule in ("token", "block"):
-        found = replayed(capsys, cell, "--drafter", "{name: prompt-lookup, gamma: 3}", "--verifier", rule)
-        (row,) = found["rows"]
+        result = replayed(capsys, cell, "--drafter", "{name: prompt-lookup, gamma: 3}", "--verifier", rule)
+        (row,) = result["rows"]
         numbers = json.loads((cell / "metrics.json").read_text(encoding="utf-8"))["metrics"]
         metrics = read_numbers(cell / "metrics.json").metrics
         assert metrics.steps_cut and metrics.mean_tau > 0
@@ -70,14 +70,14 @@ def test_as_the_run_itself_counted(run: Path, capsys: Any) -> None:
         assert row["block_efficiency_all_steps"] == pytest.approx(metrics.block_efficiency_all_steps)
         assert row["acceptance_marginal"] == pytest.approx(metrics.acceptance)
         assert row["drafted_per_step"] == pytest.approx(metrics.nodes_per_step)
-        for name, of in metrics.by_category.items():
-            assert row["by_category"][name]["block_efficiency"]["value"] == pytest.approx(of.block_efficiency.value)
+        for name, group in metrics.by_category.items():
+            assert row["by_category"][name]["block_efficiency"]["value"] == pytest.approx(group.block_efficiency.value)
 
 
-def test_the_directory_of_a_run_stands_for_its_plain_decoding(run: Path, capsys: Any) -> None:
-    found = replayed(capsys, run, "--drafter", "prompt-lookup", "--gamma", "1,3")
-    alone = replayed(capsys, _baseline(run), "--drafter", "prompt-lookup", "--gamma", "1,3")
-    assert found == alone and found["sampling"]["temperature"] == 0.3 and found["prompts"] == 6
+def test_directory_of_run_stands_for_its_plain_decoding(run: Path, capsys: Any) -> None:
+    result = replayed(capsys, run, "--drafter", "prompt-lookup", "--gamma", "1,3")
+    separate = replayed(capsys, _baseline(run), "--drafter", "prompt-lookup", "--gamma", "1,3")
+    assert result == separate and result["sampling"]["temperature"] == 0.3 and result["prompts"] == 6
     assert cli.main(["replay", str(run), "--drafter", "prompt-lookup", "--temperature", "1"]) == 2
     assert "plain-decoding cell with that sampling; available: temperature 0.3" in capsys.readouterr().err
 
@@ -99,8 +99,8 @@ def test_all_formats_agree(tmp_path: Path, capsys: Any) -> None:
     path, out = rows_of(tmp_path / "responses.jsonl"), tmp_path / "positions.parquet"
     options = [path, "--drafter", "prompt-lookup", "--drafter", "{name: prompt-lookup, label: one, max_ngram: 1}"]
     options += ["--verifier", "token", "--verifier", "specinfer", "--gamma", "2-3"]
-    found = replayed(capsys, *options, "--out", out)
-    assert [(r["drafter"], r["verifier"], r["gamma"]) for r in found["rows"]] == [
+    result = replayed(capsys, *options, "--out", out)
+    assert [(r["drafter"], r["verifier"], r["gamma"]) for r in result["rows"]] == [
         (drafter, rule, gamma)
         for drafter in ("prompt-lookup", "one")
         for rule in ("token", "specinfer")
@@ -109,27 +109,27 @@ def test_all_formats_agree(tmp_path: Path, capsys: Any) -> None:
     assert cli.main(["replay", *map(str, options), "--csv"]) == 0
     lines = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     whole = [line for line in lines if not line["category"]]
-    assert len(lines) == 3 * len(whole) == 3 * len(found["rows"])
-    for line, row in zip(whole, found["rows"], strict=True):
+    assert len(lines) == 3 * len(whole) == 3 * len(result["rows"])
+    for line, row in zip(whole, result["rows"], strict=True):
         assert float(line["block_efficiency"]) == row["block_efficiency"]["value"]
         assert float(line["marginal_2"]) == row["acceptance_marginal"][1]
         assert float(line["conditional_2"]) == pytest.approx(float(line["marginal_2"]) / float(line["marginal_1"]))
     assert cli.main(["replay", *map(str, options)]) == 0
     text = capsys.readouterr().out
-    best = found["rows"][1]["block_efficiency"]
+    best = result["rows"][1]["block_efficiency"]
     assert f"{best['value']:.2f} [{best['low']:.2f}, {best['high']:.2f}]" in text
     assert "marginal" in text and "conditional" in text
 
-    one, other = (found["rows"][i]["block_efficiency"]["value"] for i in (1, 5))
-    apart = found["rows"][5]["differences"]
+    one, other = (result["rows"][i]["block_efficiency"]["value"] for i in (1, 5))
+    apart = result["rows"][5]["differences"]
     assert apart["drafter"]["from"] == "prompt-lookup"
     assert apart["drafter"]["block_efficiency"]["value"] == pytest.approx(other - one)
     assert apart["gamma"]["from"] == "2" and "verifier" not in apart
-    assert found["rows"][3]["differences"]["verifier"]["block_efficiency"]["value"] == 0  # a point mass
+    assert result["rows"][3]["differences"]["verifier"]["block_efficiency"]["value"] == 0  # a point mass
 
     table = parquet.read_table(out).to_pydict()
     own = [i for i, rule in enumerate(table["rule"]) if rule == "token" and table["drafter"][i] == "prompt-lookup"]
-    assert len(own) == found["tokens"] and len(table["rule"]) == 4 * found["tokens"]
+    assert len(own) == result["tokens"] and len(table["rule"]) == 4 * result["tokens"]
     assert all(len(table["survival"][i]) == 3 for i in own)
     output = [json.loads(line)["tokens"] for line in path.read_text(encoding="utf-8").splitlines()]
     assert [table["token"][i] for i in own] == [token for tokens in output for token in tokens]
@@ -173,7 +173,7 @@ def test_many_prompts_are_grouped(tmp_path: Path, monkeypatch: Any) -> None:
         ),
     ],
 )
-def test_what_cannot_be_replayed_is_refused(tmp_path: Path, capsys: Any, options: list[str], output: str) -> None:
+def test_unsupported_drafters_raise(tmp_path: Path, capsys: Any, options: list[str], output: str) -> None:
     path = rows_of(tmp_path / "responses.jsonl", 2)
     sampled = [] if "--top-p" in options else ["--temperature", "1"]
     assert cli.main(["replay", str(path), *options, *sampled]) == 2
@@ -191,7 +191,7 @@ def test_responses_sampled_in_different_ways_are_refused(tmp_path: Path, capsys:
     assert "no responses to replay" in capsys.readouterr().err
 
 
-def test_an_interrupted_replay_leaves_no_file(tmp_path: Path) -> None:
+def test_interrupted_replay_leaves_no_file(tmp_path: Path) -> None:
     source, out = tmp_path / "f.jsonl", tmp_path / "out" / "x.parquet"
     out.parent.mkdir()
     row = {"prompt": [1, 2, 3, 1, 2, 3], "tokens": [1, 2, 3, 4] * 100, "temperature": 0}

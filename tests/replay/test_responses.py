@@ -57,7 +57,7 @@ def test_texts_are_tokenized(read: Any) -> None:
         read(rows[0], tokenizer=False)
 
 
-def test_log_probabilities_are_used_only_where_they_can_be_log_p(read: Any) -> None:
+def test_logprobs_are_used_only_if_valid_log_p(read: Any) -> None:
     row = {"prompt": [1], "tokens": [3], "logprobs": [-1.0]}
     assert read(row, sampling=Sampling())[0][0].log_p.tolist() == [-1.0]
     assert read(row, sampling=Sampling(temperature=0))[0][0].log_p.tolist() == [0.0]
@@ -93,13 +93,13 @@ def chat(**changes: Any) -> dict[str, Any]:
         CHAT | REQUEST,
     ],
 )
-def test_a_chat_completion(read: Any, row: Any) -> None:
+def test_chat_completion(read: Any, row: Any) -> None:
     (one,), _ = read(row)
     assert (one.prompt, one.tokens, one.id) == ([3, 5, 4], [7, 8], "x1")
     assert one.log_p.tolist() == [-0.1, -0.2] and one.sampling == Sampling() and one.limit == 2
 
 
-def test_completions_and_what_servers_add(read: Any) -> None:
+def test_completions_with_server_fields(read: Any) -> None:
     output = {"tokens": ["w7", "w8"], "token_logprobs": [-0.1, -0.2]}
     plain = {"choices": [{"text": "w7 w8", "logprobs": output, "finish_reason": "length"}]} | {"prompt": "w5"}
     named = {"tokens": ["token_id:7", "token_id:2"], "token_logprobs": [-0.1, -0.2]}
@@ -108,10 +108,10 @@ def test_completions_and_what_servers_add(read: Any) -> None:
     ended = output | {"tokens": ["w7", "w8", "</s>"], "token_logprobs": [-0.1, -0.2, -0.3]}
     whole = {"choices": [{"text": "w7 w8", "logprobs": ended, "finish_reason": "stop"}], "prompt": [5]}
     cut = {"choices": [{"text": "w7 w8", "logprobs": output, "finish_reason": "stop"}], "prompt": [5]}
-    found, reader = read(plain, ids, with_token_ids, whole, cut)
-    assert [one.tokens for one in found] == [[7, 8], [7, 2], [9, 9], [7, 8, 2], [7, 8]]
-    assert [one.ended for one in found] == [False, True, False, True, False]
-    assert found[1].limit == 8 and found[2].prompt == [5, 6]
+    result, reader = read(plain, ids, with_token_ids, whole, cut)
+    assert [item.tokens for item in result] == [[7, 8], [7, 2], [9, 9], [7, 8, 2], [7, 8]]
+    assert [item.ended for item in result] == [False, True, False, True, False]
+    assert result[1].limit == 8 and result[2].prompt == [5, 6]
     assert reader.assumed["without their end-of-sequence token, treated as truncated there"] == 1
 
 
@@ -161,16 +161,16 @@ def test_invalid_response_is_refused_with_its_line(read: Any, row: Any, output: 
         read({"prompt": [1], "tokens": [1]}, row, sampling=Sampling())
 
 
-def test_texts_of_a_data_set_are_cut(tmp_path: Path) -> None:
+def test_texts_of_data_set_are_cut(tmp_path: Path) -> None:
     import datasets
 
     rows = {"text": [" ".join(f"w{5 + (i + j) % 50}" for j in range(20)) for i in range(3)]}
     datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "texts")
     reader = Reader(prompt_tokens=4, tokens=10, column="text", limit=2)
     reader.target, reader._tokenizer = "tiny", TokenizerOf("tiny", make_tokenizer(), frozenset({2}))
-    found = list(reader.read([str(tmp_path / "texts")]))
-    assert [len(one.prompt) for one in found] == [4, 4] and [len(one.tokens) for one in found] == [10, 10]
-    assert found[1].tokens == [10 + i for i in range(10)] and found[1].limit == 10
+    result = list(reader.read([str(tmp_path / "texts")]))
+    assert [len(item.prompt) for item in result] == [4, 4] and [len(item.tokens) for item in result] == [10, 10]
+    assert result[1].tokens == [10 + i for i in range(10)] and result[1].limit == 10
     assert any("assumed to be samples" in what for what in reader.assumed)
     with pytest.raises(UsageError, match="no column 'words'"):
         reader.column = "words"
@@ -183,8 +183,8 @@ def test_no_such_source() -> None:
 
 
 def test_empty_responses_are_skipped(read: Any) -> None:
-    found, reader = read({"prompt": [1], "tokens": []}, {"prompt": [1], "tokens": [2]})
-    assert len(found) == 1 and reader.assumed["skipped: without tokens"] == 1
+    result, reader = read({"prompt": [1], "tokens": []}, {"prompt": [1], "tokens": [2]})
+    assert len(result) == 1 and reader.assumed["skipped: without tokens"] == 1
 
 
 def test_log_p_is_never_above_zero(read: Any) -> None:

@@ -1,4 +1,4 @@
-"""Drafters side by side: one pass of the target for all, none where nothing asks for it; policies from one replay."""
+"""Several drafters replayed together: shared target passes, none if not needed; policies from one replay."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def outputs(models: dict[str, str], tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> Counter:
     """Passes over nodes by the directory of the model, and models that were loaded."""
-    found: Counter = Counter()
+    result: Counter = Counter()
     grow, load = TransformersLM.forward, load_model
 
     def counted(self: Any, *args: Any, **inputs: Any) -> Any:
-        found[Path(self.model.config._name_or_path).name] += 1
+        result[Path(self.model.config._name_or_path).name] += 1
         return grow(self, *args, **inputs)
 
     def loaded(name: str, **options: Any) -> Any:
-        found[f"load {Path(name).name}"] += 1
+        result[f"load {Path(name).name}"] += 1
         return load(name, **options)
 
     monkeypatch.setattr(TransformersLM, "forward", counted)
     monkeypatch.setattr(module, "load_model", loaded)
-    return found
+    return result
 
 
 def replayed(capsys: Any, *arguments: Any) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def small(models: dict[str, str], name: str = "narrow", **options: Any) -> list[
 COMMON = ["--dtype", "float32", "--device", "cpu", "--gamma", "1-4"]
 
 
-def test_the_target_is_not_loaded_where_log_p_was_recorded(
+def test_target_is_not_loaded_with_recorded_log_p(
     models: dict[str, str], outputs: Callable, passes: Counter, capsys: Any
 ) -> None:
     path = outputs(logprobs=True)
@@ -80,17 +80,15 @@ def test_the_target_is_not_loaded_where_log_p_was_recorded(
     assert scored["rows"][0]["block_efficiency"] != spared["rows"][0]["block_efficiency"]
 
 
-def test_one_pass_of_the_target_serves_all(
-    models: dict[str, str], outputs: Callable, passes: Counter, capsys: Any
-) -> None:
+def test_one_pass_of_target_serves_all(models: dict[str, str], outputs: Callable, passes: Counter, capsys: Any) -> None:
     """Each drafter's numbers are those that it has alone."""
     path = outputs(logprobs=False)
     iid = ["--drafter", json.dumps({"name": "draft-model-iid", "model": models["wide"], "K": 2})]
     options = [*COMMON, "--target", models["target"]]
     both = replayed(capsys, path, *options, *small(models), *iid)
     assert passes["target"] == 1
-    alone = [replayed(capsys, path, *options, *one)["rows"] for one in (small(models), iid)]
-    for row, other in zip(both["rows"], [*alone[0], *alone[1]], strict=True):
+    separate = [replayed(capsys, path, *options, *item)["rows"] for item in (small(models), iid)]
+    for row, other in zip(both["rows"], [*separate[0], *separate[1]], strict=True):
         assert (row["drafter"], row["verifier"]) == (other["drafter"], other["verifier"])
         assert row["block_efficiency_all_steps"] == pytest.approx(other["block_efficiency_all_steps"])
 
@@ -99,16 +97,16 @@ def test_policies_from_one_replay(models: dict[str, str], outputs: Callable, pas
     path = outputs(logprobs=True)
     options = [*COMMON, "--target", models["target"], "--verifier", "token"]
     policies = ["static", "oracle", "heuristic:2", "confidence:0.05,0.5"]
-    found = replayed(
+    result = replayed(
         capsys, path, *options, *small(models), *(word for policy in policies for word in ("--policy", policy))
     )
-    of = {row["drafter"]: row for row in found["rows"] if row["gamma"] == 4}
-    static, oracle = of["draft-model"], of["draft-model, oracle"]
+    group = {row["drafter"]: row for row in result["rows"] if row["gamma"] == 4}
+    static, oracle = group["draft-model"], group["draft-model, oracle"]
     assert oracle["block_efficiency_all_steps"] == pytest.approx(static["block_efficiency_all_steps"])
     assert oracle["drafted_per_step"] <= oracle["block_efficiency_all_steps"] - 1 + 1e-9
     # A text that was cut ends no step with its own last token, so all but the accepted are target's.
-    assert oracle["drafted_per_step"] < min(row["drafted_per_step"] for row in of.values() if row is not oracle)
-    careful, bold = of["draft-model, confidence 0.5"], of["draft-model, confidence 0.05"]
+    assert oracle["drafted_per_step"] < min(row["drafted_per_step"] for row in group.values() if row is not oracle)
+    careful, bold = group["draft-model, confidence 0.5"], group["draft-model, confidence 0.05"]
     assert careful["drafted_per_token"] < bold["drafted_per_token"] <= static["drafted_per_token"] + 1e-9
     assert careful["block_efficiency_all_steps"] <= static["block_efficiency_all_steps"] + 1e-9
     assert "target" not in passes
@@ -129,9 +127,7 @@ def test_policies_from_one_replay(models: dict[str, str], outputs: Callable, pas
         (["--policy", "confidence:0.5"], "drafter 'prompt-lookup' has no token probabilities"),
     ],
 )
-def test_policies_that_say_nothing_are_refused(
-    outputs: Callable, capsys: Any, options: list[str], sentence: str
-) -> None:
+def test_incomplete_policies_raise(outputs: Callable, capsys: Any, options: list[str], sentence: str) -> None:
     path = outputs(logprobs=True)
     assert cli.main(["replay", str(path), "--drafter", "prompt-lookup", *options]) == 2
     assert sentence in capsys.readouterr().err

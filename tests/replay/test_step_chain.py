@@ -38,24 +38,24 @@ def chance(toy: Toy, output: tuple[int, ...]) -> float:
     return float(np.prod([float(toy.target[a, b]) for a, b in zip(last, output, strict=True)]))
 
 
-def tau_by_step(toy: Toy, rule: str, k: int, steps: int, gamma: int, of: Callable = survival) -> list[float]:
+def tau_by_step(toy: Toy, rule: str, k: int, steps: int, gamma: int, survival_of: Callable = survival) -> list[float]:
     """E[tau] of each step, over all outputs long enough that none of them ends a draft."""
-    found = np.zeros(steps)
+    result = np.zeros(steps)
     for output in itertools.product(range(toy.vocab_size), repeat=steps * (gamma + 1)):
         weight = chance(toy, output)
         if not weight:
             continue
-        at_least = of(rule, draft_scores(toy, output, gamma, k), [k])[k]
+        at_least = survival_of(rule, draft_scores(toy, output, gamma, k), [k])[k]
         probs = tau_distribution(at_least, [gamma])[:, 0]
         starts = np.zeros(len(output) + gamma + 2)
         starts[0] = 1
         for i in range(steps):
-            found[i] += weight * float(starts[: len(output)] @ at_least.sum(1))
+            result[i] += weight * float(starts[: len(output)] @ at_least.sum(1))
             after = np.zeros_like(starts)
             for t in np.flatnonzero(starts[: len(output)]):
                 after[t + 1 : t + gamma + 2] += starts[t] * probs[t]
             starts = after
-    return found.tolist()
+    return result.tolist()
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def tau_by_step(toy: Toy, rule: str, k: int, steps: int, gamma: int, of: Callabl
         ),
     ],
 )
-def test_as_the_certificate_enumerates(toys: Any, drafts: Any, name: str, rule: str, draft: str, k: int) -> None:
+def test_as_certificate_enumerates(toys: Any, drafts: Any, name: str, rule: str, draft: str, k: int) -> None:
     """The real drafter, loop and rule over several steps, every decision enumerated."""
     toy = toys[name]
     gamma, steps = (1, 3) if name == "T0" else (GAMMA, 2) if k < 3 else (1, 2)
@@ -93,10 +93,10 @@ def test_another_rules_identity_is_found_out(toys: Any, drafts: Any) -> None:
     """Token's for block, R_i without its running minimum, SpecInfer's for SpecTr."""
     toy = toys["T0"]
 
-    def no_minimum(rule: str, given: DraftScores, ks: Any) -> dict[int, np.ndarray]:
-        t = np.arange(len(given.log_p))[:, None]
-        log_r = given.log_q - np.concatenate([given.log_p, np.zeros(GAMMA)])[t + np.arange(GAMMA)]
-        inside = t + np.arange(GAMMA) < len(given.log_p)
+    def no_minimum(rule: str, inputs: DraftScores, ks: Any) -> dict[int, np.ndarray]:
+        t = np.arange(len(inputs.log_p))[:, None]
+        log_r = inputs.log_q - np.concatenate([inputs.log_p, np.zeros(GAMMA)])[t + np.arange(GAMMA)]
+        inside = t + np.arange(GAMMA) < len(inputs.log_p)
         return {1: np.where(inside, np.exp(np.minimum(np.cumsum(log_r, 1), 0)), 0)}
 
     real = certify(toy, drafts["chain"], plugins.get("verifiers", "block"), steps=2, gamma=GAMMA, markov=True)
@@ -144,35 +144,35 @@ def walked(one: StepAcceptance, gamma: int) -> dict[str, float]:
 @given(
     st.lists(st.tuples(st.integers(1, 7), st.sampled_from([None, 0, 3])), min_size=1, max_size=4), st.integers(0, 99)
 )
-def test_every_way_through_a_response(responses: list[tuple[int, int | None]], seed: int) -> None:
+def test_every_way_through_response(responses: list[tuple[int, int | None]], seed: int) -> None:
     depth, gammas = 3, [1, 3]
-    given = [
+    arguments = [
         random_acceptance(seed + i, t, depth, over if over is None else t + over)
         for i, (t, over) in enumerate(responses)
     ]
-    found = expected_steps(given, gammas)
-    for row, one in enumerate(given):
+    result = expected_steps(arguments, gammas)
+    for row, item in enumerate(arguments):
         for column, gamma in enumerate(gammas):
-            wanted = walked(one, gamma)
-            assert wanted.pop("ways") == pytest.approx(1)
-            for key, value in wanted.items():
-                assert getattr(found, key)[row, column] == pytest.approx(value), key
-            assert found.tokens[row, column] == len(one.survival)
+            expected = walked(item, gamma)
+            assert expected.pop("ways") == pytest.approx(1)
+            for key, value in expected.items():
+                assert getattr(result, key)[row, column] == pytest.approx(value), key
+            assert result.tokens[row, column] == len(item.survival)
 
 
-def test_batches_and_pieces_change_nothing(monkeypatch: Any) -> None:
-    given = [random_acceptance(i, 1 + 37 * i % 90, 4, None) for i in range(150)]
-    batched = expected_steps(given, range(1, 5))
+def test_batching_does_not_change_result(monkeypatch: Any) -> None:
+    arguments = [random_acceptance(i, 1 + 37 * i % 90, 4, None) for i in range(150)]
+    batched = expected_steps(arguments, range(1, 5))
     for i in (0, 17, 149):
-        alone = expected_steps([given[i]], range(1, 5))
-        assert batched.steps[i] == pytest.approx(alone.steps[0])
-        assert batched.accepted[i] == pytest.approx(alone.accepted[0])
+        separate = expected_steps([arguments[i]], range(1, 5))
+        assert batched.steps[i] == pytest.approx(separate.steps[0])
+        assert batched.accepted[i] == pytest.approx(separate.accepted[0])
     monkeypatch.setattr("crossdraft.framework.replay.step_chain.BATCH", 7)
-    assert expected_steps(given, range(1, 5)).steps == pytest.approx(batched.steps)
+    assert expected_steps(arguments, range(1, 5)).steps == pytest.approx(batched.steps)
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_a_drafter_that_is_the_target_has_gamma_and_one(rule: str) -> None:
+def test_drafter_that_is_target_has_gamma_and_one(rule: str) -> None:
     """Exactly, in every step that has room; the last one ends with the text."""
     t, depth = 50, 16
     log_p = np.log(np.random.default_rng(0).random(t))

@@ -52,7 +52,7 @@ def outputs(target: Any) -> list[RecordedResponse]:
 def heads(target: Any, tmp_path_factory: Any) -> Callable[[str], tuple[Any, Any]]:
     """``heads(name)``: a drafter with random heads, which is right now and then, and its options."""
 
-    def made(name: str, **options: Any) -> tuple[Any, Any]:
+    def measured(name: str, **options: Any) -> tuple[Any, Any]:
         path: Path = tmp_path_factory.mktemp(name)
         torch.manual_seed(5)
         if name == "medusa":
@@ -64,13 +64,13 @@ def heads(target: Any, tmp_path_factory: Any) -> Callable[[str], tuple[Any, Any]
             make_head(name, target).save(path)
         return configured(name, model=str(path), **({"layers": LAYERS} if name == "eagle3" else {}), **options)
 
-    return made
+    return measured
 
 
 def same(one: Any, other: Any, tolerance: float = 2e-4) -> None:
     assert np.array_equal(np.isneginf(one.log_q), np.isneginf(other.log_q))
     assert np.allclose(np.exp(one.log_q), np.exp(other.log_q), atol=tolerance)
-    left = len(one.log_p) - np.arange(len(one.log_p))  # what a policy would do behind the end, the text does not say
+    left = len(one.log_p) - np.arange(len(one.log_p))  # drafts past the end of the text are unknown
     assert np.array_equal(np.minimum(one.lengths, left), np.minimum(other.lengths, left))
     assert np.allclose(one.log_p, other.log_p, atol=tolerance)
 
@@ -94,7 +94,7 @@ def same(one: Any, other: Any, tolerance: float = 2e-4) -> None:
         ),
     ],
 )
-def test_a_draft_model_from_the_text_is_one_that_drafts(
+def test_draft_model_from_text_is_one_that_drafts(
     target: Any,
     small: Any,
     outputs: list[RecordedResponse],
@@ -106,61 +106,61 @@ def test_a_draft_model_from_the_text_is_one_that_drafts(
     quick = list(score_drafter(drafter, outputs, make, depth=6, rows=3))
     monkeypatch.setattr(drafter[0], "text_distribution", Drafter.text_distribution)
     slow = list(score_drafter(drafter, outputs, make, depth=6, rows=3))
-    assert [len(one.log_p) for one in quick] == ENDS
-    for one, other in zip(quick, slow, strict=True):
+    assert [len(item.log_p) for item in quick] == ENDS
+    for item, other in zip(quick, slow, strict=True):
         if "policy" in options and sampling.temperature == 0:
             # Behind a token that it would not draft, one looks at the text and the other at its own tokens.
-            alive = ~np.isneginf(one.log_q)
-            ends = alive.sum(1) < np.minimum(one.lengths, other.lengths)
+            alive = ~np.isneginf(item.log_q)
+            ends = alive.sum(1) < np.minimum(item.lengths, other.lengths)
             assert np.array_equal(alive, ~np.isneginf(other.log_q))
-            assert np.array_equal(one.lengths[~ends], other.lengths[~ends])
+            assert np.array_equal(item.lengths[~ends], other.lengths[~ends])
         else:
-            same(one, other)
+            same(item, other)
 
 
-def test_the_numbers_are_those_of_the_plain_models(target: Any, small: Any, outputs: list[RecordedResponse]) -> None:
+def test_numbers_are_those_of_plain_models(target: Any, small: Any, outputs: list[RecordedResponse]) -> None:
     sampling = Sampling(temperature=0.8)
-    found = list(
+    result = list(
         score_drafter(
             configured("draft-model", model="small", gamma=2), outputs, making(target, sampling, small), depth=5
         )
     )
-    for text, one in zip(outputs, found, strict=True):
+    for text, item in zip(outputs, result, strict=True):
         n = len(text.tokens)
         if not n:
             continue
         ids = torch.tensor([[*text.prompt, *text.tokens]])
         at = torch.arange(n)
-        for model, check in ((small, one.log_q[:, 0]), (target, one.log_p)):
+        for model, check in ((small, item.log_q[:, 0]), (target, item.log_p)):
             with torch.no_grad():
                 probs = (model(ids).logits[0, len(text.prompt) - 1 : -1] / 0.8).log_softmax(-1)
             assert np.allclose(probs[at, torch.tensor(text.tokens)].numpy(), check, atol=1e-3)
-        assert (one.lengths == 5).all()
-        assert np.allclose(one.log_q[0, : min(5, n)], one.log_q[range(min(5, n)), 0])
+        assert (item.lengths == 5).all()
+        assert np.allclose(item.log_q[0, : min(5, n)], item.log_q[range(min(5, n)), 0])
 
 
-def test_recorded_log_p_is_used_instead_of_the_target(target: Any, small: Any, outputs: list[RecordedResponse]) -> None:
+def test_recorded_log_p_is_used_instead_of_target(target: Any, small: Any, outputs: list[RecordedResponse]) -> None:
     class Silent(TransformersLM):
         def forward(self, *args: Any, **inputs: Any) -> Any:
             raise AssertionError("the target was asked")
 
     texts = [RecordedResponse(text.prompt, text.tokens, [-0.5] * len(text.tokens)) for text in outputs]
     make, drafter = making(target, WARM, small, lm=Silent), configured("draft-model", model="small")
-    assert all((one.log_p == -0.5).all() for one in score_drafter(drafter, texts, make, depth=3))
+    assert all((item.log_p == -0.5).all() for item in score_drafter(drafter, texts, make, depth=3))
     with pytest.raises(AssertionError, match="was asked"):
         list(score_drafter(drafter, outputs, make, depth=3))
     cold = making(target, Sampling(temperature=0), small)
-    assert all((one.log_p == 0).all() for one in score_drafter(drafter, texts, cold, depth=3))
+    assert all((item.log_p == 0).all() for item in score_drafter(drafter, texts, cold, depth=3))
 
 
 # -- what a run drew ---------------------------------------------------------------------------------------------
 
 
-def agree(made: Run, found: list[Any], tolerance: float = 2e-4) -> int:
-    """Drafted tokens of a run that were the response's, behind no other: as many have the q that replay says."""
+def agree(measured: Run, scores: list[Any], tolerance: float = 2e-4) -> int:
+    """Number of drafted prefix tokens equal to the response's; asserts that their q equals that of replay."""
     checked = 0
-    for index, start, tokens, q in made.steps:
-        log_q, x = found[index].log_q, made.responses[index].tokens
+    for index, start, tokens, q in measured.steps:
+        log_q, x = scores[index].log_q, measured.responses[index].tokens
         for j, (token, probs) in enumerate(zip(tokens, q, strict=True)):
             if start + j >= len(x):
                 break
@@ -194,30 +194,30 @@ def case(name: str, heads: Callable, small: Any, target: Any, sampling: Sampling
 
 
 @pytest.mark.parametrize("name, temperature", [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)])
-def test_scores_equal_the_q_of_a_run(heads: Callable, target: Any, small: Any, name: str, temperature: float) -> None:
+def test_scores_equal_q_of_run(heads: Callable, target: Any, small: Any, name: str, temperature: float) -> None:
     drafter, make = case(name, heads, small, target, Sampling(temperature=temperature))
-    made = run(make, drafter, "token", PROMPTS, new=16, rows=5)
-    found = list(score_drafter(drafter, made.responses, make, depth=3, rows=3))
-    assert agree(made, found) >= 2
+    measured = run(make, drafter, "token", PROMPTS, new=16, rows=5)
+    result = list(score_drafter(drafter, measured.responses, make, depth=3, rows=3))
+    assert agree(measured, result) >= 2
 
 
 @pytest.mark.parametrize(
     "name",
     [*("eagle3", "medusa"), *(pytest.param(n, marks=pytest.mark.slow) for n in ("eagle", "mtp", "early-exit", "pass"))],
 )
-def test_scores_equal_a_new_drafter(
+def test_scores_equal_new_drafter(
     heads: Callable, target: Any, small: Any, outputs: list[RecordedResponse], name: str
 ) -> None:
     drafter, make = case(name, heads, small, target, WARM)
-    found = list(score_drafter(drafter, outputs, make, depth=3, rows=3))
-    for text, one in zip(outputs, found, strict=True):
+    result = list(score_drafter(drafter, outputs, make, depth=3, rows=3))
+    for text, item in zip(outputs, result, strict=True):
         for t in range(0, len(text.tokens), 2):
             n = min(3, len(text.tokens) - t)
             draft = fresh(make, drafter, text, t, n, lambda rest: TeacherForcingStepRng(torch.tensor([rest]), name))
             count = int(draft.count[0])
-            assert min(one.lengths[t], n) == count
+            assert min(item.lengths[t], n) == count
             q = draft.q[0, range(count), list(text.tokens[t : t + count])] if count else torch.zeros(0)
-            assert np.allclose(np.exp(one.log_q[t, :count]), q.numpy(), atol=2e-4)
+            assert np.allclose(np.exp(item.log_q[t, :count]), q.numpy(), atol=2e-4)
 
 
 class Shifted(TransformersLM):
@@ -235,7 +235,7 @@ class Shifted(TransformersLM):
 @pytest.mark.parametrize(
     "name", ["eagle3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle", "mtp", "medusa"))]
 )
-def test_a_wrong_place_of_the_hidden_states_is_seen(
+def test_wrong_place_of_hidden_states_is_seen(
     heads: Callable, target: Any, small: Any, outputs: list[RecordedResponse], name: str
 ) -> None:
     drafter, make = case(name, heads, small, target, WARM)
@@ -259,7 +259,7 @@ def test_a_wrong_place_of_the_hidden_states_is_seen(
         pytest.param("draft-model-iid", "spectr", 3, marks=pytest.mark.slow),
     ],
 )
-def test_replay_of_a_runs_own_responses_agrees_with_the_run(
+def test_replay_of_runs_own_responses_agrees_with_run(
     heads: Callable, target: Any, small: Any, name: str, rule: str, sequences: int
 ) -> None:
     """Rounds of each response, counted and expected given it: the differences have mean 0."""
@@ -267,21 +267,21 @@ def test_replay_of_a_runs_own_responses_agrees_with_the_run(
     kind = {"K": sequences} if sequences > 1 else {}
     drafter = configured(name, gamma=3, **more, **kind) if more else heads(name, gamma=3)
     make = making(target, Sampling(temperature=1.3), small)
-    made = run(make, drafter, rule, PROMPTS * 12, new=8, rows=60, validate="never")
+    measured = run(make, drafter, rule, PROMPTS * 12, new=8, rows=60, validate="never")
     many = 0 if sequences == 1 else sequences
-    found = list(score_drafter(drafter, made.responses, make, depth=3, sequences=many))
-    accepted = [StepAcceptance(survival(rule, one, [sequences])[sequences], one.lengths, 8) for one in found]
+    result = list(score_drafter(drafter, measured.responses, make, depth=3, sequences=many))
+    accepted = [StepAcceptance(survival(rule, item, [sequences])[sequences], item.lengths, 8) for item in result]
     expected = steps_of(accepted, [3]).steps[:, 0]
-    off = made.counts() - expected
+    off = measured.counts() - expected
     z = off.mean() / (off.std(ddof=1) / len(off) ** 0.5)
     assert abs(z) < 3.5 and off.std() > 0.1
     # Another rule's acceptance, or steps that start one token later, would be seen.
-    wrong = [StepAcceptance(one.survival**2, one.lengths, 8) for one in accepted]
-    off = made.counts() - steps_of(wrong, [3]).steps[:, 0]
+    wrong = [StepAcceptance(item.survival**2, item.lengths, 8) for item in accepted]
+    off = measured.counts() - steps_of(wrong, [3]).steps[:, 0]
     assert abs(off.mean() / (off.std(ddof=1) / len(off) ** 0.5)) > 4
 
 
-def test_heads_share_the_passes_of_the_target(
+def test_heads_share_passes_of_target(
     heads: Callable, target: Any, small: Any, outputs: list[RecordedResponse]
 ) -> None:
     """Heads that read other layers, and a draft model, whose log P comes from the same passes."""
@@ -294,12 +294,12 @@ def test_heads_share_the_passes_of_the_target(
             return super().forward(*args, **inputs)
 
     drafters = [case(name, heads, small, target, WARM)[0] for name in ("eagle3", "medusa", "draft-model")]
-    alone = [
+    separate = [
         list(score_drafter(drafter, outputs, making(target, WARM, small), depth=3, rows=5)) for drafter in drafters
     ]
     make = making(target, WARM, small, lm=Counted)
     side_by_side = list(score_drafters([ScoringRequest(drafter, 3) for drafter in drafters], outputs, make, rows=5))
     assert passes == max(ENDS)  # a token at a time, once for everyone
-    for i, own in enumerate(alone):
-        for one, other in zip(own, side_by_side, strict=True):
-            same(one, other[i])
+    for i, own in enumerate(separate):
+        for item, other in zip(own, side_by_side, strict=True):
+            same(item, other[i])

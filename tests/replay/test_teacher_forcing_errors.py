@@ -11,7 +11,7 @@ from replay_fixtures import RecordedResponse, configured, making
 from crossdraft import Draft, Drafter, DraftTraits, Sampling, Sequences, StepRng
 from crossdraft.framework.contracts.draft_kind import CHAIN
 from crossdraft.framework.errors import CrossdraftError, NumericalError, UsageError
-from crossdraft.framework.replay.teacher_forcing.draft_traces import trace_drafts
+from crossdraft.framework.replay.teacher_forcing.draft_traces import TracedDrafter, trace_drafters
 from crossdraft.framework.replay.teacher_forcing.scoring import sample_drafts, score_drafter
 
 V = 11
@@ -82,14 +82,14 @@ def plain(cls: Any) -> tuple[Any, Any]:
     return cls, cls.Config()
 
 
-def test_a_valid_drafter_is_scored(target: Any) -> None:
-    for one, text in zip(replay(plain(Uniform), target), TEXTS, strict=True):
+def test_valid_drafter_is_scored(target: Any) -> None:
+    for item, text in zip(replay(plain(Uniform), target), TEXTS, strict=True):
         n = len(text.tokens)
-        assert (one.lengths == 2).all()
+        assert (item.lengths == 2).all()
         expected = torch.full((n, 4), -torch.inf).double()
         for t in range(n):
             expected[t, : min(2, n - t)] = torch.tensor(1 / V).double().log()
-        assert one.log_q == pytest.approx(expected.numpy())
+        assert item.log_q == pytest.approx(expected.numpy())
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_unsupported_drafters(drafter: Any, reason: str, target: Any) -> None:
     assert reason in str(caught.value)
 
 
-def test_k_sequences_need_a_text_distribution(target: Any) -> None:
+def test_k_sequences_need_text_distribution(target: Any) -> None:
     with pytest.raises(UsageError, match="the distribution of its sequences depends on where a step starts"):
         list(score_drafter(plain(Uniform), TEXTS, making(target, WARM), depth=2, sequences=2))
     cold = making(target, Sampling(temperature=0), target)
@@ -154,7 +154,7 @@ def test_numbers_that_are_none(target: Any, tiny_model: Callable) -> None:
         replay(plain(Uniform), broken)
 
 
-def test_an_error_leaves_the_slots_clean(target: Any) -> None:
+def test_error_leaves_slots_clean(target: Any) -> None:
     """A drafter that fails in the middle, and the same slots of the target again."""
 
     class Failing(Uniform):
@@ -165,23 +165,23 @@ def test_an_error_leaves_the_slots_clean(target: Any) -> None:
 
     context = making(target, WARM)(2, 8, 4)
     uniform, failing = (cls(cls.Config(), context) for cls in (Uniform, Failing))
-    before = trace_drafts(uniform, context, TEXTS, 2)
+    (before,) = trace_drafters([TracedDrafter(uniform, 2)], context, TEXTS)
     with pytest.raises(RuntimeError, match="in the middle"):
-        trace_drafts(failing, context, TEXTS, 2)
+        trace_drafters([TracedDrafter(failing, 2)], context, TEXTS)
     assert context.target is not None and context.target.lengths == [0, 0]
-    for one, again in zip(before, trace_drafts(uniform, context, TEXTS, 2), strict=True):
-        assert (one.log_p == again.log_p).all()
+    for item, repeat in zip(before, *trace_drafters([TracedDrafter(uniform, 2)], context, TEXTS), strict=True):
+        assert (item.log_p == repeat.log_p).all()
 
 
-def test_a_draft_ends_with_the_context(target: Any) -> None:
+def test_draft_ends_with_context(target: Any) -> None:
     text = RecordedResponse([1] * 18, [2, 3, 4, 5, 6, 7])
     for drafter in (plain(Uniform), configured("draft-model", model="x")):
-        (found,) = replay(drafter, target, [text])
+        (result,) = replay(drafter, target, [text])
         most = 2 if drafter[0] is Uniform else 4
-        assert found.lengths.tolist() == [min(most, 24 - (18 + t) - 1) for t in range(6)]
+        assert result.lengths.tolist() == [min(most, 24 - (18 + t) - 1) for t in range(6)]
 
 
-def test_a_memory_that_outlives_a_sequence_is_taught_in_order(target: Any) -> None:
+def test_memory_that_outlives_sequence_is_taught_in_order(target: Any) -> None:
     """The second text is known from the first, whatever room there would be for both at once."""
     text = RecordedResponse([1], [2, 3, 4])
     first, second = replay(plain(strategies.Frequent), target, [text, text])
@@ -189,10 +189,10 @@ def test_a_memory_that_outlives_a_sequence_is_taught_in_order(target: Any) -> No
     assert second.lengths.tolist() == [1, 1, 1] and (second.log_q[:, 0] == 0).all()
 
 
-def test_own_drafts_are_as_long_as_a_runs(target: Any) -> None:
+def test_own_drafts_are_as_long_as_runs(target: Any) -> None:
     """Draft lengths under a policy, sampled: their distribution does not depend on the text."""
     never = configured("draft-model", model="x", policy={"name": "confidence", "threshold": 0})
     always = configured("draft-model", model="x", policy={"name": "confidence", "threshold": 1})
     make = making(target, WARM, target)
-    assert [one.lengths.tolist() for one in sample_drafts(never, TEXTS, make, depth=3)] == [[3] * 4, [3] * 2]
-    assert [one.lengths.tolist() for one in sample_drafts(always, TEXTS, make, depth=3)] == [[1] * 4, [1] * 2]
+    assert [item.lengths.tolist() for item in sample_drafts(never, TEXTS, make, depth=3)] == [[3] * 4, [3] * 2]
+    assert [item.lengths.tolist() for item in sample_drafts(always, TEXTS, make, depth=3)] == [[1] * 4, [1] * 2]

@@ -43,18 +43,18 @@ def figure(kind: str, results: Sequence[CellResult], width: str = "page") -> Any
 
 def estimates(panel: Any) -> list[tuple[float, float, float, float]]:
     """Position, value and interval bounds of every vertical estimate in a panel, by position."""
-    found = []
+    results = []
     for container in panel.containers:
         xs, ys = container.lines[0].get_data()
         for x, y, bar in zip(xs, ys, container.lines[2][0].get_segments(), strict=True):
-            found.append((float(x), float(y), float(bar[0][1]), float(bar[1][1])))
-    return sorted(found)
+            results.append((float(x), float(y), float(bar[0][1]), float(bar[1][1])))
+    return sorted(results)
 
 
 def lines(panel: Any, colour: str) -> list[tuple[list[float], list[float]]]:
     """Lines of a colour with several points."""
-    found = [line for line in panel.lines if line.get_color() == colour and len(line.get_xdata()) > 1]
-    return [(list(line.get_xdata()), list(line.get_ydata())) for line in found]
+    results = [line for line in panel.lines if line.get_color() == colour and len(line.get_xdata()) > 1]
+    return [(list(line.get_xdata()), list(line.get_ydata())) for line in results]
 
 
 # -- what is shown ------------------------------------------------------------------------------------------------
@@ -72,8 +72,8 @@ def test_block_efficiency_by_pair(results: Sequence[CellResult]) -> None:
         shown[float(x)] = (float(bar[0][0]), float(bar[1][0]))
     for result in pairs:
         assert result.metrics is not None and result.metrics.block_efficiency is not None
-        found = result.metrics.block_efficiency
-        assert shown[found.value] == (pytest.approx(found.low), pytest.approx(found.high))
+        actual = result.metrics.block_efficiency
+        assert shown[actual.value] == (pytest.approx(actual.low), pytest.approx(actual.high))
 
 
 def test_pairs_are_not_connected(results: Sequence[CellResult]) -> None:
@@ -94,22 +94,22 @@ def test_block_efficiency_against_target_rows(results: Sequence[CellResult]) -> 
             assert r.metrics is not None and r.metrics.block_efficiency is not None
             e = r.metrics.block_efficiency
             expected.append((rows_per_step(r), e.value, e.low, e.high))
-        assert [tuple(map(pytest.approx, one)) for one in sorted(expected)] == estimates(panel)
+        assert [tuple(map(pytest.approx, item)) for item in sorted(expected)] == estimates(panel)
     # A chain of three nodes and the root: at most four rows a sequence; two sequences: seven.
-    found = {r.config.drafter.name: rows_per_step(r) for r in results if r.config.batch_size == 16}
-    assert found["none"] == 16 and 48 < found["draft-model"] <= 64 and 80 < found["draft-model-iid"] <= 112
+    by_key = {r.config.drafter.name: rows_per_step(r) for r in results if r.config.batch_size == 16}
+    assert by_key["none"] == 16 and 48 < by_key["draft-model"] <= 64 and 80 < by_key["draft-model-iid"] <= 112
 
 
 def test_series_over_batch_sizes(tmp_path: Path) -> None:
-    made = outcome(tmp_path, SERIES).results
-    chain, iid = figure("throughput", made).axes
+    measured = outcome(tmp_path, SERIES).results
+    chain, iid = figure("throughput", measured).axes
     assert (chain.get_title(), iid.get_title()) == ("draft-model", "draft-model-iid")
     assert lines(chain, PLAIN["color"]) == [([1, 4, 16], [pytest.approx(10 * b) for b in SERIES])]
     token, block = (lines(chain, COLOURS[i]) for i in (0, 1))
     assert token == [([1, 4, 16], [pytest.approx(rate) for rate in (15, 48, 160)])]
     assert block == [([1, 4, 16], [pytest.approx(rate) for rate in (16, 52, 128)])]
     assert [text.get_text() for text in chain.texts] == [f"B ≈ {break_even({4: 1.3, 16: 0.8}):.1f}", "break-even"]
-    panels = figure("speed_up", made).axes
+    panels = figure("speed_up", measured).axes
     assert [[round(y, 2) for _, y in sorted(zip(*line, strict=True))] for line in lines(panels[1], COLOURS[2])] == [
         [2.0, 1.1, 0.7]
     ]
@@ -117,7 +117,7 @@ def test_series_over_batch_sizes(tmp_path: Path) -> None:
     assert legend == ["token", "block", "spectr", "specinfer"]
 
 
-def test_speed_up_at_one_batch_size_is_a_list(results: Sequence[CellResult]) -> None:
+def test_speed_up_at_one_batch_size_is_list(results: Sequence[CellResult]) -> None:
     (panel,) = figure("speed_up", [r for r in results if r.config.batch_size == 4]).axes
     assert panel.get_title() == "temperature 1, batch size 4" and len(panel.containers) == 5
 
@@ -130,9 +130,9 @@ def test_acceptance_by_position(results: Sequence[CellResult]) -> None:
         for container, result in zip(panel.containers, cells, strict=True):
             assert result.metrics is not None
             assert list(container.lines[0].get_ydata()) == pytest.approx(result.metrics.acceptance)
-        found = acceptance(cells[0].records, 3, 3)
-        assert all(0 <= e.low < e.value < e.high <= 1 for e in found if e.low is not None and e.high is not None)
-        assert all(e.low is not None for e in found)
+        actual = acceptance(cells[0].records, 3, 3)
+        assert all(0 <= e.low < e.value < e.high <= 1 for e in actual if e.low is not None and e.high is not None)
+        assert all(e.low is not None for e in actual)
 
 
 @pytest.mark.parametrize(
@@ -155,10 +155,10 @@ def test_break_even(speed_ups: dict[int, float], expected: float | None) -> None
 @settings(max_examples=50, deadline=None)
 def test_front(points: list[tuple[int, int]]) -> None:
     """All points lie on or below the front, whose corners are points."""
-    found = front([(float(x), float(y)) for x, y in points])
-    assert set(found) <= set(points) and found == sorted(found)
+    result = front([(float(x), float(y)) for x, y in points])
+    assert set(result) <= set(points) and result == sorted(result)
     for x, y in points:
-        assert max(b for a, b in found if a <= x) >= y
+        assert max(b for a, b in result if a <= x) >= y
 
 
 # -- how it looks -------------------------------------------------------------------------------------------------
@@ -166,38 +166,40 @@ def test_front(points: list[tuple[int, int]]) -> None:
 
 def test_marks_are_distinct() -> None:
     names = [f"v{i}" for i in range(20)]
-    found = marks(names)
-    assert len({(m.colour, m.marker, m.hollow, m.dash) for m in found.values()}) == 20
-    assert len({(m.marker, m.hollow) for m in found.values()}) == 20, "without colours, too"
+    result = marks(names)
+    assert len({(m.colour, m.marker, m.hollow, m.dash) for m in result.values()}) == 20
+    assert len({(m.marker, m.hollow) for m in result.values()}) == 20, "without colours, too"
 
 
 @pytest.mark.parametrize("width", ["column", pytest.param("page", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_clipped_or_hidden(results: Sequence[CellResult], kind: str, width: str) -> None:
+def test_chart_text_is_visible(results: Sequence[CellResult], kind: str, width: str) -> None:
     drawn = figure(kind, results, width)
     canvas = FigureCanvasAgg(drawn)
     canvas.draw()
     renderer, whole = canvas.get_renderer(), drawn.bbox
-    (legend,) = [one.get_window_extent(renderer) for one in drawn.legends]
+    (legend,) = [item.get_window_extent(renderer) for item in drawn.legends]
     outside = [drawn._supxlabel.get_window_extent(renderer)]
     outside += [drawn._supylabel.get_window_extent(renderer)] if drawn._supylabel else []
     panels = [panel.get_tightbbox(renderer) for panel in drawn.axes if panel.axison]
     for box in (legend, *outside, *panels):
         assert box.x0 >= whole.x0 - 1 and box.x1 <= whole.x1 + 1 and box.y0 >= whole.y0 - 1 and box.y1 <= whole.y1 + 1
     boxes = [legend, *outside, *panels]
-    for i, one in enumerate(boxes):
+    for i, item in enumerate(boxes):
         for other in boxes[i + 1 :]:
-            apart = one.x1 <= other.x0 + 2 or other.x1 <= one.x0 + 2 or one.y1 <= other.y0 + 2 or other.y1 <= one.y0 + 2
+            apart = (
+                item.x1 <= other.x0 + 2 or other.x1 <= item.x0 + 2 or item.y1 <= other.y0 + 2 or other.y1 <= item.y0 + 2
+            )
             assert apart, "two parts of the figure lie on each other"
     assert drawn.get_figwidth() <= WIDTHS[width]
 
 
 def test_names_are_not_tex(tmp_path: Path) -> None:
-    made = outcome(tmp_path, {1: {"token": 1.0, "block": 1.2}}).results
-    for result in made:
+    measured = outcome(tmp_path, {1: {"token": 1.0, "block": 1.2}}).results
+    for result in measured:
         drafter = result.config.drafter.model_copy(update={"label": "$\\frac{$ a\u202eb _^%&"})
         result.config = result.config.model_copy(update={"drafter": drafter})
-    drawn = figure("block_efficiency", made)
+    drawn = figure("block_efficiency", measured)
     FigureCanvasAgg(drawn).draw()
     (label,) = drawn.axes[0].get_yticklabels()
     assert label.get_text() == "$\\frac{$ a\\u202eb _^%&"
@@ -205,18 +207,18 @@ def test_names_are_not_tex(tmp_path: Path) -> None:
 
 def test_omitted_panels_are_noted(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("crossdraft.framework.report.charts.charts.save", lambda figure, path: None)
-    made = outcome(tmp_path, {1: {"token": 1.0, "block": 1.0}})
-    made.results = [cell(1, rule, 1.5, temperature=t / 20) for t in range(1, 15) for rule in ("token", "block")]
-    drawn = KINDS["target_rows"].draw(made.results, "page")
+    measured = outcome(tmp_path, {1: {"token": 1.0, "block": 1.0}})
+    measured.results = [cell(1, rule, 1.5, temperature=t / 20) for t in range(1, 15) for rule in ("token", "block")]
+    drawn = KINDS["target_rows"].draw(measured.results, "page")
     assert drawn is not None and len(drawn[0].axes) == 12 and drawn[1] == 2
-    assert "target_rows.png" in draw(made)
-    assert "target_rows.png omits 2 panels; use crossdraft plot --where to draw them" in made.notes
+    assert "target_rows.png" in draw(measured)
+    assert "target_rows.png omits 2 panels; use crossdraft plot --where to draw them" in measured.notes
 
 
 # -- files ----------------------------------------------------------------------------------------------------------
 
 
-def test_charts_of_a_run(tmp_path: Path, monkeypatch: Any) -> None:
+def test_charts_of_run(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(
         "crossdraft.framework.report.charts.charts.save", lambda figure, path: path.write_text("", "utf-8")
     )
@@ -252,7 +254,7 @@ def test_files_are_valid_and_reproducible(results: Sequence[CellResult], tmp_pat
     assert b"/FontFile2" in pdf and b"/Type3" not in pdf
 
 
-def test_the_command(tmp_path: Path, capsys: Any) -> None:
+def test_command(tmp_path: Path, capsys: Any) -> None:
     run = on_disk(finished_run(tmp_path / "some-abc", SOME, tokens=12))
     out = tmp_path / "figures"
     command = ["plot", str(run), "--kind", "target_rows,acceptance", "--format", "png"]

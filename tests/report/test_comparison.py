@@ -38,15 +38,18 @@ def slower(run: FinishedRun, rule: str, factor: float) -> None:
 
 def slowed(piece: Piece, factor: float) -> Piece:
     """Multiply the time of a step by lengthening its verification."""
-    rows = {s: [[*r[:2], round(r[2] + (factor - 1) * sum(r[:4])), *r[3:]] for r in of] for s, of in piece.steps.items()}
+    rows = {
+        s: [[*r[:2], round(r[2] + (factor - 1) * sum(r[:4])), *r[3:]] for r in group]
+        for s, group in piece.steps.items()
+    }
     return replace(piece, seconds={k: factor * s for k, s in piece.seconds.items()}, steps=rows)
 
 
-def test_a_run_with_itself(tmp_path: Path) -> None:
+def test_run_with_itself(tmp_path: Path) -> None:
     """All differences are 0."""
-    found = compare_runs(run_of(tmp_path / "a"), run_of(tmp_path / "b", name="other"))
-    assert len(found.pairs) == 10 and found.only == ([], []) and found.remarks == []
-    for pair in found.pairs:
+    result = compare_runs(run_of(tmp_path / "a"), run_of(tmp_path / "b", name="other"))
+    assert len(result.pairs) == 10 and result.only == ([], []) and result.remarks == []
+    for pair in result.pairs:
         assert pair.difference is not None and (pair.difference.value, pair.difference.low) == (0, None)
         assert pair.ratio is not None and pair.ratio.value == 1 and pair.differs == []
 
@@ -77,14 +80,14 @@ def test_known_differences(tmp_path: Path) -> None:
 def test_differences_in_block_efficiency(tmp_path: Path) -> None:
     a = run_of(tmp_path / "a", matrix={"gamma": [2], "batch_size": [1]})
     b = run_of(tmp_path / "b", matrix={"gamma": [3], "batch_size": [1]})
-    found = compare_runs(a, b)
-    assert len(found.pairs) == 5 and all(pair.differs == ["gamma 2 / 3"] for pair in found.pairs)
-    for pair in found.pairs:
+    result = compare_runs(a, b)
+    assert len(result.pairs) == 5 and all(pair.differs == ["gamma 2 / 3"] for pair in result.pairs)
+    for pair in result.pairs:
         assert pair.difference is not None and pair.difference.low is not None
         one, other = pair.block_efficiency
         assert one is not None and other is not None
         assert pair.difference.value == pytest.approx(other.value - one.value, abs=0.06)  # the last steps of a text
-    text = comparison_text(found)
+    text = comparison_text(result)
     assert text.startswith(f"A: {tmp_path / 'a'}\nB: {tmp_path / 'b'}\n\ntemperature 1, batch size 1\n")
     assert text.count("gamma 2 / 3") == 5
 
@@ -93,13 +96,13 @@ def test_cells_of_one_side(tmp_path: Path) -> None:
     a, b = run_of(tmp_path / "a"), run_of(tmp_path / "b", dtype="bfloat16", seed=7)
     b.summary.results = [r for r in b.summary.results if r.config.verifier.name != "spectr"]
     a.summary.results = [r for r in a.summary.results if r.config.is_baseline or r.config.batch_size == 1]
-    found = compare_runs(a, b)
-    assert found.only[0] == ["draft-model-iid × spectr (temperature 1, batch size 1)"]
-    assert found.only[1][0] == "prompt-lookup × token (temperature 1, batch size 4)" and len(found.only[1]) == 4
-    assert len(found.pairs) == 4
-    assert "the runs differ in dtype: auto in A, bfloat16 in B" in found.remarks
-    assert "the runs differ in seed: 0 in A, 7 in B" in found.remarks
-    assert "- only in A: draft-model-iid × spectr" in comparison_text(found, "github")
+    result = compare_runs(a, b)
+    assert result.only[0] == ["draft-model-iid × spectr (temperature 1, batch size 1)"]
+    assert result.only[1][0] == "prompt-lookup × token (temperature 1, batch size 4)" and len(result.only[1]) == 4
+    assert len(result.pairs) == 4
+    assert "the runs differ in dtype: auto in A, bfloat16 in B" in result.remarks
+    assert "the runs differ in seed: 0 in A, 7 in B" in result.remarks
+    assert "- only in A: draft-model-iid × spectr" in comparison_text(result, "github")
 
 
 def test_different_pieces_have_no_interval(tmp_path: Path) -> None:
@@ -112,11 +115,11 @@ def test_different_pieces_have_no_interval(tmp_path: Path) -> None:
         result.records = [r for records in order.values() for r in records]
         result.pieces = result.pieces[::-1]
     slower(b, "block", 3.0)
-    found = compare_runs(a, b)
-    assert all(pair.ratio is not None and pair.ratio.low is None for pair in found.pairs)
-    (remark,) = found.remarks
+    actual = compare_runs(a, b)
+    assert all(pair.ratio is not None and pair.ratio.low is None for pair in actual.pairs)
+    (remark,) = actual.remarks
     assert remark.startswith("B ÷ A has no interval if the runs divide the prompts into different pieces")
-    assert all(pair.difference is not None and pair.difference.value == 0 for pair in found.pairs)
+    assert all(pair.difference is not None and pair.difference.value == 0 for pair in actual.pairs)
 
 
 def test_incomparable_runs(tmp_path: Path) -> None:
@@ -144,7 +147,7 @@ def test_incomparable_runs(tmp_path: Path) -> None:
         compare_runs(run_of(tmp_path / "f"), e)
 
 
-def test_the_command(tmp_path: Path, capsys: Any) -> None:
+def test_command(tmp_path: Path, capsys: Any) -> None:
     a, b = (on_disk(run_of(tmp_path / name, matrix={"gamma": [2], "batch_size": [1]})) for name in "ab")
     assert cli.main(["compare", str(a), str(b)]) == 0
     text = capsys.readouterr().out
@@ -154,8 +157,8 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
         and max(map(len, text.splitlines())) <= 130
     )
     assert cli.main(["compare", str(a), str(b), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["runs"] == [str(a), str(b)] and len(found["pairs"]) == 5
-    assert found["pairs"][0]["ratio"]["value"] == 1 and found["pairs"][0]["speed_up"][0]["low"] > 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["runs"] == [str(a), str(b)] and len(record["pairs"]) == 5
+    assert record["pairs"][0]["ratio"]["value"] == 1 and record["pairs"][0]["speed_up"][0]["low"] > 0
     assert cli.main(["compare", str(a), str(tmp_path / "gone")]) == 2
     assert "is not a directory" in capsys.readouterr().err

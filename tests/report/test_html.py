@@ -97,7 +97,7 @@ def answer(text: str) -> str:
     return " ".join(re.sub("<[^>]*>", "", section[: section.index("</section>")]).split())
 
 
-def test_the_answer_stands_first(text: str, tmp_path: Path) -> None:
+def test_answer_stands_first(text: str, tmp_path: Path) -> None:
     results = finished_run(tmp_path, SMALL, tokens=40).summary.results
     best = max(results[1:], key=lambda r: r.metrics.speed_up.value)  # type: ignore[union-attr]
     assert best.metrics is not None and (e := best.metrics.speed_up) is not None and e.low is not None and e.low > 1
@@ -111,7 +111,7 @@ def test_the_answer_stands_first(text: str, tmp_path: Path) -> None:
     assert text.index('id="answer"') < text.index('id="cells"') < text.index('id="charts-title"')
 
 
-def test_only_a_pair_that_was_shown_to_be_faster_is_called_so(tmp_path: Path) -> None:
+def test_only_pair_that_was_shown_to_be_faster_is_called_so(tmp_path: Path) -> None:
     run = finished_run(tmp_path, SMALL, tokens=12)
     token, block = (result.metrics for result in run.summary.results[1:])
     assert token is not None and block is not None
@@ -129,7 +129,7 @@ def test_only_a_pair_that_was_shown_to_be_faster_is_called_so(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", ["lossy", "uncertified", "failed"])
-def test_no_other_pair_makes_the_headline(tmp_path: Path, kind: Any, monkeypatch: Any) -> None:
+def test_no_other_pair_makes_headline(tmp_path: Path, kind: Any, monkeypatch: Any) -> None:
     """However fast it is; and its mark stands beside its name in the table, the charts and the certificates."""
     run = finished_run(tmp_path, SMALL, tokens=12)
     block = run.summary.results[2]
@@ -149,7 +149,7 @@ def test_no_other_pair_makes_the_headline(tmp_path: Path, kind: Any, monkeypatch
     assert answer(html_page([run])).startswith("No pair here is certified lossless")
 
 
-def test_the_table_holds_every_cell(page: Page, tmp_path: Path) -> None:
+def test_table_holds_every_cell(page: Page, tmp_path: Path) -> None:
     run = finished_run(tmp_path, SMALL, tokens=40)
     header, token, block = page.rows[:3]
     # One group, at one batch size: settings stand in the heading, and no column repeats them.
@@ -174,7 +174,7 @@ def test_the_table_holds_every_cell(page: Page, tmp_path: Path) -> None:
     assert words in page.text
 
 
-def test_the_settings_that_vary_are_headings_of_groups(tmp_path: Path) -> None:
+def test_settings_that_vary_are_headings_of_groups(tmp_path: Path) -> None:
     run = finished_run(tmp_path, tokens=12)
     page = Page(html_page([run]))
     sizes = [a["data-group"] for tag, a in page.elements if tag == "tbody" and "data-group" in a]
@@ -186,7 +186,7 @@ def test_the_settings_that_vary_are_headings_of_groups(tmp_path: Path) -> None:
     assert narrow == ["pair", "block_efficiency", "speed_up"]  # what a phone shows
 
 
-def test_intervals_are_drawn_on_the_scale_of_the_header(tmp_path: Path) -> None:
+def test_intervals_are_drawn_on_scale_of_header(tmp_path: Path) -> None:
     table = table_of([("run", finished_run(tmp_path, tokens=40))])
     for key, scale in table.scales.items():
         estimates = [row.values[key].estimate for row in table.rows]
@@ -197,7 +197,7 @@ def test_intervals_are_drawn_on_the_scale_of_the_header(tmp_path: Path) -> None:
     assert "1" in dict(table.scales["speed_up"].labels)
 
 
-def test_panels_without_data_have_a_reason(page: Page) -> None:
+def test_panels_without_data_have_reason(page: Page) -> None:
     assert "Acceptance by position" in page.headings and "Block efficiency by category of prompts" in page.headings
     assert "Speed-up by draft length and batch size" not in page.headings
     assert "batch size: it needs a pair that was measured with several gammas at several batch sizes" in page.text
@@ -205,7 +205,7 @@ def test_panels_without_data_have_a_reason(page: Page) -> None:
     assert len(charts) == 3 and all(a["aria-label"] for a in charts)
 
 
-def test_a_colour_is_a_drafter_and_a_marker_a_verifier(tmp_path: Path) -> None:
+def test_colour_is_drafter_and_marker_verifier(tmp_path: Path) -> None:
     run = finished_run(tmp_path, tokens=12)
     panels = {panel.key: panel for panel in panels_of([("run", run)])[0]}
     assert set(panels) == {"speed", "pareto", "heat", "acceptance", "rows", "category", "time"}
@@ -249,7 +249,7 @@ def test_certificates_and_manifest(page: Page) -> None:
     assert "crossdraft run small.yaml" in page.text and "ab" * 32 in page.text and "torch 2.13.0" in page.text
 
 
-def test_responses_are_those_of_the_records(page: Page, tmp_path: Path) -> None:
+def test_responses_are_those_of_records(page: Page, tmp_path: Path) -> None:
     responses = page.data("responses")
     run = finished_run(tmp_path, SMALL, tokens=40)
     assert (responses["shown"], responses["total"], len(responses["cells"])) == (6, 6, 2)
@@ -264,7 +264,7 @@ def test_responses_are_those_of_the_records(page: Page, tmp_path: Path) -> None:
         assert sum(first["rejected"].values()) == sum(r.nodes - r.tau for r in prompt)
 
 
-def test_tokens_are_shown_as_text_if_the_tokenizer_is_here(tmp_path: Path) -> None:
+def test_tokens_are_shown_as_text_if_tokenizer_is_here(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, decoders, models
 
     words = Tokenizer(models.WordLevel({"[UNK]": 0, "▁small": 1, "▁words": 2, "<eos>": 3}, unk_token="[UNK]"))
@@ -288,12 +288,12 @@ def test_tokens_are_shown_as_text_if_the_tokenizer_is_here(tmp_path: Path) -> No
 
 
 def test_origins() -> None:
-    def steps(*given: tuple[int, int, int]) -> list[StepRecord]:
-        return [StepRecord(0, "q", "", 0, i, tau, out, nodes, nodes, 9) for i, (tau, out, nodes) in enumerate(given)]
+    def steps(*inputs: tuple[int, int, int]) -> list[StepRecord]:
+        return [StepRecord(0, "q", "", 0, i, tau, out, nodes, nodes, 9) for i, (tau, out, nodes) in enumerate(inputs)]
 
     # Three of three: a bonus. One of three: a correction for the second, the third went with it. Nothing drafted.
     assert origins(steps((3, 4, 3), (1, 2, 3), (0, 1, 0)), True, 3) == ("aaab" + "ac" + "p", {5: 2})
-    # Two deep in a tree of six nodes is a leaf; less deep, only the tree would tell.
+    # At depth two of a tree of six nodes a node is a leaf; at depth one that depends on the tree.
     assert origins(steps((2, 3, 6), (1, 2, 6)), False, 2) == ("aab" + "ao", {2: 4, 4: 5})
     # The end of a sequence inside the draft: no token of the target's own.
     assert origins(steps((2, 2, 3)), True, 3) == ("aa", {2: 1})
@@ -315,7 +315,7 @@ def test_no_request_is_made_and_no_other_script_may_run(page: Page) -> None:
     assert directives["script-src"].split() == [f"'sha256-{digest}'" for digest in digests] and len(code) == 1
 
 
-def test_what_people_called_things_is_inert(tmp_path: Path) -> None:
+def test_user_names_are_escaped(tmp_path: Path) -> None:
     hostile = SMALL | {"drafters": [{"name": "prompt-lookup", "label": EVIL, "gamma": 3}], "question": EVIL}
     run = finished_run(tmp_path, hostile, tokens=12)
     for result in run.summary.results:
@@ -325,24 +325,24 @@ def test_what_people_called_things_is_inert(tmp_path: Path) -> None:
         result.metrics.by_category = {EVIL: result.metrics.by_category["maths"], **result.metrics.by_category}
     run.environment["versions"] = {"torch": EVIL}
     run.remarks.append(f"- note: {EVIL}")
-    made = html_page([run])
-    assert "alert(1)</script>" not in made and "<img" not in made and "onerror=alert(2)>" not in made
-    found = Page(made)
-    assert not any("onerror" in a for _, a in found.elements) and len(found.scripts) == 3
+    html = html_page([run])
+    assert "alert(1)</script>" not in html and "<img" not in html and "onerror=alert(2)>" not in html
+    actual = Page(html)
+    assert not any("onerror" in a for _, a in actual.elements) and len(actual.scripts) == 3
     assert (
-        found.rows[1][0].startswith(f"{EVIL} × token")
-        and found.data("responses")["cells"][0]["responses"][0]["text"] == EVIL
+        actual.rows[1][0].startswith(f"{EVIL} × token")
+        and actual.data("responses")["cells"][0]["responses"][0]["text"] == EVIL
     )
 
 
-def test_the_missing_library_is_named(monkeypatch: Any, tmp_path: Path) -> None:
+def test_missing_library_is_named(monkeypatch: Any, tmp_path: Path) -> None:
     run = finished_run(tmp_path, SMALL, tokens=12)
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(UsageError, match=r"an HTML report needs the package jinja2; .* 'crossdraft\[html\]'"):
         html_page([run])
 
 
-def test_the_command_writes_the_page(tmp_path: Path, capsys: Any) -> None:
+def test_command_writes_page(tmp_path: Path, capsys: Any) -> None:
     run = on_disk(finished_run(tmp_path / "small-abc", SMALL, tokens=12))
     out = tmp_path / "out.html"
     command = ["report", str(run), "--html", str(out)]
@@ -363,14 +363,16 @@ def test_settings_of_engines(tmp_path: Path) -> None:
     data = text.partition('<script type="application/json" id="data-settings">')[2].partition("</script>")[0]
     pairs = json.loads(data)
     assert [pair["title"] for pair in pairs] == [f"prompt-lookup × {r}, temperature 1" for r in ("token", "block")]
-    offered = [{one["name"]: one for one in pair["engines"]} for pair in pairs]
+    offered = [{item["name"]: item for item in pair["engines"]} for pair in pairs]
     assert '"num_speculative_tokens": 3' in offered[0]["vllm"]["text"] and "block" not in offered[0]["vllm"]["text"]
     assert "vLLM" in " ".join(offered[0]["vllm"]["remarks"])
-    assert all(one["text"] or one["remarks"][0].startswith(f"not in {one['name']}: ") for one in offered[0].values())
+    assert all(
+        item["text"] or item["remarks"][0].startswith(f"not in {item['name']}: ") for item in offered[0].values()
+    )
     assert "select" in text and 'id="settings-copy"' in text
 
 
-def test_a_note_that_follows_from_the_cells_stands_once(tmp_path: Path, monkeypatch: Any) -> None:
+def test_note_that_follows_from_cells_stands_once(tmp_path: Path, monkeypatch: Any) -> None:
     """The run's own remarks on them are dropped, as the cells are read again; its other notes are kept."""
     path = on_disk(finished_run(tmp_path, SMALL))
     monkeypatch.setattr(load_run, "remarks_of", lambda summary: [["note: this machine was busy"], []])

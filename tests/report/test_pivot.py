@@ -35,9 +35,11 @@ def test_values_and_positions(run: FinishedRun) -> None:
     table = pivot(cells, ["drafter", "gamma"], ["verifier", "batch_size"], ["speed_up"])
     header, *body = rows(rendered(table, "csv", intervals=False))
     assert header[:4] == ["drafter", "gamma", "token, batch size 1", "block, batch size 1"]
-    assert [row[:2] for row in body][:2] == [["prompt-lookup", "2"], ["prompt-lookup", "3"]]  # gamma is told once
-    found = {(*row[:2], name): value for row in body for name, value in zip(header[2:], row[2:], strict=True) if value}
-    assert len(found) == len(cells) == 20
+    assert [row[:2] for row in body][:2] == [["prompt-lookup", "2"], ["prompt-lookup", "3"]]  # gamma occurs once
+    results = {
+        (*row[:2], name): value for row in body for name, value in zip(header[2:], row[2:], strict=True) if value
+    }
+    assert len(results) == len(cells) == 20
     for cell in cells:
         config = cell.result.config
         key = (
@@ -46,7 +48,7 @@ def test_values_and_positions(run: FinishedRun) -> None:
             f"{config.verifier.name}, batch size {config.batch_size}",
         )
         assert cell.result.metrics is not None and cell.result.metrics.speed_up is not None
-        assert float(found[key]) == cell.result.metrics.speed_up.value
+        assert float(results[key]) == cell.result.metrics.speed_up.value
 
 
 def test_intervals_and_several_values(run: FinishedRun) -> None:
@@ -119,10 +121,10 @@ def test_invalid_tables(run: FinishedRun, tmp_path: Path, capsys: Any) -> None:
         and body[0][0] == "none"
         and float(body[0][1]) > 0
     )
-    # Two batch sizes in one table are told, where the table does not tell them.
+    # The title lists batch sizes that the table does not show.
     cells = pairs(run, "gamma=2", "batch_size=1") + pairs(run, "gamma=3", "batch_size=4")
     assert hidden_keys(pivot(cells, ["drafter"], ["verifier"], ["speed_up"]), cells) == ["batch_size"]
     assert hidden_keys(pivot(cells, ["drafter"], ["verifier", "batch_size"], ["speed_up"]), cells) == []
-    # The same run twice: what tells them apart is the directory, which is one.
+    # The same run twice: directories cannot distinguish them.
     assert cli.main(["table", str(directory), str(directory), *arguments]) == 2
     assert "the same cell is in the table twice; give each run once" in capsys.readouterr().err

@@ -21,7 +21,7 @@ matrix: {{temperature: [1], batch_size: [2]}}
 """
 
 
-def test_a_run_and_its_page(
+def test_run_and_its_page(
     tmp_path: Path, models: dict[str, str], recipe_file: Any, write_prompts: Any, capsys: Any
 ) -> None:
     recipe = recipe_file(RECIPE.format(prompts=write_prompts(tmp_path / "prompts.jsonl"), **models))

@@ -45,8 +45,8 @@ def finished(config: Any) -> CellResult:
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> MADE:
-    """``made(name, failing="block", ...)``: a run directory; further options are keys of its recipe."""
+def make_run(tmp_path: Path) -> MADE:
+    """``make_run(name, failing="block", ...)``: a run directory; further options are keys of its recipe."""
 
     def make(name: str = "mine", failing: str = "", **options: Any) -> Path:
         data = {
@@ -90,8 +90,8 @@ def rows(text: str, start: str) -> list[list[str]]:
     return [row for row in table if row[0] == start]
 
 
-def test_a_page(made: MADE, capsys: Any) -> None:
-    code, text, _ = report(capsys, made())
+def test_page(make_run: MADE, capsys: Any) -> None:
+    code, text, _ = report(capsys, make_run())
     assert code == 0
     headings = [line for line in text.splitlines() if line.startswith("#")]
     assert headings == [
@@ -115,31 +115,31 @@ def test_a_page(made: MADE, capsys: Any) -> None:
     assert rows(text, "SHA-256 of org/name") == [["SHA-256 of org/name", f"`{SHA256}`"]]
 
 
-def test_failed_cells_are_noted(made: MADE, capsys: Any) -> None:
-    _, text, _ = report(capsys, made(failing="block"))
+def test_failed_cells_are_noted(make_run: MADE, capsys: Any) -> None:
+    _, text, _ = report(capsys, make_run(failing="block"))
     assert "- failed: prompt-lookup × block (temperature 1, batch size 1): it broke" in text
     assert "Verifiers compared" not in text  # one rule is left
     recipe = {"verifiers": ["greedy", "token"], "matrix": {"temperature": [0, 1]}}
     exclude = [{"temperature": 0, "verifier": "token"}]
-    _, text, _ = report(capsys, made("other", **recipe, exclude=exclude))
+    _, text, _ = report(capsys, make_run("other", **recipe, exclude=exclude))
     assert "- skipped: verifier 'greedy' compares with the target's argmax" in text
 
 
-def test_contents_of_several_runs(made: MADE, capsys: Any, tmp_path: Path) -> None:
-    first, second = made(), made("with.dot", seed=1)
+def test_contents_of_several_runs(make_run: MADE, capsys: Any, tmp_path: Path) -> None:
+    first, second = make_run(), make_run("with.dot", seed=1)
     code, out, _ = report(capsys, first, second, "--out", tmp_path / "page.md")
     assert (code, out) == (0, f"wrote {tmp_path / 'page.md'}\n")
     text = (tmp_path / "page.md").read_text(encoding="utf-8")
     assert "- [mine](#mine): which rule?\n- [with.dot](#withdot): which rule?\n" in text
     assert text.index("## mine\n") < text.index("## with.dot\n")
-    # Two runs of one recipe are told apart by their directories.
-    third = made(seed=2)
+    # Two runs of one recipe are distinguished by their directories.
+    third = make_run(seed=2)
     _, text, _ = report(capsys, first, third)
     assert f"## {first.name}\n" in text and f"## {third.name}\n" in text
 
 
-def test_rows_by_group(made: MADE, capsys: Any) -> None:
-    _, text, _ = report(capsys, made(matrix={"batch_size": [1, 8]}))
+def test_rows_by_group(make_run: MADE, capsys: Any) -> None:
+    _, text, _ = report(capsys, make_run(matrix={"batch_size": [1, 8]}))
     both = ["prompt-lookup", "2.00", "2.50 (+25.0 %)", "2.00", "2.00 (+0.0 %)"]
     for batch_size in (1, 8):
         assert ["temperature 1, batch size " + str(batch_size), *both] in rows(
@@ -147,7 +147,7 @@ def test_rows_by_group(made: MADE, capsys: Any) -> None:
         )
 
 
-def test_drafters_without_a_common_verifier_share_a_row(made: MADE, capsys: Any) -> None:
+def test_drafters_without_common_verifier_share_row(make_run: MADE, capsys: Any) -> None:
     """Single and multi-draft verifiers, such as token and SpecTr, are compared as in papers."""
     two = {"name": "draft-model-iid", "model": "org/small", "gamma": 3, "K": 2}
     exclude = [
@@ -155,26 +155,26 @@ def test_drafters_without_a_common_verifier_share_a_row(made: MADE, capsys: Any)
         {"drafter": "draft-model-iid", "verifier": ["token", "block"]},
     ]
     drafters = [{"name": "prompt-lookup", "gamma": 3}, two]
-    run = made(drafters=drafters, verifiers=["token", "block", "spectr"], exclude=exclude)
+    run = make_run(drafters=drafters, verifiers=["token", "block", "spectr"], exclude=exclude)
     _, text, _ = report(capsys, run)
     # spectr: 6 tokens in 2 steps and 2 s.
     row = ["2.00", "2.50 (+25.0 %)", "3.00 (+50.0 %)", "2.00", "2.00 (+0.0 %)", "3.00 (+50.0 %)"]
     assert rows(text, "prompt-lookup, draft-model-iid") == [["prompt-lookup, draft-model-iid", *row]]
 
 
-def test_the_command_reproduces_the_run(made: MADE, capsys: Any, tmp_path: Path, install_recipe: Any) -> None:
-    assert rows(report(capsys, made())[1], "command") == [["command", "`crossdraft run mine.yaml`"]]
+def test_command_reproduces_run(make_run: MADE, capsys: Any, tmp_path: Path, install_recipe: Any) -> None:
+    assert rows(report(capsys, make_run())[1], "command") == [["command", "`crossdraft run mine.yaml`"]]
     base = {"target": "org/name", "verifiers": ["token", "block"], "drafters": [{"name": "prompt-lookup", "gamma": 3}]}
     install_recipe("paper/mine", base | {"matrix": {"temperature": [1], "seed": [0]}})
     prompts = tmp_path / "question.jsonl"
     prompts.write_text('{"prompt": "w"}\n', encoding="utf-8")
-    run = made(prompts=str(prompts), limit=4, matrix={"temperature": [1], "seed": [0, 1]}, dtype="float32")
+    run = make_run(prompts=str(prompts), limit=4, matrix={"temperature": [1], "seed": [0, 1]}, dtype="float32")
     (command,) = rows(report(capsys, run)[1], "command")
     assert command[1] == (
         "`crossdraft run paper/mine --set prompts=question.jsonl --limit 4 --set dtype=float32 "
         "--set 'matrix.seed=[0, 1]'`"
     )
-    # Of the prompts' file only its name is told, and the page is made although it is gone.
+    # Only the name of the prompts file is shown, and the page does not need the file.
     prompts.unlink()
     assert str(tmp_path) not in report(capsys, run)[1]
 
@@ -189,7 +189,7 @@ def install_recipe(tmp_path: Path, install: Any) -> Any:
     return add
 
 
-def test_invalid_runs(made: MADE, capsys: Any, tmp_path: Path) -> None:
+def test_invalid_runs(make_run: MADE, capsys: Any, tmp_path: Path) -> None:
     def error(directory: Path, *arguments: Any) -> str:
         code, out, err = report(capsys, directory, *arguments)
         assert (code, out) == (2, "") and err.count("\n") == 1
@@ -198,7 +198,7 @@ def test_invalid_runs(made: MADE, capsys: Any, tmp_path: Path) -> None:
     advice = "give the directory of a finished run, which crossdraft run prints"
     assert error(tmp_path / "gone") == f"{tmp_path / 'gone'} is not a directory; {advice}"
     assert error(tmp_path) == f"{tmp_path} has no recipe.json; {advice}"
-    run = made()
+    run = make_run()
     assert error(run, "--out", tmp_path / "no" / "where.md").startswith(
         f"--out {tmp_path / 'no' / 'where.md'}: the directory {tmp_path / 'no'} does not exist; "
     )
@@ -220,7 +220,7 @@ def test_invalid_runs(made: MADE, capsys: Any, tmp_path: Path) -> None:
     cell = sorted((copy / "cells").iterdir())[0]
     (cell / "config.json").write_text(json.dumps(head | {"format": 1}), encoding="utf-8")
     assert error(copy).startswith(f"{cell / 'config.json'}: written by another version: it has format 1, ")
-    everything = made("failing", failing="token", verifiers=["token"])
+    everything = make_run("failing", failing="token", verifiers=["token"])
     shutil.rmtree(everything / "cells")
     text = (everything / "summary.csv").read_text(encoding="utf-8").splitlines()
     (everything / "summary.csv").write_text("\n".join(line for line in text if ",none," not in line), encoding="utf-8")

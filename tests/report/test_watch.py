@@ -14,7 +14,7 @@ pytest.importorskip("jinja2", reason="the extra html is not installed")
 pytest.importorskip("starlette", reason="the extra serve is not installed")
 
 
-def test_the_page_follows_the_run(tmp_path: Path) -> None:
+def test_page_follows_run(tmp_path: Path) -> None:
     from starlette.testclient import TestClient
 
     from crossdraft.framework.report.watch import ReportServer
@@ -61,9 +61,9 @@ def test_failed_cells_are_reported(tmp_path: Path) -> None:
     block.metrics, block.error = None, "out of memory"
     for result in (plain, token, block):
         directory.save(result)
-    (found,) = read_runs([directory.path], running=True)
-    assert [result.config.hash for result in found.summary.results] == [plain.config.hash, token.config.hash]
-    assert any(line.startswith("- failed: ") and "out of memory" in line for line in found.remarks)
+    (actual,) = read_runs([directory.path], running=True)
+    assert [result.config.hash for result in actual.summary.results] == [plain.config.hash, token.config.hash]
+    assert any(line.startswith("- failed: ") and "out of memory" in line for line in actual.remarks)
 
 
 @pytest.mark.parametrize(

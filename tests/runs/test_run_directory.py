@@ -21,11 +21,17 @@ def names(run: RunDirectory) -> list[str]:
 
 def test_names_of_cells() -> None:
     drafter = {"name": "draft-model", "label": "../ä b: gamma=4\u202e" + "x" * 60}
-    given = {"target": "t", "drafter": drafter, "verifier": "token", "batch_size": 8, "sampling": {"temperature": 0.6}}
-    config = CellConfig.model_validate(given)
+    arguments = {
+        "target": "t",
+        "drafter": drafter,
+        "verifier": "token",
+        "batch_size": 8,
+        "sampling": {"temperature": 0.6},
+    }
+    config = CellConfig.model_validate(arguments)
     name = cell_name(config)
     assert name == f"b-gamma=4-{'x' * 27}_token_T0.6_B8_{config.hash}" and len(name) < 100
-    dots = CellConfig.model_validate(given | {"drafter": {"name": "d", "label": "..."}})
+    dots = CellConfig.model_validate(arguments | {"drafter": {"name": "d", "label": "..."}})
     assert cell_name(dots) == f"unnamed_token_T0.6_B8_{dots.hash}"
 
 
@@ -45,7 +51,7 @@ def test_cells_of_older_versions(tmp_path: Path, results: list[CellResult]) -> N
     assert names(old) == [cell_name(config)]
 
 
-def test_another_label_is_the_same_cell(tmp_path: Path, results: list[CellResult]) -> None:
+def test_another_label_is_same_cell(tmp_path: Path, results: list[CellResult]) -> None:
     run, result = RunDirectory(tmp_path / "run"), results[1]
     run.save(result)
     drafter = result.config.drafter.model_copy(update={"label": "mine"})

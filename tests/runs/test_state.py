@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> RunDirectory:
     return directory
 
 
-def test_a_run_from_its_beginning_to_its_end(run: RunDirectory) -> None:
+def test_run_from_its_beginning_to_its_end(run: RunDirectory) -> None:
     with run.locked(), Reporter(run, 6) as state:
         initial = state_of(run.path)
         assert (initial.state, initial.cells, initial.finished, initial.progress) == ("running", 6, 0, 0.0)
@@ -45,14 +45,14 @@ def test_a_run_from_its_beginning_to_its_end(run: RunDirectory) -> None:
         (UsageError("the model is not there"), "stopped", "the model is not there"),
     ],
 )
-def test_what_leaves_a_run_is_noted(run: RunDirectory, error: BaseException, state: str, note: str) -> None:
+def test_exit_reason_is_recorded(run: RunDirectory, error: BaseException, state: str, note: str) -> None:
     with pytest.raises(type(error)), run.locked(), Reporter(run, 6):
         raise error
     assert (state_of(run.path).state, state_of(run.path).note) == (state, note)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the process is a fork of this one")
-def test_a_process_that_was_killed(run: RunDirectory) -> None:
+def test_process_that_was_killed(run: RunDirectory) -> None:
     """The file of a killed run contains running; only the lock shows that it is not."""
     ready, write_end = os.pipe()
     if not (child := os.fork()):
@@ -61,13 +61,13 @@ def test_a_process_that_was_killed(run: RunDirectory) -> None:
             os.write(write_end, b"!")
             signal.pause()
     assert os.read(ready, 1) == b"!"
-    found = state_of(run.path)
+    result = state_of(run.path)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    assert (found.state, found.pid) == ("running", child)
-    found = state_of(run.path)
-    assert (found.state, found.finished, found.progress) == ("interrupted", 3, 0.5)
-    assert found.note == f"process {child} exited unexpectedly; rerun to resume"
+    assert (result.state, result.pid) == ("running", child)
+    result = state_of(run.path)
+    assert (result.state, result.finished, result.progress) == ("interrupted", 3, 0.5)
+    assert result.note == f"process {child} exited unexpectedly; rerun to resume"
 
 
 def test_another_machine(run: RunDirectory) -> None:
@@ -75,13 +75,13 @@ def test_another_machine(run: RunDirectory) -> None:
         "running", 6, 2, 0, 0.5, "2026-03-01T12:00:00+00:00", "2026-03-01T12:30:00+00:00", 1, "elsewhere"
     )
     run.write_json("state.json", asdict(elsewhere))
-    found = state_of(run.path)
-    assert found.state == "unknown" and "running on elsewhere" in found.note and found.finished == 2
+    result = state_of(run.path)
+    assert result.state == "unknown" and "running on elsewhere" in result.note and result.finished == 2
     with run.locked():  # as it looks where the lock can be seen
         assert state_of(run.path).state == "running"
 
 
-def test_a_look_stops_nobody(run: RunDirectory) -> None:
+def test_reading_state_does_not_block(run: RunDirectory) -> None:
     """A reader holds the lock for a moment; a run that starts then waits for it."""
     with run.locked():
         pass
@@ -98,9 +98,9 @@ def test_runs_of_older_versions(run: RunDirectory) -> None:
     assert "before it wrote summary.csv" in state_of(run.path).note
     run.write_text("summary.csv", "cell,error\na,\nb,it broke\nc,\n")
     run.write_text("summary.md", "# some\n")
-    found = state_of(run.path)
-    assert (found.state, found.cells, found.finished, found.failed) == ("finished", 3, 2, 1)
-    assert found.updated and not found.started
+    result = state_of(run.path)
+    assert (result.state, result.cells, result.finished, result.failed) == ("finished", 3, 2, 1)
+    assert result.updated and not result.started
     run.write_text("summary.md", "# some\n\n- stopped: cannot write to there: No space left on device\n")
     assert (state_of(run.path).state, state_of(run.path).note) == (
         "stopped",
@@ -115,7 +115,7 @@ def test_runs_of_older_versions(run: RunDirectory) -> None:
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "{}", '{"state": "asleep"}', '{"state": "finished", "cells": "6"}', "\ufeff1"]
 )
-def test_a_damaged_state_is_one_sentence(run: RunDirectory, capsys: Any, text: str) -> None:
+def test_damaged_state_is_one_sentence(run: RunDirectory, capsys: Any, text: str) -> None:
     (run.path / "state.json").write_text(text, encoding="utf-8")
     with pytest.raises(UsageError, match=r"state\.json is damaged or was written by another version"):
         state_of(run.path)
@@ -124,7 +124,7 @@ def test_a_damaged_state_is_one_sentence(run: RunDirectory, capsys: Any, text: s
     assert "cannot be read" in out and out.count("is damaged") == 1
 
 
-def test_the_command(run: RunDirectory, tmp_path: Path, capsys: Any) -> None:
+def test_command(run: RunDirectory, tmp_path: Path, capsys: Any) -> None:
     with run.locked(), Reporter(run, 6) as state:
         state.update(finished=5, failed=1, progress=1.0, state="finished")
     other = RunDirectory(tmp_path / "runs" / "other-0123456789ab")

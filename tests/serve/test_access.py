@@ -117,7 +117,7 @@ def test_invalid_numbers(running: RunningServer, name: str) -> None:
         assert send(running, "POST", "/v1/completions", text, **JSON)[0] == 400
 
 
-def test_a_large_body_is_rejected_before_it_is_read(running: RunningServer) -> None:
+def test_large_body_is_rejected_before_it_is_read(running: RunningServer) -> None:
     """By its Content-Length; without one, as soon as the limit is exceeded."""
     connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=20)
     connection.putrequest("POST", "/v1/completions")
@@ -139,7 +139,7 @@ def test_a_large_body_is_rejected_before_it_is_read(running: RunningServer) -> N
     assert_rejected(send(running, "POST", "/v1/completions", parts(), **JSON), 413, "has too many bytes")
 
 
-def test_the_event_loop_neither_parses_nor_tokenizes(running: RunningServer, name: str, monkeypatch: Any) -> None:
+def test_event_loop_neither_parses_nor_tokenizes(running: RunningServer, name: str, monkeypatch: Any) -> None:
     from crossdraft.framework.models import chat
     from crossdraft.framework.serve import app
 
@@ -156,9 +156,7 @@ def test_the_event_loop_neither_parses_nor_tokenizes(running: RunningServer, nam
 
 
 @pytest.mark.parametrize("word", ["w5 ", "w5w6", "  w5\n"])
-def test_a_text_far_beyond_the_limit_is_not_tokenized(
-    running: RunningServer, name: str, monkeypatch: Any, word: str
-) -> None:
+def test_text_far_beyond_limit_is_not_tokenized(running: RunningServer, name: str, monkeypatch: Any, word: str) -> None:
     from crossdraft.framework.models import chat
 
     read: list[int] = []
@@ -193,7 +191,7 @@ def test_empty_texts_are_rejected(running: RunningServer, name: str) -> None:
         )
 
 
-def test_an_api_key(guarded: RunningServer, name: str) -> None:
+def test_api_key(guarded: RunningServer, name: str) -> None:
     def client(key: str) -> Any:
         return openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=key, max_retries=0, timeout=30)
 
@@ -242,7 +240,7 @@ def test_default_sampling_parameters(tmp_path: Any, name: str) -> None:
     assert sampling(own, "--temperature", "0") == {"temperature": 0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
-def test_a_client_that_disconnects_while_sending_is_not_an_error(running: RunningServer) -> None:
+def test_client_that_disconnects_while_sending_is_not_error(running: RunningServer) -> None:
     """No exception is raised, so no traceback is logged."""
     worker = Worker(running.pool, 1)
     sent: list[Any] = []

@@ -33,7 +33,7 @@ def connect(running: RunningServer, name: str, **options: Any) -> socket.socket:
     return connection
 
 
-def test_a_hundred_clients_of_all_kinds(tmp_path: Any) -> None:
+def test_hundred_clients_of_all_kinds(tmp_path: Any) -> None:
     name = save_model(tmp_path / "target")
     with serving("--target", name, "--temperature", "0", "--slots", "4", "--max-new-tokens", "80") as running:
         client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=120)
@@ -64,7 +64,7 @@ def test_a_hundred_clients_of_all_kinds(tmp_path: Any) -> None:
         assert client.completions.create(model=name, prompt=PROMPT, max_tokens=12).choices[0].text == plain
 
 
-def test_a_full_queue_rejects_requests(tmp_path: Any) -> None:
+def test_full_queue_rejects_requests(tmp_path: Any) -> None:
     name = save_model(tmp_path / "target")
     with serving("--target", name, "--slots", "1", "--max-new-tokens", "80", max_waiting=2) as running:
         client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
@@ -77,7 +77,7 @@ def test_a_full_queue_rejects_requests(tmp_path: Any) -> None:
         assert running.idle()
 
 
-def test_the_command_stops_cleanly(tmp_path: Any) -> None:
+def test_command_stops_cleanly(tmp_path: Any) -> None:
     """Ctrl-C while a response is running."""
     name = save_model(tmp_path / "target", context=2048)
     command = [sys.executable, "-m", "crossdraft", "serve", "--target", name, "--port", "0", "--max-new-tokens", "1900"]

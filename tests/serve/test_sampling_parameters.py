@@ -98,8 +98,8 @@ def test_batches_take_turns(tmp_path: Any) -> None:
 
     def build(sampling: Sampling) -> Any:
         decoder = pair_decoder(target, "none", None, 60, sampling=sampling, batch_size=4, max_new_tokens=20)
-        made = decoder.step
-        decoder.step = lambda: steps.append(sampling) or made()
+        loop = decoder.step
+        decoder.step = lambda: steps.append(sampling) or loop()
         return decoder
 
     worker = Worker(DecoderPool(target, A, lambda sampling: None, build, 20, 60, ""), 99)
@@ -125,8 +125,8 @@ def test_prefill_of_long_prompts_is_interleaved(tmp_path: Any) -> None:
     def build(sampling: Sampling) -> Any:
         options: dict[str, Any] = {"batch_size": 2, "max_new_tokens": 20, "prefill_tokens": 8}
         decoder = pair_decoder(target, "none", None, 96, sampling=sampling, **options)
-        made, fed = decoder.step, decoder._prefill._next
-        decoder.step = lambda: turns.append("step") or made()
+        instance, fed = decoder.step, decoder._prefill._next
+        decoder.step = lambda: turns.append("step") or instance()
         decoder._prefill._next = lambda: turns.append("prefill") or fed()
         return decoder
 
@@ -167,7 +167,7 @@ def test_more_parameters_than_decoders() -> None:
     assert worker._next_sampling() is None and not batches[C].admitting, "C is evicted next, for B"
 
 
-def test_a_decoder_that_fails_to_start() -> None:
+def test_decoder_that_fails_to_start() -> None:
     def build(sampling: Sampling) -> Any:
         if sampling == B:
             raise MemoryError("full")

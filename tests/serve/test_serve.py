@@ -204,7 +204,7 @@ def test_twenty_clients_share_four_slots(greedy: RunningServer, name: str, targe
     assert greedy.idle() and greedy.health() == {"slots": 4, "running": 0, "waiting": 0}
 
 
-def test_a_client_that_disconnects_frees_its_slot(greedy: RunningServer, name: str) -> None:
+def test_client_that_disconnects_frees_its_slot(greedy: RunningServer, name: str) -> None:
     decoder = greedy.pool.decoder
     before = decoder.batch_steps
     stream = client(greedy).completions.create(
@@ -215,7 +215,7 @@ def test_a_client_that_disconnects_frees_its_slot(greedy: RunningServer, name: s
     assert greedy.idle() and decoder.batch_steps > before
 
 
-def test_a_failed_step_aborts_its_batch_only(greedy: RunningServer, name: str, monkeypatch: Any) -> None:
+def test_failed_step_aborts_its_batch_only(greedy: RunningServer, name: str, monkeypatch: Any) -> None:
     api, drafter = client(greedy), greedy.pool.decoder.drafter
     with monkeypatch.context() as patch:
         patch.setattr(drafter, "propose", lambda *_: 1 / 0)

@@ -89,12 +89,12 @@ def write_run(directory: Path, results: Sequence[CellResult], name: str = "made"
     recipe = Recipe.model_validate({"name": name, "target": "m", "drafters": ["draft-model"], "verifiers": ["token"]})
     path = directory / f"{name}-0123456789ab"
     run = RunDirectory(path)
-    found = Summary(recipe, path, list(results), curves=curves())
+    actual = Summary(recipe, path, list(results), curves=curves())
     run.write_json("recipe.json", recipe.model_dump(mode="json"))
     run.write_json("environment.json", {})
-    run.write_text("summary.csv", summary_csv(found))
-    run.write_text("summary.md", summary_markdown(found))
-    run.write_json("cost_curves.json", {"curves": [one.to_json() for one in curves()]})
+    run.write_text("summary.csv", summary_csv(actual))
+    run.write_text("summary.md", summary_markdown(actual))
+    run.write_json("cost_curves.json", {"curves": [item.to_json() for item in curves()]})
     for result in results:
         if result.metrics is not None:
             run.save(result)

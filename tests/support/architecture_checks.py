@@ -14,7 +14,7 @@ from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 @torch.inference_mode()
 def plain(model: Any, tokens: list[int]) -> torch.Tensor:
-    """``[T, V]``, what a model says by itself: one unpadded sequence, no cache, no mask and no positions of ours."""
+    """``[T, V]``, a model's logits for one unpadded sequence, without cache, mask or positions."""
     return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
 
 
@@ -46,7 +46,7 @@ def disagreement(model: Any, *, lm_class: Any = TransformersLM, max_length: int 
             parents = torch.tensor([row[first : first + width] for row in above]) if turn >= 2 else None
             logits.append(lm.forward(piece, parents)[0])
             first += width
-        got = torch.cat(logits, 1).float()
+        actual = torch.cat(logits, 1).float()
         paths = []
         for b, text in enumerate(texts):
             branches: list[list[int]] = []
@@ -59,7 +59,7 @@ def disagreement(model: Any, *, lm_class: Any = TransformersLM, max_length: int 
                     continue
                 branch = branches[node]
                 want = plain(reference, text[:-1] + [drawn[b][i] for i in branch])[len(text) - 1 :]
-                off = (got[b, branch] - want).abs().max() / want.std()
+                off = (actual[b, branch] - want).abs().max() / want.std()
                 worst = max(worst, float(off)) if off.isfinite() else float("inf")
             paths.append(chance.choice(branches))
         depth = max(map(len, paths))

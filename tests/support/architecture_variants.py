@@ -70,25 +70,25 @@ def variants(config_class: Any) -> dict[str, dict[str, Any]]:
     """Changes to the config of the text model, by label, if the architecture has the changed keys."""
     config = tiny_config(config_class).get_text_config()
     known = config.to_dict()
-    found: dict[str, dict[str, Any]] = {"eager": {"attn_implementation": "eager"}}
+    results: dict[str, dict[str, Any]] = {"eager": {"attn_implementation": "eager"}}
     if "sliding_window" in known:
         sliding: dict[str, Any] = {"sliding_window": 8}
         sliding |= {name: True for name in ("use_sliding_window",) if name in known}
         sliding |= {name: 1 for name in ("max_window_layers",) if name in known}
         if known.get("layer_types") and len(known["layer_types"]) == 2:
             sliding["layer_types"] = _ALTERNATING
-        found["sliding"] = sliding
+        results["sliding"] = sliding
     if "tie_word_embeddings" in known:
-        found["untied" if config.tie_word_embeddings else "tied"] = {
+        results["untied" if config.tie_word_embeddings else "tied"] = {
             "tie_word_embeddings": not config.tie_word_embeddings
         }
     rope = known.get("rope_parameters") or {}
     for kind, parameters in _ropes(config_class, rope).items():
-        found[f"rope {kind}"] = {"rope_parameters": parameters}
+        results[f"rope {kind}"] = {"rope_parameters": parameters}
         if "original_max_position_embeddings" in known and "original_max_position_embeddings" in parameters:
             original = parameters["original_max_position_embeddings"]
-            found[f"rope {kind}"]["original_max_position_embeddings"] = original
-    return found
+            results[f"rope {kind}"]["original_max_position_embeddings"] = original
+    return results
 
 
 def _ropes(config_class: Any, rope: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -124,11 +124,11 @@ def _ropes(config_class: Any, rope: dict[str, Any]) -> dict[str, dict[str, Any]]
         "longrope": longrope | {"original_max_position_embeddings": ORIGINAL},
         "longrope, short texts": longrope | {"original_max_position_embeddings": 64},
     }
-    found = {}
+    results = {}
     for label, parameters in kinds.items():
-        made = {**base, "rope_type": label.partition(",")[0], **parameters}
-        found[label] = {name: made if inner else inner for name, inner in rope.items()} if nested else made
-    return found
+        instance = {**base, "rope_type": label.partition(",")[0], **parameters}
+        results[label] = {name: instance if inner else inner for name, inner in rope.items()} if nested else instance
+    return results
 
 
 def _rotary_width(config_class: Any) -> int:

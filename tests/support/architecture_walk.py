@@ -35,7 +35,7 @@ NOT_MADE = {
     "gemma4_assistant": "transformers cannot make it by itself: all of its layers share keys of another model",
     "gemma4_unified_assistant": "transformers cannot make it by itself: all of its layers share keys of another model",
 }
-#: Parts of a message with which transformers, not the decoder, says that a variant does not exist.
+#: Parts of transformers' own messages about nonexistent variants.
 NO_VARIANT = (
     "rope_parameters",  # kinds of rotary positions that the config does not take, or not without further parameters
     "is a per-layer attribute",
@@ -51,8 +51,8 @@ TYPES: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 def class_name(model_type: str) -> str:
     """The class that transformers makes for it."""
-    found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
-    return found if isinstance(found, str) else found[0]
+    result = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    return result if isinstance(result, str) else result[0]
 
 
 def outcome(model_type: str, changes: Mapping[str, Any], lm_class: Any = TransformersLM) -> str | None:
@@ -80,13 +80,13 @@ def outcomes(model_type: str) -> dict[str, str]:
     if model_type in NOT_MADE:
         return {}
     config_class = CONFIG_MAPPING[model_type]
-    found = {"": outcome(model_type, {})}
-    more = variants(config_class) if found[""] == SAME else {}
+    results = {"": outcome(model_type, {})}
+    more = variants(config_class) if results[""] == SAME else {}
     for label, changes in (OWN.get(model_type, {}) | more).items():
-        found[label] = outcome(model_type, changes)
-    if found[""] == SAME:
-        found["recorded"] = outcome(model_type, {}, _RecordedLM)
-    return {label: result for label, result in found.items() if result is not None}
+        results[label] = outcome(model_type, changes)
+    if results[""] == SAME:
+        results["recorded"] = outcome(model_type, {}, _RecordedLM)
+    return {label: result for label, result in results.items() if result is not None}
 
 
 class _RecordedLM(ReplayingLM):
@@ -100,13 +100,13 @@ class _RecordedLM(ReplayingLM):
             graph_buckets.BUCKET = before
 
 
-def page(found: Mapping[str, Mapping[str, str]]) -> str:
+def page(by_type: Mapping[str, Mapping[str, str]]) -> str:
     """docs/architectures.md, from `outcomes` by model type."""
     exact: dict[str, list[str]] = {}
     partly: dict[tuple[str, str], list[str]] = {}
     refused: dict[str, list[str]] = {}
     not_made: dict[str, list[str]] = {}
-    for model_type, results in found.items():
+    for model_type, results in by_type.items():
         name = class_name(model_type)
         if model_type in NOT_MADE:
             not_made.setdefault(NOT_MADE[model_type], []).append(f"`{name}` ({model_type})")
@@ -120,10 +120,10 @@ def page(found: Mapping[str, Mapping[str, str]]) -> str:
                     names = partly.setdefault((label or "as it is in the test", why), [])
                     names += [f"`{name}`"] if f"`{name}`" not in names else []
     tried = ", ".join(f"`{name}`" for name in sorted(BY_TRIAL))
-    checked = sum(result == SAME for results in found.values() for result in results.values())
+    checked = sum(result == SAME for results in by_type.values() for result in results.values())
     lines = [
         _HEAD.format(
-            version=transformers.__version__, types=len(found), classes=len(exact), checked=checked, by_trial=tried
+            version=transformers.__version__, types=len(by_type), classes=len(exact), checked=checked, by_trial=tried
         ).strip(),
         "",
         "## Exact",
@@ -185,7 +185,7 @@ if __name__ == "__main__":
         everything[name] = outcomes(name)
         print(name, *everything[name].values(), sep="\n  ", file=sys.stderr)
     PAGE.write_text(page(everything), encoding="utf-8")
-    found = {class_name(name) for name, results in everything.items() if SAME in results.values()}
+    exact = {class_name(name) for name, results in everything.items() if SAME in results.values()}
     print(
-        f"not in EXACT: {sorted(found - EXACT - BY_TRIAL)}; not found exact: {sorted(EXACT - found)}", file=sys.stderr
+        f"not in EXACT: {sorted(exact - EXACT - BY_TRIAL)}; not found exact: {sorted(EXACT - exact)}", file=sys.stderr
     )

@@ -131,7 +131,7 @@ def overfit(name: str, head: Any, states: Tensor, text: list[int], steps: int) -
         else:
             tokens[row, n] = ids[n]
     drafts = torch.arange(BLOCK if name != "dflash" else BLOCK - 1)
-    before, wanted = ids[first[:, None] + drafts], ids[first[:, None] + drafts + 1]
+    before, expected = ids[first[:, None] + drafts], ids[first[:, None] + drafts + 1]
     place = torch.arange(last + BLOCK).expand_as(tokens)
     mask = torch.full((last + BLOCK, last + BLOCK), -1e30).triu(1).expand(len(anchors), 1, -1, -1)
     optimiser = torch.optim.Adam([w for w in head.parameters() if w.requires_grad], lr=6e-3)
@@ -147,7 +147,7 @@ def overfit(name: str, head: Any, states: Tensor, text: list[int], steps: int) -
                 output = [head.markov_head(before[:, i], out.states[:, i], None)[0] for i in range(BLOCK)]
                 logits = logits + torch.stack(output, 1)
         optimiser.zero_grad()
-        functional.cross_entropy(logits.flatten(0, 1), wanted.flatten()).backward()
+        functional.cross_entropy(logits.flatten(0, 1), expected.flatten()).backward()
         optimiser.step()
 
 
@@ -174,14 +174,14 @@ class Plain:
 
     def keys(self, i: int, x: Tensor, position: int) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values of each shared head."""
-        found = []
+        results = []
         for kind in "kv":
             heads = list((self.t[f"layers.{i}.self_attn.{kind}_proj.weight"] @ x).split(D))
             scale = self.t.get(f"layers.{i}.self_attn.k_norm.weight")
             if kind == "k":
                 heads = [rotated(h if scale is None else norm(h, scale), position) for h in heads]
-            found.append(heads)
-        return found[0], found[1]
+            results.append(heads)
+        return results[0], results[1]
 
     def attended(self, i: int, x: Tensor, position: int, seen: Sequence[tuple[list[Tensor], list[Tensor]]]) -> Tensor:
         out = []
@@ -205,12 +205,12 @@ class Plain:
         x = [self.embedding[token] for token in [root] + [MASK] * (BLOCK - 1)]
         for i in range(self.layers):
             normed = [norm(y, self.t[f"layers.{i}.input_layernorm.weight"]) for y in x]
-            seen = [self.keys(i, y, position) for position, y in enumerate([*text, *normed])]
-            x = [self.mlp(i, x[j] + self.attended(i, normed[j], n + j, seen)) for j in range(BLOCK)]
+            visited = [self.keys(i, y, position) for position, y in enumerate([*text, *normed])]
+            x = [self.mlp(i, x[j] + self.attended(i, normed[j], n + j, visited)) for j in range(BLOCK)]
         return [norm(y, self.t["norm.weight"]) for y in x]
 
     def pairs(self, hidden: Tensor, tokens: list[int], drafts: int) -> list[Tensor]:
-        """P-EAGLE: ``hidden [T, L, Ht]`` before each of T ``tokens`` -> logits of so many drafts."""
+        """P-EAGLE: ``hidden [T, L, Ht]`` before each of T ``tokens`` -> logits of that many drafts."""
         masks = drafts - 1
         features = [self.t["fc.weight"] @ h for h in [*hidden.flatten(1), *[self.t["mask_hidden"].flatten()] * masks]]
         x = []
@@ -221,8 +221,8 @@ class Plain:
         for i in range(self.layers):
             if i:
                 reads = [norm(y, self.t[f"layers.{i}.input_layernorm.weight"]) for y in out]
-            seen = [self.keys(i, y, position) for position, y in enumerate(reads)]
-            out = [self.mlp(i, y + self.attended(i, reads[j], j, seen[: j + 1])) for j, y in enumerate(out)]
+            visited = [self.keys(i, y, position) for position, y in enumerate(reads)]
+            out = [self.mlp(i, y + self.attended(i, reads[j], j, visited[: j + 1])) for j, y in enumerate(out)]
         return [self.head @ norm(y, self.t["norm.weight"]) for y in out[-drafts:]]
 
     def logits(self, name: str, hidden: Tensor, history: list[int], drafted: list[int]) -> list[Tensor]:

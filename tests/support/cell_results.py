@@ -17,8 +17,8 @@ MODELS = {"models": {"toy": {"sha256": "abc"}, "d": {"sha256": "def"}}, "dtype":
 def cell(batch_size: int, verifier: str, speed_up: float, temperature: float = 1.0) -> CellResult:
     """Two tokens a step from two nodes, 10 B tokens/s times the speed-up; the verifier "" is plain decoding."""
     drafter = {"name": DRAFTERS[verifier], "model": "d", "gamma": 2} if verifier else "none"
-    given = {"target": "toy", "drafter": drafter, "verifier": verifier or "token", "batch_size": batch_size}
-    config = CellConfig.model_validate(given | {"sampling": {"temperature": temperature}})
+    arguments = {"target": "toy", "drafter": drafter, "verifier": verifier or "token", "batch_size": batch_size}
+    config = CellConfig.model_validate(arguments | {"sampling": {"temperature": temperature}})
     tau = 1 if verifier else 0
     records = [StepRecord(p, f"q{p}", "a", 0, i, tau, tau + 1, 2 * tau, 2 * tau, 9) for p in (0, 1) for i in range(3)]
     tokens = sum(r.emitted for r in records)

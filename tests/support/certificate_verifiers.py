@@ -19,7 +19,7 @@ def exact(values: Sequence[str]) -> list[float]:
 
 
 class ByTurn(Verifier):
-    """Counts each row's steps; `odd` steps are judged by one rule, even ones by another."""
+    """Counts each row's steps; `odd` steps are verified by one rule, even ones by another."""
 
     name = "by-turn"
     traits = classmethod(lambda cls, config: VerifierTraits(accepts=frozenset({SINGLE_CHILD}), stateful=True))

@@ -24,8 +24,8 @@ def curve(
     **about: Any,
 ) -> CostCurve:
     points = [Point(b, w, c, t := cost(b, w, c), t - 1, t + 1) for b, w, c in product(batch_sizes, widths, contexts)]
-    given = {"model": "m", "sha256": "abc", "dtype": "float32", "device": HERE, **about}
-    return CostCurve(points=tuple(points), **given)
+    arguments = {"model": "m", "sha256": "abc", "dtype": "float32", "device": HERE, **about}
+    return CostCurve(points=tuple(points), **arguments)
 
 
 def rows(prompt: int, turn: int, emitted: Sequence[int], width: int = 2) -> list[StepRecord]:

@@ -48,7 +48,7 @@ def fresh_warnings() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """A tiny model that is asked through transformers' own ``generate``; some tests change its settings."""
+    """A tiny model for transformers' ``generate``; some tests change its settings."""
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

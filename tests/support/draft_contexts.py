@@ -1,4 +1,4 @@
-"""A drafter's context for tests: what it may ask for is handed in."""
+"""A drafter context for tests with given models."""
 
 from __future__ import annotations
 

@@ -82,16 +82,16 @@ class Sglang:
         add("--speculative-use-rejection-sampling", action="store_true")
         add("--speculative-adaptive", action="store_true")
         add("--speculative-adaptive-config")
-        self.given = given = parser.parse_args(words(flags))
-        three = (given.speculative_num_steps, given.speculative_eagle_topk, given.speculative_num_draft_tokens)
-        eagle = given.speculative_algorithm in ("EAGLE", "EAGLE3", "NEXTN")
-        if given.speculative_algorithm == "NGRAM":
-            assert three[:2] == (None, None) and three[2] and given.speculative_draft_model_path is None
+        self.given = inputs = parser.parse_args(words(flags))
+        three = (inputs.speculative_num_steps, inputs.speculative_eagle_topk, inputs.speculative_num_draft_tokens)
+        eagle = inputs.speculative_algorithm in ("EAGLE", "EAGLE3", "NEXTN")
+        if inputs.speculative_algorithm == "NGRAM":
+            assert three[:2] == (None, None) and three[2] and inputs.speculative_draft_model_path is None
         else:
             assert all(three) and three[1] == 1 and three[2] == three[0] + 1
-            assert given.speculative_draft_model_path or given.speculative_algorithm == "NEXTN"
-        assert eagle or not (given.speculative_use_rejection_sampling or given.speculative_adaptive)
-        assert given.speculative_adaptive == bool(config) == bool(given.speculative_adaptive_config)
+            assert inputs.speculative_draft_model_path or inputs.speculative_algorithm == "NEXTN"
+        assert eagle or not (inputs.speculative_use_rejection_sampling or inputs.speculative_adaptive)
+        assert inputs.speculative_adaptive == bool(config) == bool(inputs.speculative_adaptive_config)
         slots = json.loads(config) if config else {}
         self.slots = {int(b): AdaptiveSlot.model_validate(slot).candidate_steps for b, slot in slots.items()}
 
@@ -130,9 +130,9 @@ class TrtConfig(Strict):
 
 
 def trt(text: str) -> TrtConfig:
-    found = yaml.safe_load(text)
-    assert found.keys() == {"speculative_config"}
-    return TrtConfig.model_validate(found["speculative_config"])
+    result = yaml.safe_load(text)
+    assert result.keys() == {"speculative_config"}
+    return TrtConfig.model_validate(result["speculative_config"])
 
 
 # -- llama.cpp: common/arg.cpp ---------------------------------------------------------------------------------------
@@ -147,10 +147,10 @@ class LlamaCpp:
         parser.add_argument("--spec-draft-p-min", type=float)
         for name in ("draft-n-max", "ngram-simple-size-n", "ngram-simple-size-m"):
             parser.add_argument(f"--spec-{name}", type=int)
-        self.given = given = parser.parse_args(words(text))
-        ngram = given.spec_type == "ngram-simple"
-        assert (given.spec_ngram_simple_size_m is not None) == ngram == (given.spec_ngram_simple_size_n is not None)
-        assert bool(given.model_draft) == (given.spec_type in ("draft-simple", "draft-eagle3"))
+        self.given = inputs = parser.parse_args(words(text))
+        ngram = inputs.spec_type == "ngram-simple"
+        assert (inputs.spec_ngram_simple_size_m is not None) == ngram == (inputs.spec_ngram_simple_size_n is not None)
+        assert bool(inputs.model_draft) == (inputs.spec_type in ("draft-simple", "draft-eagle3"))
 
     def gamma(self, batch_size: int) -> int:
         return self.given.spec_draft_n_max or 0

@@ -1,7 +1,7 @@
 """One step of each rule in exact arithmetic, written from the papers, and random models to run it on.
 
-A model is a function from a prefix (a tuple of tokens) to a law (a list of fractions). Every rule gives the joint law
-of what a step emits and tau. Nothing here is shared with what is tested.
+A model maps a prefix (a tuple of tokens) to a distribution (a list of fractions). Every rule returns the joint
+distribution of a step's tokens and tau. No code is shared with the tested implementation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ONE, ZERO = Fraction(1), Fraction(0)
 
 
 def random_model(seed: int, v: int) -> Model:
-    """Laws with zeros in some, kept once drawn."""
+    """Cached random distributions, some with zeros."""
     rng, distributions = random.Random(seed), {}
 
     def probs(prefix: tuple[int, ...]) -> list[Fraction]:
@@ -172,7 +172,7 @@ def spectr(slack: Fraction) -> Callable[..., Iterator[tuple[int, bool, Fraction]
             rest = scaled([a - c * share for a, c in zip(p, common, strict=True)])
             assert min(rest) >= 0
             for y, mass in enumerate(rest):
-                yield y, y in drawn, left * mass  # who said what comes of the residual goes on, too
+                yield y, y in drawn, left * mass  # a sequence whose token equals the residual's draw continues, too
 
     return node
 

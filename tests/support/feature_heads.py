@@ -74,15 +74,15 @@ def overfit(name: str, head: Any, target: Any, text: list[int], steps: int) -> N
                 cache,
             )
             features = out.features
-            wanted = functional.pad(label[ids], (0, s), value=-100)[2 + s : 2 + s + n]
-            loss = loss + functional.cross_entropy(out.logits[0], wanted, ignore_index=-100)
+            expected = functional.pad(label[ids], (0, s), value=-100)[2 + s : 2 + s + n]
+            loss = loss + functional.cross_entropy(out.logits[0], expected, ignore_index=-100)
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
 
 
 def taus_of(loop: Any, steps: int) -> set[int]:
-    """Number of accepted tokens, in any of so many steps of `PROMPTS` or any of their rows."""
+    """Numbers of accepted tokens over steps and rows of `PROMPTS`."""
     for row, prompt in enumerate(PROMPTS):
         loop.start(row, prompt)
     lengths, taus = [len(prompt) for prompt in PROMPTS], set()

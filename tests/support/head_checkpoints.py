@@ -47,16 +47,16 @@ def write_heads(root: Path, target: Any, *, mask_token: int, target_ids: torch.T
         MtpHead(target).save(root / "mtp")
         block: dict[str, Any] = {"head": output, "block_size": 4, "mask_token": mask_token}
         gated: dict[str, Any] = {"from_anchor": True, "kind": "gated", "rank": 4, "confidence": width + 4}
-        made: dict[str, Any] = {
+        instance: dict[str, Any] = {
             "dflash": DFlashHead(config, embedding, 3 * width, **block),
             "dspark": DSparkHead(config, embedding, 3 * width, **block, **gated),
             "p-eagle": PEagleHead(config, embedding, 3 * width, head=output),
             "mlp-speculator": Speculator(3, vocabulary, width, 8),
         }
-        ahead = 0.4 * torch.randn(3, width)
-        save_embeddings(root / "pass", ahead, target="tiny", sha256="")
+        upcoming = 0.4 * torch.randn(3, width)
+        save_embeddings(root / "pass", upcoming, target="tiny", sha256="")
         report = {"block_size": 4, "mask_token_id": mask_token, "markov_head_type": "gated", "n_predict": 3}
-        for name, module in made.items():
+        for name, module in instance.items():
             tensors = {
                 k: t for k, t in module.state_dict().items() if k not in ("embed_tokens.weight", "lm_head.weight")
             }

@@ -28,12 +28,12 @@ class CopyingLM(TransformersLM):
             self._prompt, self._hidden = list(prompt), super().start(0, prompt)
         elif list(prompt) != self._prompt:
             return super().start(row, prompt)
-        self.lengths[row] = held = len(prompt) - 1
-        if held and row:
+        self.lengths[row] = length = len(prompt) - 1
+        if length and row:
             with torch.inference_mode():
                 for layer in self.cache.layers:
                     for buffer in (layer.keys, layer.values):
-                        buffer[row, :, :held] = buffer[0, :, :held]
+                        buffer[row, :, :length] = buffer[0, :, :length]
         return self._hidden
 
 
@@ -50,7 +50,7 @@ def make_decoder(
     lm: type[TransformersLM] = TransformersLM,
     **loop: Any,
 ) -> Decoder:
-    """A decode loop whose target hands a registered drafter the features and the module that it asks for.
+    """A decoder whose context provides the features and the module of a registered drafter.
 
     ``options`` are the drafter's; temperature 0 by default.
     """
@@ -119,7 +119,7 @@ class ModelCertificate:
     """Result of `enumerate_model`.
 
     Attributes:
-        tv: total variation between the joint law of the output and that of the target.
+        tv: total variation between the joint distribution of the output and that of the target.
         expected_tau: E[tau] of each step.
         paths: decision paths followed.
     """
@@ -148,11 +148,11 @@ def enumerate_steps(
     sampling: Sampling | None = None,
     **loop: Any,
 ) -> ModelCertificate:
-    """The joint law of what a pair emits after ``prompt`` on a small float64 model, exactly, against the model's own.
+    """Exact joint distribution of a pair's output after ``prompt`` on a small float64 model, against the model's.
 
-    Drafter, loop, cache and verifier are the real ones, and so are the steps: the drafter starts with the prompt and
-    then lives on what it observes. Shorter outputs are completed to ``steps * (depth + 1)`` tokens with the law that
-    the model itself, without a cache, gives after them.
+    Drafter, loop, cache and verifier are the real ones: the drafter starts with the prompt and then only observes.
+    Shorter outputs are completed to ``steps * (depth + 1)`` tokens with the model's own distribution, computed without
+    a cache.
 
     Args:
         model: a transformers model in float64 with a vocabulary of about 4 (all outputs are in one table).
@@ -202,15 +202,15 @@ def enumerate_steps(
 
 
 def _laws(model: Any, prompt: Sequence[int], length: int, sampling: Sampling) -> list[np.ndarray]:
-    """Per n < length: ``[V ** n, V]``, the model's law after the prompt and each n tokens, one pass without a cache."""
+    """Per n < length: ``[V ** n, V]``, the model's distributions after the prompt and n tokens, without a cache."""
     vocab = model.get_output_embeddings().weight.shape[0]
     ends = torch.tensor(list(product(range(vocab), repeat=length - 1)))
     prefix = torch.tensor(list(prompt)).expand(len(ends), -1)
     distributions: list[np.ndarray] = []
     logits = torch.cat([model(piece).logits for piece in torch.cat([prefix, ends], 1).split(BATCH)])
     for n in range(length):
-        every = vocab ** (length - 1 - n)  # equal beginnings stand side by side
-        distributions.append(sampling.probs(logits[::every, len(prompt) - 1 + n]).numpy())
+        all_items = vocab ** (length - 1 - n)  # equal beginnings stand side by side
+        distributions.append(sampling.probs(logits[::all_items, len(prompt) - 1 + n]).numpy())
     return distributions
 
 

@@ -1,4 +1,4 @@
-"""Made-up runs of many cells, for the pages of HTML: what is drawn is what the seed says."""
+"""Synthetic runs of many cells for the HTML pages, determined by the seed."""
 
 from pathlib import Path
 from typing import Any

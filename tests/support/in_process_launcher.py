@@ -24,7 +24,7 @@ class Config(LauncherConfig):
 
 
 class Here(Launcher):
-    """Runs each group when it is started. ``before(work)`` may say how a process ended that did nothing."""
+    """Runs each group when it starts. ``before(work)`` may return the exit message of a process that did nothing."""
 
     name = "here"
     Config = Config

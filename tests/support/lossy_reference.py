@@ -20,8 +20,8 @@ SEEDS = st.integers(0, 2**31)
 
 
 def rule(name: str, **options: Any) -> Any:
-    found = plugins.get("verifiers", name)
-    return found(found.Config(**options))
+    result = plugins.get("verifiers", name)
+    return result(result.Config(**options))
 
 
 def shipped_rng(seed: int, streams: Any) -> Any:
@@ -29,7 +29,7 @@ def shipped_rng(seed: int, streams: Any) -> Any:
 
 
 class Recording:
-    """A rng that accepts everything or nothing, and keeps the probabilities it was asked about."""
+    """A rng that accepts everything or nothing, and records acceptance probabilities."""
 
     def __init__(self, accepts: bool = True):
         self.accepts = accepts
@@ -44,8 +44,8 @@ class Recording:
         return weights.argmax(-1)
 
 
-# A rule by hand: ``judge(P, Q, x)`` is the probability that x is accepted, and the law of what follows if it is not;
-# x = None asks for the law after a draft that is kept whole.
+# A rule by hand: ``accept_rule(P, Q, x)`` is the acceptance probability of x, and the distribution after its rejection;
+# x = None: the distribution after a fully accepted draft.
 
 Judge = Callable[[list[float], list[float], int | None], tuple[float, list[float]]]
 
@@ -60,40 +60,40 @@ def favourite(probs: list[float]) -> list[float]:
 
 
 def lenient(lenience: float) -> Judge:
-    def judge(p: list[float], q: list[float], x: int | None) -> tuple[float, list[float]]:
+    def accept_rule(p: list[float], q: list[float], x: int | None) -> tuple[float, list[float]]:
         if x is None:
             return 0.0, p
         left = [max(a - lenience * b, 0.0) for a, b in zip(p, q, strict=True)]
         return min(1.0, p[x] / (lenience * q[x])), normalised(left) if sum(left) else p
 
-    return judge
+    return accept_rule
 
 
 def typical(epsilon: float, delta: float) -> Judge:
-    def judge(p: list[float], q: list[float], x: int | None) -> tuple[float, list[float]]:
+    def accept_rule(p: list[float], q: list[float], x: int | None) -> tuple[float, list[float]]:
         entropy = -sum(a * math.log(a) for a in p if a)
         passes = [a > min(epsilon, delta * math.exp(-entropy)) for a in p]
         return float(x is not None and passes[x]), normalised([a * ok for a, ok in zip(p, passes, strict=True)])
 
-    return judge
+    return accept_rule
 
 
 def top_k(k: int, tolerance: float) -> Judge:
-    def judge(p: list[float], q: list[float], x: int | None) -> tuple[float, list[float]]:
+    def accept_rule(p: list[float], q: list[float], x: int | None) -> tuple[float, list[float]]:
         best = sorted(range(len(p)), key=lambda y: -p[y])[:k]  # stable: ties by lowest id
         ok = x is not None and x in best and p[x] > 0 and math.log(max(p) / p[x]) <= tolerance
         return float(ok), favourite(p)
 
-    return judge
+    return accept_rule
 
 
 def bild(rollback: float) -> Judge:
-    def judge(p: list[float], q: list[float], x: int | None) -> tuple[float, list[float]]:
+    def accept_rule(p: list[float], q: list[float], x: int | None) -> tuple[float, list[float]]:
         if x is None:
             return 0.0, favourite(p)
         return float(p.index(max(p)) == x or (p[x] > 0 and -math.log(p[x]) <= rollback)), favourite(p)
 
-    return judge
+    return accept_rule
 
 
 SETTINGS: list[tuple[str, dict[str, Any], Judge]] = [

@@ -84,7 +84,7 @@ def layout(name: str, target: Any) -> tuple[Weights, dict[str, Tensor], dict[str
         return w, w.v01(projections=False), MEDUSA
     if name == "Medusa-2":
         whole = {key: tensor.clone() for key, tensor in target.state_dict().items()}
-        config = {**target.config.to_dict(), "num_heads": 32, **MEDUSA}  # of which two say how many heads attend
+        config = {**target.config.to_dict(), "num_heads": 32, **MEDUSA}  # two of them are head counts
         return (w := Weights()), {**whole, **w.v01(prefix="medusa_head.")}, config
     if name == "vLLM":
         return (w := Weights(bias=False)), w.vllm(), VLLM

@@ -25,7 +25,7 @@ def verifier_class(name: str) -> Any:
 
 
 class OracleTrees(Drafter):
-    """Random trees around the right answer, which it is told."""
+    """Random trees around a given correct continuation."""
 
     name = "oracle-trees"
 
@@ -57,19 +57,19 @@ class OracleTrees(Drafter):
         for row, history in enumerate(sequences.history):
             if not history:
                 continue
-            ahead = self.answer[row][len(history) - self.started[row] :]
-            right, depth, taken = {-1}, {-1: 0}, set()
+            upcoming = self.answer[row][len(history) - self.started[row] :]
+            right, depth, used = {-1}, {-1: 0}, set()
             for node in range(self.random.randint(0, n)):
                 parent = self.random.choice([i for i in depth if depth[i] < sequences.limit[row]] or [None])
                 if parent is None:
                     break
                 token = self.random.randrange(self.context.vocab_size)
                 if parent in right and self.random.random() < 0.7:
-                    token = ahead[depth[parent]]
-                if (parent, token) in taken:  # siblings differ
+                    token = upcoming[depth[parent]]
+                if (parent, token) in used:  # siblings differ
                     break
-                taken.add((parent, token))
-                if parent in right and token == ahead[depth[parent]]:
+                used.add((parent, token))
+                if parent in right and token == upcoming[depth[parent]]:
                     right.add(node)
                 tokens[row, node], parents[row, node], valid[row, node] = token, parent, True
                 depth[node] = depth[parent] + 1

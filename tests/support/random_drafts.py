@@ -1,4 +1,4 @@
-"""Random laws and drafts for the verifiers' property tests."""
+"""Random distributions and drafts for the verifiers' property tests."""
 
 from __future__ import annotations
 

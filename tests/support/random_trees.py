@@ -53,9 +53,9 @@ def shipped_rng(seed: int, streams: Sequence[int], position: int = 0) -> Any:
 
 
 class RandomLM:
-    """A target and a drafter whose laws depend on the whole prefix, through a state; each row has its own.
+    """A target and a drafter whose distributions depend on the whole prefix, through a state; each row has its own.
 
-    Laws go from nearly flat to one-hot, some with most tokens cut off, some equal for both models.
+    Distributions go from nearly flat to one-hot, some with most tokens cut off, some equal for both models.
     """
 
     STATES = 13
@@ -82,7 +82,7 @@ class RandomLM:
         return (state * 5 + token + 1) % self.STATES
 
     def target(self, draft: Draft) -> Tensor:
-        """``[B, N+1, V]``: the target's law after the root and after every node."""
+        """``[B, N+1, V]``: the target's distribution after the root and after every node."""
         states = torch.zeros(self.b, draft.width + 1, dtype=torch.long)
         for node in range(draft.width):
             before = states.gather(1, draft.parents[:, node : node + 1] + 1)
@@ -90,7 +90,7 @@ class RandomLM:
         return self.p[self.rows, states]
 
     def sequences(self, k: int, depth: int) -> tuple[Tensor, Tensor]:
-        """K sequences drawn independently, ``[B, K, depth]``, and their laws as `Draft.iid` wants them."""
+        """K sequences drawn independently, ``[B, K, depth]``, and their distributions as `Draft.iid` wants them."""
         states = torch.zeros(self.b, k, dtype=torch.long)
         tokens, distributions = [], []
         for level in range(depth):
@@ -138,7 +138,7 @@ def random_draft(
     return draft, p
 
 
-def alone(draft: Draft, p: Tensor, row: int) -> tuple[Draft, Tensor]:
+def single_row(draft: Draft, p: Tensor, row: int) -> tuple[Draft, Tensor]:
     """Row ``row`` as a batch of its own, no wider and no deeper than it has to be."""
     valid = draft.valid[row].nonzero().flatten()
     if not len(valid):

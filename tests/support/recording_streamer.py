@@ -1,4 +1,4 @@
-"""A streamer that remembers what it was told."""
+"""A streamer that records its inputs."""
 
 from typing import Any
 

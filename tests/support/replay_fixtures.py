@@ -31,7 +31,7 @@ class RecordedResponse(Response):
 def making(
     target: Any, sampling: Sampling, drafting: Any = None, lm: type[TransformersLM] = TransformersLM, **more: Any
 ) -> MakeContext:
-    """Contexts over slots of ``target``; a drafter that asks for a model gets ``drafting``."""
+    """Contexts over slots of ``target``; a drafter that requests a model gets ``drafting``."""
 
     def make(rows: int, longest: int, extra_tokens: int) -> GivenContext:
         slot = longest + extra_tokens
@@ -107,8 +107,8 @@ def run(
         context.target, cls(config, context), rule, sampling=context.sampling, max_new_tokens=new,
         rng=CounterRng(seed), on_step=look, **loop,
     )  # fmt: skip
-    found = sorted(decoder.run(prompts), key=lambda response: response.index)
-    return Run([RecordedResponse(prompts[r.index], r.tokens) for r in found], steps)
+    result = sorted(decoder.run(prompts), key=lambda response: response.index)
+    return Run([RecordedResponse(prompts[r.index], r.tokens) for r in result], steps)
 
 
 def fresh(
@@ -117,7 +117,7 @@ def fresh(
     """The draft of a drafter that begins with the prompt and the first ``t`` tokens, forced to the rest."""
     cls, config = drafter
     context = make(1, len(text.prompt) + len(text.tokens), 24)
-    made, target = cls(config, context), context.target
+    instance, target = cls(config, context), context.target
     assert target is not None
     target.hidden_layers = cls.traits(config, context.sampling).hidden_layers
     from crossdraft.framework.contracts.draft import Sequences
@@ -127,5 +127,5 @@ def fresh(
         hidden = target.start(0, prefix)
         seqs = Sequences([[]], torch.zeros(1, context.max_length, dtype=torch.long), [depth], [0])
         seqs.append(0, prefix)
-        made.start(0, prefix, hidden)
-        return made.propose(seqs, forcing(text.tokens[t : t + depth]))
+        instance.start(0, prefix, hidden)
+        return instance.propose(seqs, forcing(text.tokens[t : t + depth]))

@@ -19,7 +19,7 @@ def models(tmp_path_factory: Any) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
     return {
         "target": save_model(root / "target"),
-        "same": save_model(root / "same"),  # says what the target says
+        "same": save_model(root / "same"),  # predicts the same tokens as the target
         "narrow": save_model(root / "narrow", seed=2, width=64),
         "wide": save_model(root / "wide", seed=3, width=80),
         "short": save_model(root / "short", seed=4, context=16),

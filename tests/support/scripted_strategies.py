@@ -1,4 +1,4 @@
-"""A drafter and a verifier that say what they are told, with a toy of 64 tokens around them."""
+"""A scripted drafter and verifier, on a toy of 64 tokens."""
 
 from __future__ import annotations
 
@@ -112,17 +112,17 @@ def decoder(
     return Decoder(context.target, drafter, fixed, sampling=Sampling(), **{"max_new_tokens": 12, **loop})
 
 
-def first_step(made: Decoder) -> None:
+def first_step(decoder: Decoder) -> None:
     for row in range(B):
-        made.start(row, [10 + row], row, row, f"prompt {row}")
-    made.step()
+        decoder.start(row, [10 + row], row, row, f"prompt {row}")
+    decoder.step()
 
 
 def at(name: str, where: Any, value: Any) -> Callable:
     """Put ``value`` into a field of the draft or verdict."""
 
-    def change(of: Any, _: Any) -> None:
-        setattr(of, name, getattr(of, name).clone())
-        getattr(of, name)[where] = value
+    def change(group: Any, _: Any) -> None:
+        setattr(group, name, getattr(group, name).clone())
+        getattr(group, name)[where] = value
 
     return change

@@ -32,7 +32,7 @@ class Machine:
 
     Attributes:
         burst: seconds that a neighbour stays, on average; 0: each step meets its own.
-        counted: the share of the lost time that the kernel's counters report; 0: there are none.
+        counted: the share of the lost time that the kernel's counters report; 0: no counters.
     """
 
     random: Any
@@ -59,13 +59,13 @@ class Machine:
 
     def step(self, parts: list[float]) -> tuple[list[float], float]:
         """Seconds that the parts of a step take, and what was waited."""
-        taken, waited, slow = [], 0.0, self.slowdown()
+        used, waited, slow = [], 0.0, self.slowdown()
         for seconds in parts:
             slow = self.slowdown() if self.burst else slow
-            taken.append(seconds * slow)
+            used.append(seconds * slow)
             waited += seconds * (slow - 1) * self.counted
-            self._now += taken[-1]
-        return taken, waited
+            self._now += used[-1]
+        return used, waited
 
 
 def components(drafter: str, verifier: str, nodes: int, length: int) -> list[float]:
@@ -105,15 +105,15 @@ def group(machine: Machine, pairs: int, prompts: int, drift: float = 0.01) -> li
             for nodes, at, tokens in steps_of(random, drafter, ease, length):
                 jitter = np.exp(np.array([0.08, 0.03, 0.1, 0.1]) * random.standard_normal(4))
                 mean = components(drafter, verifier, nodes, at)
-                taken, waited = machine.step([m * float(x) * pace for m, x in zip(mean, jitter, strict=True)])
-                row = [round(1e6 * s) for s in (*taken, waited)]
+                used, waited = machine.step([m * float(x) * pace for m, x in zip(mean, jitter, strict=True)])
+                row = [round(1e6 * s) for s in (*used, waited)]
                 if not emitted:
                     row[-1] += round(1e6 * resume_from[1])
                     row += [length, round(1e6 * resume_from[0][0])]
                 steps.setdefault(f"{nodes} {at // 256}", []).append(row)
                 emitted += tokens
             pieces[i].append(Piece(emitted, {"target": 1.0}, steps=steps))
-    return [CellPieces(*cell, of) for cell, of in zip(cells, pieces, strict=True)]
+    return [CellPieces(*cell, by_name) for cell, by_name in zip(cells, pieces, strict=True)]
 
 
 @cache

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from scipy.optimize import brentq
 
-from crossdraft.framework.certificate.samples.foreign_samples import Decision, Draws, judge
+from crossdraft.framework.certificate.samples.foreign_samples import Decision, Draws, decide
 from crossdraft.framework.certificate.samples.sampler_verdict import Evidence, PrefixDraws, Verdict
 
 ROWS = np.array([[0.5, 0.2, 0.2, 0.1], [0.1, 0.7, 0.1, 0.1], [0.25, 0.25, 0.4, 0.1], [0.4, 0.3, 0.2, 0.1]])
@@ -28,13 +28,13 @@ def markov_sequences(random: np.random.Generator, rows: np.ndarray, n: int, leng
     return Draws("f:1", [0], sequences=sequences)
 
 
-def markov_decision(every: list[Draws], deviation: float, **options: bool) -> Decision:
-    trees = [draws.tree() for draws in every]
-    found = [
+def markov_decision(all_draws: list[Draws], deviation: float, **options: bool) -> Decision:
+    trees = [draws.tree() for draws in all_draws]
+    results = [
         (torch.from_numpy(ROWS[tree.tokens]), [(i, node) for node in range(len(tree.tokens))])
         for i, tree in enumerate(trees)
     ]
-    return judge(every, trees, found, deviation=deviation, **options)
+    return decide(all_draws, trees, results, deviation=deviation, **options)
 
 
 def power_law_probs(rows: int, size: int, seed: int) -> np.ndarray:
@@ -88,14 +88,14 @@ def tail_to_tail(probs: np.ndarray, deviation: float) -> np.ndarray:
     share = np.minimum(moved, 0.99 * (falling * last).sum(1)) * earlier.any(1)
     changed = falling * (1 - last * (share / np.maximum((falling * last).sum(1), 1e-300))[:, None])
     changed += falling * earlier * (share / np.maximum((falling * earlier).sum(1), 1e-300))[:, None]
-    found = np.empty_like(probs)
-    np.put_along_axis(found, order, changed / changed.sum(1, keepdims=True), 1)
-    return found
+    result = np.empty_like(probs)
+    np.put_along_axis(result, order, changed / changed.sum(1, keepdims=True), 1)
+    return result
 
 
 @dataclass(frozen=True)
 class Shape:
-    """So many prefixes with so many draws each, and the TV in question."""
+    """Prefixes, draws per prefix, and the TV to test."""
 
     prefixes: int
     draws: int
@@ -126,7 +126,7 @@ def error_rates(shape: Shape, simulations: int, size: int = 128) -> Iterator[tup
             assert abs(apart - shape.deviation) < 0.01 * shape.deviation, (name, apart)
         elif name != "exact" and apart < shape.deviation:
             continue  # within d, so that a yes is right
-        found = Counter(
+        result = Counter(
             verdict_of(probs, sampler, shape.draws, shape.deviation, seed).outcome for seed in range(simulations)
         )
-        yield name, {outcome: found[outcome] / simulations for outcome in ("yes", "no", "undecided")}
+        yield name, {outcome: result[outcome] / simulations for outcome in ("yes", "no", "undecided")}

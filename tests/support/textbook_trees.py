@@ -135,18 +135,18 @@ def smallest_rho(p: tuple[float, ...], q: tuple[float, ...], n: int) -> float:
 
 
 class Siblings(Textbook):
-    """For rules that examine distinct children one after the other, each with its law given its elder siblings."""
+    """For rules that examine distinct children in order, each with its q given the earlier siblings."""
 
     def children(self, row: Row, at: int) -> list[tuple[int, Law]]:
         """(child, q_j) in the order in which they are examined."""
         earlier_siblings: list[int] = []
-        found = []
+        results = []
         for child in self.order(row, row.children[at]):
             q = row.q[child]
             rest = [0.0 if x in earlier_siblings else qx for x, qx in enumerate(q)]
-            found.append((child, norm(rest, q)))
+            results.append((child, norm(rest, q)))
             earlier_siblings.append(row.token[child])
-        return found
+        return results
 
     def order(self, row: Row, children: list[int]) -> list[int]:
         return children
@@ -177,18 +177,18 @@ class MultiStep(Siblings):
 
 class Traversal(Siblings):
     def walk(self, row: Row) -> Walk:
-        found = yield from self.visit(row, ROOT, 1.0)
-        assert found is not None  # the root's credit stays 1
-        nodes, token = found
+        result = yield from self.visit(row, ROOT, 1.0)
+        assert result is not None  # the root's credit stays 1
+        nodes, token = result
         return nodes[::-1], token
 
     def visit(self, row: Row, node: int, a: float) -> Generator[Law, int, tuple[list[int], int] | None]:
         p = row.p[node]
         for child, q in self.children(row, node):
             x = row.token[child]
-            found = yield from self.visit(row, child, min(1.0, a * ratio(p[x], q[x])))
-            if found is not None:
-                nodes, token = found
+            result = yield from self.visit(row, child, min(1.0, a * ratio(p[x], q[x])))
+            if result is not None:
+                nodes, token = result
                 return [*nodes, *([node] if node != ROOT else [])], token
             a, p = self.failed(a, p, q)
         if not (yield from coin(a)):
@@ -196,7 +196,7 @@ class Traversal(Siblings):
         return [node] if node != ROOT else [], (yield p)
 
     def failed(self, a: float, p: Law, q: Law) -> tuple[float, Law]:
-        """Credit and law of a node once a child has failed."""
+        """Credit and distribution of a node once a child has failed."""
         left = positive(a * px - qx for px, qx in zip(p, q, strict=True))
         s = sum(left)
         return (s / (s + (1 - a)) if s + (1 - a) > 0 else 1.0), norm(left, p)

@@ -54,7 +54,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     name: {"text_config": {"model_type": text, **_ASSISTANT, "num_hidden_layers": 2, "layer_types": _ALTERNATING}}
     for name, text in (("gemma4_assistant", "gemma4_text"), ("gemma4_unified_assistant", "gemma4_unified_text"))
 }
-#: What a name alone does not tell, by model type: sizes that depend on each other, or that have no default.
+#: Extra settings by model type: sizes that depend on each other, or have no default.
 SPECIAL: dict[str, dict[str, Any]] = {
     **_named(
         {"is_decoder": True},

@@ -57,11 +57,11 @@ def save_model(
 
 def generated(model: Any, prompts: Iterable[Sequence[int]], count: int) -> list[list[int]]:
     """Output of transformers' own ``generate`` at temperature 0, at most ``count`` tokens each."""
-    found = []
+    results = []
     for prompt in prompts:
         out = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=count)
-        found.append(out[0, len(prompt) :].tolist())
-    return found
+        results.append(out[0, len(prompt) :].tolist())
+    return results
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""Rules written wrongly, for the tests of the certificate and of the first token's law."""
+"""Rules written wrongly, for the tests of the certificate and of the first token's distribution."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ class NoResidual(plugins.get("verifiers", "token")):
 
 
 class AcceptsAll(plugins.get("verifiers", "token")):
-    """Says what the drafter says."""
+    """Emits the drafter's tokens."""
 
     name = "accepts-all"
 

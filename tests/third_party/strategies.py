@@ -102,7 +102,7 @@ class FirstLayers(Drafter):
 
 
 class Window(Drafter):
-    """Drafts what the target said after its guesses of the last step: they ride in the target's pass as probes."""
+    """Drafts the target's predictions after the last step's guesses, which were scored as probes."""
 
     name = "window"
 
@@ -113,7 +113,7 @@ class Window(Drafter):
 
     def __init__(self, config: StrategyConfig, context: DraftContext):
         super().__init__(config, context)
-        #: Per slot, what the target says after each guess, read from the probes; for the test to look at.
+        #: Per slot, the target's prediction after each guess, read from the probes; for the test.
         self.output: dict[int, list[int]] = {}
         self.after: list[dict[int, int]] = [{} for _ in range(context.batch_size)]
 
@@ -131,7 +131,7 @@ class Window(Drafter):
         for row, (history, limit) in enumerate(zip(sequences.history, sequences.limit, strict=True)):
             if history and limit and history[-1] in self.after[row]:
                 rows[row][0], length[row] = self.after[row][history[-1]], 1
-            # Guesses hang below the root: what would the target say if it went on with this token?
+            # Guesses are children of the root: the target's prediction after each is needed.
             last = history[-1] if history else 0
             rows[row][1:] = [(7 * last + i) % self.context.vocab_size for i in range(w)]
         tokens = on_device(rows, sequences.device)

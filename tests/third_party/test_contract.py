@@ -52,7 +52,7 @@ def answers(target: Any, drafter: Any, **options: Any) -> list[Any]:
     return crossdraft.generate(target, prompts, drafter=drafter, max_new_tokens=16, **options)
 
 
-def test_the_package_imports_nothing_but_crossdraft() -> None:
+def test_package_imports_only_crossdraft() -> None:
     tree = ast.parse(Path(strategies.__file__).read_text(encoding="utf-8"))
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     modules |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
@@ -96,57 +96,57 @@ class TestWrapped(VerifierContract):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_fork_does_not_change_the_targets_cache(target: Any, temperature: float) -> None:
-    """Its nodes are written into the same slots, so a fault would change what the target says."""
+def test_fork_does_not_change_targets_cache(target: Any, temperature: float) -> None:
+    """Its nodes are written into the same slots, so a fault would change the target's output."""
     drafter = {"name": "first-layers", "layers": [1], "gamma": 4}
-    alone = answers(target, "none", temperature=temperature, verifier=None if temperature == 0 else "token")
+    separate = answers(target, "none", temperature=temperature, verifier=None if temperature == 0 else "token")
     for batch_size in (1, 3):
-        found = answers(target, drafter, temperature=temperature, batch_size=batch_size, verifier="sample-match")
+        responses = answers(target, drafter, temperature=temperature, batch_size=batch_size, verifier="sample-match")
         if temperature == 0:
-            assert [r.tokens for r in found] == [r.tokens for r in alone]
+            assert [r.tokens for r in responses] == [r.tokens for r in separate]
     all_layers = {"name": "first-layers", "layers": [0, 1], "gamma": 4}
     whole = answers(target, all_layers, temperature=temperature, verifier=None)
     taus = [r.tau for response in whole for r in response.steps if r.nodes == 4 and r.emitted > r.tau]
     assert taus and set(taus) == {4}, "the whole model drafts what it says itself"
 
 
-def test_a_fork_computes_nothing_twice(target: Any) -> None:
+def test_fork_does_not_recompute(target: Any) -> None:
     """One pass of the fork a drafted token and none for the prompt: the target's keys and values are there."""
-    seen: list[Any] = []
+    events: list[Any] = []
     (response,) = crossdraft.generate(
         target, ["w5 w6 w7 w5 w6"], drafter={"name": "first-layers", "layers": [0], "gamma": 3},
-        max_new_tokens=12, temperature=0, on_step=seen.append,
+        max_new_tokens=12, temperature=0, on_step=events.append,
     )  # fmt: skip
-    assert len(seen) == len(response.steps) and all(event.prompts == [0] for event in seen)
-    assert [token for event in seen for token in event.emitted[0]] == response.tokens
+    assert len(events) == len(response.steps) and all(event.prompts == [0] for event in events)
+    assert [token for event in events for token in event.emitted[0]] == response.tokens
 
 
 def test_probes_are_scored_and_never_judged(target: Any) -> None:
-    seen: list[Any] = []
-    found = answers(target, "window", temperature=0, batch_size=2, on_step=seen.append)
-    assert [r.tokens for r in found] == [r.tokens for r in answers(target, "none", temperature=0)]
-    for event in seen:
+    events: list[Any] = []
+    responses = answers(target, "window", temperature=0, batch_size=2, on_step=events.append)
+    assert [r.tokens for r in responses] == [r.tokens for r in answers(target, "none", temperature=0)]
+    for event in events:
         assert event.draft.probes == 3 and event.scores.p.shape[1] == event.draft.width + 1 == 5
         assert max(event.accepted) <= 1, "a probe was accepted"
-    # What is said after a probe is what the model says after that token, by a pass of its own.
-    event = next(event for event in seen if event.prompts[0] == 0)
+    # The prediction after a probe equals that of a separate pass over the token.
+    event = next(event for event in events if event.prompts[0] == 0)
     prompt = [3, 5, 6, 7, 5, 6, 4]  # in the chat template
     for i in range(3):
         text = torch.tensor([[*prompt, int(event.draft.tokens[0, 1 + i])]])
         expected = target.model(text).logits[0, -1]
         torch.testing.assert_close(event.scores.logits[0, 2 + i], expected, rtol=1e-4, atol=1e-4)
         assert event.scores.p[0, 2 + i].max() == 1, "at temperature 0 p is one-hot; logits are not"
-    steps = [r for response in found for r in response.steps]
+    steps = [r for response in responses for r in response.steps]
     assert {r.nodes for r in steps} <= {0, 1} and {r.width for r in steps} == {4}
 
 
-def test_another_tokenizer_by_a_map_of_ids(target: Any, models: dict[str, str]) -> None:
+def test_another_tokenizer_by_map_of_ids(target: Any, models: dict[str, str]) -> None:
     """The same words under other ids; one of the target's words is missing, so it is never drafted."""
-    seen: list[Any] = []
+    events: list[Any] = []
     drafter = {"name": "other-words", "model": models["shuffled"]}
-    found = answers(target, drafter, temperature=1, seed=3, on_step=seen.append)
-    assert all(response.tokens for response in found)
-    with_law = [event.draft for event in seen if event.draft.q is not None]
+    responses = answers(target, drafter, temperature=1, seed=3, on_step=events.append)
+    assert all(response.tokens for response in responses)
+    with_law = [event.draft for event in events if event.draft.q is not None]
     assert with_law and all(bool((draft.q[..., VOCAB["w9"]] == 0).all()) for draft in with_law)
     assert all(bool((draft.q[..., 64:] == 0).all()) for draft in with_law), "no word has these ids"
     with pytest.raises(crossdraft.ModelError, match="the tokenizers differ"):
@@ -162,7 +162,7 @@ def write_recipe(tmp_path: Path, target: str, **more: Any) -> str:
     return str(path)
 
 
-def test_what_was_learnt_in_the_warm_up_is_forgotten(tmp_path: Path, models: dict[str, str], monkeypatch: Any) -> None:
+def test_warm_up_memory_is_reset(tmp_path: Path, models: dict[str, str], monkeypatch: Any) -> None:
     recipe = load_recipe(write_recipe(tmp_path, models["target"], drafters=["frequent"], verifiers=["sample-match"]))
     warm = run(recipe, tmp_path / "warm", log=None).results[-1]
     from crossdraft.framework.bench.cell_runner import Cell
@@ -174,7 +174,7 @@ def test_what_was_learnt_in_the_warm_up_is_forgotten(tmp_path: Path, models: dic
     assert warm.metrics.block_efficiency == cold.metrics.block_efficiency
 
 
-def test_traits_of_a_verifier_follow_from_its_config(tmp_path: Path, models: dict[str, str]) -> None:
+def test_traits_of_verifier_follow_from_its_config(tmp_path: Path, models: dict[str, str]) -> None:
     verifiers = [{"name": "wrapped", "rule": rule} for rule in ("token", "lenient")]
     recipe = load_recipe(
         write_recipe(tmp_path, models["target"], drafters=["prompt-lookup"], verifiers=[*verifiers, "token"])
@@ -186,16 +186,16 @@ def test_traits_of_a_verifier_follow_from_its_config(tmp_path: Path, models: dic
     assert titles == ["wrapped rule=token (not certified)", "wrapped rule=lenient (lossy)", "token"]
 
 
-def test_a_drafter_for_temperature_zero_is_left_out_elsewhere(tmp_path: Path, models: dict[str, str]) -> None:
+def test_drafter_for_temperature_zero_is_left_out_elsewhere(tmp_path: Path, models: dict[str, str]) -> None:
     recipe = load_recipe(
         write_recipe(
             tmp_path, models["target"], drafters=["oracle"], verifiers=["token", "sample-match"],
             matrix={"temperature": [0, 1]},
         )
     )  # fmt: skip
-    found = expand(recipe)
-    assert {cell.sampling.temperature for cell in found.cells if cell.drafter.name == "oracle"} == {0}
-    assert "drafter 'oracle' needs temperature 0, but the temperature is 1" in found.skipped
+    result = expand(recipe)
+    assert {cell.sampling.temperature for cell in result.cells if cell.drafter.name == "oracle"} == {0}
+    assert "drafter 'oracle' needs temperature 0, but the temperature is 1" in result.skipped
 
 
 def bigram(tmp_path: Path) -> str:
@@ -206,24 +206,24 @@ def bigram(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_target_of_another_backend(tmp_path: Path) -> None:
+def test_target_of_another_backend(tmp_path: Path) -> None:
     loaded = crossdraft.load_model(bigram(tmp_path))
     assert loaded.backend == "bigram" and loaded.source.startswith("file ")
     plain = crossdraft.generate(loaded, ["a b c"], drafter="none", temperature=0, max_new_tokens=8)
     assert plain[0].text == "d a b c d a b c"
     for drafter in ("prompt-lookup", {"name": "draft-model", "model": loaded.name, "gamma": 3}):
-        found = crossdraft.generate(loaded, ["a b c"], drafter=drafter, temperature=0, max_new_tokens=8)
-        assert found[0].text == plain[0].text
-    alone = crossdraft.load_tokenizer(loaded.name)
-    assert alone.tokenizer.get_vocab() == loaded.tokenizer.get_vocab() and alone.eos_token_ids == (0,)
+        responses = crossdraft.generate(loaded, ["a b c"], drafter=drafter, temperature=0, max_new_tokens=8)
+        assert responses[0].text == plain[0].text
+    separate = crossdraft.load_tokenizer(loaded.name)
+    assert separate.tokenizer.get_vocab() == loaded.tokenizer.get_vocab() and separate.eos_token_ids == (0,)
     with pytest.raises(crossdraft.ModelError, match="not a transformers model"):
         crossdraft.generate(loaded, ["a b c"], drafter={"name": "medusa", "model": "nowhere"})
     with pytest.raises(crossdraft.UsageError, match="runs on a CPU in float32"):
         crossdraft.load_model(loaded.name, dtype="bfloat16")
 
 
-def test_a_model_of_another_backend_drafts_in_its_own_precision(tmp_path: Path, models: dict[str, str]) -> None:
-    """It is not asked for the dtype and the device of a target that transformers runs, nor the other way round."""
+def test_other_backend_drafts_in_own_precision(tmp_path: Path, models: dict[str, str]) -> None:
+    """The dtype and device of a transformers target do not apply to it, nor the reverse."""
     target = crossdraft.load_model(models["target"], dtype="bfloat16")
     assert load_draft_model(bigram(tmp_path), target).backend == "bigram"
     assert load_draft_model(models["target"], target).model.dtype == torch.bfloat16
@@ -231,7 +231,7 @@ def test_a_model_of_another_backend_drafts_in_its_own_precision(tmp_path: Path, 
     assert other.model.dtype == crossdraft.load_model(models["target"]).model.dtype
 
 
-def test_a_recipe_on_another_backend(tmp_path: Path) -> None:
+def test_recipe_on_another_backend(tmp_path: Path) -> None:
     path = bigram(tmp_path)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"a b {x}"}) + "\n" for x in "abcd"))

@@ -63,14 +63,14 @@ class StarMatch(Verifier):
         if not draft.width:
             return Verdict(torch.zeros_like(first), first)
         match = (draft.tokens == first[:, None]) & draft.valid
-        found, node = match.any(1), match.long().argmax(1)
+        result, node = match.any(1), match.long().argmax(1)
         second = rng.draw(p[rows, node + 1], index=1)
-        path = torch.where(found, node, -1)[:, None]
-        return Verdict(found.long(), torch.where(found, second, first), path)
+        path = torch.where(result, node, -1)[:, None]
+        return Verdict(result.long(), torch.where(result, second, first), path)
 
 
 class KeepsTheFirst(StarMatch):
-    """Keeps the first child whatever the target says."""
+    """Always accepts the first child."""
 
     name = "keeps-the-first"
 
@@ -79,9 +79,9 @@ class KeepsTheFirst(StarMatch):
         if not draft.width:
             return verdict
         second = rng.draw(p[:, 1], index=2)
-        taken = draft.valid[:, 0]
-        path = torch.where(taken, 0, -1)[:, None]
-        return Verdict(taken.long(), torch.where(taken, second, verdict.token), path)
+        used = draft.valid[:, 0]
+        path = torch.where(used, 0, -1)[:, None]
+        return Verdict(used.long(), torch.where(used, second, verdict.token), path)
 
 
 @pytest.fixture(scope="module")
@@ -89,19 +89,19 @@ def target(tmp_path_factory: Any) -> Any:
     return load_model(save_model(tmp_path_factory.mktemp("target")), dtype="float32")
 
 
-def test_greedy_text_is_the_targets(target: Any) -> None:
+def test_greedy_text_is_targets(target: Any) -> None:
     options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0}
     plain = generate(target, [[5, 6, 7], [8]], drafter="none", **options)
     starred = generate(target, [[5, 6, 7], [8]], drafter=Neighbours, verifier=StarMatch, **options)
-    assert [one.tokens for one in starred] == [one.tokens for one in plain]
-    assert any(step.nodes == 2 for one in starred for step in one.steps)
+    assert [item.tokens for item in starred] == [item.tokens for item in plain]
+    assert any(step.nodes == 2 for item in starred for step in item.steps)
 
 
 @pytest.mark.parametrize("rule, lossless", [(StarMatch, True), (KeepsTheFirst, False)])
-def test_the_certificate_takes_it(rule: type[Verifier], lossless: bool) -> None:
+def test_certificate_takes_it(rule: type[Verifier], lossless: bool) -> None:
     toy = next(toy for toy in built_in_toys() if toy.name == "T0")
-    found = certify(toy, lambda context, gamma: Neighbours(StrategyConfig(), context), rule, gamma=1)
-    assert (found.tv < 1e-12) is lossless, found
+    certificate = certify(toy, lambda context, gamma: Neighbours(StrategyConfig(), context), rule, gamma=1)
+    assert (certificate.tv < 1e-12) is lossless, certificate
 
 
 def test_other_verifiers_refuse_it_and_it_refuses_other_drafts(target: Any) -> None:
@@ -114,7 +114,7 @@ def test_other_verifiers_refuse_it_and_it_refuses_other_drafts(target: Any) -> N
     assert not StarMatch.traits(None).kinds and not StarMatch.traits(None).accepts_kind(CHAIN)
 
 
-def test_a_draft_of_another_kind_is_named(target: Any) -> None:
+def test_draft_of_another_kind_is_named(target: Any) -> None:
     class Wrong(Neighbours):
         def propose(self, sequences: Any, rng: Any) -> Draft:
             draft = super().propose(sequences, rng)

@@ -178,9 +178,9 @@ def test_its_recipe_is_one(folder: str, tmp_path: Path) -> None:
         changes += [f"drafters.{i}.model={target}" for i in range(3)]
     if folder == "crossdraft-combine":
         changes += [f"drafters.1.model={target}", f"drafters.2.drafters.1.model={target}"]
-    found = expand(load_recipe(str(ROOT / "plugins" / folder / "recipe.yaml"), changes))
-    names = {name for cell in found.cells for name in (cell.drafter.name, cell.verifier.name)}
-    assert folder.removeprefix("crossdraft-") in names and not found.skipped
+    result = expand(load_recipe(str(ROOT / "plugins" / folder / "recipe.yaml"), changes))
+    names = {name for cell in result.cells for name in (cell.drafter.name, cell.verifier.name)}
+    assert folder.removeprefix("crossdraft-") in names and not result.skipped
     project = tomllib.loads((ROOT / "plugins" / folder / "pyproject.toml").read_text(encoding="utf-8"))
     assert list(project["project"]["entry-points"]["crossdraft"]) == [folder.removeprefix("crossdraft-")]
 
@@ -190,40 +190,40 @@ def target(tmp_path_factory: Any) -> crossdraft.LoadedModel:
     return crossdraft.load_model(save_model(tmp_path_factory.mktemp("m") / "target"), dtype="float32", device="cpu")
 
 
-def test_kept_cache_contains_the_last_outputs(target: Any) -> None:
+def test_kept_cache_contains_last_outputs(target: Any) -> None:
     """The same question twice: the second answer is drafted from the first one."""
     cache = NgramCache(NgramCache.Config(gamma=4))
-    ask = {"max_new_tokens": 16, "temperature": 0}
-    (first,) = crossdraft.generate(target, [[5, 9, 3]], drafter=cache, **ask)
-    (again,) = crossdraft.generate(target, [[5, 9, 3]], drafter=cache, **ask)
-    (fresh,) = crossdraft.generate(target, [[5, 9, 3]], drafter=NgramCache, **ask)
-    assert first.tokens == again.tokens == fresh.tokens
-    steps = [[r.tau for r in response.steps] for response in (first, again, fresh)]
+    arguments = {"max_new_tokens": 16, "temperature": 0}
+    (first,) = crossdraft.generate(target, [[5, 9, 3]], drafter=cache, **arguments)
+    (repeat,) = crossdraft.generate(target, [[5, 9, 3]], drafter=cache, **arguments)
+    (fresh,) = crossdraft.generate(target, [[5, 9, 3]], drafter=NgramCache, **arguments)
+    assert first.tokens == repeat.tokens == fresh.tokens
+    steps = [[r.tau for r in response.steps] for response in (first, repeat, fresh)]
     assert steps[0] == steps[2] and sum(steps[1]) > sum(steps[0]) and len(steps[1]) == 4  # 5 + 5 + 5 + 1 tokens
 
 
-def test_by_shape_matches_the_verifier_of_the_shape(target: Any) -> None:
-    ask = {"max_new_tokens": 12, "seed": 3}
+def test_by_shape_matches_verifier_of_shape(target: Any) -> None:
+    settings = {"max_new_tokens": 12, "seed": 3}
     for drafter, rule in {
         "prompt-lookup": "block",
         "draft-model-tree": "traversal",
         "draft-model-iid": "spectr",
     }.items():
-        given = {"name": drafter} | ({"model": target.name} if drafter != "prompt-lookup" else {})
+        arguments = {"name": drafter} | ({"model": target.name} if drafter != "prompt-lookup" else {})
         tokens = [
-            crossdraft.generate(target, [[5, 9, 5, 9, 5]], drafter=given, verifier=verifier, **ask)[0].tokens
+            crossdraft.generate(target, [[5, 9, 5, 9, 5]], drafter=arguments, verifier=verifier, **settings)[0].tokens
             for verifier in ("by-shape", rule)
         ]
         assert tokens[0] == tokens[1], drafter
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])
-def test_retrieval_outputs_match_the_target(batch_size: int, target: Any, tmp_path: Path) -> None:
+def test_retrieval_outputs_match_target(batch_size: int, target: Any, tmp_path: Path) -> None:
     """At temperature 0, with texts of its own in the datastore, so that something is accepted."""
     prompts = [[5, 9, 3], [7], [6, 2, 6, 2, 6], [11, 12, 13, 11, 12]]
-    ask = {"max_new_tokens": 24, "temperature": 0, "batch_size": batch_size, "ignore_eos": True}
-    alone = [response.tokens for response in crossdraft.generate(target, prompts, drafter="none", **ask)]
-    documents = [[*prompt, *tokens] for prompt, tokens in zip(prompts, alone, strict=True)]
+    arguments = {"max_new_tokens": 24, "temperature": 0, "batch_size": batch_size, "ignore_eos": True}
+    separate = [response.tokens for response in crossdraft.generate(target, prompts, drafter="none", **arguments)]
+    documents = [[*prompt, *tokens] for prompt, tokens in zip(prompts, separate, strict=True)]
     build(documents, tmp_path / "d", tokenizer=tokenizer_sha256(make_tokenizer()))
     for drafter in (
         {"name": "suffix", "factor": 4},
@@ -232,12 +232,12 @@ def test_retrieval_outputs_match_the_target(batch_size: int, target: Any, tmp_pa
         {"name": "rest", "datastore": str(tmp_path / "d"), "tree": False},
         {"name": "token-recycling"},
     ):
-        found = crossdraft.generate(target, prompts, drafter=drafter, **ask)
-        assert [response.tokens for response in found] == alone, drafter
-        assert sum(r.tau for response in found for r in response.steps) > 10, drafter
+        responses = crossdraft.generate(target, prompts, drafter=drafter, **arguments)
+        assert [response.tokens for response in responses] == separate, drafter
+        assert sum(r.tau for response in responses for r in response.steps) > 10, drafter
 
 
-def test_what_copies_is_replayed(tmp_path: Path, capsys: Any) -> None:
+def test_copying_drafter_is_replayed(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "responses.jsonl").write_text(
         '{"id": "a", "prompt": [5, 6, 7, 8, 5, 6], "tokens": [7, 8, 9, 9, 2], "finish": "length"}\n'
         '{"id": "b", "prompt": [4], "tokens": [7, 8, 9, 9, 2], "finish": "length"}\n',

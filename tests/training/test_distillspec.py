@@ -48,20 +48,20 @@ def drawn(student: Any, prompts: list[list[int]], most: list[int], eos: int) -> 
 
 
 @torch.no_grad()
-def test_responses_follow_the_full_student_distribution(target: LoadedModel) -> None:
+def test_responses_follow_full_student_distribution(target: LoadedModel) -> None:
     student = student_of(target.model, (0, 2))
     prompts, most = [[4, 9, 3], [7], [5, 5, 5, 8]], [9, 12, 4]
     eos = 11
     for seed in range(3):
         torch.manual_seed(seed)
-        found = own_answers(student.train(), prompts, most, [eos])
+        result = own_answers(student.train(), prompts, most, [eos])
         assert student.training, "it is as it was"
         torch.manual_seed(seed)
-        assert found == drawn(student.eval(), prompts, most, eos)
-    assert all(1 <= len(answer) <= longest for answer, longest in zip(found, most, strict=True))
+        assert result == drawn(student.eval(), prompts, most, eos)
+    assert all(1 <= len(answer) <= longest for answer, longest in zip(result, most, strict=True))
 
 
-def test_on_policy_texts_are_the_students_of_that_step(
+def test_on_policy_texts_are_students_of_that_step(
     target: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = DraftModelTraining(**COMMON, epochs=1, on_policy=1.0, divergence="jsd", beta=0.2)
@@ -69,50 +69,50 @@ def test_on_policy_texts_are_the_students_of_that_step(
     students, steps = [], []
     rewritten, batch = trainer.trainee.rewritten, trainer.features.batch
 
-    def rewrite(given: Any, step: int) -> Any:
+    def rewrite(inputs: Any, step: int) -> Any:
         students.append(copy.deepcopy(trainer.trainee.student).eval())
-        found = rewritten(given, step)
-        steps.append((step, list(given), list(found)))
-        return found
+        result = rewritten(inputs, step)
+        steps.append((step, list(inputs), list(result)))
+        return result
 
     scored: list[Any] = []
 
-    def features(given: Any, numbers: Any) -> Any:
-        found = batch(given, numbers)
-        scored.append((list(given), list(numbers), found))
-        return found
+    def features(inputs: Any, numbers: Any) -> Any:
+        result = batch(inputs, numbers)
+        scored.append((list(inputs), list(numbers), result))
+        return result
 
     monkeypatch.setattr(trainer.trainee, "rewritten", rewrite)
     monkeypatch.setattr(trainer.features, "batch", features)
     trainer.run(*texts())
     assert len(steps) == trainer.step > 2
-    for (step, given, found), student in zip(steps, students, strict=True):
+    for (step, inputs, result), student in zip(steps, students, strict=True):
         with trainer_module._seeded(recipe.seed, step, torch.device("cpu")), torch.no_grad():
-            torch.rand(len(given))  # which of them
-            again = drawn(student, [t.prompt for t in given], [len(t.response) for t in given], 1)
-        assert [text.response for text in found] == again
-        assert [text.prompt for text in found] == [text.prompt for text in given]
+            torch.rand(len(inputs))  # which of them
+            repeat = drawn(student, [t.prompt for t in inputs], [len(t.response) for t in inputs], 1)
+        assert [text.response for text in result] == repeat
+        assert [text.prompt for text in result] == [text.prompt for text in inputs]
     first, last = (dict(student.named_parameters()) for student in (students[0], students[-1]))
     assert not all(torch.equal(first[name], last[name]) for name in first), "they differ from step to step"
     # The target scored what the student wrote, and nothing of it is kept for another text.
-    learnt = [one for one in scored if one[1][0] is None]
-    assert len(learnt) == trainer.step and all(number is None for one in learnt for number in one[1])
-    (text, *_), _, found = learnt[0]
+    learned_items = [item for item in scored if item[1][0] is None]
+    assert len(learned_items) == trainer.step and all(number is None for item in learned_items for number in item[1])
+    (text, *_), _, result = learned_items[0]
     whole = target.model(torch.tensor([text.ids]), output_hidden_states=True).hidden_states[-1][0]
-    torch.testing.assert_close(found.hidden[0, : len(text.ids), 0], whole.bfloat16().float())
+    torch.testing.assert_close(result.hidden[0, : len(text.ids), 0], whole.bfloat16().float())
 
 
-def test_a_share_of_the_texts_is_the_students(target: LoadedModel, tmp_path: Path) -> None:
+def test_share_of_texts_is_students(target: LoadedModel, tmp_path: Path) -> None:
     trainee = Trainer(target, DraftModelTraining(**COMMON, on_policy=0.25), tmp_path).trainee
-    given = texts()[0]
+    inputs = texts()[0]
     torch.manual_seed(0)
-    kept = [old is new for _ in range(12) for old, new in zip(given, trainee.rewritten(given, 0), strict=True)]
+    kept = [old is new for _ in range(12) for old, new in zip(inputs, trainee.rewritten(inputs, 0), strict=True)]
     assert 0.65 < sum(kept) / len(kept) < 0.85
-    assert {text.source for text in trainee.rewritten(given, 0)} == {"given", "student"}
+    assert {text.source for text in trainee.rewritten(inputs, 0)} == {"given", "student"}
     assert "25% of the answers written by the student" in trainee.describe()[2]
 
 
-def test_on_policy_runs_resume_to_the_bit(target: LoadedModel, tmp_path: Path) -> None:
+def test_on_policy_runs_resume_to_bit(target: LoadedModel, tmp_path: Path) -> None:
     recipe = DraftModelTraining(**COMMON, epochs=2, on_policy=0.5)
     whole, broken = Trainer(target, recipe, tmp_path / "whole"), Trainer(target, recipe, tmp_path / "broken")
     whole.run(*texts())
@@ -127,17 +127,17 @@ def test_on_policy_runs_resume_to_the_bit(target: LoadedModel, tmp_path: Path) -
     broken._train = dies_in_the_third  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         broken.run(*texts())
-    again = Trainer(target, recipe, tmp_path / "broken")
-    again.run(*texts())
-    assert again.log == [
-        entry | {"minutes": other["minutes"]} for entry, other in zip(whole.log, again.log, strict=True)
+    repeat = Trainer(target, recipe, tmp_path / "broken")
+    repeat.run(*texts())
+    assert repeat.log == [
+        entry | {"minutes": other["minutes"]} for entry, other in zip(whole.log, repeat.log, strict=True)
     ]
-    ended, resumed = whole._state(), again._state()
+    ended, resumed = whole._state(), repeat._state()
     assert all(torch.equal(ended[name], resumed[name]) for name in ended)
 
 
 @pytest.mark.parametrize("sampled_vocab", [0, 8])
-def test_sequence_level_is_the_likelihood_of_the_texts(target: LoadedModel, tmp_path: Path, sampled_vocab: int) -> None:
+def test_sequence_level_is_likelihood_of_texts(target: LoadedModel, tmp_path: Path, sampled_vocab: int) -> None:
     trainer = Trainer(target, DraftModelTraining(**COMMON, divergence="nll", sampled_vocab=sampled_vocab), tmp_path)
     train, _ = texts()
     train = [Text(text.prompt, [2 + token % 20 for token in text.response], "given") for text in train]
@@ -154,7 +154,7 @@ def test_sequence_level_is_the_likelihood_of_the_texts(target: LoadedModel, tmp_
     assert float(loss.detach()) == pytest.approx(-sum(logs) / len(logs), rel=1e-5)
 
 
-def test_places_of_a_sampled_head() -> None:
+def test_places_of_sampled_head() -> None:
     head = torch.arange(24.0).view(12, 2)
     some, whole = SampledHead(head, [7, 2, 9, 2], 3, seed=1), SampledHead(head, [7, 2, 9, 2], 0, seed=1)
     tokens = torch.tensor([9, 2, 7])
@@ -177,37 +177,39 @@ def first(chat_target: LoadedModel, tmp_path: Path) -> str:
 
 def few() -> tuple[list[Text], list[Text]]:
     train, held_out = texts()
-    every = [Text([t % 38 + 2 for t in x.prompt], [t % 7 + 2 for t in x.response], "given") for x in train + held_out]
-    return every[: len(train)], every[len(train) :]
+    all_items = [
+        Text([t % 38 + 2 for t in x.prompt], [t % 7 + 2 for t in x.response], "given") for x in train + held_out
+    ]
+    return all_items[: len(train)], all_items[len(train) :]
 
 
-def test_the_next_student_learns_what_the_others_miss(chat_target: LoadedModel, first: str, tmp_path: Path) -> None:
+def test_next_student_learns_missed_tokens(chat_target: LoadedModel, first: str, tmp_path: Path) -> None:
     recipe = DraftModelTraining(**COMMON, misses_of=first, sampled_vocab=0, divergence="nll")
     trainer = Trainer(chat_target, recipe, tmp_path / "second")
     train, _ = few()
     trainer.trainee.prepare(train)
     batch = trainer.features.batch(train[:4], range(4))
-    learnt = trainer.trainee._learnt(batch)
+    learned_items = trainer.trainee._learned_positions(batch)
     other, kept = trainer.trainee._others[first].model, 0
     for row, text in enumerate(train[:4]):
         output = other(torch.tensor([text.ids])).logits[0].argmax(-1).tolist()
         for at in range(batch.ids.shape[1]):
             answers = len(text.prompt) - 1 <= at < len(text.ids) - 1
-            wanted = answers and output[at] != text.ids[at + 1]
-            assert bool(learnt[row, at]) == wanted
-            kept += wanted
+            target_value = answers and output[at] != text.ids[at + 1]
+            assert bool(learned_items[row, at]) == target_value
+            kept += target_value
     assert 0 < kept < int(batch.predicts.sum()), "the first student says some of them, and misses some"
     assert len(trainer.trainee.acceptance(batch)[0]) == kept
     loss, _ = trainer.trainee.loss(batch, 0)
     logits = trainer.trainee.student(batch.ids, attention_mask=batch.mask).logits
-    expected = torch.nn.functional.cross_entropy(logits[learnt], batch.ids.roll(-1, 1)[learnt])
+    expected = torch.nn.functional.cross_entropy(logits[learned_items], batch.ids.roll(-1, 1)[learned_items])
     torch.testing.assert_close(loss, expected)
     assert "those that first misses" in trainer.trainee.describe()[2]
     assert "tokens that none of first ranks first" in trainer.trainee.measured_by
     assert trainer._identity(*few())[f"misses of {first}"] == trainer.trainee._others[first].sha256
 
 
-def test_where_nothing_is_missed_nothing_is_learnt(chat_target: LoadedModel, first: str, tmp_path: Path) -> None:
+def test_no_missed_tokens_give_zero_loss(chat_target: LoadedModel, first: str, tmp_path: Path) -> None:
     trainer = Trainer(chat_target, DraftModelTraining(**COMMON, misses_of=first), tmp_path / "second")
     output = trainer.trainee._others[first].model
     text = [3, 4]
@@ -220,7 +222,7 @@ def test_where_nothing_is_missed_nothing_is_learnt(chat_target: LoadedModel, fir
     loss.backward()
 
 
-def test_what_cannot_be_missed_is_refused(target: LoadedModel, on_disk: Path, tmp_path: Path) -> None:
+def test_invalid_missed_options_raise(target: LoadedModel, on_disk: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has an embedding of its own"):
         Trainer(target, DraftModelTraining(**COMMON, misses_of=str(on_disk)), tmp_path)
 

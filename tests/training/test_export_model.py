@@ -38,7 +38,7 @@ def compact(on_disk: Path, tmp_path: Path) -> Path:
     return tmp_path / "compact"
 
 
-def test_a_draft_model_becomes_complete(on_disk: Path, compact: Path, tmp_path: Path) -> None:
+def test_draft_model_becomes_complete(on_disk: Path, compact: Path, tmp_path: Path) -> None:
     """Transformers loads all weights of the directory, without crossdraft, and computes the same logits."""
     out = tmp_path / "servable"
     assert export("draft-model", compact, on_disk, out) == 0
@@ -53,7 +53,7 @@ def test_a_draft_model_becomes_complete(on_disk: Path, compact: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("own_projections", [False, True])
-def test_medusa_heads_in_the_layout_of_vllm(
+def test_medusa_heads_in_layout_of_vllm(
     on_disk: Path, chat_target: LoadedModel, tmp_path: Path, own_projections: bool
 ) -> None:
     model: Any = chat_target.model
@@ -74,7 +74,7 @@ def test_medusa_heads_in_the_layout_of_vllm(
     torch.testing.assert_close(read(hidden), heads(hidden))
 
 
-def test_an_eagle3_head_keeps_its_layout(on_disk: Path, chat_target: LoadedModel, tmp_path: Path) -> None:
+def test_eagle3_head_keeps_its_layout(on_disk: Path, chat_target: LoadedModel, tmp_path: Path) -> None:
     trained, out = tmp_path / "head", tmp_path / "servable"
     options = ["--tokens", "300", "--epochs", "1", "--measure", "none", "--dtype", "float32", "--max-response", "20"]
     options += ["--layers", "0,1,2", "--unroll", "2"]
@@ -88,7 +88,7 @@ def test_an_eagle3_head_keeps_its_layout(on_disk: Path, chat_target: LoadedModel
         torch.testing.assert_close(tensor, state[key])
 
 
-def test_advise_does_not_export_an_incomplete_draft_model(on_disk: Path, compact: Path, tmp_path: Path) -> None:
+def test_advise_does_not_export_incomplete_draft_model(on_disk: Path, compact: Path, tmp_path: Path) -> None:
     """A name that is not on this machine is the engine's business."""
     with pytest.raises(UsageError, match=r"lacks the token embedding.*crossdraft export-model draft-model"):
         check_servable({str(compact)})

@@ -51,13 +51,13 @@ def texts() -> tuple[list[Text], list[Text]]:
     return split([Text(row[:4], row[4 : 8 + i % 5], "given") for i, row in enumerate(rows)], 0.2)
 
 
-def ended(made: Trainer) -> tuple[list[Any], dict[str, torch.Tensor]]:
+def ended(run: Trainer) -> tuple[list[Any], dict[str, torch.Tensor]]:
     """Values that must be equal in two runs: evaluations without times, and all tensors."""
-    log = [{key: value for key, value in entry.items() if key != "minutes"} for entry in made.log]
-    tensors = dict(made.trainee.student.state_dict())
-    for number, state in made.optimizer.state_dict()["state"].items():
+    log = [{key: value for key, value in entry.items() if key != "minutes"} for entry in run.log]
+    tensors = dict(run.trainee.student.state_dict())
+    for number, state in run.optimizer.state_dict()["state"].items():
         tensors |= {f"{number}.{key}": value for key, value in state.items()}
-    return [made.step, made.tokens, made.best, log], {key: tensor.clone() for key, tensor in tensors.items()}
+    return [run.step, run.tokens, run.best, log], {key: tensor.clone() for key, tensor in tensors.items()}
 
 
 def assert_same(one: Any, other: Any, when: object) -> None:
@@ -68,7 +68,7 @@ def assert_same(one: Any, other: Any, when: object) -> None:
 
 
 def moments(monkeypatch: Any, die_at: int) -> list[str]:
-    """Kill a training at its ``die_at``-th moment; the list says which it was, or all that there were."""
+    """Kill a training at its ``die_at``-th event; returns the events up to then."""
     passed: list[str] = []
 
     def moment(name: str) -> None:
@@ -81,9 +81,9 @@ def moments(monkeypatch: Any, die_at: int) -> list[str]:
 
         def watched(*args: Any, **more: Any) -> Any:
             moment(f"before {what}")
-            found = original(*args, **more)
+            result = original(*args, **more)
             moment(f"after {what}")
-            return found
+            return result
 
         monkeypatch.setattr(owner, name, watched)
 
@@ -143,7 +143,7 @@ def test_killed_again_and_again(target: Any, texts: Any, tmp_path: Path, monkeyp
     assert_same(ended(survivor), ended(whole), attempt)
 
 
-def test_neither_random_numbers_of_others_nor_the_clock_change_a_run(
+def test_neither_random_numbers_of_others_nor_clock_change_run(
     target: Any, texts: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
     whole = Trainer(target, RECIPES["eagle3"](), tmp_path / "one")
@@ -167,18 +167,18 @@ class WithDropout(MedusaTraining):
     """Medusa heads whose loss is random, and whose student counts steps in a buffer."""
 
     def trainee(self, target: LoadedModel) -> Any:
-        made: Any = super().trainee(target)
-        made.student.register_buffer("steps", torch.zeros((), dtype=torch.long))
-        loss = made.loss
+        instance: Any = super().trainee(target)
+        instance.student.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        loss = instance.loss
 
         def dropped(batch: Any, step: int) -> Any:
-            made.student.steps += 1
+            instance.student.steps += 1
             batch = copy.copy(batch)
-            batch.hidden = torch.nn.functional.dropout(batch.hidden, 0.1 * int(made.student.steps))
+            batch.hidden = torch.nn.functional.dropout(batch.hidden, 0.1 * int(instance.student.steps))
             return loss(batch, step)
 
-        made.loss = dropped
-        return made
+        instance.loss = dropped
+        return instance
 
 
 def test_random_losses_and_buffers_go_on_too(target: Any, texts: Any, tmp_path: Path, monkeypatch: Any) -> None:
@@ -247,7 +247,7 @@ def test_invalid_checkpoint_is_reported(change: Any, sentence: str, saved: Any, 
 
 
 @pytest.mark.parametrize("content", [b"", b"PK", [1, 2], {"a": object}])
-def test_file_that_is_not_a_checkpoint_is_reported(content: Any, target: Any, texts: Any, tmp_path: Path) -> None:
+def test_file_that_is_not_checkpoint_is_reported(content: Any, target: Any, texts: Any, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pt"
     path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
     with pytest.raises(UsageError, match=r"checkpoint\.pt is damaged: it (cannot be read|does not contain a mapping)"):
@@ -268,9 +268,9 @@ def test_every_flipped_byte_that_is_seen_is_refused(saved: Any, target: Any, tex
 def test_another_target_precision_or_held_out_text_is_refused(saved: Any, texts: Any, target: Any) -> None:
     path, _ = saved
     other = LoadedModel(target.model, None, "tiny", "made here", "1" * 64, (1,), 128)  # type: ignore[arg-type]
-    for given, held_out, key in [(other, texts[1], "target"), (target, texts[1][1:], "held_out")]:
+    for inputs, held_out, key in [(other, texts[1], "target"), (target, texts[1][1:], "held_out")]:
         with pytest.raises(UsageError, match=rf"other options or texts \({key}\)"):
-            Trainer(given, RECIPES["medusa"](epochs=1), path.parent).run(texts[0], held_out)
+            Trainer(inputs, RECIPES["medusa"](epochs=1), path.parent).run(texts[0], held_out)
     with pytest.raises(UsageError, match=r"--precision bf16: .* already configured"):  # accelerate has one for all
         Trainer(target, RECIPES["medusa"](epochs=1), path.parent, precision="bf16")
     try:
@@ -281,7 +281,7 @@ def test_another_target_precision_or_held_out_text_is_refused(saved: Any, texts:
         AcceleratorState._reset_state(True)
 
 
-def test_a_full_disk_keeps_the_checkpoint_before(target: Any, texts: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_full_disk_keeps_checkpoint_before(target: Any, texts: Any, tmp_path: Path, monkeypatch: Any) -> None:
     whole = Trainer(target, RECIPES["medusa"](), tmp_path / "whole")
     whole.run(*texts)
     calls: list[int] = []
@@ -304,7 +304,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(target: Any, texts: Any, tmp_pa
     assert_same(ended(resumed), ended(whole), "full disk")
 
 
-def test_what_the_writers_themselves_raise_on_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
+def test_writer_errors_on_full_disk_are_reported(tmp_path: Path) -> None:
     """PyTorch hides the error of the disk behind one of its own."""
 
     def write(file: Any) -> None:
@@ -329,48 +329,48 @@ def test_what_the_writers_themselves_raise_on_a_full_disk_is_a_sentence(tmp_path
         raise RuntimeError("a bug")
 
 
-def test_a_killed_export_leaves_the_one_before(saved: Any, target: Any, texts: Any) -> None:
+def test_killed_export_leaves_one_before(saved: Any, target: Any, texts: Any) -> None:
     path, _ = saved
     out = path.parent
-    made = Trainer(target, RECIPES["medusa"](epochs=1), out)
-    made.run(*texts)
-    made.export(texts[1])
+    trainer = Trainer(target, RECIPES["medusa"](epochs=1), out)
+    trainer.run(*texts)
+    trainer.export(texts[1])
     before = {file.name: file.read_bytes() for file in out.iterdir()}
-    assert json.loads(before["training.json"])["steps"] == made.step
+    assert json.loads(before["training.json"])["steps"] == trainer.step
 
     def dies(directory: Path, held_out: Any) -> None:
         (directory / "config.json").write_text("{")
         os.rename(directory, directory.with_name(".export-leftover"))  # SIGKILL cleans nothing
         raise Killed
 
-    made.trainee.export = dies  # type: ignore[method-assign]
+    trainer.trainee.export = dies  # type: ignore[method-assign]
     with pytest.raises(Killed):
-        made.export(texts[1])
+        trainer.export(texts[1])
     assert (out / ".export-leftover").is_dir()
     with files.claim_directory(out):
         pass
     assert {file.name: file.read_bytes() for file in out.iterdir() if file.name != ".lock"} == before
 
 
-def test_laws_that_are_not_finite_are_never_saved(target: Any, texts: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    made = Trainer(target, RECIPES["medusa"](epochs=1, save_minutes=1000), tmp_path)
-    original = made._train
+def test_nonfinite_distributions_are_not_saved(target: Any, texts: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    run = Trainer(target, RECIPES["medusa"](epochs=1, save_minutes=1000), tmp_path)
+    original = run._train
 
     def breaks(*args: Any) -> Any:
-        found = original(*args)
+        result = original(*args)
         with torch.no_grad():
-            made.trained[0].fill_(float("nan"))
-        return found
+            run.trained[0].fill_(float("nan"))
+        return result
 
     monkeypatch.setattr(trainer, "EVALUATIONS", 1000)
-    made._train = breaks  # type: ignore[method-assign]
+    run._train = breaks  # type: ignore[method-assign]
     with pytest.raises(NumericalError, match="the student's probabilities are not finite after 1 steps"):
-        made.run(*texts)
-    assert torch.load(made.checkpoint, weights_only=True)["step"] == 0
+        run.run(*texts)
+    assert torch.load(run.checkpoint, weights_only=True)["step"] == 0
 
 
-def test_a_second_signal_does_not_wait(target: Any, texts: Any, tmp_path: Path) -> None:
-    made = Trainer(target, RECIPES["medusa"](), tmp_path)
+def test_second_signal_does_not_wait(target: Any, texts: Any, tmp_path: Path) -> None:
+    trainer = Trainer(target, RECIPES["medusa"](), tmp_path)
     reached: list[str] = []
 
     def train(*args: Any) -> Any:
@@ -379,8 +379,8 @@ def test_a_second_signal_does_not_wait(target: Any, texts: Any, tmp_path: Path) 
         os.kill(os.getpid(), signal.SIGTERM)
         reached.append("second")
 
-    made._train = train  # type: ignore[method-assign]
+    trainer._train = train  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        made.run(*texts)
+        trainer.run(*texts)
     assert reached == ["first"]
-    assert torch.load(made.checkpoint, weights_only=True)["step"] == 0
+    assert torch.load(trainer.checkpoint, weights_only=True)["step"] == 0

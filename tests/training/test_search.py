@@ -1,4 +1,4 @@
-"""Searching settings: what a trial is worth, that a search goes on as it would have gone on, and what it writes."""
+"""Search of settings: the score of a trial, resumption, and output files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def searched(target: Any, out: Path, **options: Any) -> Searcher:
     return searcher
 
 
-def test_what_a_trial_is_worth(chat_target: Any) -> None:
+def test_trial_score(chat_target: Any) -> None:
     """Acceptance 1/2 at half of a pass, drafts of one token, by hand: 1.5 tokens for 1.5 passes."""
     trials = LayerSkipSearch(gamma=3).search(chat_target)
     assert trials.worth(0.5, 0.5) == (1.0, 1)
@@ -38,7 +38,7 @@ def test_what_a_trial_is_worth(chat_target: Any) -> None:
 
 
 @torch.inference_mode()
-def test_acceptance_and_cost_of_a_trial(chat_target: Any, tmp_path: Path) -> None:
+def test_acceptance_and_cost_of_trial(chat_target: Any, tmp_path: Path) -> None:
     """Against a copy of the model without these parts, over whole texts, and its weights counted."""
     import copy
 
@@ -67,7 +67,7 @@ def test_acceptance_and_cost_of_a_trial(chat_target: Any, tmp_path: Path) -> Non
     assert cost == pytest.approx(kept / sum(w.numel() for w in chat_target.model.parameters()), abs=1e-6)
 
 
-def test_a_prompt_of_one_token_leaves_no_doubt(chat_target: Any) -> None:
+def test_prompt_of_one_token_leaves_no_doubt(chat_target: Any) -> None:
     """Then the fork computes every key and value itself, as the copy does."""
     import copy
 
@@ -86,17 +86,17 @@ def test_a_prompt_of_one_token_leaves_no_doubt(chat_target: Any) -> None:
     assert acceptance == pytest.approx(float(torch.minimum(p, q).sum(-1).mean()), abs=1e-5)
 
 
-def test_the_best_of_all_trials_is_kept(chat_target: Any, tmp_path: Path) -> None:
+def test_best_of_all_trials_is_kept(chat_target: Any, tmp_path: Path) -> None:
     searcher = searched(chat_target, tmp_path)
     trials = json.loads((tmp_path / "trials.json").read_text())["trials"]
     assert len(trials) == 22 and len({json.dumps(t["params"]) for t in trials}) > 8
     assert searcher.settings["speed_up"] == max(t["speed_up"] for t in trials)
     assert [entry["step"] for entry in searcher.log] == sorted(entry["step"] for entry in searcher.log)
     searcher.export(TEXTS[3:])
-    found = json.loads((tmp_path / "settings.json").read_text())
-    assert found["kind"] == "layer-skip" and found["layers"] == 3
-    best = next(t for t in trials if t["speed_up"] == found["speed_up"])
-    assert found["skip_mlp"] == [i for i in range(3) if best["params"][f"mlp.{i}"]]
+    record = json.loads((tmp_path / "settings.json").read_text())
+    assert record["kind"] == "layer-skip" and record["layers"] == 3
+    best = next(t for t in trials if t["speed_up"] == record["speed_up"])
+    assert record["skip_mlp"] == [i for i in range(3) if best["params"][f"mlp.{i}"]]
 
 
 def test_stopped_search_resumes_identically(chat_target: Any, tmp_path: Path) -> None:
@@ -118,13 +118,13 @@ def test_trials_of_something_else_are_refused(chat_target: Any, tmp_path: Path) 
         searched(chat_target, tmp_path)
 
 
-def test_missing_optuna_names_the_extra(chat_target: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_missing_optuna_names_extra(chat_target: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(UsageError, match=r"pip install 'crossdraft\[search\]'"):
         Searcher(chat_target, LayerSkipSearch(), tmp_path)
 
 
-def test_the_command(on_disk: Path, chat_target: Any, tmp_path: Path, capsys: Any) -> None:
+def test_command(on_disk: Path, chat_target: Any, tmp_path: Path, capsys: Any) -> None:
     """From texts to a drafter: the target writes, trials are made, the result drafts."""
     out = tmp_path / "found"
     command = ["train", "layer-skip", "--target", str(on_disk), "--out", str(out), "--dtype", "float32"]
@@ -144,12 +144,13 @@ def test_the_command(on_disk: Path, chat_target: Any, tmp_path: Path, capsys: An
     card = (out / "README.md").read_text()
     assert "# Sublayers that target" in card and "Training: 6 steps" in card and "drafter layer-skip" in card
     drafter = {"name": "layer-skip", "checkpoint": str(out)}
-    alone = generate(chat_target, ["w9 w12"], drafter="none", temperature=0, max_new_tokens=8)
+    separate = generate(chat_target, ["w9 w12"], drafter="none", temperature=0, max_new_tokens=8)
     assert (
-        generate(chat_target, ["w9 w12"], drafter=drafter, temperature=0, max_new_tokens=8)[0].tokens == alone[0].tokens
+        generate(chat_target, ["w9 w12"], drafter=drafter, temperature=0, max_new_tokens=8)[0].tokens
+        == separate[0].tokens
     )
     capsys.readouterr()
-    with pytest.raises(SystemExit):  # there are no steps
+    with pytest.raises(SystemExit):  # `search` has no --steps
         cli.main([*command, "--precision", "bf16"])
     capsys.readouterr()
     assert cli.main([*command, "--trials", "0"]) == 2 and "--trials 0: must be" in capsys.readouterr().err

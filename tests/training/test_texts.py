@@ -53,29 +53,29 @@ def undisturbed(written: Any, tmp_path_factory: Any) -> Path:
     return directory
 
 
-def test_texts_come_in_the_order_of_their_index_and_of_both_kinds(undisturbed: Path) -> None:
-    found, indices = read(undisturbed / "texts.jsonl", 40, None)
+def test_texts_come_in_order_of_their_index_and_of_both_kinds(undisturbed: Path) -> None:
+    result, indices = read(undisturbed / "texts.jsonl", 40, None)
     assert indices is not None and indices == sorted(set(indices))
-    assert {text.source for text in found} == {"given", "invented"}
-    sizes = [len(text.response) for text in found]
+    assert {text.source for text in result} == {"given", "invented"}
+    sizes = [len(text.response) for text in result]
     assert sum(sizes) >= 80 > sum(sizes[:-1]), "it stops with the text that has the last token wanted"
-    greedy = [text for text, index in zip(found, indices, strict=True) if index % 2]
+    greedy = [text for text, index in zip(result, indices, strict=True) if index % 2]
     assert {text.source for text in greedy} == {"given", "invented"}, "temperatures go with one kind of question"
 
 
 @pytest.mark.slow
-def test_a_killed_run_ends_with_the_same_texts(undisturbed: Path, written: Any, tmp_path: Path) -> None:
+def test_killed_run_ends_with_same_texts(undisturbed: Path, written: Any, tmp_path: Path) -> None:
     whole = (undisturbed / "texts.jsonl").read_bytes()
     ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
     # Almost nothing, inside a line, a line without its end, whole lines.
     cuts = [1, ends[3] + 7, ends[-3] - 1, ends[-2]]
     for cut in cuts:
-        again = tmp_path / str(cut)
-        shutil.copytree(undisturbed, again)
-        (again / "texts.jsonl").write_bytes(whole[:cut])
-        found = written(again)
-        assert (again / "texts.jsonl").read_bytes() == whole, cut
-        assert found == read(undisturbed / "texts.jsonl", 40, None)[0]
+        repeat = tmp_path / str(cut)
+        shutil.copytree(undisturbed, repeat)
+        (repeat / "texts.jsonl").write_bytes(whole[:cut])
+        result = written(repeat)
+        assert (repeat / "texts.jsonl").read_bytes() == whole, cut
+        assert result == read(undisturbed / "texts.jsonl", 40, None)[0]
 
 
 @pytest.mark.slow
@@ -101,28 +101,26 @@ def test_another_seed_writes_other_texts(undisturbed: Path, written: Any, tmp_pa
 def test_texts_of_other_options_are_not_gone_on_with(
     other: dict[str, Any], undisturbed: Path, written: Any, tmp_path: Path
 ) -> None:
-    again = tmp_path / "again"
-    shutil.copytree(undisturbed, again)
-    before = (again / "texts.jsonl").read_bytes()
+    repeat = tmp_path / "again"
+    shutil.copytree(undisturbed, repeat)
+    before = (repeat / "texts.jsonl").read_bytes()
     (name,) = other
     with pytest.raises(UsageError, match=rf"written with other options \({name}\)"):
-        written(again, tokens=100, **other)
-    assert (again / "texts.jsonl").read_bytes() == before
+        written(repeat, tokens=100, **other)
+    assert (repeat / "texts.jsonl").read_bytes() == before
 
 
-def test_texts_that_somebody_put_there_are_used_if_they_are_enough(
-    undisturbed: Path, written: Any, tmp_path: Path
-) -> None:
+def test_existing_texts_are_reused_if_sufficient(undisturbed: Path, written: Any, tmp_path: Path) -> None:
     rows_there = [line for line in (undisturbed / "texts.jsonl").read_text().splitlines()][::-1]
     (tmp_path / "texts.jsonl").write_text("\n".join(rows_there) + "\n")
-    found = written(tmp_path, tokens=60)
-    assert len(found) == len(rows_there)
+    result = written(tmp_path, tokens=60)
+    assert len(result) == len(rows_there)
     with pytest.raises(UsageError, match=r"response tokens, but texts\.json, which is needed to resume, is missing"):
         written(tmp_path, tokens=1000)
     assert not (tmp_path / "texts.json").exists()
 
 
-def test_a_full_disk_keeps_what_is_whole(undisturbed: Path, written: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_full_disk_keeps_complete_files(undisturbed: Path, written: Any, tmp_path: Path, monkeypatch: Any) -> None:
     whole = (undisturbed / "texts.jsonl").read_bytes()
     lines: list[int] = []
 
@@ -148,7 +146,7 @@ def test_a_full_disk_keeps_what_is_whole(undisturbed: Path, written: Any, tmp_pa
 # Loops that cannot be.
 
 
-def test_a_prompt_that_no_question_fits_into_is_refused_by_name(chat_target: LoadedModel) -> None:
+def test_prompt_that_no_question_fits_into_is_refused_by_name(chat_target: LoadedModel) -> None:
     with pytest.raises(UsageError, match=r"--max-prompt 2: the chat template of .* alone takes 2 tokens.*at least 3|3"):
         Writer(chat_target, batch_size=1, max_prompt=2, max_response=8, seed=0)
     small = replace(chat_target, context_length=2)
@@ -163,7 +161,7 @@ def test_questions_that_do_not_fit_are_named(written: Any, tmp_path: Path, capsy
     assert "1 of 25 questions are longer than 6 tokens and skipped, such as 'w4 w4" in capsys.readouterr().err
 
 
-def test_a_target_that_never_ends_a_question_is_given_up(
+def test_target_that_never_ends_question_is_given_up(
     fast_target: LoadedModel, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(texts, "BARREN", 40)
@@ -174,9 +172,7 @@ def test_a_target_that_never_ends_a_question_is_given_up(
         write(tmp_path / "t.jsonl", endless_writer, tokens=10, questions=[], invented=1.0, temperatures=[1.0])
 
 
-def test_a_template_with_nothing_before_the_words_cannot_invent(
-    chat_target: LoadedModel, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_template_without_prefix_cannot_invent(chat_target: LoadedModel, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(
         chat_target.tokenizer, "chat_template", "{% for m in messages %}{{ m.content }}{% endfor %} bot"
     )
@@ -192,8 +188,8 @@ def test_a_template_with_nothing_before_the_words_cannot_invent(
 def test_questions_that_are_used_up(written: Any, tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(UsageError, match=r"the questions are used up after \d+ of 80 tokens"):
         written(tmp_path / "none", invented=0, questions=QUESTIONS[:5])
-    found = written(tmp_path / "rest", invented=0.2, questions=QUESTIONS[:5], tokens=40)
-    assert sum(text.source == "given" for text in found) == 5
+    result = written(tmp_path / "rest", invented=0.2, questions=QUESTIONS[:5], tokens=40)
+    assert sum(text.source == "given" for text in result) == 5
     assert "all 5 questions are in use; the target invents the others" in capsys.readouterr().err
 
 
@@ -204,7 +200,7 @@ def test_questions_that_are_used_up(written: Any, tmp_path: Path, capsys: Any) -
     seed=st.integers(0, 2**32 - 1),
     look=st.lists(st.integers(0, 80), min_size=1, max_size=8),
 )
-def test_a_question_follows_from_its_index(count: int, share: float, seed: int, look: list[int]) -> None:
+def test_question_follows_from_its_index(count: int, share: float, seed: int, look: list[int]) -> None:
     given_ones = [str(i) for i in range(count)]
 
     def at(plan: Questions, index: int) -> str | None:
@@ -245,14 +241,14 @@ def test_a_question_follows_from_its_index(count: int, share: float, seed: int, 
         (b'{"prompt": "' + b"w4 " * 99 + b'", "response": "w5"}\n', "all prompts of .* exceed --max-prompt 40"),
     ],
 )
-def test_hostile_texts_give_a_sentence(content: bytes, sentence: str, chat_target: LoadedModel, tmp_path: Path) -> None:
+def test_hostile_texts_give_sentence(content: bytes, sentence: str, chat_target: LoadedModel, tmp_path: Path) -> None:
     file = tmp_path / "given.jsonl"
     file.write_bytes(content)
     with pytest.raises(UsageError, match=sentence):
         read_finished(file, chat_target, 40, 8)
 
 
-def test_a_line_that_never_ends_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: Any) -> None:
+def test_line_that_never_ends_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: Any) -> None:
     file = tmp_path / "given.jsonl"
     with file.open("wb") as opened:
         opened.truncate(100 * 2**20)  # zeros without a newline
@@ -260,18 +256,18 @@ def test_a_line_that_never_ends_is_refused_before_it_is_read(tmp_path: Path, mon
     original = Path.open
 
     def opened_file(self: Path, *args: Any) -> Any:
-        found = original(self, *args)
+        result = original(self, *args)
 
         class Watched:
             def __enter__(self) -> Any:
                 return self
 
             def __exit__(self, *_: object) -> None:
-                found.close()
+                result.close()
 
             def readline(self, most: int) -> bytes:
                 sizes.append(most)
-                return found.readline(most)
+                return result.readline(most)
 
         return Watched()
 
@@ -296,7 +292,7 @@ def test_a_line_that_never_ends_is_refused_before_it_is_read(tmp_path: Path, mon
         ),
     ],
 )
-def test_texts_of_the_wrong_shape_give_a_sentence(row: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+def test_texts_of_wrong_shape_give_sentence(row: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     file = tmp_path / "texts.jsonl"
     file.write_bytes(line_of(0, Text([4], [5], "given")) + json.dumps(row).encode() + b"\n")
     with pytest.raises(UsageError, match=rf"texts\.jsonl, line 2: {sentence}"):
@@ -312,7 +308,7 @@ def test_texts_of_the_wrong_shape_give_a_sentence(row: dict[str, Any], sentence:
     ),
     data=st.data(),
 )
-def test_half_a_line_is_dropped_and_whole_ones_are_kept(texts_there: Any, data: Any, tmp_path_factory: Any) -> None:
+def test_half_line_is_dropped_and_whole_ones_are_kept(texts_there: Any, data: Any, tmp_path_factory: Any) -> None:
     lines = [line_of(i, Text(*pair, "given")) for i, pair in enumerate(texts_there)]
     cut = data.draw(st.integers(0, sum(map(len, lines))))
     file = tmp_path_factory.mktemp("cut") / "texts.jsonl"
@@ -323,7 +319,7 @@ def test_half_a_line_is_dropped_and_whole_ones_are_kept(texts_there: Any, data: 
     assert file.read_bytes() == b"".join(line for line, end in zip(lines, sizes, strict=True) if end - 1 <= cut)
 
 
-def test_finished_texts_fit_into_the_context(chat_target: LoadedModel, tmp_path: Path) -> None:
+def test_finished_texts_fit_into_context(chat_target: LoadedModel, tmp_path: Path) -> None:
     file = tmp_path / "given.jsonl"
     file.write_text(
         '{"question": "w4 w5", "answer": "w6 <<1+1=2>> w7 w8 w9"}\n{"prompt": "w4", "response": ""}\nno JSON'
@@ -335,13 +331,13 @@ def test_finished_texts_fit_into_the_context(chat_target: LoadedModel, tmp_path:
 
 
 def test_some_are_held_out_and_some_are_not() -> None:
-    found = [Text([i], [i], "given") for i in range(4)]
+    results = [Text([i], [i], "given") for i in range(4)]
     for share, count in [(1e-9, 1), (0.5, 2), (0.999, 3)]:
-        train, held_out = split(found, share)
-        assert (train + held_out, len(held_out)) == (found, count)
+        train, held_out = split(results, share)
+        assert (train + held_out, len(held_out)) == (results, count)
 
 
-def test_the_room_of_a_question_is_kept(chat_target: LoadedModel) -> None:
-    made = Writer(chat_target, batch_size=1, max_prompt=3, max_response=1, seed=0)
-    assert made._length >= len(made._opening) + writer.MOST_INVENTED
-    assert all(text.split() for text in made.invent(range(3)).values())
+def test_room_of_question_is_kept(chat_target: LoadedModel) -> None:
+    instance = Writer(chat_target, batch_size=1, max_prompt=3, max_response=1, seed=0)
+    assert instance._length >= len(instance._opening) + writer.MOST_INVENTED
+    assert all(text.split() for text in instance.invent(range(3)).values())

@@ -1,4 +1,4 @@
-"""A trainee that knows public names alone is trained, goes on after it was stopped, and drafts."""
+"""A trainee that imports only public names: training, resumption and drafting."""
 
 import json
 import os

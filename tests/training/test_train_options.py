@@ -114,7 +114,7 @@ def nothing_is_loaded(*_: Any, **__: Any) -> Any:
         (["--out", "a\0b"], "is not writable"),
     ],
 )
-def test_a_wrong_option_is_refused_before_anything_is_loaded(
+def test_wrong_option_is_refused_before_anything_is_loaded(
     options: list[str], sentence: str, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -124,7 +124,7 @@ def test_a_wrong_option_is_refused_before_anything_is_loaded(
     assert sentence in output and output.count("\n") == 1 and len(output) < 400, output
 
 
-def test_a_file_in_the_place_of_out_is_refused_and_kept(tmp_path: Path, capsys: Any) -> None:
+def test_file_in_place_of_out_is_refused_and_kept(tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "out"
     file.write_text("mine")
     assert train("draft-model", "no-such-target", file) == 2
@@ -132,7 +132,7 @@ def test_a_file_in_the_place_of_out_is_refused_and_kept(tmp_path: Path, capsys: 
     assert file.read_text() == "mine"
 
 
-def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_directory_that_cannot_be_written_to_is_refused(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     def refused(*_: Any, **__: Any) -> Any:
         raise PermissionError(13, "Permission denied")
 
@@ -149,7 +149,7 @@ def test_two_trainings_do_not_write_into_one_directory(tmp_path: Path) -> None:
         pass
 
 
-def test_a_line_of_texts_that_is_too_long_is_one_sentence(
+def test_line_of_texts_that_is_too_long_is_one_sentence(
     on_disk: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(text_files, "MOST_LINE", 1000)
@@ -162,7 +162,7 @@ def test_a_line_of_texts_that_is_too_long_is_one_sentence(
     assert "1 texts are too few" in capsys.readouterr().err
 
 
-def test_a_prompt_that_cannot_fit_ends_at_once(on_disk: Path, tmp_path: Path, capsys: Any) -> None:
+def test_prompt_that_cannot_fit_ends_at_once(on_disk: Path, tmp_path: Path, capsys: Any) -> None:
     assert train("medusa", on_disk, tmp_path, "--max-prompt", "2") == 2
     assert "--max-prompt 2: the empty chat template of" in capsys.readouterr().err
 
@@ -177,7 +177,7 @@ def test_a_prompt_that_cannot_fit_ends_at_once(on_disk: Path, tmp_path: Path, ca
         (signal.SIGINT, "export"),
     ],
 )
-def test_signal_prints_one_line_on_how_to_resume(
+def test_signal_prints_resume_hint(
     kind: signal.Signals, where: str, on_disk: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     place = {
@@ -218,7 +218,7 @@ def cli_module(name: str) -> Any:
     return getattr(sys.modules[module], attribute)
 
 
-def test_a_signal_that_is_ignored_stays_ignored() -> None:
+def test_signal_that_is_ignored_stays_ignored() -> None:
     from crossdraft.framework.runs.interrupts import interrupting
 
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
@@ -235,9 +235,9 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
 
 @pytest.mark.parametrize("options", EVERY)
 def test_defaults_are_allowed_and_read_back(options: type[Options]) -> None:
-    made = options()
+    instance = options()
     for name, default, settings_ in options.options():
-        assert getattr(made, name) == default
+        assert getattr(instance, name) == default
         written = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
         if written:
             assert settings_["type"](written) == default
@@ -247,7 +247,7 @@ def test_defaults_are_allowed_and_read_back(options: type[Options]) -> None:
 @settings(max_examples=20, deadline=None)
 @given(value=st.one_of(st.none(), st.booleans(), st.text(), st.floats(), st.integers(), st.just(10**5000), st.lists(
     st.one_of(st.integers(), st.floats(), st.text(max_size=3)), max_size=3)), data=st.data())  # fmt: skip
-def test_any_value_is_taken_as_it_is_or_refused_in_a_sentence(options: type[Options], value: Any, data: Any) -> None:
+def test_any_value_is_taken_as_it_is_or_refused_in_sentence(options: type[Options], value: Any, data: Any) -> None:
     name, _, settings_ = data.draw(st.sampled_from(list(options.options())))
     flag = f"--{name.replace('_', '-')} "
     try:

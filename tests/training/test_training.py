@@ -36,7 +36,7 @@ def target():
     ("divergence", "beta"),
     [("forward-kl", 0.5), ("reverse-kl", 0.5), ("tv", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.9), ("nll", 0.5)],
 )
-def test_the_gradient_is_that_of_autograd(divergence, beta):
+def test_gradient_is_that_of_autograd(divergence, beta):
     torch.manual_seed(1)
     student, teacher = torch.randn(7, 8, requires_grad=True), torch.randn(7, 8)
     head, bias = torch.randn(20, 8), torch.rand(20)
@@ -61,7 +61,7 @@ def test_the_gradient_is_that_of_autograd(divergence, beta):
     torch.testing.assert_close(overlap, torch.minimum(p, q).sum(-1).mean().detach())
 
 
-def test_a_student_of_all_layers_is_the_target(target):
+def test_student_of_all_layers_is_target(target):
     student = student_of(target.model, (0, 1, 2)).eval()
     ids = torch.arange(10)[None]
     torch.testing.assert_close(student(ids).logits, target.model(ids).logits)
@@ -69,7 +69,7 @@ def test_a_student_of_all_layers_is_the_target(target):
 
 
 @pytest.mark.parametrize("layers", [(), (3,), (0, -1)])
-def test_layers_the_target_does_not_have_are_refused(target, layers):
+def test_layers_target_does_not_have_are_refused(target, layers):
     with pytest.raises(UsageError, match="layers of the target, 0 to 2"):
         student_of(target.model, layers)
 
@@ -80,7 +80,7 @@ def texts():
     return split([Text(row[:4], row[4:], "given") for row in rows], 0.2)
 
 
-def test_training_raises_acceptance_and_resumes_where_it_stopped(target, tmp_path):
+def test_training_raises_acceptance_and_resumes(target, tmp_path):
     train, held_out = texts()
     recipe = DraftModelTraining(
         layers=(0, 2), epochs=6, batch_tokens=48, learning_rate=3e-3, warm_up=2, sampled_vocab=0
@@ -104,34 +104,34 @@ def test_training_raises_acceptance_and_resumes_where_it_stopped(target, tmp_pat
     broken._train = dies_after_ten
     with pytest.raises(KeyboardInterrupt):
         broken.run(train, held_out)
-    again = Trainer(target, recipe, tmp_path / "broken")
-    again.run(train, held_out)
-    assert again.step == whole.step
-    assert again.best == pytest.approx(whole.best, abs=2e-3)
+    repeat = Trainer(target, recipe, tmp_path / "broken")
+    repeat.run(train, held_out)
+    assert repeat.step == whole.step
+    assert repeat.best == pytest.approx(whole.best, abs=2e-3)
 
 
-def test_a_checkpoint_of_other_options_is_refused(target, tmp_path):
+def test_checkpoint_of_other_options_is_refused(target, tmp_path):
     train, held_out = texts()
     Trainer(target, DraftModelTraining(layers=(0,), epochs=1), tmp_path).run(train, held_out)
     with pytest.raises(UsageError, match="other options"):
         Trainer(target, DraftModelTraining(layers=(1,), epochs=1), tmp_path).run(train, held_out)
 
 
-def test_a_damaged_checkpoint_is_named(target, tmp_path):
+def test_damaged_checkpoint_is_named(target, tmp_path):
     train, held_out = texts()
     (tmp_path / "checkpoint.pt").write_bytes(b"PK\x03\x04 half a file")
     with pytest.raises(UsageError, match=r"checkpoint\.pt is damaged"):
         Trainer(target, DraftModelTraining(layers=(0,), epochs=1), tmp_path).run(train, held_out)
 
 
-def test_a_checkpoint_of_other_texts_is_refused(target, tmp_path):
+def test_checkpoint_of_other_texts_is_refused(target, tmp_path):
     train, held_out = texts()
     Trainer(target, DraftModelTraining(layers=(0,), epochs=1), tmp_path).run(train, held_out)
     with pytest.raises(UsageError, match=r"other options or texts \(texts\)"):
         Trainer(target, DraftModelTraining(layers=(0,), epochs=1), tmp_path).run(train[1:], held_out)
 
 
-def test_a_signal_ends_the_run_after_a_step_with_a_checkpoint(target, tmp_path):
+def test_signal_ends_run_after_step_with_checkpoint(target, tmp_path):
     train, held_out = texts()
     trainer = Trainer(target, DraftModelTraining(layers=(0,), epochs=2, batch_tokens=48), tmp_path)
     original = trainer._train
@@ -146,14 +146,14 @@ def test_a_signal_ends_the_run_after_a_step_with_a_checkpoint(target, tmp_path):
     assert trainer.step == torch.load(trainer.checkpoint, weights_only=True)["step"] == 1
 
 
-def test_features_do_not_depend_on_the_batch_or_on_room(target):
+def test_features_do_not_depend_on_batch_or_on_room(target):
     train, _ = texts()
     kept, none = Features(target, (1, -1), 1.0), Features(target, (1, -1), 0.0)
-    together = kept.batch([train[0], train[1]], [0, 1])
+    batched = kept.batch([train[0], train[1]], [0, 1])
     longer = Text([3] * 20, [4, 5], "given")
     other = none.batch([longer, train[1]], [7, 1])
     n = len(train[1].ids)
-    assert torch.equal(together.hidden[1, :n], other.hidden[1, :n])
+    assert torch.equal(batched.hidden[1, :n], other.hidden[1, :n])
     assert torch.equal(kept.batch([train[1]], [1]).hidden[0], other.hidden[1, :n])
     inner = target.model(torch.tensor([train[1].ids]), output_hidden_states=True).hidden_states
     expected = torch.stack([inner[1], inner[-1]], 2)[0].bfloat16().float()
@@ -161,7 +161,7 @@ def test_features_do_not_depend_on_the_batch_or_on_room(target):
     assert not none._kept
 
 
-def test_a_head_that_is_more_than_a_matrix_is_refused(tmp_path):
+def test_head_that_is_more_than_matrix_is_refused(tmp_path):
     model = tied_llama()
     model.lm_head.register_forward_hook(lambda module, args, logits: 30 * logits)
     scaled = LoadedModel(model, None, "tiny", "made here", "0" * 64, (1,), 128)  # type: ignore[arg-type]
@@ -178,7 +178,7 @@ def test_missing_accelerate_is_reported(target, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "kind", ["draft-model", *[pytest.param(heads, marks=pytest.mark.slow) for heads in ("medusa", "eagle3")]]
 )
-def test_the_command_line_writes_texts_trains_and_writes_a_card(kind, on_disk, tmp_path, capsys, monkeypatch):
+def test_command_line_writes_texts_trains_and_writes_card(kind, on_disk, tmp_path, capsys, monkeypatch):
     questions = str(on_disk / "questions.jsonl")
     argv = [
         "train",
@@ -210,8 +210,8 @@ def test_the_command_line_writes_texts_trains_and_writes_a_card(kind, on_disk, t
     del argv[argv.index("--measure") : argv.index("--dtype")]
     argv += ["--start-from", str(tmp_path), "--measure", "none"]
     assert cli.main(argv) == 0, capsys.readouterr().err
-    again = json.loads((tmp_path / "twice" / "training.json").read_text())
-    ended, start = facts["log"][-1]["positions"], again["log"][0]["positions"]
+    repeat = json.loads((tmp_path / "twice" / "training.json").read_text())
+    ended, start = facts["log"][-1]["positions"], repeat["log"][0]["positions"]
     assert start == pytest.approx(ended, abs=0.02), "it does not start where the other ended"
     card = " ".join((tmp_path / "twice" / "README.md").read_text().split())
     assert f"Initial weights: `{tmp_path.name}`, sha256 `{weights_sha256(tmp_path)}`" in card
@@ -228,14 +228,14 @@ def test_the_command_line_writes_texts_trains_and_writes_a_card(kind, on_disk, t
         (["--questions", "nothing"], "there is no prompt source named 'nothing'"),
     ],
 )
-def test_wrong_options_give_a_sentence(options, sentence, on_disk, tmp_path, capsys):
+def test_wrong_options_give_sentence(options, sentence, on_disk, tmp_path, capsys):
     options = [str(on_disk) if option == "TARGET" else option for option in options]
     argv = ["train", "draft-model", "--target", str(on_disk), "--out", str(tmp_path), "--dtype", "float32", *options]
     assert cli.main(argv) == 2
     assert sentence in capsys.readouterr().err
 
 
-def test_a_kind_that_is_broken_leaves_the_others(capsys):
+def test_kind_that_is_broken_leaves_others(capsys):
     plugin = SimpleNamespace(crossdraft_register_trainers=hookimpl(lambda register: register("bad", "nowhere:Recipe")))
     plugins.manager().register(plugin, "extra")
     try:

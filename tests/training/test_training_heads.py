@@ -25,7 +25,7 @@ VOCAB = 40
 
 @pytest.fixture(scope="module")
 def target() -> LoadedModel:
-    """Six layers, so that an EAGLE-3 head reads hidden states 2 and 3; sharp, so that there is something to learn."""
+    """Six layers, so that an EAGLE-3 head reads hidden states 2 and 3; peaked, so that training has an effect."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4,
@@ -39,14 +39,14 @@ def target() -> LoadedModel:
 def texts(target: LoadedModel) -> tuple[list[Text], list[Text]]:
     """Texts of unequal length that the target wrote, some with a prompt of one token."""
     torch.manual_seed(1)
-    found = []
+    results = []
     for i in range(20):
         prompt = torch.randint(2, VOCAB, (1, 1 + i % 4))
         with torch.inference_mode():
             out: Any = target.model.generate(prompt, do_sample=True, max_new_tokens=10 + i % 5, eos_token_id=None)  # type: ignore[operator]
         ids = out[0].tolist()
-        found.append(Text(ids[: 1 + i % 4], ids[1 + i % 4 :], "given"))
-    return split(found, 0.2)
+        results.append(Text(ids[: 1 + i % 4], ids[1 + i % 4 :], "given"))
+    return split(results, 0.2)
 
 
 RECIPES: dict[str, Callable[..., Any]] = {
@@ -76,7 +76,7 @@ def test_acceptance_rises_at_every_position(trained: Any) -> None:
     assert trainer.best == trainer.log[-1]["held_out_acceptance"] == last[0]
 
 
-def test_an_interrupted_run_ends_with_the_same_weights(trained: Any, target: Any, texts: Any, tmp_path: Any) -> None:
+def test_interrupted_run_ends_with_same_weights(trained: Any, target: Any, texts: Any, tmp_path: Any) -> None:
     kind, whole = trained
     broken, steps = Trainer(target, RECIPES[kind](), tmp_path), []
     original = broken._train
@@ -93,23 +93,23 @@ def test_an_interrupted_run_ends_with_the_same_weights(trained: Any, target: Any
     with pytest.raises(RuntimeError, match="went down"):
         broken.run(*texts)
     (tmp_path / "checkpoint.part").write_bytes(broken.checkpoint.read_bytes()[:1000])  # killed while it saved again
-    again = Trainer(target, RECIPES[kind](), tmp_path)
-    again.run(*texts)
-    assert again.step == whole.step > 8
-    assert again.log[-1]["positions"] == whole.log[-1]["positions"]
-    for name, weight in again.trainee.trained.items():
+    repeat = Trainer(target, RECIPES[kind](), tmp_path)
+    repeat.run(*texts)
+    assert repeat.step == whole.step > 8
+    assert repeat.log[-1]["positions"] == whole.log[-1]["positions"]
+    for name, weight in repeat.trainee.trained.items():
         assert torch.equal(weight, whole.trainee.trained[name]), name
 
 
-def test_a_finished_run_is_not_trained_again(trained: Any, target: Any, texts: Any) -> None:
+def test_finished_run_is_not_trained_again(trained: Any, target: Any, texts: Any) -> None:
     kind, whole = trained
-    again = Trainer(target, RECIPES[kind](), whole.out)
-    again._train = None  # type: ignore[assignment]
-    again.run(*texts)
-    assert (again.log, again.best) == (whole.log, whole.best)
+    repeat = Trainer(target, RECIPES[kind](), whole.out)
+    repeat._train = None  # type: ignore[assignment]
+    repeat.run(*texts)
+    assert (repeat.log, repeat.best) == (whole.log, whole.best)
 
 
-def test_training_resumes_from_a_saved_drafter(trained: Any, target: Any, texts: Any, tmp_path: Any) -> None:
+def test_training_resumes_from_saved_drafter(trained: Any, target: Any, texts: Any, tmp_path: Any) -> None:
     kind, whole = trained
     other = (texts[0][::-1], texts[1])  # other texts: another vocabulary would be counted from them
     trainer = Trainer(target, RECIPES[kind](start_from=str(whole.out), learning_rate=1e-4, epochs=2), tmp_path)
@@ -121,13 +121,13 @@ def test_training_resumes_from_a_saved_drafter(trained: Any, target: Any, texts:
     for name, weight in trainer.trainee.trained.items():
         assert weight.dtype == torch.float32
         assert not torch.equal(weight, whole.trainee.trained[name]), name
-    again = Trainer(target, trainer.recipe, tmp_path)
-    again.run(*other)
-    for name, weight in again.trainee.trained.items():
+    repeat = Trainer(target, trainer.recipe, tmp_path)
+    repeat.run(*other)
+    for name, weight in repeat.trainee.trained.items():
         assert torch.equal(weight, trainer.trainee.trained[name]), name
 
 
-def test_a_start_that_does_not_fit_is_refused(trained: Any, target: Any, tmp_path: Any) -> None:
+def test_start_that_does_not_fit_is_refused(trained: Any, target: Any, tmp_path: Any) -> None:
     kind, whole = trained
     wrong = {"medusa": {"heads": 2}, "eagle3": {"layers": (0, 2, 4)}}[kind]
     sentence = {"medusa": "3 heads of 1 blocks, not 2 of 1; add --heads 3", "eagle3": "--layers"}[kind]
@@ -138,13 +138,13 @@ def test_a_start_that_does_not_fit_is_refused(trained: Any, target: Any, tmp_pat
 
 
 @pytest.mark.parametrize("options", [{}, {"tree": True}])
-def test_what_was_written_drafts_and_keeps_the_greedy_output(
+def test_exported_model_keeps_greedy_output(
     trained: Any, options: dict[str, Any], target: Any, heads_decoder: Any
 ) -> None:
     kind, trainer = trained
     trees = {"medusa": {"nodes": 6}, "eagle3": {"tree": "dynamic", "depth": 2, "top_k": 2, "nodes": 5}}
-    given = trees[kind] if options else {"gamma": 3}
-    drafter = {**trainer.trainee.drafter, "model": str(trainer.out), **given}
+    inputs = trees[kind] if options else {"gamma": 3}
+    drafter = {**trainer.trainee.drafter, "model": str(trainer.out), **inputs}
     name = drafter.pop("name")
     prompts = [[5, 9, 3], [7], [2, 30, 11, 4]]
     rest = {"max_new_tokens": 12, "eos": (), "rng": CounterRng(0)}
@@ -158,7 +158,7 @@ def test_what_was_written_drafts_and_keeps_the_greedy_output(
     assert sum(r.tau for response in responses for r in response.steps) > 0
 
 
-def test_the_training_time_test_is_what_drafting_does(target: Any, texts: Any, tmp_path: Any) -> None:
+def test_training_time_test_equals_drafting(target: Any, texts: Any, tmp_path: Any) -> None:
     """The same distributions after a root, step by step along the text."""
     trainer = Trainer(target, RECIPES["eagle3"](epochs=1, unroll=4), tmp_path)
     trainer.run(*texts)
@@ -188,7 +188,7 @@ def divergence(target: torch.Tensor, target_head: torch.Tensor, states: torch.Te
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
-def test_the_loss_of_medusa_is_the_weighted_sum_over_heads(target: Any, texts: Any, tmp_path: Any) -> None:
+def test_loss_of_medusa_is_weighted_sum_over_heads(target: Any, texts: Any, tmp_path: Any) -> None:
     trainer = Trainer(target, RECIPES["medusa"](sampled_vocab=0, decay=0.5), tmp_path)
     trainee: Any = trainer.trainee
     trainee.prepare(texts[0])
@@ -197,17 +197,17 @@ def test_the_loss_of_medusa_is_the_weighted_sum_over_heads(target: Any, texts: A
     batch = trainer.features.batch(texts[0][:5], range(5))
     expected = torch.zeros(())
     for i, head in enumerate(trainee.student):
-        found = []
+        results = []
         for row, text in enumerate(texts[0][:5]):
             # Token t + 2 + i of a response, drafted after the root t + 1, which is the prompt's last at the earliest.
             for t in range(max(len(text.prompt) - 2, 0), len(text.ids) - 2 - i):
                 hidden = batch.hidden[row, :, 0]
-                found.append(divergence(hidden[t + 1 + i], trainee.head, head(hidden[t]), trainee.head))
-        expected = expected + 0.5**i * torch.stack(found).mean()
+                results.append(divergence(hidden[t + 1 + i], trainee.head, head(hidden[t]), trainee.head))
+        expected = expected + 0.5**i * torch.stack(results).mean()
     torch.testing.assert_close(trainee.loss(batch, 0)[0], expected, atol=1e-5, rtol=1e-5)
 
 
-def test_the_loss_of_eagle3_leaves_out_chains_the_head_cannot_draft(target: Any, texts: Any, tmp_path: Any) -> None:
+def test_loss_of_eagle3_leaves_out_chains_head_cannot_draft(target: Any, texts: Any, tmp_path: Any) -> None:
     trainer = Trainer(target, RECIPES["eagle3"](draft_vocab=25, decay=0.5), tmp_path)
     trainee: Any = trainer.trainee
     trainee.prepare(texts[0])
@@ -216,22 +216,22 @@ def test_the_loss_of_eagle3_leaves_out_chains_the_head_cannot_draft(target: Any,
     ids, head = trainee.student.target_ids, trainee.student.lm_head.weight
     known, expected, left_out = set(ids.tolist()), torch.zeros(()), 0
     for s in range(3):
-        found = []
+        results = []
         for row, text in enumerate(texts[0][:5]):
             for last in range(s, len(text.response)):
                 if last - s == 0 and len(text.prompt) == 1:
                     continue  # the root has no feature before it
                 if known.issuperset(text.response[last - s : last + 1]):
-                    found.append(divergence(probs[row, last], trainee.head[ids], states[s, row, last], head))
+                    results.append(divergence(probs[row, last], trainee.head[ids], states[s, row, last], head))
                 else:
                     left_out += 1
-        expected = expected + 0.5**s * torch.stack(found).mean()
+        expected = expected + 0.5**s * torch.stack(results).mean()
     assert left_out > 20
     torch.testing.assert_close(trainee.loss(batch, 0)[0], expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "many"), [("medusa", {"heads": 6}), ("eagle3", {"unroll": 6})])
-def test_texts_may_be_shorter_than_a_draft(kind: str, many: Any, target: Any, tmp_path: Any) -> None:
+def test_texts_may_be_shorter_than_draft(kind: str, many: Any, target: Any, tmp_path: Any) -> None:
     """The loss of a short text is the same beside a long one, where nothing runs over its end."""
     short, one = Text([3], [4, 5], "given"), Text([6, 7], [8], "given")
     long = Text([9] * 5, [2] * 9, "given")
@@ -239,17 +239,17 @@ def test_texts_may_be_shorter_than_a_draft(kind: str, many: Any, target: Any, tm
     trainer.trainee.prepare([short, one, long])
     with torch.no_grad():
         for text in (short, one):
-            alone = trainer.trainee.acceptance(trainer.features.batch([text], [0 if text is short else 1]))
+            separate = trainer.trainee.acceptance(trainer.features.batch([text], [0 if text is short else 1]))
             padded: Any = trainer.features.batch([text, long], [0 if text is short else 1, 2])
             padded.predicts[1] = False
-            for found, expected in zip(trainer.trainee.acceptance(padded), alone, strict=True):
-                torch.testing.assert_close(found, expected)
+            for result, expected in zip(trainer.trainee.acceptance(padded), separate, strict=True):
+                torch.testing.assert_close(result, expected)
     trainer = Trainer(target, RECIPES[kind](**many), tmp_path)
     trainer.run([short, one, short], [one])
     assert trainer.step > 0
 
 
-def test_the_reduced_vocabulary_goes_through_the_file(target: Any, texts: Any, tmp_path: Any) -> None:
+def test_reduced_vocabulary_round_trip(target: Any, texts: Any, tmp_path: Any) -> None:
     trainer = Trainer(target, RECIPES["eagle3"](epochs=1, draft_vocab=11), tmp_path)
     trainer.run(*texts)
     trainer.export(texts[1])
@@ -262,7 +262,7 @@ def test_the_reduced_vocabulary_goes_through_the_file(target: Any, texts: Any, t
     assert trainer.trainee.student.target_ids.tolist() == ids.tolist()  # type: ignore[union-attr]
 
 
-def test_an_eagle3_head_starts_as_the_last_layer_of_the_target(target: Any, tmp_path: Any, texts: Any) -> None:
+def test_eagle3_head_starts_as_last_layer_of_target(target: Any, tmp_path: Any, texts: Any) -> None:
     trainer = Trainer(target, RECIPES["eagle3"](), tmp_path)
     trainer.trainee.prepare(texts[0])
     head: Any = trainer.trainee.student
@@ -273,7 +273,7 @@ def test_an_eagle3_head_starts_as_the_last_layer_of_the_target(target: Any, tmp_
     assert torch.equal(head.fc.weight[:, -32:], torch.eye(32))
 
 
-def test_an_eagle3_head_for_gemma_does_not_take_its_norms(tiny_model: Any, tmp_path: Any, texts: Any) -> None:
+def test_eagle3_head_for_gemma_does_not_take_its_norms(tiny_model: Any, tmp_path: Any, texts: Any) -> None:
     model = tiny_model("gemma3", vocab_size=VOCAB)
     gemma = LoadedModel(model, None, "gemma", "made here", "0" * 64, (1,), 128)  # type: ignore[arg-type]
     trainer = Trainer(gemma, RECIPES["eagle3"](layers=(0, 1, 0)), tmp_path)
@@ -283,7 +283,7 @@ def test_an_eagle3_head_for_gemma_does_not_take_its_norms(tiny_model: Any, tmp_p
 
 
 @pytest.mark.parametrize("trained", ["medusa"], indirect=True)
-def test_medusa_accuracies_are_how_often_a_rank_is_right(trained: Any, target: Any, texts: Any) -> None:
+def test_medusa_accuracies_by_rank(trained: Any, target: Any, texts: Any) -> None:
     _, trainer = trained
     heads, right, count = trainer.trainee.student, torch.zeros(3, 10), torch.zeros(3)
     for text in texts[1]:
@@ -298,7 +298,7 @@ def test_medusa_accuracies_are_how_often_a_rank_is_right(trained: Any, target: A
     torch.testing.assert_close(torch.tensor(written), right / count[:, None], atol=2e-5, rtol=0)
 
 
-def test_the_gradient_for_several_students_is_that_of_autograd() -> None:
+def test_gradient_for_several_students_is_that_of_autograd() -> None:
     torch.manual_seed(0)
     students, head = torch.randn(2, 7, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
     target, target_head = torch.randn(7, 5), torch.randn(20, 5)
@@ -315,22 +315,22 @@ def test_the_gradient_for_several_students_is_that_of_autograd() -> None:
     torch.testing.assert_close(same, torch.stack([minimum[0].mean(), minimum[1, keep[1]].mean()]).detach())
 
 
-def test_overlap_counts_what_a_reduced_vocabulary_lacks() -> None:
+def test_overlap_counts_missing_vocabulary() -> None:
     states, head, target_head = torch.ones(1, 1), torch.zeros(2, 1), torch.zeros(4, 1)
     assert overlap(states[None], states, head, target_head, torch.tensor([0, 3])).tolist() == [[0.5]]
     assert overlap(states[None], states, target_head, target_head).tolist() == [[1]]
 
 
-def test_sampled_rows_stand_for_all_tokens_and_follow_from_the_step() -> None:
+def test_sampled_rows_stand_for_all_tokens_and_follow_from_step() -> None:
     head = torch.arange(20.0)[:, None]
     sampled = SampledHead(head, [3, 5, 3], 6, seed=1)
     rows, bias = sampled.at(4)
     assert rows[:2, 0].tolist() == [3, 5] and len(set(rows[:, 0].tolist())) == 8
     assert bias.exp().tolist() == pytest.approx([1, 1, *[3] * 6]), "20 tokens in all"
-    again, other = SampledHead(head, [5, 3], 6, seed=1).at(4)[0], sampled.at(5)[0]
-    assert torch.equal(rows, again) and not torch.equal(rows, other)
-    for wanted in (0, 18):
-        assert SampledHead(head, [3, 5], wanted, seed=1).at(0)[0] is head
+    repeat, other = SampledHead(head, [5, 3], 6, seed=1).at(4)[0], sampled.at(5)[0]
+    assert torch.equal(rows, repeat) and not torch.equal(rows, other)
+    for expected in (0, 18):
+        assert SampledHead(head, [3, 5], expected, seed=1).at(0)[0] is head
 
 
 def test_most_frequent_tokens() -> None:

@@ -1,4 +1,4 @@
-"""Training look-ahead embeddings: they learn, nothing else changes, and what is learnt is what drafting asks for."""
+"""Training look-ahead embeddings: they learn, nothing else changes, and training matches drafting."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VOCAB = 40
 
 @pytest.fixture(scope="module")
 def target() -> LoadedModel:
-    """Sharp, so that there is something to learn."""
+    """Peaked distributions, so that training has an effect."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -39,14 +39,14 @@ def target() -> LoadedModel:
 def texts(target: LoadedModel) -> tuple[list[Text], list[Text]]:
     """Texts of unequal length that the target wrote, some with a prompt of one token."""
     torch.manual_seed(1)
-    found = []
+    results = []
     for i in range(20):
         prompt = torch.randint(2, VOCAB, (1, 1 + i % 4))
         with torch.inference_mode():
             out: Any = target.model.generate(prompt, do_sample=True, max_new_tokens=10 + i % 5, eos_token_id=None)
         ids = out[0].tolist()
-        found.append(Text(ids[: 1 + i % 4], ids[1 + i % 4 :], "given"))
-    return split(found, 0.2)
+        results.append(Text(ids[: 1 + i % 4], ids[1 + i % 4 :], "given"))
+    return split(results, 0.2)
 
 
 def recipe(**more: Any) -> PassTraining:
@@ -55,10 +55,10 @@ def recipe(**more: Any) -> PassTraining:
 
 
 def digest(model: Any) -> str:
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
-        found.update(name.encode() + tensor.numpy().tobytes())
-    return found.hexdigest()
+        result.update(name.encode() + tensor.numpy().tobytes())
+    return result.hexdigest()
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +69,9 @@ def trained(target: LoadedModel, texts: Any, tmp_path_factory: Any) -> tuple[Tra
     step = trainer._train
 
     def watched(*args: Any) -> tuple[float, float]:
-        found = step(*args)
-        losses.append(found[0])
-        return found
+        result = step(*args)
+        losses.append(result[0])
+        return result
 
     trainer._train = watched  # type: ignore[method-assign]
     trainer.run(*texts)
@@ -79,7 +79,7 @@ def trained(target: LoadedModel, texts: Any, tmp_path_factory: Any) -> tuple[Tra
     return trainer, losses, digest(target.model) == before
 
 
-def test_the_loss_falls_and_acceptance_rises_at_every_embedding(trained: Any) -> None:
+def test_loss_falls_and_acceptance_rises_at_every_embedding(trained: Any) -> None:
     trainer, losses, _ = trained
     epoch = len(losses) // 8
     assert sum(losses[-epoch:]) < 0.97 * sum(losses[:epoch]), losses
@@ -88,7 +88,7 @@ def test_the_loss_falls_and_acceptance_rises_at_every_embedding(trained: Any) ->
     assert all(after > before + 0.003 for before, after in zip(first, last, strict=True)), (first, last)
 
 
-def test_only_the_embeddings_are_trained(trained: Any, target: Any) -> None:
+def test_only_embeddings_are_trained(trained: Any, target: Any) -> None:
     trainer, _, unchanged = trained
     assert unchanged, "the target's weights have changed"
     assert {name: tuple(w.shape) for name, w in trainer.trainee.trained.items()} == {"embeddings": (2, 32)}
@@ -98,8 +98,8 @@ def test_only_the_embeddings_are_trained(trained: Any, target: Any) -> None:
 
 
 @pytest.mark.parametrize("cuts", [3, 1000])
-def test_what_is_learnt_is_what_drafting_asks_for(trained: Any, target: Any, texts: Any, cuts: int) -> None:
-    """At every place of every text, beside others in the batch: what the target says in a pass of the drafter."""
+def test_training_positions_match_drafting(trained: Any, target: Any, texts: Any, cuts: int) -> None:
+    """At every position of every text, in a batch: the target's output in a pass of the drafter."""
     trainer = trained[0]
     other = Trainer(target, recipe(cuts=cuts), trainer.out / f"cuts{cuts}")
     trainee: Any = other.trainee
@@ -107,19 +107,19 @@ def test_what_is_learnt_is_what_drafting_asks_for(trained: Any, target: Any, tex
     batch = trainer.features.batch(texts[0][:4], range(4))
     with torch.no_grad():
         state = torch.get_rng_state()
-        found, there = trainee._cuts(batch)
+        result, present = trainee._cuts(batch)
         torch.set_rng_state(state)
         states, keep, probs = trainee._aligned(batch)
-    places = found.shape[1]
-    seen: list[set[int]] = [set() for _ in range(4)]
-    for n, (cut, real) in enumerate(zip(found.flatten().tolist(), there.flatten().tolist(), strict=True)):
+    places = result.shape[1]
+    visited: list[set[int]] = [set() for _ in range(4)]
+    for n, (cut, real) in enumerate(zip(result.flatten().tolist(), present.flatten().tolist(), strict=True)):
         text = texts[0][n // places]
         last = len(text.ids) - 2  # after it there is one token of the response: no embedding drafts it
         assert real == (len(text.prompt) - 1 <= cut < last) or not real
         assert keep[:, n].tolist() == [real and cut + 1 + j <= last for j in range(2)]
         if not real:
             continue
-        seen[n // places].add(cut)
+        visited[n // places].add(cut)
         lm = TransformersLM(target.model, 1, 64)
         fork = lm.fork(range(2), embeddings=trainee.student.embeddings.detach())
         lm.start(0, text.ids[: cut + 1])
@@ -129,12 +129,12 @@ def test_what_is_learnt_is_what_drafting_asks_for(trained: Any, target: Any, tex
             if keep[j, n]:
                 torch.testing.assert_close(states[j, n] @ trainee.head.T, output[j], atol=1e-4, rtol=1e-4)
                 assert torch.equal(probs[j, n], batch.hidden[n // places, cut + 1 + j, 0])
-    for text, found_here in zip(texts[0][:4], seen, strict=True):
-        every = set(range(len(text.prompt) - 1, len(text.ids) - 2))
-        assert found_here == every if cuts == 1000 else len(found_here) == 3 and found_here <= every
+    for text, found_here in zip(texts[0][:4], visited, strict=True):
+        all_items = set(range(len(text.prompt) - 1, len(text.ids) - 2))
+        assert found_here == all_items if cuts == 1000 else len(found_here) == 3 and found_here <= all_items
 
 
-def test_an_interrupted_run_ends_with_the_same_embeddings(trained: Any, target: Any, texts: Any, tmp_path: Any) -> None:
+def test_interrupted_run_ends_with_same_embeddings(trained: Any, target: Any, texts: Any, tmp_path: Any) -> None:
     whole = trained[0]
     broken, steps = Trainer(target, recipe(), tmp_path), []
     original = broken._train
@@ -150,17 +150,15 @@ def test_an_interrupted_run_ends_with_the_same_embeddings(trained: Any, target: 
     broken._train = dies  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="went down"):
         broken.run(*texts)
-    again = Trainer(target, recipe(), tmp_path)
-    again.run(*texts)
-    assert again.step == whole.step > 8
-    assert again.log[-1]["positions"] == whole.log[-1]["positions"]
-    assert torch.equal(again.trainee.trained["embeddings"], whole.trainee.trained["embeddings"])
+    repeat = Trainer(target, recipe(), tmp_path)
+    repeat.run(*texts)
+    assert repeat.step == whole.step > 8
+    assert repeat.log[-1]["positions"] == whole.log[-1]["positions"]
+    assert torch.equal(repeat.trainee.trained["embeddings"], whole.trainee.trained["embeddings"])
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_what_was_written_drafts_and_keeps_the_greedy_output(
-    trained: Any, target: Any, heads_decoder: Any, batch_size: int
-) -> None:
+def test_exported_model_keeps_greedy_output(trained: Any, target: Any, heads_decoder: Any, batch_size: int) -> None:
     trainer = trained[0]
     config = json.loads((trainer.out / "config.json").read_text())
     assert config["target_sha256"] == "ab" * 32 and (config["look_ahead"], config["hidden_size"]) == (2, 32)
@@ -187,25 +185,25 @@ def test_training_resumes_from_saved_embeddings(trained: Any, target: Any, texts
         Trainer(target, recipe(start_from=out, look_ahead=3), tmp_path)
 
 
-def test_texts_may_be_shorter_than_a_draft(target: Any, tmp_path: Any) -> None:
+def test_texts_may_be_shorter_than_draft(target: Any, tmp_path: Any) -> None:
     """Short texts are not overrun, and texts without positions to learn from have no effect."""
     short, one, long = Text([3], [4, 5], "given"), Text([6, 7], [8], "given"), Text([9] * 5, [2] * 9, "given")
     trainer = Trainer(target, recipe(look_ahead=5), tmp_path)
     trainer.trainee.prepare([short, one, long])
     with torch.no_grad():
-        alone = trainer.trainee.acceptance(trainer.features.batch([short], [0]))
+        separate = trainer.trainee.acceptance(trainer.features.batch([short], [0]))
         padded: Any = trainer.features.batch([short, one, long], [0, 1, 2])
         padded.predicts[2] = False
-        together = trainer.trainee.acceptance(padded)
-    assert [len(found) for found in alone] == [1, 0, 0, 0, 0]
-    for found, expected in zip(together, alone, strict=True):
-        torch.testing.assert_close(found, expected)
+        batched = trainer.trainee.acceptance(padded)
+    assert [len(result) for result in separate] == [1, 0, 0, 0, 0]
+    for result, expected in zip(batched, separate, strict=True):
+        torch.testing.assert_close(result, expected)
     trainer = Trainer(target, recipe(), tmp_path)
     trainer.run([short, one, short], [short, one])
     assert trainer.step > 0
 
 
-def test_a_window_that_a_text_reaches_beyond_is_refused(tiny_model: Any, tmp_path: Any) -> None:
+def test_window_that_text_reaches_beyond_is_refused(tiny_model: Any, tmp_path: Any) -> None:
     model = tiny_model("gemma3", vocab_size=VOCAB)
     gemma = LoadedModel(model, None, "gemma", "made here", "0" * 64, (1,), 128)  # type: ignore[arg-type]
     window = model.config.sliding_window

@@ -48,6 +48,6 @@ def test_every_requested_extra_exists() -> None:
         and isinstance(call.args[1], ast.Constant)
     }
     assert {"html", "serve", "train", "search", "spread", "quantize", "ray", "slurm", "mlflow", "trackio"} <= used | {
-        extra for one in used for extra in one.split(",")
+        extra for item in used for extra in item.split(",")
     }
-    assert {extra for one in used for extra in one.split(",")} <= set(extras)
+    assert {extra for item in used for extra in item.split(",")} <= set(extras)

@@ -1,4 +1,4 @@
-"""Trees that are settled beforehand: what follows from their shape is what any tree's own parents say."""
+"""Static trees: properties derived from the shape equal those computed from parents."""
 
 from dataclasses import replace
 
@@ -34,15 +34,15 @@ def drafted(shape: tuple[tuple[int, ...], ...], seed: int, point_mass: bool = Fa
     parents, b, vocab = parents_of(shape), 3, 7
     n = len(parents)
     distributions = torch.rand(b, n + 1, vocab, generator=generator, dtype=torch.float64).softmax(-1)
-    tokens, q, taken = torch.zeros(b, n, dtype=torch.long), torch.zeros(b, n, vocab, dtype=torch.float64), {}
+    tokens, q, used = torch.zeros(b, n, dtype=torch.long), torch.zeros(b, n, vocab, dtype=torch.float64), {}
     valid = torch.rand(b, n, generator=generator) < 0.9
     for node, parent in enumerate(parents):
         left = distributions[:, parent + 1].clone()
-        for earlier_siblings in taken.setdefault(parent, []):
+        for earlier_siblings in used.setdefault(parent, []):
             left.scatter_(1, tokens[:, earlier_siblings : earlier_siblings + 1], 0.0)
         q[:, node] = left / left.sum(1, keepdim=True)
         tokens[:, node] = torch.multinomial(q[:, node], 1, generator=generator).squeeze(1)
-        taken[parent].append(node)
+        used[parent].append(node)
         if parent >= 0:
             valid[:, node] &= valid[:, parent]
     draft = Draft(
@@ -77,7 +77,7 @@ def test_by_hand() -> None:
         (((2,), (3, -1)), "names the children of 2 nodes on level 1, which has 2"),
     ],
 )
-def test_the_error_of_an_invalid_shape(children: tuple, reason: str) -> None:
+def test_error_of_invalid_shape(children: tuple, reason: str) -> None:
     assert problem(children, 4) == reason
     assert problem(((2,), (1, 1)), 4) is None
 
@@ -99,8 +99,8 @@ def test_level_by_level_is_node_by_node(shape: tuple, seed: int, point_mass: boo
     for row in range(3):
         assert torch.equal(order[row, : count[row]], same[row, : count[row]])
     shares, rests = level_by_level(draft, p, shape)
-    others, again = node_by_node(unknown, p)
-    torch.testing.assert_close(rests, again, atol=1e-12, rtol=0)
+    others, repeat = node_by_node(unknown, p)
+    torch.testing.assert_close(rests, repeat, atol=1e-12, rtol=0)
     assert shares.shape[1] <= others.shape[1]
     outputs, once_more = (Traversal().verify(one, p, shipped_rng(seed, range(3))) for one in (draft, unknown))
     assert torch.equal(outputs.length, once_more.length) and torch.equal(outputs.token, once_more.token)

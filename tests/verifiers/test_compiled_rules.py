@@ -1,4 +1,4 @@
-"""A compiled rule says what it says uncompiled; what cannot be compiled runs as usual."""
+"""Compiled verifiers return the same verdicts; verifiers that cannot be compiled run eagerly."""
 
 import dataclasses
 import functools
@@ -33,25 +33,25 @@ def fused_as_usual(name: str, shape: str, seeds: Sequence[int], vocab: int) -> i
 
 
 @pytest.mark.parametrize("name, shape", ONE_SHAPE)
-def test_a_rule_is_a_function_of_tensors(name: str, shape: str, monkeypatch: Any) -> None:
+def test_rule_is_function_of_tensors(name: str, shape: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(compiled_verifier, "compile_function", lambda step, inputs: lambda tensors: step(*tensors))
     assert 0 < fused_as_usual(name, shape, range(12), 9) <= MOST_SHAPES
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="needs a C++ compiler")
-def test_compiled_token_verifier_matches_the_plain_one() -> None:
+def test_compiled_token_verifier_matches_plain_one() -> None:
     assert fused_as_usual("token", "chain", range(2), 300) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, shape", PAIRS)
-def test_compiled_verifier_matches_the_plain_one(name: str, shape: str) -> None:
+def test_compiled_verifier_matches_plain_one(name: str, shape: str) -> None:
     assert fused_as_usual(name, shape, [3, 4], 2000) > 0
 
 
 @pytest.mark.parametrize("name", ["token", "greedy-block", "specinfer"])
-def test_the_way_of_cuda_traces_a_rule_whole(name: str, monkeypatch: Any) -> None:
+def test_way_of_cuda_traces_rule_whole(name: str, monkeypatch: Any) -> None:
     """`torch.compile` up to code for a device: the graph that it made, run as it is."""
     monkeypatch.setattr(compiled_verifier, "compile_function", lambda step, inputs: compilation.jit_compile(step))
     calls: list[Any] = []
@@ -61,7 +61,7 @@ def test_the_way_of_cuda_traces_a_rule_whole(name: str, monkeypatch: Any) -> Non
     assert calls and all(options["fullgraph"] for options in calls)
 
 
-def test_what_cannot_be_compiled_runs_as_usual(monkeypatch: Any, caplog: Any) -> None:
+def test_uncompilable_verifier_runs_eagerly(monkeypatch: Any, caplog: Any) -> None:
     def failing(step: Any, inputs: Any) -> Any:
         raise RuntimeError("no compiler here\nand much more")
 
@@ -72,7 +72,7 @@ def test_what_cannot_be_compiled_runs_as_usual(monkeypatch: Any, caplog: Any) ->
     ]
 
 
-def test_nothing_new_is_compiled_after_the_warm_up(monkeypatch: Any) -> None:
+def test_no_compilation_after_warm_up(monkeypatch: Any) -> None:
     monkeypatch.setattr(compiled_verifier, "compile_function", lambda step, inputs: lambda tensors: step(*tensors))
     compiled = CompiledVerifier(RULES["token"]())
     compiled.compiling = False
@@ -82,7 +82,7 @@ def test_nothing_new_is_compiled_after_the_warm_up(monkeypatch: Any) -> None:
     assert compiled.compiled == 0
 
 
-def test_a_rule_that_keeps_its_state_to_itself_is_not_fused() -> None:
+def test_rule_that_keeps_its_state_to_itself_is_not_fused() -> None:
     class Private(RULES["token"]):  # type: ignore[misc]
         name = "private"
 

@@ -1,6 +1,6 @@
-"""Every registered verifier has golden numbers, and every lossless one keeps the target's law.
+"""Every registered verifier has golden numbers, and every lossless one keeps the target's distribution.
 
-The numbers are the exact E[tau] of tests/golden.json; the laws are those of all five toys. Both are found by
+The numbers are the exact E[tau] of tests/golden.json; the distributions are those of all five toys. Both are found by
 walking the registry, so a verifier cannot be added without them.
 """
 
@@ -36,16 +36,16 @@ Certified = Callable[..., Certificate]
 def rule(line: str) -> tuple[Any, Callable[[], Any], float]:
     """Subject of a line of the golden table: the verifier's class, how to make one, the target's temperature."""
     name, *options = line.split()
-    found = plugins.get("verifiers", name)
+    result = plugins.get("verifiers", name)
     config = {key: json.loads(value) for key, value in (option.split("=") for option in options)}
-    return found, lambda: found(found.Config(**config)), 0.0 if traits_of(found).temperature_zero_only else 1.0
+    return result, lambda: result(result.Config(**config)), 0.0 if traits_of(result).temperature_zero_only else 1.0
 
 
 def accepts(name: str, label: str) -> bool:
-    found, _, temperature = rule(name)
+    result, _, temperature = rule(name)
     kind, sampling = DRAFTS[label], Sampling(temperature=temperature)
     drafter, config = kind.config(2)
-    return incompatible(kind.drafter, drafter.traits(config, sampling), name, traits_of(found), sampling) is None
+    return incompatible(kind.drafter, drafter.traits(config, sampling), name, traits_of(result), sampling) is None
 
 
 def without_golden_numbers() -> list[str]:
@@ -119,7 +119,7 @@ def newcomer() -> Iterator[str]:
     plugins.manager().unregister(plugin)
 
 
-def test_a_verifier_without_golden_numbers_is_noticed(newcomer: str) -> None:
+def test_verifier_without_golden_numbers_is_noticed(newcomer: str) -> None:
     assert newcomer in without_golden_numbers()
 
 
@@ -130,7 +130,7 @@ def test_golden_lines_name_drafts_that_their_verifier_accepts(line: str) -> None
         assert set(per_toy) <= set(TOYS)
 
 
-# -- golden numbers, and laws ---------------------------------------------------------------------------
+# -- golden numbers, and distributions ---------------------------------------------------------------------------
 
 
 def cases(triples: Iterable[tuple[str, str, str]], slow: Callable[..., bool]) -> list[Any]:
@@ -151,14 +151,16 @@ def repeated(line: str, label: str, toy: str) -> bool:
 @pytest.mark.parametrize("line, label, toy", cases(KNOWN, large))
 def test_expected_tau_is_golden(certified: Certified, line: str, label: str, toy: str) -> None:
     want = GOLDEN[line][label][toy]
-    found = certified(line, label, toy, steps=len(want))
-    assert found.expected_tau == pytest.approx([float(Fraction(value)) for value in want], abs=1e-9)
+    certificate = certified(line, label, toy, steps=len(want))
+    assert certificate.expected_tau == pytest.approx([float(Fraction(value)) for value in want], abs=1e-9)
 
 
 @pytest.mark.parametrize("line, toy", [(line, toy) for line in TAU_DISTRIBUTION for toy in TAU_DISTRIBUTION[line]])
 def test_tau_distribution_is_golden(certified: Certified, line: str, toy: str) -> None:
-    found = certified(line, "chain", toy, steps=golden_steps(line, "chain", toy))
-    assert found.first_tau == pytest.approx([float(Fraction(value)) for value in TAU_DISTRIBUTION[line][toy]], abs=1e-9)
+    certificate = certified(line, "chain", toy, steps=golden_steps(line, "chain", toy))
+    assert certificate.first_tau == pytest.approx(
+        [float(Fraction(value)) for value in TAU_DISTRIBUTION[line][toy]], abs=1e-9
+    )
 
 
 @pytest.mark.parametrize("line, label, toy", cases(by_toy(PAIRS), large))
@@ -167,10 +169,10 @@ def test_lossless(certified: Certified, line: str, label: str, toy: str) -> None
 
 
 @pytest.mark.parametrize("line, label", PAIRS)
-def test_lossless_before_and_after_a_step_without_a_draft(certified: Certified, line: str, label: str) -> None:
-    found = certified(line, label, "T0", steps=3, gamma=(1, 0, 1))
-    assert found.tv <= TOLERANCE
-    assert found.expected_tau[1] == 0
+def test_lossless_before_and_after_step_without_draft(certified: Certified, line: str, label: str) -> None:
+    certificate = certified(line, label, "T0", steps=3, gamma=(1, 0, 1))
+    assert certificate.tv <= TOLERANCE
+    assert certificate.expected_tau[1] == 0
 
 
 @pytest.mark.parametrize("line, label, toy", cases(by_toy(PAIRS), repeated))
@@ -180,19 +182,19 @@ def test_lossless_over_three_steps(certified: Certified, line: str, label: str, 
 
 @pytest.mark.parametrize("line, label, toy", cases(by_toy(PAIRS, gamma=3), repeated))
 def test_lossless_with_shorter_drafts_later(certified: Certified, line: str, label: str, toy: str) -> None:
-    found = certified(line, label, toy, steps=3, gamma=(3, 1, 2))
-    assert found.tv <= TOLERANCE
+    certificate = certified(line, label, toy, steps=3, gamma=(3, 1, 2))
+    assert certificate.tv <= TOLERANCE
 
 
 @pytest.mark.parametrize("line, label, toy", cases(by_toy(PAIRS, gamma=2), repeated))
 def test_lossless_with_long_drafts_around_none(certified: Certified, line: str, label: str, toy: str) -> None:
-    found = certified(line, label, toy, steps=3, gamma=(2, 0, 2))
-    assert found.tv <= TOLERANCE
-    assert found.expected_tau[1] == 0
+    certificate = certified(line, label, toy, steps=3, gamma=(2, 0, 2))
+    assert certificate.tv <= TOLERANCE
+    assert certificate.expected_tau[1] == 0
 
 
 @pytest.mark.parametrize("line, label, toy", by_toy((line, label) for line in TV for label in TV[line]))
-def test_lossy_verifiers_deviate_by_the_golden_amount(certified: Certified, line: str, label: str, toy: str) -> None:
+def test_lossy_verifiers_deviate_by_golden_amount(certified: Certified, line: str, label: str, toy: str) -> None:
     assert not traits_of(rule(line)[0]).lossless
     assert certified(line, label, toy).tv == pytest.approx(float(Fraction(TV[line][label][toy])), abs=1e-9)
 
@@ -212,11 +214,9 @@ def test_lossy_verifiers_deviate_by_the_golden_amount(certified: Certified, line
         ("multipath-block", "block"),
     ],
 )
-def test_on_a_chain_the_rules_for_trees_are_rules_for_chains(
-    certified: Certified, line: str, same_as: str, toy: str
-) -> None:
-    found, want = certified(line, "chain", toy), certified(same_as, "chain", toy)
-    assert found.first_tau == pytest.approx(want.first_tau, abs=1e-9)
+def test_on_chain_rules_for_trees_are_rules_for_chains(certified: Certified, line: str, same_as: str, toy: str) -> None:
+    result, want = certified(line, "chain", toy), certified(same_as, "chain", toy)
+    assert result.first_tau == pytest.approx(want.first_tau, abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -225,6 +225,6 @@ def test_on_a_chain_the_rules_for_trees_are_rules_for_chains(
 def test_at_temperature_zero_every_rule_is_greedy_matching(
     certified: Certified, line: str, label: str, toy: str
 ) -> None:
-    found = certified(line, label, toy, temperature=0.0)
-    assert found.tv <= TOLERANCE
-    assert found.expected_tau == pytest.approx([float(Fraction(GOLDEN["greedy"][label][toy][0]))], abs=1e-9)
+    certificate = certified(line, label, toy, temperature=0.0)
+    assert certificate.tv <= TOLERANCE
+    assert certificate.expected_tau == pytest.approx([float(Fraction(GOLDEN["greedy"][label][toy][0]))], abs=1e-9)

@@ -43,7 +43,7 @@ def test_typical_threshold(probs: list[float], entropy: float, threshold: float)
     assert verdict.length.tolist() == [int(x > threshold) for x in probs]
 
 
-def test_the_threshold_itself_does_not_pass() -> None:
+def test_threshold_itself_does_not_pass() -> None:
     p = torch.tensor([[[0.0625, 0.9375]] * 2], dtype=torch.float64)
     for epsilon, tau in ((0.0625, 0), (0.0624, 1)):
         draft = Draft.chain(torch.tensor([[0]]), torch.tensor([1]))
@@ -51,7 +51,7 @@ def test_the_threshold_itself_does_not_pass() -> None:
         assert verdict.length.tolist() == [tau]
 
 
-def test_the_next_token_is_drawn_among_the_typical_ones() -> None:
+def test_next_token_is_drawn_among_typical_ones() -> None:
     p = torch.tensor([[0.5, 0.25, 0.15, 0.1]])
     rng = Recording()
     rule("typical", epsilon=0.2, delta=0.9).verify(Draft.empty(1), p[None], rng)
@@ -86,7 +86,7 @@ def test_top_k_by_hand() -> None:
     assert lengths("top-k", probs, k=4, tolerance=2) == [1, 1, 0, 1, 1, 0]  # of equals the lowest id is in
     assert lengths("top-k", probs, k=2, tolerance=2) == [0, 1, 0, 1, 0, 0]
     assert lengths("top-k", probs, k=99, tolerance=1e9) == [1] * 6
-    assert lengths("top-k", [0.0, 1.0, 0.0], tolerance=1e9) == [0, 1, 0]  # never what cannot be said
+    assert lengths("top-k", [0.0, 1.0, 0.0], tolerance=1e9) == [0, 1, 0]  # never a token of probability 0
 
 
 def test_rollback_by_hand() -> None:
@@ -97,7 +97,7 @@ def test_rollback_by_hand() -> None:
     assert lengths("bild", [0.0, 1.0]) == [0, 1]
 
 
-def test_rollback_drops_what_follows() -> None:
+def test_rollback_drops_later_tokens() -> None:
     p = torch.tensor([[[0.5, 0.3, 0.2], [0.5, 0.499, 0.001], [0.1, 0.2, 0.7], [0.1, 0.8, 0.1]]])
     for x, tau, token in ([1, 0, 2], 3, 1), ([1, 2, 2], 1, 0), ([2, 1, 0], 3, 1):
         verdict = rule("bild").verify(Draft.chain(torch.tensor([x]), torch.tensor([3])), p, Recording())

@@ -19,7 +19,7 @@ from crossdraft.framework.certificate.table_lm import Toy
 from crossdraft.framework.contracts.draft import Draft
 
 
-def by_hand(toy: Toy, judge: Judge, draft: str) -> tuple[float, float]:
+def by_hand(toy: Toy, accept_rule: Judge, draft: str) -> tuple[float, float]:
     """E[tau] of one step on a chain and the TV of gamma + 1 tokens, by going through every draft and outcome."""
     v, gamma = toy.vocab_size, toy.gamma
     target, drafter = toy.target.tolist(), toy.drafter.tolist()
@@ -34,7 +34,7 @@ def by_hand(toy: Toy, judge: Judge, draft: str) -> tuple[float, float]:
             continue
         for tau in range(gamma + 1):
             p, q = target[before[tau]], drafter[before[tau]]
-            h, after = judge(p, q, x[tau] if tau < gamma else None)
+            h, after = accept_rule(p, q, x[tau] if tau < gamma else None)
             for y, probability in enumerate(after):
                 out = (*x[:tau], y)
                 outputs[out] = outputs.get(out, 0.0) + weight * (1 - h) * probability
@@ -48,19 +48,19 @@ def by_hand(toy: Toy, judge: Judge, draft: str) -> tuple[float, float]:
     return expected, tv
 
 
-@pytest.mark.parametrize("name, options, judge", SETTINGS)
+@pytest.mark.parametrize("name, options, accept_rule", SETTINGS)
 @pytest.mark.parametrize("draft", CHAINS)
 @pytest.mark.parametrize("toy", TOYS)
 def test_chains_by_hand(
-    toys: dict[str, Toy], toy: str, draft: str, name: str, options: dict[str, Any], judge: Judge
+    toys: dict[str, Toy], toy: str, draft: str, name: str, options: dict[str, Any], accept_rule: Judge
 ) -> None:
-    expected, tv = by_hand(toys[toy], judge, draft)
-    found = certify(toys[toy], DRAFTS[draft].build, lambda: rule(name, **options), markov=True)
-    assert found.expected_tau[0] == pytest.approx(expected, abs=1e-12)
-    assert found.tv == pytest.approx(tv, abs=1e-12)
+    expected, tv = by_hand(toys[toy], accept_rule, draft)
+    certificate = certify(toys[toy], DRAFTS[draft].build, lambda: rule(name, **options), markov=True)
+    assert certificate.expected_tau[0] == pytest.approx(expected, abs=1e-12)
+    assert certificate.tv == pytest.approx(tv, abs=1e-12)
 
 
-#: toy -> E[tau], law of the first token, TV over gamma + 1 tokens, all at l = 1/2 on a sampled chain.
+#: toy -> E[tau], distribution of the first token, TV over gamma + 1 tokens, all at l = 1/2 on a sampled chain.
 LENIENCE: dict[str, tuple[str, list[str], str]] = {
     "T0": ("2", ["2/3", "1/3"], "1/3"),
     "G1": ("193/120", ["5/14", "13/42", "1/3"], "83/315"),
@@ -73,9 +73,9 @@ LENIENCE: dict[str, tuple[str, list[str], str]] = {
 @pytest.mark.parametrize("toy", TOYS)
 def test_lenience_of_one_half(toys: dict[str, Toy], toy: str) -> None:
     expected, first, tv = LENIENCE[toy]
-    found = certify(toys[toy], DRAFTS["chain"].build, lambda: rule("lenient", lenience=0.5), markov=True)
-    assert found.expected_tau[0] == pytest.approx(float(Fraction(expected)), abs=1e-12)
-    assert found.tv == pytest.approx(float(Fraction(tv)), abs=1e-12)
+    certificate = certify(toys[toy], DRAFTS["chain"].build, lambda: rule("lenient", lenience=0.5), markov=True)
+    assert certificate.expected_tau[0] == pytest.approx(float(Fraction(expected)), abs=1e-12)
+    assert certificate.tv == pytest.approx(float(Fraction(tv)), abs=1e-12)
     probs = law_of_one_token(toys[toy].target[-1], toys[toy].drafter[-1], 0.5)
     assert probs.tolist() == pytest.approx([float(Fraction(x)) for x in first], abs=1e-12)
 
@@ -100,36 +100,38 @@ def test_no_token_becomes_much_more_probable(seed: int, v: int, lenience: float)
     assert (probs <= p / lenience + 1e-12).all()
 
 
-def best_of(toy: Toy, judge: Judge, k: int) -> float:
+def best_of(toy: Toy, accept_rule: Judge, k: int) -> float:
     """E[tau] of a rule that accepts for sure or not at all, on K i.i.d. sequences: that of the best one."""
     v, gamma = toy.vocab_size, toy.gamma
     target, drafter = toy.target.tolist(), toy.drafter.tolist()
     probs = [0.0] * (gamma + 1)
     for x in itertools.product(range(v), repeat=gamma):
         steps = list(itertools.pairwise((v, *x)))
-        kept = [judge(target[last], drafter[last], token)[0] for last, token in steps]
+        kept = [accept_rule(target[last], drafter[last], token)[0] for last, token in steps]
         tau = sum(itertools.accumulate(kept, lambda a, b: a * b))
         probs[round(tau)] += math.prod(drafter[last][token] for last, token in steps)
     at_most = list(itertools.accumulate(probs))
     return sum(1 - below**k for below in at_most[:-1])
 
 
-@pytest.mark.parametrize("name, options, judge", [s for s in SETTINGS if s[0] in TREE_RULES])
+@pytest.mark.parametrize("name, options, accept_rule", [s for s in SETTINGS if s[0] in TREE_RULES])
 @pytest.mark.parametrize("draft, toy", [("iid-2", "T0"), ("iid-2", "G1"), ("iid-2", "G3"), ("iid-3", "G1")])
 def test_sequences_by_hand(
-    toys: dict[str, Toy], draft: str, toy: str, name: str, options: dict[str, Any], judge: Judge
+    toys: dict[str, Toy], draft: str, toy: str, name: str, options: dict[str, Any], accept_rule: Judge
 ) -> None:
-    found = certify(toys[toy], DRAFTS[draft].build, lambda: rule(name, **options), markov=True)
-    assert found.expected_tau[0] == pytest.approx(best_of(toys[toy], judge, int(draft[-1])), abs=1e-12)
+    certificate = certify(toys[toy], DRAFTS[draft].build, lambda: rule(name, **options), markov=True)
+    assert certificate.expected_tau[0] == pytest.approx(best_of(toys[toy], accept_rule, int(draft[-1])), abs=1e-12)
 
 
 @pytest.mark.parametrize("toy", ["T0", "G1", "G3"])
-def test_certify_measures_the_loss(toys: dict[str, Toy], toy: str) -> None:
+def test_certify_measures_loss(toys: dict[str, Toy], toy: str) -> None:
     for name, draft in [*itertools.product(LOSSY, CHAINS), *itertools.product(TREE_RULES, TREES)]:
-        found = certify(toys[toy], DRAFTS[draft].build, lambda name=name: rule(name), steps=2, gamma=1, markov=True)
-        assert 0.01 < found.tv < 1, (name, draft)  # finite and visible
-        assert not found.lossless
-        assert 0 <= found.expected_tau[0] <= 1 + 1e-12
+        certificate = certify(
+            toys[toy], DRAFTS[draft].build, lambda name=name: rule(name), steps=2, gamma=1, markov=True
+        )
+        assert 0.01 < certificate.tv < 1, (name, draft)  # finite and visible
+        assert not certificate.lossless
+        assert 0 <= certificate.expected_tau[0] <= 1 + 1e-12
 
 
 @pytest.mark.parametrize("draft", [*CHAINS, "stop-early"])
@@ -151,7 +153,7 @@ def test_lenience_buys_tokens_with_truth(toys: dict[str, Toy], toy: str, draft: 
 @pytest.mark.parametrize("name", ["typical", "bild"])
 @pytest.mark.parametrize("toy", TOYS)
 def test_defaults_accept_more_than_token_verification(toys: dict[str, Toy], toy: str, name: str) -> None:
-    """All that has probability on the toys is typical and unsurprising, which no lossless rule can say."""
+    """Every possible token of the toys is accepted, which no lossless verifier does."""
     strict = certify(toys[toy], DRAFTS["chain"].build, lambda: rule("token"), markov=True)
     assert certify(toys[toy], DRAFTS["chain"].build, lambda: rule(name), markov=True).expected_tau[0] >= (
         strict.expected_tau[0] - 1e-12

@@ -54,7 +54,7 @@ def test_lenience_one_is_token_verification_bit_for_bit(seed: int, v: int, b: in
 
 @settings(deadline=None, max_examples=60)
 @given(v=st.integers(1, 30), lenience=st.floats(0.05, 1), **sizes)
-def test_one_hot_distribution_is_a_point_mass(seed: int, v: int, lenience: float, b: int, n: int) -> None:
+def test_one_hot_distribution_is_point_mass(seed: int, v: int, lenience: float, b: int, n: int) -> None:
     sampled, p = random_chains(seed, b, n, v, torch.float64)
     one_hot = torch.zeros_like(p[:, :n]).scatter_(2, sampled.tokens[..., None], 1.0)
     verdicts = [
@@ -99,7 +99,7 @@ def test_temperature_zero_is_greedy(seed: int, v: int, b: int, n: int) -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(v=st.integers(1, 6), ties=st.booleans(), **sizes)
-def test_the_strictest_settings_are_greedy(seed: int, v: int, ties: bool, b: int, n: int) -> None:
+def test_strictest_settings_are_greedy(seed: int, v: int, ties: bool, b: int, n: int) -> None:
     strictest = {"k=1": rule("top-k", k=1, tolerance=1e9), "rollback=0": rule("bild", rollback=0)}
     if not ties:  # an equal of the argmax is not behind it
         strictest["tolerance=0"] = rule("top-k", tolerance=0)
@@ -124,16 +124,24 @@ WALKED = [
 ]
 
 
-@pytest.mark.parametrize("name, options, judge", WALKED)
+@pytest.mark.parametrize("name, options, accept_rule", WALKED)
 @pytest.mark.parametrize("make", [random_chains, random_trees])
 @settings(deadline=None, max_examples=60)
 @given(v=st.integers(1, 5), ties=st.booleans(), **sizes)
-def test_the_deepest_path_by_hand(
-    name: str, options: dict[str, Any], judge: Judge, make: Callable, seed: int, v: int, ties: bool, b: int, n: int
+def test_deepest_path_by_hand(
+    name: str,
+    options: dict[str, Any],
+    accept_rule: Judge,
+    make: Callable,
+    seed: int,
+    v: int,
+    ties: bool,
+    b: int,
+    n: int,
 ) -> None:
     draft, p = make(seed, b, n, v, torch.float64)
     if ties:
-        p = (p * 6).round() + torch.eye(v, dtype=p.dtype)[0]  # some law somewhere
+        p = (p * 6).round() + torch.eye(v, dtype=p.dtype)[0]  # some zero probabilities
         p = p / p.sum(2, keepdim=True)
     rng = Recording()
     verdict = rule(name, **options).verify(draft, p, rng)
@@ -142,7 +150,7 @@ def test_the_deepest_path_by_hand(
         reached = {-1: 0.0}  # node -> sum of ln P along its path
         for node in range(n):
             probs = distributions[parents[node] + 1]
-            if draft.valid[row, node] and parents[node] in reached and judge(probs, probs, tokens[node])[0]:
+            if draft.valid[row, node] and parents[node] in reached and accept_rule(probs, probs, tokens[node])[0]:
                 reached[node] = reached[parents[node]] + math.log(probs[tokens[node]])
         tau = max(len(path(parents, node)) for node in reached)
         deepest = {node: total for node, total in reached.items() if len(path(parents, node)) == tau}
@@ -154,14 +162,14 @@ def test_the_deepest_path_by_hand(
             node = accepted[-1] if accepted else -1
             assert accepted == path(parents, node)
         assert deepest[node] == pytest.approx(max(deepest.values()), abs=1e-12)
-        after = judge(distributions[node + 1], distributions[node + 1], None)[1]
+        after = accept_rule(distributions[node + 1], distributions[node + 1], None)[1]
         if name == "typical":
             assert rng.weights[row].tolist() == pytest.approx(after, abs=1e-12)
         else:
             assert after[int(verdict.token[row])] == 1
 
 
-def test_of_equal_paths_the_first_is_kept() -> None:
+def test_of_equal_paths_first_is_kept() -> None:
     """Two chains of two nodes: the second is more probable, or both are equally so."""
     draft = Draft(
         tokens=torch.tensor([[0, 1, 1, 0], [0, 1, 1, 0]]),
@@ -189,7 +197,7 @@ def cases() -> Iterator[tuple[str, Callable, bool]]:
 @pytest.mark.parametrize("name, make, point_mass", list(cases()))
 @settings(deadline=None, max_examples=20)
 @given(v=st.integers(1, 30), **sizes)
-def test_a_row_does_not_see_its_neighbours(
+def test_row_does_not_see_its_neighbours(
     name: str, make: Callable, point_mass: bool, seed: int, v: int, b: int, n: int
 ) -> None:
     """Neither the other rows nor the padding they need change a verdict, and p is left as it was."""
@@ -197,30 +205,30 @@ def test_a_row_does_not_see_its_neighbours(
     if point_mass and draft.is_chain:
         draft = Draft.chain(draft.tokens, draft.count)
     before = p.clone()
-    together = rule(name).verify(draft, p, shipped_rng(seed, range(b)))
+    batched = rule(name).verify(draft, p, shipped_rng(seed, range(b)))
     assert torch.equal(p, before)
     for row in range(b):
         count = int((draft.valid[row] * torch.arange(1, n + 1)).max()) if n else 0
-        alone = Draft(
+        separate = Draft(
             draft.tokens[row : row + 1, :count],
             draft.parents[row : row + 1, :count],
             draft.valid[row : row + 1, :count],
             None if draft.q is None else draft.q[row : row + 1, :count],
             kind=draft.kind,
         )
-        verdict = rule(name).verify(alone, p[row : row + 1, : count + 1], shipped_rng(seed, [row]))
-        assert verdict.length.item() == together.length[row]
-        assert verdict.token.item() == together.token[row]
+        verdict = rule(name).verify(separate, p[row : row + 1, : count + 1], shipped_rng(seed, [row]))
+        assert verdict.length.item() == batched.length[row]
+        assert verdict.token.item() == batched.token[row]
         if verdict.path is not None:
-            assert together.path is not None
-            assert verdict.path[0].tolist() == together.path[row, :count].tolist()
+            assert batched.path is not None
+            assert verdict.path[0].tolist() == batched.path[row, :count].tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name, make, point_mass", list(cases()))
 @settings(deadline=None, max_examples=8)
 @given(v=st.integers(1, 60), **sizes)
-def test_any_draft_gets_a_sound_verdict(
+def test_any_draft_gets_sound_verdict(
     dtype: torch.dtype, name: str, make: Callable, point_mass: bool, seed: int, v: int, b: int, n: int
 ) -> None:
     draft, p = make(seed, b, n, v, dtype)

@@ -46,8 +46,8 @@ def test_equal_prefixes_are_one_node(data: st.DataObject, b: int, k: int, depth:
 
 @settings(deadline=None, max_examples=20)
 @given(seed=SEEDS, b=st.integers(1, 3), depth=st.integers(1, 3), vocab=st.integers(1, 5))
-def test_later_children_of_merged_sequences_are_drawn_from_the_rest(seed: int, b: int, depth: int, vocab: int) -> None:
-    """Elder siblings taken out and the rest renormalised; with copies every draw keeps the whole law."""
+def test_later_children_of_merged_sequences_are_drawn_from_rest(seed: int, b: int, depth: int, vocab: int) -> None:
+    """The q without the earlier siblings, renormalised; with copies every draw has the full distribution."""
     draft, p = random_draft("iid", seed - seed % 3 + 2, b, depth, vocab)
     assume(draft.width)
     distinct, copies = Children(draft), Children(draft, with_copies=True)
@@ -88,7 +88,7 @@ def as_draft(parents: list[list[int]], counts: list[int]) -> Draft:
 
 @settings(deadline=None, max_examples=60)
 @given(tree=families())
-def test_a_visit_reports_a_node_after_its_children(tree: tuple[list[list[int]], list[int]]) -> None:
+def test_visit_reports_node_after_its_children(tree: tuple[list[list[int]], list[int]]) -> None:
     parents, counts = tree
     visits = leaves_first(as_draft(parents, counts), None).tolist()
     for family, count, visit in zip(parents, counts, visits, strict=True):
@@ -103,8 +103,8 @@ def test_a_visit_reports_a_node_after_its_children(tree: tuple[list[list[int]], 
 
 @settings(deadline=None, max_examples=50)
 @given(tree=families())
-def test_children_with_the_last_sibling_first(tree: tuple[list[list[int]], list[int]]) -> None:
-    """Siblings from the youngest to the eldest, parents still before their children."""
+def test_children_with_last_sibling_first(tree: tuple[list[list[int]], list[int]]) -> None:
+    """Siblings in reverse order, parents still before their children."""
     parents, counts = tree
     draft = as_draft(parents, counts)
     children = Children(draft, last_sibling_first=True)

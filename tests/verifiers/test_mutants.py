@@ -1,8 +1,8 @@
 """Plausible mistakes in the rules for one draft, each of which the certificate must catch.
 
-A certificate that only ever says "lossless" proves nothing. Here are the mistakes people make when they write
+A certificate that never fails proves nothing. These are common mistakes in
 these rules, each with the total variation and E[tau] that exact rational enumeration finds on each toy. Where
-a toy cannot see a mistake (TV 0) the table says so: that is why there are five of them. Mistakes over
+a toy cannot see a mistake (TV 0) the table states it: that is why there are five of them. Mistakes over
 several steps, and those of drafters, are in test_round_mutants.py.
 """
 
@@ -281,11 +281,11 @@ GOLDEN: dict[type[Verifier], dict[str, tuple[str, str]]] = {
 
 
 @pytest.mark.parametrize("toy", TOYS)
-def test_without_a_mistake_the_textbook_is_block(toys: dict[str, Toy], golden: dict, drafts: dict, toy: str) -> None:
-    found = certify(toys[toy], drafts["chain"], Textbook)
-    assert found.tv <= TOLERANCE
-    assert found.expected_tau[0] == number(golden["expected_tau"]["block"]["chain"][toy][0])
-    assert found.first_tau == [number(p) for p in golden["tau_distribution"]["block"][toy]]
+def test_without_mistake_textbook_is_block(toys: dict[str, Toy], golden: dict, drafts: dict, toy: str) -> None:
+    certificate = certify(toys[toy], drafts["chain"], Textbook)
+    assert certificate.tv <= TOLERANCE
+    assert certificate.expected_tau[0] == number(golden["expected_tau"]["block"]["chain"][toy][0])
+    assert certificate.first_tau == [number(p) for p in golden["tau_distribution"]["block"][toy]]
 
 
 @pytest.mark.parametrize("toy", TOYS)
@@ -294,12 +294,12 @@ def test_mutant_has_its_golden_numbers(
     toys: dict[str, Toy], golden: dict, drafts: dict, mutant: type[Verifier], toy: str
 ) -> None:
     expected_tau, tv = GOLDEN[mutant][toy]
-    found = certify(toys[toy], drafts["chain"], mutant)
-    assert found.tv == number(tv)
-    assert found.lossless == (tv == "0")
+    certificate = certify(toys[toy], drafts["chain"], mutant)
+    assert certificate.tv == number(tv)
+    assert certificate.lossless == (tv == "0")
     if expected_tau:
         want = golden["expected_tau"]["block"]["chain"][toy][0] if expected_tau == SAME else expected_tau
-        assert found.expected_tau[0] == number(want)
+        assert certificate.expected_tau[0] == number(want)
 
 
 @pytest.mark.parametrize("mutant", GOLDEN, ids=lambda mutant: mutant.__name__)
@@ -307,6 +307,6 @@ def test_every_mutant_is_seen_by_some_toy(mutant: type[Verifier]) -> None:
     assert any(tv != "0" for _, tv in GOLDEN[mutant].values())
 
 
-def test_m4_is_detected_only_by_the_distribution_of_g4(golden: dict) -> None:
-    seen = {toy: entry for toy, entry in GOLDEN[M4].items() if entry[1] != "0"}
-    assert seen == {"G4": (golden["expected_tau"]["block"]["chain"]["G4"][0], "67/2400")}
+def test_m4_is_detected_only_by_distribution_of_g4(golden: dict) -> None:
+    visited = {toy: entry for toy, entry in GOLDEN[M4].items() if entry[1] != "0"}
+    assert visited == {"G4": (golden["expected_tau"]["block"]["chain"]["G4"][0], "67/2400")}

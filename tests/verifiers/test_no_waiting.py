@@ -36,7 +36,7 @@ def judge_without_values(verifier: Verifier, shape: str) -> None:
 
 @pytest.mark.slow  # the contract of each rule looks, too
 @pytest.mark.parametrize("name, shape", PAIRS)
-def test_no_verifier_waits_for_the_device(name: str, shape: str) -> None:
+def test_no_verifier_waits_for_device(name: str, shape: str) -> None:
     judge_without_values(RULES[name](), shape)
 
 
@@ -62,7 +62,7 @@ def test_no_verifier_waits_for_the_device(name: str, shape: str) -> None:
     ],
     ids=range(16),
 )
-def test_a_verifier_that_waits_is_caught(look: Callable) -> None:
+def test_verifier_that_waits_is_caught(look: Callable) -> None:
     class Waits(RULES["token"]):
         def verify(self, draft: Draft, p: Tensor, rng: Any) -> Verdict:
             look(p)

@@ -63,7 +63,7 @@ def test_of_one_sequence_these_are_token_verification(name: str, seed: int, b: i
         other = Coins(seed, b, depth)
         verdict = RULES[name]().verify(draft, p, other)
         assert verdict.length.tolist() == token.length.tolist()
-        if name == "spectr":  # one number a level: the law that tau's correction or bonus follows
+        if name == "spectr":  # one number a level: the distribution that tau's correction or bonus follows
             for row, tau in enumerate(token.length.tolist()):
                 torch.testing.assert_close(other.weights[tau][row], coins.weights[0][row], atol=1e-9, rtol=1e-9)
         else:
@@ -95,7 +95,7 @@ def test_of_one_sequence_these_are_block_verification(name: str, seed: int, b: i
 
 @pytest.mark.parametrize("size", [9, RADIX // 4 - 1, RADIX // 4, RADIX - 1, RADIX, RADIX + 3])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_the_order_of_multipath_block(size: int, dtype: torch.dtype) -> None:
+def test_order_of_multipath_block(size: int, dtype: torch.dtype) -> None:
     """Sorted by bits or not: ascending, equal ones by id; zeros, infinities and the smallest numbers included."""
     score = torch.rand(3, size, dtype=dtype, generator=torch.Generator().manual_seed(size)).pow(8).div(1e-3)
     score[0, ::3] = 0
@@ -115,7 +115,7 @@ LEAVES_OUT = [
 
 
 @pytest.mark.parametrize("name, shape", LEAVES_OUT)
-def test_what_is_left_out_changes_nothing(name: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipped_work_does_not_change_result(name: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU rules skip what no row needs; on a device they do not know. Same numbers, same tokens."""
     module, calls = sys.modules[RULES[name].__module__], []
 

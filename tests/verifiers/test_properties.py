@@ -33,7 +33,7 @@ def shipped_rng(seed: int, streams: range | list[int]) -> Any:
 
 
 class Recording:
-    """A rng that accepts what it was told to, and keeps the probabilities it was asked about."""
+    """A scripted rng that records acceptance probabilities."""
 
     def __init__(self, accepted: list[bool]):
         self.accepted = accepted
@@ -122,9 +122,7 @@ def assert_sound(draft: Draft, p: Tensor, verdict: Verdict) -> None:
 @pytest.mark.parametrize("verifier", RULES)
 @settings(deadline=None, max_examples=40)
 @given(seed=SEEDS, vocab=st.integers(1, 60), **sizes)
-def test_any_draft_gets_a_sound_verdict(
-    verifier: str, dtype: torch.dtype, seed: int, vocab: int, b: int, n: int
-) -> None:
+def test_any_draft_gets_sound_verdict(verifier: str, dtype: torch.dtype, seed: int, vocab: int, b: int, n: int) -> None:
     draft, p = random_chains(seed, b, n, vocab, dtype)
     assert_sound(draft, p, rule(verifier).verify(draft, p, shipped_rng(seed, range(b))))
     point_mass = Draft.chain(draft.tokens, draft.count)
@@ -158,7 +156,7 @@ def test_at_temperature_zero_all_rules_are_greedy(seed: int, vocab: int, soft: b
 @pytest.mark.parametrize("verifier", RULES)
 @settings(deadline=None, max_examples=60)
 @given(seed=SEEDS, vocab=st.integers(1, 30), **sizes)
-def test_one_hot_distribution_is_a_point_mass(verifier: str, seed: int, vocab: int, b: int, n: int) -> None:
+def test_one_hot_distribution_is_point_mass(verifier: str, seed: int, vocab: int, b: int, n: int) -> None:
     """The closed forms for drafts without q agree with the general ones, on common random numbers."""
     sampled, p = random_chains(seed, b, n, vocab, torch.float64)
     one_hot = torch.zeros_like(p[:, :n]).scatter_(2, sampled.tokens[..., None], 1.0)
@@ -170,7 +168,7 @@ def test_one_hot_distribution_is_a_point_mass(verifier: str, seed: int, vocab: i
 
 
 def test_one_hot_token_equals_block(every_draft: Callable) -> None:
-    """With point masses the joint ratio never exceeds 1, and both rules accept alike in law."""
+    """With point masses the joint ratio never exceeds 1, and both rules accept alike in distribution."""
     draft, p, _ = every_draft("G2")
     draft = Draft.chain(draft.tokens, draft.count)
     verdicts = [rule(name).verify(draft, p, Recording([True] * draft.width)) for name in RULES]
@@ -181,24 +179,24 @@ def test_one_hot_token_equals_block(every_draft: Callable) -> None:
 @pytest.mark.parametrize("verifier", [*RULES, "greedy"])
 @settings(deadline=None, max_examples=40)
 @given(seed=SEEDS, vocab=st.integers(1, 30), **sizes)
-def test_a_row_does_not_see_its_neighbours(
+def test_row_does_not_see_its_neighbours(
     verifier: str, point_mass: bool, seed: int, vocab: int, b: int, n: int
 ) -> None:
     draft, p = random_chains(seed, b, n, vocab)
     if point_mass:
         draft = Draft.chain(draft.tokens, draft.count)
-    together = rule(verifier).verify(draft, p, shipped_rng(seed, range(b)))
+    batched = rule(verifier).verify(draft, p, shipped_rng(seed, range(b)))
     for row, count in enumerate(draft.count.tolist()):
         q = None if draft.q is None else draft.q[row : row + 1, :count]
-        alone = Draft.chain(draft.tokens[row : row + 1, :count], draft.count[row : row + 1], q)
-        verdict = rule(verifier).verify(alone, p[row : row + 1, : count + 1], shipped_rng(seed, [row]))
-        assert verdict.length.item() == together.length[row]
-        assert verdict.token.item() == together.token[row]
+        separate = Draft.chain(draft.tokens[row : row + 1, :count], draft.count[row : row + 1], q)
+        verdict = rule(verifier).verify(separate, p[row : row + 1, : count + 1], shipped_rng(seed, [row]))
+        assert verdict.length.item() == batched.length[row]
+        assert verdict.token.item() == batched.token[row]
 
 
 @pytest.mark.parametrize("verifier", RULES)
 def test_shared_distribution_table_is_indexed(verifier: str) -> None:
-    """``law`` names the row of ``q`` of each node; spelling the rows out gives the same verdict."""
+    """``q_index`` selects the row of ``q`` of each node; expanded rows give the same verdict."""
     draft, p = random_chains(3, 64, 4, 7)
     assert draft.q is not None
     order = torch.tensor([2, 0, 3, 1])
@@ -210,7 +208,7 @@ def test_shared_distribution_table_is_indexed(verifier: str) -> None:
 
 
 @pytest.mark.parametrize("verifier", [*RULES, "greedy"])
-def test_nothing_drafted(verifier: str) -> None:
+def test_empty_draft(verifier: str) -> None:
     _, p = random_chains(0, 5, 0, 9)
     if verifier == "greedy":
         p = torch.zeros_like(p).scatter_(2, p.argmax(2, keepdim=True), 1.0)
@@ -259,15 +257,15 @@ def test_tree_geometry(tree: tuple, data: st.DataObject) -> None:
             assert draft.depth[row, i] == len(path(family, i))
     if n:
         node = torch.tensor([data.draw(st.integers(-1, n - 1)) for _ in parents])
-        found = draft.path_to(node).tolist()
+        result = draft.path_to(node).tolist()
         for row, family in enumerate(parents):
             want = path(family, int(node[row]))
-            assert found[row] == want + [-1] * (n - len(want))
+            assert result[row] == want + [-1] * (n - len(want))
 
 
 @settings(deadline=None, max_examples=50)
 @given(b=st.integers(1, 3), n=st.integers(0, 6), data=st.data())
-def test_a_chain_is_a_tree(b: int, n: int, data: st.DataObject) -> None:
+def test_chain_is_tree(b: int, n: int, data: st.DataObject) -> None:
     counts = torch.tensor([data.draw(st.integers(0, n)) for _ in range(b)])
     chain = Draft.chain(torch.zeros(b, n, dtype=torch.long), counts)
     tree = Draft(chain.tokens, chain.parents, chain.valid, kind=DETERMINISTIC)
@@ -281,7 +279,7 @@ def test_a_chain_is_a_tree(b: int, n: int, data: st.DataObject) -> None:
 
 @settings(deadline=None, max_examples=200)
 @given(tree=trees(), seed=SEEDS)
-def test_greedy_walks_the_tree(tree: tuple, seed: int) -> None:
+def test_greedy_walks_tree(tree: tuple, seed: int) -> None:
     """The verdict follows the longest branch of argmax tokens; duplicated siblings are allowed."""
     parents, tokens, counts = tree
     draft = as_draft(parents, tokens, counts)

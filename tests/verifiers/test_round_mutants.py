@@ -69,24 +69,24 @@ class M13(GreedyBlock):
         ("G4", "90545045003/62208000000", "13716693331/94348800000"),
     ],
 )
-def test_m12_greedy_block_is_not_a_drop_in(
+def test_m12_greedy_block_is_not_drop_in(
     toys: dict[str, Toy], golden: dict, drafts: dict, toy: str, second_tau: str, tv: str
 ) -> None:
-    found = certify(toys[toy], drafts["chain"], M12, steps=2, markov=True)
-    assert found.tv == number(tv)
+    certificate = certify(toys[toy], drafts["chain"], M12, steps=2, markov=True)
+    assert certificate.tv == number(tv)
     first_tau = golden["expected_tau"]["greedy-block"]["chain"][toy][0]
-    assert found.expected_tau == [number(first_tau), number(second_tau)]
+    assert certificate.expected_tau == [number(first_tau), number(second_tau)]
 
 
 @pytest.mark.parametrize("toy, tv", [("T0", "0"), ("G1", "0"), ("G2", "606499582841/194946523200000")])
 def test_m13_layers_deleted_too_soon_take_gamma_three_to_see(
     toys: dict[str, Toy], golden: dict, drafts: dict, toy: str, tv: str
 ) -> None:
-    found = certify(toys[toy], drafts["chain"], M13, steps=3, markov=True)
-    assert found.tv == number(tv)
-    assert found.lossless == (tv == "0")
-    # Only the law shows it.
-    assert found.expected_tau == [number(tau) for tau in golden["expected_tau"]["greedy-block"]["chain"][toy]]
+    certificate = certify(toys[toy], drafts["chain"], M13, steps=3, markov=True)
+    assert certificate.tv == number(tv)
+    assert certificate.lossless == (tv == "0")
+    # Only the distribution shows it.
+    assert certificate.expected_tau == [number(tau) for tau in golden["expected_tau"]["greedy-block"]["chain"][toy]]
 
 
 # -- drafters that break the q contract -----------------------------------------------------------------
@@ -118,16 +118,16 @@ def discarding() -> Callable:
     ],
 )
 @pytest.mark.parametrize("toy", TOYS)
-def test_m14_a_discarded_token_biases_the_output(
+def test_m14_discarded_token_biases_output(
     toys: dict[str, Toy], discarding: Callable, verifier: str, golden_tv: dict[str, str], toy: str
 ) -> None:
-    found = certify(toys[toy], discarding, plugins.get("verifiers", verifier))
-    assert found.tv == number(golden_tv[toy])
+    certificate = certify(toys[toy], discarding, plugins.get("verifiers", verifier))
+    assert certificate.tv == number(golden_tv[toy])
 
 
 @pytest.fixture(scope="module")
 def lying() -> Callable:
-    """Drafts its argmax and reports the soft law as if it had sampled from it."""
+    """Drafts its argmax and reports the soft distribution as if it had sampled from it."""
     kind = DRAFTS["chain"]
     base = plugins.get("drafters", kind.drafter)
 

@@ -1,7 +1,7 @@
 """Plausible mistakes in the rules for several drafts, each of which the certificate must catch.
 
-As in test_mutants.py, every mistake comes with the total variation (and E[tau], where it is known) that exact
-rational enumeration finds. Where a toy cannot see it the table says TV 0: two tokens hide most mistakes that
+As in test_mutants.py, every mistake comes with the total variation (and E[tau], if known) that exact
+rational enumeration finds. Where a toy cannot see it the table has TV 0: two tokens hide most mistakes that
 concern a second sibling, and a toy whose drafts rarely agree hides those that concern copies.
 """
 
@@ -46,7 +46,7 @@ class KSeqTokenResidual(KSeq):
 
 
 class MultiStepNotUpdated(MultiStep):
-    """The second child is judged against P as if the first had not been rejected, which Y alone remembers."""
+    """The second child is verified against P as if the first had not been rejected."""
 
     def rejected(self, p: Law, left: Law, q: Law) -> tuple[Law, Law]:
         return p, super().rejected(p, left, q)[1] if left is p else left
@@ -87,14 +87,14 @@ class TraversalCreditKept(Traversal):
 
 
 class MultiPathPlainLaw(MultiPath):
-    """Q for the law of the selected path."""
+    """Q for the distribution of the selected path."""
 
     def probs(self, q: Law, hat: Law) -> Law:
         return q
 
 
 class MultiPathFirst(MultiPath):
-    """The first sequence verified with the law of the selected one."""
+    """The first sequence verified with the distribution of the selected one."""
 
     def select(self, p: Law, q: Law, order: list[int], drafted: list[int]) -> int:
         return drafted[0]
@@ -130,7 +130,7 @@ GOLDEN: dict[tuple[type[Textbook], str], dict[str, str]] = {
     (TraversalSameLaw, "tree-wor-2-1"): {"T0": "0", "G1": "1/12", "G3": "1/12"},
     (TraversalCreditKept, "tree-wor-2-1"): {"T0": "1/6", "G1": "1/9", "G3": "0"},
 }
-#: mutant -> toy -> E[tau], where the law does not show the mistake or shows it in E too.
+#: mutant -> toy -> E[tau], where the distribution does not show the mistake or shows it in E too.
 EXPECTED_TAU: dict[type[Textbook], dict[str, str]] = {
     KSeqRhoOne: {"T0": "128/81"},
     KSeqRhoK: {"T0": "157/108", "G1": "1.378604405", "G3": "5867/5120"},
@@ -148,21 +148,21 @@ EXPECTED_TAU: dict[type[Textbook], dict[str, str]] = {
         (MultiPath, "iid-2", "multipath-block recycle=false"),
     ],
 )
-def test_without_a_mistake_the_textbook_is_the_shipped_rule(
+def test_without_mistake_textbook_is_shipped_rule(
     toys: dict[str, Toy], golden: dict, drafts: dict, textbook: type[Textbook], label: str, verifier: str, toy: str
 ) -> None:
-    found = certify(toys[toy], drafts[label], textbook)
+    certificate = certify(toys[toy], drafts[label], textbook)
     want = golden["expected_tau"][verifier][label][toy][0]
-    assert found.tv <= TOLERANCE
-    assert found.expected_tau[0] == pytest.approx(float(Fraction(want)), abs=1e-9)
+    assert certificate.tv <= TOLERANCE
+    assert certificate.expected_tau[0] == pytest.approx(float(Fraction(want)), abs=1e-9)
 
 
 @pytest.mark.parametrize("toy, want", [("T0", "4/3"), ("G1", "76667/57600"), ("G3", "73/64")])
 def test_multi_step_sampling_of_distinct_children(toys: dict[str, Toy], drafts: dict, toy: str, want: str) -> None:
     """The shipped rule keeps the multiplicity of i.i.d. children; without it, it is lossless too."""
-    found = certify(toys[toy], drafts["iid-2"], MultiStep)
-    assert found.tv <= TOLERANCE
-    assert found.expected_tau[0] == number(want)
+    certificate = certify(toys[toy], drafts["iid-2"], MultiStep)
+    assert certificate.tv <= TOLERANCE
+    assert certificate.expected_tau[0] == number(want)
 
 
 @pytest.mark.parametrize("toy", TOYS)
@@ -171,14 +171,14 @@ def test_mutant_has_its_golden_numbers(
     toys: dict[str, Toy], drafts: dict, mutant: type[Textbook], label: str, toy: str
 ) -> None:
     tv = GOLDEN[mutant, label][toy]
-    found = certify(toys[toy], drafts[label], mutant)
-    assert found.tv == number(tv)
-    assert found.lossless == (tv == "0")
+    certificate = certify(toys[toy], drafts[label], mutant)
+    assert certificate.tv == number(tv)
+    assert certificate.lossless == (tv == "0")
     if want := EXPECTED_TAU.get(mutant, {}).get(toy):
-        assert found.expected_tau[0] == number(want)
+        assert certificate.expected_tau[0] == number(want)
 
 
-def test_every_mutant_but_the_weaker_rule_is_seen_by_some_toy() -> None:
+def test_every_mutant_but_weaker_rule_is_seen_by_some_toy() -> None:
     unseen = {mutant for (mutant, _), per_toy in GOLDEN.items() if set(per_toy.values()) == {"0"}}
     assert unseen == {KSeqRhoK}
 

@@ -9,7 +9,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_trees import LOSSLESS, PAIRS, RULES, SEEDS, accepted, alone, random_draft, shipped_rng, sizes, tokens_of
+from random_trees import (
+    LOSSLESS,
+    PAIRS,
+    RULES,
+    SEEDS,
+    accepted,
+    random_draft,
+    shipped_rng,
+    single_row,
+    sizes,
+    tokens_of,
+)
 from torch import Tensor
 from verifier_traits import traits_of
 
@@ -24,7 +35,7 @@ from crossdraft.framework.contracts.draft import Draft
     soft=st.booleans(),
     **sizes,
 )
-def test_a_verdict_is_a_path_and_a_token_the_target_can_say(
+def test_verdict_is_valid_path_and_token(
     name: str, shape: str, seed: int, dtype: torch.dtype, soft: bool, b: int, depth: int, vocab: int
 ) -> None:
     draft, p = random_draft(shape, seed, b, depth, vocab, dtype, equal=0.3 if soft else 1.0)
@@ -47,20 +58,20 @@ def test_a_verdict_is_a_path_and_a_token_the_target_can_say(
 @pytest.mark.parametrize("name, shape", PAIRS)
 @settings(deadline=None, max_examples=8)
 @given(seed=SEEDS, **sizes)
-def test_a_row_does_not_see_its_neighbours(name: str, shape: str, seed: int, b: int, depth: int, vocab: int) -> None:
+def test_row_does_not_see_its_neighbours(name: str, shape: str, seed: int, b: int, depth: int, vocab: int) -> None:
     """Also catches random numbers whose index depends on how wide the batch is."""
     draft, p = random_draft(shape, seed, b, depth, vocab)
-    together = tokens_of(draft, RULES[name]().verify(draft, p, shipped_rng(seed, range(b))))
+    batched = tokens_of(draft, RULES[name]().verify(draft, p, shipped_rng(seed, range(b))))
     for row in range(b):
-        one, probs = alone(draft, p, row)
+        one, probs = single_row(draft, p, row)
         verdict = RULES[name]().verify(one, probs, shipped_rng(seed, [row]))
-        assert tokens_of(one, verdict) == [together[row]]
+        assert tokens_of(one, verdict) == [batched[row]]
 
 
 @pytest.mark.parametrize("name", [name for name, rule in RULES.items() if traits_of(rule).stateful])
 @settings(deadline=None, max_examples=8)
 @given(seed=SEEDS, b=st.integers(2, 4), depth=st.integers(2, 5), vocab=st.integers(2, 8))
-def test_a_row_keeps_its_own_state(name: str, seed: int, b: int, depth: int, vocab: int) -> None:
+def test_row_keeps_its_own_state(name: str, seed: int, b: int, depth: int, vocab: int) -> None:
     batch, single = RULES[name](), [RULES[name]() for _ in range(b)]
     for row in range(b):
         batch.start(row)
@@ -68,15 +79,15 @@ def test_a_row_keeps_its_own_state(name: str, seed: int, b: int, depth: int, voc
     for position in range(4):
         draft, p = random_draft("chain", seed + position, b, depth, vocab)
         verdict = batch.verify(draft, p, shipped_rng(seed, range(b), position))
-        together = tokens_of(draft, verdict)
+        batched = tokens_of(draft, verdict)
         batch.observe(verdict.length.tolist(), draft.count.tolist())
         for row in range(b):
-            one, probs = alone(draft, p, row)
-            if one.q is None:  # an empty draft: the law after its last token is still asked for
+            one, probs = single_row(draft, p, row)
+            if one.q is None:  # an empty draft: the distribution after its last token is still requested
                 assert draft.q is not None
                 one.q = draft.q[row : row + 1]
             verdict = single[row].verify(one, probs, shipped_rng(seed, [row], position))
-            assert tokens_of(one, verdict) == [together[row]]
+            assert tokens_of(one, verdict) == [batched[row]]
             single[row].observe(verdict.length.tolist(), one.count.tolist())
             assert (single[row].snapshot(0) is None) == (batch.snapshot(row) is None)
 
@@ -93,8 +104,8 @@ def test_at_temperature_zero_every_lossless_rule_is_greedy(
     assert tokens_of(draft, ours) == tokens_of(draft, greedy)
 
 
-#: Rules and shapes that accept the whole draft where both models agree. A top-k draft is no sample, a greedy
-#: draft neither; sample-match does not look at q; the best of several sequences is no sample either.
+#: Rules and shapes that accept the whole draft where both models agree. A top-k draft is not a sample, a greedy
+#: draft neither; sample-match does not look at q; the best of several sequences is not a sample either.
 AGREE = [
     (name, shape)
     for name, shape in LOSSLESS
@@ -132,7 +143,7 @@ def test_equal_distributions_accept_everything(
 @pytest.mark.parametrize("name, shape", [pair for pair in LOSSLESS if pair[1] in ("point-mass", "top-k")])
 @settings(deadline=None, max_examples=8)
 @given(seed=SEEDS, b=st.integers(1, 4), depth=st.integers(1, 4), vocab=st.integers(1, 12))
-def test_one_hot_distribution_is_a_point_mass(name: str, shape: str, seed: int, b: int, depth: int, vocab: int) -> None:
+def test_one_hot_distribution_is_point_mass(name: str, shape: str, seed: int, b: int, depth: int, vocab: int) -> None:
     draft, p = random_draft(shape, seed, b, depth, vocab)
     one_hot = torch.zeros_like(p[:, : draft.width]).scatter_(2, draft.tokens[..., None], 1.0)
     spelt_out = Draft(draft.tokens, draft.parents, draft.valid, one_hot, kind=draft.kind, levels=draft.levels)

@@ -29,9 +29,7 @@ from torch import Tensor
 
 #: Confidence level of all bounds.
 CONFIDENCE = 0.95
-#: Probability that an exact sampler is found equivalent with as many draws as `draws_needed` returns.
-POWER = 0.9
-#: Normal quantiles of the two, and of a bound that is the better one of two.
+#: Normal quantiles: of `CONFIDENCE`, of 0.9 (the power with `draws_needed` draws), and of the better of two bounds.
 _Z, _Z_POWER, _Z_EITHER = 1.6448536, 1.2815516, 1.9599640
 #: Grid of temperatures; effects are interpolated between them.
 TEMPERATURES = (0.25, 0.4, 0.6, 0.8, 0.9, 1.0, 1.1, 1.25, 1.6, 2.5, 5.0)
@@ -140,7 +138,7 @@ class CellCounts:
         return max(0.0, float(apart) - math.sqrt(math.log(2 / 0.025) / 2 / self.total))
 
     def draws_needed(self, tv: float) -> float:
-        """Draws with which an exact sampler is found within ``tv``, `POWER` of the time, of such rows."""
+        """Draws with which an exact sampler is found within ``tv`` of such rows, with probability 0.9."""
         null = self._variance(self.cells_with_more - 1) * self.total**2
         return _least(
             lambda n: 4 * tv**2 - _Z * math.sqrt(null / n**2 + _linear(4 * tv**2) / n) - _Z_POWER * null**0.5 / n

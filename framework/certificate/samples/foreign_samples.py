@@ -48,7 +48,6 @@ class Draws:
     probs: np.ndarray | None = None
 
     def tree(self) -> TokenTree:
-        """Token tree of all draws."""
         tree = TokenTree()
         for token, n in self.counts.items():
             tree.add([token], n)
@@ -194,7 +193,7 @@ def file_distributions(draws_list: Sequence[Draws]) -> Distributions:
             yield torch.from_numpy(np.stack([probs for _, probs in part])), [(i, 0) for i, _ in part]
 
 
-def judge(
+def decide(
     draws_list: Sequence[Draws],
     trees: Sequence[TokenTree],
     distributions: Distributions,

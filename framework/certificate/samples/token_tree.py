@@ -137,7 +137,6 @@ def distributions(
 
 
 def _prefill(lm: LM, prompts: Sequence[Sequence[int]]) -> None:
-    """Prefill prompts, batched."""
     lengths = {row: len(prompt) - 1 for row, prompt in enumerate(prompts)}
     with torch.inference_mode():
         for step in passes(lengths, PREFILL_TOKENS):

@@ -39,14 +39,14 @@ def main(args: argparse.Namespace) -> int:
     deviation = DEVIATION if args.deviation is None else args.deviation
     from tqdm import tqdm
 
-    from ...certificate.samples.foreign_samples import judge, read_draws
+    from ...certificate.samples.foreign_samples import decide, read_draws
 
     all_draws = read_draws(args.samples)
     trees = [draws.tree() for draws in all_draws]
     distributions = _distributions(args, all_draws, trees)
     total = sum(sum(1 for counts in tree.counts if counts) for tree in trees)
     with tqdm(total=total, unit=" prefixes", disable=None, leave=False, file=sys.stderr) as bar:
-        decision = judge(
+        decision = decide(
             all_draws,
             trees,
             distributions,

@@ -91,19 +91,6 @@ def not_replayable(drafter: str, reason: str) -> UsageError:
     return UsageError(f"drafter '{drafter}' cannot be replayed: {reason}; measure it with crossdraft run")
 
 
-def trace_drafts(
-    drafter: Drafter,
-    context: DraftContext,
-    texts: Sequence[Response],
-    depth: int,
-    rng: RngSource | None = None,
-    streams: Sequence[int] | None = None,
-    tops: bool = False,
-) -> list[DraftTrace]:
-    """`trace_drafters` for one drafter."""
-    return trace_drafters([TracedDrafter(drafter, depth, tops)], context, texts, rng, streams)[0]
-
-
 @dataclass(frozen=True)
 class TracedDrafter:
     """A drafter to trace, at most ``depth`` tokens deep; ``tops``: compute `DraftTrace.log_top`."""
@@ -113,7 +100,6 @@ class TracedDrafter:
     tops: bool = False
 
     def traits(self, sampling: Sampling) -> DraftTraits:
-        """Traits of the drafter."""
         return self.drafter.traits(self.drafter.config, sampling)
 
 

@@ -48,7 +48,6 @@ class Target:
 
     @cached_property
     def loaded(self) -> LoadedModel:
-        """The target with its weights."""
         return load_model(self.name, trust_remote_code=self.name in self._trusted, **self._options)
 
     def make(self, rows: int, longest: int, slack: int) -> DraftContext:

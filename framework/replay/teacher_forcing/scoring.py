@@ -1,8 +1,8 @@
 """Teacher-forced scoring of drafters on recorded responses: see `DraftScores`.
 
-Any chain drafter can be scored through its public contract, third-party ones too: `trace_drafts` passes a random source
-that draws the recorded tokens. This takes one draft of G tokens at each token, batched over responses, and one target
-pass over each token. Heads need it, because their distribution depends on where the step started.
+Any chain drafter can be scored through its public contract, third-party ones too: `trace_drafters` passes a random
+source that draws the recorded tokens. This takes one draft of G tokens at each token, batched over responses, and one
+target pass over each token. Heads need it, because their distribution depends on where the step started.
 
 If a token's distribution depends only on the tokens before it (`Drafter.text_distribution`), one pass of the draft
 model over the text suffices. The target is then needed only for log P, unless it was recorded, and for the sums that
@@ -220,7 +220,6 @@ class _Scorer:
         self.text_distributions = [drafter.text_distribution() for drafter in self.drafters]
 
     def traced_drafters(self) -> list[TracedDrafter]:
-        """All drafters, to be traced."""
         pairs = zip(self.drafters, self.requests, strict=True)
         return [TracedDrafter(drafter, request.depth, request.tops) for drafter, request in pairs]
 

@@ -28,7 +28,6 @@ _PLAIN_POINT: dict[str, Any] = {"marker": "x", "markersize": 5, "color": "0.45",
 
 
 def drafting(results: Sequence[CellResult]) -> list[CellResult]:
-    """Finished cells that draft."""
     return [r for r in results if r.metrics is not None and not r.config.is_baseline]
 
 

@@ -113,7 +113,7 @@ def acceptance(results: Sequence[CellResult], width: str) -> tuple[Figure, int] 
 
 
 def break_even(speed_ups: Mapping[int, float]) -> float | None:
-    """The last batch size at which the speed-up falls below 1; None if there is none.
+    """The last batch size at which the speed-up falls below 1, or None.
 
     Log-log interpolation between measured batch sizes.
     """

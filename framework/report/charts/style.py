@@ -161,7 +161,6 @@ def legend(figure: Figure, handles: Sequence[Any]) -> None:
 
 
 def entry(name: str, mark: Mark, line: bool = False) -> Any:
-    """A legend entry."""
     from matplotlib.lines import Line2D
 
     options: dict[str, Any] = mark.options | {"linestyle": mark.dash if line else ""}

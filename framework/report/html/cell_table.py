@@ -129,28 +129,28 @@ class Table:
     @property
     def filters(self) -> list[tuple[str, list[str]]]:
         """Name and values of each filter with more than one value."""
-        found = {
+        by_setting = {
             "drafter": [row.drafter for row in self.rows],
             "verifier": [row.verifier for row in self.rows],
             "group": [group.title for group in self.groups],
         }
-        distinct = {name: list(dict.fromkeys(values)) for name, values in found.items()}
+        distinct = {name: list(dict.fromkeys(values)) for name, values in by_setting.items()}
         return [(name, values) for name, values in distinct.items() if len(values) > 1]
 
 
 def table_of(runs: RUNS) -> Table:
     """The table of the finished cells of ``runs``."""
     shared, groups = _groups(runs)
-    results = [result for *_, found in groups for result in found]
+    results = [result for *_, group_results in groups for result in group_results]
     targets = {result.config.target for result in results}
     batched = any(result.config.batch_size > 1 for result in results)
-    made = []
-    for title, _, found in groups:
-        rows = [_row(r, batched) for r in found if r.metrics is not None and not r.config.is_baseline]
-        plain = _plain_rate(found)
+    tables = []
+    for title, _, group_results in groups:
+        rows = [_row(r, batched) for r in group_results if r.metrics is not None and not r.config.is_baseline]
+        plain = _plain_rate(group_results)
         if rows or plain:
-            made.append(Group(title, "" if plain is None else f"{plain:.1f}", rows))
-    rows = [row for group in made for row in group.rows]
+            tables.append(Group(title, "" if plain is None else f"{plain:.1f}", rows))
+    rows = [row for group in tables for row in group.rows]
     columns = [c for c in COLUMNS if c.key == "pair" or any(row.values[c.key].text for row in rows)]
     scales = {}
     for key in ESTIMATES:
@@ -158,19 +158,19 @@ def table_of(runs: RUNS) -> Table:
             low, high = visible(estimates, 1.0) if key == "speed_up" else visible(estimates)
             scales[key] = Scale(Axis(key, low, high, labels={t: f"{t:g}" for t in ticks(low, high, 4)}))
     settings = [*shared, f"target {targets.pop()}"] if len(targets) == 1 else shared
-    return Table(settings, columns, made, scales)
+    return Table(settings, columns, tables, scales)
 
 
 def _groups(runs: RUNS) -> tuple[list[str], list[tuple[str, str, list[CellResult]]]]:
     """The settings that all groups share; of each group the settings of its own, all its settings, and its results."""
-    groups = [(title, group.split(", "), found) for title, run in runs for group, found in groups_of(run.summary)]
+    groups = [(title, group.split(", "), results) for title, run in runs for group, results in groups_of(run.summary)]
     shared = [part for part in groups[0][1] if all(part in parts for _, parts, _ in groups)] if groups else []
-    found = []
+    split_groups = []
     for title, parts, results in groups:
         run = [title] * (len(runs) > 1)
         own = [part for part in parts if part not in shared]
-        found.append((", ".join(run + own), ", ".join(run + parts), results))
-    return shared, found
+        split_groups.append((", ".join(run + own), ", ".join(run + parts), results))
+    return shared, split_groups
 
 
 def _plain_rate(results: Sequence[CellResult]) -> float | None:
@@ -201,15 +201,15 @@ def _number(value: float | None, form: str) -> Value:
     return Value() if value is None else Value(f"{value:{form}}", value)
 
 
-def _estimate(found: Estimate | None) -> Value:
-    return Value() if found is None else Value(f"{found.value:.2f}", found.value, found)
+def _estimate(estimate: Estimate | None) -> Value:
+    return Value() if estimate is None else Value(f"{estimate.value:.2f}", estimate.value, estimate)
 
 
-def cell_title(title: str, run: FinishedRun, result: CellResult, several: bool) -> str:
+def cell_title(title: str, run: FinishedRun, result: CellResult, with_run: bool) -> str:
     """A cell in words: its run, if there are several, its pair and its group."""
     configs = [r.config for r in run.summary.results]
     pair = f"{result.config.drafter.title} × {verifier_title(result)}"
-    return ", ".join([*([title] if several else []), pair, group_title(result.config, configs)])
+    return ", ".join([*([title] if with_run else []), pair, group_title(result.config, configs)])
 
 
 # -- the answer ---------------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class Best:
     metrics: Metrics
     conditions: str
     plain: float | None
-    of: int
+    certified_pairs: int
 
     @property
     def speed_up(self) -> Estimate | None:
@@ -261,7 +261,7 @@ def best_of(runs: RUNS) -> list[Best]:
 
     Lossy, failed and uncertified pairs are left out: their speed-up may be bought with a changed distribution.
     """
-    found = []
+    best = []
     for group, setting, results in _groups(runs)[1]:
         certified = [(r, r.metrics) for r in results if r.metrics and not r.config.is_baseline and mark_of(r).headline]
         if certified:
@@ -271,8 +271,8 @@ def best_of(runs: RUNS) -> list[Best]:
             drafter, verifier = result.config.drafter.title, result.config.verifier.title
             words = ", ".join(conditions)
             plain = _plain_rate(results)
-            found.append(Best(group, setting, drafter, verifier, metrics, words, plain, len(certified)))
-    return found
+            best.append(Best(group, setting, drafter, verifier, metrics, words, plain, len(certified)))
+    return best
 
 
 def headline_of(bests: Sequence[Best]) -> Best | None:
@@ -292,7 +292,7 @@ def _order(metrics: Metrics) -> tuple[bool, float, float]:
 
 def certificates(runs: RUNS) -> list[dict[str, Any]]:
     """Name, mark, certificate and code of each verifier."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    by_verifier: dict[tuple[str, str], dict[str, Any]] = {}
     for _, run in runs:
         for result in run.summary.results:
             config = result.config
@@ -307,7 +307,7 @@ def certificates(runs: RUNS) -> list[dict[str, Any]]:
             if digest and digest != installed:
                 state += " (other code than is installed here)"
             code = " ".join(str(source.get(key) or "") for key in ("distribution", "version")).strip()
-            found[config.verifier.name, digest] = {
+            by_verifier[config.verifier.name, digest] = {
                 "verifier": config.verifier.name,
                 "promise": "lossy" if mark.kind == "lossy" else "lossless",
                 "mark": mark,
@@ -315,4 +315,4 @@ def certificates(runs: RUNS) -> list[dict[str, Any]]:
                 "code": code,
                 "sha256": digest,
             }
-    return list(found.values())
+    return list(by_verifier.values())

@@ -32,7 +32,7 @@ class Map:
 def maps_of(results: Sequence[CellResult]) -> list[Map]:
     """A map for each pair and setting that was measured with several gammas at several batch sizes."""
     cells = [r.config for r in results]
-    found: dict[str, Map] = {}
+    by_key: dict[str, Map] = {}
     for result in results:
         config = result.config
         gamma = config.drafter.config.get("gamma")
@@ -44,9 +44,9 @@ def maps_of(results: Sequence[CellResult]) -> list[Map]:
         same = {"batch_size": 1, "drafter": config.drafter.model_copy(update={"config": without, "label": ""})}
         drafter = config.drafter.title.replace(f" gamma={gamma}", "")
         title = f"{drafter} × {verifier_title(result)}, {group_title(config, cells, but='batch_size')}"
-        heat_map = found.setdefault(config.model_copy(update=same).hash, Map(title))
+        heat_map = by_key.setdefault(config.model_copy(update=same).hash, Map(title))
         heat_map.cells[gamma, config.batch_size] = result.metrics.speed_up.value
-    return [m for m in found.values() if len(m.gammas) > 1 and len(m.batch_sizes) > 1]
+    return [m for m in by_key.values() if len(m.gammas) > 1 and len(m.batch_sizes) > 1]
 
 
 def break_even_line(
@@ -71,7 +71,7 @@ def break_even_line(
 
 def heat_maps(results: Sequence[CellResult]) -> list[tuple[str, str]]:
     """Title and chart of each map."""
-    return [(found.title, _draw(found)) for found in maps_of(results)]
+    return [(heat_map.title, _draw(heat_map)) for heat_map in maps_of(results)]
 
 
 def _draw(heat_map: Map) -> str:

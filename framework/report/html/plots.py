@@ -60,15 +60,15 @@ class Panel:
 
 def panels_of(runs: RUNS) -> tuple[list[Panel], list[tuple[str, str]]]:
     """The panels that have data, and the title of each other one with the reason why it is left out."""
-    several = "it needs cells at several batch sizes"
+    no_batch_sizes = "it needs cells at several batch sizes"
     panels = [
-        Panel("speed", "Speed-up by batch size", f"{_BREAK_EVEN} {_INTERVALS}", several),
+        Panel("speed", "Speed-up by batch size", f"{_BREAK_EVEN} {_INTERVALS}", no_batch_sizes),
         Panel(
             "pareto",
             "Throughput against speed for one user",
             "A line is a pair, a point a batch size; plain decoding is the thick grey line. Up and to the right is "
             "better: no certified pair lies beyond the thin grey steps.",
-            several,
+            no_batch_sizes,
         ),
         Panel(
             "heat",
@@ -139,8 +139,8 @@ def _estimates(
     labels = {
         i: text if len(text := str(band)) <= longest else text[: longest - 1] + "…" for i, band in enumerate(bands)
     }
-    every = [estimate for values in pairs.values() for estimate in values.values()]
-    y = Axis(y_title, *visible(every, *([] if reference is None else [reference])))
+    estimates = [estimate for values in pairs.values() for estimate in values.values()]
+    y = Axis(y_title, *visible(estimates, *([] if reference is None else [reference])))
     chart = Chart(Axis(x_title, -0.5, len(bands) - 0.5, labels={float(i): text for i, text in labels.items()}), y)
     if reference is not None:
         chart.reference(reference)
@@ -152,7 +152,7 @@ def _estimates(
         ]
         dodge = step * (i - (len(pairs) - 1) / 2)
         chart.series(points, looks.look(drafter, verifier), f"{drafter} × {verifier}", joined, dodge)
-    values = [estimate.value for estimate in every]
+    values = [estimate.value for estimate in estimates]
     words = f"{y_title} of {len(pairs)} pairs, {min(values):.2f} to {max(values):.2f}"
     return Choice(svg=chart.svg(words), legend=looks.legend(pairs))
 
@@ -181,8 +181,8 @@ def _categories(results: list[CellResult], looks: Looks) -> Choice | None:
     pairs: dict[tuple[str, str], dict[str, Estimate]] = {}
     for result in _drafting(results):
         if result.metrics is not None and len(result.metrics.by_category) > 1:
-            found = {name: numbers.block_efficiency for name, numbers in result.metrics.by_category.items()}
-            pairs[_pair(result)] = {name: estimate for name, estimate in found.items() if estimate is not None}
+            by_category = {name: numbers.block_efficiency for name, numbers in result.metrics.by_category.items()}
+            pairs[_pair(result)] = {name: estimate for name, estimate in by_category.items() if estimate is not None}
     if not any(pairs.values()):
         return None
     return _estimates(pairs, looks, "category of prompts", "block efficiency", joined=False)
@@ -214,14 +214,14 @@ def _pareto(series: Any, looks: Looks) -> Choice | None:
     lines = {(p.drafter, p.verifier): _rates(p.results) for p in series.pairs}
     lines = {pair: points for pair, points in lines.items() if points}
     plain = _rates(series.baselines)
-    every = [(x, y) for points in (plain, *lines.values()) for x, y, *_ in points]
-    if not every or not lines:
+    points_shown = [(x, y) for points in (plain, *lines.values()) for x, y, *_ in points]
+    if not points_shown or not lines:
         return None
     certified = {(p.drafter, p.verifier) for p in series.pairs if all(mark_of(r).headline for r in p.results.values())}
     reached = front_of([(x, y) for x, y, *_ in (*plain, *(p for k, v in lines.items() if k in certified for p in v))])
     chart = Chart(
-        Axis.fit("tokens/s for one user", [x for x, _ in every]),
-        Axis.fit("tokens/s of the device", [y for _, y in every], log=True),
+        Axis.fit("tokens/s for one user", [x for x, _ in points_shown]),
+        Axis.fit("tokens/s of the device", [y for _, y in points_shown], log=True),
         height=340,
     )
     following = [*reached[1:], reached[-1]]

@@ -46,7 +46,7 @@ def responses_of(runs: Sequence[tuple[str, FinishedRun]]) -> dict[str, Any]:
         if result.metrics is not None and not result.config.is_baseline
     ]
     total = max((len(result.responses) for _, result in cells), default=0)
-    found: list[dict[str, Any]] = [{"title": title, "responses": []} for title, _ in cells]
+    columns: list[dict[str, Any]] = [{"title": title, "responses": []} for title, _ in cells]
     steps = [_steps(result.records) for _, result in cells]
     chains = [drafts_chains(result.config) for _, result in cells]
     tokenizers = {target: _tokenizer(target) for target in {result.config.target for _, result in cells}}
@@ -61,12 +61,12 @@ def responses_of(runs: Sequence[tuple[str, FinishedRun]]) -> dict[str, Any]:
         left -= len(json.dumps(row))
         if left < 0 and shown:
             break
-        for cell, response in zip(found, row, strict=True):
+        for cell, response in zip(columns, row, strict=True):
             if response is not None:
                 cell["responses"].append(response)
         shown += 1
-    texts = any(response["texts"] for cell in found for response in cell["responses"])
-    return {"cells": found, "shown": shown, "total": total, "origins": ORIGINS, "texts": texts}
+    texts = any(response["texts"] for cell in columns for response in cell["responses"])
+    return {"cells": columns, "shown": shown, "total": total, "origins": ORIGINS, "texts": texts}
 
 
 def _steps(records: Sequence[StepRecord]) -> list[list[StepRecord]]:

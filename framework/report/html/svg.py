@@ -108,8 +108,8 @@ class Axis:
             self.labels = {tick: f"{tick:g}" for tick in ticks(self.low, self.high)}
             return
         tens = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-        found = [digit * 10.0**ten for ten in tens for digit in (1, 2, 5)]
-        self.labels = {tick: f"{tick:g}" for tick in found if self.low <= tick <= self.high}
+        values = [digit * 10.0**ten for ten in tens for digit in (1, 2, 5)]
+        self.labels = {tick: f"{tick:g}" for tick in values if self.low <= tick <= self.high}
 
     @classmethod
     def fit(cls, title: str, values: Sequence[float], log: bool = False) -> Axis:

@@ -70,8 +70,8 @@ class Combine(Drafter):
 
     def __init__(self, config: StrategyConfig, context: DraftContext):
         super().__init__(config, context)
-        found = [find_drafter(drafter) for drafter in self.config.drafters]
-        self.parts = [_Part(cls(options, context), cls.traits(options, context.sampling)) for cls, options in found]
+        results = [find_drafter(drafter) for drafter in self.config.drafters]
+        self.parts = [_Part(cls(options, context), cls.traits(options, context.sampling)) for cls, options in results]
         offset = 0
         for part in self.parts:  # separate random numbers
             part.offset, offset = offset, offset + (0 if part.traits.point_mass else part.traits.nodes)
@@ -105,13 +105,13 @@ class Combine(Drafter):
 
     @classmethod
     def wrapped(cls, config: Any) -> Sequence[type[Drafter]]:
-        found = [find_drafter(drafter) for drafter in config.drafters]
-        return [drafter for part, options in found for drafter in (part, *part.wrapped(options))]
+        results = [find_drafter(drafter) for drafter in config.drafters]
+        return [drafter for part, options in results for drafter in (part, *part.wrapped(options))]
 
     @classmethod
     def remembers(cls, config: Any) -> bool:
-        found = [find_drafter(drafter) for drafter in config.drafters]
-        return any(part.remembers(options) for part, options in found)
+        results = [find_drafter(drafter) for drafter in config.drafters]
+        return any(part.remembers(options) for part, options in results)
 
     @property
     def passes(self) -> int:

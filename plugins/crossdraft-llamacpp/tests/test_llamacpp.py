@@ -1,4 +1,4 @@
-"""Token trees in llama.cpp's cache: every node says what its own path says, and greedy output is llama.cpp's own.
+"""Token trees in llama.cpp's cache: every node outputs what its own path outputs, and greedy output is llama.cpp's own.
 
 Needs llama-cpp-python and gguf; the models are made here.
 """
@@ -65,7 +65,7 @@ PROMPTS = [
 ]
 
 
-def test_every_node_of_a_tree_says_what_its_own_path_says(target: crossdraft.LoadedModel) -> None:
+def test_tree_nodes_match_their_paths(target: crossdraft.LoadedModel) -> None:
     """Random trees in several calls, over slots of unequal length, of which a random path is kept; steps of that."""
     draw = np.random.default_rng(0)
     lm = LlamaLM(target.model, 3, 96)
@@ -91,7 +91,7 @@ def test_every_node_of_a_tree_says_what_its_own_path_says(target: crossdraft.Loa
                 assert hidden is None and logits.shape == (3, width, VOCAB)
                 assert not logits[1].any()
                 output.append(logits)
-            found = torch.cat(output, 1)
+            result = torch.cat(output, 1)
             paths: dict[int, list[int]] = {}
             for row, text in texts.items():
                 found_paths = []
@@ -99,8 +99,8 @@ def test_every_node_of_a_tree_says_what_its_own_path_says(target: crossdraft.Loa
                     way = [node]
                     while parents[row, way[0]] >= 0:
                         way.insert(0, parents[row, way[0]])
-                    wanted = plain.logits(text[:-1] + [int(tokens[row, i]) for i in way])
-                    assert np.abs(found[row, node].numpy() - wanted).max() < CLOSE
+                    expected = plain.logits(text[:-1] + [int(tokens[row, i]) for i in way])
+                    assert np.abs(result[row, node].numpy() - expected).max() < CLOSE
                     found_paths.append(way)
                 paths[row] = found_paths[draw.integers(len(found_paths))]
             counts = [len(paths.get(row, [])) for row in range(3)]
@@ -112,7 +112,7 @@ def test_every_node_of_a_tree_says_what_its_own_path_says(target: crossdraft.Loa
             assert lm.lengths == [len(texts[0]) - 1, 0, len(texts[2]) - 1]
 
 
-def test_a_tree_wider_than_one_call(target: crossdraft.LoadedModel) -> None:
+def test_tree_wider_than_one_call(target: crossdraft.LoadedModel) -> None:
     """Nodes that do not fit into one call of llama.cpp: parents and children in different ones."""
     lm = LlamaLM(target.model, 2, 400)
     for row in range(2):
@@ -127,8 +127,8 @@ def test_a_tree_wider_than_one_call(target: crossdraft.LoadedModel) -> None:
         for row in range(2):
             branch = [*range(4), *range(width // 2, width)]
             for way in (range(width // 2), branch):
-                wanted = plain.logits(PROMPTS[row][:-1] + tokens[row, list(way)].tolist())
-                assert np.abs(logits[row, way[-1]].numpy() - wanted).max() < CLOSE
+                expected = plain.logits(PROMPTS[row][:-1] + tokens[row, list(way)].tolist())
+                assert np.abs(logits[row, way[-1]].numpy() - expected).max() < CLOSE
 
 
 def test_wrong_trees_and_too_many_branches_are_refused(target: crossdraft.LoadedModel) -> None:
@@ -179,8 +179,8 @@ def test_greedy_output_is_llama_cpps_own(
     target: crossdraft.LoadedModel, files: dict[str, str], own: Any, drafter: str, batch_size: int
 ) -> None:
     options: dict[str, Any] = {"temperature": 0, "max_new_tokens": 24, "batch_size": batch_size}
-    found = crossdraft.generate(target, PROMPTS, drafter=named(DRAFTERS[drafter], files), **options)
-    for response, (output, distributions) in zip(found, own, strict=True):
+    responses = crossdraft.generate(target, PROMPTS, drafter=named(DRAFTERS[drafter], files), **options)
+    for response, (output, distributions) in zip(responses, own, strict=True):
         for at, (ours, theirs) in enumerate(zip(response.tokens, output, strict=False)):
             if ours != theirs:  # a near tie, behind which the texts differ
                 assert distributions[at][theirs] - distributions[at][ours] < CLOSE
@@ -188,11 +188,11 @@ def test_greedy_output_is_llama_cpps_own(
         else:
             assert response.tokens == output
     if drafter == "itself" and batch_size == 1:
-        assert sum(round.tau for response in found for round in response.steps) > 60
+        assert sum(round.tau for response in responses for round in response.steps) > 60
 
 
-def test_samples_have_the_targets_law(target: crossdraft.LoadedModel, files: dict[str, str]) -> None:
-    """Two tokens drawn 600 times with a tree that is drawn without replacement, against the exact joint law."""
+def test_samples_have_target_distribution(target: crossdraft.LoadedModel, files: dict[str, str]) -> None:
+    """Two tokens, 600 times, with trees drawn without replacement, against the exact joint distribution."""
     prompt, draws = PROMPTS[0], 600
     sampling = crossdraft.Sampling(temperature=1.0, top_k=2)
     with Plain(target.model, 96) as plain:
@@ -202,16 +202,16 @@ def test_samples_have_the_targets_law(target: crossdraft.LoadedModel, files: dic
             second = sampling.probs(torch.from_numpy(plain.logits([*prompt, a]))[None])[0]
             joint |= {(a, b): float(first[a] * second[b]) for b in second.nonzero().flatten().tolist()}
     drafter = {"name": "draft-model-tree", "model": files["small"], "branching": [2, 2]}
-    found = crossdraft.generate(
+    responses = crossdraft.generate(
         target, [prompt] * draws, drafter=drafter, top_k=2, max_new_tokens=2, batch_size=16, ignore_eos=True
     )
-    counts = {pair: sum(tuple(r.tokens) == pair for r in found) for pair in joint}
+    counts = {pair: sum(tuple(r.tokens) == pair for r in responses) for pair in joint}
     assert sum(counts.values()) == draws
     statistic = sum((counts[pair] - draws * p) ** 2 / (draws * p) for pair, p in joint.items())
     assert statistic < 16.27  # chi-square with 3 degrees of freedom, one in a thousand
 
 
-def test_a_gguf_model_drafts_for_one_of_transformers_and_the_other_way_round(
+def test_gguf_and_transformers_models_draft_for_each_other(
     target: crossdraft.LoadedModel, files: dict[str, str]
 ) -> None:
     from crossdraft.framework.api.build import load_draft_model
@@ -235,18 +235,16 @@ def test_not_a_number_stays_in_its_row(files: dict[str, str], own: Any) -> None:
                 assert response.tokens == output
 
 
-def test_what_llama_cpp_cannot_do_is_refused(
-    target: crossdraft.LoadedModel, files: dict[str, str], tmp_path: Path
-) -> None:
+def test_unsupported_features_raise(target: crossdraft.LoadedModel, files: dict[str, str], tmp_path: Path) -> None:
     prompt = [PROMPTS[0]]
-    ahead = tmp_path / "ahead"
-    save_embeddings(ahead, torch.zeros(2, 32), target="tiny", sha256=target.sha256)
+    upcoming = tmp_path / "ahead"
+    save_embeddings(upcoming, torch.zeros(2, 32), target="tiny", sha256=target.sha256)
     for drafter, why in (
         ({"name": "eagle3", "model": "nowhere"}, "not a transformers model"),
         ({"name": "medusa", "model": "nowhere"}, "not a transformers model"),
         ({"name": "early-exit", "exit_layer": 1, "gamma": 2}, "all layers of a model"),
         ({"name": "layer-skip", "skip_mlp": [1], "gamma": 2}, "all layers of a model"),
-        ({"name": "pass", "model": str(ahead)}, "llama.cpp is fed tokens"),
+        ({"name": "pass", "model": str(upcoming)}, "llama.cpp is fed tokens"),
     ):
         with pytest.raises(crossdraft.ModelError, match=why):
             crossdraft.generate(target, prompt, drafter=drafter, temperature=0)
@@ -267,7 +265,7 @@ def test_what_llama_cpp_cannot_do_is_refused(
             crossdraft.load_model(str(tmp_path / name))
 
 
-def test_the_tokenizer_of_a_file(target: crossdraft.LoadedModel, files: dict[str, str]) -> None:
+def test_tokenizer_of_file(target: crossdraft.LoadedModel, files: dict[str, str]) -> None:
     tokenizer = target.tokenizer
     a, cat = (len(SPECIAL) + 256 + WORDS.index(word) for word in ("▁a", "▁cat"))
     assert tokenizer.get_vocab()["▁cat"] == cat and tokenizer.convert_ids_to_tokens([1, cat]) == ["<s>", "▁cat"]
@@ -283,8 +281,8 @@ def test_the_tokenizer_of_a_file(target: crossdraft.LoadedModel, files: dict[str
     )
     assert output == "a</s> the"
     assert target.eos_token_ids == (2,)
-    alone = crossdraft.load_tokenizer(files["target"])
-    assert alone.tokenizer.get_vocab() == tokenizer.get_vocab() and alone.eos_token_ids == (2,)
+    separate = crossdraft.load_tokenizer(files["target"])
+    assert separate.tokenizer.get_vocab() == tokenizer.get_vocab() and separate.eos_token_ids == (2,)
     bare = crossdraft.load_model(files["bare"])
     assert bare.tokenizer is None
     with pytest.raises(crossdraft.UsageError, match="has no tokenizer"):
@@ -292,7 +290,7 @@ def test_the_tokenizer_of_a_file(target: crossdraft.LoadedModel, files: dict[str
     assert crossdraft.generate(bare, [[5, 6]], drafter="none", temperature=0, max_new_tokens=3)[0].tokens
 
 
-def test_a_recipe(tmp_path: Path, files: dict[str, str]) -> None:
+def test_recipe(tmp_path: Path, files: dict[str, str]) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"the {x} sat on"}) + "\n" for x in ("cat", "mat", "a", "b")))
     drafters = ["prompt-lookup", {"name": "draft-model", "model": files["small"], "gamma": 2}]

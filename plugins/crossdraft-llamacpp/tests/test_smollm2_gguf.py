@@ -76,15 +76,15 @@ def test_greedy_output_is_llama_cpps_own(
 ) -> None:
     assert len(prompts) == PROMPTS
     options: dict[str, Any] = {"temperature": 0, "max_new_tokens": NEW, "batch_size": batch_size}
-    found = crossdraft.generate(target, prompts, drafter=DRAFTERS[drafter], **options)
+    responses = crossdraft.generate(target, prompts, drafter=DRAFTERS[drafter], **options)
     ties = []
-    for number, (response, (output, distributions)) in enumerate(zip(found, own, strict=True)):
+    for number, (response, (output, distributions)) in enumerate(zip(responses, own, strict=True)):
         if response.tokens == output:
             continue
         at = next(i for i, (a, b) in enumerate(zip(response.tokens, output, strict=False)) if a != b)
         gap = float(distributions[at][output[at]] - distributions[at][response.tokens[at]])
         ties.append((number, at, round(gap, 3)))
-    steps = [step.emitted for response in found for step in response.steps]
+    steps = [step.emitted for response in responses for step in response.steps]
     print(f"\n{drafter}, B = {batch_size}: {PROMPTS - len(ties)} of {PROMPTS} identical, block efficiency "
           f"{sum(steps) / len(steps):.2f}; (prompt, token, logits apart) of the others: {ties}")  # fmt: skip
     assert all(gap <= 4 * noise for _, _, gap in ties)

@@ -1,4 +1,4 @@
-"""Small GGUF models with random weights, and what llama.cpp itself says with them: one sequence, its own sampler."""
+"""Small GGUF models with random weights, and what llama.cpp itself outputs with them: one sequence, its own sampler."""
 
 from __future__ import annotations
 
@@ -92,9 +92,9 @@ class Plain:
         """``[V]`` logits after the last of ``tokens``, which continue what was fed."""
         ids = (self.api.llama_token * len(tokens))(*tokens)
         assert self.api.llama_decode(self.context, self.api.llama_batch_get_one(ids, len(tokens))) == 0
-        found = self.api.llama_get_logits_ith(self.context, -1)
+        result = self.api.llama_get_logits_ith(self.context, -1)
         return np.ctypeslib.as_array(
-            ctypes.cast(found, ctypes.POINTER(ctypes.c_float)), (self.model.vocab_size,)
+            ctypes.cast(result, ctypes.POINTER(ctypes.c_float)), (self.model.vocab_size,)
         ).copy()
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:

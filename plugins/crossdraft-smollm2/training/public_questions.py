@@ -30,11 +30,11 @@ def write(file: str, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main(seed_tasks: str, gsm8k: str) -> None:
-    found = []
+    results = []
     for row in read(seed_tasks):
-        given = row["instances"][0]["input"]
-        found.append({"question": row["instruction"] + (f"\n\n{given}" if given else "")})
-    write("self_instruct_seed_tasks.jsonl", found)
+        inputs = row["instances"][0]["input"]
+        results.append({"question": row["instruction"] + (f"\n\n{inputs}" if inputs else "")})
+    write("self_instruct_seed_tasks.jsonl", results)
     rows = read(gsm8k)
     random.Random(0).shuffle(rows)
     for name, part in GSM8K.items():

@@ -68,7 +68,7 @@ SENTENCES = 9
 def main(texts: Path, out: Path, seed: int, times: int) -> None:
     tokenizer = load_model("smollm2-135m-instruct").tokenizer
     rng = random.Random(seed)
-    every = []  # passages, as sentences
+    passages = []  # passages, as sentences
     translated = []  # language and text
     for line in texts.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
@@ -80,42 +80,42 @@ def main(texts: Path, out: Path, seed: int, times: int) -> None:
             continue
         sentences = [s.strip() for s in re.split(r"(?<=[.!?])\s+", text.replace("\n", " ")) if 25 < len(s) < 260]
         if len(sentences) >= 4:
-            every.append(sentences)
-    rng.shuffle(every)
-    fresh = list(every)
+            passages.append(sentences)
+    rng.shuffle(passages)
+    fresh = list(passages)
 
     def passage() -> str:
-        return " ".join((fresh.pop() if fresh else rng.choice(every))[:SENTENCES])
+        return " ".join((fresh.pop() if fresh else rng.choice(passages))[:SENTENCES])
 
-    found: list[tuple[str, str]] = []
+    results: list[tuple[str, str]] = []
     for subject in " ".join(SUBJECTS.split()).split(", "):
         for form in rng.sample(FACTS, min(FACTS_EACH * times, len(FACTS))):
             q = form.format(subject)
-            found.append(("qa", rng.choice([q, f"{q}?", f"{q[0].upper()}{q[1:]}?", f"Answer briefly: {q}?"])))
+            results.append(("qa", rng.choice([q, f"{q}?", f"{q[0].upper()}{q[1:]}?", f"Answer briefly: {q}?"])))
     for _ in range(SUMMARIES * times):
-        found.append(("summarization", rng.choice(SUMMARISE) + passage()))
+        results.append(("summarization", rng.choice(SUMMARISE) + passage()))
     for _ in range(READINGS * times):
         text = passage()
         word = rng.choice(re.findall(r"[A-Za-z]{5,}", text) or ["it"])
         question = rng.choice(ABOUT).format(word.lower())
-        found.append(("rag", rng.choice(FROM_TEXT).format(p=text, q=question)))
+        results.append(("rag", rng.choice(FROM_TEXT).format(p=text, q=question)))
     for _ in range(TRANSLATIONS * times):
-        sentence = rng.choice(rng.choice(every)[:6])
+        sentence = rng.choice(rng.choice(passages)[:6])
         language = rng.choice(LANGUAGES)
         forms = [
             f"Translate to {language}: {sentence}",
             f"Translate English to {language}: {sentence}",
             f"Translate this sentence into {language}.\n\n{sentence}",
         ]
-        found.append(("translation", rng.choice(forms)))
+        results.append(("translation", rng.choice(forms)))
     for language, text in translated:
-        found.append(("translation", f"Translate {language} to English: {text}"))
-    rng.shuffle(found)
-    lines = [json.dumps({"question": question, "category": kind}) + "\n" for kind, question in found]
+        results.append(("translation", f"Translate {language} to English: {text}"))
+    rng.shuffle(results)
+    lines = [json.dumps({"question": question, "category": kind}) + "\n" for kind, question in results]
     out.write_text("".join(lines), encoding="utf-8")
     print(
-        f"{len(found)} questions in {out}:",
-        ", ".join(f"{n} {kind}" for kind, n in Counter(kind for kind, _ in found).items()),
+        f"{len(results)} questions in {out}:",
+        ", ".join(f"{n} {kind}" for kind, n in Counter(kind for kind, _ in results).items()),
     )
 
 
@@ -125,5 +125,5 @@ if __name__ == "__main__":
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=5)
     parser.add_argument("--times", type=int, default=1, help="how often the usual number of each kind")
-    given = parser.parse_args()
-    main(given.texts, given.out, given.seed, given.times)
+    args = parser.parse_args()
+    main(args.texts, args.out, args.seed, args.times)

@@ -52,7 +52,6 @@ class Links(NamedTuple):
 
 @njit(cache=True)
 def extend(links: Links, new: Tokens) -> None:
-    """Append tokens."""
     ring, before, head, tail, total = links
     for token in new:
         _add(ring, before, head, tail, total, token)
@@ -170,16 +169,16 @@ def _matching(
     """
     capacity = len(ring)
     lap, oldest = total - total % capacity, max(0, total - capacity)
-    found = 0
+    result = 0
     for j in range(count):
         place = places[k, j]
         length, longest = 0, min(most, place - oldest)
         while length < longest and ring[_slot(place - 1 - length, lap, capacity)] == text[end - 1 - length]:
             length += 1
         if length >= SIZES[i]:  # others only have the same hash
-            places[k, found], lengths[found] = place, length
-            found += 1
-    return found
+            places[k, result], lengths[result] = place, length
+            result += 1
+    return result
 
 
 @njit(cache=True)
@@ -305,18 +304,18 @@ def _chains(
                 a = asking[k]
                 longest = int(most[a - t])
                 most[a - t] = SIZES[i] - 1
-                found = _matching(ring, total[0], i, text, ends[k], longest, places, k, counts[k], lengths)
-                if not found:
+                result = _matching(ring, total[0], i, text, ends[k], longest, places, k, counts[k], lengths)
+                if not result:
                     continue
                 while longest > 0:
                     at, alive = 0, 0
-                    for j in range(found):
+                    for j in range(result):
                         if lengths[j] <= longest:
                             at = max(at, lengths[j])
                     budget = int(factor * at)
                     if budget <= scores[a]:
                         break
-                    for j in range(found):
+                    for j in range(result):
                         if lengths[j] >= at:
                             starts[alive] = places[k, j]
                             alive += 1
