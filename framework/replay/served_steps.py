@@ -45,11 +45,13 @@ class ServedSteps:
 
         Args:
             name: of the prompt.
-            records: steps in order; the first starts at the second token of the response.
-            survival: ``[T, G]``, Pr(tau >= i | the rest of the response) of a step that starts at each token after the
-                first.
+            records: steps in order; the last emitted the end of the response.
+            survival: ``[T, G]``, Pr(tau >= i | the rest of the response) of a step that starts at each token.
         """
-        start, depth = 0, survival.shape[1]
+        depth = survival.shape[1]
+        start = len(survival) - sum(record.emitted for record in records)  # the prefill's tokens belong to no step
+        if start < 0:
+            return
         if not self.steps:
             self.at_least, self.expected_at_least = np.zeros(depth), np.zeros(depth)
         for record in records:

@@ -18,7 +18,7 @@ from .decoder_pool import DecoderPool
 #: Fields supported by both endpoints, and by one of them (key: True for chat).
 SUPPORTED = frozenset({
     "model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stream", "stream_options",
-    "logprobs", "ignore_eos",
+    "logprobs", "ignore_eos", "return_token_ids",
 })  # fmt: skip
 SUPPORTED_BY = {True: frozenset({"messages", "max_completion_tokens"}), False: frozenset({"prompt"})}
 #: Fields that describe the client and are ignored.
@@ -83,6 +83,7 @@ class CompletionRequest:
     include_usage: bool
     continuous_usage: bool
     logprobs: bool
+    token_ids: bool
 
 
 def parse_request(pool: DecoderPool, body: Any, *, chat: bool) -> CompletionRequest:
@@ -100,7 +101,7 @@ def parse_request(pool: DecoderPool, body: Any, *, chat: bool) -> CompletionRequ
         stop = stop_strings(fields.get("stop", ()))
     except UsageError as error:
         raise InvalidRequestError(str(error), "stop") from None
-    stream, ignore_eos = _boolean(fields, "stream"), _boolean(fields, "ignore_eos")
+    stream, ignore_eos, token_ids = (_boolean(fields, name) for name in ("stream", "ignore_eos", "return_token_ids"))
     logprobs = _logprobs(fields, chat)
     include_usage, continuous_usage = _stream_options(fields, stream)
     key = "messages" if chat else "prompt"
@@ -125,7 +126,9 @@ def parse_request(pool: DecoderPool, body: Any, *, chat: bool) -> CompletionRequ
         )
         for prompt in prompts
     ]
-    return CompletionRequest(chat, sampling, requests, stop, stream, include_usage, continuous_usage, logprobs)
+    return CompletionRequest(
+        chat, sampling, requests, stop, stream, include_usage, continuous_usage, logprobs, token_ids
+    )
 
 
 def _check_fields(fields: Mapping[str, Any], chat: bool) -> None:

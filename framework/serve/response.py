@@ -46,7 +46,8 @@ class ResponseBuilder:
     def chunk(self, choice: int, chunk: Chunk) -> dict[str, Any] | None:
         """The stream chunk for new tokens of a choice; None if all of their text is held back."""
         self._completion_tokens += len(chunk.tokens)
-        if not (chunk.text or chunk.response is not None or (self._request.logprobs and chunk.tokens)):
+        request = self._request
+        if not (chunk.text or chunk.response is not None or ((request.logprobs or request.token_ids) and chunk.tokens)):
             return None
         logprobs = self._logprobs(choice, chunk)
         finish_reason = None if chunk.response is None else chunk.response.finish_reason
@@ -54,6 +55,7 @@ class ResponseBuilder:
             content: dict[str, Any] = {"delta": {"content": chunk.text} if chunk.text else {}}
         else:
             content = {"text": chunk.text}
+        content |= {"token_ids": chunk.tokens} if request.token_ids else {}
         return self._choice_chunk(choice, finish_reason=finish_reason, logprobs=logprobs, **content)
 
     def complete(self, chunks: list[Chunk]) -> dict[str, Any]:
@@ -62,6 +64,7 @@ class ResponseBuilder:
         for i, (chunk, response) in enumerate(zip(chunks, responses, strict=True)):
             text = response.text
             content = {"message": {"role": "assistant", "content": text}} if self._request.chat else {"text": text}
+            content |= {"token_ids": chunk.tokens} if self._request.token_ids else {}
             logprobs, finish_reason = self._logprobs(i, chunk), response.finish_reason
             choices.append({"index": i, **content, "logprobs": logprobs, "finish_reason": finish_reason})
         return {**self._complete, "choices": choices, "usage": self._usage(responses)}

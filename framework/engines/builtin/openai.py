@@ -12,14 +12,17 @@ from ..server import UNKNOWN, EngineServer, ServerEvent, ServerOptions
 
 
 class OpenAiOptions(ServerOptions):
-    url: str = Field(min_length=1, description="address of a server that runs, with speculation")
+    url: str = Field(min_length=1, description="address of a running server, with speculation")
+    token_ids: bool = Field(
+        default=False, description="request token ids (return_token_ids), as servers of vLLM and crossdraft support"
+    )
 
 
 class OpenAiServer(EngineServer):
     """A server that runs, of any engine. Speculation is its own: the drafter and verifier of the recipe name it only.
 
     An event must hold the tokens of one step: their number is that of ``logprobs.tokens``. Prompts are sent as token
-    ids; responses come as text, which is encoded again.
+    ids; responses come as text, which is encoded again, unless ``token_ids`` is set.
     """
 
     name = "openai"
@@ -35,14 +38,16 @@ class OpenAiServer(EngineServer):
             "max_tokens": max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "logprobs": 0,
             "stream": True,
+            **({"return_token_ids": True} if self.options.token_ids else {"logprobs": 0}),
         }
 
     def event(self, data: Mapping[str, Any]) -> ServerEvent:
         if not data["choices"]:  # usage
             return ServerEvent()
         (choice,) = data["choices"]
+        if self.options.token_ids:
+            return ServerEvent(list(choice["token_ids"]), choice.get("finish_reason"))
         logprobs = choice.get("logprobs")
         if choice["text"] and logprobs is None:
             raise ModelError(

@@ -1,0 +1,164 @@
+"""Recipes on an engine's server, and `crossdraft verify-engine`, with crossdraft's own endpoint as the engine."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import save_model
+
+pytest.importorskip("uvicorn", reason="the endpoint needs the extra serve")
+
+from server_thread import serving
+
+from crossdraft.framework.bench.engine_cell import piece_of
+from crossdraft.framework.cli import main as cli
+from crossdraft.framework.engines.server import ServedResponse, ServedStep, _grouped
+from crossdraft.framework.report import write
+
+DRAFTER = "{name: prompt-lookup, gamma: 4, min_ngram: 1, max_ngram: 2}"
+RECIPE = """
+target: {target}
+dtype: float32
+prompts: {prompts}
+max_new_tokens: {tokens}
+batch_size: 2
+sampling: {{temperature: {temperature}}}
+drafters: [{drafter}]
+verifiers: [token]
+matrix: {{engine: [crossdraft, {{name: openai, url: "{url}", baseline_url: "{plain}", token_ids: true}}]}}
+"""
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: Any) -> str:
+    return save_model(tmp_path_factory.mktemp("models") / "target")
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: Any) -> str:
+    return save_model(tmp_path_factory.mktemp("models") / "other", seed=7)
+
+
+@pytest.fixture(autouse=True)
+def own_place(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(write, "draw", lambda summary: [])
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, target: str, write_prompts: Any) -> Callable[..., str]:
+    def written(url: str, plain: str, temperature: float = 0, prompts: int = 6, tokens: int = 24) -> str:
+        file, questions = tmp_path / "served.yaml", write_prompts(tmp_path / "prompts.jsonl", n=prompts)
+        values = {"url": url, "plain": plain, "temperature": temperature, "tokens": tokens}
+        file.write_text(RECIPE.format(target=target, drafter=DRAFTER, prompts=questions, **values))
+        return str(file)
+
+    return written
+
+
+@pytest.fixture(scope="module")
+def servers(target: str) -> Iterator[tuple[str, str]]:
+    options = ("--target", target, "--slots", "2", "--max-new-tokens", "64")
+    with serving(*options, "--drafter", DRAFTER) as drafting, serving(*options, "--drafter", "none") as plain:
+        yield drafting.url, plain.url
+
+
+def rows(directory: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """Metrics by engine and drafter."""
+    cells = {}
+    for file in directory.glob("*/cells/*/metrics.json"):
+        config = json.loads((file.parent / "config.json").read_text())
+        engine = (config.get("config", config).get("engine") or {"name": "crossdraft"})["name"]
+        cells[engine, config.get("config", config)["drafter"]["name"]] = json.loads(file.read_text())["metrics"]
+    return cells
+
+
+def test_engine_has_own_columns_beside_cells_of_the_loop(
+    tmp_path: Path, recipe: Any, servers: tuple[str, str], capsys: Any
+) -> None:
+    assert cli.main(["run", recipe(*servers), "--out", str(tmp_path / "runs")]) == 0
+    output = capsys.readouterr().out
+    assert "engine openai" in output and "first token ms" in output and "verify-engine" in output
+    metrics = rows(tmp_path / "runs")
+    own, served = metrics["crossdraft", "prompt-lookup"], metrics["openai", "prompt-lookup"]
+    assert served["same_as_baseline"] == own["same_as_baseline"] == 1
+    # The endpoint drafts before the first token, so its first step is taken for the prefill.
+    assert own["tokens"] > served["tokens"] > own["tokens"] - 6 * 5
+    assert served["block_efficiency"]["value"] == pytest.approx(own["block_efficiency"]["value"], rel=0.25)
+    assert served["token_seconds"]["value"] > 0 and served["first_token_seconds"]["value"] > 0
+    assert metrics["openai", "none"]["block_efficiency"]["value"] == 1
+
+
+def test_verified_engine(tmp_path: Path, recipe: Any, servers: tuple[str, str], capsys: Any) -> None:
+    assert cli.main(["verify-engine", recipe(*servers), "--out", str(tmp_path / "runs"), "--json"]) == 0
+    cells = json.loads(capsys.readouterr().out)["cells"]
+    assert [cell["verdict"] for cell in cells] == ["yes", "yes"]
+    steps = cells[1]["steps"]
+    assert steps["decided"] == steps["equal"] == steps["steps"] > 20
+    assert all(cell["text"]["equal"] + cell["text"]["tied"] == 6 for cell in cells)
+
+
+def test_another_target_is_not_verified(tmp_path: Path, recipe: Any, other: str, capsys: Any) -> None:
+    options = ("--target", other, "--slots", "2", "--max-new-tokens", "64")
+    with serving(*options, "--drafter", DRAFTER) as drafting, serving(*options, "--drafter", "none") as plain:
+        code = cli.main(["verify-engine", recipe(drafting.url, plain.url), "--out", str(tmp_path / "runs")])
+    output = capsys.readouterr().out
+    assert code == 1 and "not the target's greedy text" in output
+
+
+def test_lossy_verification_is_not_verified(tmp_path: Path, recipe: Any, target: str, capsys: Any) -> None:
+    """A server whose verifier changes the distribution: the draws differ, the plain server's do not."""
+    options = ("--target", target, "--slots", "2", "--max-new-tokens", "64")
+    lossy = "{name: top-k, k: 40}"
+    with (
+        serving(*options, "--drafter", DRAFTER, "--verifier", lossy) as drafting,
+        serving(*options, "--drafter", "none") as plain,
+    ):
+        path = recipe(drafting.url, plain.url, temperature=1, prompts=24, tokens=40)
+        code = cli.main(["verify-engine", path, "--out", str(tmp_path / "runs"), "--json"])
+    output = json.loads(capsys.readouterr().out)
+    cells = {cell["config"]["drafter"]["name"]: cell for cell in output["cells"]}
+    assert not output["failed"]
+    assert code == 1 and cells["none"]["verdict"] != "no"
+    assert cells["prompt-lookup"]["verdict"] == "no"
+
+
+def test_missing_url_is_named(tmp_path: Path, recipe: Any, servers: tuple[str, str], capsys: Any) -> None:
+    code = cli.main(["run", recipe(servers[0], ""), "--out", str(tmp_path / "runs")])
+    assert code == 1 and "baseline_url is missing" in capsys.readouterr().out
+
+
+def test_unknown_engine_and_option_are_refused(tmp_path: Path, recipe: Any, servers: Any, capsys: Any) -> None:
+    path = recipe(*servers)
+    assert cli.main(["run", path, "--set", "matrix.engine=[vlm]"]) == 2
+    assert "vlm" in capsys.readouterr().err
+    assert cli.main(["run", path, "--set", "matrix.engine=[{name: openai, adress: x}]"]) == 2
+    assert "adress" in capsys.readouterr().err
+
+
+def test_times_of_slots() -> None:
+    """Two slots, three requests: the tail begins when the first of the last two ends."""
+
+    def response(sent: float, *steps: tuple[float, int]) -> ServedResponse:
+        served = [ServedStep(*step) for step in steps]
+        return ServedResponse([0] * sum(step.tokens for step in served), served, "length", sent)
+
+    responses = [
+        response(0.0, (1.0, 1), (2.0, 3)),
+        response(0.0, (1.0, 1), (3.0, 2), (5.0, 2)),
+        response(2.0, (1.0, 1), (4.0, 2), (6.0, 1)),
+    ]
+    piece = piece_of(responses, [(0, 3)], 2)
+    assert (piece.emitted, piece.tail_emitted) == (3 + 4, 3)
+    assert piece.seconds["prefill"] == (1 + 1 + 1) / 2
+    assert piece.seconds["rest"] == (1 + 4 + 2) / 2
+    assert sum(piece.seconds.values()) == 5 and piece.tail_seconds == 3
+    assert piece.requests == [[3, 1_000_000, 1_000_000], [4, 1_000_000, 4_000_000], [3, 1_000_000, 5_000_000]]
+
+
+def test_single_tokens_are_grouped_at_the_longest_gaps() -> None:
+    arrivals = [1.0, 2.0, 2.01, 2.02, 3.0, 3.02, 4.1]
+    steps = _grouped([ServedStep(seconds, 1) for seconds in arrivals], 4)
+    assert [(step.seconds, step.tokens) for step in steps] == [(1.0, 1), (2.02, 3), (3.02, 2), (4.1, 1)]
