@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -223,6 +224,7 @@ class EngineCell(PieceRunner):
                     tau = min(accepted.pop(0), step.tokens)
                 else:
                     nodes = 0
+            step.nodes = nodes
             steps.append(SequenceStep(tau, step.tokens, nodes, self.depth, max(limit, 0)))
         return Response(index, response.tokens, response.finish_reason, steps)
 
@@ -252,13 +254,10 @@ def piece_of(responses: Sequence[ServedResponse], turns: Sequence[tuple[int, int
                     emitted += step.tokens
                 else:
                     tail_emitted += step.tokens
-            requests.append(
-                [
-                    sum(step.tokens for step in later),
-                    round(1e6 * first.seconds),
-                    round(1e6 * (later[-1].seconds - first.seconds)) if later else 0,
-                ]
-            )
+            arrivals = [round(1e6 * step.seconds) for step in r.steps]
+            pairs = zip(later, pairwise(arrivals), strict=True)
+            flat = [value for step, (before, after) in pairs for value in (step.nodes, after - before)]
+            requests.append([sum(step.tokens for step in later), arrivals[0], arrivals[-1] - arrivals[0], *flat])
         tail_seconds += ends[-1] - until
     return Piece(emitted, seconds, tail_emitted, tail_seconds, requests=requests)
 

@@ -107,10 +107,12 @@ class ServedStep:
     Attributes:
         seconds: time of arrival since the request was sent.
         tokens: number of tokens.
+        nodes: number of drafted tokens, set once the steps of the response are counted.
     """
 
     seconds: float
     tokens: int
+    nodes: int = 0
 
 
 @dataclass

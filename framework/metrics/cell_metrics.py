@@ -299,7 +299,8 @@ def compare(metrics: Sequence[Metrics], cells: Sequence[CellPieces], baseline: i
 def _compare_served(metrics: Sequence[Metrics], cells: Sequence[CellPieces], baseline: int | None) -> None:
     """`compare` for an engine, whose times are those of the clock: intervals are over pieces."""
     for i, (own, cell) in enumerate(zip(metrics, cells, strict=True)):
-        sums = np.array([np.array(piece.requests, dtype=float).reshape(-1, 3).sum(0) for piece in cell.pieces])
+        requests = [np.array([row[:3] for row in piece.requests], dtype=float).reshape(-1, 3) for piece in cell.pieces]
+        sums = np.array([rows.sum(0) for rows in requests])
         counts = np.array([[len(piece.requests)] for piece in cell.pieces], dtype=float)
         own.first_token_seconds = estimate(lambda s: s[..., 1] / s[..., 0] / 1e6, np.hstack([counts, sums[:, 1:2]]))
         if sums[:, 0].sum():

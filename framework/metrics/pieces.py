@@ -30,7 +30,8 @@ class Piece:
             for a processor (0 if unknown). If the drafter prefilled prompts before the step, their tokens and the
             microseconds of that prefill follow.
         requests: for an engine's server, which has no such steps, a row per response: tokens after the first,
-            microseconds to the first token, microseconds from the first token to the last.
+            microseconds to the first token, microseconds from the first token to the last; then drafted tokens and
+            microseconds of each step.
     """
 
     emitted: int
@@ -50,8 +51,9 @@ class Piece:
 
     def check_steps(self) -> None:
         """Raise ValueError for a malformed shape, step or request."""
-        if not all(len(row) == 3 and all(isinstance(x, int) and x >= 0 for x in row) for row in self.requests):
-            raise ValueError("requests: a request does not consist of three non-negative integers")
+        rows = self.requests
+        if not all(len(row) >= 3 and len(row) % 2 and all(isinstance(x, int) and x >= 0 for x in row) for row in rows):
+            raise ValueError("requests: a request does not consist of three non-negative integers and pairs of them")
         for shape, rows in self.steps.items():
             if not _SHAPE.fullmatch(shape):
                 raise ValueError(

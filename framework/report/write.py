@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..cost.curve import stored_curves
 from ..cost.finished_cells import used_curves
+from ..cost.served_cost import cost_tables
 from ..runs.records import Outcome
 from ..runs.run_directory import RunDirectory
 from .charts.charts import draw
@@ -24,6 +25,8 @@ def write_summary(outcome: Outcome) -> Summary:
         directory.write_json("cost_curves.json", {"curves": [curve.to_json() for curve in summary.curves]})
         directory.write_text("summary.csv", summary_csv(summary))
         directory.write_text("summary.md", summary_markdown(summary))
+        for name, table in cost_tables(outcome.results).items():
+            directory.write_text(name, table)
         try:  # last, so that an error does not affect the tables
             summary.charts = draw(summary)
         except Exception as error:

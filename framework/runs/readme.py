@@ -19,6 +19,9 @@ _FILES = {
     "summary.md": "Tables of the run, with notes and with skipped and failed cells.",
     "summary.csv": "All metrics, one row per cell; its columns are below.",
     "cost_curves.json": "Measured cost curves behind the predictions; absent without predictions.",
+    "cost-ENGINE.csv, draft-cost-ENGINE-DRAFTER.csv": "Seconds of a pass of the target and of a draft model in an "
+    "engine, for `crossdraft advise --cost` and `--draft-cost`; only with an engine.",
+    "servers/": "Logs of the servers that were started for an engine.",
     "*.png": "Charts; `crossdraft plot` also draws them as PDF and SVG.",
     "cells/DRAFTER_VERIFIER_T…_B…_HASH/": "A cell, named by drafter, verifier, temperature, batch size and the hash in "
     "summary.csv.",

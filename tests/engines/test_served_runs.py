@@ -14,8 +14,12 @@ from server_thread import serving
 
 from crossdraft.framework.bench.engine_cell import piece_of
 from crossdraft.framework.cli import main as cli
+from crossdraft.framework.cost.served_cost import cost_tables
 from crossdraft.framework.engines.server import ServedResponse, ServedStep, _grouped
+from crossdraft.framework.metrics.pieces import Piece
+from crossdraft.framework.recipe.recipe import CellConfig
 from crossdraft.framework.report import write
+from crossdraft.framework.runs.records import CellResult
 
 DRAFTER = "{name: prompt-lookup, gamma: 4, min_ngram: 1, max_ngram: 2}"
 RECIPE = """
@@ -155,10 +159,44 @@ def test_times_of_slots() -> None:
     assert piece.seconds["prefill"] == (1 + 1 + 1) / 2
     assert piece.seconds["rest"] == (1 + 4 + 2) / 2
     assert sum(piece.seconds.values()) == 5 and piece.tail_seconds == 3
-    assert piece.requests == [[3, 1_000_000, 1_000_000], [4, 1_000_000, 4_000_000], [3, 1_000_000, 5_000_000]]
+    second = 1_000_000
+    assert piece.requests == [
+        [3, second, second, 0, second],
+        [4, second, 4 * second, 0, 2 * second, 0, 2 * second],
+        [3, second, 5 * second, 0, 3 * second, 0, 2 * second],
+    ]
 
 
 def test_single_tokens_are_grouped_at_the_longest_gaps() -> None:
     arrivals = [1.0, 2.0, 2.01, 2.02, 3.0, 3.02, 4.1]
     steps = _grouped([ServedStep(seconds, 1) for seconds in arrivals], 4)
     assert [(step.seconds, step.tokens) for step in steps] == [(1.0, 1), (2.02, 3), (3.02, 2), (4.1, 1)]
+
+
+def test_cost_tables_of_an_engine() -> None:
+    """Medians by width, which do not fall; passes of the draft model from what its steps take longer."""
+
+    def cell(drafter: str, milliseconds: dict[int, float], **options: Any) -> Any:
+        config = CellConfig(
+            target="t",
+            engine={"name": "vllm"},
+            batch_size=2,
+            drafter={"name": drafter, **options},
+            verifier="greedy",
+        )
+        flat = [x for nodes, ms in milliseconds.items() for _ in range(10) for x in (nodes, int(1000 * ms))]
+        result = CellResult(config, pieces=[Piece(0, {}, requests=[[0, 0, 0, *flat]])])
+        result.responses = [{"prompt_tokens": 90, "tokens": [0] * 20}]
+        result.metrics = Any  # only its presence counts
+        return result
+
+    cells = [cell("none", {0: 20}), cell("prompt-lookup", {0: 21, 2: 19, 4: 30}), cell("small", {2: 34}, model="m")]
+    tables = cost_tables(cells)
+    assert tables["cost-vllm.csv"].splitlines() == [
+        "batch_size,width,context,seconds",
+        "2,1,100,0.020500",
+        "2,3,100,0.020500",
+        "2,5,100,0.030000",
+    ]
+    assert tables["draft-cost-vllm-small.csv"].splitlines()[1:] == ["2,1,100,0.006750"]
+    assert cost_tables([CellResult(cells[0].config.model_copy(update={"engine": None}))]) == {}

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from crossdraft import EngineServer, ServerEvent, ServerOptions, UsageError
 
-#: OpenMP library that vLLM's CPU build asks to preload, relative to the environment.
+#: OpenMP library that vLLM's CPU build needs preloaded, relative to the environment.
 _OPENMP = Path("lib/libiomp5.so")
 
 
