@@ -1,4 +1,4 @@
-"""Drafter and verifier of the engine, read from the environment variable ``CROSSDRAFT_VLLM``."""
+"""Drafter and verifier of the engine, read from ``CROSSDRAFT_VLLM`` (``CROSSDRAFT_SGLANG`` in SGLang)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from crossdraft import CHAIN, CrossdraftError, Drafter, Sampling, UsageError, Verifier, find_drafter, make_verifier
 
 #: JSON object with the keys ``drafter`` and ``verifier``, each a name or a mapping with ``name`` and options.
-VARIABLE = "CROSSDRAFT_VLLM"
+VARIABLE, SGLANG_VARIABLE = "CROSSDRAFT_VLLM", "CROSSDRAFT_SGLANG"
 KEYS = ("drafter", "verifier")
 
 
@@ -22,69 +22,66 @@ class Settings:
     verifier: Verifier | None = None
 
 
-def read_settings() -> Settings:
-    """Read and validate `VARIABLE`. Raises UsageError if it is malformed or names a strategy that cannot run."""
-    text = os.environ.get(VARIABLE, "").strip()
-    return parse_settings(text) if text else Settings()
+def read_settings(variable: str = VARIABLE) -> Settings:
+    """Read and validate ``variable``. Raises UsageError if it is malformed or names a strategy that cannot run."""
+    text = os.environ.get(variable, "").strip()
+    return parse_settings(text, variable) if text else Settings()
 
 
-def parse_settings(text: str) -> Settings:
-    """Validate the JSON object ``text``, see `read_settings`."""
+def parse_settings(text: str, variable: str = VARIABLE) -> Settings:
+    """Validate the JSON object ``text``, the value of ``variable``, see `read_settings`."""
     try:
         given = json.loads(text)
     except ValueError as error:
         raise UsageError(
-            f"{VARIABLE}={text!r} is not valid JSON ({error}); "
+            f"{variable}={text!r} is not valid JSON ({error}); "
             'write, for example, {"drafter": {"name": "prompt-lookup", "gamma": 4}, "verifier": "block"}'
         ) from None
     if not isinstance(given, dict) or not given or set(given) - set(KEYS):
         raise UsageError(
-            f"{VARIABLE}={text!r} is not an object with the keys 'drafter' and 'verifier'; set one of them, or both"
+            f"{variable}={text!r} is not an object with the keys 'drafter' and 'verifier'; set one of them, or both"
         )
-    drafter = None if given.get("drafter") is None else _drafter(given["drafter"])
-    verifier = None if given.get("verifier") is None else _verifier(given["verifier"])
+    try:
+        drafter = None if given.get("drafter") is None else _drafter(given["drafter"])
+        verifier = None if given.get("verifier") is None else _verifier(given["verifier"])
+    except CrossdraftError as error:
+        raise UsageError(f"{variable}: {error}") from None
     return Settings(drafter, verifier)
 
 
 def _drafter(strategy: Any) -> tuple[type[Drafter], Any]:
-    try:
-        cls, config = find_drafter(strategy)
-        traits = cls.traits(config, Sampling(temperature=1))
-    except CrossdraftError as error:
-        raise UsageError(f"{VARIABLE}, key 'drafter': {error}") from None
+    cls, config = find_drafter(strategy)
+    traits = cls.traits(config, Sampling(temperature=1))
     reason = None
     if traits.kind is None:
-        reason = "it never drafts; leave out the key, and vLLM's speculative config"
+        reason = "it never drafts; leave out the key, and the engine's speculative options"
     elif not traits.is_chain:
-        reason = f"it drafts '{traits.kind}', but vLLM verifies chains; use its option for chains (tree: false)"
+        reason = f"it drafts '{traits.kind}', but the engine verifies chains; use its option for chains (tree: false)"
     elif not traits.point_mass:
-        reason = "it samples its drafts, but vLLM accepts only tokens from a custom class; use vLLM's own draft models"
+        reason = "it samples its drafts, and the engine reads only their tokens; use the engine's own draft models"
     elif traits.hidden_layers:
-        reason = "it reads the target's hidden states, which vLLM does not pass to a custom class"
+        reason = "it reads the target's hidden states, which the engine does not pass to a custom drafter"
     elif traits.adapts:
-        reason = "it reads the target's scores, which vLLM does not pass to a custom class"
+        reason = "it reads the target's scores, which the engine does not pass to a custom drafter"
     elif not traits.nodes:
         reason = "its drafts are empty; set gamma to 1 or more"
     if reason:
-        raise UsageError(f"{VARIABLE}, key 'drafter': '{cls.name}' cannot draft in vLLM: {reason}")
+        raise UsageError(f"drafter '{cls.name}' cannot draft inside an engine: {reason}")
     return cls, config
 
 
 def _verifier(strategy: Any) -> Verifier:
-    try:
-        verifier = make_verifier(strategy)
-        traits = verifier.traits(verifier.config)
-    except CrossdraftError as error:
-        raise UsageError(f"{VARIABLE}, key 'verifier': {error}") from None
+    verifier = make_verifier(strategy)
+    traits = verifier.traits(verifier.config)
     reason = None
     if not traits.accepts_kind(CHAIN):
         reason = "it does not accept chains"
     elif not traits.lossless:
         reason = "it is not lossless"
     elif traits.stateful or traits.modifies_target:
-        reason = "it keeps state between steps, which vLLM does not"
+        reason = "it keeps state between steps, which the engine does not support"
     if reason:
         raise UsageError(
-            f"{VARIABLE}, key 'verifier': '{verifier.name}' cannot verify in vLLM: {reason}; use block, token or greedy"
+            f"verifier '{verifier.name}' cannot verify inside an engine: {reason}; use block, token or greedy"
         )
     return verifier

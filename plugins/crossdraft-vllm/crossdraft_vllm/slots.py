@@ -25,7 +25,7 @@ class Row:
         tokens: its tokens; the first ``length`` are committed, those of this step included.
         length: number of committed tokens.
         prompt_len: number of prompt tokens.
-        sampled: the tokens of this step; empty while the prompt is prefilled.
+        sampled: the tokens of this step; empty while the prompt is prefilled; None = those after the drafter's text.
         limit: maximum length of the next draft; negative if the response has its maximum length.
         stop: token ids that end the response.
     """
@@ -34,7 +34,7 @@ class Row:
     tokens: Sequence[int]
     length: int
     prompt_len: int
-    sampled: Sequence[int]
+    sampled: Sequence[int] | None
     limit: int
     stop: Collection[int] = ()
 
@@ -90,13 +90,15 @@ class DrafterSlots:
         accepted, continued, limits = [0] * size, [False] * size, [0] * size
         slots: list[int | None] = []
         for row in batch:
-            if not row.sampled:  # its prompt is not complete
+            seen = self._requests[row.request].seen if row.request in self._requests else row.prompt_len
+            sampled = row.tokens[seen : row.length] if row.sampled is None else row.sampled
+            if not len(sampled):  # its prompt is not complete
                 slots.append(None)
                 continue
-            request, is_new = self._commit(row)
+            request, is_new = self._commit(row, sampled)
             slots.append(request.slot)
             if not is_new:
-                accepted[request.slot], continued[request.slot] = len(row.sampled) - 1, True
+                accepted[request.slot], continued[request.slot] = len(sampled) - 1, True
             if not request.stopped:
                 limits[request.slot] = max(request.limit, 0)
         self._observe(accepted, continued)
@@ -120,10 +122,10 @@ class DrafterSlots:
         self._sequences.history[slot] = []
         self._free.append(slot)
 
-    def _commit(self, row: Row) -> tuple[_Request, bool]:
+    def _commit(self, row: Row, sampled: Sequence[int]) -> tuple[_Request, bool]:
         """Append the tokens of this step to the row's slot; the flag is True for a request that is started first."""
         request = self._requests.get(row.request)
-        if request is not None and request.seen + len(row.sampled) != row.length:  # the engine changed the text
+        if request is not None and request.seen + len(sampled) != row.length:  # the engine changed the text
             self._drop(row.request, None)
             request = None
         is_new = request is None
@@ -135,7 +137,7 @@ class DrafterSlots:
             self.drafter.start(request.slot, prompt)
             new = [int(token) for token in row.tokens[row.prompt_len : row.length]]
         else:
-            new = list(row.sampled)
+            new = list(sampled)
         end = next((i for i, token in enumerate(new) if token in row.stop), None)
         request.stopped = end is not None
         self._sequences.append(request.slot, new if end is None else new[: end + 1])
