@@ -1,6 +1,7 @@
 """crossdraft's strategies inside vLLM, compared with replay, with the certificate and with vLLM's own rule.
 
-    python benchmarks/in_vllm.py greedy  --vllm /path/to/vllm-env/bin/python --out DIR
+    python benchmarks/in_vllm.py greedy --vllm /path/to/vllm-env/bin/python --out DIR
+    python benchmarks/in_vllm.py drafters --vllm /path/to/vllm-env/bin/python --out DIR
     python benchmarks/in_vllm.py sampled --vllm /path/to/vllm-env/bin/python --out DIR
     python benchmarks/in_vllm.py certify --vllm /path/to/vllm-env/bin/python --out DIR
 
@@ -12,7 +13,7 @@ greedy: 32 prompts at temperature 0. The text with ``prompt-lookup`` is that wit
 that of replay; ``recorded-responses`` is the upper bound.
 sampled: temperature 1, a draft model with sampled drafts: block efficiency of ``block``, ``token`` and vLLM's own rule
 on the same prompts, and that of replay on the responses.
-certify: sequences of six tokens at temperature 1, tested by ``crossdraft certify --samples``.
+certify: sequences of twelve tokens at temperature 1, tested by ``crossdraft certify --samples``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import numpy as np
 import pyarrow.parquet as parquet
 from tabulate import tabulate
 
-from crossdraft import load_prompts
+from crossdraft import load_prompts, load_tokenizer
 from crossdraft.framework.models.resolve import resolve
 
 TARGET = "smollm2-135m-instruct"
@@ -204,6 +205,31 @@ def greedy(engine: Engine, gamma: int) -> None:
     print(f"accepted: vLLM {accepted}, replay {row['steps'] * (row['block_efficiency_all_steps'] - 1):.0f}")
 
 
+def drafters(engine: Engine, gamma: int) -> None:
+    questions = [prompt.turns[0] for prompt in load_prompts("builtin", limit=32)]
+    sampling = {"temperature": 0, "max_tokens": 64}
+    plain = engine.run("plain", questions, sampling)["responses"]
+    corpus, datastore = engine.work / "ids.jsonl", engine.work / "datastore"
+    if not datastore.exists():
+        tokenizer = load_tokenizer(TARGET).tokenizer
+        lines = [json.dumps({"text": tokenizer.decode(tokens_of(response))}) + "\n" for response in plain]
+        corpus.write_text("".join(lines), encoding="utf-8")
+        build = ["build", "--tokenizer", TARGET, "--corpus", str(corpus), "--out", str(datastore)]
+        subprocess.run([sys.executable, "-m", "crossdraft_rest", *build], check=True, stdout=subprocess.DEVNULL)
+    suffix = {"name": "suffix", "gamma": gamma}
+    configs = {
+        "suffix": suffix,
+        "ngram-cache": {"name": "ngram-cache", "gamma": gamma},
+        "rest": {"name": "rest", "datastore": str(datastore), "gamma": gamma, "tree": False},
+        "combine": {"name": "combine", "drafters": [suffix, {"name": "prompt-lookup", "gamma": gamma}]},
+    }
+    for name, drafter in configs.items():
+        run = engine.run(name, questions, sampling, drafter=drafter, speculative=custom(gamma))
+        same = sum(tokens_of(a) == tokens_of(b) for a, b in zip(plain, run["responses"], strict=True))
+        value = interval(block_efficiency(run["responses"]))
+        print(f"{name}: {same} of {len(plain)} texts unchanged; block efficiency {value[0]:.3f}")
+
+
 def draft_model(engine: Engine, gamma: int) -> dict[str, Any]:
     """Speculative config of the exported draft model with sampled drafts."""
     path = engine.work / DRAFT_MODEL
@@ -240,8 +266,8 @@ def sampled(engine: Engine, gamma: int, copies: int) -> None:
 
 
 def certify(engine: Engine, gamma: int, copies: int) -> None:
-    questions = [prompt.turns[0] for prompt in load_prompts("builtin", categories=SHORT, limit=4)]
-    sampling = {"temperature": 1, "max_tokens": 6}
+    questions = [prompt.turns[0] for prompt in load_prompts("builtin", categories=("qa",), limit=4)]
+    sampling = {"temperature": 1, "max_tokens": 12}
     model, copy = draft_model(engine, gamma), {"name": "prompt-lookup", "gamma": gamma}
     runs: dict[str, dict[str, Any]] = {
         "block, draft model": {"verifier": "block", "speculative": model},
@@ -267,19 +293,21 @@ def certify(engine: Engine, gamma: int, copies: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", choices=("greedy", "sampled", "certify"))
+    parser.add_argument("study", choices=("greedy", "drafters", "sampled", "certify"))
     parser.add_argument("--vllm", required=True, type=Path, help="Python of vLLM's environment")
     parser.add_argument("--out", required=True, type=Path, help="directory of the responses")
     parser.add_argument("--gamma", type=int, default=4, help="draft length")
-    parser.add_argument("--copies", type=int, help="responses per prompt (sampled: 6; certify: 256)")
+    parser.add_argument("--copies", type=int, help="responses per prompt (sampled: 2; certify: 48)")
     args = parser.parse_args()
     engine = Engine(args.vllm, args.out)
     if args.study == "greedy":
         greedy(engine, args.gamma)
+    elif args.study == "drafters":
+        drafters(engine, args.gamma)
     elif args.study == "sampled":
-        sampled(engine, args.gamma, args.copies or 6)
+        sampled(engine, args.gamma, args.copies or 2)
     else:
-        certify(engine, args.gamma, args.copies or 256)
+        certify(engine, args.gamma, args.copies or 48)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def refuse(*args, **kwargs):
 
 @pytest.mark.parametrize("verifier", ["block", "token"])
 def test_a_row_that_is_known(verifier):
-    """The target is certain of its tokens: two of three drafted ones are accepted in the first row, none in the other."""
+    """A target that is certain of its tokens accepts two of three drafted ones in the first row, none in the other."""
     certain = torch.eye(4)
     target = certain[torch.tensor([[1, 2, 0, 3], [2, 0, 1, 3]])]
     step = kernel_arguments(torch.tensor([[3, 1, 2, 3], [3, 1, 0, 1]]), target, torch.zeros_like(target))
