@@ -53,7 +53,7 @@ def test_this_vllm_can_be_patched():
 
 
 def test_greedy_text_is_unchanged_and_top_k_survives(tmp_path):
-    top_k = {"temperature": 1, "max_tokens": 12, "top_k": 5, "top_p": 0.9, "seed": 1}
+    top_k = {"temperature": 1, "max_tokens": 12, "top_k": 5, "seed": 1}
     drafter = {"name": "prompt-lookup", "gamma": 3}
     _, (plain, _) = start(tmp_path, None, [GREEDY])
     _, (texts, accepted) = start(tmp_path, CUSTOM, [GREEDY, top_k], {"drafter": drafter, "verifier": "block"})
