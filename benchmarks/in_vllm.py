@@ -245,6 +245,7 @@ def sampled(engine: Engine, gamma: int, copies: int) -> None:
     questions = [prompt.turns[0] for prompt in load_prompts("builtin", categories=SHORT)]
     sampling = {"temperature": 1, "max_tokens": 64}
     speculative, runs, rows = draft_model(engine, gamma), {}, []
+    drafter = json.dumps({"name": "draft-model", "model": DRAFT_MODEL, "gamma": gamma})
     for rule in ("block", "token", "vLLM"):
         strategies = {} if rule == "vLLM" else {"verifier": rule}
         run = engine.run(f"sampled-{rule}", questions, sampling, copies, 32, speculative=speculative, **strategies)
@@ -253,7 +254,6 @@ def sampled(engine: Engine, gamma: int, copies: int) -> None:
         own = interval(runs[rule])
         drafts = counters["vllm:spec_decode_num_drafts"]
         counted = 1 + counters["vllm:spec_decode_num_accepted_tokens"] / drafts
-        drafter = json.dumps({"name": "draft-model", "model": DRAFT_MODEL, "gamma": gamma})
         options = ("--target", TARGET, "--dtype", "float32", "--drafter", drafter)
         options += ("--verifier", "token" if rule == "vLLM" else rule)
         replay = engine.replay(f"sampled-{rule}", responses, 1, *options)["block_efficiency"]
@@ -262,7 +262,16 @@ def sampled(engine: Engine, gamma: int, copies: int) -> None:
     heads = ["rule", "steps", "BE, counters", "BE, steps", "BE, replay of the responses"]
     print(tabulate(rows, heads, tablefmt="github", disable_numparse=True))
     for rule in ("token", "vLLM"):
-        print(f"block - {rule}: " + "{:+.3f} [{:+.3f}, {:+.3f}]".format(*interval(runs["block"], runs[rule])))
+        print(f"block - {rule}, by steps: " + "{:+.3f} [{:+.3f}, {:+.3f}]".format(*interval(runs["block"], runs[rule])))
+
+    everything = engine.work / "sampled.jsonl"
+    parts = [engine.work / f"sampled-{rule}.jsonl" for rule in runs]
+    everything.write_text("".join(part.read_text(encoding="utf-8") for part in parts), encoding="utf-8")
+    options = ("--target", TARGET, "--dtype", "float32", "--drafter", drafter, "--verifier", "token", "--verifier")
+    *_, last = json.loads(crossdraft("replay", str(everything), *options, "block", "--json"))["rows"]
+    difference = last["differences"]["verifier"]
+    value = "{value:+.3f} [{low:+.3f}, {high:+.3f}]".format(**difference["block_efficiency"])
+    print(f"{last['verifier']} - {difference['from']}, by replay of all responses: {value}")
 
 
 def certify(engine: Engine, gamma: int, copies: int) -> None:
@@ -288,7 +297,8 @@ def certify(engine: Engine, gamma: int, copies: int) -> None:
         accepted = run["counters"]["vllm:spec_decode_num_accepted_tokens"]
         print(f"{label} ({run['counters']['vllm:spec_decode_num_drafts']} drafts, {accepted} tokens accepted)")
         options = ["--samples", str(path), "--model", TARGET, "--deviation", "0.05", "--dtype", "float32"]
-        print(crossdraft("certify", *options, codes=(0, 1, 3)).strip().splitlines()[-1])
+        lines_of_output = crossdraft("certify", *options, codes=(0, 1, 3)).splitlines()
+        print(next(line for line in lines_of_output if line.startswith(("yes:", "no:", "too few"))))
 
 
 def main() -> None:
