@@ -12,8 +12,8 @@ there is one. All runs use SmolLM2-135M-Instruct in float32; DIR keeps the respo
 greedy: 32 prompts at temperature 0. The text with ``prompt-lookup`` is that without speculation; tau of each step is
 that of replay; ``recorded-responses`` is the upper bound.
 sampled: temperature 1, a draft model with sampled drafts: block efficiency of ``block``, ``token`` and vLLM's own rule
-on the same prompts, and that of replay on the responses.
-certify: sequences of twelve tokens at temperature 1, tested by ``crossdraft certify --samples``.
+on the same prompts, and that of replay on the responses, which are tested by ``crossdraft certify --samples``.
+certify: the same test of many sequences of twelve tokens after four prompts, also without the plug-in.
 """
 
 from __future__ import annotations
@@ -133,6 +133,18 @@ class Engine:
         options = (*options, "--json", "--out", str(path.with_suffix(".parquet")), "--force")
         (row,) = json.loads(crossdraft("replay", str(path), *options))["rows"]
         return row
+
+    def verdict(self, name: str, responses: list[dict[str, Any]]) -> str:
+        """Deciding line of ``crossdraft certify --samples`` for responses at temperature 1."""
+        lines: dict[int, dict[str, Any]] = {}
+        for response in responses:
+            line = lines.setdefault(response["question"], {"prefix": response["prompt"], "samples": []})
+            line["samples"].append(tokens_of(response))
+        path = self.work / f"{name}-draws.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines.values()), encoding="utf-8")
+        options = ["--samples", str(path), "--model", TARGET, "--deviation", "0.05", "--dtype", "float32"]
+        output = crossdraft("certify", *options, codes=(0, 1, 3)).splitlines()
+        return next(line for line in output if line.startswith(("yes:", "no:", "too few")))
 
 
 def tokens_of(response: dict[str, Any]) -> list[int]:
@@ -257,6 +269,7 @@ def sampled(engine: Engine, gamma: int, copies: int) -> None:
         options = ("--target", TARGET, "--dtype", "float32", "--drafter", drafter)
         options += ("--verifier", "token" if rule == "vLLM" else rule)
         replay = engine.replay(f"sampled-{rule}", responses, 1, *options)["block_efficiency"]
+        print(f"{rule}: {engine.verdict(f'sampled-{rule}', responses)}")
         predicted = f"{replay['value']:.3f} [{replay['low']:.3f}, {replay['high']:.3f}]"
         rows.append([rule, drafts, f"{counted:.3f}", "{:.3f} [{:.3f}, {:.3f}]".format(*own), predicted])
     heads = ["rule", "steps", "BE, counters", "BE, steps", "BE, replay of the responses"]
@@ -282,23 +295,15 @@ def certify(engine: Engine, gamma: int, copies: int) -> None:
         "block, draft model": {"verifier": "block", "speculative": model},
         "token, draft model": {"verifier": "token", "speculative": model},
         "block, prompt-lookup": {"verifier": "block", "drafter": copy, "speculative": custom(gamma)},
-        "vLLM's rule, mended, draft model": {"speculative": model},
         "vLLM's rule without the plug-in, draft model": {"speculative": model, "plugins": ""},
+        "vLLM's rule, mended, draft model": {"speculative": model},
     }
     for label, strategies in runs.items():
         name = "certify-" + label.replace(", ", "-").replace(" ", "-").replace("'", "")
         run = engine.run(name, questions, sampling, copies, 64, **strategies)
-        lines: dict[int, dict[str, Any]] = {}
-        for response in run["responses"]:
-            line = lines.setdefault(response["question"], {"prefix": response["prompt"], "samples": []})
-            line["samples"].append(tokens_of(response))
-        path = engine.work / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines.values()), encoding="utf-8")
         accepted = run["counters"]["vllm:spec_decode_num_accepted_tokens"]
         print(f"{label} ({run['counters']['vllm:spec_decode_num_drafts']} drafts, {accepted} tokens accepted)")
-        options = ["--samples", str(path), "--model", TARGET, "--deviation", "0.05", "--dtype", "float32"]
-        lines_of_output = crossdraft("certify", *options, codes=(0, 1, 3)).splitlines()
-        print(next(line for line in lines_of_output if line.startswith(("yes:", "no:", "too few"))))
+        print(engine.verdict(name, run["responses"]))
 
 
 def main() -> None:
