@@ -50,7 +50,8 @@ def register() -> None:
     Raises:
         UsageError: `VARIABLE` is wrong, or cannot be followed by this vLLM.
     """
-    settings = read_settings()
+    # The CPU build fails to replace its kernels once numba is imported, which some drafters need: `Proposer` loads them.
+    settings = read_settings(load_drafter=False)
     try:
         sampler = _checked_sampler()
     except EngineMismatch as error:

@@ -16,19 +16,22 @@ KEYS = ("drafter", "verifier")
 
 @dataclass(frozen=True)
 class Settings:
-    """Strategies of the engine; None = vLLM's own."""
+    """Class and config of the drafter, and the verifier; None = the engine's own."""
 
-    drafter: tuple[type[Drafter], Any] | None = None
+    drafter: Any = None
     verifier: Verifier | None = None
 
 
-def read_settings(variable: str = VARIABLE) -> Settings:
-    """Read and validate ``variable``. Raises UsageError if it is malformed or names a strategy that cannot run."""
+def read_settings(variable: str = VARIABLE, *, load_drafter: bool = True) -> Settings:
+    """Read and validate ``variable``. Raises UsageError if it is malformed or names a strategy that cannot run.
+
+    Without ``load_drafter``, the drafter is returned as it was given, and its package is not imported.
+    """
     text = os.environ.get(variable, "").strip()
-    return parse_settings(text, variable) if text else Settings()
+    return parse_settings(text, variable, load_drafter) if text else Settings()
 
 
-def parse_settings(text: str, variable: str = VARIABLE) -> Settings:
+def parse_settings(text: str, variable: str = VARIABLE, load_drafter: bool = True) -> Settings:
     """Validate the JSON object ``text``, the value of ``variable``, see `read_settings`."""
     try:
         given = json.loads(text)
@@ -42,7 +45,9 @@ def parse_settings(text: str, variable: str = VARIABLE) -> Settings:
             f"{variable}={text!r} is not an object with the keys 'drafter' and 'verifier'; set one of them, or both"
         )
     try:
-        drafter = None if given.get("drafter") is None else _drafter(given["drafter"])
+        drafter = given.get("drafter")
+        if drafter is not None and load_drafter:
+            drafter = _drafter(drafter)
         verifier = None if given.get("verifier") is None else _verifier(given["verifier"])
     except CrossdraftError as error:
         raise UsageError(f"{variable}: {error}") from None
