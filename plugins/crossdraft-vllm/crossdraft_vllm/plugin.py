@@ -50,7 +50,7 @@ def register() -> None:
     Raises:
         UsageError: `VARIABLE` is wrong, or cannot be followed by this vLLM.
     """
-    # The CPU build fails to replace its kernels once numba is imported, which some drafters need: `Proposer` loads them.
+    # `Proposer` loads the drafter: the CPU build fails to replace its kernels once numba (of `suffix`) is imported.
     settings = read_settings(load_drafter=False)
     try:
         sampler = _checked_sampler()
