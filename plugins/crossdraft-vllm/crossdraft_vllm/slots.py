@@ -74,9 +74,10 @@ class DrafterSlots:
             size = context.batch_size
             tokens = torch.zeros(size, context.max_length, dtype=torch.long, device=context.device)
         self._sequences = Sequences([[] for _ in range(size)], tokens, [0] * size, list(range(size)))
-        self._draft = Draft.empty(size, context.device)
         self._requests: dict[str, _Request] = {}
         self._free = list(range(size))[::-1]
+        with torch.inference_mode():
+            self._drafted()  # of free slots: a drafter observes only what it proposed
 
     @torch.inference_mode()
     def propose(self, batch: Sequence[Row], live: Collection[str]) -> list[list[int]]:

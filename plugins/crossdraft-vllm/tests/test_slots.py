@@ -125,9 +125,10 @@ def test_a_changed_text_is_started_again():
     assert calls[-1][2:] == (0, 0, 70)
 
 
-@pytest.mark.parametrize(
-    "drafter", [{"name": "prompt-lookup", "gamma": 3}, {"name": "prompt-lookup", "match": "first"}]
-)
+LOOKUPS = [{"name": "prompt-lookup", "gamma": 3}, {"name": "prompt-lookup", "match": "first"}]
+
+
+@pytest.mark.parametrize("drafter", [*LOOKUPS, {"name": "combine", "drafters": LOOKUPS}])
 def test_a_random_schedule_drafts_as_a_fresh_drafter(drafter):
     rng, cls = random.Random(0), find_drafter(drafter)
     slots = DrafterSlots(cls, make_context())
