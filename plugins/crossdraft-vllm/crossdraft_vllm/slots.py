@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from crossdraft import DenseScores, Draft, DraftContext, Drafter, Sequences, UniformStepRng, Verdict
+from crossdraft import DenseScores, DraftContext, Drafter, Sequences, UniformStepRng, Verdict
 from crossdraft.framework.contracts.rng import PURPOSES
 
 
