@@ -35,6 +35,8 @@ from crossdraft.framework.models.resolve import resolve
 
 TARGET = "smollm2-135m-instruct"
 DRAFT_MODEL = "smollm2-draft-model"
+#: Combined with ``suffix``.
+RETRIEVAL = ("ngram-cache", "prompt-lookup")
 SHORT = ("multi_turn", "translation", "qa", "math_reasoning")
 
 #: Runs in vLLM's environment; arguments: job and output files. A response is recorded with the tokens of each step.
@@ -233,7 +235,7 @@ def drafters(engine: Engine, gamma: int) -> None:
         "suffix": suffix,
         "ngram-cache": {"name": "ngram-cache", "gamma": gamma},
         "rest": {"name": "rest", "datastore": str(datastore), "gamma": gamma, "tree": False},
-        "combine": {"name": "combine", "drafters": [suffix, {"name": "prompt-lookup", "gamma": gamma}]},
+        "combine": {"name": "combine", "drafters": [suffix, *({"name": n, "gamma": gamma} for n in RETRIEVAL)]},
     }
     for name, drafter in configs.items():
         run = engine.run(name, questions, sampling, drafter=drafter, speculative=custom(gamma))
