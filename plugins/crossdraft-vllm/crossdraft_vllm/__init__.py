@@ -1,0 +1,20 @@
+"""crossdraft's drafters and verifiers inside vLLM, and the drafter ``recorded-responses``."""
+
+from typing import Any
+
+from crossdraft import Register, hookimpl
+
+
+@hookimpl
+def crossdraft_register_drafters(register: Register) -> None:
+    summary = "the recorded response of each prompt: an upper bound for drafters in an engine"
+    register("recorded-responses", "crossdraft_vllm.recorded:RecordedResponses", summary=summary)
+
+
+def __getattr__(name: str) -> Any:
+    """Import ``Proposer``, the class that vLLM's ``custom_class`` loads, on first use: it imports PyTorch."""
+    if name != "Proposer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .proposer import Proposer
+
+    return Proposer
