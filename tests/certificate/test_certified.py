@@ -129,7 +129,7 @@ def traits(**more: Any) -> DraftTraits:
 
 
 @pytest.mark.parametrize(
-    "of, depth, nodes",
+    "draft_traits, depth, nodes",
     [
         (traits(), 2, 2),
         (traits(), 9, 6),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from crossdraft.framework.advise import engine_log
+from crossdraft.framework.engines import engine_log
 from crossdraft.framework.util.limits import Limit
 
 

@@ -1,4 +1,4 @@
-"""crossdraft's drafters and verifiers inside vLLM, and the drafter ``recorded-responses``."""
+"""vLLM as the engine of a recipe, crossdraft's strategies inside it, and the drafter ``recorded-responses``."""
 
 from typing import Any
 
@@ -9,6 +9,11 @@ from crossdraft import Register, hookimpl
 def crossdraft_register_drafters(register: Register) -> None:
     summary = "the recorded response of each prompt: an upper bound for drafters in an engine"
     register("recorded-responses", "crossdraft_vllm.recorded:RecordedResponses", summary=summary)
+
+
+@hookimpl
+def crossdraft_register_servers(register: Register) -> None:
+    register("vllm", "crossdraft_vllm.server:VllmServer", summary="vLLM's server, started or running")
 
 
 def __getattr__(name: str) -> Any:
