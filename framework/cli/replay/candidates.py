@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from ...api.build import Configured
     from ...replay.replay import Candidate
+    from ...metrics.counter_definitions import CounterDefinition
     from ...replay.response import Response
     from ...replay.teacher_forcing.draft_scores import DraftScores
     from ...replay.teacher_forcing.draft_traces import DraftTrace
@@ -75,6 +76,7 @@ def candidates_of(
     dtype: str = "auto",
     device: str = "auto",
     trust_remote_code: Collection[str] = (),
+    definition: CounterDefinition | None = None,
 ) -> list[Candidate]:
     """Build the candidates, in the order of the options; models are loaded when responses are replayed.
 
@@ -83,6 +85,7 @@ def candidates_of(
         sampling: of the responses; None = unknown, an error for drafters with a model.
         target: its name; empty if not required.
         dtype, device, trust_remote_code: see `Target`.
+        definition: of the counters of an engine, whose drafters have other defaults and whose drafts are single chains.
 
     Raises:
         UsageError: a drafter, verifier or policy that cannot be replayed.
@@ -105,13 +108,16 @@ def candidates_of(
         title = strategy.title if strategy.title not in candidates else text
         if title in candidates:
             raise UsageError(f"--drafter {text} is given twice")
-        cls, config = configured("drafters", {"name": strategy.name, **strategy.config})
+        options = definition.drafter_options.get(strategy.name, {}) if definition is not None else {}
+        cls, config = configured("drafters", {"name": strategy.name, **options, **strategy.config})
         lengths = (config.gamma,) if "gamma" in strategy.config else tuple(gammas)
         if max(lengths) > MOST_REPLAYED or min(lengths) < 1:
             raise UsageError(f"--drafter {text}: gamma must be from 1 to {int(MOST_REPLAYED)}")
         config = with_gamma(cls, config, max(lengths))
         params = sampling or Sampling()
         rules = verifiers_for(title, (cls, config), verifiers, ks or (getattr(config, "K", 1),), params)
+        if definition is not None and any(k > 1 for values in rules.values() for k in values):
+            raise UsageError(f"--as {definition.engine}: drafter '{title}' drafts several sequences; set its K to 1")
         depth = cls.traits(config, params).depth
         if not (lengths := tuple(gamma for gamma in lengths if gamma <= depth)):
             raise UsageError(f"drafter '{title}' drafts at most {depth} tokens; reduce --gamma")
@@ -121,8 +127,8 @@ def candidates_of(
         if free := model_free.is_model_free(cls, config, params):
             scores_of = partial(_without_model, drafter, max(lengths), params)
         else:
-            options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-            shared = shared or SharedPasses(_target(title, target, sampling, options))
+            loading = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+            shared = shared or SharedPasses(_target(title, target, sampling, loading))
             sequences = max((k for values in rules.values() for k in values), default=1)
             index = shared.add(ScoringRequest(drafter, max(lengths), sequences if sequences > 1 else 0, tops))
             scores_of = partial(shared.scores, index)

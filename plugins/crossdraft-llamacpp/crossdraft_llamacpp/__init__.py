@@ -1,4 +1,4 @@
-"""Registration of the backend ``llama.cpp`` for GGUF models."""
+"""Registration of the backend ``llama.cpp`` for GGUF models, and of its n-gram drafter."""
 
 from crossdraft import Register, hookimpl
 
@@ -7,4 +7,11 @@ from crossdraft import Register, hookimpl
 def crossdraft_register_backends(register: Register) -> None:
     register(
         "llama.cpp", "crossdraft_llamacpp.backend:LlamaCppBackend", summary="GGUF files, run by llama.cpp on a CPU"
+    )
+
+
+@hookimpl
+def crossdraft_register_drafters(register: Register) -> None:
+    register(
+        "ngram-simple", "crossdraft_llamacpp.ngram_simple:NgramSimple", summary="the n-gram drafting of llama.cpp"
     )
