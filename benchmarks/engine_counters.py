@@ -115,9 +115,8 @@ def record_vllm(python: Path, drafter: dict[str, Any], method: dict[str, Any], w
     config = method | {"num_speculative_tokens": drafter["gamma"]}
     if "model" in drafter:
         model = work / drafter["name"]
-        crossdraft(
-            "export-model", drafter["name"], drafter["model"], "--target", TARGET, "--dtype", "float32", "--out", str(model)
-        )  # fmt: skip
+        options = ["--target", TARGET, "--dtype", "float32", "--out", str(model)]
+        crossdraft("export-model", drafter["name"], drafter["model"], *options)
         config["model"] = str(model)
     (work / "serve.py").write_text(SERVE, encoding="utf-8")
     command = [str(python), str(work / "serve.py"), str(resolve(TARGET).path), json.dumps(config)]
@@ -133,7 +132,7 @@ def record_llama_cpp(args: argparse.Namespace, drafter: dict[str, Any], flags: l
     flags = [*flags, "--spec-draft-n-max", str(gamma)]
     if "model" in drafter:
         flags += ["--model-draft", args.draft_gguf]
-    args.model, args.server, args.room, args.threads = args.gguf, args.llama_server, 512, os.cpu_count()
+    args.model, args.server, args.room, args.threads = args.gguf, args.llama_server, 512, 1
     responses = []
     with served(args, flags, None, ()) as server:
         for prompt in prompts():
@@ -180,9 +179,7 @@ def main() -> None:
         fixture = {"engine": engine, "version": recorded["version"], "target": TARGET, "drafter": drafter}
         fixture |= {"temperature": 0, "max_tokens": TOKENS, "counters": recorded["counters"]}
         if "model" in drafter:
-            for response, row in zip(
-                recorded["responses"], agreement(recorded["responses"], drafter), strict=True
-            ):
+            for response, row in zip(recorded["responses"], agreement(recorded["responses"], drafter), strict=True):
                 response["agreement"] = row
         text = json.dumps(fixture, indent=1)[:-2] + ',\n "responses": [\n  '
         text += ",\n  ".join(json.dumps(response) for response in recorded["responses"]) + "\n ]\n}\n"

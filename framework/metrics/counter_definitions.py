@@ -27,10 +27,10 @@ class CounterDefinition:
         idle_steps: steps without a draft are counted, too.
         shortens: drafts are cut to the remaining tokens minus one, and the last token is decoded without a draft.
             Otherwise every step drafts at full length.
-        accepted: ``all`` accepted tokens, including those past the end of the response; or only those ``emitted``,
-            without the last token of the response.
-        length, rate, per_position: the engine's names of 1 + accepted / drafts, accepted / draft tokens, and accepted at
-            each position / drafts; empty if it does not report that number.
+        accepted: ``all`` accepted tokens, including those past the end of a response; those ``before_last``, the last
+            token of the response; or ``until_end``, the same plus an end-of-sequence token that ends its draft.
+        length, rate, per_position: the engine's names of 1 + accepted / drafts, accepted / draft tokens, and accepted
+            at each position / drafts; empty if it does not report that number.
         tokens_per_step: the engine's name of response tokens / steps, if it reports that number.
         prefill_step: the prefill counts as a step in it.
         drafter_options: options with which a drafter of crossdraft drafts as the engine's does.
@@ -41,7 +41,7 @@ class CounterDefinition:
     measured: bool
     idle_steps: bool
     shortens: bool
-    accepted: Literal["all", "emitted"]
+    accepted: Literal["all", "before_last", "until_end"]
     length: str
     rate: str
     per_position: str
@@ -83,7 +83,7 @@ DEFINITIONS: dict[str, CounterDefinition] = {
             measured=False,
             idle_steps=False,
             shortens=False,
-            accepted="emitted",
+            accepted="before_last",
             length="acceptanceLength",
             rate="numAcceptedTokens / numDraftTokens",
             per_position="",
@@ -96,7 +96,7 @@ DEFINITIONS: dict[str, CounterDefinition] = {
             measured=True,
             idle_steps=False,
             shortens=True,
-            accepted="all",
+            accepted="until_end",
             length="mean len",
             rate="draft acceptance",
             per_position="acc per pos",

@@ -77,10 +77,11 @@ class EngineCounts:
         visited = _visited(at_least)
         last = np.where(acceptable > 0, at_least[t, np.maximum(acceptable, 1) - 1], 1.0)
         counted = visited if definition.idle_steps else visited * (drafted > 0)
-        if definition.accepted == "emitted":
-            at_least = at_least * (i <= (size - 1 - t)[:, None])
-        else:
+        if definition.accepted == "all":
             self.unknown += float((visited * last * (drafted - acceptable)).sum())
+        else:
+            ends_draft = (drafted == size - t) & (definition.accepted == "until_end")
+            at_least = at_least * (i <= (size - 1 - t + ends_draft)[:, None])
         self.drafts += float(counted.sum())
         self.draft_tokens += float((visited * drafted).sum())
         self.per_position += counted @ at_least

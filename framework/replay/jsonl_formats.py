@@ -72,7 +72,9 @@ def _plain(context: ParseContext, row: dict[str, Any], where: str) -> Response:
     name, category = _name(row, "id", where) or where, _name(row, "category", where) or "all"
     continuation = row.get("continuation")
     continuation = () if continuation is None else token_ids(continuation, "continuation", where)
-    return Response(name, category, prompt, tokens, log_p, bool(ended), _most(row, where), sampling, where, continuation)
+    return Response(
+        name, category, prompt, tokens, log_p, bool(ended), _most(row, where), sampling, where, continuation
+    )
 
 
 def _choices(

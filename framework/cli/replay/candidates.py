@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...contracts.sampling import Sampling
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
     from ...api.build import Configured
     from ...replay.replay import Candidate
-    from ...metrics.counter_definitions import CounterDefinition
     from ...replay.response import Response
     from ...replay.teacher_forcing.draft_scores import DraftScores
     from ...replay.teacher_forcing.draft_traces import DraftTrace
@@ -76,7 +76,7 @@ def candidates_of(
     dtype: str = "auto",
     device: str = "auto",
     trust_remote_code: Collection[str] = (),
-    definition: CounterDefinition | None = None,
+    drafter_options: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> list[Candidate]:
     """Build the candidates, in the order of the options; models are loaded when responses are replayed.
 
@@ -85,7 +85,7 @@ def candidates_of(
         sampling: of the responses; None = unknown, an error for drafters with a model.
         target: its name; empty if not required.
         dtype, device, trust_remote_code: see `Target`.
-        definition: of the counters of an engine, whose drafters have other defaults and whose drafts are single chains.
+        drafter_options: defaults of an engine by drafter (`CounterDefinition.drafter_options`).
 
     Raises:
         UsageError: a drafter, verifier or policy that cannot be replayed.
@@ -108,7 +108,7 @@ def candidates_of(
         title = strategy.title if strategy.title not in candidates else text
         if title in candidates:
             raise UsageError(f"--drafter {text} is given twice")
-        options = definition.drafter_options.get(strategy.name, {}) if definition is not None else {}
+        options = drafter_options.get(strategy.name, {})
         cls, config = configured("drafters", {"name": strategy.name, **options, **strategy.config})
         lengths = (config.gamma,) if "gamma" in strategy.config else tuple(gammas)
         if max(lengths) > MOST_REPLAYED or min(lengths) < 1:
@@ -116,8 +116,6 @@ def candidates_of(
         config = with_gamma(cls, config, max(lengths))
         params = sampling or Sampling()
         rules = verifiers_for(title, (cls, config), verifiers, ks or (getattr(config, "K", 1),), params)
-        if definition is not None and any(k > 1 for values in rules.values() for k in values):
-            raise UsageError(f"--as {definition.engine}: drafter '{title}' drafts several sequences; set its K to 1")
         depth = cls.traits(config, params).depth
         if not (lengths := tuple(gamma for gamma in lengths if gamma <= depth)):
             raise UsageError(f"drafter '{title}' drafts at most {depth} tokens; reduce --gamma")

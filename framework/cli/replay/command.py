@@ -149,8 +149,14 @@ def main(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         device=args.device,
         trust_remote_code=consent,
-        definition=definition,
+        drafter_options=definition.drafter_options if definition is not None else {},
     )
+    for candidate in candidates:
+        if definition is not None and any(k > 1 for ks in candidate.verifiers.values() for k in ks):
+            raise UsageError(
+                f"--as {args.engine}: drafter '{candidate.title}' drafts several sequences, and the counters are of one; "
+                "use --k 1"
+            )
     all_responses = check_same_sampling(chain([first], responses), sampling)
     result = replay(all_responses, candidates, out, definition=definition)
     if result.log_p.warning:

@@ -138,9 +138,14 @@ def _count(value: float) -> str:
 def _engine_notes(result: ReplayResult, definition: CounterDefinition) -> list[str]:
     source = "as measured" if definition.measured else "as read from its source code"
     steps = "all steps after the prefill" if definition.idle_steps else "steps with a draft"
-    past = "and tokens accepted past the end" if definition.accepted == "all" else "not the last token of a response"
-    notes = [f"counters as of {definition.engine} {definition.version}, {source}: {steps}, {past} (docs/engines.md)"]
-    unknown = max((counts.unknown for candidate in result.candidates for counts in candidate.counts.values()), default=0)
+    past = "counted" if definition.accepted == "all" else "not counted"
+    notes = [
+        f"counters as of {definition.engine} {definition.version}, {source}: of {steps}; tokens accepted past the end of "
+        f"a response are {past} (docs/engines.md)"
+    ]
+    unknown = max(
+        (counts.unknown for candidate in result.candidates for counts in candidate.counts.values()), default=0
+    )
     if unknown:
         notes.append(
             f"up to {_count(unknown)} drafted tokens lie past the end of a response, and {definition.engine} accepts "

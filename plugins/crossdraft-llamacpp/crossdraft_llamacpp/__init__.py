@@ -12,6 +12,4 @@ def crossdraft_register_backends(register: Register) -> None:
 
 @hookimpl
 def crossdraft_register_drafters(register: Register) -> None:
-    register(
-        "ngram-simple", "crossdraft_llamacpp.ngram_simple:NgramSimple", summary="the n-gram drafting of llama.cpp"
-    )
+    register("ngram-simple", "crossdraft_llamacpp.ngram_simple:NgramSimple", summary="the n-gram drafting of llama.cpp")
