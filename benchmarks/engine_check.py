@@ -9,7 +9,8 @@
    kept in the form of ``--cost``; or it is read from a file of that form.
 3. ``crossdraft replay`` says what n-gram drafting would have gained on these responses: ``prompt-lookup``, which is
    what ``crossdraft advise`` takes for it, and ``ngram-simple`` of plugins/crossdraft-llamacpp, which drafts as the
-   engine does. With ``--draft-model`` what ``draft-model`` would have with ``--drafter``: the same weights as crossdraft loads them.
+   engine does. With ``--draft-model`` what ``draft-model`` would have with ``--drafter``: the same weights as
+   crossdraft loads them.
 4. ``crossdraft advise --export llama.cpp`` says the flags. Without ``--gamma`` they are of the draft length that it
    chooses; with it of that one, whether it pays or not.
 5. A server with these flags answers the same prompts; its counters (``/metrics``) are imported as ``advise`` imports

@@ -34,6 +34,8 @@ class CounterDefinition:
         tokens_per_step: the engine's name of response tokens / steps, if it reports that number.
         prefill_step: the prefill counts as a step in it.
         drafter_options: options with which a drafter of crossdraft drafts as the engine's does.
+        prefix: of its Prometheus counters ``<prefix>spec_decode_num_*_total``; empty if it has no such counters.
+        generated, finished: its Prometheus counters of generated tokens and of finished requests, if it has both.
     """
 
     engine: str
@@ -48,6 +50,9 @@ class CounterDefinition:
     tokens_per_step: str = ""
     prefill_step: bool = False
     drafter_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    prefix: str = ""
+    generated: str = ""
+    finished: str = ""
 
 
 DEFINITIONS: dict[str, CounterDefinition] = {
@@ -64,6 +69,9 @@ DEFINITIONS: dict[str, CounterDefinition] = {
             rate="Avg Draft acceptance rate",
             per_position="Per-position acceptance rate",
             drafter_options={"prompt-lookup": {"match": "first"}},
+            prefix="vllm:",
+            generated="vllm:generation_tokens_total",
+            finished="vllm:request_success_total",
         ),
         CounterDefinition(
             "sglang",
@@ -100,6 +108,7 @@ DEFINITIONS: dict[str, CounterDefinition] = {
             length="mean len",
             rate="draft acceptance",
             per_position="acc per pos",
+            prefix="llamacpp:",
         ),
     )
 }

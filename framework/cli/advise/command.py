@@ -171,7 +171,11 @@ def _read_acceptances(args: argparse.Namespace, source: str, remarks: Remarks) -
         kind = "two scrapes of counters" if before else "a log, metrics or responses"
         raise UsageError(f"{source} has no acceptance in a known format of {kind} (see crossdraft list engines)")
     remarks.of_source(content)
-    if "prompt-lookup" in (_first(args.drafter), *(acceptance.drafter for acceptance in acceptances)):
+    idle_known = any(acceptance.idle for acceptance in acceptances)
+    if not idle_known and "prompt-lookup" in (
+        _first(args.drafter),
+        *(acceptance.drafter for acceptance in acceptances),
+    ):
         remarks.warn(
             f"{source}: engines count steps with a draft only, and prompt-lookup often has none: its gain is smaller"
         )

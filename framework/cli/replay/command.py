@@ -154,7 +154,7 @@ def main(args: argparse.Namespace) -> int:
     for candidate in candidates:
         if definition is not None and any(k > 1 for ks in candidate.verifiers.values() for k in ks):
             raise UsageError(
-                f"--as {args.engine}: drafter '{candidate.title}' drafts several sequences, and the counters are of one; "
+                f"--as {args.engine}: drafter '{candidate.title}' drafts several sequences, and engines count one; "
                 "use --k 1"
             )
     all_responses = check_same_sampling(chain([first], responses), sampling)

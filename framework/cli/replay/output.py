@@ -140,8 +140,8 @@ def _engine_notes(result: ReplayResult, definition: CounterDefinition) -> list[s
     steps = "all steps after the prefill" if definition.idle_steps else "steps with a draft"
     past = "counted" if definition.accepted == "all" else "not counted"
     notes = [
-        f"counters as of {definition.engine} {definition.version}, {source}: of {steps}; tokens accepted past the end of "
-        f"a response are {past} (docs/engines.md)"
+        f"counters as of {definition.engine} {definition.version}, {source}: of {steps}; tokens accepted past the end "
+        f"of a response are {past} (docs/engines.md)"
     ]
     unknown = max(
         (counts.unknown for candidate in result.candidates for counts in candidate.counts.values()), default=0
