@@ -62,7 +62,8 @@ import json, sys
 def main(target, speculative):
     from vllm import LLM, SamplingParams
 
-    llm = LLM(target, dtype="float32", enforce_eager=True, max_model_len=256, speculative_config=json.loads(speculative))
+    speculative = json.loads(speculative)
+    llm = LLM(target, dtype="float32", enforce_eager=True, max_model_len=256, speculative_config=speculative)
     llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(temperature=0, max_tokens=8))
     print("SERVED")
 

@@ -29,7 +29,7 @@ _RATES = re.compile(r"acc per pos = \(([^()]*)\)\s*")
 
 class LlamaCpp(Engine):
     name = "llama.cpp"
-    read_from = "llama.cpp b10991"
+    read_from = "llama.cpp, commit 0c1e57098bba"
     counters = DEFINITIONS["llama.cpp"]
     methods: ClassVar[Mapping[str, str]] = {
         "draft-model": "draft-simple",

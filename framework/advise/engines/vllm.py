@@ -59,8 +59,6 @@ class Vllm(Engine):
         reason = super().cannot(acceptance)
         if reason is None and acceptance.verifier not in ("", "token", "block", "greedy", "sample-match"):
             reason = f"it supports token and block verification, not {acceptance.verifier}"
-        return reason
-
         if reason is None and self.methods.get(acceptance.drafter) in _V1_METHODS:
             reason = only_point_masses(acceptance, f"vLLM's {acceptance.drafter}")
         return reason
