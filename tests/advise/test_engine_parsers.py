@@ -27,6 +27,7 @@ from crossdraft.framework.models.shared_embedding import save_sharing_embedding
 
 pytestmark = pytest.mark.engine
 
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "engines"
 TARGET = "smollm2-135m-instruct"
 RANGES = {"one length": (Range(1, 64, 3),), "schedule": (Range(1, 8, 3), Range(9, 32, 2), Range(33, 64, 0))}
 RATES = (0.8, 0.6, 0.5)
@@ -64,7 +65,7 @@ def main(target, speculative):
 
     speculative = json.loads(speculative)
     llm = LLM(target, dtype="float32", enforce_eager=True, max_model_len=256, speculative_config=speculative)
-    llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(temperature=0, max_tokens=8))
+    llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
     print("SERVED")
 
 if __name__ == "__main__":
@@ -175,7 +176,7 @@ def test_vllm_refuses_a_draft_model_without_its_embedding(models: dict[str, str]
 
 
 def test_log_and_counters_of_llama_server_are_read(tmp_path: Path) -> None:
-    """Needs ``CROSSDRAFT_GGUF``, a model with or without a draft model; drafts n-grams."""
+    """Needs ``CROSSDRAFT_GGUF``, SmolLM2 in this format; n-gram drafts for two of the recorded prompts."""
     import socket
     import time
     from urllib.error import URLError
@@ -187,7 +188,9 @@ def test_log_and_counters_of_llama_server_are_read(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    flags = ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "2", "--spec-ngram-simple-size-m", "3"]
+    flags = ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "2", "--spec-ngram-simple-size-m", "4"]
+    recorded = json.loads((FIXTURES / "llama-cpp-ngram.json").read_text(encoding="utf-8"))
+    prompts = [response["prompt"] for response in recorded["responses"] if response["finish_reason"] == "length"]
     command = [server, "--model", gguf, "--port", str(port), "--metrics", "--threads", "1", "-lv", "4", *flags]
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen([*command, "--ctx-size", "256", "--parallel", "1"], stdout=log, stderr=log)
@@ -200,9 +203,10 @@ def test_log_and_counters_of_llama_server_are_read(tmp_path: Path) -> None:
             except (URLError, OSError):
                 assert process.poll() is None
                 time.sleep(0.1)
-        body = {"prompt": [10, 11, 12, 13] * 8, "n_predict": 32, "temperature": 0, "ignore_eos": True}
-        request = Request(f"{base}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"})
-        urlopen(request, timeout=300).read()
+        for prompt in prompts:
+            body = {"prompt": prompt, "n_predict": 64, "temperature": 0}
+            request = Request(f"{base}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"})
+            urlopen(request, timeout=300).read()
         scrape = urlopen(f"{base}/metrics", timeout=60).read().decode()
     finally:
         process.terminate()

@@ -131,7 +131,7 @@ def test_the_difference_of_two_scrapes() -> None:
 
 
 def totals(generated: float, finished: float) -> str:
-    """vLLM's counters of generated tokens and finished requests, by engine."""
+    """Counters of generated tokens and finished requests of vLLM, by engine."""
     rows = [f'vllm:generation_tokens_total{{engine="{i}",model_name="m"}} {generated / 2}' for i in (0, 1)]
     rows += [
         f'vllm:request_success_total{{engine="0",finished_reason="{reason}",model_name="m"}} {finished / 2}'
