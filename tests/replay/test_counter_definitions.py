@@ -174,3 +174,19 @@ def test_what_engines_do_not_draft_is_refused(tmp_path: Path, capsys: Any) -> No
     assert "--as vllm and --policy cannot be combined" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main([*argv[:-3], "tgi"])
+
+
+def test_ngram_simple_drafts_alike_in_a_step_and_in_a_replay() -> None:
+    from crossdraft_llamacpp.ngram_simple import NgramSimple
+
+    from crossdraft.framework.contracts.sampling import Sampling
+    from crossdraft.framework.replay.teacher_forcing.model_free import _propose_drafts
+
+    draw = np.random.default_rng(0)
+    texts = [(draw.integers(3, 6, 12).tolist(), draw.integers(3, 6, 20).tolist()) for _ in range(5)]
+    for n, gamma in ((1, 3), (2, 4), (3, 2)):
+        config = NgramSimple.Config(n=n, gamma=gamma)
+        at_once = list(NgramSimple.response_drafts(config, texts, gamma))
+        stepwise = list(_propose_drafts(NgramSimple, config, texts, gamma, Sampling(temperature=0)))
+        assert all((a == b).all() for a, b in zip(at_once, stepwise, strict=True))
+        assert any((rows >= 0).any() for rows in at_once) == (gamma >= n)
