@@ -40,7 +40,7 @@ class LlamaCpp(Engine):
     }
 
     def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
-        acceptances = spec_decode(self.counters, source, earlier)
+        acceptances = spec_decode(DEFINITIONS["llama.cpp"], source, earlier)
         if earlier is not None:
             return acceptances
         return acceptances + from_windows(_windows(source), source, "responses")

@@ -46,7 +46,7 @@ class Vllm(Engine):
     }
 
     def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
-        acceptances = spec_decode(self.counters, source, earlier)
+        acceptances = spec_decode(DEFINITIONS["vllm"], source, earlier)
         if earlier is not None:
             return acceptances
         acceptances += from_windows((_window(source, n, line) for n, line in source.lines() if _MARK in line), source)
@@ -151,7 +151,7 @@ class VllmSynthetic(Vllm):
 
 def _match_remarks(acceptance: Acceptance) -> tuple[str, ...]:
     """Remark on an acceptance that was measured with another match of the n-gram than vLLM's."""
-    options = Vllm.counters.drafter_options.get(acceptance.drafter, {})
+    options = DEFINITIONS["vllm"].drafter_options.get(acceptance.drafter, {})
     if acceptance.drafter != "prompt-lookup" or acceptance.options.get("match", "latest") == options["match"]:
         return ()
     if not acceptance.options:
