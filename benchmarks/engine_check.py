@@ -8,8 +8,9 @@
 2. What passes of the model cost is measured through the backend of plugins/crossdraft-llamacpp, on as many threads, and
    kept in the form of ``--cost``; or it is read from a file of that form.
 3. ``crossdraft replay`` says what n-gram drafting would have gained on these responses: ``prompt-lookup``, which is
-   what ``crossdraft advise`` takes for it, and ``ngram-simple``, which drafts by the engine's own rule (below). With
-   ``--draft-model`` what ``draft-model`` would have with ``--drafter``: the same weights as crossdraft loads them.
+   what ``crossdraft advise`` takes for it, and ``ngram-simple`` of plugins/crossdraft-llamacpp, which drafts as the
+   engine does. With ``--draft-model`` what ``draft-model`` would have with ``--drafter``: the same weights as
+   crossdraft loads them.
 4. ``crossdraft advise --export llama.cpp`` says the flags. Without ``--gamma`` they are of the draft length that it
    chooses; with it of that one, whether it pays or not.
 5. A server with these flags answers the same prompts; its counters (``/metrics``) are imported as ``advise`` imports
@@ -29,7 +30,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -38,10 +39,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from crossdraft_llamacpp.ngram_simple import NgramSimple
 from llamacpp_server import Answer, Endpoint, served
 from tabulate import tabulate
 
-from crossdraft import Drafter, DraftTraits, StrategyConfig, hookimpl, load_model
+from crossdraft import load_model
 from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
 from crossdraft.framework.api.build import make_slots
 from crossdraft.framework.cli.main import main as crossdraft
@@ -53,63 +55,10 @@ from crossdraft.framework.engines.engine import Range, Schedule
 from crossdraft.framework.engines.engine_log import Source
 from crossdraft.framework.metrics.intervals import estimate
 from crossdraft.framework.models.chat import encode
-from crossdraft.framework.plugins import manager
 from crossdraft.framework.recipe.prompts import load_prompts
 from crossdraft.framework.replay.replay import replay
 from crossdraft.framework.replay.responses import Reader
 from crossdraft.framework.report.table_utils import estimate_text
-
-
-class NgramSimple(Drafter):
-    """llama.cpp's ``ngram-simple``: the latest earlier place of the last n tokens, and up to gamma tokens behind it.
-
-    What it leaves out: texts of no more than n + gamma + 1 tokens, a place at the very beginning, the last token of the
-    text, and drafts of fewer than n tokens.
-    """
-
-    name = "ngram-simple"
-
-    class Config(StrategyConfig):
-        gamma: int = 8
-        n: int = 3
-
-    @classmethod
-    def traits(cls, config: Any, sampling: Any) -> DraftTraits:
-        return DraftTraits("chain", True, config.gamma)
-
-    @classmethod
-    def response_drafts(cls, config: Any, texts: Iterable[Any], depth: int) -> Iterator[np.ndarray]:
-        for prompt, response in texts:
-            whole = [*prompt, *response]
-            rows = np.full((len(response), depth), -1)
-            for t in range(len(response)):
-                found = drafted(whole[: len(prompt) + t], config.n, min(config.gamma, depth))
-                rows[t, : len(found)] = found
-            yield rows
-
-    def propose(self, sequences: Any, rng: Any) -> Any:
-        raise NotImplementedError  # it is replayed, not run
-
-
-def drafted(text: Sequence[int], n: int, gamma: int) -> list[int]:
-    """Draft of ``ngram-simple`` after ``text``."""
-    held = len(text) - 1  # the engine looks among the tokens before the last
-    if held <= n + gamma + 1:
-        return []
-    suffix = list(text[-n:])
-    for place in range(held - n - 1, 0, -1):
-        if list(text[place : place + n]) == suffix:
-            found = list(text[place + n : min(place + n + gamma, held)])
-            return found if len(found) >= n else []
-    return []
-
-
-class Registered:
-    """The drafter above, as a plug-in of this process."""
-
-    @hookimpl
-    def crossdraft_register_drafters(self, register: Any) -> None:
-        register("ngram-simple", NgramSimple, summary="llama.cpp's n-gram drafting")
 
 
 def passes(loaded: Any, widths: Sequence[int], context: int, repeats: int) -> list[tuple[int, float]]:
@@ -234,7 +183,6 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     args.log = args.out / "server.log"
     torch.set_num_threads(args.threads)
-    manager().register(Registered(), "engine-check")
 
     loaded = load_model(args.model)
     texts = [prompt.turns[0] for prompt in load_prompts(args.prompts)][: args.limit]

@@ -111,8 +111,10 @@ def imported(
     candidates = []
     for acceptance in acceptances:
         gamma, length = acceptance.gamma, 1 + sum(acceptance.marginal)
-        passes = gamma if drafter is not None else 0
-        cell = CellStatistics(1, 1, length, {gamma: 1.0}, context, passes, acceptance=acceptance.marginal)
+        drafting = 1 - acceptance.idle
+        widths = {gamma: drafting} | ({0: acceptance.idle} if acceptance.idle else {})
+        passes = gamma * drafting if drafter is not None else 0
+        cell = CellStatistics(1, 1, length, widths, context, passes, acceptance=acceptance.marginal)
         temperature = acceptance.temperature
         group = "temperature unknown" if temperature is None else f"temperature {temperature:g}"
         title = acceptance.drafter or "drafts"

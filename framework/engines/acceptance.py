@@ -42,6 +42,7 @@ class Acceptance:
         point_mass: drafts are greedy or looked up, not sampled; None if unknown.
         chain: a draft is one sequence, not a tree.
         options: of the drafter, as in recipes, if known.
+        idle: share of the counted steps without a draft.
         cuttable: a smaller gamma has the same marginals up to that gamma, see `cut`.
         remarks: caveats for the reader.
 
@@ -62,6 +63,7 @@ class Acceptance:
     point_mass: bool | None = None
     chain: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
+    idle: float = 0.0
     cuttable: bool = True
     remarks: tuple[str, ...] = ()
 

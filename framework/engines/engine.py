@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ..metrics.counter_definitions import CounterDefinition
 from ..metrics.intervals import Estimate
 from .acceptance import Acceptance
 from .engine_log import Source
@@ -76,12 +77,14 @@ class Engine(ABC):
         read_from: the version of the engine that the option names are from.
         methods: the engine's name of each supported drafter.
         most_sequences: maximum number of sequences that it drafts for at a time; None = not limited.
+        counters: the definition of its counters, and the options with which crossdraft drafts as it does.
     """
 
     name: ClassVar[str]
     read_from: ClassVar[str]
     methods: ClassVar[Mapping[str, str]] = {}
     most_sequences: ClassVar[int | None] = None
+    counters: ClassVar[CounterDefinition | None] = None
 
     def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
         """Read the acceptance in a source; empty if it is not in one of this engine's formats.

@@ -5,7 +5,9 @@ vLLM and llama.cpp have the same four counters with different prefixes::
     <prefix>spec_decode_num_{drafts,draft_tokens,accepted_tokens}_total
     <prefix>spec_decode_num_accepted_tokens_per_pos_total{position="0"}
 
-The last counts drafts whose token at that position was accepted, so its rates are marginal.
+The last counts drafts whose token at that position was accepted, so its rates are marginal. Whether steps without a
+draft and tokens past the end of a response count is part of the engine's `CounterDefinition`; if it counts generated
+tokens and finished requests, too, the number of both follows.
 """
 
 from __future__ import annotations
@@ -16,10 +18,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from ..errors import first_line, printable
+from ..metrics.counter_definitions import PREFILL_TOKENS, CounterDefinition
 from ..util.limits import MOST_NAME
 from .acceptance import Acceptance
 from .engine_log import Source
 
+#: Share of steps without a draft that is explained by requests in flight.
+_FEW_IDLE = 0.02
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 #: A series: its name and labels, sorted.
 Key = tuple[str, tuple[tuple[str, str], ...]]
@@ -80,7 +85,7 @@ def since(
     return {key: Sample(s.value - earlier.get(key, zero).value, s.line) for key, s in later.items()}
 
 
-def spec_decode(prefix: str, source: Source, earlier: Source | None = None) -> list[Acceptance]:
+def spec_decode(definition: CounterDefinition, source: Source, earlier: Source | None = None) -> list[Acceptance]:
     """Acceptance per model, summed over engines, from the four counters; empty if they are missing.
 
     Args:
@@ -89,14 +94,17 @@ def spec_decode(prefix: str, source: Source, earlier: Source | None = None) -> l
     Raises:
         UsageError: counters that are inconsistent or 0.
     """
-    stem = f"{prefix}spec_decode_num_"
+    stem = f"{definition.prefix}spec_decode_num_"
     drafts_name, tokens_name, accepted_name, position_name = (
         f"{stem}{suffix}_total" for suffix in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
     )
     names = {drafts_name, tokens_name, accepted_name, position_name}
-    series = samples(source, names)
-    if earlier is not None and series:
-        series = since(series, samples(earlier, names), source, earlier)
+    totals = {definition.generated, definition.finished} - {""}
+    series = samples(source, names | totals)
+    if not any(name in names for name, _ in series):
+        return []
+    if earlier is not None:
+        series = since(series, samples(earlier, names | totals), source, earlier)
     models: dict[str, dict[str, dict[int, Sample]]] = {}
     for (name, labels), sample in series.items():
         label_values = dict(labels)
@@ -110,8 +118,9 @@ def spec_decode(prefix: str, source: Source, earlier: Source | None = None) -> l
         total = of_model.get(position, Sample(0.0, 0))
         of_model[position] = Sample(total.value + sample.value, sample.line)
     return [
-        _acceptance(model, counters, source, drafts_name, tokens_name, accepted_name, position_name)
+        _acceptance(model, counters, source, definition, drafts_name, tokens_name, accepted_name, position_name)
         for model, counters in models.items()
+        if counters.keys() & names
     ]
 
 
@@ -119,6 +128,7 @@ def _acceptance(
     model: str,
     counters: dict[str, dict[int, Sample]],
     source: Source,
+    definition: CounterDefinition,
     drafts_name: str,
     tokens_name: str,
     accepted_name: str,
@@ -150,11 +160,27 @@ def _acceptance(
             accepted.line,
             f"{accepted_name} is {accepted.value:g}, but its positions sum to {total:g}; repeat the scrape",
         )
-    row = (drafts.value, *(positions[i].value for i in range(len(positions))))
-    remarks = ()
+    steps, remarks = _steps(drafts.value, accepted.value, counters, definition)
+    row = (steps, *(positions[i].value for i in range(len(positions))))
     if tokens_name in counters and (drafted := counters[tokens_name][0].value) < drafts.value * len(positions):
-        remarks = (short_drafts(drafted / drafts.value, len(positions)),)
-    return Acceptance.from_rows([row], title, remarks=remarks)
+        remarks = (*remarks, short_drafts(drafted / drafts.value, len(positions)))
+    return Acceptance.from_rows([row], title, idle=1 - drafts.value / steps, remarks=remarks)
+
+
+def _steps(
+    drafts: float, accepted: float, counters: dict[str, dict[int, Sample]], definition: CounterDefinition
+) -> tuple[float, tuple[str, ...]]:
+    """All steps after the prefill, with and without a draft, and remarks on the difference to the counted drafts."""
+    if not (definition.generated in counters and definition.finished in counters):
+        return drafts, ()
+    generated, finished = counters[definition.generated][0].value, counters[definition.finished][0].value
+    # Each step emits its accepted tokens and one more; a response ends within its last step.
+    idle = generated - PREFILL_TOKENS * finished - accepted - drafts
+    if idle > _FEW_IDLE * drafts:
+        return drafts + idle, (f"{idle:.0f} of {drafts + idle:.0f} steps had no draft",)
+    if idle < 0:
+        return drafts, (f"about {-idle:.0f} of {accepted:.0f} accepted tokens lie past the end of a response",)
+    return drafts, ()
 
 
 def short_drafts(mean: float, gamma: int) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..contracts.models import Checkpoint
 from ..errors import ModelError, first_line
 from ..util.input_files import kind_of
-from .configs import read_config, weight_map
+from .configs import INDEX, read_config, weight_map
 from .digests import weight_files, weights_sha256
 from .resolve import resolve
 
@@ -84,7 +84,7 @@ class Shards(Mapping[str, "Tensor"]):
 
 def _files(path: Path, files: list[Path]) -> dict[str, Path]:
     """Tensor name -> file; indexed files are not opened."""
-    index, file_of = path / "model.safetensors.index.json", {}
+    index, file_of = path / INDEX, {}
     if kind_of(index):
         file_of = {name: path / shard for name, shard in weight_map(index).items()}
     for file in sorted(set(files) - set(file_of.values())):

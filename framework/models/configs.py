@@ -25,6 +25,12 @@ _WIDTHS = (
 _SIDES = ("hidden_size", "n_embd", "d_model", "intermediate_size", "ffn_dim", "n_inner", "vocab_size", "n_positions")
 #: Counts that may be null or 0, such as experts or sliding windows.
 _COUNTS = ("num_experts", "num_local_experts", "num_experts_per_tok", "decoder_sparse_step", "sliding_window")
+#: Files of a model without its token embedding, see `shared_embedding`: a reference to the embedding's owner, the
+#: weights, and the index that lists the embedding in a file that does not exist, so that other loaders fail.
+SHARED = "crossdraft.json"
+COMPACT_WEIGHTS = "model-without-embedding.safetensors"
+INDEX = "model.safetensors.index.json"
+LEFT_OUT = "embedding-left-out-run-crossdraft-export-model.safetensors"
 _MOST_POSITIONS = Limit(2**31 - 1, "positions are counted in 32 bits")
 
 

@@ -17,7 +17,7 @@ from ..contracts.models import LoadedModel, ResolvedModel
 from ..errors import CrossdraftError, ModelError, UsageError, first_line, printable, quoted
 from ..util.shared_patch import SharedPatch
 from . import distributed, placement
-from .configs import check_against_weights, check_files, read_config
+from .configs import COMPACT_WEIGHTS, check_against_weights, check_files, read_config
 from .device import pick_dtype
 from .digests import model_sha256
 from .quantization import GROUP, check_quantized, load_options
@@ -120,10 +120,15 @@ def load_transformers(
     placement.check_divides(name, config, device)
     placement_options = placement.load_options(name, device, resolved.quantization)
     options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
+    compact = shared is not None and (resolved.path / COMPACT_WEIGHTS).is_file()
     # Silence warnings about the embedding that is added below, and about layers that cannot be quantised.
     with _model_errors(name), _quiet if shared is not None or resolved.quantization else nullcontext():
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
+        weights_options = {}
+        if compact:  # the index lists the embedding, too
+            weights_options["config"] = AutoConfig.from_pretrained(resolved.path, **options)
+            weights_options["config"].transformers_weights = COMPACT_WEIGHTS
         model: Any
         loading: Any
         model, loading = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
@@ -135,7 +140,10 @@ def load_transformers(
             **options,
             **load_options(name, resolved.quantization, first_device),
             **placement_options,
+            **weights_options,
         )
+        if compact:
+            del model.config.transformers_weights
         model = (model if placement_options else model.to(first_device)).eval()
         if resolved.quantization:
             model.requires_grad_(False)  # torchao's weights would be kept for a backward pass otherwise

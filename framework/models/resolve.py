@@ -13,7 +13,7 @@ from ..contracts.models import TRANSFORMERS, ModelSource, ResolvedModel
 from ..errors import ModelError, UnknownNameError, UsageError, first_line, printable, quoted
 from ..util.input_files import kind_of, path_of, refuse_special_files
 from ..util.limits import SETTINGS_BYTES
-from .configs import shards_of
+from .configs import INDEX, LEFT_OUT, SHARED, shards_of
 from .digests import PYTORCH_FILES
 from .quantization import refuse_quantized, split
 
@@ -79,9 +79,10 @@ def from_directory(name: str, path: Path, source: str = "", *, heads: bool = Fal
     check_entries(path)
     if kind_of(path / "config.json") != "file":
         raise ModelError(f"{path} is not a model directory: config.json is missing")
-    index = path / "model.safetensors.index.json"
+    index = path / INDEX
     if kind_of(index):
-        if absent := [shard for shard in shards_of(index) if not (path / shard).is_file()]:
+        left_out = {LEFT_OUT} if kind_of(path / SHARED) else set()
+        if absent := [shard for shard in shards_of(index) - left_out if not (path / shard).is_file()]:
             raise ModelError(f"{path} is incomplete: missing {listed(absent)}; download it again")
     elif not any(path.glob("*.safetensors")) and not (heads and any(any(path.glob(p)) for p in PYTORCH_FILES)):
         raise ModelError(

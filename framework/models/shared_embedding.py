@@ -3,6 +3,10 @@
 A small student of a large-vocabulary model is mostly embedding. Its ``crossdraft.json`` names the owner::
 
     {"shared_embedding": {"model": "smollm2-135m-instruct", "sha256": "<embedding_sha256 of that tensor>"}}
+
+Other loaders would initialise the embedding at random. So the index of the weights lists it in a file that does not
+exist, `LEFT_OUT`, whose name is part of their error. Directories of earlier versions have no index, and their weights
+are in ``model.safetensors``.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from ..contracts.models import LoadedModel
 from ..errors import ModelError
 from ..util.input_files import kind_of, read_json
 from ..util.limits import CONFIG_BYTES
+from .configs import COMPACT_WEIGHTS, INDEX, LEFT_OUT, SHARED
 from .digests import embedding_sha256
 from .resolve import resolve
 
@@ -23,8 +28,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
-
-SHARED = "crossdraft.json"
 
 
 def shared_embedding_of(path: Path) -> dict[str, str] | None:
@@ -93,7 +96,10 @@ def save_sharing_embedding(model: PreTrainedModel, directory: Path | str, *, emb
     embedding: Any = model.get_input_embeddings().weight
     state = model.state_dict(keep_vars=True)
     state_dict = {key: t.detach().cpu().contiguous() for key, t in state.items() if t is not embedding}
-    save_file(state_dict, directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(state_dict, directory / COMPACT_WEIGHTS, metadata={"format": "pt"})
+    files = {key: COMPACT_WEIGHTS if key in state_dict else LEFT_OUT for key in sorted(state)}
+    index = {"metadata": {"total_size": sum(t.nbytes for t in state_dict.values())}, "weight_map": files}
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(directory)
     if model.generation_config is not None:

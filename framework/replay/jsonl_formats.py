@@ -2,8 +2,8 @@
 
 Plain: ``prompt`` (text or token ids) or ``messages`` (formatted by the chat template), and ``response`` (text) or
 ``tokens`` (ids, including the end-of-sequence token). Optional: ``logprobs`` (one number per token), ``finish_reason``
-(``stop`` or ``length``), ``id``, ``category``, ``max_tokens``, and the sampling parameters ``temperature``, ``top_k``,
-``top_p``, ``min_p``.
+(``stop`` or ``length``), ``id``, ``category``, ``max_tokens``, ``continuation`` (ids past the end, see
+`Response.continuation`), and the sampling parameters ``temperature``, ``top_k``, ``top_p``, ``min_p``.
 
 Endpoints: a ``chat.completion`` or ``completion`` object with the request's ``prompt`` or ``messages`` next to its
 ``choices``, or ``{"request": {..}, "response": {..}}``, or a line of a batch file (``response.body``). Token ids are
@@ -70,7 +70,11 @@ def _plain(context: ParseContext, row: dict[str, Any], where: str) -> Response:
         log_p = _as_sampled(context, log_probabilities(row["logprobs"], "logprobs", len(tokens), where), sampling)
     prompt = _prompt(context, row, where)
     name, category = _name(row, "id", where) or where, _name(row, "category", where) or "all"
-    return Response(name, category, prompt, tokens, log_p, bool(ended), _most(row, where), sampling, where)
+    continuation = row.get("continuation")
+    continuation = () if continuation is None else token_ids(continuation, "continuation", where)
+    return Response(
+        name, category, prompt, tokens, log_p, bool(ended), _most(row, where), sampling, where, continuation
+    )
 
 
 def _choices(

@@ -23,9 +23,11 @@ from ..contracts.draft_kind import INDEPENDENT_SEQUENCES
 from ..contracts.sampling import Sampling
 from ..contracts.verifier import incompatible
 from ..errors import ContractError, UsageError
+from ..metrics.counter_definitions import CounterDefinition
 from ..util.output_files import writing_output
 from .acceptance_formulas import IID_VERIFIERS, VERIFIERS, no_formula, point_mass_survival, survival
 from .aggregate import PromptGroups, Tally
+from .engine_counts import EngineCounts, with_continuation
 from .recorded_logprobs import RecordedLogP
 from .response import Response
 from .step_chain import StepAcceptance, Steps, expected_steps
@@ -66,6 +68,7 @@ class Candidate:
             None = `DraftScores.lengths`.
         steps: computes `Steps` from acceptance; depends on the length policy.
         tallies: results by verifier and K.
+        counts: counters of an engine by verifier and draft length, if they were requested.
     """
 
     title: str
@@ -76,6 +79,7 @@ class Candidate:
     lengths: Callable[[Iterable[Response]], Iterator[np.ndarray]] | None = None
     steps: Callable[[Sequence[StepAcceptance], Sequence[int]], Steps] = expected_steps
     tallies: dict[tuple[str, int], Tally] = field(default_factory=dict)
+    counts: dict[tuple[str, int], EngineCounts] = field(default_factory=dict)
 
     @property
     def depth(self) -> int:
@@ -96,6 +100,7 @@ class ReplayResult:
     tokens: int = 0
     by_prompt: bool = False
     log_p: RecordedLogP = field(default_factory=RecordedLogP)
+    definition: CounterDefinition | None = None
 
 
 def verifiers_for(
@@ -130,7 +135,11 @@ def verifiers_for(
 
 
 def replay(
-    responses: Iterable[Response], candidates: Sequence[Candidate], out: Path | None = None, by_prompt: bool = False
+    responses: Iterable[Response],
+    candidates: Sequence[Candidate],
+    out: Path | None = None,
+    by_prompt: bool = False,
+    definition: CounterDefinition | None = None,
 ) -> ReplayResult:
     """Replay ``candidates`` on ``responses``, which are iterated once.
 
@@ -138,12 +147,20 @@ def replay(
         out: Parquet file with a row for each token, drafter, verifier and K: ``drafted`` tokens, and ``survival``,
             Pr(tau >= i | the rest of the response) for i = 1, 2, .. of a step that starts there.
         by_prompt: keep acceptance by prompt, see `Tally.by_prompt`.
+        definition: also compute the counters of this engine, see `Candidate.counts`.
 
     Raises:
-        UsageError: without responses, and for errors of the sources and candidates.
+        UsageError: without responses, several sequences with ``definition``, and for errors of the sources and
+            candidates.
     """
-    result = ReplayResult(list(candidates), PromptGroups(), by_prompt=by_prompt)
+    result = ReplayResult(list(candidates), PromptGroups(), by_prompt=by_prompt, definition=definition)
     remaining, *others = tee(responses, 1 + 2 * len(candidates))
+    if definition is not None:
+        others = [
+            other if item.drafter[0].remembers(item.drafter[1]) else map(with_continuation, other)
+            for item in candidates
+            for other in (others.pop(0), others.pop(0))
+        ]
     with ExitStack() as stack:
         stack.enter_context(redirect_stdout(sys.stderr))  # plug-in code may print
         sources = [_scores_and_lengths(item, *others[2 * i : 2 * i + 2]) for i, item in enumerate(candidates)]
@@ -193,6 +210,8 @@ def _add(
     writer: _Positions | None,
 ) -> None:
     scores, lengths = zip(*scored, strict=True)
+    sizes = [len(response.tokens) for response in window]  # scores may cover the continuations, too
+    own_lengths = [drafted[:size] for drafted, size in zip(lengths, sizes, strict=True)]
     point_mass, steps = point_mass_survival(scores), {}
     for verifier, ks in candidate.verifiers.items():
         if point_mass is None:
@@ -201,17 +220,32 @@ def _add(
         else:  # all verifiers accept point masses alike, for any K
             at_least = [dict.fromkeys(ks, item) for item in point_mass]
         for k in ks:
+            if result.definition is not None:
+                _count(result.definition, candidate, verifier, window, [item[k] for item in at_least], lengths)
             if k not in steps:
                 acceptances = [
-                    StepAcceptance(values[k], draft_lengths, response.limit)
-                    for values, draft_lengths, response in zip(at_least, lengths, window, strict=True)
+                    StepAcceptance(values[k][: len(drafted)], drafted, response.limit)
+                    for values, drafted, response in zip(at_least, own_lengths, window, strict=True)
                 ]
                 steps[k] = candidate.steps(acceptances, candidate.gammas)
             candidate.tally(result, verifier, k).add(steps[k], numbers)
             if writer is not None:
-                writer.add(
-                    result.responses, candidate.title, verifier, k, window, lengths, [item[k] for item in at_least]
-                )
+                values = [item[k][:size] for item, size in zip(at_least, sizes, strict=True)]
+                writer.add(result.responses, candidate.title, verifier, k, window, own_lengths, values)
+
+
+def _count(
+    definition: CounterDefinition,
+    candidate: Candidate,
+    verifier: str,
+    window: Sequence[Response],
+    at_least: Sequence[np.ndarray],
+    lengths: Sequence[np.ndarray],
+) -> None:
+    for gamma in candidate.gammas:
+        counts = candidate.counts.setdefault((verifier, gamma), EngineCounts(definition, gamma))
+        for response, values, drafted in zip(window, at_least, lengths, strict=True):
+            counts.add(values, drafted, len(response.tokens), response.limit)
 
 
 class _Positions:

@@ -32,6 +32,7 @@ class Response:
         most: maximum number of tokens of the request; None if unknown.
         sampling: sampling parameters; None if unknown.
         where: file and line, for error messages.
+        continuation: tokens that the target would emit past the end, for counters of engines (`engine_counts`).
     """
 
     id: str
@@ -43,6 +44,7 @@ class Response:
     most: int | None = None
     sampling: Sampling | None = None
     where: str = ""
+    continuation: Sequence[int] = ()
 
     @property
     def limit(self) -> int | None:

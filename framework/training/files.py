@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import CrossdraftError, UsageError
+from ..models.configs import COMPACT_WEIGHTS, INDEX, SHARED
 from ..util.input_files import kind_of, path_of, refuse_special_files
 from ..util.output_files import PART, replacing
 
@@ -137,6 +138,8 @@ def replace_text(path: Path, text: str) -> None:
 def staged(directory: Path) -> Iterator[Path]:
     """Staging directory whose files are moved to ``directory`` when all are complete.
 
+    Weights replace those of another layout, which a loader might prefer.
+
     Raises:
         CrossdraftError: they could not be written; earlier files are kept.
     """
@@ -144,7 +147,11 @@ def staged(directory: Path) -> Iterator[Path]:
         staging = Path(tempfile.mkdtemp(dir=directory, prefix=_ASIDE))
         try:
             yield staging
-            for file in sorted(staging.iterdir()):
+            files = sorted(staging.iterdir())
+            if any(file.suffix == ".safetensors" for file in files):
+                for name in {"model.safetensors", COMPACT_WEIGHTS, INDEX, SHARED} - {file.name for file in files}:
+                    (directory / name).unlink(missing_ok=True)
+            for file in files:
                 destination = directory / file.name
                 if destination.is_dir() and not destination.is_symlink():
                     shutil.rmtree(destination)

@@ -88,6 +88,35 @@ def test_vllm_settings() -> None:
     assert (result.prompt_lookup_min, result.prompt_lookup_max) == (2, 5)
 
 
+def test_vllm_on_cpus_and_its_runner_v1() -> None:
+    """Model runner V1 ignores block verification and sampled drafts of Medusa, so pairs with them are not offered."""
+    sampled, point_masses = schedule(verifier="block"), schedule(verifier="block", point_mass=True)
+    (remark,) = engine("vllm").export(sampled).remarks
+    assert "on CPUs" in remark and "--export vllm-cpu" in remark
+    assert "V1 verifies token by token" in str(engine("vllm-cpu").cannot(sampled.acceptance))
+    for plan in (point_masses, schedule(verifier="token"), schedule(verifier="block", temperature=0.0)):
+        assert engine("vllm-cpu").cannot(plan.acceptance) is None
+        assert engine("vllm-cpu").export(plan).text == engine("vllm").export(plan).text
+        assert not engine("vllm-cpu").export(plan).remarks
+    medusa = schedule(drafter="medusa", verifier="token")
+    assert "vLLM's medusa drafts greedily" in str(engine("vllm").cannot(medusa.acceptance))
+    assert "AssertionError" in engine("vllm-synthetic").export(sampled).remarks[1]
+
+
+@pytest.mark.parametrize("options, count", [({"match": "latest"}, 1), ({"max_ngram": 4}, 1), ({"match": "first"}, 0)])
+def test_vllm_copies_the_earliest_match(options: dict[str, Any], count: int) -> None:
+    plan = schedule(drafter="prompt-lookup", model="", point_mass=True, options=options)
+    remarks = engine("vllm").export(plan).remarks
+    assert len(remarks) == count and all("copies the earliest match" in remark for remark in remarks)
+
+
+def test_llama_cpps_own_n_gram_drafter() -> None:
+    plan = schedule(drafter="ngram-simple", model="", point_mass=True, options={"n": 2})
+    settings = engine("llama.cpp").export(plan)
+    flags = LlamaCpp(settings.text).given
+    assert (flags.spec_ngram_simple_size_n, flags.spec_ngram_simple_size_m) == (2, 3) and not settings.remarks
+
+
 def test_settings_of_other_engines() -> None:
     assert Sglang(engine("sglang").export(schedule()).text).given.speculative_use_rejection_sampling
     assert not Sglang(engine("sglang").export(schedule(point_mass=True)).text).given.speculative_use_rejection_sampling

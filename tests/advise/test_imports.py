@@ -130,6 +130,50 @@ def test_difference_of_two_scrapes() -> None:
         read("vllm", removed_cell, VLLM_SCRAPE)
 
 
+def totals(generated: float, finished: float) -> str:
+    """Counters of generated tokens and finished requests of vLLM, by engine."""
+    rows = [f'vllm:generation_tokens_total{{engine="{i}",model_name="m"}} {generated / 2}' for i in (0, 1)]
+    rows += [
+        f'vllm:request_success_total{{engine="0",finished_reason="{reason}",model_name="m"}} {finished / 2}'
+        for reason in ("stop", "length")
+    ]
+    return "\n".join(rows) + "\n"
+
+
+def test_steps_without_a_draft_follow_from_the_generated_tokens() -> None:
+    """400 drafts accept 400 tokens; 20 requests of 1,020 tokens need 600 steps after their prefill."""
+    found = one("vllm", VLLM_SCRAPE + totals(1020, 20))
+    drafts, accepted = 400, sum(one("vllm", VLLM_SCRAPE).rows[0][1:])
+    steps = 1020 - 20 - accepted
+    assert (found.drafts, found.idle) == (steps, pytest.approx(1 - drafts / steps))
+    assert found.marginal[0] == one("vllm", VLLM_SCRAPE).marginal[0] * drafts / steps
+    assert f"{steps - drafts:.0f} of {steps:.0f} steps had no draft" in found.remarks
+    assert found.block_efficiency().value == pytest.approx(1000 / steps)
+
+
+def test_tokens_past_the_end_are_noted() -> None:
+    accepted = sum(one("vllm", VLLM_SCRAPE).rows[0][1:])
+    found = one("vllm", VLLM_SCRAPE + totals(400 + accepted + 20 - 6, 20))
+    assert found.marginal == one("vllm", VLLM_SCRAPE).marginal and not found.idle
+    assert found.remarks == (f"about 6 of {accepted:.0f} accepted tokens lie past the end of a response",)
+    assert not read("vllm", totals(1000, 10))
+
+
+def test_counters_of_a_real_run_of_vllm() -> None:
+    """The recorded n-gram run: all steps after the prefill, as replay counts them, up to tokens past the end."""
+    file = Path(__file__).parents[1] / "fixtures" / "engines" / "vllm-ngram.json"
+    recorded = json.loads(file.read_text(encoding="utf-8"))
+    stem, counters = "vllm:spec_decode_num_", recorded["counters"]
+    rows = [f"{stem}{name}_total {counters[name]}" for name in ("drafts", "draft_tokens", "accepted_tokens")]
+    for i, count in enumerate(counters["accepted_per_position"]):
+        rows.append(f'{stem}accepted_tokens_per_pos_total{{position="{i}"}} {count}')
+    tokens = sum(len(response["tokens"]) for response in recorded["responses"])
+    rows += [f"vllm:generation_tokens_total {tokens}", f"vllm:request_success_total {len(recorded['responses'])}"]
+    found = one("vllm", "\n".join(rows) + "\n")
+    assert found.drafts is not None and 175 <= found.drafts <= 182
+    assert found.idle == pytest.approx(1 - 83 / found.drafts)
+
+
 def test_responses_of_vllm() -> None:
     rows = [[10, 5, 5], [0, 0, 4], [6, 2, 0]]
     result = one("vllm", lines(*map(vllm_response, rows)))

@@ -72,6 +72,25 @@ def test_acceptance_by_draft_length(models: dict[str, str], tmp_path: Path, caps
         assert (item.drafter, item.verifier, item.temperature, len(item.rows)) == ("prompt-lookup", "greedy", 0, 5)
 
 
+def test_an_export_is_priced_with_the_engines_own_drafts(tmp_path: Path, capsys: Any) -> None:
+    """The earliest match, which vLLM copies, is followed by more tokens in this periodic text than the latest."""
+    path = tmp_path / "responses.jsonl"
+    prompt = [5, 6, 7, *[5, 6, 8] * 6]
+    rows = [{"id": i, "prompt": prompt, "tokens": [5, 6, 8] * 12, "finish_reason": "length"} for i in range(5)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    options = ["--replay", path, "--temperature", "0", "--on", "h100", "--target", tmp_path / "target.json"]
+    config = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+    config |= {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
+    (tmp_path / "target.json").write_text(json.dumps(config), encoding="utf-8")
+    speed_ups = {}
+    for match in ("", ", match: first", ", match: latest"):
+        drafter = f"{{name: prompt-lookup, max_ngram: 2, min_ngram: 2{match}}}"
+        found, _ = advised(capsys, *options, "--drafter", drafter, "--batch-size", "1", "--export", "vllm")
+        speed_ups[match] = found["advice"][0]["best"]["speed_up"]["value"]
+        assert any("earliest match" in remark for remark in found["remarks"]["settings"]) == ("latest" in match)
+    assert speed_ups[""] == speed_ups[", match: first"] > speed_ups[", match: latest"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

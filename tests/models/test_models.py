@@ -16,12 +16,13 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.hookspecs import hookimpl
 from crossdraft.framework.errors import ModelError, UnknownNameError, UsageError
 from crossdraft.framework.models import device
+from crossdraft.framework.models.configs import COMPACT_WEIGHTS, INDEX
 from crossdraft.framework.models.load import load_model, same_tokenizer
 from crossdraft.framework.models.resolve import from_directory, resolve
 from crossdraft.framework.models.shared_embedding import SHARED, save_sharing_embedding
@@ -177,6 +178,24 @@ def test_shared_embedding_round_trip(student: Path, target: Path) -> None:
     assert torch.equal(logits(separate), logits(expected))
     in_bfloat16 = load_model(str(student), dtype="bfloat16", share_with=load_model(str(target), dtype="float32"))
     assert {p.dtype for p in in_bfloat16.model.parameters()} == {torch.bfloat16}
+
+
+def test_other_loaders_refuse_a_model_without_its_embedding(student: Path) -> None:
+    with pytest.raises(OSError, match="embedding-left-out-run-crossdraft-export-model"):
+        AutoModelForCausalLM.from_pretrained(student)
+    (student / COMPACT_WEIGHTS).unlink()
+    with pytest.raises(ModelError, match=f"is incomplete: missing {COMPACT_WEIGHTS};"):
+        load_model(str(student))
+
+
+def test_a_model_without_its_embedding_in_the_layout_of_earlier_versions(student: Path) -> None:
+    new = load_model(str(student), dtype="float32")
+    assert not hasattr(new.model.config, "transformers_weights")
+    (student / COMPACT_WEIGHTS).rename(student / "model.safetensors")
+    (student / INDEX).unlink()
+    old = load_model(str(student), dtype="float32")
+    assert old.sha256 == new.sha256
+    assert torch.equal(logits(old.model), logits(new.model))
 
 
 def test_shared_embedding_has_one_digest_in_both_dtypes(target: Path, student: Path, caplog: Any) -> None:

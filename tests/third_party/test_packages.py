@@ -51,8 +51,8 @@ from test_crossdraft_rest import (  # noqa: F401
     test_invalid_corpora_raise,
     test_large_ids,
     test_more_hits_than_are_counted_are_taken_evenly,
-    test_options_that_cannot_be,
     test_results_depend_on_datastore,
+    test_unknown_context_has_no_continuation,
 )
 from test_crossdraft_rest import test_options_that_cannot_be as test_contexts_that_cannot_be  # noqa: F401
 from test_crossdraft_suffix import (  # noqa: F401

@@ -50,6 +50,8 @@ def test_draft_model_becomes_complete(on_disk: Path, compact: Path, tmp_path: Pa
         torch.testing.assert_close(model(ids).logits, expected(ids).logits)
     assert AutoTokenizer.from_pretrained(out).get_vocab() == AutoTokenizer.from_pretrained(on_disk).get_vocab()
     assert not (out / "crossdraft.json").exists()
+    assert export("draft-model", out, on_disk, compact, "--force") == 0
+    assert load_model(str(compact), dtype="float32").sha256 == load_model(str(out), dtype="float32").sha256
 
 
 @pytest.mark.parametrize("own_projections", [False, True])

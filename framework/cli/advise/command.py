@@ -171,7 +171,11 @@ def _read_acceptances(args: argparse.Namespace, source: str, remarks: Remarks) -
         kind = "two scrapes of counters" if before else "a log, metrics or responses"
         raise UsageError(f"{source} has no acceptance in a known format of {kind} (see crossdraft list engines)")
     remarks.of_source(content)
-    if "prompt-lookup" in (_first(args.drafter), *(acceptance.drafter for acceptance in acceptances)):
+    idle_known = any(acceptance.idle for acceptance in acceptances)
+    if not idle_known and "prompt-lookup" in (
+        _first(args.drafter),
+        *(acceptance.drafter for acceptance in acceptances),
+    ):
         remarks.warn(
             f"{source}: engines count steps with a draft only, and prompt-lookup often has none: its gain is smaller"
         )
@@ -293,7 +297,7 @@ def _settings(args: argparse.Namespace, groups: dict[str, list[Candidate]], size
 
 
 def check_servable(models: set[str]) -> None:
-    """Raise UsageError for a draft model on disk that engines load without its embedding and without an error."""
+    """Raise UsageError for a draft model on disk without its embedding, which engines cannot load."""
     from ...models.resolve import resolve
     from ...models.shared_embedding import shared_embedding_of
 
@@ -303,6 +307,6 @@ def check_servable(models: set[str]) -> None:
         if (shared := shared_embedding_of(resolve(name).path)) is not None:
             raise UsageError(
                 f"--export {name}: its directory lacks the token embedding, which it shares with {shared['model']}, "
-                "and engines load it without an error and accept nothing; run crossdraft export-model draft-model "
+                "so engines cannot load it; run crossdraft export-model draft-model "
                 f"{name} --target {shared['model']} --out DIR, and add --draft-path DIR"
             )

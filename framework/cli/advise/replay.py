@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ... import plugins
 from ...errors import UsageError
 from ..baseline_responses import baseline_responses, log
 from ..trust_args import trusted_with_drafter
@@ -73,6 +74,7 @@ def replayed_acceptances(args: argparse.Namespace, remarks: Remarks) -> list[Acc
         sampling=sampling,
         target=args.target or reader.target,
         trust_remote_code=consent,
+        drafter_options=_drafter_options(args, remarks),
     )
     pairs = sum(len(candidate.verifiers) for candidate in candidates)
     log(f"replaying {len(candidates)} drafters, {pairs} pairs, gamma 1 to {MAX_GAMMA}, without decoding")
@@ -98,6 +100,18 @@ def replayed_acceptances(args: argparse.Namespace, remarks: Remarks) -> list[Acc
     ]
 
 
+def _drafter_options(args: argparse.Namespace, remarks: Remarks) -> Mapping[str, Mapping[str, Any]]:
+    """Options with which drafters draft as those of the engine of --export."""
+    definition = plugins.get("engines", args.export).counters if args.export else None
+    if definition is None:
+        return {}
+    for drafter, options in definition.drafter_options.items():
+        if any(drafter in text for text in args.drafter):
+            listed = ", ".join(f"{key}: {value}" for key, value in options.items())
+            remarks.assume(f"{drafter} drafts as in {definition.engine}, {listed}, unless its options set that")
+    return definition.drafter_options
+
+
 def _of_candidate(
     candidate: Candidate, name: str, temperature: float | None, sampling: Sampling | None, remarks: Remarks
 ) -> Iterator[Acceptance]:
@@ -107,6 +121,8 @@ def _of_candidate(
     cls, config = candidate.drafter
     traits = cls.traits(config, sampling or Sampling())
     options = config.model_dump(exclude_unset=True, mode="json")
+    if cls.name == "prompt-lookup":
+        options["match"] = config.match
     for (verifier, k), tally in candidate.tallies.items():
         if k > 1:
             remarks.warn(

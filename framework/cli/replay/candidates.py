@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...contracts.sampling import Sampling
@@ -75,6 +76,7 @@ def candidates_of(
     dtype: str = "auto",
     device: str = "auto",
     trust_remote_code: Collection[str] = (),
+    drafter_options: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> list[Candidate]:
     """Build the candidates, in the order of the options; models are loaded when responses are replayed.
 
@@ -83,6 +85,7 @@ def candidates_of(
         sampling: of the responses; None = unknown, an error for drafters with a model.
         target: its name; empty if not required.
         dtype, device, trust_remote_code: see `Target`.
+        drafter_options: defaults of an engine by drafter (`CounterDefinition.drafter_options`).
 
     Raises:
         UsageError: a drafter, verifier or policy that cannot be replayed.
@@ -105,7 +108,8 @@ def candidates_of(
         title = strategy.title if strategy.title not in candidates else text
         if title in candidates:
             raise UsageError(f"--drafter {text} is given twice")
-        cls, config = configured("drafters", {"name": strategy.name, **strategy.config})
+        options = drafter_options.get(strategy.name, {})
+        cls, config = configured("drafters", {"name": strategy.name, **options, **strategy.config})
         lengths = (config.gamma,) if "gamma" in strategy.config else tuple(gammas)
         if max(lengths) > MOST_REPLAYED or min(lengths) < 1:
             raise UsageError(f"--drafter {text}: gamma must be from 1 to {int(MOST_REPLAYED)}")
@@ -121,8 +125,8 @@ def candidates_of(
         if free := model_free.is_model_free(cls, config, params):
             scores_of = partial(_without_model, drafter, max(lengths), params)
         else:
-            options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-            shared = shared or SharedPasses(_target(title, target, sampling, options))
+            loading = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+            shared = shared or SharedPasses(_target(title, target, sampling, loading))
             sequences = max((k for values in rules.values() for k in values), default=1)
             index = shared.add(ScoringRequest(drafter, max(lengths), sequences if sequences > 1 else 0, tops))
             scores_of = partial(shared.scores, index)

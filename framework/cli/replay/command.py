@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import UsageError, quoted
+from ...metrics.counter_definitions import DEFINITIONS
 from ...util.limits import MOST_REPLAYED, MOST_SEQUENCES
 from ...util.output_files import check_output
 from ..baseline_responses import log
@@ -54,6 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="length policy: static, oracle, heuristic, heuristic:START or confidence:0.2,0.4 (thresholds); all but "
         "static use the greatest gamma (repeatable; static)",
+    )
+    parser.add_argument(
+        "--as",
+        dest="engine",
+        choices=tuple(DEFINITIONS),
+        help="also compute the counters that this engine would report for the responses (docs/engines.md)",
     )
     parser.add_argument("--k", metavar="LIST", help="numbers of i.i.d. sequences (default: the drafter's K)")
     parser.add_argument(
@@ -127,6 +134,10 @@ def main(args: argparse.Namespace) -> int:
     if first is None:
         raise UsageError(f"{', '.join(map(quoted, args.sources))}: no responses to replay")
     sampling = sampling or first.sampling
+    definition = DEFINITIONS.get(args.engine)
+    policies = args.policy or ["static"]
+    if definition is not None and policies != ["static"]:
+        raise UsageError(f"--as {args.engine} and --policy cannot be combined; remove one of them")
     candidates = candidates_of(
         args.drafter,
         args.verifier,
@@ -134,12 +145,20 @@ def main(args: argparse.Namespace) -> int:
         ks=ks,
         sampling=sampling,
         target=args.target or reader.target,
-        policies=args.policy or ["static"],
+        policies=policies,
         dtype=args.dtype,
         device=args.device,
         trust_remote_code=consent,
+        drafter_options=definition.drafter_options if definition is not None else {},
     )
-    result = replay(check_same_sampling(chain([first], responses), sampling), candidates, out)
+    for candidate in candidates:
+        if definition is not None and any(k > 1 for ks in candidate.verifiers.values() for k in ks):
+            raise UsageError(
+                f"--as {args.engine}: drafter '{candidate.title}' drafts several sequences, and engines count one; "
+                "use --k 1"
+            )
+    all_responses = check_same_sampling(chain([first], responses), sampling)
+    result = replay(all_responses, candidates, out, definition=definition)
     if result.log_p.warning:
         log(f"warning: {result.log_p.warning}")
     if args.json:

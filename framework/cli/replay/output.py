@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ...contracts.sampling import Sampling
+from ...metrics.counter_definitions import CounterDefinition
 from ...metrics.intervals import Estimate
 from ...replay.aggregate import MAX_GROUPS, Row, Tally, difference
 from ...replay.replay import Candidate, ReplayResult
@@ -56,12 +57,16 @@ def tables(result: ReplayResult, sampling: Sampling | None, assumed: Mapping[str
     prompts = f"{len(result.groups.category)} prompts{grouped}"
     head = f"{result.responses} responses, {result.tokens} tokens, {prompts}, {setting}"
     parts = [head, _efficiency(result), _acceptance(result)]
+    if result.definition is not None:
+        parts.append(_engine_counts(result, result.definition))
     if len(result.groups.by_category) > 1:
         parts.append(_categories(result))
     notes = [
         "block efficiency: tokens per target call in steps where a draft of gamma tokens fits [95 % interval over "
         "prompts; the responses are fixed]",
     ]
+    if result.definition is not None:
+        notes += _engine_notes(result, result.definition)
     if any("oracle" in candidate.title for candidate in result.candidates):
         notes.append("oracle: drafts exactly the tokens that are accepted; an upper bound")
     notes += [f"{count} responses {assumption}" for assumption, count in assumed.items()]
@@ -110,6 +115,45 @@ def _acceptance(result: ReplayResult) -> str:
     return tabulated(columns, [row + [""] * (len(columns) - len(row)) for row in rows], "simple")
 
 
+def _engine_counts(result: ReplayResult, definition: CounterDefinition) -> str:
+    ratios = {definition.length: "length", definition.rate: "rate", definition.tokens_per_step: "tokens_per_step"}
+    ratios.pop("", None)
+    columns = {"drafter": "left", "verifier": "left", "gamma": "right", **dict.fromkeys(ratios, "right")}
+    columns |= {"drafts": "right", "draft tokens": "right", "accepted": "right", "accepted by position": "left"}
+    rows = []
+    for candidate, verifier, _, gamma in keys(result):
+        counts = candidate.counts[verifier, gamma]
+        values = [getattr(counts, name) for name in ratios.values()]
+        cells = ["" if value is None else f"{value:.3f}" for value in values]
+        cells += [_count(value) for value in (counts.drafts, counts.draft_tokens, counts.accepted)]
+        rows.append([candidate.title, verifier, str(gamma), *cells, ", ".join(map(_count, counts.per_position))])
+    return tabulated(columns, rows, "simple")
+
+
+def _count(value: float) -> str:
+    """An expected count, without decimals if it is whole."""
+    return f"{value:.0f}" if abs(value - round(value)) < 1e-6 else f"{value:.1f}"
+
+
+def _engine_notes(result: ReplayResult, definition: CounterDefinition) -> list[str]:
+    source = "as measured" if definition.measured else "as read from its source code"
+    steps = "all steps after the prefill" if definition.idle_steps else "steps with a draft"
+    past = "counted" if definition.accepted == "all" else "not counted"
+    notes = [
+        f"counters as of {definition.engine} {definition.version}, {source}: of {steps}; tokens accepted past the end "
+        f"of a response are {past} (docs/engines.md)"
+    ]
+    unknown = max(
+        (counts.unknown for candidate in result.candidates for counts in candidate.counts.values()), default=0
+    )
+    if unknown:
+        notes.append(
+            f"up to {_count(unknown)} drafted tokens lie past the end of a response, and {definition.engine} accepts "
+            "some of them; record the 'continuation' of the responses to count those"
+        )
+    return notes
+
+
 def _categories(result: ReplayResult) -> str:
     names = list(result.groups.by_category)
     columns = {"drafter": "left", "verifier": "left", "gamma": "right"} | dict.fromkeys(names, "left")
@@ -141,6 +185,8 @@ def as_json(result: ReplayResult, sampling: Sampling | None, assumed: Mapping[st
             for kind, (other, value) in differences(result, key).items()
         }
         fields["by_category"] = {name: _numbers(tally.row(gamma, name)) for name in tally.categories}
+        if result.definition is not None:
+            fields["counters"] = _counters(key)
         rows.append(fields)
     return json.dumps(
         {
@@ -149,6 +195,7 @@ def as_json(result: ReplayResult, sampling: Sampling | None, assumed: Mapping[st
             "prompts": len(result.groups.category),
             "sampling": sampling.model_dump() if sampling else None,
             "assumed": dict(assumed),
+            "as": result.definition.engine if result.definition else None,
             "warnings": [result.log_p.warning] if result.log_p.warning else [],
             "rows": rows,
         },
@@ -169,12 +216,32 @@ def as_csv(result: ReplayResult) -> str:
             fields = _key_fields(key) | {"category": category} | numbers
             fields |= {f"block_efficiency{'' if end == 'value' else '_' + end}": value for end, value in spread.items()}
             fields |= {f"{name}_{i}": value for name, values in kinds.items() for i, value in enumerate(values, 1)}
+            if result.definition is not None and not category:
+                counters = _counters(key)
+                by_position = enumerate(counters.pop("accepted_per_position"), 1)
+                fields |= counters | {f"accepted_{i}": value for i, value in by_position}
             rows.append(fields)
     text = io.StringIO()
     writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
+
+
+def _counters(key: Key) -> dict[str, Any]:
+    """Counters as of an engine."""
+    candidate, verifier, _, gamma = key
+    counts = candidate.counts[verifier, gamma]
+    return {
+        "drafts": counts.drafts,
+        "draft_tokens": counts.draft_tokens,
+        "accepted_tokens": counts.accepted,
+        "accepted_per_position": counts.per_position.tolist(),
+        "acceptance_length": counts.length,
+        "acceptance_rate": counts.rate,
+        "tokens_per_step": counts.tokens_per_step,
+        "unknown_past_end": counts.unknown,
+    }
 
 
 def _key_fields(key: Key) -> dict[str, Any]:

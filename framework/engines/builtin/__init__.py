@@ -7,6 +7,9 @@ from ...contracts.hookspecs import Register, hookimpl
 def crossdraft_register_engines(register: Register) -> None:
     register("vllm", f"{__name__}.vllm:Vllm", summary="log, counters and responses; --speculative-config")
     register(
+        "vllm-cpu", f"{__name__}.vllm:VllmCpu", summary="--speculative-config for CPUs, without block verification"
+    )
+    register(
         "vllm-synthetic",
         f"{__name__}.vllm:VllmSynthetic",
         summary="--speculative-config with synthetic acceptance, to time a schedule",

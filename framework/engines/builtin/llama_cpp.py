@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import ClassVar
 
+from ...metrics.counter_definitions import DEFINITIONS
 from ..acceptance import Acceptance
 from ..engine import Engine, Schedule, Settings
 from ..engine_log import Source
@@ -28,16 +29,18 @@ _RATES = re.compile(r"acc per pos = \(([^()]*)\)\s*")
 
 class LlamaCpp(Engine):
     name = "llama.cpp"
-    read_from = "llama.cpp b10991"
+    read_from = "llama.cpp, commit 0c1e57098bba"
+    counters = DEFINITIONS["llama.cpp"]
     methods: ClassVar[Mapping[str, str]] = {
         "draft-model": "draft-simple",
         "prompt-lookup": "ngram-simple",
+        "ngram-simple": "ngram-simple",  # of plugins/crossdraft-llamacpp
         "eagle3": "draft-eagle3",
         "mtp": "draft-mtp",
     }
 
     def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
-        acceptances = spec_decode("llamacpp:", source, earlier)
+        acceptances = spec_decode(DEFINITIONS["llama.cpp"], source, earlier)
         if earlier is not None:
             return acceptances
         return acceptances + from_windows(_windows(source), source, "responses")
@@ -50,10 +53,13 @@ class LlamaCpp(Engine):
             return Settings(shell(["--spec-type", "none"]))
         acceptance = schedule.acceptance
         method = needs_method(self, acceptance)
+        sizes = ngram_sizes(acceptance)
+        if acceptance.drafter == "ngram-simple":
+            sizes = dict.fromkeys(sizes, int(acceptance.options.get("n", 3)))
         words = ["--spec-type", method]
         if method == "ngram-simple":
             # Its draft length is the size of the m-gram; the lookup n-gram has a fixed size.
-            words += ["--spec-ngram-simple-size-n", str(ngram_sizes(acceptance)["max"])]
+            words += ["--spec-ngram-simple-size-n", str(sizes["max"])]
             words += ["--spec-ngram-simple-size-m", str(schedule.gamma)]
         elif acceptance.model or method != "draft-mtp":
             words += ["--model-draft", needs_model(self, acceptance)]
@@ -61,7 +67,6 @@ class LlamaCpp(Engine):
         if method != "ngram-simple":
             words += ["--spec-draft-p-min", "0"]  # full-length drafts, as measured
         remarks = list(length_remarks(schedule))
-        sizes = ngram_sizes(acceptance)
         if method == "ngram-simple" and sizes["min"] != sizes["max"]:
             remarks.append(
                 f"it looks up suffixes of {sizes['max']} tokens only, not of {sizes['min']} to {sizes['max']}"

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import ClassVar
 
+from ...metrics.counter_definitions import DEFINITIONS
 from ..acceptance import Acceptance
 from ..engine import Engine, Schedule, Settings
 from ..engine_log import Source
@@ -31,6 +32,7 @@ _EAGLE = ("EAGLE", "EAGLE3", "NEXTN")
 class Sglang(Engine):
     name = "sglang"
     read_from = "SGLang main, commit 015c872628e3"
+    counters = DEFINITIONS["sglang"]
     methods: ClassVar[Mapping[str, str]] = {
         "draft-model": "STANDALONE",
         "prompt-lookup": "NGRAM",

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import yaml
 
+from ...metrics.counter_definitions import DEFINITIONS
 from ..acceptance import Acceptance
 from ..engine import Engine, Schedule, Settings
 from ..settings import length_remarks, needs_method, needs_model, ngram_sizes, only_point_masses
@@ -18,6 +19,7 @@ from ..settings import length_remarks, needs_method, needs_model, ngram_sizes, o
 class TensorRtLlm(Engine):
     name = "tensorrt-llm"
     read_from = "TensorRT-LLM main, commit 000439672005"
+    counters = DEFINITIONS["tensorrt-llm"]
     methods: ClassVar[Mapping[str, str]] = {
         "draft-model": "DraftTarget",
         "prompt-lookup": "NGram",

@@ -10,14 +10,17 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from ...metrics.counter_definitions import DEFINITIONS
 from ..acceptance import Acceptance
 from ..engine import Engine, Schedule, Settings
 from ..engine_log import Source
 from ..histograms import per_request
 from ..log_windows import Window, from_windows
 from ..prometheus import spec_decode
-from ..settings import length_remarks, needs_method, needs_model, ngram_sizes, shell
+from ..settings import length_remarks, needs_method, needs_model, ngram_sizes, only_point_masses, shell
 
+#: Methods that model runner V1 serves on every platform; they draft greedily, and block verification is ignored.
+_V1_METHODS = ("medusa",)
 _MARK = "SpecDecoding metrics: "
 #: Required fields of a log line; the last one shows that it is not truncated.
 _FIELDS = {
@@ -32,6 +35,7 @@ _FIELDS = {
 class Vllm(Engine):
     name = "vllm"
     read_from = "vLLM main, commit 002e77c1f0ef"
+    counters = DEFINITIONS["vllm"]
     methods: ClassVar[Mapping[str, str]] = {
         "draft-model": "draft_model",
         "prompt-lookup": "ngram",
@@ -42,7 +46,7 @@ class Vllm(Engine):
     }
 
     def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
-        acceptances = spec_decode("vllm:", source, earlier)
+        acceptances = spec_decode(DEFINITIONS["vllm"], source, earlier)
         if earlier is not None:
             return acceptances
         acceptances += from_windows((_window(source, n, line) for n, line in source.lines() if _MARK in line), source)
@@ -55,6 +59,8 @@ class Vllm(Engine):
         reason = super().cannot(acceptance)
         if reason is None and acceptance.verifier not in ("", "token", "block", "greedy", "sample-match"):
             reason = f"it supports token and block verification, not {acceptance.verifier}"
+        if reason is None and self.methods.get(acceptance.drafter) in _V1_METHODS:
+            reason = only_point_masses(acceptance, f"vLLM's {acceptance.drafter}")
         return reason
 
     def scheduled(self, acceptance: Acceptance) -> bool:
@@ -66,7 +72,14 @@ class Vllm(Engine):
         remarks = list(length_remarks(schedule))
         if len(schedule.ranges) > 1:
             remarks.append("vLLM ignores the schedule with --data-parallel-size above 1")
-        return Settings(shell(["--speculative-config", json.dumps(self._config(schedule))]), tuple(remarks))
+        config = self._config(schedule)
+        if config.get("rejection_sample_method") == "block":
+            remarks.append(
+                "on CPUs, and with VLLM_USE_V2_MODEL_RUNNER=0, vLLM verifies token by token with greedy drafts "
+                "instead, without a warning; --export vllm-cpu predicts that"
+            )
+        remarks += _match_remarks(schedule.acceptance)
+        return Settings(shell(["--speculative-config", json.dumps(config)]), tuple(remarks))
 
     def _config(self, schedule: Schedule) -> dict[str, Any]:
         acceptance = schedule.acceptance
@@ -84,11 +97,32 @@ class Vllm(Engine):
             config |= {f"prompt_lookup_{end}": n for end, n in ngram_sizes(acceptance).items()}
         if schedule.greedy:
             return config
-        if acceptance.verifier == "block":
+        if acceptance.verifier == "block" and acceptance.point_mass is not True:  # equal on point masses
             config["rejection_sample_method"] = "block"
         if schedule.sampled:
             config["draft_sample_method"] = "probabilistic"
         return config
+
+
+class VllmCpu(Vllm):
+    """vLLM on CPUs, whose model runner V1 ignores block verification."""
+
+    name = "vllm-cpu"
+
+    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
+        return []  # `Vllm` reads this format
+
+    def cannot(self, acceptance: Acceptance) -> str | None:
+        reason = super().cannot(acceptance)
+        if (
+            reason is None
+            and acceptance.verifier == "block"
+            and not (acceptance.point_mass or acceptance.temperature == 0)
+        ):
+            reason = (
+                "its model runner V1 verifies token by token and drafts greedily if block verification is requested"
+            )
+        return reason
 
 
 class VllmSynthetic(Vllm):
@@ -108,8 +142,21 @@ class VllmSynthetic(Vllm):
             "synthetic_acceptance_rates": list(schedule.acceptance.cut(schedule.gamma).marginal),
         }
         config.pop("draft_sample_method", None)
-        remark = "the acceptance is synthetic: the output is not the target's"
-        return Settings(shell(["--speculative-config", json.dumps(config)]), (remark,))
+        remarks = (
+            "the acceptance is synthetic: the output is not the target's",
+            "on CPUs, vLLM stops with an AssertionError at synthetic acceptance; use a GPU",
+        )
+        return Settings(shell(["--speculative-config", json.dumps(config)]), remarks)
+
+
+def _match_remarks(acceptance: Acceptance) -> tuple[str, ...]:
+    """Remark on an acceptance that was measured with another match of the n-gram than vLLM's."""
+    options = DEFINITIONS["vllm"].drafter_options.get(acceptance.drafter, {})
+    if acceptance.drafter != "prompt-lookup" or acceptance.options.get("match", "latest") == options["match"]:
+        return ()
+    if not acceptance.options:
+        return ()  # counters of an engine
+    return ("vLLM copies the earliest match, and the acceptance was measured with the latest; use match: first",)
 
 
 def _window(source: Source, number: int, line: str) -> Window:

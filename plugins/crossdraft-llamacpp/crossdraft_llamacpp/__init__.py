@@ -1,4 +1,4 @@
-"""Registration of llama.cpp: a backend for GGUF models, and its server as the engine of a recipe."""
+"""Registration of llama.cpp: a backend for GGUF models, its server as an engine, and its n-gram drafter."""
 
 from crossdraft import Register, hookimpl
 
@@ -13,3 +13,8 @@ def crossdraft_register_backends(register: Register) -> None:
 @hookimpl
 def crossdraft_register_servers(register: Register) -> None:
     register("llama.cpp", "crossdraft_llamacpp.server:LlamaServer", summary="llama-server, started or running")
+
+
+@hookimpl
+def crossdraft_register_drafters(register: Register) -> None:
+    register("ngram-simple", "crossdraft_llamacpp.ngram_simple:NgramSimple", summary="the n-gram drafting of llama.cpp")
