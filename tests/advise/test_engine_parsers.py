@@ -1,6 +1,6 @@
 """Exported settings given to the engines themselves: vLLM's configuration and llama-server's arguments.
 
-    CROSSDRAFT_VLLM=/path/to/vllm-env/bin/python CROSSDRAFT_LLAMA_SERVER=/path/to/llama-server pytest -m engine tests
+    CROSSDRAFT_VLLM_PYTHON=/path/to/vllm-env/bin/python CROSSDRAFT_LLAMA_SERVER=/path/to/llama-server pytest -m engine tests
 
 vLLM runs on a CPU here. The models are those of plugins/crossdraft-smollm2.
 """
@@ -75,9 +75,9 @@ if __name__ == "__main__":
 
 def vllm(script: str, *arguments: str, directory: Path) -> str:
     """Run a script in vLLM's environment and return all of its output."""
-    python = os.environ.get("CROSSDRAFT_VLLM")
+    python = os.environ.get("CROSSDRAFT_VLLM_PYTHON")
     if not python:
-        pytest.skip("CROSSDRAFT_VLLM is not set")
+        pytest.skip("CROSSDRAFT_VLLM_PYTHON is not set")
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
     environment.pop("PYTHONPATH", None)
     if (openmp := Path(python).parents[1] / "lib" / "libiomp5.so").exists():
