@@ -1,6 +1,7 @@
 """Exported settings given to the engines themselves: vLLM's configuration and llama-server's arguments.
 
-    CROSSDRAFT_VLLM_PYTHON=/path/to/vllm-env/bin/python CROSSDRAFT_LLAMA_SERVER=/path/to/llama-server pytest -m engine tests
+    export CROSSDRAFT_VLLM_PYTHON=/path/to/vllm-env/bin/python CROSSDRAFT_LLAMA_SERVER=/path/to/llama-server
+    pytest -m engine tests
 
 vLLM runs on a CPU here. The models are those of plugins/crossdraft-smollm2.
 """

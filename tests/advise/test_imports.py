@@ -142,20 +142,20 @@ def totals(generated: float, finished: float) -> str:
 
 def test_steps_without_a_draft_follow_from_the_generated_tokens() -> None:
     """400 drafts accept 400 tokens; 20 requests of 1,020 tokens need 600 steps after their prefill."""
-    found = one("vllm", VLLM_SCRAPE + totals(1020, 20))
+    acceptance = one("vllm", VLLM_SCRAPE + totals(1020, 20))
     drafts, accepted = 400, sum(one("vllm", VLLM_SCRAPE).rows[0][1:])
     steps = 1020 - 20 - accepted
-    assert (found.drafts, found.idle) == (steps, pytest.approx(1 - drafts / steps))
-    assert found.marginal[0] == one("vllm", VLLM_SCRAPE).marginal[0] * drafts / steps
-    assert f"{steps - drafts:.0f} of {steps:.0f} steps had no draft" in found.remarks
-    assert found.block_efficiency().value == pytest.approx(1000 / steps)
+    assert (acceptance.drafts, acceptance.idle) == (steps, pytest.approx(1 - drafts / steps))
+    assert acceptance.marginal[0] == one("vllm", VLLM_SCRAPE).marginal[0] * drafts / steps
+    assert f"{steps - drafts:.0f} of {steps:.0f} steps had no draft" in acceptance.remarks
+    assert acceptance.block_efficiency().value == pytest.approx(1000 / steps)
 
 
 def test_tokens_past_the_end_are_noted() -> None:
     accepted = sum(one("vllm", VLLM_SCRAPE).rows[0][1:])
-    found = one("vllm", VLLM_SCRAPE + totals(400 + accepted + 20 - 6, 20))
-    assert found.marginal == one("vllm", VLLM_SCRAPE).marginal and not found.idle
-    assert found.remarks == (f"about 6 of {accepted:.0f} accepted tokens lie past the end of a response",)
+    acceptance = one("vllm", VLLM_SCRAPE + totals(400 + accepted + 20 - 6, 20))
+    assert acceptance.marginal == one("vllm", VLLM_SCRAPE).marginal and not acceptance.idle
+    assert acceptance.remarks == (f"about 6 of {accepted:.0f} accepted tokens lie past the end of a response",)
     assert not read("vllm", totals(1000, 10))
 
 
@@ -169,9 +169,9 @@ def test_counters_of_a_real_run_of_vllm() -> None:
         rows.append(f'{stem}accepted_tokens_per_pos_total{{position="{i}"}} {count}')
     tokens = sum(len(response["tokens"]) for response in recorded["responses"])
     rows += [f"vllm:generation_tokens_total {tokens}", f"vllm:request_success_total {len(recorded['responses'])}"]
-    found = one("vllm", "\n".join(rows) + "\n")
-    assert found.drafts is not None and 175 <= found.drafts <= 182
-    assert found.idle == pytest.approx(1 - 83 / found.drafts)
+    acceptance = one("vllm", "\n".join(rows) + "\n")
+    assert acceptance.drafts is not None and 175 <= acceptance.drafts <= 182
+    assert acceptance.idle == pytest.approx(1 - 83 / acceptance.drafts)
 
 
 def test_responses_of_vllm() -> None:

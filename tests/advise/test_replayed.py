@@ -72,7 +72,7 @@ def test_acceptance_by_draft_length(models: dict[str, str], tmp_path: Path, caps
         assert (item.drafter, item.verifier, item.temperature, len(item.rows)) == ("prompt-lookup", "greedy", 0, 5)
 
 
-def test_an_export_is_priced_with_the_engines_own_drafts(tmp_path: Path, capsys: Any) -> None:
+def test_export_is_priced_with_the_engines_own_drafts(tmp_path: Path, capsys: Any) -> None:
     """The earliest match, which vLLM copies, is followed by more tokens in this periodic text than the latest."""
     path = tmp_path / "responses.jsonl"
     prompt = [5, 6, 7, *[5, 6, 8] * 6]
@@ -85,9 +85,9 @@ def test_an_export_is_priced_with_the_engines_own_drafts(tmp_path: Path, capsys:
     speed_ups = {}
     for match in ("", ", match: first", ", match: latest"):
         drafter = f"{{name: prompt-lookup, max_ngram: 2, min_ngram: 2{match}}}"
-        found, _ = advised(capsys, *options, "--drafter", drafter, "--batch-size", "1", "--export", "vllm")
-        speed_ups[match] = found["advice"][0]["best"]["speed_up"]["value"]
-        assert any("earliest match" in remark for remark in found["remarks"]["settings"]) == ("latest" in match)
+        report, _ = advised(capsys, *options, "--drafter", drafter, "--batch-size", "1", "--export", "vllm")
+        speed_ups[match] = report["advice"][0]["best"]["speed_up"]["value"]
+        assert any("earliest match" in remark for remark in report["remarks"]["settings"]) == ("latest" in match)
     assert speed_ups[""] == speed_ups[", match: first"] > speed_ups[", match: latest"]
 
 

@@ -188,7 +188,7 @@ def test_other_loaders_refuse_a_model_without_its_embedding(student: Path) -> No
         load_model(str(student))
 
 
-def test_a_model_without_its_embedding_in_the_layout_of_earlier_versions(student: Path) -> None:
+def test_model_without_its_embedding_in_the_layout_of_earlier_versions(student: Path) -> None:
     new = load_model(str(student), dtype="float32")
     assert not hasattr(new.model.config, "transformers_weights")
     (student / COMPACT_WEIGHTS).rename(student / "model.safetensors")

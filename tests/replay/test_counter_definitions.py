@@ -62,9 +62,9 @@ def test_there_are_recordings_of_every_measured_definition() -> None:
 @pytest.mark.parametrize("name", [name for name, fixture in RECORDED.items() if "model" not in fixture["drafter"]])
 def test_replay_computes_the_counters_of_an_n_gram_drafter(name: str, tmp_path: Path, capsys: Any) -> None:
     fixture = RECORDED[name]
-    found = counters(capsys, write_responses(tmp_path / "responses.jsonl", fixture), fixture)
-    assert {key: found[key] for key in fixture["counters"]} == fixture["counters"]
-    assert found["unknown_past_end"] == 0
+    counts = counters(capsys, write_responses(tmp_path / "responses.jsonl", fixture), fixture)
+    assert {key: counts[key] for key in fixture["counters"]} == fixture["counters"]
+    assert counts["unknown_past_end"] == 0
 
 
 @pytest.mark.parametrize("name", [name for name, fixture in RECORDED.items() if "model" in fixture["drafter"]])
@@ -78,8 +78,8 @@ def test_counters_follow_from_the_agreement_of_drafts_and_text(name: str) -> Non
         agreement = np.array(response["agreement"] + [0] * (rows - size))
         survival = (agreement[:, None] >= np.arange(1, gamma + 1)).astype(float)
         counts.add(survival, np.full(rows, gamma), size, fixture["max_tokens"])
-    found = [counts.drafts, counts.draft_tokens, counts.accepted, counts.per_position.tolist()]
-    assert found == list(fixture["counters"].values())
+    counts = [counts.drafts, counts.draft_tokens, counts.accepted, counts.per_position.tolist()]
+    assert counts == list(fixture["counters"].values())
 
 
 @pytest.mark.engine
@@ -88,17 +88,17 @@ def test_replay_computes_the_counters_of_a_drafter_with_a_model(name: str, tmp_p
     pytest.importorskip("crossdraft_smollm2")
     fixture = RECORDED[name]
     responses = write_responses(tmp_path / "responses.jsonl", fixture)
-    found = counters(capsys, responses, fixture, "--target", fixture["target"], "--dtype", "float32")
-    assert {key: found[key] for key in fixture["counters"]} == fixture["counters"]
+    counts = counters(capsys, responses, fixture, "--target", fixture["target"], "--dtype", "float32")
+    assert {key: counts[key] for key in fixture["counters"]} == fixture["counters"]
 
 
 def test_tokens_past_the_end_are_bounded_without_a_continuation(tmp_path: Path, capsys: Any) -> None:
     fixture = RECORDED["vllm-ngram"]
     whole = fixture["counters"]
-    found = counters(capsys, write_responses(tmp_path / "responses.jsonl", fixture, continuation=False), fixture)
-    assert found["drafts"] == whole["drafts"] and found["draft_tokens"] == whole["draft_tokens"]
-    missing = whole["accepted_tokens"] - found["accepted_tokens"]
-    assert 0 < missing <= found["unknown_past_end"]
+    counts = counters(capsys, write_responses(tmp_path / "responses.jsonl", fixture, continuation=False), fixture)
+    assert counts["drafts"] == whole["drafts"] and counts["draft_tokens"] == whole["draft_tokens"]
+    missing = whole["accepted_tokens"] - counts["accepted_tokens"]
+    assert 0 < missing <= counts["unknown_past_end"]
 
 
 def test_crossdrafts_own_numbers_do_not_depend_on_the_continuation(tmp_path: Path, capsys: Any) -> None:
@@ -149,8 +149,8 @@ def test_expected_counts_are_those_of_simulated_steps() -> None:
     assert counts.per_position == pytest.approx(accepted / runs, rel=0.05)
 
 
-def test_the_table_names_the_numbers_as_the_engine_does(tmp_path: Path, capsys: Any) -> None:
-    """`prompt-lookup` copies the earliest match as vLLM does, unless its options say otherwise."""
+def test_table_names_the_numbers_as_the_engine_does(tmp_path: Path, capsys: Any) -> None:
+    """`prompt-lookup` copies the earliest match as vLLM does, unless its options set otherwise."""
     fixture = RECORDED["vllm-ngram"]
     responses = str(write_responses(tmp_path / "responses.jsonl", fixture, continuation=False))
     tables = {}
@@ -167,7 +167,7 @@ def test_the_table_names_the_numbers_as_the_engine_does(tmp_path: Path, capsys: 
     assert float(first["drafts"]) == fixture["counters"]["drafts"]
 
 
-def test_what_engines_do_not_draft_is_refused(tmp_path: Path, capsys: Any) -> None:
+def test_unsupported_drafters_are_refused(tmp_path: Path, capsys: Any) -> None:
     responses = str(write_responses(tmp_path / "responses.jsonl", RECORDED["vllm-ngram"]))
     argv = ["replay", responses, "--drafter", "prompt-lookup", "--as", "vllm", "--policy", "oracle"]
     assert cli.main(argv) == 2

@@ -34,21 +34,21 @@ def read_settings(variable: str = VARIABLE, *, load_drafter: bool = True) -> Set
 def parse_settings(text: str, variable: str = VARIABLE, load_drafter: bool = True) -> Settings:
     """Validate the JSON object ``text``, the value of ``variable``, see `read_settings`."""
     try:
-        given = json.loads(text)
+        values = json.loads(text)
     except ValueError as error:
         raise UsageError(
             f"{variable}={text!r} is not valid JSON ({error}); "
             'write, for example, {"drafter": {"name": "prompt-lookup", "gamma": 4}, "verifier": "block"}'
         ) from None
-    if not isinstance(given, dict) or not given or set(given) - set(KEYS):
+    if not isinstance(values, dict) or not values or set(values) - set(KEYS):
         raise UsageError(
             f"{variable}={text!r} is not an object with the keys 'drafter' and 'verifier'; set one of them, or both"
         )
     try:
-        drafter = given.get("drafter")
+        drafter = values.get("drafter")
         if drafter is not None and load_drafter:
             drafter = _drafter(drafter)
-        verifier = None if given.get("verifier") is None else _verifier(given["verifier"])
+        verifier = None if values.get("verifier") is None else _verifier(values["verifier"])
     except CrossdraftError as error:
         raise UsageError(f"{variable}: {error}") from None
     return Settings(drafter, verifier)

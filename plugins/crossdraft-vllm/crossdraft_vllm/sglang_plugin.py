@@ -6,7 +6,7 @@ The verifier replaces the sampling kernels of chains (``--speculative-eagle-topk
 (``--speculative-use-rejection-sampling``) and of point masses. The drafter replaces the drafts of
 ``--speculative-algorithm NGRAM`` by point-mass chains of the same length. Steps at temperature 0 stay SGLang's.
 
-SGLang logs exceptions of plug-ins and goes on without them, so `register` exits instead.
+SGLang logs exceptions of plug-ins and continues without them, so `register` exits instead.
 """
 
 from __future__ import annotations
@@ -93,17 +93,19 @@ def verification_hook(verifier: Verifier) -> Callable[..., None]:
     """
 
     def verify(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        given = dict(zip(PARAMETERS, args, strict=False)) | kwargs
-        if given["candidates"].shape[1] > 1 and bool((given["retrive_next_sibling"] >= 0).any()):
+        arguments = dict(zip(PARAMETERS, args, strict=False)) | kwargs
+        if arguments["candidates"].shape[1] > 1 and bool((arguments["retrive_next_sibling"] >= 0).any()):
             return original(*args, **kwargs)
-        tau, tokens = verify_slots(verifier, given["candidates"], given["target_probs"], given["draft_probs"])
-        index = given["retrive_index"]
+        tau, tokens = verify_slots(
+            verifier, arguments["candidates"], arguments["target_probs"], arguments["draft_probs"]
+        )
+        index = arguments["retrive_index"]
         inside = torch.arange(index.shape[1], device=index.device) <= tau[:, None]
-        given["predicts"][index[inside]] = tokens[inside].to(given["predicts"].dtype)
-        accepted = torch.where(inside, index, -1).to(given["accept_index"].dtype)
-        width = min(accepted.shape[1], given["accept_index"].shape[1])
-        given["accept_index"][:, :width] = accepted[:, :width]
-        given["accept_token_num"].copy_(tau)
+        arguments["predicts"][index[inside]] = tokens[inside].to(arguments["predicts"].dtype)
+        accepted = torch.where(inside, index, -1).to(arguments["accept_index"].dtype)
+        width = min(accepted.shape[1], arguments["accept_index"].shape[1])
+        arguments["accept_index"][:, :width] = accepted[:, :width]
+        arguments["accept_token_num"].copy_(tau)
         return None
 
     return verify
@@ -135,17 +137,17 @@ def drafting_hook(drafter: tuple[Any, Any]) -> Callable[..., tuple[np.ndarray, n
 
     SGLang's drafts have a fixed number of slots, the root included; a shorter chain ends with tokens 0.
     """
-    made: list[DrafterSlots] = []
+    drafters: list[DrafterSlots] = []
 
     def prepare(original: Callable[..., Any], worker: Any, batch: Any) -> tuple[np.ndarray, np.ndarray]:
-        if not made:
-            made.append(DrafterSlots(drafter, _context(worker)))
+        if not drafters:
+            drafters.append(DrafterSlots(drafter, _context(worker)))
         flat, masks = original(worker, batch)
         slots = worker.draft_token_num
         drafts = flat.reshape(-1, slots).copy()
         mask = masks.reshape(-1, slots, slots).copy()
         rows = [_row(request, slots - 1) for request in batch.reqs]
-        chains = made[0].propose(rows, {row.request for row in rows})
+        chains = drafters[0].propose(rows, {row.request for row in rows})
         for index, (row, chain) in enumerate(zip(rows, chains, strict=True)):
             if row.tokens[-1] != drafts[index, 0]:  # the worker's text is ahead of the request's
                 continue

@@ -49,7 +49,7 @@ def test_greedy_in_a_greedy_batch():
 
 
 @pytest.mark.parametrize("verifier", ["block", "token"])
-def test_a_batch_with_a_greedy_row(verifier):
+def test_batch_with_a_greedy_row(verifier):
     sample = plugin.rejection_sample_with(make_verifier(verifier), original)
     seen = set()
     for seed in range(200):
@@ -103,18 +103,18 @@ def uninitialised(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
     return torch.full((num_tokens,), 1.25)
 
 
-def test_the_defect_is_mended(caplog):
+def test_defect_is_mended(caplog):
     sampler = make_sampler(uninitialised)
     plugin._patch(sampler, Settings())
     assert sampler.rejection_sample is original
     with caplog.at_level(logging.WARNING, logger=plugin.logger.name):
-        made = sampler.RejectionSampler("sampler", None, torch.device("cpu"))
-    assert made.created == ("sampler", None, torch.device("cpu"))
+        result = sampler.RejectionSampler("sampler", None, torch.device("cpu"))
+    assert result.created == ("sampler", None, torch.device("cpu"))
     assert sampler.expand_batch_to_tokens is plugin.expand_batch_to_tokens
     assert "returns wrong values on cpu" in caplog.text
 
 
-def test_a_sound_engine_is_left_alone(caplog):
+def test_sound_engine_is_left_alone(caplog):
     def sound(*args: Any, **kwargs: Any):
         return plugin.expand_batch_to_tokens(*args, **kwargs)
 
@@ -124,7 +124,7 @@ def test_a_sound_engine_is_left_alone(caplog):
     assert sampler.expand_batch_to_tokens is sound and not caplog.records
 
 
-def test_a_step_without_drafts_is_not_constrained():
+def test_step_without_drafts_is_not_constrained():
     sampler = make_sampler(uninitialised)
     plugin._patch(sampler, Settings())
     assert sampler.apply_sampling_constraints(torch.empty(0, 4), None, None).shape == (0, 4)
@@ -140,7 +140,7 @@ def test_patches_are_applied_once():
     assert sampler.rejection_sample is patched is not original
 
 
-def test_a_drafter_needs_the_custom_class():
+def test_drafter_needs_the_custom_class():
     sampler = make_sampler(uninitialised)
     plugin._patch(sampler, parse_settings('{"drafter": "prompt-lookup"}'))
     with pytest.raises(UsageError, match="the speculative method is 'ngram'"):
@@ -148,7 +148,7 @@ def test_a_drafter_needs_the_custom_class():
     sampler.RejectionSampler("sampler", SimpleNamespace(method="custom_class"))
 
 
-def test_the_second_model_runner_is_refused(monkeypatch):
+def test_second_model_runner_is_refused(monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(UsageError, match="rejection sampler crossdraft does not replace"):
         plugin._require_first_runner()
@@ -164,9 +164,15 @@ def test_the_second_model_runner_is_refused(monkeypatch):
         (3, {"max_tokens": 10, "min_tokens": 4}, 6, set()),
     ],
 )
-def test_the_row_of_a_request(output, params, limit, stop):
+def test_row_of_a_request(output, params, limit, stop):
     """Fields of vLLM's CachedRequestState and SamplingParams; two of the tokens are new."""
-    given = {"min_tokens": 0, "ignore_eos": False, "eos_token_id": 7, "all_stop_token_ids": {9}} | params
-    state = SimpleNamespace(req_id="r", num_prompt_tokens=5, sampling_params=SimpleNamespace(**given))
-    made = row_of(state, [0] * 32, 5 + output, [1, 2], 20)
-    assert (made.request, made.length, made.prompt_len, made.limit, made.stop) == ("r", 5 + output, 5, limit, stop)
+    fields = {"min_tokens": 0, "ignore_eos": False, "eos_token_id": 7, "all_stop_token_ids": {9}} | params
+    state = SimpleNamespace(req_id="r", num_prompt_tokens=5, sampling_params=SimpleNamespace(**fields))
+    result = row_of(state, [0] * 32, 5 + output, [1, 2], 20)
+    assert (result.request, result.length, result.prompt_len, result.limit, result.stop) == (
+        "r",
+        5 + output,
+        5,
+        limit,
+        stop,
+    )

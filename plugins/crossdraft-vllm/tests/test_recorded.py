@@ -25,7 +25,7 @@ def make_slots(path, lines=None, **options) -> DrafterSlots:
     return DrafterSlots((RecordedResponses, config), context)
 
 
-def test_the_recorded_response_is_drafted(tmp_path):
+def test_recorded_response_is_drafted(tmp_path):
     slots = make_slots(tmp_path / "r.jsonl", gamma=3)
 
     def draft(name: str, tokens: list[int], sampled: int = 1, limit: int = 9) -> list[int]:
@@ -45,12 +45,12 @@ def test_the_recorded_response_is_drafted(tmp_path):
     "line",
     [{"prompt": [1]}, {"prompt": "text", "tokens": [1]}, {"prompt": [1], "tokens": [True]}, [1], {"tokens": [-1]}],
 )
-def test_a_bad_line_is_named(tmp_path, line):
+def test_bad_line_is_named(tmp_path, line):
     with pytest.raises(UsageError, match=r"r.jsonl, line 2: expected"):
         make_slots(tmp_path / "r.jsonl", [RECORDED[0], line])
 
 
-def test_a_missing_file(tmp_path):
+def test_missing_file(tmp_path):
     config = RecordedResponses.Config(responses=str(tmp_path / "none.jsonl"))
     with pytest.raises(UsageError, match="cannot be read"):
         RecordedResponses(config, DraftContext(Sampling(), 1, 9, 10, torch.device("cpu")))

@@ -46,7 +46,7 @@ def refuse(*args, **kwargs):
 
 
 @pytest.mark.parametrize("verifier", ["block", "token"])
-def test_a_row_that_is_known(verifier):
+def test_row_that_is_known(verifier):
     """A target that is certain of its tokens accepts two of three drafted ones in the first row, none in the other."""
     certain = torch.eye(4)
     target = certain[torch.tensor([[1, 2, 0, 3], [2, 0, 1, 3]])]
@@ -59,7 +59,7 @@ def test_a_row_that_is_known(verifier):
 
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("verifier", ["block", "token"])
-def test_the_distribution_is_the_target_s(verifier, sampled):
+def test_distribution_is_that_of_target(verifier, sampled):
     torch.manual_seed(3)
     drafts = [torch.multinomial(q, ROWS, replacement=True) for q in Q] if sampled else [torch.full((ROWS,), 2)] * 2
     candidates = torch.stack([torch.zeros(ROWS, dtype=torch.long), *drafts], 1)
@@ -111,13 +111,13 @@ def test_chains_replace_the_drafts_of_the_worker():
     assert drafts.reshape(2, 4).tolist() == [[6, 5, 6, 0], [9, 0, 0, 0]]
 
 
-def test_a_text_behind_the_worker_keeps_its_draft():
+def test_text_behind_the_worker_keeps_its_draft():
     prepare = plugin.drafting_hook(find_drafter("prompt-lookup"))
 
-    def ahead(worker, batch):
+    def empty_batch(worker, batch):
         return np.array([8, 7, 7, 7]), np.zeros(16, dtype=bool)
 
-    drafts, _ = prepare(ahead, make_worker(), SimpleNamespace(reqs=[request("a", [1, 2, 3, 1], [2])]))
+    drafts, _ = prepare(empty_batch, make_worker(), SimpleNamespace(reqs=[request("a", [1, 2, 3, 1], [2])]))
     assert drafts.tolist() == [8, 7, 7, 7]
 
 

@@ -52,8 +52,8 @@ class Recorder(Drafter):
 
 
 def make_slots(slots: int = SLOTS) -> tuple[DrafterSlots, list[tuple]]:
-    made = DrafterSlots((Recorder, Recorder.Config()), make_context(slots))
-    return made, made.drafter.calls  # type: ignore[attr-defined]
+    drafter_slots = DrafterSlots((Recorder, Recorder.Config()), make_context(slots))
+    return drafter_slots, drafter_slots.drafter.calls  # type: ignore[attr-defined]
 
 
 def row(name: str, tokens: list[int], sampled: int, prompt_len: int = 2, limit: int = 9, stop: tuple = ()) -> Row:
@@ -81,7 +81,7 @@ def test_life_of_a_request():
         ([5, 6, 7, 8], 9, (7,), [], "stop"),  # tokens after the end are not in the text
     ],
 )
-def test_the_end_of_a_response(tokens, limit, stop, draft, reason):
+def test_end_of_a_response(tokens, limit, stop, draft, reason):
     slots, calls = make_slots()
     assert slots.propose([row("a", tokens, 2, limit=limit, stop=stop)], {"a"}) == [draft]
     assert calls[-1][-1] == (7 if stop == (7,) else 8)
@@ -89,7 +89,7 @@ def test_the_end_of_a_response(tokens, limit, stop, draft, reason):
     assert calls[-1][-1] == reason
 
 
-def test_a_prompt_in_chunks_is_not_started():
+def test_prompt_in_chunks_is_not_started():
     slots, calls = make_slots()
     partial = Row("a", [5, 6, 7, 0], 3, 3, [], 9)
     assert slots.propose([partial, row("b", [1, 2, 3], 1)], {"a", "b"}) == [[], [4, 5, 6]]
@@ -105,7 +105,7 @@ def test_rows_move():
     assert [call[0] for call in calls].count("start") == 2
 
 
-def test_an_absent_request_keeps_its_slot_while_there_are_enough():
+def test_absent_request_keeps_its_slot_while_there_are_enough():
     slots, calls = make_slots(2)
     slots.propose([row("a", [5, 6, 7], 1)], {"a"})
     slots.propose([row("b", [1, 2, 3], 1)], {"a", "b"})
@@ -117,7 +117,7 @@ def test_an_absent_request_keeps_its_slot_while_there_are_enough():
     assert calls[-4:-2] == [("free", 1, "abort"), ("start", 1, [1, 2])]  # of c; of b, from its prompt
 
 
-def test_a_changed_text_is_started_again():
+def test_changed_text_is_started_again():
     slots, calls = make_slots()
     slots.propose([row("a", [5, 6, 7], 1)], {"a"})
     slots.propose([row("a", [5, 6, 50, 60, 70], 1)], {"a"})
@@ -129,7 +129,7 @@ LOOKUPS = [{"name": "prompt-lookup", "gamma": 3}, {"name": "prompt-lookup", "mat
 
 
 @pytest.mark.parametrize("drafter", [*LOOKUPS, {"name": "combine", "drafters": LOOKUPS}])
-def test_a_random_schedule_drafts_as_a_fresh_drafter(drafter):
+def test_random_schedule_drafts_as_a_fresh_drafter(drafter):
     rng, cls = random.Random(0), find_drafter(drafter)
     slots = DrafterSlots(cls, make_context())
     texts: dict[str, list[int]] = {}

@@ -30,7 +30,7 @@ def sequences(verifier: str, point_mass: bool) -> torch.Tensor:
 
 @pytest.mark.parametrize("point_mass", [False, True])
 @pytest.mark.parametrize("verifier", ["block", "token", "sample-match", "traversal"])
-def test_the_distribution_is_the_target_s(verifier, point_mass):
+def test_distribution_is_that_of_target(verifier, point_mass):
     """Sequences of three tokens; a step that emits fewer is continued by draws from the target."""
     output = sequences(verifier, point_mass)
     assert (output[:, 0] >= 0).all()
