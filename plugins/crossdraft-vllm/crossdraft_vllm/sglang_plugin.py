@@ -96,9 +96,8 @@ def verification_hook(verifier: Verifier) -> Callable[..., None]:
         arguments = dict(zip(PARAMETERS, args, strict=False)) | kwargs
         if arguments["candidates"].shape[1] > 1 and bool((arguments["retrive_next_sibling"] >= 0).any()):
             return original(*args, **kwargs)
-        tau, tokens = verify_slots(
-            verifier, arguments["candidates"], arguments["target_probs"], arguments["draft_probs"]
-        )
+        probs = arguments["target_probs"], arguments["draft_probs"]
+        tau, tokens = verify_slots(verifier, arguments["candidates"], *probs)
         index = arguments["retrive_index"]
         inside = torch.arange(index.shape[1], device=index.device) <= tau[:, None]
         arguments["predicts"][index[inside]] = tokens[inside].to(arguments["predicts"].dtype)
