@@ -14,11 +14,13 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+import transformers
 from transformers.modeling_utils import PreTrainedModel
 
 from ..contracts.draft import on_device
 from ..errors import ModelError
 from .flex_attention import FLEX, refusals
+from .recurrent_layers import SUPPORTED, recurrent_modules
 
 _EXACT = """
 AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM AriaTextForCausalLM AXK1ForCausalLM BeamForCausalLM
@@ -107,11 +109,17 @@ def _reasons(model: Any, config: Any, max_length: int | None) -> Iterator[str]:
             "all rows and is not supported; use a model whose layers are all plain attention"
         )
     recurrent = sorted(kinds - _ROLLBACK_LAYERS - _STATELESS_LAYERS)
-    if recurrent or getattr(model, "_is_stateful", False):
-        what = f"layers of type {', '.join(recurrent)}" if recurrent else "recurrent layers"
+    stateful = bool(recurrent or getattr(model, "_is_stateful", False))
+    what = f"layers of type {', '.join(recurrent)}" if recurrent else "recurrent layers"
+    if stateful and not recurrent_modules(model):
         yield (
-            f"has {what}: their state cannot be rolled back when a draft is rejected, so speculative decoding "
+            f"has {what}: crossdraft cannot reset their state when a draft is rejected, so speculative decoding "
             "would silently continue from rejected tokens; use a model whose layers are all attention"
+        )
+    if stateful and not SUPPORTED:
+        yield (
+            f"has {what}, which are supported from transformers 5.23 on, but {transformers.__version__} is installed; "
+            "update it"
         )
     if (
         "sliding_attention" in kinds
@@ -129,12 +137,13 @@ def _reasons(model: Any, config: Any, max_length: int | None) -> Iterator[str]:
     if getattr(config, "_attn_implementation", None) == FLEX:
         yield from refusals(model)
     inputs = inspect.signature(model.forward).parameters
-    if "past_key_values" not in inputs:
+    attends = not stateful or "past_key_values" in inputs
+    if attends and "past_key_values" not in inputs:
         yield (
             "takes no past_key_values, so crossdraft cannot supply its cache of keys and values; use a model with a "
             "cache"
         )
-    if "position_ids" not in inputs:
+    if attends and "position_ids" not in inputs:
         yield (
             "takes no position_ids (its positions follow from the padding mask), so rows of different "
             "length cannot share a batch; use a model with explicit positions"

@@ -19,6 +19,10 @@ from .architectures import sliding_window
 from .flex_attention import FLEX, block_mask
 
 
+#: Recurrent layers, by their type.
+_NO_MASKS = {"conv": None, "linear_attention": None}
+
+
 @dataclass(frozen=True)
 class Visibility:
     """The slots that each query of a pass may attend to, before windows and chunks.
@@ -51,7 +55,7 @@ class AttentionMasks:
         self._visible, self._hidden = torch.tensor([0.0, torch.finfo(dtype).min], dtype=dtype, device=device).unbind()
         self._layer_types = set(getattr(config, "layer_types", None) or ())
         self._window = sliding_window(config)
-        if self._layer_types and "sliding_attention" not in self._layer_types:
+        if self._layer_types and not self._layer_types & {"sliding_attention", "hybrid_sliding"}:
             self._window = None
         if getattr(config, "use_sliding_window", True) is False:
             self._window = None
@@ -97,13 +101,14 @@ class AttentionMasks:
         full = self._mask(allowed)
         if self._window is None and self._chunk is None:
             return full
-        masks = {"full_attention": full}
+        masks = {"full_attention": full, "hybrid": full, **_NO_MASKS}
         keys = visibility.key_positions
         if keys is None:
             keys = self.slots[None, : allowed.shape[-1]]
         queries, keys = visibility.positions[..., None], keys[:, None]
         if self._window is not None:
-            masks["sliding_attention"] = self._mask(allowed & (queries - keys < self._window))
+            sliding = self._mask(allowed & (queries - keys < self._window))
+            masks |= {"sliding_attention": sliding, "hybrid_sliding": sliding}
         if self._chunk is not None:
             masks["chunked_attention"] = self._mask(allowed & (queries // self._chunk == keys // self._chunk))
         return masks if self._layer_types else masks["sliding_attention"]

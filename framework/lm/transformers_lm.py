@@ -7,12 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
+from ..errors import ModelError
 from .architectures import TRIAL_LENGTH, needs_trial, refuse_unsupported, trial
 from .cuda_graphs import Graphs
 from .forward_pass import ForwardPass
 from .kv_cache import KVCache
 from .layer_subset import LayerFork
 from .ragged_lm import RaggedLM
+from .recurrent_cache import RecurrentCache
 
 
 class TransformersLM(RaggedLM):
@@ -49,6 +51,11 @@ class TransformersLM(RaggedLM):
         no_mlp: Collection[int] = (),
         embeddings: Tensor | None = None,
     ) -> LayerFork:
+        if isinstance(self.cache, RecurrentCache):
+            raise ModelError(
+                f"{type(self.model).__name__} has recurrent layers, whose states a fork with some of the layers would "
+                "overwrite; use a drafter with a model of its own"
+            )
         fork = LayerFork(self, layers, no_attention, no_mlp, embeddings=embeddings)
         self.register_fork(fork)
         return fork
