@@ -210,6 +210,12 @@ def _too_long(model: Any, config: Any, max_length: int) -> Iterator[str]:
             f"has a window of {config.sliding_window} tokens that depends on its cache, not on its mask: "
             f"right up to {config.sliding_window} tokens, {shorter}"
         )
+    floor = getattr(config, "log_scaling_n_floor", None)
+    if floor is not None and max_length > floor:
+        yield (
+            f"scales its attention from position {floor} on by the length of a cache that has one length for all rows, "
+            f"{shorter}"
+        )
     if name == "Llama4ForCausalLM" and config.attn_temperature_tuning and max_length >= config.floor_scale:
         yield (
             f"scales its attention from position {config.floor_scale} on by the length of a cache that has one length "

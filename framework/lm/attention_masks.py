@@ -85,7 +85,7 @@ class AttentionMasks:
         allowed = seen.gather(2, node[:, None].expand(-1, width, -1))
         depth = ancestors.sum(-1)
         positions, key_positions = root + depth[:, first:], None
-        if self._window is not None or self._chunk is not None:
+        if self._window is not None or self._chunk is not None or "hybrid" in self._layer_types:
             speculative = (node > 0) & (node <= total)
             key_positions = root + depth.gather(1, (node - 1).clamp_(0, total - 1))
             key_positions = torch.where(speculative, key_positions, slot)

@@ -133,7 +133,7 @@ class ForwardPass:
         if self._attends:
             mask = self.masks.build(visibility)
             extra |= {"attention_mask": mask, "position_ids": position_ids, "past_key_values": cache}
-        with own_attention(), keep_states(cache):
+        with own_attention(), keep_states(cache, visibility.positions, visibility.key_positions):
             out = self.model(**self.embed(tokens), use_cache=self._attends, **extra)
         hidden = torch.stack([out.hidden_states[i] for i in wanted], 2) if layers else None
         return (out.logits if want_logits else None), hidden

@@ -8,9 +8,10 @@ transformers' own, on their reference path in PyTorch if the fast kernels are no
 from __future__ import annotations
 
 import inspect
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -75,11 +76,40 @@ def _states_in_cache(name: str) -> Call:
             layer.is_conv_states_initialized[index] = layer.has_previous_state[index] = True
             if len(states) > 1:
                 layer.recurrent_states[index], layer.is_recurrent_states_initialized[index] = states[1], True
-        output = forward(**{**arguments, name: cache_utils.Cache(layers=_AnyLayer([layer]))})
+        arguments = {**arguments, name: cache_utils.Cache(layers=_AnyLayer([layer]))}
+        with _time_steps_clamped(module) if states is not None else nullcontext():
+            output = forward(**arguments)
         after = [layer.conv_states[index], layer.recurrent_states[index]]
         return output, [state for state in after if state is not None]
 
     return call
+
+
+@contextmanager
+def _time_steps_clamped(module: Any) -> Iterator[None]:
+    """Clamp the time steps of a Mamba-2 mixer, which it does for several tokens but not for a single one.
+
+    It clamps ``softplus(dt + dt_bias)``; here the inverse bounds apply to ``dt``, the end of `in_proj`'s output.
+    """
+    low, high = getattr(module, "time_step_limit", None) or (0.0, math.inf)
+    if low <= 0 and high == math.inf:
+        yield
+        return
+    bounds = [x + math.log(-math.expm1(-x)) if 0 < x < math.inf else math.copysign(math.inf, x or -1) for x in (low, high)]
+
+    def clamp(_: Any, __: Any, output: Tensor) -> Tensor:
+        dt, bias = output[..., -module.num_heads :], module.dt_bias.to(output.dtype)
+        scale = module.mup_vector[..., -1:] if hasattr(module, "mup_vector") else 1.0
+        steps = dt * scale + bias
+        inside = (steps >= bounds[0]) & (steps <= bounds[1])
+        clamped = torch.where(inside, dt, (steps.clamp(*bounds) - bias) / scale)
+        return torch.cat([output[..., : -module.num_heads], clamped], -1)
+
+    hook = module.in_proj.register_forward_hook(clamp)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 class _LinearCache:
@@ -196,6 +226,10 @@ ADAPTERS: Mapping[str, Adapter] = {
 }
 
 
+#: Position biases that count from a cache with one length for all rows.
+_RELATIVE = {"InklingRelativeLogits", "Inkling2RelativeLogits"}
+
+
 def recurrent_modules(model: nn.Module) -> list[nn.Module]:
     """The modules of ``model`` that keep a state and have an adapter."""
     return [module for module in model.modules() if type(module).__name__ in ADAPTERS]
@@ -215,14 +249,19 @@ _thread = threading.local()
 
 
 @contextmanager
-def keep_states(store: Any) -> Iterator[None]:
-    """Within the context, in this thread, `prepared` recurrent modules run over ``store``, if it is a `StateStore`."""
-    before = getattr(_thread, "store", None)
-    _thread.store = store if hasattr(store, "run") else None
+def keep_states(store: Any, positions: Tensor, key_positions: Tensor | None) -> Iterator[None]:
+    """Within the context, in this thread, recurrent modules run over ``store``, if it is a `StateStore`.
+
+    Args:
+        positions: ``[R, W]`` or ``[1, W]``, of the queries of the pass.
+        key_positions: ``[R, kv_len]``, of the slots; ``None`` = their indices.
+    """
+    before = getattr(_thread, "current", None)
+    _thread.current = (store, positions, key_positions) if hasattr(store, "run") else None
     try:
         yield
     finally:
-        _thread.store = before
+        _thread.current = before
 
 
 class _Stateful:
@@ -231,12 +270,12 @@ class _Stateful:
     recurrent_index: int
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        store, plain = getattr(_thread, "store", None), super().forward  # type: ignore[misc]
-        if store is None:
+        current, plain = getattr(_thread, "current", None), super().forward  # type: ignore[misc]
+        if current is None:
             return plain(*args, **kwargs)
         arguments = dict(_signature(type(self)).bind(*args, **kwargs).arguments)
         arguments |= arguments.pop("kwargs", {})
-        return store.run(self.recurrent_index, self, ADAPTERS[type(self).__name__], plain, arguments)
+        return current[0].run(self.recurrent_index, self, ADAPTERS[type(self).__name__], plain, arguments)
 
 
 @cache
@@ -246,14 +285,35 @@ def _signature(cls: type) -> inspect.Signature:
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
+class _RelativeByRow:
+    """Added to Inkling's relative position biases: the positions of every row, not of a cache with one length."""
+
+    rel_extent: int
+    proj: Tensor
+
+    def forward(self, relative_states: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        current = getattr(_thread, "current", None)
+        if current is None:
+            return super().forward(relative_states, query_positions, key_positions)  # type: ignore[misc]
+        _, queries, keys = current
+        keys = key_positions[None] if keys is None else keys
+        logits = (relative_states @ self.proj).transpose(1, 2)
+        distance = queries[:, None, :, None] - keys[:, None, None, :]
+        index = distance.clamp(0, self.rel_extent - 1).expand(*logits.shape[:2], -1, -1)
+        return logits.gather(-1, index).masked_fill((distance < 0) | (distance >= self.rel_extent), 0.0)
+
+
 @cache
-def _stateful(cls: type) -> type:
+def _extended(cls: type, own: type) -> type:
     # The same name: adapters are looked up by it.
-    return type(cls.__name__, (_Stateful, cls), {"__module__": cls.__module__})
+    return type(cls.__name__, (own, cls), {"__module__": cls.__module__})
 
 
 def prepare(model: nn.Module) -> None:
     """Let the recurrent modules of ``model`` run over a `StateStore`; without one they run as before."""
+    for module in model.modules():
+        if type(module).__name__ in _RELATIVE and not isinstance(module, _RelativeByRow):
+            module.__class__ = _extended(type(module), _RelativeByRow)
     for index, module in enumerate(recurrent_modules(model)):
         if "forward" in vars(module):
             raise ModelError(
@@ -262,4 +322,4 @@ def prepare(model: nn.Module) -> None:
             )
         if not isinstance(module, _Stateful):
             module.recurrent_index = index  # type: ignore[assignment]
-            module.__class__ = _stateful(type(module))
+            module.__class__ = _extended(type(module), _Stateful)
