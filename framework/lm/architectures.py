@@ -45,8 +45,16 @@ Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM RoCBer
 SmolLM3ForCausalLM SolarOpenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM VaultGemmaForCausalLM
 XGLMForCausalLM YoutuForCausalLM
 """
+#: Classes with recurrent layers; from transformers 5.23 on, see `recurrent_layers`.
+_RECURRENT = """
+BailingHybridForCausalLM BambaForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM GraniteMoeHybridForCausalLM
+Inkling2ForCausalLM InklingForCausalLM JambaForCausalLM KimiLinearForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM
+Mamba2ForCausalLM MambaForCausalLM MiniMaxForCausalLM NemotronHForCausalLM OlmoHybridForCausalLM Qwen3_5ForCausalLM
+Qwen3_5MoeForCausalLM Qwen3NextForCausalLM RecurrentGemmaForCausalLM RwkvForCausalLM xLSTMForCausalLM Zamba2ForCausalLM
+ZambaForCausalLM ZayaForCausalLM
+"""
 #: Classes whose logits in ragged batches of chains and trees equal those of transformers; the tests check all of them.
-EXACT = frozenset(_EXACT.split())
+EXACT = frozenset(_EXACT.split() + (_RECURRENT.split() if SUPPORTED else []))
 #: Classes that are exact with recent versions of transformers; older ones give them no causal mask. They go through the
 #: trial.
 BY_TRIAL = frozenset({"BigBirdForCausalLM", "DogeForCausalLM", "MegatronBertForCausalLM", "RemBertForCausalLM"})

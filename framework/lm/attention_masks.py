@@ -55,7 +55,9 @@ class AttentionMasks:
         self._visible, self._hidden = torch.tensor([0.0, torch.finfo(dtype).min], dtype=dtype, device=device).unbind()
         self._layer_types = set(getattr(config, "layer_types", None) or ())
         self._window = sliding_window(config)
-        if self._layer_types and not self._layer_types & {"sliding_attention", "hybrid_sliding"}:
+        # MiniMax: the window applies to the layers that it calls full attention.
+        self._one_mask = not self._layer_types or getattr(config, "model_type", None) == "minimax"
+        if not self._one_mask and not self._layer_types & {"sliding_attention", "hybrid_sliding"}:
             self._window = None
         if getattr(config, "use_sliding_window", True) is False:
             self._window = None
@@ -111,7 +113,7 @@ class AttentionMasks:
             masks |= {"sliding_attention": sliding, "hybrid_sliding": sliding}
         if self._chunk is not None:
             masks["chunked_attention"] = self._mask(allowed & (queries // self._chunk == keys // self._chunk))
-        return masks if self._layer_types else masks["sliding_attention"]
+        return masks["sliding_attention"] if self._one_mask else masks
 
     def _mask(self, allowed: Tensor) -> Any:
         if self._flex:

@@ -286,10 +286,10 @@ def _first(output: Any) -> Tensor:
 
 def new_cache(model: Any, batch_size: int, max_length: int) -> RaggedCache:
     """A `RecurrentCache` if ``model`` has recurrent modules, a `RaggedCache` otherwise."""
-    if not recurrent_modules(model):
-        return RaggedCache(batch_size, max_length)
     if type(model).__name__ == "MiniMaxForCausalLM":  # accepts only its own class of cache
         return _minimax_cache(inspect.getmodule(type(model)).MiniMaxCache)(batch_size, max_length)  # type: ignore[union-attr]
+    if not recurrent_modules(model):
+        return RaggedCache(batch_size, max_length)
     return RecurrentCache(batch_size, max_length)
 
 

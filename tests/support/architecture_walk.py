@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from crossdraft.framework.errors import ModelError
 from crossdraft.framework.lm import graph_buckets
 from crossdraft.framework.lm.architectures import BY_TRIAL, EXACT
+from crossdraft.framework.lm.recurrent_layers import recurrent_modules
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
@@ -41,6 +42,8 @@ NO_VARIANT = (
     "is a per-layer attribute",
     "division by zero",  # dynamic frequencies for two rotary dimensions
     "is not supported for",
+    "does not support RoPE types",
+    "no attribute 'max_position_embeddings'",
     "KeyError: 'sliding_attention'",
 )
 
@@ -84,7 +87,7 @@ def outcomes(model_type: str) -> dict[str, str]:
     more = variants(config_class) if found[""] == SAME else {}
     for label, changes in (OWN.get(model_type, {}) | more).items():
         found[label] = outcome(model_type, changes)
-    if found[""] == SAME:
+    if found[""] == SAME and not recurrent_modules(tiny(config_class)):
         found["recorded"] = outcome(model_type, {}, _RecordedLM)
     return {label: result for label, result in found.items() if result is not None}
 
