@@ -111,7 +111,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "output_gate_type": "sigmoid",
     },
     "recurrent_gemma": {"num_hidden_layers": 3},
-    "xlstm": {"autocast_kernel_dtype": "float32"},
+    "xlstm": {"autocast_kernel_dtype": "float32", "hidden_size": 128, "embedding_dim": 128},
     "zamba": {
         "attention_hidden_size": 64,
         "attention_head_dim": 16,
