@@ -95,7 +95,9 @@ def _time_steps_clamped(module: Any) -> Iterator[None]:
     if low <= 0 and high == math.inf:
         yield
         return
-    bounds = [x + math.log(-math.expm1(-x)) if 0 < x < math.inf else math.copysign(math.inf, x or -1) for x in (low, high)]
+    bounds = [
+        x + math.log(-math.expm1(-x)) if 0 < x < math.inf else math.copysign(math.inf, x or -1) for x in (low, high)
+    ]
 
     def clamp(_: Any, __: Any, output: Tensor) -> Tensor:
         dt, bias = output[..., -module.num_heads :], module.dt_bias.to(output.dtype)
@@ -140,7 +142,7 @@ def _recurrent_gemma(
     """States are attributes of the module; a call of several tokens ignores the convolution's."""
     module.conv1d_state, module.rg_lru.recurrent_states = (None, None) if states is None else states
     output = forward(**{**arguments, "use_cache": True})
-    after = [module.conv1d_state, module.rg_lru.recurrent_states]
+    after: list[Any] = [module.conv1d_state, module.rg_lru.recurrent_states]
     module.conv1d_state = module.rg_lru.recurrent_states = None
     return output, after
 

@@ -15,6 +15,7 @@ from .kv_cache import KVCache
 from .layer_subset import LayerFork
 from .ragged_lm import RaggedLM
 from .recurrent_cache import RecurrentCache
+from .recurrent_layers import recurrent_modules
 
 
 class TransformersLM(RaggedLM):
@@ -41,6 +42,11 @@ class TransformersLM(RaggedLM):
         graphs: Graphs | None = None,
     ):
         check_model(model, max_length, needs_trial(model))
+        if cache is not None and not isinstance(cache, RecurrentCache) and recurrent_modules(model):
+            raise ModelError(
+                f"{type(model).__name__} has recurrent layers, whose states a {type(cache).__name__} does not keep; "
+                "pass a RecurrentCache, or no cache"
+            )
         super().__init__(ForwardPass.of(model, batch_size, max_length, cache), batch_size, max_length, graphs)
 
     def fork(

@@ -95,9 +95,7 @@ def test_right_or_refused_by_the_version_of_transformers(model_type: str) -> Non
         ("roberta", "", "RobertaForCausalLM counts positions from its padding token's id"),
         ("xlnet", "", "XLNetLMHeadModel takes no past_key_values"),
         ("bart", "", "BartForCausalLM takes no position_ids"),
-        ("lfm2", "", "Lfm2ForCausalLM has layers of type conv: their state cannot be rolled back"),
-        ("mamba", "", "MambaForCausalLM has .*: their state cannot be rolled back"),
-        ("rwkv", "", "RwkvForCausalLM has recurrent layers: their state cannot be rolled back"),
+        ("inkling_text", "scaled attention", "InklingForCausalLM scales its attention from position 16 on"),
         (
             "deepseek_v32",
             "",
@@ -122,6 +120,14 @@ def test_an_encoder_decoder_is_refused_when_it_is_loaded(tmp_path: Path) -> None
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="T5Config is not the config of a causal language model"):
         load_model(str(tmp_path))
+
+
+def test_recurrent_layers_need_a_recent_transformers(monkeypatch: Any) -> None:
+    monkeypatch.setattr(architectures, "SUPPORTED", False)
+    with pytest.raises(
+        ModelError, match=r"^Lfm2ForCausalLM has layers of type conv, .* from transformers 5\.23 on, but"
+    ):
+        TransformersLM(made("lfm2"), 2, 64)
 
 
 @pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])

@@ -23,8 +23,9 @@ from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.errors import ModelError
 from crossdraft.framework.lm import prompt_prefill
 from crossdraft.framework.lm.architectures import _RECURRENT
+from crossdraft.framework.lm.kv_cache import RaggedCache
 from crossdraft.framework.lm.recurrent_cache import RecurrentCache
-from crossdraft.framework.lm.recurrent_layers import SUPPORTED, recurrent_modules
+from crossdraft.framework.lm.recurrent_layers import SUPPORTED
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 pytestmark = pytest.mark.skipif(not SUPPORTED, reason="needs transformers 5.23")
@@ -52,17 +53,16 @@ def made(model_type: str, **changes: Any) -> Any:
     return copy.deepcopy(_tiny(model_type, **changes))
 
 
-class StaleState(RecurrentCache):
-    """Mistake: keeps the states behind the last node of a step, accepted or not."""
+@pytest.fixture
+def stale_state(monkeypatch: Any) -> None:
+    """Mistake: a commit keeps the states behind the last node of the step, accepted or not."""
 
-    def _select(self, counts: list[int]) -> None:
+    def select(self: RecurrentCache, counts: list[int]) -> None:
         for states in self._modules.values():
             for buffer in states.buffers:
                 buffer[0] = buffer[-1]
 
-
-def with_cache(cache_class: type[RecurrentCache]) -> Callable[..., TransformersLM]:
-    return lambda model, rows, length: TransformersLM(model, rows, length, cache_class(rows, length))
+    monkeypatch.setattr(RecurrentCache, "_select", select)
 
 
 @pytest.mark.parametrize("prompts", [PROMPTS[2:], FOUR], ids=["one row", "four rows"])
@@ -74,8 +74,9 @@ def test_logits_match_the_model(model_type: str, prompts: Sequence[list[int]]) -
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "lfm2"])
 @pytest.mark.parametrize("prompts", [PROMPTS[2:], FOUR], ids=["one row", "four rows"])
+@pytest.mark.usefixtures("stale_state")
 def test_a_stale_state_is_noticed(model_type: str, prompts: Sequence[list[int]]) -> None:
-    assert disagreement(made(model_type), chains=4, prompts=prompts, lm_class=with_cache(StaleState)) > 0.1
+    assert disagreement(made(model_type), chains=4, prompts=prompts) > 0.1
 
 
 @pytest.mark.parametrize("model_type", families(["lfm2", "nemotron_h"]))
@@ -86,9 +87,7 @@ def test_greedy_text_is_that_of_generate(decoder: Callable, model_type: str, dra
     chosen: tuple[Any, dict[str, Any]] = (OracleTrees, {"answers": expected})
     if drafter == "chains":
         chosen = drafter_class("draft-model"), {"model": "noisy", "gamma": 3}
-    loop = decoder(
-        target, *chosen, verifier_class("greedy"), batch_size=3, drafting=noisy(target), max_new_tokens=NEW
-    )
+    loop = decoder(target, *chosen, verifier_class("greedy"), batch_size=3, drafting=noisy(target), max_new_tokens=NEW)
     accepted = set()
     for response in loop.run(FOUR):
         assert response.tokens == expected[tuple(FOUR[response.index])]
@@ -197,6 +196,11 @@ def test_states_in_unknown_modules_are_refused(tiny_model: Callable) -> None:
         TransformersLM(model, 1, 16)
 
 
+def test_other_caches_are_refused() -> None:
+    with pytest.raises(ModelError, match="has recurrent layers, whose states a RaggedCache does not keep"):
+        TransformersLM(made("lfm2"), 2, 16, RaggedCache(2, 16))
+
+
 # -- the sampling distribution --------------------------------------------------------------------------
 
 VOCABULARY, LENGTH, SAMPLES = 4, 3, 1500
@@ -227,10 +231,13 @@ class SamePrompt(TransformersLM):
 
 @pytest.mark.parametrize("mistake", [False, True], ids=["exact", "stale state"])
 @pytest.mark.parametrize(
-    "model_type", ["minimax", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mamba2", "nemotron_h", "qwen3_next"))]
+    "model_type",
+    ["minimax", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mamba2", "nemotron_h", "qwen3_next"))],
 )
-def test_the_sampling_distribution(decoder: Callable, model_type: str, mistake: bool) -> None:
+def test_the_sampling_distribution(decoder: Callable, model_type: str, mistake: bool, request: Any) -> None:
     """Joint distribution of three tokens at temperature 1, by chi-square; with a stale state it is another one."""
+    if mistake:
+        request.getfixturevalue("stale_state")
     target, prompt = made(model_type, vocab_size=VOCABULARY), [0, 1, 2, 3]
     probs = np.ones(1)
     for n in range(LENGTH):
@@ -238,16 +245,13 @@ def test_the_sampling_distribution(decoder: Callable, model_type: str, mistake: 
         with torch.inference_mode():
             p = target(contexts, use_cache=False).logits[:, -1].double().softmax(-1).numpy()
         probs = (probs[:, None] * p).ravel()
-    lm = SamePrompt
-    if mistake:
-        lm = lambda model, rows, length: SamePrompt(model, rows, length, StaleState(rows, length))  # noqa: E731
     loop = decoder(
         target,
         drafter_class("draft-model"),
         {"model": "noisy", "gamma": 2},
         verifier_class("token"),
         drafting=noisy(target, 0.5),
-        lm=lm,
+        lm=SamePrompt,
         temperature=1.0,
         batch_size=1000,
         max_length=32,

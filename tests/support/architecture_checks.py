@@ -30,7 +30,7 @@ def disagreement(
 ) -> float:
     """Largest difference of a logit, in standard deviations of the logits, over all nodes of ragged steps.
 
-    ``chains`` steps of chains first, then trees in two pieces each; a random branch is kept, and one slot changes hands.
+    First ``chains`` steps of chains, then trees in two pieces each; a random branch is kept, and a slot changes hands.
     """
     reference, chance = copy.deepcopy(model), random.Random(0)
     lm = lm_class(model, len(prompts), max_length)
