@@ -188,17 +188,13 @@ def _too_long(model: Any, config: Any, max_length: int) -> Iterator[str]:
     shorter = f"but slots reach {max_length} tokens here; shorten the prompts or max_new_tokens, or use another model"
     context = getattr(config, "max_position_embeddings", None)
     positions = max_length if context is None else min(max_length, context)
-    for rope in _ropes(config):
-        original = rope.get("original_max_position_embeddings") or getattr(
-            config, "original_max_position_embeddings", None
+    original = longrope_boundary(config)
+    if original is not None and positions > original:
+        # Dynamic frequencies change only beyond the context, which no sequence reaches.
+        yield (
+            f"has longrope positions: if any row of a pass is longer than {original} tokens, the frequencies of all "
+            f"rows change, {shorter}"
         )
-        kind = rope.get("rope_type", rope.get("type"))
-        if kind in ("longrope", "su") and original is not None and positions > original:
-            # Dynamic frequencies change only beyond the context, which no sequence reaches.
-            yield (
-                f"has {kind} positions: if any row of a pass is longer than {original} tokens, the frequencies of all "
-                f"rows change, {shorter}"
-            )
     name = type(model).__name__
     if name == "GPTNeoForCausalLM":
         if "local" in config.attention_layers and max_length > config.window_size:
@@ -229,6 +225,18 @@ def _too_long(model: Any, config: Any, max_length: int) -> Iterator[str]:
             f"scales its attention from position {config.floor_scale} on by the length of a cache that has one length "
             f"for all rows, {shorter}"
         )
+
+
+def longrope_boundary(config: Any) -> int | None:
+    """Longest text in tokens with the short frequencies of longrope; None if no layer uses it."""
+    boundaries = []
+    for rope in _ropes(config):
+        original = rope.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        if rope.get("rope_type", rope.get("type")) in ("longrope", "su") and original is not None:
+            boundaries.append(original)
+    return min(boundaries, default=None)
 
 
 #: Length of a slot in a trial, in tokens.
