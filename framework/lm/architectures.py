@@ -55,6 +55,8 @@ ZambaForCausalLM ZayaForCausalLM
 """
 #: Classes whose logits in ragged batches of chains and trees equal those of transformers; the tests check all of them.
 EXACT = frozenset(_EXACT.split() + (_RECURRENT.split() if SUPPORTED else []))
+#: Those of them that have recurrent layers, in some configurations at least.
+RECURRENT = frozenset({*_RECURRENT.split(), "Lfm2ForCausalLM"})
 #: Classes that are exact with recent versions of transformers; older ones give them no causal mask. They go through the
 #: trial.
 BY_TRIAL = frozenset({"BigBirdForCausalLM", "DogeForCausalLM", "MegatronBertForCausalLM", "RemBertForCausalLM"})
@@ -92,17 +94,18 @@ def sliding_window(config: Any) -> int | None:
         return None
 
 
-def refuse_unsupported(model: Any, max_length: int | None = None) -> None:
+def refuse_unsupported(model: Any, max_length: int | None = None, both_ropes: bool = False) -> None:
     """Raise ModelError with the reason if this decoder would run ``model`` wrongly.
 
     Args:
         max_length: longest sequence of a slot in tokens; some models are exact only up to a length.
+        both_ropes: the slots keep both frequencies of longrope.
     """
-    for reason in _reasons(model, text_config(model), max_length):
+    for reason in _reasons(model, text_config(model), max_length, both_ropes):
         raise ModelError(f"{type(model).__name__} {reason}")
 
 
-def _reasons(model: Any, config: Any, max_length: int | None) -> Iterator[str]:
+def _reasons(model: Any, config: Any, max_length: int | None, both_ropes: bool) -> Iterator[str]:
     if getattr(config, "is_encoder_decoder", False) or getattr(model.config, "is_encoder_decoder", False):
         yield "is an encoder-decoder model; crossdraft decodes decoder-only causal models"
     if type(model).__name__ == "BltForCausalLM":
@@ -180,16 +183,14 @@ def _reasons(model: Any, config: Any, max_length: int | None) -> Iterator[str]:
             "positions"
         )
     if max_length is not None:
-        yield from _too_long(model, config, max_length)
+        yield from _too_long(model, config, max_length, both_ropes)
 
 
-def _too_long(model: Any, config: Any, max_length: int) -> Iterator[str]:
+def _too_long(model: Any, config: Any, max_length: int, both_ropes: bool) -> Iterator[str]:
     """Reasons that apply only to slots longer than some bound."""
     shorter = f"but slots reach {max_length} tokens here; shorten the prompts or max_new_tokens, or use another model"
-    context = getattr(config, "max_position_embeddings", None)
-    positions = max_length if context is None else min(max_length, context)
     original = longrope_boundary(config)
-    if original is not None and positions > original:
+    if original is not None and outgrows_longrope(config, max_length) and not both_ropes:
         # Dynamic frequencies change only beyond the context, which no sequence reaches.
         yield (
             f"has longrope positions: if any row of a pass is longer than {original} tokens, the frequencies of all "
@@ -237,6 +238,12 @@ def longrope_boundary(config: Any) -> int | None:
         if rope.get("rope_type", rope.get("type")) in ("longrope", "su") and original is not None:
             boundaries.append(original)
     return min(boundaries, default=None)
+
+
+def outgrows_longrope(config: Any, max_length: int) -> bool:
+    """True if a slot of ``max_length`` tokens may hold texts with the long frequencies of longrope."""
+    boundary, context = longrope_boundary(config), getattr(config, "max_position_embeddings", None)
+    return boundary is not None and (max_length if context is None else min(max_length, context)) > boundary
 
 
 #: Length of a slot in a trial, in tokens.

@@ -8,11 +8,20 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import ModelError
-from .architectures import TRIAL_LENGTH, needs_trial, refuse_unsupported, trial
+from .architectures import (
+    TRIAL_LENGTH,
+    longrope_boundary,
+    needs_trial,
+    outgrows_longrope,
+    refuse_unsupported,
+    text_config,
+    trial,
+)
 from .cuda_graphs import Graphs
 from .forward_pass import ForwardPass
 from .kv_cache import KVCache
 from .layer_subset import LayerFork
+from .longrope_lm import LongRopeLM
 from .ragged_lm import RaggedLM
 from .recurrent_cache import RecurrentCache
 from .recurrent_layers import recurrent_modules
@@ -67,8 +76,19 @@ class TransformersLM(RaggedLM):
         return fork
 
 
-def check_model(model: Any, max_length: int, untried: bool) -> None:
+def model_slots(model: Any, batch_size: int, max_length: int) -> TransformersLM | LongRopeLM:
+    """Slots of a whole model: a `LongRopeLM` if its texts may outgrow the short frequencies of longrope."""
+    config = text_config(model)
+    if not outgrows_longrope(config, max_length):
+        return TransformersLM(model, batch_size, max_length)
+    check_model(model, max_length, needs_trial(model), both_ropes=True)
+    boundary = longrope_boundary(config)
+    assert boundary is not None
+    return LongRopeLM(model, batch_size, max_length, boundary)
+
+
+def check_model(model: Any, max_length: int, untried: bool, both_ropes: bool = False) -> None:
     """Raise ModelError for an unsupported model; run the `trial` of an ``untried`` one."""
-    refuse_unsupported(model, max_length)
+    refuse_unsupported(model, max_length, both_ropes)
     if untried:
         trial(RaggedLM(ForwardPass.of(model, 2, TRIAL_LENGTH), 2, TRIAL_LENGTH))

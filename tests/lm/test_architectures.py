@@ -77,11 +77,6 @@ def test_right_or_refused_by_the_version_of_transformers(model_type: str) -> Non
             "",
             "GPTNeoForCausalLM .* longest row of a batch: right up to 8 tokens, but slots reach 64 .*shorten",
         ),
-        (
-            "phi3",
-            "rope longrope",
-            "Phi3ForCausalLM has longrope positions: .* longer than 16 tokens, .* slots reach 64 .*shorten",
-        ),
         ("openai-gpt", "", "OpenAIGPTLMHeadModel takes no past_key_values"),
         ("falcon", "alibi", "FalconForCausalLM uses alibi"),
         ("bloom", "", "BloomForCausalLM takes no position_ids"),
@@ -106,13 +101,6 @@ def test_right_or_refused_by_the_version_of_transformers(model_type: str) -> Non
 def test_refused_by_name(model_type: str, label: str, sentence: str) -> None:
     with pytest.raises(ModelError, match=f"^{sentence}"):
         TransformersLM(made(model_type, label), 2, 64)
-
-
-def test_longrope_may_fill_its_original_length_and_no_more() -> None:
-    model = made("phi3", "rope longrope")
-    TransformersLM(model, 2, 16)
-    with pytest.raises(ModelError, match="longer than 16 tokens"):
-        TransformersLM(model, 2, 17)
 
 
 def test_an_encoder_decoder_is_refused_when_it_is_loaded(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_a_text_that_crosses_the_boundary_of_longrope() -> None:
 
 @pytest.mark.parametrize("make", [lambda: made("bloom"), lambda: longrope("phi3")], ids=["bloom", "longrope"])
 def test_replay(make: Callable[[], Any]) -> None:
-    """Log P of recorded responses, and drafts of a drafter, with a target that has no slots otherwise."""
+    """Log P of recorded responses, and drafts of a drafter, with a target that `TransformersLM` refuses."""
     model, sampling = make(), Sampling(temperature=1.0)
     with pytest.raises(ModelError):
         TransformersLM(model, 1, 64)

@@ -22,7 +22,7 @@ from tiny_models import generated
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.errors import ModelError
 from crossdraft.framework.lm import prompt_prefill
-from crossdraft.framework.lm.architectures import _RECURRENT
+from crossdraft.framework.lm.architectures import RECURRENT as RECURRENT_CLASSES
 from crossdraft.framework.lm.kv_cache import RaggedCache
 from crossdraft.framework.lm.recurrent_cache import RecurrentCache
 from crossdraft.framework.lm.recurrent_layers import SUPPORTED
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(not SUPPORTED, reason="needs transformers 5.23")
 
 #: One for each way in which a module keeps its states; all others are slow.
 FEW = ["qwen3_next", "nemotron_h", "lfm2", "minimax", "recurrent_gemma", "rwkv", "xlstm", "inkling_text"]
-RECURRENT = [name for name in TYPES if class_name(name) in [*_RECURRENT.split(), "Lfm2ForCausalLM"]]
+RECURRENT = [name for name in TYPES if class_name(name) in RECURRENT_CLASSES]
 
 
 def families(few: Sequence[str]) -> list[Any]:

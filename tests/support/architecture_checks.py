@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from oracle_trees import NEW, PROMPTS
 
-from crossdraft.framework.lm.transformers_lm import TransformersLM
+from crossdraft.framework.lm.architectures import longrope_boundary, text_config
+from crossdraft.framework.lm.transformers_lm import model_slots
 
 
 @torch.inference_mode()
@@ -19,10 +20,18 @@ def plain(model: Any, tokens: list[int]) -> torch.Tensor:
     return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
 
 
+def at_ends(model: Any, tokens: list[int], start: int) -> torch.Tensor:
+    """Logits from index ``start`` on, each as at the end of its own text: longrope depends on the length of a text."""
+    boundary = longrope_boundary(text_config(model))
+    if boundary is None or not start < boundary < len(tokens):
+        return plain(model, tokens)[start:]
+    return torch.cat([plain(model, tokens[:boundary])[start:], plain(model, tokens)[boundary:]])
+
+
 def disagreement(
     model: Any,
     *,
-    lm_class: Any = TransformersLM,
+    lm_class: Any = model_slots,
     max_length: int = 64,
     steps: int = 4,
     chains: int = 2,
@@ -67,7 +76,7 @@ def disagreement(
                 if node in inner:
                     continue
                 branch = branches[node]
-                want = plain(reference, text[:-1] + [drawn[b][i] for i in branch])[len(text) - 1 :]
+                want = at_ends(reference, text[:-1] + [drawn[b][i] for i in branch], len(text) - 1)
                 off = (got[b, branch] - want).abs().max() / want.std()
                 worst = max(worst, float(off)) if off.isfinite() else float("inf")
             paths.append(chance.choice(branches))

@@ -21,9 +21,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from crossdraft.framework.errors import ModelError
 from crossdraft.framework.lm import graph_buckets
-from crossdraft.framework.lm.architectures import BY_TRIAL, EXACT
+from crossdraft.framework.lm.architectures import BY_TRIAL, EXACT, RECURRENT
 from crossdraft.framework.lm.recurrent_layers import recurrent_modules
-from crossdraft.framework.lm.transformers_lm import TransformersLM
+from crossdraft.framework.lm.transformers_lm import model_slots
 
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 #: Largest difference of a logit that is rounding, in standard deviations; mistakes begin a thousand times higher.
@@ -58,7 +58,7 @@ def class_name(model_type: str) -> str:
     return found if isinstance(found, str) else found[0]
 
 
-def outcome(model_type: str, changes: Mapping[str, Any], lm_class: Any = TransformersLM) -> str | None:
+def outcome(model_type: str, changes: Mapping[str, Any], lm_class: Any = model_slots) -> str | None:
     """`SAME`, or the sentence that refuses the model; None where transformers has no such variant.
 
     Raises AssertionError for a model that is run wrongly, and whatever a model raises that is neither.
@@ -126,7 +126,12 @@ def page(found: Mapping[str, Mapping[str, str]]) -> str:
     checked = sum(result == SAME for results in found.values() for result in results.values())
     lines = [
         _HEAD.format(
-            version=transformers.__version__, types=len(found), classes=len(exact), checked=checked, by_trial=tried
+            version=transformers.__version__,
+            types=len(found),
+            classes=len(exact),
+            checked=checked,
+            by_trial=tried,
+            recurrent=len(exact.keys() & RECURRENT),
         ).strip(),
         "",
         "## Exact",
@@ -174,7 +179,8 @@ plain model (one prompt at a time, no padding, no cache), or the model is reject
 
 {classes} classes are exact, in {checked} variants: both kinds of attention (`sdpa`, `eager`), passes as CUDA graphs
 record them, sliding windows, tied and untied embeddings, and rotary positions of type linear, dynamic, yarn, llama3 and
-longrope, each where the architecture has it.
+longrope, each where the architecture has it. {recurrent} of them have recurrent layers: chains and trees are exact for
+each; their passes are not recorded into CUDA graphs, and drafters that run some of the target's layers are refused.
 
 A model of a class that is not on this page (a newer one, or one with its own code) is tried when its slots are
 created: seven tiny passes compare a ragged batch with a tree to the plain model. It is rejected if they differ. A trial
