@@ -20,7 +20,7 @@ from transformers.modeling_utils import PreTrainedModel
 from ..contracts.draft import on_device
 from ..errors import ModelError
 from .flex_attention import FLEX, refusals
-from .recurrent_layers import SUPPORTED, recurrent_modules
+from .recurrent.recurrent_layers import SUPPORTED, recurrent_modules
 
 _EXACT = """
 AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM AriaTextForCausalLM AXK1ForCausalLM BeamForCausalLM

@@ -17,8 +17,8 @@ from .attention import own_attention
 from .attention_masks import AttentionMasks, Visibility
 from .cuda_graphs import Outputs
 from .kv_cache import KVCache, WritePlan
-from .recurrent_cache import new_cache
-from .recurrent_layers import keep_states, prepare
+from .recurrent.recurrent_cache import new_cache
+from .recurrent.recurrent_layers import keep_states, prepare
 from .small_batch_linear import speed_up_small_batches
 
 #: True if ``output_hidden_states`` takes a selection of layers; transformers before 5.23 numbers them differently.

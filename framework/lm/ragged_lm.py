@@ -20,7 +20,7 @@ from .cuda_graphs import Graphs, runner_for
 from .forward_pass import ForwardPass
 from .graph_buckets import BucketedPasses
 from .prompt_prefill import PromptPrefill
-from .recurrent_cache import RecurrentCache
+from .recurrent.recurrent_cache import RecurrentCache
 
 
 class RaggedLM:

@@ -21,10 +21,10 @@ from .cuda_graphs import Graphs
 from .forward_pass import ForwardPass
 from .kv_cache import KVCache
 from .layer_subset import LayerFork
-from .longrope_lm import LongRopeLM
 from .ragged_lm import RaggedLM
-from .recurrent_cache import RecurrentCache
-from .recurrent_layers import recurrent_modules
+from .recurrent.recurrent_cache import RecurrentCache
+from .recurrent.recurrent_layers import recurrent_modules
+from .slots.longrope_lm import LongRopeLM
 
 
 class TransformersLM(RaggedLM):

@@ -11,7 +11,7 @@ from ..contracts.models import LoadedModel
 from ..contracts.rng import CounterRng
 from ..contracts.sampling import Sampling
 from ..errors import UsageError
-from ..lm.recomputing_lm import scoring_slots
+from ..lm.slots.recomputing_lm import scoring_slots
 
 #: Maximum tokens of a generated question.
 MOST_INVENTED = 48

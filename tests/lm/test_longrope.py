@@ -16,8 +16,8 @@ from tiny_architectures import noisy, tiny
 
 from crossdraft.framework.errors import ModelError
 from crossdraft.framework.lm.forward_pass import ForwardPass
-from crossdraft.framework.lm.longrope_lm import LongRopeLM
 from crossdraft.framework.lm.ragged_lm import RaggedLM
+from crossdraft.framework.lm.slots.longrope_lm import LongRopeLM
 from crossdraft.framework.lm.transformers_lm import TransformersLM, model_slots
 
 NEW = 14

@@ -20,7 +20,7 @@ from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.contracts.training import Text
 from crossdraft.framework.errors import ModelError, UsageError
-from crossdraft.framework.lm.recomputing_lm import RecomputingLM
+from crossdraft.framework.lm.slots.recomputing_lm import RecomputingLM
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 from crossdraft.framework.replay.teacher_forcing.scoring import context_factory, score_drafter
 from crossdraft.framework.training.features import Features, check_head

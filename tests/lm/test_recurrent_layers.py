@@ -24,8 +24,8 @@ from crossdraft.framework.errors import ModelError
 from crossdraft.framework.lm import prompt_prefill
 from crossdraft.framework.lm.architectures import RECURRENT as RECURRENT_CLASSES
 from crossdraft.framework.lm.kv_cache import RaggedCache
-from crossdraft.framework.lm.recurrent_cache import RecurrentCache
-from crossdraft.framework.lm.recurrent_layers import SUPPORTED
+from crossdraft.framework.lm.recurrent.recurrent_cache import RecurrentCache
+from crossdraft.framework.lm.recurrent.recurrent_layers import SUPPORTED
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 pytestmark = pytest.mark.skipif(not SUPPORTED, reason="needs transformers 5.23")

@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from crossdraft.framework.errors import ModelError
 from crossdraft.framework.lm import graph_buckets
 from crossdraft.framework.lm.architectures import BY_TRIAL, EXACT, RECURRENT
-from crossdraft.framework.lm.recurrent_layers import recurrent_modules
+from crossdraft.framework.lm.recurrent.recurrent_layers import recurrent_modules
 from crossdraft.framework.lm.transformers_lm import model_slots
 
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"

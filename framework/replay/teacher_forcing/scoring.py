@@ -28,7 +28,7 @@ from ...contracts.options import fault
 from ...contracts.rng import CounterRng
 from ...contracts.sampling import Sampling
 from ...errors import ModelError, UsageError
-from ...lm.recomputing_lm import scoring_slots
+from ...lm.slots.recomputing_lm import scoring_slots
 from ..response import Response
 from .draft_scores import DraftScores
 from .draft_traces import DraftTrace, TracedDrafter, context_length_of, not_replayable, trace_drafters

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.cache_utils import Cache
 
-from ..util.tensors import counting, on_device
-from .kv_cache import RaggedCache, WritePlan
-from .layer_surgery import close
+from ...util.tensors import counting, on_device
+from ..kv_cache import RaggedCache, WritePlan
+from ..layer_surgery import close
 from .recurrent_layers import Adapter, recurrent_modules
 
 #: Arguments that hide padding from recurrent modules; rows run without padding instead.

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from ..contracts.lm import LM, Fork
-from ..contracts.models import TRANSFORMERS, LoadedModel
-from ..errors import ModelError
-from ..models.placement import input_device
-from ..util.tensors import on_device
-from .architectures import longrope_boundary, text_config
-from .layer_surgery import close
+from ...contracts.lm import LM, Fork
+from ...contracts.models import TRANSFORMERS, LoadedModel
+from ...errors import ModelError
+from ...models.placement import input_device
+from ...util.tensors import on_device
+from ..architectures import longrope_boundary, text_config
+from ..layer_surgery import close
 
 
 class RecomputingLM:
@@ -139,8 +139,8 @@ def _refuse_acausal(lm: RecomputingLM) -> None:
     try:
         for ids in (varied, varied[:3] * longest):
             whole = lm.run(ids[:longest], 0)[0]
-            begun = {n: lm.run(ids[:n], 0)[0] for n in (5, longest // 2, longest - 3) if 0 < n < longest}
-            same = (close(whole[:n], part, lm.model.dtype) for n, part in begun.items())
+            prefixes = {n: lm.run(ids[:n], 0)[0] for n in (5, longest // 2, longest - 3) if 0 < n < longest}
+            same = (close(whole[:n], part, lm.model.dtype) for n, part in prefixes.items())
             causal &= len(whole) == longest and all(same)
     except Exception as error:
         reason = str(error).partition("\n")[0]

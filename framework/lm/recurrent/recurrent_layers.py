@@ -21,7 +21,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import cache_utils
 
-from ..errors import ModelError
+from ...errors import ModelError
 
 #: True if transformers keeps recurrent states as the adapters expect; earlier releases differ from model to model.
 SUPPORTED = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
@@ -282,7 +282,7 @@ class _Stateful:
 
 @cache
 def _signature(cls: type) -> inspect.Signature:
-    """Of the ``forward`` behind `_Stateful`'s, without ``self``."""
+    """Signature of the ``forward`` behind `_Stateful`'s, without ``self``."""
     signature = inspect.signature(cls.__mro__[2].forward)  # type: ignore[attr-defined]
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..contracts.lm import Fork
-from ..errors import ModelError
-from ..util.tensors import ancestor_mask, on_device
-from .forward_pass import ForwardPass
-from .ragged_lm import RaggedLM
+from ...contracts.lm import Fork
+from ...errors import ModelError
+from ...util.tensors import ancestor_mask, on_device
+from ..forward_pass import ForwardPass
+from ..ragged_lm import RaggedLM
 
 _thread = threading.local()
 
