@@ -1,4 +1,4 @@
-"""llama.cpp's server, or any that speaks ``/v1/completions``, asked one prompt at a time; for the other benchmarks."""
+"""llama.cpp's server, or any with ``/v1/completions``, for one prompt at a time; used by other benchmarks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Answer:
 
 
 class Endpoint:
-    """A server: ours, which tells token ids, or anybody's ``/v1/completions``."""
+    """A server: one started here, which returns token ids, or any ``/v1/completions``."""
 
     def __init__(self, url: str, native: bool, tokenizer: Any, ends: Sequence[int]):
         self.url, self.native, self.tokenizer, self.ends = url.rstrip("/"), native, tokenizer, ends
@@ -90,6 +90,6 @@ def served(args: argparse.Namespace, flags: Sequence[str], tokenizer: Any, ends:
         process.terminate()
         try:
             process.wait(30)
-        except subprocess.TimeoutExpired:  # on a busy machine it goes on spinning
+        except subprocess.TimeoutExpired:  # on a busy machine it keeps spinning
             process.kill()
             process.wait()

@@ -14,11 +14,13 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+import transformers
 from transformers.modeling_utils import PreTrainedModel
 
 from ..contracts.draft import on_device
 from ..errors import ModelError
 from .flex_attention import FLEX, refusals
+from .recurrent.recurrent_layers import SUPPORTED, recurrent_modules
 
 _EXACT = """
 AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM AriaTextForCausalLM AXK1ForCausalLM BeamForCausalLM
@@ -43,8 +45,18 @@ Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM RoCBer
 SmolLM3ForCausalLM SolarOpenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM VaultGemmaForCausalLM
 XGLMForCausalLM YoutuForCausalLM
 """
+#: Classes with recurrent layers; from transformers 5.23 on, see `recurrent_layers`.
+_RECURRENT = """
+BailingHybridForCausalLM BambaForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM GraniteMoeHybridForCausalLM
+Inkling2ForCausalLM InklingForCausalLM JambaForCausalLM KimiLinearForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM
+Mamba2ForCausalLM MambaForCausalLM MiniMaxForCausalLM NemotronHForCausalLM OlmoHybridForCausalLM Qwen3_5ForCausalLM
+Qwen3_5MoeForCausalLM Qwen3NextForCausalLM RecurrentGemmaForCausalLM RwkvForCausalLM xLSTMForCausalLM Zamba2ForCausalLM
+ZambaForCausalLM ZayaForCausalLM
+"""
 #: Classes whose logits in ragged batches of chains and trees equal those of transformers; the tests check all of them.
-EXACT = frozenset(_EXACT.split())
+EXACT = frozenset(_EXACT.split() + (_RECURRENT.split() if SUPPORTED else []))
+#: Those of them that have recurrent layers, in some configurations at least.
+RECURRENT = frozenset({*_RECURRENT.split(), "Lfm2ForCausalLM"})
 #: Classes that are exact with recent versions of transformers; older ones give them no causal mask. They go through the
 #: trial.
 BY_TRIAL = frozenset({"BigBirdForCausalLM", "DogeForCausalLM", "MegatronBertForCausalLM", "RemBertForCausalLM"})
@@ -82,17 +94,18 @@ def sliding_window(config: Any) -> int | None:
         return None
 
 
-def refuse_unsupported(model: Any, max_length: int | None = None) -> None:
+def refuse_unsupported(model: Any, max_length: int | None = None, both_ropes: bool = False) -> None:
     """Raise ModelError with the reason if this decoder would run ``model`` wrongly.
 
     Args:
         max_length: longest sequence of a slot in tokens; some models are exact only up to a length.
+        both_ropes: the slots keep both frequencies of longrope.
     """
-    for reason in _reasons(model, text_config(model), max_length):
+    for reason in _reasons(model, text_config(model), max_length, both_ropes):
         raise ModelError(f"{type(model).__name__} {reason}")
 
 
-def _reasons(model: Any, config: Any, max_length: int | None) -> Iterator[str]:
+def _reasons(model: Any, config: Any, max_length: int | None, both_ropes: bool) -> Iterator[str]:
     if getattr(config, "is_encoder_decoder", False) or getattr(model.config, "is_encoder_decoder", False):
         yield "is an encoder-decoder model; crossdraft decodes decoder-only causal models"
     if type(model).__name__ == "BltForCausalLM":
@@ -107,11 +120,17 @@ def _reasons(model: Any, config: Any, max_length: int | None) -> Iterator[str]:
             "all rows and is not supported; use a model whose layers are all plain attention"
         )
     recurrent = sorted(kinds - _ROLLBACK_LAYERS - _STATELESS_LAYERS)
-    if recurrent or getattr(model, "_is_stateful", False):
-        what = f"layers of type {', '.join(recurrent)}" if recurrent else "recurrent layers"
+    stateful = bool(recurrent or getattr(model, "_is_stateful", False))
+    what = f"layers of type {', '.join(recurrent)}" if recurrent else "recurrent layers"
+    if stateful and not recurrent_modules(model):
         yield (
-            f"has {what}: their state cannot be rolled back when a draft is rejected, so speculative decoding "
+            f"has {what}: crossdraft cannot reset their state when a draft is rejected, so speculative decoding "
             "would silently continue from rejected tokens; use a model whose layers are all attention"
+        )
+    if stateful and not SUPPORTED:
+        yield (
+            f"has {what}, which are supported from transformers 5.23 on, but {transformers.__version__} is installed; "
+            "update it"
         )
     if (
         "sliding_attention" in kinds
@@ -129,12 +148,13 @@ def _reasons(model: Any, config: Any, max_length: int | None) -> Iterator[str]:
     if getattr(config, "_attn_implementation", None) == FLEX:
         yield from refusals(model)
     inputs = inspect.signature(model.forward).parameters
-    if "past_key_values" not in inputs:
+    attends = not stateful or "past_key_values" in inputs
+    if attends and "past_key_values" not in inputs:
         yield (
             "takes no past_key_values, so crossdraft cannot supply its cache of keys and values; use a model with a "
             "cache"
         )
-    if "position_ids" not in inputs:
+    if attends and "position_ids" not in inputs:
         yield (
             "takes no position_ids (its positions follow from the padding mask), so rows of different "
             "length cannot share a batch; use a model with explicit positions"
@@ -163,25 +183,19 @@ def _reasons(model: Any, config: Any, max_length: int | None) -> Iterator[str]:
             "positions"
         )
     if max_length is not None:
-        yield from _too_long(model, config, max_length)
+        yield from _too_long(model, config, max_length, both_ropes)
 
 
-def _too_long(model: Any, config: Any, max_length: int) -> Iterator[str]:
+def _too_long(model: Any, config: Any, max_length: int, both_ropes: bool) -> Iterator[str]:
     """Reasons that apply only to slots longer than some bound."""
     shorter = f"but slots reach {max_length} tokens here; shorten the prompts or max_new_tokens, or use another model"
-    context = getattr(config, "max_position_embeddings", None)
-    positions = max_length if context is None else min(max_length, context)
-    for rope in _ropes(config):
-        original = rope.get("original_max_position_embeddings") or getattr(
-            config, "original_max_position_embeddings", None
+    original = longrope_boundary(config)
+    if original is not None and outgrows_longrope(config, max_length) and not both_ropes:
+        # Dynamic frequencies change only beyond the context, which no sequence reaches.
+        yield (
+            f"has longrope positions: if any row of a pass is longer than {original} tokens, the frequencies of all "
+            f"rows change, {shorter}"
         )
-        kind = rope.get("rope_type", rope.get("type"))
-        if kind in ("longrope", "su") and original is not None and positions > original:
-            # Dynamic frequencies change only beyond the context, which no sequence reaches.
-            yield (
-                f"has {kind} positions: if any row of a pass is longer than {original} tokens, the frequencies of all "
-                f"rows change, {shorter}"
-            )
     name = type(model).__name__
     if name == "GPTNeoForCausalLM":
         if "local" in config.attention_layers and max_length > config.window_size:
@@ -201,11 +215,35 @@ def _too_long(model: Any, config: Any, max_length: int) -> Iterator[str]:
             f"has a window of {config.sliding_window} tokens that depends on its cache, not on its mask: "
             f"right up to {config.sliding_window} tokens, {shorter}"
         )
+    floor = getattr(config, "log_scaling_n_floor", None)
+    if floor is not None and max_length > floor:
+        yield (
+            f"scales its attention from position {floor} on by the length of a cache that has one length for all rows, "
+            f"{shorter}"
+        )
     if name == "Llama4ForCausalLM" and config.attn_temperature_tuning and max_length >= config.floor_scale:
         yield (
             f"scales its attention from position {config.floor_scale} on by the length of a cache that has one length "
             f"for all rows, {shorter}"
         )
+
+
+def longrope_boundary(config: Any) -> int | None:
+    """Longest text in tokens with the short frequencies of longrope; None if no layer uses it."""
+    boundaries = []
+    for rope in _ropes(config):
+        original = rope.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        if rope.get("rope_type", rope.get("type")) in ("longrope", "su") and original is not None:
+            boundaries.append(original)
+    return min(boundaries, default=None)
+
+
+def outgrows_longrope(config: Any, max_length: int) -> bool:
+    """True if a slot of ``max_length`` tokens may hold texts with the long frequencies of longrope."""
+    boundary, context = longrope_boundary(config), getattr(config, "max_position_embeddings", None)
+    return boundary is not None and (max_length if context is None else min(max_length, context)) > boundary
 
 
 #: Length of a slot in a trial, in tokens.

@@ -18,6 +18,9 @@ from ..util.tensors import ancestor_mask
 from .architectures import sliding_window
 from .flex_attention import FLEX, block_mask
 
+#: Recurrent layers, by their type.
+_NO_MASKS = {"conv": None, "linear_attention": None}
+
 
 @dataclass(frozen=True)
 class Visibility:
@@ -51,7 +54,9 @@ class AttentionMasks:
         self._visible, self._hidden = torch.tensor([0.0, torch.finfo(dtype).min], dtype=dtype, device=device).unbind()
         self._layer_types = set(getattr(config, "layer_types", None) or ())
         self._window = sliding_window(config)
-        if self._layer_types and "sliding_attention" not in self._layer_types:
+        # MiniMax: the window applies to the layers that it calls full attention.
+        self._one_mask = not self._layer_types or getattr(config, "model_type", None) == "minimax"
+        if not self._one_mask and not self._layer_types & {"sliding_attention", "hybrid_sliding"}:
             self._window = None
         if getattr(config, "use_sliding_window", True) is False:
             self._window = None
@@ -81,7 +86,7 @@ class AttentionMasks:
         allowed = seen.gather(2, node[:, None].expand(-1, width, -1))
         depth = ancestors.sum(-1)
         positions, key_positions = root + depth[:, first:], None
-        if self._window is not None or self._chunk is not None:
+        if self._window is not None or self._chunk is not None or "hybrid" in self._layer_types:
             speculative = (node > 0) & (node <= total)
             key_positions = root + depth.gather(1, (node - 1).clamp_(0, total - 1))
             key_positions = torch.where(speculative, key_positions, slot)
@@ -97,16 +102,17 @@ class AttentionMasks:
         full = self._mask(allowed)
         if self._window is None and self._chunk is None:
             return full
-        masks = {"full_attention": full}
+        masks = {"full_attention": full, "hybrid": full, **_NO_MASKS}
         keys = visibility.key_positions
         if keys is None:
             keys = self.slots[None, : allowed.shape[-1]]
         queries, keys = visibility.positions[..., None], keys[:, None]
         if self._window is not None:
-            masks["sliding_attention"] = self._mask(allowed & (queries - keys < self._window))
+            sliding = self._mask(allowed & (queries - keys < self._window))
+            masks |= {"sliding_attention": sliding, "hybrid_sliding": sliding}
         if self._chunk is not None:
             masks["chunked_attention"] = self._mask(allowed & (queries // self._chunk == keys // self._chunk))
-        return masks if self._layer_types else masks["sliding_attention"]
+        return masks["sliding_attention"] if self._one_mask else masks
 
     def _mask(self, allowed: Tensor) -> Any:
         if self._flex:

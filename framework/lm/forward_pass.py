@@ -16,7 +16,9 @@ from .architectures import text_config
 from .attention import own_attention
 from .attention_masks import AttentionMasks, Visibility
 from .cuda_graphs import Outputs
-from .kv_cache import KVCache, RaggedCache, WritePlan
+from .kv_cache import KVCache, WritePlan
+from .recurrent.recurrent_cache import new_cache
+from .recurrent.recurrent_layers import keep_states, prepare
 from .small_batch_linear import speed_up_small_batches
 
 #: True if ``output_hidden_states`` takes a selection of layers; transformers before 5.23 numbers them differently.
@@ -42,13 +44,17 @@ class ForwardPass:
 
     def __init__(self, model: Any, dims: ModelDims, masks: AttentionMasks, cache: KVCache):
         self.model, self.dims, self.masks, self.cache = model, dims, masks, cache
-        self._keep_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        names = inspect.signature(model.forward).parameters
+        self._keep_logits = "logits_to_keep" in names
+        # Models that are recurrent throughout have no attention: no cache of keys, no masks, no positions.
+        self._attends = "past_key_values" in names
 
     @classmethod
     def of(cls, model: Any, batch_size: int, max_length: int, cache: KVCache | None = None) -> ForwardPass:
-        """Passes of a whole model, over a new `RaggedCache` by default; puts the model in eval mode."""
+        """Passes of a whole model, over a new cache by default; puts the model in eval mode."""
         model.eval()
         speed_up_small_batches(model)
+        prepare(model)
         config, device = text_config(model), input_device(model)
         dims = ModelDims(
             vocab_size=model.get_output_embeddings().weight.shape[0],
@@ -57,7 +63,9 @@ class ForwardPass:
             device=device,
         )
         masks = AttentionMasks(config, model.dtype, device, max_length)
-        return cls(model, dims, masks, RaggedCache(batch_size, max_length) if cache is None else cache)
+        if cache is None:
+            cache = new_cache(model, batch_size, max_length)
+        return cls(model, dims, masks, cache)
 
     def score(
         self,
@@ -91,7 +99,8 @@ class ForwardPass:
             assert parents is not None
             tree = torch.cat([tree, parents], 1) if tree.shape[1] else parents
             visibility = self.masks.tree(starts, tree, width, kv_len)
-        return *self.run(tokens, WritePlan(slots, kv_len, start), visibility, inputs, layers), tree
+        plan = WritePlan(slots, kv_len, start, parents=tree)
+        return *self.run(tokens, plan, visibility, inputs, layers), tree
 
     def compact(self, path: Tensor, committed: Tensor) -> Outputs:
         """Move nodes ``path [B, D]`` (-1 = none) behind the ``committed [B]`` slots of their row."""
@@ -120,15 +129,12 @@ class ForwardPass:
             extra["output_hidden_states"] = selected if SELECTS else True
         if self._keep_logits and not want_logits:
             extra["logits_to_keep"] = 1  # 0 means all of them
-        with own_attention():
-            out = self.model(
-                **self.embed(tokens),
-                attention_mask=self.masks.build(visibility),
-                position_ids=position_ids,
-                past_key_values=self.cache.begin_pass(plan),
-                use_cache=True,
-                **extra,
-            )
+        cache = self.cache.begin_pass(plan)
+        if self._attends:
+            mask = self.masks.build(visibility)
+            extra |= {"attention_mask": mask, "position_ids": position_ids, "past_key_values": cache}
+        with own_attention(), keep_states(cache, visibility.positions, visibility.key_positions):
+            out = self.model(**self.embed(tokens), use_cache=self._attends, **extra)
         hidden = torch.stack([out.hidden_states[i] for i in selected], 2) if layers else None
         return (out.logits if want_logits else None), hidden
 

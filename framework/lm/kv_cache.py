@@ -8,6 +8,7 @@ slots, so they are not cleared.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol, cast
@@ -32,6 +33,8 @@ class WritePlan:
         row: the only batch row of the pass; requires ``start``.
         rows: ``[R]`` int64, the batch rows of a pass that writes from slot 0 on and attends only over what it writes:
             ``start`` is 0 and ``kv_len`` is W.
+        counts: by batch row of ``rows``, in their order, the number of its tokens that are not padding.
+        parents: ``[R, N]`` int64, the parents of all speculative nodes, those of the pass last; ``None`` = chains.
     """
 
     slots: Tensor
@@ -39,6 +42,8 @@ class WritePlan:
     start: int | None = None
     row: int | None = None
     rows: Tensor | None = None
+    counts: Mapping[int, int] | None = None
+    parents: Tensor | None = None
 
     @cached_property
     def row_index(self) -> Tensor:
@@ -50,8 +55,8 @@ class WritePlan:
         if device == self.slots.device:
             return self
         if device not in self._copies:
-            rows = None if self.rows is None else self.rows.to(device)
-            self._copies[device] = replace(self, slots=self.slots.to(device), rows=rows)
+            rows, parents = (None if one is None else one.to(device) for one in (self.rows, self.parents))
+            self._copies[device] = replace(self, slots=self.slots.to(device), rows=rows, parents=parents)
         return self._copies[device]
 
     @cached_property
@@ -63,8 +68,8 @@ class KVCache(Protocol):
     """Keys and values of B rows of different lengths, for all layers of a model.
 
     `begin_pass`, the updates of a pass, and `move` may be recorded into CUDA graphs: they launch operations on tensors
-    at fixed addresses and depend on nothing else that changes between passes. `reserve`, `clear` and `nbytes` run on
-    the host, outside of recordings.
+    at fixed addresses and depend on nothing else that changes between passes. `reserve`, `commit`, `clear` and `nbytes`
+    run on the host, outside of recordings.
 
     A pass may attend over slots that were never reserved or written (short rows beside longer ones), and may write
     beyond the reserved slots (padding of graph buckets). The mask hides both; the values read must be finite.
@@ -86,6 +91,14 @@ class KVCache(Protocol):
         """Copy slots ``source [B, D]`` to slots ``target [B, D]`` in every row and layer; read all, then write.
 
         Commits a path of a tree: its nodes move behind the committed tokens.
+        """
+        ...
+
+    def commit(self, lengths: Sequence[int]) -> None:
+        """Keep the first ``lengths[b]`` slots of each row; those behind them may be dropped.
+
+        Called after `move`, and after prompts were fed; of the slots behind a row's previous length, the kept ones are
+        the first.
         """
         ...
 
@@ -163,7 +176,7 @@ class RaggedCache(Cache):
     def __init__(self, batch_size: int, max_length: int):
         self.num_rows, self.max_length = batch_size, max_length
         self.plan = WritePlan(torch.empty(0, 0, dtype=torch.long), 0)
-        super().__init__(layer_class_to_replicate=lambda: RaggedLayer(self))  # type: ignore[arg-type]
+        Cache.__init__(self, layer_class_to_replicate=lambda: RaggedLayer(self))  # type: ignore[arg-type]
 
     def reserve(self, row: int, length: int) -> None:
         """Every row has ``max_length`` slots from the start."""
@@ -181,6 +194,9 @@ class RaggedCache(Cache):
                 if device not in indices:
                     indices[device] = rows.to(device), source.to(device), target.to(device)
                 layer.move(*indices[device])
+
+    def commit(self, lengths: Sequence[int]) -> None:
+        """The mask hides all other slots."""
 
     def clear(self, row: int) -> None:
         for layer in self.layers:

@@ -83,7 +83,8 @@ class PromptPrefill:
         # Padding repeats the last token of its own row, so it is NaN only if the row is; nothing attends to it.
         padded = [[*tokens, *tokens[-1:] * (width - len(tokens))] for tokens in prompts.values()]
         ids, rows = on_device(padded, device), on_device(list(prompts), device)
-        plan = WritePlan(self._pass.masks.slots[None, :width], width, 0, rows=rows)
+        counts = {row: len(tokens) for row, tokens in prompts.items()}
+        plan = WritePlan(self._pass.masks.slots[None, :width], width, 0, rows=rows, counts=counts)
         visibility = self._pass.masks.causal(plan.slots, width).expand(len(prompts))
         _, hidden = self._pass.run(ids, plan, visibility, {}, layers, want_logits=False)
         for i, (row, tokens) in enumerate(prompts.items()):

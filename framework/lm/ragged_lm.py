@@ -20,6 +20,7 @@ from .cuda_graphs import Graphs, runner_for
 from .forward_pass import ForwardPass
 from .graph_buckets import BucketedPasses
 from .prompt_prefill import PromptPrefill
+from .recurrent.recurrent_cache import RecurrentCache
 
 
 class RaggedLM:
@@ -43,7 +44,10 @@ class RaggedLM:
         self.lengths = [0] * batch_size
         self.passes = 0
         self.hidden_layers: tuple[float, ...] = ()
-        graphs = runner_for(self.model) if graphs is None else graphs
+        if isinstance(self.cache, RecurrentCache):  # its states have no fixed addresses
+            graphs = Graphs(None, type(self.model).__name__)
+        elif graphs is None:
+            graphs = runner_for(self.model)
         self._runner = BucketedPasses(forward_pass, graphs, batch_size, max_length)
         self._prefill = PromptPrefill(forward_pass)
         self._forks: WeakSet[Any] = WeakSet()
@@ -74,6 +78,7 @@ class RaggedLM:
         """
         self._drop_nodes()  # an interrupted step may have left some
         self._prefill.feed(row, list(prompt[:-1]), self.lengths, self.hidden_layers, inputs)
+        self.cache.commit(self.lengths)
         return self._prefill.pop_hidden(row)
 
     @torch.inference_mode()
@@ -105,6 +110,7 @@ class RaggedLM:
         if path is not None and path.shape[1] and self._nodes:
             self._runner.compact(path, on_device(self.lengths, self.device), max(self.lengths))
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        self.cache.commit(self.lengths)
         self._drop_nodes()
         self._update_forks()
 

@@ -37,6 +37,6 @@ class TransformersBackend(Backend):
     def slots(self, loaded: LoadedModel, batch_size: int, max_length: int) -> LM:
         from ..models.placement import is_split
         from .tensor_parallel_lm import SplitLM
-        from .transformers_lm import TransformersLM
+        from .transformers_lm import model_slots
 
-        return (SplitLM if is_split(loaded.model) else TransformersLM)(loaded.model, batch_size, max_length)
+        return (SplitLM if is_split(loaded.model) else model_slots)(loaded.model, batch_size, max_length)

@@ -7,12 +7,24 @@ from typing import Any
 
 from torch import Tensor
 
-from .architectures import TRIAL_LENGTH, needs_trial, refuse_unsupported, trial
+from ..errors import ModelError
+from .architectures import (
+    TRIAL_LENGTH,
+    longrope_boundary,
+    needs_trial,
+    outgrows_longrope,
+    refuse_unsupported,
+    text_config,
+    trial,
+)
 from .cuda_graphs import Graphs
 from .forward_pass import ForwardPass
 from .kv_cache import KVCache
 from .layer_subset import LayerFork
 from .ragged_lm import RaggedLM
+from .recurrent.recurrent_cache import RecurrentCache
+from .recurrent.recurrent_layers import recurrent_modules
+from .slots.longrope_lm import LongRopeLM
 
 
 class TransformersLM(RaggedLM):
@@ -39,6 +51,11 @@ class TransformersLM(RaggedLM):
         graphs: Graphs | None = None,
     ):
         check_model(model, max_length, needs_trial(model))
+        if cache is not None and not isinstance(cache, RecurrentCache) and recurrent_modules(model):
+            raise ModelError(
+                f"{type(model).__name__} has recurrent layers, whose states a {type(cache).__name__} does not keep; "
+                "pass a RecurrentCache, or no cache"
+            )
         super().__init__(ForwardPass.of(model, batch_size, max_length, cache), batch_size, max_length, graphs)
 
     def fork(
@@ -49,13 +66,29 @@ class TransformersLM(RaggedLM):
         no_mlp: Collection[int] = (),
         embeddings: Tensor | None = None,
     ) -> LayerFork:
+        if isinstance(self.cache, RecurrentCache):
+            raise ModelError(
+                f"{type(self.model).__name__} has recurrent layers, whose states a fork with some of the layers would "
+                "overwrite; use a drafter with a model of its own"
+            )
         fork = LayerFork(self, layers, no_attention, no_mlp, embeddings=embeddings)
         self.register_fork(fork)
         return fork
 
 
-def check_model(model: Any, max_length: int, untried: bool) -> None:
+def model_slots(model: Any, batch_size: int, max_length: int) -> TransformersLM | LongRopeLM:
+    """Slots of a whole model: a `LongRopeLM` if its texts may outgrow the short frequencies of longrope."""
+    config = text_config(model)
+    if not outgrows_longrope(config, max_length):
+        return TransformersLM(model, batch_size, max_length)
+    check_model(model, max_length, needs_trial(model), both_ropes=True)
+    boundary = longrope_boundary(config)
+    assert boundary is not None
+    return LongRopeLM(model, batch_size, max_length, boundary)
+
+
+def check_model(model: Any, max_length: int, untried: bool, both_ropes: bool = False) -> None:
     """Raise ModelError for an unsupported model; run the `trial` of an ``untried`` one."""
-    refuse_unsupported(model, max_length)
+    refuse_unsupported(model, max_length, both_ropes)
     if untried:
         trial(RaggedLM(ForwardPass.of(model, 2, TRIAL_LENGTH), 2, TRIAL_LENGTH))

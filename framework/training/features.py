@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_utils import PreTrainedModel
 
 from ..contracts.models import LoadedModel
 from ..contracts.training import Batch, Text
@@ -59,11 +60,24 @@ class Features:
     def _states(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Hidden states ``[n, L, layers, H]`` bfloat16."""
         inner = any(layer != -1 for layer in self.layers)
-        out = self.target.model.get_decoder()(
+        out = _decoder(self.target.model)(
             input_ids=ids, attention_mask=mask, use_cache=False, output_hidden_states=inner
         )
         states = [out.last_hidden_state if layer == -1 else out.hidden_states[layer] for layer in self.layers]
+        if any(state.shape != out.last_hidden_state.shape for state in states):
+            raise UsageError(
+                f"{self.target.name} does not return one hidden state per token and layer, so heads that read layers "
+                f"{list(self.layers)} cannot be trained on it; train heads that read the last layer only"
+            )
         return torch.stack(states, 2).to(torch.bfloat16)
+
+
+def _decoder(model: Any) -> Any:
+    """The part of a causal LM that returns hidden states."""
+    decoder = model.get_decoder()
+    if decoder is not model and isinstance(decoder, PreTrainedModel):
+        return decoder
+    return next((child for child in model.children() if isinstance(child, PreTrainedModel)), decoder)
 
 
 @torch.no_grad()
@@ -72,7 +86,7 @@ def check_head(target: LoadedModel) -> None:
     model: Any = target.model
     module = model.get_output_embeddings()
     ids = torch.arange(2, device=model.device)[None]
-    hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    hidden = _decoder(model)(input_ids=ids, use_cache=False).last_hidden_state
     plain = hidden @ module.weight.T.to(hidden.dtype)
     difference = model(ids).logits.float().softmax(-1) - plain.float().softmax(-1)
     if not float(difference.abs().sum(-1).max()) < 0.05:

@@ -11,6 +11,7 @@ from ..contracts.models import LoadedModel
 from ..contracts.rng import CounterRng
 from ..contracts.sampling import Sampling
 from ..errors import UsageError
+from ..lm.slots.recomputing_lm import scoring_slots
 
 #: Maximum tokens of a generated question.
 MOST_INVENTED = 48
@@ -88,7 +89,7 @@ class Writer:
         max_length = max(self.chat.most + max_response, len(self._opening) + MOST_INVENTED) + 2
         if target.context_length is not None:
             max_length = min(max_length, target.context_length + 2)
-        self._lm = make_slots(target, batch_size, max_length)
+        self._lm = scoring_slots(target, batch_size, max_length, make_slots)
         self._length = max_length
 
     def invent(self, indices: Sequence[int]) -> dict[int, str]:

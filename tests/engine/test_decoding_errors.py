@@ -139,11 +139,6 @@ def test_draft_of_wrong_batch_breaks_contract(toys: dict[str, Toy]) -> None:
         list(loop.run([[3], [3]]))
 
 
-def small_mamba() -> Any:
-    config = transformers.MambaConfig(vocab_size=31, hidden_size=16, num_hidden_layers=1, state_size=4)
-    return transformers.MambaForCausalLM(config)
-
-
 def small_t5() -> Any:
     config = transformers.T5Config(vocab_size=31, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     return transformers.T5ForConditionalGeneration(config)
@@ -156,25 +151,14 @@ def small_bloom() -> Any:
 @pytest.mark.parametrize(
     "make, sentence",
     [
-        (
-            small_mamba,
-            "MambaForCausalLM has (recurrent layers|layers of type .*): their state cannot be rolled back",
-        ),
         (small_t5, "T5ForConditionalGeneration is an encoder-decoder model"),
         (small_bloom, "BloomForCausalLM takes no position_ids"),
     ],
-    ids=["mamba", "t5", "bloom"],
+    ids=["t5", "bloom"],
 )
 def test_models_that_would_run_wrongly_are_refused(make: Callable, sentence: str) -> None:
     with pytest.raises(ModelError, match=sentence):
         TransformersLM(make(), 1, 16)
-
-
-def test_hybrid_model_error_names_layers(tiny_model: Callable) -> None:
-    model = tiny_model("qwen3", seed=9)
-    model.config.layer_types = ["linear_attention", "full_attention"]
-    with pytest.raises(ModelError, match="layers of type linear_attention: their state cannot be rolled back"):
-        TransformersLM(model, 1, 16)
 
 
 def test_growing_past_buffer_is_error(tiny_model: Callable) -> None:

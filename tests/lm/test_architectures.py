@@ -77,11 +77,6 @@ def test_right_or_refused_by_version_of_transformers(model_type: str) -> None:
             "",
             "GPTNeoForCausalLM .* longest row of a batch: right up to 8 tokens, but slots reach 64 .*shorten",
         ),
-        (
-            "phi3",
-            "rope longrope",
-            "Phi3ForCausalLM has longrope positions: .* longer than 16 tokens, .* slots reach 64 .*shorten",
-        ),
         ("openai-gpt", "", "OpenAIGPTLMHeadModel takes no past_key_values"),
         ("falcon", "alibi", "FalconForCausalLM uses alibi"),
         ("bloom", "", "BloomForCausalLM takes no position_ids"),
@@ -95,9 +90,7 @@ def test_right_or_refused_by_version_of_transformers(model_type: str) -> None:
         ("roberta", "", "RobertaForCausalLM counts positions from its padding token's id"),
         ("xlnet", "", "XLNetLMHeadModel takes no past_key_values"),
         ("bart", "", "BartForCausalLM takes no position_ids"),
-        ("lfm2", "", "Lfm2ForCausalLM has layers of type conv: their state cannot be rolled back"),
-        ("mamba", "", "MambaForCausalLM has .*: their state cannot be rolled back"),
-        ("rwkv", "", "RwkvForCausalLM has recurrent layers: their state cannot be rolled back"),
+        ("inkling_text", "scaled attention", "InklingForCausalLM scales its attention from position 16 on"),
         (
             "deepseek_v32",
             "",
@@ -110,18 +103,19 @@ def test_refused_by_name(model_type: str, label: str, sentence: str) -> None:
         TransformersLM(model_of(model_type, label), 2, 64)
 
 
-def test_longrope_may_fill_its_original_length_and_no_more() -> None:
-    model = model_of("phi3", "rope longrope")
-    TransformersLM(model, 2, 16)
-    with pytest.raises(ModelError, match="longer than 16 tokens"):
-        TransformersLM(model, 2, 17)
-
-
 def test_encoder_decoder_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
     config = transformers.T5Config(vocab_size=31, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="T5Config is not the config of a causal language model"):
         load_model(str(tmp_path))
+
+
+def test_recurrent_layers_need_a_recent_transformers(monkeypatch: Any) -> None:
+    monkeypatch.setattr(architectures, "SUPPORTED", False)
+    with pytest.raises(
+        ModelError, match=r"^Lfm2ForCausalLM has layers of type conv, .* from transformers 5\.23 on, but"
+    ):
+        TransformersLM(model_of("lfm2"), 2, 64)
 
 
 @pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])

@@ -1,6 +1,6 @@
 """Caches of the caller behind `TransformersLM`: a paged one and an int8 one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -67,6 +67,9 @@ class OwnCache:
         self.written = plan.slots.expand(len(rows), -1)
         self.read = torch.arange(plan.kv_len).expand(len(rows), -1)
         return self.cache
+
+    def commit(self, lengths: Sequence[int]) -> None:
+        """Masks hide all other slots."""
 
     @property
     def stores(self) -> list[Any]:

@@ -9,9 +9,11 @@ from tiny_architectures import tiny, tiny_config
 #: Longest text that a rope was trained for, in the variants: the longest row of the checks crosses it, others do not.
 ORIGINAL = 16
 _ALTERNATING = ["sliding_attention", "full_attention"]
+_LIMITED_STEPS = {"time_step_limit": (0.3, 0.9)}
 _SHARED = {"num_hidden_layers": 4, "layer_types": _ALTERNATING * 2}
 #: Variants of one architecture, by model type and label.
 OWN: dict[str, dict[str, dict[str, Any]]] = {
+    "bamba": {"limited steps": _LIMITED_STEPS},
     "bert": {"encoder": {"is_decoder": False}},
     "cohere": {"norms of queries and keys": {"use_qk_norm": True}},
     "deepseek_v2": {"groups of experts": {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}},
@@ -26,6 +28,10 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
         "no multi-query": {"multi_query": False, "num_kv_heads": 4},
         "serial": {"parallel_attn": False},
     },
+    "falcon_h1": {
+        "limited steps": _LIMITED_STEPS,
+        "multipliers": _LIMITED_STEPS | {"ssm_multipliers": [0.5, 2.0, 0.7, 1.5, 3.0]},
+    },
     "gemma3_text": {"both directions": {"use_bidirectional_attention": True}},
     "gemma4_text": {
         "shared keys": _SHARED | {"num_kv_shared_layers": 2},
@@ -39,11 +45,17 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
         "wide window": {"window_size": 64},
     },
     "gpt_neox": {"serial": {"use_parallel_residual": False}},
+    "granitemoehybrid": {"limited steps": _LIMITED_STEPS},
+    "inkling_text": {
+        "scaled attention": {"log_scaling_n_floor": ORIGINAL},
+        "full attention": {"layer_types": ["hybrid"] * 2},
+    },
     "lfm2": {"attention alone": {"layer_types": ["full_attention"] * 2}},
     "llama4_text": {
         "tuned temperature": {"floor_scale": ORIGINAL},
         "plain temperature": {"floor_scale": ORIGINAL, "attn_temperature_tuning": False},
     },
+    "mamba2": {"limited steps": _LIMITED_STEPS},
     "minimax_m3_vl_text": {"sparse": {"layer_types": ["minimax_m3_sparse", "full_attention"]}},
     "ministral3": {
         "scaled attention": {
@@ -58,11 +70,16 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
     },
     "mllama": {"layers for images": {"cross_attention_layers": [1]}},
     "moshi": {"wide window": {"sliding_window": 64}},
+    "nemotron_h": {"long steps": {"time_step_min": 0.5}},
     "olmo": {"clipped": {"clip_qkv": 0.5}},
     "opt": {"norm behind": {"do_layer_norm_before": False}, "narrow": {"word_embed_proj_dim": 16}},
     "phi": {"norms of queries and keys": {"qk_layernorm": True}},
     "qwen3_moe": {"some layers dense": {"mlp_only_layers": [0]}},
+    "recurrent_gemma": {"wide recurrence": {"lru_width": 48}},
+    "rwkv": {"rescaled": {"rescale_every": 1}, "wide attention": {"attention_hidden_size": 64}},
     "stablelm": {"parallel": {"use_parallel_residual": True, "qk_layernorm": True}},
+    "zamba2": {"long steps": {"time_step_min": 0.5}},
+    "zaya": {"sliding": {"layer_types": ["hybrid_sliding", "hybrid"], "sliding_window": 8}},
 }
 
 
@@ -75,7 +92,8 @@ def variants(config_class: Any) -> dict[str, dict[str, Any]]:
         sliding: dict[str, Any] = {"sliding_window": 8}
         sliding |= {name: True for name in ("use_sliding_window",) if name in known}
         sliding |= {name: 1 for name in ("max_window_layers",) if name in known}
-        if known.get("layer_types") and len(known["layer_types"]) == 2:
+        types = known.get("layer_types") or ()
+        if len(types) == 2 and all(name.endswith("attention") and name != "linear_attention" for name in types):
             sliding["layer_types"] = _ALTERNATING
         results["sliding"] = sliding
     if "tie_word_embeddings" in known:

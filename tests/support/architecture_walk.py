@@ -1,4 +1,4 @@
-"""The walk over every causal language model of the installed transformers, and the page that lists what it found.
+"""The walk over every causal language model of the installed transformers, and the page that lists the results.
 
 ``python tests/support/architecture_walk.py`` walks (minutes) and writes docs/architectures.md.
 """
@@ -21,13 +21,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from crossdraft.framework.errors import ModelError
 from crossdraft.framework.lm import graph_buckets
-from crossdraft.framework.lm.architectures import BY_TRIAL, EXACT
-from crossdraft.framework.lm.transformers_lm import TransformersLM
+from crossdraft.framework.lm.architectures import BY_TRIAL, EXACT, RECURRENT
+from crossdraft.framework.lm.recurrent.recurrent_layers import recurrent_modules
+from crossdraft.framework.lm.transformers_lm import model_slots
 
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 #: Largest difference of a logit that is rounding, in standard deviations; mistakes begin a thousand times higher.
 TOLERANCE = 1e-3
-#: What is found where the decoder gives what the model gives by itself; anything else is the sentence that refuses it.
+#: Outcome of a model whose outputs in the decoder equal its own; any other outcome is the reason of a refusal.
 SAME = "exact"
 #: Model types that cannot be made here, and why.
 NOT_MADE = {
@@ -41,6 +42,8 @@ NO_VARIANT = (
     "is a per-layer attribute",
     "division by zero",  # dynamic frequencies for two rotary dimensions
     "is not supported for",
+    "does not support RoPE types",
+    "no attribute 'max_position_embeddings'",
     "KeyError: 'sliding_attention'",
 )
 
@@ -55,7 +58,7 @@ def class_name(model_type: str) -> str:
     return result if isinstance(result, str) else result[0]
 
 
-def outcome(model_type: str, changes: Mapping[str, Any], lm_class: Any = TransformersLM) -> str | None:
+def outcome(model_type: str, changes: Mapping[str, Any], lm_class: Any = model_slots) -> str | None:
     """`SAME`, or the sentence that refuses the model; None where transformers has no such variant.
 
     Raises AssertionError for a model that is run wrongly, and whatever a model raises that is neither.
@@ -84,7 +87,7 @@ def outcomes(model_type: str) -> dict[str, str]:
     more = variants(config_class) if results[""] == SAME else {}
     for label, changes in (OWN.get(model_type, {}) | more).items():
         results[label] = outcome(model_type, changes)
-    if results[""] == SAME:
+    if results[""] == SAME and not recurrent_modules(tiny(config_class)):
         results["recorded"] = outcome(model_type, {}, _RecordedLM)
     return {label: result for label, result in results.items() if result is not None}
 
@@ -123,7 +126,12 @@ def page(by_type: Mapping[str, Mapping[str, str]]) -> str:
     checked = sum(result == SAME for results in by_type.values() for result in results.values())
     lines = [
         _HEAD.format(
-            version=transformers.__version__, types=len(by_type), classes=len(exact), checked=checked, by_trial=tried
+            version=transformers.__version__,
+            types=len(by_type),
+            classes=len(exact),
+            checked=checked,
+            by_trial=tried,
+            recurrent=len(exact.keys() & RECURRENT),
         ).strip(),
         "",
         "## Exact",
@@ -171,7 +179,8 @@ plain model (one prompt at a time, no padding, no cache), or the model is reject
 
 {classes} classes are exact, in {checked} variants: both kinds of attention (`sdpa`, `eager`), passes as CUDA graphs
 record them, sliding windows, tied and untied embeddings, and rotary positions of type linear, dynamic, yarn, llama3 and
-longrope, each where the architecture has it.
+longrope, each where the architecture has it. {recurrent} of them have recurrent layers: chains and trees are exact for
+each; their passes are not recorded into CUDA graphs, and drafters that run some of the target's layers are refused.
 
 A model of a class that is not on this page (a newer one, or one with its own code) is tried when its slots are
 created: seven tiny passes compare a ragged batch with a tree to the plain model. It is rejected if they differ. A trial

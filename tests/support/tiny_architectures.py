@@ -39,6 +39,11 @@ SIZES: dict[str, Any] = {
     **_named(8, "sliding_window sliding_window_size attention_window_size window_size local_attention"),
     **_named(8, "attention_chunk_size keep_window_size"),
     **_named(4, "rotary_dim index_topk"),
+    # Recurrent layers; their chunks are shorter than the prompts of the tests.
+    **_named(16, "mamba_d_state ssm_state_size state_size router_hidden_size rel_extent"),
+    **_named(8, "linear_head_dim linear_key_head_dim linear_value_head_dim chunk_size mamba_chunk_size"),
+    **_named(4, "linear_num_heads linear_num_value_heads"),
+    **_named(2, "linear_num_key_heads"),
 }
 #: Names of the number of layers; lists with an entry a layer are cut to the same layers.
 LAYERS = _named(
@@ -63,7 +68,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     ),
     **_named({"bos_token_id": 1}, "cwm emu3 emu3_text_model mllama mllama_text_model modernbert-decoder"),
     "axk1": {"first_k_dense_replace": 1},
-    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16},
+    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16, "attn_layer_indices": [1]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE | {"mrope_section": [2, 1, 1]}}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -72,6 +77,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "vision_config": {"adapter_out_dim": 32},
         "audio_config": {"adapter_out_dim": 32, "adapter_input_size": 32},
     },
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8},
     "flint": {"mlp_only_layers": [1]},
     "gemma3n_text": {
         "num_kv_shared_layers": 2,
@@ -83,12 +89,19 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gemma4_text": {"global_head_dim": 16},
     "gemma4_unified_text": {"global_head_dim": 16},
     **{name: {"text_config": _ASSISTANT} for name in DEFAULTS},
-    "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16},
+    "granitemoehybrid": {
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "laguna": {"num_attention_heads_per_layer": [4, 4], "layer_types": _ALTERNATING},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
     "lfm2": {"layer_types": ["full_attention", "conv"], "full_attn_idxs": None, "num_hidden_layers": 2},
     "llama4_text": {"moe_layers": [1, 3]},
     "mamba2": {"num_heads": 8},
+    "minimax": {"block_size": 8},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -97,10 +110,15 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 2,
         "output_gate_type": "sigmoid",
     },
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "xlstm": {"autocast_kernel_dtype": "float32", "hidden_size": 128, "embedding_dim": 128},
     "zamba": {
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
         "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "linear_attention", "hybrid"],
         "num_hidden_layers": 5,
     },
+    "zamba2": {"attention_hidden_size": 64, "attention_head_dim": 16},
     "reformer": {
         "is_decoder": True,
         "axial_pos_embds_dim": [8, 24],

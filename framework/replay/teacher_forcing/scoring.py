@@ -28,6 +28,7 @@ from ...contracts.options import fault
 from ...contracts.rng import CounterRng
 from ...contracts.sampling import Sampling
 from ...errors import ModelError, UsageError
+from ...lm.slots.recomputing_lm import scoring_slots
 from ..response import Response
 from .draft_scores import DraftScores
 from .draft_traces import DraftTrace, TracedDrafter, context_length_of, not_replayable, trace_drafters
@@ -52,7 +53,7 @@ def context_factory(loaded: LoadedModel, sampling: Sampling, **more: Any) -> Mak
 
     def make(rows: int, longest: int, slack: int) -> DraftContext:
         slot = longest + slack
-        lm = make_slots(loaded, rows, slot)
+        lm = scoring_slots(loaded, rows, slot, make_slots)
         return TargetContext.of(loaded, lm, sampling, slot=slot, sequence=longest, **more)
 
     return make

@@ -171,7 +171,7 @@ def test_hooks_are_registered(registered, monkeypatch):
     assert registered == [(path, "around") for path in (*plugin.KERNELS, plugin.WORKER)]
 
 
-def test_nothing_is_registered_by_default(registered, monkeypatch):
+def test_default_registers_no_hook(registered, monkeypatch):
     monkeypatch.delenv("CROSSDRAFT_SGLANG", raising=False)
     plugin.register()
     assert not registered

@@ -1,0 +1,1 @@
+"""Slots of models that one ragged cache does not suffice for."""
