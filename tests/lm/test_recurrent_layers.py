@@ -155,9 +155,7 @@ def test_hidden_states_of_heads(model_type: str) -> None:
     _, nodes = lm.forward(torch.tensor([[11, 3]]))
     assert nodes is not None
     output = make_model(model_type)(torch.tensor([[*text, 3]]), use_cache=False, output_hidden_states=True)
-        torch.tensor([[*text, 3]]), use_cache=False, output_hidden_states=True
-    ).hidden_states
-    expected = torch.stack([states[i][0] for i in (0, 1, -1)], 1)
+    expected = torch.stack([output.hidden_states[i][0] for i in (0, 1, -1)], 1)
     actual = torch.cat([prompt, nodes[0]])
     assert (actual - expected).abs().max() < TOLERANCE * expected.std()
 
