@@ -101,7 +101,7 @@ def test_verified_engine(tmp_path: Path, recipe: Any, servers: tuple[str, str], 
     assert [cell["verdict"] for cell in cells] == ["yes", "yes"]
     steps = cells[1]["steps"]
     assert steps["decided"] == steps["equal"] == steps["steps"] > 20
-    assert all(cell["text"]["equal"] + cell["text"]["tied"] == 6 for cell in cells)
+    assert all(cell["text"]["equal"] + cell["text"]["tied"] == 8 for cell in cells)
 
 
 def test_another_target_is_not_verified(tmp_path: Path, recipe: Any, other: str, capsys: Any) -> None:
