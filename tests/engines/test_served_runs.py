@@ -138,8 +138,8 @@ def test_unknown_engine_and_option_are_refused(tmp_path: Path, recipe: Any, serv
     path = recipe(*servers)
     assert cli.main(["run", path, "--set", "matrix.engine=[vlm]"]) == 2
     assert "vlm" in capsys.readouterr().err
-    assert cli.main(["run", path, "--set", "matrix.engine=[{name: openai, adress: x}]"]) == 2
-    assert "adress" in capsys.readouterr().err
+    assert cli.main(["run", path, "--set", "matrix.engine=[{name: openai, colour: x}]"]) == 2
+    assert "colour" in capsys.readouterr().err
 
 
 def test_times_of_slots() -> None:
