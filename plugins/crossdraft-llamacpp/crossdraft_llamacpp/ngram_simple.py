@@ -25,6 +25,8 @@ class NgramSimple(Drafter):
         gamma: int = Field(default=8, ge=1, le=64, description="tokens of a draft (--spec-ngram-simple-size-m)")
         n: int = Field(default=3, ge=1, le=64, description="tokens of the suffix (--spec-ngram-simple-size-n)")
 
+    config: Config
+
     @classmethod
     def traits(cls, config: Any, sampling: Any) -> DraftTraits:
         return DraftTraits(kind=CHAIN, point_mass=True, nodes=config.gamma)

@@ -66,11 +66,11 @@ def register() -> None:
 
 def _checked_sampler() -> Any:
     """The module ``rejection_sampler``. Raises EngineMismatch if it is not the tested one."""
-    import vllm
+    import vllm  # pyright: ignore[reportMissingImports]
 
     check_version("vLLM", vllm.__version__, TESTED)
     try:
-        from vllm.v1.sample import rejection_sampler as sampler
+        from vllm.v1.sample import rejection_sampler as sampler  # pyright: ignore[reportMissingImports]
 
         for name, parameters in PARAMETERS.items():
             check_signature(f"rejection_sampler.{name}", getattr(sampler, name), parameters)

@@ -110,7 +110,7 @@ PARAMETERS = (
 
 def _wrap_runner() -> None:
     """Let vLLM's model runner introduce itself to the `Proposer` before each draft."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # pyright: ignore[reportMissingImports]
 
     original = GPUModelRunner.propose_draft_token_ids
     if hasattr(original, "__wrapped__"):
