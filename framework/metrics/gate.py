@@ -1,0 +1,190 @@
+"""Gate against drops of block efficiency (mean acceptance length), with its power.
+
+A pair passes if a drop of ``limit`` or more is excluded, fails if it dropped and such a drop is not excluded, and is
+undecided otherwise, each by the 95 % interval of `intervals.estimate`. So the false-alarm rate is at most 2.5 %, and
+the probability to fail at a drop of `GateCheck.detectable`, if that is at most the limit, is `POWER`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from .intervals import (
+    CONFIDENCE,
+    FREEDOM,
+    LEAST_PIECES,
+    Estimate,
+    Noise,
+    estimate,
+    half_width,
+    jackknife,
+    pieces_needed,
+    ratio,
+    ratio_difference,
+)
+
+#: Probability to detect a drop of `GateCheck.detectable`.
+POWER = 0.9
+
+
+def _quantile(freedom: float) -> float:
+    return float(stats.t.ppf((1 + CONFIDENCE) / 2, max(freedom, 1.0)))
+
+
+#: A drop with that probability, in half widths of the interval.
+_HALVES = 1 + float(stats.norm.ppf(POWER)) / _quantile(math.inf)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Block efficiency of one drafter and verifier in one source.
+
+    Attributes:
+        title: shown to users; equal titles are compared.
+        rows: tokens and steps of each independent piece.
+        names: of the pieces, to pair them by; empty if unknown.
+        unit: of a piece: "prompts", "windows of the log".
+        whole: the value with an interval from another source, if there are fewer than `LEAST_PIECES` pieces.
+        remark: an assumption for the reader.
+    """
+
+    title: str
+    rows: Sequence[tuple[float, float]]
+    names: tuple[str, ...] = ()
+    unit: str = "prompts"
+    whole: Estimate | None = None
+    remark: str = ""
+
+    @property
+    def sums(self) -> np.ndarray:
+        """``[n, 2]``, pieces with steps only."""
+        sums = np.array(self.rows, dtype=float).reshape(-1, 2)
+        return sums[sums[:, 1] > 0]
+
+    def block_efficiency(self) -> Estimate:
+        """Tokens per step, with an interval if known."""
+        if self.whole is not None:
+            return self.whole
+        return estimate(ratio, self.sums, least=1.0)
+
+    def noise(self) -> Noise | None:
+        """Variance of the block efficiency; None if unknown."""
+        if self.whole is not None:
+            if self.whole.low is None or self.whole.high is None:
+                return None
+            half = (self.whole.high - self.whole.low) / 2
+            return Noise((half / _quantile(math.inf)) ** 2, math.inf)
+        return jackknife(ratio, self.sums) if len(self.sums) >= LEAST_PIECES else None
+
+
+@dataclass(frozen=True)
+class GateCheck:
+    """Change of one pair.
+
+    Attributes:
+        baseline, current: block efficiencies; the latter is None before it is measured.
+        change: relative change of block efficiency; 0 before it is measured.
+        pieces: number of independent pieces of a source (of the smaller one).
+        paired: the interval is of the differences of the same prompts.
+        limit: relative drop that must not pass.
+    """
+
+    title: str
+    baseline: Estimate
+    current: Estimate | None
+    change: Estimate
+    pieces: int
+    unit: str
+    paired: bool
+    limit: float
+    remark: str = ""
+
+    @property
+    def half(self) -> float | None:
+        """Half width of the interval of the change; 0 if all pieces agree, None if they are too few."""
+        if self.change.low is not None and self.change.high is not None:
+            return (self.change.high - self.change.low) / 2
+        return 0.0 if self.pieces >= LEAST_PIECES and self.current is not None else None
+
+    @property
+    def detectable(self) -> float | None:
+        """Smallest relative drop that fails with probability `POWER`; None if the pieces are too few."""
+        return None if self.half is None else _HALVES * self.half
+
+    @property
+    def needed(self) -> int | None:
+        """Number of pieces with which a drop of `limit` is detected; None if unknown."""
+        if self.half is None or not self.pieces:
+            return None
+        pieces = pieces_needed(self.half, self.limit / _HALVES, self.pieces)
+        needed, normal = max(LEAST_PIECES, math.ceil(pieces)), _quantile(math.inf)
+        while needed < pieces * (_quantile(FREEDOM * needed) / normal) ** 2:
+            needed += 1
+        return needed
+
+    @property
+    def outcome(self) -> str:
+        """``pass``, ``drop`` or ``undecided``; before a measurement, ``pass`` if the pieces suffice."""
+        if self.half is None or self.detectable is None:
+            return "undecided"
+        if self.current is None:
+            return "pass" if self.detectable <= self.limit else "undecided"
+        if self.change.value - self.half > -self.limit:
+            return "pass"
+        return "drop" if self.change.value + self.half < 0 else "undecided"
+
+
+def planned(baseline: Sample, limit: float) -> GateCheck:
+    """The check before the current code is measured: as for two independent measurements like ``baseline``."""
+    block_efficiency, noise = baseline.block_efficiency(), baseline.noise()
+    sums = baseline.sums
+    change = Estimate(0.0)
+    if noise is not None and noise.variance > 0:
+        half = half_width([noise, noise]) / block_efficiency.value
+        change = Estimate(0.0, -half, half)
+    return GateCheck(
+        baseline.title, block_efficiency, None, change, len(sums), baseline.unit, False, limit, baseline.remark
+    )
+
+
+def checked(baseline: Sample, current: Sample, limit: float) -> GateCheck:
+    """Compare two samples, paired by the names of their pieces if all agree."""
+    before, after = baseline.block_efficiency(), current.block_efficiency()
+    paired = bool(baseline.names) and set(baseline.names) == set(current.names)
+    pieces = min(len(baseline.sums), len(current.sums))
+    if paired:
+        rows = dict(zip(current.names, current.rows, strict=True))
+        both = np.array(
+            [(*rows[name], *row) for name, row in zip(baseline.names, baseline.rows, strict=True)], dtype=float
+        )
+        both = both[(both[:, 1] > 0) & (both[:, 3] > 0)]
+        pieces, difference = len(both), ratio_difference(both)
+    else:
+        noises = [baseline.noise(), current.noise()]
+        value = after.value - before.value
+        half = half_width([noise for noise in noises if noise is not None])
+        difference = Estimate(value) if None in noises else Estimate(value, value - half, value + half)
+    return relative(
+        baseline.title, before, after, difference, pieces, limit, baseline.unit, paired, baseline.remark
+    )  # fmt: skip
+
+
+def relative(
+    title: str,
+    baseline: Estimate,
+    current: Estimate,
+    difference: Estimate,
+    pieces: int,
+    limit: float,
+    unit: str = "prompts",
+    paired: bool = True,
+    remark: str = "",
+) -> GateCheck:
+    """The check of a difference of block efficiencies."""
+    change = difference.scaled(1 / baseline.value)
+    return GateCheck(title, baseline, current, change, pieces, unit, paired, limit, remark)
