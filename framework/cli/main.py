@@ -34,6 +34,7 @@ COMMANDS = {
     "gate": "fail if the acceptance length dropped since a baseline, and compute the prompts that takes",
     "certify": "check by exact enumeration that a drafter and a verifier preserve the target distribution",
     "verify-engine": "check an engine's steps and text against replay and the target",
+    "compare-texts": "check if greedy texts differ by rounding or are not the target's",
     "replay": "compute the block efficiency of drafters and verifiers on recorded responses, without decoding",
     "doctor": "diagnose a low acceptance rate by trying common mistakes one at a time",
     "train": "train a drafter for a target",
