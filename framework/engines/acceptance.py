@@ -42,6 +42,7 @@ class Acceptance:
         point_mass: drafts are greedy or looked up, not sampled; None if unknown.
         chain: a draft is one sequence, not a tree.
         options: of the drafter, as in recipes, if known.
+        setting: target and mode (thinking on or off), if the source has several; they are not comparable.
         idle: share of the counted steps without a draft.
         cuttable: a smaller gamma has the same marginals up to that gamma, see `cut`.
         remarks: caveats for the reader.
@@ -63,6 +64,7 @@ class Acceptance:
     point_mass: bool | None = None
     chain: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
+    setting: tuple[str, ...] = ()
     idle: float = 0.0
     cuttable: bool = True
     remarks: tuple[str, ...] = ()
@@ -167,10 +169,15 @@ class Acceptance:
             return estimate(lambda s: 1 + s[..., 1] / s[..., 0], sums, value=value, least=1.0)
         if self.drafts is None or not self.marginal:
             return Estimate(value)
-        square = sum((2 * i - 1) * m for i, m in enumerate(self.marginal, start=1))  # E[tau^2]
-        error = math.sqrt(max(square - (value - 1) ** 2, 0.0) / self.drafts)
+        error = self.spread() / math.sqrt(self.drafts)
         half = float(stats.norm.ppf((1 + CONFIDENCE) / 2)) * error
         return Estimate(value, max(value - half, 1.0), min(value + half, 1.0 + self.gamma))
+
+    def spread(self) -> float:
+        """Standard deviation of tau."""
+        mean = sum(self.marginal)
+        square = sum((2 * i - 1) * m for i, m in enumerate(self.marginal, start=1))  # E[tau^2]
+        return math.sqrt(max(square - mean**2, 0.0))
 
     @property
     def interval_assumes(self) -> str:

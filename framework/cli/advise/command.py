@@ -264,7 +264,8 @@ def _settings(args: argparse.Namespace, groups: dict[str, list[Candidate]], size
 
     if len(groups) > 1:
         raise UsageError(
-            f"--export takes one group, and the sources have {'; '.join(groups)}; choose with --temperature"
+            f"--export takes one group, and the sources have {'; '.join(groups)}; choose with --temperature, or give a "
+            "source with one of them"
         )
     ((_, candidates),) = groups.items()
     engine = plugins.get("engines", args.export)()

@@ -19,7 +19,7 @@ from ..engine import Engine, Schedule, Settings
 from ..engine_log import Source
 from ..histograms import per_request
 from ..prometheus import samples
-from ..settings import length_remarks, needs_method, needs_model, only_point_masses, shell
+from ..settings import length_remarks, needs_method, needs_model, only_point_masses, shell, synthetic_remarks
 
 _GAUGE = "sglang:spec_accept_length"
 _LINE = re.compile(r"Decode batch\b")
@@ -94,6 +94,35 @@ class Sglang(Engine):
             if any(r.gamma == 0 for r in schedule.ranges):
                 remarks.append("candidate_steps [0] switches drafting off; older releases reject it")
         return Settings(text, tuple(remarks))
+
+
+class SglangSynthetic(Sglang):
+    """SGLang with a simulated acceptance length, to time a draft length without the drafter's quality."""
+
+    name = "sglang-synthetic"
+
+    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
+        return []  # `Sglang` reads this format
+
+    def scheduled(self, acceptance: Acceptance) -> bool:
+        return False  # one length for all draft lengths
+
+    def export(self, schedule: Schedule) -> Settings:
+        settings = super().export(schedule)
+        if not schedule.gamma:
+            return settings
+        acceptance = schedule.acceptance.cut(schedule.gamma)
+        variables = [
+            f"SGLANG_SIMULATE_ACC_LEN={1 + sum(acceptance.marginal):.2f}",
+            "SGLANG_SIMULATE_ACC_METHOD=match-expected",
+            "SGLANG_SIMULATE_ACC_TOKEN_MODE=real-draft-token",
+        ]
+        text = "\n".join([*(f"export {variable}" for variable in variables), "", settings.text])
+        default = (
+            "the default method, multinomial, rounds a normal variable of standard deviation 1 and misses the mean"
+        )
+        shared = "one length is drawn for all sequences of a step"
+        return Settings(text, (*synthetic_remarks(acceptance), shared, default, *settings.remarks))
 
 
 def _log(source: Source) -> list[Acceptance]:
