@@ -151,7 +151,7 @@ def test_replay_exports_curve_of_all_lengths(tmp_path: Path, monkeypatch: Any, c
     assert cli.main(["advise", "--replay", "r.jsonl", "--drafter", "prompt-lookup", *options]) == 0
     curve = yaml.safe_load(capsys.readouterr().out)["target"]["thinking_off"]
     assert list(curve) == list(range(1, len(curve) + 1)) and len(curve) > 4
-    assert np.diff(list(curve.values())).min() > -0.1, "each length has steps of its own"
+    assert np.diff(list(curve.values())).min() > -0.2, "each length has steps of its own"
 
 
 def test_engines_simulate_the_mean_and_name_the_distribution() -> None:

@@ -162,4 +162,4 @@ def concave_fit(lengths: np.ndarray) -> np.ndarray:
     marginal = np.minimum(drops[1:][::-1].cumsum()[::-1], 1.0)
     if not np.isfinite(marginal).all():
         raise UsageError("the acceptance lengths cannot be fitted; check them")
-    return np.minimum.accumulate(marginal)
+    return np.minimum.accumulate(marginal.round(6))
