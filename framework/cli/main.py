@@ -33,6 +33,7 @@ COMMANDS = {
     "compare": "compare two runs on the same prompts, pair by pair, with confidence intervals",
     "gate": "fail if the acceptance length dropped since a baseline, and compute the prompts that takes",
     "certify": "check by exact enumeration that a drafter and a verifier preserve the target distribution",
+    "power": "compute the bias that a task's score can show, and the draws that show it instead",
     "verify-engine": "check an engine's steps and text against replay and the target",
     "compare-texts": "check if greedy texts differ by rounding or are not the target's",
     "replay": "compute the block efficiency of drafters and verifiers on recorded responses, without decoding",
@@ -47,7 +48,7 @@ COMMANDS = {
 """Subcommands in separate modules, by name, with a line of help."""
 _PACKAGES = ("advise", "certify", "cost", "gate", "replay", "report", "run", "verify_engine")
 #: Commands that do not run models, for which OpenMP's wait policy is not set.
-WITHOUT_MODELS = ("report", "runs", "plot", "table", "compare", "gate", "new", "list", "plugins")
+WITHOUT_MODELS = ("report", "runs", "plot", "table", "compare", "gate", "power", "new", "list", "plugins")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
