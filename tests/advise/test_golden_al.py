@@ -134,9 +134,9 @@ def test_curve_with_intervals_reads_back() -> None:
     text = plugins.get("engines", "golden-al")().export(result).text
     assert list(yaml.safe_load(text)) == ["m"], "InferenceX expects one key"
     assert list(yaml.safe_load(text)["m"]["thinking_on"]) == [1, 2, 3] and text.count("# [") == 3
-    (again,) = read(text, "m_eagle3.yaml")
-    assert lengths(again) == pytest.approx(lengths(result.acceptance), abs=0.02)
-    assert (again.model, again.temperature, again.setting) == ("org/head", 1.0, ("m", "thinking_on"))
+    (reread,) = read(text, "m_eagle3.yaml")
+    assert lengths(reread) == pytest.approx(lengths(result.acceptance), abs=0.02)
+    assert (reread.model, reread.temperature, reread.setting) == ("org/head", 1.0, ("m", "thinking_on"))
     be = result.acceptance.block_efficiency()
     assert f"3: {be.value:.2f} # [{be.low:.2f}, {be.high:.2f}]" in text
 
