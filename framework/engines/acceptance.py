@@ -35,6 +35,7 @@ class Acceptance:
         rows: counts of independent pieces, for intervals: ``(steps, accepted at 1, ..., at gamma)`` each; if only the
             length is known ``(steps, accepted tokens)``.
         pieces: the unit of a row: "prompts", "windows of the log".
+        names: ids of the rows, by which those of two sources are paired; empty if unknown.
         length: mean tokens per step, bonus included, if the marginals are unknown.
         drafter, verifier: names as in recipes; empty if unknown.
         model: the draft model; empty if none or unknown.
@@ -56,6 +57,7 @@ class Acceptance:
     drafts: float | None = None
     rows: tuple[tuple[float, ...], ...] = ()
     pieces: str = "prompts"
+    names: tuple[str, ...] = ()
     length: float | None = None
     drafter: str = ""
     verifier: str = ""

@@ -153,25 +153,31 @@ def planned(baseline: Sample, limit: float) -> GateCheck:
 
 
 def checked(baseline: Sample, current: Sample, limit: float) -> GateCheck:
-    """Compare two samples, paired by the names of their pieces if all agree."""
-    before, after = baseline.block_efficiency(), current.block_efficiency()
-    paired = bool(baseline.names) and set(baseline.names) == set(current.names)
-    pieces = min(len(baseline.sums), len(current.sums))
-    if paired:
-        rows = dict(zip(current.names, current.rows, strict=True))
-        both = np.array(
-            [(*rows[name], *row) for name, row in zip(baseline.names, baseline.rows, strict=True)], dtype=float
-        )
-        both = both[(both[:, 1] > 0) & (both[:, 3] > 0)]
-        pieces, difference = len(both), ratio_difference(both)
+    """Compare two samples, by the pieces of equal names if at least half of all are in both."""
+    paired = _paired(baseline, current)
+    if paired is not None:
+        before, after = (estimate(ratio, paired[:, columns], least=1.0) for columns in (slice(2, 4), slice(0, 2)))
+        pieces, difference = len(paired), ratio_difference(paired)
     else:
-        noises = [baseline.noise(), current.noise()]
-        value = after.value - before.value
-        half = half_width([noise for noise in noises if noise is not None])
+        before, after = baseline.block_efficiency(), current.block_efficiency()
+        pieces, noises = min(len(baseline.sums), len(current.sums)), [baseline.noise(), current.noise()]
+        value, half = after.value - before.value, half_width([noise for noise in noises if noise is not None])
         difference = Estimate(value) if None in noises else Estimate(value, value - half, value + half)
-    return relative(
-        baseline.title, before, after, difference, pieces, limit, baseline.unit, paired, baseline.remark
-    )  # fmt: skip
+    unit, remark = baseline.unit, baseline.remark
+    return relative(baseline.title, before, after, difference, pieces, limit, unit, paired is not None, remark)
+
+
+def _paired(baseline: Sample, current: Sample) -> np.ndarray | None:
+    """``[n, 4]``: tokens and steps of the current pieces, then of the baseline's of equal names; None if too few."""
+    rows = [dict(zip(s.names, s.rows, strict=False)) for s in (current, baseline)]
+    if any("" in by_name or len(by_name) < len(s.rows) for by_name, s in zip(rows, (current, baseline), strict=True)):
+        return None  # pieces without a name, or of equal names
+    both = [(*row, *rows[1][name]) for name, row in rows[0].items() if name in rows[1]]
+    if 2 * len(both) < max(map(len, rows)):
+        return None
+    sums = np.array(both, dtype=float).reshape(-1, 4)
+    sums = sums[(sums[:, 1] > 0) & (sums[:, 3] > 0)]
+    return sums if len(sums) else None
 
 
 def relative(

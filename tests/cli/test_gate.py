@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from html_runs import RECIPE, finished_run, on_disk
 from test_imports import SGLANG_LOG, VLLM_LOG, VLLM_SCRAPE
@@ -42,6 +43,31 @@ def test_exit_code_follows_change_of_responses(
     (pair,) = result["pairs"]
     assert result["verdict"] == pair["verdict"] == verdict and not pair["paired"] and pair["pieces"] == 20
     assert pair["change"]["value"] == pytest.approx(factor - 1, abs=0.01)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_responses_with_ids_are_paired_in_any_order(tmp_path: Path, capsys: Any, engine: str) -> None:
+    """Lines of other orders, one of which is missing, with tokens that differ much between prompts."""
+    random, lines = np.random.default_rng(0), []
+    for i in range(24):
+        counts = random.multinomial(40, random.dirichlet([1, 1, 1, 2])).tolist()
+        accepted = sum(k * n for k, n in enumerate(counts))
+        row = {"completion_tokens": 40 + accepted, "spec_verify_ct": 40}
+        if engine == "vllm":
+            row = {"acceptance_histogram": counts, "num_spec_steps": 40, "num_draft_tokens": 120}
+            row |= {"num_accepted_draft_tokens": accepted}
+        lines.append({"custom_id": f"q{i}", "response": {"body": row}})
+    files = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    for path, rows in zip(files, (lines, lines[:0:-1]), strict=True):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (pair,) = json.loads(gate(capsys, *files, "--json")[1])["pairs"]
+    assert pair["paired"] and pair["pieces"] == 23 and pair["verdict"] == "pass" and pair["detectable"] == 0
+    for row in lines:
+        row["custom_id"] = "same"
+    for path in files:
+        path.write_text("".join(json.dumps(row) + "\n" for row in lines), encoding="utf-8")
+    (pair,) = json.loads(gate(capsys, *files, "--json")[1])["pairs"]
+    assert not pair["paired"] and pair["verdict"] == "undecided" and pair["detectable"] > 0.1
 
 
 def test_few_responses_exit_with_3_and_number_needed(tmp_path: Path, capsys: Any) -> None:

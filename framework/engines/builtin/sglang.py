@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 from ...metrics.counter_definitions import DEFINITIONS
@@ -166,7 +167,7 @@ def _gauge(source: Source) -> list[Acceptance]:
 
 def _lengths(source: Source) -> list[Acceptance]:
     """Responses without a histogram: tokens per target call."""
-    rows = []
+    rows, names = [], []
     for line, fields in source.objects("spec_verify_ct"):
         steps, tokens = fields["spec_verify_ct"], fields.get("completion_tokens")
         if type(steps) is not int or type(tokens) is not int or not 0 <= steps <= tokens:
@@ -175,7 +176,9 @@ def _lengths(source: Source) -> list[Acceptance]:
             )
         if steps:
             rows.append((float(steps), float(tokens - steps)))
-    return [_from_lengths(rows, f"{source.name}, {len(rows)} responses", "responses")] if rows else []
+            names.append(source.row_id(line))
+    acceptance = _from_lengths(rows, f"{source.name}, {len(rows)} responses", "responses") if rows else None
+    return [replace(acceptance, names=tuple(names))] if acceptance is not None else []
 
 
 def _from_lengths(
