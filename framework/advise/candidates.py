@@ -117,6 +117,7 @@ def imported(
         cell = CellStatistics(1, 1, length, widths, context, passes, acceptance=acceptance.marginal)
         temperature = acceptance.temperature
         group = "temperature unknown" if temperature is None else f"temperature {temperature:g}"
+        group = ", ".join([*acceptance.setting, group])
         title = acceptance.drafter or "drafts"
         candidates.append(Candidate(acceptance, target, drafter, {1: cell}, {}, group, title))
     return candidates

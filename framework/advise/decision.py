@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 
+from ..engines.acceptance import Acceptance
 from ..engines.engine import Engine, Range, Schedule
 from ..errors import UsageError
 from ..metrics.intervals import Estimate
@@ -132,7 +133,18 @@ def schedule_for(
         )
     schedules = [_best_schedule(candidate, engine, sizes, context) for candidate in supported]
     _, schedule, candidate = max(schedules, key=lambda item: item[0])
+    schedule = replace(schedule, lengths=_lengths([c for c in supported if c.pair == candidate.pair]))
     return EngineChoice(schedule, candidate, unsupported)
+
+
+def _lengths(candidates: Sequence[Candidate]) -> tuple[Acceptance, ...]:
+    """The acceptance of one pair at every draft length; that of a longer draft if a length was not measured."""
+    lengths: dict[int, Acceptance] = {}
+    for acceptance in sorted((c.acceptance for c in candidates), key=lambda acceptance: -acceptance.gamma):
+        if acceptance.cuttable:
+            lengths |= {gamma: acceptance.cut(gamma) for gamma in range(1, acceptance.gamma)}
+        lengths[acceptance.gamma] = acceptance
+    return tuple(lengths[gamma] for gamma in sorted(lengths))
 
 
 def _best_schedule(

@@ -31,8 +31,11 @@ COMMANDS = {
     "plot": "draw charts of finished runs",
     "table": "print a pivot table of finished runs as Markdown, LaTeX or CSV",
     "compare": "compare two runs on the same prompts, pair by pair, with confidence intervals",
+    "gate": "fail if the acceptance length dropped since a baseline, and compute the prompts that takes",
     "certify": "check by exact enumeration that a drafter and a verifier preserve the target distribution",
+    "power": "compute the bias that a task's score can show, and the draws that show it instead",
     "verify-engine": "check an engine's steps and text against replay and the target",
+    "compare-texts": "check if greedy texts differ by rounding or are not the target's",
     "replay": "compute the block efficiency of drafters and verifiers on recorded responses, without decoding",
     "doctor": "diagnose a low acceptance rate by trying common mistakes one at a time",
     "train": "train a drafter for a target",
@@ -43,9 +46,9 @@ COMMANDS = {
     "new": "create a plug-in package for a drafter, a verifier or prompts",
 }
 """Subcommands in separate modules, by name, with a line of help."""
-_PACKAGES = ("advise", "certify", "cost", "replay", "report", "run", "verify_engine")
+_PACKAGES = ("advise", "certify", "cost", "gate", "replay", "report", "run", "verify_engine")
 #: Commands that do not run models, for which OpenMP's wait policy is not set.
-WITHOUT_MODELS = ("report", "runs", "plot", "table", "compare", "new", "list", "plugins")
+WITHOUT_MODELS = ("report", "runs", "plot", "table", "compare", "gate", "power", "new", "list", "plugins")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -35,6 +35,7 @@ class Acceptance:
         rows: counts of independent pieces, for intervals: ``(steps, accepted at 1, ..., at gamma)`` each; if only the
             length is known ``(steps, accepted tokens)``.
         pieces: the unit of a row: "prompts", "windows of the log".
+        names: ids of the rows, by which those of two sources are paired; empty if unknown.
         length: mean tokens per step, bonus included, if the marginals are unknown.
         drafter, verifier: names as in recipes; empty if unknown.
         model: the draft model; empty if none or unknown.
@@ -42,6 +43,7 @@ class Acceptance:
         point_mass: drafts are greedy or looked up, not sampled; None if unknown.
         chain: a draft is one sequence, not a tree.
         options: of the drafter, as in recipes, if known.
+        setting: target and mode (thinking on or off), if the source has several; they are not comparable.
         idle: share of the counted steps without a draft.
         cuttable: a smaller gamma has the same marginals up to that gamma, see `cut`.
         remarks: caveats for the reader.
@@ -55,6 +57,7 @@ class Acceptance:
     drafts: float | None = None
     rows: tuple[tuple[float, ...], ...] = ()
     pieces: str = "prompts"
+    names: tuple[str, ...] = ()
     length: float | None = None
     drafter: str = ""
     verifier: str = ""
@@ -63,6 +66,7 @@ class Acceptance:
     point_mass: bool | None = None
     chain: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
+    setting: tuple[str, ...] = ()
     idle: float = 0.0
     cuttable: bool = True
     remarks: tuple[str, ...] = ()
@@ -167,10 +171,15 @@ class Acceptance:
             return estimate(lambda s: 1 + s[..., 1] / s[..., 0], sums, value=value, least=1.0)
         if self.drafts is None or not self.marginal:
             return Estimate(value)
-        square = sum((2 * i - 1) * m for i, m in enumerate(self.marginal, start=1))  # E[tau^2]
-        error = math.sqrt(max(square - (value - 1) ** 2, 0.0) / self.drafts)
+        error = self.spread() / math.sqrt(self.drafts)
         half = float(stats.norm.ppf((1 + CONFIDENCE) / 2)) * error
         return Estimate(value, max(value - half, 1.0), min(value + half, 1.0 + self.gamma))
+
+    def spread(self) -> float:
+        """Standard deviation of tau."""
+        mean = sum(self.marginal)
+        square = sum((2 * i - 1) * m for i, m in enumerate(self.marginal, start=1))  # E[tau^2]
+        return math.sqrt(max(square - mean**2, 0.0))
 
     @property
     def interval_assumes(self) -> str:

@@ -34,11 +34,13 @@ class Schedule:
         ranges: contiguous from batch size 1; the last also applies to greater batch sizes. One range if the engine has
             one draft length for all batch sizes.
         speed_ups: predicted speed-up by requested batch size, with the gamma of its range.
+        lengths: acceptance of the pair at every known draft length, shortest first; empty if not computed.
     """
 
     acceptance: Acceptance
     ranges: tuple[Range, ...]
     speed_ups: Mapping[int, Estimate]
+    lengths: tuple[Acceptance, ...] = ()
 
     @property
     def gamma(self) -> int:

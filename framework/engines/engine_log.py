@@ -99,6 +99,14 @@ class Source:
                 for item in _objects_with(parse_json(line, self.name, line=number), key):
                     yield number, item
 
+    def row_id(self, line: int) -> str:
+        """``custom_id``, or else ``id``, of the JSON object in a line; empty if it has none, or if all is one value."""
+        if self._is_one_value():
+            return ""
+        row = parse_json(self._lines[line - 1].strip().removeprefix("data:").strip(), self.name, line=line)
+        name = (row.get("custom_id") or row.get("id")) if isinstance(row, dict) else None
+        return name if isinstance(name, str) else ""
+
     def _is_one_value(self) -> bool:
         """True if a JSON value begins in the first line and does not end there."""
         first = next((line.strip() for _, line in self.lines() if line.strip()), "")

@@ -24,6 +24,7 @@ def per_request(
     """
     objects = list(source.objects(histogram))
     by_gamma: dict[int, list[tuple[float, ...]]] = {}
+    names: dict[int, list[str]] = {}
     drafted: dict[int, float] = {}
     for line, fields in objects:
         counts, n = fields[histogram], _count(source, line, fields, steps)
@@ -39,12 +40,14 @@ def per_request(
             raise source.error(line, f"drafts of {gamma} tokens are too long; {reason}")
         counts = counts + [0] * (gamma + 1 - len(counts))
         by_gamma.setdefault(gamma, []).append((n, *(float(sum(counts[i:])) for i in range(1, gamma + 1))))
+        names.setdefault(gamma, []).append(source.row_id(line))
         drafted[gamma] = drafted.get(gamma, 0.0) + tokens
     return [
         Acceptance.from_rows(
             rows,
             f"{source.name}, {len(rows)} responses",
             pieces="responses",
+            names=tuple(names[gamma]),
             remarks=_remarks(rows, drafted[gamma], gamma),
             **attributes,
         )

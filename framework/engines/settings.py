@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Sequence
 
@@ -74,3 +75,15 @@ def length_remarks(schedule: Schedule, beyond: int | None = None) -> tuple[str, 
     elif slower := [str(b) for b, speed_up in schedule.speed_ups.items() if speed_up.value < 1 and schedule.gamma]:
         remarks.append(f"at B = {', '.join(slower)} drafting is slower than plain decoding and is not switched off")
     return tuple(remarks)
+
+
+def synthetic_remarks(acceptance: Acceptance) -> tuple[str, ...]:
+    """Remarks on an engine that simulates only the mean acceptance length, by its two neighbouring integers."""
+    mean = sum(acceptance.marginal)
+    low, share = math.floor(mean), mean - math.floor(mean)
+    often = f"{low} tokens or, with probability {share:.2f}, {low + 1}" if share else f"{low} tokens"
+    return (
+        "the acceptance is synthetic: the output is not the target's",
+        f"every step accepts {often}: the mean is that of the measurement, the standard deviation "
+        f"{math.sqrt(share * (1 - share)):.2f} instead of {acceptance.spread():.2f}; vllm-synthetic has both",
+    )

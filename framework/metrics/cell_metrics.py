@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .component_times import TOO_FEW, CellPieces, ComponentTimes, Withheld
-from .intervals import Estimate, estimate
+from .intervals import Estimate, estimate, ratio, ratio_difference
 from .pieces import PREFILL, Piece, wall_ratio
 
 #: Metrics measured by the clock, see `Metrics.timed`.
@@ -202,8 +202,8 @@ def block_efficiency(records: Sequence[StepRecord]) -> Estimate | None:
     """Tokens emitted per step, with an interval over prompts; None without steps."""
     if not records:
         return None
-    sums = _by_prompt(records)
-    return estimate(_ratio, np.array([sums[prompt] for prompt in sorted(sums)]), least=1.0)
+    sums = sums_by_prompt(records)
+    return estimate(ratio, np.array([sums[prompt] for prompt in sorted(sums)]), least=1.0)
 
 
 def acceptance(records: Sequence[StepRecord], depth: int, positions: int) -> list[Estimate]:
@@ -224,11 +224,7 @@ def acceptance(records: Sequence[StepRecord], depth: int, positions: int) -> lis
     return estimates
 
 
-def _ratio(sums: np.ndarray) -> np.ndarray:
-    return sums[..., 0] / sums[..., 1]
-
-
-def _by_prompt(records: Iterable[StepRecord]) -> dict[int, tuple[float, float]]:
+def sums_by_prompt(records: Iterable[StepRecord]) -> dict[int, tuple[float, float]]:
     """Return tokens emitted and number of steps of each prompt."""
     sums: dict[int, tuple[float, float]] = {}
     for record in records:
@@ -239,12 +235,11 @@ def _by_prompt(records: Iterable[StepRecord]) -> dict[int, tuple[float, float]]:
 
 def paired_difference(records: Sequence[StepRecord], baseline: Sequence[StepRecord]) -> Estimate | None:
     """Block efficiency of `records` minus that of `baseline` on the same prompts; None without common prompts."""
-    sums_a, sums_b = _by_prompt(records), _by_prompt(baseline)
+    sums_a, sums_b = sums_by_prompt(records), sums_by_prompt(baseline)
     prompts = sorted(sums_a.keys() & sums_b.keys())
     if not prompts:
         return None
-    sums = np.array([(*sums_a[prompt], *sums_b[prompt]) for prompt in prompts])
-    return estimate(lambda s: s[..., 0] / s[..., 1] - s[..., 2] / s[..., 3], sums, log=False)
+    return ratio_difference(np.array([(*sums_a[prompt], *sums_b[prompt]) for prompt in prompts]))
 
 
 def prompts_of_pieces(records: Iterable[StepRecord], pieces: Iterable[Piece]) -> list[frozenset[int]]:

@@ -70,29 +70,49 @@ def estimate(
         the estimate, without an interval for fewer than `LEAST_PIECES` pieces or if all pieces agree.
     """
     sums = sums[sums[:, 0] > 0]
-    total, n = sums.sum(0), len(sums)
-    point = float(statistic(total)) if value is None else value
-    if n < LEAST_PIECES:
+    point = float(statistic(sums.sum(0))) if value is None else value
+    if len(sums) < LEAST_PIECES:
         return Estimate(point)
 
     def transformed(totals: np.ndarray) -> np.ndarray:
         return np.log(statistic(totals)) if log else statistic(totals)
 
-    centre, without = float(transformed(total)), transformed(total - sums)
-    weight = sums[:, 0]
-    jackknife = Noise(
-        float((n - 1) / n * ((without - centre) ** 2).sum()), FREEDOM * weight.sum() ** 2 / (weight**2).sum()
-    )
-    errors = [jackknife, *noise]
-    error = float(np.sqrt(sum(error_part.variance for error_part in errors)))
-    if not np.isfinite(error) or error < 1e-12:
+    errors = [jackknife(transformed, sums), *noise]
+    half = half_width(errors)
+    if not half:
         return Estimate(point)
-    freedom = error**4 / max(
-        sum(error_part.variance**2 / max(error_part.freedom, 1.0) for error_part in errors), 1e-300
-    )
-    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * error
     low, high = (point * float(np.exp(s * half)) if log else point + s * half for s in (-1, 1))
     return Estimate(point, max(low, least), min(high, most))
+
+
+def half_width(errors: Sequence[Noise]) -> float:
+    """Half width of the interval of a sum of independent errors (Satterthwaite); 0 without errors."""
+    error = float(np.sqrt(sum(part.variance for part in errors)))
+    if not np.isfinite(error) or error < 1e-12:
+        return 0.0
+    freedom = error**4 / max(sum(part.variance**2 / max(part.freedom, 1.0) for part in errors), 1e-300)
+    return float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * error
+
+
+def jackknife(statistic: Callable[[np.ndarray], np.ndarray], sums: np.ndarray) -> Noise:
+    """Variance of a statistic of the totals of ``sums [n, k]``, see `estimate`."""
+    total, n, weight = sums.sum(0), len(sums), sums[:, 0]
+    apart = statistic(total - sums) - float(statistic(total))
+    return Noise(float((n - 1) / n * (apart**2).sum()), FREEDOM * weight.sum() ** 2 / (weight**2).sum())
+
+
+def ratio(sums: np.ndarray) -> np.ndarray:
+    """Block efficiency of totals ``[..., 2]``: tokens over steps."""
+    return sums[..., 0] / sums[..., 1]
+
+
+def ratio_difference(sums: np.ndarray) -> Estimate:
+    """Difference of two ratios on the same pieces.
+
+    Args:
+        sums: ``[n, 4]``: numerator and denominator of the first ratio, then of the second.
+    """
+    return estimate(lambda s: ratio(s[..., :2]) - ratio(s[..., 2:]), sums, log=False)
 
 
 def pieces_needed(half: float, target: float, pieces: int) -> float:

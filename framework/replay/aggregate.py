@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..metrics.intervals import Estimate, estimate
+from ..metrics.intervals import Estimate, estimate, ratio, ratio_difference
 from .step_chain import Steps
 
 #: Groups of prompts per category, and categories.
@@ -142,7 +142,7 @@ class Tally:
             gamma=gamma,
             category=category,
             tokens=int(total[_TOKENS]),
-            block_efficiency=estimate(_ratio, sums[:, : _COUNTED + 1], least=1.0) if total[_COUNTED] else None,
+            block_efficiency=estimate(ratio, sums[:, : _COUNTED + 1], least=1.0) if total[_COUNTED] else None,
             block_efficiency_all_steps=float(total[_TOKENS] / total[_STEPS]),
             steps=float(total[_STEPS]),
             drafted=float(drafted),
@@ -167,8 +167,4 @@ def difference(tally: Tally, gamma: int, other: Tally, other_gamma: int) -> Esti
     )
     if not (sums[:, _COUNTED].sum() and sums[:, 2 + _COUNTED].sum()):
         return None
-    return estimate(lambda s: s[..., 0] / s[..., 1] - s[..., 2] / s[..., 3], sums, log=False)
-
-
-def _ratio(sums: np.ndarray) -> np.ndarray:
-    return sums[..., _EMITTED] / sums[..., _COUNTED]
+    return ratio_difference(sums)

@@ -37,6 +37,7 @@ class PairDifference:
         setting: the title of its group: temperature, batch size and other varying settings.
         differs: options of the pair that differ, such as ``"gamma 4 / 6"``.
         block_efficiency, speed_up: of each run.
+        prompts: number of prompts.
         difference: block efficiency of B minus A, paired by prompt.
         ratio: speed-up of B divided by A, paired by piece.
     """
@@ -49,6 +50,7 @@ class PairDifference:
     difference: Estimate | None
     speed_up: tuple[Estimate | None, Estimate | None]
     ratio: Estimate | None
+    prompts: int = 0
 
 
 @dataclass
@@ -203,7 +205,9 @@ def _difference(
 ) -> PairDifference:
     assert first.metrics is not None and second.metrics is not None
     depth = max(first.metrics.depth, second.metrics.depth)
-    difference = paired_difference(uncut_steps(second.records, depth), uncut_steps(first.records, depth))
+    steps = [uncut_steps(result.records, depth) for result in (first, second)]
+    difference = paired_difference(steps[1], steps[0])
+    prompts = len(set.intersection(*({record.prompt for record in records} for records in steps)))
     differs = []
     for kind in ("drafter", "verifier"):
         a, b = getattr(first.config, kind), getattr(second.config, kind)
@@ -216,7 +220,8 @@ def _difference(
     speeds = first.metrics.speed_up, second.metrics.speed_up
     setting = group_title(first.config, cells)
     names = first.config.drafter.title, verifier_title(first)
-    return PairDifference(setting, *names, differs, efficiency, difference, speeds, _ratio(first, second, runs))
+    ratio = _ratio(first, second, runs)
+    return PairDifference(setting, *names, differs, efficiency, difference, speeds, ratio, prompts)
 
 
 def _ratio(first: CellResult, second: CellResult, runs: Sequence[FinishedRun]) -> Estimate | None:

@@ -100,7 +100,7 @@ def test_vllm_on_cpus_and_its_runner_v1() -> None:
         assert not engine("vllm-cpu").export(plan).remarks
     medusa = schedule(drafter="medusa", verifier="token")
     assert "vLLM's medusa drafts greedily" in str(engine("vllm").cannot(medusa.acceptance))
-    assert "AssertionError" in engine("vllm-synthetic").export(sampled).remarks[1]
+    assert "AssertionError" in engine("vllm-synthetic").export(sampled).remarks[-1]
 
 
 @pytest.mark.parametrize("options, count", [({"match": "latest"}, 1), ({"max_ngram": 4}, 1), ({"match": "first"}, 0)])
@@ -138,6 +138,8 @@ def test_not_drafting(name: str) -> None:
     settings = engine(name).export(off)
     if name == "speculation-profile":
         assert json.loads(settings.text)["num_speculative_tokens"] == 5
+    elif name == "golden-al":
+        assert settings.text.endswith("    5: 3.60")
     else:
         assert settings.text in ("", "--spec-type none", "model.generate(**inputs)")
         assert settings.text or settings.remarks

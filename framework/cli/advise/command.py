@@ -154,22 +154,9 @@ def _run_candidates(args: argparse.Namespace, source: str, costs: _Costs, remark
 
 def _read_acceptances(args: argparse.Namespace, source: str, remarks: Remarks) -> list[Acceptance]:
     """Acceptances in a source, in the format of any engine, completed by the options."""
-    from ...engines.acceptance import Acceptance
-    from ...engines.engine_log import read_source
+    from ...engines.formats import read_acceptances
 
-    content = read_source(source)
-    before = read_source(args.since) if args.since else None
-    acceptances: list[Acceptance] = []
-    for name in plugins.entries("engines"):
-        engine = plugins.get("engines", name)()
-        with plugins.guarded("engines", name, "read()"):
-            items = list(engine.read(content, before))
-        if not all(isinstance(item, Acceptance) for item in items):
-            raise plugins.unusable("engines", name, "read() must return a list of crossdraft.Acceptance")
-        acceptances += items
-    if not acceptances:
-        kind = "two scrapes of counters" if before else "a log, metrics or responses"
-        raise UsageError(f"{source} has no acceptance in a known format of {kind} (see crossdraft list engines)")
+    content, acceptances = read_acceptances(source, args.since)
     remarks.of_source(content)
     idle_known = any(acceptance.idle for acceptance in acceptances)
     if not idle_known and "prompt-lookup" in (
@@ -277,7 +264,8 @@ def _settings(args: argparse.Namespace, groups: dict[str, list[Candidate]], size
 
     if len(groups) > 1:
         raise UsageError(
-            f"--export takes one group, and the sources have {'; '.join(groups)}; choose with --temperature"
+            f"--export takes one group, and the sources have {'; '.join(groups)}; choose with --temperature, or give a "
+            "source with one of them"
         )
     ((_, candidates),) = groups.items()
     engine = plugins.get("engines", args.export)()

@@ -12,7 +12,7 @@ from typing import Any
 from ...contracts.sampling import Sampling
 from ...metrics.counter_definitions import CounterDefinition
 from ...metrics.intervals import Estimate
-from ...replay.aggregate import MAX_GROUPS, Row, Tally, difference
+from ...replay.aggregate import MAX_GROUPS, PromptGroups, Row, Tally, difference
 from ...replay.replay import Candidate, ReplayResult
 from ...report.table_utils import estimate_text, tabulated
 
@@ -174,7 +174,7 @@ def _category_estimate(tally: Tally, gamma: int, category: str) -> Estimate | No
 
 
 def as_json(result: ReplayResult, sampling: Sampling | None, assumed: Mapping[str, int]) -> str:
-    """All results, by category as well, and all differences."""
+    """All results, by category as well, and all differences; ``by_prompt``: counted tokens and steps of each prompt."""
     rows = []
     for key in keys(result):
         candidate, verifier, k, gamma = key
@@ -184,6 +184,7 @@ def as_json(result: ReplayResult, sampling: Sampling | None, assumed: Mapping[st
             kind: {"from": other, "block_efficiency": asdict(value) if value else None}
             for kind, (other, value) in differences(result, key).items()
         }
+        fields["by_prompt"] = [[round(n, 6) for n in sums] for sums in tally.sums(gamma)[:, :2].tolist()]
         fields["by_category"] = {name: _numbers(tally.row(gamma, name)) for name in tally.categories}
         if result.definition is not None:
             fields["counters"] = _counters(key)
@@ -193,6 +194,7 @@ def as_json(result: ReplayResult, sampling: Sampling | None, assumed: Mapping[st
             "responses": result.responses,
             "tokens": result.tokens,
             "prompts": len(result.groups.category),
+            "prompt_ids": [name for _, name in sorted(_numbered(result.groups))],
             "sampling": sampling.model_dump() if sampling else None,
             "assumed": dict(assumed),
             "as": result.definition.engine if result.definition else None,
@@ -201,6 +203,13 @@ def as_json(result: ReplayResult, sampling: Sampling | None, assumed: Mapping[st
         },
         indent=2,
     )
+
+
+def _numbered(groups: PromptGroups) -> Iterator[tuple[int, str]]:
+    """The number and name of each prompt, or of the first prompt of its group."""
+    for category, members in groups.by_category.items():
+        for name, number in members.items():
+            yield number, f"{category}: {name}"
 
 
 def as_csv(result: ReplayResult) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ...certificate.greedy_text import GreedyText, positions, tie_of, token_gaps
 from ...contracts.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -18,29 +19,8 @@ if TYPE_CHECKING:
     from ...replay.served_steps import ServedSteps
     from ...runs.records import CellResult
 
-#: Largest difference of two logits that the rounding of another implementation can turn around, by dtype.
-TIE = {"float32": 1e-3, "float16": 0.06, "bfloat16": 0.5}
 #: Verdicts about steps are at this level.
 LEVEL = 1e-3
-
-
-@dataclass
-class GreedyText:
-    """Greedy responses against the target's argmax.
-
-    Attributes:
-        equal: responses that are the argmax at every token.
-        tied: responses that are not, by ties within rounding only.
-        other: prompt, token and logit gap of the first token beyond a tie, of every other response.
-        tokens: number of compared tokens.
-        largest: largest logit gap.
-    """
-
-    equal: int = 0
-    tied: int = 0
-    other: list[tuple[str, int, float]] = field(default_factory=list)
-    tokens: int = 0
-    largest: float = 0.0
 
 
 @dataclass
@@ -91,7 +71,7 @@ def check_cell(
     config, responses = result.config, responses_of(cell, result.config)
     check = CellCheck(config)
     if config.sampling.temperature == 0:
-        check.text = greedy_text(responses, target, str(next(target.model.parameters()).dtype).removeprefix("torch."))
+        check.text = greedy_text(responses, target)
     else:
         check.distribution, check.draws_to_show = distribution(responses, target, config.sampling, deviation, seed)
     if not config.is_baseline:
@@ -149,8 +129,8 @@ def distribution(
     from ...certificate.samples.sampler_verdict import Evidence, PrefixDraws
 
     evidence, shown = Evidence(seed), None
-    for probs, rows in _positions(responses, target, sampling):
-        draws = [PrefixDraws(where, [token], [1]) for where, _, token in rows]
+    for probs, rows in positions([r.prompt for r in responses], [r.tokens for r in responses], target, sampling):
+        draws = [PrefixDraws(responses[i].where, [token], [1]) for i, _, token in rows]
         later = [i for i, (_, t, _) in enumerate(rows) if t]
         if later:
             evidence.add(probs[later], [draws[i] for i in later])
@@ -160,47 +140,10 @@ def distribution(
     return verdict, shown if verdict.outcome == "no" else None
 
 
-def greedy_text(responses: Sequence[Response], target: LoadedModel, dtype: str) -> GreedyText:
+def greedy_text(responses: Sequence[Response], target: LoadedModel) -> GreedyText:
     """Compare greedy responses with the target's argmax, given the tokens before."""
-    gaps: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    for probs, rows in _positions(responses, target, Sampling(temperature=1.0)):
-        top = probs.amax(1).log()
-        for i, (where, t, token) in enumerate(rows):
-            gaps[where].append((t, float(top[i] - probs[i, token].log())))
-    text, tie = GreedyText(), TIE.get(dtype, TIE["bfloat16"])
-    for response in responses:
-        positions = sorted(gaps[response.where])
-        text.tokens += len(positions)
-        text.largest = max([text.largest, *(gap for _, gap in positions)])
-        beyond = [(response.id, t, gap) for t, gap in positions if gap > tie]
-        if beyond:
-            text.other.append(beyond[0])
-        elif any(gap > 0 for _, gap in positions):
-            text.tied += 1
-        else:
-            text.equal += 1
+    gaps = token_gaps([r.prompt for r in responses], [r.tokens for r in responses], target)
+    text, (_, tie) = GreedyText(), tie_of(target)
+    for response, of_response in zip(responses, gaps, strict=True):
+        text.add(response.id, of_response[:, 0], tie)
     return text
-
-
-def _positions(responses: Sequence[Response], target: LoadedModel, sampling: Sampling) -> Iterable[tuple[Any, Any]]:
-    """Target distributions ``[n, V]``, and for each the response, the index of the next token, and that token."""
-    from ...api.build import make_slots
-    from ...certificate.samples.token_tree import TokenTree, distributions
-
-    trees = []
-    for response in responses:
-        tree = TokenTree()
-        tree.add(list(response.tokens))
-        trees.append(tree)
-
-    def make(rows: int, length: int) -> Any:
-        return make_slots(target, rows, length)
-
-    prompts = [list(response.prompt) for response in responses]
-    for probs, places in distributions(
-        make, prompts, trees, sampling, f"target '{target.name}'", target.context_length
-    ):
-        yield (
-            probs,
-            [(responses[i].where, node, next(iter(trees[i].counts[node]))) for i, node in places],
-        )

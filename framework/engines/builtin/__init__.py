@@ -15,7 +15,22 @@ def crossdraft_register_engines(register: Register) -> None:
         summary="--speculative-config with synthetic acceptance, to time a schedule",
     )
     register("sglang", f"{__name__}.sglang:Sglang", summary="log, gauge and responses; --speculative-*")
+    register(
+        "sglang-synthetic",
+        f"{__name__}.sglang:SglangSynthetic",
+        summary="--speculative-* with a simulated acceptance length, to time a draft length",
+    )
     register("tensorrt-llm", f"{__name__}.tensorrt_llm:TensorRtLlm", summary="speculative_config in YAML")
+    register(
+        "tensorrt-llm-synthetic",
+        f"{__name__}.tensorrt_llm:TensorRtLlmSynthetic",
+        summary="speculative_config with a forced acceptance length, to time a draft length",
+    )
+    register(
+        "golden-al",
+        f"{__name__}.golden_al:GoldenAl",
+        summary="golden acceptance-length curves of InferenceX, in YAML",
+    )
     register("llama.cpp", f"{__name__}.llama_cpp:LlamaCpp", summary="log and counters; --spec-*")
     register("transformers", f"{__name__}.transformers:Transformers", summary="arguments of generate")
     register(

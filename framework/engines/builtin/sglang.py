@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 from ...metrics.counter_definitions import DEFINITIONS
@@ -19,7 +20,7 @@ from ..engine import Engine, Schedule, Settings
 from ..engine_log import Source
 from ..histograms import per_request
 from ..prometheus import samples
-from ..settings import length_remarks, needs_method, needs_model, only_point_masses, shell
+from ..settings import length_remarks, needs_method, needs_model, only_point_masses, shell, synthetic_remarks
 
 _GAUGE = "sglang:spec_accept_length"
 _LINE = re.compile(r"Decode batch\b")
@@ -96,6 +97,35 @@ class Sglang(Engine):
         return Settings(text, tuple(remarks))
 
 
+class SglangSynthetic(Sglang):
+    """SGLang with a simulated acceptance length, to time a draft length without the drafter's quality."""
+
+    name = "sglang-synthetic"
+
+    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
+        return []  # `Sglang` reads this format
+
+    def scheduled(self, acceptance: Acceptance) -> bool:
+        return False  # one length for all draft lengths
+
+    def export(self, schedule: Schedule) -> Settings:
+        settings = super().export(schedule)
+        if not schedule.gamma:
+            return settings
+        acceptance = schedule.acceptance.cut(schedule.gamma)
+        variables = [
+            f"SGLANG_SIMULATE_ACC_LEN={1 + sum(acceptance.marginal):.2f}",
+            "SGLANG_SIMULATE_ACC_METHOD=match-expected",
+            "SGLANG_SIMULATE_ACC_TOKEN_MODE=real-draft-token",
+        ]
+        text = "\n".join([*(f"export {variable}" for variable in variables), "", settings.text])
+        default = (
+            "the default method, multinomial, rounds a normal variable of standard deviation 1 and misses the mean"
+        )
+        shared = "one length is drawn for all sequences of a step"
+        return Settings(text, (*synthetic_remarks(acceptance), shared, default, *settings.remarks))
+
+
 def _log(source: Source) -> list[Acceptance]:
     """Log lines of decoding batches, which cover equal numbers of steps and are weighted by running requests."""
     rows, first, last, idle = [], 0, 0, 0
@@ -137,7 +167,7 @@ def _gauge(source: Source) -> list[Acceptance]:
 
 def _lengths(source: Source) -> list[Acceptance]:
     """Responses without a histogram: tokens per target call."""
-    rows = []
+    rows, names = [], []
     for line, fields in source.objects("spec_verify_ct"):
         steps, tokens = fields["spec_verify_ct"], fields.get("completion_tokens")
         if type(steps) is not int or type(tokens) is not int or not 0 <= steps <= tokens:
@@ -146,7 +176,9 @@ def _lengths(source: Source) -> list[Acceptance]:
             )
         if steps:
             rows.append((float(steps), float(tokens - steps)))
-    return [_from_lengths(rows, f"{source.name}, {len(rows)} responses", "responses")] if rows else []
+            names.append(source.row_id(line))
+    acceptance = _from_lengths(rows, f"{source.name}, {len(rows)} responses", "responses") if rows else None
+    return [replace(acceptance, names=tuple(names))] if acceptance is not None else []
 
 
 def _from_lengths(

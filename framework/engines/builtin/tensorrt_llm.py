@@ -13,7 +13,10 @@ import yaml
 from ...metrics.counter_definitions import DEFINITIONS
 from ..acceptance import Acceptance
 from ..engine import Engine, Schedule, Settings
-from ..settings import length_remarks, needs_method, needs_model, ngram_sizes, only_point_masses
+from ..settings import length_remarks, needs_method, needs_model, ngram_sizes, only_point_masses, synthetic_remarks
+
+#: Environment variable with the number of accepted draft tokens of every step.
+_FORCED = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
 
 
 class TensorRtLlm(Engine):
@@ -65,3 +68,22 @@ class TensorRtLlm(Engine):
             config["draft_len_schedule"] = lengths
         text = yaml.safe_dump({"speculative_config": config}, sort_keys=False).rstrip()
         return Settings(text, remarks)
+
+
+class TensorRtLlmSynthetic(TensorRtLlm):
+    """TensorRT-LLM with a forced number of accepted tokens, to time a draft length without the drafter's quality."""
+
+    name = "tensorrt-llm-synthetic"
+
+    def scheduled(self, acceptance: Acceptance) -> bool:
+        return False  # one number for all draft lengths
+
+    def export(self, schedule: Schedule) -> Settings:
+        settings = super().export(schedule)
+        if not schedule.gamma:
+            return settings
+        acceptance = schedule.acceptance.cut(schedule.gamma)
+        # Accepted draft tokens: without the bonus token.
+        text = f"# export {_FORCED}={sum(acceptance.marginal):.2f}\n{settings.text}"
+        whole = f"with two models (DraftTarget, NGram) {_FORCED} must be an integer; others are ignored with a warning"
+        return Settings(text, (*synthetic_remarks(acceptance), whole, *settings.remarks))

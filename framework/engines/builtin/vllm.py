@@ -144,6 +144,9 @@ class VllmSynthetic(Vllm):
         config.pop("draft_sample_method", None)
         remarks = (
             "the acceptance is synthetic: the output is not the target's",
+            "synthetic_acceptance_rates simulate Pr(tau >= i) itself, so the spread, too, is as measured; "
+            f"synthetic_acceptance_length {1 + sum(config['synthetic_acceptance_rates']):.2f} has the same mean, but "
+            "accepts one of two numbers of tokens",
             "on CPUs, vLLM stops with an AssertionError at synthetic acceptance; use a GPU",
         )
         return Settings(shell(["--speculative-config", json.dumps(config)]), remarks)

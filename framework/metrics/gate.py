@@ -1,0 +1,196 @@
+"""Gate against drops of block efficiency (mean acceptance length), with its power.
+
+A pair passes if a drop of ``limit`` or more is excluded, fails if it dropped and such a drop is not excluded, and is
+undecided otherwise, each by the 95 % interval of `intervals.estimate`. So the false-alarm rate is at most 2.5 %, and
+the probability to fail at a drop of `GateCheck.detectable`, if that is at most the limit, is `POWER`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from .intervals import (
+    CONFIDENCE,
+    FREEDOM,
+    LEAST_PIECES,
+    Estimate,
+    Noise,
+    estimate,
+    half_width,
+    jackknife,
+    pieces_needed,
+    ratio,
+    ratio_difference,
+)
+
+#: Probability to detect a drop of `GateCheck.detectable`.
+POWER = 0.9
+
+
+def _quantile(freedom: float) -> float:
+    return float(stats.t.ppf((1 + CONFIDENCE) / 2, max(freedom, 1.0)))
+
+
+#: A drop with that probability, in half widths of the interval.
+_HALVES = 1 + float(stats.norm.ppf(POWER)) / _quantile(math.inf)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Block efficiency of one drafter and verifier in one source.
+
+    Attributes:
+        title: shown to users; equal titles are compared.
+        rows: tokens and steps of each independent piece.
+        names: of the pieces, to pair them by; empty if unknown.
+        unit: of a piece: "prompts", "windows of the log".
+        whole: the value with an interval from another source, if there are fewer than `LEAST_PIECES` pieces.
+        remark: an assumption for the reader.
+    """
+
+    title: str
+    rows: Sequence[tuple[float, float]]
+    names: tuple[str, ...] = ()
+    unit: str = "prompts"
+    whole: Estimate | None = None
+    remark: str = ""
+
+    @property
+    def sums(self) -> np.ndarray:
+        """``[n, 2]``, pieces with steps only."""
+        sums = np.array(self.rows, dtype=float).reshape(-1, 2)
+        return sums[sums[:, 1] > 0]
+
+    def block_efficiency(self) -> Estimate:
+        """Tokens per step, with an interval if known."""
+        if self.whole is not None:
+            return self.whole
+        return estimate(ratio, self.sums, least=1.0)
+
+    def noise(self) -> Noise | None:
+        """Variance of the block efficiency; None if unknown."""
+        if self.whole is not None:
+            if self.whole.low is None or self.whole.high is None:
+                return None
+            half = (self.whole.high - self.whole.low) / 2
+            return Noise((half / _quantile(math.inf)) ** 2, math.inf)
+        return jackknife(ratio, self.sums) if len(self.sums) >= LEAST_PIECES else None
+
+
+@dataclass(frozen=True)
+class GateCheck:
+    """Change of one pair.
+
+    Attributes:
+        baseline, current: block efficiencies; the latter is None before it is measured.
+        change: relative change of block efficiency; 0 before it is measured.
+        pieces: number of independent pieces of a source (of the smaller one).
+        paired: the interval is of the differences of the same prompts.
+        limit: relative drop that must not pass.
+    """
+
+    title: str
+    baseline: Estimate
+    current: Estimate | None
+    change: Estimate
+    pieces: int
+    unit: str
+    paired: bool
+    limit: float
+    remark: str = ""
+
+    @property
+    def half(self) -> float | None:
+        """Half width of the interval of the change; 0 if all pieces agree, None if they are too few."""
+        if self.change.low is not None and self.change.high is not None:
+            return (self.change.high - self.change.low) / 2
+        return 0.0 if self.pieces >= LEAST_PIECES and self.current is not None else None
+
+    @property
+    def detectable(self) -> float | None:
+        """Smallest relative drop that fails with probability `POWER`; None if the pieces are too few."""
+        return None if self.half is None else _HALVES * self.half
+
+    @property
+    def needed(self) -> int | None:
+        """Number of pieces with which a drop of `limit` is detected; None if unknown."""
+        if self.half is None or not self.pieces:
+            return None
+        pieces = pieces_needed(self.half, self.limit / _HALVES, self.pieces)
+        needed, normal = max(LEAST_PIECES, math.ceil(pieces)), _quantile(math.inf)
+        while needed < pieces * (_quantile(FREEDOM * needed) / normal) ** 2:
+            needed += 1
+        return needed
+
+    @property
+    def outcome(self) -> str:
+        """``pass``, ``drop`` or ``undecided``; before a measurement, ``pass`` if the pieces suffice."""
+        if self.half is None or self.detectable is None:
+            return "undecided"
+        if self.current is None:
+            return "pass" if self.detectable <= self.limit else "undecided"
+        if self.change.value - self.half > -self.limit:
+            return "pass"
+        return "drop" if self.change.value + self.half < 0 else "undecided"
+
+
+def planned(baseline: Sample, limit: float) -> GateCheck:
+    """The check before the current code is measured: as for two independent measurements like ``baseline``."""
+    block_efficiency, noise = baseline.block_efficiency(), baseline.noise()
+    sums = baseline.sums
+    change = Estimate(0.0)
+    if noise is not None and noise.variance > 0:
+        half = half_width([noise, noise]) / block_efficiency.value
+        change = Estimate(0.0, -half, half)
+    return GateCheck(
+        baseline.title, block_efficiency, None, change, len(sums), baseline.unit, False, limit, baseline.remark
+    )
+
+
+def checked(baseline: Sample, current: Sample, limit: float) -> GateCheck:
+    """Compare two samples, by the pieces of equal names if at least half of all are in both."""
+    paired = _paired(baseline, current)
+    if paired is not None:
+        before, after = (estimate(ratio, paired[:, columns], least=1.0) for columns in (slice(2, 4), slice(0, 2)))
+        pieces, difference = len(paired), ratio_difference(paired)
+    else:
+        before, after = baseline.block_efficiency(), current.block_efficiency()
+        pieces, noises = min(len(baseline.sums), len(current.sums)), [baseline.noise(), current.noise()]
+        value, half = after.value - before.value, half_width([noise for noise in noises if noise is not None])
+        difference = Estimate(value) if None in noises else Estimate(value, value - half, value + half)
+    unit, remark = baseline.unit, baseline.remark
+    return relative(baseline.title, before, after, difference, pieces, limit, unit, paired is not None, remark)
+
+
+def _paired(baseline: Sample, current: Sample) -> np.ndarray | None:
+    """``[n, 4]``: tokens and steps of the current pieces, then of the baseline's of equal names; None if too few."""
+    rows = [dict(zip(s.names, s.rows, strict=False)) for s in (current, baseline)]
+    if any("" in by_name or len(by_name) < len(s.rows) for by_name, s in zip(rows, (current, baseline), strict=True)):
+        return None  # pieces without a name, or of equal names
+    both = [(*row, *rows[1][name]) for name, row in rows[0].items() if name in rows[1]]
+    if 2 * len(both) < max(map(len, rows)):
+        return None
+    sums = np.array(both, dtype=float).reshape(-1, 4)
+    sums = sums[(sums[:, 1] > 0) & (sums[:, 3] > 0)]
+    return sums if len(sums) else None
+
+
+def relative(
+    title: str,
+    baseline: Estimate,
+    current: Estimate,
+    difference: Estimate,
+    pieces: int,
+    limit: float,
+    unit: str = "prompts",
+    paired: bool = True,
+    remark: str = "",
+) -> GateCheck:
+    """The check of a difference of block efficiencies."""
+    change = difference.scaled(1 / baseline.value)
+    return GateCheck(title, baseline, current, change, pieces, unit, paired, limit, remark)
