@@ -143,7 +143,8 @@ def generate(
 
     Raises:
         UsageError, UnknownNameError, ModelError: an argument is invalid; the message states the fix.
-        NumericalError: NaN in a sequence, or a dead end of its constraint, raised after the others are finished; see its ``responses``.
+        NumericalError: NaN in a sequence, or a dead end of its constraint; raised after the others are finished, see
+            its ``responses``.
     """
     streamer = options.streamer
     call = _prepare(model, inputs, options, live=streamer is not None)

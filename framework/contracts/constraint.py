@@ -51,6 +51,9 @@ class Constraint(Options):
         masks = ", masked drafts" if self.mask_drafts else ""
         return f"{kind} {quoted(getattr(self, kind), 40)}{masks}"
 
+    def __hash__(self) -> int:  # schemas are dicts, which pydantic cannot hash
+        return hash(self.key)
+
     @property
     def key(self) -> str:
         """Equal for equal constraints."""

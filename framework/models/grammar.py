@@ -102,5 +102,9 @@ def _tokenizer(target: LoadedModel, vocab_size: int) -> Any:
     kept = tokenizer.__dict__.setdefault(_KEPT, {})
     if vocab_size not in kept:
         size = max(vocab_size, len(tokenizer))
-        kept[vocab_size] = hf.from_tokenizer(tokenizer, n_vocab=size, eos_token=list(target.eos_token_ids))
+        try:
+            kept[vocab_size] = hf.from_tokenizer(tokenizer, n_vocab=size, eos_token=list(target.eos_token_ids))
+        except ValueError as error:
+            reason = f"llguidance cannot read the tokenizer of {target.name}: {first_line(error)}"
+            raise ModelError(f"{reason}; use a target with a byte-level or byte-fallback tokenizer") from None
     return kept[vocab_size]

@@ -7,18 +7,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..api.constrain import checked_constraint
 from ..api.generate import check_ids
 from ..api.generate_args import check_text, checked_sampling, stop_strings, whole
+from ..contracts.constraint import Constraint, Grammar
 from ..contracts.sampling import Sampling
 from ..contracts.steps import Request
 from ..errors import CrossdraftError, UsageError, quoted
 from ..models.chat import encode_messages, encode_text
+from ..models.grammar import compile_constraint
 from .decoder_pool import DecoderPool
 
 #: Fields supported by both endpoints, and by one of them (key: True for chat).
 SUPPORTED = frozenset({
     "model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stream", "stream_options",
-    "logprobs", "ignore_eos", "return_token_ids",
+    "logprobs", "ignore_eos", "return_token_ids", "response_format", "structured_outputs",
 })  # fmt: skip
 SUPPORTED_BY = {True: frozenset({"messages", "max_completion_tokens"}), False: frozenset({"prompt"})}
 #: Fields that describe the client and are ignored.
@@ -43,12 +46,13 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "tool_choice": (("none", "auto"), _TEXT_ONLY),
     "functions": (([],), _TEXT_ONLY),
     "function_call": (("none", "auto"), _TEXT_ONLY),
-    "response_format": (({"type": "text"},), _DISTRIBUTION),
     "modalities": ((["text"],), _TEXT_ONLY),
     "parallel_tool_calls": ((True, False), _TEXT_ONLY),
     "store": ((False,), "responses are not stored"),
 }
 _SEED_LIMIT = 2**32
+#: Fields of vLLM's ``structured_outputs``, and those of `Constraint`.
+_STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
 
 class InvalidRequestError(UsageError):
@@ -103,6 +107,7 @@ def parse_request(pool: DecoderPool, body: Any, *, chat: bool) -> CompletionRequ
         raise InvalidRequestError(str(error), "stop") from None
     stream, ignore_eos, token_ids = (_boolean(fields, name) for name in ("stream", "ignore_eos", "return_token_ids"))
     logprobs = _logprobs(fields, chat)
+    grammar = _grammar(pool, fields, ignore_eos)
     include_usage, continuous_usage = _stream_options(fields, stream)
     key = "messages" if chat else "prompt"
     try:
@@ -123,6 +128,7 @@ def parse_request(pool: DecoderPool, body: Any, *, chat: bool) -> CompletionRequ
             name=key,
             most=_max_tokens(pool, fields, len(prompt)),
             eos=() if ignore_eos else None,
+            constraint=grammar,
         )
         for prompt in prompts
     ]
@@ -207,6 +213,51 @@ def _stream_options(fields: Mapping[str, Any], stream: bool) -> tuple[bool, bool
     if options and not stream:
         raise InvalidRequestError("stream_options requires stream=true", "stream_options")
     return _boolean(options, "include_usage"), _boolean(options, "continuous_usage_stats")
+
+
+def _grammar(pool: DecoderPool, fields: Mapping[str, Any], ignore_eos: bool) -> Grammar | None:
+    """The grammar of ``response_format``, or of vLLM's ``structured_outputs``."""
+    names = [name for name in ("response_format", "structured_outputs") if name in fields]
+    constraints = {name: _constraint(name, fields[name]) for name in names}
+    constraints = {name: constraint for name, constraint in constraints.items() if constraint is not None}
+    if not constraints:
+        return None
+    name, constraint = next(iter(constraints.items()))
+    if len(constraints) > 1:
+        raise InvalidRequestError("response_format and structured_outputs are both set; remove one of them", name)
+    if ignore_eos:
+        raise InvalidRequestError(f"{name} ends with an end-of-sequence token; remove ignore_eos", name)
+    try:
+        return compile_constraint(constraint, pool.target, pool.decoder.target.vocab_size)
+    except CrossdraftError as error:
+        raise InvalidRequestError(f"{name}: {error}", name) from None
+
+
+def _constraint(name: str, value: Any) -> Constraint | None:
+    """The constraint of a field; None for text."""
+    options = value if isinstance(value, dict) else {}
+    if name == "structured_outputs":
+        if len(options) != 1 or not options.keys() <= _STRUCTURED.keys():
+            keys = ", ".join(_STRUCTURED)
+            raise InvalidRequestError(f"{name}={quoted(value)} must be an object with one of {keys}", name)
+        ((key, language),) = options.items()
+        constraint = {_STRUCTURED[key]: language}
+    elif (kind := options.get("type")) == "text":
+        return None
+    elif kind == "json_object":
+        constraint = {"json_schema": {"type": "object"}}
+    elif kind == "json_schema" and isinstance(schema := options.get("json_schema"), dict) and "schema" in schema:
+        constraint = {"json_schema": schema["schema"]}
+    else:
+        raise InvalidRequestError(
+            f"{name}={quoted(value)} is not supported; its type is text, json_object or json_schema, the last with an "
+            "object json_schema that has a schema",
+            name,
+        )
+    try:
+        return checked_constraint(constraint | {"mask_drafts": True}, name)
+    except UsageError as error:
+        raise InvalidRequestError(str(error), name) from None
 
 
 def _max_tokens(pool: DecoderPool, fields: Mapping[str, Any], prompt: int) -> int:
