@@ -30,12 +30,12 @@ from ..contracts.rng import CounterRng, RngSource
 from ..contracts.sampling import Sampling
 from ..contracts.steps import StepEvent
 from ..contracts.verifier import Verifier, incompatible
+from ..engine.constrained_lm import masked
 from ..engine.constraints import Constraints
 from ..engine.decoder import Decoder
 from ..engine.logits_processors import LogitsProcessors
 from ..engine.stopwatch import Stopwatch
 from ..errors import CrossdraftError, ModelError, UsageError
-from ..lm.constrained_lm import masked
 from ..lm.cuda_graphs import runner_for
 from ..lm.small_batch_linear import speed_up_small_batches
 from ..lm.tensor_parallel_lm import Tables

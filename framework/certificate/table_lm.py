@@ -19,8 +19,8 @@ from ..contracts.drafter import DraftContext, Learner
 from ..contracts.lm import LM
 from ..contracts.models import Checkpoint, LoadedModel
 from ..contracts.sampling import Sampling
+from ..engine.constrained_lm import masked
 from ..errors import ModelError
-from ..lm.constrained_lm import masked
 from ..lm.vocab_adapter import fitted
 
 

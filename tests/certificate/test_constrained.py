@@ -12,7 +12,7 @@ from token_automata import Automaton, automaton_of
 from crossdraft.framework import plugins
 from crossdraft.framework.certificate.certify import TOLERANCE, Certificate, certify
 from crossdraft.framework.certificate.table_lm import Toy
-from crossdraft.framework.contracts.draft import Draft
+from crossdraft.framework.contracts.draft import Draft, Verdict
 from crossdraft.framework.engine.constraints import Constraints
 from crossdraft.framework.errors import ContractError
 
@@ -51,6 +51,22 @@ def test_verifiers_keep_masked_distribution(
 @pytest.mark.parametrize("draft", ["chain", "point-mass", "tree-top-2-1"])
 def test_greedy_decoding_keeps_masked_argmax(toys: dict[str, Toy], drafts: dict[str, Callable], draft: str) -> None:
     assert certificate_of(toys["G1"], drafts[draft], "greedy", temperature=0.0).tv <= TOLERANCE
+
+
+def test_grammar_drafts_are_always_accepted(toys: dict[str, Toy]) -> None:
+    drafter = plugins.get("drafters", "grammar")
+    drafted: list[int] = []
+
+    class Watched(drafter):
+        def observe(self, sequences: Any, draft: Draft, verdict: Verdict, accepted: Any, scores: Any) -> None:
+            assert accepted == draft.count.tolist()
+            drafted.append(draft.width)
+
+    def build(context: Any, gamma: int) -> Any:
+        return Watched(drafter.Config(gamma=gamma), context)
+
+    assert certificate_of(toys["G2"], build, "token", 3).tv <= TOLERANCE
+    assert max(drafted) > 0
 
 
 def test_masked_drafts_are_accepted_more_often(toys: dict[str, Toy], drafts: dict[str, Callable]) -> None:

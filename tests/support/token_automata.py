@@ -63,5 +63,5 @@ class AutomatonMatcher:
         return tokens
 
 
-#: The automaton of a toy with so many tokens.
+#: An automaton for each vocabulary size.
 automaton_of: Callable[[int], Transitions] = {2: TWO_TOKENS, 3: COUNTING}.__getitem__
