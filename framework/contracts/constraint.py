@@ -28,7 +28,7 @@ class Constraint(Options):
     regex: str | None = Field(default=None, description="a regular expression that matches the whole response")
     grammar: str | None = Field(default=None, description="a context-free grammar in the syntax of Lark")
     choice: tuple[str, ...] | None = Field(default=None, description="a list of texts, one of which is the response")
-    mask_drafts: bool = Field(default=False, description="mask the logits of draft models too")
+    mask_drafts: bool = Field(default=True, description="mask the logits of draft models too")
 
     @model_validator(mode="after")
     def _one_form(self) -> Constraint:
@@ -46,10 +46,12 @@ class Constraint(Options):
         return self
 
     def __str__(self) -> str:
-        """Title in tables: form and language, shortened."""
+        """Title in tables: form and language, shortened, or the title of a schema."""
         kind = next(kind for kind in KINDS if getattr(self, kind) is not None)
-        masks = ", masked drafts" if self.mask_drafts else ""
-        return f"{kind} {quoted(getattr(self, kind), 40)}{masks}"
+        language = getattr(self, kind)
+        title = language.get("title") if isinstance(language, dict) else None
+        masks = "" if self.mask_drafts else ", drafts not masked"
+        return f"{kind} {title if isinstance(title, str) else quoted(language, 40)}{masks}"
 
     def __hash__(self) -> int:  # schemas are dicts, which pydantic cannot hash
         return hash(self.key)

@@ -255,7 +255,7 @@ def _constraint(name: str, value: Any) -> Constraint | None:
             name,
         )
     try:
-        return checked_constraint(constraint | {"mask_drafts": True}, name)
+        return checked_constraint(constraint, name)
     except UsageError as error:
         raise InvalidRequestError(str(error), name) from None
 

@@ -51,7 +51,7 @@ def test_outputs_match_schema(recipe: str, tmp_path: Path, monkeypatch: Any, cap
 
 
 def test_matrix_compares_constraints(recipe: str) -> None:
-    values = [{"regex": "a"}, {"regex": "a", "mask_drafts": True}, None]
+    values = [{"regex": "a"}, {"regex": "a", "mask_drafts": False}, None]
     expanded = load_recipe(recipe, {"matrix.constraint": values})
     assert len(expanded.matrix["constraint"]) == 3
     load_recipe(
