@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..api.build import build_decoder
-from ..contracts.constraint import Grammar
+from ..contracts.constraint import Grammar, Matcher
 from ..contracts.drafter import DraftContext, Drafter
 from ..contracts.sampling import Sampling
 from ..contracts.steps import StepEvent
@@ -147,14 +147,15 @@ def certify(
             verifier state are enumerated once, with a new drafter in each step. Otherwise one drafter processes all
             steps of a path.
         constraint: language of the output, a grammar over the toy's tokens that never ends; certifies against the
-            target masked by it. Not with ``markov``, and not with verifiers that hold state.
+            target masked by it; ``markov`` is then ignored.
 
     Raises:
         TooLargeError: more than `MOST_PATHS` paths.
     """
     lengths = _lengths(toy, steps, gamma)
     pair = _Pair(toy, build, verifier, Sampling(temperature=temperature), max(lengths), constraint)
-    merged = markov or (steps == 1 and constraint is None)
+    markov = markov and constraint is None
+    merged = markov or steps == 1
     states, tau_distributions = _enumerate_merged(pair, lengths) if merged else pair.enumerate_unmerged(lengths)
     total = sum(lengths) + steps
     paths = pair.paths
@@ -231,6 +232,19 @@ class _Scripts:
         self._open += [(origin[parent], weight, scripts) for parent, scripts, weight in rng.alternatives]
 
 
+class _Continuation:
+    """A grammar whose texts follow ``tokens`` of another grammar."""
+
+    def __init__(self, grammar: Grammar, tokens: Sequence[int]):
+        self._grammar, self._tokens, self.mask_drafts = grammar, tokens, grammar.mask_drafts
+
+    def matcher(self) -> Matcher:
+        matcher = self._grammar.matcher()
+        for token in self._tokens:
+            matcher.advance(token)
+        return matcher
+
+
 class _Pair:
     """A drafter and a verifier on a toy.
 
@@ -261,7 +275,8 @@ class _Pair:
             decoder = self._decoder(rng, len(batch))
             for row, origin in enumerate(batch):
                 tokens, snapshot = origins[origin]
-                decoder.start(row, [*prompt, *tokens])
+                continued = None if self.constraint is None else _Continuation(self.constraint, tokens)
+                decoder.start(row, [*prompt, *tokens], constraint=continued)
                 if snapshot is not None:
                     decoder.verifier.restore(row, snapshot)
             self._step(decoder, length)

@@ -19,6 +19,7 @@ from crossdraft.framework.errors import ContractError
 PAIRS = [
     ("chain", "token"),
     ("chain", "block"),
+    ("chain", "greedy-block"),
     ("point-mass", "sample-match"),
     ("iid-2", "spectr"),
     ("iid-2", "specinfer"),
