@@ -1,8 +1,8 @@
 """``grammar``: the tokens that a constraint leaves no choice about, as point masses.
 
 If the grammar permits only one token, its probability is 1 and every verifier accepts it. The idea is the fast-forward
-of guidance and the jump-forward decoding of SGLang (L. Zheng et al., "Fast JSON Decoding for Local LLMs with Compressed
-Finite State Machine", 2024), here as a draft, so that the target's distribution is kept token for token.
+of guidance and the jump-forward decoding of SGLang (L. Zheng et al., NeurIPS 2024, arXiv:2312.07104), as a draft, so
+that the target's distribution is kept token for token.
 """
 
 from __future__ import annotations

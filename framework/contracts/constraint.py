@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pydantic import Field, model_validator
 
@@ -24,7 +24,7 @@ class Constraint(Options):
     schema may be given as a mapping or as JSON; ``True`` permits every JSON value.
     """
 
-    json_schema: dict[str, Any] | bool | str | None = Field(default=None, description="a JSON schema")
+    json_schema: dict[str, Any] | Literal[True] | str | None = Field(default=None, description="a JSON schema")
     regex: str | None = Field(default=None, description="a regular expression that matches the whole response")
     grammar: str | None = Field(default=None, description="a context-free grammar in the syntax of Lark")
     choice: tuple[str, ...] | None = Field(default=None, description="a list of texts, one of which is the response")
@@ -41,8 +41,8 @@ class Constraint(Options):
                 schema = json.loads(self.json_schema)
             except ValueError as error:
                 raise ValueError(f"json_schema is not JSON: {error}") from None
-            if not isinstance(schema, dict | bool):
-                raise ValueError("json_schema must be an object, true or false")
+            if not isinstance(schema, dict) and schema is not True:
+                raise ValueError("json_schema must be a JSON object, or true")
         return self
 
     def __str__(self) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..contracts.constraint import Constraint
+from ..contracts.constraint import KINDS, Constraint
 from ..contracts.models import LoadedModel
 from ..errors import ModelError, UsageError, first_line
 from ..util.extras import need
@@ -63,8 +63,9 @@ def compile_constraint(constraint: Constraint, target: LoadedModel, vocab_size: 
     need("a constraint", "constrain", "llguidance")
     from llguidance import LLMatcher
 
-    kind, text = _source(constraint)
+    kind = next(kind for kind in KINDS if getattr(constraint, kind) is not None)
     try:
+        text = _source(constraint)
         matcher = LLMatcher(_tokenizer(target, vocab_size), text, log_level=0)
         problem = matcher.get_error()
     except ValueError as error:
@@ -75,19 +76,19 @@ def compile_constraint(constraint: Constraint, target: LoadedModel, vocab_size: 
     return TokenGrammar(matcher, vocab_size, constraint.mask_drafts)
 
 
-def _source(constraint: Constraint) -> tuple[str, str]:
-    """The form of a constraint, and its grammar as llguidance reads it."""
+def _source(constraint: Constraint) -> str:
+    """The grammar as llguidance reads it."""
     from llguidance import LLMatcher
 
     if (schema := constraint.json_schema) is not None:
-        text = schema if isinstance(schema, str) else json.dumps(schema)
-        return "json_schema", LLMatcher.grammar_from_json_schema(text, defaults=_JSON)
+        schema = json.loads(schema) if isinstance(schema, str) else schema
+        return LLMatcher.grammar_from_json_schema({} if schema is True else schema, defaults=_JSON)
     if constraint.regex is not None:
-        return "regex", LLMatcher.grammar_from_regex(constraint.regex)
+        return LLMatcher.grammar_from_regex(constraint.regex)
     if constraint.grammar is not None:
-        return "grammar", LLMatcher.grammar_from_lark(constraint.grammar)
+        return LLMatcher.grammar_from_lark(constraint.grammar)
     texts = " | ".join(json.dumps(text) for text in constraint.choice or ())
-    return "choice", LLMatcher.grammar_from_lark(f"start: {texts}")
+    return LLMatcher.grammar_from_lark(f"start: {texts}")
 
 
 def _tokenizer(target: LoadedModel, vocab_size: int) -> Any:

@@ -7,12 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from text_models import SCHEMA, is_valid, save_text_model
+import torch
+from text_models import SCHEMA, WIDTH, is_valid, save_text_model
 from tiny_models import save_model
 
 pytest.importorskip("llguidance", reason="constraints need the extra constrain")
 
-from crossdraft import LoadedModel, ModelError, NumericalError, UsageError, generate, load_model, stream
+from crossdraft import (
+    Constraint,
+    LoadedModel,
+    ModelError,
+    NumericalError,
+    Sampling,
+    UsageError,
+    generate,
+    load_model,
+    stream,
+)
+from crossdraft.framework.contracts.constraint import permitted_next
+from crossdraft.framework.models.grammar import compile_constraint
 
 PROMPTS = ["a cat as JSON", "a dog as JSON", 'like {"name": "Bo", "age": 5']
 OPTIONS: dict[str, Any] = {"max_new_tokens": 60, "chat": False}
@@ -55,6 +68,24 @@ def test_outputs_match_schema(names: list[str], target: LoadedModel, index: int,
     plain = generate(target, PROMPTS, drafter="none", constraint=constraint, temperature=0, **OPTIONS)
     greedy = generate(target, PROMPTS, drafter=drafter, constraint=constraint, temperature=0, **OPTIONS)
     assert [response.tokens for response in greedy] == [response.tokens for response in plain]
+
+
+@pytest.mark.parametrize("index", [1, 5, 6, 7])
+def test_logprobs_are_those_of_masked_target(names: list[str], target: LoadedModel, index: int) -> None:
+    """Scored by the model itself, text by text, with a mask by a new matcher."""
+    constraint = {"json_schema": SCHEMA}
+    grammar = compile_constraint(Constraint(**constraint), target, WIDTH)
+    options = {**OPTIONS, "drafter": drafters(names)[index], "constraint": constraint, "temperature": 0.8, "top_k": 20}
+    prompt = target.tokenizer.encode(PROMPTS[0])
+    (response,) = generate(target, [prompt], **options)
+    matcher, sampling = grammar.matcher(), Sampling(temperature=0.8, top_k=20)
+    with torch.inference_mode():
+        logits = target.model(torch.tensor([prompt + response.tokens])).logits[0, len(prompt) - 1 :]
+    for token, row, logprob in zip(response.tokens, logits, response.logprobs or (), strict=False):
+        permitted = torch.from_numpy(permitted_next(matcher, [2]))
+        probs = sampling.probs(row.masked_fill(~permitted, -torch.inf))
+        assert float(probs[token].log()) == pytest.approx(logprob, abs=1e-3)
+        assert token == 2 or matcher.advance(token)
 
 
 def test_grammar_drafts_are_always_accepted(target: LoadedModel) -> None:

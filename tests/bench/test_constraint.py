@@ -48,6 +48,9 @@ def test_outputs_match_schema(recipe: str, tmp_path: Path, monkeypatch: Any, cap
     (summary,) = tmp_path.glob("runs/*/summary.csv")
     assert '""json_schema""' in summary.read_text(encoding="utf-8")
     capsys.readouterr()
+    (run,) = tmp_path.glob("runs/*")
+    assert main(["replay", str(run), "--drafter", "prompt-lookup"]) == 2
+    assert "was decoded under a constraint, which replay does not apply" in capsys.readouterr().err
 
 
 def test_matrix_compares_constraints(recipe: str) -> None:

@@ -60,6 +60,6 @@ def make_text_tokenizer(all_bytes: bool = True) -> PreTrainedTokenizerFast:
 
 def save_text_model(directory: Path, seed: int = 0, all_bytes: bool = True) -> str:
     """A random Llama with that tokenizer; the name to load it by. Its logits are wider than the vocabulary."""
-    save_model(directory, seed=seed, width=WIDTH, context=256)
+    save_model(directory, seed=seed, width=WIDTH, context=1024)
     make_text_tokenizer(all_bytes).save_pretrained(directory)
     return str(directory)
