@@ -64,6 +64,40 @@ def test_structured_outputs_of_vllm(api: Any, names: list[str]) -> None:
     assert plain.choices[0].text not in ("yes", "no")
 
 
+def test_required_function_is_called(api: Any, names: list[str]) -> None:
+    animal = {"type": "function", "function": {"name": "animal", "parameters": SCHEMA}}
+    other = {"type": "function", "function": {"name": "other"}}
+    named = {"type": "function", "function": {"name": "animal"}}
+    options: dict[str, Any] = {"model": names[0], "messages": MESSAGES, "seed": 3}
+    choice = api.chat.completions.create(tools=[animal, other], tool_choice=named, **options).choices[0]
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "animal" and is_valid(call.function.arguments)
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    chunks = api.chat.completions.create(tools=[animal], tool_choice="required", stream=True, **options)
+    deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert deltas[0].function.name == "animal" and deltas[0].id
+    assert "".join(delta.function.arguments for delta in deltas) == call.function.arguments
+    results = [choice.message.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": call.id, "content": "ok"}]
+    later = api.chat.completions.create(**options | {"messages": [*MESSAGES, *results]}, max_tokens=4)
+    assert later.usage.prompt_tokens > 20
+
+
+@pytest.mark.parametrize(
+    "fields, sentence",
+    [
+        ({}, "tool_choice=auto is not supported"),
+        ({"tool_choice": {"type": "function", "function": {"name": "b"}}}, "must name one of the tools"),
+        ({"tool_choice": "required", "response_format": FORMAT}, "are both set; remove one of them"),
+        ({"tools": [{"type": "function"}]}, "tools[0] must have type function"),
+    ],
+)
+def test_invalid_tools_are_refused(api: Any, names: list[str], fields: Any, sentence: str) -> None:
+    options = {"tools": [{"type": "function", "function": {"name": "a"}}], **fields}
+    with pytest.raises(openai.BadRequestError) as caught:
+        api.chat.completions.create(model=names[0], messages=MESSAGES, **options)
+    assert sentence in caught.value.body["message"]
+
+
 @pytest.mark.parametrize(
     "fields, param, sentence",
     [
