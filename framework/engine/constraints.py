@@ -69,7 +69,7 @@ class Constraints:
 
     def _permitted(self, draft: Draft) -> np.ndarray:
         """``[B, N + 1, V]`` bool, tokens permitted after the root and each node."""
-        tokens, parents, valid = draft.tokens.tolist(), draft.parents.tolist(), draft.valid.tolist()
+        tokens, parents, valid = torch.stack([draft.tokens, draft.parents, draft.valid.long()]).tolist()
         permitted = np.ones((len(tokens), draft.width + 1, self._vocab_size), dtype=bool)
         for row, matcher in self._matchers.items():
             eos = self._eos[row]

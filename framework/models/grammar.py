@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -14,8 +15,8 @@ from ..util.extras import need
 
 #: One JSON text has one form, the usual one of language models.
 _JSON: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-#: Attribute of a tokenizer that keeps its llguidance form, by vocabulary size.
-_KEPT = "_crossdraft_llguidance"
+#: Tokenizers in the form of llguidance, by vocabulary size.
+_TOKENIZERS: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()
 
 
 class TokenMatcher:
@@ -100,7 +101,7 @@ def _tokenizer(target: LoadedModel, vocab_size: int) -> Any:
         raise ModelError(f"a constraint needs a fast tokenizer, and {target.name} has none; use another target")
     if not target.eos_token_ids:
         raise ModelError(f"a constraint ends with an end-of-sequence token, and {target.name} has none")
-    kept = tokenizer.__dict__.setdefault(_KEPT, {})
+    kept = _TOKENIZERS.setdefault(tokenizer, {})
     if vocab_size not in kept:
         size = max(vocab_size, len(tokenizer))
         try:

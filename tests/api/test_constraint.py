@@ -13,6 +13,8 @@ from tiny_models import save_model
 
 pytest.importorskip("llguidance", reason="constraints need the extra constrain")
 
+from crossdraft_combine.drafter import Combine
+
 from crossdraft import (
     Constraint,
     LoadedModel,
@@ -156,3 +158,19 @@ def test_invalid_constraints_are_refused(target: LoadedModel, constraint: Any, s
 def test_constraint_excludes_ignore_eos(target: LoadedModel) -> None:
     with pytest.raises(UsageError, match="ignore_eos=True, but a constraint ends with"):
         generate(target, PROMPTS, constraint={"regex": "a"}, ignore_eos=True)
+
+
+def test_combine_drafts_by_grammar_first(names: list[str], target: LoadedModel) -> None:
+    """Steps with implied tokens are drafted by the grammar and accepted in full; the model drafts the others."""
+    model = {"name": "draft-model", "model": names[1], "gamma": 3}
+    config = Combine.Config(drafters=("grammar", model))
+    events: list[Any] = []
+    options = {**OPTIONS, "constraint": {"json_schema": SCHEMA}, "batch_size": 1}
+    responses = generate(target, PROMPTS, drafter=(Combine, config), on_step=events.append, **options)
+    assert all(is_valid(response.text or "") for response in responses)
+    alone = generate(target, PROMPTS, drafter="grammar", **options)
+    drafts = [event for event in events if event.draft.width]
+    copied = [event for event in drafts if float(event.draft.q.amax(-1).min()) == 1]
+    assert 0 < len(copied) < len(drafts)
+    assert [event.accepted[0] for event in copied] == [int(event.draft.valid.sum()) for event in copied]
+    assert sum(len(r.steps) for r in responses) <= sum(len(r.steps) for r in alone)
