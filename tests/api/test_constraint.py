@@ -168,9 +168,9 @@ def test_combine_drafts_by_grammar_first(names: list[str], target: LoadedModel) 
     options = {**OPTIONS, "constraint": {"json_schema": SCHEMA}, "batch_size": 1}
     responses = generate(target, PROMPTS, drafter=(Combine, config), on_step=events.append, **options)
     assert all(is_valid(response.text or "") for response in responses)
-    alone = generate(target, PROMPTS, drafter="grammar", **options)
+    baseline = generate(target, PROMPTS, drafter="grammar", **options)
     drafts = [event for event in events if event.draft.width]
     copied = [event for event in drafts if float(event.draft.q.amax(-1).min()) == 1]
     assert 0 < len(copied) < len(drafts)
     assert [event.accepted[0] for event in copied] == [int(event.draft.valid.sum()) for event in copied]
-    assert sum(len(r.steps) for r in responses) <= sum(len(r.steps) for r in alone)
+    assert sum(len(r.steps) for r in responses) <= sum(len(r.steps) for r in baseline)
