@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .framework.api.custom_generate import custom_generate
     from .framework.api.generate import generate, stream
     from .framework.bench.matrix import load_recipe
+    from .framework.contracts.constraint import Constraint
     from .framework.contracts.draft import DenseScores, Draft, Scores, Sequences, Verdict
     from .framework.contracts.draft_kind import (
         ANY_TREE,
@@ -97,6 +98,7 @@ __all__ = [
     "Batch",
     "Checkpoint",
     "Chunk",
+    "Constraint",
     "ContractError",
     "CrossdraftError",
     "DenseScores",
@@ -206,6 +208,7 @@ _HOME = {
     "Batch": ".framework.contracts.training",
     "Checkpoint": ".framework.contracts.models",
     "Chunk": ".framework.contracts.steps",
+    "Constraint": ".framework.contracts.constraint",
     "ContractError": ".framework.errors",
     "CrossdraftError": ".framework.errors",
     "DenseScores": ".framework.contracts.draft",

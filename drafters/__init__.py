@@ -5,6 +5,7 @@ from ..framework.contracts.hookspecs import hookimpl
 #: Name: (``module:class`` in this package, summary for ``crossdraft list``).
 DRAFTERS = {
     "none": ("none:NoDrafter", "plain autoregressive decoding, the baseline"),
+    "grammar": ("grammar:GrammarDrafter", "the tokens that a constraint leaves no choice about"),
     "prompt-lookup": ("retrieval.prompt_lookup:PromptLookup", "copies the continuation of an earlier n-gram"),
     "token-recycling": (
         "retrieval.token_recycling:TokenRecycling",

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from ..contracts.constraint import Grammar
 from ..contracts.draft_kind import (
     CHAIN,
     CONDITIONAL_SIBLINGS,
@@ -29,6 +30,8 @@ from ..contracts.rng import CounterRng, RngSource
 from ..contracts.sampling import Sampling
 from ..contracts.steps import StepEvent
 from ..contracts.verifier import Verifier, incompatible
+from ..engine.constrained_lm import masked
+from ..engine.constraints import Constraints
 from ..engine.decoder import Decoder
 from ..engine.logits_processors import LogitsProcessors
 from ..engine.stopwatch import Stopwatch
@@ -257,9 +260,8 @@ class TargetContext(ModuleContext):
 
     def load_lm(self, name: str, *, extra_tokens: int = 0, ids: Tensor | None = None, unknown: int = 0) -> LM:
         loaded = self._checked_model(name, ids is None)
-        return fitted(
-            make_slots(loaded, self.batch_size, self.max_length + extra_tokens), self.vocab_size, ids, unknown
-        )
+        lm = make_slots(loaded, self.batch_size, self.max_length + extra_tokens)
+        return masked(fitted(lm, self.vocab_size, ids, unknown), self.constraints, self.mask_drafts)
 
     def load_learner(self, name: str) -> Learner:
         return learner_of(self._checked_model(name), self.batch_size, self.max_length, self.vocab_size)
@@ -321,6 +323,8 @@ def build_decoder(
     on_step: Callable[[StepEvent], None] | None = None,
     compile_verifier: bool = False,
     processors: LogitsProcessors | None = None,
+    constraint: Grammar | None = None,
+    mask_drafts: bool = False,
     validate: str = "sampled",
     prefill_tokens: int = PREFILL_TOKENS,
 ) -> Decoder:
@@ -330,7 +334,8 @@ def build_decoder(
         drafter: its class (or an instance) and config, or a function that makes it.
         verifier: its class (or an instance) and config, or the verifier itself.
         compile_verifier: compile the verify step if the verifier supports it, see `CompiledVerifier`.
-        eos, max_new_tokens, rng, stopwatch, on_step, processors, validate, prefill_tokens: see `Decoder`.
+        mask_drafts: draft models are masked for requests whose constraint has ``mask_drafts``.
+        eos, max_new_tokens, rng, stopwatch, on_step, processors, constraint, validate, prefill_tokens: see `Decoder`.
 
     Raises:
         UsageError: the pair is incompatible; only classes and configs are checked.
@@ -340,6 +345,8 @@ def build_decoder(
         check_pair(drafter, verifier, context.sampling)
     instance = verifier if isinstance(verifier, Verifier) else _instance(verifier)
     assert context.target is not None
+    context.constraints = constraints = Constraints(context.target.vocab_size)
+    context.mask_drafts = mask_drafts or (constraint is not None and constraint.mask_drafts)
     context.final_q = instance.traits(instance.config).modifies_target
     return Decoder(
         context.target,
@@ -353,6 +360,8 @@ def build_decoder(
         on_step=on_step,
         compile_verifier=compile_verifier,
         processors=processors,
+        constraint=constraint,
+        constraints=constraints,
         validate=validate,
         prefill_tokens=prefill_tokens,
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from ..contracts.constraint import Grammar
 from ..contracts.models import TRANSFORMERS, LoadedModel
 from ..contracts.rng import CounterRng
 from ..contracts.sampling import Sampling
@@ -21,6 +22,7 @@ from ..engine.decoder import Decoder
 from ..engine.structural_checks import check_prompt
 from ..errors import UsageError
 from ..lm.layer_surgery import own_modules
+from ..models.grammar import compile_constraint
 from ..models.load import load_model
 from .build import (
     Configured,
@@ -34,6 +36,7 @@ from .build import (
     make_slots,
     slot_length,
 )
+from .constrain import per_input_constraints
 from .generate_args import (
     GenerateOptions,
     StreamOptions,
@@ -123,6 +126,9 @@ def generate(
         stop: strings that end an output. The text is cut before the first of them, the tokens behind the one that
             completes it.
         ignore_eos: continue behind end-of-sequence tokens.
+        constraint: language of the outputs, a mapping with one of ``json_schema``, ``regex``, ``grammar`` and
+            ``choice``, see :class:`Constraint`; or a list with one value, or None, per input. The target's distribution
+            is masked by it and then kept. An output that ends at ``max_new_tokens`` may be incomplete.
         logits_processor: functions ``(ids [1, T], logits [1, V]) -> [1, V]``, such as transformers' logits processors,
             applied to the target's logits before warping. They run on every node of a draft separately, so the result
             must depend only on the text (prompt and output so far).
@@ -137,7 +143,8 @@ def generate(
 
     Raises:
         UsageError, UnknownNameError, ModelError: an argument is invalid; the message states the fix.
-        NumericalError: NaN in a sequence, raised after the others are finished; see its ``responses``.
+        NumericalError: NaN in a sequence, or a dead end of its constraint; raised after the others are finished, see
+            its ``responses``.
     """
     streamer = options.streamer
     call = _prepare(model, inputs, options, live=streamer is not None)
@@ -217,6 +224,7 @@ def _prepare(model: str | LoadedModel, inputs: Any, options: StreamOptions, live
             "model.generate(..., custom_generate=crossdraft.custom_generate)"
         )
     texts = separate(inputs)
+    constraints = per_input_constraints(options.constraint, len(texts))
     max_new_tokens, samplings = per_input_limits(options.max_new_tokens, len(texts)), options.samplings(len(texts))
     # Checked before anything is loaded.
     pairs = {one: compatible_pair(options.drafter, options.verifier, one) for one in dict.fromkeys(samplings)}
@@ -246,12 +254,19 @@ def _prepare(model: str | LoadedModel, inputs: Any, options: StreamOptions, live
             max_new_tokens=max(max_new_tokens[i] for i in rows),
             seed=options.seed,
             processors=checked_processors(options.logits_processor),
+            mask_drafts=any(constraint.mask_drafts for constraint in constraints if constraint is not None),
             prefill_tokens=options.prefill_tokens,
         )
 
     first = decoder_of(samplings[0])  # the other decoders are made later: each has its own slots
     for request in requests:
         check_ids(first, request.name, request.prompt, target.name)
+    grammars: dict[str, Grammar] = {}
+    for i, constraint in enumerate(constraints):
+        if constraint is not None:
+            if constraint.key not in grammars:
+                grammars[constraint.key] = compile_constraint(constraint, target, first.target.vocab_size)
+            requests[i] = requests[i]._replace(constraint=grammars[constraint.key])
     batches = []
     for sampling in pairs:
         members = [request for request, one in zip(requests, samplings, strict=True) if one == sampling]

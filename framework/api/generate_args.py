@@ -13,6 +13,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 import torch
 from pydantic import ValidationError
 
+from ..contracts.constraint import Constraint
 from ..contracts.models import LoadedModel
 from ..contracts.options import fault
 from ..contracts.sampling import Sampling
@@ -26,6 +27,8 @@ from .build import StrategyLike, configured
 P = ParamSpec("P")
 T = TypeVar("T")
 Options = TypeVar("Options")
+#: A constraint, a mapping of its fields, or None.
+ConstraintLike = Constraint | Mapping[str, Any] | None
 
 
 class UnexpectedArgumentError(UsageError, TypeError):
@@ -48,6 +51,7 @@ class StreamOptions:
     chat: bool | None = None
     stop: str | Sequence[str] = ()
     ignore_eos: bool = False
+    constraint: ConstraintLike | Sequence[ConstraintLike] = None
     logits_processor: Sequence[Processor] = ()
     prefill_tokens: int = PREFILL_TOKENS
     on_step: Callable[[StepEvent], None] | None = None
@@ -59,6 +63,10 @@ class StreamOptions:
             raise UsageError(f"chat={self.chat!r} must be True, False, or None for the tokenizer's default")
         if not isinstance(self.ignore_eos, bool):
             raise UsageError(f"ignore_eos={self.ignore_eos!r} must be True or False")
+        if self.ignore_eos and self.constraint is not None:
+            raise UsageError(
+                "ignore_eos=True, but a constraint ends with an end-of-sequence token; leave one of them out"
+            )
         if self.on_step is not None and not callable(self.on_step):
             raise UsageError(f"on_step={self.on_step!r} must be a function of a StepEvent")
         return replace(

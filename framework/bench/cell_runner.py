@@ -24,6 +24,7 @@ from ..lm.cuda_graphs import CaptureLimits, recording
 from ..metrics.cell_metrics import StepRecord
 from ..metrics.pieces import PREFILL, Piece
 from ..models.cpu_contention import CpuWait
+from ..models.grammar import compile_constraint
 from ..models.load import load_model
 from ..recipe.prompts import Prompt
 from ..recipe.recipe import CellConfig
@@ -284,6 +285,7 @@ class Cell(PieceRunner):
             target, lm, config.sampling, slot=slot, sequence=sequence, load=models.drafter, used=self.models
         )
         drafter, options = drafter_of(config)
+        constraint = compile_constraint(config.constraint, target, lm.vocab_size) if config.constraint else None
         self.decoder = build_decoder(
             context,
             (drafter, options),
@@ -293,6 +295,7 @@ class Cell(PieceRunner):
             rng=CounterRng(config.seed),
             compile_verifier=config.compile_verifier,
             prefill_tokens=config.prefill_tokens,
+            constraint=constraint,
             validate=validate,
             on_step=lambda event: self._steps.add(event),
         )
@@ -320,6 +323,7 @@ class Cell(PieceRunner):
         decoder, random = self.decoder, Random(self.config.seed)
         compiled = decoder.compiled_verifier
         ends, decoder.eos = decoder.eos, frozenset()
+        constraint, decoder.constraint = decoder.constraint, None
         if compiled is None:  # enough for a draft of full depth; a compiled verifier needs whole sequences
             decoder.max_new_tokens = min(WARM_UP + self.depth, self.config.max_new_tokens)
         prompts = []
@@ -337,6 +341,7 @@ class Cell(PieceRunner):
                         if compiled is None and count == WARM_UP:
                             break
         decoder.eos, decoder.max_new_tokens = ends, self.config.max_new_tokens
+        decoder.constraint = constraint
         if compiled is not None:
             compiled.compiling = False
         decoder.drafter.reset()

@@ -17,6 +17,7 @@ import torch
 from pydantic import ValidationError
 
 from .. import plugins
+from ..contracts.constraint import Constraint
 from ..contracts.sampling import Sampling
 from ..contracts.verifier import incompatible
 from ..errors import ContractError, CrossdraftError, UnknownNameError, UsageError, printable, quoted
@@ -319,6 +320,9 @@ class _Expander:
         """Check the name and the options of the engine; returns the cell with all options."""
         if cell.engine is None:
             return cell
+        if cell.constraint is not None:
+            reason = "constraint is given, which only crossdraft's own loop supports; remove it or the engine"
+            raise self.places.error(path, f"engine {cell.engine.name}: {reason}")
         names = plugins.entries("servers")
         if cell.engine.name not in names:
             hint = "Engines are plug-ins, such as crossdraft-vllm and crossdraft-llamacpp."
@@ -397,6 +401,10 @@ def _matches(cell: CellConfig, key: str, value: Any) -> bool:
         return getattr(cell.sampling, key) in options
     if key == "engine":
         return (cell.engine.name if cell.engine else OWN_ENGINE) in options
+    if key == "constraint":
+        return (cell.constraint and cell.constraint.key) in [
+            Constraint.model_validate(option).key if isinstance(option, dict) else option for option in options
+        ]
     if key in RUN_KEYS:
         return getattr(cell, key) in options
     return any(key in s.config and s.config[key] in options for s in (cell.drafter, cell.verifier))

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..api.build import build_decoder
+from ..contracts.constraint import Grammar, Matcher
 from ..contracts.drafter import DraftContext, Drafter
 from ..contracts.sampling import Sampling
 from ..contracts.steps import StepEvent
@@ -131,6 +132,7 @@ def certify(
     gamma: int | Sequence[int] | None = None,
     temperature: float = 1.0,
     markov: bool = False,
+    constraint: Grammar | None = None,
 ) -> Certificate:
     """Enumerate ``steps`` steps of a pair on ``toy``.
 
@@ -144,15 +146,17 @@ def certify(
         markov: the drafter depends on the last token only, as both toy models do: states with equal last token and
             verifier state are enumerated once, with a new drafter in each step. Otherwise one drafter processes all
             steps of a path.
+        constraint: language of the output, a grammar over the toy's tokens that never ends; certifies against the
+            target masked by it; ``markov`` is then ignored.
 
     Raises:
         TooLargeError: more than `MOST_PATHS` paths.
     """
     lengths = _lengths(toy, steps, gamma)
-    pair = _Pair(toy, build, verifier, Sampling(temperature=temperature), max(lengths))
-    states, tau_distributions = (
-        _enumerate_merged(pair, lengths) if markov or steps == 1 else pair.enumerate_unmerged(lengths)
-    )
+    pair = _Pair(toy, build, verifier, Sampling(temperature=temperature), max(lengths), constraint)
+    markov = markov and constraint is None
+    merged = markov or steps == 1
+    states, tau_distributions = _enumerate_merged(pair, lengths) if merged else pair.enumerate_unmerged(lengths)
     total = sum(lengths) + steps
     paths = pair.paths
     while pending := {s: w for s, w in states.items() if s[1] is not None and len(s[0]) < total}:
@@ -160,9 +164,11 @@ def certify(
         states = {s: w for s, w in states.items() if s not in pending}
         for state, weight in _advance(pair, pending, 0, markov)[0].items():
             states[state] = states.get(state, 0.0) + weight
-    target_probs = pair.sampling.probs(toy.target.log())
     expected = [float((probs * np.arange(len(probs))).sum()) for probs in tau_distributions]
-    tv = _total_variation(states, target_probs, total)
+    if constraint is None:
+        tv = _total_variation(states, pair.sampling.probs(toy.target.log()), total)
+    else:
+        tv = _constrained_variation(states, toy, pair.sampling, constraint, total)
     return Certificate(tv, expected, [float(x) for x in tau_distributions[0]], paths, pair.drafted)
 
 
@@ -226,6 +232,19 @@ class _Scripts:
         self._open += [(origin[parent], weight, scripts) for parent, scripts, weight in rng.alternatives]
 
 
+class _Continuation:
+    """A grammar whose texts follow ``tokens`` of another grammar."""
+
+    def __init__(self, grammar: Grammar, tokens: Sequence[int]):
+        self._grammar, self._tokens, self.mask_drafts = grammar, tokens, grammar.mask_drafts
+
+    def matcher(self) -> Matcher:
+        matcher = self._grammar.matcher()
+        for token in self._tokens:
+            matcher.advance(token)
+        return matcher
+
+
 class _Pair:
     """A drafter and a verifier on a toy.
 
@@ -235,9 +254,16 @@ class _Pair:
     """
 
     def __init__(
-        self, toy: Toy, build: DrafterFactory, verifier: Callable[[], Verifier], sampling: Sampling, gamma: int
+        self,
+        toy: Toy,
+        build: DrafterFactory,
+        verifier: Callable[[], Verifier],
+        sampling: Sampling,
+        gamma: int,
+        constraint: Grammar | None = None,
     ):
         self.toy, self.build, self.verifier, self.sampling, self.gamma = toy, build, verifier, sampling, gamma
+        self.constraint = constraint
         self.drafted, self.paths = False, 0
 
     def enumerate_step(self, origins: list[State], length: int) -> list[Outcomes]:
@@ -249,7 +275,8 @@ class _Pair:
             decoder = self._decoder(rng, len(batch))
             for row, origin in enumerate(batch):
                 tokens, snapshot = origins[origin]
-                decoder.start(row, [*prompt, *tokens])
+                continued = None if self.constraint is None else _Continuation(self.constraint, tokens)
+                decoder.start(row, [*prompt, *tokens], constraint=continued)
                 if snapshot is not None:
                     decoder.verifier.restore(row, snapshot)
             self._step(decoder, length)
@@ -296,7 +323,7 @@ class _Pair:
         start = len(self.toy.prompt) - 1
         context = ToyContext(self.toy.target, self.toy.drafter, self.sampling, batch, start=start, words=self.toy.words)
         # An invalid verifier must not raise: its deviation is measured. Shapes and counts are checked nevertheless.
-        options = {"rng": rng, "on_step": self._on_step, "validate": "never"}
+        options = {"rng": rng, "on_step": self._on_step, "validate": "never", "constraint": self.constraint}
         return build_decoder(context, lambda context: self.build(context, self.gamma), self.verifier(), **options)
 
     def _step(self, decoder: Decoder, length: int) -> None:
@@ -322,6 +349,35 @@ def _total_variation(states: dict[State, float], probs: Tensor, length: int) -> 
         output = (output[:, None] * rows[last]).ravel() + ended[n + 1]
         target = (target[:, None] * rows[last]).ravel()
     return float(np.abs(output - target).sum() / 2)
+
+
+def _constrained_variation(
+    states: dict[State, float], toy: Toy, sampling: Sampling, constraint: Grammar, length: int
+) -> float:
+    """`_total_variation` from the target masked by ``constraint`` after each text, which is computed text by text."""
+    output: dict[tuple[int, ...], float] = {}
+    for (tokens, _), weight in states.items():
+        output[tokens] = output.get(tokens, 0.0) + weight
+    target: dict[tuple[int, ...], float] = {(): 1.0}
+    for n in range(length):
+        texts = {text for text in (*output, *target) if len(text) == n}
+        for text in texts:
+            following = _constrained_probs(toy, sampling, constraint, text)
+            for side in (output, target):
+                weight = side.pop(text, 0.0)
+                for token, probability in enumerate(following):
+                    if weight * probability:
+                        side[*text, token] = side.get((*text, token), 0.0) + weight * probability
+    return sum(abs(output.get(text, 0.0) - target.get(text, 0.0)) for text in {*output, *target}) / 2
+
+
+def _constrained_probs(toy: Toy, sampling: Sampling, constraint: Grammar, text: tuple[int, ...]) -> list[float]:
+    """Probabilities of the token after ``text``; zeros if the grammar does not permit ``text``."""
+    matcher = constraint.matcher()
+    if not all(matcher.advance(token) for token in text):
+        return [0.0] * toy.vocab_size
+    logits = toy.target[text[-1] if text else toy.vocab_size].log()
+    return sampling.probs(logits.masked_fill(~torch.from_numpy(matcher.permitted()), -torch.inf)).tolist()
 
 
 def _index(tokens: Sequence[int], vocab: int) -> int:

@@ -173,6 +173,7 @@ def build_pool(args: argparse.Namespace) -> DecoderPool:
             max_new_tokens=args.max_new_tokens,
             seed=args.seed,
             prefill_tokens=args.prefill_tokens,
+            mask_drafts=True,
             load=lambda name, _: draft_model(name),
         )
 

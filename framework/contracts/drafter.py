@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..errors import ModelError, quoted
 from ..util.input_files import kind_of, path_of, read_json
 from ..util.limits import CONFIG_BYTES, MOST_NODES
+from .constraint import RowConstraints
 from .draft import Draft, Scores, Sequences, Verdict
 from .draft_kind import DRAFT_KINDS, DraftKind
 from .lm import LM
@@ -170,6 +171,8 @@ class DraftContext:
         tokenizer: tokenizer of the target, or ``None``.
         final_q: the verifier needs one more row of ``q`` for rows whose draft is shorter than gamma: the distribution
             of the next token (row ``count[b]``).
+        constraints: constraints of the slots.
+        mask_drafts: a constraint of the run masks draft models, see `Constraint`: `load_lm` returns such models.
     """
 
     sampling: Sampling
@@ -183,6 +186,8 @@ class DraftContext:
     target_sha256: str = ""
     tokenizer: Any = None
     final_q: bool = False
+    constraints: RowConstraints | None = None
+    mask_drafts: bool = False
 
     def load_lm(self, name: str, *, extra_tokens: int = 0, ids: Tensor | None = None, unknown: int = 0) -> LM:
         """B slots of the model ``name``, with the target's token ids.

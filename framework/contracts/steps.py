@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import NumericalError
+from .constraint import Grammar
 from .draft import Draft, Scores, Verdict
 
 
@@ -42,6 +43,7 @@ class Request(NamedTuple):
         name: its name in messages.
         most: maximum number of tokens to generate; None: the decoder's.
         eos: end-of-sequence ids; None: the decoder's.
+        constraint: language of the response; None: the decoder's.
     """
 
     prompt: Sequence[int]
@@ -50,6 +52,7 @@ class Request(NamedTuple):
     name: str = "the prompt"
     most: int | None = None
     eos: Collection[int] | None = None
+    constraint: Grammar | None = None
 
 
 @dataclass
@@ -60,7 +63,8 @@ class Response:
         index: index of its prompt (the position in the run).
         tokens: the generated tokens, a final end-of-sequence token included.
         finish_reason: ``"stop"`` (an end-of-sequence token or a stop string), ``"length"`` (max_new_tokens reached, or
-            the context is full), ``"abort"``, or ``"error"`` (NaN; only with ``on_error="finish"`` of `Decoder.run`).
+            the context is full), ``"abort"``, or ``"error"`` (NaN, or a dead end of the constraint; only with
+            ``on_error="finish"`` of `Decoder.run`).
         steps: its steps, in order.
         text: the decoded tokens, filled in by :func:`crossdraft.generate`.
         error: error message if ``finish_reason`` is ``"error"``.

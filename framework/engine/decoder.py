@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..contracts.constraint import Grammar
 from ..contracts.draft import Draft, Scores, Sequences, Verdict, on_device
 from ..contracts.drafter import Drafter
 from ..contracts.lm import LM
@@ -24,6 +25,7 @@ from ..contracts.verifier import Verifier
 from ..errors import ContractError, ModelError, NumericalError, UsageError
 from ..util.limits import PREFILL_TOKENS
 from .compiled_verifier import CompiledVerifier
+from .constraints import Constraints
 from .host_sync import Row, check_rows, failures, path_in_scored_tree, to_host
 from .logits_processors import LogitsProcessors
 from .prefill import Prefill
@@ -85,6 +87,8 @@ class Decoder:
         on_step: called after every step with a `StepEvent`; an exception ends the run.
         compile_verifier: compile the verify step, see `CompiledVerifier`, if the verifier can be compiled.
         processors: functions applied to the target's logits before p is computed, see `LogitsProcessors`.
+        constraint: language of the responses of requests that have none of their own.
+        constraints: constraints of the slots, for drafters that read them; None makes them.
         validate: steps in which the values of drafts and verdicts are checked (`validation`), which waits for the
             device: ``"sampled"``, the first 8 and every 64th after; ``"always"``; ``"never"``. Shapes, NaN, counts
             and emitted tokens are checked in every step, at no extra synchronisation.
@@ -113,6 +117,8 @@ class Decoder:
         on_step: Callable[[StepEvent], None] | None = None,
         compile_verifier: bool = False,
         processors: LogitsProcessors | None = None,
+        constraint: Grammar | None = None,
+        constraints: Constraints | None = None,
         validate: str = "sampled",
         prefill_tokens: int = PREFILL_TOKENS,
     ):
@@ -123,6 +129,8 @@ class Decoder:
         self.rng = rng if rng is not None else CounterRng(0)
         self.stopwatch = stopwatch or Stopwatch(target.device)
         self.on_step, self.processors, self.validate = on_step, processors, validate
+        self.constraint = constraint
+        self.constraints = Constraints(target.vocab_size) if constraints is None else constraints
         self.traits = drafter.traits(drafter.config, sampling)
         verifier_traits = verifier.traits(verifier.config)
         self._lossless, self._stateful = verifier_traits.lossless, verifier_traits.stateful
@@ -228,8 +236,9 @@ class Decoder:
         name: str = "the prompt",
         most: int | None = None,
         eos: Collection[int] | None = None,
+        constraint: Grammar | None = None,
     ) -> None:
-        """Start a sequence in slot ``row``, with ``most`` and ``eos`` in place of the decoder's."""
+        """Start a sequence in slot ``row``, with ``most``, ``eos`` and ``constraint`` in place of the decoder's."""
         self._check_claim()
         self.stopwatch.start()
         prompt = [int(token) for token in prompt]
@@ -249,6 +258,8 @@ class Decoder:
             logprobs=[] if self.sampling.temperature else None,
         )
         self.sequences.limit[row] = sequence.max_draft_len
+        if (grammar := self.constraint if constraint is None else constraint) is not None:
+            self.constraints.start(row, grammar, sequence.eos)
         self.stopwatch.mark("prefill")
         self.drafter.start(row, prompt, hidden)
         self.stopwatch.mark("draft_prefill")
@@ -307,6 +318,8 @@ class Decoder:
         if self.processors is not None:
             indices = [sequence and sequence.index for sequence in self._slots]
             logits = self.processors(logits, draft, histories, indices, step.validated)
+        if self.constraints:
+            logits = self.constraints.mask(logits, draft)
         chunked = needs_chunks(logits, step.rng, stateful=self._stateful)
         step.scores, step.finite = make_scores(logits, hidden, resume_matches, self.sampling, chunked=chunked)
         self.stopwatch.mark("target")
@@ -345,6 +358,12 @@ class Decoder:
         places = {row: place for row, place in places.items() if row not in failed}
         vocab_size = self.target.vocab_size
         check_rows(step.rows, places, sequences.limit, vocab_size, self._drafter, self._verifier)
+        if self.constraints:
+            dead_ends = self._advance_constraints(step.rows, places)
+            if dead_ends and self._on_error == "raise":
+                raise NumericalError(next(iter(dead_ends.values())))
+            failed |= dead_ends
+            places = {row: place for row, place in places.items() if row not in dead_ends}
         if step.validated:
             validate_verdict(
                 step.candidates,
@@ -361,6 +380,15 @@ class Decoder:
             sequence.error = error
             step.rows[row] = step.rows[row]._replace(tau=0, nodes=0)
         step.active = list(places)
+
+    def _advance_constraints(self, rows: list[Row], places: dict[int, str]) -> dict[int, str]:
+        """Append the emitted tokens to the constraints of ``places``; an error message per row at a dead end."""
+        dead_ends = {}
+        for row, place in places.items():
+            emitted = rows[row].tokens[: rows[row].tau + 1]
+            if (error := self.constraints.advance(row, emitted, place, self._verifier)) is not None:
+                dead_ends[row] = error
+        return dead_ends
 
     def _commit(self, step: Step) -> None:
         """Commit the accepted nodes to the target's cache and append their tokens; clear the slots of failed rows."""
@@ -425,6 +453,7 @@ class Decoder:
         self.sequences.history[row] = []
         self.sequences.limit[row] = 0
         self._slots[row] = None
+        self.constraints.free(row)
 
     def _free(self, row: int, finish_reason: str | None = None) -> None:
         self.target.free(row)

@@ -69,6 +69,7 @@ QUANTITIES = (
     _setting(
         "prefill_tokens", "Maximum number of tokens of a prefill pass shared by prompts; 0 = one prompt per pass."
     ),
+    _setting("constraint", "Language of the responses as JSON; empty without a constraint."),
     _setting("lossless", "True if the verifier claims to preserve the target's distribution."),
     _setting("certificate", "Mark of the verifier: lossless, certified; not certified; FAILED, with its TV; or lossy."),
     Quantity("error", "Reason why the cell failed; empty if it finished. The columns below are empty if it failed."),

@@ -37,13 +37,21 @@ def encode(tokenizer: Any, turns: Sequence[str], answers: Sequence[str] = (), ch
     return _ids(tokenizer, "\n".join(pieces))
 
 
-def encode_messages(tokenizer: Any, messages: Sequence[Mapping[str, Any]], most: int | None = None) -> list[int]:
+def encode_messages(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    most: int | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> list[int]:
     """Encode messages (``role``, ``content``, ..) by the tokenizer's chat template, with the generation prompt.
 
-    ``most``: see `encode_text`. Raises ModelError if the template is missing or fails.
+    ``most``: see `encode_text`; ``tools``: functions in OpenAI's format, for the template.
+
+    Raises ModelError if the template is missing or fails.
     """
     with _model_errors(tokenizer, "chat template"):
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        options = {} if tools is None else {"tools": list(tools)}
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **options)
     return _bounded(tokenizer, text, most, add_special_tokens=False)
 
 

@@ -61,11 +61,21 @@ def crossdraft_register_prompts(register: Register) -> None:
         f"{__name__}:builtin",
         summary="48 prompts of six categories: chat, translation, summaries, questions, mathematics, RAG",
     )
+    register(
+        "builtin-json",
+        f"{__name__}:builtin_json",
+        summary="24 notices whose event is to be written as JSON, for constrained decoding",
+    )
 
 
 def builtin() -> Path:
     """Return the file of the built-in prompts, interleaved by category: the first N are a stratified sample."""
     return Path(__file__).parents[2] / "recipes" / "builtin.jsonl"
+
+
+def builtin_json() -> Path:
+    """Return the file of the built-in prompts for JSON; the recipe ``constrained`` has their schema."""
+    return builtin().with_name("json.jsonl")
 
 
 @dataclass(frozen=True)

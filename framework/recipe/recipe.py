@@ -35,6 +35,7 @@ from pydantic import (
 )
 
 from .. import plugins
+from ..contracts.constraint import Constraint
 from ..contracts.options import Options, fault
 from ..contracts.sampling import Sampling
 from ..errors import UnknownNameError, UsageError, printable, quoted
@@ -55,7 +56,17 @@ from .yaml_errors import Places, explain, override, read_yaml
 from .yaml_values import yaml_value
 
 #: Matrix keys that are neither sampling keys nor options of a drafter or verifier.
-RUN_KEYS = ("target", "engine", "dtype", "batch_size", "seed", "max_new_tokens", "compile_verifier", "prefill_tokens")
+RUN_KEYS = (
+    "target",
+    "engine",
+    "dtype",
+    "batch_size",
+    "seed",
+    "max_new_tokens",
+    "compile_verifier",
+    "prefill_tokens",
+    "constraint",
+)
 SAMPLING_KEYS = tuple(Sampling.model_fields)
 BASELINE = "none"
 #: Name of the engine that is the decoding loop of this process.
@@ -192,6 +203,7 @@ class CellConfig(Options):
         le=MOST_TOKENS,
         description="maximum number of tokens of a prefill pass shared by prompts; 0 = one prompt per pass",
     )
+    constraint: Constraint | None = None
     sampling: Sampling = Sampling.model_validate({})
     drafter: Strategy
     verifier: Strategy
@@ -216,7 +228,12 @@ class CellConfig(Options):
         config = self.model_dump(mode="json")
         config["drafter"].pop("label", None)
         config["verifier"].pop("label", None)
-        for name in ("engine", "compile_verifier", "prefill_tokens"):  # newer than the hashes of stored runs
+        for name in (
+            "engine",
+            "compile_verifier",
+            "prefill_tokens",
+            "constraint",
+        ):  # newer than the hashes of stored runs
             if config[name] == type(self).model_fields[name].default:
                 del config[name]
         return config
@@ -257,6 +274,9 @@ class Recipe(Options):
         ge=0,
         le=MOST_TOKENS,
         description="maximum number of tokens of a prefill pass shared by prompts; 0 = one prompt per pass",
+    )
+    constraint: Constraint | None = Field(
+        default=None, description="language of the responses: a mapping with json_schema, regex, grammar or choice"
     )
     sampling: Sampling = Field(default=Sampling.model_validate({}), description="temperature, top_k, top_p, min_p")
     drafters: list[Strategy] = Field(
@@ -313,6 +333,7 @@ def read_recipe(name: str | Path, overrides: Mapping[str, Any] | Iterable[str] =
         recipe = Recipe.model_validate(data)
     except ValidationError as error:
         models: Any = {(): Recipe, ("sampling",): Sampling, ("prompts",): PromptSpec}
+        models |= {("constraint",): Constraint}
         hints = dict.fromkeys(SAMPLING_KEYS, "; put it under sampling, or under matrix with a list of values")
         hints["trust_remote_code"] = "; a recipe cannot allow that; use crossdraft run --trust-remote-code MODEL"
         raise explain(error, places, models=models, hints=hints) from None

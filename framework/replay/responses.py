@@ -109,6 +109,11 @@ class Reader(ParseContext):
                 f"the cell {path} was sampled at {describe(config.sampling)}, not at {describe(self.sampling)}; "
                 "change the sampling options"
             )
+        if config.constraint is not None:
+            raise UsageError(
+                f"the cell {path} was decoded under a constraint, which replay does not apply; run the recipe of the "
+                "candidates instead"
+            )
         if self.target and config.target != self.target:
             raise UsageError(f"the cell {path} was decoded by {config.target}, not by --target {self.target}")
         self.target = config.target

@@ -40,7 +40,9 @@ def row_of(result: CellResult, predicted: Prediction | None) -> dict[str, Any]:
         row |= {kind: name, f"{kind}_label": label or name, f"{kind}_config": json.dumps(strategy)}
     engine = config.pop("engine") or {"name": OWN_ENGINE}
     row |= {"engine": engine.pop("name"), "engine_config": json.dumps(engine)}
+    constraint = config.pop("constraint")
     row |= config.pop("sampling") | {"prompts": json.dumps(config.pop("prompts"))} | config
+    row["constraint"] = "" if constraint is None else json.dumps(constraint)
     row["lossless"] = is_lossless(result.config)
     row["certificate"] = "" if result.config.is_baseline else str(mark_of(result))
     row["error"] = result.error or ""

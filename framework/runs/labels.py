@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _ALWAYS = ("temperature", "batch_size")
 _OTHERS = ("target", "engine", "dtype", "seed", "max_new_tokens", "top_k", "top_p", "min_p", "compile_verifier")
-_OTHERS += ("prefill_tokens",)
+_OTHERS += ("prefill_tokens", "constraint")
 
 
 def group_title(cell: CellConfig, cells: Iterable[CellConfig], but: str = "") -> str:

@@ -7,20 +7,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..api.constrain import checked_constraint
 from ..api.generate import check_ids
 from ..api.generate_args import check_text, checked_sampling, stop_strings, whole
+from ..contracts.constraint import Constraint, Grammar
 from ..contracts.sampling import Sampling
 from ..contracts.steps import Request
 from ..errors import CrossdraftError, UsageError, quoted
 from ..models.chat import encode_messages, encode_text
+from ..models.grammar import compile_constraint
 from .decoder_pool import DecoderPool
+from .tools import ToolCall, tool_call
 
 #: Fields supported by both endpoints, and by one of them (key: True for chat).
 SUPPORTED = frozenset({
     "model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stream", "stream_options",
-    "logprobs", "ignore_eos", "return_token_ids",
+    "logprobs", "ignore_eos", "return_token_ids", "response_format", "structured_outputs",
 })  # fmt: skip
-SUPPORTED_BY = {True: frozenset({"messages", "max_completion_tokens"}), False: frozenset({"prompt"})}
+SUPPORTED_BY = {
+    True: frozenset({"messages", "max_completion_tokens", "tools", "tool_choice"}),
+    False: frozenset({"prompt"}),
+}
 #: Fields that describe the client and are ignored.
 IGNORED = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier"})
 
@@ -43,12 +50,15 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "tool_choice": (("none", "auto"), _TEXT_ONLY),
     "functions": (([],), _TEXT_ONLY),
     "function_call": (("none", "auto"), _TEXT_ONLY),
-    "response_format": (({"type": "text"},), _DISTRIBUTION),
     "modalities": ((["text"],), _TEXT_ONLY),
     "parallel_tool_calls": ((True, False), _TEXT_ONLY),
     "store": ((False,), "responses are not stored"),
 }
 _SEED_LIMIT = 2**32
+#: Further keys of messages, by role, which only the chat template reads.
+_CALL_KEYS = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
+#: Fields of vLLM's ``structured_outputs``, and those of `Constraint`.
+_STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
 
 class InvalidRequestError(UsageError):
@@ -73,6 +83,7 @@ class CompletionRequest:
         prompts: one decoding request per prompt.
         include_usage: a last chunk with token counts is sent.
         continuous_usage: every chunk has token counts.
+        tool: the name of the function that the response calls.
     """
 
     chat: bool
@@ -84,6 +95,7 @@ class CompletionRequest:
     continuous_usage: bool
     logprobs: bool
     token_ids: bool
+    tool: str | None = None
 
 
 def parse_request(pool: DecoderPool, body: Any, *, chat: bool) -> CompletionRequest:
@@ -103,10 +115,16 @@ def parse_request(pool: DecoderPool, body: Any, *, chat: bool) -> CompletionRequ
         raise InvalidRequestError(str(error), "stop") from None
     stream, ignore_eos, token_ids = (_boolean(fields, name) for name in ("stream", "ignore_eos", "return_token_ids"))
     logprobs = _logprobs(fields, chat)
+    try:
+        call = tool_call(fields) if chat else None
+    except UsageError as error:
+        raise InvalidRequestError(str(error), "tools" if str(error).startswith("tools") else "tool_choice") from None
+    grammar = _grammar(pool, fields, ignore_eos, call)
     include_usage, continuous_usage = _stream_options(fields, stream)
     key = "messages" if chat else "prompt"
     try:
-        prompts = _encode_chat(pool, fields.get(key)) if chat else _encode_prompts(pool, fields.get(key))
+        tools = None if call is None else call.tools
+        prompts = _encode_chat(pool, fields.get(key), tools) if chat else _encode_prompts(pool, fields.get(key))
         for i, prompt in enumerate(prompts):
             check_ids(pool.decoder, key if len(prompts) == 1 else f"{key} {i}", prompt, pool.target.name)
     except InvalidRequestError:
@@ -123,11 +141,21 @@ def parse_request(pool: DecoderPool, body: Any, *, chat: bool) -> CompletionRequ
             name=key,
             most=_max_tokens(pool, fields, len(prompt)),
             eos=() if ignore_eos else None,
+            constraint=grammar,
         )
         for prompt in prompts
     ]
     return CompletionRequest(
-        chat, sampling, requests, stop, stream, include_usage, continuous_usage, logprobs, token_ids
+        chat,
+        sampling,
+        requests,
+        stop,
+        stream,
+        include_usage,
+        continuous_usage,
+        logprobs,
+        token_ids,
+        None if call is None else call.name,
     )
 
 
@@ -209,6 +237,53 @@ def _stream_options(fields: Mapping[str, Any], stream: bool) -> tuple[bool, bool
     return _boolean(options, "include_usage"), _boolean(options, "continuous_usage_stats")
 
 
+def _grammar(pool: DecoderPool, fields: Mapping[str, Any], ignore_eos: bool, call: ToolCall | None) -> Grammar | None:
+    """The grammar of ``response_format``, of vLLM's ``structured_outputs``, or of a function's arguments."""
+    names = [name for name in ("response_format", "structured_outputs") if name in fields]
+    values = {name: _constraint(name, fields[name]) for name in names}
+    if call is not None:
+        values["tool_choice"] = checked_constraint({"json_schema": call.parameters}, "tool_choice")
+    constraints = {name: constraint for name, constraint in values.items() if constraint is not None}
+    if not constraints:
+        return None
+    name, constraint = next(iter(constraints.items()))
+    if len(constraints) > 1:
+        raise InvalidRequestError(f"{' and '.join(constraints)} are both set; remove one of them", name)
+    if ignore_eos:
+        raise InvalidRequestError(f"{name} ends with an end-of-sequence token; remove ignore_eos", name)
+    try:
+        return compile_constraint(constraint, pool.target, pool.decoder.target.vocab_size)
+    except CrossdraftError as error:
+        raise InvalidRequestError(f"{name}: {error}", name) from None
+
+
+def _constraint(name: str, value: Any) -> Constraint | None:
+    """The constraint of a field; None for text."""
+    options = value if isinstance(value, dict) else {}
+    if name == "structured_outputs":
+        if len(options) != 1 or not options.keys() <= _STRUCTURED.keys():
+            keys = ", ".join(_STRUCTURED)
+            raise InvalidRequestError(f"{name}={quoted(value)} must be an object with one of {keys}", name)
+        ((key, language),) = options.items()
+        constraint = {_STRUCTURED[key]: language}
+    elif (kind := options.get("type")) == "text":
+        return None
+    elif kind == "json_object":
+        constraint = {"json_schema": {"type": "object"}}
+    elif kind == "json_schema" and isinstance(schema := options.get("json_schema"), dict) and "schema" in schema:
+        constraint = {"json_schema": schema["schema"]}
+    else:
+        raise InvalidRequestError(
+            f"{name}={quoted(value)} is not supported; its type is text, json_object or json_schema, the last with an "
+            "object json_schema that has a schema",
+            name,
+        )
+    try:
+        return checked_constraint(constraint, name)
+    except UsageError as error:
+        raise InvalidRequestError(str(error), name) from None
+
+
 def _max_tokens(pool: DecoderPool, fields: Mapping[str, Any], prompt: int) -> int:
     """The limit of new tokens: as requested, else as many as the server's limit and the slot allow."""
     names = [name for name in ("max_completion_tokens", "max_tokens") if name in fields]
@@ -235,7 +310,7 @@ def _max_tokens(pool: DecoderPool, fields: Mapping[str, Any], prompt: int) -> in
     return limit
 
 
-def _encode_chat(pool: DecoderPool, messages: Any) -> list[list[int]]:
+def _encode_chat(pool: DecoderPool, messages: Any, tools: list[dict[str, Any]] | None) -> list[list[int]]:
     tokenizer = pool.target.tokenizer
     if not getattr(tokenizer, "chat_template", None):
         raise InvalidRequestError(f"{pool.target.name} has no chat template; use /v1/completions", "messages")
@@ -244,11 +319,14 @@ def _encode_chat(pool: DecoderPool, messages: Any) -> list[list[int]]:
     conversation = []
     for i, message in enumerate(messages):
         fields = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
+        calls = {key: fields.pop(key) for key in _CALL_KEYS.get(str(fields.get("role")), ()) if key in fields}
+        if "tool_calls" in calls:
+            fields.setdefault("content", "")
         if set(fields) != {"role", "content"} or not isinstance(fields["role"], str):
             raise InvalidRequestError(f"messages[{i}] must have role and content only", "messages")
-        conversation.append({"role": fields["role"], "content": _content(i, fields["content"])})
+        conversation.append({"role": fields["role"], "content": _content(i, fields["content"]), **calls})
     check_text(f"messages[{len(conversation) - 1}]", conversation[-1]["content"])
-    return [encode_messages(tokenizer, conversation, pool.max_length)]
+    return [encode_messages(tokenizer, conversation, pool.max_length, tools)]
 
 
 def _content(i: int, content: Any) -> str:

@@ -39,8 +39,11 @@ class ResponseBuilder:
         """The chunks that open a chat stream; empty for completions."""
         if not self._request.chat:
             return []
+        content: dict[str, Any] = {"content": ""}
+        if self._request.tool is not None:
+            content = {"content": None, "tool_calls": [{"index": 0, **self._call("")}]}
         return [
-            self._choice_chunk(i, delta={"role": "assistant", "content": ""}) for i in range(len(self._request.prompts))
+            self._choice_chunk(i, delta={"role": "assistant", **content}) for i in range(len(self._request.prompts))
         ]
 
     def chunk(self, choice: int, chunk: Chunk) -> dict[str, Any] | None:
@@ -50,9 +53,12 @@ class ResponseBuilder:
         if not (chunk.text or chunk.response is not None or ((request.logprobs or request.token_ids) and chunk.tokens)):
             return None
         logprobs = self._logprobs(choice, chunk)
-        finish_reason = None if chunk.response is None else chunk.response.finish_reason
-        if self._request.chat:
-            content: dict[str, Any] = {"delta": {"content": chunk.text} if chunk.text else {}}
+        finish_reason = None if chunk.response is None else self._finish_reason(chunk.response)
+        if request.tool is not None:
+            calls = [{"index": 0, "function": {"arguments": chunk.text}}]
+            content: dict[str, Any] = {"delta": {"tool_calls": calls} if chunk.text else {}}
+        elif self._request.chat:
+            content = {"delta": {"content": chunk.text} if chunk.text else {}}
         else:
             content = {"text": chunk.text}
         content |= {"token_ids": chunk.tokens} if request.token_ids else {}
@@ -63,11 +69,24 @@ class ResponseBuilder:
         choices, responses = [], [chunk.response for chunk in chunks if chunk.response is not None]
         for i, (chunk, response) in enumerate(zip(chunks, responses, strict=True)):
             text = response.text
-            content = {"message": {"role": "assistant", "content": text}} if self._request.chat else {"text": text}
+            content: dict[str, Any] = {"text": text}
+            if self._request.tool is not None:
+                content = {"message": {"role": "assistant", "content": None, "tool_calls": [self._call(text)]}}
+            elif self._request.chat:
+                content = {"message": {"role": "assistant", "content": text}}
             content |= {"token_ids": chunk.tokens} if self._request.token_ids else {}
-            logprobs, finish_reason = self._logprobs(i, chunk), response.finish_reason
+            logprobs, finish_reason = self._logprobs(i, chunk), self._finish_reason(response)
             choices.append({"index": i, **content, "logprobs": logprobs, "finish_reason": finish_reason})
         return {**self._complete, "choices": choices, "usage": self._usage(responses)}
+
+    def _call(self, arguments: str | None) -> dict[str, Any]:
+        """The call of the requested function; a chat has one choice."""
+        function = {"name": self._request.tool, "arguments": arguments}
+        return {"id": f"call_{self._complete['id']}", "type": "function", "function": function}
+
+    def _finish_reason(self, response: Response) -> str:
+        called = self._request.tool is not None and response.finish_reason == "stop"
+        return "tool_calls" if called else response.finish_reason
 
     def usage_chunk(self, responses: list[Response]) -> dict[str, Any]:
         """The last chunk of a stream with ``include_usage``."""

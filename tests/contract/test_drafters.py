@@ -1,16 +1,35 @@
 """Every built-in drafter, and every option that changes what it drafts, through the contract kit."""
 
+from typing import Any
+
 import pytest
 import torch
+from token_automata import Automaton
 
 from crossdraft.framework.certificate.table_lm import ToyContext
 from crossdraft.framework.certificate.toys import toys_of_two_vocabularies
 from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.engine.decoder import Decoder
 from crossdraft.testing import DrafterContract, TinyModel, Toys
 
 
 class TestNone(DrafterContract):
     drafter = "none"
+
+
+class TestGrammar(DrafterContract):
+    """Without a constraint it drafts nothing, so one test sets one; it permits a single token after token 1."""
+
+    drafter = "grammar"
+    options = {"gamma": 3}
+    constraint: Automaton | None = None
+
+    def decoder(self, batch_size: int, temperature: float, **loop: Any) -> Decoder:
+        return super().decoder(batch_size, temperature, **{"constraint": self.constraint, **loop})
+
+    def test_every_draft_keeps_the_contract(self) -> None:
+        self.constraint = Automaton({0: {0: 0, 1: 1, 2: 0}, 1: {3: 2}, 2: {2: 0, 3: 1}}, 5, final=[0])
+        super().test_every_draft_keeps_the_contract()
 
 
 class TestPromptLookup(DrafterContract):

@@ -1,0 +1,110 @@
+"""Draft models whose logits are masked by the constraints of their sequences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..contracts.constraint import Matcher, RowConstraints, permitted_next, walk
+from ..contracts.lm import LM, prefill
+
+
+class ConstrainedLM:
+    """A draft model that is masked in rows whose constraint has ``mask_drafts``.
+
+    The matchers follow the tokens fed to the draft model, which may be behind those of the decoder.
+    """
+
+    def __init__(self, lm: LM, constraints: RowConstraints):
+        self._lm, self._constraints = lm, constraints
+        self._matchers: dict[int, _AfterRoot] = {}
+        self._tokens: list[list[int]] = [[] for _ in range(lm.batch_size)]
+        self._parents: list[list[int]] = [[] for _ in range(lm.batch_size)]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lm, name)
+
+    def start(self, row: int, prompt: Sequence[int]) -> Tensor | None:
+        hidden = self._lm.start(row, prompt)
+        self._clear_nodes()
+        grammar = self._constraints.grammar(row)
+        self._matchers.pop(row, None)
+        if grammar is not None and grammar.mask_drafts:
+            self._matchers[row] = _AfterRoot(grammar.matcher())
+        return hidden
+
+    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
+        prefill(self._lm, prompts)
+
+    def forward(self, tokens: Tensor, parents: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        logits, hidden = self._lm.forward(tokens, parents)
+        if not self._matchers:
+            return logits, hidden
+        first, width = len(self._tokens[0]), tokens.shape[1]
+        chain = list(range(first - 1, first - 1 + width))
+        added = [chain] * len(self._parents) if parents is None else parents.tolist()
+        for row, new in enumerate(tokens.tolist()):
+            self._tokens[row] += new
+            self._parents[row] += added[row]
+        permitted = np.ones((len(self._tokens), width, logits.shape[-1]), dtype=bool)
+        for row, matcher in self._matchers.items():
+            eos, nodes = self._constraints.eos(row), self._tokens[row]
+            for node in walk(matcher, eos, nodes, self._parents[row], [True] * len(nodes)):
+                if node >= first and (following := permitted_next(matcher, eos)).any():
+                    permitted[row, node - first] = following
+        return logits.masked_fill(~torch.from_numpy(permitted).to(logits.device), -math.inf), hidden
+
+    def commit(self, counts: Sequence[int], path: Tensor | None = None) -> None:
+        self._lm.commit(counts, path)
+        paths = None if path is None or not self._matchers else path.tolist()
+        for row, matcher in list(self._matchers.items()):
+            nodes = range(counts[row]) if paths is None else paths[row][: counts[row]]
+            if not all(matcher.advance(self._tokens[row][node]) for node in nodes):
+                del self._matchers[row]  # the sequence has ended
+        self._clear_nodes()
+
+    def free(self, row: int) -> None:
+        self._lm.free(row)
+        self._matchers.pop(row, None)
+
+    def _clear_nodes(self) -> None:
+        for nodes in (*self._tokens, *self._parents):
+            nodes.clear()
+
+
+class _AfterRoot:
+    """A matcher whose first token is the last one of the prompt, which the grammar does not read."""
+
+    def __init__(self, matcher: Matcher):
+        self._matcher, self._count = matcher, 0
+
+    @property
+    def accepting(self) -> bool:
+        return self._matcher.accepting
+
+    def advance(self, token: int) -> bool:
+        if self._count and not self._matcher.advance(token):
+            return False
+        self._count += 1
+        return True
+
+    def rollback(self, count: int) -> None:
+        rest = self._count - count
+        self._matcher.rollback(max(self._count - 1, 0) - max(rest - 1, 0))
+        self._count = rest
+
+    def permitted(self) -> np.ndarray:
+        return self._matcher.permitted()
+
+    def implied(self, limit: int) -> list[int]:
+        return self._matcher.implied(limit)
+
+
+def masked(lm: LM, constraints: RowConstraints | None, mask_drafts: bool) -> LM:
+    """``lm``, masked if a run has constraints with ``mask_drafts``."""
+    return cast(LM, ConstrainedLM(lm, constraints)) if mask_drafts and constraints is not None else lm

@@ -1,0 +1,107 @@
+"""Constraints of the running sequences: masks of a step's logits, and the state of each grammar.
+
+The target's logits are masked at the root and at every node, before p is computed, by the state of the grammar on the
+path to that node. So p is the constrained distribution, and a verifier that is lossless for p is lossless for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..contracts.constraint import Grammar, Matcher, permitted_next, walk
+from ..contracts.draft import Draft
+from ..errors import ContractError
+
+
+class Constraints:
+    """The matchers of a decoder's slots. Falsy while no slot has one.
+
+    A matcher is at the end of the committed tokens, except inside of a method.
+    """
+
+    def __init__(self, vocab_size: int):
+        self._vocab_size = vocab_size
+        self._matchers: dict[int, Matcher] = {}
+        self._grammars: dict[int, Grammar] = {}
+        self._eos: dict[int, list[int]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._matchers)
+
+    def start(self, row: int, grammar: Grammar, eos: Collection[int]) -> None:
+        """Constrain the sequence in slot ``row``; ``eos`` is permitted only if the grammar accepts the response."""
+        self._matchers[row], self._grammars[row] = grammar.matcher(), grammar
+        self._eos[row] = [token for token in eos if 0 <= token < self._vocab_size]
+
+    def free(self, row: int) -> None:
+        for state in (self._matchers, self._grammars, self._eos):
+            state.pop(row, None)
+
+    def grammar(self, row: int) -> Grammar | None:
+        return self._grammars.get(row)
+
+    def eos(self, row: int) -> Sequence[int]:
+        return self._eos[row]
+
+    def implied(self, row: int, limit: int) -> list[int]:
+        if (matcher := self._matchers.get(row)) is None or limit < 1:
+            return []
+        tokens, eos, count = matcher.implied(limit), self._eos[row], 0
+        while count < len(tokens) and matcher.advance(tokens[count]):
+            count += 1
+        ends = count < limit and matcher.accepting and len(eos) == 1 and permitted_next(matcher, eos).sum() == 1
+        matcher.rollback(count)
+        return tokens[:count] + (eos if ends else [])
+
+    def mask(self, logits: Tensor, draft: Draft) -> Tensor:
+        """Logits ``[B, N + 1, V]`` after the root and each node of a draft, -inf for tokens that are not permitted.
+
+        Not masked: nodes below a token that is not permitted (its p is 0) or that ends the sequence (they are cut), and
+        nodes after which no token is permitted, see `advance`.
+        """
+        permitted = torch.from_numpy(self._permitted(draft)).to(logits.device)
+        return logits.masked_fill(~permitted, -math.inf)
+
+    def _permitted(self, draft: Draft) -> np.ndarray:
+        """``[B, N + 1, V]`` bool, tokens permitted after the root and each node."""
+        tokens, parents, valid = torch.stack([draft.tokens, draft.parents, draft.valid.long()]).tolist()
+        permitted = np.ones((len(tokens), draft.width + 1, self._vocab_size), dtype=bool)
+        for row, matcher in self._matchers.items():
+            eos = self._eos[row]
+            for node in walk(matcher, eos, tokens[row], parents[row], valid[row]):
+                following = permitted_next(matcher, eos)
+                if following.any():
+                    permitted[row, node + 1] = following
+        return permitted
+
+    def advance(self, row: int, tokens: Sequence[int], place: str, verifier: str) -> str | None:
+        """Append the tokens of a step up to an end-of-sequence token; an error message if no token is permitted.
+
+        Args:
+            place: sequence and position, for messages.
+
+        Raises:
+            ContractError: the verifier emitted a token that is not permitted.
+        """
+        if (matcher := self._matchers.get(row)) is None:
+            return None
+        eos = self._eos[row]
+        for i, token in enumerate(tokens):
+            if token in eos and matcher.accepting:
+                break
+            if token in eos or not 0 <= token < self._vocab_size or not matcher.advance(token):
+                if not permitted_next(matcher, eos).any():
+                    return (
+                        f"{place}: the constraint permits no token after {i} tokens of this step (a dead end); use a "
+                        "constraint that the target's tokens can complete"
+                    )
+                raise ContractError(
+                    f"{verifier} emitted the token {token}, which the constraint does not permit ({place}); use a "
+                    "lossless verifier"
+                )
+        return None

@@ -1,0 +1,76 @@
+"""The key ``constraint`` of a recipe."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from text_models import SCHEMA, is_valid, save_text_model
+from tiny_runs import cells
+
+from crossdraft import UsageError, load_recipe
+from crossdraft.framework.cli.main import main
+
+pytest.importorskip("llguidance", reason="constraints need the extra constrain")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, write_prompts: Callable[..., str], recipe_file: Callable[[str], str]) -> str:
+    names = [save_text_model(tmp_path / f"model-{seed}", seed) for seed in range(2)]
+    return recipe_file(f"""\
+target: {names[0]}
+prompts: {write_prompts(tmp_path / "prompts.jsonl", 4)}
+dtype: float32
+device: cpu
+max_new_tokens: 60
+batch_size: 2
+constraint: {{json_schema: {json.dumps(SCHEMA)}}}
+drafters:
+  - grammar
+  - prompt-lookup
+  - {{name: draft-model, model: {names[1]}, gamma: 3}}
+  - {{name: draft-model-tree, model: {names[1]}, branching: [2, 2]}}
+verifiers: [token, traversal]
+""")
+
+
+def test_outputs_match_schema(recipe: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", recipe, "--validate", "always"]) == 0
+    directories = cells(tmp_path)
+    assert len(directories) > 5
+    for directory in directories:
+        lines = (directory / "responses.jsonl").read_text(encoding="utf-8").splitlines()
+        assert len(lines) == 6 and all(is_valid(json.loads(line)["text"]) for line in lines)
+    (summary,) = tmp_path.glob("runs/*/summary.csv")
+    assert '""json_schema""' in summary.read_text(encoding="utf-8")
+    capsys.readouterr()
+    (run,) = tmp_path.glob("runs/*")
+    assert main(["replay", str(run), "--drafter", "prompt-lookup"]) == 2
+    assert "was decoded under a constraint, which replay does not apply" in capsys.readouterr().err
+
+
+def test_matrix_compares_constraints(recipe: str) -> None:
+    values = [{"regex": "a"}, {"regex": "a", "mask_drafts": False}, None]
+    expanded = load_recipe(recipe, {"matrix.constraint": values})
+    assert len(expanded.matrix["constraint"]) == 3
+    load_recipe(
+        recipe, {"matrix.constraint": values, "exclude": [{"constraint": {"regex": "a"}, "drafter": "grammar"}]}
+    )
+
+
+@pytest.mark.parametrize(
+    "overrides, sentence",
+    [
+        (["constraint.regex=a"], "needs exactly one of json_schema, regex, grammar, choice"),
+        (["constraint={regx: a}"], "regex"),
+        (["engine=vllm"], "engine vllm: constraint is given, which only crossdraft's own loop supports"),
+    ],
+)
+def test_invalid_constraints_are_refused(recipe: str, overrides: list[str], sentence: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_recipe(recipe, overrides)
+    assert sentence in str(caught.value)
