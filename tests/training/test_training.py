@@ -34,7 +34,8 @@ def target():
 
 @pytest.mark.parametrize(
     ("divergence", "beta"),
-    [(name, 0.5) for name in ("forward-kl", "reverse-kl", "tv", "lk", "lk-hybrid", "jsd", "nll")] + [("jsd", 0.1), ("jsd", 0.9)],
+    [(name, 0.5) for name in ("forward-kl", "reverse-kl", "tv", "lk", "lk-hybrid", "jsd", "nll")]
+    + [("jsd", 0.1), ("jsd", 0.9)],
 )
 def test_gradient_is_that_of_autograd(divergence, beta):
     torch.manual_seed(1)
