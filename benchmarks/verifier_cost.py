@@ -52,6 +52,7 @@ BUDGETS: dict[str, tuple[float, float]] = {
     "sample-match": (4, 1),
     "traversal": (40, 10),
     "greedy-draft-optimal": (10, 5),
+    "univer": (40, 10),
     "spectr": (40, 12),
     "multipath-block": (40, 25),
     "lenient": (2, 1),
@@ -91,8 +92,8 @@ class SyntheticLM:
     def draft(self, shape: str, start: Tensor, rng: StepRng) -> Draft:
         drawn, nodes = SHAPES[shape]
         b, device = len(start), start.device
-        if drawn in ("chain", "iid"):
-            length = GAMMA if drawn == "chain" else LENGTH
+        if drawn in (CHAIN, IID):
+            length = GAMMA if drawn is CHAIN else LENGTH
             k = nodes // length
             states, tokens, distributions = start[:, None].expand(b, k), [], []
             for level in range(length):
@@ -104,7 +105,7 @@ class SyntheticLM:
                 states = self.after(states, tokens[-1])
             full = torch.full((b,), length, device=device)
             q = torch.cat(distributions, 1)
-            if drawn == "chain":
+            if drawn is CHAIN:
                 return Draft.chain(torch.cat(tokens, 1), full, q)
             return Draft.iid(torch.stack(tokens, 2), full, q)
         states = start[:, None]
@@ -115,7 +116,7 @@ class SyntheticLM:
             states = torch.cat([states, new], 1)
             return self.drafter[new]
 
-        siblings = "greedy" if drawn == "greedy_draft" else "without-replacement"
+        siblings = "greedy" if drawn is GREEDY_DRAFT else "without-replacement"
         limit = torch.full((b,), len(BRANCHING), device=device)
         return grow_static(Shape.branching(BRANCHING), siblings, self.drafter[start], expand, Sampling(), limit, rng)[0]
 
@@ -170,9 +171,9 @@ def measure(
             # Cached properties of a draft (such as its ancestor mask) are recomputed for every verifier.
             own = Draft(**{field: getattr(draft, field) for field in Draft.__dataclass_fields__})
             # The drafter's first draw has generated the step's random numbers.
-            step = copy.deepcopy(numbers)
-            step = compilers.get(name, verifier.verify)
-            results[name], verdict = seconds(lambda: step(own, p, step), device)  # noqa: B023
+            own_numbers = copy.deepcopy(numbers)
+            verify = compilers.get(name, verifier.verify)
+            results[name], verdict = seconds(lambda: verify(own, p, own_numbers), device)  # noqa: B023
             tau = verdict.length.tolist()
             verifier.observe(tau, draft.count.tolist())
             accepted[name].append(sum(tau) / batch)
@@ -220,10 +221,10 @@ def main() -> None:
             rules = [
                 name
                 for name, traits in known.items()
-                if drawn in traits.kind
+                if traits.accepts_kind(drawn)
                 and not traits.temperature_zero_only
                 # Verifiers for pairs of siblings do not support this tree.
-                and not (traits.pairs_only and drawn == "without_replacement")
+                and not (traits.pairs_only and drawn is WITHOUT_REPLACEMENT)
             ]
             if shape not in args.shapes or not rules:
                 continue

@@ -15,6 +15,7 @@ VERIFIERS = {
     "specinfer": ("specinfer:SpecInfer", "multi-step speculative sampling on any tree (Miao et al. 2024)"),
     "sample-match": ("sample_match:SampleMatch", "samples the target and matches the token among the children"),
     "traversal": ("traversal:Traversal", "block verification on a tree (Weng et al. 2025)"),
+    "univer": ("univer:UniVer", "conditional optimal transport on greedy drafts (Weng et al. 2026)"),
     "multipath-block": (
         "multipath_block:MultipathBlock",
         "block verification of the best of K sequences (Thomas and Pal 2026)",

@@ -29,10 +29,10 @@ class Children:
 
     def __init__(self, draft: Draft, with_copies: bool = False, last_sibling_first: bool = False):
         self.draft = draft
-        self._copies = with_copies and draft.sequences is not None
-        if self._copies:
-            assert draft.sequences is not None
-            entry = draft.sequences.transpose(1, 2).reshape(draft.batch_size, -1)  # level by level
+        sequences = draft.drawn_sequences() if with_copies else None
+        self._copies = sequences is not None
+        if sequences is not None:
+            entry = sequences.transpose(1, 2).reshape(draft.batch_size, -1)  # level by level
             self.valid = entry >= 0
             self.node = entry.clamp(min=0)
         elif last_sibling_first:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..framework.contracts.draft import Draft, Verdict, take_rows
-from ..framework.contracts.draft_kind import INDEPENDENT_SEQUENCES
+from ..framework.contracts.draft_kind import DELAYED_SEQUENCES, INDEPENDENT_SEQUENCES
 from ..framework.contracts.rng import StepRng
 from ..framework.contracts.verifier import Verifier, VerifierTraits
 from ._chain import total
@@ -32,13 +32,13 @@ STEPS = {torch.float64: 40, torch.float32: 6, torch.bfloat16: 4, torch.float16: 
 
 
 class SpecTr(Verifier):
-    """K-SEQ with rho*. Lossless; K i.i.d. sequences, or a chain (K = 1)."""
+    """K-SEQ with rho*. Lossless; K i.i.d. sequences, also after a common one, or a chain (K = 1)."""
 
     name = "spectr"
 
     @classmethod
     def traits(cls, config: Any) -> VerifierTraits:
-        return VerifierTraits(accepts=frozenset({INDEPENDENT_SEQUENCES}))
+        return VerifierTraits(accepts=frozenset({INDEPENDENT_SEQUENCES, DELAYED_SEQUENCES}))
 
     def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         rows = torch.arange(draft.batch_size, device=p.device)
@@ -53,13 +53,14 @@ class SpecTr(Verifier):
             if level < depth:
                 nodes = sequences[:, :, level]
                 racing = racing & (nodes >= 0) & active[:, None]
-                n = racing.sum(1)
+                draws = 1 if level < draft.trunk else k
+                n = racing[:, :draws].sum(1)
                 x = draft.tokens.gather(1, nodes.clamp(min=0))
                 first = nodes.clamp(min=0).gather(1, racing.long().argmax(1, keepdim=True)).squeeze(1)
                 q = draft.q_of(first, target)
-                rho = rho_star(target, q, n) if k > 1 else torch.ones_like(n, dtype=torch.float64)
+                rho = rho_star(target, q, n) if draws > 1 else torch.ones_like(n, dtype=torch.float64)
                 h = (target.gather(1, x) / (rho[:, None] * q.gather(1, x))).nan_to_num(0.0).clamp(max=1)
-                for i in range(k):
+                for i in range(draws):
                     candidate = racing[:, i] & ~chosen
                     accepted = rng.accept(torch.where(candidate, h[:, i], 0.0)[:, None], index=level * k + i).squeeze(1)
                     token = torch.where(accepted, x[:, i], token)

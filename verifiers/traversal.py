@@ -48,7 +48,7 @@ class Traversal(Verifier):
 
     def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         shape = ((1,),) * draft.width if draft.is_chain else draft.children
-        shares, rests = node_by_node(draft, p) if shape is None else level_by_level(draft, p, shape)
+        shares, rests = self.shares_and_rests(draft, p, shape)
         order = leaves_first(draft, shape)
         visited = first_accepted(rng, (1 - rests[:, 1:]).gather(1, order))
         node = functional.pad(order, (0, 1), value=-1).gather(1, visited[:, None]).squeeze(1)
@@ -57,6 +57,10 @@ class Traversal(Verifier):
         target, weights = take_rows(p, node + 1), take_rows(shares, (node + 1).clamp(max=n - 1))
         whole = (weights.sum(1) <= 0) | (node + 1 >= n)
         return stop_at(draft, node, rng.draw(choose(whole, target, weights)))
+
+    def shares_and_rests(self, draft: Draft, p: Tensor, shape: TreeShape | None) -> tuple[Tensor, Tensor]:
+        """Shares ``[B, n, V]`` of the root and the first nodes, at least all with children; rests ``[B, N + 1]``."""
+        return node_by_node(draft, p) if shape is None else level_by_level(draft, p, shape)
 
 
 def level_by_level(draft: Draft, p: Tensor, shape: TreeShape) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,9 @@
 
 Z. Sun et al., "SpecTr: Fast Speculative Decoding via Optimal Transport", NeurIPS 2023; X. Miao et al.,
 "SpecInfer", ASPLOS 2024. A common prefix of sequences is stored once, so the target evaluates it once.
+
+Delayed tree expansion: R. Thomas, T. Kitanovski, M. Goldblum, A. Pal, "Dynamic Delayed Tree Expansion For Improved
+Multi-Path Speculative Decoding", 2026.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
-from ...framework.contracts.draft_kind import IID
+from ...framework.contracts.draft_kind import DELAYED_IID, IID
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig, TextDistribution
 from ...framework.contracts.rng import StepRng, draw_each
 from ...framework.contracts.sampling import Sampling
@@ -26,17 +29,31 @@ from .draft_model import ChainConfig, DraftModelChain
 
 
 class DraftModelIid(Drafter):
-    """K sequences of gamma tokens, from gamma passes over K tokens per slot. At temperature 0, or K = 1: one chain."""
+    """K sequences of gamma tokens, from gamma passes over K tokens per slot. At temperature 0, or K = 1: one chain.
+
+    With ``delay`` the first tokens are drawn once and common to all sequences, which branch after them.
+    """
 
     name = "draft-model-iid"
 
     class Config(ChainConfig):
         K: int = Field(default=2, ge=1, le=MOST_SIBLINGS, description="number of draft sequences")
+        delay: int = Field(default=0, ge=0, description="number of first tokens that all sequences share, below gamma")
 
         @model_validator(mode="after")
         def _size(self) -> Any:
             check_size(self.gamma * self.K)
+            if self.delay and self.delay >= self.gamma:
+                raise ValueError(
+                    f"delay is {self.delay}, but the sequences branch after it and have gamma = {self.gamma} tokens; "
+                    "use a smaller delay"
+                )
             return self
+
+        @property
+        def nodes(self) -> int:
+            """Maximum number of nodes of a draft."""
+            return self.delay + (self.gamma - self.delay) * self.K
 
     config: Config
 
@@ -53,7 +70,8 @@ class DraftModelIid(Drafter):
         chain = DraftModelChain.traits(config, sampling)
         if config.K == 1 or chain.point_mass:
             return chain
-        return DraftTraits(kind=IID, point_mass=False, nodes=config.gamma * config.K, levels=config.gamma)
+        kind = DELAYED_IID if config.delay else IID
+        return DraftTraits(kind=kind, point_mass=False, nodes=config.nodes, levels=config.gamma)
 
     @property
     def passes(self) -> int:
@@ -76,24 +94,31 @@ class DraftModelIid(Drafter):
         steps, k = min(self.config.gamma, max(sequences.limit)), self.config.K
         if k == 1 or self.sampling.temperature == 0 or steps == 0:
             return self.chain.propose(sequences, rng)
-        probs, q_rows = self.sampling.probs(self.model.root(sequences))[:, None], Gathered(1 + (steps - 1) * k)
-        q_rows.add(probs)
-        tokens = [draw_each(rng, probs.expand(-1, k, -1), "draft", range(k))]
-        order = counting(k * steps, sequences.device).expand(sequences.batch_size, -1)  # of feeding
-        for i in range(1, steps):
-            parents = order[:, (i - 2) * k : (i - 1) * k] if i > 1 else torch.full_like(tokens[0], -1)
-            probs = self.sampling.probs(self.model.forward(tokens[-1], parents))
+        trunk = min(self.config.delay, steps)
+        # Of each level: its first position in the order of feeding, and its number of draws.
+        starts = [_first_position(level, trunk, k) for level in range(steps)]
+        widths = [1 if level < trunk else k for level in range(steps)]
+        order = counting(starts[-1] + widths[-1], sequences.device).expand(sequences.batch_size, -1)
+        probs, q_rows = self.sampling.probs(self.model.root(sequences))[:, None], Gathered(1 + starts[-1])
+        tokens: list[Tensor] = []
+        for level, (start, width) in enumerate(zip(starts, widths, strict=True)):
+            if level:
+                above = (
+                    order[:, starts[level - 2] : starts[level - 1]] if level > 1 else torch.full_like(order[:, :1], -1)
+                )
+                probs = self.sampling.probs(self.model.forward(tokens[-1], above.expand_as(tokens[-1])))
             q_rows.add(probs)
-            tokens.append(draw_each(rng, probs, "draft", range(i * k, i * k + k)))
+            tokens.append(draw_each(rng, probs.expand(-1, width, -1), "draft", range(start, start + width)))
         length = on_device([min(limit, steps) for limit in sequences.limit], sequences.device)
         q = q_rows.tensor()
-        draft = Draft.iid(torch.stack(tokens, 2), length, q)
+        sampled = torch.stack([level.expand(-1, k) for level in tokens], 2)
+        draft = Draft.iid(sampled, length, q, trunk if self.config.delay else None)
         draft.finite = self.sampling.sound(q).all(1)
-        # All sequences of a shared node were fed; any of their positions will do. Level i holds i K .. i K + K - 1.
+        # All sequences of a shared node were fed; any of their positions will do.
         assert draft.sequences is not None
         slot = draft.sequences.remainder(draft.width + 1).flatten(1)  # -1 (past the end) maps to a spare column
         fed_index = torch.full((len(slot), draft.width + 1), -1, dtype=torch.long, device=slot.device)
-        self._fed_index = fed_index.scatter_(1, slot, _fed_order(k, steps, slot.device).expand_as(slot))[
+        self._fed_index = fed_index.scatter_(1, slot, _fed_order(k, steps, trunk, slot.device).expand_as(slot))[
             :, : draft.width
         ]
         self._levels = steps - 1
@@ -108,8 +133,18 @@ class DraftModelIid(Drafter):
             self.model.commit(verdict, accepted, self._fed_index, self._levels)
 
 
+def _first_position(level: int, trunk: int, k: int) -> int:
+    """Position of the first token of a level in the order of feeding: one token per level of the trunk, then k."""
+    return level if level <= trunk else trunk + (level - trunk) * k
+
+
 @cache
-def _fed_order(k: int, steps: int, device: torch.device) -> Tensor:
+def _fed_order(k: int, steps: int, trunk: int, device: torch.device) -> Tensor:
     """``[k * steps]``: position of each token of k sequences in the order of feeding; -1 for the last, not fed."""
+    positions = [
+        _first_position(i, trunk, k) + (j if i >= trunk else 0) if i < steps - 1 else -1
+        for j in range(k)
+        for i in range(steps)
+    ]
     with torch.inference_mode(False):
-        return on_device([i * k + j if i < steps - 1 else -1 for j in range(k) for i in range(steps)], device)
+        return on_device(positions, device)

@@ -12,12 +12,24 @@ positions n, n + 1, ..,
 Position n + i of the block predicts its own token, i = 1, 2, ..; in heads that sample from the anchor (DeepSpec's),
 position n + i predicts the next one, so the root's position drafts, too. The tokens of a block are not conditioned on
 each other: their distributions are independent given the text. The authors draft greedily, which is `temperature: 0`.
+
+DFlash 2 (Inco AI, Z Lab, 2026) adds two modules. A convolution over the block's last positions, before and after
+attention and MLP, with a kernel of its base and a correction by the input y of that side's sublayer,
+
+    c_i = sum_t (base_t + [W y_i]_t) * y_{i-t},   t < taps, within the block;
+
+and a selector: of position i only the k most probable tokens are drafted, with the logits of token c after token b
+
+    l_i[c] + sum_r (B[b] * W_h h_i)_r C[c]_r,   h the last layer's normed state,
+
+so that a token depends on the one before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +38,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from ...framework.contracts.draft import Sequences, on_device
+from ...framework.contracts.drafter import DraftContext, StrategyConfig
 from ...framework.contracts.misconfiguration import Misconfiguration
 from ...framework.util.limits import MOST_LEVELS
 from .blocks import BlockDrafter
@@ -38,6 +51,56 @@ if TYPE_CHECKING:
 
 #: Key prefixes of DSpark's checkpoints.
 DSPARK = ("markov_head.", "confidence_head.")
+#: Those of DFlash 2's selector, and parts of the keys of its convolutions.
+SELECTOR, CONVOLUTIONS = "candidate_selector.", ("attention_conv", "mlp_conv")
+
+
+class BlockConvolution(nn.Module):
+    """Grouped dynamic depthwise convolution over the positions of a block, before and after a sublayer.
+
+    Args:
+        size: H; ``taps``: positions that one reads, itself included; ``group_size``: channels with a common correction.
+    """
+
+    def __init__(self, size: int, taps: int, group_size: int):
+        super().__init__()
+        self.base_kernel = nn.Parameter(functional.pad(torch.ones(2, 1, size), (0, 0, 0, taps - 1)))  # identity
+        self.kernel_projection = nn.Linear(size, 2 * taps * (size // group_size), bias=False)
+
+    def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        """Compute ``sublayer`` of ``x [B, block, H]`` between the two convolutions."""
+        _, taps, size = self.base_kernel.shape
+        corrections = self.kernel_projection(x).unflatten(-1, (2, taps, -1))
+        group_size = size // corrections.shape[-1]
+        kernels = self.base_kernel + corrections.repeat_interleave(group_size, -1)  # [B, block, 2, taps, H]
+        return self._convolve(sublayer(self._convolve(x, kernels[:, :, 0])), kernels[:, :, 1])
+
+    def _convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
+        n = x.shape[1]
+        shifted = [functional.pad(x, (0, 0, tap, 0))[:, :n] for tap in range(kernel.shape[2])]
+        return (kernel * torch.stack(shifted, 2)).sum(2)
+
+
+class CandidateSelector(nn.Module):
+    """Logits of the most probable tokens of a position, given the token before it.
+
+    Args:
+        vocab_size: V; ``rank``: r; ``size``: H; ``top_k``: number of these tokens.
+    """
+
+    def __init__(self, vocab_size: int, rank: int, size: int, top_k: int):
+        super().__init__()
+        self.top_k = top_k
+        self.predecessor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
+        self.hidden_projection = nn.Linear(size, rank, bias=False)
+
+    def forward(self, logits: Tensor, token: Tensor, state: Tensor) -> Tensor:
+        """``[B, V]``: ``logits [B, V]`` after ``token [B]``, given the ``state [B, H]``; -inf for other tokens."""
+        unary, candidates = logits.topk(min(self.top_k, logits.shape[-1]))
+        context = self.predecessor_codebook[token] * self.hidden_projection(state)
+        transition = (self.successor_codebook[candidates] @ context[..., None]).squeeze(-1)
+        return torch.full_like(logits, -torch.inf).scatter(-1, candidates, unary + transition.to(unary.dtype))
 
 
 @dataclass
@@ -65,6 +128,7 @@ class DFlashHead(Head):
         mask_token: id of the mask token.
         from_anchor: the root's position drafts, too.
         fc_bias: ``fc`` has a bias; ``biased``: names of the attention projections with a bias.
+        convolution: taps and group size of DFlash 2's convolutions; ``selector``: rank and top k of its selector.
     """
 
     def __init__(
@@ -81,6 +145,8 @@ class DFlashHead(Head):
         scale: float = 1.0,
         fc_bias: bool = False,
         biased: frozenset[str] = frozenset(),
+        convolution: tuple[int, int] | None = None,
+        selector: tuple[int, int] | None = None,
     ):
         super().__init__()
         from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
@@ -96,6 +162,11 @@ class DFlashHead(Head):
         self.lm_head = shared(head)
         self.register_buffer("target_ids", target_ids, persistent=False)
         self.rotary_emb = LlamaRotaryEmbedding(config)
+        for layer, name in product(self.layers, CONVOLUTIONS):
+            setattr(layer, name, BlockConvolution(size, *convolution) if convolution else None)
+        self.candidate_selector = (
+            CandidateSelector(len(embedding), selector[0], size, selector[1]) if selector else None
+        )
 
     def fuse(self, hidden: Tensor) -> Tensor:
         """Compute features ``[.., H]`` from ``hidden [.., L, Ht]``, the target's hidden states of L layers."""
@@ -133,13 +204,15 @@ class DFlashHead(Head):
         mask = attention_mask[rows[:, 0], :, index[:, -1]][:, :, None].expand(-1, -1, self.block_size, -1)
         hidden = self.embed_tokens(input_ids[rows, index]) * self.scale
         for i, layer in enumerate(layers):
-            block = layer.input_layernorm(hidden)
-            x = features.scatter(1, index[..., None].expand_as(block), block)
-            keys, values = self._keys(layer.self_attn, i, x, cos, sin, past_key_values)
-            queries = _heads(layer.self_attn, "q", block, cos[rows, index], sin[rows, index])
-            attended = self._attention(layer.self_attn, queries, keys, values, mask)
-            hidden = hidden + layer.self_attn.o_proj(attended)
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+
+            def attend(block: Tensor, attention: Any = layer.self_attn, i: int = i) -> Tensor:
+                x = features.scatter(1, index[..., None].expand_as(block), block)
+                keys, values = self._keys(attention, i, x, cos, sin, past_key_values)
+                queries = _heads(attention, "q", block, cos[rows, index], sin[rows, index])
+                return attention.o_proj(self._attention(attention, queries, keys, values, mask))
+
+            hidden = hidden + _convolved(layer.attention_conv, attend, layer.input_layernorm(hidden))
+            hidden = hidden + _convolved(layer.mlp_conv, layer.mlp, layer.post_attention_layernorm(hidden))
         states = self.norm(hidden if self.from_anchor else hidden[:, 1:])
         return BlockOutput(self.lm_head(states), states)
 
@@ -159,6 +232,10 @@ class DFlashHead(Head):
         return out.flatten(2)
 
 
+def _convolved(convolution: BlockConvolution | None, sublayer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return sublayer(x) if convolution is None else convolution(x, sublayer)
+
+
 def _heads(attention: Any, kind: str, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Queries (``q``) or keys (``k``) ``[B, heads, W, dim]``, rotated, after the layer's norm if it has one."""
     from transformers.models.llama.modeling_llama import rotate_half
@@ -170,13 +247,18 @@ def _heads(attention: Any, kind: str, x: Tensor, cos: Tensor, sin: Tensor) -> Te
 
 
 class DFlash(BlockDrafter):
-    """Drafts a chain: the tokens of one block, drawn independently.
+    """Drafts a chain: the tokens of one block, drawn independently, or each after the previous one (DFlash 2).
 
-    Checkpoints: the authors' (``z-lab/*-DFlash``), DeepSpec's and those of vllm-project/speculators. ``embed_tokens``
-    and ``lm_head`` default to the target's.
+    Checkpoints: the authors' (``z-lab/*-DFlash``, and ``*-DFlash2``), DeepSpec's and those of vllm-project/speculators.
+    ``embed_tokens`` and ``lm_head`` default to the target's.
     """
 
     name = "dflash"
+
+    def __init__(self, config: StrategyConfig, context: DraftContext):
+        super().__init__(config, context)
+        if self.head.candidate_selector is not None:
+            self.lm.hidden_layers = (-1,)  # input of the selector
 
     @classmethod
     def misconfigurations(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterator[Misconfiguration]:
@@ -196,9 +278,24 @@ class DFlash(BlockDrafter):
         tensors = renamed(checkpoint.tensors)
         if any(key.startswith(DSPARK) for key in tensors):
             raise checkpoint.refused("they are DSpark heads (markov_head, confidence_head); use drafter 'dspark'")
-        head = DFlashHead(**backbone(checkpoint, tensors, self.context.target_model, self.config.layers))
+        options = backbone(checkpoint, tensors, self.context.target_model, self.config.layers)
+        options |= _dflash2(checkpoint, tensors, options)
+        head = DFlashHead(**options)
         checkpoint.fill(head, tensors, shared=("embed_tokens.weight", "lm_head.weight"))
         return head
+
+    def next_logits(self, logits: Tensor, states: Tensor | None) -> Callable[[Tensor], Tensor]:
+        selector = self.head.candidate_selector
+        if selector is None:
+            return super().next_logits(logits, states)
+        assert states is not None
+        rows = iter(zip(logits.unbind(1), states.unbind(1), strict=True))
+
+        def selected(token: Tensor) -> Tensor:
+            row, state = next(rows)
+            return selector(row, token[:, 0], state)[:, None]
+
+        return selected
 
     def block(self) -> int:
         return self.head.block_size - (not self.head.from_anchor)
@@ -261,6 +358,29 @@ def backbone(
         "fc_bias": "fc.bias" in tensors,
         "biased": biased(tensors),
     }
+
+
+def _dflash2(checkpoint: Checkpoint, tensors: dict[str, Tensor], options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `DFlashHead` for the modules of DFlash 2; empty for a DFlash checkpoint.
+
+    Raises:
+        ModelError: sizes are missing, or an option is not supported.
+    """
+    if not any(key.startswith(SELECTOR) for key in tensors):
+        return {}
+    settings, size, vocab = merged_config(checkpoint), options["config"].hidden_size, len(options["embedding"])
+    taps = _number(checkpoint, "conv_kernel_size", 1, options["block_size"])
+    group_size = _number(checkpoint, "conv_group_size", 1, size)
+    if size % group_size:
+        raise checkpoint.refused(f"conv_group_size is {group_size}, which does not divide the hidden size, {size}")
+    if options["target_ids"] is not None:
+        raise checkpoint.refused("a candidate_selector is not supported with a vocabulary of its own (d2t)")
+    for key, neutral in (("output_multiplier", 1), ("final_logit_softcapping", 0)):
+        if (settings.get(key) or neutral) != neutral:
+            raise checkpoint.refused(f"config.json has {settings[key]!r:.80} for {key}, which is not supported")
+    selector = _number(checkpoint, "selector_rank", 1, size), _number(checkpoint, "selector_top_k", 1, vocab)
+    scale = options["scale"] * float(settings.get("input_embedding_scale") or 1)
+    return {"convolution": (taps, group_size), "selector": selector, "scale": scale}
 
 
 def merged_config(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from ..contracts.constraint import Grammar
 from ..contracts.draft_kind import (
     CHAIN,
     CONDITIONAL_SIBLINGS,
+    DELAYED_SEQUENCES,
     INDEPENDENT_SEQUENCES,
     ONE_SAMPLED_SIBLING,
     POINT_MASSES,
@@ -61,6 +62,7 @@ StrategyLike = str | Mapping[str, Any] | type[Any] | Drafter | Verifier | Config
 DEFAULT_VERIFIERS = {
     SINGLE_CHILD: "block",
     INDEPENDENT_SEQUENCES: "spectr",
+    DELAYED_SEQUENCES: "traversal",
     ONE_SAMPLED_SIBLING: "greedy-draft-optimal",
     POINT_MASSES: "sample-match",
     CONDITIONAL_SIBLINGS: "traversal",

@@ -151,7 +151,7 @@ class _Recorder(Verifier):
     def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         assert isinstance(rng, Enumeration)
         sequences = None if draft.sequences is None else draft.sequences[:, 0].tolist()
-        if draft.sequences is not None:
+        if draft.sequences is not None and not draft.trunk:
             self.drafts.sequences = draft.sequences.shape[1]
         rows = zip(draft.tokens.tolist(), draft.parents.tolist(), draft.count.tolist(), rng.weight, strict=True)
         for row, (tokens, parents, count, weight) in enumerate(rows):

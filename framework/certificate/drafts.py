@@ -64,6 +64,11 @@ DRAFTS: dict[str, LabelledDrafter] = {
         "a sampled chain that ends after a token drawn with probability below 2/5",
     ),
     "iid-2": LabelledDrafter("draft-model-iid", lambda gamma: _iid(gamma, 2), "two i.i.d. sequences"),
+    "iid-delay-1": LabelledDrafter(
+        "draft-model-iid",
+        lambda gamma: _iid(gamma, 2, min(1, gamma - 1)),
+        "one sampled token, then two i.i.d. sequences",
+    ),
     "iid-3": LabelledDrafter("draft-model-iid", lambda gamma: _iid(gamma, 3), "three i.i.d. sequences"),
     "tree-wor-2-1": LabelledDrafter(
         "draft-model-tree",
@@ -112,8 +117,8 @@ TRANSLATED: dict[str, LabelledDrafter] = {
 }
 
 
-def _iid(gamma: int, k: int) -> dict[str, Any]:
-    return {"model": "toy", "gamma": gamma, "K": k, "temperature": 1}
+def _iid(gamma: int, k: int, delay: int = 0) -> dict[str, Any]:
+    return {"model": "toy", "gamma": gamma, "K": k, "delay": max(delay, 0), "temperature": 1}
 
 
 def _tree(gamma: int, siblings: str) -> dict[str, Any]:

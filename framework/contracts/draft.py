@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ..util.static_trees import TreeShape, tree_constant
 from ..util.tensors import ancestor_mask, counting, eager_on_cpu, on_device, take_rows
-from .draft_kind import CHAIN, DETERMINISTIC, IID, DraftKind
+from .draft_kind import CHAIN, DELAYED_IID, DETERMINISTIC, IID, DraftKind
 from .scores import DenseScores as DenseScores  # the tensors of a step are imported from one place
 from .scores import Scores as Scores
 
@@ -39,6 +39,7 @@ class Draft:
         kind: structure of the draft, see `DraftKind`.
         sequences: ``[B, K, L]`` int64 for ``iid``: node index of token i of sequence k, -1 = past its end;
             all sequences of a row have equal length. ``None`` for other drafts.
+        trunk: number of first levels of ``sequences`` that were drawn once and are common to all (``delayed_iid``).
         levels: maximum depth of a node, if the drafter knows it (verifiers that process trees level by level save
             time); ``None`` = N.
         children: number of children of each node of a static tree, one shape for all rows, see
@@ -65,6 +66,7 @@ class Draft:
     q_index: Tensor | None = None
     kind: DraftKind = CHAIN
     sequences: Tensor | None = None
+    trunk: int = 0
     levels: int | None = None
     children: TreeShape | None = None
     probes: int = 0
@@ -122,13 +124,15 @@ class Draft:
         return cls(tokens, parent_index, valid.bool(), kind=DETERMINISTIC, levels=levels)
 
     @classmethod
-    def iid(cls, tokens: Tensor, length: Tensor, q: Tensor) -> Draft:
+    def iid(cls, tokens: Tensor, length: Tensor, q: Tensor, trunk: int | None = None) -> Draft:
         """K independently drawn sequences per row, merged into a prefix tree.
 
         Args:
             tokens: ``[B, K, L]``; the first ``length [B]`` tokens are valid.
             q: ``[B, 1 + (L - 1) K, V]``: row 0 is the distribution of every first token, row ``1 + (i - 1) K + k``
                 that of token i of sequence k (i = 1, 2, ..).
+            trunk: None, or the number of first tokens, equal in all sequences, that were drawn once. The first
+                ``trunk`` rows of ``q`` are then their distributions, and the others start after them.
         """
         (b, k, depth), device = tokens.shape, tokens.device
         inside = (counting(depth, device) < length[:, None])[:, None].expand(b, k, depth)
@@ -144,7 +148,9 @@ class Draft:
             return cls.empty(b, device)
         parents = functional.pad(sequences[:, :, :-1], (1, 0), value=-1)
         # Siblings share the row of the first sequence through their parent.
-        q_index = functional.pad(first[:, :, :-1] + 1 + counting(depth - 1, device, k), (1, 0))
+        stem = trunk or 0
+        branches = first[:, :, stem:-1] + (1 + stem) + counting(max(depth - 1 - stem, 0), device, k)
+        q_index = torch.cat([counting(stem + 1, device).expand(b, k, -1), branches], 2)[:, :, :depth]
         slot = torch.where(new, sequences, width).flatten(1)  # copies land in a spare column
         compact = torch.zeros(b, 3, width + 1, dtype=torch.long, device=device)
         compact.scatter_(2, slot[:, None].expand(-1, 3, -1), torch.stack([tokens, parents + 1, q_index], 1).flatten(2))
@@ -155,8 +161,9 @@ class Draft:
             valid=counting(width, device) < count[:, -1:],
             q=q,
             q_index=q_index,
-            kind=IID,
+            kind=IID if trunk is None else DELAYED_IID,
             sequences=sequences,
+            trunk=stem,
             levels=depth,
         )
 
@@ -226,6 +233,13 @@ class Draft:
         order = torch.arange(self.width, device=self.tokens.device)
         depth = self.width if self.is_chain or not self.levels else self.levels
         return torch.where(self.valid, order, -1).view(self.batch_size, depth, -1).transpose(1, 2)
+
+    def drawn_sequences(self) -> Tensor | None:
+        """`sequences` with every draw once: -1 for the trunk of all sequences but the first."""
+        if self.sequences is None or not self.trunk:
+            return self.sequences
+        trunk = functional.pad(self.sequences[:, :1, : self.trunk], (0, 0, 0, self.sequences.shape[1] - 1), value=-1)
+        return torch.cat([trunk, self.sequences[:, :, self.trunk :]], 2)
 
     @cached_property
     def count(self) -> Tensor:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 SINGLE_CHILD = "single-child"
 #: The draft is one or more independently drawn sequences.
 INDEPENDENT_SEQUENCES = "independent-sequences"
+#: One drawn sequence, the trunk, which independently drawn sequences continue, see `Draft.trunk`.
+DELAYED_SEQUENCES = "delayed-sequences"
 #: Siblings were drawn in order, each from its own row of ``q``: its distribution given earlier siblings.
 CONDITIONAL_SIBLINGS = "conditional-siblings"
 #: Every sibling was sampled from the distribution without the tokens of earlier siblings, renormalised.
@@ -22,7 +24,7 @@ ONE_SAMPLED_SIBLING = "one-sampled-sibling"
 #: Every node is a point mass.
 POINT_MASSES = "point-masses"
 #: Capabilities that a verifier of arbitrary trees accepts; each built-in kind has one of them.
-ANY_TREE = frozenset({INDEPENDENT_SEQUENCES, CONDITIONAL_SIBLINGS})
+ANY_TREE = frozenset({INDEPENDENT_SEQUENCES, DELAYED_SEQUENCES, CONDITIONAL_SIBLINGS})
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class DraftKind:
 CHAIN = DraftKind("chain", frozenset({SINGLE_CHILD, INDEPENDENT_SEQUENCES, CONDITIONAL_SIBLINGS, ONE_SAMPLED_SIBLING}))
 #: K sequences drawn independently from one model; equal prefixes are one node.
 IID = DraftKind("iid", frozenset({INDEPENDENT_SEQUENCES}), merged_sequences=True)
+#: K such sequences after a common one.
+DELAYED_IID = DraftKind("delayed_iid", frozenset({DELAYED_SEQUENCES}), merged_sequences=True)
 #: Siblings sampled without replacement.
 WITHOUT_REPLACEMENT = DraftKind("without_replacement", frozenset({CONDITIONAL_SIBLINGS, SAMPLED_SIBLINGS}))
 #: Siblings are the most probable tokens, except the last, which is sampled from the rest (Hu et al. 2025).
@@ -59,4 +63,4 @@ GREEDY_DRAFT = DraftKind("greedy_draft", frozenset({CONDITIONAL_SIBLINGS, ONE_SA
 DETERMINISTIC = DraftKind("deterministic", frozenset({CONDITIONAL_SIBLINGS, POINT_MASSES}))
 
 #: The built-in kinds by name.
-DRAFT_KINDS = {kind.name: kind for kind in (CHAIN, IID, WITHOUT_REPLACEMENT, GREEDY_DRAFT, DETERMINISTIC)}
+DRAFT_KINDS = {kind.name: kind for kind in (CHAIN, IID, DELAYED_IID, WITHOUT_REPLACEMENT, GREEDY_DRAFT, DETERMINISTIC)}

@@ -41,10 +41,12 @@ class Text:
 
 
 #: Loss between the target's p and the student's q, in order of the names: KL(p, q), KL(q, p),
-#: beta KL(p, m) + (1 - beta) KL(q, m) with m = beta p + (1 - beta) q, or 1 - sum min(p, q).
+#: beta KL(p, m) + (1 - beta) KL(q, m) with m = beta p + (1 - beta) q, 1 - sum min(p, q), -log sum min(p, q), or a
+#: mixture of KL(p, q) and 1 - sum min(p, q) that shifts to the latter as sum min(p, q) grows.
 #: Y. Zhou, K. Lyu, A. S. Rawat, A. K. Menon, A. Rostamizadeh, S. Kumar, J.-F. Kagy, R. Agarwal, "DistillSpec:
-#: Improving Speculative Decoding via Knowledge Distillation", 2024.
-Divergence = Literal["forward-kl", "reverse-kl", "jsd", "tv"]
+#: Improving Speculative Decoding via Knowledge Distillation", 2024; A. Samarin, S. Krutikov, A. Shevtsov, S. Skvortsov,
+#: F. Fisin, A. Golubev, "LK Losses: Direct Acceptance Rate Optimization for Speculative Decoding", 2026.
+Divergence = Literal["forward-kl", "reverse-kl", "jsd", "tv", "lk", "lk-hybrid"]
 
 
 @dataclass(frozen=True, kw_only=True)

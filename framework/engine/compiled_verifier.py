@@ -93,6 +93,7 @@ class CompiledVerifier:
         key = (
             tuple(tensors),
             draft.kind,
+            draft.trunk,
             draft.levels,
             draft.children,
             *((t.shape, t.stride(), t.dtype) for t in inputs),

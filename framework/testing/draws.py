@@ -48,8 +48,9 @@ def draws(draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
     assert draft.q is not None
     q_index = torch.arange(draft.width).expand_as(draft.tokens) if draft.q_index is None else draft.q_index
     tokens, valid = draft.tokens, draft.valid
-    if draft.sequences is not None:
-        entry = draft.sequences.transpose(1, 2).flatten(1)
+    sequences = draft.drawn_sequences()
+    if sequences is not None:
+        entry = sequences.transpose(1, 2).flatten(1)
         valid, entry = entry >= 0, entry.clamp(min=0)
         tokens, q_index = tokens.gather(1, entry), q_index.gather(1, entry)
     return tokens, take_rows(draft.q, q_index), valid

@@ -17,6 +17,9 @@ from torch.nn import functional
 from ..contracts.training import Divergence
 from ..contracts.training_options import option
 
+#: Decay of KL's share in ``lk-hybrid``, exp(-decay sum min(p, q)): the paper's best.
+LK_DECAY = 3.0
+
 
 class _Distil(torch.autograd.Function):
     """Weighted divergences of K student distributions from a target distribution, given final hidden states.
@@ -70,10 +73,17 @@ class _Distil(torch.autograd.Function):
                     to_mixture = (q * difference).sum(-1, keepdim=True)
                     divergence = beta * (p * (log_p - log_m)).sum(-1, keepdim=True) + (1 - beta) * to_mixture
                     slope = (1 - beta) * q * (difference - to_mixture)
-                elif kind == "tv":
-                    divergence = 1 - min_pq
+                elif kind in {"tv", "lk", "lk-hybrid"}:
                     below = (q < p).float()
                     slope = -q * (below - (q * below).sum(-1, keepdim=True))
+                    divergence = 1 - min_pq
+                    if kind == "lk":
+                        min_pq = min_pq.clamp(min=torch.finfo(min_pq.dtype).tiny)
+                        divergence, slope = -min_pq.log(), slope / min_pq
+                    elif kind == "lk-hybrid":
+                        kl_share = (-LK_DECAY * min_pq).exp()
+                        divergence = divergence.lerp((p * (log_p - log_q)).sum(-1, keepdim=True), kl_share)
+                        slope = slope.lerp(q - p, kl_share)
                 else:
                     raise ValueError(
                         f"unknown divergence {kind!r}; use one of {', '.join(get_args(Divergence))}, or nll if tokens "

@@ -175,8 +175,8 @@ class Drawing(Drafter):
         return Draft.empty(sequences.batch_size)
 
 
-BEST = {"iid": "spectr", "without_replacement": "traversal", "greedy_draft": "greedy-draft-optimal"}
-BEST |= {"deterministic": "sample-match"}
+BEST = {"iid": "spectr", "delayed_iid": "traversal", "without_replacement": "traversal"}
+BEST |= {"greedy_draft": "greedy-draft-optimal", "deterministic": "sample-match"}
 
 
 @pytest.mark.parametrize("kind", ["none", *DRAFT_KINDS])

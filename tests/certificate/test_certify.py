@@ -169,8 +169,8 @@ def drawn_children(q: list[float], label: str) -> Iterator[tuple[float, set[int]
     """The children that a draft of one level can have, with their probability."""
     tokens = range(len(q))
     ranked = sorted(tokens, key=lambda x: -q[x])
-    if label in ("chain", "iid-2", "iid-3"):
-        for children in itertools.product(tokens, repeat={"chain": 1, "iid-2": 2, "iid-3": 3}[label]):
+    if draws := {"chain": 1, "iid-2": 2, "iid-delay-1": 2, "iid-3": 3}.get(label):
+        for children in itertools.product(tokens, repeat=draws):
             yield math.prod(q[x] for x in children), set(children)
     elif label in ("tree-wor-2-1", "tree-sequoia"):
         for x, y in itertools.permutations(tokens, 2):
@@ -201,6 +201,7 @@ def test_draft_labels_match_their_drafts(toys: dict[str, Toy], drafts: dict, toy
         ("point-mass", "chain"),
         ("stop-early", "chain"),
         ("iid-2", "iid"),
+        ("iid-delay-1", "delayed_iid"),
         ("iid-3", "iid"),
         ("tree-wor-2-1", "without_replacement"),
         ("tree-greedy-2-1", "greedy_draft"),

@@ -22,10 +22,12 @@ class Heads(DrafterContract):
     """Options are completed with the directory of the heads."""
 
     setting = TinyModel()
+    #: Of the heads, if not the drafter's name.
+    directory = ""
 
     @pytest.fixture(autouse=True)
     def _model(self, heads: Path) -> None:
-        type(self).options = {**self.options, "model": str(heads / str(self.drafter))}
+        type(self).options = {**self.options, "model": str(heads / (self.directory or str(self.drafter)))}
 
 
 @pytest.mark.slow  # the quicker one is on tables
@@ -102,6 +104,12 @@ class TestDSparkUntilItExpectsLittle(Heads):
 @pytest.mark.slow
 class TestDFlash(Heads):
     drafter = "dflash"
+    options = {"layers": [1, 2, 3], "gamma": 3}
+
+
+@pytest.mark.slow
+class TestDFlash2(Heads):
+    drafter, directory = "dflash", "dflash-2"
     options = {"layers": [1, 2, 3], "gamma": 3}
 
 

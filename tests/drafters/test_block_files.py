@@ -9,6 +9,7 @@ import torch
 from block_heads import (
     BLOCK,
     DFLASH,
+    DFLASH2,
     DSPARK,
     FILES,
     LAYERS,
@@ -17,6 +18,7 @@ from block_heads import (
     Plain,
     V,
     dflash,
+    dflash2,
     dspark,
     kept,
     p_eagle,
@@ -82,6 +84,7 @@ SPECFORGE = {
         ("dflash", speculators("dflash"), dflash, BLOCK - 1),
         ("dflash", speculators("dflash", sample_from_anchor=True), dflash, BLOCK),
         ("dflash", {**DSPARK, "markov_rank": 0, "enable_confidence_head": False}, dflash, BLOCK),  # DeepSpec's
+        ("dflash", DFLASH2, dflash2, BLOCK - 1),
         ("dspark", DSPARK, dspark, BLOCK),
         ("dspark", SPECFORGE, dspark, BLOCK),
         ("dspark", speculators("dspark", sample_from_anchor=False), dspark, BLOCK - 1),
@@ -146,6 +149,10 @@ def nested(**more: Any) -> dict[str, Any]:
     return {**DFLASH, "dflash_config": {**DFLASH["dflash_config"], **more}}
 
 
+def second(**more: Any) -> dict[str, Any]:
+    return {**DFLASH2, "dflash_config": {**DFLASH2["dflash_config"], **more}}
+
+
 REFUSED: dict[str, tuple[str, Any, Any, dict[str, Any], str]] = {
     "a missing tensor": ("dflash", without(dflash(), "hidden_norm.weight"), DFLASH, {}, r"missing hidden_norm.weight \[32\]"),  # noqa: E501
     "an unknown one": ("dflash", {**dflash(), "aux_hidden_norms.0.weight": random(32)}, DFLASH, {}, "unexpected aux_hidden_norms.0.weight"),  # noqa: E501
@@ -164,6 +171,12 @@ REFUSED: dict[str, tuple[str, Any, Any, dict[str, Any], str]] = {
     "a block of 10^9": ("dflash", dflash(), {**DFLASH, "block_size": 10**9}, {}, "from 2 to 1024"),
     "a config that is a list": ("dflash", dflash(), {**DFLASH, "dflash_config": [1]}, {}, r"dflash_config is \[1\]"),
     "sliding layers": ("dflash", dflash(), {**DFLASH, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4, "use_sliding_window": True}, {}, "layers of type sliding_attention"),  # noqa: E501
+    "no taps": ("dflash", dflash2(), second(conv_kernel_size=None), {}, "config.json lacks conv_kernel_size"),
+    "taps beyond the block": ("dflash", dflash2(), second(conv_kernel_size=5), {}, "has 5 for conv_kernel_size, a whole number from 1 to 4"),  # noqa: E501
+    "groups of unequal size": ("dflash", dflash2(), second(conv_group_size=5), {}, "conv_group_size is 5, which does not divide the hidden size, 32"),  # noqa: E501
+    "a multiplier": ("dflash", dflash2(), second(output_multiplier=0.5), {}, "has 0.5 for output_multiplier, which is not supported"),  # noqa: E501
+    "a selector of a reduced vocabulary": ("dflash", {**dflash2(), "lm_head.weight": random(7, 32), **REDUCED}, {**DFLASH2, "draft_vocab_size": 7}, {}, "candidate_selector is not supported"),  # noqa: E501
+    "half a convolution": ("dflash", without(dflash2(), "layers.1.mlp_conv.base_kernel"), DFLASH2, {}, "missing layers.1.mlp_conv.base_kernel"),  # noqa: E501
     "DSpark's": ("dflash", dspark(), DSPARK, {}, "use drafter 'dspark'"),
     "no DSpark's": ("dspark", dflash(), DFLASH, {}, "use drafter 'dflash'"),
     "another kind": ("dspark", dspark(), {**DSPARK, "markov_head_type": "rnn"}, {}, "markov_head_type is 'rnn' .* tensors are those of vanilla"),  # noqa: E501

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from block_heads import BLOCK, FILES, LAYERS, Plain, dspark, kept, overfit, written
+from block_heads import BLOCK, DFLASH2, FILES, LAYERS, Plain, dflash2, dspark, kept, overfit, written
 from draft_contexts import GivenContext
 from feature_heads import PROMPTS, START, taus_of
 from tiny_models import argmax_text
@@ -22,6 +22,11 @@ from crossdraft.framework.lm.transformers_lm import TransformersLM
 NAMES = tuple(FILES)
 #: Drafted tokens of a whole block.
 DRAFTS = {"dflash": BLOCK - 1, "dspark": BLOCK, "p-eagle": 4}
+
+
+def drafter_of(name: str) -> str:
+    """The drafter of ``dflash-2`` and of DSpark's other kinds, ``dspark-gated`` and ``dspark-rnn``."""
+    return name if name in FILES else name.partition("-")[0]
 
 
 def options(name: str, directory: str, **more: Any) -> dict[str, Any]:
@@ -40,13 +45,15 @@ def text(target: Any) -> list[int]:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: Any) -> Callable[[str], str]:
-    """``files(name)``: a directory with random heads; ``dspark-gated`` and ``dspark-rnn`` are DSpark's other kinds."""
+    """``files(name)``: a directory with random heads of a drafter, or of a variant (see `drafter_of`)."""
 
     @cache
     def directory(name: str) -> str:
-        drafter, _, kind = name.partition("-") if name.startswith("dspark") else (name, "", "")
-        config, tensors = FILES[drafter]
-        if kind:
+        config, tensors = FILES[drafter_of(name)]
+        kind = name.removeprefix(drafter_of(name))[1:]
+        if name == "dflash-2":
+            config, tensors = DFLASH2, dflash2
+        elif kind:
             config, tensors = {**config, "markov_head_type": kind}, lambda: dspark(kind)
         return written(tmp_path_factory.mktemp(name), config, tensors())
 
@@ -73,9 +80,8 @@ def trained(target: Any, text: list[int], files: Callable, tmp_path_factory: Any
 @pytest.fixture(scope="module")
 def make(heads_decoder: Callable, target: Any, files: Callable) -> Callable[..., Any]:
     def build(name: str, verifier: str, batch_size: int, temperature: float = 0, model: str = "", **more: Any) -> Any:
-        own = options(name.partition("-")[0] if name.startswith("dspark") else name, model or files(name))
-        own |= more.pop("options", {})
-        drafter = "dspark" if name.startswith("dspark") else name
+        drafter = drafter_of(name)
+        own = options(drafter, model or files(name)) | more.pop("options", {})
         more = {"max_new_tokens": 12, **more}
         sampling = Sampling(temperature=temperature)
         return heads_decoder(target, drafter, own, verifier, batch_size=batch_size, sampling=sampling, **more)
@@ -88,7 +94,13 @@ def make(heads_decoder: Callable, target: Any, files: Callable) -> Callable[...,
 
 @pytest.mark.parametrize(
     "name",
-    ["dflash", "p-eagle", "dspark-rnn", *[pytest.param(n, marks=pytest.mark.slow) for n in ("dspark", "dspark-gated")]],
+    [
+        "dflash",
+        "dflash-2",
+        "p-eagle",
+        "dspark-rnn",
+        *[pytest.param(n, marks=pytest.mark.slow) for n in ("dspark", "dspark-gated")],
+    ],
 )
 def test_draft_probs_match_plain_computation(make: Callable, target: Any, name: str) -> None:
     """Over steps with partial acceptance, in rows of different length, computed only from the text.
@@ -96,7 +108,7 @@ def test_draft_probs_match_plain_computation(make: Callable, target: Any, name: 
     At a high temperature all distributions are close, so steps end at any position. The test detects features that are
     missing, stale or of another token, keys in the wrong slot, and blocks that attend to the wrong positions.
     """
-    temperature, drafter = 8.0, "dspark" if name.startswith("dspark") else name
+    temperature, drafter = 8.0, drafter_of(name)
     loop = make(name, "token", 3, temperature, max_new_tokens=40)
     plain = Plain({key: tensor.clone() for key, tensor in kept(loop.drafter.head).items()}, target)
     propose, checked = loop.drafter.propose, 0

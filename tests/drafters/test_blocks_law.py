@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from block_heads import DFLASH, DSPARK, P_EAGLE, layer, random, written
+from block_heads import DFLASH, DFLASH2, DSPARK, P_EAGLE, dflash2, layer, random, written
 from torch import Tensor
 
 from crossdraft.framework import plugins
@@ -22,6 +22,10 @@ def tensors(name: str) -> dict[str, Tensor]:
     if name == "p-eagle":
         return {**out, "mask_hidden": random(1, 1, 64), "layers.0.hidden_norm.weight": 1 + random(32)}
     out["hidden_norm.weight"] = 1 + random(32)
+    if name == "dflash-2":
+        out |= {key: tensor for key, tensor in dflash2().items() if "layers.0." in key and "conv" in key}
+        out |= {f"candidate_selector.{name}_codebook": 3 * random(V, 4) for name in ("predecessor", "successor")}
+        out["candidate_selector.hidden_projection.weight"] = random(4, 32)
     if name == "dspark":
         out |= {"markov_head.markov_w1.weight": random(V, 4), "markov_head.markov_w2.weight": 3 * random(V, 4)}
         out |= {"markov_head.joint_proj.weight": random(12, 40), "markov_head.joint_proj.bias": random(12)}
@@ -37,6 +41,17 @@ def exact(tiny_model: Callable, tmp_path_factory: Any) -> Callable[[str], tuple[
     def instance(name: str) -> tuple[Any, dict[str, Any]]:
         config = {
             "dflash": {**DFLASH, **SIZES, "block_size": 3, "dflash_config": {"mask_token_id": 1}},
+            "dflash-2": {
+                **DFLASH2,
+                **SIZES,
+                "dflash_config": {
+                    **DFLASH2["dflash_config"],
+                    "block_size": 3,
+                    "mask_token_id": 1,
+                    "selector_rank": 4,
+                    "selector_top_k": 2,
+                },
+            },
             "dspark": {**DSPARK, **SIZES, "block_size": 2, "target_layer_ids": [0, 1], "markov_head_type": "rnn"},
             "p-eagle": {
                 **P_EAGLE,
@@ -58,10 +73,12 @@ SLOW = pytest.mark.slow
     "name, gamma, more, verifier",
     [
         ("dflash", 1, {}, "token"),
+        ("dflash-2", 1, {}, "block"),
         ("dspark", 1, {}, "block"),
         ("p-eagle", 1, {}, "token"),
         pytest.param("dflash", 2, {}, "token", marks=SLOW),
         pytest.param("dflash", 2, {}, "block", marks=SLOW),
+        pytest.param("dflash-2", 2, {}, "block", marks=SLOW),
         pytest.param("p-eagle", 2, {}, "token", marks=SLOW),
         pytest.param("p-eagle", 2, {}, "block", marks=SLOW),
         pytest.param("dspark", 2, {}, "block", marks=SLOW),
@@ -75,7 +92,8 @@ def test_joint_distribution_of_two_steps_is_targets(
 ) -> None:
     target, options = exact(name)
     own = {**options, "gamma": gamma, **more}
-    certificate = enumerate_model(target, name, own, verifier, prompt=[2, 0, 1], depth=gamma)
+    drafter = name.removesuffix("-2")
+    certificate = enumerate_model(target, drafter, own, verifier, prompt=[2, 0, 1], depth=gamma)
     assert certificate.tv < 1e-6  # transformers norms in float32
     assert all(0.02 < tau < gamma for tau in certificate.expected_tau)
 

@@ -33,6 +33,20 @@ CONFIG: dict[str, Any] = dict(
     tie_word_embeddings=False,
 )
 DFLASH = {**CONFIG, "block_size": BLOCK, "dflash_config": {"target_layer_ids": OUTPUTS, "mask_token_id": MASK}}
+#: Taps and group size of DFlash 2's convolutions, and candidates of its selector.
+TAPS, GROUP, TOP_K = 2, 8, 60
+DFLASH2 = {
+    **CONFIG,
+    "architectures": ["DFlash2DraftModel"],
+    "dflash_config": {
+        **DFLASH["dflash_config"],
+        "block_size": BLOCK,
+        "conv_kernel_size": TAPS,
+        "conv_group_size": GROUP,
+        "selector_rank": RANK,
+        "selector_top_k": TOP_K,
+    },
+}
 DSPARK = {
     **CONFIG,
     "architectures": ["Qwen3DSparkModel"],
@@ -74,6 +88,17 @@ def dflash() -> dict[str, Tensor]:
     torch.manual_seed(3)
     norms = {f"{name}.weight": 1 + random(H) for name in ("norm", "hidden_norm")}
     return {**layer(0), **layer(1), **norms, "fc.weight": random(H, 3 * H)}
+
+
+def dflash2() -> dict[str, Tensor]:
+    """DFlash's tensors, convolutions around every sublayer, and the selector of candidates."""
+    out = dflash()
+    for i in range(2):
+        for name in ("attention_conv", "mlp_conv"):
+            out[f"layers.{i}.{name}.base_kernel"] = random(2, TAPS, H) + torch.tensor([1.0, 0.0])[:, None]
+            out[f"layers.{i}.{name}.kernel_projection.weight"] = random(2 * TAPS * H // GROUP, H)
+    out |= {f"candidate_selector.{name}_codebook": 3 * random(V, RANK) for name in ("predecessor", "successor")}
+    return {**out, "candidate_selector.hidden_projection.weight": random(RANK, H)}
 
 
 def dspark(kind: str = "vanilla") -> dict[str, Tensor]:
@@ -194,9 +219,28 @@ class Plain:
         return self.t[f"layers.{i}.self_attn.o_proj.weight"] @ torch.cat(out)
 
     def mlp(self, i: int, x: Tensor) -> Tensor:
-        y = norm(x, self.t[f"layers.{i}.post_attention_layernorm.weight"])
+        return x + self.feed_forward(i, norm(x, self.t[f"layers.{i}.post_attention_layernorm.weight"]))
+
+    def feed_forward(self, i: int, y: Tensor) -> Tensor:
         gate, up, down = (self.t[f"layers.{i}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
-        return x + down @ (functional.silu(gate @ y) * (up @ y))
+        return down @ (functional.silu(gate @ y) * (up @ y))
+
+    def convolved(self, name: str, side: int, inputs: list[Tensor], x: list[Tensor]) -> list[Tensor]:
+        """``x`` of a block after one side of a convolution whose kernels depend on ``inputs``; ``x`` without it."""
+        if f"{name}.base_kernel" not in self.t:
+            return x
+        out = []
+        for j, y in enumerate(inputs):
+            kernel = (self.t[f"{name}.kernel_projection.weight"] @ y).view(2, TAPS, H // GROUP)[side]
+            channels = [
+                sum(
+                    (self.t[f"{name}.base_kernel"][side, tap, c] + kernel[tap, c // GROUP]) * x[j - tap][c]
+                    for tap in range(min(TAPS, j + 1))
+                )
+                for c in range(H)
+            ]
+            out.append(torch.stack(channels))
+        return out
 
     def block(self, hidden: Tensor, root: int) -> list[Tensor]:
         """DFlash: ``hidden [T, L, Ht]`` of the text before ``root`` -> the last states of a block's positions."""
@@ -205,8 +249,15 @@ class Plain:
         x = [self.embedding[token] for token in [root] + [MASK] * (BLOCK - 1)]
         for i in range(self.layers):
             normed = [norm(y, self.t[f"layers.{i}.input_layernorm.weight"]) for y in x]
-            visited = [self.keys(i, y, position) for position, y in enumerate([*text, *normed])]
-            x = [self.mlp(i, x[j] + self.attended(i, normed[j], n + j, visited)) for j in range(BLOCK)]
+            name = f"layers.{i}.attention_conv"
+            mixed = self.convolved(name, 0, normed, normed)
+            visited = [self.keys(i, y, position) for position, y in enumerate([*text, *mixed])]
+            attended = [self.attended(i, y, n + j, visited) for j, y in enumerate(mixed)]
+            x = [a + b for a, b in zip(x, self.convolved(name, 1, normed, attended), strict=True)]
+            normed = [norm(y, self.t[f"layers.{i}.post_attention_layernorm.weight"]) for y in x]
+            name = f"layers.{i}.mlp_conv"
+            fed = [self.feed_forward(i, y) for y in self.convolved(name, 0, normed, normed)]
+            x = [a + b for a, b in zip(x, self.convolved(name, 1, normed, fed), strict=True)]
         return [norm(y, self.t["norm.weight"]) for y in x]
 
     def pairs(self, hidden: Tensor, tokens: list[int], drafts: int) -> list[Tensor]:
@@ -230,8 +281,13 @@ class Plain:
         if name == "p-eagle":
             return self.pairs(hidden, history[1:], len(drafted))
         states = self.block(hidden, history[-1])
-        if name == "dflash":
+        if name == "dflash" and "candidate_selector.hidden_projection.weight" not in self.t:
             return [self.head @ y for y in states[1:]][: len(drafted)]
+        if name == "dflash":
+            return [
+                self.selected(state, before)
+                for state, before in zip(states[1:], [history[-1], *drafted[:-1]], strict=False)
+            ]
         out, memory = [], torch.zeros(RANK)
         for state, token in zip(states, [history[-1], *drafted[:-1]], strict=False):
             before = self.t["markov_head.markov_w1.weight"][token]
@@ -244,6 +300,15 @@ class Plain:
                 keep = 1 / (1 + (-keep).exp())
                 memory, before = keep * memory + (1 - keep) * new.tanh(), output.tanh()
             out.append(self.head @ state + self.t["markov_head.markov_w2.weight"] @ before)
+        return out
+
+    def selected(self, state: Tensor, before: int) -> Tensor:
+        """Logits of the most probable tokens of a position after the token ``before``, -inf for the others."""
+        logits, out = self.head @ state, torch.full((V,), -torch.inf)
+        gate = self.t["candidate_selector.hidden_projection.weight"] @ state
+        context = self.t["candidate_selector.predecessor_codebook"][before] * gate
+        for token in logits.argsort(descending=True)[:TOP_K].tolist():
+            out[token] = logits[token] + context @ self.t["candidate_selector.successor_codebook"][token]
         return out
 
     def expected(self, hidden: Tensor, history: list[int], drafted: list[int]) -> list[float]:

@@ -49,6 +49,7 @@ def write_heads(root: Path, target: Any, *, mask_token: int, target_ids: torch.T
         gated: dict[str, Any] = {"from_anchor": True, "kind": "gated", "rank": 4, "confidence": width + 4}
         instance: dict[str, Any] = {
             "dflash": DFlashHead(config, embedding, 3 * width, **block),
+            "dflash-2": DFlashHead(config, embedding, 3 * width, **block, convolution=(2, 2), selector=(4, 9)),
             "dspark": DSparkHead(config, embedding, 3 * width, **block, **gated),
             "p-eagle": PEagleHead(config, embedding, 3 * width, head=output),
             "mlp-speculator": Speculator(3, vocabulary, width, 8),
@@ -56,6 +57,7 @@ def write_heads(root: Path, target: Any, *, mask_token: int, target_ids: torch.T
         upcoming = 0.4 * torch.randn(3, width)
         save_embeddings(root / "pass", upcoming, target="tiny", sha256="")
         report = {"block_size": 4, "mask_token_id": mask_token, "markov_head_type": "gated", "n_predict": 3}
+        report |= {"conv_kernel_size": 2, "conv_group_size": 2, "selector_rank": 4, "selector_top_k": 9}
         for name, module in instance.items():
             tensors = {
                 k: t for k, t in module.state_dict().items() if k not in ("embed_tokens.weight", "lm_head.weight")

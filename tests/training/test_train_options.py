@@ -61,7 +61,7 @@ def nothing_is_loaded(*_: Any, **__: Any) -> Any:
         (["--weight-decay", "nan"], "--weight-decay nan: must be"),
         (["--save-minutes", "-1"], "--save-minutes -1: must be"),
         (["--seed", "-1"], "--seed -1: must be a whole number, at least 0 and at most 4294967295"),
-        (["--divergence", "l2"], "--divergence l2: must be one of forward-kl, reverse-kl, jsd, tv, nll"),
+        (["--divergence", "l2"], "--divergence l2: must be one of forward-kl, reverse-kl, jsd, tv, lk, lk-hybrid, nll"),
         (["--beta", "0.1"], "--beta 0.1: must be left out without --divergence jsd"),
         (["--divergence", "jsd", "--beta", "1"], "--beta 1: must be a number, above 0 and below 1"),
         (["--on-policy", "0.5", "--divergence", "nll"], "--on-policy 0.5: must be 0 with --divergence nll"),

@@ -34,7 +34,8 @@ def target():
 
 @pytest.mark.parametrize(
     ("divergence", "beta"),
-    [("forward-kl", 0.5), ("reverse-kl", 0.5), ("tv", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.9), ("nll", 0.5)],
+    [(name, 0.5) for name in ("forward-kl", "reverse-kl", "tv", "lk", "lk-hybrid", "jsd", "nll")]
+    + [("jsd", 0.1), ("jsd", 0.9)],
 )
 def test_gradient_is_that_of_autograd(divergence, beta):
     torch.manual_seed(1)
@@ -47,18 +48,31 @@ def test_gradient_is_that_of_autograd(divergence, beta):
     log_q = functional.log_softmax(student @ head.T + bias, -1)
     p, q = log_p.exp(), log_q.exp()
     m = beta * p + (1 - beta) * q
+    min_pq = torch.minimum(p, q).sum(-1)
+    kl_share = (-3 * min_pq.detach()).exp()
     jsd = beta * (p * (p / m).log()).sum(-1) + (1 - beta) * (q * (q / m).log()).sum(-1)
     expected = {
         "forward-kl": (p * (log_p - log_q)).sum(-1).mean(),
         "reverse-kl": (q * (log_q - log_p)).sum(-1).mean(),
-        "tv": (1 - torch.minimum(p, q).sum(-1)).mean(),
+        "tv": (1 - min_pq).mean(),
+        "lk": -min_pq.log().mean(),
+        "lk-hybrid": (kl_share * (p * (log_p - log_q)).sum(-1) + (1 - kl_share) * (1 - min_pq)).mean(),
         "jsd": jsd.mean(),
         "nll": functional.cross_entropy(student @ head.T + bias, tokens),
     }[divergence]
     (theirs,) = torch.autograd.grad(expected, student)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
-    torch.testing.assert_close(overlap, torch.minimum(p, q).sum(-1).mean().detach())
+    torch.testing.assert_close(overlap, min_pq.mean().detach())
+
+
+def test_lk_losses_stay_finite_without_overlap():
+    head, bias = torch.eye(2), torch.zeros(2)
+    student, teacher = torch.tensor([[200.0, 0.0]], requires_grad=True), torch.tensor([[0.0, 200.0]])
+    for divergence in ("lk", "lk-hybrid"):
+        loss, _ = distil(student, teacher, head, bias, divergence)
+        (gradient,) = torch.autograd.grad(loss, student)
+        assert loss.isfinite() and gradient.isfinite().all()
 
 
 def test_student_of_all_layers_is_target(target):

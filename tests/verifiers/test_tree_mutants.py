@@ -5,11 +5,12 @@ rational enumeration finds. Where a toy cannot see it the table has TV 0: two to
 concern a second sibling, and a toy whose drafts rarely agree hides those that concern copies.
 """
 
+import math
 from fractions import Fraction
 
 import pytest
 from golden_numbers import number
-from textbook_trees import KSeq, Law, MultiPath, MultiStep, Row, Textbook, Traversal, positive
+from textbook_trees import ROOT, KSeq, Law, MultiPath, MultiStep, Row, Textbook, Traversal, Walk, coin, norm, positive
 
 from crossdraft.framework.certificate.certify import TOLERANCE, certify
 from crossdraft.framework.certificate.table_lm import Toy
@@ -110,6 +111,47 @@ class MultiPathTies(MultiPath):
         return max(drafted, key=lambda x: self.score(p[x], q[x]))
 
 
+class SpecTrGbv(Textbook):
+    """The released code of SpecTr-GBV, less all but its first token, which no later step could repair."""
+
+    def walk(self, row: Row) -> Walk:
+        assert row.sequences is not None
+        k, depth, rejected = len(row.sequences), len(row.sequences[0]), set()
+        accepted, best = 0, row.sequences[0]
+        for sequence in row.sequences:
+            for i in range(accepted, depth - 1):
+                if sequence[i] in rejected:
+                    continue
+                above, below = self.joint(row, sequence[: i + 1])
+                p, q = row.p[sequence[i]], row.q[sequence[i + 1]]
+                missed = [(1 - self.capped(below * qx, above * px)) ** k for px, qx in zip(p, q, strict=True)]
+                gain = sum(above * px * m for px, m in zip(p, missed, strict=True))
+                gain -= above * (1 - self.capped(below, above)) ** k
+                loss = 1 - (1 - below) ** k - sum(above * px * (1 - m) for px, m in zip(p, missed, strict=True))
+                if (yield from coin(min(1.0, max(0.0, gain / (loss + 1e-20))))):
+                    accepted, best = i + 1, sequence
+                else:
+                    rejected.add(sequence[i])
+            above, below = self.joint(row, sequence)
+            if (yield from coin(above * (1 - (1 - self.capped(below, above)) ** k) / (1 - (1 - below) ** k))):
+                accepted, best = depth, sequence
+                break
+        if accepted:
+            return [], row.token[best[0]]
+        p, q = row.p[ROOT], row.q[best[0]]
+        left = [px * (1 - self.capped(qx, px) ** k) for px, qx in zip(p, q, strict=True)]
+        return [], (yield norm(left, p))
+
+    def joint(self, row: Row, nodes: list[int]) -> tuple[float, float]:
+        """Probabilities of the path to the last of ``nodes`` under the target and under the drafter."""
+        parents = [ROOT, *nodes[:-1]]
+        above = math.prod(row.p[parent][row.token[node]] for parent, node in zip(parents, nodes, strict=True))
+        return above, math.prod(row.q[node][row.token[node]] for node in nodes)
+
+    def capped(self, below: float, above: float) -> float:
+        return min(1.0, below / above) if above > 0 else 1.0
+
+
 #: (mutant, draft label) -> toy -> TV
 GOLDEN: dict[tuple[type[Textbook], str], dict[str, str]] = {
     (KSeqRhoOne, "iid-2"): {"T0": "1/9", "G1": "1/16", "G3": "1/8"},
@@ -125,6 +167,7 @@ GOLDEN: dict[tuple[type[Textbook], str], dict[str, str]] = {
     (MultiPathPlainLaw, "iid-2"): {"T0": "5/81", "G1": "0.0548611", "G3": "1/8"},
     (MultiPathFirst, "iid-2"): {"T0": "5/36", "G1": "0.125568", "G3": "7/36"},
     (MultiPathTies, "iid-2"): {"T0": "0", "G1": "0.0559863", "G3": "0.0501374"},
+    (SpecTrGbv, "iid-2"): {"T0": "0.0238345", "G1": "0.0198767", "G3": "0.10131"},
     (MultiStepSameLaw, "tree-wor-2-1"): {"T0": "0", "G1": "1/12", "G3": "1/12"},
     (MultiStepNotUpdated, "tree-wor-2-1"): {"T0": "0", "G1": "1/24", "G3": "3/16"},
     (TraversalSameLaw, "tree-wor-2-1"): {"T0": "0", "G1": "1/12", "G3": "1/12"},

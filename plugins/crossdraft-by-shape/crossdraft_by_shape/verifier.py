@@ -34,6 +34,7 @@ class ByShape(Verifier):
     class Config(StrategyConfig):
         chain: str = Field(default="block", description="verifier for chains")
         iid: str = Field(default="spectr", description="verifier for K independent sequences")
+        delayed_iid: str = Field(default="traversal", description="verifier for K sequences after a common one")
         without_replacement: str = Field(default="traversal", description="verifier for trees without replacement")
         greedy_draft: str = Field(default="greedy-draft-optimal", description="verifier for greedy siblings")
         deterministic: str = Field(default="sample-match", description="verifier for trees of point masses")
