@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,15 @@ def test_wrong_import_is_found_even_inside_function(copy: Path, file: str, line:
         opened.write(f"\n\ndef spoilt():\n    {line}\n")
     result = lint(copy / "crossdraft", copy)
     assert result.returncode == 1 and broken in result.stdout
+
+
+def test_every_package_is_in_the_wheel() -> None:
+    packages = set(
+        tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
+    )
+    folders = [path.parent.relative_to(ROOT) for part in PARTS[:4] for path in (ROOT / part).rglob("__init__.py")]
+    names = {".".join(["crossdraft", *folder.parts]) for folder in folders if "templates" not in folder.parts}
+    assert names <= packages, names - packages
 
 
 #: Most modules of a package.
