@@ -59,7 +59,7 @@ def test_list_shows_compatible_verifiers_of_drafter(capsys: Any) -> None:
 
 def test_list_describes_verifiers_and_recipes(capsys: Any) -> None:
     assert cli.main(["list", "verifiers", "typical"]) == 0
-    assert "\nlossy; verifies drafts: chain, deterministic" in capsys.readouterr().out
+    assert "\nlossy; verifies drafts: chain, delayed_iid" in capsys.readouterr().out
     assert cli.main(["list", "recipes", "verifiers"]) == 0
     assert "\nmatrix:" in capsys.readouterr().out
     assert cli.main(["list", "models", "nothing"]) == 2
