@@ -99,6 +99,8 @@ def test_right_or_refused_by_version_of_transformers(model_type: str) -> None:
     ],
 )
 def test_refused_by_name(model_type: str, label: str, sentence: str) -> None:
+    if not architectures.SUPPORTED and model_type == "inkling_text":
+        pytest.skip("needs transformers 5.23")
     with pytest.raises(ModelError, match=f"^{sentence}"):
         TransformersLM(model_of(model_type, label), 2, 64)
 
@@ -257,6 +259,8 @@ def test_known_models_have_no_trial(monkeypatch: Any) -> None:
 
 
 def test_page_lists_classes_that_are_exact() -> None:
+    if not architectures.SUPPORTED:
+        pytest.skip("the page is of a later transformers")
     exact = PAGE.read_text(encoding="utf-8").partition("## Exact\n")[2].partition("## ")[0]
     assert set(re.findall(r"^- `(\w+)`: ", exact, re.M)) == EXACT | BY_TRIAL
 
