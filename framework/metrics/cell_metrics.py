@@ -293,13 +293,23 @@ def compare(metrics: Sequence[Metrics], cells: Sequence[CellPieces], baseline: i
 
 def _compare_served(metrics: Sequence[Metrics], cells: Sequence[CellPieces], baseline: int | None) -> None:
     """`compare` for an engine, whose times are those of the clock: intervals are over pieces."""
+
+    def mean_seconds(sums: np.ndarray) -> Estimate:
+        """Seconds per unit from counts and microseconds ``[n, 2]``."""
+        return estimate(lambda s: s[..., 1] / s[..., 0] / 1e6, sums)
+
+    def speed_up(rates: np.ndarray) -> Estimate | None:
+        """Ratio of two rates from tokens and seconds of each, ``[n, 4]``; None without tokens or time."""
+        if not len(rates) or not rates[:, 1].sum() or not rates[:, 2].sum():
+            return None
+        return estimate(lambda s: ratio(s[..., :2]) / ratio(s[..., 2:]), rates)
+
     for i, (own, cell) in enumerate(zip(metrics, cells, strict=True)):
         requests = [np.array([row[:3] for row in piece.requests], dtype=float).reshape(-1, 3) for piece in cell.pieces]
-        sums = np.array([rows.sum(0) for rows in requests])
-        counts = np.array([[len(piece.requests)] for piece in cell.pieces], dtype=float)
-        own.first_token_seconds = estimate(lambda s: s[..., 1] / s[..., 0] / 1e6, np.hstack([counts, sums[:, 1:2]]))
-        if sums[:, 0].sum():
-            own.token_seconds = estimate(lambda s: s[..., 1] / s[..., 0] / 1e6, sums[:, [0, 2]])
+        sums = np.array([[len(rows), *rows.sum(0)] for rows in requests])
+        own.first_token_seconds = mean_seconds(sums[:, [0, 2]])
+        if sums[:, 1].sum():
+            own.token_seconds = mean_seconds(sums[:, [1, 3]])
         if baseline is None:
             continue
         own.speed_up_wall = wall_ratio(cell.pieces, cells[baseline].pieces)
@@ -307,11 +317,8 @@ def _compare_served(metrics: Sequence[Metrics], cells: Sequence[CellPieces], bas
             own.speed_up = Estimate(1.0)
             continue
         both = zip(cell.pieces, cells[baseline].pieces, strict=False)
-        rows = np.array([(a.emitted, a.decode_seconds, b.emitted, b.decode_seconds) for a, b in both])
-        if rows[:, 1].sum() and rows[:, 2].sum():
-            own.speed_up = estimate(lambda s: s[..., 0] / s[..., 1] / (s[..., 2] / s[..., 3]), rows)
+        rates = np.array([(a.emitted, a.decode_seconds, b.emitted, b.decode_seconds) for a, b in both])
+        own.speed_up = speed_up(rates)
         for category, numbers in own.by_category.items():
-            of_category = [bool(category) and piece.category == category for piece in cell.pieces[: len(rows)]]
-            part = rows[of_category]
-            if len(part) and part[:, 1].sum() and part[:, 2].sum():
-                numbers.speed_up = estimate(lambda s: s[..., 0] / s[..., 1] / (s[..., 2] / s[..., 3]), part)
+            of_category = [bool(category) and piece.category == category for piece in cell.pieces[: len(rates)]]
+            numbers.speed_up = speed_up(rates[of_category])
