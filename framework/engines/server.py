@@ -139,9 +139,8 @@ class EngineServer(ABC):
     """A server for one cell.
 
     Attributes:
-        name: as registered; also the `Engine` whose settings it takes, unless ``settings`` names another.
-        settings: name of the `Engine` that writes the settings of drafters; empty if the server's own are unknown and
-            only servers that run can be measured.
+        name: as registered.
+        settings: name of the `Engine` that writes the settings of drafters; empty if only running servers are measured.
         path: path of the completions endpoint.
         ready: path that answers with status 200 when the server is ready.
         tokens_per_event: True if the server streams tokens one by one, so that the steps follow from arrival times and
@@ -189,10 +188,6 @@ class EngineServer(ABC):
     @abstractmethod
     def event(self, data: Mapping[str, Any]) -> ServerEvent:
         """Parse an event of the stream. Raises KeyError or TypeError for another format."""
-
-    def version(self) -> str:
-        """Return the version of the running server, or empty."""
-        return ""
 
     # -- life ------------------------------------------------------------------------------------------------
 
@@ -281,14 +276,6 @@ class EngineServer(ABC):
         return requests.get(self.url + path, timeout=timeout)
 
     # -- requests --------------------------------------------------------------------------------------------
-
-    def counters(self) -> str:
-        """Return the text of ``/metrics``, or empty."""
-        try:
-            output = self.get("/metrics")
-        except requests.RequestException:
-            return ""
-        return output.text if output.status_code == 200 else ""
 
     def complete(self, prompt: Sequence[int], max_tokens: int) -> ServedResponse:
         """Send one request and read its response. May be called from several threads.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -57,11 +58,6 @@ class OpenAiServer(EngineServer):
         tokens = logprobs["tokens"] if logprobs else []
         return ServerEvent([UNKNOWN] * len(tokens), choice.get("finish_reason"), text=choice["text"])
 
-    @property
+    @cached_property
     def _model(self) -> str:
-        if self.options.model:
-            return self.options.model
-        if not hasattr(self, "_served_name"):
-            models = self.get("/v1/models").json()
-            self._served_name = str(models["data"][0]["id"])
-        return self._served_name
+        return self.options.model or str(self.get("/v1/models").json()["data"][0]["id"])

@@ -66,6 +66,3 @@ class LlamaServer(EngineServer):
             if (timings := data.get("timings")) and "draft_n" in timings:
                 event.totals = timings["draft_n"], timings["draft_n_accepted"]
         return event
-
-    def version(self) -> str:
-        return f"llama.cpp {self.get('/props').json().get('build_info', '')}"

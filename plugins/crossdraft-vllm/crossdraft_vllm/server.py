@@ -68,9 +68,6 @@ class VllmServer(EngineServer):
             event.accepted = speculation.get("per_step_accepted") or []
         return event
 
-    def version(self) -> str:
-        return f"vLLM {self.get('/version').json()['version']}"
-
     @property
     def _python(self) -> str:
         python = self.options.python or sys.executable
