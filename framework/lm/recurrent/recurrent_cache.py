@@ -175,7 +175,7 @@ class RecurrentCache(RaggedCache):
         self._path = source
 
     def commit(self, lengths: Sequence[int]) -> None:
-        counts = [length - kept_states for length, kept_states in zip(lengths, self.committed, strict=True)]
+        counts = [length - committed for length, committed in zip(lengths, self.committed, strict=True)]
         for row, length in enumerate(lengths):
             if length == 0 and self.committed[row]:  # a new text
                 self._clear_states(row)
