@@ -23,9 +23,13 @@ from ..errors import ContractError
 from ..lm.cuda_graphs import CaptureLimits, recording
 from ..metrics.cell_metrics import StepRecord
 from ..metrics.pieces import PREFILL, Piece
+from ..models.configs import read_config
 from ..models.cpu_contention import CpuWait
+from ..models.digests import model_sha256
 from ..models.grammar import compile_constraint
 from ..models.load import load_model
+from ..models.resolve import resolve
+from ..models.tokenizer import load_tokenizer
 from ..recipe.prompts import Prompt
 from ..recipe.recipe import CellConfig
 from ..runs.run_directory import PieceResult
@@ -55,18 +59,22 @@ class Models:
         self._loaded: dict[str, LoadedModel] = {}
 
     def target(self, config: CellConfig) -> LoadedModel:
-        """Return the target of a cell, loading it if necessary."""
+        """Return the target of a cell, loading it if necessary; for an engine's cell without its weights."""
         options = {
             "dtype": config.dtype,
             "device": config.device,
             "trust_remote_code": config.target in self.trusted,
         }
-        key = (config.target, config.attn_implementation, *options.values())
+        served = config.engine is not None
+        key = (config.target, config.attn_implementation, served, *options.values())
         if key != self._key:
             self._loaded.clear()
             self._key = ()
-            loaded = load_model(config.target, attn_implementation=config.attn_implementation, **options)
-            self._loaded[config.target] = loaded
+            self._loaded[config.target] = (
+                without_weights(config.target, trust_remote_code=config.target in self.trusted)
+                if served
+                else load_model(config.target, attn_implementation=config.attn_implementation, **options)
+            )
             self._key = key
         return self._loaded[config.target]
 
@@ -79,7 +87,23 @@ class Models:
     def of(self, config: CellConfig) -> list[LoadedModel]:
         """Return the loaded models of a cell, the target first."""
         names = (config.target, config.drafter.config.get("model"))
-        return [model for name, model in self._loaded.items() if name in names]
+        return [model for name, model in self._loaded.items() if name in names and model.model is not None]
+
+
+def without_weights(name: str, *, trust_remote_code: bool) -> LoadedModel:
+    """The model ``name`` without its weights, for an engine that loads them itself."""
+    resolved, tokenizer = resolve(name), load_tokenizer(name, trust_remote_code=trust_remote_code)
+    settings = read_config(resolved.path) if resolved.path.is_dir() else {}
+    return LoadedModel(
+        model=None,
+        tokenizer=tokenizer.tokenizer,
+        name=name,
+        source=resolved.source,
+        sha256=model_sha256(resolved),
+        eos_token_ids=tokenizer.eos_token_ids,
+        context_length=settings.get("text_config", settings).get("max_position_embeddings"),
+        backend=resolved.backend,
+    )
 
 
 def lengths(

@@ -27,10 +27,8 @@ from ..engines.engine import Range, Schedule
 from ..engines.server import EngineServer, ServedCell, ServedResponse
 from ..errors import UsageError
 from ..metrics.pieces import PREFILL, Piece
-from ..models.configs import read_config
 from ..models.digests import model_sha256
 from ..models.resolve import resolve
-from ..models.tokenizer import load_tokenizer
 from ..recipe.recipe import CellConfig
 from ..runs.run_directory import PieceResult
 from .cell_runner import PieceRunner, drafter_of
@@ -38,23 +36,6 @@ from .conversations import Conversation
 
 #: Tokens of a warm-up response.
 _WARM_UP = 16
-
-
-def target_of(config: CellConfig, trust_remote_code: bool) -> LoadedModel:
-    """The target of an engine's cell without its weights, which the engine loads."""
-    resolved, tokenizer = resolve(config.target), load_tokenizer(config.target, trust_remote_code=trust_remote_code)
-    settings = read_config(resolved.path) if resolved.path.is_dir() else {}
-    length = settings.get("text_config", settings).get("max_position_embeddings")
-    return LoadedModel(
-        model=None,
-        tokenizer=tokenizer.tokenizer,
-        name=config.target,
-        source=resolved.source,
-        sha256=model_sha256(resolved),
-        eos_token_ids=tokenizer.eos_token_ids,
-        context_length=length,
-        backend=resolved.backend,
-    )
 
 
 def served_flags(config: CellConfig, directory: Path | None) -> tuple[list[str], tuple[str, ...]]:
@@ -131,7 +112,7 @@ class EngineCell(PieceRunner):
     """A cell whose prompts an engine's server decodes.
 
     Args:
-        target: see `target_of`.
+        target: without weights, see `cell_runner.without_weights`.
         length: maximum number of tokens of a sequence.
         logs: directory for the server's log.
         on_step: called when a response has ended.
@@ -147,7 +128,7 @@ class EngineCell(PieceRunner):
         self._folder = tempfile.TemporaryDirectory(prefix="crossdraft-engine-", ignore_cleanup_errors=True)
         directory, engine = Path(self._folder.name), _engine(config)
         cls = plugins.get("servers", engine.name)
-        flags, self.remarks = served_flags(config, directory)
+        flags, _ = served_flags(config, directory)
         served = ServedCell(
             target=resolve(config.target).path,
             dtype=config.dtype,
@@ -193,18 +174,15 @@ class EngineCell(PieceRunner):
 
     @contextmanager
     def _measured(self, result: PieceResult) -> Iterator[None]:
-        self._served: list[ServedResponse] = []
-        self._turns: list[tuple[int, int]] = []
+        self._turns: list[list[ServedResponse]] = []
         yield
-        result.piece = piece_of(self._served, self._turns, self.config.batch_size)
+        result.piece = piece_of(self._turns, self.config.batch_size)
 
     def _decode(
         self, conversations: Sequence[Conversation], prompts: Sequence[list[int]], turn: int
     ) -> Sequence[Response]:
-        start = len(self._served)
-        self._served += self._run(prompts, self.config.max_new_tokens)
-        self._turns.append((start, len(self._served)))
-        return [self._response(i, response) for i, response in enumerate(self._served[start:])]
+        self._turns.append(self._run(prompts, self.config.max_new_tokens))
+        return [self._response(i, response) for i, response in enumerate(self._turns[-1])]
 
     def _response(self, index: int, response: ServedResponse) -> Response:
         """Steps after the prefill's token. An engine that reports only totals has full drafts in every step."""
@@ -229,22 +207,17 @@ class EngineCell(PieceRunner):
         return Response(index, response.tokens, response.finish_reason, steps)
 
 
-def piece_of(responses: Sequence[ServedResponse], turns: Sequence[tuple[int, int]], batch_size: int) -> Piece:
-    """Times of responses that ran ``batch_size`` at a time.
-
-    Args:
-        turns: ranges of responses that ran together, one after another.
-    """
+def piece_of(turns: Sequence[Sequence[ServedResponse]], batch_size: int) -> Piece:
+    """Times of responses that ran ``batch_size`` at a time; ``turns`` ran one after another."""
     seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
     emitted = tail_emitted = 0
     tail_seconds = 0.0
     requests = []
-    for start, end in turns:
-        group = responses[start:end]
-        ends = sorted(r.sent + r.steps[-1].seconds for r in group)
-        full = len(group) >= batch_size
-        until = ends[len(group) - batch_size] if full else ends[-1]  # a slot is empty from then on
-        for r in group:
+    for turn in turns:
+        ends = sorted(r.sent + r.steps[-1].seconds for r in turn)
+        full = len(turn) >= batch_size
+        until = ends[len(turn) - batch_size] if full else ends[-1]  # a slot is empty from then on
+        for r in turn:
             first, *later = r.steps
             slot = min(r.sent + later[-1].seconds, until) - (r.sent + first.seconds) if later else 0.0
             seconds[PREFILL] += min(first.seconds, max(until - r.sent, 0.0)) / batch_size

@@ -33,7 +33,7 @@ from ..runs.run_directory import FORMAT, PieceResult
 from . import memory
 from .cell_runner import Cell, Models, PieceRunner, lengths, positions
 from .conversations import Conversation, cut_pieces, prepare, turns_of
-from .engine_cell import EngineCell, target_of
+from .engine_cell import EngineCell
 from .events import (
     CellFailed,
     CellStarted,
@@ -121,11 +121,10 @@ class Group:
     def _open(self) -> None:
         first, blocks, validate = self.configs[0], self.plan.blocks, self.plan.config.validate
         try:
-            served = first.engine is not None
-            target = target_of(first, first.target in self.models.trusted) if served else self.models.target(first)
+            target = self.models.target(first)
             conversations = prepare(self.plan.prompts, target, first.max_new_tokens)
             sequence, self._slot = lengths(conversations, self.configs, target.context_length)
-            lm = None if served else make_slots(target, first.batch_size, self._slot)
+            lm = None if first.engine is not None else make_slots(target, first.batch_size, self._slot)
             old_threads = self._directory.group_head(self._key).get("threads")
             self._threads = choose_for_group(
                 lm, old_threads[-1] if isinstance(old_threads, list) and old_threads else None

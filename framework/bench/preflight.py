@@ -18,7 +18,7 @@ from ..recipe.yaml_errors import KeyPath
 from ..runs.interrupts import user_interrupted
 from .cell_runner import Models, drafter_of, lengths
 from .conversations import Conversation, prepare
-from .engine_cell import check, target_of
+from .engine_cell import check
 
 
 def preflight(recipe: Recipe, cells: Sequence[CellConfig], prompts: Sequence[Prompt], models: Models) -> list[str]:
@@ -38,7 +38,7 @@ def preflight(recipe: Recipe, cells: Sequence[CellConfig], prompts: Sequence[Pro
         try:
             if served := cell.engine is not None:
                 notes += [note for r in check(cell) if (note := f"{cell.engine.title}: {r}") not in notes]
-            target = target_of(cell, cell.target in models.trusted) if served else models.target(cell)
+            target = models.target(cell)
             prompts_key = (cell.target, cell.max_new_tokens)
             if prompts_key not in prepared:
                 prepared[prompts_key] = prepare(prompts, target, cell.max_new_tokens)

@@ -183,13 +183,13 @@ class _Execution:
         except BaseException:
             done = budget.done
             for group in groups:
-                group.close()
                 group.settle(done or None)
                 position = f"block {done} of {blocks}" if done else f"piece {group.finished} of {group.pieces}"
                 _interrupted(group, position, self.emit)
             raise
-        for group in groups:
-            group.close()
+        finally:
+            for group in groups:
+                group.close()
         keys = [group.planned.key for group in groups]
         self.emit(GroupsFinished(keys, self._settle(budget, groups), complete=budget.done == blocks))
 

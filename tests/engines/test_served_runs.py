@@ -154,7 +154,7 @@ def test_times_of_slots() -> None:
         response(0.0, (1.0, 1), (3.0, 2), (5.0, 2)),
         response(2.0, (1.0, 1), (4.0, 2), (6.0, 1)),
     ]
-    piece = piece_of(responses, [(0, 3)], 2)
+    piece = piece_of([responses], 2)
     assert (piece.emitted, piece.tail_emitted) == (3 + 4, 3)
     assert piece.seconds["prefill"] == (1 + 1 + 1) / 2
     assert piece.seconds["rest"] == (1 + 4 + 2) / 2
