@@ -8,6 +8,7 @@ import numpy as np
 
 from ..metrics.counter_definitions import PREFILL_TOKENS, CounterDefinition
 from .response import Response
+from .step_chain import start_probs
 
 
 @dataclass
@@ -74,7 +75,8 @@ class EngineCounts:
             drafted = np.minimum(drafted, np.maximum(limit - 1 - t, 0))
         acceptable = np.minimum(drafted, known - t)
         at_least = survival[:size, : self.gamma] * (i <= acceptable[:, None])
-        visited = _visited(at_least)
+        visited = np.zeros(size)  # the first step follows the prefill
+        visited[PREFILL_TOKENS:] = start_probs(at_least[None, PREFILL_TOKENS:], np.array([self.gamma]))[0, 0]
         last = np.where(acceptable > 0, at_least[t, np.maximum(acceptable, 1) - 1], 1.0)
         counted = visited if definition.idle_steps else visited * (drafted > 0)
         if definition.accepted == "all":
@@ -88,18 +90,6 @@ class EngineCounts:
         self.steps += float(visited.sum())
         self.tokens += size
         self.responses += 1
-
-
-def _visited(at_least: np.ndarray) -> np.ndarray:
-    """The probability that a step starts at each token of a response, [T]; the first one follows the prefill."""
-    size, gamma = at_least.shape
-    visits = np.zeros(size + gamma + 1)
-    visits[PREFILL_TOKENS] = 1
-    for start in range(PREFILL_TOKENS, size):
-        if visits[start]:
-            row = np.concatenate([[1.0], at_least[start], [0.0]])
-            visits[start + 1 : start + gamma + 2] += visits[start] * (row[:-1] - row[1:])
-    return visits[:size]
 
 
 def with_continuation(response: Response) -> Response:

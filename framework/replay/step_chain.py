@@ -101,7 +101,7 @@ def _expected_batch(responses: Sequence[StepAcceptance], gammas: Sequence[int]) 
     survival *= i <= np.minimum(max_draft, size[:, None] - t)[..., None]
 
     certain = not np.any((survival > 0) & (survival < 1))
-    visited = (_visited_deterministic if certain else _visited)(survival, gamma) * (t < size[:, None])[:, None]
+    visited = (_visited_deterministic if certain else start_probs)(survival, gamma) * (t < size[:, None])[:, None]
 
     counted = visited * (max_draft[:, None] >= gamma[:, None])
     bonus = i <= (size[:, None] - 1 - t)[..., None]  # an accepted last token has no bonus token
@@ -118,7 +118,7 @@ def _expected_batch(responses: Sequence[StepAcceptance], gammas: Sequence[int]) 
     )
 
 
-def _visited(survival: np.ndarray, gamma: np.ndarray) -> np.ndarray:
+def start_probs(survival: np.ndarray, gamma: np.ndarray) -> np.ndarray:
     """v, ``[n, gammas, T]``: the probability that a step starts at each token, from Pr(tau >= i) ``[n, T, G]``."""
     n, longest, depth = survival.shape
     visits = np.zeros((n, len(gamma), longest + depth + 1))  # padded past the end
@@ -133,7 +133,7 @@ def _visited(survival: np.ndarray, gamma: np.ndarray) -> np.ndarray:
 
 
 def _visited_deterministic(survival: np.ndarray, gamma: np.ndarray) -> np.ndarray:
-    """`_visited` of deterministic acceptance, as for point masses: follow all paths step by step."""
+    """`start_probs` of deterministic acceptance, as for point masses: follow all paths step by step."""
     n, longest, _ = survival.shape
     after = np.minimum(survival.sum(-1).astype(np.int64)[:, None], gamma[:, None]) + 1 + np.arange(longest)
     after = np.concatenate([np.minimum(after, longest), np.full((n, len(gamma), 1), longest)], -1)
