@@ -63,7 +63,7 @@ def served_flags(config: CellConfig, directory: Path | None) -> tuple[list[str],
         model=_servable(config, directory) if directory else str(config.drafter.config.get("model") or ""),
         temperature=config.sampling.temperature,
         point_mass=traits.point_mass,
-        chain=traits.branching is None,
+        chain=traits.is_chain,
         options=plain,
     )
     if reason := engine.cannot(acceptance):

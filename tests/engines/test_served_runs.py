@@ -12,10 +12,12 @@ pytest.importorskip("uvicorn", reason="the endpoint needs the extra serve")
 
 from server_thread import serving
 
-from crossdraft.framework.bench.engine_cell import piece_of
+from crossdraft.framework import plugins
+from crossdraft.framework.bench.engine_cell import piece_of, served_flags
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.cost.served_cost import cost_tables
 from crossdraft.framework.engines.server import ServedResponse, ServedStep, _grouped
+from crossdraft.framework.errors import UsageError
 from crossdraft.framework.metrics.pieces import Piece
 from crossdraft.framework.recipe.recipe import CellConfig
 from crossdraft.framework.report import write
@@ -200,3 +202,16 @@ def test_cost_tables_of_an_engine() -> None:
     ]
     assert tables["draft-cost-vllm-small.csv"].splitlines()[1:] == ["2,1,100,0.006750"]
     assert cost_tables([CellResult(cells[0].config.model_copy(update={"engine": None}))]) == {}
+
+
+def test_trees_are_refused_by_engine_for_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also trees without a fixed number of children, whose ``branching`` is unknown."""
+    server = type("Server", (), {"name": "chains", "settings": "vllm"})
+    get = plugins.get
+    monkeypatch.setattr(plugins, "get", lambda kind, name: server if kind == "servers" else get(kind, name))
+    shared: dict[str, Any] = {"target": "t", "engine": {"name": "chains"}, "verifier": "token"}
+    tree = CellConfig(**shared, drafter={"name": "medusa", "model": "m", "choices": [[0], [1], [0, 0]]})
+    with pytest.raises(UsageError, match="medusa with token: it does not support tree drafts"):
+        served_flags(tree, None)
+    chain = CellConfig(**shared, drafter={"name": "draft-model", "model": "m", "gamma": 3})
+    assert "--speculative-config" in served_flags(chain, None)[0]
