@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..contracts.constraint import Matcher, RowConstraints, permitted_next, walk
 from ..contracts.lm import LM, prefill
+from ..util.tensors import parent_lists
 
 
 class ConstrainedLM:
@@ -46,8 +47,7 @@ class ConstrainedLM:
         if not self._matchers:
             return logits, hidden
         first, width = len(self._tokens[0]), tokens.shape[1]
-        chain = list(range(first - 1, first - 1 + width))
-        added = [chain] * len(self._parents) if parents is None else parents.tolist()
+        added = parent_lists(parents, len(self._parents), first, width)
         for row, new in enumerate(tokens.tolist()):
             self._tokens[row] += new
             self._parents[row] += added[row]

@@ -81,6 +81,11 @@ def _counting(n: int, device: torch.device, step: int) -> Tensor:
         return torch.arange(0, n * step, step, device=device)
 
 
+def parent_lists(parents: Tensor | None, rows: int, first: int, width: int) -> list[list[int]]:
+    """Parents of ``width`` nodes behind ``first`` others, by row; of a chain if ``parents [rows, width]`` is None."""
+    return [list(range(first - 1, first - 1 + width))] * rows if parents is None else parents.tolist()
+
+
 def ancestor_mask(parents: Tensor, levels: int) -> Tensor:
     """``[B, n, n]`` bool for ``parents [B, n]`` (-1 = root): node j is node i or one of its ancestors.
 

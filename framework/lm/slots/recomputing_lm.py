@@ -17,7 +17,7 @@ from ...contracts.lm import LM, Fork
 from ...contracts.models import TRANSFORMERS, LoadedModel
 from ...errors import ModelError
 from ...models.placement import input_device
-from ...util.tensors import on_device
+from ...util.tensors import on_device, parent_lists
 from ..architectures import longrope_boundary, text_config
 from ..layer_surgery import close
 
@@ -65,7 +65,7 @@ class RecomputingLM:
         self, tokens: Tensor, parents: Tensor | None = None, resume_from: Fork | None = None
     ) -> tuple[Tensor, Tensor | None]:
         first, width = len(self._nodes[0]), tokens.shape[1]
-        above = [list(range(first - 1, first + width - 1))] * self.batch_size if parents is None else parents.tolist()
+        above = parent_lists(parents, self.batch_size, first, width)
         for nodes, new, up in zip(self._nodes, tokens.tolist(), above, strict=True):
             nodes += zip(new, up, strict=True)
         self.passes += 1
