@@ -119,7 +119,11 @@ def parse_policy(text: str, pool: Pool, cost: StepCost, batch_size: int) -> Step
         if not colon:
             return best_schedule(pool, cost, batch_size)
         pairs = [tuple(map(int, match.groups())) for match in re.finditer(r"(\d{1,9})=(\d{1,9})", value)]
-        if value != ",".join(f"{b}={n}" for b, n in pairs) or [b for b, _ in pairs] != sorted({b for b, _ in pairs}):
+        if (
+            not pairs
+            or value != ",".join(f"{b}={n}" for b, n in pairs)
+            or [b for b, _ in pairs] != sorted({b for b, _ in pairs})
+        ):
             raise UsageError(
                 f"--policy {quoted(text)} is not a schedule; give increasing batch sizes, as in schedule:1=4,8=2,32=0"
             )

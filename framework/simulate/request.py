@@ -123,20 +123,19 @@ class SimulatedRequest:
         "tested",
     )
 
-    def __init__(self, arrival: Arrival, recorded: RecordedAcceptance, coins: np.ndarray):
+    def __init__(self, arrival: Arrival, recorded: RecordedAcceptance, random: np.random.Generator):
         steps, size = recorded.steps, len(recorded.steps.lengths)
         self.arrival, self.first, self.last = arrival.seconds, 0.0, 0.0
         self.prompt_tokens = arrival.prompt_tokens or recorded.prompt_tokens
         self.output_tokens = arrival.output_tokens or size
         self.limit = steps.limit if arrival.output_tokens is None else arrival.output_tokens
-        accepts = (steps.survival > coins[:, None]).sum(1)
-        if self.output_tokens != size:  # repeat the positions whose drafts do not end with the response
-            cycle = max(size - steps.survival.shape[1], 1) if self.output_tokens > size else size
-            index = np.arange(self.output_tokens) % cycle
-            accepts, drafts = accepts[index], steps.lengths[index]
-        else:
-            drafts = steps.lengths
-        self.accepts, self.drafts = accepts.tolist(), drafts.tolist()
+        survival, lengths = steps.survival, steps.lengths
+        if self.output_tokens > size:  # repeat the positions whose drafts do not end with the response
+            index = np.arange(self.output_tokens) % max(size - survival.shape[1], 1)
+            survival, lengths = survival[index], lengths[index]
+        coins = random.random((self.output_tokens, 1))
+        self.accepts = (survival[: self.output_tokens] > coins).sum(1).tolist()
+        self.drafts = lengths[: self.output_tokens].tolist()
         self.emitted = self.prefilled = self.accepted = self.tested = 0
 
     def longest(self) -> int:
@@ -148,8 +147,7 @@ class SimulatedRequest:
 def make_requests(pool: Pool, arrivals: Sequence[Arrival], random: np.random.Generator) -> list[SimulatedRequest]:
     """Requests with responses drawn from the pool with replacement, each with its own random numbers."""
     choices = random.integers(len(pool.responses), size=len(arrivals))
-    requests = []
-    for arrival, choice in zip(arrivals, choices, strict=True):
-        recorded = pool.responses[choice]
-        requests.append(SimulatedRequest(arrival, recorded, random.random(len(recorded.steps.lengths))))
-    return requests
+    return [
+        SimulatedRequest(arrival, pool.responses[choice], random)
+        for arrival, choice in zip(arrivals, choices, strict=True)
+    ]

@@ -149,8 +149,8 @@ def _check(args: argparse.Namespace) -> None:
     check_costs(args)
     processes = [name for name in ("rate", "trace", "concurrency") if getattr(args, name) is not None]
     if len(processes) != 1:
-        given = " and ".join(map(option, processes)) or "none of them"
-        raise UsageError(f"simulate requires one of --rate, --trace and --concurrency, got {given}")
+        names = " and ".join(map(option, processes)) or "none of them"
+        raise UsageError(f"simulate requires one of --rate, --trace and --concurrency, got {names}")
     if args.burstiness != 1 and not args.rate:
         raise UsageError("--burstiness requires --rate; remove it")
     for name in ("rate", "burstiness", "slo_first_token", "slo_token"):
