@@ -7,13 +7,13 @@
 
 ``server``: a server with and one without the draft model. On each, closed loops of 1, 2, .. requests give the cost
 tables that `crossdraft run` writes (`cost.served_cost`); then the same requests arrive at each rate (a share of the
-closed loop's capacity), and the costs are measured again. The simulation gets the arrivals, the prompts, the tables (the
-mean of both measurements) and the acceptance of the responses by replay, and nothing of the measured traffic.
+closed loop's capacity), and the costs are measured again. The simulation gets the arrivals, the prompts, the mean
+tables, and the acceptance of the responses by replay, and nothing of the measured traffic.
 
-``loop``: cost curves by `crossdraft cost`, then a run of plain decoding and of a draft model at several batch sizes. The
-simulation gets the curves, the acceptance by replay, and the measured seconds of verification and bookkeeping.
+``loop``: cost curves by `crossdraft cost`, then a run of plain decoding and of a draft model at several batch sizes.
+The simulation gets the curves, the acceptance by replay, and the measured seconds of verification and bookkeeping.
 
-The share of the time that processes waited for a processor while traffic ran is printed with every row.
+``waited``: seconds per second that tasks of the machine waited for a processor while the traffic ran.
 """
 
 from __future__ import annotations
@@ -129,9 +129,7 @@ def capacity(results: Sequence[CellResult]) -> float:
 
 def run_server(args: argparse.Namespace) -> list[dict[str, Any]]:
     tokenizer = without_weights(args.target, trust_remote_code=False).tokenizer
-    texts = [prompt for prompt in load_prompts(args.prompts) if prompt.category in args.categories.split(",")]
-    step = max(len(texts) // args.limit, 1)
-    prompts = [encode(tokenizer, [prompt.turns[0]]) for prompt in texts[::step][: args.limit]]
+    prompts = [encode(tokenizer, [prompt.turns[0]]) for prompt in load_prompts(args.prompts, limit=args.limit)]
     args.length = max(map(len, prompts)) + args.max_new_tokens + args.gamma + 8
     engine = {"name": "llama.cpp", "executable": args.server, "model": args.model, "draft_model": args.draft_model}
     engine["args"] = ["--threads", str(args.threads)]
@@ -257,7 +255,7 @@ def simulated(pool: Pool, arrivals: Sequence[float], cost: StepCost, gamma: int,
 
 _RECIPE = """\
 target: {target}
-prompts: {{path: {prompts}, categories: [{categories}]}}
+prompts: {prompts}
 limit: {limit}
 max_new_tokens: {most}
 dtype: float32
@@ -280,7 +278,7 @@ def run_loop(args: argparse.Namespace) -> list[dict[str, Any]]:
             recipe = Path(folder) / "loop.yaml"
             recipe.write_text(
                 _RECIPE.format(
-                    target=args.target, prompts=args.prompts, categories=args.categories, limit=args.limit,
+                    target=args.target, prompts=args.prompts, limit=args.limit,
                     most=args.max_new_tokens, drafter=args.drafter_model, gamma=args.gamma, batch_sizes=sizes,
                 ),
                 encoding="utf-8",
@@ -332,7 +330,6 @@ def main() -> None:
     parser.add_argument("--target", default="smollm2-135m-instruct")
     parser.add_argument("--drafter-model", default="smollm2-draft-model")
     parser.add_argument("--prompts", required=True)
-    parser.add_argument("--categories", default="qa,math_reasoning,translation")
     parser.add_argument("--limit", type=int, default=60)
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--max-new-tokens", type=int, default=48)
