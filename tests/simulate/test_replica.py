@@ -48,11 +48,12 @@ def results(pool: Pool, process: Any, policies: Sequence[str], cost: StepCost, b
 def test_queue_of_single_slot_waits_as_long_as_pollaczek_khinchin(load: float) -> None:
     """One slot and a constant service time: an M/D/1 queue, whose mean waiting time is load / (2 (1 - load))."""
     pool = make_pool([response([0.5], tokens=1)])
-    (result,) = results(pool, GammaArrivals(load), ["off"], StepCost(Linear(1.0)), 1, requests=4000, seeds=12)
+    (result,) = results(pool, GammaArrivals(load), ["off"], StepCost(Linear(1.0)), 1, requests=3000, seeds=10)
     expected = 1 + load / (2 * (1 - load))
     assert result.first_token_seconds.low < expected < result.first_token_seconds.high
     assert result.first_token_seconds.value == pytest.approx(expected, rel=0.1)
-    assert result.latency_seconds == result.first_token_seconds and result.token_seconds is None
+    assert result.latency_seconds.value == pytest.approx(result.first_token_seconds.value)
+    assert result.token_seconds is None
 
 
 def test_burstier_arrivals_wait_longer() -> None:
@@ -70,7 +71,7 @@ def test_burstier_arrivals_wait_longer() -> None:
 def test_closed_loop_has_rate_of_independent_acceptance(gamma: int, batch_size: int) -> None:
     """Tokens per step are (1 - a^(gamma+1)) / (1 - a), and a step costs what its tokens cost."""
     rate, target, drafter = 0.7, Linear(1.0, 0.01), Linear(0.1)
-    pool, cost = make_pool([response([rate], tokens=4000)]), StepCost(target, drafter)
+    pool, cost = make_pool([response([rate], tokens=2500)]), StepCost(target, drafter)
     policy = f"static:{gamma}" if gamma else "off"
     (result,) = results(pool, ClosedLoop(batch_size), [policy], cost, batch_size, requests=2 * batch_size)
     expected = (1 - rate ** (gamma + 1)) / (1 - rate)
@@ -108,7 +109,7 @@ def test_shorter_draft_accepts_beginning_of_longer_one() -> None:
 
 def test_oracle_bounds_policies_and_drafts_accepted_tokens_only() -> None:
     random = np.random.default_rng(0)
-    pool = make_pool([response(random.random(11), 60, ended=True) for _ in range(12)])
+    pool = make_pool([response(random.random(11), 40, ended=True) for _ in range(12)])
     cost = StepCost(Linear(1.0, 0.05), Linear(0.1, 0.01))
     policies = ["off", "static:1", "static:4", "schedule", "budget:8", "oracle"]
     for process in (ClosedLoop(8), GammaArrivals(0.06)):
@@ -129,7 +130,7 @@ def test_regret_covers_injected_slowdown() -> None:
 
 
 def test_budget_goes_to_requests_that_accept() -> None:
-    pool = make_pool([response([0.95], 400), response([0.05], 400)])
+    pool = make_pool([response([0.95], 150), response([0.05], 150)])
     cost = StepCost(Linear(1.0))
     policy = DraftBudget("budget:6", 6, pool.acceptance)
     requests = make_requests(pool, [Arrival(0.0)] * 4, np.random.default_rng(2))

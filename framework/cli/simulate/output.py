@@ -24,35 +24,36 @@ def as_text(title: str, results: Sequence[PolicyResult], remarks: Remarks) -> st
     for arrivals, rows in groupby(results, key=lambda result: result.arrivals):
         parts.append(f"{arrivals}\n\n{_table(list(rows))}")
     notes = [
-        "mean [95 % interval over simulations]; p95: of requests; regret: excess of the mean latency over the oracle's"
+        "B: mean decoding rows of a step; p95: over requests; goodput: requests/s within the service level",
+        "regret: excess of the mean latency over the oracle's [95 % interval over simulations]",
     ]
     return "\n\n".join([*parts, "\n".join(notes), "\n".join(remarks.lines())])
 
 
 def _table(rows: Sequence[PolicyResult]) -> str:
     goodput, regret = any(row.goodput for row in rows), any(row.regret for row in rows)
-    columns = {"policy": "left", "B": "right", "tok/step": "right", "tok/s": "left"}
-    columns |= {"first token ms": "left", "p95": "right", "ms/token": "left", "p95 ": "right"}
-    columns |= {"goodput /s": "left"} if goodput else {}
-    columns |= {"regret %": "left"} if regret else {}
+    columns = {"policy": "left", "B": "right", "tok/step": "right", "tok/s": "right", "first token ms": "right"}
+    columns |= {"p95": "right", "ms/token": "right", "p95 ": "right"}
+    columns |= {"goodput /s": "right"} if goodput else {}
+    columns |= {"regret %": "right"} if regret else {}
     body = []
     for row in rows:
         cells = [row.policy, f"{row.batch_size:.1f}", f"{row.block_efficiency_all_steps:.2f}"]
-        cells.append(_text(row.tokens_per_second))
-        cells += [_text(row.first_token_seconds.scaled(1000)), f"{1000 * row.first_token_seconds_p95:.0f}"]
-        cells += [_text(row.token_seconds.scaled(1000) if row.token_seconds else None)]
-        cells.append(f"{1000 * row.token_seconds_p95:.1f}")
-        cells += [_text(row.goodput, 2)] if goodput else []
+        cells.append(f"{row.tokens_per_second.value:.0f}")
+        cells += [f"{1000 * s:.0f}" for s in (row.first_token_seconds.value, row.first_token_seconds_p95)]
+        per_token = (row.token_seconds.value, row.token_seconds_p95) if row.token_seconds else ()
+        cells += [f"{1000 * s:.1f}" for s in per_token] or ["", ""]
+        cells += [_text(row.goodput)] if goodput else []
         cells += [_text(row.regret.scaled(100) if row.regret else None)] if regret else []
         body.append(cells)
     return tabulated(columns, body, "simple")
 
 
-def _text(estimate: Estimate | None, digits: int = 1) -> str:
+def _text(estimate: Estimate | None) -> str:
     if estimate is None:
         return ""
-    interval = "" if estimate.low is None else f" [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"
-    return f"{estimate.value:.{digits}f}{interval}"
+    interval = "" if estimate.low is None else f" [{estimate.low:.1f}, {estimate.high:.1f}]"
+    return f"{estimate.value:.1f}{interval}"
 
 
 def as_json(title: str, results: Sequence[PolicyResult], remarks: Remarks) -> str:
