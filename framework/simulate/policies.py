@@ -22,7 +22,8 @@ _FORMS = "off, static:N, schedule, schedule:B=N,..., budget:N or oracle"
 class StepPolicy(Protocol):
     """A policy for the draft lengths of a step."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def lengths(
         self, rows: Sequence[SimulatedRequest], longest: Sequence[int], cost: StepCost, context: float
