@@ -20,7 +20,7 @@ import numpy as np
 
 from ..errors import UsageError, first_line, printable, quoted
 from ..util.input_files import parse_json, path_of, read_lines
-from ..util.limits import LINE_BYTES, MOST_TOKENS, RESPONSE_FILE_BYTES
+from ..util.limits import LINE_BYTES, MOST_REQUESTS, MOST_TOKENS, RESPONSE_FILE_BYTES
 
 _AZURE = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 #: Azure's timestamps have up to seven decimals, and Python's at most six.
@@ -109,8 +109,11 @@ class ArrivalTrace:
         return list(self.arrivals[:n])
 
 
-def read_trace(name: str) -> ArrivalTrace:
+def read_trace(name: str, limit: int | None = None) -> ArrivalTrace:
     """Read a trace in the format of Azure (CSV) or Mooncake (JSONL); times start at 0.
+
+    Args:
+        limit: read the first requests only; None = all.
 
     Raises:
         UsageError: an invalid file, with line and column or key.
@@ -121,7 +124,11 @@ def read_trace(name: str) -> ArrivalTrace:
     for number, line in read_lines(path, RESPONSE_FILE_BYTES, LINE_BYTES, what="the trace"):
         if not line.strip() or (parse is _azure and number == 1 and _is_header(line, path)):
             continue
+        if len(arrivals) == limit:
+            break
         where = f"{file}:{number}"
+        if reason := MOST_REQUESTS.refusal(len(arrivals) + 1):
+            raise UsageError(f"{where}: too many requests, {reason}; use --requests")
         arrival = parse(line, path, number, where)
         first = first if arrivals else arrival.seconds
         arrival = arrival._replace(seconds=arrival.seconds - first)

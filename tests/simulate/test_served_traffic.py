@@ -120,4 +120,5 @@ def test_simulation_agrees_with_server_of_known_steps(url: str, rate: float) -> 
     times = RequestTimes.of(requests, counts)
     assert times.tokens.sum() / times.seconds == pytest.approx(real["tokens_per_second"], rel=0.15)
     assert times.later.sum() / (times.tokens - 1).sum() == pytest.approx(real["token_seconds"], rel=0.15)
-    assert times.first.mean() == pytest.approx(real["first_token_seconds"], rel=0.25)
+    # HTTP, the prefill and threads that wait for a processor are not simulated.
+    assert 0 < real["first_token_seconds"] - times.first.mean() < 0.1

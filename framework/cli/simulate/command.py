@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ...errors import UsageError, quoted
 from ...util.input_files import kind_of
-from ...util.limits import MOST_DEVICES, MOST_PROMPTS, MOST_REPEATS, MOST_REPLAYED, MOST_ROWS, MOST_TOKENS
+from ...util.limits import MOST_DEVICES, MOST_REPEATS, MOST_REPLAYED, MOST_REQUESTS, MOST_ROWS, MOST_TOKENS
 from ..advise.costs import costs_of
 from ..advise.options import add_costs, check_costs
 from ..cost.options import check_numbers, floats, integer, integers, number, option
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from ...simulate.request import Pool
     from ...simulate.step_cost import StepCost
 
+#: Requests of a simulation by default.
+REQUESTS = 200
 ROUTERS = ("round-robin", "least-loaded")
 #: Policies by default.
 POLICIES = ("off", "static:4", "schedule", "oracle")
@@ -83,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     costs.add_argument("--overhead", type=number, default=0.0, metavar="S", help="further seconds of every step (0)")
     measured = parser.add_argument_group("measurement")
-    measured.add_argument("--requests", type=integer, default=200, metavar="N", help="requests per simulation (200)")
+    measured.add_argument("--requests", type=integer, metavar="N", help="requests per simulation (200; all of a trace)")
     measured.add_argument("--seeds", type=integer, default=8, metavar="N", help="independent simulations (8)")
     measured.add_argument("--slo-first-token", type=number, metavar="S", help="most seconds to the first token")
     measured.add_argument("--slo-token", type=number, metavar="S", help="most seconds per token after the first")
@@ -124,7 +126,7 @@ def main(args: argparse.Namespace) -> int:
             list(policies.values()),
             cost,
             settings,
-            requests=args.requests,
+            requests=args.requests or (MOST_REQUESTS if args.trace else REQUESTS),
             seeds=args.seeds,
             service_level=level,
             replicas=args.replicas,
@@ -144,7 +146,7 @@ def main(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     """Raise UsageError for options that are invalid or cannot be combined."""
     limits = {"gamma": MOST_REPLAYED, "batch_size": MOST_ROWS, "batched_tokens": MOST_TOKENS, "seeds": MOST_REPEATS}
-    limits |= {"replicas": MOST_DEVICES, "requests": MOST_PROMPTS, "concurrency": MOST_ROWS}
+    limits |= {"replicas": MOST_DEVICES, "requests": MOST_REQUESTS, "concurrency": MOST_ROWS}
     check_numbers(args, limits)
     check_costs(args)
     processes = [name for name in ("rate", "trace", "concurrency") if getattr(args, name) is not None]
@@ -173,7 +175,7 @@ def _processes(args: argparse.Namespace) -> list[ArrivalProcess]:
     from ...simulate.arrivals import ClosedLoop, GammaArrivals, read_trace
 
     if args.trace:
-        return [read_trace(args.trace)]
+        return [read_trace(args.trace, args.requests)]
     if args.rate:
         return [GammaArrivals(rate, args.burstiness) for rate in dict.fromkeys(args.rate)]
     return [ClosedLoop(n) for n in dict.fromkeys(args.concurrency)]
