@@ -1,8 +1,8 @@
 """Simulation against measurements: a real llama.cpp server at Poisson rates, and crossdraft's own loop.
 
     pip install -e plugins/crossdraft-llamacpp
-    python benchmarks/simulate_check.py server --server PATH/llama-server --model TARGET.gguf --draft-model DRAFT.gguf \
-        --prompts PROMPTS.jsonl [--loads 0.3,0.6,0.9] [--repeats 2] [--out FILE.json]
+    python benchmarks/simulate_check.py server --prompts PROMPTS.jsonl [--loads 0.3,0.6,0.9] [--repeats 2] --engine \
+        '{name: llama.cpp, executable: PATH/llama-server, model: TARGET.gguf, draft_model: DRAFT.gguf}'
     python benchmarks/simulate_check.py loop --prompts PROMPTS.jsonl [--batch-sizes 1,4,16]
 
 ``server``: a server with and one without the draft model. On each, closed loops of 1, 2, .. requests give the cost
@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from tabulate import tabulate
 
 from crossdraft.framework.advise.cost_tables import read_cost_table
@@ -131,10 +132,8 @@ def run_server(args: argparse.Namespace) -> list[dict[str, Any]]:
     tokenizer = without_weights(args.target, trust_remote_code=False).tokenizer
     prompts = [encode(tokenizer, [prompt.turns[0]]) for prompt in load_prompts(args.prompts, limit=args.limit)]
     args.length = max(map(len, prompts)) + args.max_new_tokens + args.gamma + 8
-    engine = {"name": "llama.cpp", "executable": args.server, "model": args.model, "draft_model": args.draft_model}
-    engine["args"] = ["--threads", str(args.threads)]
     common: dict[str, Any] = {
-        "target": args.target, "engine": engine, "batch_size": args.slots, "verifier": "greedy",
+        "target": args.target, "engine": args.engine, "batch_size": args.slots, "verifier": "greedy",
         "sampling": {"temperature": 0}, "max_new_tokens": args.max_new_tokens,
     }  # fmt: skip
     drafter = {"name": "draft-model", "model": args.drafter_model, "gamma": args.gamma}
@@ -193,9 +192,8 @@ def run_server(args: argparse.Namespace) -> list[dict[str, Any]]:
 def step_cost(name: str, results: Sequence[Sequence[CellResult]]) -> StepCost:
     """The tables of `cost_tables`, read as `crossdraft simulate` reads them."""
     tables = cost_tables([result for part in results for result in part])
-    suffix = "" if name == "off" else "-draft-model"
-    names = ["cost-llama.cpp.csv" if name == "off" else f"step-cost-llama.cpp{suffix}.csv"]
-    names.append(f"prefill-cost-llama.cpp{suffix}.csv")
+    beginnings = ("cost-", "prefill-cost-") if name == "off" else ("step-cost-", "prefill-cost-")
+    names = [[table for table in tables if table.startswith(beginning)][-1] for beginning in beginnings]
     with tempfile.TemporaryDirectory() as folder:
         curves = []
         for table in names:
@@ -324,9 +322,7 @@ def compared(args: argparse.Namespace, run: Path, result: CellResult, curves: Se
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("server", "loop"))
-    parser.add_argument("--server", help="llama-server")
-    parser.add_argument("--model", help="GGUF file of the target")
-    parser.add_argument("--draft-model", help="GGUF file of the draft model")
+    parser.add_argument("--engine", type=yaml.safe_load, help="engine with its options, as in a recipe")
     parser.add_argument("--target", default="smollm2-135m-instruct")
     parser.add_argument("--drafter-model", default="smollm2-draft-model")
     parser.add_argument("--prompts", required=True)
@@ -335,7 +331,6 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--gamma", type=int, default=3)
     parser.add_argument("--slots", type=int, default=4)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--loads", type=lambda text: [float(x) for x in text.split(",")], default=[0.3, 0.6, 0.9])
     parser.add_argument("--batch-sizes", default="1,4,16")
     parser.add_argument("--repeats", type=int, default=1)

@@ -116,8 +116,10 @@ def _prefills(cells: Sequence[CellResult]) -> dict[tuple[int, int], float]:
         if cell.config.batch_size == 1 and len(first) == len(cell.responses):
             prompts += [response["prompt_tokens"] for response in cell.responses]
             seconds += first
-    if len(prompts) < LEAST_STEPS or min(prompts) == max(prompts):
+    if len(prompts) < LEAST_STEPS:
         return {}
+    if min(prompts) == max(prompts):
+        return {(1, prompts[0]): median(seconds)}
     slope = stats.theilslopes(seconds, prompts)[0]
     intercept = median(y - slope * x for x, y in zip(prompts, seconds, strict=True))
     return {(1, n): max(float(intercept + slope * n), 1e-6) for n in (min(prompts), max(prompts))}
