@@ -23,11 +23,11 @@ def as_text(title: str, results: Sequence[PolicyResult], remarks: Remarks) -> st
     parts = [title]
     for arrivals, rows in groupby(results, key=lambda result: result.arrivals):
         parts.append(f"{arrivals}\n\n{_table(list(rows))}")
-    notes = [
-        "B: mean decoding rows of a step; p95: over requests; goodput: requests/s within the service level",
-        "regret: excess of the mean latency over the oracle's [95 % interval over simulations]",
-    ]
-    return "\n\n".join([*parts, "\n".join(notes), "\n".join(remarks.lines())])
+    legend = (
+        "B: mean decoding rows; p95: of requests; goodput: within the service level; regret: excess of the mean latency"
+    )
+    parts.append(f"{legend} over the oracle's")
+    return "\n\n".join([*parts, "\n".join(remarks.lines())])
 
 
 def _table(rows: Sequence[PolicyResult]) -> str:
