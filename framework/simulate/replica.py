@@ -12,7 +12,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle, islice
+from itertools import cycle, groupby, islice
 from typing import Literal
 
 from .policies import StepPolicy
@@ -164,15 +164,13 @@ def simulate(
     events: list[tuple[float, int]] = []  # end of the step of each busy replica
     busy = [False] * replicas
 
-    def admit(request: SimulatedRequest, now: float) -> None:
+    def route(request: SimulatedRequest) -> int:
         if router == "round-robin":
             place = next(turns)
         else:
             place = min(range(replicas), key=lambda i: engines[i].load)
-        request.arrival = now
         engines[place].waiting.append(request)
-        if not busy[place] and not concurrency:
-            start(place, now)
+        return place
 
     def start(place: int, now: float) -> None:
         busy[place] = engines[place].load > 0
@@ -187,16 +185,13 @@ def simulate(
             engines[place].waiting.append(request)
         start(place, now)
 
-    if concurrency:
-        for request in islice(pending, concurrency):
-            admit(request, 0.0)
-        for place in range(replicas):
-            start(place, 0.0)
-    else:
-        for request in pending:
-            while events and events[0][0] <= request.arrival:
-                end_step()
-            admit(request, request.arrival)
+    arriving = islice(pending, concurrency) if concurrency else pending
+    for now, group in groupby(arriving, key=lambda request: request.arrival):
+        while events and events[0][0] < now:
+            end_step()
+        for place in dict.fromkeys([route(request) for request in group]):
+            if not busy[place]:
+                start(place, now)
     while events:
         end_step()
     return counts

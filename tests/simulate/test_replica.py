@@ -56,6 +56,14 @@ def test_queue_of_single_slot_waits_as_long_as_pollaczek_khinchin(load: float) -
     assert result.token_seconds is None
 
 
+def test_requests_of_one_instant_share_a_step() -> None:
+    """Also those that arrive when a step ends."""
+    pool, cost = make_pool([response([0.0], tokens=3)]), StepCost(Linear(1.0))
+    requests = make_requests(pool, [Arrival(0.0), Arrival(0.0), Arrival(2.0)], np.random.default_rng(0))
+    simulate(requests, parse_policy("off", pool, cost, 4), cost, EngineSettings(4))
+    assert [r.first for r in requests] == [1.0, 1.0, 3.0] and [r.last for r in requests] == [3.0, 3.0, 5.0]
+
+
 def test_burstier_arrivals_wait_longer() -> None:
     pool = make_pool([response([0.5], tokens=1)])
     poisson, bursts = (

@@ -69,6 +69,22 @@ def test_csv_and_json_hold_documented_columns(inputs: dict[str, Path], capsys: A
     assert result["requests"] == 160 and result["goodput"] is None
 
 
+def test_options_of_engine_change_its_steps(inputs: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "prefill.csv").write_text("batch_size,width,context,seconds\n1,2,0,5\n1,9,0,5\n", encoding="utf-8")
+    common = ["--concurrency", "1", "--policy", "off", "--json"]
+
+    def seconds(*arguments: str) -> tuple[float, float]:
+        (result,) = json.loads(run(inputs, capsys, *common, *arguments)[1])["results"]
+        return result["first_token_seconds"]["value"], result["token_seconds"]["value"]
+
+    plain, slow = seconds(), seconds("--overhead", "1")
+    assert slow == pytest.approx((plain[0] + 1, plain[1] + 1))
+    prefill = seconds("--prefill-cost", str(tmp_path / "prefill.csv"))
+    assert prefill == pytest.approx((5, plain[1]))
+    loop = seconds("--loop", "crossdraft", "--prefill-cost", str(tmp_path / "prefill.csv"))
+    assert loop == pytest.approx((5 + plain[1], plain[1]))
+
+
 def test_same_seeds_give_same_numbers(inputs: dict[str, Path], capsys: Any) -> None:
     first, second = (run(inputs, capsys, "--rate", "20", "--json")[1] for _ in range(2))
     assert first == second
