@@ -13,6 +13,9 @@ tables, and the acceptance of the responses by replay, and nothing of the measur
 ``loop``: cost curves by `crossdraft cost`, then a run of plain decoding and of a draft model at several batch sizes.
 The simulation gets the curves, the acceptance by replay, and the measured seconds of verification and bookkeeping.
 
+``--clock cpu`` measures all times, arrivals included, in processor time of the server, which runs in one thread
+(``args: [--threads, "1"]``): other programs do not change it. Idle time is skipped.
+
 ``waited``: seconds per second that tasks of the machine waited for a processor while the traffic ran.
 """
 
@@ -21,12 +24,12 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,6 +45,7 @@ from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.cost.curve import CostCurve, Point
 from crossdraft.framework.cost.finished_cells import curves_of, statistics
 from crossdraft.framework.cost.served_cost import cost_tables
+from crossdraft.framework.engines import server
 from crossdraft.framework.engines.server import ServedResponse
 from crossdraft.framework.models.chat import encode
 from crossdraft.framework.recipe.prompts import load_prompts
@@ -69,15 +73,32 @@ def waited() -> float:
 # -- a server ----------------------------------------------------------------------------------------------------
 
 
+class CpuClock:
+    """Seconds of processor time of a process, plus the idle time that was skipped."""
+
+    def __init__(self, pid: int):
+        self._id, self.skipped = (~pid << 3) | 2, 0.0  # as clock_getcpuclockid(3) computes it
+
+    def __call__(self) -> float:
+        return time.clock_gettime(self._id) + self.skipped
+
+
 @contextmanager
-def served(args: argparse.Namespace, config: CellConfig) -> Iterator[EngineCell]:
+def served(args: argparse.Namespace, config: CellConfig) -> Iterator[tuple[EngineCell, Callable[[], float]]]:
+    """A server, and the clock of its responses."""
     target = without_weights(config.target, trust_remote_code=False)
     with tempfile.TemporaryDirectory() as logs:
         cell = EngineCell(config, target, args.length, Path(logs), lambda: None)
+        clock: Callable[[], float] = time.perf_counter
         try:
+            if args.clock == "cpu":
+                assert cell.server._process is not None
+                clock = CpuClock(cell.server._process.pid)
+                server.time = SimpleNamespace(perf_counter=clock, monotonic=time.monotonic, sleep=time.sleep)
             cell.warm_up(32)
-            yield cell
+            yield cell, clock
         finally:
+            server.time = time
             cell.close()
 
 
@@ -87,22 +108,18 @@ def closed_loop(cell: EngineCell, prompts: Sequence[list[int]], concurrency: int
 
 
 def open_loop(
-    cell: EngineCell, prompts: Sequence[list[int]], arrivals: Sequence[float], most: int
+    cell: EngineCell, clock: Callable[[], float], prompts: Sequence[list[int]], arrivals: Sequence[float], most: int
 ) -> tuple[float, list[ServedResponse]]:
     """Send each prompt at its time. Returns the time of the first arrival, and the responses."""
-    responses: dict[int, ServedResponse] = {}
-    start = time.perf_counter() + 0.05
-
-    def send(i: int) -> None:
-        time.sleep(max(start + arrivals[i] - time.perf_counter(), 0))
-        responses[i] = cell.server.complete(prompts[i], most)
-
-    threads = [threading.Thread(target=send, args=(i,)) for i in range(len(prompts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return start + arrivals[0], [responses[i] for i in range(len(prompts))]
+    start, running = clock() + 0.05 - arrivals[0], []
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        for prompt, arrival in zip(prompts, arrivals, strict=True):
+            while clock() < start + arrival:
+                if isinstance(clock, CpuClock) and all(future.done() for future in running):
+                    clock.skipped += max(start + arrival - clock(), 0)
+                time.sleep(0.001)
+            running.append(pool.submit(cell.server.complete, prompt, most))
+        return start + arrivals[0], [future.result() for future in running]
 
 
 def measure_costs(
@@ -149,16 +166,18 @@ def run_server(args: argparse.Namespace) -> list[dict[str, Any]]:
         costs: dict[str, list[list[CellResult]]] = {}
         measured = []
         for name, config in configs.items():
-            with served(args, config) as cell:
+            with served(args, config) as (cell, clock):
                 costs[name] = [measure_costs(cell, config, prompts, args)]
                 most = capacity(costs[name][0])
                 for load, chosen, gap in zip(args.loads, order, gaps, strict=True):
                     arrivals, before = gap / (load * most), (waited(), time.perf_counter())
                     sent = [prompts[i] for i in chosen]
-                    start, responses = open_loop(cell, sent, arrivals, args.max_new_tokens)
+                    start, responses = open_loop(cell, clock, sent, arrivals, args.max_new_tokens)
                     share = (waited() - before[0]) / (time.perf_counter() - before[1])
                     measured.append((name, load, load * most, start, arrivals, sent, responses, share))
-                costs[name].append(measure_costs(cell, config, prompts, args))
+                costs[name].append(
+                    measure_costs(cell, config, prompts, args) if args.clock == "wall" else costs[name][0]
+                )
         for name, load, rate, start, arrivals, sent, responses, share in measured:
             row = {"repeat": repeat, "policy": name, "load": load, "rate": rate, "waited": share}
             cost = [
@@ -323,6 +342,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("server", "loop"))
     parser.add_argument("--engine", type=yaml.safe_load, help="engine with its options, as in a recipe")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="clock of ``server`` (wall)")
     parser.add_argument("--target", default="smollm2-135m-instruct")
     parser.add_argument("--drafter-model", default="smollm2-draft-model")
     parser.add_argument("--prompts", required=True)
