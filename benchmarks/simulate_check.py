@@ -175,16 +175,16 @@ def run_server(args: argparse.Namespace) -> list[dict[str, Any]]:
                     start, responses = open_loop(cell, clock, sent, arrivals, args.max_new_tokens)
                     share = (waited() - before[0]) / (time.perf_counter() - before[1])
                     measured.append((name, load, load * most, start, arrivals, sent, responses, share))
-                costs[name].append(
-                    measure_costs(cell, config, prompts, args) if args.clock == "wall" else costs[name][0]
-                )
+                costs[name].append(measure_costs(cell, config, prompts, args))
         for name, load, rate, start, arrivals, sent, responses, share in measured:
             row = {"repeat": repeat, "policy": name, "load": load, "rate": rate, "waited": share}
             cost = [
                 step_cost(name, [costs["off"][i], costs[name][i]] if name != "off" else [costs["off"][i]])
                 for i in range(2)
             ]
-            row["drift"] = cost[1].target.seconds(args.slots, 1, 0) / cost[0].target.seconds(args.slots, 1, 0)
+            width = 1 if name == "off" else args.gamma + 1
+            row["costs"] = [[c.target.seconds(b, width, 0) for b in args.concurrency] for c in cost]
+            row["drift"] = float(np.mean(np.divide(row["costs"][1], row["costs"][0])))
             pool = replayed(args, sent, responses)
             first = np.array([r.sent + r.steps[0].seconds for r in responses])
             last = np.array([r.sent + r.steps[-1].seconds for r in responses])
