@@ -104,6 +104,10 @@ class Engine(ABC):
         """The drafter whose name in the engine is ``method``, or an empty string."""
         return next((name for name, theirs in cls.methods.items() if theirs == method), "")
 
+    def counters_of(self, drafter: str) -> CounterDefinition | None:
+        """Definition of the counters if ``drafter`` drafts; by default the same for all."""
+        return self.counters
+
     def cannot(self, acceptance: Acceptance) -> str | None:
         """The reason why the engine does not support this pair, a clause such as "it has no ..."; None if it does.
 
