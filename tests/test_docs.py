@@ -33,7 +33,7 @@ from tiny_models import save_model
 from crossdraft import hookimpl, load_model
 from crossdraft.drafters.heads.eagle3 import Eagle3Head
 from crossdraft.drafters.heads.eagle_weights import make_config
-from crossdraft.drafters.heads.medusa_weights import MedusaHeads, save_heads
+from crossdraft.drafters.heads.medusa.weights import MedusaHeads, save_heads
 from crossdraft.framework.bench.matrix import load_recipe
 from crossdraft.framework.cli.main import main
 from crossdraft.framework.plugins import manager

@@ -13,7 +13,7 @@ pytest.importorskip("uvicorn", reason="the endpoint needs the extra serve")
 from server_thread import serving
 
 from crossdraft.framework import plugins
-from crossdraft.framework.bench.engine_cell import piece_of, served_flags
+from crossdraft.framework.bench.cells.engine_cell import piece_of, served_flags
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.cost.served_cost import cost_tables
 from crossdraft.framework.engines.server import ServedResponse, ServedStep, _grouped

@@ -131,7 +131,7 @@ def check_cell(
 
 def counted(config: CellConfig, scrapes: Path, responses: int) -> float | None:
     """Accepted tokens between two scrapes of a server's counters; None if it has none, or they miss responses."""
-    from ...bench.engine_cell import AFTER, BEFORE, RESPONSES
+    from ...bench.cells.engine_cell import AFTER, BEFORE, RESPONSES
     from ...engines.engine_log import Source
     from ...engines.prometheus import samples, since
 

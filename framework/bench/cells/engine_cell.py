@@ -18,19 +18,19 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from .. import plugins
-from ..contracts.models import LoadedModel
-from ..contracts.steps import Response, SequenceStep
-from ..engine.stopwatch import PHASES
-from ..engines.acceptance import Acceptance
-from ..engines.engine import Range, Schedule
-from ..engines.server import EngineServer, ServedCell, ServedResponse
-from ..errors import UsageError
-from ..metrics.pieces import PREFILL, Piece
-from ..models.digests import model_sha256
-from ..models.resolve import resolve
-from ..recipe.recipe import CellConfig
-from ..runs.run_directory import PieceResult
+from ... import plugins
+from ...contracts.models import LoadedModel
+from ...contracts.steps import Response, SequenceStep
+from ...engine.stopwatch import PHASES
+from ...engines.acceptance import Acceptance
+from ...engines.engine import Range, Schedule
+from ...engines.server import EngineServer, ServedCell, ServedResponse
+from ...errors import UsageError
+from ...metrics.pieces import PREFILL, Piece
+from ...models.digests import model_sha256
+from ...models.resolve import resolve
+from ...recipe.recipe import CellConfig
+from ...runs.run_directory import PieceResult
 from .cell_runner import PieceRunner, drafter_of
 from .conversations import Conversation
 
@@ -94,12 +94,12 @@ def _servable(config: CellConfig, directory: Path) -> str:
     resolved = resolve(name, heads=True)
     if config.drafter.name not in plugins.entries("trainers"):
         return str(resolved.path)
-    from ..models.shared_embedding import shared_embedding_of
+    from ...models.shared_embedding import shared_embedding_of
 
     trainer = plugins.get("trainers", config.drafter.name)
     if config.drafter.name == "draft-model" and shared_embedding_of(resolved.path) is None:
         return str(resolved.path)
-    from ..models.load import load_model
+    from ...models.load import load_model
 
     out = directory / "draft-model"
     out.mkdir(parents=True, exist_ok=True)
