@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import UsageError
-from ..trust_args import add_trust_argument, trusted
+from ..options.trust import add_trust_argument, trusted
 
 if TYPE_CHECKING:
     from .checks import CellCheck
