@@ -13,7 +13,7 @@ from ...report.load_run import FinishedRun, read_runs
 from ...report.markdown import MARK, page
 from ...util.extras import need
 from ...util.output_files import check_output, writing_output
-from ..run_args import add_force, add_runs
+from ..options.run import add_force, add_runs
 from ..serve import listen
 from .engine_settings import engine_settings
 

@@ -13,7 +13,7 @@ from ...util.limits import MOST_DEVICES, MOST_REPEATS, MOST_REPLAYED, MOST_REQUE
 from ..advise.costs import costs_of
 from ..advise.options import add_costs, check_costs
 from ..cost.options import check_numbers, floats, integer, integers, number, option
-from ..trust_args import add_trust_argument, trusted_with_drafter
+from ..options.trust import add_trust_argument, trusted_with_drafter
 
 if TYPE_CHECKING:
     from ...advise.caveats import Remarks
