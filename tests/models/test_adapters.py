@@ -276,7 +276,7 @@ def test_unsupported_use_raises(base: Path, adapter: Path, monkeypatch: Any) -> 
         resolve(name, heads=True)
     served: Any = SimpleNamespace(target=name, is_baseline=True, engine=SimpleNamespace(name="vllm"))
     with pytest.raises(
-        UsageError, match="the engine vllm loads the weights itself, without an adapter; use .*base, or"
+        UsageError, match=r"the engine vllm loads the weights itself, without an adapter; use .*base, or"
     ):
         engine_cell.check(served)
     drafted: Any = SimpleNamespace(model=name)
