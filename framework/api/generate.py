@@ -83,7 +83,9 @@ def pair_decoder(
     if target.context_length is not None:
         sequence = min(sequence, target.context_length)
     slot = slot_length(sequence, [pair[0]], sampling)
-    lm = make_slots(target, batch_size, slot)
+    # Without drafts no token is rejected, so models that cannot drop tokens from their caches can be decoded, too.
+    plain = traits_of("drafters", *pair[0], sampling).nodes == 0
+    lm = scoring_slots(target, batch_size, slot, make_slots) if plain else make_slots(target, batch_size, slot)
     context = TargetContext.of(target, lm, sampling, slot=slot, sequence=sequence, load=load)
     return build_decoder(
         context, *pair, eos=target.eos_token_ids, max_new_tokens=max_new_tokens, rng=CounterRng(seed), **options
