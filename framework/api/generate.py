@@ -22,6 +22,7 @@ from ..engine.decoder import Decoder
 from ..engine.structural_checks import check_prompt
 from ..errors import UsageError
 from ..lm.layer_surgery import own_modules
+from ..lm.slots.recomputing_lm import scoring_slots
 from ..models.grammar import compile_constraint
 from ..models.load import load_model
 from .build import (
@@ -35,6 +36,7 @@ from .build import (
     load_draft_model,
     make_slots,
     slot_length,
+    traits_of,
 )
 from .constrain import per_input_constraints
 from .generate_args import (

@@ -102,7 +102,7 @@ class AttentionMasks:
         full = self._mask(allowed)
         if self._window is None and self._chunk is None:
             return full
-        masks = {"full_attention": full, "hybrid": full, **_NO_MASKS}
+        masks = {"full_attention": full, "hybrid": full, "indexed_attention": full, **_NO_MASKS}
         keys = visibility.key_positions
         if keys is None:
             keys = self.slots[None, : allowed.shape[-1]]

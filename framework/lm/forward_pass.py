@@ -20,6 +20,7 @@ from .kv_cache import KVCache, WritePlan
 from .recurrent.recurrent_cache import new_cache
 from .recurrent.recurrent_layers import keep_states, prepare
 from .small_batch_linear import speed_up_small_batches
+from .sparse_attention import select_all
 
 #: True if ``output_hidden_states`` takes a selection of layers; transformers before 5.23 numbers them differently.
 SELECTS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
@@ -55,6 +56,7 @@ class ForwardPass:
         model.eval()
         speed_up_small_batches(model)
         prepare(model)
+        select_all(model)
         config, device = text_config(model), input_device(model)
         dims = ModelDims(
             vocab_size=model.get_output_embeddings().weight.shape[0],
