@@ -73,8 +73,8 @@ class TransformersLM(RaggedLM):
             )
         if "shared" in (getattr(text_config(self.model), "indexer_types", None) or ()):
             raise ModelError(
-                f"{type(self.model).__name__} has layers that reuse the keys which an earlier layer selected, so some of "
-                "its layers cannot be run alone; use a drafter with a model of its own"
+                f"{type(self.model).__name__} has layers that reuse the keys which an earlier layer selected, so some "
+                "of its layers cannot be run alone; use a drafter with a model of its own"
             )
         fork = LayerFork(self, layers, no_attention, no_mlp, embeddings=embeddings)
         self.register_fork(fork)

@@ -181,6 +181,7 @@ plain model (one prompt at a time, no padding, no cache), or the model is reject
 record them, sliding windows, tied and untied embeddings, and rotary positions of type linear, dynamic, yarn, llama3 and
 longrope, each where the architecture has it. {recurrent} of them have recurrent layers: chains and trees are exact for
 each; their passes are not recorded into CUDA graphs, and drafters that run some of the target's layers are refused.
+Sparse attention is exact up to the number of keys that it selects; longer slots are refused.
 
 A model of a class that is not on this page (a newer one, or one with its own code) is tried when its slots are
 created: seven tiny passes compare a ragged batch with a tree to the plain model. It is rejected if they differ. A trial
