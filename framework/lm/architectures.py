@@ -19,9 +19,9 @@ from transformers.modeling_utils import PreTrainedModel
 
 from ..contracts.draft import on_device
 from ..errors import ModelError
-from .flex_attention import FLEX, refusals
+from .attention.flex import FLEX, refusals
+from .attention.sparse import indexers, selected_keys
 from .recurrent.recurrent_layers import SUPPORTED, recurrent_modules
-from .sparse_attention import indexers, selected_keys
 
 _EXACT = """
 AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM AriaTextForCausalLM AXK1ForCausalLM BeamForCausalLM

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from ..util.tensors import ancestor_mask
 from .architectures import sliding_window
-from .flex_attention import FLEX, block_mask
+from .attention.flex import FLEX, block_mask
 
 #: Recurrent layers, by their type.
 _NO_MASKS = {"conv": None, "linear_attention": None}

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from ..models.placement import input_device
 from .architectures import text_config
-from .attention import own_attention
+from .attention.sdpa import own_attention
+from .attention.sparse import select_all
 from .attention_masks import AttentionMasks, Visibility
 from .cuda_graphs import Outputs
 from .kv_cache import KVCache, WritePlan
 from .recurrent.recurrent_cache import new_cache
 from .recurrent.recurrent_layers import keep_states, prepare
 from .small_batch_linear import speed_up_small_batches
-from .sparse_attention import select_all
 
 #: True if ``output_hidden_states`` takes a selection of layers; transformers before 5.23 numbers them differently.
 SELECTS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)

@@ -16,9 +16,9 @@ from tiny_architectures import tiny
 from tiny_models import generated
 
 from crossdraft.framework.errors import ModelError
-from crossdraft.framework.lm import sparse_attention
+from crossdraft.framework.lm.attention import sparse
+from crossdraft.framework.lm.attention.sparse import indexers, selected_keys
 from crossdraft.framework.lm.recurrent.recurrent_layers import SUPPORTED
-from crossdraft.framework.lm.sparse_attention import indexers, selected_keys
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 FOUR = [*PROMPTS, [40, 41, 42, 43, 44]]
@@ -49,12 +49,12 @@ def test_logits_match_the_model(model_type: str, prompts: Sequence[list[int]]) -
 @pytest.mark.parametrize("model_type", FEW)
 def test_missing_key_is_detected(model_type: str, monkeypatch: Any) -> None:
     """Mistake: the last slots of a pass are not selected."""
-    for name, (select, keys) in dict(sparse_attention.INDEXERS).items():
+    for name, (select, keys) in dict(sparse.INDEXERS).items():
 
         def fewer(module: Any, arguments: Any, kv_len: int, select: Any = select) -> torch.Tensor:
             return select(module, arguments, max(kv_len - 8, 1))
 
-        monkeypatch.setitem(sparse_attention.INDEXERS, name, (fewer, keys))  # type: ignore[arg-type]
+        monkeypatch.setitem(sparse.INDEXERS, name, (fewer, keys))  # type: ignore[arg-type]
     assert disagreement(make_model(model_type), prompts=FOUR) > 0.1
 
 

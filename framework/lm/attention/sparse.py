@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .recurrent.recurrent_layers import plain_signature
+from ..recurrent.recurrent_layers import plain_signature
 
 
 def _all_keys(module: Any, arguments: Mapping[str, Any], kv_len: int) -> Tensor:
