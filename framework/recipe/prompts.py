@@ -23,11 +23,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
 from .. import plugins
-from ..contracts.constraint import Constraint, checked_constraint
 from ..contracts.hookspecs import Register, hookimpl
 from ..errors import UnknownNameError, UsageError, first_line, printable, quoted
 from ..util.input_files import (
@@ -44,6 +43,9 @@ from ..util.input_files import (
 )
 from ..util.limits import LINE_BYTES, MOST_NAME, MOST_PROMPTS, PROMPT_FILE_BYTES, TABLE_BYTES
 from .conversations import FORMS, turns_of
+
+if TYPE_CHECKING:
+    from ..contracts.constraint import Constraint
 
 logger = logging.getLogger(__name__)
 
@@ -358,8 +360,16 @@ def _prompt(place: str, row: Any, index: int) -> Prompt | None:
         turns=tuple(turns),
         reference=reference or _reference(place, row),
         index=index,
-        constraint=checked_constraint(row.get("constraint"), f"{place}: constraint"),
+        constraint=_constraint(place, row.get("constraint")),
     )
+
+
+def _constraint(place: str, value: Any) -> Constraint | None:
+    if value is None:
+        return None
+    from ..contracts.constraint import checked_constraint  # it imports pydantic
+
+    return checked_constraint(value, f"{place}: constraint")
 
 
 def _question_id(place: str, row: Mapping[str, Any], index: int) -> int | str:
