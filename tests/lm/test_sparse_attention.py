@@ -10,7 +10,7 @@ import torch
 import transformers
 from architecture_checks import disagreement, plain
 from architecture_variants import OWN
-from architecture_walk import TOLERANCE
+from architecture_walk import SAME, TOLERANCE, RecordedLM, outcome
 from oracle_trees import NEW, PROMPTS
 from tiny_architectures import tiny
 from tiny_models import generated
@@ -44,6 +44,13 @@ def test_logits_match_the_model(model_type: str, prompts: Sequence[list[int]]) -
     model = make_model(model_type)
     assert selected_keys(model) == 64
     assert disagreement(model, steps=6, chains=3, prompts=prompts) < TOLERANCE
+
+
+@pytest.mark.parametrize("model_type", FEW)
+def test_eager_attention_and_recorded_passes_are_exact(model_type: str) -> None:
+    changes = OWN[model_type][SPARSE[model_type]]
+    assert outcome(model_type, changes | {"attn_implementation": "eager"}) == SAME
+    assert outcome(model_type, changes, RecordedLM) == SAME
 
 
 @pytest.mark.parametrize("model_type", FEW)

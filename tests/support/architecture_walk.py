@@ -88,11 +88,11 @@ def outcomes(model_type: str) -> dict[str, str]:
     for label, changes in (OWN.get(model_type, {}) | more).items():
         results[label] = outcome(model_type, changes)
     if results[""] == SAME and not recurrent_modules(tiny(config_class)):
-        results["recorded"] = outcome(model_type, {}, _RecordedLM)
+        results["recorded"] = outcome(model_type, {}, RecordedLM)
     return {label: result for label, result in results.items() if result is not None}
 
 
-class _RecordedLM(ReplayingLM):
+class RecordedLM(ReplayingLM):
     """Passes as CUDA graphs replay them: they attend over more slots than they need."""
 
     def forward(self, *arguments: Any, **inputs: Any) -> Any:
