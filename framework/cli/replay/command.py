@@ -14,7 +14,7 @@ from ...metrics.counter_definitions import DEFINITIONS
 from ...util.limits import MOST_REPLAYED, MOST_SEQUENCES
 from ...util.output_files import check_output
 from ..baseline_responses import log
-from ..run_args import add_force
+from ..run_args import add_force, add_segment
 from ..sampling_args import sampling_from
 from ..trust_args import add_trust_argument, strings_in, trusted_with_drafter
 
@@ -62,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=tuple(DEFINITIONS),
         help="also compute the counters that this engine would report for the responses (docs/engines.md)",
     )
+    add_segment(parser)
     parser.add_argument("--k", metavar="LIST", help="numbers of i.i.d. sequences (default: the drafter's K)")
     parser.add_argument(
         "--target",
@@ -100,6 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Return 0. Raises UsageError (exit status 2) for a source, drafter or verifier that cannot be replayed."""
+    from ...models.segments import Segments
     from ...recipe.recipe import Strategy
     from ...replay.replay import MARK, replay
     from ...replay.responses import Reader
@@ -157,8 +159,9 @@ def main(args: argparse.Namespace) -> int:
                 f"--as {args.engine}: drafter '{candidate.title}' drafts several sequences, and engines count one; "
                 "use --k 1"
             )
+    segments = Segments.parse(args.segment, reader.tokenizer("--segment")).of if args.segment else None
     all_responses = check_same_sampling(chain([first], responses), sampling)
-    result = replay(all_responses, candidates, out, definition=definition)
+    result = replay(all_responses, candidates, out, definition=definition, segments=segments)
     if result.log_p.warning:
         log(f"warning: {result.log_p.warning}")
     if args.json:
