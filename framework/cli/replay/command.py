@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from ..trust_args import add_trust_argument, strings_in, trusted_with_drafter
 
 if TYPE_CHECKING:
     from ...contracts.sampling import Sampling
+    from ...replay.replay import ReplayResult
     from ...replay.response import Response
 
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
@@ -66,9 +67,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--k", metavar="LIST", help="numbers of i.i.d. sequences (default: the drafter's K)")
     parser.add_argument(
         "--target",
-        default="",
+        action="append",
+        default=[],
         metavar="MODEL",
-        help="target, for its tokenizer and its log-probabilities",
+        help="target, for its tokenizer and its log-probabilities; several are checkpoints in order, each with its "
+        "own responses as SOURCE (repeatable)",
+    )
+    parser.add_argument(
+        "--drop",
+        type=float,
+        default=0.05,
+        metavar="D",
+        help="with several targets: relative loss of block efficiency that is too large (0.05)",
     )
     for name, kind in (("temperature", float), ("top-k", int), ("top-p", float), ("min-p", float)):
         parser.add_argument(f"--{name}", type=kind, help="sampling parameter of responses that do not record it")
@@ -101,40 +111,62 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Return 0. Raises UsageError (exit status 2) for a source, drafter or verifier that cannot be replayed."""
-    from ...models.segments import Segments
     from ...recipe.recipe import Strategy
-    from ...replay.replay import MARK, replay
-    from ...replay.responses import Reader
-    from .candidates import candidates_of
+    from ...replay.replay import MARK
+    from .checkpoints import checkpoints_of
     from .output import as_csv, as_json, tables
 
-    gammas = _numbers("--gamma", args.gamma, MOST_REPLAYED)
-    ks = _numbers("--k", args.k, MOST_SEQUENCES) if args.k is not None else ()
     for name in ("limit", "prompt_tokens", "tokens"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    out = None
+    if not 0 < args.drop < 1:
+        raise UsageError(f"--drop must be above 0 and below 1, got {args.drop:g}; 0.05 is 5 %")
+    out, targets = None, args.target or [""]
     if args.out is not None:
         drafters = [Strategy.parse(text, "--drafter").config for text in args.drafter]
-        inputs = [*args.sources, args.target, *strings_in(drafters)]
+        inputs = [*args.sources, *targets, *strings_in(drafters)]
         out = check_output(args.out, "--out", inputs=inputs, mark=MARK, force=args.force)
+    if len(targets) > 1:
+        print(checkpoints_of(args, _replay))
+        return 0
+    result, sampling, assumed = _replay(args, args.sources, targets[0], out)
+    if args.json:
+        print(as_json(result, sampling, assumed))
+    elif args.csv:
+        print(as_csv(result), end="")
+    else:
+        print(tables(result, sampling, assumed))
+    return 0
+
+
+def _replay(
+    args: argparse.Namespace, sources: Sequence[str], target: str, out: Path | None = None
+) -> tuple[ReplayResult, Sampling | None, Mapping[str, int]]:
+    """Replay the responses of ``sources``: the result, their sampling parameters and the assumptions made."""
+    from ...models.segments import Segments
+    from ...replay.replay import replay
+    from ...replay.responses import Reader
+    from .candidates import candidates_of
+
+    gammas = _numbers("--gamma", args.gamma, MOST_REPLAYED)
+    ks = _numbers("--k", args.k, MOST_SEQUENCES) if args.k is not None else ()
     sampling = _sampling(args)
     consent = trusted_with_drafter(args, args.target)
     reader = Reader(
-        target=args.target,
+        target=target,
         sampling=sampling,
         processed=args.logprobs == "processed",
-        trust_remote_code=args.target in consent,
+        trust_remote_code=target in consent,
         prompt_tokens=args.prompt_tokens,
         tokens=args.tokens,
         split=args.split,
         column=args.column,
         limit=args.limit,
     )
-    responses = reader.read(args.sources)
+    responses = reader.read(sources)
     first = next(responses, None)
     if first is None:
-        raise UsageError(f"{', '.join(map(quoted, args.sources))}: no responses to replay")
+        raise UsageError(f"{', '.join(map(quoted, sources))}: no responses to replay")
     sampling = sampling or first.sampling
     definition = DEFINITIONS.get(args.engine)
     policies = args.policy or ["static"]
@@ -146,7 +178,7 @@ def main(args: argparse.Namespace) -> int:
         gammas,
         ks=ks,
         sampling=sampling,
-        target=args.target or reader.target,
+        target=target or reader.target,
         policies=policies,
         dtype=args.dtype,
         device=args.device,
@@ -164,13 +196,7 @@ def main(args: argparse.Namespace) -> int:
     result = replay(all_responses, candidates, out, definition=definition, segments=segments)
     if result.log_p.warning:
         log(f"warning: {result.log_p.warning}")
-    if args.json:
-        print(as_json(result, sampling, reader.assumed))
-    elif args.csv:
-        print(as_csv(result), end="")
-    else:
-        print(tables(result, sampling, reader.assumed))
-    return 0
+    return result, sampling, reader.assumed
 
 
 def _sampling(args: argparse.Namespace) -> Sampling | None:

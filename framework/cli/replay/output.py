@@ -34,7 +34,7 @@ def differences(result: ReplayResult, key: Key) -> dict[str, tuple[str, Estimate
     tally, pairs = candidate.tallies[verifier, k], {}
     first = next(iter(candidate.tallies))
     if first != (verifier, k):
-        pairs["verifier"] = (_verifier_title(*first), difference(tally, gamma, candidate.tallies[first], gamma))
+        pairs["verifier"] = (verifier_title(*first), difference(tally, gamma, candidate.tallies[first], gamma))
     other = result.candidates[0]
     if other is not candidate and (verifier, k) in other.tallies and gamma in other.gammas:
         pairs["drafter"] = (other.title, difference(tally, gamma, other.tallies[verifier, k], gamma))
@@ -44,7 +44,7 @@ def differences(result: ReplayResult, key: Key) -> dict[str, tuple[str, Estimate
     return pairs
 
 
-def _verifier_title(verifier: str, k: int) -> str:
+def verifier_title(verifier: str, k: int) -> str:
     return verifier if k == 1 else f"{verifier}, K = {k}"
 
 
@@ -96,7 +96,7 @@ def _efficiency(result: ReplayResult) -> str:
         numbers.append(f"{bound}{row.target_rows_per_token:.2f}")
         kinds = ("verifier", "drafter", "gamma")
         cells = [estimate_text(by_kind[kind][1], "+") if kind in by_kind else "" for kind in kinds]
-        titles = [candidate.title, _verifier_title(verifier, k), str(gamma)]
+        titles = [candidate.title, verifier_title(verifier, k), str(gamma)]
         rows.append([*titles, estimate_text(row.block_efficiency), *numbers, *cells])
     columns_used = [i for i in range(len(columns)) if i < 8 or any(row[i] for row in rows)]
     headers = list(columns)
@@ -114,9 +114,7 @@ def _acceptance(result: ReplayResult) -> str:
             row = tally.row(candidate.gammas[-1])
             deepest = max(deepest, row.gamma)
             for name, values in (("marginal", row.marginal), ("conditional", row.conditional)):
-                rows.append(
-                    [candidate.title, _verifier_title(verifier, k), name, *(f"{value:.3f}" for value in values)]
-                )
+                rows.append([candidate.title, verifier_title(verifier, k), name, *(f"{value:.3f}" for value in values)])
     columns = {"drafter": "left", "verifier": "left", "Pr(tau >= i)": "left"}
     columns |= {str(i): "right" for i in range(1, deepest + 1)}
     return tabulated(columns, [row + [""] * (len(columns) - len(row)) for row in rows], "simple")
@@ -169,7 +167,7 @@ def _categories(result: ReplayResult) -> str:
         gamma = candidate.gammas[-1]
         for (verifier, k), tally in candidate.tallies.items():
             estimates = [estimate_text(_category_estimate(tally, gamma, name)) for name in names]
-            rows.append([candidate.title, _verifier_title(verifier, k), str(gamma), *estimates])
+            rows.append([candidate.title, verifier_title(verifier, k), str(gamma), *estimates])
     return tabulated(columns, rows, "simple")
 
 
@@ -183,7 +181,7 @@ def _segments(result: ReplayResult) -> str:
             steps = candidate.tallies[verifier, k].row(gamma).steps
             for name, row in _rows_of_segments(tally, gamma).items():
                 share = f"{100 * result.segment_tokens[name] / total:.0f} %"
-                cells = [candidate.title, _verifier_title(verifier, k), str(gamma), name, share]
+                cells = [candidate.title, verifier_title(verifier, k), str(gamma), name, share]
                 cells += [f"{100 * row.steps / steps:.0f} %", estimate_text(row.block_efficiency)]
                 other = segment_difference(tally, gamma, name, ANSWER) if name != ANSWER else None
                 rows.append([*cells, f"{row.marginal[0]:.3f}" if row.marginal else "", estimate_text(other, "+")])
@@ -227,7 +225,7 @@ def as_json(result: ReplayResult, sampling: Sampling | None, assumed: Mapping[st
             "responses": result.responses,
             "tokens": result.tokens,
             "prompts": len(result.groups.category),
-            "prompt_ids": [name for _, name in sorted(_numbered(result.groups))],
+            "prompt_ids": prompt_names(result.groups),
             "sampling": sampling.model_dump() if sampling else None,
             "assumed": dict(assumed),
             "segments": dict(result.segment_tokens),
@@ -239,11 +237,13 @@ def as_json(result: ReplayResult, sampling: Sampling | None, assumed: Mapping[st
     )
 
 
-def _numbered(groups: PromptGroups) -> Iterator[tuple[int, str]]:
-    """The number and name of each prompt, or of the first prompt of its group."""
+def prompt_names(groups: PromptGroups) -> list[str]:
+    """Category and name of each prompt, or of the first prompt of its group, in the order of the groups."""
+    names = [""] * len(groups.category)
     for category, members in groups.by_category.items():
         for name, number in members.items():
-            yield number, f"{category}: {name}"
+            names[number] = f"{category}: {name}"
+    return names
 
 
 def as_csv(result: ReplayResult) -> str:
