@@ -69,7 +69,8 @@ class Candidate:
             None = `DraftScores.lengths`.
         steps: computes `Steps` from acceptance; depends on the length policy.
         tallies: results by verifier and K; ``by_segment``: those by segment of the responses, if it was requested.
-        counts: counters of an engine by verifier and draft length, if they were requested.
+        counts: counters of an engine by verifier and draft length, if they were requested; ``variants``: those by
+            other definitions, in the order of the request.
     """
 
     title: str
@@ -82,6 +83,7 @@ class Candidate:
     tallies: dict[tuple[str, int], Tally] = field(default_factory=dict)
     by_segment: dict[tuple[str, int], Tally] = field(default_factory=dict)
     counts: dict[tuple[str, int], EngineCounts] = field(default_factory=dict)
+    variants: dict[tuple[str, int], list[EngineCounts]] = field(default_factory=dict)
 
     @property
     def depth(self) -> int:
@@ -108,6 +110,7 @@ class ReplayResult:
     by_prompt: bool = False
     log_p: RecordedLogP = field(default_factory=RecordedLogP)
     definition: CounterDefinition | None = None
+    variants: Sequence[CounterDefinition] = ()
 
 
 def verifiers_for(
@@ -147,6 +150,7 @@ def replay(
     out: Path | None = None,
     by_prompt: bool = False,
     definition: CounterDefinition | None = None,
+    variants: Sequence[CounterDefinition] = (),
     segments: Callable[[Sequence[int], Sequence[int]], Sequence[str]] | None = None,
 ) -> ReplayResult:
     """Replay ``candidates`` on ``responses``, which are iterated once.
@@ -156,13 +160,16 @@ def replay(
             Pr(tau >= i | the rest of the response) for i = 1, 2, .. of a step that starts there.
         by_prompt: keep acceptance by prompt, see `Tally.by_prompt`.
         definition: also compute the counters of this engine, see `Candidate.counts`.
+        variants: other definitions to compute the counters by, see `Candidate.variants`.
         segments: the segment of each token of a response, from prompt and tokens, for `Candidate.by_segment`.
 
     Raises:
         UsageError: without responses, several sequences with ``definition``, and for errors of the sources and
             candidates.
     """
-    result = ReplayResult(list(candidates), PromptGroups(), by_prompt=by_prompt, definition=definition)
+    result = ReplayResult(
+        list(candidates), PromptGroups(), by_prompt=by_prompt, definition=definition, variants=variants
+    )
     remaining, *others = tee(responses, 1 + 2 * len(candidates))
     if definition is not None:
         others = [
@@ -234,7 +241,7 @@ def _add(
             at_least = [dict.fromkeys(ks, item) for item in point_mass]
         for k in ks:
             if result.definition is not None:
-                _count(result.definition, candidate, verifier, window, [item[k] for item in at_least], lengths)
+                _count(result, candidate, verifier, window, [item[k] for item in at_least], lengths)
             if k not in steps:
                 acceptances = [
                     StepAcceptance(values[k][: len(drafted)], drafted, response.limit)
@@ -267,17 +274,21 @@ def _of_segments(
 
 
 def _count(
-    definition: CounterDefinition,
+    result: ReplayResult,
     candidate: Candidate,
     verifier: str,
     window: Sequence[Response],
     at_least: Sequence[np.ndarray],
     lengths: Sequence[np.ndarray],
 ) -> None:
+    definition = result.definition
+    assert definition is not None
     for gamma in candidate.gammas:
         counts = candidate.counts.setdefault((verifier, gamma), EngineCounts(definition, gamma))
-        for response, values, drafted in zip(window, at_least, lengths, strict=True):
-            counts.add(values, drafted, len(response.tokens), response.limit)
+        others = [EngineCounts(other, gamma) for other in result.variants]
+        for each in (counts, *candidate.variants.setdefault((verifier, gamma), others)):
+            for response, values, drafted in zip(window, at_least, lengths, strict=True):
+                each.add(values, drafted, len(response.tokens), response.limit)
 
 
 class _Positions:

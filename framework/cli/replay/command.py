@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from ..trust_args import add_trust_argument, strings_in, trusted_with_drafter
 
 if TYPE_CHECKING:
     from ...contracts.sampling import Sampling
+    from ...metrics.counter_definitions import CounterDefinition
     from ...replay.replay import ReplayResult
     from ...replay.response import Response
 
@@ -60,8 +61,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--as",
         dest="engine",
+        action="append",
+        default=[],
         choices=tuple(DEFINITIONS),
-        help="also compute the counters that this engine would report for the responses (docs/engines.md)",
+        help="also compute the counters that this engine would report for the responses (docs/engines.md); several "
+        "with --counted (repeatable)",
+    )
+    parser.add_argument(
+        "--counted",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="log or scrape of the engine of --as while it decoded SOURCE: compare its counters and name the cause of "
+        "a difference (repeatable, with a SOURCE and --as each)",
     )
     add_segment(parser)
     parser.add_argument("--k", metavar="LIST", help="numbers of i.i.d. sequences (default: the drafter's K)")
@@ -114,6 +126,7 @@ def main(args: argparse.Namespace) -> int:
     from ...recipe.recipe import Strategy
     from ...replay.replay import MARK
     from .checkpoints import checkpoints_of
+    from .counted import counted_of
     from .output import as_csv, as_json, tables
 
     for name in ("limit", "prompt_tokens", "tokens"):
@@ -126,10 +139,13 @@ def main(args: argparse.Namespace) -> int:
         drafters = [Strategy.parse(text, "--drafter").config for text in args.drafter]
         inputs = [*args.sources, *targets, *strings_in(drafters)]
         out = check_output(args.out, "--out", inputs=inputs, mark=MARK, force=args.force)
+    if args.counted or len(args.engine) > 1:
+        print(counted_of(args, _replay))
+        return 0
     if len(targets) > 1:
         print(checkpoints_of(args, _replay))
         return 0
-    result, sampling, assumed = _replay(args, args.sources, targets[0], out)
+    result, sampling, assumed = _replay(args, args.sources, targets[0], "".join(args.engine), out=out)
     if args.json:
         print(as_json(result, sampling, assumed))
     elif args.csv:
@@ -140,9 +156,20 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _replay(
-    args: argparse.Namespace, sources: Sequence[str], target: str, out: Path | None = None
+    args: argparse.Namespace,
+    sources: Sequence[str],
+    target: str,
+    engine: str = "",
+    variants: Sequence[CounterDefinition] = (),
+    out: Path | None = None,
+    note: Callable[[Response], None] = lambda response: None,
 ) -> tuple[ReplayResult, Sampling | None, Mapping[str, int]]:
-    """Replay the responses of ``sources``: the result, their sampling parameters and the assumptions made."""
+    """Replay the responses of ``sources``: the result, their sampling parameters and the assumptions made.
+
+    Args:
+        engine: of the counters to compute, or empty; ``variants``: further definitions of them.
+        note: called with each response.
+    """
     from ...models.segments import Segments
     from ...replay.replay import replay
     from ...replay.responses import Reader
@@ -168,10 +195,10 @@ def _replay(
     if first is None:
         raise UsageError(f"{', '.join(map(quoted, sources))}: no responses to replay")
     sampling = sampling or first.sampling
-    definition = DEFINITIONS.get(args.engine)
+    definition = DEFINITIONS.get(engine)
     policies = args.policy or ["static"]
     if definition is not None and policies != ["static"]:
-        raise UsageError(f"--as {args.engine} and --policy cannot be combined; remove one of them")
+        raise UsageError(f"--as {engine} and --policy cannot be combined; remove one of them")
     candidates = candidates_of(
         args.drafter,
         args.verifier,
@@ -188,15 +215,20 @@ def _replay(
     for candidate in candidates:
         if definition is not None and any(k > 1 for ks in candidate.verifiers.values() for k in ks):
             raise UsageError(
-                f"--as {args.engine}: drafter '{candidate.title}' drafts several sequences, and engines count one; "
-                "use --k 1"
+                f"--as {engine}: drafter '{candidate.title}' drafts several sequences, and engines count one; use --k 1"
             )
     segments = Segments.parse(args.segment, reader.tokenizer("--segment")).of if args.segment else None
-    all_responses = check_same_sampling(chain([first], responses), sampling)
-    result = replay(all_responses, candidates, out, definition=definition, segments=segments)
+    all_responses = _noted(check_same_sampling(chain([first], responses), sampling), note)
+    result = replay(all_responses, candidates, out, definition=definition, variants=variants, segments=segments)
     if result.log_p.warning:
         log(f"warning: {result.log_p.warning}")
     return result, sampling, reader.assumed
+
+
+def _noted(responses: Iterable[Response], note: Callable[[Response], None]) -> Iterator[Response]:
+    for response in responses:
+        note(response)
+        yield response
 
 
 def _sampling(args: argparse.Namespace) -> Sampling | None:
