@@ -117,7 +117,7 @@ def differing(a: CounterDefinition, b: CounterDefinition) -> list[str]:
         if getattr(a, key) != getattr(b, key):
             texts.append(f"{text} in {(a if getattr(a, key) else b).engine} only")
     if a.accepted != b.accepted:
-        texts += [f"in {definition.engine} {_ACCEPTED[definition.accepted]}" for definition in (a, b)]
+        texts.append("; ".join(f"{each.engine}: {_ACCEPTED[each.accepted]}" for each in (a, b)))
     return texts
 
 

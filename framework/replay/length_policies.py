@@ -56,8 +56,9 @@ def heuristic(responses: Sequence[StepAcceptance], gamma: int, start: int) -> St
     """
     result = [_heuristic(response, gamma, start) for response in responses]
     totals = np.array([numbers for *numbers, _ in result])
-    numbers = (totals[:, i : i + 1] for i in range(6))
-    return Steps(*numbers, np.stack([accepted for *_, accepted in result])[:, None])
+    tokens, steps, drafted, taken, counted, emitted = (totals[:, i : i + 1] for i in range(6))
+    accepted = np.stack([values for *_, values in result])[:, None]
+    return Steps(tokens, steps, drafted, taken, counted, emitted, accepted)
 
 
 def _heuristic(

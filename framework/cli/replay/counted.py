@@ -211,10 +211,7 @@ def _text(checks: Sequence[EngineCheck]) -> str:
         lines.append(f"{check.engine}: {_verdict(check)}")
     lines += _difference(checks)
     table = tabulated(columns, [row + [""] * (len(columns) - len(row)) for row in rows], "simple")
-    legend = (
-        "counted: by the engine; replayed: from its own responses, by its definition (docs/engines.md); block "
-        "efficiency: from\nthe same responses, by crossdraft's definition"
-    )
+    legend = "replayed: from the engine's own responses, as it counts; block efficiency: of them, as crossdraft counts"
     return "\n\n".join([table, legend, "\n".join(lines)])
 
 
