@@ -22,7 +22,7 @@ class Aiconfigurator(Engine):
     """The mean number of accepted tokens, from which aiconfigurator computes the time per token."""
 
     name = "aiconfigurator"
-    read_from = "main, commit c8a2bb918611"
+    read_from = "aiconfigurator main, commit c8a2bb918611"
     methods: ClassVar[Mapping[str, str]] = Vllm.methods
 
     def cannot(self, acceptance: Acceptance) -> str | None:
