@@ -13,7 +13,7 @@ from ..report.pivot import FORMATS, hidden_keys, pivot, rendered
 from ..report.segments import with_segments
 from ..report.selection import finished_cells
 from ..util.output_files import check_output, writing_output
-from .run_args import add_force, add_runs, add_segment, add_where, comma_list, note_partial
+from .options.run import add_force, add_runs, add_segment, add_where, comma_list, note_partial
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

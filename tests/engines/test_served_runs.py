@@ -13,8 +13,9 @@ pytest.importorskip("uvicorn", reason="the endpoint needs the extra serve")
 from server_thread import serving
 
 from crossdraft.framework import plugins
-from crossdraft.framework.bench.engine_cell import piece_of, served_flags
+from crossdraft.framework.bench.cells.engine_cell import AFTER, BEFORE, RESPONSES, piece_of, served_flags
 from crossdraft.framework.cli import main as cli
+from crossdraft.framework.cli.verify_engine.checks import CellCheck, CounterCheck, counted
 from crossdraft.framework.cost.served_cost import cost_tables
 from crossdraft.framework.engines.server import ServedResponse, ServedStep, _grouped
 from crossdraft.framework.errors import UsageError
@@ -129,6 +130,34 @@ def test_lossy_verification_is_not_verified(tmp_path: Path, recipe: Any, target:
     assert not output["failed"]
     assert code == 1 and cells["none"]["verdict"] != "no"
     assert cells["prompt-lookup"]["verdict"] == "no"
+
+
+SCRAPE = """# HELP vllm:spec_decode_num_accepted_tokens_total Number of accepted tokens.
+# TYPE vllm:spec_decode_num_accepted_tokens_total counter
+vllm:spec_decode_num_accepted_tokens_total{{engine="0",model_name="m"}} {}
+"""
+
+
+def test_counters_of_all_responses_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = type("Server", (), {"settings": "vllm"})
+    get = plugins.get
+    monkeypatch.setattr(plugins, "get", lambda kind, name: server if kind == "servers" else get(kind, name))
+    config = CellConfig(target="t", engine={"name": "served"}, drafter={"name": "prompt-lookup"}, verifier="token")
+    assert counted(config, tmp_path, 3) is None
+    (tmp_path / BEFORE).write_text(SCRAPE.format("7.0"), encoding="utf-8")
+    (tmp_path / AFTER).write_text(f"{RESPONSES}3\n" + SCRAPE.format("19.0"), encoding="utf-8")
+    assert counted(config, tmp_path, 3) == 12
+    assert counted(config, tmp_path, 4) is None  # the server was started again in between
+
+
+@pytest.mark.parametrize(
+    "accepted, deviation, agrees",
+    [(10, 0.0, True), (12, 0.0, True), (9, 0.0, False), (13, 0.0, False), (7, 1.0, True), (16, 1.0, False)],
+)
+def test_counter_agrees_within_range(accepted: float, deviation: float, agrees: bool) -> None:
+    check = CounterCheck(accepted, expected=10, unknown=2, deviation=deviation)
+    assert check.agrees is agrees
+    assert (CellCheck(Any, counters=check).outcome == "yes") is agrees  # type: ignore[arg-type]
 
 
 def test_missing_url_is_named(tmp_path: Path, recipe: Any, servers: tuple[str, str], capsys: Any) -> None:

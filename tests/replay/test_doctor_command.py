@@ -11,7 +11,7 @@ from tiny_models import argmax_text, save_model
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
-from crossdraft.drafters.heads.medusa_weights import MedusaHeads, save_heads
+from crossdraft.drafters.heads.medusa.weights import MedusaHeads, save_heads
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.models.digests import weights_sha256
 

@@ -8,7 +8,7 @@ from ... import plugins
 from ...errors import UnknownNameError, UsageError
 from ...util.limits import MOST_LEVELS, MOST_PROMPTS, MOST_ROWS, MOST_TOKENS
 from ..cost.options import add_machine, check_machine, check_numbers, integer, integers, number, option
-from ..trust_args import add_trust_argument
+from ..options.trust import add_trust_argument
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 

@@ -85,7 +85,7 @@ def _remarks(samples: dict[str, Any]) -> list[str]:
 
 def _run(name: str) -> FinishedRun:
     from ...report.load_run import read_runs
-    from ..run_args import note_partial
+    from ..options.run import note_partial
 
     runs = read_runs([Path(name)])
     if len(runs) > 1:

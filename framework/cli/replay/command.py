@@ -14,9 +14,9 @@ from ...metrics.counter_definitions import DEFINITIONS
 from ...util.limits import MOST_REPLAYED, MOST_SEQUENCES
 from ...util.output_files import check_output
 from ..baseline_responses import log
-from ..run_args import add_force, add_segment
-from ..sampling_args import sampling_from
-from ..trust_args import add_trust_argument, strings_in, trusted_with_drafter
+from ..options.run import add_force, add_segment
+from ..options.sampling import sampling_from
+from ..options.trust import add_trust_argument, strings_in, trusted_with_drafter
 
 if TYPE_CHECKING:
     from ...contracts.sampling import Sampling

@@ -14,7 +14,7 @@ from ...report.markdown import MARK, page
 from ...report.segments import with_segments
 from ...util.extras import need
 from ...util.output_files import check_output, writing_output
-from ..run_args import add_force, add_runs, add_segment
+from ..options.run import add_force, add_runs, add_segment
 from ..serve import listen
 from .engine_settings import engine_settings
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from ..errors import UsageError, quoted
+from ...errors import UsageError, quoted
 
 
 def add_trust_argument(parser: Any) -> None:
@@ -35,7 +35,7 @@ def trusted_with_drafter(args: argparse.Namespace, target: str | Sequence[str] |
     Raises:
         UsageError: see `trusted`; a drafter that is not a name or a mapping.
     """
-    from ..recipe.recipe import Strategy
+    from ...recipe.recipe import Strategy
 
     if not args.trust_remote_code:
         return frozenset()

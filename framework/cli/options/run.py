@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import UsageError, printable
-from ..util.input_files import kind_of, path_of
+from ...errors import UsageError, printable
+from ...util.input_files import kind_of, path_of
 
 if TYPE_CHECKING:
-    from ..report.load_run import FinishedRun
+    from ...report.load_run import FinishedRun
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
