@@ -80,8 +80,10 @@ def test_unchanged_target_keeps_the_drafter(checkpoints: list[tuple[str, str]], 
         link = tmp_path / f"same-{number}"
         link.symlink_to(target)
         sources.append((str(link), str(write(tmp_path / f"{number}.jsonl", target, seed=10 + number))))
-    text = replayed(capsys, sources, drafter, "--drop", "0.1")
-    assert "stale  " not in text.partition("\n\n")[0] and "keep the drafter; a loss of " in text
+    text = replayed(capsys, sources, drafter, "--drop", "0.3")
+    assert "draft-model × token: keep the drafter: a loss of 30.0 % is excluded" in text
+    text = replayed(capsys, sources[:2], drafter, "--drop", "0.001")
+    assert "a loss of 0.1 % is neither shown nor excluded" in text
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...errors import UsageError
 from ...metrics.gate import GateCheck, Sample, checked
-from ...metrics.intervals import Estimate
+from ...metrics.intervals import LEAST_PIECES, Estimate
 from ...report.table_utils import change_text, estimate_text, percent_text, tabulated
 from ..baseline_responses import log
 from .output import prompt_names, verifier_title
@@ -133,7 +133,7 @@ def _as_text(pairs: dict[Pair, list[Checkpoint]], notes: dict[str, str], drop: f
     parts = [
         tabulated(columns, rows, "simple"),
         f"change: of block efficiency against {first[0].target}, by the differences of {pairing}\n"
-        f"stale: lower by {percent_text(drop)} or more, and beyond the interval\n"
+        f"stale: lower by {percent_text(drop)} or more, and beyond the interval; ok: such a loss is excluded\n"
         + "\n".join(f"{name}: {note}" for name, note in notes.items()),
         "\n".join(lines),
     ]
@@ -143,18 +143,18 @@ def _as_text(pairs: dict[Pair, list[Checkpoint]], notes: dict[str, str], drop: f
 def _verdict(item: Checkpoint) -> str:
     if item.change is None:
         return ""
-    return "stale" if item.stale else "too few prompts" if item.change.half is None else "ok"
+    return "stale" if item.stale else "ok" if item.change.outcome == "pass" else "undecided"
 
 
 def _advice(checkpoints: Sequence[Checkpoint], drop: float) -> str:
     stale = _first_stale(checkpoints)
     if stale is not None:
         return f"refresh the drafter at {stale.target}"
-    changes = [item.change for item in checkpoints if item.change is not None]
-    if any(change.half is None for change in changes):
-        return "too few prompts; replay at least three that all checkpoints answered"
-    smallest = max(change.detectable or 0.0 for change in changes)
-    return f"keep the drafter; a loss of {percent_text(max(smallest, drop))} would be seen with a probability of 0.9"
+    unclear = [item.change for item in checkpoints if item.change is not None and _verdict(item) == "undecided"]
+    if not unclear:
+        return f"keep the drafter: a loss of {percent_text(drop)} is excluded at every checkpoint"
+    needed = max((change.needed or LEAST_PIECES) for change in unclear)
+    return f"a loss of {percent_text(drop)} is neither shown nor excluded; replay about {needed} prompts"
 
 
 def _as_json(pairs: dict[Pair, list[Checkpoint]], drop: float) -> str:

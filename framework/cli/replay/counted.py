@@ -46,7 +46,7 @@ class EngineCheck:
         counted: by the engine, in ``file``; reference: by replay, with the engine's definition.
         row: crossdraft's own metrics of the same responses; ``sample``: by prompt.
         cause: of a difference between counted and reference; None if they agree, or if no cause explains it.
-        prompts: tokens of the prompts by id.
+        prompts: hashes of the prompts' tokens by id.
         options: with which the engine's drafter differs from crossdraft's default.
         templates: responses whose prompt is not that of the target's chat template.
     """
@@ -59,7 +59,7 @@ class EngineCheck:
     row: Row
     sample: Sample
     cause: Cause | None = None
-    prompts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    prompts: dict[str, int] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     templates: int = 0
 
@@ -108,7 +108,7 @@ def _checked(
     counted = Counted.of(acceptances[0])
     target = "".join(args.target)
     variants = list(other_definitions(DEFINITIONS[engine]))
-    prompts: dict[str, tuple[int, ...]] = {}
+    prompts: dict[str, int] = {}
     log(f"replaying {source} as {engine}")
     result, sampling, assumed = replayed(
         args,
@@ -116,7 +116,7 @@ def _checked(
         target,
         engine,
         [definition for _, definition in variants],
-        note=lambda response: prompts.setdefault(response.id, tuple(response.prompt)),
+        note=lambda response: prompts.setdefault(response.id, hash(tuple(response.prompt))),
     )
     (candidate,) = result.candidates
     verifier, gamma = _single(candidate, counted, file)
