@@ -27,7 +27,7 @@ from typing import Any
 
 import pytest
 import torch
-from text_models import save_text_model
+from text_models import THINKING, save_text_model
 from tiny_models import save_model
 
 from crossdraft import hookimpl, load_model
@@ -51,6 +51,8 @@ CODE = ("bash", "python", "sh", "toml", "yaml")
 RUNS = ROOT / "tests/fixtures/runs.tar.xz"
 #: The port that the pages name; tests take a free one.
 PORT = "8000"
+#: The model of a page about thinking.
+THINKS = "Qwen/Qwen3-0.6B"
 #: The plug-in that provides the real models.
 PACK = "crossdraft-smollm2:smollm2"
 #: Commands that install, test the repository, measure for minutes or are other people's; .ci/run, the benchmarks and
@@ -153,15 +155,19 @@ def registered(names: dict[str, Path]) -> Iterator[None]:
         for name, path in names.items():
             register(name, path)
 
-    plugin = SimpleNamespace(crossdraft_register_models=hookimpl(models_of_the_docs))
-    manager().register(plugin, "models of the docs")
+    plugin, name = SimpleNamespace(crossdraft_register_models=hookimpl(models_of_the_docs)), "models of the docs"
+    manager().register(plugin, f"more {name}" if manager().has_plugin(name) else name)
     yield
     manager().unregister(plugin)
 
 
 @pytest.fixture
 def text_models(page: Path, tmp_path_factory: Any, models: dict[str, Path]) -> Iterator[None]:
-    """On the page about constraints, models whose tokenizer can spell JSON instead of words only."""
+    """On the pages about constraints and segments, models whose tokenizer can spell any text instead of words only."""
+    if page.name == "segments.md":
+        with registered({THINKS: Path(save_text_model(tmp_path_factory.mktemp("thinks"), chat=THINKING))}):
+            yield
+        return
     if page.name != "constrained.md":
         yield
         return
