@@ -188,6 +188,17 @@ def stored_runs(page: Path, place: Path) -> None:
 
 
 @pytest.fixture
+def engines(page: Path) -> Iterator[None]:
+    """On the page about engines, vLLM as one."""
+    plugin = import_module("crossdraft_vllm") if page.name == "engines.md" else None
+    if plugin is not None:
+        manager().register(plugin, "engine of the docs")
+    yield
+    if plugin is not None:
+        manager().unregister(plugin)
+
+
+@pytest.fixture
 def place(tmp_path: Path, monkeypatch: Any, models: Any) -> Path:
     """A folder to work in, with the files that the pages take for granted."""
     monkeypatch.chdir(tmp_path)
@@ -201,7 +212,9 @@ def place(tmp_path: Path, monkeypatch: Any, models: Any) -> Path:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
-def test_every_block_runs(page: Path, place: Path, text_models: None, stored_runs: None, capsys: Any) -> None:
+def test_every_block_runs(
+    page: Path, place: Path, text_models: None, stored_runs: None, engines: None, capsys: Any
+) -> None:
     names: dict[str, Any] = {}
     files: dict[str, list[str]] = {}
     for block in blocks(page):
