@@ -230,7 +230,30 @@ def test_cost_tables_of_an_engine() -> None:
         "2,5,100,0.030000",
     ]
     assert tables["draft-cost-vllm-small.csv"].splitlines()[1:] == ["2,1,100,0.006750"]
+    assert tables["step-cost-vllm-small.csv"].splitlines()[1:] == ["2,1,100,0.020500", "2,3,100,0.034000"]
     assert cost_tables([CellResult(cells[0].config.model_copy(update={"engine": None}))]) == {}
+
+
+def test_prefill_table_is_line_through_first_tokens() -> None:
+    """2 ms a token after 10 ms, with an outlier; only of batch size 1."""
+
+    def cell(batch_size: int, **drafter: Any) -> CellResult:
+        config = CellConfig(
+            target="t", engine={"name": "vllm"}, batch_size=batch_size, drafter=drafter, verifier="greedy"
+        )
+        result = CellResult(config)
+        result.responses = [{"prompt_tokens": n, "tokens": [0] * 20} for n in range(20, 110, 10)]
+        first = [10_000 + 2000 * r["prompt_tokens"] for r in result.responses]
+        result.pieces = [
+            Piece(0, {}, requests=[[19, us + 90_000 * (i == 4), 1, 0, 20_000]]) for i, us in enumerate(first)
+        ]
+        result.metrics = Any  # only its presence counts
+        return result
+
+    tables = cost_tables([cell(1, name="none"), cell(4, name="none"), cell(1, name="small", model="m")])
+    lines = ["batch_size,width,context,seconds", "1,20,0,0.050000", "1,100,0,0.210000"]
+    assert tables["prefill-cost-vllm.csv"].splitlines() == lines
+    assert tables["prefill-cost-vllm-small.csv"].splitlines() == lines
 
 
 def test_trees_are_refused_by_engine_for_chains(monkeypatch: pytest.MonkeyPatch) -> None:
