@@ -19,7 +19,7 @@ from pydantic_core import PydanticUndefined
 from crossdraft.framework import plugins
 from crossdraft.framework.cli.main import COMMANDS, _parser
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.metrics.columns import QUANTITIES
+from crossdraft.framework.metrics.columns import QUANTITIES, SIMULATION_COLUMNS
 from crossdraft.framework.recipe.recipe import PromptSpec, Recipe
 
 ROOT = Path(__file__).parents[1]
@@ -67,7 +67,10 @@ def pages() -> Iterator[tuple[str, str]]:
         yield f"reference/{kind}.md", "\n\n".join(parts) + "\n"
     rows = "\n".join(f"| `{one.name}` | {_cell(one.meaning)} |" for one in QUANTITIES)
     what = "Every column of `summary.csv`; estimates have their 95 % interval in `_low` and `_high`."
-    yield "reference/numbers.md", f"# Every number\n\n{what}\n\n| column | meaning |\n|---|---|\n{rows}\n"
+    simulated = "\n".join(f"| `{name}` | {_cell(meaning)} |" for name, meaning in SIMULATION_COLUMNS.items())
+    tables = [what, f"| column | meaning |\n|---|---|\n{rows}", "## `crossdraft simulate --csv`"]
+    tables.append(f"| column | meaning |\n|---|---|\n{simulated}")
+    yield "reference/numbers.md", "\n\n".join(["# Every number", *tables]) + "\n"
 
 
 def _command(name: str) -> str:

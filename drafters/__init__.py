@@ -11,7 +11,7 @@ DRAFTERS = {
         "retrieval.token_recycling:TokenRecycling",
         "a tree of the target's own top candidates after each token",
     ),
-    "medusa": ("heads.medusa:Medusa", "heads on the target's last hidden state draft a chain or a tree"),
+    "medusa": ("heads.medusa.drafter:Medusa", "heads on the target's last hidden state draft a chain or a tree"),
     "eagle": ("heads.eagle:Eagle", "an autoregressive head on the target's last features"),
     "eagle3": ("heads.eagle3:Eagle3", "an autoregressive head on features of three of the target's layers"),
     "dflash": (
@@ -60,7 +60,7 @@ TRAINERS = {
         "search for the sublayers to skip when the target drafts for itself",
     ),
     "pass": ("self_speculation.pass_training:PassTraining", "train look-ahead embeddings for a frozen target"),
-    "medusa": ("heads.medusa_training:MedusaTraining", "train Medusa heads on the target's last hidden state"),
+    "medusa": ("heads.medusa.training:MedusaTraining", "train Medusa heads on the target's last hidden state"),
     "eagle3": (
         "heads.eagle3_training:Eagle3Training",
         "train an EAGLE-3 head on features of three of the target's layers",

@@ -15,7 +15,7 @@ from ..models.distributed import SPLIT
 from ..recipe.recipe import CellConfig, Recipe
 from ..runs.records import Outcome
 from ..runs.shards import Shard
-from .step_limit import StepLimit
+from .cells.step_limit import StepLimit
 
 
 def log_to_stderr(line: str) -> None:

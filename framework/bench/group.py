@@ -31,9 +31,10 @@ from ..runs.interrupts import user_interrupted
 from ..runs.records import CellResult, cells_of
 from ..runs.run_directory import FORMAT, PieceResult
 from . import memory
-from .cell_runner import Cell, Models, PieceRunner, lengths, positions
-from .conversations import Conversation, compile_constraints, cut_pieces, prepare, turns_of
-from .engine_cell import EngineCell
+from .cells.cell_runner import Cell, Models, PieceRunner, lengths, positions
+from .cells.conversations import Conversation, compile_constraints, cut_pieces, prepare, turns_of
+from .cells.engine_cell import EngineCell
+from .cells.step_limit import StepLimit
 from .events import (
     CellFailed,
     CellStarted,
@@ -48,7 +49,6 @@ from .events import (
 )
 from .plan import Plan, PlannedGroup
 from .provenance import models_used
-from .step_limit import StepLimit
 
 logger = logging.getLogger(__name__)
 

@@ -26,8 +26,8 @@ from ..runs.interrupts import user_interrupted
 from ..runs.records import CellResult, Outcome
 from ..runs.run_directory import RunDirectory
 from ..runs.shards import FILE, Shard, merge_environments
+from .cells.step_limit import StepLimit
 from .plan import Plan
-from .step_limit import StepLimit
 from .store import writing
 
 #: Seconds between two polls of the workers.

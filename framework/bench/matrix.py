@@ -39,7 +39,7 @@ from ..recipe.recipe import (
 from ..recipe.yaml_errors import KeyPath, Places, dotted, explain, suggest
 from ..util.input_files import kind_of
 from ..util.limits import MOST_CELLS
-from .engine_cell import served_flags
+from .cells.engine_cell import served_flags
 
 
 @dataclass

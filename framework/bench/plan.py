@@ -15,8 +15,8 @@ from ..runs.labels import counted, group_title
 from ..runs.records import CellResult
 from ..runs.run_directory import RunDirectory
 from ..runs.shards import FOLDER
+from .cells.conversations import blocks_of
 from .config import RunConfig
-from .conversations import blocks_of
 from .matrix import Expansion, expand
 from .provenance import changes, provenance
 

@@ -16,9 +16,9 @@ from ..recipe.random_tokens import MAX_PROMPTS, warning
 from ..recipe.recipe import CellConfig, Recipe
 from ..recipe.yaml_errors import KeyPath
 from ..runs.interrupts import user_interrupted
-from .cell_runner import Models, drafter_of, lengths
-from .conversations import Conversation, prepare
-from .engine_cell import check
+from .cells.cell_runner import Models, drafter_of, lengths
+from .cells.conversations import Conversation, prepare
+from .cells.engine_cell import check
 
 
 def preflight(recipe: Recipe, cells: Sequence[CellConfig], prompts: Sequence[Prompt], models: Models) -> list[str]:

@@ -19,7 +19,8 @@ from ..runs.labels import counted, verifier_title
 from ..runs.records import CellResult, Outcome
 from ..runs.state import Reporter
 from .budget import Budget, fit_memory
-from .cell_runner import Models
+from .cells.cell_runner import Models
+from .cells.step_limit import StepLimit
 from .config import RunConfig
 from .events import (
     BlocksFinished,
@@ -36,7 +37,6 @@ from .meter import Meter, hidden_bar
 from .plan import Plan, plan
 from .preflight import preflight
 from .progress import Progress
-from .step_limit import StepLimit
 from .store import Store, Unwritable, write_head, writing
 
 

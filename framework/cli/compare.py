@@ -9,7 +9,7 @@ from pathlib import Path
 from ..errors import UsageError, printable
 from ..report.comparison import compare_runs, comparison_text
 from ..report.load_run import FinishedRun, read_runs
-from .run_args import note_partial
+from .options.run import note_partial
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import UsageError, quoted
-from .trust_args import add_trust_argument, trusted
+from .options.trust import add_trust_argument, trusted
 
 if TYPE_CHECKING:
     import numpy as np

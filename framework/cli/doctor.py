@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import UsageError, quoted
 from ..util.limits import MOST_PROMPTS, MOST_REPLAYED, MOST_TOKENS, Limit
 from .baseline_responses import baseline_responses, duration, log
-from .sampling_args import sampling_from
-from .trust_args import add_trust_argument, trusted_with_drafter
+from .options.sampling import sampling_from
+from .options.trust import add_trust_argument, trusted_with_drafter
 
 if TYPE_CHECKING:
     from ..api.build import Configured

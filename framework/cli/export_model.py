@@ -8,7 +8,7 @@ from pathlib import Path
 from .. import plugins
 from ..errors import UsageError
 from ..util.input_files import path_of
-from .run_args import output_folder
+from .options.run import output_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -42,11 +42,12 @@ COMMANDS = {
     "export-model": "write a trained drafter as a checkpoint that serving engines load",
     "cost": "measure the latency of forward passes and predict speed-ups",
     "advise": "recommend a drafter, verifier and draft length per batch size, and write engine settings",
+    "simulate": "simulate draft lengths under traffic: latency, throughput and goodput of an engine or many replicas",
     "serve": "start an OpenAI-compatible server with a drafter and a verifier, for evaluation",
     "new": "create a plug-in package for a drafter, a verifier or prompts",
 }
 """Subcommands in separate modules, by name, with a line of help."""
-_PACKAGES = ("advise", "certify", "cost", "gate", "replay", "report", "run", "verify_engine")
+_PACKAGES = ("advise", "certify", "cost", "gate", "replay", "report", "run", "simulate", "verify_engine")
 #: Commands that do not run models, for which OpenMP's wait policy is not set.
 WITHOUT_MODELS = ("report", "runs", "plot", "table", "compare", "gate", "power", "new", "list", "plugins")
 

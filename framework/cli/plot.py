@@ -13,7 +13,7 @@ from ..report.load_run import FinishedRun, read_runs
 from ..report.markdown import titles_of
 from ..report.selection import finished_cells
 from ..util.output_files import check_output
-from .run_args import add_force, add_runs, add_where, comma_list, note_partial, output_folder
+from .options.run import add_force, add_runs, add_where, comma_list, note_partial, output_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from ..errors import UsageError
 from ..util.extras import need
 from ..util.limits import MOST_ROWS, MOST_TOKENS, PREFILL_TOKENS, Limit
-from .sampling_args import sampling_from
-from .trust_args import add_trust_argument, trusted
+from .options.sampling import sampling_from
+from .options.trust import add_trust_argument, trusted
 
 if TYPE_CHECKING:
     from ..contracts.models import LoadedModel

@@ -13,7 +13,7 @@ from .. import plugins
 # Not imported lazily: the options of all kinds import the trainers, and with them PyTorch.
 from ..contracts.training_options import Options, flag, numbers, option
 from ..errors import ContractError, UsageError
-from .trust_args import add_trust_argument, trusted
+from .options.trust import add_trust_argument, trusted
 
 AnyOptions = TypeVar("AnyOptions", bound=Options)
 

@@ -78,6 +78,7 @@ class Engine(ABC):
         name: as registered.
         read_from: the version of the engine that the option names are from.
         methods: the engine's name of each supported drafter.
+        verifiers: those that it has. At temperature 0, and on point masses, `block` accepts what `token` accepts.
         most_sequences: maximum number of sequences that it drafts for at a time; None = not limited.
         counters: the definition of its counters, and the options with which crossdraft drafts as it does.
     """
@@ -85,6 +86,7 @@ class Engine(ABC):
     name: ClassVar[str]
     read_from: ClassVar[str]
     methods: ClassVar[Mapping[str, str]] = {}
+    verifiers: ClassVar[tuple[str, ...]] = ("token", "greedy", "sample-match")
     most_sequences: ClassVar[int | None] = None
     counters: ClassVar[CounterDefinition | None] = None
 
@@ -104,6 +106,10 @@ class Engine(ABC):
         """The drafter whose name in the engine is ``method``, or an empty string."""
         return next((name for name, theirs in cls.methods.items() if theirs == method), "")
 
+    def counters_of(self, drafter: str) -> CounterDefinition | None:
+        """Definition of the counters if ``drafter`` drafts; by default the same for all."""
+        return self.counters
+
     def cannot(self, acceptance: Acceptance) -> str | None:
         """The reason why the engine does not support this pair, a clause such as "it has no ..."; None if it does.
 
@@ -114,6 +120,9 @@ class Engine(ABC):
             return f"it has no drafter {acceptance.drafter}; supported drafters: {known}"
         if not acceptance.chain:
             return "it does not support tree drafts"
+        alike = ("block",) if acceptance.temperature == 0 or acceptance.point_mass else ()
+        if acceptance.verifier not in ("", *self.verifiers, *alike):
+            return f"it has no {acceptance.verifier} verification"
         policy = acceptance.options.get("policy")
         if isinstance(policy, Mapping) and policy.get("name", "static") != "static":
             return f"it does not support the length policy {policy['name']}"

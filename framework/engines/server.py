@@ -143,6 +143,7 @@ class EngineServer(ABC):
         settings: name of the `Engine` that writes the settings of drafters; empty if only running servers are measured.
         path: path of the completions endpoint.
         ready: path that answers with status 200 when the server is ready.
+        metrics: path of its Prometheus counters.
         tokens_per_event: True if the server streams tokens one by one, so that the steps follow from arrival times and
             the totals of the request.
 
@@ -156,10 +157,11 @@ class EngineServer(ABC):
     Config: ClassVar[type[ServerOptions]] = ServerOptions
     path: ClassVar[str] = "/v1/completions"
     ready: ClassVar[str] = "/health"
+    metrics: ClassVar[str] = "/metrics"
     tokens_per_event: ClassVar[bool] = False
 
     def __init__(self, options: Any, cell: ServedCell, directory: Path):
-        self.options, self.cell, self.log = options, cell, directory / "server.log"
+        self.options, self.cell, self.directory, self.log = options, cell, directory, directory / "server.log"
         self.url = ""
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -270,6 +272,16 @@ class EngineServer(ABC):
         except OSError:
             return ""
         return f"; the end of {self.log}:\n  " + "\n  ".join(lines[-_LOG_LINES:])
+
+    def scrape(self, name: str, comment: str = "") -> None:
+        """Write the counters to the file ``name`` beside the log; without counters, no file is written."""
+        try:
+            answer = self.get(self.metrics)
+        except requests.RequestException:
+            return
+        if answer.status_code == 200:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            (self.directory / name).write_text(comment + answer.text, encoding="utf-8")
 
     def get(self, path: str, timeout: float = 30) -> requests.Response:
         """Send a GET request. Raises requests.RequestException."""

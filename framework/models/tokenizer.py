@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,24 @@ def eos_token_ids(name: str, *settings: Any) -> tuple[int, ...]:
                 raise ModelError(f"{name}: eos_token_id contains {quoted(token_id)}, which is not a valid token id")
             resolved.add(token_id)
     return tuple(sorted(resolved))
+
+
+def decode_tokens(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
+    """The text of each token, special ones included.
+
+    A token that ends inside a character is empty, and the next one holds the character.
+
+    Args:
+        tokenizer: of transformers or tokenizers; another kind decodes token by token.
+    """
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import DecodeStream
+
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if not isinstance(backend, Tokenizer):
+        return [str(tokenizer.decode([token])) for token in tokens]
+    stream = DecodeStream(skip_special_tokens=False)
+    return [stream.step(backend, token) or "" for token in tokens]
 
 
 def check_code_is_here(name: str, path: Path) -> None:

@@ -21,6 +21,8 @@ _FILES = {
     "cost_curves.json": "Measured cost curves behind the predictions; absent without predictions.",
     "cost-ENGINE.csv, draft-cost-ENGINE-DRAFTER.csv": "Seconds of a pass of the target and of a draft model in an "
     "engine, for `crossdraft advise --cost` and `--draft-cost`; only with an engine.",
+    "step-cost-ENGINE-DRAFTER.csv, prefill-cost-ENGINE-DRAFTER.csv": "Seconds of whole steps and of prefills in an "
+    "engine, for `crossdraft simulate --cost` and `--prefill-cost`; prefill-cost-ENGINE.csv is that of plain decoding.",
     "servers/": "Logs of the servers that were started for an engine.",
     "*.png": "Charts; `crossdraft plot` also draws them as PDF and SVG.",
     "cells/DRAFTER_VERIFIER_T…_B…_HASH/": "A cell, named by drafter, verifier, temperature, batch size and the hash in "

@@ -52,6 +52,10 @@ MOST_DEVICES = Limit(65_536, "models are not spread over more")
 MOST_REPLAYED = Limit(64, "a draft of that length is replayed at every token of every response")
 MOST_SEQUENCES = Limit(64, "the work of every token grows with its square")
 
+# -- a simulation ------------------------------------------------------------------------------------------------
+
+MOST_REQUESTS = Limit(1_000_000, "each is simulated step by step")
+
 # -- a model ---------------------------------------------------------------------------------------------------
 
 MOST_LAYERS = Limit(1024, "each is built before any weight is read")

@@ -104,12 +104,12 @@ def test_temperatures_are_kept_apart(place: Path, capsys: Any) -> None:
 
 
 def test_unsupported_pairs_and_their_cost(place: Path, capsys: Any) -> None:
-    """llama.cpp drafts greedily: it supports n-grams, but not sampled drafts."""
+    """llama.cpp supports n-grams, but not block verification of sampled drafts."""
     cells = [cell(None), cell(GOOD, verifier="block"), cell(POOR, drafter="prompt-lookup")]
     run = write_run(place, cells)
     code, out, err = advise(capsys, run, "--batch-size", "1", "--export", "llama.cpp")
     assert code == 0 and LlamaCpp(out).given.spec_type in ("ngram-simple", "none")
-    assert "draft-model × block at gamma 3: at temperature 1.0 llama.cpp drafts greedily" in err
+    assert "draft-model × block at gamma 3: it has no block verification" in err
     code, _, err = advise(capsys, write_run(place, cells[:2], "other"), "--export", "llama.cpp")
     assert code == 2 and "llama.cpp supports none of the candidates" in err
     code, out, _ = advise(capsys, run, "--batch-size", "1", "--export", "vllm", "--draft-path", "org/draft")

@@ -156,10 +156,10 @@ def test_not_drafting(name: str) -> None:
         ("llama.cpp", {}, "at temperature 1.0 llama.cpp drafts greedily"),
         ("transformers", {"drafter": "draft-model", "verifier": "block"}, "no block verification"),
         ("transformers", {}, "no drafter eagle3"),
-        ("vllm", {"verifier": "specinfer"}, "not specinfer"),
+        ("vllm", {"verifier": "specinfer"}, "no specinfer verification"),
         ("vllm", {"chain": False}, "does not support tree drafts"),
         ("vllm", {"options": {"policy": {"name": "confidence"}}}, "length policy confidence"),
-        ("speculation-profile", {"verifier": "block"}, "no rates for block"),
+        ("speculation-profile", {"verifier": "block"}, "no block verification"),
     ],
 )
 def test_unsupported_pairs(name: str, about: dict[str, Any], message: str) -> None:

@@ -11,8 +11,8 @@ from pyarrow import parquet
 from tiny_runs import ONE_GROUP, cells, output
 
 from crossdraft.framework.bench import budget
-from crossdraft.framework.bench.cell_runner import Cell
-from crossdraft.framework.bench.conversations import blocks_of
+from crossdraft.framework.bench.cells.cell_runner import Cell
+from crossdraft.framework.bench.cells.conversations import blocks_of
 from crossdraft.framework.bench.matrix import expand, load_recipe
 from crossdraft.framework.bench.run import run
 from crossdraft.framework.cli import main as cli

@@ -9,8 +9,8 @@ from fake_cuda_graphs import Recorder
 from tiny_runs import ONE_GROUP, cells, output
 
 from crossdraft.framework.api import build
-from crossdraft.framework.bench import cell_runner
-from crossdraft.framework.bench.cell_runner import Cell
+from crossdraft.framework.bench.cells import cell_runner
+from crossdraft.framework.bench.cells.cell_runner import Cell
 from crossdraft.framework.cli.cost import pass_timing
 from crossdraft.framework.lm import graph_buckets, layer_subset, ragged_lm
 from crossdraft.framework.lm.cuda_graphs import Graphs

@@ -13,7 +13,7 @@ from tiny_runs import ONE_GROUP, cells, output
 
 from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
 from crossdraft.framework.bench import group
-from crossdraft.framework.bench.cell_runner import Cell
+from crossdraft.framework.bench.cells.cell_runner import Cell
 from crossdraft.framework.contracts.draft import Draft
 from crossdraft.framework.report.load_run import read_run
 from crossdraft.framework.report.markdown import page

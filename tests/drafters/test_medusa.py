@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import crossdraft
-from crossdraft.drafters.heads.medusa import Medusa
-from crossdraft.drafters.heads.medusa_weights import MedusaHeads, save_heads
+from crossdraft.drafters.heads.medusa.drafter import Medusa
+from crossdraft.drafters.heads.medusa.weights import MedusaHeads, save_heads
 from crossdraft.framework.contracts.draft import Draft
 from crossdraft.framework.contracts.models import Checkpoint
 from crossdraft.framework.contracts.rng import CounterRng

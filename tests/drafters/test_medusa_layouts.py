@@ -11,7 +11,7 @@ import pytest
 import torch
 from medusa_heads import HEADS, LAYOUTS, MEDUSA, PROMPTS, H, V, Weights, hidden_of, layout, propose, write
 
-from crossdraft.drafters.heads.medusa_weights import MedusaHeads, save_heads
+from crossdraft.drafters.heads.medusa.weights import MedusaHeads, save_heads
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import ModelError, NumericalError
 

@@ -9,8 +9,8 @@ import pytest
 from medusa_heads import PROMPTS, TREE, H, propose
 from pydantic import ValidationError
 
-from crossdraft.drafters.heads.medusa import TREES, Medusa, best_tree
-from crossdraft.drafters.heads.medusa_weights import MedusaHeads, save_heads
+from crossdraft.drafters.heads.medusa.drafter import TREES, Medusa, best_tree
+from crossdraft.drafters.heads.medusa.weights import MedusaHeads, save_heads
 from crossdraft.framework.contracts.sampling import Sampling
 
 # -- trees ----------------------------------------------------------------------------------------------

@@ -13,8 +13,9 @@ pytest.importorskip("uvicorn", reason="the endpoint needs the extra serve")
 from server_thread import serving
 
 from crossdraft.framework import plugins
-from crossdraft.framework.bench.engine_cell import piece_of, served_flags
+from crossdraft.framework.bench.cells.engine_cell import AFTER, BEFORE, RESPONSES, piece_of, served_flags
 from crossdraft.framework.cli import main as cli
+from crossdraft.framework.cli.verify_engine.checks import CellCheck, CounterCheck, counted
 from crossdraft.framework.cost.served_cost import cost_tables
 from crossdraft.framework.engines.server import ServedResponse, ServedStep, _grouped
 from crossdraft.framework.errors import UsageError
@@ -131,6 +132,34 @@ def test_lossy_verification_is_not_verified(tmp_path: Path, recipe: Any, target:
     assert cells["prompt-lookup"]["verdict"] == "no"
 
 
+SCRAPE = """# HELP vllm:spec_decode_num_accepted_tokens_total Number of accepted tokens.
+# TYPE vllm:spec_decode_num_accepted_tokens_total counter
+vllm:spec_decode_num_accepted_tokens_total{{engine="0",model_name="m"}} {}
+"""
+
+
+def test_counters_of_all_responses_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = type("Server", (), {"settings": "vllm"})
+    get = plugins.get
+    monkeypatch.setattr(plugins, "get", lambda kind, name: server if kind == "servers" else get(kind, name))
+    config = CellConfig(target="t", engine={"name": "served"}, drafter={"name": "prompt-lookup"}, verifier="token")
+    assert counted(config, tmp_path, 3) is None
+    (tmp_path / BEFORE).write_text(SCRAPE.format("7.0"), encoding="utf-8")
+    (tmp_path / AFTER).write_text(f"{RESPONSES}3\n" + SCRAPE.format("19.0"), encoding="utf-8")
+    assert counted(config, tmp_path, 3) == 12
+    assert counted(config, tmp_path, 4) is None  # the server was started again in between
+
+
+@pytest.mark.parametrize(
+    "accepted, deviation, agrees",
+    [(10, 0.0, True), (12, 0.0, True), (9, 0.0, False), (13, 0.0, False), (7, 1.0, True), (16, 1.0, False)],
+)
+def test_counter_agrees_within_range(accepted: float, deviation: float, agrees: bool) -> None:
+    check = CounterCheck(accepted, expected=10, unknown=2, deviation=deviation)
+    assert check.agrees is agrees
+    assert (CellCheck(Any, counters=check).outcome == "yes") is agrees  # type: ignore[arg-type]
+
+
 def test_missing_url_is_named(tmp_path: Path, recipe: Any, servers: tuple[str, str], capsys: Any) -> None:
     code = cli.main(["run", recipe(servers[0], ""), "--out", str(tmp_path / "runs")])
     assert code == 1 and "baseline_url is missing" in capsys.readouterr().out
@@ -201,7 +230,30 @@ def test_cost_tables_of_an_engine() -> None:
         "2,5,100,0.030000",
     ]
     assert tables["draft-cost-vllm-small.csv"].splitlines()[1:] == ["2,1,100,0.006750"]
+    assert tables["step-cost-vllm-small.csv"].splitlines()[1:] == ["2,1,100,0.020500", "2,3,100,0.034000"]
     assert cost_tables([CellResult(cells[0].config.model_copy(update={"engine": None}))]) == {}
+
+
+def test_prefill_table_is_line_through_first_tokens() -> None:
+    """2 ms a token after 10 ms, with an outlier; only of batch size 1."""
+
+    def cell(batch_size: int, **drafter: Any) -> CellResult:
+        config = CellConfig(
+            target="t", engine={"name": "vllm"}, batch_size=batch_size, drafter=drafter, verifier="greedy"
+        )
+        result = CellResult(config)
+        result.responses = [{"prompt_tokens": n, "tokens": [0] * 20} for n in range(20, 110, 10)]
+        first = [10_000 + 2000 * r["prompt_tokens"] for r in result.responses]
+        result.pieces = [
+            Piece(0, {}, requests=[[19, us + 90_000 * (i == 4), 1, 0, 20_000]]) for i, us in enumerate(first)
+        ]
+        result.metrics = Any  # only its presence counts
+        return result
+
+    tables = cost_tables([cell(1, name="none"), cell(4, name="none"), cell(1, name="small", model="m")])
+    lines = ["batch_size,width,context,seconds", "1,20,0,0.050000", "1,100,0,0.210000"]
+    assert tables["prefill-cost-vllm.csv"].splitlines() == lines
+    assert tables["prefill-cost-vllm-small.csv"].splitlines() == lines
 
 
 def test_trees_are_refused_by_engine_for_chains(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from crossdraft.drafters.heads.eagle import Eagle
-from crossdraft.drafters.heads.medusa_weights import read_heads
+from crossdraft.drafters.heads.medusa.weights import read_heads
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import ModelError
 from crossdraft.framework.lm.transformers_lm import TransformersLM

@@ -14,8 +14,8 @@ from draft_contexts import GivenContext
 from fake_cuda_graphs import NEW, PROMPTS, Recorder, ReplayingLM
 
 from crossdraft.drafters.heads.feature_head import FeatureLM
-from crossdraft.drafters.heads.medusa import Medusa
-from crossdraft.drafters.heads.medusa_weights import MedusaHeads, save_heads
+from crossdraft.drafters.heads.medusa.drafter import Medusa
+from crossdraft.drafters.heads.medusa.weights import MedusaHeads, save_heads
 from crossdraft.drafters.heads.mtp import MtpHead
 from crossdraft.framework import plugins
 from crossdraft.framework.api import build

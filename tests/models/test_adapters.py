@@ -15,7 +15,7 @@ from tiny_models import VOCAB, make_tokenizer, save_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from crossdraft import generate
-from crossdraft.framework.bench import engine_cell
+from crossdraft.framework.bench.cells import engine_cell
 from crossdraft.framework.bench.matrix import load_recipe
 from crossdraft.framework.bench.provenance import changes, models_used
 from crossdraft.framework.cli.main import main

@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformers import BloomConfig, BloomForCausalLM, LlamaForCausalLM
 
 from crossdraft import generate, load_model
-from crossdraft.drafters.heads.medusa_weights import MedusaHeads, save_heads
+from crossdraft.drafters.heads.medusa.weights import MedusaHeads, save_heads
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.errors import ModelError
 from crossdraft.framework.models.digests import weights_sha256

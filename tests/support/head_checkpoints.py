@@ -10,7 +10,7 @@ from crossdraft.drafters.heads.dspark import DSparkHead
 from crossdraft.drafters.heads.eagle import EagleHead
 from crossdraft.drafters.heads.eagle3 import Eagle3Head
 from crossdraft.drafters.heads.eagle_weights import config_json, make_config, write
-from crossdraft.drafters.heads.medusa_weights import MedusaHeads, save_heads
+from crossdraft.drafters.heads.medusa.weights import MedusaHeads, save_heads
 from crossdraft.drafters.heads.mlp_speculator import Speculator
 from crossdraft.drafters.heads.mtp import MtpHead
 from crossdraft.drafters.heads.p_eagle import PEagleHead

@@ -165,7 +165,7 @@ def write_recipe(tmp_path: Path, target: str, **more: Any) -> str:
 def test_warm_up_memory_is_reset(tmp_path: Path, models: dict[str, str], monkeypatch: Any) -> None:
     recipe = load_recipe(write_recipe(tmp_path, models["target"], drafters=["frequent"], verifiers=["sample-match"]))
     warm = run(recipe, tmp_path / "warm", log=None).results[-1]
-    from crossdraft.framework.bench.cell_runner import Cell
+    from crossdraft.framework.bench.cells.cell_runner import Cell
 
     monkeypatch.setattr(Cell, "warm_up", lambda *_: None)
     cold = run(recipe, tmp_path / "cold", log=None).results[-1]

@@ -12,7 +12,7 @@ from training_target import save_chat_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from crossdraft.drafters.heads.eagle3 import read_head
-from crossdraft.drafters.heads.medusa_weights import MedusaHeads, read_heads, save_heads
+from crossdraft.drafters.heads.medusa.weights import MedusaHeads, read_heads, save_heads
 from crossdraft.framework.cli.advise.command import check_servable
 from crossdraft.framework.cli.main import main
 from crossdraft.framework.contracts.models import LoadedModel

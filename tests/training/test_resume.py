@@ -16,7 +16,7 @@ from training_target import tied_llama
 
 from crossdraft.drafters.draft_model.training import DraftModelTraining
 from crossdraft.drafters.heads.eagle3_training import Eagle3Training
-from crossdraft.drafters.heads.medusa_training import MedusaTraining
+from crossdraft.drafters.heads.medusa.training import MedusaTraining
 from crossdraft.drafters.self_speculation.pass_training import PassTraining
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.contracts.training import Text

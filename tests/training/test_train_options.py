@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from crossdraft.drafters.autoregressive.disco_training import DiscoTraining
 from crossdraft.drafters.draft_model.training import DraftModelTraining
 from crossdraft.drafters.heads.eagle3_training import Eagle3Training
-from crossdraft.drafters.heads.medusa_training import MedusaTraining
+from crossdraft.drafters.heads.medusa.training import MedusaTraining
 from crossdraft.drafters.self_speculation.layer_skip_training import LayerSkipSearch
 from crossdraft.drafters.self_speculation.pass_training import PassTraining
 from crossdraft.framework.cli import main as cli

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from crossdraft.drafters.heads.eagle3_training import Eagle3Training
-from crossdraft.drafters.heads.medusa_training import MedusaTraining
+from crossdraft.drafters.heads.medusa.training import MedusaTraining
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.training import Text

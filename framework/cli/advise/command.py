@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ... import plugins
 from ...errors import UsageError
 from ...util.input_files import kind_of
 from ..cost.options import option
+from .costs import Costs, costs_of
 from .options import BATCH_SIZES, check
 from .options import add_arguments as add_arguments
 
@@ -24,14 +24,6 @@ if TYPE_CHECKING:
     from ...engines.acceptance import Acceptance
 
 CONTEXT = 1024
-
-
-class _Costs(NamedTuple):
-    """Cost curves given by the options, None if not given."""
-
-    target: Curve | None
-    drafter: Curve | None
-    by_name: Callable[[str], Curve | None]
 
 
 def main(args: argparse.Namespace) -> int:
@@ -81,7 +73,7 @@ def _groups(args: argparse.Namespace, remarks: Remarks) -> dict[str, list[Candid
         raise UsageError(
             f"{option(unused[0])} is for an engine's numbers and cannot be used with a finished run; remove it"
         )
-    costs = _costs(args, remarks)
+    costs = costs_of(args, remarks)
     candidates: list[Candidate] = []
     for run in runs:
         candidates += _run_candidates(args, run, costs, remarks)
@@ -117,7 +109,7 @@ def _groups(args: argparse.Namespace, remarks: Remarks) -> dict[str, list[Candid
     return groups
 
 
-def _draft_curve(acceptance: Acceptance, costs: _Costs, replayed: bool) -> Curve | None:
+def _draft_curve(acceptance: Acceptance, costs: Costs, replayed: bool) -> Curve | None:
     """The cost curve of the draft model; None if the drafter has no model."""
     if not replayed:
         return costs.drafter
@@ -136,7 +128,7 @@ def kind_of_source(source: str) -> str:
     return kind
 
 
-def _run_candidates(args: argparse.Namespace, source: str, costs: _Costs, remarks: Remarks) -> list[Candidate]:
+def _run_candidates(args: argparse.Namespace, source: str, costs: Costs, remarks: Remarks) -> list[Candidate]:
     from ...advise.candidates import Machine, of_run
     from ...cost.curve import stored_curves
     from ...report.load_run import read_run
@@ -188,70 +180,6 @@ def _with_rates(args: argparse.Namespace, acceptance: Acceptance) -> Acceptance:
             "give it as --gamma"
         )
     return acceptance.with_constant_rate(args.gamma)
-
-
-# -- costs -------------------------------------------------------------------------------------------------------
-
-
-def _costs(args: argparse.Namespace, remarks: Remarks) -> _Costs:
-    if args.cost:
-        from ...advise.cost_tables import read_cost_table
-
-        target = read_cost_table(args.cost)
-        drafter = read_cost_table(args.draft_cost) if args.draft_cost else None
-        remarks.of_tables(target, drafter)
-        return _Costs(target, drafter, lambda _: drafter)
-    if args.on:
-        return _roofline(args, remarks)
-    if args.target:
-        target = _stored_curve(args.target, remarks)
-        drafter = _stored_curve(args.draft_model, remarks) if args.draft_model else None
-        return _Costs(target, drafter, lambda name: _stored_curve(name, remarks))
-    if args.draft_model:
-        raise UsageError("--draft-model requires --target")
-    return _Costs(None, None, lambda _: None)
-
-
-def _roofline(args: argparse.Namespace, remarks: Remarks) -> _Costs:
-    from ...cost.accelerators import accelerator
-    from ...cost.roofline import EFFICIENCY, Roofline, read_shape
-
-    device = accelerator(args.on)
-    options: dict[str, Any] = {"devices": args.devices, "weight_bytes": args.weight_bytes}
-    options |= {"cache_bytes": args.cache_bytes, "efficiency": tuple(args.efficiency or EFFICIENCY)}
-    target = Roofline(read_shape(args.target), device, **options)
-    drafter = None
-    if args.draft_model:
-        shape = read_shape(args.draft_model)
-        drafter = Roofline(replace(shape, vocab=args.draft_vocab or shape.vocab), device, **options)
-    remarks.of_roofline(target)
-
-    def by_name(name: str) -> Curve | None:
-        """The curve of --draft-model, else of the pair's own model if its config is readable."""
-        if drafter is not None:
-            return drafter
-        try:
-            return Roofline(read_shape(name), device, **options)
-        except UsageError:
-            pass
-        except Exception as error:  # heads have configs that the roofline does not support
-            remarks.warn(f"the cost of {name} is unknown: {error}")
-        remarks.assume(f"drafting with {name} is free")
-        return None
-
-    return _Costs(target, drafter, by_name)
-
-
-def _stored_curve(name: str, remarks: Remarks) -> Curve:
-    """The latest cost curve of a model measured by ``crossdraft cost``."""
-    from ...cost.curve import stored_curves
-
-    curves = [curve for curve in stored_curves() if curve.model == name]
-    if not curves:
-        raise UsageError(f"{name} has no cost curve on this machine; run crossdraft cost --target {name}, or use --on")
-    curve = max(curves, key=lambda curve: curve.measured)
-    remarks.of_curve(curve)
-    return curve
 
 
 # -- settings ----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from ... import plugins
 from ...errors import UnknownNameError, UsageError
 from ...util.limits import MOST_LEVELS, MOST_PROMPTS, MOST_ROWS, MOST_TOKENS
 from ..cost.options import add_machine, check_machine, check_numbers, integer, integers, number, option
-from ..trust_args import add_trust_argument
+from ..options.trust import add_trust_argument
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -59,7 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gamma", type=integer, metavar="N", help="draft length, if only the mean acceptance length is known"
     )
     about.add_argument("--draft-path", metavar="PATH", help="draft model in the exported settings")
-    costs = parser.add_argument_group("cost of a step (default for a run: as measured)")
+    costs = add_costs(parser, "cost of a step (default for a run: as measured)")
+    costs.add_argument("--overlap", action="store_true", help="assume that drafting and verification overlap")
+
+
+def add_costs(parser: argparse.ArgumentParser, title: str) -> argparse._ArgumentGroup:
+    """Add the options that `costs.costs_of` reads; see `check_costs`."""
+    costs = parser.add_argument_group(title)
     costs.add_argument(
         "--target", metavar="MODEL", help="target measured by crossdraft cost; with --on its config.json"
     )
@@ -67,22 +73,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     costs.add_argument(
         "--draft-vocab", type=integer, metavar="N", help="with --on: vocabulary size of the draft model's head"
     )
-    costs.add_argument("--overlap", action="store_true", help="assume that drafting and verification overlap")
     costs.add_argument(
         "--cost", metavar="FILE", help="CSV of batch_size,width,context,seconds for passes of the target"
     )
     costs.add_argument("--draft-cost", metavar="FILE", help="the same for the draft model")
     add_machine(parser)
+    return costs
 
 
 def check(args: argparse.Namespace) -> None:
     """Raise UsageError for options that are invalid or cannot be combined."""
-    check_numbers(
-        args, {"batch_size": MOST_ROWS, "context": MOST_TOKENS, "gamma": MOST_LEVELS, "draft_vocab": MOST_TOKENS}
-    )
+    check_numbers(args, {"batch_size": MOST_ROWS, "context": MOST_TOKENS, "gamma": MOST_LEVELS})
     check_numbers(args, {"responses": MOST_PROMPTS, "max_new_tokens": MOST_TOKENS})
     _check_replay(args)
-    check_machine(args)
+    check_costs(args)
     if args.temperature is not None and not 0 <= args.temperature < float("inf"):
         raise UsageError(f"--temperature must be at least 0, got {args.temperature:g}")
     for name, kind in (("drafter", "drafters"), ("verifier", "verifiers"), ("export", "engines")):
@@ -90,6 +94,18 @@ def check(args: argparse.Namespace) -> None:
         for text in value if isinstance(value, list) else [value] if value is not None else []:
             if text not in plugins.entries(kind) and not text.lstrip().startswith("{"):
                 raise UnknownNameError.among(kind.removesuffix("s"), text, plugins.entries(kind))
+    if args.draft_path and not args.export:
+        raise UsageError("--draft-path requires --export")
+    if args.target and args.cost and not (args.replay or args.prompts):
+        raise UsageError("--target and --cost cannot be combined: both give the cost of the target; remove one of them")
+    if args.export and args.context and len(args.context) > 1:
+        raise UsageError("--export takes one --context: engine settings do not depend on the context length")
+
+
+def check_costs(args: argparse.Namespace) -> None:
+    """Raise UsageError for options of `add_costs` that are invalid or cannot be combined."""
+    check_numbers(args, {"draft_vocab": MOST_TOKENS})
+    check_machine(args)
     if args.on and args.cost:
         raise UsageError("--on and --cost cannot be combined: both give the cost of the target; remove one of them")
     if args.draft_vocab and not (args.on and args.draft_model):
@@ -99,18 +115,12 @@ def check(args: argparse.Namespace) -> None:
     defaults = {"devices": 1, "weight_bytes": 2, "cache_bytes": 2, "efficiency": None}
     if not args.on and (unused := [name for name, value in defaults.items() if getattr(args, name) != value]):
         raise UsageError(f"{option(unused[0])} requires --on")
-    if args.draft_path and not args.export:
-        raise UsageError("--draft-path requires --export")
-    if args.target and args.cost and not (args.replay or args.prompts):
-        raise UsageError("--target and --cost cannot be combined: both give the cost of the target; remove one of them")
     if args.draft_model and args.draft_cost:
         raise UsageError(
             "--draft-model and --draft-cost cannot be combined: both give the cost of a draft; remove one of them"
         )
     if args.draft_cost and not args.cost:
         raise UsageError("--draft-cost requires --cost, measured on the same machine")
-    if args.export and args.context and len(args.context) > 1:
-        raise UsageError("--export takes one --context: engine settings do not depend on the context length")
 
 
 def _check_replay(args: argparse.Namespace) -> None:

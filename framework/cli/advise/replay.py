@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ... import plugins
 from ...errors import UsageError
 from ..baseline_responses import baseline_responses, log
-from ..trust_args import trusted_with_drafter
+from ..options.trust import trusted_with_drafter
 
 if TYPE_CHECKING:
     from ...advise.caveats import Remarks

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import UsageError
 from ...util.output_files import check_output, writing_output
-from ..run_args import output_folder
-from ..sampling_args import sampling_from
-from ..trust_args import add_trust_argument, trusted
+from ..options.run import output_folder
+from ..options.sampling import sampling_from
+from ..options.trust import add_trust_argument, trusted
 
 if TYPE_CHECKING:
     from ...certificate.first_token_check import PromptDistributions, Result

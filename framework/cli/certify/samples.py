@@ -10,8 +10,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ...errors import UsageError
-from ..sampling_args import sampling_from
-from ..trust_args import trusted
+from ..options.sampling import sampling_from
+from ..options.trust import trusted
 from .model import DEFAULTS
 
 if TYPE_CHECKING:

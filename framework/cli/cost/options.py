@@ -19,7 +19,7 @@ from ...util.limits import (
     MOST_TOKENS,
     Limit,
 )
-from ..trust_args import add_trust_argument, trusted
+from ..options.trust import add_trust_argument, trusted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import ContractError
 
 if TYPE_CHECKING:
-    from ...bench.step_limit import StepLimit
+    from ...bench.cells.step_limit import StepLimit
     from ...recipe.recipe import CellConfig
     from ...runs.certified_registry import CertificateRecord
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from ... import plugins
 from ...errors import UsageError, quoted
+from ..options.trust import add_trust_argument, strings_in, trusted
 from ..standard_streams import print_error, print_stored
-from ..trust_args import add_trust_argument, strings_in, trusted
 from .certificates import certify_missing
 from .tracking import tracking
 

@@ -2,25 +2,60 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from ... import plugins
 from ...certificate.greedy_text import GreedyText, positions, tie_of, token_gaps
 from ...contracts.sampling import Sampling
 
 if TYPE_CHECKING:
     from ...certificate.samples.sampler_verdict import Verdict
     from ...contracts.models import LoadedModel
+    from ...metrics.counter_definitions import CounterDefinition
     from ...recipe.recipe import CellConfig
+    from ...replay.engine_counts import EngineCounts
     from ...replay.response import Response
     from ...replay.served_steps import ServedSteps
     from ...runs.records import CellResult
 
 #: Verdicts about steps are at this level.
 LEVEL = 1e-3
+#: Standard deviations of that level.
+_Z = 3.29
+#: Rounding error of a sum of probabilities.
+_ROUNDING = 1e-3
+
+
+@dataclass(frozen=True)
+class CounterCheck:
+    """Accepted tokens that the server counted, and those that replay expects by the engine's definition.
+
+    Attributes:
+        unknown: accepted tokens past the end of responses, at most; engines that count them do not return them.
+        deviation: standard deviation of ``accepted``.
+    """
+
+    accepted: float
+    expected: float
+    unknown: float
+    deviation: float
+
+    def bounds(self, z: float) -> tuple[float, float]:
+        """The expected range, with ``z`` standard deviations on either side."""
+        return self.expected - z * self.deviation, self.expected + self.unknown + z * self.deviation
+
+    @property
+    def agrees(self) -> bool:
+        """False if the counter is outside of the range at `LEVEL`."""
+        low, high = self.bounds(_Z)
+        return low - _ROUNDING <= self.accepted <= high + _ROUNDING
 
 
 @dataclass
@@ -33,6 +68,7 @@ class CellCheck:
 
     config: CellConfig
     steps: ServedSteps | None = None
+    counters: CounterCheck | None = None
     distribution: Verdict | None = None
     text: GreedyText | None = None
     draws_to_show: int | None = None
@@ -43,6 +79,8 @@ class CellCheck:
         if self.text is not None and self.text.other:
             return "no"
         if self.steps is not None and (self.steps.equal < self.steps.decided or self.steps.p_value < LEVEL):
+            return "no"
+        if self.counters is not None and not self.counters.agrees:
             return "no"
         return "yes" if self.distribution is None else self.distribution.outcome
 
@@ -55,12 +93,20 @@ def responses_of(cell: Path, config: CellConfig) -> list[Response]:
 
 
 def check_cell(
-    result: CellResult, cell: Path, target: LoadedModel, *, deviation: float, seed: int, trust: Iterable[str]
+    result: CellResult,
+    cell: Path,
+    scrapes: Path,
+    target: LoadedModel,
+    *,
+    deviation: float,
+    seed: int,
+    trust: Iterable[str],
 ) -> CellCheck:
     """Run all checks of a finished cell.
 
     Args:
         cell: its directory.
+        scrapes: directory of the server's counters.
         target: the loaded target, in the dtype of the engine.
         deviation: allowed total variation of the sampled tokens.
         trust: models that may run their own Python code.
@@ -75,14 +121,50 @@ def check_cell(
     else:
         check.distribution, check.draws_to_show = distribution(responses, target, config.sampling, deviation, seed)
     if not config.is_baseline:
-        check.steps = served_steps(result, responses, trust)
+        check.steps, counts = served_steps(result, responses, trust)
+        accepted = counted(config, scrapes, len(responses))
+        if accepted is not None and counts is not None:
+            deviation = math.sqrt(check.steps.variance)
+            check.counters = CounterCheck(accepted, counts.accepted, counts.unknown, deviation)
     return check
 
 
-def served_steps(result: CellResult, responses: Sequence[Response], trust: Iterable[str]) -> ServedSteps:
-    """Compare the steps of a cell with replay. The first token of a response comes from the engine's prefill."""
+def counted(config: CellConfig, scrapes: Path, responses: int) -> float | None:
+    """Accepted tokens between two scrapes of a server's counters; None if it has none, or they miss responses."""
+    from ...bench.cells.engine_cell import AFTER, BEFORE, RESPONSES
+    from ...engines.engine_log import Source
+    from ...engines.prometheus import samples, since
+
+    definition = _definition(config)
+    try:
+        before, after = ((scrapes / name).read_text(encoding="utf-8") for name in (BEFORE, AFTER))
+    except FileNotFoundError:
+        return None
+    if definition is None or not after.startswith(f"{RESPONSES}{responses}\n"):
+        return None
+    names = {f"{definition.prefix}spec_decode_num_accepted_tokens_total"}
+    sources = Source(after, str(scrapes / AFTER)), Source(before, str(scrapes / BEFORE))
+    series = since(*(samples(source, names) for source in sources), *sources)
+    return sum(sample.value for sample in series.values()) if series else None
+
+
+def _definition(config: CellConfig) -> CounterDefinition | None:
+    """Definition of the counters of a cell's engine."""
+    assert config.engine is not None
+    settings = plugins.get("servers", config.engine.name).settings
+    return plugins.get("engines", settings)().counters_of(config.drafter.name) if settings else None
+
+
+def served_steps(
+    result: CellResult, responses: Sequence[Response], trust: Iterable[str]
+) -> tuple[ServedSteps, EngineCounts | None]:
+    """Compare the steps of a cell with replay; count them by the engine's definition, if there is one.
+
+    The first token of a response comes from the engine's prefill.
+    """
     from ...recipe.recipe import Strategy
     from ...replay.acceptance_formulas import survival
+    from ...replay.engine_counts import EngineCounts
     from ...replay.served_steps import ServedSteps
     from ..replay.candidates import candidates_of
 
@@ -101,6 +183,7 @@ def served_steps(result: CellResult, responses: Sequence[Response], trust: Itera
     records = defaultdict(list)
     for record in result.records:
         records[record.question_id, record.turn].append(record)
+    definition = _definition(config)
     drafter = Strategy.model_validate({"name": config.drafter.name, **config.drafter.config})
     (candidate,) = candidates_of(
         [drafter.model_dump_json()],
@@ -110,15 +193,21 @@ def served_steps(result: CellResult, responses: Sequence[Response], trust: Itera
         target=config.target,
         dtype=config.dtype,
         trust_remote_code=set(trust),
+        drafter_options=definition.drafter_options if definition is not None else {},
     )
     (verifier,) = candidate.verifiers
     turns: dict[str, int] = defaultdict(int)
     steps = ServedSteps()
+    counts = None if definition is None else EngineCounts(definition, candidate.depth)
     for response, scores in zip(later, candidate.scores(later), strict=True):
         turn = turns[response.id]
         turns[response.id] += 1
-        steps.add(response.id, records[response.id, turn], survival(verifier, scores)[1])
-    return steps
+        at_least = survival(verifier, scores)[1]
+        steps.add(response.id, records[response.id, turn], at_least)
+        if counts is not None:  # no step starts at the prefill's token
+            padded, lengths = np.pad(at_least, ((1, 0), (0, 0))), np.pad(scores.lengths, (1, 0))
+            counts.add(padded, lengths, len(response.tokens) + 1, config.max_new_tokens)
+    return steps, counts
 
 
 def distribution(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import UsageError
-from ..trust_args import add_trust_argument, trusted
+from ..options.trust import add_trust_argument, trusted
 
 if TYPE_CHECKING:
     from .checks import CellCheck
@@ -74,7 +74,10 @@ def main(args: argparse.Namespace) -> int:
         path = directory.cell_path(config.hash)
         assert path is not None
         print(f"checking {config.drafter.title} × {config.verifier.title}, {_sampling(config)}", file=sys.stderr)
-        checks.append(check_cell(result, path, loaded[key], deviation=args.deviation, seed=args.seed, trust=consent))
+        scrapes = directory.path / "servers" / config.hash
+        checks.append(
+            check_cell(result, path, scrapes, loaded[key], deviation=args.deviation, seed=args.seed, trust=consent)
+        )
     print(json.dumps(_json(checks, failed), indent=2) if args.json else _text(checks, failed))
     outcomes = {check.outcome for check in checks} | ({"no"} if failed else set())
     return EXIT["no" if "no" in outcomes else "undecided" if "undecided" in outcomes else "yes"]
@@ -106,6 +109,7 @@ def _text(checks: list[CellCheck], failed: list[str]) -> str:
             "sampling": _sampling(check.config),
             "B": check.config.batch_size,
             "steps as replayed": _steps(check),
+            "counted": _counters(check),
             "text or distribution": _distribution(check),
             "verdict": check.outcome,
         }
@@ -125,6 +129,15 @@ def _steps(check: CellCheck) -> str:
     if steps.decided == steps.steps:
         return f"{steps.equal} of {steps.steps}"
     return f"{steps.accepted:.0f} accepted, {steps.expected:.1f} expected (p = {steps.p_value:.2g})"
+
+
+def _counters(check: CellCheck) -> str:
+    counters = check.counters
+    if counters is None:
+        return "-"
+    low, high = counters.bounds(1.96)
+    expected = f"{low:.0f}" if high - low < 0.5 else f"{low:.0f} to {high:.0f}"
+    return f"{counters.accepted:.0f}, replay {expected}"
 
 
 def _distribution(check: CellCheck) -> str:
@@ -151,6 +164,12 @@ def _reasons(check: CellCheck) -> list[str]:
         )
     elif check.steps is not None and check.outcome == "no" and check.steps.p_value < 1e-3:
         lines.append(f"{pair}: the accepted tokens differ from replay by {check.steps.z:+.1f} standard errors")
+    if check.counters is not None and not check.counters.agrees:
+        low, high = check.counters.bounds(1.96)
+        lines.append(
+            f"{pair}: the server counted {check.counters.accepted:.0f} accepted tokens; by its definition replay "
+            f"expects {low:.1f} to {high:.1f}"
+        )
     if check.text is not None and check.text.other:
         name, token, gap = check.text.other[0]
         lines.append(
@@ -178,6 +197,7 @@ def _json(checks: list[CellCheck], failed: list[str]) -> dict[str, Any]:
                 "expected_at_least": check.steps.expected_at_least.tolist(),
                 "p_value": check.steps.p_value,
             }
+        row["counters"] = None if check.counters is None else asdict(check.counters)
         row["text"] = None if check.text is None else asdict(check.text)
         row["distribution"] = None if check.distribution is None else asdict(check.distribution)
         rows.append(row | {"draws_to_show": check.draws_to_show})

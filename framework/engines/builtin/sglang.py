@@ -57,8 +57,6 @@ class Sglang(Engine):
     def cannot(self, acceptance: Acceptance) -> str | None:
         if reason := super().cannot(acceptance):
             return reason
-        if acceptance.verifier == "block" and acceptance.temperature != 0 and not acceptance.point_mass:
-            return "it has no block verification"
         if self.methods.get(acceptance.drafter, "EAGLE") not in _EAGLE:
             return only_point_masses(acceptance, f"{self.name}'s {self.methods[acceptance.drafter]}")
         return None

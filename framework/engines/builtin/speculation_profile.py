@@ -28,12 +28,6 @@ class SpeculationProfile(Engine):
             return []
         return [self._profile(source, line, fields) for line, fields in source.objects("conditional_accept_rates")]
 
-    def cannot(self, acceptance: Acceptance) -> str | None:
-        reason = super().cannot(acceptance)
-        if reason is None and acceptance.verifier == "block" and not acceptance.point_mass:
-            reason = "it has no rates for block verification"
-        return reason
-
     def scheduled(self, acceptance: Acceptance) -> bool:
         return True  # its rates cover all lengths
 

@@ -33,8 +33,6 @@ class TensorRtLlm(Engine):
     def cannot(self, acceptance: Acceptance) -> str | None:
         if reason := super().cannot(acceptance):
             return reason
-        if acceptance.verifier == "block" and acceptance.temperature != 0 and not acceptance.point_mass:
-            return "it has no block verification"
         if acceptance.drafter in ("eagle3", "mtp", ""):
             return None  # use_rejection_sampling supports sampled drafts
         return only_point_masses(acceptance, f"{self.name}'s {self.methods[acceptance.drafter]}")

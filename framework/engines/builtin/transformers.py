@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from ..acceptance import Acceptance
 from ..engine import Engine, Schedule, Settings
 from ..settings import length_remarks, needs_method, needs_model, ngram_sizes
 
@@ -21,13 +20,6 @@ class Transformers(Engine):
         "prompt-lookup": "prompt_lookup_num_tokens",
     }
     most_sequences = 1
-
-    def cannot(self, acceptance: Acceptance) -> str | None:
-        if reason := super().cannot(acceptance):
-            return reason
-        if acceptance.verifier == "block" and acceptance.temperature != 0 and not acceptance.point_mass:
-            return "it has no block verification"
-        return None
 
     def export(self, schedule: Schedule) -> Settings:
         if not schedule.gamma:

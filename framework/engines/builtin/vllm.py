@@ -34,6 +34,7 @@ _FIELDS = {
 
 class Vllm(Engine):
     name = "vllm"
+    verifiers: ClassVar[tuple[str, ...]] = (*Engine.verifiers, "block")
     read_from = "vLLM main, commit 002e77c1f0ef"
     counters = DEFINITIONS["vllm"]
     methods: ClassVar[Mapping[str, str]] = {
@@ -57,8 +58,6 @@ class Vllm(Engine):
 
     def cannot(self, acceptance: Acceptance) -> str | None:
         reason = super().cannot(acceptance)
-        if reason is None and acceptance.verifier not in ("", "token", "block", "greedy", "sample-match"):
-            reason = f"it supports token and block verification, not {acceptance.verifier}"
         if reason is None and self.methods.get(acceptance.drafter) in _V1_METHODS:
             reason = only_point_masses(acceptance, f"vLLM's {acceptance.drafter}")
         return reason

@@ -14,6 +14,14 @@ def crossdraft_register_drafters(register: Register) -> None:
 @hookimpl
 def crossdraft_register_servers(register: Register) -> None:
     register("vllm", "crossdraft_vllm.server:VllmServer", summary="vLLM's server, started or running")
+    summary = "vLLM's server with crossdraft's drafter and verifier inside"
+    register("vllm-crossdraft", "crossdraft_vllm.server:VllmCrossdraftServer", summary=summary)
+
+
+@hookimpl
+def crossdraft_register_engines(register: Register) -> None:
+    summary = "vLLM with crossdraft's drafter and verifier inside"
+    register("vllm-crossdraft", "crossdraft_vllm.engine:VllmCrossdraft", summary=summary)
 
 
 def __getattr__(name: str) -> Any:

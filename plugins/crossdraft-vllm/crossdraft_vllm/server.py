@@ -38,7 +38,7 @@ class VllmServer(EngineServer):
         command += ["--dtype", cell.dtype, "--max-model-len", str(cell.length), "--seed", str(cell.seed)]
         if options.per_request and cell.gamma:
             command += ["--enable-per-request-metrics", "--per-request-spec-decode-metrics", "detailed"]
-        return [*command, *cell.flags, *options.args]
+        return [*command, *self._flags, *options.args]
 
     def environment(self) -> dict[str, str]:
         openmp = Path(self._python).parents[1] / _OPENMP
@@ -69,6 +69,11 @@ class VllmServer(EngineServer):
         return event
 
     @property
+    def _flags(self) -> Sequence[str]:
+        """Speculative options."""
+        return self.cell.flags
+
+    @property
     def _python(self) -> str:
         python = self.options.python or sys.executable
         if shutil.which(python) is None:
@@ -80,3 +85,19 @@ class VllmServer(EngineServer):
     @property
     def _model(self) -> str:
         return self.options.model or str(self.cell.target)
+
+
+class VllmCrossdraftServer(VllmServer):
+    """A vLLM server with crossdraft's drafter and verifier, which are selected by an environment variable."""
+
+    name = "vllm-crossdraft"
+    settings = "vllm-crossdraft"
+
+    def environment(self) -> dict[str, str]:
+        """The variable of the settings, ``export NAME=VALUE``, beside those of `VllmServer`."""
+        variable = dict([self.cell.flags[1].split("=", 1)]) if self.cell.flags else {}
+        return super().environment() | variable
+
+    @property
+    def _flags(self) -> Sequence[str]:
+        return self.cell.flags[2:]

@@ -8,13 +8,13 @@ from itertools import pairwise
 from random import Random
 from typing import Any
 
-from ..contracts.constraint import Grammar
-from ..contracts.models import LoadedModel
-from ..errors import UsageError
-from ..metrics.intervals import LEAST_PIECES
-from ..models.chat import encode
-from ..models.grammar import compile_constraint
-from ..recipe.prompts import Prompt
+from ...contracts.constraint import Grammar
+from ...contracts.models import LoadedModel
+from ...errors import UsageError
+from ...metrics.intervals import LEAST_PIECES
+from ...models.chat import encode
+from ...models.grammar import compile_constraint
+from ...recipe.prompts import Prompt
 
 #: Maximum number of tokens that a chat template adds around a response.
 TEMPLATE_SLACK = 16

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...framework.contracts.models import LoadedModel
-from ...framework.contracts.training import Batch, Text, Trainee, TrainingConfig, bfloat16_copy
-from ...framework.contracts.training_options import option
-from ...framework.errors import UsageError
-from ...framework.models.checkpoint import load_checkpoint
-from ...framework.training.losses import SampledHead, distil_many, overlap, sampled_vocab_option
-from .medusa_weights import MedusaHeads, read_heads, save_for_vllm, save_heads
+from ....framework.contracts.models import LoadedModel
+from ....framework.contracts.training import Batch, Text, Trainee, TrainingConfig, bfloat16_copy
+from ....framework.contracts.training_options import option
+from ....framework.errors import UsageError
+from ....framework.models.checkpoint import load_checkpoint
+from ....framework.training.losses import SampledHead, distil_many, overlap, sampled_vocab_option
+from .weights import MedusaHeads, read_heads, save_for_vllm, save_heads
 
 #: Number of ranks whose accuracy is measured, for trees.
 RANKS = 10

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...framework.errors import ModelError
+from ....framework.errors import ModelError
 
 if TYPE_CHECKING:
-    from ...framework.contracts.models import Checkpoint
+    from ....framework.contracts.models import Checkpoint
 
 _INSIDE, _PREFIX = "medusa_head.", "medusa_heads."
 _BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")

@@ -13,27 +13,27 @@ from math import isfinite
 from random import Random
 from typing import Any
 
-from ..api.build import Configured, TargetContext, build_decoder, configured, load_draft_model, slot_length
-from ..contracts.lm import LM
-from ..contracts.models import LoadedModel
-from ..contracts.rng import CounterRng
-from ..contracts.steps import Request, Response, StepEvent
-from ..engine.decoder import Decoder
-from ..errors import ContractError
-from ..lm.cuda_graphs import CaptureLimits, recording
-from ..metrics.cell_metrics import StepRecord
-from ..metrics.pieces import PREFILL, Piece
-from ..models.configs import read_config
-from ..models.cpu_contention import CpuWait
-from ..models.digests import model_sha256
-from ..models.grammar import compile_constraint
-from ..models.load import load_model
-from ..models.resolve import resolve
-from ..models.tokenizer import load_tokenizer
-from ..recipe.prompts import Prompt
-from ..recipe.recipe import CellConfig
-from ..runs.run_directory import PieceResult
-from . import memory
+from ...api.build import Configured, TargetContext, build_decoder, configured, load_draft_model, slot_length
+from ...contracts.lm import LM
+from ...contracts.models import LoadedModel
+from ...contracts.rng import CounterRng
+from ...contracts.steps import Request, Response, StepEvent
+from ...engine.decoder import Decoder
+from ...errors import ContractError
+from ...lm.cuda_graphs import CaptureLimits, recording
+from ...metrics.cell_metrics import StepRecord
+from ...metrics.pieces import PREFILL, Piece
+from ...models.configs import read_config
+from ...models.cpu_contention import CpuWait
+from ...models.digests import model_sha256
+from ...models.grammar import compile_constraint
+from ...models.load import load_model
+from ...models.resolve import resolve
+from ...models.tokenizer import load_tokenizer
+from ...recipe.prompts import Prompt
+from ...recipe.recipe import CellConfig
+from ...runs.run_directory import PieceResult
+from .. import memory
 from .conversations import Conversation
 
 #: Untimed steps before the measurement.

@@ -6,7 +6,7 @@ import signal
 import threading
 from types import FrameType
 
-from ..errors import CrossdraftError, UsageError
+from ...errors import CrossdraftError, UsageError
 
 
 class StepTimeout(CrossdraftError):

@@ -20,20 +20,20 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn import functional
 
-from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
-from ...framework.contracts.draft_kind import CHAIN, DETERMINISTIC
-from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
-from ...framework.contracts.misconfiguration import Misconfiguration
-from ...framework.contracts.models import Checkpoint
-from ...framework.contracts.rng import StepRng
-from ...framework.contracts.sampling import Sampling
-from ...framework.errors import ContractError, ModelError, UsageError
-from ...framework.util.limits import MOST_LEVELS, MOST_NODES
-from ..autoregressive.trees import Choices, Shape, ordered, tree_shape
-from .feature_head import expand_vocab
-from .feature_reader import last_state
-from .medusa_weights import read_heads
-from .misconfigurations import shifted_heads
+from ....framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
+from ....framework.contracts.draft_kind import CHAIN, DETERMINISTIC
+from ....framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
+from ....framework.contracts.misconfiguration import Misconfiguration
+from ....framework.contracts.models import Checkpoint
+from ....framework.contracts.rng import StepRng
+from ....framework.contracts.sampling import Sampling
+from ....framework.errors import ContractError, ModelError, UsageError
+from ....framework.util.limits import MOST_LEVELS, MOST_NODES
+from ...autoregressive.trees import Choices, Shape, ordered, tree_shape
+from ..feature_head import expand_vocab
+from ..feature_reader import last_state
+from ..misconfigurations import shifted_heads
+from .weights import read_heads
 
 #: Maximum length of a chain if gamma is not set.
 MOST_HEADS = 16

@@ -18,25 +18,29 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from .. import plugins
-from ..contracts.models import LoadedModel
-from ..contracts.steps import Response, SequenceStep
-from ..engine.stopwatch import PHASES
-from ..engines.acceptance import Acceptance
-from ..engines.engine import Range, Schedule
-from ..engines.server import EngineServer, ServedCell, ServedResponse
-from ..errors import UsageError
-from ..metrics.pieces import PREFILL, Piece
-from ..models.adapters import refuse_adapter
-from ..models.digests import model_sha256
-from ..models.resolve import resolve
-from ..recipe.recipe import CellConfig
-from ..runs.run_directory import PieceResult
+from ... import plugins
+from ...contracts.models import LoadedModel
+from ...contracts.steps import Response, SequenceStep
+from ...engine.stopwatch import PHASES
+from ...engines.acceptance import Acceptance
+from ...engines.engine import Range, Schedule
+from ...engines.server import EngineServer, ServedCell, ServedResponse
+from ...errors import UsageError
+from ...metrics.pieces import PREFILL, Piece
+from ...models.adapters import refuse_adapter
+from ...models.digests import model_sha256
+from ...models.resolve import resolve
+from ...recipe.recipe import CellConfig
+from ...runs.run_directory import PieceResult
 from .cell_runner import PieceRunner, drafter_of
 from .conversations import Conversation
 
 #: Tokens of a warm-up response.
 _WARM_UP = 16
+#: Scrapes of the server's counters before and after the responses of a cell.
+BEFORE, AFTER = "counters-before.txt", "counters-after.txt"
+#: Comment in the second: the number of responses between them, fewer than those of the cell if the run was resumed.
+RESPONSES = "# responses: "
 
 
 def served_flags(config: CellConfig, directory: Path | None) -> tuple[list[str], tuple[str, ...]]:
@@ -91,12 +95,12 @@ def _servable(config: CellConfig, directory: Path) -> str:
     resolved = resolve(name, heads=True)
     if config.drafter.name not in plugins.entries("trainers"):
         return str(resolved.path)
-    from ..models.shared_embedding import shared_embedding_of
+    from ...models.shared_embedding import shared_embedding_of
 
     trainer = plugins.get("trainers", config.drafter.name)
     if config.drafter.name == "draft-model" and shared_embedding_of(resolved.path) is None:
         return str(resolved.path)
-    from ..models.load import load_model
+    from ...models.load import load_model
 
     out = directory / "draft-model"
     out.mkdir(parents=True, exist_ok=True)
@@ -126,6 +130,7 @@ class EngineCell(PieceRunner):
     def __init__(self, config: CellConfig, target: LoadedModel, length: int, logs: Path, on_step: Callable[[], Any]):
         super().__init__(config, target.tokenizer)
         self.models, self.depth, self._on_step = _digests(config), depth_of(config), on_step
+        self._warm, self._served = False, 0
         self._folder = tempfile.TemporaryDirectory(prefix="crossdraft-engine-", ignore_cleanup_errors=True)
         directory, engine = Path(self._folder.name), _engine(config)
         cls = plugins.get("servers", engine.name)
@@ -150,6 +155,8 @@ class EngineCell(PieceRunner):
             raise
 
     def close(self) -> None:
+        if self._warm:
+            self.server.scrape(AFTER, f"{RESPONSES}{self._served}\n")
         self.server.stop()
         self._folder.cleanup()
 
@@ -157,6 +164,8 @@ class EngineCell(PieceRunner):
         random, vocabulary = Random(self.config.seed), len(self._tokenizer)
         prompts = [[random.randrange(vocabulary) for _ in range(length)] for _ in range(self.config.batch_size)]
         self._run(prompts, min(_WARM_UP, self.config.max_new_tokens))
+        self._warm = True
+        self.server.scrape(BEFORE)
 
     def _run(self, prompts: Sequence[list[int]], max_tokens: int) -> list[ServedResponse]:
         def complete(prompt: list[int]) -> ServedResponse:
@@ -183,6 +192,7 @@ class EngineCell(PieceRunner):
         self, conversations: Sequence[Conversation], prompts: Sequence[list[int]], turn: int
     ) -> Sequence[Response]:
         self._turns.append(self._run(prompts, self.config.max_new_tokens))
+        self._served += len(prompts)
         return [self._response(i, response) for i, response in enumerate(self._turns[-1])]
 
     def _response(self, index: int, response: ServedResponse) -> Response:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import UsageError, printable
-from ..util.input_files import kind_of, path_of
+from ...errors import UsageError, printable
+from ...util.input_files import kind_of, path_of
 
 if TYPE_CHECKING:
-    from ..report.load_run import FinishedRun
+    from ...report.load_run import FinishedRun
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +45,17 @@ def note_partial(runs: Iterable[FinishedRun]) -> None:
 
 def add_force(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="overwrite existing files that this command did not write")
+
+
+def add_segment(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--segment",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="acceptance by segment of the responses: think, tool, code, or NAME=REGEX; the first that matches a token "
+        "counts, and all others are the answer (repeatable)",
+    )
 
 
 def output_folder(name: Path) -> Path:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from ..errors import UsageError
+from ...errors import UsageError
 
 if TYPE_CHECKING:
-    from ..contracts.sampling import Sampling
+    from ...contracts.sampling import Sampling
 
 
 def sampling_from(args: argparse.Namespace) -> Sampling:
     """Sampling parameters from the options, with defaults for those not set. Raises UsageError."""
     from pydantic import ValidationError
 
-    from ..contracts.options import fault
-    from ..contracts.sampling import Sampling
+    from ...contracts.options import fault
+    from ...contracts.sampling import Sampling
 
     values = {key: value for key in Sampling.model_fields if (value := getattr(args, key, None)) is not None}
     try:

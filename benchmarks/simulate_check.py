@@ -1,0 +1,377 @@
+"""Simulation against measurements: a real llama.cpp server at Poisson rates, and crossdraft's own loop.
+
+    pip install -e plugins/crossdraft-llamacpp
+    python benchmarks/simulate_check.py server --prompts PROMPTS.jsonl [--loads 0.3,0.6,0.9] [--repeats 2] --engine \
+        '{name: llama.cpp, executable: PATH/llama-server, model: TARGET.gguf, draft_model: DRAFT.gguf}'
+    python benchmarks/simulate_check.py loop --prompts PROMPTS.jsonl [--batch-sizes 1,4,16]
+
+``server``: a server with and one without the draft model. On each, closed loops of 1, 2, .. requests give the cost
+tables that `crossdraft run` writes (`cost.served_cost`); then the same requests arrive at each rate (a share of the
+closed loop's capacity), and the costs are measured again. The simulation gets the arrivals, the prompts, the mean
+tables, and the acceptance of the responses by replay, and nothing of the measured traffic.
+
+``loop``: cost curves by `crossdraft cost`, then a run of plain decoding and of a draft model at several batch sizes.
+The simulation gets the curves, the acceptance by replay, and the measured seconds of verification and bookkeeping.
+
+``--clock cpu`` measures all times, arrivals included, in processor time of the server, which runs in one thread
+(``args: [--threads, "1"]``): other programs do not change it. Idle time is skipped.
+
+``waited``: seconds per second that tasks of the machine waited for a processor while the traffic ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import yaml
+from tabulate import tabulate
+
+from crossdraft.framework.advise.cost_tables import read_cost_table
+from crossdraft.framework.bench.cells.cell_runner import without_weights
+from crossdraft.framework.bench.cells.engine_cell import EngineCell, piece_of
+from crossdraft.framework.cli.main import main as crossdraft
+from crossdraft.framework.cli.replay.candidates import candidates_of
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.cost.curve import CostCurve, Point
+from crossdraft.framework.cost.finished_cells import curves_of, statistics
+from crossdraft.framework.cost.served_cost import cost_tables
+from crossdraft.framework.engines import server
+from crossdraft.framework.engines.server import ServedResponse
+from crossdraft.framework.models.chat import encode
+from crossdraft.framework.recipe.prompts import load_prompts
+from crossdraft.framework.recipe.recipe import CellConfig
+from crossdraft.framework.replay.response import Response
+from crossdraft.framework.replay.responses import Reader
+from crossdraft.framework.report.load_run import read_run
+from crossdraft.framework.runs.records import CellResult
+from crossdraft.framework.simulate.arrivals import Arrival, ClosedLoop
+from crossdraft.framework.simulate.outcome import RequestTimes
+from crossdraft.framework.simulate.policies import LengthSchedule
+from crossdraft.framework.simulate.replica import EngineSettings, simulate
+from crossdraft.framework.simulate.request import Pool, SimulatedRequest, make_requests, read_pool
+from crossdraft.framework.simulate.step_cost import StepCost
+
+
+def waited() -> float:
+    """Seconds that tasks of this machine have waited for a processor (pressure stall information)."""
+    try:
+        return int(Path("/proc/pressure/cpu").read_text().split("total=")[1].split()[0]) / 1e6
+    except OSError:
+        return float("nan")
+
+
+# -- a server ----------------------------------------------------------------------------------------------------
+
+
+class CpuClock:
+    """Seconds of processor time of a process, plus the idle time that was skipped."""
+
+    def __init__(self, pid: int):
+        self._id, self.skipped = (~pid << 3) | 2, 0.0  # as clock_getcpuclockid(3) computes it
+
+    def __call__(self) -> float:
+        return time.clock_gettime(self._id) + self.skipped
+
+
+@contextmanager
+def served(args: argparse.Namespace, config: CellConfig) -> Iterator[tuple[EngineCell, Callable[[], float]]]:
+    """A server, and the clock of its responses."""
+    target = without_weights(config.target, trust_remote_code=False)
+    with tempfile.TemporaryDirectory() as logs:
+        cell = EngineCell(config, target, args.length, Path(logs), lambda: None)
+        clock: Callable[[], float] = time.perf_counter
+        try:
+            if args.clock == "cpu":
+                assert cell.server._process is not None
+                clock = CpuClock(cell.server._process.pid)
+                server.time = SimpleNamespace(perf_counter=clock, monotonic=time.monotonic, sleep=time.sleep)
+            cell.warm_up(32)
+            yield cell, clock
+        finally:
+            server.time = time
+            cell.close()
+
+
+def closed_loop(cell: EngineCell, prompts: Sequence[list[int]], concurrency: int, most: int) -> list[ServedResponse]:
+    with ThreadPoolExecutor(concurrency) as pool:
+        return list(pool.map(lambda prompt: cell.server.complete(prompt, most), prompts))
+
+
+def open_loop(
+    cell: EngineCell, clock: Callable[[], float], prompts: Sequence[list[int]], arrivals: Sequence[float], most: int
+) -> tuple[float, list[ServedResponse]]:
+    """Send each prompt at its time. Returns the time of the first arrival, and the responses."""
+    start, running = clock() + 0.05 - arrivals[0], []
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        for prompt, arrival in zip(prompts, arrivals, strict=True):
+            while clock() < start + arrival:
+                if isinstance(clock, CpuClock) and all(future.done() for future in running):
+                    clock.skipped += max(start + arrival - clock(), 0)
+                time.sleep(0.001)
+            running.append(pool.submit(cell.server.complete, prompt, most))
+        return start + arrivals[0], [future.result() for future in running]
+
+
+def measure_costs(
+    cell: EngineCell, config: CellConfig, prompts: Sequence[list[int]], args: argparse.Namespace
+) -> list[CellResult]:
+    results = []
+    for b in args.concurrency:
+        responses = closed_loop(cell, prompts[: max(12, 3 * b)], b, args.max_new_tokens)
+        for i, response in enumerate(responses):
+            cell._response(i, response)
+        result = CellResult(config.model_copy(update={"batch_size": b}), pieces=[piece_of([responses], b)])
+        result.responses = [
+            {"prompt_tokens": len(p), "tokens": r.tokens} for p, r in zip(prompts, responses, strict=False)
+        ]
+        result.metrics = True  # type: ignore[assignment]  # only its presence counts
+        results.append(result)
+    return results
+
+
+def capacity(results: Sequence[CellResult]) -> float:
+    """Requests per second of the widest closed loop."""
+    (piece,) = results[-1].pieces
+    return len(piece.requests) / (sum(piece.seconds.values()) + piece.tail_seconds)
+
+
+def run_server(args: argparse.Namespace) -> list[dict[str, Any]]:
+    tokenizer = without_weights(args.target, trust_remote_code=False).tokenizer
+    prompts = [encode(tokenizer, [prompt.turns[0]]) for prompt in load_prompts(args.prompts, limit=args.limit)]
+    args.length = max(map(len, prompts)) + args.max_new_tokens + args.gamma + 8
+    common: dict[str, Any] = {
+        "target": args.target, "engine": args.engine, "batch_size": args.slots, "verifier": "greedy",
+        "sampling": {"temperature": 0}, "max_new_tokens": args.max_new_tokens,
+    }  # fmt: skip
+    drafter = {"name": "draft-model", "model": args.drafter_model, "gamma": args.gamma}
+    configs = {
+        "off": CellConfig(**common, drafter={"name": "none"}),
+        f"static:{args.gamma}": CellConfig(**common, drafter=drafter),
+    }
+    rows = []
+    for repeat in range(args.repeats):
+        random = np.random.default_rng(repeat)
+        order = [random.permutation(len(prompts))[: args.requests] for _ in args.loads]
+        gaps = [random.exponential(size=len(o)).cumsum() for o in order]
+        costs: dict[str, list[list[CellResult]]] = {}
+        measured = []
+        for name, config in configs.items():
+            with served(args, config) as (cell, clock):
+                costs[name] = [measure_costs(cell, config, prompts, args)]
+                most = capacity(costs[name][0])
+                for load, chosen, gap in zip(args.loads, order, gaps, strict=True):
+                    arrivals, before = gap / (load * most), (waited(), time.perf_counter())
+                    sent = [prompts[i] for i in chosen]
+                    start, responses = open_loop(cell, clock, sent, arrivals, args.max_new_tokens)
+                    share = (waited() - before[0]) / (time.perf_counter() - before[1])
+                    measured.append((name, load, load * most, start, arrivals, sent, responses, share))
+                costs[name].append(measure_costs(cell, config, prompts, args))
+        for name, load, rate, start, arrivals, sent, responses, share in measured:
+            row = {"repeat": repeat, "policy": name, "load": load, "rate": rate, "waited": share}
+            cost = [
+                step_cost(name, [costs["off"][i], costs[name][i]] if name != "off" else [costs["off"][i]])
+                for i in range(2)
+            ]
+            width = 1 if name == "off" else args.gamma + 1
+            row["costs"] = [[c.target.seconds(b, width, 0) for b in args.concurrency] for c in cost]
+            row["drift"] = float(np.mean(np.divide(row["costs"][1], row["costs"][0])))
+            pool = replayed(args, sent, responses)
+            first = np.array([r.sent + r.steps[0].seconds for r in responses])
+            last = np.array([r.sent + r.steps[-1].seconds for r in responses])
+            tokens = np.array([len(r.tokens) for r in responses])
+            row["measured"] = {
+                "tokens_per_second": tokens.sum() / (last.max() - start),
+                "token_seconds": (last - first).sum() / (tokens - 1).sum(),
+                "first_token_seconds": float(np.mean([r.steps[0].seconds for r in responses])),
+            }
+            row["simulated"] = simulated(
+                pool, arrivals, mean_cost(cost), 0 if name == "off" else args.gamma, args.slots
+            )
+            row["steps"] = {
+                "measured": float(sum(len(r.steps) - 1 for r in responses)),
+                "simulated": row["simulated"].pop("rows"),
+            }
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+            if args.out:
+                args.out.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    return rows
+
+
+def step_cost(name: str, results: Sequence[Sequence[CellResult]]) -> StepCost:
+    """The tables of `cost_tables`, read as `crossdraft simulate` reads them."""
+    tables = cost_tables([result for part in results for result in part])
+    beginnings = ("cost-", "prefill-cost-") if name == "off" else ("step-cost-", "prefill-cost-")
+    names = [[table for table in tables if table.startswith(beginning)][-1] for beginning in beginnings]
+    with tempfile.TemporaryDirectory() as folder:
+        curves = []
+        for table in names:
+            (Path(folder) / table).write_text(tables[table], encoding="utf-8")
+            curves.append(read_cost_table(str(Path(folder) / table)))
+    return StepCost(curves[0], prefill=curves[1])
+
+
+def mean_cost(costs: Sequence[StepCost]) -> StepCost:
+    """Costs before and after, averaged; the prefills of both have the same prompts."""
+
+    def mean(curves: Sequence[CostCurve]) -> CostCurve:
+        a, b = curves
+        points = [p for p in a.points if any(p[:2] == q[:2] for q in b.points)]
+        both = [(p, next(q for q in b.points if p[:2] == q[:2])) for p in points]
+        return CostCurve(
+            a.model, "", "", a.device,
+            tuple(Point(*p[:2], 0, s := (p.median + q.median) / 2, s, s) for p, q in both),
+        )  # fmt: skip
+
+    return StepCost(mean([c.target for c in costs]), prefill=mean([c.prefill for c in costs]))  # type: ignore[misc]
+
+
+def replayed(args: argparse.Namespace, prompts: Sequence[list[int]], responses: Sequence[ServedResponse]) -> Pool:
+    drafter = f"{{name: draft-model, model: {args.drafter_model}, gamma: {args.gamma}}}"
+    sampling = Sampling(temperature=0)
+    (candidate,) = candidates_of(
+        [drafter], ["greedy"], (args.gamma,), sampling=sampling, target=args.target, dtype="float32", device="cpu"
+    )
+    recorded = [
+        Response(
+            str(i), "", prompt, r.tokens, np.zeros(len(r.tokens)), r.finish_reason == "stop", args.max_new_tokens,
+            sampling,
+        )
+        for i, (prompt, r) in enumerate(zip(prompts, responses, strict=True))
+    ]  # fmt: skip
+    return read_pool(recorded, candidate)
+
+
+def simulated(pool: Pool, arrivals: Sequence[float], cost: StepCost, gamma: int, slots: int) -> dict[str, float]:
+    """Each request with its own response."""
+    random = np.random.default_rng(0)
+    requests = [
+        SimulatedRequest(Arrival(float(t)), item, random) for t, item in zip(arrivals, pool.responses, strict=True)
+    ]
+    counts = simulate(requests, LengthSchedule("", ((1, gamma),)), cost, EngineSettings(slots))
+    times = RequestTimes.of(requests, counts)
+    return {
+        "tokens_per_second": times.tokens.sum() / times.seconds,
+        "token_seconds": times.later.sum() / (times.tokens - 1).sum(),
+        "first_token_seconds": times.first.mean(),
+        "rows": float(counts.rows),
+    }
+
+
+# -- crossdraft's own loop ---------------------------------------------------------------------------------------
+
+_RECIPE = """\
+target: {target}
+prompts: {prompts}
+limit: {limit}
+max_new_tokens: {most}
+dtype: float32
+device: cpu
+sampling: {{temperature: 0}}
+drafters: [{{name: draft-model, model: {drafter}, gamma: {gamma}}}]
+verifiers: [greedy]
+matrix: {{batch_size: [{batch_sizes}]}}
+"""
+
+
+def run_loop(args: argparse.Namespace) -> list[dict[str, Any]]:
+    sizes = args.batch_sizes
+    rows = []
+    for repeat in range(args.repeats):
+        with tempfile.TemporaryDirectory() as folder:
+            cost = ["cost", "--target", args.target, "--drafter", args.drafter_model, "--batch-size", sizes, "--fresh"]
+            cost += ["--width", f"1,{args.gamma + 1}", "--context", "64,128", "--repeats", "3", "--dtype", "float32"]
+            assert crossdraft([*cost, "--device", "cpu", "--quiet"]) == 0
+            recipe = Path(folder) / "loop.yaml"
+            recipe.write_text(
+                _RECIPE.format(
+                    target=args.target, prompts=args.prompts, limit=args.limit,
+                    most=args.max_new_tokens, drafter=args.drafter_model, gamma=args.gamma, batch_sizes=sizes,
+                ),
+                encoding="utf-8",
+            )  # fmt: skip
+            assert crossdraft(["run", str(recipe), "--out", folder, "--quiet"]) == 0
+            (run,) = (path for path in Path(folder).iterdir() if path.is_dir())
+            summary = read_run(run).summary
+            for result in summary.results:
+                rows.append(compared(args, run, result, summary.curves) | {"repeat": repeat})
+                print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def compared(args: argparse.Namespace, run: Path, result: CellResult, curves: Sequence[CostCurve]) -> dict[str, Any]:
+    config, cell = result.config, statistics(result)
+    assert cell is not None and result.metrics is not None
+    target, drafter = curves_of(result, curves)
+    assert target is not None
+    gamma = 0 if config.is_baseline else args.gamma
+    name = f"{{name: draft-model, model: {args.drafter_model}, gamma: {args.gamma}}}"
+    (path,) = run.glob(f"cells/*_{config.hash}")
+    (candidate,) = candidates_of(
+        [name], ["greedy"], (args.gamma,), sampling=config.sampling, target=args.target, dtype="float32", device="cpu"
+    )
+    pool = read_pool(Reader(sampling=config.sampling).read([str(path)]), candidate, start=0)
+    cost = StepCost(target, drafter, overhead=cell.other_seconds, padded=True, separate=True)
+    random = np.random.default_rng(0)
+    requests = make_requests(pool, ClosedLoop(config.batch_size).draw(60 * config.batch_size, random), random)
+    for request in requests:
+        request.prefilled = request.prompt_tokens  # the rate of a run is without prefill
+    counts = simulate(
+        requests, LengthSchedule("", ((1, gamma),)), cost, EngineSettings(config.batch_size, first_token=False),
+        concurrency=config.batch_size,
+    )  # fmt: skip
+    rate = counts.emitted / counts.seconds
+    measured = result.metrics.tokens_per_second
+    return {
+        "drafter": config.drafter.name, "batch_size": config.batch_size, "undisturbed": result.metrics.undisturbed,
+        "measured": measured, "simulated": rate, "ratio": rate / measured,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("server", "loop"))
+    parser.add_argument("--engine", type=yaml.safe_load, help="engine with its options, as in a recipe")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="clock of ``server`` (wall)")
+    parser.add_argument("--target", default="smollm2-135m-instruct")
+    parser.add_argument("--drafter-model", default="smollm2-draft-model")
+    parser.add_argument("--prompts", required=True)
+    parser.add_argument("--limit", type=int, default=60)
+    parser.add_argument("--requests", type=int, default=40)
+    parser.add_argument("--max-new-tokens", type=int, default=48)
+    parser.add_argument("--gamma", type=int, default=3)
+    parser.add_argument("--slots", type=int, default=4)
+    parser.add_argument("--loads", type=lambda text: [float(x) for x in text.split(",")], default=[0.3, 0.6, 0.9])
+    parser.add_argument("--batch-sizes", default="1,4,16")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    args.concurrency = sorted({b for b in (1, 2, 4, 8, 16) if b < args.slots} | {args.slots})
+    if args.what == "loop":
+        rows = run_loop(args)
+        print(tabulate(rows, headers="keys", floatfmt=".3f"))
+    else:
+        table = []
+        for row in run_server(args):
+            ratios = [row["simulated"][key] / row["measured"][key] for key in row["measured"]]
+            steps = row["steps"]["simulated"] / row["steps"]["measured"]
+            head = [row["repeat"], row["policy"], row["load"], row["rate"]]
+            table.append([*head, *ratios, steps, row["drift"], row["waited"]])
+        headers = ["repeat", "policy", "load", "requests/s", "tok/s", "token_seconds", "first_token", "steps"]
+        headers += ["drift", "waited"]
+        print(tabulate(table, headers=headers, floatfmt=".3f"))
+        print("ratios of simulated to measured; drift: costs after over before; waited: see above")
+
+
+if __name__ == "__main__":
+    main()

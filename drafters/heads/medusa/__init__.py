@@ -1,0 +1,1 @@
+"""Medusa: the drafter, its heads on disk, and their training."""

@@ -1,0 +1,1 @@
+"""The `crossdraft simulate` command."""

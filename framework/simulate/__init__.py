@@ -1,0 +1,1 @@
+"""Simulation of continuous batching with speculative decoding under an arrival process."""

@@ -1,0 +1,84 @@
+"""Settings of vLLM with crossdraft inside, and the server that a recipe starts with them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from crossdraft_vllm.engine import VllmCrossdraft
+from crossdraft_vllm.server import VllmCrossdraftServer, VllmOptions
+from crossdraft_vllm.settings import VARIABLE, parse_settings
+
+from crossdraft import Acceptance, Sampling, Schedule, ServedCell
+from crossdraft.framework.engines.engine import Range
+
+LOOKUP = Acceptance(
+    (0.5, 0.25),
+    "here",
+    drafter="prompt-lookup",
+    verifier="block",
+    temperature=1.0,
+    point_mass=True,
+    options={"max_ngram": 2},
+)
+DRAFT_MODEL = Acceptance(
+    (0.5, 0.25), "here", drafter="draft-model", verifier="block", temperature=1.0, point_mass=False, model="/draft"
+)
+
+
+def exported(acceptance):
+    engine = VllmCrossdraft()
+    assert engine.cannot(acceptance) is None
+    words = shlex.split(engine.export(Schedule(acceptance, (Range(1, 4, 2),), {})).text.replace("\\\n", " "))
+    assert words[0] == "export" and words[2] == "--speculative-config" and len(words) == 4
+    variable, value = words[1].split("=", 1)
+    assert variable == VARIABLE
+    return words, parse_settings(value), json.loads(words[3])
+
+
+def test_drafter_of_point_masses_is_a_custom_class():
+    _, settings, config = exported(LOOKUP)
+    assert settings.drafter[0].name == "prompt-lookup"
+    assert (settings.drafter[1].gamma, settings.drafter[1].max_ngram) == (2, 2)
+    assert settings.verifier.name == "block"
+    assert config == {"method": "custom_class", "model": "crossdraft_vllm.Proposer", "num_speculative_tokens": 2}
+
+
+def test_draft_model_stays_with_vllm_and_samples_its_drafts():
+    _, settings, config = exported(DRAFT_MODEL)
+    assert settings.drafter is None and settings.verifier.name == "block"
+    assert config["method"] == "draft_model" and config["draft_sample_method"] == "probabilistic"
+    assert "rejection_sample_method" not in config  # vLLM would draft greedily
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({"verifier": "typical"}, "not lossless"),
+        ({"verifier": "greedy-block"}, "keeps state between steps"),
+        ({"drafter": "jacobi"}, "cannot draft inside an engine"),
+        ({"drafter": "medusa", "point_mass": False}, "drafts greedily"),
+    ],
+)
+def test_unsupported_pair_is_refused(change, reason):
+    assert reason in VllmCrossdraft().cannot(replace(LOOKUP, options={}, **change))
+
+
+def test_counters_end_with_drafts():
+    engine = VllmCrossdraft()
+    assert engine.counters_of("prompt-lookup").shortens and not engine.counters_of("draft-model").shortens
+    assert engine.counters_of("prompt-lookup").drafter_options == {}
+
+
+def test_server_sets_the_variable():
+    words, _, _ = exported(LOOKUP)
+    cell = ServedCell(Path("t"), "float32", Sampling(), 0, 2, 64, 2, words, (), None)
+    server = VllmCrossdraftServer(VllmOptions(), cell, Path("logs"))
+    assert server.environment()[VARIABLE] == words[1].split("=", 1)[1]
+    command = server.command(1)
+    assert command[-2:] == words[2:] and "export" not in command
+    plain = VllmCrossdraftServer(VllmOptions(), replace(cell, flags=(), gamma=0), Path("logs"))
+    assert VARIABLE not in plain.environment() and "--speculative-config" not in plain.command(1)
