@@ -28,7 +28,7 @@ from typing import Any
 import pytest
 import torch
 from text_models import THINKING, save_text_model
-from tiny_models import save_model
+from tiny_models import save_adapter, save_model
 
 from crossdraft import hookimpl, load_model
 from crossdraft.drafters.heads.eagle3 import Eagle3Head
@@ -40,6 +40,7 @@ from crossdraft.framework.plugins import manager
 from crossdraft.framework.report import write
 from crossdraft.framework.report.load_run import read_run
 from crossdraft.framework.report.tables import terminal
+from crossdraft.framework.util.extras import importable
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -111,6 +112,8 @@ def printing_command(block: Block) -> str:
 
 
 def runs_here(command: str) -> bool:
+    if "+my-adapter" in command and not importable("peft"):
+        return False
     return not command.startswith(NOT_HERE) and not any(option in command for option in ELSEWHERE)
 
 
@@ -208,6 +211,7 @@ def place(tmp_path: Path, monkeypatch: Any, models: Any) -> Path:
     (tmp_path / "my-prompts.jsonl").write_text(
         '{"prompt": "w5 w6 w7 w5 w6"}\n{"prompt": "w9 w8 w9"}\n', encoding="utf-8"
     )
+    save_adapter(tmp_path / "my-adapter", hidden=16)
     return tmp_path
 
 
