@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tabulate import tabulate
 
 from .. import plugins
-from ..models.threads import describe_threads
+from ..models.cpu.threads import describe_threads
 from ..recipe.recipe import read_recipe
 from ..runs.labels import group_title, verifier_title
 from .load_run import FinishedRun, portable

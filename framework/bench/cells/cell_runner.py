@@ -24,7 +24,7 @@ from ...lm.cuda_graphs import CaptureLimits, recording
 from ...metrics.cell_metrics import StepRecord
 from ...metrics.pieces import PREFILL, Piece
 from ...models.configs import read_config
-from ...models.cpu_contention import CpuWait
+from ...models.cpu.contention import CpuWait
 from ...models.digests import model_sha256
 from ...models.grammar import compile_constraint
 from ...models.load import load_model
