@@ -3,7 +3,7 @@
     python benchmarks/attention.py [--device cuda] [--heads 9 3] [--dim 64]
 
 repeat: transformers' ``sdpa``, which copies keys and values for every head; gqa: PyTorch's ``enable_gqa``; rows: ours
-(``framework/lm/attention.py``), which stacks heads that share keys as rows of one product. Prints medians in
+(``framework/lm/attention/sdpa.py``), which stacks heads that share keys as rows of one product. Prints medians in
 microseconds. Keys and values are a slice of a longer buffer and have an additive mask, as in the decode loop. Buffers
 rotate, so that a KV cache of realistic size does not stay in the processor's cache.
 """
@@ -22,7 +22,7 @@ from tabulate import tabulate
 from torch.nn import functional
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from crossdraft.framework.lm.attention import grouped_sdpa
+from crossdraft.framework.lm.attention.sdpa import grouped_sdpa
 
 
 @torch.inference_mode()

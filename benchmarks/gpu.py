@@ -44,7 +44,7 @@ from crossdraft.framework.bench import memory
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.engine.compiled_verifier import CompiledVerifier
 from crossdraft.framework.engine.decoder import Decoder
-from crossdraft.framework.lm.flex_attention import DEVICES, FLEX
+from crossdraft.framework.lm.attention.flex import DEVICES, FLEX
 
 #: Required values: a "least" is a lower bound, a "most" an upper bound.
 WANTED: dict[str, tuple[str, float]] = {

@@ -27,8 +27,8 @@ from typing import Any
 
 import pytest
 import torch
-from text_models import save_text_model
-from tiny_models import save_model
+from text_models import THINKING, save_text_model
+from tiny_models import save_adapter, save_model
 
 from crossdraft import hookimpl, load_model
 from crossdraft.drafters.heads.eagle3 import Eagle3Head
@@ -40,6 +40,7 @@ from crossdraft.framework.plugins import manager
 from crossdraft.framework.report import write
 from crossdraft.framework.report.load_run import read_run
 from crossdraft.framework.report.tables import terminal
+from crossdraft.framework.util.extras import importable
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -51,6 +52,8 @@ CODE = ("bash", "python", "sh", "toml", "yaml")
 RUNS = ROOT / "tests/fixtures/runs.tar.xz"
 #: The port that the pages name; tests take a free one.
 PORT = "8000"
+#: The model of a page about thinking.
+THINKS = "Qwen/Qwen3-0.6B"
 #: The plug-in that provides the real models.
 PACK = "crossdraft-smollm2:smollm2"
 #: Commands that install, test the repository, measure for minutes or are other people's; .ci/run, the benchmarks and
@@ -109,6 +112,8 @@ def printing_command(block: Block) -> str:
 
 
 def runs_here(command: str) -> bool:
+    if "+my-adapter" in command and not importable("peft"):
+        return False
     return not command.startswith(NOT_HERE) and not any(option in command for option in ELSEWHERE)
 
 
@@ -153,15 +158,19 @@ def registered(names: dict[str, Path]) -> Iterator[None]:
         for name, path in names.items():
             register(name, path)
 
-    plugin = SimpleNamespace(crossdraft_register_models=hookimpl(models_of_the_docs))
-    manager().register(plugin, "models of the docs")
+    plugin, name = SimpleNamespace(crossdraft_register_models=hookimpl(models_of_the_docs)), "models of the docs"
+    manager().register(plugin, f"more {name}" if manager().has_plugin(name) else name)
     yield
     manager().unregister(plugin)
 
 
 @pytest.fixture
 def text_models(page: Path, tmp_path_factory: Any, models: dict[str, Path]) -> Iterator[None]:
-    """On the page about constraints, models whose tokenizer can spell JSON instead of words only."""
+    """On the pages about constraints and segments, models whose tokenizer can spell any text instead of words only."""
+    if page.name == "segments.md":
+        with registered({THINKS: Path(save_text_model(tmp_path_factory.mktemp("thinks"), chat=THINKING))}):
+            yield
+        return
     if page.name != "constrained.md":
         yield
         return
@@ -182,6 +191,17 @@ def stored_runs(page: Path, place: Path) -> None:
 
 
 @pytest.fixture
+def engines(page: Path) -> Iterator[None]:
+    """On the page about engines, vLLM as one."""
+    plugin = import_module("crossdraft_vllm") if page.name == "engines.md" else None
+    if plugin is not None:
+        manager().register(plugin, "engine of the docs")
+    yield
+    if plugin is not None:
+        manager().unregister(plugin)
+
+
+@pytest.fixture
 def place(tmp_path: Path, monkeypatch: Any, models: Any) -> Path:
     """A folder to work in, with the files that the pages take for granted."""
     monkeypatch.chdir(tmp_path)
@@ -191,11 +211,14 @@ def place(tmp_path: Path, monkeypatch: Any, models: Any) -> Path:
     (tmp_path / "my-prompts.jsonl").write_text(
         '{"prompt": "w5 w6 w7 w5 w6"}\n{"prompt": "w9 w8 w9"}\n', encoding="utf-8"
     )
+    save_adapter(tmp_path / "my-adapter", hidden=16)
     return tmp_path
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
-def test_every_block_runs(page: Path, place: Path, text_models: None, stored_runs: None, capsys: Any) -> None:
+def test_every_block_runs(
+    page: Path, place: Path, text_models: None, stored_runs: None, engines: None, capsys: Any
+) -> None:
     names: dict[str, Any] = {}
     files: dict[str, list[str]] = {}
     for block in blocks(page):

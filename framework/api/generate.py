@@ -22,6 +22,7 @@ from ..engine.decoder import Decoder
 from ..engine.structural_checks import check_prompt
 from ..errors import UsageError
 from ..lm.layer_surgery import own_modules
+from ..lm.slots.recomputing_lm import scoring_slots
 from ..models.grammar import compile_constraint
 from ..models.load import load_model
 from .build import (
@@ -35,6 +36,7 @@ from .build import (
     load_draft_model,
     make_slots,
     slot_length,
+    traits_of,
 )
 from .constrain import per_input_constraints
 from .generate_args import (
@@ -83,7 +85,9 @@ def pair_decoder(
     if target.context_length is not None:
         sequence = min(sequence, target.context_length)
     slot = slot_length(sequence, [pair[0]], sampling)
-    lm = make_slots(target, batch_size, slot)
+    # Without drafts no token is rejected, so models that cannot drop tokens from their caches can be decoded, too.
+    plain = traits_of("drafters", *pair[0], sampling).nodes == 0
+    lm = scoring_slots(target, batch_size, slot, make_slots) if plain else make_slots(target, batch_size, slot)
     context = TargetContext.of(target, lm, sampling, slot=slot, sequence=sequence, load=load)
     return build_decoder(
         context, *pair, eos=target.eos_token_ids, max_new_tokens=max_new_tokens, rng=CounterRng(seed), **options

@@ -24,15 +24,15 @@ from ..errors import CrossdraftError, first_line
 from ..lm.cuda_graphs import recorded_nbytes
 from ..metrics.cell_metrics import compare, measure
 from ..metrics.intervals import LEAST_PIECES
+from ..models.cpu.threads import choose_for_group, describe_threads, disturbance, restored, set_threads
 from ..models.placement import input_device
-from ..models.threads import choose_for_group, describe_threads, disturbance, restored, set_threads
 from ..recipe.recipe import CellConfig
 from ..runs.interrupts import user_interrupted
 from ..runs.records import CellResult, cells_of
 from ..runs.run_directory import FORMAT, PieceResult
 from . import memory
 from .cells.cell_runner import Cell, Models, PieceRunner, lengths, positions
-from .cells.conversations import Conversation, cut_pieces, prepare, turns_of
+from .cells.conversations import Conversation, compile_constraints, cut_pieces, prepare, turns_of
 from .cells.engine_cell import EngineCell
 from .cells.step_limit import StepLimit
 from .events import (
@@ -125,6 +125,8 @@ class Group:
             conversations = prepare(self.plan.prompts, target, first.max_new_tokens)
             sequence, self._slot = lengths(conversations, self.configs, target.context_length)
             lm = None if first.engine is not None else make_slots(target, first.batch_size, self._slot)
+            if lm is not None:
+                conversations = compile_constraints(conversations, target, lm.vocab_size)
             old_threads = self._directory.group_head(self._key).get("threads")
             self._threads = choose_for_group(
                 lm, old_threads[-1] if isinstance(old_threads, list) and old_threads else None
@@ -132,6 +134,7 @@ class Group:
         except BaseException as error:
             self._fail(range(len(self.configs)), error)
             return
+        mask_drafts = any(c.grammar is not None and c.grammar.mask_drafts for c in conversations)
         typical = median_low([c.prompt_lens[0] for c in conversations])
         warm_up = max(1, min(typical, MAX_WARM_UP_TOKENS, sequence - first.max_new_tokens))
         for i, config in enumerate(self.configs):
@@ -142,7 +145,7 @@ class Group:
                 self._cells[i] = (
                     EngineCell(config, target, self._slot, self._directory.path / "servers" / config.hash, self._served)
                     if lm is None
-                    else Cell(config, target, lm, self.models, sequence, self._slot, self._step, validate)
+                    else Cell(config, target, lm, self.models, sequence, self._slot, self._step, validate, mask_drafts)
                 )
                 self._depths[i] = self._cells[i].depth
                 self.emit(WarmUpStarted())

@@ -21,6 +21,7 @@ from ..contracts.constraint import Constraint
 from ..contracts.sampling import Sampling
 from ..contracts.verifier import incompatible
 from ..errors import ContractError, CrossdraftError, UnknownNameError, UsageError, printable, quoted
+from ..models.adapters import split_adapter
 from ..models.device import pick_dtype
 from ..models.quantization import split
 from ..recipe.prompts import check_source
@@ -308,6 +309,11 @@ class _Expander:
                 return
             name, quantization = split(name)
             if quantization:
+                return self._check_model(name, path)
+            name, adapter = split_adapter(name)
+            if adapter:
+                if not kind_of(adapter) and "/" not in adapter:
+                    raise UsageError(f"the adapter {quoted(adapter)} is neither a directory nor a Hub id (org/name)")
                 return self._check_model(name, path)
         except UsageError as error:
             raise self.places.error(path, str(error)) from None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from random import Random
 from typing import Any
 
 from ..models.environment import describe
-from ..recipe.prompts import Prompt
+from ..recipe.prompts import Prompt, refuse_constraints
 from ..recipe.recipe import CellConfig, digest
 from ..runs.labels import counted, group_title
 from ..runs.records import CellResult
@@ -87,7 +87,7 @@ class Plan:
 
     @cached_property
     def _prompts_digest(self) -> str:
-        return digest([asdict(prompt) for prompt in self.prompts])
+        return digest([_content(prompt) for prompt in self.prompts])
 
     @property
     def about(self) -> dict[str, Any]:
@@ -162,6 +162,13 @@ class Plan:
         return results, ""
 
 
+def _content(prompt: Prompt) -> dict[str, Any]:
+    """Fields of a prompt as JSON; without ``constraint`` if it is None."""
+    content = asdict(replace(prompt, constraint=None))
+    del content["constraint"]
+    return content if prompt.constraint is None else {**content, "constraint": prompt.constraint.key}
+
+
 def plan(config: RunConfig) -> Plan:
     """Expand the recipe of a run and load its prompts; `Plan.look_up` adds the results on disk.
 
@@ -170,6 +177,8 @@ def plan(config: RunConfig) -> Plan:
     """
     recipe = config.recipe
     expansion, prompts = expand(recipe), recipe.selected_prompts.load()
+    if engine := next((cell.engine for cell in expansion.cells if cell.engine is not None), None):
+        refuse_constraints(prompts, f"the engine {engine.name}")
     path = config.out / f"{recipe.name}-{expansion.hash}"
     groups = expansion.groups()
     if config.shard:

@@ -45,10 +45,11 @@ def baseline_responses(
     from ..models.device import pick_device, pick_dtype
     from ..models.digests import model_sha256
     from ..models.resolve import resolve
-    from ..recipe.prompts import load_prompts
+    from ..recipe.prompts import load_prompts, refuse_constraints
     from ..util.output_files import cache_dir
 
     rows = load_prompts(prompts, limit=limit)
+    refuse_constraints(rows, "plain decoding by this command")
     texts = [prompt.turns[0] for prompt in rows]
     key_parts = [
         model_sha256(resolve(target)),

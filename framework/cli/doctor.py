@@ -156,9 +156,10 @@ def _facts(drafter: Configured, target: LoadedModel) -> list[str]:
         return ["the heads do not record the target checkpoint that they were trained for"]
     if digest == target.sha256:
         return []
+    theirs, ours = ("+".join(part[:12] for part in sha256.split("+")) for sha256 in (digest, target.sha256))
     return [
-        f"the heads were trained for a target with SHA-256 {quoted(digest[:12])}, but {target.name} has "
-        f"{quoted(target.sha256[:12])}; use the target that they were trained for"
+        f"the heads were trained for a target with SHA-256 {quoted(theirs)}, but {target.name} has "
+        f"{quoted(ours)}; use the target that they were trained for"
     ]
 
 

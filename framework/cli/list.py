@@ -147,7 +147,7 @@ def list_plugins(args: argparse.Namespace) -> int:
 
 
 def show_environment(args: argparse.Namespace) -> int:
-    from ..models import threads
+    from ..models.cpu import threads
     from ..models.environment import describe
 
     environment = describe()

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CrossdraftError, printable
-from ..models import distributed, threads
+from ..models import distributed
+from ..models.cpu import threads
 from ..plugins import KINDS
 from ..runs.interrupts import interrupting
 from . import standard_streams

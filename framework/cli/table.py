@@ -10,9 +10,10 @@ from ..errors import UsageError, printable
 from ..report.load_run import read_runs
 from ..report.markdown import titles_of
 from ..report.pivot import FORMATS, hidden_keys, pivot, rendered
+from ..report.segments import with_segments
 from ..report.selection import finished_cells
 from ..util.output_files import check_output, writing_output
-from .options.run import add_force, add_runs, add_where, comma_list, note_partial
+from .options.run import add_force, add_runs, add_segment, add_where, comma_list, note_partial
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,10 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--value",
         type=comma_list(),
-        default=["block_efficiency"],
         metavar="COLUMN,...",
-        help="columns of summary.csv, explained in a run's README (block_efficiency)",
+        help="columns of summary.csv, explained in a run's README (block_efficiency, with --segment of each segment)",
     )
+    add_segment(parser)
     add_where(parser)
     parser.add_argument("--baseline", action="store_true", help="include plain decoding (drafter none)")
     parser.add_argument(
@@ -51,13 +52,15 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError(f"--digits {args.digits} is out of range; give 0 to 12")
     # A table carries no mark of its origin, so an existing file always requires --force.
     out = None if args.out is None else check_output(args.out, "--out", inputs=args.runs, force=args.force)
-    runs = read_runs(args.runs)
+    runs = [with_segments(run, args.segment) for run in read_runs(args.runs)]
     note_partial(runs)
     cells = finished_cells(list(zip(titles_of(runs), runs, strict=True)), args.where)
     cells = [cell for cell in cells if args.baseline or not cell.result.config.is_baseline]
     if not cells:
         raise UsageError("no cells to show: --where excludes all of them (plain decoding requires --baseline)")
-    table = pivot(cells, args.rows, args.cols, args.value)
+    names = [name for run in runs for segments in run.segments.values() for name in segments]
+    values = args.value or [f"block_efficiency_{name}" for name in dict.fromkeys(names)] or ["block_efficiency"]
+    table = pivot(cells, args.rows, args.cols, values)
     if keys := hidden_keys(table, cells):
         note = f"the cells of this table differ in {', '.join(keys)}, which are not in --rows or --cols"
         print(f"crossdraft: note: {note}", file=sys.stderr)

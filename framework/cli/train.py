@@ -146,7 +146,7 @@ def _main(args: argparse.Namespace) -> int:
 
     from ..models.device import pick_device, pick_dtype
     from ..models.resolve import resolve
-    from ..recipe.prompts import load_prompts
+    from ..recipe.prompts import load_prompts, refuse_constraints
     from ..training.files import check_directory, claim_directory
 
     inputs = [args.target, *([recipe.start_from] if recipe.start_from else [])]
@@ -154,6 +154,7 @@ def _main(args: argparse.Namespace) -> int:
     pick_dtype(run.dtype, pick_device(run.device))
     questions = [prompt.turns[0] for name in args.questions for prompt in load_prompts(name)]
     prompts = None if card.measure == "none" else load_prompts(card.measure, limit=card.measure_limit)
+    refuse_constraints(prompts or (), "crossdraft train --measure")
     if recipe.start_from:
         resolve(recipe.start_from, heads=True)
     with claim_directory(out):

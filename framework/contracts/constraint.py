@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from ..errors import quoted
-from .options import Options
+from ..errors import UsageError, quoted
+from .options import Options, fault
 
 if TYPE_CHECKING:  # this module validates recipes, and importing numpy takes time
     import numpy as np
@@ -60,6 +60,23 @@ class Constraint(Options):
     def key(self) -> str:
         """Equal for equal constraints."""
         return json.dumps(self.model_dump(), sort_keys=True)
+
+
+def checked_constraint(value: Any, name: str = "constraint") -> Constraint | None:
+    """Validate a constraint, None, or a mapping of the fields of `Constraint`."""
+    if value is None or isinstance(value, Constraint):
+        return value
+    if not isinstance(value, Mapping):
+        raise UsageError(
+            f"{name}={quoted(value)} is not a constraint; give a mapping such as {{'regex': '[0-9]+'}}, with "
+            "json_schema, regex, grammar or choice"
+        )
+    try:
+        return Constraint(**value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join([name, *map(str, first["loc"])])
+        raise UsageError(f"{key}: {fault(first)}") from None
 
 
 class Matcher(Protocol):

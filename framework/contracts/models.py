@@ -34,6 +34,7 @@ class ResolvedModel:
         hub_id: ``org/name`` if they came from the Hub.
         backend: registered name of its `Backend`.
         quantization: quantisation of its linear layers at load time, "" = none (`models.quantization`).
+        adapter: directory of the adapter that is merged into it at load time (`models.adapters`).
     """
 
     name: str
@@ -42,6 +43,7 @@ class ResolvedModel:
     hub_id: str | None = None
     backend: str = TRANSFORMERS
     quantization: str = ""
+    adapter: Path | None = None
 
 
 @dataclass(frozen=True)

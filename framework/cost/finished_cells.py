@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ..errors import UsageError
 from ..metrics.cell_metrics import StepRecord
 from ..metrics.pieces import Piece
-from ..models.threads import number_used
+from ..models.cpu.threads import number_used
 from ..runs.records import CellResult
 from .curve import CostCurve, find_curve, stored_curves
 from .prediction import CellStatistics, Prediction, pays_until, predict, stops_paying

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from .. import plugins
 from ..errors import ModelError, UsageError, first_line, printable, quoted
+from ..models.adapters import split_adapter
 from ..models.configs import check_config
 from ..models.quantization import refuse_quantized
 from ..util.input_files import kind_of, path_of, read_json
@@ -312,6 +313,8 @@ def read_shape(name: str) -> Shape:
     path = path_of(name)
     if not kind_of(path):
         refuse_quantized(name, "set the bytes per weight with --weight-bytes")
+        name, _ = split_adapter(name)  # a merged adapter leaves the shape as it is
+        path = path_of(name)
     if name in plugins.entries("models") and not kind_of(path):
         from ..models.resolve import resolve
 

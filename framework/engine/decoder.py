@@ -165,19 +165,22 @@ class Decoder:
         streams: Sequence[int] | None = None,
         names: Sequence[str] | None = None,
         on_error: str = "raise",
+        constraints: Sequence[Grammar | None] | None = None,
     ) -> Iterator[Response]:
         """Decode all prompts (lists of token ids); yield responses in the order in which they finish.
 
-        ``streams[i]`` is the random stream of prompt i (default: i); ``names[i]`` its name in error messages. If the
-        numbers of a sequence are invalid (NaN), ``on_error="raise"`` raises NumericalError; ``"finish"`` ends that
-        sequence with ``Response.error`` and continues with the others.
+        ``streams[i]`` is the random stream of prompt i (default: i); ``names[i]`` its name in error messages;
+        ``constraints[i]`` the language of its response (None: the decoder's). If the numbers of a sequence are invalid
+        (NaN), ``on_error="raise"`` raises NumericalError; ``"finish"`` ends that sequence with ``Response.error`` and
+        continues with the others.
         """
         queue = list(prompts)
         streams = range(len(queue)) if streams is None else streams
         names = [f"prompt {i}" for i in range(len(queue))] if names is None else names
         for name, prompt in zip(names, queue, strict=True):
             check_prompt(name, prompt, self.target.context_length)
-        waiting = (Request(prompt, i, streams[i], names[i]) for i, prompt in enumerate(queue))
+        grammars = [None] * len(queue) if constraints is None else constraints
+        waiting = (Request(prompt, i, streams[i], names[i], constraint=grammars[i]) for i, prompt in enumerate(queue))
         with closing(self.steps(waiting, on_error)) as steps:
             for finished in steps:
                 yield from finished

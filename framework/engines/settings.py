@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 
 from ..errors import UsageError
+from ..models.adapters import refuse_adapter
 from ..models.quantization import refuse_quantized
 from .acceptance import Acceptance
 from .engine import Engine, Schedule
@@ -31,6 +32,7 @@ def needs_model(engine: Engine, acceptance: Acceptance) -> str:
         acceptance.model,
         f"{engine.name} does not quantise draft models on the fly; it requires quantised weights on disk",
     )
+    refuse_adapter(acceptance.model, f"{engine.name} does not merge an adapter into its draft model")
     return acceptance.model
 
 

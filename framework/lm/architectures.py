@@ -19,7 +19,8 @@ from transformers.modeling_utils import PreTrainedModel
 
 from ..contracts.draft import on_device
 from ..errors import ModelError
-from .flex_attention import FLEX, refusals
+from .attention.flex import FLEX, refusals
+from .attention.sparse import indexers, selected_keys
 from .recurrent.recurrent_layers import SUPPORTED, recurrent_modules
 
 _EXACT = """
@@ -53,8 +54,12 @@ Mamba2ForCausalLM MambaForCausalLM MiniMaxForCausalLM NemotronHForCausalLM OlmoH
 Qwen3_5MoeForCausalLM Qwen3NextForCausalLM RecurrentGemmaForCausalLM RwkvForCausalLM xLSTMForCausalLM Zamba2ForCausalLM
 ZambaForCausalLM ZayaForCausalLM
 """
+#: Classes with sparse attention, exact up to the number of keys that they select; from transformers 5.23 on.
+_SPARSE = """
+AXK2ForCausalLM DeepseekV32ForCausalLM Dots3NoteForCausalLM GlmMoeDsaForCausalLM HYV4ForCausalLM
+"""
 #: Classes whose logits in ragged batches of chains and trees equal those of transformers; the tests check all of them.
-EXACT = frozenset(_EXACT.split() + (_RECURRENT.split() if SUPPORTED else []))
+EXACT = frozenset(_EXACT.split() + ((_RECURRENT + _SPARSE).split() if SUPPORTED else []))
 #: Those of them that have recurrent layers, in some configurations at least.
 RECURRENT = frozenset({*_RECURRENT.split(), "Lfm2ForCausalLM"})
 #: Classes that are exact with recent versions of transformers; older ones give them no causal mask. They go through the
@@ -114,12 +119,13 @@ def _reasons(model: Any, config: Any, max_length: int | None, both_ropes: bool) 
             "tokens"
         )
     kinds = set(getattr(config, "layer_types", None) or ())
-    if sparse := sorted(kinds & _SPARSE_LAYERS):
+    sparse = sorted(kinds & _SPARSE_LAYERS)
+    if sparse and not (SUPPORTED and indexers(model)):
         yield (
             f"has layers of type {', '.join(sparse)}: they select keys with a further cache, which has one length for "
             "all rows and is not supported; use a model whose layers are all plain attention"
         )
-    recurrent = sorted(kinds - _ROLLBACK_LAYERS - _STATELESS_LAYERS)
+    recurrent = sorted(kinds - _ROLLBACK_LAYERS - _STATELESS_LAYERS - _SPARSE_LAYERS)
     stateful = bool(recurrent or getattr(model, "_is_stateful", False))
     what = f"layers of type {', '.join(recurrent)}" if recurrent else "recurrent layers"
     if stateful and not recurrent_modules(model):
@@ -214,6 +220,12 @@ def _too_long(model: Any, config: Any, max_length: int, both_ropes: bool) -> Ite
         yield (
             f"has a window of {config.sliding_window} tokens that depends on its cache, not on its mask: "
             f"right up to {config.sliding_window} tokens, {shorter}"
+        )
+    selected = selected_keys(model)
+    if selected is not None and max_length > selected:
+        yield (
+            f"attends to the {selected} keys that its indexer ranks highest, and ties depend on the length of the "
+            f"pass: right up to {selected} tokens, {shorter}"
         )
     floor = getattr(config, "log_scaling_n_floor", None)
     if floor is not None and max_length > floor:

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from ..util.tensors import ancestor_mask
 from .architectures import sliding_window
-from .flex_attention import FLEX, block_mask
+from .attention.flex import FLEX, block_mask
 
 #: Recurrent layers, by their type.
 _NO_MASKS = {"conv": None, "linear_attention": None}
@@ -102,7 +102,7 @@ class AttentionMasks:
         full = self._mask(allowed)
         if self._window is None and self._chunk is None:
             return full
-        masks = {"full_attention": full, "hybrid": full, **_NO_MASKS}
+        masks = {"full_attention": full, "hybrid": full, "indexed_attention": full, **_NO_MASKS}
         keys = visibility.key_positions
         if keys is None:
             keys = self.slots[None, : allowed.shape[-1]]

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..models.placement import input_device
 from .architectures import text_config
-from .attention import own_attention
+from .attention.sdpa import own_attention
+from .attention.sparse import select_all
 from .attention_masks import AttentionMasks, Visibility
 from .cuda_graphs import Outputs
 from .kv_cache import KVCache, WritePlan
@@ -55,6 +56,7 @@ class ForwardPass:
         model.eval()
         speed_up_small_batches(model)
         prepare(model)
+        select_all(model)
         config, device = text_config(model), input_device(model)
         dims = ModelDims(
             vocab_size=model.get_output_embeddings().weight.shape[0],

@@ -71,6 +71,11 @@ class TransformersLM(RaggedLM):
                 f"{type(self.model).__name__} has recurrent layers, whose states a fork with some of the layers would "
                 "overwrite; use a drafter with a model of its own"
             )
+        if "shared" in (getattr(text_config(self.model), "indexer_types", None) or ()):
+            raise ModelError(
+                f"{type(self.model).__name__} has layers that reuse the keys which an earlier layer selected, so some "
+                "of its layers cannot be run alone; use a drafter with a model of its own"
+            )
         fork = LayerFork(self, layers, no_attention, no_mlp, embeddings=embeddings)
         self.register_fork(fork)
         return fork

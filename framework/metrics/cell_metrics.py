@@ -68,6 +68,23 @@ class CategoryMetrics:
     speed_up: Estimate | None = None
 
 
+@dataclass(frozen=True)
+class SegmentMetrics:
+    """Metrics of a cell on the steps that start in one segment.
+
+    Attributes:
+        tokens: tokens of the segment.
+        steps: number of steps.
+        block_efficiency: as in `Metrics`.
+        first: Pr(tau >= 1) over the same steps.
+    """
+
+    tokens: int
+    steps: int
+    block_efficiency: Estimate | None
+    first: Estimate | None
+
+
 @dataclass
 class Metrics:
     """Metrics of one cell.

@@ -59,8 +59,14 @@ def weights_sha256(path: Path) -> str:
 
 
 def model_sha256(model: ResolvedModel) -> str:
-    """`weights_sha256` of a model, with quantization and the version of the quantizer, for results."""
+    """`weights_sha256` of a model, for results; with quantization and the version of the quantizer, or the adapter.
+
+    The digest of an adapter is that of its weights and settings.
+    """
     digest = weights_sha256(model.path)
+    if model.adapter is not None:
+        parts = f"{weights_sha256(model.adapter)}\n{settings_sha256(model.adapter)}\n"
+        return f"{digest}+{hashlib.sha256(parts.encode()).hexdigest()}"
     return f"{digest}+{model.quantization} by {quantizer()}" if model.quantization else digest
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..util.output_files import cache_dir
-from . import threads
+from .cpu import threads
 from .device import cpu_features, lines_of, pick_device, pick_dtype
 
 PACKAGES = ("crossdraft", "torch", "transformers", "datasets", "tokenizers", "safetensors", "huggingface-hub")

@@ -17,13 +17,14 @@ from ..contracts.models import LoadedModel, ResolvedModel
 from ..errors import CrossdraftError, ModelError, UsageError, first_line, printable, quoted
 from ..util.shared_patch import SharedPatch
 from . import distributed, placement
+from .adapters import merge_adapter
 from .configs import COMPACT_WEIGHTS, check_against_weights, check_files, read_config
 from .device import pick_dtype
 from .digests import model_sha256
 from .quantization import GROUP, check_quantized, load_options
 from .resolve import listed, resolve
 from .shared_embedding import adopt_embedding, check_owner, shared_embedding_of
-from .tokenizer import check_code_is_here, eos_token_ids
+from .tokenizer import TOKENIZER_FILES, check_code_is_here, eos_token_ids, tokenizer_directory
 
 if TYPE_CHECKING:
     import torch
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from .placement import Device
 
 logger = logging.getLogger(__name__)
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def load_model(
@@ -102,7 +101,8 @@ def load_transformers(
     )
     shared = shared_embedding_of(resolved.path)
     if trust_remote_code:
-        check_code_is_here(name, resolved.path)
+        for path in {resolved.path, tokenizer_directory(resolved)}:
+            check_code_is_here(name, path)
     if shared is not None and share_with is None:
         check_owner(name, resolved.path)
     config = read_config(resolved.path)
@@ -118,6 +118,12 @@ def load_transformers(
             f"{name} shares the embedding of {shared['model']}, so it must be on a single device; use cpu or cuda"
         )
     placement.check_divides(name, config, device)
+    if resolved.adapter is not None and (shared is not None or placement.several_devices(device)):
+        reason = f"shares the embedding of {shared['model']}" if shared else "is placed on several devices"
+        raise UsageError(
+            f"{printable(name)}: the base {reason}, so an adapter cannot be merged into it on load; give the directory "
+            "of the merged model"
+        )
     placement_options = placement.load_options(name, device, resolved.quantization)
     options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     compact = shared is not None and (resolved.path / COMPACT_WEIGHTS).is_file()
@@ -145,6 +151,8 @@ def load_transformers(
         if compact:
             del model.config.transformers_weights
         model = (model if placement_options else model.to(first_device)).eval()
+        if resolved.adapter is not None:
+            merge_adapter(resolved, model)
         if resolved.quantization:
             model.requires_grad_(False)  # torchao's weights would be kept for a backward pass otherwise
             check_quantized(name, resolved.quantization, model)
@@ -162,7 +170,7 @@ def load_transformers(
             f"unexpected {listed(unexpected)}"
         )
     placement.check_split(name, model, device)
-    tokenizer = _tokenizer(name, resolved.path, owner, options)
+    tokenizer = _tokenizer(name, tokenizer_directory(resolved), owner, options)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -219,11 +227,11 @@ def _repository_attention(*configs: Any) -> Iterator[str]:
 def _tokenizer(name: str, path: Path, owner: LoadedModel | None, options: dict[str, Any]) -> Any:
     from transformers import AutoTokenizer
 
-    if any((path / file).is_file() for file in _TOKENIZER_FILES):
+    if any((path / file).is_file() for file in TOKENIZER_FILES):
         with _model_errors(f"the tokenizer of {name}"):
             return AutoTokenizer.from_pretrained(path, **options)
     if owner is None:
-        raise ModelError(f"{name} does not have a tokenizer: {path} lacks {listed(_TOKENIZER_FILES)}")
+        raise ModelError(f"{name} does not have a tokenizer: {path} lacks {listed(TOKENIZER_FILES)}")
     return owner.tokenizer
 
 

@@ -13,6 +13,7 @@ from ..contracts.models import TRANSFORMERS, ModelSource, ResolvedModel
 from ..errors import ModelError, UnknownNameError, UsageError, first_line, printable, quoted
 from ..util.input_files import kind_of, path_of, refuse_special_files
 from ..util.limits import SETTINGS_BYTES
+from .adapters import check_adapter, check_base, refuse_adapter, split_adapter
 from .configs import INDEX, LEFT_OUT, SHARED, shards_of
 from .digests import PYTORCH_FILES
 from .quantization import refuse_quantized, split
@@ -26,7 +27,8 @@ def resolve(name: str, *, heads: bool = False) -> ResolvedModel:
     """Resolve the model `name`, downloading it if necessary.
 
     `name` is, in this order: a registered name, an existing path, any of them followed by ``@int8``, ``@int4`` or
-    ``@fp8`` (`models.quantization`), a Hub id ``org/name`` (or ``org/name@revision``).
+    ``@fp8`` (`models.quantization`), a Hub id ``org/name`` (or ``org/name@revision``); or ``BASE+ADAPTER``, any of
+    these and the directory or Hub id of an adapter (`models.adapters`).
     `heads`: resolve drafting heads, which may be PyTorch files (see :mod:`crossdraft.framework.models.checkpoint`).
 
     Raises:
@@ -48,8 +50,13 @@ def resolve(name: str, *, heads: bool = False) -> ResolvedModel:
             refuse_quantized(name, f"{what} cannot be quantised on load")
         if resolved.quantization:
             raise UsageError(f"{printable(name)} is quantised twice; remove one of the two suffixes")
+        if resolved.adapter is not None:
+            refuse_quantized(name, "a model with an adapter cannot be quantised on load")
         source = f"{resolved.source}, quantised to {quantization} on load"
         return replace(resolved, name=name, source=source, quantization=quantization)
+    base, adapter = split_adapter(name)
+    if adapter:
+        return _with_adapter(name, resolve(base, heads=heads), adapter, heads)
     if name.startswith(("/", ".", "~")) or name.endswith("/") or "\\" in name or name.count("/") > 1:
         raise UsageError(f"model directory {printable(name)} does not exist; check the path, relative to {Path.cwd()}")
     if _HUB_ID.fullmatch(name):
@@ -104,6 +111,38 @@ def check_entries(path: Path) -> None:
 
 def from_hub(name: str, hub_id: str, *, heads: bool = False) -> ResolvedModel:
     """Hub model ``org/name`` or ``org/name@revision``, downloaded unless it is cached."""
+    path, source = _download(hub_id, PYTORCH_FILES if heads else ())
+    return ResolvedModel(name, from_directory(name, path, heads=heads).path, source, hub_id.partition("@")[0])
+
+
+def _with_adapter(name: str, base: ResolvedModel, adapter: str, heads: bool) -> ResolvedModel:
+    """Model ``base`` with an adapter: a directory, or a Hub id that is downloaded unless it is cached."""
+    what = "heads and initial checkpoints of training" if heads else f"models of the backend {base.backend}"
+    if heads or base.backend != TRANSFORMERS:
+        refuse_adapter(name, f"{what} cannot have an adapter")
+    if base.quantization or base.adapter is not None:
+        already = "is quantised" if base.quantization else "has an adapter"
+        raise UsageError(
+            f"{printable(name)}: its base {printable(base.name)} {already}, so an adapter cannot be merged into it; "
+            "give the directory of the merged model"
+        )
+    if kind_of(adapter) == "directory":
+        path, source = path_of(adapter), f"directory {path_of(adapter).resolve()}"
+    elif _HUB_ID.fullmatch(adapter) and not adapter.startswith("."):
+        path, source = _download(adapter, ())
+    else:
+        raise UsageError(
+            f"{printable(name)}: the adapter {quoted(adapter)} is neither a directory nor a Hub id (org/name); check "
+            f"the path, relative to {Path.cwd()}"
+        )
+    check_entries(path)
+    check_adapter(name, path)
+    check_base(base, path)
+    return replace(base, name=name, source=f"{base.source}, with the adapter of {source}", hub_id=None, adapter=path)
+
+
+def _download(hub_id: str, more: Iterable[str]) -> tuple[Path, str]:
+    """Snapshot and source of ``org/name`` or ``org/name@revision``; ``more``: patterns of further files."""
     from huggingface_hub import errors, snapshot_download
 
     match = _HUB_ID.fullmatch(hub_id)
@@ -113,7 +152,7 @@ def from_hub(name: str, hub_id: str, *, heads: bool = False) -> ResolvedModel:
         path = snapshot_download(
             match["id"],
             revision=match["revision"],
-            allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py", *PYTORCH_FILES * heads],
+            allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py", *more],
             ignore_patterns=["*/*", "consolidated*"],  # other formats of the same weights
         )
     except errors.GatedRepoError:
@@ -130,12 +169,7 @@ def from_hub(name: str, hub_id: str, *, heads: bool = False) -> ResolvedModel:
     except Exception as error:  # of the Hub, the network, the disk
         reason = first_line(error)
     else:
-        return ResolvedModel(
-            name,
-            from_directory(name, Path(path), heads=heads).path,
-            f"Hub {match['id']} at {Path(path).name}",
-            match["id"],
-        )
+        return Path(path), f"Hub {match['id']} at {Path(path).name}"
     raise ModelError(f"the model {hub_id} could not be downloaded: {reason}")
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .. import plugins
-from ..contracts.models import TRANSFORMERS
+from ..contracts.models import TRANSFORMERS, ResolvedModel
 from ..errors import ModelError, first_line, quoted
 from ..util.limits import MOST_WIDTH
 from .resolve import resolve
 
+#: Files with a tokenizer.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 #: Files with end-of-sequence ids.
 _FILES = ("generation_config.json", "config.json")
 
@@ -42,11 +45,12 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> TokenizerOf
         if loaded.tokenizer is None:
             raise ModelError(f"{name} does not have a tokenizer")
         return TokenizerOf(name, loaded.tokenizer, loaded.eos_token_ids)
+    path = tokenizer_directory(resolved)
     if trust_remote_code:
-        check_code_is_here(name, resolved.path)
+        check_code_is_here(name, path)
     options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(resolved.path, **options)
+        tokenizer = AutoTokenizer.from_pretrained(path, **options)
     except Exception as error:  # of transformers and its backends
         raise ModelError(f"the tokenizer of {name} cannot be loaded: {first_line(error)}") from error
     eos_settings = [tokenizer.eos_token_id]
@@ -58,6 +62,13 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> TokenizerOf
         nested = config.get("text_config") if isinstance(config, dict) else None
         eos_settings += [holder.get("eos_token_id") for holder in (config, nested) if isinstance(holder, dict)]
     return TokenizerOf(name, tokenizer, eos_token_ids(name, *eos_settings))
+
+
+def tokenizer_directory(resolved: ResolvedModel) -> Path:
+    """Directory of a model's tokenizer: that of its adapter if it has one of its own."""
+    adapter = resolved.adapter
+    own = adapter is not None and any((adapter / file).is_file() for file in TOKENIZER_FILES)
+    return adapter if adapter is not None and own else resolved.path
 
 
 def eos_token_ids(name: str, *settings: Any) -> tuple[int, ...]:
@@ -72,6 +83,24 @@ def eos_token_ids(name: str, *settings: Any) -> tuple[int, ...]:
                 raise ModelError(f"{name}: eos_token_id contains {quoted(token_id)}, which is not a valid token id")
             resolved.add(token_id)
     return tuple(sorted(resolved))
+
+
+def decode_tokens(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
+    """The text of each token, special ones included.
+
+    A token that ends inside a character is empty, and the next one holds the character.
+
+    Args:
+        tokenizer: of transformers or tokenizers; another kind decodes token by token.
+    """
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import DecodeStream
+
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if not isinstance(backend, Tokenizer):
+        return [str(tokenizer.decode([token])) for token in tokens]
+    stream = DecodeStream(skip_special_tokens=False)
+    return [stream.step(backend, token) or "" for token in tokens]
 
 
 def check_code_is_here(name: str, path: Path) -> None:

@@ -7,6 +7,8 @@ The format of a row is detected by its keys:
 - ``prompt`` (HumanEval: ``task_id``, ``prompt``, ``canonical_solution``),
 - ``conversations`` (ShareGPT) or ``messages`` (chat APIs): see `conversations`.
 
+Any row may have a ``constraint``, the language of its responses.
+
 A plug-in registers a prompt source with ``crossdraft_register_prompts``: the `Path` of a JSONL file, or a function
 without arguments that returns such a path or the rows (dicts as above).
 
@@ -21,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
 from .. import plugins
@@ -41,6 +43,9 @@ from ..util.input_files import (
 )
 from ..util.limits import LINE_BYTES, MOST_NAME, MOST_PROMPTS, PROMPT_FILE_BYTES, TABLE_BYTES
 from .conversations import FORMS, turns_of
+
+if TYPE_CHECKING:
+    from ..contracts.constraint import Constraint
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +93,7 @@ class Prompt:
         turns: user messages; turn k follows the response to turn k - 1.
         reference: reference answers, one per turn; None if the source has none.
         index: position in the source before any selection; determines the random streams.
+        constraint: language of its responses; None = that of the recipe, if it has one.
     """
 
     question_id: int | str
@@ -95,6 +101,7 @@ class Prompt:
     turns: tuple[str, ...]
     reference: tuple[str, ...] | None = None
     index: int = 0
+    constraint: Constraint | None = None
 
     def stream(self, turn: int) -> int:
         """Random stream of a turn, independent of batch size and limit."""
@@ -127,6 +134,16 @@ def load_prompts(
     if not chosen:
         raise UsageError(f"{source} has no prompts; give a source with at least one")
     return chosen
+
+
+def refuse_constraints(prompts: Iterable[Prompt], command: str) -> None:
+    """Raise UsageError if a prompt has a constraint, which ``command`` does not apply."""
+    for prompt in prompts:
+        if prompt.constraint is not None:
+            raise UsageError(
+                f"prompt {prompt.question_id!r} has a constraint, which {command} does not apply; remove the key "
+                "constraint, or run a recipe on crossdraft's own engine"
+            )
 
 
 def check_source(source: str, split: str | None = None) -> None:
@@ -343,7 +360,16 @@ def _prompt(place: str, row: Any, index: int) -> Prompt | None:
         turns=tuple(turns),
         reference=reference or _reference(place, row),
         index=index,
+        constraint=_constraint(place, row.get("constraint")),
     )
+
+
+def _constraint(place: str, value: Any) -> Constraint | None:
+    if value is None:
+        return None
+    from ..contracts.constraint import checked_constraint  # it imports pydantic
+
+    return checked_constraint(value, f"{place}: constraint")
 
 
 def _question_id(place: str, row: Mapping[str, Any], index: int) -> int | str:

@@ -141,7 +141,7 @@ class Tally:
         return Row(
             gamma=gamma,
             category=category,
-            tokens=int(total[_TOKENS]),
+            tokens=round(float(total[_TOKENS])),
             block_efficiency=estimate(ratio, sums[:, : _COUNTED + 1], least=1.0) if total[_COUNTED] else None,
             block_efficiency_all_steps=float(total[_TOKENS] / total[_STEPS]),
             steps=float(total[_STEPS]),
@@ -158,6 +158,16 @@ class Tally:
             categories = np.array(self.groups.category[: len(rows)])
             rows = rows[categories == category]
         return rows
+
+
+def segment_difference(tally: Tally, gamma: int, segment: str, other: str) -> Estimate | None:
+    """Block efficiency in a segment minus that in another, on the prompts that have both."""
+    rows = tally.sums(gamma)[:, : _COUNTED + 1]
+    first, second = (tally.groups.by_category.get(name, {}) for name in (segment, other))
+    pairs = [(first[prompt], second[prompt]) for prompt in first if prompt in second]
+    sums = np.array([[*rows[i], *rows[j]] for i, j in pairs if max(i, j) < len(rows)]).reshape(-1, 4)
+    sums = sums[(sums[:, _COUNTED] > 0) & (sums[:, 2 + _COUNTED] > 0)]
+    return ratio_difference(sums) if len(sums) else None
 
 
 def difference(tally: Tally, gamma: int, other: Tally, other_gamma: int) -> Estimate | None:

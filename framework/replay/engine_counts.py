@@ -23,6 +23,7 @@ class EngineCounts:
         steps, tokens, responses: all steps after the prefill, tokens of the responses, responses.
         unknown: drafted tokens past the end of responses whose acceptance is unknown, because the continuation of the
             response is not recorded; they count as rejected.
+        random: acceptance is not deterministic, so the counters of an engine differ from these by chance.
     """
 
     definition: CounterDefinition
@@ -34,6 +35,7 @@ class EngineCounts:
     tokens: int = 0
     responses: int = 0
     unknown: float = 0.0
+    random: bool = False
 
     def __post_init__(self) -> None:
         self.per_position = np.zeros(self.gamma)
@@ -84,6 +86,7 @@ class EngineCounts:
         else:
             ends_draft = (drafted == size - t) & (definition.accepted == "until_end")
             at_least = at_least * (i <= (size - 1 - t + ends_draft)[:, None])
+        self.random = self.random or bool(((at_least > 1e-6) & (at_least < 1 - 1e-6)).any())
         self.drafts += float(counted.sum())
         self.draft_tokens += float((visited * drafted).sum())
         self.per_position += counted @ at_least

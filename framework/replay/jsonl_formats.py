@@ -25,6 +25,8 @@ from ..util.input_files import UNPRINTABLE, flaw
 from ..util.limits import MOST_NAME, MOST_TOKENS
 from .response import ParseContext, Response, log_probabilities, sampling_of, token_ids
 
+#: Assumption about a prompt whose tokens differ from those of its messages.
+OTHER_TEMPLATE = "with a prompt that differs from the messages in the target's chat template"
 #: Finish reason -> the response includes an end-of-sequence token.
 FINISH_REASONS = {"stop": True, "eos": True, "length": False}
 
@@ -90,6 +92,12 @@ def _choices(
     prompt = (
         _prompt(context, request, where) if prompt_ids is None else token_ids(prompt_ids, "prompt_token_ids", where)
     )
+    if isinstance(request.get("messages"), list) and context.target:
+        usage = body.get("usage")
+        size = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+        templated = prompt if prompt_ids is None else _prompt(context, request, where)
+        if templated != prompt or (isinstance(size, int) and size != len(templated)):
+            context.assumed[OTHER_TEMPLATE] += len(choices)
     name = _name(row, "custom_id", where) or _name(row, "id", where) or _name(body, "id", where) or where
     category = _name(row, "category", where) or "all"
     for i, choice in enumerate(choices):

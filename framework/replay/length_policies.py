@@ -55,23 +55,21 @@ def heuristic(responses: Sequence[StepAcceptance], gamma: int, start: int) -> St
         start: draft length of the first step of a sequence.
     """
     result = [_heuristic(response, gamma, start) for response in responses]
-    size = np.array([[float(len(response.survival))] for response in responses])
     totals = np.array([numbers for *numbers, _ in result])
-    steps, drafted, taken, counted, emitted = (totals[:, i : i + 1] for i in range(5))
-    return Steps(
-        size, steps, drafted, taken, counted, emitted, np.stack([accepted for *_, accepted in result])[:, None]
-    )
+    tokens, steps, drafted, taken, counted, emitted = (totals[:, i : i + 1] for i in range(6))
+    accepted = np.stack([values for *_, values in result])[:, None]
+    return Steps(tokens, steps, drafted, taken, counted, emitted, accepted)
 
 
 def _heuristic(
     response: StepAcceptance, gamma: int, start: int
-) -> tuple[float, float, float, float, float, np.ndarray]:
+) -> tuple[float, float, float, float, float, float, np.ndarray]:
     t, depth = response.survival.shape
     limit = np.iinfo(np.int64).max if response.limit is None else response.limit
     at_least = np.concatenate([np.ones((t, 1)), response.survival, np.zeros((t, 1))], 1)
     reached = np.zeros((t + depth + 2, gamma + 1))  # Pr(a step starts at t while the length is L)
     reached[0, start] = 1
-    steps = drafted = taken = counted = emitted = 0.0
+    tokens = steps = drafted = taken = counted = emitted = 0.0
     accepted = np.zeros(depth)
     for start in range(t):
         max_draft_len = limit - 1 - start
@@ -85,12 +83,16 @@ def _heuristic(
             whole = max(1, min(n + MORE, gamma)) if n else length
             reached[ends[:n], shorter] += weight * tau[:n]
             reached[ends[n:], whole] += weight * tau[n:]
+            if response.starts is not None and not response.starts[start]:
+                continue
+            survival = response.survival[start] * (np.arange(1, depth + 1) <= most)
+            emits = weight * (1 + (survival * bonus).sum())
+            tokens += emits
             steps += weight
             drafted += weight * n
             taken += weight * at_least[start, 1 : most + 1].sum()
             if max_draft_len >= gamma:
-                survival = response.survival[start] * (np.arange(1, depth + 1) <= most)
                 counted += weight
-                emitted += weight * (1 + (survival * bonus).sum())
+                emitted += emits
                 accepted += weight * survival
-    return steps, drafted, taken, counted, emitted, accepted
+    return float(t) if response.starts is None else tokens, steps, drafted, taken, counted, emitted, accepted

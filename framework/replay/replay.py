@@ -7,9 +7,10 @@ is written.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, tee
 from pathlib import Path
 
@@ -67,8 +68,9 @@ class Candidate:
         lengths: yields the number of drafted tokens of each response, int64 [T], if it depends on the sampled tokens;
             None = `DraftScores.lengths`.
         steps: computes `Steps` from acceptance; depends on the length policy.
-        tallies: results by verifier and K.
-        counts: counters of an engine by verifier and draft length, if they were requested.
+        tallies: results by verifier and K; ``by_segment``: those by segment of the responses, if it was requested.
+        counts: counters of an engine by verifier and draft length, if they were requested; ``variants``: those by
+            other definitions, in the order of the request.
     """
 
     title: str
@@ -79,7 +81,9 @@ class Candidate:
     lengths: Callable[[Iterable[Response]], Iterator[np.ndarray]] | None = None
     steps: Callable[[Sequence[StepAcceptance], Sequence[int]], Steps] = expected_steps
     tallies: dict[tuple[str, int], Tally] = field(default_factory=dict)
+    by_segment: dict[tuple[str, int], Tally] = field(default_factory=dict)
     counts: dict[tuple[str, int], EngineCounts] = field(default_factory=dict)
+    variants: dict[tuple[str, int], list[EngineCounts]] = field(default_factory=dict)
 
     @property
     def depth(self) -> int:
@@ -92,15 +96,21 @@ class Candidate:
 
 @dataclass
 class ReplayResult:
-    """Result of a replay: counts, candidates with their tallies, and the check of recorded log P."""
+    """Result of a replay: counts, candidates with their tallies, and the check of recorded log P.
+
+    ``segments``: prompts by segment, whose names take the place of categories; ``segment_tokens``: their tokens.
+    """
 
     candidates: list[Candidate]
     groups: PromptGroups
+    segments: PromptGroups = field(default_factory=PromptGroups)
+    segment_tokens: Counter[str] = field(default_factory=Counter)
     responses: int = 0
     tokens: int = 0
     by_prompt: bool = False
     log_p: RecordedLogP = field(default_factory=RecordedLogP)
     definition: CounterDefinition | None = None
+    variants: Sequence[CounterDefinition] = ()
 
 
 def verifiers_for(
@@ -140,6 +150,8 @@ def replay(
     out: Path | None = None,
     by_prompt: bool = False,
     definition: CounterDefinition | None = None,
+    variants: Sequence[CounterDefinition] = (),
+    segments: Callable[[Sequence[int], Sequence[int]], Sequence[str]] | None = None,
 ) -> ReplayResult:
     """Replay ``candidates`` on ``responses``, which are iterated once.
 
@@ -148,12 +160,16 @@ def replay(
             Pr(tau >= i | the rest of the response) for i = 1, 2, .. of a step that starts there.
         by_prompt: keep acceptance by prompt, see `Tally.by_prompt`.
         definition: also compute the counters of this engine, see `Candidate.counts`.
+        variants: other definitions to compute the counters by, see `Candidate.variants`.
+        segments: the segment of each token of a response, from prompt and tokens, for `Candidate.by_segment`.
 
     Raises:
         UsageError: without responses, several sequences with ``definition``, and for errors of the sources and
             candidates.
     """
-    result = ReplayResult(list(candidates), PromptGroups(), by_prompt=by_prompt, definition=definition)
+    result = ReplayResult(
+        list(candidates), PromptGroups(), by_prompt=by_prompt, definition=definition, variants=variants
+    )
     remaining, *others = tee(responses, 1 + 2 * len(candidates))
     if definition is not None:
         others = [
@@ -171,6 +187,9 @@ def replay(
             writer = _Positions(stack.enter_context(parquet.ParquetWriter(file, _POSITIONS)))
         while window := list(islice(remaining, WINDOW)):
             numbers = [result.groups.number(item.category, item.id) for item in window]
+            labels = [np.array(segments(item.prompt, item.tokens)) for item in window] if segments is not None else None
+            for of_response in labels or ():
+                result.segment_tokens.update(of_response.tolist())
             compared: dict[int, DraftScores] = {}
             for candidate, source in zip(candidates, sources, strict=True):
                 scores = list(islice(source, len(window)))
@@ -178,7 +197,7 @@ def replay(
                     raise ContractError(
                         f"drafter '{candidate.title}' returned {len(scores)} drafts for {len(window)} responses"
                     )
-                _add(result, candidate, window, scores, numbers, writer)
+                _add(result, candidate, window, scores, numbers, labels, writer)
                 for i, (item, _) in enumerate(scores):
                     if i not in compared or item.own_log_p is not None:
                         compared[i] = item
@@ -207,45 +226,69 @@ def _add(
     window: Sequence[Response],
     scored: Sequence[tuple[DraftScores, np.ndarray]],
     numbers: Sequence[int],
+    labels: Sequence[np.ndarray] | None,
     writer: _Positions | None,
 ) -> None:
     scores, lengths = zip(*scored, strict=True)
     sizes = [len(response.tokens) for response in window]  # scores may cover the continuations, too
     own_lengths = [drafted[:size] for drafted, size in zip(lengths, sizes, strict=True)]
-    point_mass, steps = point_mass_survival(scores), {}
+    point_mass, steps, parts = point_mass_survival(scores), {}, {}
     for verifier, ks in candidate.verifiers.items():
         if point_mass is None:
-            steps = {}
+            steps, parts = {}, {}
             at_least = [survival(verifier, item, ks) for item in scores]
         else:  # all verifiers accept point masses alike, for any K
             at_least = [dict.fromkeys(ks, item) for item in point_mass]
         for k in ks:
             if result.definition is not None:
-                _count(result.definition, candidate, verifier, window, [item[k] for item in at_least], lengths)
+                _count(result, candidate, verifier, window, [item[k] for item in at_least], lengths)
             if k not in steps:
                 acceptances = [
                     StepAcceptance(values[k][: len(drafted)], drafted, response.limit)
                     for values, drafted, response in zip(at_least, own_lengths, window, strict=True)
                 ]
                 steps[k] = candidate.steps(acceptances, candidate.gammas)
+                if labels is not None:
+                    parts[k] = list(_of_segments(result.segments, candidate, window, acceptances, labels))
             candidate.tally(result, verifier, k).add(steps[k], numbers)
+            for part in parts.get(k, ()):
+                tally = Tally(result.segments, candidate.gammas, k)
+                candidate.by_segment.setdefault((verifier, k), tally).add(*part)
             if writer is not None:
                 values = [item[k][:size] for item, size in zip(at_least, sizes, strict=True)]
                 writer.add(result.responses, candidate.title, verifier, k, window, own_lengths, values)
 
 
+def _of_segments(
+    groups: PromptGroups,
+    candidate: Candidate,
+    window: Sequence[Response],
+    acceptances: Sequence[StepAcceptance],
+    labels: Sequence[np.ndarray],
+) -> Iterator[tuple[Steps, list[int]]]:
+    """Steps of each segment, and the groups of their prompts; a step is of the segment of its first token."""
+    for name in dict.fromkeys(name for of_response in labels for name in of_response.tolist()):
+        rows = [i for i, of_response in enumerate(labels) if (of_response == name).any()]
+        steps = candidate.steps([replace(acceptances[i], starts=labels[i] == name) for i in rows], candidate.gammas)
+        yield steps, [groups.number(name, f"{window[i].category}: {window[i].id}") for i in rows]
+
+
 def _count(
-    definition: CounterDefinition,
+    result: ReplayResult,
     candidate: Candidate,
     verifier: str,
     window: Sequence[Response],
     at_least: Sequence[np.ndarray],
     lengths: Sequence[np.ndarray],
 ) -> None:
+    definition = result.definition
+    assert definition is not None
     for gamma in candidate.gammas:
         counts = candidate.counts.setdefault((verifier, gamma), EngineCounts(definition, gamma))
-        for response, values, drafted in zip(window, at_least, lengths, strict=True):
-            counts.add(values, drafted, len(response.tokens), response.limit)
+        others = [EngineCounts(other, gamma) for other in result.variants]
+        for each in (counts, *candidate.variants.setdefault((verifier, gamma), others)):
+            for response, values, drafted in zip(window, at_least, lengths, strict=True):
+                each.add(values, drafted, len(response.tokens), response.limit)
 
 
 class _Positions:

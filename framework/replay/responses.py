@@ -110,10 +110,7 @@ class Reader(ParseContext):
                 "change the sampling options"
             )
         if config.constraint is not None:
-            raise UsageError(
-                f"the cell {path} was decoded under a constraint, which replay does not apply; run the recipe of the "
-                "candidates instead"
-            )
+            raise _constrained(f"the cell {path}")
         if self.target and config.target != self.target:
             raise UsageError(f"the cell {path} was decoded by {config.target}, not by --target {self.target}")
         self.target = config.target
@@ -134,6 +131,8 @@ class Reader(ParseContext):
                 raise UsageError(
                     f"{where}: turn {turn} of {quoted(name)} is not in the run's prompts; the prompt file has changed"
                 )
+            if prompt.constraint is not None:
+                raise _constrained(f"{where}: the response to {quoted(name)}")
             earlier = answers.setdefault(name, [])
             tokenizer = self.tokenizer(where).tokenizer
             ids = encode(tokenizer, prompt.turns[: turn + 1], earlier) if len(earlier) == turn else []
@@ -173,3 +172,9 @@ class Reader(ParseContext):
             self.assumed[TEXTS] += 1
             category = row.get("category") if isinstance(row.get("category"), str) else "all"
             yield Response(str(i), str(category), ids[:start], response, None, False, None, self.sampling, where)
+
+
+def _constrained(what: str) -> UsageError:
+    return UsageError(
+        f"{what} was decoded under a constraint, which replay does not apply; run the recipe of the candidates instead"
+    )

@@ -29,11 +29,13 @@ class StepAcceptance:
             `acceptance_formulas.survival`.
         lengths: int64 [T], drafted tokens of that step, at most G.
         limit: maximum length of the response, at least T; None if it was ended by an end-of-sequence token only.
+        starts: bool [T], tokens at which steps are counted, and ``tokens`` are those that these emit; None = all.
     """
 
     survival: np.ndarray
     lengths: np.ndarray
     limit: int | None
+    starts: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Steps:
     """Expected steps of n responses: n rows, one column for each gamma.
 
     Attributes:
-        tokens: [n, gammas], response lengths (equal in all columns).
+        tokens: [n, gammas], response lengths (equal in all columns unless ``starts`` selects steps).
         steps: number of steps; ``drafted`` and accepted (``taken``) tokens, and target positions (``rows``) in them.
         counted, emitted: steps with enough remaining tokens for a draft of gamma, and the tokens that they emit.
         accepted: [n, gammas, G], sum of Pr(tau >= i) over the counted steps.
@@ -102,13 +104,19 @@ def _expected_batch(responses: Sequence[StepAcceptance], gammas: Sequence[int]) 
 
     certain = not np.any((survival > 0) & (survival < 1))
     visited = (_visited_deterministic if certain else start_probs)(survival, gamma) * (t < size[:, None])[:, None]
+    for row, response in enumerate(responses):
+        if response.starts is not None:
+            visited[row, :, : size[row]] *= response.starts
 
     counted = visited * (max_draft[:, None] >= gamma[:, None])
     bonus = i <= (size[:, None] - 1 - t)[..., None]  # an accepted last token has no bonus token
     emits = 1 + np.cumsum(survival * bonus, -1)[..., gamma - 1]  # [n, T, gammas]
     drafts = np.minimum(np.minimum(lengths, max_draft)[:, None], gamma[:, None])
+    tokens = np.broadcast_to(size[:, None], (n, len(gamma))).astype(float)
+    if responses[0].starts is not None:
+        tokens = (visited * emits.transpose(0, 2, 1)).sum(-1)
     return Steps(
-        tokens=np.broadcast_to(size[:, None], (n, len(gamma))).astype(float),
+        tokens=tokens,
         steps=visited.sum(-1),
         drafted=(visited * drafts).sum(-1),
         taken=(visited @ survival * (i <= gamma[:, None])).sum(-1),

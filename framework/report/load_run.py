@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from .. import plugins
 from ..cost.curve import CostCurve
 from ..errors import UsageError
+from ..metrics.cell_metrics import SegmentMetrics
 from ..recipe.recipe import PromptSpec, read_recipe
 from ..runs.record_schema import CurvesFile, Environment, ShardFile, read_checked
 from ..runs.records import CellResult
@@ -38,6 +39,7 @@ class FinishedRun:
         remarks: lines of its summary that do not follow from its cells: skipped pairs, failed cells, notes.
         cells: for shards, the hashes of all cells of the recipe, including other shards.
         partial: the progress of an unfinished run; empty for a finished one.
+        segments: metrics by hash of a cell and by segment of its responses; empty until `with_segments` adds them.
     """
 
     summary: Summary
@@ -45,6 +47,7 @@ class FinishedRun:
     remarks: list[str]
     cells: tuple[str, ...] = ()
     partial: str = ""
+    segments: Mapping[str, Mapping[str, SegmentMetrics]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

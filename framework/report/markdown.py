@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 from tabulate import tabulate
 
 from .. import plugins
-from ..models.threads import describe_threads
+from ..models.cpu.threads import describe_threads
 from ..recipe.recipe import read_recipe
 from ..runs.labels import group_title, verifier_title
 from .load_run import FinishedRun, portable
+from .segments import segment_tables
 from .tables import summary_markdown
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def _section(title: str, run: FinishedRun) -> list[str]:
     ]
     if run.remarks:
         parts.append("\n".join(run.remarks))
+    parts += [part for title, table in segment_tables(run) for part in (f"### {title.capitalize()}", table)]
     if table := verifier_table(run.summary.results):
         parts += ["### Verifiers compared", "In brackets: the gain over the first verifier of the row.", table]
     parts += ["### How it was measured", tabulate(conditions(run), headers=["", ""], tablefmt="github")]

@@ -13,6 +13,7 @@ from tabulate import tabulate
 from ..errors import UnknownNameError, UsageError
 from ..metrics.columns import ENDS, quantity_of
 from .csv_rows import row_of
+from .segments import columns_of
 from .selection import SETTINGS, SelectedCell, check_keys
 from .table_utils import tabulated
 
@@ -54,7 +55,14 @@ def pivot(cells: Sequence[SelectedCell], rows: Sequence[str], columns: Sequence[
     if duplicate := next((key for key in keys if keys.count(key) > 1), None):
         raise UsageError(f"{duplicate} occurs twice in --rows and --cols; give it once")
     check_keys(keys, cells)
-    csv_rows = [(cell, row_of(cell.result, cell.run.summary.predicted.get(cell.result.config.hash))) for cell in cells]
+    csv_rows = [
+        (
+            cell,
+            row_of(cell.result, cell.run.summary.predicted.get(cell.result.config.hash))
+            | columns_of(cell.run, cell.result),
+        )
+        for cell in cells
+    ]
     _check_values(values, [row for _, row in csv_rows])
     placed: dict[tuple[str, ...], dict[tuple[str, ...], tuple[SelectedCell, Mapping[str, Any]]]] = {}
     for cell, row in csv_rows:

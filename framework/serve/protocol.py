@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..api.constrain import checked_constraint
 from ..api.generate import check_ids
 from ..api.generate_args import check_text, checked_sampling, stop_strings, whole
-from ..contracts.constraint import Constraint, Grammar
+from ..contracts.constraint import Constraint, Grammar, checked_constraint
 from ..contracts.sampling import Sampling
 from ..contracts.steps import Request
 from ..errors import CrossdraftError, UsageError, quoted

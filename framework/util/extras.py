@@ -9,14 +9,15 @@ from ..errors import CrossdraftError, UsageError
 
 def need(what: str, extra: str, *modules: str, error: type[CrossdraftError] = UsageError) -> None:
     """Raise ``error`` if any of ``modules`` cannot be imported, with the ``extra`` that installs them."""
-    missing = [module for module in modules if not _importable(module)]
+    missing = [module for module in modules if not importable(module)]
     if missing:
         packages = " and ".join([", ".join(missing[:-1]), missing[-1]] if missing[1:] else missing)
         noun = "packages" if missing[1:] else "package"
         raise error(f"{what} needs the {noun} {packages}; install with: pip install 'crossdraft[{extra}]'")
 
 
-def _importable(module: str) -> bool:
+def importable(module: str) -> bool:
+    """True if ``module`` is installed and can be imported."""
     try:
         import_module(module)
     except ImportError:

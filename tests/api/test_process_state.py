@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from crossdraft import LoadedModel, custom_generate, generate
 from crossdraft.framework.errors import UsageError
-from crossdraft.framework.lm import attention
+from crossdraft.framework.lm.attention import sdpa
 from crossdraft.framework.lm.layer_surgery import own_modules
 from crossdraft.framework.lm.small_batch_linear import SmallBatchLinear
 from crossdraft.framework.lm.transformers_lm import TransformersLM
@@ -123,10 +123,10 @@ def test_attention_is_given_back_however_threads_overlap(first_out: int) -> None
     def stay(i: int) -> None:
         if i:
             entered[0].wait(10)
-        with attention.own_attention():
+        with sdpa.own_attention():
             entered[i].set()
             leave[i].wait(10)
-            inside.append(attention.ALL_ATTENTION_FUNCTIONS["sdpa"])
+            inside.append(sdpa.ALL_ATTENTION_FUNCTIONS["sdpa"])
         left[i].set()
 
     threads = [threading.Thread(target=stay, args=(i,)) for i in range(2)]
@@ -136,16 +136,16 @@ def test_attention_is_given_back_however_threads_overlap(first_out: int) -> None
     for i in (first_out, 1 - first_out):
         leave[i].set()
         assert left[i].wait(10)
-    assert inside == [attention._sdpa] * 2
-    assert attention.ALL_ATTENTION_FUNCTIONS["sdpa"] is attention.sdpa_attention_forward
-    assert "sdpa" not in attention.ALL_ATTENTION_FUNCTIONS._local_mapping  # nothing that would hide a registered one
+    assert inside == [sdpa._sdpa] * 2
+    assert sdpa.ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa.sdpa_attention_forward
+    assert "sdpa" not in sdpa.ALL_ATTENTION_FUNCTIONS._local_mapping  # nothing that would hide a registered one
 
 
 def test_other_threads_keep_their_own_attention(model: Any, monkeypatch: Any) -> None:
     calls: list[str] = []
-    monkeypatch.setattr(attention, "grouped_sdpa", lambda *a, **o: calls.append("grouped"))
+    monkeypatch.setattr(sdpa, "grouped_sdpa", lambda *a, **o: calls.append("grouped"))
     model.eval()
-    with attention.own_attention(), ThreadPoolExecutor(1) as pool, torch.no_grad():
+    with sdpa.own_attention(), ThreadPoolExecutor(1) as pool, torch.no_grad():
         elsewhere = pool.submit(lambda: model(torch.tensor([[3, 4]])).logits).result()
     assert calls == [] and torch.equal(elsewhere, model(torch.tensor([[3, 4]])).logits.detach())
 
@@ -155,16 +155,16 @@ def test_users_attention_function_stays(model: Any) -> None:
 
     def own(*arguments: Any, **options: Any) -> Any:
         calls.append(1)
-        return attention.sdpa_attention_forward(*arguments, **options)
+        return sdpa.sdpa_attention_forward(*arguments, **options)
 
-    registry: Any = attention.ALL_ATTENTION_FUNCTIONS
+    registry: Any = sdpa.ALL_ATTENTION_FUNCTIONS
     registry["sdpa"] = own
     try:
         door(model, PROMPTS[0])
         assert calls and registry["sdpa"] is own
     finally:
         del registry["sdpa"]
-    with attention.own_attention():
+    with sdpa.own_attention():
         registry["sdpa"] = own  # while we are inside
     assert registry["sdpa"] is own
     del registry["sdpa"]
@@ -183,7 +183,7 @@ def test_concurrent_threads_decode_same_tokens(model: Any) -> None:
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(batched, jobs)) == separate
     assert same(state(model), before)
-    assert attention.ALL_ATTENTION_FUNCTIONS["sdpa"] is attention.sdpa_attention_forward
+    assert sdpa.ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa.sdpa_attention_forward
 
 
 def test_transformers_logging_is_restored() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,41 @@ def test_outputs_match_schema(recipe: str, tmp_path: Path, monkeypatch: Any, cap
     (run,) = tmp_path.glob("runs/*")
     assert main(["replay", str(run), "--drafter", "prompt-lookup"]) == 2
     assert "was decoded under a constraint, which replay does not apply" in capsys.readouterr().err
+
+
+def test_prompts_have_constraints_of_their_own(recipe: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        {"prompt": "a number", "constraint": {"regex": "[0-9]{3}"}},
+        {"prompt": "an animal", "constraint": {"choice": ["cat", "dog"], "mask_drafts": False}},
+        {"turns": ["more", "animals"], "constraint": {"choice": ["cat", "dog"]}},
+        {"prompt": "the recipe's"},
+    ]
+    file = tmp_path / "own.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    drafters = f"[grammar, {{name: draft-model, model: {tmp_path / 'model-1'}, gamma: 3}}]"
+    settings = [f"prompts={file}", "constraint={regex: '[a-c]{2}'}", "verifiers=[token]", f"drafters={drafters}"]
+    assert main(["run", recipe, *(word for setting in settings for word in ("--set", setting))]) == 0
+    directories = cells(tmp_path)
+    assert len(directories) == 3
+    for directory in directories:
+        lines = (directory / "responses.jsonl").read_text(encoding="utf-8").splitlines()
+        texts = {(row["question_id"], row["turn"]): row["text"] for row in map(json.loads, lines)}
+        assert re.fullmatch("[0-9]{3}", texts[1, 0]) and re.fullmatch("[a-c]{2}", texts[4, 0])
+        assert {texts[2, 0], texts[3, 0], texts[3, 1]} <= {"cat", "dog"}
+    capsys.readouterr()
+    options = ["--set", f"prompts={file}", "--set", "constraint=null", "--set", "drafters=[prompt-lookup]"]
+    options += ["--set", "verifiers=[token]"]
+    assert main(["run", recipe, *options, "--set", "engine={name: openai, url: 'http://127.0.0.1:9/v1'}"]) == 2
+    assert "prompt 1 has a constraint, which the engine openai does not apply" in capsys.readouterr().err
+    assert main(["run", recipe, *options, "--out", "free"]) == 0
+    (run,) = tmp_path.glob("free/*")
+    assert main(["replay", str(run), "--drafter", "prompt-lookup"]) == 2
+    assert "the response to '1' was decoded under a constraint" in capsys.readouterr().err
+    rows[1]["constraint"] = {"regex": "("}
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    assert main(["run", recipe, *options]) == 1
+    assert "prompt 2: the constraint's regex cannot be compiled" in capsys.readouterr().err
 
 
 def test_matrix_compares_constraints(recipe: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from crossdraft.framework.lm import attention
+from crossdraft.framework.lm.attention import sdpa
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 pytestmark = pytest.mark.usefixtures("small_buckets")
@@ -21,8 +21,8 @@ def test_grouped_attention_equals_transformers(width: int, shared: int) -> None:
     mask = torch.zeros(2, 1, width, 11).masked_fill(torch.rand(2, 1, width, 11) < 0.5, torch.finfo().min)
     module = torch.nn.Module()
     module.num_key_value_groups = 6 // shared  # type: ignore[assignment]
-    want, _ = attention.sdpa_attention_forward(module, query, key, value, mask, scaling=0.4)
-    ours, weights = attention.grouped_sdpa(module, query, key, value, mask, scaling=0.4)
+    want, _ = sdpa.sdpa_attention_forward(module, query, key, value, mask, scaling=0.4)
+    ours, weights = sdpa.grouped_sdpa(module, query, key, value, mask, scaling=0.4)
     assert weights is None and ours.is_contiguous()
     torch.testing.assert_close(ours, want, atol=1e-6, rtol=1e-5)
 
@@ -37,7 +37,7 @@ def test_keys_and_values_are_not_copied_for_every_head(monkeypatch: Any) -> None
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
     key, value = torch.randn(1, 2, 11, 8), torch.randn(1, 2, 11, 8)
-    attention.grouped_sdpa(torch.nn.Module(), torch.randn(1, 6, 5, 8), key, value, torch.zeros(1, 1, 5, 11))
+    sdpa.grouped_sdpa(torch.nn.Module(), torch.randn(1, 6, 5, 8), key, value, torch.zeros(1, 1, 5, 11))
     assert shapes == [((1, 2, 15, 8), key.data_ptr(), value.data_ptr())]
 
 
@@ -47,15 +47,15 @@ def test_grouped_attention_is_left_behind_nowhere(tiny_model: Callable, monkeypa
 
     def spy(*arguments: Any, **options: Any) -> Any:
         calls.append(1)
-        return attention.sdpa_attention_forward(*arguments, **options)
+        return sdpa.sdpa_attention_forward(*arguments, **options)
 
-    monkeypatch.setattr(attention, "grouped_sdpa", spy)
+    monkeypatch.setattr(sdpa, "grouped_sdpa", spy)
     model, ids = tiny_model("llama"), torch.tensor([[1, 2]])
     TransformersLM(model, 1, 16).forward(ids)
     assert len(calls) == 2  # layers
-    with pytest.raises(RuntimeError), attention.own_attention():
+    with pytest.raises(RuntimeError), sdpa.own_attention():
         raise RuntimeError
     model(ids)
     assert len(calls) == 2
-    assert attention.ALL_ATTENTION_FUNCTIONS["sdpa"] is attention.sdpa_attention_forward
-    assert attention.ALL_ATTENTION_FUNCTIONS["flex_attention"] is attention.flex_attention_forward
+    assert sdpa.ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa.sdpa_attention_forward
+    assert sdpa.ALL_ATTENTION_FUNCTIONS["flex_attention"] is sdpa.flex_attention_forward

@@ -16,7 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from crossdraft.framework import plugins
 from crossdraft.framework.errors import ModelError
-from crossdraft.framework.lm import attention_masks, cuda_graphs, flex_attention, prompt_prefill
+from crossdraft.framework.lm import attention_masks, cuda_graphs, prompt_prefill
+from crossdraft.framework.lm.attention import flex as flex_attention
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 TREE = [-1, 0, 0, 1, 2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -15,10 +16,10 @@ import transformers
 from architecture_checks import disagreement, plain
 from architecture_walk import TOLERANCE, TYPES, class_name
 from oracle_trees import NEW, PROMPTS, OracleTrees, drafter_class, verifier_class
-from scipy.stats import chisquare
 from tiny_architectures import noisy, tiny
 from tiny_models import generated
 
+from crossdraft.framework.certificate.goodness_of_fit import goodness_of_fit
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.errors import ModelError
 from crossdraft.framework.lm import prompt_prefill
@@ -72,25 +73,35 @@ def test_logits_match_the_model(model_type: str, prompts: Sequence[list[int]]) -
     assert disagreement(make_model(model_type), steps=6, chains=3, prompts=prompts) < TOLERANCE
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_next", "lfm2"])
+@pytest.mark.parametrize("model_type", families(["qwen3_next", "lfm2"]))
 @pytest.mark.parametrize("prompts", [PROMPTS[2:], FOUR], ids=["one row", "four rows"])
 @pytest.mark.usefixtures("stale_state")
 def test_stale_state_is_detected(model_type: str, prompts: Sequence[list[int]]) -> None:
     assert disagreement(make_model(model_type), chains=4, prompts=prompts) > 0.1
 
 
+def many_prompts(count: int) -> list[list[int]]:
+    """Different prompts of 1 to 24 tokens."""
+    chance = random.Random(count)
+    return [[chance.randrange(1, 90) for _ in range(1 + i % 24)] for i in range(count)]
+
+
+@pytest.mark.parametrize("prompts", [FOUR, pytest.param(many_prompts(24), marks=pytest.mark.slow)], ids=["4", "24"])
 @pytest.mark.parametrize("model_type", families(["lfm2", "nemotron_h"]))
 @pytest.mark.parametrize("drafter", ["chains", "trees"])
-def test_greedy_text_is_that_of_generate(decoder: Callable, model_type: str, drafter: str) -> None:
+def test_greedy_text_is_that_of_generate(
+    decoder: Callable, model_type: str, drafter: str, prompts: Sequence[list[int]]
+) -> None:
+    """In float32, token for token; every row accepts another number of drafted tokens."""
     target = make_model(model_type)
-    expected = {tuple(prompt): generated(make_model(model_type), [prompt], NEW)[0] for prompt in FOUR}
+    expected = {tuple(prompt): generated(make_model(model_type), [prompt], NEW)[0] for prompt in prompts}
     chosen: tuple[Any, dict[str, Any]] = (OracleTrees, {"answers": expected})
     if drafter == "chains":
         chosen = drafter_class("draft-model"), {"model": "noisy", "gamma": 3}
     loop = decoder(target, *chosen, verifier_class("greedy"), batch_size=3, drafting=noisy(target), max_new_tokens=NEW)
     accepted = set()
-    for response in loop.run(FOUR):
-        assert response.tokens == expected[tuple(FOUR[response.index])]
+    for response in loop.run(prompts):
+        assert response.tokens == expected[tuple(prompts[response.index])]
         accepted |= {step.tau for step in response.steps}
     assert len(accepted) > 1
 
@@ -229,13 +240,17 @@ class SamePrompt(TransformersLM):
         self.lengths[row] = self.cache.committed[row] = 0
 
 
+#: At this size a stale state changes the distribution of three tokens too little for a test of that many samples;
+#: `test_stale_state_is_detected` detects it in the logits.
+WEAK = {"falcon_mamba", "inkling2_text", "inkling_text", "mamba", "recurrent_gemma", "zaya"}
+
+
 @pytest.mark.parametrize("mistake", [False, True], ids=["exact", "stale state"])
-@pytest.mark.parametrize(
-    "model_type",
-    ["minimax", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mamba2", "nemotron_h", "qwen3_next"))],
-)
+@pytest.mark.parametrize("model_type", families(["minimax"]))
 def test_sampling_distribution(decoder: Callable, model_type: str, mistake: bool, request: Any) -> None:
     """Joint distribution of three tokens at temperature 1, by chi-square; with a stale state it is another one."""
+    if mistake and model_type in WEAK:
+        pytest.skip("too few samples to detect it")
     if mistake:
         request.getfixturevalue("stale_state")
     target, prompt = make_model(model_type, vocab_size=VOCABULARY), [0, 1, 2, 3]
@@ -261,6 +276,5 @@ def test_sampling_distribution(decoder: Callable, model_type: str, mistake: bool
     counts = np.zeros(VOCABULARY**LENGTH)
     for response in loop.run([prompt] * SAMPLES):
         counts[int(np.ravel_multi_index(response.tokens, (VOCABULARY,) * LENGTH))] += 1
-    rare = probs * SAMPLES < 5
-    actual, want = (np.append(cells[~rare], cells[rare].sum()) for cells in (counts, probs * SAMPLES))
-    assert (chisquare(actual, want).pvalue < 1e-6) if mistake else (chisquare(actual, want).pvalue > 1e-3)
+    p_value = goodness_of_fit(torch.tensor(counts), torch.tensor(probs)).p_value
+    assert (p_value < 1e-6) if mistake else (p_value > 1e-3)

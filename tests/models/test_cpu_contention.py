@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from crossdraft.framework.models import cpu_contention
-from crossdraft.framework.models.cpu_contention import CpuWait
+from crossdraft.framework.models.cpu import contention
+from crossdraft.framework.models.cpu.contention import CpuWait
 
 CPU = torch.device("cpu")
 needs_linux = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the system does not count it")
@@ -22,7 +22,7 @@ def test_two_programs_on_one_processor_wait_for_each_other() -> None:
     program = f"""
 import os, time
 from types import SimpleNamespace
-from {cpu_contention.__name__} import CpuWait
+from {contention.__name__} import CpuWait
 os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})
 waiting = CpuWait(SimpleNamespace(type="cpu"))
 waiting.start()
@@ -48,7 +48,7 @@ def test_other_devices_are_not_waited_for(monkeypatch: Any) -> None:
     other = CpuWait(torch.device("meta"))
     other.start()
     assert other.since() == 0.0
-    monkeypatch.setattr(cpu_contention, "_THREADS", Path("/nowhere"))
+    monkeypatch.setattr(contention, "_THREADS", Path("/nowhere"))
     nothing = CpuWait(CPU)
     nothing.start()
     assert nothing.since() == 0.0

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from crossdraft import generate, load_model
-from crossdraft.framework.models import threads
-from crossdraft.framework.models.cpu_contention import CpuWait
-from crossdraft.framework.models.threads import (
+from crossdraft.framework.models.cpu import threads
+from crossdraft.framework.models.cpu.contention import CpuWait
+from crossdraft.framework.models.cpu.threads import (
     MOST_PATIENCE,
     PATIENCE,
     ThreadCount,

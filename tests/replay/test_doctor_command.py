@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import argmax_text, save_model
+from tiny_models import argmax_text, make_tokenizer, save_model
 from torch.nn import functional
-from transformers import LlamaForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, LlamaForCausalLM
 
+from crossdraft import generate, load_model
 from crossdraft.drafters.heads.medusa.weights import MedusaHeads, save_heads
 from crossdraft.framework.cli import main as cli
+from crossdraft.framework.errors import ModelError
 from crossdraft.framework.models.digests import weights_sha256
 
 HEADS = 4
@@ -116,6 +118,26 @@ def test_precision_that_is_too_coarse(doctor: Callable, target: str, tmp_path: P
     first = result["likely"][0]
     assert first["mistake"].startswith("bfloat16 is not precise enough")
     assert first["marginal"][0] > 0.95 > 0.7 > result["tried"][0]["marginal"][0]
+
+
+def test_target_that_cannot_drop_tokens_is_decoded(doctor: Callable, target: str, tmp_path: Path) -> None:
+    """Without drafts, by plain passes."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "n_layer": 1, "n_head": 2}
+    model: Any = BloomForCausalLM(BloomConfig(**sizes, initializer_range=0.5))
+    model.save_pretrained(tmp_path / "bloom")
+    make_tokenizer().save_pretrained(tmp_path / "bloom")
+    bloom = str(tmp_path / "bloom")
+    result = doctor(bloom, f"{{name: draft-model, model: {target}}}", "--dtype", "float32")
+    assert 0 < result["tried"][0]["marginal"][0] < 1
+    assert result["facts"] == []  # the recorded log-probabilities are those of replay
+    loaded = load_model(bloom, dtype="float32")
+    prompts = list(PROMPTS.values())
+    plain = generate(loaded, prompts, drafter="none", temperature=0, max_new_tokens=8, ignore_eos=True)
+    texts = [argmax_text(loaded.model, prompt, 8)[len(prompt) :] for prompt in prompts]
+    assert [response.tokens for response in plain] == texts
+    with pytest.raises(ModelError, match="takes no position_ids"):
+        generate(loaded, prompts, drafter="prompt-lookup", max_new_tokens=8)
 
 
 def test_tokenizers_that_differ(

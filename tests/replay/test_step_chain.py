@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from replay_fixtures import random_acceptance
 
 from crossdraft.framework import plugins
 from crossdraft.framework.certificate.certify import certify
@@ -105,13 +106,6 @@ def test_another_rules_identity_is_found_out(toys: Any, drafts: Any) -> None:
     real = certify(toy, drafts["iid-2"], plugins.get("verifiers", "spectr"), steps=2, gamma=GAMMA, markov=True)
     wrong = tau_by_step(toy, "specinfer", 2, 2, GAMMA)
     assert max(abs(a - b) for a, b in zip(wrong, real.expected_tau, strict=True)) > 1e-4
-
-
-def random_acceptance(seed: int, t: int, depth: int, limit: int | None) -> StepAcceptance:
-    random = np.random.default_rng(seed)
-    lengths = random.integers(0, depth + 1, t)
-    inside = np.arange(depth) < np.minimum(lengths, t - np.arange(t))[:, None]
-    return StepAcceptance(np.where(inside, random.random((t, depth)).cumprod(1), 0), lengths, limit)
 
 
 def walked(one: StepAcceptance, gamma: int) -> dict[str, float]:

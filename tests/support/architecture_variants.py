@@ -11,8 +11,17 @@ ORIGINAL = 16
 _ALTERNATING = ["sliding_attention", "full_attention"]
 _LIMITED_STEPS = {"time_step_limit": (0.3, 0.9)}
 _SHARED = {"num_hidden_layers": 4, "layer_types": _ALTERNATING * 2}
+_ALL_KEYS: dict[str, dict[str, Any]] = {"all keys": {"index_topk": 64}}
+_M3_SPARSE = {
+    "layer_types": ["minimax_m3_sparse", "full_attention"],
+    "index_block_size": 8,
+    "index_topk_blocks": 8,
+    "index_n_heads": 2,
+    "index_head_dim": 8,
+}
 #: Variants of one architecture, by model type and label.
 OWN: dict[str, dict[str, dict[str, Any]]] = {
+    "axk2": _ALL_KEYS,
     "bamba": {"limited steps": _LIMITED_STEPS},
     "bert": {"encoder": {"is_decoder": False}},
     "cohere": {"norms of queries and keys": {"use_qk_norm": True}},
@@ -21,7 +30,10 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
         "groups of experts": {"n_group": 2, "topk_group": 1},
         "no latent of queries": {"q_lora_rank": None},
     },
+    "deepseek_v32": _ALL_KEYS,
     "doge": {"all keys": {"keep_window_size": 64}, "experts": {"is_moe": True, "keep_window_size": 64}},
+    "dots3_note_text": _ALL_KEYS,
+    "dots3_note": _ALL_KEYS,
     "falcon": {
         "alibi": {"alibi": True},
         "new decoder": {"new_decoder_architecture": True, "num_kv_heads": 2},
@@ -38,6 +50,7 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
         "keys are values": {"attention_k_eq_v": True},
         "experts": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24},
     },
+    "glm_moe_dsa": _ALL_KEYS,
     "gpt2": {"scaled by layer": {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}},
     "gpt_bigcode": {"no multi-query": {"multi_query": False}},
     "gpt_neo": {
@@ -46,6 +59,7 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
     },
     "gpt_neox": {"serial": {"use_parallel_residual": False}},
     "granitemoehybrid": {"limited steps": _LIMITED_STEPS},
+    "hy_v4": _ALL_KEYS,
     "inkling_text": {
         "scaled attention": {"log_scaling_n_floor": ORIGINAL},
         "full attention": {"layer_types": ["hybrid"] * 2},
@@ -56,7 +70,10 @@ OWN: dict[str, dict[str, dict[str, Any]]] = {
         "plain temperature": {"floor_scale": ORIGINAL, "attn_temperature_tuning": False},
     },
     "mamba2": {"limited steps": _LIMITED_STEPS},
-    "minimax_m3_vl_text": {"sparse": {"layer_types": ["minimax_m3_sparse", "full_attention"]}},
+    "minimax_m3_vl_text": {
+        "sparse": _M3_SPARSE | {"index_topk_blocks": 2},
+        "sparse, all keys": _M3_SPARSE,
+    },
     "ministral3": {
         "scaled attention": {
             "rope_parameters": {

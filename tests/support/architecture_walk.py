@@ -88,11 +88,11 @@ def outcomes(model_type: str) -> dict[str, str]:
     for label, changes in (OWN.get(model_type, {}) | more).items():
         results[label] = outcome(model_type, changes)
     if results[""] == SAME and not recurrent_modules(tiny(config_class)):
-        results["recorded"] = outcome(model_type, {}, _RecordedLM)
+        results["recorded"] = outcome(model_type, {}, RecordedLM)
     return {label: result for label, result in results.items() if result is not None}
 
 
-class _RecordedLM(ReplayingLM):
+class RecordedLM(ReplayingLM):
     """Passes as CUDA graphs replay them: they attend over more slots than they need."""
 
     def forward(self, *arguments: Any, **inputs: Any) -> Any:
@@ -181,6 +181,7 @@ plain model (one prompt at a time, no padding, no cache), or the model is reject
 record them, sliding windows, tied and untied embeddings, and rotary positions of type linear, dynamic, yarn, llama3 and
 longrope, each where the architecture has it. {recurrent} of them have recurrent layers: chains and trees are exact for
 each; their passes are not recorded into CUDA graphs, and drafters that run some of the target's layers are refused.
+Sparse attention is exact up to the number of keys that it selects; longer slots are refused.
 
 A model of a class that is not on this page (a newer one, or one with its own code) is tried when its slots are
 created: seven tiny passes compare a ragged batch with a tree to the plain model. It is rejected if they differ. A trial

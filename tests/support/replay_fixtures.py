@@ -17,6 +17,7 @@ from crossdraft.framework.contracts.steps import StepEvent
 from crossdraft.framework.engine.decoder import Decoder
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 from crossdraft.framework.replay.response import Response
+from crossdraft.framework.replay.step_chain import StepAcceptance
 from crossdraft.framework.replay.teacher_forcing.scoring import MakeContext
 
 
@@ -129,3 +130,10 @@ def fresh(
         seqs.append(0, prefix)
         instance.start(0, prefix, hidden)
         return instance.propose(seqs, forcing(text.tokens[t : t + depth]))
+
+
+def random_acceptance(seed: int, t: int, depth: int, limit: int | None) -> StepAcceptance:
+    random = np.random.default_rng(seed)
+    lengths = random.integers(0, depth + 1, t)
+    inside = np.arange(depth) < np.minimum(lengths, t - np.arange(t))[:, None]
+    return StepAcceptance(np.where(inside, random.random((t, depth)).cumprod(1), 0), lengths, limit)

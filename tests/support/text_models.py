@@ -13,6 +13,8 @@ from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
 TEXTS = ['{"name": "Tom", "age": 3, "kind": "cat"}', '{"name": "Ann", "age": 41, "kind": "dog"}', "yes", "no"]
+#: A chat template whose generation prompt opens a thinking segment, and which calls tools.
+THINKING = CHAT + "<think>{# </think> <tool_call> </tool_call> #}"
 WIDTH = 320
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -58,8 +60,10 @@ def make_text_tokenizer(all_bytes: bool = True) -> PreTrainedTokenizerFast:
     return fast
 
 
-def save_text_model(directory: Path, seed: int = 0, all_bytes: bool = True) -> str:
+def save_text_model(directory: Path, seed: int = 0, all_bytes: bool = True, chat: str = CHAT) -> str:
     """A random Llama with that tokenizer; the name to load it by. Its logits are wider than the vocabulary."""
     save_model(directory, seed=seed, width=WIDTH, context=1024)
-    make_text_tokenizer(all_bytes).save_pretrained(directory)
+    tokenizer = make_text_tokenizer(all_bytes)
+    tokenizer.chat_template = chat
+    tokenizer.save_pretrained(directory)
     return str(directory)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -53,6 +55,23 @@ def save_model(
     model.save_pretrained(directory)
     make_tokenizer(vocab).save_pretrained(directory)
     return str(directory)
+
+
+def save_adapter(directory: Path, hidden: int = 16) -> Path:
+    """A random LoRA adapter of `save_model`'s query projections, without peft."""
+    directory.mkdir()
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": 2,
+        "lora_alpha": 4,
+        "target_modules": r".*layers\.0\..*q_proj",
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    tensors = {name.format("A"): torch.randn(2, hidden), name.format("B"): torch.randn(hidden, 2)}
+    save_file(tensors, directory / "adapter_model.safetensors")
+    return directory
 
 
 def generated(model: Any, prompts: Iterable[Sequence[int]], count: int) -> list[list[int]]:

@@ -24,7 +24,7 @@ from ...lm.cuda_graphs import CaptureLimits, recording
 from ...metrics.cell_metrics import StepRecord
 from ...metrics.pieces import PREFILL, Piece
 from ...models.configs import read_config
-from ...models.cpu_contention import CpuWait
+from ...models.cpu.contention import CpuWait
 from ...models.digests import model_sha256
 from ...models.grammar import compile_constraint
 from ...models.load import load_model
@@ -288,6 +288,7 @@ class Cell(PieceRunner):
         sequence, slot: see `lengths`.
         on_step: called before the first step and after every step, for instance to restart a time limit.
         validate: how often drafts and verdicts are checked in full, see `Decoder`.
+        mask_drafts: prompts have constraints of their own that mask draft models.
     """
 
     def __init__(
@@ -300,6 +301,7 @@ class Cell(PieceRunner):
         slot: int,
         on_step: Callable[[], Any] = lambda: None,
         validate: str = "sampled",
+        mask_drafts: bool = False,
     ):
         super().__init__(config, target.tokenizer)
         self.lm, self._on_step = lm, on_step
@@ -320,6 +322,7 @@ class Cell(PieceRunner):
             compile_verifier=config.compile_verifier,
             prefill_tokens=config.prefill_tokens,
             constraint=constraint,
+            mask_drafts=mask_drafts,
             validate=validate,
             on_step=lambda event: self._steps.add(event),
         )
@@ -391,4 +394,7 @@ class Cell(PieceRunner):
         names = [f"prompt {c.prompt.question_id!r}" for c in conversations]
         self._on_step()
         with recording(None):
-            return sorted(self.decoder.run(prompts, streams, names), key=lambda response: response.index)
+            grammars = [c.grammar for c in conversations]
+            return sorted(
+                self.decoder.run(prompts, streams, names, constraints=grammars), key=lambda response: response.index
+            )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
 from typing import Any
 
+from ...contracts.constraint import Grammar
 from ...contracts.models import LoadedModel
 from ...errors import UsageError
 from ...metrics.intervals import LEAST_PIECES
 from ...models.chat import encode
+from ...models.grammar import compile_constraint
 from ...recipe.prompts import Prompt
 
 #: Maximum number of tokens that a chat template adds around a response.
@@ -20,10 +22,16 @@ TEMPLATE_SLACK = 16
 
 @dataclass(frozen=True)
 class Conversation:
-    """A prompt, and the maximum length in tokens of each of its turns, earlier turns and responses included."""
+    """A prompt, ready to be decoded.
+
+    Attributes:
+        prompt_lens: maximum length in tokens of each of its turns, earlier turns and responses included.
+        grammar: its compiled constraint.
+    """
 
     prompt: Prompt
     prompt_lens: tuple[int, ...]
+    grammar: Grammar | None = None
 
     def encode(self, tokenizer: Any, answers: Sequence[str]) -> list[int]:
         """Encode turn ``len(answers)`` after the earlier turns and their responses.
@@ -60,6 +68,27 @@ def prepare(prompts: Sequence[Prompt], target: LoadedModel, max_new_tokens: int)
             prompt_lens.append(max_len)
         conversations.append(Conversation(prompt, tuple(prompt_lens)))
     return conversations
+
+
+def compile_constraints(
+    conversations: Sequence[Conversation], target: LoadedModel, vocab_size: int
+) -> list[Conversation]:
+    """Compile the constraints of prompts, equal ones once, for logits with ``vocab_size`` entries.
+
+    Raises UsageError for a constraint that cannot be compiled, with its prompt.
+    """
+    grammars: dict[str, Grammar] = {}
+    results = []
+    for conversation in conversations:
+        if (constraint := conversation.prompt.constraint) is not None:
+            try:
+                grammar = grammars.get(constraint.key) or compile_constraint(constraint, target, vocab_size)
+            except UsageError as error:
+                raise UsageError(f"prompt {conversation.prompt.question_id!r}: {error}") from None
+            grammars[constraint.key] = grammar
+            conversation = replace(conversation, grammar=grammar)
+        results.append(conversation)
+    return results
 
 
 def turns_of(conversations: Iterable[Conversation]) -> int:

@@ -27,6 +27,7 @@ from ...engines.engine import Range, Schedule
 from ...engines.server import EngineServer, ServedCell, ServedResponse
 from ...errors import UsageError
 from ...metrics.pieces import PREFILL, Piece
+from ...models.adapters import refuse_adapter
 from ...models.digests import model_sha256
 from ...models.resolve import resolve
 from ...recipe.recipe import CellConfig
@@ -252,6 +253,7 @@ def _digests(config: CellConfig) -> dict[str, dict[str, Any]]:
     for name in names:
         if isinstance(name, str) and name:
             resolved = resolve(name, heads=name != config.target)
+            refuse_adapter(name, f"the engine {_engine(config).name} loads the weights itself, without an adapter")
             heads = {"heads": True} if name != config.target else {}
             digests[name] = {"sha256": model_sha256(resolved), "source": resolved.source, **heads}
     return digests

@@ -104,7 +104,7 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError(f"--gamma must be at least 0, got {args.gamma}")
     from ...certificate.effort import check_joint_size
     from ...certificate.toys import built_in_toys, read_toys, toys_of_two_vocabularies
-    from ...models.threads import one_thread
+    from ...models.cpu.threads import one_thread
 
     drafts = _drafts(args)
     toys = read_toys(args.toy) if args.toy else [*built_in_toys(), *toys_of_two_vocabularies()]

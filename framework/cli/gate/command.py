@@ -132,18 +132,18 @@ def _as_json(checks: list[GateCheck], remarks: list[str], outcome: str) -> dict[
 
 def _as_text(checks: list[GateCheck], remarks: list[str], drop: float, outcome: str) -> str:
     from ...metrics.gate import POWER
-    from ...report.table_utils import tabulated
+    from ...report.table_utils import change_text, percent_text, tabulated
 
     plan = checks[0].current is None
     unit = checks[0].unit
     columns = {"pair": "left", "baseline": "right", "current": "right", "change [95 %]": "left", unit: "right"}
-    columns |= {"detects": "right", f"needed for {_percent(drop)}": "right", "verdict": "left"}
+    columns |= {"detects": "right", f"needed for {percent_text(drop)}": "right", "verdict": "left"}
     rows = []
     for check in checks:
         current = "" if check.current is None else f"{check.current.value:.2f}"
-        row = [check.title, f"{check.baseline.value:.2f}", current, _change(check), f"{check.pieces}"]
+        row = [check.title, f"{check.baseline.value:.2f}", current, change_text(check.change), f"{check.pieces}"]
         needed = "" if check.needed is None else f"{check.needed:,}"
-        detects = "" if check.detectable is None else _percent(check.detectable)
+        detects = "" if check.detectable is None else percent_text(check.detectable)
         rows.append([*row, detects, needed, VERDICTS[check.outcome]])
     hidden = {"current", "change [95 %]"} if plan else set()
     shown = [i for i, name in enumerate(columns) if name not in hidden]
@@ -160,25 +160,16 @@ def _as_text(checks: list[GateCheck], remarks: list[str], drop: float, outcome: 
     return table + "\n\n" + "\n".join(lines)
 
 
-def _percent(share: float, sign: str = "") -> str:
-    return f"{100 * share:{sign}.1f} %"
-
-
-def _change(check: GateCheck) -> str:
-    interval = ""
-    if check.change.low is not None and check.change.high is not None:
-        interval = f" [{_percent(check.change.low, '+')}, {_percent(check.change.high, '+')}]"
-    return f"{_percent(check.change.value, '+')}{interval}"
-
-
 def _verdict(checks: list[GateCheck], drop: float, outcome: str, unit: str) -> str:
+    from ...report.table_utils import percent_text
+
     titles = "; ".join(check.title for check in checks if check.outcome == outcome)
     if checks[0].current is None and outcome == "pass":
-        return f"enough {unit} to detect a drop of {_percent(drop)}"
+        return f"enough {unit} to detect a drop of {percent_text(drop)}"
     if outcome == "pass":
-        return f"pass: a drop of {_percent(drop)} or more is excluded"
+        return f"pass: a drop of {percent_text(drop)} or more is excluded"
     if outcome == "drop":
         return f"drop: the acceptance length dropped: {titles}"
     needed = [check.needed for check in checks if check.outcome == outcome]
     more = "at least 3" if None in needed else f"{max(n for n in needed if n is not None):,}"
-    return f"too few {unit} to exclude a drop of {_percent(drop)}: {titles}; measure {more}"
+    return f"too few {unit} to exclude a drop of {percent_text(drop)}: {titles}; measure {more}"

@@ -47,6 +47,17 @@ def add_force(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="overwrite existing files that this command did not write")
 
 
+def add_segment(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--segment",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="acceptance by segment of the responses: think, tool, code, or NAME=REGEX; the first that matches a token "
+        "counts, and all others are the answer (repeatable)",
+    )
+
+
 def output_folder(name: Path) -> Path:
     """The directory of ``--out``, created if it does not exist. Raises UsageError if it cannot be created."""
     folder = path_of(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ...errors import UsageError, quoted
@@ -29,8 +29,8 @@ def strings_in(options: Any) -> Iterator[str]:
             yield from strings_in(value)
 
 
-def trusted_with_drafter(args: argparse.Namespace, target: str | None) -> frozenset[str]:
-    """`trusted` for a target and the models of ``--drafter``.
+def trusted_with_drafter(args: argparse.Namespace, target: str | Sequence[str] | None) -> frozenset[str]:
+    """`trusted` for a target, or several, and the models of ``--drafter``.
 
     Raises:
         UsageError: see `trusted`; a drafter that is not a name or a mapping.
@@ -41,7 +41,8 @@ def trusted_with_drafter(args: argparse.Namespace, target: str | None) -> frozen
         return frozenset()
     drafters = [args.drafter] if isinstance(args.drafter, str) else args.drafter or []
     options = [Strategy.parse(text, "--drafter").config for text in drafters]
-    return trusted(args, [target or None, *strings_in(options)])
+    targets = [target] if isinstance(target, str) else target or []
+    return trusted(args, [*filter(None, targets), *strings_in(options)])
 
 
 def trusted(args: argparse.Namespace, models: Iterable[Any]) -> frozenset[str]:

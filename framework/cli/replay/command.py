@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,12 +14,14 @@ from ...metrics.counter_definitions import DEFINITIONS
 from ...util.limits import MOST_REPLAYED, MOST_SEQUENCES
 from ...util.output_files import check_output
 from ..baseline_responses import log
-from ..options.run import add_force
+from ..options.run import add_force, add_segment
 from ..options.sampling import sampling_from
 from ..options.trust import add_trust_argument, strings_in, trusted_with_drafter
 
 if TYPE_CHECKING:
     from ...contracts.sampling import Sampling
+    from ...metrics.counter_definitions import CounterDefinition
+    from ...replay.replay import ReplayResult
     from ...replay.response import Response
 
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
@@ -59,15 +61,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--as",
         dest="engine",
+        action="append",
+        default=[],
         choices=tuple(DEFINITIONS),
-        help="also compute the counters that this engine would report for the responses (docs/engines.md)",
+        help="also compute the counters that this engine would report for the responses (docs/engines.md); several "
+        "with --counted (repeatable)",
     )
+    parser.add_argument(
+        "--counted",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="log or scrape of the engine of --as while it decoded SOURCE: compare its counters and name the cause of "
+        "a difference (repeatable, with a SOURCE and --as each)",
+    )
+    add_segment(parser)
     parser.add_argument("--k", metavar="LIST", help="numbers of i.i.d. sequences (default: the drafter's K)")
     parser.add_argument(
         "--target",
-        default="",
+        action="append",
+        default=[],
         metavar="MODEL",
-        help="target, for its tokenizer and its log-probabilities",
+        help="target, for its tokenizer and its log-probabilities; several are checkpoints in order, each with its "
+        "own responses as SOURCE (repeatable)",
+    )
+    parser.add_argument(
+        "--drop",
+        type=float,
+        default=0.05,
+        metavar="D",
+        help="with several targets: relative loss of block efficiency that is too large (0.05)",
     )
     for name, kind in (("temperature", float), ("top-k", int), ("top-p", float), ("min-p", float)):
         parser.add_argument(f"--{name}", type=kind, help="sampling parameter of responses that do not record it")
@@ -101,50 +124,88 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Return 0. Raises UsageError (exit status 2) for a source, drafter or verifier that cannot be replayed."""
     from ...recipe.recipe import Strategy
-    from ...replay.replay import MARK, replay
-    from ...replay.responses import Reader
-    from .candidates import candidates_of
+    from ...replay.replay import MARK
+    from .checkpoints import checkpoints_of
+    from .counted import counted_of
     from .output import as_csv, as_json, tables
 
-    gammas = _numbers("--gamma", args.gamma, MOST_REPLAYED)
-    ks = _numbers("--k", args.k, MOST_SEQUENCES) if args.k is not None else ()
     for name in ("limit", "prompt_tokens", "tokens"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    out = None
+    if not 0 < args.drop < 1:
+        raise UsageError(f"--drop must be above 0 and below 1, got {args.drop:g}; 0.05 is 5 %")
+    out, targets = None, args.target or [""]
     if args.out is not None:
         drafters = [Strategy.parse(text, "--drafter").config for text in args.drafter]
-        inputs = [*args.sources, args.target, *strings_in(drafters)]
+        inputs = [*args.sources, *targets, *strings_in(drafters)]
         out = check_output(args.out, "--out", inputs=inputs, mark=MARK, force=args.force)
+    if args.counted or len(args.engine) > 1:
+        print(counted_of(args, _replay))
+        return 0
+    if len(targets) > 1:
+        print(checkpoints_of(args, _replay))
+        return 0
+    result, sampling, assumed = _replay(args, args.sources, targets[0], "".join(args.engine), out=out)
+    if args.json:
+        print(as_json(result, sampling, assumed))
+    elif args.csv:
+        print(as_csv(result), end="")
+    else:
+        print(tables(result, sampling, assumed))
+    return 0
+
+
+def _replay(
+    args: argparse.Namespace,
+    sources: Sequence[str],
+    target: str,
+    engine: str = "",
+    variants: Sequence[CounterDefinition] = (),
+    out: Path | None = None,
+    note: Callable[[Response], None] = lambda response: None,
+) -> tuple[ReplayResult, Sampling | None, Mapping[str, int]]:
+    """Replay the responses of ``sources``: the result, their sampling parameters and the assumptions made.
+
+    Args:
+        engine: of the counters to compute, or empty; ``variants``: further definitions of them.
+        note: called with each response.
+    """
+    from ...models.segments import Segments
+    from ...replay.replay import replay
+    from ...replay.responses import Reader
+    from .candidates import candidates_of
+
+    gammas = _numbers("--gamma", args.gamma, MOST_REPLAYED)
+    ks = _numbers("--k", args.k, MOST_SEQUENCES) if args.k is not None else ()
     sampling = _sampling(args)
     consent = trusted_with_drafter(args, args.target)
     reader = Reader(
-        target=args.target,
+        target=target,
         sampling=sampling,
         processed=args.logprobs == "processed",
-        trust_remote_code=args.target in consent,
+        trust_remote_code=target in consent,
         prompt_tokens=args.prompt_tokens,
         tokens=args.tokens,
         split=args.split,
         column=args.column,
         limit=args.limit,
     )
-    responses = reader.read(args.sources)
+    responses = reader.read(sources)
     first = next(responses, None)
     if first is None:
-        raise UsageError(f"{', '.join(map(quoted, args.sources))}: no responses to replay")
+        raise UsageError(f"{', '.join(map(quoted, sources))}: no responses to replay")
     sampling = sampling or first.sampling
-    definition = DEFINITIONS.get(args.engine)
+    definition = DEFINITIONS.get(engine)
     policies = args.policy or ["static"]
     if definition is not None and policies != ["static"]:
-        raise UsageError(f"--as {args.engine} and --policy cannot be combined; remove one of them")
+        raise UsageError(f"--as {engine} and --policy cannot be combined; remove one of them")
     candidates = candidates_of(
         args.drafter,
         args.verifier,
         gammas,
         ks=ks,
         sampling=sampling,
-        target=args.target or reader.target,
+        target=target or reader.target,
         policies=policies,
         dtype=args.dtype,
         device=args.device,
@@ -154,20 +215,20 @@ def main(args: argparse.Namespace) -> int:
     for candidate in candidates:
         if definition is not None and any(k > 1 for ks in candidate.verifiers.values() for k in ks):
             raise UsageError(
-                f"--as {args.engine}: drafter '{candidate.title}' drafts several sequences, and engines count one; "
-                "use --k 1"
+                f"--as {engine}: drafter '{candidate.title}' drafts several sequences, and engines count one; use --k 1"
             )
-    all_responses = check_same_sampling(chain([first], responses), sampling)
-    result = replay(all_responses, candidates, out, definition=definition)
+    segments = Segments.parse(args.segment, reader.tokenizer("--segment")).of if args.segment else None
+    all_responses = _noted(check_same_sampling(chain([first], responses), sampling), note)
+    result = replay(all_responses, candidates, out, definition=definition, variants=variants, segments=segments)
     if result.log_p.warning:
         log(f"warning: {result.log_p.warning}")
-    if args.json:
-        print(as_json(result, sampling, reader.assumed))
-    elif args.csv:
-        print(as_csv(result), end="")
-    else:
-        print(tables(result, sampling, reader.assumed))
-    return 0
+    return result, sampling, reader.assumed
+
+
+def _noted(responses: Iterable[Response], note: Callable[[Response], None]) -> Iterator[Response]:
+    for response in responses:
+        note(response)
+        yield response
 
 
 def _sampling(args: argparse.Namespace) -> Sampling | None:

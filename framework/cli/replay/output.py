@@ -12,7 +12,8 @@ from typing import Any
 from ...contracts.sampling import Sampling
 from ...metrics.counter_definitions import CounterDefinition
 from ...metrics.intervals import Estimate
-from ...replay.aggregate import MAX_GROUPS, PromptGroups, Row, Tally, difference
+from ...models.segments import ANSWER
+from ...replay.aggregate import MAX_GROUPS, PromptGroups, Row, Tally, difference, segment_difference
 from ...replay.replay import Candidate, ReplayResult
 from ...report.table_utils import estimate_text, tabulated
 
@@ -33,7 +34,7 @@ def differences(result: ReplayResult, key: Key) -> dict[str, tuple[str, Estimate
     tally, pairs = candidate.tallies[verifier, k], {}
     first = next(iter(candidate.tallies))
     if first != (verifier, k):
-        pairs["verifier"] = (_verifier_title(*first), difference(tally, gamma, candidate.tallies[first], gamma))
+        pairs["verifier"] = (verifier_title(*first), difference(tally, gamma, candidate.tallies[first], gamma))
     other = result.candidates[0]
     if other is not candidate and (verifier, k) in other.tallies and gamma in other.gammas:
         pairs["drafter"] = (other.title, difference(tally, gamma, other.tallies[verifier, k], gamma))
@@ -43,7 +44,7 @@ def differences(result: ReplayResult, key: Key) -> dict[str, tuple[str, Estimate
     return pairs
 
 
-def _verifier_title(verifier: str, k: int) -> str:
+def verifier_title(verifier: str, k: int) -> str:
     return verifier if k == 1 else f"{verifier}, K = {k}"
 
 
@@ -61,10 +62,16 @@ def tables(result: ReplayResult, sampling: Sampling | None, assumed: Mapping[str
         parts.append(_engine_counts(result, result.definition))
     if len(result.groups.by_category) > 1:
         parts.append(_categories(result))
+    if result.segment_tokens:
+        parts.append(_segments(result))
     notes = [
         "block efficiency: tokens per target call in steps where a draft of gamma tokens fits [95 % interval over "
         "prompts; the responses are fixed]",
     ]
+    if result.segment_tokens:
+        notes.append(
+            "a step is of the segment of its first token; vs answer: on the prompts that have both; steps: share of all"
+        )
     if result.definition is not None:
         notes += _engine_notes(result, result.definition)
     if any("oracle" in candidate.title for candidate in result.candidates):
@@ -89,7 +96,7 @@ def _efficiency(result: ReplayResult) -> str:
         numbers.append(f"{bound}{row.target_rows_per_token:.2f}")
         kinds = ("verifier", "drafter", "gamma")
         cells = [estimate_text(by_kind[kind][1], "+") if kind in by_kind else "" for kind in kinds]
-        titles = [candidate.title, _verifier_title(verifier, k), str(gamma)]
+        titles = [candidate.title, verifier_title(verifier, k), str(gamma)]
         rows.append([*titles, estimate_text(row.block_efficiency), *numbers, *cells])
     columns_used = [i for i in range(len(columns)) if i < 8 or any(row[i] for row in rows)]
     headers = list(columns)
@@ -107,9 +114,7 @@ def _acceptance(result: ReplayResult) -> str:
             row = tally.row(candidate.gammas[-1])
             deepest = max(deepest, row.gamma)
             for name, values in (("marginal", row.marginal), ("conditional", row.conditional)):
-                rows.append(
-                    [candidate.title, _verifier_title(verifier, k), name, *(f"{value:.3f}" for value in values)]
-                )
+                rows.append([candidate.title, verifier_title(verifier, k), name, *(f"{value:.3f}" for value in values)])
     columns = {"drafter": "left", "verifier": "left", "Pr(tau >= i)": "left"}
     columns |= {str(i): "right" for i in range(1, deepest + 1)}
     return tabulated(columns, [row + [""] * (len(columns) - len(row)) for row in rows], "simple")
@@ -162,8 +167,31 @@ def _categories(result: ReplayResult) -> str:
         gamma = candidate.gammas[-1]
         for (verifier, k), tally in candidate.tallies.items():
             estimates = [estimate_text(_category_estimate(tally, gamma, name)) for name in names]
-            rows.append([candidate.title, _verifier_title(verifier, k), str(gamma), *estimates])
+            rows.append([candidate.title, verifier_title(verifier, k), str(gamma), *estimates])
     return tabulated(columns, rows, "simple")
+
+
+def _segments(result: ReplayResult) -> str:
+    columns = {"drafter": "left", "verifier": "left", "gamma": "right", "segment": "left", "tokens": "right"}
+    columns |= {"steps": "right", "block efficiency": "left", "Pr(tau >= 1)": "right", "vs answer": "left"}
+    rows, total = [], sum(result.segment_tokens.values())
+    for candidate in result.candidates:
+        gamma = candidate.gammas[-1]
+        for (verifier, k), tally in candidate.by_segment.items():
+            steps = candidate.tallies[verifier, k].row(gamma).steps
+            for name, row in _rows_of_segments(tally, gamma).items():
+                share = f"{100 * result.segment_tokens[name] / total:.0f} %"
+                cells = [candidate.title, verifier_title(verifier, k), str(gamma), name, share]
+                cells += [f"{100 * row.steps / steps:.0f} %", estimate_text(row.block_efficiency)]
+                other = segment_difference(tally, gamma, name, ANSWER) if name != ANSWER else None
+                rows.append([*cells, f"{row.marginal[0]:.3f}" if row.marginal else "", estimate_text(other, "+")])
+    return tabulated(columns, rows, "simple")
+
+
+def _rows_of_segments(tally: Tally, gamma: int) -> dict[str, Row]:
+    """Results by segment in which steps start, the answer last."""
+    names = sorted(tally.categories, key=lambda name: name == ANSWER)
+    return {name: tally.row(gamma, name) for name in names if tally.sums(gamma, name)[:, -1].sum() > 0}
 
 
 def _category_estimate(tally: Tally, gamma: int, category: str) -> Estimate | None:
@@ -186,6 +214,9 @@ def as_json(result: ReplayResult, sampling: Sampling | None, assumed: Mapping[st
         }
         fields["by_prompt"] = [[round(n, 6) for n in sums] for sums in tally.sums(gamma)[:, :2].tolist()]
         fields["by_category"] = {name: _numbers(tally.row(gamma, name)) for name in tally.categories}
+        if result.segment_tokens:
+            segments = candidate.by_segment[verifier, k]
+            fields["by_segment"] = {name: _numbers(row) for name, row in _rows_of_segments(segments, gamma).items()}
         if result.definition is not None:
             fields["counters"] = _counters(key)
         rows.append(fields)
@@ -194,9 +225,10 @@ def as_json(result: ReplayResult, sampling: Sampling | None, assumed: Mapping[st
             "responses": result.responses,
             "tokens": result.tokens,
             "prompts": len(result.groups.category),
-            "prompt_ids": [name for _, name in sorted(_numbered(result.groups))],
+            "prompt_ids": prompt_names(result.groups),
             "sampling": sampling.model_dump() if sampling else None,
             "assumed": dict(assumed),
+            "segments": dict(result.segment_tokens),
             "as": result.definition.engine if result.definition else None,
             "warnings": [result.log_p.warning] if result.log_p.warning else [],
             "rows": rows,
@@ -205,24 +237,30 @@ def as_json(result: ReplayResult, sampling: Sampling | None, assumed: Mapping[st
     )
 
 
-def _numbered(groups: PromptGroups) -> Iterator[tuple[int, str]]:
-    """The number and name of each prompt, or of the first prompt of its group."""
+def prompt_names(groups: PromptGroups) -> list[str]:
+    """Category and name of each prompt, or of the first prompt of its group, in the order of the groups."""
+    names = [""] * len(groups.category)
     for category, members in groups.by_category.items():
         for name, number in members.items():
-            yield number, f"{category}: {name}"
+            names[number] = f"{category}: {name}"
+    return names
 
 
 def as_csv(result: ReplayResult) -> str:
-    """A row per drafter, verifier, K, gamma and category; an empty category means all."""
+    """A row per drafter, verifier, K, gamma and category or segment; if both are empty, of all."""
     rows = []
     for key in keys(result):
         candidate, verifier, k, gamma = key
         tally = candidate.tallies[verifier, k]
-        for category in ("", *tally.categories):
-            numbers = _numbers(tally.row(gamma, category))
+        parts = [("category", name, tally.row(gamma, name)) for name in ("", *tally.categories)]
+        if result.segment_tokens:
+            segments = _rows_of_segments(candidate.by_segment[verifier, k], gamma)
+            parts += [("segment", name, row) for name, row in segments.items()]
+        for kind, category, row in parts:
+            numbers = _numbers(row)
             spread = numbers.pop("block_efficiency") or {"value": None, "low": None, "high": None}
             kinds = {name: numbers.pop(f"acceptance_{name}") for name in ("marginal", "conditional")}
-            fields = _key_fields(key) | {"category": category} | numbers
+            fields = _key_fields(key) | {"category": ""} | {kind: category} | numbers
             fields |= {f"block_efficiency{'' if end == 'value' else '_' + end}": value for end, value in spread.items()}
             fields |= {f"{name}_{i}": value for name, values in kinds.items() for i, value in enumerate(values, 1)}
             if result.definition is not None and not category:

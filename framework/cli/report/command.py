@@ -11,9 +11,10 @@ from ...report.html import document
 from ...report.html.document import LIBRARIES, html_page
 from ...report.load_run import FinishedRun, read_runs
 from ...report.markdown import MARK, page
+from ...report.segments import with_segments
 from ...util.extras import need
 from ...util.output_files import check_output, writing_output
-from ..options.run import add_force, add_runs
+from ..options.run import add_force, add_runs, add_segment
 from ..serve import listen
 from .engine_settings import engine_settings
 
@@ -25,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained HTML report to a file")
     add_force(parser)
+    add_segment(parser)
     parser.add_argument(
         "--watch",
         action="store_true",
@@ -40,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
     if args.port is not None:
         raise UsageError("--port requires --watch; add it, or remove --port")
     outputs = _outputs(args)
-    runs = read_runs(args.runs)
+    runs = [with_segments(run, args.segment) for run in read_runs(args.runs)]
     if not outputs:
         print(page(runs), end="")
     for option, (file, make) in outputs.items():
@@ -67,6 +69,8 @@ def _outputs(args: argparse.Namespace) -> dict[str, tuple[Path, Callable[[Sequen
 
 
 def _watch(args: argparse.Namespace) -> int:
+    if args.segment:
+        raise UsageError("--watch and --segment cannot be combined; remove one of them")
     if args.out is not None or args.html is not None:
         raise UsageError("--watch does not write files; use --out or --html after the run has finished")
     for run in args.runs:

@@ -31,6 +31,21 @@ def crossdraft_register_engines(register: Register) -> None:
         f"{__name__}.golden_al:GoldenAl",
         summary="golden acceptance-length curves of InferenceX, in YAML",
     )
+    register(
+        "aiconfigurator",
+        f"{__name__}.simulators:Aiconfigurator",
+        summary="--nextn and the mean of accepted tokens",
+    )
+    register(
+        "dynamo-mocker",
+        f"{__name__}.simulators:DynamoMocker",
+        summary="conditional acceptance rates of Dynamo's mocker",
+    )
+    register(
+        "atom-synthetic",
+        f"{__name__}.simulators:AtomSynthetic",
+        summary="--method with a forced acceptance length, to time a draft length",
+    )
     register("llama.cpp", f"{__name__}.llama_cpp:LlamaCpp", summary="log and counters; --spec-*")
     register("transformers", f"{__name__}.transformers:Transformers", summary="arguments of generate")
     register(

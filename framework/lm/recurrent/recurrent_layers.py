@@ -275,14 +275,14 @@ class _Stateful:
         current, plain = getattr(_thread, "current", None), super().forward  # type: ignore[misc]
         if current is None:
             return plain(*args, **kwargs)
-        arguments = dict(_signature(type(self)).bind(*args, **kwargs).arguments)
+        arguments = dict(plain_signature(type(self)).bind(*args, **kwargs).arguments)
         arguments |= arguments.pop("kwargs", {})
         return current[0].run(self.recurrent_index, self, ADAPTERS[type(self).__name__], plain, arguments)
 
 
 @cache
-def _signature(cls: type) -> inspect.Signature:
-    """Signature of the ``forward`` behind `_Stateful`'s, without ``self``."""
+def plain_signature(cls: type) -> inspect.Signature:
+    """Signature of the ``forward`` behind that of the first base of ``cls``, without ``self``."""
     signature = inspect.signature(cls.__mro__[2].forward)  # type: ignore[attr-defined]
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 

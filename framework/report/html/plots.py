@@ -96,6 +96,9 @@ def panels_of(runs: RUNS) -> tuple[list[Panel], list[tuple[str, str]]]:
             "no time was measured",
         ),
     ]
+    if any(run.segments for _, run in runs):
+        title = "Block efficiency by segment of responses"
+        panels.insert(-1, Panel("segment", title, _INTERVALS, "no step starts in a segment"))
     by_key = {panel.key: panel for panel in panels}
     looks = Looks.of(result for _, run in runs for result in run.summary.results)
 
@@ -117,6 +120,8 @@ def panels_of(runs: RUNS) -> tuple[list[Panel], list[tuple[str, str]]]:
             finished = [r for r in results if r.metrics is not None]
             for key, draw in by_group.items():
                 add(key, group, draw(finished, looks))
+            if run.segments:
+                add("segment", group, _segments(finished, run, looks))
     return [p for p in panels if p.choices], [(p.title, p.missing) for p in panels if not p.choices]
 
 
@@ -186,6 +191,17 @@ def _categories(results: list[CellResult], looks: Looks) -> Choice | None:
     if not any(pairs.values()):
         return None
     return _estimates(pairs, looks, "category of prompts", "block efficiency", joined=False)
+
+
+def _segments(results: list[CellResult], run: FinishedRun, looks: Looks) -> Choice | None:
+    pairs = {
+        _pair(result): {name: m.block_efficiency for name, m in segments.items() if m.block_efficiency is not None}
+        for result in results
+        if (segments := run.segments.get(result.config.hash))
+    }
+    if not any(pairs.values()):
+        return None
+    return _estimates(pairs, looks, "segment of responses", "block efficiency", joined=False)
 
 
 # -- other charts -------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...models.tokenizer import decode_tokens
 from ...util.limits import SETTINGS_BYTES
 from ...util.output_files import cache_dir
 from ..batch_sizes import drafts_chains
@@ -122,19 +123,13 @@ def origins(steps: Sequence[StepRecord], chain: bool, depth: int) -> tuple[str, 
 
 
 def token_texts(tokenizer: Any, tokens: Sequence[int], text: str) -> list[str] | None:
-    """The text of each token; None if ``tokenizer`` is None or does not decode ``tokens`` to ``text``.
-
-    A token that ends inside a character is empty, and the next one holds the character.
-    """
+    """`decode_tokens`; None if ``tokenizer`` is None or does not decode ``tokens`` to ``text``."""
     if tokenizer is None:
         return None
-    from tokenizers.decoders import DecodeStream
-
-    stream = DecodeStream(skip_special_tokens=False)
     try:
         if tokenizer.decode(tokens, skip_special_tokens=True) != text:
             return None
-        return [stream.step(tokenizer, token) or "" for token in tokens]
+        return decode_tokens(tokenizer, tokens)
     except Exception:  # tokenizers raises plain exceptions for ids and bytes that it does not decode
         return None
 

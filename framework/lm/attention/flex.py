@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from ..errors import ModelError, first_line
-from ..models.placement import input_device, is_split, is_spread
-from ..util.compilation import jit_compile
+from ...errors import ModelError, first_line
+from ...models.placement import input_device, is_split, is_spread
+from ...util.compilation import jit_compile
 
 #: Its name in transformers: ``attn_implementation: flex_attention``.
 FLEX = "flex_attention"

@@ -5,7 +5,7 @@ With an explicit mask, transformers' ``sdpa`` repeats keys and values for every 
 place. The sums, and the result, are the same.
 
 Alternatives: FlashAttention takes no mask, which trees and ragged rows need; FlexAttention does, but must be compiled,
-so it runs only on request (``flex_attention.py``); PyTorch's ``enable_gqa`` has no fused CUDA kernel with a mask.
+so it runs only on request (``flex.py``); PyTorch's ``enable_gqa`` has no fused CUDA kernel with a mask.
 ``python benchmarks/attention.py`` compares their costs.
 """
 
@@ -23,8 +23,8 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..util.shared_patch import SharedPatch
-from .flex_attention import FLEX, BlockMask, ragged_flex
+from ...util.shared_patch import SharedPatch
+from .flex import FLEX, BlockMask, ragged_flex
 
 
 def grouped_sdpa(

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from . import distributed
-from .cpu_contention import CpuWait
-from .device import lines_of, pick_device, pick_dtype
+from .. import distributed
+from ..device import lines_of, pick_device, pick_dtype
+from .contention import CpuWait
 
 if TYPE_CHECKING:
     from torch import nn

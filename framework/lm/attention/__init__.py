@@ -1,0 +1,1 @@
+"""Attention of ragged batches: implementations, and layers that select keys."""

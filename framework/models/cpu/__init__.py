@@ -1,0 +1,1 @@
+"""Number of CPU threads, and contention for processors."""
