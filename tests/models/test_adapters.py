@@ -143,6 +143,24 @@ def test_replay_measures_drafter_of_adapted_target(base: Path, adapter: Path, tm
     assert lengths[0] == pytest.approx([1, 1]) and max(lengths[1]) < 1
 
 
+def test_replay_compares_adapters_of_one_base(base: Path, adapter: Path, tmp_path: Path, capsys: Any) -> None:
+    other = save_adapter(tmp_path / "other", base, seed=2)
+    targets = [str(base), f"{base}+{adapter}", f"{base}+{other}"]
+    sources, options = [], ["--gamma", "2", "--temperature", "1", "--dtype", "float32", "--verifier", "token"]
+    for i, _ in enumerate(targets):
+        sources.append(str(tmp_path / f"{i}.jsonl"))
+        rows = [
+            {"id": str(k), "prompt": [7, 8, 9 + k], "tokens": [5, 6, 7, 8 + i], "finish": "length"} for k in range(3)
+        ]
+        Path(sources[-1]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    names = [word for target in targets for word in ("--target", target)]
+    drafter = json.dumps({"name": "draft-model", "model": targets[1]})
+    assert main(["replay", *sources, *names, "--drafter", drafter, *options]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("draft-model")]
+    rates = {target: next(line for line in lines if f" {target} " in f"{line} ") for target in targets}
+    assert "1.000" in rates[targets[1]] and "1.000" not in rates[targets[0]] + rates[targets[2]]
+
+
 def test_tokenizer_of_adapter_takes_precedence(base: Path, adapter: Path) -> None:
     assert load_tokenizer(f"{base}+{adapter}").tokenizer.chat_template != "{{ messages }}"
     own = make_tokenizer({**VOCAB, "w5": 63, "w63": 5})
