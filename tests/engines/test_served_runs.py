@@ -105,6 +105,10 @@ def test_verified_engine(tmp_path: Path, recipe: Any, servers: tuple[str, str], 
     steps = cells[1]["steps"]
     assert steps["decided"] == steps["equal"] == steps["steps"] > 20
     assert all(cell["text"]["equal"] + cell["text"]["tied"] == 8 for cell in cells)
+    (run,) = (tmp_path / "runs").iterdir()
+    assert cli.main(["verify-engine", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cells"] == cells
+    assert cli.main(["verify-engine", str(run), "--limit", "2"]) == 2
 
 
 def test_another_target_is_not_verified(tmp_path: Path, recipe: Any, other: str, capsys: Any) -> None:

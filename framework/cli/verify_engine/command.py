@@ -13,6 +13,7 @@ from ...errors import UsageError
 from ..options.trust import add_trust_argument, trusted
 
 if TYPE_CHECKING:
+    from ...runs.records import Outcome
     from .checks import CellCheck
 
 #: Exit codes; 2 is reserved for usage errors.
@@ -20,7 +21,11 @@ EXIT = {"yes": 0, "no": 1, "undecided": 3}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", help="a YAML file with an engine, or the name of an installed recipe")
+    parser.add_argument(
+        "recipe",
+        help="a YAML file with an engine, or the name of an installed recipe; or the directory of a finished run, to "
+        "check its responses without sending requests",
+    )
     parser.add_argument(
         "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="override a key of the recipe"
     )
@@ -43,25 +48,16 @@ def main(args: argparse.Namespace) -> int:
     """
     if not 0 < args.deviation < 0.5:
         raise UsageError(f"--deviation must be above 0 and below 0.5, got {args.deviation:g}")
-    from ...bench.config import log_to_stderr
-    from ...bench.matrix import load_recipe
-    from ...bench.run import run
     from ...models.load import load_model
-    from ...runs.interrupts import Interrupts
     from ...runs.run_directory import RunDirectory
     from .checks import check_cell
 
-    settings = [*args.settings, *([f"limit={args.limit}"] if args.limit is not None else [])]
-    recipe = load_recipe(args.recipe, settings)
-    consent = trusted(args, [recipe.target]) if args.trust_remote_code else frozenset()
-    with Interrupts():
-        outcome = run(recipe, args.out, fresh=args.fresh, untimed=True, trust_remote_code=consent, log=log_to_stderr)
+    if Path(args.recipe).is_dir():
+        outcome, consent = _finished(args)
+    else:
+        outcome, consent = _run(args)
     failed = [f"{r.config.drafter.title} × {r.config.verifier.title}: {r.error}" for r in outcome.failed]
     results = [r for r in outcome.results if r.config.engine is not None and r.metrics is not None]
-    if outcome.interrupted or outcome.stopped:
-        raise UsageError(
-            f"the run was not finished: {outcome.stopped or 'interrupted'}; run the command again to resume"
-        )
     if not results and not failed:
         raise UsageError(f"{args.recipe}: no cell has an engine; add engine: {{name: vllm, ...}}")
     directory, checks, loaded = RunDirectory(outcome.directory), [], {}
@@ -81,6 +77,33 @@ def main(args: argparse.Namespace) -> int:
     print(json.dumps(_json(checks, failed), indent=2) if args.json else _text(checks, failed))
     outcomes = {check.outcome for check in checks} | ({"no"} if failed else set())
     return EXIT["no" if "no" in outcomes else "undecided" if "undecided" in outcomes else "yes"]
+
+
+def _finished(args: argparse.Namespace) -> tuple[Outcome, frozenset[str]]:
+    from ...report.load_run import read_run
+
+    if args.settings or args.limit is not None or args.fresh or args.out != Path("runs"):
+        raise UsageError(f"{args.recipe} is a finished run: --set, --limit, --fresh and --out apply to recipes only")
+    summary = read_run(Path(args.recipe), timed=False, running=True).summary
+    return summary, trusted(args, [summary.recipe.target]) if args.trust_remote_code else frozenset()
+
+
+def _run(args: argparse.Namespace) -> tuple[Outcome, frozenset[str]]:
+    from ...bench.config import log_to_stderr
+    from ...bench.matrix import load_recipe
+    from ...bench.run import run
+    from ...runs.interrupts import Interrupts
+
+    settings = [*args.settings, *([f"limit={args.limit}"] if args.limit is not None else [])]
+    recipe = load_recipe(args.recipe, settings)
+    consent = trusted(args, [recipe.target]) if args.trust_remote_code else frozenset()
+    with Interrupts():
+        outcome = run(recipe, args.out, fresh=args.fresh, untimed=True, trust_remote_code=consent, log=log_to_stderr)
+    if outcome.interrupted or outcome.stopped:
+        raise UsageError(
+            f"the run was not finished: {outcome.stopped or 'interrupted'}; run the command again to resume"
+        )
+    return outcome, consent
 
 
 def _sampling(config: Any) -> str:
