@@ -46,24 +46,43 @@ def test_imports_point_downwards(copy: Path) -> None:
     assert result.returncode == 0, result.stdout
 
 
-@pytest.mark.parametrize(
-    "file, line, broken",
-    [
-        ("framework/errors.py", "from .engine import decoder", "layers import downward BROKEN"),
-        ("framework/lm/kv_cache.py", "from . import transformers_lm", "no cycles BROKEN"),
-        ("drafters/none.py", "from ..framework.engine import decoder", "contracts and their family BROKEN"),
-        (
-            "drafters/heads/mtp.py",
-            "from ..draft_model import draft_model",
-            "families of drafters are independent BROKEN",
-        ),
-    ],
-)
-def test_wrong_import_is_found_even_inside_function(copy: Path, file: str, line: str, broken: str) -> None:
-    with (copy / "crossdraft" / file).open("a", encoding="utf-8") as opened:
-        opened.write(f"\n\ndef spoilt():\n    {line}\n")
+#: Wrong imports, one per contract: file, line, broken contract, and the complaint about this import.
+WRONG_IMPORTS = [
+    (
+        "framework/errors.py",
+        "from .engine import decoder",
+        "layers import downward BROKEN",
+        "crossdraft.framework.errors -> crossdraft.framework.engine.decoder",
+    ),
+    (
+        "framework/lm/kv_cache.py",
+        "from . import transformers_lm",
+        "no cycles BROKEN",
+        "No cycles are allowed in crossdraft.framework.lm.",
+    ),
+    (
+        "drafters/none.py",
+        "from ..framework.engine import decoder",
+        "contracts and their family BROKEN",
+        "crossdraft.drafters.none -> crossdraft.framework.engine.decoder",
+    ),
+    (
+        "drafters/heads/mtp.py",
+        "from ..draft_model import draft_model",
+        "families of drafters are independent BROKEN",
+        "crossdraft.drafters.heads.mtp -> crossdraft.drafters.draft_model.draft_model",
+    ),
+]
+
+
+def test_wrong_imports_are_found_even_inside_functions(copy: Path) -> None:
+    for file, line, _, _ in WRONG_IMPORTS:
+        with (copy / "crossdraft" / file).open("a", encoding="utf-8") as opened:
+            opened.write(f"\n\ndef spoilt():\n    {line}\n")
     result = lint(copy / "crossdraft", copy)
-    assert result.returncode == 1 and broken in result.stdout
+    assert result.returncode == 1
+    for _, _, broken, complaint in WRONG_IMPORTS:
+        assert broken in result.stdout and complaint in " ".join(result.stdout.split()), complaint
 
 
 def test_every_package_is_in_the_wheel() -> None:

@@ -134,6 +134,8 @@ def unclear_tests(path: Path) -> Iterator[str]:
 def prose(path: Path) -> Iterator[str]:
     """Lines of docstrings and comments that match `PROSE`, outside of quotes."""
     text = path.read_text(encoding="utf-8")
+    if not PROSE.search(text):  # tokenizing takes seconds in all
+        return
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and token.string.startswith('"""')):
             for i, line in enumerate(token.string.removeprefix('"""').removesuffix('"""').splitlines()):

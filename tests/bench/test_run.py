@@ -144,7 +144,7 @@ def test_rerun_reuses_whole_groups(bench: Any, tmp_path: Path, models: dict[str,
 
 def test_changed_model_is_measured_again(bench: Any, tmp_path: Path, models: dict[str, str]) -> None:
     shutil.copytree(models["same"], tmp_path / "draft")
-    settings = [*ONE_GROUP, f"drafters=[{{name: draft-model, model: {tmp_path / 'draft'}}}]"]
+    settings = [*ONE_GROUP, f"drafters=[{{name: draft-model, model: {tmp_path / 'draft'}}}]", "limit=1"]
     bench(*settings)
     assert "reusing 3 cells" in bench(*settings)[2]
     shutil.copytree(models["narrow"], tmp_path / "draft", dirs_exist_ok=True)
@@ -169,7 +169,8 @@ def test_changed_settings_of_model_are_measured_again(
     bench: Any, tmp_path: Path, models: dict[str, str], file: str
 ) -> None:
     shutil.copytree(models["same"], tmp_path / "draft")
-    settings = [*ONE_GROUP[:-1], "verifiers=[token]", f"drafters=[{{name: draft-model, model: {tmp_path / 'draft'}}}]"]
+    drafter = f"drafters=[{{name: draft-model, model: {tmp_path / 'draft'}}}]"
+    settings = [*ONE_GROUP[:-1], "verifiers=[token]", drafter, "limit=1"]
     bench(*settings)
     path = tmp_path / "draft" / file
     path.write_text((path.read_text(encoding="utf-8") if path.is_file() else "{}") + "\n", encoding="utf-8")

@@ -19,11 +19,12 @@ PAIRS = [
         drafter,
         verifier,
         batch_size,
-        marks=[pytest.mark.slow] if verifier != "greedy" and (batch_size == 1 or drafter == "none") else [],
+        marks=[pytest.mark.slow] if verifier != "greedy" else [],
     )
     for drafter in ("none", "prompt-lookup", "draft-model")
     for verifier in ("greedy", "token", "block")
     for batch_size in (1, 3)
+    if verifier == "greedy" or batch_size == 1 or drafter == "none"
 ]
 
 
@@ -58,6 +59,16 @@ def test_temperature_zero_equals_generate(
         assert response.tokens == expected(family, prompt)
         assert response.finish_reason == "length"
         assert sum(r.emitted for r in response.steps) == NEW
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
+@pytest.mark.parametrize("verifier", ["token", "block"])
+@pytest.mark.parametrize("drafter", ["prompt-lookup", "draft-model"])
+def test_verifiers_at_temperature_zero_equal_generate(
+    tiny_model: Callable, expected: Callable, decoder: Callable, family: str, drafter: str, verifier: str
+) -> None:
+    """Verifiers read only logits: full and windowed attention stand for the other architectures."""
+    test_temperature_zero_equals_generate(tiny_model, expected, decoder, family, drafter, verifier, 3)
 
 
 def test_noisy_drafter_is_right_now_and_then(tiny_model: Callable, decoder: Callable, family: str) -> None:

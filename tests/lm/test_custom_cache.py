@@ -186,8 +186,7 @@ def decode(tiny_model: Callable, decoder: Callable) -> Callable[..., tuple[dict[
     return run
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
+@pytest.mark.parametrize("temperature, family", [(0.0, "mistral-sliding"), (1.0, "llama")])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_paged_cache_gives_same_tokens(decode: Any, drafter: str, temperature: float, family: str) -> None:
     """Chains, trees and forks; finished slots return their blocks."""
