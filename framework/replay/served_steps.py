@@ -40,13 +40,15 @@ class ServedSteps:
     expected_at_least: np.ndarray = field(default_factory=lambda: np.zeros(0))
     unequal: list[tuple[str, int, int, int]] = field(default_factory=list)
 
-    def add(self, name: str, records: Sequence[StepRecord], survival: np.ndarray) -> None:
+    def add(self, name: str, records: Sequence[StepRecord], survival: np.ndarray, inferred: bool = False) -> None:
         """Add the steps of one response.
 
         Args:
             name: of the prompt.
             records: steps in order; the last emitted the end of the response.
             survival: ``[T, G]``, Pr(tau >= i | the rest of the response) of a step that starts at each token.
+            inferred: the ends of steps were inferred from arrival times. Then the number of steps decides, if the
+                response determines it.
         """
         depth = survival.shape[1]
         start = len(survival) - sum(record.emitted for record in records)  # the prefill's tokens belong to no step
@@ -54,6 +56,8 @@ class ServedSteps:
             return
         if not self.steps:
             self.at_least, self.expected_at_least = np.zeros(depth), np.zeros(depth)
+        before = self.accepted, self.expected, self.decided, self.equal, len(self.unequal)
+        as_replayed = inferred and records and len(records) in _steps_from(start, survival, records[0].limit)
         for record in records:
             end = start + record.emitted
             # An engine that ends a response inside a draft reports the accepted tokens beyond the end, or none of them.
@@ -75,6 +79,11 @@ class ServedSteps:
                 else:
                     self.unequal.append((name, start + 1, record.tau, round(mean)))
             start = end
+        accepted, expected, decided, equal, differing = before
+        if as_replayed:
+            self.expected = expected + self.accepted - accepted
+            self.equal = equal + self.decided - decided
+            del self.unequal[differing:]
 
     @property
     def z(self) -> float:
@@ -88,3 +97,18 @@ class ServedSteps:
     def p_value(self) -> float:
         """Two-sided p-value of `z` under the normal approximation."""
         return math.erfc(abs(self.z) / math.sqrt(2))
+
+
+def _steps_from(start: int, survival: np.ndarray, limit: int) -> tuple[int, ...]:
+    """Possible numbers of steps from ``start`` to the end of the response; empty if they are not deterministic.
+
+    If the last token is an accepted one, the last step has no bonus token, and an engine that counts that acceptance
+    seems to have taken a step less.
+    """
+    depth, end_of_limit, steps = survival.shape[1], start + limit, 0
+    while start < len(survival):
+        probs = survival[start, : min(max(end_of_limit - start, 0), depth)]
+        if np.any((probs >= 1e-6) & (probs <= 1 - 1e-6)):
+            return ()
+        start, steps = start + round(float(probs.sum())) + 1, steps + 1
+    return (steps - 1, steps) if start > len(survival) else (steps,)

@@ -197,13 +197,14 @@ def served_steps(
     )
     (verifier,) = candidate.verifiers
     turns: dict[str, int] = defaultdict(int)
+    inferred = plugins.get("servers", config.engine.name).tokens_per_event if config.engine else False
     steps = ServedSteps()
     counts = None if definition is None else EngineCounts(definition, candidate.depth)
     for response, scores in zip(later, candidate.scores(later), strict=True):
         turn = turns[response.id]
         turns[response.id] += 1
         at_least = survival(verifier, scores)[1]
-        steps.add(response.id, records[response.id, turn], at_least)
+        steps.add(response.id, records[response.id, turn], at_least, inferred)
         if counts is not None:  # no step starts at the prefill's token
             padded, lengths = np.pad(at_least, ((1, 0), (0, 0))), np.pad(scores.lengths, (1, 0))
             counts.add(padded, lengths, len(response.tokens) + 1, config.max_new_tokens)
