@@ -143,8 +143,8 @@ def counted(config: CellConfig, scrapes: Path, responses: int) -> float | None:
     if definition is None or not after.startswith(f"{RESPONSES}{responses}\n"):
         return None
     names = {f"{definition.prefix}spec_decode_num_accepted_tokens_total"}
-    sources = Source(after, str(scrapes / AFTER)), Source(before, str(scrapes / BEFORE))
-    series = since(*(samples(source, names) for source in sources), *sources)
+    later, earlier = Source(after, str(scrapes / AFTER)), Source(before, str(scrapes / BEFORE))
+    series = since(samples(later, names), samples(earlier, names), later, earlier)
     return sum(sample.value for sample in series.values()) if series else None
 
 

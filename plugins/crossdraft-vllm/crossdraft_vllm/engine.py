@@ -26,7 +26,7 @@ class VllmCrossdraft(Vllm):
     def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
         return []  # `Vllm` reads this format
 
-    def counters_of(self, drafter: str) -> CounterDefinition | None:
+    def counters_of(self, drafter: str) -> CounterDefinition:
         """`Proposer` cuts drafts at the maximum length."""
         return replace(self.counters, shortens=drafter not in self.methods)
 

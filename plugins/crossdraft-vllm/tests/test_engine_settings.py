@@ -43,13 +43,14 @@ def test_drafter_of_point_masses_is_a_custom_class():
     _, settings, config = exported(LOOKUP)
     assert settings.drafter[0].name == "prompt-lookup"
     assert (settings.drafter[1].gamma, settings.drafter[1].max_ngram) == (2, 2)
-    assert settings.verifier.name == "block"
+    assert settings.verifier is not None and settings.verifier.name == "block"
     assert config == {"method": "custom_class", "model": "crossdraft_vllm.Proposer", "num_speculative_tokens": 2}
 
 
 def test_draft_model_stays_with_vllm_and_samples_its_drafts():
     _, settings, config = exported(DRAFT_MODEL)
-    assert settings.drafter is None and settings.verifier.name == "block"
+    assert settings.drafter is None
+    assert settings.verifier is not None and settings.verifier.name == "block"
     assert config["method"] == "draft_model" and config["draft_sample_method"] == "probabilistic"
     assert "rejection_sample_method" not in config  # vLLM would draft greedily
 
