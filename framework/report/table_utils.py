@@ -43,12 +43,12 @@ def speed_up_text(metrics: Metrics) -> str:
     return f"— ({metrics.withheld})" if metrics.withheld else estimate_text(metrics.speed_up)
 
 
-def estimate_text(estimate: Estimate | None, sign: str = "") -> str:
-    """A value with its interval, to two decimals; empty for None."""
+def estimate_text(estimate: Estimate | None, sign: str = "", digits: int = 2) -> str:
+    """A value with its interval, to ``digits`` decimals; empty for None."""
     if estimate is None:
         return ""
-    interval = "" if estimate.low is None else f" [{estimate.low:{sign}.2f}, {estimate.high:{sign}.2f}]"
-    return f"{estimate.value:{sign}.2f}{interval}"
+    interval = "" if estimate.low is None else f" [{estimate.low:{sign}.{digits}f}, {estimate.high:{sign}.{digits}f}]"
+    return f"{estimate.value:{sign}.{digits}f}{interval}"
 
 
 def percent_text(share: float, sign: str = "") -> str:

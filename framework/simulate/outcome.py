@@ -154,7 +154,6 @@ def _result(
     first, later = np.concatenate([t.first for t in own]), np.concatenate([t.later for t in own])
     tokens = np.concatenate([t.tokens for t in own])
     longer = tokens > 1
-    after_first = [((t.tokens - 1).sum(), t.later.sum()) for t in own]
     regret = None
     if oracle is not None and oracle != policy:
         latencies = np.array([[_latency(t) for t in times[name]] for name in (policy, oracle)])
@@ -168,7 +167,7 @@ def _result(
         batch_size=rows / max(sum(c.steps for c in counts), 1),
         tokens_per_second=_ratio([(t.tokens.sum(), t.seconds) for t in own]),
         first_token_seconds=_ratio([(t.first.sum(), len(t.first)) for t in own]),
-        token_seconds=_ratio([(s, n) for n, s in after_first]) if longer.any() else None,
+        token_seconds=_ratio([(t.later.sum(), (t.tokens - 1).sum()) for t in own]) if longer.any() else None,
         latency_seconds=_ratio([(_latency(t) * len(t.first), len(t.first)) for t in own]),
         first_token_seconds_p95=float(np.quantile(first, QUANTILE)),
         token_seconds_p95=float(np.quantile(later[longer] / (tokens[longer] - 1), QUANTILE)) if longer.any() else 0.0,
@@ -183,5 +182,5 @@ def _latency(times: RequestTimes) -> float:
 
 def _ratio(sums: Sequence[tuple[float, float]], log: bool = True) -> Estimate:
     """Ratio of totals over simulations, with its interval; ``log``: see `estimate`."""
-    pieces = np.array([(b, a) for a, b in sums], dtype=float)
+    pieces = np.array([(b, a) for a, b in sums], dtype=float)  # the first column is the weight
     return estimate(lambda s: s[..., 1] / s[..., 0], pieces, log=log, least=0.0)

@@ -130,7 +130,7 @@ class EngineCell(PieceRunner):
     def __init__(self, config: CellConfig, target: LoadedModel, length: int, logs: Path, on_step: Callable[[], Any]):
         super().__init__(config, target.tokenizer)
         self.models, self.depth, self._on_step = _digests(config), depth_of(config), on_step
-        self._warm, self._served = False, 0
+        self._served = 0
         self._folder = tempfile.TemporaryDirectory(prefix="crossdraft-engine-", ignore_cleanup_errors=True)
         directory, engine = Path(self._folder.name), _engine(config)
         cls = plugins.get("servers", engine.name)
@@ -155,7 +155,7 @@ class EngineCell(PieceRunner):
             raise
 
     def close(self) -> None:
-        if self._warm:
+        if self._served:
             self.server.scrape(AFTER, f"{RESPONSES}{self._served}\n")
         self.server.stop()
         self._folder.cleanup()
@@ -164,7 +164,6 @@ class EngineCell(PieceRunner):
         random, vocabulary = Random(self.config.seed), len(self._tokenizer)
         prompts = [[random.randrange(vocabulary) for _ in range(length)] for _ in range(self.config.batch_size)]
         self._run(prompts, min(_WARM_UP, self.config.max_new_tokens))
-        self._warm = True
         self.server.scrape(BEFORE)
 
     def _run(self, prompts: Sequence[list[int]], max_tokens: int) -> list[ServedResponse]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...metrics.columns import SIMULATION_COLUMNS
 from ...metrics.intervals import Estimate
-from ...report.table_utils import tabulated
+from ...report.table_utils import estimate_text, tabulated
 
 if TYPE_CHECKING:
     from ...advise.caveats import Remarks
@@ -43,17 +43,10 @@ def _table(rows: Sequence[PolicyResult]) -> str:
         cells += [f"{1000 * s:.0f}" for s in (row.first_token_seconds.value, row.first_token_seconds_p95)]
         per_token = (row.token_seconds.value, row.token_seconds_p95) if row.token_seconds else ()
         cells += [f"{1000 * s:.1f}" for s in per_token] or ["", ""]
-        cells += [_text(row.goodput)] if goodput else []
-        cells += [_text(row.regret.scaled(100) if row.regret else None)] if regret else []
+        cells += [estimate_text(row.goodput, digits=1)] if goodput else []
+        cells += [estimate_text(row.regret.scaled(100) if row.regret else None, digits=1)] if regret else []
         body.append(cells)
     return tabulated(columns, body, "simple")
-
-
-def _text(estimate: Estimate | None) -> str:
-    if estimate is None:
-        return ""
-    interval = "" if estimate.low is None else f" [{estimate.low:.1f}, {estimate.high:.1f}]"
-    return f"{estimate.value:.1f}{interval}"
 
 
 def as_json(title: str, results: Sequence[PolicyResult], remarks: Remarks) -> str:
