@@ -15,21 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 from pyarrow import parquet
+from replay_fixtures import RECIPE
 
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.runs.record_schema import read_numbers
-
-RECIPE = """\
-target: {target}
-prompts: {prompts}
-dtype: float32
-device: cpu
-max_new_tokens: 16
-batch_size: 2
-drafters: [{{name: prompt-lookup, gamma: 3}}]
-verifiers: [block]
-sampling: {{temperature: 0.3}}
-"""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +26,9 @@ def run(models: Any, write_prompts: Any, tmp_path_factory: Any) -> Path:
     """The directory of a finished run at a temperature at which prompt lookup is right now and then."""
     root = tmp_path_factory.mktemp("run")
     prompts = write_prompts(root / "prompts.jsonl", n=6)
-    (root / "recipe.yaml").write_text(RECIPE.format(target=models["target"], prompts=prompts), encoding="utf-8")
+    (root / "recipe.yaml").write_text(
+        RECIPE.format(target=models["target"], prompts=prompts, gamma=3), encoding="utf-8"
+    )
     assert cli.main(["run", str(root / "recipe.yaml"), "--out", str(root / "runs"), "--quiet"]) == 0
     return next((root / "runs").iterdir())
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replay_fixtures import random_acceptance
+from replay_fixtures import RECIPE, random_acceptance
 from text_models import THINKING, make_text_tokenizer, save_text_model
 
 from crossdraft.framework.cli import main as cli
@@ -183,23 +183,12 @@ def test_acceptance_by_segment_is_that_of_a_walk(tmp_path: Path, target: str, ca
     assert by_name["think"] == think["block_efficiency"]["value"] and by_name[""] == row["block_efficiency"]["value"]
 
 
-RECIPE = """\
-target: {target}
-prompts: {prompts}
-dtype: float32
-device: cpu
-max_new_tokens: 16
-batch_size: 2
-drafters: [{{name: prompt-lookup, gamma: 2}}]
-verifiers: [block]
-sampling: {{temperature: 0.3}}
-"""
-
-
 def test_run_has_the_segments_of_its_replay(models: Any, write_prompts: Any, tmp_path: Path, capsys: Any) -> None:
     """Point masses: the steps of the run are those that replay derives from its responses."""
     prompts = write_prompts(tmp_path / "prompts.jsonl", n=6)
-    (tmp_path / "recipe.yaml").write_text(RECIPE.format(target=models["target"], prompts=prompts), encoding="utf-8")
+    (tmp_path / "recipe.yaml").write_text(
+        RECIPE.format(target=models["target"], prompts=prompts, gamma=2), encoding="utf-8"
+    )
     assert cli.main(["run", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
     run = next((tmp_path / "runs").iterdir())
     (cell,) = run.glob("cells/prompt-lookup*")

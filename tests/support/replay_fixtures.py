@@ -20,6 +20,19 @@ from crossdraft.framework.replay.response import Response
 from crossdraft.framework.replay.step_chain import StepAcceptance
 from crossdraft.framework.replay.teacher_forcing.scoring import MakeContext
 
+#: Recipe of a run whose responses are replayed.
+RECIPE = """\
+target: {target}
+prompts: {prompts}
+dtype: float32
+device: cpu
+max_new_tokens: 16
+batch_size: 2
+drafters: [{{name: prompt-lookup, gamma: {gamma}}}]
+verifiers: [block]
+sampling: {{temperature: 0.3}}
+"""
+
 
 class RecordedResponse(Response):
     """A recorded response."""

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ... import plugins
-from ...errors import UsageError
 from ..baseline_responses import baseline_responses, log
 from ..options.trust import trusted_with_drafter
 
@@ -35,7 +33,7 @@ def replayed_acceptances(args: argparse.Namespace, remarks: Remarks) -> list[Acc
     from ...replay.replay import replay
     from ...replay.responses import Reader
     from ..replay.candidates import candidates_of
-    from ..replay.command import check_same_sampling
+    from ..replay.command import read_responses
 
     consent = trusted_with_drafter(args, args.target)
     sampling = None if args.temperature is None else Sampling(temperature=args.temperature)
@@ -62,11 +60,7 @@ def replayed_acceptances(args: argparse.Namespace, remarks: Remarks) -> list[Acc
         processed=not args.replay,
         trust_remote_code=args.target in consent,
     )
-    responses = reader.read(sources)
-    first = next(responses, None)
-    if first is None:
-        raise UsageError(f"{name} has no responses to replay")
-    sampling = sampling or first.sampling
+    responses, sampling = read_responses(reader, sources, sampling, name)
     candidates = candidates_of(
         args.drafter,
         args.verifier or [],
@@ -79,9 +73,7 @@ def replayed_acceptances(args: argparse.Namespace, remarks: Remarks) -> list[Acc
     pairs = sum(len(candidate.verifiers) for candidate in candidates)
     log(f"replaying {len(candidates)} drafters, {pairs} pairs, gamma 1 to {MAX_GAMMA}, without decoding")
     statistics = _Statistics()
-    result = replay(
-        statistics.count(check_same_sampling(chain([first], responses), sampling)), candidates, by_prompt=True
-    )
+    result = replay(statistics.count(responses), candidates, by_prompt=True)
     for assumption, count in reader.assumed.items():
         remarks.assume(f"{count} responses {assumption}")
     if result.log_p.warning:

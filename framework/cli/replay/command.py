@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ...metrics.counter_definitions import CounterDefinition
     from ...replay.replay import ReplayResult
     from ...replay.response import Response
+    from ...replay.responses import Reader
 
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
@@ -190,11 +191,7 @@ def _replay(
         column=args.column,
         limit=args.limit,
     )
-    responses = reader.read(sources)
-    first = next(responses, None)
-    if first is None:
-        raise UsageError(f"{', '.join(map(quoted, sources))}: no responses to replay")
-    sampling = sampling or first.sampling
+    responses, sampling = read_responses(reader, sources, sampling)
     definition = DEFINITIONS.get(engine)
     policies = args.policy or ["static"]
     if definition is not None and policies != ["static"]:
@@ -218,8 +215,9 @@ def _replay(
                 f"--as {engine}: drafter '{candidate.title}' drafts several sequences, and engines count one; use --k 1"
             )
     segments = Segments.parse(args.segment, reader.tokenizer("--segment")).of if args.segment else None
-    all_responses = _noted(check_same_sampling(chain([first], responses), sampling), note)
-    result = replay(all_responses, candidates, out, definition=definition, variants=variants, segments=segments)
+    result = replay(
+        _noted(responses, note), candidates, out, definition=definition, variants=variants, segments=segments
+    )
     if result.log_p.warning:
         log(f"warning: {result.log_p.warning}")
     return result, sampling, reader.assumed
@@ -257,8 +255,26 @@ def _numbers(option: str, text: str, most: Any) -> tuple[int, ...]:
     return tuple(sorted(numbers))
 
 
-def check_same_sampling(responses: Iterable[Response], sampling: Sampling | None) -> Iterator[Response]:
-    """Yield the responses; raise UsageError for one with other sampling parameters."""
+def read_responses(
+    reader: Reader, sources: Sequence[str], sampling: Sampling | None, title: str = ""
+) -> tuple[Iterator[Response], Sampling | None]:
+    """The responses of ``sources``, and their sampling parameters, by default those of the first one.
+
+    Args:
+        title: of the sources in messages.
+
+    Raises:
+        UsageError: no responses; while they are read, one with other sampling parameters.
+    """
+    responses = reader.read(sources)
+    first = next(responses, None)
+    if first is None:
+        raise UsageError(f"{title or ', '.join(map(quoted, sources))}: no responses to replay")
+    sampling = sampling or first.sampling
+    return _same_sampling(chain([first], responses), sampling), sampling
+
+
+def _same_sampling(responses: Iterable[Response], sampling: Sampling | None) -> Iterator[Response]:
     for response in responses:
         if response.sampling is not None and response.sampling != sampling:
             raise UsageError(

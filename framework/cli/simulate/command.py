@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
-from itertools import chain
 from typing import TYPE_CHECKING
 
-from ...errors import UsageError, quoted
+from ...errors import UsageError
 from ...util.input_files import kind_of
 from ...util.limits import MOST_DEVICES, MOST_REPEATS, MOST_REPLAYED, MOST_REQUESTS, MOST_ROWS, MOST_TOKENS
 from ..advise.costs import costs_of
@@ -187,17 +186,13 @@ def _pool(args: argparse.Namespace, remarks: Remarks) -> tuple[Pool, str]:
     from ...replay.responses import Reader
     from ...simulate.request import read_pool
     from ..replay.candidates import candidates_of
-    from ..replay.command import check_same_sampling
+    from ..replay.command import read_responses
 
     target = "" if args.on and kind_of(args.target) else args.target or ""  # a config.json has no tokenizer
     consent = trusted_with_drafter(args, target)
     sampling = None if args.temperature is None else Sampling(temperature=args.temperature)
     reader = Reader(target=target, sampling=sampling, trust_remote_code=target in consent)
-    responses = reader.read(args.sources)
-    first = next(responses, None)
-    if first is None:
-        raise UsageError(f"{', '.join(map(quoted, args.sources))}: no responses to replay")
-    sampling = sampling or first.sampling
+    responses, sampling = read_responses(reader, args.sources, sampling)
     (candidate,) = candidates_of(
         [args.drafter],
         [args.verifier] if args.verifier else [],
@@ -211,7 +206,7 @@ def _pool(args: argparse.Namespace, remarks: Remarks) -> tuple[Pool, str]:
         raise UsageError(f"--drafter {args.drafter} drafts several sequences, whose cost is not modelled; set K to 1")
     candidate.verifiers = {verifier: ks}
     args.draft_name = str(getattr(candidate.drafter[1], "model", "") or "")
-    pool = read_pool(check_same_sampling(chain([first], responses), sampling), candidate, int(args.loop == "engine"))
+    pool = read_pool(responses, candidate, int(args.loop == "engine"))
     for assumption, count in reader.assumed.items():
         remarks.assume(f"{count} responses {assumption}")
     return pool, f"{candidate.title} × {verifier}, drafts of up to {pool.gamma} tokens"
