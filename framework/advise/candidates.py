@@ -97,7 +97,7 @@ class Candidate:
 
 
 def _permits(acceptance: Acceptance, gamma: int) -> bool:
-    """Whether drafts of ``gamma`` tokens are permitted by the drafter's options; False for unknown drafters."""
+    """Return True if the options of the drafter permit drafts of ``gamma`` tokens; False for unknown drafters."""
     if acceptance.drafter not in plugins.entries("drafters"):
         return False
     model = {"model": acceptance.model} if acceptance.model else {}

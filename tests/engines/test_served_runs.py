@@ -236,7 +236,7 @@ def test_cost_tables_of_an_engine() -> None:
         result.metrics = Any  # only its presence counts
         return result
 
-    lookup = {1: 900, 2: 21, 3: 19, 5: 30}  # one row, at the end of a run, is no step of the batch
+    lookup = {1: 900, 2: 21, 3: 19, 5: 30}  # a single row, at the end of a run, is not counted
     cells = [cell("none", {2: 20}), cell("prompt-lookup", lookup), cell("small", {2: 1, 6: 46}, model="m")]
     tables = cost_tables(cells)
     target = {1: 20.5, 2: 25.25}  # 4 positions: between 20.5 (at 3) and 30 (at 5)
