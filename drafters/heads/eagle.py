@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ...framework.util.cache_argument import cache_argument
 from .eagle_weights import (
     biased,
     config_json,
@@ -91,7 +92,7 @@ class EagleHead(FeatureHead):
                 attention_mask=mask_of(mask, self.config, i),
                 position_embeddings=rotary,
                 position_ids=position_ids,
-                past_key_values=cache,
+                **{cache_argument(layer.forward): cache},
             )
         return out
 

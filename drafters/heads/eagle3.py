@@ -19,6 +19,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from ...framework.util.cache_argument import cache_argument
 from .eagle_weights import (
     biased,
     config_json,
@@ -107,8 +108,9 @@ class Eagle3Head(FeatureHead):
 
     def advance(self, embeds: Tensor, features: Tensor, position_ids: Tensor, mask: Any, cache: Any) -> Tensor:
         rotary = self.rotary_emb(embeds, position_ids)
-        options = {"position_embeddings": rotary, "position_ids": position_ids, "past_key_values": cache}
         first: Any = self.layers[0]
+        own = cache_argument(first.forward)
+        options = {"position_embeddings": rotary, "position_ids": position_ids, own: cache}
         normed = first.hidden_norm(features)
         pair = torch.cat([first.input_layernorm(embeds), normed], -1)
         attended, _ = first.self_attn(hidden_states=pair, attention_mask=mask_of(mask, self.config, 0), **options)

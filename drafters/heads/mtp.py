@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ...framework.errors import ModelError
+from ...framework.util.cache_argument import cache_argument
 from .eagle_weights import shared, table, write
 from .experts import dequantized, stacked
 from .feature_head import FeatureHead
@@ -96,7 +97,7 @@ class MtpHead(FeatureHead):
             attention_mask=mask["full_attention"] if isinstance(mask, Mapping) else mask,
             position_embeddings=self.rotary_emb(embeds, position_ids),
             position_ids=position_ids,
-            past_key_values=cache,
+            **{cache_argument(self.layer.forward): cache},
         )
         return self.norm(out[0] if isinstance(out, tuple) else out)
 

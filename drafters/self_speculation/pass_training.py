@@ -26,6 +26,7 @@ from ...framework.contracts.training_options import option
 from ...framework.errors import UsageError
 from ...framework.models.checkpoint import load_checkpoint
 from ...framework.training.losses import SampledHead, distil, overlap, sampled_vocab_option
+from ...framework.util.cache_argument import cache_argument
 from .pass_weights import read_embeddings, save_embeddings
 
 
@@ -139,8 +140,9 @@ class PassTrainee(Trainee):
         (n, length), count, look_ahead = batch.ids.shape, cuts.shape[1], self.recipe.look_ahead
         self._check_length(length)
         cache = DynamicCache()
+        cached = {cache_argument(self._decoder.forward): cache, "use_cache": True}
         with torch.no_grad():  # the text has no gradient
-            self._decoder(input_ids=batch.ids, attention_mask=batch.mask, past_key_values=cache, use_cache=True)
+            self._decoder(input_ids=batch.ids, attention_mask=batch.mask, **cached)
         step = torch.arange(look_ahead, device=cuts.device)
         block = torch.arange(count, device=cuts.device).repeat_interleave(look_ahead)
         position = step.repeat(count)
@@ -155,8 +157,7 @@ class PassTrainee(Trainee):
             inputs_embeds=embeddings.repeat(count, 1).expand(n, -1, -1),
             attention_mask=torch.zeros((), dtype=dtype, device=cuts.device).where(allowed, torch.finfo(dtype).min),
             position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
+            **cached,
         )
         return out.last_hidden_state.unflatten(1, (count, look_ahead))
 

@@ -19,6 +19,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from ..contracts.draft import on_device
 from ..errors import ModelError
+from ..util.cache_argument import cache_argument
 from .attention.flex import FLEX, refusals
 from .attention.sparse import indexers, selected_keys
 from .recurrent.recurrent_layers import SUPPORTED, recurrent_modules
@@ -99,6 +100,26 @@ def sliding_window(config: Any) -> int | None:
         return None
 
 
+def _layer_types(config: Any) -> set[str]:
+    return set(getattr(config, "layer_types", None) or ())
+
+
+def _recurrent(config: Any) -> list[str]:
+    """Types of recurrent layers, in alphabetical order."""
+    return sorted(_layer_types(config) - _ROLLBACK_LAYERS - _STATELESS_LAYERS - _SPARSE_LAYERS)
+
+
+def _stateful(model: Any) -> bool:
+    return bool(_recurrent(text_config(model)) or getattr(model, "_is_stateful", False))
+
+
+def attends(model: Any) -> bool:
+    """False for a model that is recurrent throughout: it takes no cache of keys, no masks and no positions."""
+    positions = "position_ids" in inspect.signature(model.forward).parameters
+    cached = cache_argument(model.forward) == "past_key_values" or positions
+    return cached or not _stateful(model) or bool(_layer_types(text_config(model)) & _ROLLBACK_LAYERS)
+
+
 def refuse_unsupported(model: Any, max_length: int | None = None, both_ropes: bool = False) -> None:
     """Raise ModelError with the reason if this decoder would run ``model`` wrongly.
 
@@ -118,15 +139,15 @@ def _reasons(model: Any, config: Any, max_length: int | None, both_ropes: bool) 
             "cuts its text into patches of bytes, which have their own cache and positions; use a model that reads "
             "tokens"
         )
-    kinds = set(getattr(config, "layer_types", None) or ())
+    kinds = _layer_types(config)
     sparse = sorted(kinds & _SPARSE_LAYERS)
     if sparse and not (SUPPORTED and indexers(model)):
         yield (
             f"has layers of type {', '.join(sparse)}: they select keys with a further cache, which has one length for "
             "all rows and is not supported; use a model whose layers are all plain attention"
         )
-    recurrent = sorted(kinds - _ROLLBACK_LAYERS - _STATELESS_LAYERS - _SPARSE_LAYERS)
-    stateful = bool(recurrent or getattr(model, "_is_stateful", False))
+    recurrent = _recurrent(config)
+    stateful = _stateful(model)
     what = f"layers of type {', '.join(recurrent)}" if recurrent else "recurrent layers"
     if stateful and not recurrent_modules(model):
         yield (
@@ -154,13 +175,9 @@ def _reasons(model: Any, config: Any, max_length: int | None, both_ropes: bool) 
     if getattr(config, "_attn_implementation", None) == FLEX:
         yield from refusals(model)
     inputs = inspect.signature(model.forward).parameters
-    attends = not stateful or "past_key_values" in inputs
-    if attends and "past_key_values" not in inputs:
-        yield (
-            "takes no past_key_values, so crossdraft cannot supply its cache of keys and values; use a model with a "
-            "cache"
-        )
-    if attends and "position_ids" not in inputs:
+    if attends(model) and not cache_argument(model.forward):
+        yield ("takes no cache, so crossdraft cannot supply its cache of keys and values; use a model with a cache")
+    if attends(model) and "position_ids" not in inputs:
         yield (
             "takes no position_ids (its positions follow from the padding mask), so rows of different "
             "length cannot share a batch; use a model with explicit positions"

@@ -12,7 +12,8 @@ import transformers
 from torch import Tensor
 
 from ..models.placement import input_device
-from .architectures import text_config
+from ..util.cache_argument import cache_argument
+from .architectures import attends, text_config
 from .attention.sdpa import own_attention
 from .attention.sparse import select_all
 from .attention_masks import AttentionMasks, Visibility
@@ -48,7 +49,8 @@ class ForwardPass:
         names = inspect.signature(model.forward).parameters
         self._keep_logits = "logits_to_keep" in names
         # Models that are recurrent throughout have no attention: no cache of keys, no masks, no positions.
-        self._attends = "past_key_values" in names
+        self._attends = attends(model)
+        self._cache_argument = cache_argument(model.forward)
 
     @classmethod
     def of(cls, model: Any, batch_size: int, max_length: int, cache: KVCache | None = None) -> ForwardPass:
@@ -134,7 +136,7 @@ class ForwardPass:
         cache = self.cache.begin_pass(plan)
         if self._attends:
             mask = self.masks.build(visibility)
-            extra |= {"attention_mask": mask, "position_ids": position_ids, "past_key_values": cache}
+            extra |= {"attention_mask": mask, "position_ids": position_ids, self._cache_argument: cache}
         with own_attention(), keep_states(cache, visibility.positions, visibility.key_positions):
             out = self.model(**self.embed(tokens), use_cache=self._attends, **extra)
         hidden = torch.stack([out.hidden_states[i] for i in selected], 2) if layers else None

@@ -80,7 +80,7 @@ class KVCache(Protocol):
         ...
 
     def begin_pass(self, plan: WritePlan) -> Cache:
-        """Return the cache that the model receives as ``past_key_values`` for one pass.
+        """Return the cache that the model receives for one pass.
 
         Its ``update(keys, values, layer)`` takes ``[R, heads, W, dim]``, writes them as ``plan`` prescribes and returns
         the keys and values of the first ``plan.kv_len`` slots, those just written included.

@@ -77,7 +77,7 @@ def test_right_or_refused_by_version_of_transformers(model_type: str) -> None:
             "",
             "GPTNeoForCausalLM .* longest row of a batch: right up to 8 tokens, but slots reach 64 .*shorten",
         ),
-        ("openai-gpt", "", "OpenAIGPTLMHeadModel takes no past_key_values"),
+        ("openai-gpt", "", "OpenAIGPTLMHeadModel takes no cache"),
         ("falcon", "alibi", "FalconForCausalLM uses alibi"),
         ("bloom", "", "BloomForCausalLM takes no position_ids"),
         ("mpt", "", "MptForCausalLM takes no position_ids"),
@@ -88,7 +88,7 @@ def test_right_or_refused_by_version_of_transformers(model_type: str) -> None:
         ("bert", "encoder", "BertLMHeadModel attends in both directions, .*; set is_decoder"),
         ("gemma3_text", "both directions", "Gemma3ForCausalLM attends in both directions"),
         ("roberta", "", "RobertaForCausalLM counts positions from its padding token's id"),
-        ("xlnet", "", "XLNetLMHeadModel takes no past_key_values"),
+        ("xlnet", "", "XLNetLMHeadModel takes no cache"),
         ("bart", "", "BartForCausalLM takes no position_ids"),
         ("inkling_text", "scaled attention", "InklingForCausalLM scales its attention from position 16 on"),
         (

@@ -9,6 +9,7 @@ import transformers
 from oracle_trees import NEW, PROMPTS, OracleTrees, drafter_class, verifier_class
 
 from crossdraft.framework.lm.transformers_lm import TransformersLM
+from crossdraft.framework.util.cache_argument import cache_argument
 
 
 def assert_cache_is_fresh(model: Any, lm: Any, history: list[list[int]]) -> None:
@@ -20,7 +21,7 @@ def assert_cache_is_fresh(model: Any, lm: Any, history: list[list[int]]) -> None
             continue
         fresh: Any = transformers.DynamicCache()
         with torch.inference_mode():
-            model(input_ids=torch.tensor([tokens[:-1]]), past_key_values=fresh, use_cache=True)
+            model(input_ids=torch.tensor([tokens[:-1]]), use_cache=True, **{cache_argument(model.forward): fresh})
         assert len(fresh.layers) == len(lm.cache.layers)
         for ours, theirs in zip(lm.cache.layers, fresh.layers, strict=True):
             for own, plain in ((ours.keys, theirs.keys), (ours.values, theirs.values)):

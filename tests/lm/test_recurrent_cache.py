@@ -92,13 +92,16 @@ class LinearAttention(nn.Module):
         for projection in (self.q, self.k, self.v):
             nn.init.normal_(projection.weight, std=0.3)
 
-    def forward(self, hidden_states: Tensor, past_key_values: Any = None, **kwargs: Any) -> tuple[Tensor, None]:
+    def forward(
+        self, hidden_states: Tensor, cache: Any = None, past_key_values: Any = None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        cache = past_key_values if cache is None else cache  # named by the release of transformers
         k, v = self.k(hidden_states), self.v(hidden_states)
         updates = k[..., :, None] * v[..., None, :]
-        if past_key_values is None:
+        if cache is None:
             states = recurrence(torch.zeros_like(updates[:, 0]), updates)
         else:
-            states = past_key_values.scan(self.layer, updates)
+            states = cache.scan(self.layer, updates)
         return torch.einsum("rwk,rwkv->rwv", self.q(hidden_states), states), None
 
 

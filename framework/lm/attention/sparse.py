@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...util.cache_argument import cache_argument
 from ..recurrent.recurrent_layers import plain_signature
 
 
@@ -56,7 +57,8 @@ class _SelectsAll:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         arguments = plain_signature(type(self)).bind(*args, **kwargs).arguments
-        plan = getattr(arguments.get("past_key_values"), "plan", None)
+        own = cache_argument(super().forward)  # type: ignore[misc]
+        plan = getattr(arguments.get(own), "plan", None)
         if plan is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         return INDEXERS[type(self).__name__][0](self, arguments, plan.kv_len)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.cache_utils import Cache
 
+from ...util.cache_argument import cache_argument
 from ...util.tensors import counting, on_device
 from ..kv_cache import RaggedCache, WritePlan
 from ..layer_surgery import close
@@ -39,7 +40,8 @@ class _Call:
 
     def __init__(self, module: Any, adapter: Adapter, forward: Callable[..., Any], arguments: dict[str, Any]):
         self._module, self._adapter, self._forward = module, adapter, forward
-        self._arguments = {name: value for name, value in arguments.items() if name != adapter.cache}
+        own = adapter.cache or cache_argument(forward)
+        self._arguments = {name: value for name, value in arguments.items() if name != own}
         self._arguments |= dict.fromkeys(_MASKS & arguments.keys())
         self.shape = next(iter(arguments.values())).shape[:2]  # the hidden states come first
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import cache_utils
 
 from ...errors import ModelError
+from ...util.cache_argument import cache_argument
 
 #: True if transformers keeps recurrent states as the adapters expect; earlier releases differ from model to model.
 SUPPORTED = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
@@ -37,12 +38,12 @@ class Adapter:
 
     Attributes:
         call: see `Call`.
-        cache: name of the argument that receives the cache.
+        cache: name of the argument that receives the state, if not that of `cache_argument`.
         joint_rows: several rows may share a call of one token.
     """
 
     call: Call
-    cache: str
+    cache: str = ""
     joint_rows: bool = True
 
     def initial(self, module: Any, forward: Callable[..., Any], arguments: dict[str, Any]) -> list[Tensor]:
@@ -62,27 +63,23 @@ class _AnyLayer(list):
         return 1 << 30
 
 
-def _states_in_cache(name: str) -> Call:
-    """Modules that keep their states in a layer of transformers' cache, which they receive as argument ``name``."""
-
-    def call(
-        module: Any, forward: Callable[..., Any], arguments: dict[str, Any], states: list[Tensor] | None
-    ) -> tuple[Any, list[Tensor]]:
-        layer: Any = cache_utils.LinearAttentionLayer(number_of_states=getattr(module, "conv_idx", 0) + 1)
-        index = layer.number_of_states - 1
-        if states is not None:
-            layer.conv_states[index], layer.conv_kernel_size[index] = states[0], states[0].shape[-1]
-            layer.dtype, layer.device = states[0].dtype, states[0].device
-            layer.is_conv_states_initialized[index] = layer.has_previous_state[index] = True
-            if len(states) > 1:
-                layer.recurrent_states[index], layer.is_recurrent_states_initialized[index] = states[1], True
-        arguments = {**arguments, name: cache_utils.Cache(layers=_AnyLayer([layer]))}
-        with _time_steps_clamped(module) if states is not None else nullcontext():
-            output = forward(**arguments)
-        after = [layer.conv_states[index], layer.recurrent_states[index]]
-        return output, [state for state in after if state is not None]
-
-    return call
+def _states_in_cache(
+    module: Any, forward: Callable[..., Any], arguments: dict[str, Any], states: list[Tensor] | None
+) -> tuple[Any, list[Tensor]]:
+    """Modules that keep their states in a layer of transformers' cache."""
+    layer: Any = cache_utils.LinearAttentionLayer(number_of_states=getattr(module, "conv_idx", 0) + 1)
+    index = layer.number_of_states - 1
+    if states is not None:
+        layer.conv_states[index], layer.conv_kernel_size[index] = states[0], states[0].shape[-1]
+        layer.dtype, layer.device = states[0].dtype, states[0].device
+        layer.is_conv_states_initialized[index] = layer.has_previous_state[index] = True
+        if len(states) > 1:
+            layer.recurrent_states[index], layer.is_recurrent_states_initialized[index] = states[1], True
+    arguments = {**arguments, cache_argument(forward): cache_utils.Cache(layers=_AnyLayer([layer]))}
+    with _time_steps_clamped(module) if states is not None else nullcontext():
+        output = forward(**arguments)
+    after = [layer.conv_states[index], layer.recurrent_states[index]]
+    return output, [state for state in after if state is not None]
 
 
 @contextmanager
@@ -131,7 +128,7 @@ def _minimax(
     module: Any, forward: Callable[..., Any], arguments: dict[str, Any], states: list[Tensor] | None
 ) -> tuple[Any, list[Tensor]]:
     linear = _LinearCache(None if states is None else states[0])
-    output = forward(**{**arguments, "past_key_values": linear})
+    output = forward(**{**arguments, cache_argument(forward): linear})
     assert linear.state is not None
     return output, [linear.state]
 
@@ -183,8 +180,6 @@ def _xlstm(
     return output, list(output[1])
 
 
-_CACHE_PARAMS = Adapter(_states_in_cache("cache_params"), "cache_params")
-_PAST = Adapter(_states_in_cache("past_key_values"), "past_key_values")
 #: By name of the module's class.
 ADAPTERS: Mapping[str, Adapter] = {
     **dict.fromkeys(
@@ -194,8 +189,14 @@ ADAPTERS: Mapping[str, Adapter] = {
             "FalconH1Mixer",
             "FalconMambaMixer",
             "GraniteMoeHybridMambaLayer",
+            "Inkling2DynamicShortConvolution",
+            "Inkling2ShortConvolution",
+            "InklingShortConvolution",
             "JambaMambaMixer",
             "KimiLinearDeltaAttention",
+            "Lfm2MoeShortConv",
+            "Lfm2ShortConv",
+            "Lfm3ShortConv",
             "Mamba2Mixer",
             "MambaMixer",
             "NemotronHMamba2Mixer",
@@ -205,22 +206,11 @@ ADAPTERS: Mapping[str, Adapter] = {
             "Qwen3_5MoeGatedDeltaNet",
             "Zamba2MambaMixer",
             "ZambaMambaMixer",
-        ),
-        _CACHE_PARAMS,
-    ),
-    **dict.fromkeys(
-        (
-            "Inkling2DynamicShortConvolution",
-            "Inkling2ShortConvolution",
-            "InklingShortConvolution",
-            "Lfm2MoeShortConv",
-            "Lfm2ShortConv",
-            "Lfm3ShortConv",
             "ZayaCCAProjection",
         ),
-        _PAST,
+        Adapter(_states_in_cache),
     ),
-    "MiniMaxLightningAttention": Adapter(_minimax, "past_key_values"),
+    "MiniMaxLightningAttention": Adapter(_minimax),
     "RecurrentGemmaRecurrentBlock": Adapter(_recurrent_gemma, "use_cache"),
     # A single token of several rows: RWKV's time shift broadcasts rows against each other.
     "RwkvBlock": Adapter(_rwkv, "state", joint_rows=False),
