@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--gamma", type=int, default=4)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--batch", type=int, default=8, help="number of slots of the batch rows; 0: without them")
+    parser.add_argument("--pairs", nargs="+", help="run only these pairs")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--seed", type=int, default=0)
@@ -131,6 +132,7 @@ def main() -> None:
     }
     if args.temperature:
         pairs["assistant+"] = (ours("draft-model", lm, "block"), assisted)
+    pairs = {name: sides for name, sides in pairs.items() if name in (args.pairs or pairs)}
     rates = {(name, side): [] for name in pairs for side in (0, 1)}
     totals = {key: [0, 0.0] for key in rates}
     for sides in pairs.values():  # warm up
@@ -159,6 +161,8 @@ def main() -> None:
             ("prompt", "prompt-lookup", lookup),
             ("assistant", "draft-model", lm),
         ):
+            if name not in pairs:
+                continue
             cell = ours(drafter, config, batch=args.batch)
             cell(prompts[:1])
             start = time.perf_counter()
