@@ -7,7 +7,8 @@ Layers: `functional.linear`, the product ``(W x^T)^T`` of layers without a packe
 cache. Passes: a whole model with each of the three, relative to its own pass over one token, and the gain over
 `functional.linear`.
 
-Kernels are measured in turn. Each ratio is one of medians, followed by one of minima.
+Kernels are measured in turn. Each ratio is one of medians, followed by one of minima. With one thread, times are its
+processor time, which other programs disturb less.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ SHAPES = ((576, 576), (576, 960), (576, 3072), (1536, 576), (576, 49152))
 def seconds(runs: Mapping[Any, Callable[[], object]], repeats: int) -> dict[Any, list[float]]:
     """Times of ``runs``, in turn, after one repetition that does not count."""
     times: dict[Any, list[float]] = {key: [] for key in runs}
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     for _ in range(repeats + 1):
         for key, run in runs.items():
-            start = time.perf_counter()
+            start = clock()
             run()
-            times[key].append(time.perf_counter() - start)
+            times[key].append(clock() - start)
     return {key: values[1:] for key, values in times.items()}
 
 
