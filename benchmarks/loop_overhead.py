@@ -43,6 +43,8 @@ from crossdraft.framework.recipe.prompts import load_prompts
 
 DRAFTERS = ("none", "prompt-lookup", "draft-model")
 PHASES = ("draft", "target", "verify", "rest")
+#: Results of `measure`.
+COLUMNS = ("ms", "target pass", "draft pass", *PHASES, "outside")
 #: Maximum overhead in per cent of a step: (batch size 1, more than 1).
 BUDGETS = (8.0, 5.0)
 #: Warm-up steps of a cell, in which buffers are allocated.
@@ -128,11 +130,16 @@ def make_decoder(
         max_new_tokens=args.max_new_tokens,
         load=lambda name, target: small,
     )
+    watch(decoder, clocks)
+    return decoder
+
+
+def watch(decoder: Decoder, clocks: Clocks) -> None:
+    """Time the CUDA graphs of the target and of the draft model, too."""
     clocks[0].watch(cast(TransformersLM, decoder.target))
     if isinstance(decoder.drafter, DraftModelChain):
         lm: Any = decoder.drafter.model.lm
         clocks[1].watch(lm._lm if isinstance(lm, FittedLM) else lm)
-    return decoder
 
 
 class _Enough(Exception):

@@ -117,8 +117,9 @@ class SyntheticLM:
             return self.drafter[new]
 
         siblings = "greedy" if drawn is GREEDY_DRAFT else "without-replacement"
-        limit = torch.full((b,), len(BRANCHING), device=device)
-        return grow_static(Shape.branching(BRANCHING), siblings, self.drafter[start], expand, Sampling(), limit, rng)[0]
+        tree, levels = Shape.branching(BRANCHING), len(BRANCHING)
+        limit = torch.full((b,), levels, device=device)
+        return grow_static(tree, levels, siblings, self.drafter[start], expand, Sampling(), limit, rng)[0]
 
 
 def seconds(run: Callable[[], Any], device: torch.device) -> tuple[float, Any]:

@@ -165,11 +165,20 @@ def _width(n: int, most: int) -> int:
 
 
 def grow_static(
-    shape: Shape, siblings: Siblings, root: Tensor, expand: Expand, sampling: Sampling, limit: Tensor, rng: StepRng
+    tree: Shape,
+    levels: int,
+    siblings: Siblings,
+    root: Tensor,
+    expand: Expand,
+    sampling: Sampling,
+    limit: Tensor,
+    rng: StepRng,
 ) -> tuple[Draft, Tensor]:
-    """Draft a static tree, level by level; all nodes except the last level are fed.
+    """Draft the first levels of a static tree, one by one; all nodes except the last level are fed.
 
     Args:
+        tree: the whole tree, whose kind the draft has, even if its first levels are a path.
+        levels: number of levels, at least 1.
         root: ``[B, V]`` logits after the last committed token.
         sampling: warps the logits into the distribution that siblings are drawn from (top-k siblings rank the logits).
         limit: ``[B]`` maximum number of levels of each row.
@@ -177,7 +186,8 @@ def grow_static(
     Returns:
         the draft, and ``[B, N]`` the position of each node in the order of feeding, -1 for the last level.
     """
-    children, b = shape.children, len(root)
+    shape, b = tree.cut(levels), len(root)
+    children = shape.children
     parents, depth, ancestor_mask, fed = (
         tree_constant(children, what, root.device) for what in ("parents", "depth", "ancestor_mask", "fed")
     )
@@ -202,9 +212,9 @@ def grow_static(
         parents=parents.expand(b, -1),
         valid=~(ancestor_mask & ~exists[:, None]).any(2),  # descendants of a missing node are invalid, too
         q=None if siblings == "top-k" else q_rows.tensor(),
-        kind=CHAIN if shape.is_path else SIBLING_KINDS[siblings],
+        kind=CHAIN if tree.is_path else SIBLING_KINDS[siblings],
         levels=len(children),
-        children=None if shape.is_path else children,
+        children=None if tree.is_path else children,
         finite=torch.cat(finite, 1).all(1),
     )
     return draft, fed.expand(b, -1)

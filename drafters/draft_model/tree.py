@@ -181,9 +181,8 @@ class DraftModelTree(TreeDrafter):
                 levels, None, own.budget, root, self.model.forward, limit, threshold=threshold
             )
         else:
-            shape = self.shape.cut(levels)
             draft, self._fed_index = grow_static(
-                shape, self.siblings, root, self.model.forward, self.sampling, limit, rng
+                self.shape, levels, self.siblings, root, self.model.forward, self.sampling, limit, rng
             )
         self._levels = levels - 1
         return draft

@@ -190,10 +190,9 @@ class FeatureDrafter(FeatureReader):
         if self.shape is None:
             top_k = min(own.top_k, root.shape[1])
             return grow_dynamic(levels, top_k, own.nodes, root, self.lm.forward, limit)[0]
-        shape = self.shape.cut(levels)
         # A path needs no tree mask.
-        expand = (lambda tokens, parents: self.lm.forward(tokens)) if shape.is_path else self.lm.forward
-        return grow_static(shape, self.siblings, root, expand, self.sampling, limit, rng)[0]
+        expand = (lambda tokens, parents: self.lm.forward(tokens)) if self.shape.is_path else self.lm.forward
+        return grow_static(self.shape, levels, self.siblings, root, expand, self.sampling, limit, rng)[0]
 
     def _feed_pending(self, sequences: Sequences) -> Tensor:
         """Feed the newly committed pairs with the target's features; return logits ``[B, V]`` after the root."""

@@ -61,9 +61,12 @@ class Candidate:
 
     @property
     def gammas(self) -> tuple[int, ...]:
-        """The draft lengths whose acceptance is known."""
+        """The draft lengths whose acceptance is known, and which the drafter's options permit."""
         longest = self.acceptance.gamma
-        return tuple(range(1, longest + 1)) if self.acceptance.cuttable else (longest,)
+        if not self.acceptance.cuttable:
+            return (longest,)
+        permitted = tuple(n for n in range(1, longest + 1) if _permits(self.acceptance, n))
+        return permitted if longest in permitted else tuple(range(1, longest + 1))
 
     def predict(self, batch_size: int, gamma: int, context: float | None = None) -> Prediction:
         """Predict a step with drafts of ``gamma`` tokens and ``batch_size`` full rows.
@@ -91,6 +94,18 @@ class Candidate:
         if be.low is None or be.high is None:
             return Estimate(value)
         return Estimate(value, value * be.low / be.value, value * be.high / be.value)
+
+
+def _permits(acceptance: Acceptance, gamma: int) -> bool:
+    """Whether drafts of ``gamma`` tokens are permitted by the drafter's options; False for unknown drafters."""
+    if acceptance.drafter not in plugins.entries("drafters"):
+        return False
+    model = {"model": acceptance.model} if acceptance.model else {}
+    try:
+        plugins.get("drafters", acceptance.drafter).Config(**acceptance.options | model | {"gamma": gamma})
+    except ValueError:
+        return False
+    return True
 
 
 def _nearest(steps: Mapping[int, CellStatistics], batch_size: int) -> CellStatistics:

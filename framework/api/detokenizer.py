@@ -9,9 +9,9 @@ from typing import Any
 _REPLACEMENT = "\ufffd"
 
 
-def decode_text(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """The text of ``tokens`` without special tokens; spaces are not cleaned up, which could change earlier text."""
-    return str(tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+def decode_text(tokenizer: Any, tokens: Sequence[int], special: bool = False) -> str:
+    """The text of ``tokens``, with ``special`` tokens or without; spaces are not cleaned up, to keep earlier text."""
+    return str(tokenizer.decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False))
 
 
 class Detokenizer:
@@ -23,14 +23,15 @@ class Detokenizer:
     Args:
         tokenizer: any tokenizer of transformers.
         stop: strings that end the text, which is cut before the first of them.
+        special: include special tokens.
 
     Attributes:
         text: all complete characters, including those that `piece` holds back.
         stopped: True once a stop string is complete.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()):
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), *, special: bool = False):
+        self._tokenizer, self._stop, self._special = tokenizer, tuple(stop), special
         self._tokens: list[int] = []  # context of the next token: since the last piece of text but one
         self._prefix, self._prefix_tokens = "", 0  # their text that is already in `text`, and its tokens
         self._returned = 0  # characters returned by `piece`
@@ -40,12 +41,12 @@ class Detokenizer:
         """Append tokens up to the one that completes a stop string; return their number."""
         for count, token in enumerate(tokens, 1):
             self._tokens.append(token)
-            text = decode_text(self._tokenizer, self._tokens)
+            text = self._decode()
             if len(text) > len(self._prefix) and not text.endswith(_REPLACEMENT):
                 self._append(text[len(self._prefix) :])
                 del self._tokens[: self._prefix_tokens]
                 self._prefix_tokens = len(self._tokens)
-                self._prefix = decode_text(self._tokenizer, self._tokens)
+                self._prefix = self._decode()
             if self.stopped:
                 return count
         return len(tokens)
@@ -59,10 +60,13 @@ class Detokenizer:
     def flush(self) -> str:
         """Return the rest at the end of the output, incomplete characters included."""
         if not self.stopped:
-            text = decode_text(self._tokenizer, self._tokens)
+            text = self._decode()
             self._append(text[len(self._prefix) :])
         piece, self._returned = self.text[self._returned :], len(self.text)
         return piece
+
+    def _decode(self) -> str:
+        return decode_text(self._tokenizer, self._tokens, self._special)
 
     def _append(self, new: str) -> None:
         start = max(0, len(self.text) - max(map(len, self._stop), default=1) + 1)

@@ -20,6 +20,7 @@ class Output:
         tokenizer: the target's; None = no text.
         stop: strings that end the output; needs a tokenizer.
         live: True if a chunk per step is needed, not only the last one.
+        special: the text includes special tokens; only with ``live``.
 
     Attributes:
         tokens: the output up to the token that completed a stop string.
@@ -27,10 +28,11 @@ class Output:
         aborted: may be set from any thread; the sequence ends with the current step.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), *, live: bool = True):
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), *, live: bool = True, special: bool = False):
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
-        self.text = Detokenizer(tokenizer, stop) if tokenizer is not None and (live or stop) else None
+        detokenized = tokenizer is not None and (live or stop)
+        self.text = Detokenizer(tokenizer, stop, special=special) if detokenized else None
         self.aborted = False
         self._tokenizer, self._returned = tokenizer, 0
 

@@ -30,8 +30,8 @@ class Piece:
             for a processor (0 if unknown). If the drafter prefilled prompts before the step, their tokens and the
             microseconds of that prefill follow.
         requests: for an engine's server, which has no such steps, a row per response: tokens after the first,
-            microseconds to the first token, microseconds from the first token to the last; then drafted tokens and
-            microseconds of each step.
+            microseconds to the first token, microseconds from the first token to the last; then, of each step, the
+            positions that the target evaluates for the whole batch, and microseconds.
     """
 
     emitted: int

@@ -123,7 +123,8 @@ async def _complete(
     try:
         request = await loop.run_in_executor(parser, _parse, pool, await _read_body(http), chat)
         tokenizer = pool.target.tokenizer
-        outputs = [Output(tokenizer, request.stop) for _ in request.prompts]
+        special = request.call_format is not None
+        outputs = [Output(tokenizer, request.stop, special=special) for _ in request.prompts]
         jobs = worker.submit(queue, request.sampling, list(zip(request.prompts, outputs, strict=True)))
     except InvalidRequestError as error:
         return error_response(str(error), error.status, error.param)

@@ -16,7 +16,7 @@ from ..errors import CrossdraftError, UsageError, quoted
 from ..models.chat import encode_messages, encode_text
 from ..models.grammar import compile_constraint
 from .decoder_pool import DecoderPool
-from .tools import ToolCall, tool_call
+from .tools import CallFormat, ToolCall, call_format, tool_call
 
 #: Fields supported by both endpoints, and by one of them (key: True for chat).
 SUPPORTED = frozenset({
@@ -24,7 +24,7 @@ SUPPORTED = frozenset({
     "logprobs", "ignore_eos", "return_token_ids", "response_format", "structured_outputs",
 })  # fmt: skip
 SUPPORTED_BY = {
-    True: frozenset({"messages", "max_completion_tokens", "tools", "tool_choice"}),
+    True: frozenset({"messages", "max_completion_tokens", "tools", "tool_choice", "parallel_tool_calls"}),
     False: frozenset({"prompt"}),
 }
 #: Fields that describe the client and are ignored.
@@ -82,7 +82,8 @@ class CompletionRequest:
         prompts: one decoding request per prompt.
         include_usage: a last chunk with token counts is sent.
         continuous_usage: every chunk has token counts.
-        tool: the name of the function that the response calls.
+        tool: the name of the function that the response must call.
+        call_format: how calls that the model decides on are read from the response.
     """
 
     chat: bool
@@ -95,6 +96,7 @@ class CompletionRequest:
     logprobs: bool
     token_ids: bool
     tool: str | None = None
+    call_format: CallFormat | None = None
 
 
 def parse_request(pool: DecoderPool, body: Any, *, chat: bool) -> CompletionRequest:
@@ -114,8 +116,10 @@ def parse_request(pool: DecoderPool, body: Any, *, chat: bool) -> CompletionRequ
         raise InvalidRequestError(str(error), "stop") from None
     stream, ignore_eos, token_ids = (_boolean(fields, name) for name in ("stream", "ignore_eos", "return_token_ids"))
     logprobs = _logprobs(fields, chat)
+    parallel = "parallel_tool_calls" not in fields or _boolean(fields, "parallel_tool_calls")
     try:
         call = tool_call(fields) if chat else None
+        calls = None if call is None or call.name is not None else call_format(pool.target, call.tools, parallel)
     except UsageError as error:
         raise InvalidRequestError(str(error), "tools" if str(error).startswith("tools") else "tool_choice") from None
     grammar = _grammar(pool, fields, ignore_eos, call)
@@ -155,6 +159,7 @@ def parse_request(pool: DecoderPool, body: Any, *, chat: bool) -> CompletionRequ
         logprobs,
         token_ids,
         None if call is None else call.name,
+        calls,
     )
 
 
@@ -240,7 +245,7 @@ def _grammar(pool: DecoderPool, fields: Mapping[str, Any], ignore_eos: bool, cal
     """The grammar of ``response_format``, of vLLM's ``structured_outputs``, or of a function's arguments."""
     names = [name for name in ("response_format", "structured_outputs") if name in fields]
     values = {name: _constraint(name, fields[name]) for name in names}
-    if call is not None:
+    if call is not None and call.name is not None:
         values["tool_choice"] = checked_constraint({"json_schema": call.parameters}, "tool_choice")
     constraints = {name: constraint for name, constraint in values.items() if constraint is not None}
     if not constraints:

@@ -10,6 +10,7 @@ from typing import Any
 from ..api.detokenizer import Detokenizer
 from ..contracts.steps import Chunk, Response
 from .protocol import CompletionRequest
+from .tools import CallParser
 
 #: Stands for log 0, which JSON cannot represent; OpenAI uses the same number.
 _LOG_ZERO = -9999.0
@@ -33,6 +34,8 @@ class ResponseBuilder:
         if request.include_usage:
             self._chunk["usage"] = None  # set in the last chunk only
         self._completion_tokens = 0
+        form = request.call_format
+        self._parser = None if form is None else CallParser(form, tokenizer, request.prompts[0].prompt)
         self._texts = [Detokenizer(tokenizer) for _ in request.prompts]  # for text offsets
 
     def role_chunks(self) -> list[dict[str, Any]]:
@@ -41,7 +44,7 @@ class ResponseBuilder:
             return []
         content: dict[str, Any] = {"content": ""}
         if self._request.tool is not None:
-            content = {"content": None, "tool_calls": [{"index": 0, **self._call("")}]}
+            content = {"content": None, "tool_calls": [{"index": 0, **self._call(self._request.tool, "")}]}
         return [
             self._choice_chunk(i, delta={"role": "assistant", **content}) for i in range(len(self._request.prompts))
         ]
@@ -49,14 +52,18 @@ class ResponseBuilder:
     def chunk(self, choice: int, chunk: Chunk) -> dict[str, Any] | None:
         """The stream chunk for new tokens of a choice; None if all of their text is held back."""
         self._completion_tokens += len(chunk.tokens)
-        request = self._request
-        if not (chunk.text or chunk.response is not None or ((request.logprobs or request.token_ids) and chunk.tokens)):
+        request, end = self._request, chunk.response is not None
+        parsed = None if self._parser is None else self._parsed(self._parser, chunk.text, end, indexed=True)
+        new = chunk.text if parsed is None else parsed
+        if not (new or end or ((request.logprobs or request.token_ids) and chunk.tokens)):
             return None
         logprobs = self._logprobs(choice, chunk)
         finish_reason = None if chunk.response is None else self._finish_reason(chunk.response)
-        if request.tool is not None:
+        if parsed is not None:
+            content: dict[str, Any] = {"delta": parsed}
+        elif request.tool is not None:
             calls = [{"index": 0, "function": {"arguments": chunk.text}}]
-            content: dict[str, Any] = {"delta": {"tool_calls": calls} if chunk.text else {}}
+            content = {"delta": {"tool_calls": calls} if chunk.text else {}}
         elif self._request.chat:
             content = {"delta": {"content": chunk.text} if chunk.text else {}}
         else:
@@ -70,8 +77,12 @@ class ResponseBuilder:
         for i, (chunk, response) in enumerate(zip(chunks, responses, strict=True)):
             text = response.text
             content: dict[str, Any] = {"text": text}
-            if self._request.tool is not None:
-                content = {"message": {"role": "assistant", "content": None, "tool_calls": [self._call(text)]}}
+            if self._parser is not None:
+                parsed = self._parsed(self._parser, text, end=True, indexed=False)
+                content = {"message": {"role": "assistant", "content": None, **parsed}}
+            elif self._request.tool is not None:
+                calls = [self._call(self._request.tool, text)]
+                content = {"message": {"role": "assistant", "content": None, "tool_calls": calls}}
             elif self._request.chat:
                 content = {"message": {"role": "assistant", "content": text}}
             content |= {"token_ids": chunk.tokens} if self._request.token_ids else {}
@@ -79,14 +90,24 @@ class ResponseBuilder:
             choices.append({"index": i, **content, "logprobs": logprobs, "finish_reason": finish_reason})
         return {**self._complete, "choices": choices, "usage": self._usage(responses)}
 
-    def _call(self, arguments: str | None) -> dict[str, Any]:
-        """The call of the requested function; a chat has one choice."""
-        function = {"name": self._request.tool, "arguments": arguments}
-        return {"id": f"call_{self._complete['id']}", "type": "function", "function": function}
+    def _parsed(self, parser: CallParser, text: str | None, end: bool, *, indexed: bool) -> dict[str, Any]:
+        """The fields that new text adds to a message; ``indexed``: as in a delta, each call with its index."""
+        first = parser.count
+        fields, calls = parser.add(text or "", end)
+        tool_calls = [
+            {**({"index": index} if indexed else {}), **self._call(*call, index)}
+            for index, call in enumerate(calls, first)
+        ]
+        return {**fields, **({"tool_calls": tool_calls} if calls else {})}
+
+    def _call(self, name: str, arguments: str | None, index: int = 0) -> dict[str, Any]:
+        """A call; a chat has one choice."""
+        function = {"name": name, "arguments": arguments}
+        return {"id": f"call_{self._complete['id']}-{index}", "type": "function", "function": function}
 
     def _finish_reason(self, response: Response) -> str:
-        called = self._request.tool is not None and response.finish_reason == "stop"
-        return "tool_calls" if called else response.finish_reason
+        called = self._request.tool is not None or (self._parser is not None and self._parser.count > 0)
+        return "tool_calls" if called and response.finish_reason == "stop" else response.finish_reason
 
     def usage_chunk(self, responses: list[Response]) -> dict[str, Any]:
         """The last chunk of a stream with ``include_usage``."""

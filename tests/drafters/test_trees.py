@@ -34,6 +34,12 @@ DRAFTS = {
     ),
     "iid-argmax": ("draft-model-iid", {"gamma": 3, "K": 3, "temperature": 0}, ("greedy",)),
     "branching": ("draft-model-tree", {"branching": [2, 2, 1], "temperature": 1}, ("traversal", "specinfer")),
+    # Near the end of a sequence only its path is left, which is verified as a tree all the same.
+    "path-then-branches": (
+        "draft-model-tree",
+        {"branching": [1, 2, 1], "siblings": "greedy", "temperature": 1},
+        ("traversal", "univer"),
+    ),
     "choices": (
         "draft-model-tree",
         {"choices": [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]], "siblings": "top-k"},

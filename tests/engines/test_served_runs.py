@@ -196,10 +196,21 @@ def test_times_of_slots() -> None:
     assert sum(piece.seconds.values()) == 5 and piece.tail_seconds == 3
     second = 1_000_000
     assert piece.requests == [
-        [3, second, second, 0, second],
-        [4, second, 4 * second, 0, 2 * second, 0, 2 * second],
-        [3, second, 5 * second, 0, 3 * second, 0, 2 * second],
+        [3, second, second, 2, second],
+        [4, second, 4 * second, 1, 2 * second, 2, 2 * second],
+        [3, second, 5 * second, 2, 3 * second, 1, 2 * second],
     ]
+
+
+def test_positions_of_a_step_are_those_of_all_rows() -> None:
+    """Two rows in step, the second of which begins a step later: 4, 4 + 2 and 1 + 3 positions."""
+    steps = {0.0: [(1.0, 3), (2.01, 3), (3.02, 0)], 1.0: [(1.0, 1), (2.0, 2)]}
+    turn = []
+    for sent, later in steps.items():
+        served = [ServedStep(0.02 if sent else 0.0, 1)] + [ServedStep(at, 1, nodes) for at, nodes in later]
+        turn.append(ServedResponse([0] * len(served), served, "length", sent))
+    requests = piece_of([turn], 2).requests
+    assert [row[3::2] for row in requests] == [[4, 4 + 2, 1 + 3], [4 + 2, 1 + 3]]
 
 
 def test_single_tokens_are_grouped_at_the_longest_gaps() -> None:
@@ -209,7 +220,7 @@ def test_single_tokens_are_grouped_at_the_longest_gaps() -> None:
 
 
 def test_cost_tables_of_an_engine() -> None:
-    """Medians by width, which do not fall; passes of the draft model from what its steps take longer."""
+    """Medians by positions of the batch, which do not fall; draft passes from what their steps take longer."""
 
     def cell(drafter: str, milliseconds: dict[int, float], **options: Any) -> Any:
         config = CellConfig(
@@ -219,22 +230,23 @@ def test_cost_tables_of_an_engine() -> None:
             drafter={"name": drafter, **options},
             verifier="greedy",
         )
-        flat = [x for nodes, ms in milliseconds.items() for _ in range(10) for x in (nodes, int(1000 * ms))]
+        flat = [x for positions, ms in milliseconds.items() for _ in range(10) for x in (positions, int(1000 * ms))]
         result = CellResult(config, pieces=[Piece(0, {}, requests=[[0, 0, 0, *flat]])])
         result.responses = [{"prompt_tokens": 90, "tokens": [0] * 20}]
         result.metrics = Any  # only its presence counts
         return result
 
-    cells = [cell("none", {0: 20}), cell("prompt-lookup", {0: 21, 2: 19, 4: 30}), cell("small", {2: 34}, model="m")]
+    lookup = {1: 900, 2: 21, 3: 19, 5: 30}  # one row, at the end of a run, is no step of the batch
+    cells = [cell("none", {2: 20}), cell("prompt-lookup", lookup), cell("small", {2: 1, 6: 46}, model="m")]
     tables = cost_tables(cells)
+    target = {1: 20.5, 2: 25.25}  # 4 positions: between 20.5 (at 3) and 30 (at 5)
     assert tables["cost-vllm.csv"].splitlines() == [
         "batch_size,width,context,seconds",
-        "2,1,100,0.020500",
-        "2,3,100,0.020500",
-        "2,5,100,0.030000",
+        *(f"2,{width},100,{ms / 1000:.6f}" for width, ms in target.items()),
     ]
-    assert tables["draft-cost-vllm-small.csv"].splitlines()[1:] == ["2,1,100,0.006750"]
-    assert tables["step-cost-vllm-small.csv"].splitlines()[1:] == ["2,1,100,0.020500", "2,3,100,0.034000"]
+    at_6 = 30 + (30 - 20.5) / 3  # on the line from the first number of positions to the last
+    assert tables["draft-cost-vllm-small.csv"].splitlines()[1:] == [f"2,1,100,{(46 - at_6) / 2 / 1000:.6f}"]
+    assert tables["step-cost-vllm-small.csv"].splitlines()[1:] == ["2,1,100,0.020500", "2,3,100,0.046000"]
     assert cost_tables([CellResult(cells[0].config.model_copy(update={"engine": None}))]) == {}
 
 
@@ -249,7 +261,7 @@ def test_prefill_table_is_line_through_first_tokens() -> None:
         result.responses = [{"prompt_tokens": n, "tokens": [0] * 20} for n in range(20, 110, 10)]
         first = [10_000 + 2000 * r["prompt_tokens"] for r in result.responses]
         result.pieces = [
-            Piece(0, {}, requests=[[19, us + 90_000 * (i == 4), 1, 0, 20_000]]) for i, us in enumerate(first)
+            Piece(0, {}, requests=[[19, us + 90_000 * (i == 4), 1, batch_size, 20_000]]) for i, us in enumerate(first)
         ]
         result.metrics = Any  # only its presence counts
         return result

@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from crossdraft.framework.advise.candidates import Candidate, imported
 from crossdraft.framework.cli import main as cli
+from crossdraft.framework.cost.curve import CostCurve, Point
+from crossdraft.framework.engines.acceptance import Acceptance
 from crossdraft.framework.metrics.counter_definitions import DEFINITIONS
 from crossdraft.framework.plugins import manager
 from crossdraft.framework.replay.engine_counts import EngineCounts
@@ -184,9 +187,18 @@ def test_ngram_simple_drafts_alike_in_a_step_and_in_a_replay() -> None:
 
     draw = np.random.default_rng(0)
     texts = [(draw.integers(3, 6, 12).tolist(), draw.integers(3, 6, 20).tolist()) for _ in range(5)]
-    for n, gamma in ((1, 3), (2, 4), (3, 2)):
+    for n, gamma in ((1, 3), (2, 4), (3, 3)):
         config = NgramSimple.Config(n=n, gamma=gamma)
         at_once = list(NgramSimple.response_drafts(config, texts, gamma))
         stepwise = list(_propose_drafts(NgramSimple, config, texts, gamma, Sampling(temperature=0)))
         assert all((a == b).all() for a, b in zip(at_once, stepwise, strict=True))
-        assert any((rows >= 0).any() for rows in at_once) == (gamma >= n)
+        assert any((rows >= 0).any() for rows in at_once)
+
+
+def test_lengths_that_a_drafter_refuses_are_not_advised() -> None:
+    def candidate(drafter: str, **options: Any) -> Candidate:
+        acceptance = Acceptance((0.6, 0.4, 0.3), "here", drafter=drafter, options=options)
+        return imported([acceptance], CostCurve("", "", "", {}, (Point(1, 1, 1, 1.0, 1.0, 1.0),)), None, 100)[0]
+
+    assert candidate("ngram-simple", n=2).gammas == (2, 3)
+    assert candidate("an engine's", n=2).gammas == (1, 2, 3)

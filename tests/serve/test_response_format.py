@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from text_models import SCHEMA, is_valid, save_text_model
+from text_models import SCHEMA, is_valid, make_text_tokenizer, save_text_model
+from tiny_models import CHAT
 
 pytest.importorskip("uvicorn", reason="the endpoint needs the extra serve")
 pytest.importorskip("llguidance", reason="constraints need the extra constrain")
 openai = pytest.importorskip("openai", reason="the endpoint is tested with the openai client")
 
 from server_thread import RunningServer, serving  # noqa: E402
+
+from crossdraft.framework.errors import UsageError  # noqa: E402
+from crossdraft.framework.serve.tools import CallParser, call_format  # noqa: E402
 
 MESSAGES = [{"role": "user", "content": "a cat as JSON"}]
 FORMAT = {"type": "json_schema", "json_schema": {"name": "animal", "strict": True, "schema": SCHEMA}}
@@ -22,13 +27,14 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "animal", "strict": Tru
 @pytest.fixture(scope="module")
 def names(tmp_path_factory: Any) -> list[str]:
     root = tmp_path_factory.mktemp("models")
-    return [save_text_model(root / f"model-{seed}", seed) for seed in range(2)]
+    chat = CHAT + "{# <tool_call> #}"
+    return [save_text_model(root / f"model-{seed}", seed, chat=chat) for seed in range(2)]
 
 
 @pytest.fixture(scope="module")
 def running(names: list[str]) -> Iterator[RunningServer]:
     drafter = f"{{name: draft-model, model: {names[1]}, gamma: 3}}"
-    with serving("--target", names[0], "--drafter", drafter, "--slots", "3", "--max-new-tokens", "60") as server:
+    with serving("--target", names[0], "--drafter", drafter, "--slots", "3", "--max-new-tokens", "140") as server:
         yield server
 
 
@@ -49,7 +55,12 @@ def test_chats_match_schema(api: Any, names: list[str]) -> None:
 
 def test_json_object_is_valid_or_truncated(api: Any, names: list[str]) -> None:
     response = api.chat.completions.create(
-        model=names[0], messages=MESSAGES, response_format={"type": "json_object"}, seed=1, temperature=0.5
+        model=names[0],
+        messages=MESSAGES,
+        response_format={"type": "json_object"},
+        seed=1,
+        temperature=0.5,
+        max_tokens=60,
     )
     choice = response.choices[0]
     assert choice.message.content.startswith("{")
@@ -82,10 +93,84 @@ def test_required_function_is_called(api: Any, names: list[str]) -> None:
     assert later.usage.prompt_tokens > 20
 
 
+CALL = '<tool_call>{"name": "animal", "arguments": {"age": 3}}</tool_call>'
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_calls_that_the_model_decides_on(api: Any, names: list[str], parallel: bool) -> None:
+    """A constraint forces the text: content and two calls."""
+    tools = [{"type": "function", "function": {"name": "animal", "parameters": SCHEMA}}]
+    options: dict[str, Any] = {"model": names[0], "messages": MESSAGES, "tools": tools}
+    options |= {
+        "extra_body": {"structured_outputs": {"choice": [f"yes {CALL}\n{CALL}"]}},
+        "parallel_tool_calls": parallel,
+    }
+    choice = api.chat.completions.create(**options).choices[0]
+    calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
+    assert choice.message.content == "yes" and choice.finish_reason == "tool_calls"
+    assert calls == [("animal", '{"age": 3}')] * (2 if parallel else 1)
+    chunks = list(api.chat.completions.create(stream=True, **options))
+    deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "yes"
+    assert [(call.function.name, call.function.arguments) for call in deltas] == calls
+    assert [call.index for call in deltas] == list(range(len(calls))) and len({call.id for call in deltas}) == len(
+        calls
+    )
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("text", ["no", "yes <tool_call>no</tool_call> yes", f"<{CALL[:-3]}", "<tool_call>{}"])
+def test_text_without_a_valid_call_is_content(api: Any, names: list[str], text: str) -> None:
+    tools = [{"type": "function", "function": {"name": "animal"}}]
+    options: dict[str, Any] = {"model": names[0], "messages": MESSAGES, "tools": tools}
+    options |= {"extra_body": {"structured_outputs": {"choice": [text]}}}
+    choice = api.chat.completions.create(**options).choices[0]
+    assert choice.message.content == text and not choice.message.tool_calls and choice.finish_reason == "stop"
+    chunks = api.chat.completions.create(stream=True, **options)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+
+
+def parsed(tokenizer: Any, text: str, step: int, prompt: Sequence[int] = ()) -> tuple[dict[str, str], list[Any]]:
+    """Fields and calls of a response that arrives in pieces of ``step`` characters."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}}}}}]
+    target: Any = SimpleNamespace(tokenizer=tokenizer, name="a model")
+    parser = CallParser(call_format(target, tools, True), tokenizer, prompt)
+    fields: dict[str, str] = {}
+    calls = []
+    for start in range(0, len(text), step):
+        texts, new = parser.add(text[start : start + step], end=start + step >= len(text))
+        calls += new
+        for field, value in texts.items():
+            fields[field] = fields.get(field, "") + value
+    return fields, calls
+
+
+@pytest.mark.parametrize("step", [1, 2, 7, 1000])
+def test_formats_of_calls(step: int) -> None:
+    """The chat template's, or that of the tokenizer's response template, which reads the prompt."""
+    tokenizer = make_text_tokenizer()
+    with pytest.raises(UsageError, match="its chat template does not contain <tool_call>, so the format"):
+        parsed(tokenizer, "a", step)
+    tokenizer.chat_template = "<tool_call><function=name><parameter=key>"
+    call = "<tool_call>\n<function=f>\n<parameter=n>\n2\n</parameter>\n</function>\n</tool_call>"
+    assert parsed(tokenizer, f"a\n{call}\n{call}</s>", step) == ({"content": "a"}, [("f", '{"n": 2}')] * 2)
+    tokenizer.chat_template = "<tool_call>"
+    call = '<tool_call>\n{"name": "f", "arguments": {"n": 2}}\n</tool_call>'
+    text = f"a <b>{call}<tool_call>c</s>"
+    assert parsed(tokenizer, text, step) == ({"content": "a <b><tool_call>c"}, [("f", '{"n": 2}')])
+    calls = {"open": "[CALL]", "close": "[/CALL]", "content": "json", "transform": {"function": "{content}"}}
+    thinking = {"open": "<think>", "close": "</think>", "content": "text"}
+    fields = {"tool_calls": calls, "thinking": thinking, "content": {"close": "</s>", "content": "text"}}
+    tokenizer.response_template = {"start_anchor": "<s>", "fields": fields}
+    text = 'a</think>b[CALL]{"name": "f", "arguments": {"n": "2"}}[/CALL]</s>'
+    expected = {"content": "b", "reasoning_content": "a"}, [("f", '{"n": 2}')]
+    assert parsed(tokenizer, text, step, tokenizer("no<s><think>")["input_ids"]) == expected
+
+
 @pytest.mark.parametrize(
     "fields, sentence",
     [
-        ({}, "tool_choice=auto is not supported"),
+        ({"tool_choice": "always"}, "or be auto, none, or required with one tool"),
         ({"tool_choice": {"type": "function", "function": {"name": "b"}}}, "must name one of the tools"),
         ({"tool_choice": "required", "response_format": FORMAT}, "are both set; remove one of them"),
         ({"tools": [{"type": "function"}]}, "tools[0] must have type function"),

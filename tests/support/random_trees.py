@@ -110,7 +110,7 @@ class RandomLM:
             states = torch.cat([states, new], 1)
             return self.q[self.rows, new].log()
 
-        return grow_static(shape, siblings, self.q[:, 0].log(), expand, Sampling(), limit, rng)[0]
+        return grow_static(shape, len(shape.ranks), siblings, self.q[:, 0].log(), expand, Sampling(), limit, rng)[0]
 
 
 def random_draft(

@@ -16,7 +16,9 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from ... import plugins
 from ...contracts.models import LoadedModel
@@ -224,6 +226,7 @@ def piece_of(turns: Sequence[Sequence[ServedResponse]], batch_size: int) -> Piec
     tail_seconds = 0.0
     requests = []
     for turn in turns:
+        positions = iter(_positions(turn))
         ends = sorted(r.sent + r.steps[-1].seconds for r in turn)
         full = len(turn) >= batch_size
         until = ends[len(turn) - batch_size] if full else ends[-1]  # a slot is empty from then on
@@ -238,11 +241,34 @@ def piece_of(turns: Sequence[Sequence[ServedResponse]], batch_size: int) -> Piec
                 else:
                     tail_emitted += step.tokens
             arrivals = [round(1e6 * step.seconds) for step in r.steps]
-            pairs = zip(later, pairwise(arrivals), strict=True)
-            flat = [value for step, (before, after) in pairs for value in (step.nodes, after - before)]
+            flat = [value for before, after in pairwise(arrivals) for value in (next(positions), after - before)]
             requests.append([sum(step.tokens for step in later), arrivals[0], arrivals[-1] - arrivals[0], *flat])
         tail_seconds += ends[-1] - until
     return Piece(emitted, seconds, tail_emitted, tail_seconds, requests=requests)
+
+
+def _positions(turn: Sequence[ServedResponse]) -> list[int]:
+    """Positions that the target evaluates in each step of all responses: those of all steps under way at its middle."""
+    starts, ends, evaluated = (
+        np.array(
+            [
+                (r.sent + before.seconds, r.sent + step.seconds, 1 + step.nodes)
+                for r in turn
+                for before, step in pairwise(r.steps)
+            ]
+        )
+        .reshape(-1, 3)
+        .T
+    )
+    middles = (starts + ends) / 2
+
+    def until(times: np.ndarray, side: Literal["left", "right"]) -> np.ndarray:
+        """Sum of ``evaluated`` over the times before each middle."""
+        order = np.argsort(times)
+        return np.concatenate([[0], np.cumsum(evaluated[order])])[np.searchsorted(times[order], middles, side)]
+
+    others = until(starts, "left") - until(ends, "right")
+    return np.where(starts < ends, others, evaluated).astype(int).tolist()
 
 
 def _digests(config: CellConfig) -> dict[str, dict[str, Any]]:

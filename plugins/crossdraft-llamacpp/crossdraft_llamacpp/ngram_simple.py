@@ -8,10 +8,10 @@ ignores the last token of the text and an occurrence at its beginning, and start
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from crossdraft import CHAIN, Draft, Drafter, DraftTraits, StrategyConfig
 
@@ -24,6 +24,12 @@ class NgramSimple(Drafter):
     class Config(StrategyConfig):
         gamma: int = Field(default=8, ge=1, le=64, description="tokens of a draft (--spec-ngram-simple-size-m)")
         n: int = Field(default=3, ge=1, le=64, description="tokens of the suffix (--spec-ngram-simple-size-n)")
+
+        @model_validator(mode="after")
+        def _drafts_are_kept(self) -> Self:
+            if self.gamma < self.n:
+                raise ValueError(f"gamma must be at least n = {self.n}, because llama.cpp drops drafts of fewer tokens")
+            return self
 
     config: Config
 
