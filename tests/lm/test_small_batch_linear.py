@@ -63,7 +63,8 @@ def test_equals_linear_for_every_number_of_rows(
 def test_weights_are_packed_only_where_that_is_faster() -> None:
     before = packed_nbytes()
     low, tall = layer_of(8, 16), layer_of(8, 64)
-    low(torch.randn(1, 8)), low(torch.randn(MOST_ROWS + 1, 8))
+    low(torch.randn(1, 8))
+    low(torch.randn(MOST_ROWS + 1, 8))
     assert packed_nbytes() == before
     tall(torch.randn(1, 8))
     assert packed_nbytes() == before + tall.weight.nbytes
