@@ -94,6 +94,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "mamba_d_head": 16,
         "layer_types": ["linear_attention", "full_attention"],
     },
+    "inkling_text": {"logits_mup_width_multiplier": 1.0},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "laguna": {"num_attention_heads_per_layer": [4, 4], "layer_types": _ALTERNATING},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},

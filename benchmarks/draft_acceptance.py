@@ -1,0 +1,147 @@
+"""Accepted tokens of several verifiers on the same drafts of a pair of models: E[tau] of each draft shape.
+
+    python benchmarks/draft_acceptance.py [--target smollm2-135m-instruct] [--model smollm2-draft-model]
+        [--temperature 1] [--limit 16] [--max-new-tokens 32] [--coins 4] [--seconds 600]
+
+Every draft has twelve nodes at most. Each shape decodes the prompts with its first verifier, so all
+verifiers see contexts that the target wrote; at every step with a full draft each verifier decides ``--coins`` times on
+the draft at hand. Verifiers of one shape are compared on the same drafts, shapes on the same prompts. Intervals are
+over prompts. ``--seconds``: stop before the next group of prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from functools import partial
+
+import numpy as np
+import torch
+from tabulate import tabulate
+
+from crossdraft.framework import plugins
+from crossdraft.framework.api.generate import pair_decoder
+from crossdraft.framework.contracts.draft import Draft
+from crossdraft.framework.contracts.rng import CounterRng
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.contracts.steps import StepEvent
+from crossdraft.framework.metrics.intervals import Estimate, estimate
+from crossdraft.framework.models.chat import encode
+from crossdraft.framework.models.load import load_model
+from crossdraft.framework.recipe.prompts import load_prompts
+
+TREE, DELAYED = [3, 1, 1, 1], [1, 1, 1, 3, 1, 1]
+#: Shapes of twelve nodes: drafter, its options besides the model, number of levels, and verifiers.
+SHAPES = {
+    "three sequences of four": ("draft-model-iid", {"K": 3, "gamma": 4}, 4, "specinfer spectr traversal"),
+    "three sequences after three tokens": (
+        "draft-model-iid",
+        {"K": 3, "gamma": 6, "delay": 3},
+        6,
+        "specinfer spectr traversal",
+    ),
+    f"tree {TREE}": ("draft-model-tree", {"branching": TREE}, 4, "specinfer traversal"),
+    f"tree {DELAYED}": ("draft-model-tree", {"branching": DELAYED}, 6, "specinfer traversal"),
+    f"greedy siblings {TREE}": (
+        "draft-model-tree",
+        {"branching": TREE, "siblings": "greedy"},
+        4,
+        "specinfer traversal greedy-draft-optimal univer",
+    ),
+    f"greedy siblings {DELAYED}": (
+        "draft-model-tree",
+        {"branching": DELAYED, "siblings": "greedy"},
+        6,
+        "specinfer traversal greedy-draft-optimal univer",
+    ),
+}
+
+
+def mean(sums: np.ndarray) -> np.ndarray:
+    """Accepted tokens a step, of totals ``[.., 2]``: steps and accepted tokens."""
+    return sums[..., 1] / sums[..., 0]
+
+
+def difference(sums: np.ndarray) -> np.ndarray:
+    """Difference of two means, of totals ``[.., 4]``."""
+    return mean(sums[..., :2]) - mean(sums[..., 2:])
+
+
+def interval(item: Estimate) -> str:
+    return f"{item.value:.3f}" + ("" if item.low is None else f" [{item.low:.3f}, {item.high:.3f}]")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="smollm2-135m-instruct")
+    parser.add_argument("--model", default="smollm2-draft-model")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--prompts", default="builtin")
+    parser.add_argument("--limit", type=int, default=16)
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--coins", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    args = parser.parse_args()
+    end = time.monotonic() + args.seconds
+    target = load_model(args.target, device=args.device, dtype=args.dtype)
+    prompts = [encode(target.tokenizer, prompt.turns[:1]) for prompt in load_prompts(args.prompts)[: args.limit]]
+    longest = max(map(len, prompts)) + args.max_new_tokens
+    decoders, sums = {}, {}
+    emitted, first = np.zeros(len(prompts), int), 0  # tokens of each prompt; the first prompt of the group
+
+    def note(event: StepEvent, shape: str) -> None:
+        rules, levels = SHAPES[shape][3].split(), SHAPES[shape][2]
+        accepted = np.zeros((len(event.prompts), len(rules)))
+        slots = [first + (prompt or 0) for prompt in event.prompts]
+        for coin in range(args.coins if event.draft.width else 0):
+            for column, name in enumerate(rules):
+                numbers = CounterRng(1 + coin).for_step(slots, emitted[slots].tolist(), event.draft.tokens.device)
+                own = Draft(**{field: getattr(event.draft, field) for field in Draft.__dataclass_fields__})
+                verdict = plugins.get("verifiers", name)().verify(own, event.scores.p, numbers)
+                accepted[:, column] += verdict.length.numpy(force=True)
+        for row, (prompt, tokens) in enumerate(zip(event.prompts, event.emitted, strict=True)):
+            if prompt is not None:
+                if args.max_new_tokens - emitted[first + prompt] > levels:
+                    sums[shape][first + prompt] += [1, *accepted[row] / args.coins]
+                emitted[first + prompt] += len(tokens)
+
+    for shape, (name, options, _, rules) in SHAPES.items():
+        sums[shape] = np.zeros((len(prompts), 1 + len(rules.split())))
+        decoders[shape] = pair_decoder(
+            target,
+            {"name": name, "model": args.model, **options},
+            rules.split()[-1],
+            longest,
+            sampling=Sampling(temperature=args.temperature),
+            batch_size=args.batch_size,
+            max_new_tokens=args.max_new_tokens,
+            on_step=partial(note, shape=shape),
+        )
+    with torch.inference_mode():
+        for first in range(0, len(prompts), args.batch_size):
+            if time.monotonic() > end:
+                break
+            for decoder in decoders.values():
+                emitted[:] = 0
+                list(decoder.run(prompts[first : first + args.batch_size]))
+            print(f"{sum(item[:, 0].sum() for item in sums.values()):.0f} steps", flush=True)
+    rows = []
+    base = sums[next(iter(SHAPES))][:, [0, 3]]
+    for shape, (_, _, _, rules) in SHAPES.items():
+        traversal = 1 + rules.split().index("traversal")
+        for column, name in enumerate(rules.split(), 1):
+            columns = [sums[shape][:, [0, column]], sums[shape][:, [0, traversal]], base]
+            items = [estimate(mean, columns[0], log=False, least=0.0)]
+            items += [estimate(difference, np.concatenate([columns[0], other], 1), log=False) for other in columns[1:]]
+            rows.append([shape, name, *map(interval, items)])
+    used = int((base[:, 0] > 0).sum())
+    print(f"{used} prompts, {', '.join(f'{item[:, 0].sum():.0f}' for item in sums.values())} steps")
+    headers = ["draft", "verifier", "E[τ]", "less `traversal`", "less `traversal` of the first draft"]
+    print(tabulate(rows, headers, tablefmt="github"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,329 @@
+"""Decoding speed of crossdraft, transformers, vLLM, llama.cpp and OpenVINO GenAI: same models, prompts and threads.
+
+    OMP_WAIT_POLICY=PASSIVE python benchmarks/peers.py --vllm ENV/bin/python --llama-server BUILD/bin/llama-server \
+        --gguf float32=target.gguf,draft.gguf --gguf Q8_0=target-q8.gguf,draft-q8.gguf \
+        --openvino ENV/bin/python --openvino-model target-f16.gguf
+
+Each program decodes plainly, with n-gram drafts from the text and with a draft model, in float32 unless a GGUF file has
+another type. In one repetition every program decodes the same B prompts once, one program at a time, in random order;
+the next repetition has the next prompts. Servers (plugins/crossdraft-vllm, plugins/crossdraft-llamacpp) stay up and get
+B requests at once; a program without its option is left out. transformers' assisted generation supports only B = 1.
+OpenVINO GenAI computes in float32 and cannot load a draft model from GGUF.
+
+Prints a Markdown table for each B: the median tokens per second, prefill included; the median ratio to plain `generate`
+of transformers with its 95 % interval over repetitions; the same for plain crossdraft over the program; and the number
+of responses that equal those of transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count, cycle, islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from tabulate import tabulate
+from transformers import __version__ as TRANSFORMERS
+
+from crossdraft.framework.api.generate import pair_decoder
+from crossdraft.framework.bench.cells.engine_cell import EngineCell
+from crossdraft.framework.contracts.models import LoadedModel
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.metrics.intervals import estimate
+from crossdraft.framework.models.chat import encode
+from crossdraft.framework.models.load import load_model
+from crossdraft.framework.recipe.prompts import load_prompts
+from crossdraft.framework.recipe.recipe import CellConfig
+
+Ids = list[int]
+MODES = PLAIN, NGRAM, DRAFT_MODEL = "plain", "n-gram", "draft-model"
+BASE, OWN = ("transformers", PLAIN), ("crossdraft", PLAIN)
+#: Repetitions after which the time limit ends the measurement.
+LEAST_REPETITIONS = 3
+
+
+@dataclass
+class Program:
+    """A decoding program in one mode, and its results.
+
+    Attributes:
+        run: decodes prompts at a time and returns the new tokens of each.
+        largest: maximum number of prompts.
+        repetitions: tokens and seconds by batch size, one pair for each repetition.
+        same: by batch size, the number of responses that equal those of `BASE`.
+    """
+
+    name: str
+    mode: str
+    run: Callable[[list[Ids]], list[Ids]]
+    largest: float = float("inf")
+    repetitions: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    same: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.name, self.mode
+
+
+def of_transformers(args: argparse.Namespace, target: LoadedModel, small: LoadedModel) -> Iterator[Program]:
+    model: Any = target.model
+    ends = list(target.eos_token_ids)
+    # transformers reads the draft length from the assistant's own generation config.
+    small.model.generation_config.update(
+        num_assistant_tokens=args.gamma, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+    )
+    sampled = {"temperature": args.temperature, "top_k": 0, "top_p": 1.0} if args.temperature else {}
+
+    def run(prompts: list[Ids], **options: Any) -> list[Ids]:
+        width = max(map(len, prompts))
+        ids = torch.tensor([[ends[0]] * (width - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        options |= {"max_new_tokens": args.max_new_tokens, "eos_token_id": ends, "pad_token_id": ends[0]}
+        out = model.generate(ids, attention_mask=mask, do_sample=bool(sampled), **sampled, **options)
+        return [until_end(tokens, ends) for tokens in out[:, width:].tolist()]
+
+    lookup = partial(run, prompt_lookup_num_tokens=args.gamma, max_matching_ngram_size=3)
+    yield Program("transformers", PLAIN, run)
+    yield Program("transformers", NGRAM, lookup, largest=1)
+    yield Program("transformers", DRAFT_MODEL, partial(run, assistant_model=small.model), largest=1)
+
+
+def until_end(tokens: Sequence[int], ends: Sequence[int]) -> Ids:
+    """Tokens of a padded row, the first end-of-sequence token included."""
+    end = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
+    return list(tokens[: end + 1])
+
+
+def drafters(args: argparse.Namespace, ngram: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Mode and drafter of the selected modes, with ``ngram`` as the drafter of n-grams."""
+    lm = {"name": "draft-model", "model": args.drafter, "gamma": args.gamma}
+    for mode, drafter in zip(MODES, ("none", {"gamma": args.gamma, **ngram}, lm), strict=True):
+        if mode in args.modes:
+            yield mode, drafter
+
+
+def of_crossdraft(args: argparse.Namespace, target: LoadedModel, small: LoadedModel, longest: int) -> Iterator[Program]:
+    for mode, drafter in drafters(args, {"name": "prompt-lookup", "match": "first"}):
+        decoders: dict[int, Any] = {}
+
+        def run(prompts: list[Ids], drafter: Any = drafter, decoders: dict[int, Any] = decoders) -> list[Ids]:
+            if len(prompts) not in decoders:
+                decoders[len(prompts)] = pair_decoder(
+                    target,
+                    drafter,
+                    None,
+                    longest,
+                    sampling=Sampling(temperature=args.temperature),
+                    batch_size=len(prompts),
+                    max_new_tokens=args.max_new_tokens,
+                    load=lambda name, target: small,
+                )
+            responses = sorted(decoders[len(prompts)].run(prompts), key=lambda response: response.index)
+            return [response.tokens for response in responses]
+
+        yield Program("crossdraft", mode, run)
+
+
+def of_server(
+    args: argparse.Namespace,
+    name: str,
+    engine: dict[str, Any],
+    ngram: dict[str, Any],
+    target: LoadedModel,
+    longest: int,
+) -> Iterator[tuple[Program, EngineCell]]:
+    """Start a server for each mode."""
+    for mode, drafter in drafters(args, ngram):
+        config = CellConfig.model_validate(
+            {
+                "target": args.model,
+                "engine": engine,
+                "dtype": "float32",
+                "max_new_tokens": args.max_new_tokens,
+                "batch_size": max(args.batch),
+                "sampling": {"temperature": args.temperature},
+                "drafter": drafter,
+                "verifier": "token",
+            }
+        )
+        print(f"starting {name}, {mode}", file=sys.stderr, flush=True)
+        cell = EngineCell(config, target, longest, args.logs / f"{name} {mode}".replace(" ", "-"), lambda: None)
+
+        def run(prompts: list[Ids], server: Any = cell.server) -> list[Ids]:
+            with ThreadPoolExecutor(len(prompts)) as pool:
+                return [
+                    r.tokens for r in pool.map(lambda prompt: server.complete(prompt, args.max_new_tokens), prompts)
+                ]
+
+        yield Program(name, mode, run), cell
+
+
+def engines(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Name, recipe entry and n-gram drafter of each engine."""
+    cores = sorted(os.sched_getaffinity(0))
+    if args.vllm:
+        env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))}
+        engine = {"name": "vllm", "python": args.vllm, "args": args.vllm_args.split(), "env": env, "per_request": False}
+        yield "vLLM", engine, {"name": "prompt-lookup", "match": "first"}
+    for gguf in args.gguf if args.llama_server else ():
+        label, _, files = gguf.partition("=")
+        model, _, draft = files.partition(",")
+        threads = ["--threads", str(len(cores)), *args.llama_args.split()]
+        engine = {"name": "llama.cpp", "executable": args.llama_server, "model": model, "draft_model": draft}
+        yield f"llama.cpp {label}", {**engine, "args": threads}, {"name": "ngram-simple", "n": 2}
+
+
+def of_openvino(args: argparse.Namespace, servers: ExitStack) -> Iterator[Program]:
+    """Start a worker for each mode."""
+    worker = [args.openvino, str(Path(__file__).with_name("openvino_worker.py")), args.openvino_model]
+    worker += ["--threads", str(torch.get_num_threads()), "--max-new-tokens", str(args.max_new_tokens)]
+    for mode, options in ((PLAIN, []), (NGRAM, ["--prompt-lookup", str(args.gamma)])):
+        if mode not in args.modes:
+            continue
+        print(f"starting OpenVINO GenAI, {mode}", file=sys.stderr, flush=True)
+        process = subprocess.Popen([*worker, *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        servers.callback(process.terminate)
+
+        def run(prompts: list[Ids], process: Any = process) -> list[Ids]:
+            print(json.dumps(prompts), file=process.stdin, flush=True)
+            return json.loads(process.stdout.readline())
+
+        version = json.loads(process.stdout.readline()) if process.stdout else ""
+        yield Program(f"OpenVINO GenAI {version.partition('-')[0]}", mode, run)
+
+
+def without(tokens: Ids, ends: Sequence[int]) -> Ids:
+    """Tokens without end-of-sequence tokens, which not every program returns."""
+    return [token for token in tokens if token not in ends]
+
+
+def measure(programs: list[Program], prompts: list[Ids], args: argparse.Namespace, ends: Sequence[int]) -> None:
+    """Repeat until the time is over; raises KeyboardInterrupt if the user interrupts."""
+    order, source = random.Random(args.seed), cycle(prompts)
+    for size in args.batch:  # compilation and first allocations
+        warm_up = list(islice(source, size))
+        for program in programs:
+            if size <= program.largest:
+                program.run(warm_up)
+    deadline = time.monotonic() + 60 * args.minutes
+    for repetition in count():
+        for size in args.batch:
+            if repetition >= LEAST_REPETITIONS and time.monotonic() > deadline:
+                return
+            own, results = list(islice(source, size)), {}
+            for program in order.sample(programs, len(programs)):
+                if size <= program.largest:
+                    start = time.perf_counter()
+                    responses = program.run(own)
+                    results[program.key] = responses, time.perf_counter() - start
+            expected = [without(response, ends) for response in results[BASE][0]]
+            for program in programs:
+                if program.key in results:
+                    responses, seconds = results[program.key]
+                    equal = (without(r, ends) == e for r, e in zip(responses, expected, strict=True))
+                    program.repetitions.setdefault(size, []).append((sum(map(len, responses)), seconds))
+                    program.same[size] = program.same.get(size, 0) + sum(equal)
+        print(f"repetition {repetition + 1}", file=sys.stderr, flush=True)
+
+
+def ratio(own: Sequence[tuple[int, float]], other: Sequence[tuple[int, float]]) -> str:
+    """Median ratio of two rates over the repetitions, with its interval."""
+    sums = np.array([(*a, *b) for a, b in zip(own, other, strict=False)])
+    ratios = sums[:, 0] / sums[:, 1] / (sums[:, 2] / sums[:, 3])
+    if np.allclose(ratios, 1):
+        return "1"
+    result = estimate(lambda s: s[..., 0] / s[..., 1] / (s[..., 2] / s[..., 3]), sums, value=float(median(ratios)))
+    interval = "" if result.low is None else f" [{result.low:.2f}, {result.high:.2f}]"
+    return f"{result.value:.2f}{interval}"
+
+
+def table(programs: list[Program], size: int) -> str:
+    by_key = {program.key: program.repetitions[size] for program in programs if size in program.repetitions}
+    if BASE not in by_key:
+        return f"B = {size}: no repetition is finished"
+    rows = [
+        [
+            program.name,
+            program.mode,
+            median(tokens / seconds for tokens, seconds in own),
+            ratio(own, by_key[BASE]),
+            ratio(by_key[OWN], own),
+            f"{program.same[size]} of {size * len(own)}",
+        ]
+        for program in programs
+        if (own := by_key.get(program.key))
+    ]
+    head = ["program", "drafts", "tokens/s", "/ transformers", "crossdraft plain / it", "same text"]
+    return f"B = {size}, {len(by_key[BASE])} repetitions\n\n{tabulate(rows, head, 'github', floatfmt='.1f')}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm", default="", help="Python of the environment of vLLM")
+    parser.add_argument(
+        "--vllm-args", default="", help="further arguments of vLLM's server, as in --vllm-args=--enforce-eager"
+    )
+    parser.add_argument("--llama-server", default="", help="llama.cpp's server")
+    parser.add_argument("--llama-args", default="", help="further arguments of llama.cpp's server")
+    parser.add_argument("--gguf", action="append", default=[], help="LABEL=TARGET.gguf,DRAFT.gguf; may be repeated")
+    parser.add_argument("--openvino", default="", help="Python of the environment of OpenVINO GenAI")
+    parser.add_argument("--openvino-model", default="", help="its target, a GGUF file of 16 or 8 bits")
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--drafter", default="smollm2-draft-model", help="draft model")
+    parser.add_argument("--prompts", default="builtin")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="plain is always measured")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--max-new-tokens", type=int, default=48)
+    parser.add_argument("--gamma", type=int, default=3)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--minutes", type=float, default=6.0, help="time of the repetitions, without start and warm-up")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the programs")
+    parser.add_argument("--logs", type=Path, default=Path("peers-logs"), help="folder for the logs of servers")
+    args = parser.parse_args(arguments)
+
+    args.modes = {PLAIN, *args.modes}
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    target = load_model(args.model, dtype="float32", device="cpu")
+    small = load_model(args.drafter, share_with=target)
+    prompts = [encode(target.tokenizer, prompt.turns[:1]) for prompt in load_prompts(args.prompts)]
+    longest = max(map(len, prompts)) + args.max_new_tokens
+    programs = [p for p in of_transformers(args, target, small) if p.mode in args.modes]
+    programs += of_crossdraft(args, target, small, longest)
+    versions = [f"torch {torch.__version__}", f"transformers {TRANSFORMERS}"]
+    with ExitStack() as servers:
+        for name, engine, ngram in engines(args):
+            for program, cell in of_server(args, name, engine, ngram, target, longest + 2 * args.gamma):
+                servers.enter_context(closing(cell))
+                programs.append(program)
+            path, key = ("/version", "version") if name == "vLLM" else ("/props", "build_info")
+            versions.append(f"{name} {cell.server.get(path).json()[key]}")
+        if args.openvino:
+            programs += of_openvino(args, servers)
+        try:
+            measure(programs, prompts, args, target.eos_token_ids)
+        except KeyboardInterrupt:
+            print("interrupted; the tables have the finished repetitions", file=sys.stderr)
+    print(
+        f"{target.name} and {small.name}, temperature {args.temperature:g}, gamma {args.gamma}, {args.max_new_tokens} "
+        f"tokens, {torch.get_num_threads()} threads; {', '.join(versions)}"
+    )
+    for size in args.batch:
+        print(f"\n{table(programs, size)}")
+
+
+if __name__ == "__main__":
+    main()
