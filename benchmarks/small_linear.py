@@ -1,44 +1,112 @@
-"""Float32 products of a few rows on a CPU: `functional.linear` against `lm/small_batch_linear.py`.
+"""Float32 products and passes over a few rows on a CPU, relative to one row.
 
-    python benchmarks/small_linear.py
+    python benchmarks/small_linear.py [--model smollm2-135m-instruct] [--threads 2]
 
-Prints the best time of each in milliseconds and their ratio; weights rotate so that they do not stay in cache.
+Layers: `functional.linear`, the product ``(W x^T)^T`` of layers without a packed copy, and packed weights (see
+`lm/small_batch_linear.py`), relative to `functional.linear` of one row; weights rotate so that they do not stay in
+cache. Passes: a whole model with each of the three, relative to its own pass over one token, and the gain over
+`functional.linear`.
+
+Kernels are measured in turn. Each ratio is one of medians, followed by one of minima. With one thread, times are its
+processor time, which other programs disturb less.
 """
 
 from __future__ import annotations
 
+import argparse
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from tabulate import tabulate
+from torch import nn
 from torch.nn import functional
 
-from crossdraft.framework.lm.small_batch_linear import SmallBatchLinear
+from crossdraft.framework.lm import small_batch_linear
+from crossdraft.framework.lm.small_batch_linear import SmallBatchLinear, packed, packed_product, transposed_product
+from crossdraft.framework.lm.transformers_lm import TransformersLM
+from crossdraft.framework.models.load import load_model
+
+KERNELS = ("linear", "transposed", "packed")
+#: Inputs and outputs of SmolLM2's layers, queries with keys and values and gate with up as one.
+SHAPES = ((576, 576), (576, 960), (576, 3072), (1536, 576), (576, 49152))
 
 
-def best(run: Callable[[], object], repeats: int = 15) -> float:
-    run()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return min(times)
+def seconds(runs: Mapping[Any, Callable[[], object]], repeats: int) -> dict[Any, list[float]]:
+    """Times of ``runs``, in turn, after one repetition that does not count."""
+    times: dict[Any, list[float]] = {key: [] for key in runs}
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    for _ in range(repeats + 1):
+        for key, run in runs.items():
+            start = clock()
+            run()
+            times[key].append(clock() - start)
+    return {key: values[1:] for key, values in times.items()}
 
 
-@torch.inference_mode()
-def main() -> None:
-    rows = []
-    for k, n in ((576, 576), (576, 1536), (1536, 576), (576, 49152)):
-        layers = [SmallBatchLinear(k, n, bias=False) for _ in range(max(2, 30_000_000 // (k * n)))]
-        for m in (1, 2, 3, 5, 9, 16, 24, 40, 72, 128):
+def ratio(a: list[float], b: list[float]) -> str:
+    return f"{statistics.median(a) / statistics.median(b):.2f} {min(a) / min(b):.2f}"
+
+
+def layer_table(shapes: tuple[tuple[int, int], ...], rows: tuple[int, ...], repeats: int) -> list[list[Any]]:
+    table = []
+    for k, n in shapes:
+        weights = [torch.randn(n, k) for _ in range(max(2, 12_000_000 // (k * n)))]
+        runs: dict[Any, Callable[[], object]] = {}
+        for m in rows:
             x = torch.randn(m, k)
-            plain = best(lambda x=x, ls=layers: [functional.linear(x, layer.weight) for layer in ls]) / len(layers)
-            ours = best(lambda x=x, ls=layers: [layer(x) for layer in ls]) / len(layers)
-            rows.append([k, n, m, plain * 1e3, ours * 1e3, plain / ours])
-    print(f"{torch.get_num_threads()} threads, torch {torch.__version__}")
-    print(tabulate(rows, ["in", "out", "rows", "linear ms", "ours ms", "ratio"], floatfmt=".3f"))
+            runs["linear", m] = lambda x=x, ws=weights: [functional.linear(x, w) for w in ws]
+            runs["transposed", m] = lambda x=x, ws=weights: [transposed_product(x, w, None) for w in ws]
+            runs["packed", m] = lambda x=x, ws=weights: [packed_product(x, packed(w), None) for w in ws]
+        times = seconds(runs, repeats)
+        table += [[f"{k} -> {n}", m, *(ratio(times[name, m], times["linear", 1]) for name in KERNELS)] for m in rows]
+    return table
+
+
+def pass_table(model: Any, rows: tuple[int, ...], repeats: int, committed: int = 100) -> list[list[Any]]:
+    lm = TransformersLM(model, 1, committed + max(rows) + 1)
+    layers = [layer for layer in model.modules() if type(layer) is SmallBatchLinear]
+    lm.start(0, list(range(10, 11 + committed)))
+    available = small_batch_linear._available
+
+    def run(kernel: str, ids: torch.Tensor) -> None:
+        for layer in layers:
+            layer.__class__ = nn.Linear if kernel == "linear" else SmallBatchLinear
+        small_batch_linear._available = available if kernel == "packed" else lambda: False
+        lm.forward(ids)
+        lm.commit([0])
+
+    tokens = torch.arange(10, 10 + max(rows))[None]
+    runs = {(name, m): lambda name=name, m=m: run(name, tokens[:, :m]) for m in rows for name in KERNELS}
+    try:
+        times = seconds(runs, repeats)
+    finally:
+        small_batch_linear._available = available
+    return [
+        [m, *(ratio(times[name, m], times[name, 1]) for name in KERNELS), ratio(times["linear", m], times["packed", m])]
+        for m in rows
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--parts", nargs="+", choices=("layers", "passes"), default=["layers", "passes"])
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    print(f"{args.threads} threads, torch {torch.__version__}")
+    if "layers" in args.parts:
+        with torch.no_grad():
+            table = layer_table(SHAPES, (1, 2, 3, 4, 5, 8, 12, 16, 32), args.repeats)
+        print(tabulate(table, ["layer", "rows", *KERNELS]), "\n")
+    if "passes" in args.parts:
+        model = load_model(args.model, dtype="float32", device="cpu").model
+        table = pass_table(model, (1, 2, 4, 8, 16), args.repeats)
+        print(tabulate(table, ["rows", *KERNELS, "linear / packed"]))
 
 
 if __name__ == "__main__":

@@ -1,42 +1,203 @@
-"""Matrix products of few rows on a CPU in float32: the shape of every verification pass there.
+"""Linear layers for few rows on a CPU in float32: the shape of every verification pass there.
 
 `torch.nn.functional.linear` computes ``x W^T`` and is slow on CPUs for 2 to about 16 rows of ``x``, the usual shape of
-drafting and verifying. The product ``(W x^T)^T`` reads W once in memory order and takes a half to a quarter of the
-time. It is fastest for 2, 4, 8 and 16 rows, so fewer are padded. ``benchmarks/small_linear.py`` compares both.
+drafting and verifying. oneDNN is up to 2.5 times as fast with weights in its own blocked layout. Such a copy is made
+at the first pass over few rows; layers with the same input (queries, keys and values; the two halves of an MLP) share
+one copy and one product, because a call of oneDNN costs as much as a small product.
+
+Layers without a copy (see `packed`) compute ``(W x^T)^T`` instead. ``benchmarks/small_linear.py`` compares all.
 """
 
 from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+logger = logging.getLogger(__name__)
+
 #: Beyond this many rows `functional.linear` is as fast.
-MOST_ROWS = 24
-#: Number of rows to pad to, where more rows take less time.
-PADDED = {1: 2, 3: 4, 6: 8, 7: 8} | dict.fromkeys(range(9, 16), 16)
+MOST_ROWS = 32
+#: Minimum ratio of outputs to inputs at which packed weights are faster for a single row: output heads.
+TALL = 8
+#: Number of rows to pad a transposed product to, where more rows take less time.
+PADDED = {3: 4, 6: 8, 7: 8} | dict.fromkeys(range(9, 16), 16)
+#: Names of layers that are called with the same input.
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+#: Number of rows that oneDNN chooses a layout for; it is the same for all numbers above 1.
+PACKED_ROWS = 16
+#: Largest share of the machine's memory for packed weights.
+MEMORY_SHARE = 0.25
 
 
 class SmallBatchLinear(nn.Linear):
-    """`nn.Linear` with the faster product for few rows; same parameters, same result up to float32 rounding."""
+    """`nn.Linear` with faster products for few rows; same parameters, same result up to float32 rounding.
+
+    With gradients enabled it computes `functional.linear`.
+    """
+
+    siblings: Siblings | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.numel() // self.in_features
-        # A single row costs two copies, which pay off only for tall weights (an MLP's first half, the head).
-        low = rows == 1 and self.out_features < 2 * self.in_features
-        if rows == 0 or rows > MOST_ROWS or low:
+        low = rows == 1 and self.out_features < TALL * self.in_features
+        if rows == 0 or rows > MOST_ROWS or low or torch.is_grad_enabled():
             return functional.linear(input, self.weight, self.bias)
-        # Both contiguous: with a transposed input this product takes the slow path again.
-        x = input.reshape(rows, self.in_features)
-        padded = PADDED.get(rows, rows)
-        if rows == 1:
-            x = x.expand(padded, -1).contiguous()  # the only copy needed
-        else:
-            x = functional.pad(x, (0, 0, 0, padded - rows)).contiguous()
-        out = (self.weight @ x.t()).t()[:rows].contiguous()
-        if self.bias is not None:
-            out = out + self.bias
-        return out.view(*input.shape[:-1], self.out_features)
+        if rows > 1 and self.siblings is not None and (shared := self.siblings.product(self, input)) is not None:
+            return shared
+        if (weight := packed(self.weight)) is not None:
+            return packed_product(input, weight, self.bias)
+        product = functional.linear if rows == 1 else transposed_product
+        return product(input, self.weight, self.bias)
+
+
+def transposed_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``input [.., I]`` times ``weight [O, I]``, plus ``bias [O]``, for 2 to `MOST_ROWS` rows."""
+    rows = input.numel() // weight.shape[1]
+    # Both contiguous: with a transposed input this product takes the slow path again.
+    x = functional.pad(input.reshape(rows, -1), (0, 0, 0, PADDED.get(rows, rows) - rows)).contiguous()
+    out = (weight @ x.t()).t()[:rows].contiguous()
+    if bias is not None:
+        out = out + bias
+    return out.view(*input.shape[:-1], -1)
+
+
+def packed_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``input [.., I]`` times a result of `packed` ``[O, I]``, plus ``bias [O]``."""
+    return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
+
+
+class Siblings:
+    """Layers that a model calls one after the other with the same input; the first call computes all products.
+
+    Calls are recognised by the identity of their input. If a layer is called with another input, or in another order,
+    each layer computes its own product from then on.
+    """
+
+    def __init__(self, layers: list[SmallBatchLinear]):
+        self._layers = layers
+        self._apart = False
+
+    def product(self, layer: SmallBatchLinear, input: Tensor) -> Tensor | None:
+        """The output of ``layer``; None if it must be computed separately."""
+        weights = [one.weight for one in self._layers]
+        index = next((i for i, weight in enumerate(weights) if weight is layer.weight), None)
+        if self._apart or index is None:  # None: a copy of the layer with another weight
+            return None
+        if index == 0:
+            if (weight := packed(*weights)) is None:
+                return None
+            bias = None if layer.bias is None else torch.cat([one.bias for one in self._layers])
+            first, *others = packed_product(input, weight, bias).split([len(one) for one in weights], -1)
+            _thread.pending = _Pending(self, input, others)
+            return first
+        pending: _Pending | None = getattr(_thread, "pending", None)
+        due = len(weights) - len(pending.outputs) if pending is not None else 0
+        if pending is None or pending.siblings is not self or pending.input is not input or index != due:
+            self._apart = packed(*weights) is not None
+            return None
+        output = pending.outputs.pop(0)
+        if not pending.outputs:
+            _thread.pending = None
+        return output
+
+
+@dataclass
+class _Pending:
+    """Products that were computed with the first one of ``siblings``, in order."""
+
+    siblings: Siblings
+    input: Tensor
+    outputs: list[Tensor]
+
+
+#: ``pending``: the last `_Pending` of this thread.
+_thread = threading.local()
+
+
+@dataclass
+class _Copy:
+    """A packed copy of weights; it is dropped with the tensors that it was made for, ``owners``."""
+
+    weight: Tensor
+    versions: list[int]
+    owners: list[weakref.ref[Tensor]]
+
+    def is_valid(self, weights: Sequence[Tensor]) -> bool:
+        """True if the memory of ``weights`` is still that of the owners, and was not written to."""
+        owners = [owner() for owner in self.owners]
+        return self.versions == [weight._version for weight in weights] and all(
+            owner is not None and owner.data_ptr() == weight.data_ptr()
+            for owner, weight in zip(owners, weights, strict=True)
+        )
+
+
+#: Packed copies by the addresses and shapes of their weights.
+_copies: dict[tuple[int | torch.Size, ...], _Copy] = {}
+
+
+def packed(*weights: Tensor) -> Tensor | None:
+    """Weights ``[O_i, I]``, one below the other, in oneDNN's layout; copied at the first call, and after a change.
+
+    Tensors that share memory share the copy. None if oneDNN is not available, if changes of a weight cannot be detected
+    (it was created in inference mode), or if copies would take more than `MEMORY_SHARE` of the machine's memory.
+    """
+    if not _available() or any(weight.is_inference() for weight in weights):
+        return None
+    key = tuple(part for weight in weights for part in (weight.data_ptr(), weight.shape))
+    copy = _copies.get(key)
+    if copy is not None and copy.is_valid(weights):
+        return copy.weight
+    size = sum(weight.nbytes for weight in weights)
+    if copy is None and size + packed_nbytes() > MEMORY_SHARE * _memory():
+        _warn_of_memory()
+        return None
+    with torch.inference_mode():
+        rows = weights[0].detach() if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
+        weight = torch.ops.mkldnn._reorder_linear_weight(rows.contiguous(), PACKED_ROWS)
+
+    def drop(_: object) -> None:
+        _copies.pop(key, None)
+
+    _copies[key] = _Copy(weight, [one._version for one in weights], [weakref.ref(one, drop) for one in weights])
+    return weight
+
+
+def packed_nbytes() -> int:
+    """Bytes of all packed copies in this process."""
+    return sum(copy.weight.nbytes for copy in list(_copies.values()))
+
+
+@cache
+def _available() -> bool:
+    """True if oneDNN has kernels for blocked float32 weights on this processor."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return torch.backends.mkldnn.is_available() and capability in ("AVX2", "AVX512")
+
+
+@cache
+def _memory() -> float:
+    """Bytes of memory of this machine; infinite if unknown."""
+    if not hasattr(os, "sysconf"):
+        return float("inf")
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@cache
+def _warn_of_memory() -> None:
+    logger.warning(
+        "crossdraft: packed copies of weights would take more than %d %% of the memory; other layers run without one, "
+        "which makes passes over few tokens slower",
+        100 * MEMORY_SHARE,
+    )
 
 
 def speed_up_small_batches(model: nn.Module) -> None:
@@ -46,3 +207,15 @@ def speed_up_small_batches(model: nn.Module) -> None:
             continue
         if module.weight.device.type == "cpu" and module.weight.dtype == torch.float32:
             module.__class__ = SmallBatchLinear
+    for module in model.modules():
+        for names in SIBLINGS:
+            _join([module._modules.get(name) for name in names])
+
+
+def _join(modules: list[nn.Module | None]) -> None:
+    layers = [layer for layer in modules if isinstance(layer, SmallBatchLinear) and layer.siblings is None]
+    alike = {(layer.in_features, layer.bias is None) for layer in layers}
+    if len(layers) == len(modules) and len(alike) == 1:
+        siblings = Siblings(layers)
+        for layer in layers:
+            layer.siblings = siblings
