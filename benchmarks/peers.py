@@ -79,7 +79,13 @@ class Program:
         return self.name, self.mode
 
 
-def of_transformers(args: argparse.Namespace, target: LoadedModel, small: LoadedModel) -> Iterator[Program]:
+def load_pair(args: argparse.Namespace) -> tuple[LoadedModel, LoadedModel]:
+    target = load_model(args.model, dtype="float32", device="cpu")
+    return target, load_model(args.drafter, share_with=target)
+
+
+def of_transformers(args: argparse.Namespace) -> Iterator[Program]:
+    target, small = load_pair(args)  # of its own: crossdraft replaces the linear layers of a model that it runs
     model: Any = target.model
     ends = list(target.eos_token_ids)
     # transformers reads the draft length from the assistant's own generation config.
@@ -297,11 +303,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     args.modes = {PLAIN, *args.modes}
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    target = load_model(args.model, dtype="float32", device="cpu")
-    small = load_model(args.drafter, share_with=target)
+    target, small = load_pair(args)
     prompts = [encode(target.tokenizer, prompt.turns[:1]) for prompt in load_prompts(args.prompts)]
     longest = max(map(len, prompts)) + args.max_new_tokens
-    programs = [p for p in of_transformers(args, target, small) if p.mode in args.modes]
+    programs = [p for p in of_transformers(args) if p.mode in args.modes]
     programs += of_crossdraft(args, target, small, longest)
     versions = [f"torch {torch.__version__}", f"transformers {TRANSFORMERS}"]
     with ExitStack() as servers:
