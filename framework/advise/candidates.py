@@ -102,7 +102,7 @@ def _permits(acceptance: Acceptance, gamma: int) -> bool:
         return False
     model = {"model": acceptance.model} if acceptance.model else {}
     try:
-        plugins.get("drafters", acceptance.drafter).Config(**acceptance.options | model | {"gamma": gamma})
+        plugins.get("drafters", acceptance.drafter).Config(**{**acceptance.options, **model, "gamma": gamma})
     except ValueError:
         return False
     return True
