@@ -3,9 +3,9 @@
     python benchmarks/draft_acceptance.py [--target smollm2-135m-instruct] [--model smollm2-draft-model]
         [--temperature 1] [--limit 16] [--max-new-tokens 32] [--coins 4] [--seconds 600]
 
-Every draft has twelve nodes at most. Each shape decodes the prompts with its first verifier, so all
-verifiers see contexts that the target wrote; at every step with a full draft each verifier decides ``--coins`` times on
-the draft at hand. Verifiers of one shape are compared on the same drafts, shapes on the same prompts. Intervals are
+Every draft has twelve nodes at most. Each shape decodes the prompts with its last verifier, so all verifiers see
+contexts that the target wrote; at every step with a full draft each verifier decides ``--coins`` times on the draft at
+hand. Verifiers of one shape are compared on the same drafts, shapes on the same prompts. Intervals are
 over prompts. ``--seconds``: stop before the next group of prompts.
 """
 
@@ -25,10 +25,11 @@ from crossdraft.framework.contracts.draft import Draft
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.contracts.steps import StepEvent
-from crossdraft.framework.metrics.intervals import Estimate, estimate
+from crossdraft.framework.metrics.intervals import estimate
 from crossdraft.framework.models.chat import encode
 from crossdraft.framework.models.load import load_model
 from crossdraft.framework.recipe.prompts import load_prompts
+from crossdraft.framework.report.table_utils import estimate_text
 
 TREE, DELAYED = [3, 1, 1, 1], [1, 1, 1, 3, 1, 1]
 #: Shapes of twelve nodes: drafter, its options besides the model, number of levels, and verifiers.
@@ -65,10 +66,6 @@ def mean(sums: np.ndarray) -> np.ndarray:
 def difference(sums: np.ndarray) -> np.ndarray:
     """Difference of two means, of totals ``[.., 4]``."""
     return mean(sums[..., :2]) - mean(sums[..., 2:])
-
-
-def interval(item: Estimate) -> str:
-    return f"{item.value:.3f}" + ("" if item.low is None else f" [{item.low:.3f}, {item.high:.3f}]")
 
 
 def main() -> None:
@@ -136,7 +133,7 @@ def main() -> None:
             columns = [sums[shape][:, [0, column]], sums[shape][:, [0, traversal]], base]
             items = [estimate(mean, columns[0], log=False, least=0.0)]
             items += [estimate(difference, np.concatenate([columns[0], other], 1), log=False) for other in columns[1:]]
-            rows.append([shape, name, *map(interval, items)])
+            rows.append([shape, name, *(estimate_text(item, digits=3) for item in items)])
     used = int((base[:, 0] > 0).sum())
     print(f"{used} prompts, {', '.join(f'{item[:, 0].sum():.0f}' for item in sums.values())} steps")
     headers = ["draft", "verifier", "E[τ]", "less `traversal`", "less `traversal` of the first draft"]

@@ -48,6 +48,7 @@ from crossdraft.framework.models.chat import encode
 from crossdraft.framework.models.load import load_model
 from crossdraft.framework.recipe.prompts import load_prompts
 from crossdraft.framework.recipe.recipe import CellConfig
+from crossdraft.framework.report.table_utils import estimate_text
 
 Ids = list[int]
 MODES = PLAIN, NGRAM, DRAFT_MODEL = "plain", "n-gram", "draft-model"
@@ -253,8 +254,7 @@ def ratio(own: Sequence[tuple[int, float]], other: Sequence[tuple[int, float]]) 
     if np.allclose(ratios, 1):
         return "1"
     result = estimate(lambda s: s[..., 0] / s[..., 1] / (s[..., 2] / s[..., 3]), sums, value=float(median(ratios)))
-    interval = "" if result.low is None else f" [{result.low:.2f}, {result.high:.2f}]"
-    return f"{result.value:.2f}{interval}"
+    return estimate_text(result)
 
 
 def table(programs: list[Program], size: int) -> str:
