@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .. import plugins
+from ..contracts.options import permits
 from ..cost.curve import CostCurve, Curve
 from ..cost.finished_cells import curves_of, statistics
 from ..cost.prediction import CellStatistics, Prediction, predict
@@ -101,11 +102,7 @@ def _permits(acceptance: Acceptance, gamma: int) -> bool:
     if acceptance.drafter not in plugins.entries("drafters"):
         return False
     model = {"model": acceptance.model} if acceptance.model else {}
-    try:
-        plugins.get("drafters", acceptance.drafter).Config(**{**acceptance.options, **model, "gamma": gamma})
-    except ValueError:
-        return False
-    return True
+    return permits(plugins.get("drafters", acceptance.drafter).Config, {**acceptance.options, **model}, gamma)
 
 
 def _nearest(steps: Mapping[int, CellStatistics], batch_size: int) -> CellStatistics:
@@ -126,10 +123,10 @@ def imported(
     candidates = []
     for acceptance in acceptances:
         gamma, length = acceptance.gamma, 1 + sum(acceptance.marginal)
-        drafting = 1 - acceptance.idle
-        widths = {gamma: drafting} | ({0: acceptance.idle} if acceptance.idle else {})
-        passes = gamma * drafting if drafter is not None else 0
-        cell = CellStatistics(1, 1, length, widths, context, passes, acceptance=acceptance.marginal)
+        passes = gamma * (1 - acceptance.idle) if drafter is not None else 0
+        cell = CellStatistics(
+            1, 1, length, {gamma: 1.0}, context, passes, acceptance=acceptance.marginal, idle=acceptance.idle
+        )
         temperature = acceptance.temperature
         group = "temperature unknown" if temperature is None else f"temperature {temperature:g}"
         group = ", ".join([*acceptance.setting, group])

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 #: Messages by pydantic's error type: the types are a stable interface, pydantic's messages are not.
 _FAULTS = {
@@ -45,6 +45,14 @@ def fault(problem: Mapping[str, Any]) -> str:
     context = problem.get("ctx", {})
     whole = {key: int(value) for key, value in context.items() if isinstance(value, float) and value.is_integer()}
     return sentence.format(**{**context, **whole})
+
+
+def permits(config: type[BaseModel], options: Mapping[str, Any], gamma: int) -> bool:
+    """Return True if a drafter's ``config`` accepts ``gamma`` beside its other options, or has no such option."""
+    try:
+        return "gamma" not in config.model_fields or bool(config(**{**options, "gamma": gamma}))
+    except ValidationError:
+        return False
 
 
 class _Truth:

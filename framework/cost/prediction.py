@@ -14,6 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+from scipy import stats
+
 from ..errors import UsageError
 from .curve import Curve
 
@@ -33,18 +36,21 @@ class CellStatistics:
         draft_seconds: drafting time per step, for drafters without a curve.
         other_seconds: time per step for verification and the rest.
         acceptance: Pr(tau >= i) for i = 1, 2, ...
+        idle: share of the steps of a row without a draft, in engines, which do not pad: a row drafts independently of
+            others, and ``widths`` are nodes per row.
     """
 
     batch_size: int
     occupied: float
     tokens_per_step: float
-    widths: Mapping[int, float]
+    widths: Mapping[float, float]
     context: float
     passes: float = 0.0
     draft_width: float = 1.0
     draft_seconds: float = 0.0
     other_seconds: float = 0.0
     acceptance: tuple[float, ...] = ()
+    idle: float = 0.0
 
     @classmethod
     def chain(cls, batch_size: int, gamma: int, acceptance: float, context: float) -> CellStatistics:
@@ -58,15 +64,23 @@ class CellStatistics:
 
     def plain(self) -> CellStatistics:
         """Plain decoding of the same rows, with the same other time."""
-        return replace(self, tokens_per_step=1.0, widths={0: 1.0}, passes=0.0, draft_seconds=0.0, acceptance=())
+        return replace(
+            self, tokens_per_step=1.0, widths={0: 1.0}, passes=0.0, draft_seconds=0.0, acceptance=(), idle=0.0
+        )
 
     def at(self, batch_size: int) -> CellStatistics:
         """Return the same pair with ``batch_size`` rows, all in use. Times without a curve scale with the rows."""
         ratio = batch_size / self.batch_size
+        widths = self.widths
+        if self.idle:
+            nodes, drafting = max(widths), np.arange(batch_size + 1)
+            shares = stats.binom.pmf(drafting, batch_size, 1 - self.idle)
+            widths = dict(zip((nodes * drafting / batch_size).tolist(), shares.tolist(), strict=True))
         return replace(
             self,
             batch_size=batch_size,
             occupied=batch_size,
+            widths=widths,
             draft_seconds=self.draft_seconds * ratio,
             other_seconds=self.other_seconds * ratio,
         )
@@ -90,7 +104,7 @@ class CellStatistics:
                 f"acceptance was measured for drafts of up to {len(self.acceptance)} tokens, not {gamma}; "
                 f"run a cell with gamma {gamma}"
             )
-        widths: dict[int, float] = {}
+        widths: dict[float, float] = {}
         for nodes, share in self.widths.items():
             widths[min(nodes, gamma)] = widths.get(min(nodes, gamma), 0.0) + share
         longest = max(self.widths)

@@ -19,8 +19,9 @@ from .step_chain import Steps
 MAX_GROUPS, MAX_CATEGORIES = 1024, 64
 #: Category of all further ones.
 OTHERS = "(others)"
-#: Columns of the sums by group: tokens and steps that count towards block efficiency, all tokens and all steps.
-_EMITTED, _COUNTED, _TOKENS, _STEPS = range(4)
+#: Columns of the sums by group: tokens and steps that count towards block efficiency, all tokens and all steps, and
+#: the counted steps without a draft.
+_EMITTED, _COUNTED, _TOKENS, _STEPS, _IDLE = range(5)
 
 
 @dataclass
@@ -59,6 +60,7 @@ class Row:
         steps: expected number of all steps; drafted: tokens drafted in them; target_rows: positions evaluated by the
             target (an upper bound for K > 1: shared prefixes are evaluated once).
         marginal: Pr(tau >= i), i = 1 .. gamma, over the counted steps; conditional: Pr(tau >= i | tau >= i - 1).
+        idle: share of the counted steps without a draft.
     """
 
     gamma: int
@@ -71,6 +73,7 @@ class Row:
     target_rows: float
     marginal: list[float]
     conditional: list[float]
+    idle: float = 0.0
 
     @property
     def drafted_per_step(self) -> float:
@@ -93,7 +96,7 @@ class Tally:
 
     def __init__(self, groups: PromptGroups, gammas: Sequence[int], k: int = 1, by_prompt: bool = False):
         self.groups, self.gammas, self.k = groups, list(gammas), k
-        self._sums = np.zeros((0, len(self.gammas), 4))
+        self._sums = np.zeros((0, len(self.gammas), 5))
         deepest = max(self.gammas)
         self._at_least = np.zeros((0, len(self.gammas), deepest)) if by_prompt else None
         # By category: drafted tokens, and sums of Pr(tau >= i).
@@ -104,9 +107,8 @@ class Tally:
         """Add responses; ``numbers`` are the groups of their prompts (`PromptGroups.number`)."""
         if missing := len(self.groups.category) - len(self._sums):
             self._sums = np.concatenate([self._sums, np.zeros((missing, *self._sums.shape[1:]))])
-        np.add.at(
-            self._sums, np.array(numbers), np.stack([steps.emitted, steps.counted, steps.tokens, steps.steps], -1)
-        )
+        columns = (steps.emitted, steps.counted, steps.tokens, steps.steps, steps.idle)
+        np.add.at(self._sums, np.array(numbers), np.stack(columns, -1))
         if self._at_least is not None:
             missing = len(self._sums) - len(self._at_least)
             self._at_least = np.concatenate([self._at_least, np.zeros((missing, *self._at_least.shape[1:]))])
@@ -149,10 +151,11 @@ class Tally:
             target_rows=float(drafted + total[_STEPS]),
             marginal=at_least.tolist(),
             conditional=conditional,
+            idle=float(total[_IDLE] / total[_COUNTED]) if total[_COUNTED] else 0.0,
         )
 
     def sums(self, gamma: int, category: str = "") -> np.ndarray:
-        """``[groups, 4]``: counted tokens and steps, all tokens and steps."""
+        """``[groups, 5]``: counted tokens and steps, all tokens and steps, counted steps without a draft."""
         rows = self._sums[:, self.gammas.index(gamma)]
         if category:
             categories = np.array(self.groups.category[: len(rows)])

@@ -56,20 +56,20 @@ def heuristic(responses: Sequence[StepAcceptance], gamma: int, start: int) -> St
     """
     result = [_heuristic(response, gamma, start) for response in responses]
     totals = np.array([numbers for *numbers, _ in result])
-    tokens, steps, drafted, taken, counted, emitted = (totals[:, i : i + 1] for i in range(6))
+    *columns, idle = (totals[:, i : i + 1] for i in range(7))
     accepted = np.stack([values for *_, values in result])[:, None]
-    return Steps(tokens, steps, drafted, taken, counted, emitted, accepted)
+    return Steps(*columns, accepted, idle)
 
 
 def _heuristic(
     response: StepAcceptance, gamma: int, start: int
-) -> tuple[float, float, float, float, float, float, np.ndarray]:
+) -> tuple[float, float, float, float, float, float, float, np.ndarray]:
     t, depth = response.survival.shape
     limit = np.iinfo(np.int64).max if response.limit is None else response.limit
     at_least = np.concatenate([np.ones((t, 1)), response.survival, np.zeros((t, 1))], 1)
     reached = np.zeros((t + depth + 2, gamma + 1))  # Pr(a step starts at t while the length is L)
     reached[0, start] = 1
-    tokens = steps = drafted = taken = counted = emitted = 0.0
+    tokens = steps = drafted = taken = counted = emitted = idle = 0.0
     accepted = np.zeros(depth)
     for start in range(t):
         max_draft_len = limit - 1 - start
@@ -95,4 +95,5 @@ def _heuristic(
                 counted += weight
                 emitted += emits
                 accepted += weight * survival
-    return float(t) if response.starts is None else tokens, steps, drafted, taken, counted, emitted, accepted
+                idle += weight * (n == 0)
+    return float(t) if response.starts is None else tokens, steps, drafted, taken, counted, emitted, idle, accepted

@@ -47,6 +47,7 @@ class Steps:
         steps: number of steps; ``drafted`` and accepted (``taken``) tokens, and target positions (``rows``) in them.
         counted, emitted: steps with enough remaining tokens for a draft of gamma, and the tokens that they emit.
         accepted: [n, gammas, G], sum of Pr(tau >= i) over the counted steps.
+        idle: counted steps without a draft.
     """
 
     tokens: np.ndarray
@@ -56,6 +57,7 @@ class Steps:
     counted: np.ndarray
     emitted: np.ndarray
     accepted: np.ndarray
+    idle: np.ndarray
 
     @property
     def rows(self) -> np.ndarray:
@@ -123,6 +125,7 @@ def _expected_batch(responses: Sequence[StepAcceptance], gammas: Sequence[int]) 
         counted=counted.sum(-1),
         emitted=(counted * emits.transpose(0, 2, 1)).sum(-1),
         accepted=counted @ survival * (i <= gamma[:, None]),
+        idle=(counted * (drafts == 0)).sum(-1),
     )
 
 

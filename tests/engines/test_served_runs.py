@@ -96,6 +96,9 @@ def test_engine_has_own_columns_beside_cells_of_the_loop(
     assert served["block_efficiency"]["value"] == pytest.approx(own["block_efficiency"]["value"], rel=0.25)
     assert served["token_seconds"]["value"] > 0 and served["first_token_seconds"]["value"] > 0
     assert metrics["openai", "none"]["block_efficiency"]["value"] == 1
+    # Steps without a match have no draft, also in a server that does not report it.
+    assert served["target_rows_per_token"] == pytest.approx(own["target_rows_per_token"], rel=0.25)
+    assert served["nodes_per_step"] == pytest.approx(own["nodes_per_step"], rel=0.25) and own["nodes_per_step"] < 3
 
 
 def test_verified_engine(tmp_path: Path, recipe: Any, servers: tuple[str, str], capsys: Any) -> None:

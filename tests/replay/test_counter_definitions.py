@@ -14,6 +14,8 @@ import pytest
 
 from crossdraft.framework.advise.candidates import Candidate, imported
 from crossdraft.framework.cli import main as cli
+from crossdraft.framework.cli.replay.candidates import candidates_of
+from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.cost.curve import CostCurve, Point
 from crossdraft.framework.engines.acceptance import Acceptance
 from crossdraft.framework.metrics.counter_definitions import DEFINITIONS
@@ -182,7 +184,6 @@ def test_unsupported_drafters_are_refused(tmp_path: Path, capsys: Any) -> None:
 def test_ngram_simple_drafts_alike_in_a_step_and_in_a_replay() -> None:
     from crossdraft_llamacpp.ngram_simple import NgramSimple
 
-    from crossdraft.framework.contracts.sampling import Sampling
     from crossdraft.framework.replay.teacher_forcing.model_free import _propose_drafts
 
     draw = np.random.default_rng(0)
@@ -202,3 +203,6 @@ def test_lengths_that_a_drafter_refuses_are_not_advised() -> None:
 
     assert candidate("ngram-simple", n=2).gammas == (2, 3)
     assert candidate("an engine's", n=2).gammas == (1, 2, 3)
+    drafter = "{name: ngram-simple, n: 2}"
+    (replayed,) = candidates_of([drafter], [], (1, 2, 4), sampling=Sampling(temperature=0), target="")
+    assert replayed.gammas == (2, 4)

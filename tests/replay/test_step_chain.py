@@ -111,7 +111,7 @@ def test_another_rules_identity_is_found_out(toys: Any, drafts: Any) -> None:
 def walked(one: StepAcceptance, gamma: int) -> dict[str, float]:
     """All ways of walking through a response, one after the other."""
     t, limit = len(one.survival), one.limit or 10**9
-    sums = dict.fromkeys(("steps", "drafted", "rows", "counted", "emitted"), 0.0) | {"ways": 0.0}
+    sums = dict.fromkeys(("steps", "drafted", "rows", "counted", "emitted", "idle"), 0.0) | {"ways": 0.0}
     waiting = [(0, 1.0)]
     while waiting:
         at, weight = waiting.pop()
@@ -125,6 +125,7 @@ def walked(one: StepAcceptance, gamma: int) -> dict[str, float]:
         sums["drafted"] += weight * nodes
         sums["rows"] += weight * (nodes + 1)
         sums["counted"] += weight * counts
+        sums["idle"] += weight * counts * (nodes == 0)
         at_least = [1.0, *one.survival[at][: max(min(deepest, t - at), 0)], 0.0]
         for tau in range(len(at_least) - 1):
             mass = weight * (at_least[tau] - at_least[tau + 1])

@@ -194,19 +194,21 @@ class EngineCell(PieceRunner):
     ) -> Sequence[Response]:
         self._turns.append(self._run(prompts, self.config.max_new_tokens))
         self._served += len(prompts)
-        return [self._response(i, response) for i, response in enumerate(self._turns[-1])]
+        return [self._response(i, *pair) for i, pair in enumerate(zip(prompts, self._turns[-1], strict=True))]
 
-    def _response(self, index: int, response: ServedResponse) -> Response:
-        """Steps after the prefill's token. An engine that reports only totals has full drafts in every step."""
+    def _response(self, index: int, prompt: Sequence[int], response: ServedResponse) -> Response:
+        """Steps after the prefill's token, with the drafted tokens that the engine reports, else those of `_lengths`."""
         if response.finish_reason not in ("stop", "length"):
             raise UsageError(f"the engine ended a response with {response.finish_reason!r}; expected stop or length")
         drafted = list(response.drafted) if response.drafted is not None else None
         accepted = list(response.accepted or ())
+        lengths = self._lengths(prompt, response.tokens)
         steps, emitted = [], response.steps[0].tokens
         for step in response.steps[1:]:
             limit = self.config.max_new_tokens - emitted - 1
+            tau = step.tokens - 1
+            nodes = max(min(lengths[emitted], max(limit, 0)), tau if self.depth else 0)
             emitted += step.tokens
-            tau, nodes = step.tokens - 1, min(self.depth, max(limit, 0))
             if drafted is not None:  # steps without a draft are not reported
                 ends = emitted >= len(response.tokens)
                 if drafted and (accepted[0] == tau or ends):
@@ -215,8 +217,18 @@ class EngineCell(PieceRunner):
                 else:
                     nodes = 0
             step.nodes = nodes
-            steps.append(SequenceStep(tau, step.tokens, nodes, self.depth, max(limit, 0)))
+            steps.append(SequenceStep(tau, step.tokens, nodes, nodes, max(limit, 0)))  # engines do not pad
         return Response(index, response.tokens, response.finish_reason, steps)
+
+    def _lengths(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:
+        """Tokens drafted after 0, 1, .. of ``tokens``: those of drafters that derive them from the text, else all."""
+        if not self.config.is_baseline:
+            drafter, options = drafter_of(self.config)
+            with plugins.guarded("drafters", drafter.name, "response_drafts()"):
+                drafts = drafter.response_drafts(options, [(prompt, tokens)], self.depth)
+                if drafts is not None and not drafter.remembers(options):
+                    return (next(iter(drafts)) >= 0).sum(1).tolist()
+        return [self.depth] * len(tokens)
 
 
 def piece_of(turns: Sequence[Sequence[ServedResponse]], batch_size: int) -> Piece:

@@ -134,6 +134,7 @@ def _of_candidate(
                 model=str(options.get("model", "")),
                 temperature=temperature,
                 point_mass=traits.point_mass,
+                idle=tally.row(gamma).idle,
                 options={key: value for key, value in options.items() if key not in ("model", "gamma")},
             )
 

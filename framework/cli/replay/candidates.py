@@ -91,6 +91,7 @@ def candidates_of(
         UsageError: a drafter, verifier or policy that cannot be replayed.
     """
     from ...api.build import configured
+    from ...contracts.options import permits
     from ...recipe.recipe import Strategy
     from ...replay.replay import Candidate, verifiers_for
     from ...replay.teacher_forcing import model_free
@@ -116,8 +117,8 @@ def candidates_of(
         config = with_gamma(cls, config, max(lengths))
         params = sampling or Sampling()
         rules = verifiers_for(title, (cls, config), verifiers, ks or (getattr(config, "K", 1),), params)
-        depth = cls.traits(config, params).depth
-        if not (lengths := tuple(gamma for gamma in lengths if gamma <= depth)):
+        depth, given = cls.traits(config, params).depth, config.model_dump(exclude_unset=True)
+        if not (lengths := tuple(gamma for gamma in lengths if gamma <= depth and permits(cls.Config, given, gamma))):
             raise UsageError(f"drafter '{title}' drafts at most {depth} tokens; reduce --gamma")
         drafter: Configured = (cls, config)
         drawn: Callable[[Iterable[Response]], Iterator[DraftTrace]] | None = None
