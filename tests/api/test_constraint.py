@@ -61,10 +61,9 @@ def drafters(names: list[str]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("mask_drafts", [False, True])
 @pytest.mark.parametrize("index", range(11))
-def test_outputs_match_schema(names: list[str], target: LoadedModel, index: int, mask_drafts: bool) -> None:
-    drafter, constraint = drafters(names)[index], {"json_schema": SCHEMA, "mask_drafts": mask_drafts}
+def test_outputs_match_schema(names: list[str], target: LoadedModel, index: int) -> None:
+    drafter, constraint = drafters(names)[index], {"json_schema": SCHEMA, "mask_drafts": index % 2 == 0}
     responses = generate(target, PROMPTS, drafter=drafter, constraint=constraint, batch_size=2, **OPTIONS)
     assert all(is_valid(response.text or "") and response.finish_reason == "stop" for response in responses)
     plain = generate(target, PROMPTS, drafter="none", constraint=constraint, temperature=0, **OPTIONS)

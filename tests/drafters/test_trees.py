@@ -96,11 +96,13 @@ def plain(decoder: Callable, tiny_model: Callable) -> Callable[[str], dict[int, 
 # -- temperature 0 --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize(
-    "label, verifier", [(label, rule) for label, (_, _, rules) in DRAFTS.items() for rule in rules]
+    "family, label, verifier, batch_size",
+    [
+        *(("llama", label, rule, 3) for label, (_, _, rules) in DRAFTS.items() for rule in rules),
+        *(("gpt2", label, rules[-1], 1) for label, (_, _, rules) in DRAFTS.items()),
+    ],
 )
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_temperature_zero_is_plain_decoding(
     decoder: Callable, tiny_model: Callable, plain: Callable, family: str, label: str, verifier: str, batch_size: int
 ) -> None:
@@ -113,7 +115,7 @@ def test_temperature_zero_is_plain_decoding(
 @pytest.mark.parametrize("label", DRAFTS)
 def test_drafter_is_right_now_and_then(decoder: Callable, tiny_model: Callable, label: str) -> None:
     """Otherwise the tests here would see only acceptance, or only rejection; and trees must leave the first path."""
-    loop = make(decoder, tiny_model, "llama", label, "greedy", 3, max_new_tokens=100)
+    loop = make(decoder, tiny_model, "llama", label, "greedy", 3, max_new_tokens=40)
     paths, verify = [], loop.verifier.verify
 
     def watched(draft: Draft, p: Tensor, rng: Any) -> Any:
@@ -164,8 +166,9 @@ def without(probs: Tensor, tokens: list[int]) -> Tensor:
     return probs / probs.sum()
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("label", DRAFTS)
+@pytest.mark.parametrize(
+    "label, family", [*((label, "llama") for label in DRAFTS), ("iid", "gpt2"), ("branching", "gpt2")]
+)
 def test_draft_probs_match_fresh_model(decoder: Callable, tiny_model: Callable, label: str, family: str) -> None:
     """After several steps of accepted and rejected branches; a stale or misplaced cache entry shows up here."""
     loop = make(decoder, tiny_model, family, label, DRAFTS[label][2][0], 3, max_new_tokens=32)
@@ -220,7 +223,7 @@ def test_draft_probs_match_fresh_model(decoder: Callable, tiny_model: Callable, 
 
 # -- temperature 1 --------------------------------------------------------------------------------------
 
-MANY = tuple([2 + i, 9, 9, 2 + i, 9] + [4] * (i % 4) for i in range(6))
+MANY = tuple([2 + i, 9, 9, 2 + i, 9] + [4] * (i % 4) for i in range(4))
 
 
 @pytest.mark.parametrize(
@@ -255,7 +258,7 @@ def test_samples_do_not_depend_on_batch_size(
         return {r.index: r.tokens for r in loop.run(MANY)}
 
     separate = sampled(1)
-    assert sampled(4) == separate
+    assert sampled(3) == separate
     assert len({tuple(tokens) for tokens in separate.values()}) == len(MANY)
 
 
