@@ -190,6 +190,13 @@ def of_run(
         else:
             target = machine.target
             drafter = machine.drafter(acceptance.model) if _has_model(result) else None
+        if target is None and config.engine is not None:
+            engine = config.engine.title
+            notes.append(
+                f"{name}: cells of {engine} are omitted; give responses of its plain decoding as --replay, and the "
+                "cost tables of that run as --cost and --draft-cost"
+            )
+            continue
         if target is None:
             notes.append(
                 f"{name}: {config.target} has no cost curve for the device and threads of the run; on that device, "

@@ -98,8 +98,11 @@ def statistics(result: CellResult) -> CellStatistics | None:
 def curves_of(result: CellResult, curves: Iterable[CostCurve]) -> tuple[CostCurve | None, CostCurve | None]:
     """Find the curves of a cell's target and of its draft model, each None if missing.
 
-    A drafter without a model or with several models has no curve; its measured time is used.
+    A drafter without a model or with several models has no curve; its measured time is used. Curves are of crossdraft's
+    passes, so cells of an engine have none.
     """
+    if result.config.engine is not None:
+        return None, None
     curves, provenance = list(curves), result.provenance
     models = dict(provenance.get("models", {}))
     identity = {key: provenance.get(key) for key in ("device", "torch")}

@@ -1,5 +1,6 @@
 """Statistics and predictions of finished cells, on synthetic numbers."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from crossdraft.framework.cost.curve import CostCurve
 from crossdraft.framework.cost.finished_cells import (
     BatchStep,
     batch_steps,
+    curves_of,
     last_paying,
     predicted,
     predictions,
@@ -113,6 +115,13 @@ def test_pass_of_several_tokens_row() -> None:
     actual = statistics(cell)
     assert actual is not None and (actual.passes, actual.draft_width) == (1.0, 2.0)
     assert predict(actual, curve(), curve()).draft == pytest.approx(seconds(2, 2, 101))
+
+
+def test_cells_of_an_engine_have_no_curve_of_crossdraft() -> None:
+    cell, measured = result(), [curve(), curve(sha256="def")]
+    assert curves_of(cell, measured) == tuple(measured)
+    config = cell.config.model_copy(update={"engine": Strategy(name="vllm")})
+    assert curves_of(replace(cell, config=config), measured) == (None, None)
 
 
 def priced(b: int, speed_up: float, baseline: bool = False) -> CellResult:

@@ -197,7 +197,7 @@ class EngineCell(PieceRunner):
         return [self._response(i, *pair) for i, pair in enumerate(zip(prompts, self._turns[-1], strict=True))]
 
     def _response(self, index: int, prompt: Sequence[int], response: ServedResponse) -> Response:
-        """Steps after the prefill's token, with the drafted tokens that the engine reports, else those of `_lengths`."""
+        """Steps after the prefill's token, with the drafted tokens that the engine reports, or those of `_lengths`."""
         if response.finish_reason not in ("stop", "length"):
             raise UsageError(f"the engine ended a response with {response.finish_reason!r}; expected stop or length")
         drafted = list(response.drafted) if response.drafted is not None else None
