@@ -5,7 +5,8 @@ drafting and verifying. oneDNN is up to 2.5 times as fast with weights in its ow
 at the first pass over few rows; layers with the same input (queries, keys and values; the two halves of an MLP) share
 one copy and one product, because a call of oneDNN costs as much as a small product.
 
-Layers without a copy (see `packed`) compute ``(W x^T)^T`` instead. ``benchmarks/small_linear.py`` compares all.
+Layers without a copy (see `packed`) compute ``(W x^T)^T`` instead. ``benchmarks/small_linear.py`` compares all. Layers
+of fewer than `LEAST_WEIGHTS` stay plain: a call of oneDNN takes longer than their product.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 #: Beyond this many rows `functional.linear` is as fast.
 MOST_ROWS = 32
+#: Weights of the smallest layer that is replaced.
+LEAST_WEIGHTS = 2**14
 #: Minimum ratio of outputs to inputs at which packed weights are faster for a single row: output heads.
 TALL = 8
 #: Number of rows to pad a transposed product to, where more rows take less time.
@@ -201,9 +204,11 @@ def _warn_of_memory() -> None:
 
 
 def speed_up_small_batches(model: nn.Module) -> None:
-    """Turn every plain `nn.Linear` on a CPU in float32 into a :class:`SmallBatchLinear`; parameters do not change."""
+    """Turn plain `nn.Linear` layers on a CPU in float32 into :class:`SmallBatchLinear`; parameters do not change."""
     for module in model.modules():
         if type(module) is not nn.Linear or hasattr(module.weight, "__tensor_flatten__"):  # quantised
+            continue
+        if module.weight.numel() < LEAST_WEIGHTS:
             continue
         if module.weight.device.type == "cpu" and module.weight.dtype == torch.float32:
             module.__class__ = SmallBatchLinear

@@ -12,6 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from crossdraft import LoadedModel, custom_generate, generate
 from crossdraft.framework.errors import UsageError
+from crossdraft.framework.lm import small_batch_linear
 from crossdraft.framework.lm.attention import sdpa
 from crossdraft.framework.lm.layer_surgery import own_modules
 from crossdraft.framework.lm.small_batch_linear import SmallBatchLinear
@@ -84,7 +85,10 @@ def test_hidden_states_leave_no_hooks(model: Any) -> None:
     assert len(model(torch.tensor([[3, 4]]), output_hidden_states=True).hidden_states) == 3  # once a layer
 
 
-def test_modules_of_their_own_share_weights_and_are_still_fast(tiny_model: Callable, family: str) -> None:
+def test_modules_of_their_own_share_weights_and_are_still_fast(
+    tiny_model: Callable, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(small_batch_linear, "LEAST_WEIGHTS", 1)
     model, ids = tiny_model(family), torch.tensor([[3, 4, 5, 3, 4]])
     twin = own_modules(model)
     assert type(twin) is type(model) and twin is not model

@@ -28,6 +28,12 @@ def no_grad() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def least_weights(monkeypatch: Any) -> None:
+    """Replace layers of any size: those of the tests are small."""
+    monkeypatch.setattr(small_batch_linear, "LEAST_WEIGHTS", 1)
+
+
 def layer_of(inputs: int, outputs: int, bias: bool = False) -> SmallBatchLinear:
     layer = nn.Linear(inputs, outputs, bias)
     speed_up_small_batches(layer)
