@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -29,8 +29,28 @@ GAMMA = 3
 #: Exact models for enumeration.
 TOYS, DEEP = ("G1", "G2"), "D6"
 ROWS = 4
+#: Recorded steps of each draft.
+STEPS = 6
 #: Tensor fields of a draft.
 FIELDS = ("tokens", "parents", "valid", "q", "q_index", "sequences")
+
+
+@cache
+def _recorded_steps(label: str, sampling: Sampling, final_q: bool) -> list[tuple[Draft, Tensor]]:
+    """Drafts of `STEPS` real steps and their p; limits are ragged in every third one."""
+    events: list[StepEvent] = []
+    context = Toys().context(ROWS, sampling)
+    match = get("verifiers", "greedy" if sampling.temperature == 0 else "sample-match")
+    context.final_q = final_q
+    drafter = partial(DRAFTS[label].build, gamma=GAMMA)
+    decoder = build_decoder(context, drafter, match(match.Config()), on_step=events.append)
+    for row in range(ROWS):
+        decoder.start(row, Toys.prompts[row], row, row)
+    for position in range(STEPS):
+        if position % 3 == 2:
+            decoder.sequences.limit[:] = [2, 0, 1, 3]
+        decoder.step()
+    return [(event.draft, event.scores.p) for event in events]
 
 
 class VerifierContract(OneThread):
@@ -72,23 +92,12 @@ class VerifierContract(OneThread):
                 labels.append(label)
         return labels
 
-    def recorded(self, steps: int = 6) -> Iterator[tuple[str, Draft, Tensor, CounterRng, list[int], int]]:
+    def recorded(self, steps: int = STEPS) -> Iterator[tuple[str, Draft, Tensor, CounterRng, list[int], int]]:
         """Yield drafts of real steps: label, draft, p, and the random source, streams and position of the step."""
         for label in self.labels():
-            events: list[StepEvent] = []
-            context = Toys().context(ROWS, self.sampling)
-            match = get("verifiers", "greedy" if self.sampling.temperature == 0 else "sample-match")
-            context.final_q = self.traits.modifies_target
-            drafter = partial(DRAFTS[label].build, gamma=GAMMA)
-            decoder = build_decoder(context, drafter, match(match.Config()), on_step=events.append)
-            for row in range(ROWS):
-                decoder.start(row, Toys.prompts[row], row, row)
-            for position in range(steps):
-                if position % 3 == 2:  # ragged limits
-                    decoder.sequences.limit[:] = [2, 0, 1, 3]
-                decoder.step()
-                event = events.pop()
-                yield label, event.draft, event.scores.p, CounterRng(3), list(range(ROWS)), position
+            events = _recorded_steps(label, self.sampling, self.traits.modifies_target)
+            for position, (draft, p) in enumerate(events[:steps]):
+                yield label, draft.map_rows(Tensor.clone), p.clone(), CounterRng(3), list(range(ROWS)), position
 
     def verdict_of(self, verifier: Verifier, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         for row in range(draft.batch_size):
@@ -172,7 +181,7 @@ class VerifierContract(OneThread):
 
     def test_no_device_synchronization(self) -> None:
         """verify() does not synchronise with the device: it runs on the meta device, where reading a value raises."""
-        for label, draft, p, _, streams, position in self.recorded(2):
+        for label, draft, p, _, streams, position in self.recorded(1):
             on_meta = draft.map_rows(lambda t: t.to("meta"))
             rng = CounterRng(0).for_step(streams, [position] * ROWS, torch.device("meta"))
             try:
