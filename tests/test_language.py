@@ -76,6 +76,8 @@ PHRASES = {
 }
 #: Callables whose string arguments are messages.
 SPEAKERS = {"print", "add_argument", "error", "exit", "warning", "info", "warn", "option", "Field", "ArgumentParser"}
+#: Nodes that bind names, hold docstrings or print messages.
+NODES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.arg, ast.Name, ast.Call, ast.Raise)
 #: Rewritten elsewhere.
 UNCHECKED = {"tests/test_language.py"}
 
@@ -91,8 +93,9 @@ def sources() -> list[Path]:
 
 
 @cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Nodes that the rules look at, read once."""
+    return [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, NODES)]
 
 
 def at(path: Path, node: ast.AST) -> str:
@@ -101,7 +104,7 @@ def at(path: Path, node: ast.AST) -> str:
 
 def openings(path: Path) -> Iterator[str]:
     """Docstrings that open with a word of `OPENINGS`."""
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             docstring = ast.get_docstring(node)
             if docstring and re.split(r"\W", docstring, maxsplit=1)[0] in OPENINGS:
@@ -112,7 +115,7 @@ def names(path: Path) -> Iterator[str]:
     """Bindings called by a word of `NAMES`."""
     if path.stem in NAMES:
         yield f"{path.relative_to(ROOT)}: {NAMES[path.stem]}"
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         bound = None
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             bound = node.name
@@ -126,7 +129,7 @@ def names(path: Path) -> Iterator[str]:
 
 def unclear_tests(path: Path) -> Iterator[str]:
     """Names of tests that match `TEST_NAMES`."""
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and TEST_NAMES.search(node.name):
             yield f"{at(path, node)}: {node.name}: call it test_<subject>_<verb>_<object>"
 
@@ -145,7 +148,7 @@ def prose(path: Path) -> Iterator[str]:
 
 def messages(path: Path) -> Iterator[str]:
     """Messages that hold a phrase of `PHRASES`."""
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         name = getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
         text = node.exc if isinstance(node, ast.Raise) else node if name in SPEAKERS else None
         if text is not None:

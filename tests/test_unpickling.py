@@ -1,6 +1,7 @@
 """Nothing of the project reads a pickle, which can run code: every call that could is looked for, in tests too."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,13 +17,19 @@ SAFE = {"dumps", "dump", "UnpicklingError", "PicklingError", "Pickler", "PickleE
 #: Readers of other modules that unpickle, and those that run code by design.
 READERS = {"read_pickle", "unsafe_load", "full_load", "hub_load", "load_state", "PackageImporter"}
 
+#: Keywords of calls that decide.
+OPTIONS = ("weights_only", "allow_pickle", "Loader", "gguf_file", "use_safetensors")
+
+#: Words without which a file holds none of these: parsing all files takes seconds.
+WORDS = re.compile(rf"\b({'|'.join([*MODULES, *READERS, *OPTIONS, 'load', 'from_pretrained'])})\b")
+
 #: Allowed places, by file: errors are pickled between crossdraft's own processes.
 ALLOWED = {("tests/test_plugins.py", "pickle.loads")}
 
 
 def offences(source: str) -> Iterator[str]:
     """Possible unpickling in a file: the dotted name of each call, import or option."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(source)) if WORDS.search(source) else ():
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in MODULES:
             yield from (f"{node.module}.{alias.name}" for alias in node.names if alias.name not in SAFE)
         elif isinstance(node, ast.ImportFrom) and node.module == "torch":
@@ -40,7 +47,10 @@ def offences(source: str) -> Iterator[str]:
 
 
 def _call(node: ast.Call) -> Iterator[str]:
-    options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+    options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg in OPTIONS}
+    last = getattr(node.func, "attr", "")
+    if not options and last not in ("load", "from_pretrained"):
+        return
     name = ast.unparse(node.func)
     if name == "torch.load" and options.get("weights_only") != "True":
         yield f"{name} without weights_only=True"

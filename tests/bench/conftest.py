@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_fixtures import save_models
 from tiny_runs import RECIPE
 
 from crossdraft.framework.cli import main as cli
@@ -16,6 +17,12 @@ def own_place(tmp_path: Path, monkeypatch: Any) -> None:
     """Isolate the cache (no measured cost curves) and skip charts, which take seconds."""
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(write, "draw", lambda summary: [])
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: Any) -> dict[str, str]:
+    """Models of one layer: runs of many cells take half the time."""
+    return save_models(tmp_path_factory.mktemp("models"), layers=1)
 
 
 @pytest.fixture

@@ -64,8 +64,7 @@ def test_perfect_drafter_drafts_ever_more(responses: Callable[..., list[Response
         assert [r.nodes for r in response.steps][:4] == [3, 5, 7, 8]
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 8])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("batch_size, temperature", [(1, 1.0), (2, 0.0), (8, 1.0)])
 def test_lengths_per_sequence(responses: Callable[..., list[Response]], batch_size: int, temperature: float) -> None:
     visited = set()
     for response in responses(Token, 0.02, batch_size, temperature, start_length=3, gamma=6):

@@ -36,7 +36,21 @@ def in_order(responses: Iterator[Response]) -> list[Response]:
 
 
 @pytest.mark.parametrize("drafter, verifier, batch_size", PAIRS)
+def test_temperature_zero_equals_generate_of_llama(
+    tiny_model: Callable, expected: Callable, decoder: Callable, drafter: str, verifier: str, batch_size: int
+) -> None:
+    equals_generate(tiny_model, expected, decoder, "llama", drafter, verifier, batch_size)
+
+
+@pytest.mark.parametrize("drafter, batch_size", [("draft-model", 3), ("prompt-lookup", 1)])
 def test_temperature_zero_equals_generate(
+    tiny_model: Callable, expected: Callable, decoder: Callable, family: str, drafter: str, batch_size: int
+) -> None:
+    """Every family, with and without ragged rows."""
+    equals_generate(tiny_model, expected, decoder, family, drafter, "greedy", batch_size)
+
+
+def equals_generate(
     tiny_model: Callable,
     expected: Callable,
     decoder: Callable,
@@ -68,7 +82,7 @@ def test_verifiers_at_temperature_zero_equal_generate(
     tiny_model: Callable, expected: Callable, decoder: Callable, family: str, drafter: str, verifier: str
 ) -> None:
     """Verifiers read only logits: full and windowed attention stand for the other architectures."""
-    test_temperature_zero_equals_generate(tiny_model, expected, decoder, family, drafter, verifier, 3)
+    equals_generate(tiny_model, expected, decoder, family, drafter, verifier, 3)
 
 
 def test_noisy_drafter_is_right_now_and_then(tiny_model: Callable, decoder: Callable, family: str) -> None:

@@ -66,8 +66,10 @@ def outputs(loop: Decoder) -> list[Any]:
     return [(r.tokens, r.finish_reason, [(item.tau, item.nodes) for item in r.steps]) for r in responses]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gpt2"])
-@pytest.mark.parametrize("pair", list(PAIRS))
+@pytest.mark.parametrize(
+    "pair, family",
+    [*((pair, "llama") for pair in PAIRS), ("chain", "mistral-sliding"), ("fork", "gpt2")],
+)
 def test_tokens_are_those_of_prompts_prefilled_one_by_one(make_decoder: Callable, pair: str, family: str) -> None:
     """Prompts that share a pass, or wait while others decode and are prefilled in chunks of 24 tokens."""
     separate, batched, pieces = (make_decoder(pair, family, prefill_tokens=most) for most in (0, 1024, 24))

@@ -125,12 +125,12 @@ def test_another_target_is_not_verified(tmp_path: Path, recipe: Any, other: str,
 def test_lossy_verification_is_not_verified(tmp_path: Path, recipe: Any, target: str, capsys: Any) -> None:
     """A server whose verifier changes the distribution: the draws differ, the plain server's do not."""
     options = ("--target", target, "--slots", "2", "--max-new-tokens", "64")
-    lossy = "{name: top-k, k: 40}"
+    lossy = "{name: top-k, k: 8}"
     with (
         serving(*options, "--drafter", DRAFTER, "--verifier", lossy) as drafting,
         serving(*options, "--drafter", "none") as plain,
     ):
-        path = recipe(drafting.url, plain.url, temperature=1, prompts=24, tokens=40)
+        path = recipe(drafting.url, plain.url, temperature=1, prompts=8, tokens=24)
         code = cli.main(["verify-engine", path, "--out", str(tmp_path / "runs"), "--json"])
     output = json.loads(capsys.readouterr().out)
     cells = {cell["config"]["drafter"]["name"]: cell for cell in output["cells"]}

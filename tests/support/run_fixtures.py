@@ -16,15 +16,18 @@ from crossdraft.framework.contracts.hookspecs import hookimpl
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: Any) -> dict[str, str]:
     """Directories of a target and of models that draft for it."""
-    root = tmp_path_factory.mktemp("models")
+    return save_models(tmp_path_factory.mktemp("models"))
+
+
+def save_models(root: Path, layers: int = 2) -> dict[str, str]:
     return {
-        "target": save_model(root / "target"),
-        "same": save_model(root / "same"),  # predicts the same tokens as the target
-        "narrow": save_model(root / "narrow", seed=2, width=64),
-        "wide": save_model(root / "wide", seed=3, width=80),
-        "short": save_model(root / "short", seed=4, context=16),
-        "other": save_model(root / "other", seed=5, vocab=VOCAB | {"w5": 6, "w6": 5}),
-        "nan": save_model(root / "nan", nan=True),
+        "target": save_model(root / "target", layers=layers),
+        "same": save_model(root / "same", layers=layers),  # predicts the same tokens as the target
+        "narrow": save_model(root / "narrow", seed=2, width=64, layers=layers),
+        "wide": save_model(root / "wide", seed=3, width=80, layers=layers),
+        "short": save_model(root / "short", seed=4, context=16, layers=layers),
+        "other": save_model(root / "other", seed=5, vocab=VOCAB | {"w5": 6, "w6": 5}, layers=layers),
+        "nan": save_model(root / "nan", nan=True, layers=layers),
     }
 
 
