@@ -102,7 +102,7 @@ def test_break_even_batch_size(speed_ups: list[float], expected: int | None) -> 
 
 
 def test_rows_of_an_engine_draft_independently() -> None:
-    """Of two rows that draft four tokens with probability 1/4, none, one or both do; the mean nodes of a row count."""
+    """Two rows that draft four tokens with probability 1/4: none, one or both do; the mean nodes of a row count."""
     cell = CellStatistics(1, 1, 1.5, {4: 1.0}, 100, acceptance=(0.2, 0.1, 0.1, 0.1), idle=0.75)
     assert cell.at(1).widths == pytest.approx({0: 0.75, 4: 0.25})
     assert cell.at(2).widths == pytest.approx({0: 9 / 16, 2: 6 / 16, 4: 1 / 16})

@@ -117,8 +117,10 @@ def candidates_of(
         config = with_gamma(cls, config, max(lengths))
         params = sampling or Sampling()
         rules = verifiers_for(title, (cls, config), verifiers, ks or (getattr(config, "K", 1),), params)
-        depth, given = cls.traits(config, params).depth, config.model_dump(exclude_unset=True)
-        if not (lengths := tuple(gamma for gamma in lengths if gamma <= depth and permits(cls.Config, given, gamma))):
+        depth, explicit = cls.traits(config, params).depth, config.model_dump(exclude_unset=True)
+        if not (
+            lengths := tuple(gamma for gamma in lengths if gamma <= depth and permits(cls.Config, explicit, gamma))
+        ):
             raise UsageError(f"drafter '{title}' drafts at most {depth} tokens; reduce --gamma")
         drafter: Configured = (cls, config)
         drawn: Callable[[Iterable[Response]], Iterator[DraftTrace]] | None = None
