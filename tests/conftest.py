@@ -68,12 +68,18 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+#: Modules outside of tests/certificate whose runs certify verifiers on all toys of `outcomes.QUICK`, not on the first.
+WHOLE_CERTIFICATES = {"test_marks", "test_failures"}
+
+
 @pytest.fixture(autouse=True)
 def certificates(request: Any, monkeypatch: Any, tmp_path_factory: Any) -> None:
     """Certificates in a cache of the test's own; of a rule with the same code, runs enumerate once in a process."""
     if request.node.get_closest_marker("network") is None:
         monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path_factory.getbasetemp() / f"cache-{next(_NUMBERS)}"))
     monkeypatch.setattr(outcomes, "certify_quickly", _certified_once)
+    if request.path.parent.name != "certificate" and request.path.stem not in WHOLE_CERTIFICATES:
+        monkeypatch.setattr(outcomes, "QUICK", outcomes.QUICK[:1])
 
 
 _NUMBERS = count()
