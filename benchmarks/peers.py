@@ -184,7 +184,8 @@ def engines(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any], dic
     cores = sorted(os.sched_getaffinity(0))
     if args.vllm:
         env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))}
-        engine = {"name": "vllm", "python": args.vllm, "args": args.vllm_args.split(), "env": env, "per_request": False}
+        uncached = ["--no-enable-prefix-caching", *args.vllm_args.split()]  # prompts recur, as do their beginnings
+        engine = {"name": "vllm", "python": args.vllm, "args": uncached, "env": env, "per_request": False}
         yield "vLLM", engine, {"name": "prompt-lookup", "match": "first"}
     for gguf in args.gguf if args.llama_server else ():
         label, _, files = gguf.partition("=")
