@@ -282,7 +282,7 @@ def trial(gain: Estimate | None, mistake: str = "a mistake", efficiency: float =
     for i in range(prompts):
         groups.number("", str(i))
     tally = Tally(groups, [4])
-    tally._sums = np.array([[[2 * efficiency, 2.0, 2 * efficiency, 2.0]]] * prompts)
+    tally._sums = np.array([[[2 * efficiency, 2.0, 2 * efficiency, 2.0, 0.0]]] * prompts)
     tally._accepted[""] = np.full((1, 4), prompts * (efficiency - 1) / 2)
     tally._drafted[""] = np.full(1, 8.0 * prompts)
     return TrialResult(Misconfiguration(mistake, ""), 4, tally, gain)
