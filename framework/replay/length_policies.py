@@ -56,9 +56,9 @@ def heuristic(responses: Sequence[StepAcceptance], gamma: int, start: int) -> St
     """
     result = [_heuristic(response, gamma, start) for response in responses]
     totals = np.array([numbers for *numbers, _ in result])
-    *columns, idle = (totals[:, i : i + 1] for i in range(7))
+    tokens, steps, drafted, taken, counted, emitted, idle = (totals[:, i : i + 1] for i in range(7))
     accepted = np.stack([values for *_, values in result])[:, None]
-    return Steps(*columns, accepted, idle)
+    return Steps(tokens, steps, drafted, taken, counted, emitted, accepted, idle)
 
 
 def _heuristic(

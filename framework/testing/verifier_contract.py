@@ -95,7 +95,7 @@ class VerifierContract(OneThread):
     def recorded(self, steps: int = STEPS) -> Iterator[tuple[str, Draft, Tensor, CounterRng, list[int], int]]:
         """Yield drafts of real steps: label, draft, p, and the random source, streams and position of the step."""
         for label in self.labels():
-            events = _recorded_steps(label, self.sampling, self.traits.modifies_target)
+            events = _recorded_steps(label, self.sampling, self.traits.modifies_target)  # type: ignore[arg-type]
             for position, (draft, p) in enumerate(events[:steps]):
                 yield label, draft.map_rows(Tensor.clone), p.clone(), CounterRng(3), list(range(ROWS)), position
 

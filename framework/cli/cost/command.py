@@ -291,7 +291,7 @@ def _measured_pairs(args: argparse.Namespace, context: float) -> tuple[dict[str,
         pairs[name] = replace(cell, draft_seconds=0.0, other_seconds=0.0, context=context)
     if not pairs:
         raise UsageError(f"{args.run} has no finished cell with a drafter; run a recipe with drafters")
-    return pairs, max(max(cell.widths) for cell in pairs.values()), remarks
+    return pairs, int(max(max(cell.widths) for cell in pairs.values())), remarks
 
 
 def _by_batch_size(
