@@ -202,33 +202,33 @@ class EngineCell(PieceRunner):
             raise UsageError(f"the engine ended a response with {response.finish_reason!r}; expected stop or length")
         drafted = list(response.drafted) if response.drafted is not None else None
         accepted = list(response.accepted or ())
-        lengths = self._lengths(prompt, response.tokens)
+        lengths = self._lengths(prompt, response.tokens) if drafted is None else []
         steps, emitted = [], response.steps[0].tokens
         for step in response.steps[1:]:
             limit = self.config.max_new_tokens - emitted - 1
-            tau = step.tokens - 1
-            nodes = max(min(lengths[emitted], max(limit, 0)), tau if self.depth else 0)
+            tau, nodes = step.tokens - 1, 0
+            ends = emitted + step.tokens >= len(response.tokens)
+            if drafted is None:
+                nodes = max(min(lengths[emitted], max(limit, 0)), tau if self.depth else 0)
+            elif drafted and (accepted[0] == tau or ends):  # steps without a draft are not reported
+                nodes = drafted.pop(0)
+                tau = min(accepted.pop(0), step.tokens)
             emitted += step.tokens
-            if drafted is not None:  # steps without a draft are not reported
-                ends = emitted >= len(response.tokens)
-                if drafted and (accepted[0] == tau or ends):
-                    nodes = drafted.pop(0)
-                    tau = min(accepted.pop(0), step.tokens)
-                else:
-                    nodes = 0
             step.nodes = nodes
             steps.append(SequenceStep(tau, step.tokens, nodes, nodes, max(limit, 0)))  # engines do not pad
         return Response(index, response.tokens, response.finish_reason, steps)
 
     def _lengths(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:
         """Tokens drafted after 0, 1, .. of ``tokens``: those of drafters that derive them from the text, else all."""
-        if not self.config.is_baseline:
-            drafter, options = drafter_of(self.config)
-            with plugins.guarded("drafters", drafter.name, "response_drafts()"):
-                drafts = drafter.response_drafts(options, [(prompt, tokens)], self.depth)
-                if drafts is not None and not drafter.remembers(options):
-                    return (next(iter(drafts)) >= 0).sum(1).tolist()
-        return [self.depth] * len(tokens)
+        full = [self.depth] * len(tokens)
+        if self.config.is_baseline:
+            return full
+        drafter, options = drafter_of(self.config)
+        if drafter.remembers(options):
+            return full
+        with plugins.guarded("drafters", drafter.name, "response_drafts()"):
+            drafts = drafter.response_drafts(options, [(prompt, tokens)], self.depth)
+            return full if drafts is None else (next(iter(drafts)) >= 0).sum(1).tolist()
 
 
 def piece_of(turns: Sequence[Sequence[ServedResponse]], batch_size: int) -> Piece:
