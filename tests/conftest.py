@@ -1,6 +1,5 @@
 """Fixtures shared by several test modules: golden values, toy models and tiny transformers models."""
 
-import gc
 import json
 import signal
 import threading
@@ -60,12 +59,6 @@ def drafts() -> dict[str, Callable]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest file first: the others fill the other processes meanwhile."""
     items.sort(key=lambda item: item.path.name != "test_docs.py")
-
-
-def pytest_collection_finish() -> None:
-    """Exempt imported modules from garbage collection, which visits a million objects of theirs each time."""
-    gc.collect()
-    gc.freeze()
 
 
 #: Modules outside of tests/certificate whose runs certify verifiers on all toys of `outcomes.QUICK`, not on the first.
