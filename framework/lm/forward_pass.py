@@ -17,6 +17,7 @@ from .architectures import attends, text_config
 from .attention.sdpa import own_attention
 from .attention.sparse import select_all
 from .attention_masks import AttentionMasks, Visibility
+from .compiled_layers import compile_layers
 from .cuda_graphs import Outputs
 from .kv_cache import KVCache, WritePlan
 from .recurrent.recurrent_cache import new_cache
@@ -57,6 +58,7 @@ class ForwardPass:
         """Passes of a whole model, over a new cache by default; puts the model in eval mode."""
         model.eval()
         speed_up_small_batches(model)
+        compile_layers(model)
         prepare(model)
         select_all(model)
         config, device = text_config(model), input_device(model)

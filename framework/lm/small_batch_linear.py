@@ -15,7 +15,8 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
@@ -50,6 +51,8 @@ class SmallBatchLinear(nn.Linear):
     siblings: Siblings | None = None
 
     def forward(self, input: Tensor) -> Tensor:
+        if (product := getattr(_thread, "product", None)) is not None:
+            return product(self, input)
         rows = input.numel() // self.in_features
         low = rows == 1 and self.out_features < TALL * self.in_features
         if rows == 0 or rows > MOST_ROWS or low or torch.is_grad_enabled():
@@ -78,6 +81,29 @@ def packed_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
 
 
+#: Called by compiled code, which has no kernels of oneDNN for weights that are inputs.
+_library = torch.library.Library("crossdraft", "DEF")
+_library.define("packed_linear(Tensor input, Tensor weight) -> Tensor")
+for _backend in ("CPU", "MkldnnCPU"):  # dense, and packed
+    _library.impl("packed_linear", lambda input, weight: packed_product(input, weight, None), _backend)
+_library.impl("packed_linear", lambda input, weight: input.new_empty(*input.shape[:-1], weight.shape[0]), "Meta")
+
+
+def packed_linear(input: Tensor, weight: Tensor) -> Tensor:
+    """`packed_product` as one operation of a traced graph."""
+    return torch.ops.crossdraft.packed_linear(input, weight)
+
+
+@contextmanager
+def replaced_products(product: Callable[[SmallBatchLinear, Tensor], Tensor]) -> Iterator[None]:
+    """Within the context, in this thread, layers return ``product(layer, input)``."""
+    _thread.product = product
+    try:
+        yield
+    finally:
+        _thread.product = None
+
+
 class Siblings:
     """Layers that a model calls one after the other with the same input; the first call computes all products.
 
@@ -86,19 +112,19 @@ class Siblings:
     """
 
     def __init__(self, layers: list[SmallBatchLinear]):
-        self._layers = layers
+        self.layers = layers
         self._apart = False
 
     def product(self, layer: SmallBatchLinear, input: Tensor) -> Tensor | None:
         """The output of ``layer``; None if it must be computed separately."""
-        weights = [one.weight for one in self._layers]
+        weights = [one.weight for one in self.layers]
         index = next((i for i, weight in enumerate(weights) if weight is layer.weight), None)
         if self._apart or index is None:  # None: a copy of the layer with another weight
             return None
         if index == 0:
             if (weight := packed(*weights)) is None:
                 return None
-            bias = None if layer.bias is None else torch.cat([one.bias for one in self._layers])
+            bias = None if layer.bias is None else torch.cat([one.bias for one in self.layers])
             first, *others = packed_product(input, weight, bias).split([len(one) for one in weights], -1)
             _thread.pending = _Pending(self, input, others)
             return first
@@ -122,7 +148,7 @@ class _Pending:
     outputs: list[Tensor]
 
 
-#: ``pending``: the last `_Pending` of this thread.
+#: ``pending``: the last `_Pending` of this thread; ``product``: see `replaced_products`.
 _thread = threading.local()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,15 @@ def cpu_features() -> frozenset[str]:
         if key.strip() in ("flags", "Features"):
             return frozenset(value.split()) & frozenset(FEATURES)
     return frozenset()
+
+
+@cache
+def cpu_model() -> str:
+    """Name of the processor."""
+    for line in lines_of("/proc/cpuinfo"):
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def lines_of(file: str) -> list[str]:

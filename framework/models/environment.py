@@ -13,7 +13,7 @@ from typing import Any
 
 from ..util.output_files import cache_dir
 from .cpu import threads
-from .device import cpu_features, lines_of, pick_device, pick_dtype
+from .device import cpu_features, cpu_model, pick_device, pick_dtype
 
 PACKAGES = ("crossdraft", "torch", "transformers", "datasets", "tokenizers", "safetensors", "huggingface-hub")
 PACKAGES += ("pluggy", "pydantic", "numpy", "pyarrow")
@@ -29,7 +29,7 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         "os": platform.platform(),
         "cpu": {
-            "model": _cpu_model(),
+            "model": cpu_model(),
             "features": sorted(cpu_features()),
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "torch_threads": torch.get_num_threads(),
@@ -69,13 +69,6 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _cpu_model() -> str:
-    for line in lines_of("/proc/cpuinfo"):
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _memory_gib() -> float | None:

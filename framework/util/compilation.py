@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from .shared_patch import SharedPatch
 
@@ -34,12 +35,30 @@ def jit_compile(function: Callable[..., Any], dynamic: bool | None = False) -> C
 
 
 def aot_compile(function: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor]) -> TensorFunction:
-    from torch._inductor import aoti_compile_and_package, aoti_load_package
+    with TemporaryDirectory(prefix="crossdraft-") as directory:
+        return load_package(package_program(export_function(function, inputs), Path(directory) / "step.pt2"))
 
-    with TemporaryDirectory(prefix="crossdraft-") as directory, _no_future_warnings:
-        program = torch.export.export(_FunctionModule(function), tuple(inputs))
-        package = aoti_compile_and_package(program, package_path=str(Path(directory) / "step.pt2"))
-        return aoti_load_package(package).loader.run  # type: ignore[union-attr]
+
+def export_function(
+    function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], variable: Sequence[dict[int, Any]] = ()
+) -> ExportedProgram:
+    """Trace ``function`` on ``inputs``, whose dimensions are fixed but for those in ``variable``, by input."""
+    dims = (tuple(one or None for one in variable),) if variable else None
+    return torch.export.export(_FunctionModule(function), tuple(inputs), dynamic_shapes=dims, strict=False)
+
+
+def package_program(program: ExportedProgram, path: Path) -> Path:
+    """Compile ``program`` ahead of time; writes and returns ``path``, which ends in ``.pt2``."""
+    from torch._inductor import aoti_compile_and_package
+
+    with _no_future_warnings:
+        return Path(aoti_compile_and_package(program, package_path=str(path)))
+
+
+def load_package(path: Path) -> TensorFunction:
+    from torch._inductor import aoti_load_package
+
+    return aoti_load_package(str(path)).loader.run  # type: ignore[union-attr]
 
 
 def _ignore_future_warnings() -> Callable[[], None]:

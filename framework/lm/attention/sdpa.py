@@ -65,16 +65,21 @@ def grouped_sdpa(
 _thread = threading.local()
 
 
+def in_own_attention() -> bool:
+    """True in threads inside `own_attention`."""
+    return getattr(_thread, "passes", 0) > 0
+
+
 def _sdpa(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
     """`grouped_sdpa` in threads inside `own_attention`; transformers' function in all others."""
-    return (grouped_sdpa if getattr(_thread, "passes", 0) else sdpa_attention_forward)(*arguments, **options)
+    return (grouped_sdpa if in_own_attention() else sdpa_attention_forward)(*arguments, **options)
 
 
 def _flex(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """`ragged_flex` in threads inside `own_attention`, for masks of `block_mask`."""
-    own = getattr(_thread, "passes", 0) and isinstance(attention_mask, BlockMask)
+    own = in_own_attention() and isinstance(attention_mask, BlockMask)
     return (ragged_flex if own else flex_attention_forward)(module, query, key, value, attention_mask, **options)
 
 

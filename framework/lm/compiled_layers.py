@@ -1,0 +1,413 @@
+"""Decoder layers compiled ahead of time, for few tokens on a CPU in float32: the shape of every verification pass there.
+
+A layer is a few products and some forty operations on a few kilobytes, each with a call from Python. In compiled code
+the operations between two products are one loop, and the layer is one call.
+
+The code depends on the structure of a layer, not on its weights, and the numbers of rows, tokens and slots are
+variable: all layers of a model share it. It differs only between one row and several, and between one token and
+several. PyTorch's AOTInductor compiles each variant at its first pass of a warm-up (`recording`), which takes 15 to 20
+seconds and a C++ compiler, and stores it in the cache directory; from then on it is loaded at its first pass. A layer
+runs uncompiled if it cannot be compiled, if its output differs at that first pass, and outside of `own_attention`.
+
+``CROSSDRAFT_COMPILED_LAYERS=0`` in the environment switches this off, for debugging and comparison.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+import os
+import sys
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property, wraps
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.func import functional_call
+from torch.nn import functional
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..models.device import cpu_model
+from ..util.cache_argument import cache_argument
+from ..util.compilation import TensorFunction, export_function, load_package, package_program
+from ..util.output_files import cache_dir
+from . import small_batch_linear
+from .attention import sdpa
+from .attention.sdpa import in_own_attention, own_attention
+from .cuda_graphs import capture_limits
+from .kv_cache import RaggedCache
+from .small_batch_linear import SmallBatchLinear, packed, packed_linear, replaced_products
+
+logger = logging.getLogger(__name__)
+
+#: Weights of the smallest layer that is compiled.
+LEAST_WEIGHTS = 2**18
+#: Most tokens of a pass; larger ones take longer than their calls.
+MOST_TOKENS = 128
+#: Largest difference between a compiled and an uncompiled output, relative to the largest number of the latter.
+TOLERANCE = 1e-4
+#: Attributes in which layers with the same code differ.
+_IGNORED = {"layer_idx", "training", "siblings", "config"}
+#: Rows, new tokens, slots attended over and slots of the cache in the pass that is traced, and in another one.
+_TRACED, _OTHER = (3, 5, 37, 61), (6, 2, 130, 256)
+
+#: What a call passes: by argument, the layout of a tensor, or a value.
+Form = tuple[Hashable, ...]
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Let the decoder layers of ``model`` run compiled code; weights do not change."""
+    if os.environ.get("CROSSDRAFT_COMPILED_LAYERS") == "0":
+        return
+    for module in model.modules():
+        if not isinstance(module, GradientCheckpointingLayer) or hasattr(module, "_runs_compiled"):
+            continue
+        if sum(weight.numel() for weight in module.parameters()) >= LEAST_WEIGHTS and cache_argument(module.forward):
+            module.__class__ = _compiled_class(type(module))
+
+
+@cache
+def _compiled_class(plain: type[nn.Module]) -> type[nn.Module]:
+    @wraps(plain.forward)
+    def forward(self: nn.Module, *args: Any, **options: Any) -> Any:
+        output = _compiled_output(self, args, options)
+        return plain.forward(self, *args, **options) if output is None else output
+
+    # Not `type(..)`, which would not run `__init_subclass__` as a class statement does.
+    new = type(plain)(plain.__name__, (plain,), {"forward": forward, "_runs_compiled": plain})
+    new.__module__, new.__qualname__ = plain.__module__, plain.__qualname__
+    return new
+
+
+@dataclass
+class _Structure:
+    """A layer as compiled code sees it.
+
+    Attributes:
+        children: every submodule, with its parent's registry and its name there.
+        tensors: every parameter and buffer by its full name, with its registry and its name there.
+        hooks: registries of the hooks of submodules, which compiled code would not run.
+        index: the layer's number in the cache.
+        identity: all that compiled code depends on; None if the layer cannot be compiled.
+        functions: compiled code by form; None where there is none.
+        checked: forms whose output was compared.
+    """
+
+    children: list[tuple[dict[str, Any], str, nn.Module]]
+    tensors: dict[str, tuple[dict[str, Any], str]]
+    hooks: list[dict[int, Any]]
+    index: int
+    identity: Form | None
+    functions: dict[Form, TensorFunction | None] = field(default_factory=dict)
+    checked: set[Form] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> _Structure:
+        children = [
+            (parent._modules, name, child)
+            for parent in layer.modules()
+            for name, child in parent._modules.items()
+            if child is not None
+        ]
+        tensors = {
+            f"{path}.{name}" if path else name: (registry, name)
+            for path, module in layer.named_modules()
+            for registry in (module._parameters, module._buffers)
+            for name, tensor in registry.items()
+            if tensor is not None
+        }
+        hooks: list[dict[int, Any]] = [
+            registry for _, _, child in children for registry in (child._forward_hooks, child._forward_pre_hooks)
+        ]
+        indices = {vars(module)["layer_idx"] for module in layer.modules() if "layer_idx" in vars(module)}
+        index = indices.pop() if len(indices) == 1 else None
+        return cls(children, tensors, hooks, index or 0, None if index is None else _identity(layer))
+
+    @property
+    def is_current(self) -> bool:
+        """True if no submodule was replaced since the structure was read."""
+        return all(registry.get(name) is child for registry, name, child in self.children)
+
+    @cached_property
+    def products(self) -> list[list[SmallBatchLinear]]:
+        """The layers of each product over several tokens: layers with the same input, or a single one."""
+        layers = {id(child.weight): child for _, _, child in self.children if isinstance(child, SmallBatchLinear)}
+        groups: dict[int, list[SmallBatchLinear]] = {}
+        for layer in layers.values():
+            group = [layers.get(id(one.weight)) for one in layer.siblings.layers] if layer.siblings else [layer]
+            whole = [one for one in group if one is not None]
+            members = whole if len(whole) == len(group) else [layer]
+            groups[id(members[0])] = members
+        return list(groups.values())
+
+    def unpacked(self, single: bool) -> dict[str, tuple[dict[str, Any], str]]:
+        """`tensors` without the weights of `products`; in a pass over a ``single`` token, all of them."""
+        if single:
+            return self.tensors
+        copied = {id(layer.weight) for group in self.products for layer in group}
+        return {name: place for name, place in self.tensors.items() if id(place[0][place[1]]) not in copied}
+
+
+def _identity(layer: nn.Module) -> Form | None:
+    """What compiled code depends on, besides a call; None if that cannot be told."""
+    parts: list[Hashable] = [torch.__version__, transformers.__version__, torch.backends.cpu.get_cpu_capability()]
+    parts += [cpu_model(), _source(sys.modules[__name__]), _source(small_batch_linear), _source(sdpa)]
+    for path, module in layer.named_modules():
+        kind = getattr(module, "_runs_compiled", type(module))
+        parts += [path, kind.__qualname__, _source(sys.modules[kind.__module__])]
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                return None
+            if name not in _IGNORED and (value is None or isinstance(value, bool | int | float | str | list | tuple)):
+                parts.append((name, repr(value)))
+        if (config := getattr(module, "config", None)) is not None:
+            settings = {**config.to_dict(), "attention": config._attn_implementation}
+            parts.append(repr([(k, settings[k]) for k in sorted(settings) if k not in ("_name_or_path", "name_or_path")]))
+    parts += [(name, one.shape, one.dtype, one.device.type) for name, one in layer.named_parameters()]
+    parts += [(name, one.shape, one.dtype, one.device.type) for name, one in layer.named_buffers()]
+    return tuple(parts)
+
+
+@cache
+def _source(module: ModuleType) -> str:
+    """Digest of the source file of a module; its name and version of PyTorch if it has none."""
+    file = getattr(module, "__file__", None)
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else module.__name__
+
+
+_structures: WeakKeyDictionary[nn.Module, _Structure] = WeakKeyDictionary()
+
+
+def _compiled_output(layer: Any, args: Sequence[Any], options: dict[str, Any]) -> Tensor | None:
+    """The output of ``layer``; None if it must run uncompiled."""
+    if not in_own_attention() or torch.is_grad_enabled() or layer.training:
+        return None
+    structure = _structures.get(layer)
+    if structure is None or not structure.is_current:
+        structure = _structures[layer] = _Structure.of(layer)
+    if structure.identity is None or any(structure.hooks):
+        return None
+    call = _Call.of(structure.index, cache_argument(layer.forward), args, options)
+    if call is None:
+        return None
+    function = structure.functions.get(call.form)
+    if function is None:
+        if call.form in structure.functions and not capture_limits():
+            return None
+        function = structure.functions[call.form] = _function(layer, structure.identity, call)
+        if function is None:
+            return None
+    groups = [] if call.single else structure.products
+    weights = [packed(*(one.weight for one in group)) for group in groups]
+    if any(weight is None for weight in weights):
+        return None
+    others = [registry[name] for registry, name in structure.unpacked(call.single).values()]
+    output = function([*call.tensors, *weights, *others])[0]  # type: ignore[list-item]
+    if call.form in structure.checked:
+        return output
+    # The code of another layer may differ in what its structure does not show. Both write the same slots.
+    expected = layer._runs_compiled.forward(layer, *args, **options)
+    structure.checked.add(call.form)
+    if not (output - expected).abs().max() <= TOLERANCE * expected.abs().max():
+        structure.identity = None
+        _warn_once(type(layer).__name__, "compiled code returns other numbers")
+    return expected
+
+
+@dataclass
+class _Call:
+    """A call of a layer on R rows of W tokens each.
+
+    Attributes:
+        form: names of the arguments, values, and layouts of tensors.
+        args, options: the arguments.
+        tensors: tensors among the arguments, then the slots ``[R, W]``, keys and values ``[R, heads, length, dim]`` of
+            the cache; contiguous.
+        masks: whether each of them is a mask ``[R or 1, 1, W, kv_len]``; other arguments are ``[R or 1, W, ..]``.
+    """
+
+    form: Form
+    args: Sequence[Any]
+    options: dict[str, Any]
+    tensors: list[Tensor]
+    masks: list[bool]
+
+    @classmethod
+    def of(cls, index: int, cache_name: str, args: Sequence[Any], options: dict[str, Any]) -> _Call | None:
+        """A call of layer ``index``; None if compiled code does not support it."""
+        kv_cache, hidden = options.get(cache_name), args[0] if args else None
+        if type(kv_cache) is not RaggedCache or not isinstance(hidden, Tensor) or hidden.dim() != 3:
+            return None
+        plan, (rows, width, _) = kv_cache.plan, hidden.shape
+        if plan.row is not None or plan.rows is not None or rows * width > MOST_TOKENS or index >= len(kv_cache.layers):
+            return None
+        states: Any = kv_cache.layers[index]
+        # Code is traced for a cache with more slots than are attended over.
+        if not states.is_initialized or plan.kv_len >= states.keys.shape[2] or len(states.keys) != rows:
+            return None
+        form: list[Hashable] = [rows == 1, width == 1, torch.get_num_threads()]
+        tensors: list[Tensor] = []
+        for key, value in (*enumerate(args), *options.items()):
+            if key == cache_name:
+                continue
+            found = _tensors(value)
+            if found is None:
+                if value is not None and type(value) not in (bool, int, float, str):
+                    return None
+                form.append((key, value))
+                continue
+            for one in found:
+                mask, shape = one.dim() == 4, one.shape
+                if len(shape) < 2 or shape[0] not in (1, rows) or shape[2 if mask else 1] != width:
+                    return None
+                if one.device.type != "cpu" or (mask and (shape[1] != 1 or shape[3] != plan.kv_len)):
+                    return None
+                form.append((key, mask, one.dtype, shape[0] == 1, () if mask else shape[2:]))
+            tensors += found
+        masks = [one.dim() == 4 for one in tensors]
+        if sum(masks) != 1 or hidden.dtype != torch.float32 or states.keys.dtype != torch.float32:
+            return None
+        tensors += [plan.slots.expand(rows, -1), states.keys, states.values]
+        return cls(tuple(form), args, options, [one.contiguous() for one in tensors], [*masks, False, False, False])
+
+    @property
+    def single(self) -> bool:
+        """True for a pass over a single token."""
+        return bool(self.form[0] and self.form[1])
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments, with ``tensors`` in place of theirs."""
+        rest = iter(tensors)
+
+        def replaced(value: Any) -> Any:
+            found = _tensors(value)
+            if found is None:
+                return value
+            new = [next(rest) for _ in found]
+            return tuple(new) if isinstance(value, tuple) else new[0]
+
+        return [replaced(value) for value in self.args], {k: replaced(value) for k, value in self.options.items()}
+
+    def shapes(self, rows: int, width: int, kv_len: int, length: int) -> list[list[int]]:
+        """Shapes of `tensors` in a call of the same form with other sizes."""
+        rows, width = 1 if self.form[0] else rows, 1 if self.form[1] else width
+        shapes = []
+        for tensor, mask in zip(self.tensors[:-2], self.masks, strict=False):
+            first = 1 if len(tensor) == 1 else rows
+            shapes.append([first, 1, width, kv_len] if mask else [first, width, *tensor.shape[2:]])
+        for states in self.tensors[-2:]:
+            shapes.append([rows, states.shape[1], length, states.shape[3]])
+        return shapes
+
+
+def _tensors(value: Any) -> list[Tensor] | None:
+    """The tensors that an argument consists of; None if it is not a tensor, or a tuple of some."""
+    if isinstance(value, Tensor):
+        return [value]
+    several = type(value) is tuple and value and all(isinstance(one, Tensor) for one in value)
+    return list(value) if several else None
+
+
+def _function(layer: nn.Module, identity: Form, call: _Call) -> TensorFunction | None:
+    """Load, or in a warm-up compile, the code for ``call``; None if there is none."""
+    key = hashlib.sha256(repr((identity, call.form)).encode()).hexdigest()[:32]
+    path = cache_dir() / "layers" / f"{key}.pt2"
+    if path in _failed:
+        return None
+    try:
+        if not path.is_file():
+            if capture_limits() is None:
+                return None
+            logger.info("crossdraft: compiling %s for this processor", type(layer).__name__)
+            _compile(layer, call, path)
+        return _load(path)
+    except Exception as error:
+        _failed.add(path)
+        _warn_once(type(layer).__name__, str(error).strip().partition("\n")[0])
+        return None
+
+
+#: Code that could not be compiled or loaded.
+_failed: set[Path] = set()
+_load = cache(load_package)
+
+
+@cache
+def _warn_once(name: str, reason: str) -> None:
+    logger.warning("crossdraft: %s runs uncompiled, which makes its passes slower: %s", name, reason)
+
+
+def _compile(layer: Any, call: _Call, path: Path) -> None:
+    """Compile ``layer`` for calls of the form of ``call`` into the package ``path``."""
+    cache_name = cache_argument(layer.forward)
+    with torch.inference_mode(False), torch.no_grad(), own_attention():
+        # A copy, as tracing replaces parameters, and other threads may run the layer. Its weights have no memory.
+        tensors = [*layer.parameters(), *layer.buffers()]
+        twin = copy.deepcopy(layer, {id(one): torch.empty_like(one, device="meta") for one in tensors})
+        twin.__class__ = layer._runs_compiled
+        structure = _Structure.of(twin)
+        groups = [] if call.single else structure.products
+        others = structure.unpacked(call.single)
+        parts = {
+            id(one): (i, sum(before.out_features for before in group[:k]))
+            for i, group in enumerate(groups)
+            for k, one in enumerate(group)
+        }
+        first, end = len(call.tensors), len(call.tensors) + len(groups)
+
+        def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+            *arguments, slots, keys, values = inputs[:first]
+            args, options = call.with_tensors(arguments)
+            mask = next(one for one, is_mask in zip(arguments, call.masks, strict=False) if is_mask)
+            options[cache_name] = _TracedCache(slots, keys, values, mask.shape[3])
+            outputs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # inputs as well, so that their ids stay unique
+
+            def product(linear: SmallBatchLinear, input: Tensor) -> Tensor:
+                if id(linear) not in parts:
+                    return functional.linear(input, linear.weight, linear.bias)
+                group, offset = parts[id(linear)]
+                if (id(input), group) not in outputs:
+                    outputs[id(input), group] = input, packed_linear(input, inputs[first + group])
+                output = outputs[id(input), group][1].narrow(-1, offset, linear.out_features)
+                return output if linear.bias is None else output + linear.bias
+
+            with replaced_products(product):
+                return (functional_call(twin, dict(zip(others, inputs[end:], strict=True)), tuple(args), options),)
+
+        def example(*sizes: int) -> list[Tensor]:
+            zeros = [torch.zeros(shape, dtype=t.dtype) for shape, t in zip(call.shapes(*sizes), call.tensors, strict=True)]
+            weights = [torch.zeros(sum(len(one.weight) for one in group), group[0].in_features) for group in groups]
+            return [*zeros, *weights, *(torch.zeros(t[n].shape, dtype=t[n].dtype) for t, n in others.values())]
+
+        traced, other = example(*_TRACED), example(*_OTHER)
+        variable = [
+            {i: Dim.AUTO for i, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b}
+            for one, two in zip(traced, other, strict=True)
+        ]
+        program = export_function(run, traced, variable)
+        program.module()(*other)  # checks the conditions on sizes that tracing assumed
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=path.parent) as directory:
+            package_program(program, Path(directory) / path.name).replace(path)
+
+
+class _TracedCache:
+    """The cache of a layer that is traced: ``keys`` and ``values [R, heads, length, dim]``, written at ``slots [R, W]``."""
+
+    def __init__(self, slots: Tensor, keys: Tensor, values: Tensor, kv_len: int):
+        self._slots, self._states, self._kv_len = slots, (keys, values), kv_len
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+        rows = torch.arange(keys.shape[0])[:, None]
+        for buffer, new in zip(self._states, (keys, values), strict=True):
+            buffer[rows, :, self._slots] = new.transpose(1, 2)
+        return tuple(buffer[:, :, : self._kv_len] for buffer in self._states)
