@@ -1,6 +1,6 @@
 """Decoding speed of crossdraft, transformers, vLLM, llama.cpp and OpenVINO GenAI: same models, prompts and threads.
 
-    OMP_WAIT_POLICY=PASSIVE python benchmarks/peers.py --vllm ENV/bin/python --llama-server BUILD/bin/llama-server \
+    python benchmarks/peers.py --vllm ENV/bin/python --llama-server BUILD/bin/llama-server \
         --gguf float32=target.gguf,draft.gguf --gguf Q8_0=target-q8.gguf,draft-q8.gguf \
         --openvino ENV/bin/python --openvino-model target-f16.gguf
 
@@ -43,6 +43,7 @@ from crossdraft.framework.api.generate import pair_decoder
 from crossdraft.framework.bench.cells.engine_cell import EngineCell
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.lm.cuda_graphs import CaptureLimits, recording
 from crossdraft.framework.metrics.intervals import estimate
 from crossdraft.framework.models.chat import encode
 from crossdraft.framework.models.load import load_model
@@ -222,11 +223,12 @@ def without(tokens: Ids, ends: Sequence[int]) -> Ids:
 def measure(programs: list[Program], prompts: list[Ids], args: argparse.Namespace, ends: Sequence[int]) -> None:
     """Repeat until the time is over; raises KeyboardInterrupt if the user interrupts."""
     order, source = random.Random(args.seed), cycle(prompts)
-    for size in args.batch:  # compilation and first allocations
-        warm_up = list(islice(source, size))
-        for program in programs:
-            if size <= program.largest:
-                program.run(warm_up)
+    with recording(CaptureLimits(args.gamma, args.gamma)):  # compilation and first allocations
+        for size in args.batch:
+            warm_up = list(islice(source, size))
+            for program in programs:
+                if size <= program.largest:
+                    program.run(warm_up)
     deadline = time.monotonic() + 60 * args.minutes
     for repetition in count():
         for size in args.batch:

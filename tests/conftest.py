@@ -1,6 +1,7 @@
 """Fixtures shared by several test modules: golden values, toy models and tiny transformers models."""
 
 import json
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ for _name, _ in manager().list_name_plugin():  # independent of other installed 
     if _name.partition(":")[0] not in OURS:
         manager().unregister(name=_name)
 
+os.environ["CROSSDRAFT_COMPILED_LAYERS"] = "0"  # compiling takes longer than a test; tests/lm/test_compiled_layers.py
 torch.set_num_threads(1)  # the models are tiny: threads cost more than they gain
 
 

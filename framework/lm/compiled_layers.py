@@ -150,7 +150,7 @@ class _Structure:
         return list(groups.values())
 
     def unpacked(self, single: bool) -> dict[str, tuple[dict[str, Any], str]]:
-        """`tensors` without the weights of `products`; in a pass over a ``single`` token, all of them."""
+        """`tensors` without the weights of `products`; all of them if ``single``, see `_Call.single`."""
         if single:
             return self.tensors
         copied = {id(layer.weight) for group in self.products for layer in group}
@@ -281,8 +281,8 @@ class _Call:
 
     @property
     def single(self) -> bool:
-        """True for a pass over a single token."""
-        return bool(self.form[0] and self.form[1])
+        """True for a pass over one token on one thread, where weights in oneDNN's layout are slower."""
+        return self.form[:3] == (True, True, 1)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments, with ``tensors`` in place of theirs."""

