@@ -4,8 +4,8 @@
 
 Layers: `functional.linear`, the product ``(W x^T)^T`` of layers without a packed copy, and packed weights (see
 `lm/small_batch_linear.py`), relative to `functional.linear` of one row; weights rotate so that they do not stay in
-cache. Passes: a whole model with each of the three, relative to its own pass over one token, and the gain over
-`functional.linear`.
+cache. Passes: a whole model with each of the three, and with compiled layers (`lm/compiled_layers.py`), relative to its
+own pass over one token; then each gain over the one before.
 
 Kernels are measured in turn. Each ratio is one of medians, followed by one of minima. With one thread, times are its
 processor time, which other programs disturb less.
@@ -24,12 +24,14 @@ from tabulate import tabulate
 from torch import nn
 from torch.nn import functional
 
-from crossdraft.framework.lm import small_batch_linear
+from crossdraft.framework.lm import compiled_layers, small_batch_linear
+from crossdraft.framework.lm.cuda_graphs import CaptureLimits, recording
 from crossdraft.framework.lm.small_batch_linear import SmallBatchLinear, packed, packed_product, transposed_product
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 from crossdraft.framework.models.load import load_model
 
 KERNELS = ("linear", "transposed", "packed")
+PASSES = (*KERNELS, "compiled")
 #: Inputs and outputs of SmolLM2's layers, queries with keys and values and gate with up as one.
 SHAPES = ((576, 576), (576, 960), (576, 3072), (1536, 576), (576, 49152))
 
@@ -69,23 +71,30 @@ def pass_table(model: Any, rows: tuple[int, ...], repeats: int, committed: int =
     lm = TransformersLM(model, 1, committed + max(rows) + 1)
     layers = [layer for layer in model.modules() if type(layer) is SmallBatchLinear]
     lm.start(0, list(range(10, 11 + committed)))
-    available = small_batch_linear._available
+    available, compiled = small_batch_linear._available, compiled_layers._compiled_output
 
     def run(kernel: str, ids: torch.Tensor) -> None:
         for layer in layers:
             layer.__class__ = nn.Linear if kernel == "linear" else SmallBatchLinear
-        small_batch_linear._available = available if kernel == "packed" else lambda: False
+        small_batch_linear._available = available if kernel in ("packed", "compiled") else lambda: False
+        compiled_layers._compiled_output = compiled if kernel == "compiled" else lambda *_: None
         lm.forward(ids)
         lm.commit([0])
 
     tokens = torch.arange(10, 10 + max(rows))[None]
-    runs = {(name, m): lambda name=name, m=m: run(name, tokens[:, :m]) for m in rows for name in KERNELS}
+    runs = {(name, m): lambda name=name, m=m: run(name, tokens[:, :m]) for m in rows for name in PASSES}
     try:
-        times = seconds(runs, repeats)
+        with recording(CaptureLimits(max(rows), max(rows))):  # compiles at the first pass
+            times = seconds(runs, repeats)
     finally:
-        small_batch_linear._available = available
+        small_batch_linear._available, compiled_layers._compiled_output = available, compiled
+    gains = (("linear", "packed"), ("packed", "compiled"))
     return [
-        [m, *(ratio(times[name, m], times[name, 1]) for name in KERNELS), ratio(times["linear", m], times["packed", m])]
+        [
+            m,
+            *(ratio(times[name, m], times[name, 1]) for name in PASSES),
+            *(ratio(times[before, m], times[after, m]) for before, after in gains),
+        ]
         for m in rows
     ]
 
@@ -106,7 +115,7 @@ def main() -> None:
     if "passes" in args.parts:
         model = load_model(args.model, dtype="float32", device="cpu").model
         table = pass_table(model, (1, 2, 4, 8, 16), args.repeats)
-        print(tabulate(table, ["rows", *KERNELS, "linear / packed"]))
+        print(tabulate(table, ["rows", *PASSES, "linear / packed", "packed / compiled"]))
 
 
 if __name__ == "__main__":

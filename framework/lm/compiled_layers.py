@@ -99,7 +99,7 @@ class _Structure:
         hooks: registries of the hooks of submodules, which compiled code would not run.
         index: the layer's number in the cache.
         identity: all that compiled code depends on; None if the layer cannot be compiled.
-        functions: compiled code by form; None where there is none.
+        functions: compiled code by form; None = uncompiled.
         checked: forms whose output was compared.
     """
 
@@ -166,7 +166,7 @@ class _Structure:
 
 
 def _identity(layer: nn.Module) -> Form | None:
-    """What compiled code depends on, besides a call; None if that cannot be told."""
+    """All that compiled code depends on, except for a call; None if the layer cannot be compiled."""
     parts: list[Hashable] = [torch.__version__, transformers.__version__, torch.backends.cpu.get_cpu_capability()]
     parts += [cpu_model(), _source(sys.modules[__name__]), _source(small_batch_linear), _source(sdpa)]
     for path, module in layer.named_modules():
@@ -273,20 +273,20 @@ class _Call:
         for key, value in (*enumerate(args), *options.items()):
             if key == cache_name:
                 continue
-            found = _tensors(value)
-            if found is None:
+            parts = _tensors(value)
+            if parts is None:
                 if value is not None and type(value) not in (bool, int, float, str):
                     return None
                 form.append((key, value))
                 continue
-            for one in found:
+            for one in parts:
                 mask, shape = one.dim() == 4, one.shape
                 if len(shape) < 2 or shape[0] not in (1, rows) or shape[2 if mask else 1] != width:
                     return None
                 if one.device.type != "cpu" or (mask and (shape[1] != 1 or shape[3] != plan.kv_len)):
                     return None
                 form.append((key, mask, one.dtype, shape[0] == 1, () if mask else shape[2:]))
-            tensors += found
+            tensors += parts
         masks = [one.dim() == 4 for one in tensors]
         if sum(masks) != 1 or hidden.dtype != torch.float32 or states.keys.dtype != torch.float32:
             return None
@@ -303,10 +303,10 @@ class _Call:
         rest = iter(tensors)
 
         def replaced(value: Any) -> Any:
-            found = _tensors(value)
-            if found is None:
+            parts = _tensors(value)
+            if parts is None:
                 return value
-            new = [next(rest) for _ in found]
+            new = [next(rest) for _ in parts]
             return tuple(new) if isinstance(value, tuple) else new[0]
 
         return [replaced(value) for value in self.args], {k: replaced(value) for k, value in self.options.items()}
@@ -327,12 +327,12 @@ def _tensors(value: Any) -> list[Tensor] | None:
     """The tensors that an argument consists of; None if it is not a tensor, or a tuple of some."""
     if isinstance(value, Tensor):
         return [value]
-    several = type(value) is tuple and value and all(isinstance(one, Tensor) for one in value)
-    return list(value) if several else None
+    is_tuple = type(value) is tuple and value and all(isinstance(one, Tensor) for one in value)
+    return list(value) if is_tuple else None
 
 
 def _function(layer: nn.Module, identity: Form, call: _Call) -> TensorFunction | None:
-    """Load, or in a warm-up compile, the code for ``call``; None if there is none."""
+    """Load the code for ``call``, or compile it in a warm-up; None if that is not possible."""
     key = hashlib.sha256(repr((identity, call.form)).encode()).hexdigest()[:32]
     path = cache_dir() / "layers" / f"{key}.pt2"
     if path in _failed:

@@ -62,19 +62,19 @@ def logits(
     lm = TransformersLM(model, rows, 40)
     for row in range(rows):
         lm.start(row, range(5, 9 + 2 * row))
-    found = []
+    outputs = []
     with recording(warm_up):
         for parents in passes:
             width = len(parents)
             tree = torch.tensor([parents] * rows) if parents[1:2] == [-1] else None
             tokens = torch.arange(rows * width).view(rows, width) + 11
-            found.append(lm.forward(tokens, tree)[0])
+            outputs.append(lm.forward(tokens, tree)[0])
             lm.commit([1] * rows, None if tree is None else torch.zeros(rows, 1, dtype=torch.long))
-    return found
+    return outputs
 
 
-def close(found: list[Tensor], expected: list[Tensor]) -> bool:
-    return all((a - b).abs().max() <= 1e-4 * b.abs().max() for a, b in zip(found, expected, strict=True))
+def close(outputs: list[Tensor], expected: list[Tensor]) -> bool:
+    return all((a - b).abs().max() <= 1e-4 * b.abs().max() for a, b in zip(outputs, expected, strict=True))
 
 
 def plain(model: Any, rows: int, monkeypatch: Any, passes: Sequence[list[int]] = PASSES) -> list[Tensor]:
@@ -189,6 +189,6 @@ def test_compiled_code_returns_the_same_logits(tiny_model: Callable, family: str
     monkeypatch.setattr(compiled_layers, "_load", lambda path: compiled.append(path) or load(path))
     passes = [[-1], *PASSES]
     for rows in (1, 3, 5):
-        found = logits(own_modules(model), rows, passes=passes)
-        assert close(found, plain(model, rows, monkeypatch, passes))
+        outputs = logits(own_modules(model), rows, passes=passes)
+        assert close(outputs, plain(model, rows, monkeypatch, passes))
     assert len(set(compiled)) >= 4
