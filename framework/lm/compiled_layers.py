@@ -341,7 +341,8 @@ def _function(layer: nn.Module, identity: Form, call: _Call) -> TensorFunction |
         if not path.is_file():
             if capture_limits() is None:
                 return None
-            logger.info("crossdraft: compiling %s for this processor", type(layer).__name__)
+            name = type(layer).__name__
+            print(f"crossdraft: compiling {name} for this processor, once", file=sys.stderr, flush=True)
             _compile(layer, call, path)
         return _load(path)
     except Exception as error:
