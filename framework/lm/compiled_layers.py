@@ -53,6 +53,8 @@ logger = logging.getLogger(__name__)
 LEAST_WEIGHTS = 2**18
 #: Most tokens of a pass; larger ones take longer than their calls.
 MOST_TOKENS = 128
+#: Most kinds of calls of a layer; further ones run uncompiled.
+MOST_FORMS = 8
 #: Largest difference between a compiled and an uncompiled output, relative to the largest number of the latter.
 TOLERANCE = 1e-4
 #: Attributes in which layers with the same code differ.
@@ -215,7 +217,8 @@ def _compiled_output(layer: Any, args: Sequence[Any], options: dict[str, Any]) -
         return None
     function = structure.functions.get(call.form)
     if function is None:
-        if call.form in structure.functions and not capture_limits():
+        known = call.form in structure.functions
+        if (known and not capture_limits()) or (not known and len(structure.functions) == MOST_FORMS):
             return None
         function = structure.functions[call.form] = _function(layer, structure.identity, call)
         if function is None:
@@ -225,11 +228,11 @@ def _compiled_output(layer: Any, args: Sequence[Any], options: dict[str, Any]) -
     if any(weight is None for weight in weights):
         return None
     others = structure.whole if call.single else structure.unpacked
-    output = function([*call.tensors, *weights, *others.values()])[0]  # type: ignore[list-item]
+    inputs: list[Any] = [*call.tensors, *weights, *others.values()]
     if call.form in structure.checked:
-        return output
+        return function(inputs)[0]
     # The code of another layer may differ in what its structure does not show. Both write the same slots.
-    expected = layer._runs_compiled.forward(layer, *args, **options)
+    output, expected = function(inputs)[0], layer._runs_compiled.forward(layer, *args, **options)
     structure.checked.add(call.form)
     if not (output - expected).abs().max() <= TOLERANCE * expected.abs().max():
         structure.identity = None
@@ -288,9 +291,10 @@ class _Call:
                 form.append((key, mask, one.dtype, shape[0] == 1, () if mask else shape[2:]))
             tensors += parts
         masks = [one.dim() == 4 for one in tensors]
-        if sum(masks) != 1 or hidden.dtype != torch.float32 or states.keys.dtype != torch.float32:
+        buffers = [states.keys, states.values]
+        if sum(masks) != 1 or any(one.dtype != torch.float32 or not one.is_contiguous() for one in (hidden, *buffers)):
             return None
-        tensors += [plan.slots.expand(rows, -1), states.keys, states.values]
+        tensors += [plan.slots.expand(rows, -1), *buffers]
         return cls(tuple(form), args, options, [one.contiguous() for one in tensors], [*masks, False, False, False])
 
     @property
@@ -347,6 +351,7 @@ def _function(layer: nn.Module, identity: Form, call: _Call) -> TensorFunction |
         return _load(path)
     except Exception as error:
         _failed.add(path)
+        path.unlink(missing_ok=True)  # damaged: the next process compiles anew
         _warn_once(type(layer).__name__, str(error).strip().partition("\n")[0])
         return None
 
@@ -396,7 +401,10 @@ def _compile(layer: Any, call: _Call, path: Path) -> None:
                 return output if linear.bias is None else output + linear.bias
 
             with replaced_products(product):
-                return (functional_call(twin, dict(zip(others, inputs[end:], strict=True)), tuple(args), options),)
+                output = functional_call(twin, dict(zip(others, inputs[end:], strict=True)), tuple(args), options)
+            if not isinstance(output, Tensor):
+                raise TypeError("it returns more than hidden states")
+            return (output,)
 
         def example(*sizes: int) -> list[Tensor]:
             zeros = [

@@ -13,6 +13,8 @@ from crossdraft.framework.lm import compiled_layers, small_batch_linear
 from crossdraft.framework.lm.cuda_graphs import CaptureLimits, recording
 from crossdraft.framework.lm.layer_surgery import own_modules
 from crossdraft.framework.lm.transformers_lm import TransformersLM
+from crossdraft.framework.util.compilation import load_package
+from crossdraft.framework.util.output_files import cache_dir
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_warnings"),
@@ -102,6 +104,17 @@ def test_code_is_compiled_in_warm_ups_only(tiny_model: Callable, monkeypatch: An
     logits(own_modules(model), 2)
     before = len(traced)
     assert close(logits(own_modules(model), 2, None), expected) and len(traced) > before  # stored code is used
+
+
+def test_damaged_code_is_removed(tiny_model: Callable, monkeypatch: Any, traced: list[int], caplog: Any) -> None:
+    model, passes = tiny_model("llama"), [[-1, 0]] * 2
+    logits(own_modules(model), 2, passes=passes)
+    files = list((cache_dir() / "layers").iterdir())
+    assert len(files) == 1 and not files[0].read_bytes()
+    monkeypatch.setattr(compiled_layers, "_load", load_package)
+    expected = plain(model, 2, monkeypatch, passes)
+    assert close(logits(own_modules(model), 2, None, passes), expected) and not files[0].exists()
+    assert "LlamaDecoderLayer runs uncompiled" in caplog.text
 
 
 def test_weights_that_change_are_used(tiny_model: Callable, monkeypatch: Any, traced: list[int]) -> None:
