@@ -98,15 +98,18 @@ class Enumeration:
         """Take one decision per row: ``probability [B, outcomes]`` -> outcome ``[B]``."""
         column = self.columns.setdefault((self._step_number, *key), len(self.columns))
         self.scripts = _widen(self.scripts, len(self.columns))
-        rows, possible = np.arange(len(probability)), probability > 0
         scripted = self.scripts[:, column]
-        undecided, first = scripted < 0, possible.argmax(1)
+        undecided = scripted < 0
+        if not undecided.any():
+            return scripted.copy()
+        rows, possible = np.arange(len(probability)), probability > 0
+        first = possible.argmax(1)
         taken = np.where(undecided, first, scripted)
         others = possible & undecided[:, None]
         others[rows, first] = False
         parent, outcome = np.nonzero(others)
         if len(parent):
-            scripts = self.scripts[parent].copy()
+            scripts = self.scripts[parent]
             scripts[:, column] = outcome
             self.alternatives.append((parent, scripts, self.weight[parent] * probability[parent, outcome]))
         self.scripts[:, column] = taken
@@ -115,7 +118,10 @@ class Enumeration:
 
 
 def _widen(scripts: np.ndarray, columns: int) -> np.ndarray:
-    return np.pad(scripts, ((0, 0), (0, max(0, columns - scripts.shape[1]))), constant_values=-1)
+    rows, known = scripts.shape
+    if known >= columns:
+        return scripts
+    return np.concatenate([scripts, np.full((rows, columns - known), -1, dtype=scripts.dtype)], 1)
 
 
 State = tuple[tuple[int, ...], Hashable]

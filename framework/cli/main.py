@@ -126,22 +126,25 @@ def _bug_message(error: BaseException) -> str:
 
 
 def _parser(chosen: str) -> argparse.ArgumentParser:
-    """The parser; of `COMMANDS`, only the ``chosen`` one declares its arguments."""
+    """The parser: if ``chosen`` is one of `COMMANDS`, of that one, otherwise of all, without their arguments."""
     parser = argparse.ArgumentParser(
         prog="crossdraft",
         description="Compare speculative-decoding drafters and verifiers, and certify them lossless.",
     )
     parser.add_argument("--version", action=_Version)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    if chosen in COMMANDS:
+        summary = COMMANDS[chosen]
+        command = commands.add_parser(chosen, help=summary, description=_sentence(summary))
+        module = chosen.replace("-", "_")
+        module += ".command" * (module in _PACKAGES)
+        implementation = import_module(f".{module}", __package__)
+        implementation.add_arguments(command)
+        command.set_defaults(main=implementation.main)
+        _add_debug(command)
+        return parser
     for name, summary in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=_sentence(summary))
-        if name == chosen:
-            module = name.replace("-", "_")
-            module += ".command" * (module in _PACKAGES)
-            implementation = import_module(f".{module}", __package__)
-            implementation.add_arguments(command)
-            command.set_defaults(main=implementation.main)
-            _add_debug(command)
+        commands.add_parser(name, help=summary, description=_sentence(summary))
 
     summary = "list installed drafters, verifiers, models, prompts and recipes"
     command = commands.add_parser("list", help=summary, description=_sentence(summary))

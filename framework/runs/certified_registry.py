@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from ..errors import UsageError
 from ..util.input_files import read_json
 from ..util.limits import Limit
 from ..util.output_files import cache_dir, replace_text
-from .code_digest import source_of
+from .code_digest import release, source_of
 
 #: In the cache directory.
 FILE = "certified.json"
@@ -84,7 +83,7 @@ def _key(
     source = source_of(strategy, *strategy.wrapped(options)) if source is None else source
     options_json = json.dumps(options.model_dump(mode="json"), sort_keys=True, default=str)
     code = {key: str(source.get(key) or "") for key in ("distribution", "version", "sha256")}
-    return {"name": strategy.name, **code, "crossdraft": crossdraft or version("crossdraft"), "options": options_json}
+    return {"name": strategy.name, **code, "crossdraft": crossdraft or release("crossdraft"), "options": options_json}
 
 
 def _read() -> tuple[dict[str, Any], ...]:

@@ -32,23 +32,28 @@ def source_of(cls: type[Any], *wrapped: type[Any]) -> dict[str, str]:
     """
     package = cls.__module__.partition(".")[0]
     distribution = next(iter(_distributions().get(package, ())), "")
-    try:
-        release = version(distribution) if distribution else ""
-    except PackageNotFoundError:
-        release = ""
     digests = [
         code_sha256([base.__module__ for base in strategy.__mro__ if base.__module__ != "builtins"])
         for strategy in (cls, *wrapped)
     ]
     if len(digests) > 1:
         digests = [hashlib.sha256("".join(digests).encode()).hexdigest() if all(digests) else ""]
-    return {"distribution": distribution, "version": release, "sha256": digests[0]}
+    return {"distribution": distribution, "version": release(distribution), "sha256": digests[0]}
 
 
 @cache
 def _distributions() -> Mapping[str, Sequence[str]]:
     """Distributions of every top-level package; cached, because the lookup is slow."""
     return packages_distributions()
+
+
+@cache
+def release(distribution: str) -> str:
+    """Version of an installed distribution, or an empty string; cached, because the lookup reads files."""
+    try:
+        return version(distribution) if distribution else ""
+    except PackageNotFoundError:
+        return ""
 
 
 def code_sha256(modules: Sequence[str]) -> str:

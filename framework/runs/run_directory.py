@@ -20,7 +20,7 @@ import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,8 @@ class PieceResult:
         return cls(**{**data, "records": records, "piece": Piece.from_json(data["piece"])})
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "records": [list(asdict(record).values()) for record in self.records]}
+        records = [list(vars(record).values()) for record in self.records]
+        return {**vars(self), "records": records, "piece": vars(self.piece)}
 
 
 class RunDirectory:
@@ -231,12 +232,13 @@ class RunDirectory:
     def _save_numbers(self, temporary: Path, result: CellResult) -> None:
         directory = RunDirectory(temporary)
         assert result.metrics is not None
-        rows = [asdict(record) | {"cell": result.config.hash} for record in result.records]
+        cell = {"cell": result.config.hash}
+        rows = [vars(record) | cell for record in result.records]
         parquet.write_table(pa.Table.from_pylist(rows, schema=_STEPS), temporary / "steps.parquet")
         lines = (json.dumps(response, ensure_ascii=False) + "\n" for response in result.responses)
         directory.write_text("responses.jsonl", "".join(lines))
         metrics = json.dumps(result.metrics.to_json(), indent=2, ensure_ascii=False)
-        pieces = ",\n".join(json.dumps(asdict(piece), ensure_ascii=False) for piece in result.pieces)
+        pieces = ",\n".join(json.dumps(vars(piece), ensure_ascii=False) for piece in result.pieces)
         directory.write_text("metrics.json", f'{{"metrics": {metrics},\n"pieces": [\n{pieces}\n]}}\n')
 
     def load(self, config: CellConfig) -> CellResult | None:

@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -173,10 +174,15 @@ def _alive(pid: int | None) -> bool:
     return bool(pid)
 
 
+@cache
+def _schema() -> TypeAdapter[RunState]:
+    return TypeAdapter(RunState)
+
+
 def _read(file: Path) -> RunState:
     """Read ``state.json``. Raises UsageError if it is damaged."""
     try:
-        return TypeAdapter(RunState).validate_json(read_text(file, CONFIG_BYTES), strict=True)
+        return _schema().validate_json(read_text(file, CONFIG_BYTES), strict=True)
     except ValidationError:
         problem = "is damaged or was written by another version"
         raise UsageError(f"{printable(str(file))} {problem}; run the recipe again to rewrite it") from None

@@ -39,6 +39,9 @@ NEW_TOKENS = 12
 #: Batch size of the count of drawn tokens.
 ROWS = 128
 
+#: Responses of `DrafterContract.decode`.
+_DECODED: dict[Any, dict[int, Response]] = {}
+
 
 class DrafterContract(OneThread):
     """Base class of a drafter's contract tests; subclass it, set the drafter, and run pytest.
@@ -92,10 +95,13 @@ class DrafterContract(OneThread):
         return build_decoder(context, self.make, verifier(verifier.Config()), **options)
 
     def decode(self, batch_size: int, temperature: float, prompts: Sequence[int] | None = None, **loop: Any) -> Any:
-        """Responses by prompt; ``prompts`` are indices into the setting's."""
+        """Responses by prompt, decoded by a new drafter once per class; ``prompts`` are indices into the setting's."""
         chosen = list(range(len(self.setting.prompts))) if prompts is None else list(prompts)
-        decoder = self.decoder(batch_size, temperature, **{"max_new_tokens": NEW_TOKENS, **loop})
-        return _by_index(decoder.run([self.setting.prompts[i] for i in chosen], chosen), chosen)
+        key = (type(self), self.drafting, repr((self.config, batch_size, temperature, chosen, loop)))
+        if key not in _DECODED:
+            decoder = self.decoder(batch_size, temperature, **{"max_new_tokens": NEW_TOKENS, **loop})
+            _DECODED[key] = _by_index(decoder.run([self.setting.prompts[i] for i in chosen], chosen), chosen)
+        return _DECODED[key]
 
     def deterministic_temperatures(self) -> list[float]:
         """Temperatures at which the text of a sequence depends on its prompt and random numbers only.

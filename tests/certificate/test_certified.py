@@ -247,8 +247,8 @@ def test_newest_certificates_are_kept(of_known_source: Any, cache: Path, monkeyp
 
 def test_another_crossdraft_certifies_again(of_known_source: Any, monkeypatch: Any) -> None:
     certified_registry.remember([(of_known_source, StrategyConfig(), PASSED)])
-    now = certified_registry.version("crossdraft")
-    monkeypatch.setattr(certified_registry, "version", lambda name: "99")
+    now = certified_registry.release("crossdraft")
+    monkeypatch.setattr(certified_registry, "release", lambda name: "99")
     assert certified_registry.certificate(of_known_source, StrategyConfig()) is None
     assert certified_registry.certificate(of_known_source, StrategyConfig(), crossdraft=now) == PASSED
 

@@ -33,7 +33,7 @@ MODEL = dict(
     initializer_range=0.7,
 )
 #: Sequences sampled: for block verification and its mistake, for other rules and theirs, and by the slow tests.
-CONTROL, FEW, MANY = 5_000, 2_500, 200_000
+CONTROL, FEW, MANY = 3_500, 2_500, 200_000
 
 DRAFTERS = {
     "draft-model": {"name": "draft-model", "model": "noisy"},
@@ -190,12 +190,19 @@ class AbsoluteRng(CounterRng):
 
 
 class AbsoluteStepRng(CounterStepRng):
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self._steps: dict[int, CounterStepRng] = {}
+
     def uniform(self, purpose: str, index: int, n: int) -> torch.Tensor:
-        stream, position = self._where.tolist()
-        later = [[at + index + i for at in position] for i in range(n)]
-        columns = [CounterStepRng(self._key, stream, at, torch.device("cpu")) for at in later]
-        none = torch.empty(len(stream), 0, dtype=torch.float64)
-        return torch.cat([none, *(column.uniform(purpose, 0, 1) for column in columns)], 1)
+        none = torch.empty(self._where.shape[1], 0, dtype=torch.float64)
+        return torch.cat([none, *(self._later(index + i).uniform(purpose, 0, 1) for i in range(n))], 1)
+
+    def _later(self, steps: int) -> CounterStepRng:
+        if steps not in self._steps:
+            stream, position = self._where
+            self._steps[steps] = CounterStepRng(self._key, stream, position + np.uint64(steps), torch.device("cpu"))
+        return self._steps[steps]
 
 
 def test_numbers_reused_by_next_step_are_seen(sample: Callable, exact_law: np.ndarray) -> None:
