@@ -57,6 +57,10 @@ MOST_TOKENS = 128
 MOST_FORMS = 8
 #: Largest difference between a compiled and an uncompiled output, relative to the largest number of the latter.
 TOLERANCE = 1e-4
+#: Module of the hooks by which models return hidden states, of layers, and attention weights, which no pass requests.
+_RECORDERS = "transformers.utils.output_capturing"
+#: Arguments for these hooks, which layers do not read.
+_UNREAD = ("output_hidden_states",)
 #: Attributes in which layers with the same code differ.
 _IGNORED = {"layer_idx", "training", "siblings", "config"}
 #: Rows, new tokens, slots attended over and slots of the cache in the pass that is traced, and in another one.
@@ -210,7 +214,9 @@ def _compiled_output(layer: Any, args: Sequence[Any], options: dict[str, Any]) -
     structure = _structures.get(layer)
     if structure is None or not structure.is_current:
         structure = _structures[layer] = _Structure.of(layer)
-    if structure.identity is None or any(structure.hooks):
+    if structure.identity is None or any(
+        hook.__module__ != _RECORDERS for registry in structure.hooks if registry for hook in registry.values()
+    ):
         return None
     call = _Call.of(structure.index, cache_argument(layer.forward), args, options)
     if call is None:
@@ -271,6 +277,7 @@ class _Call:
         # Code is traced for a cache with more slots than are attended over.
         if not states.is_initialized or plan.kv_len >= states.keys.shape[2] or len(states.keys) != rows:
             return None
+        options = {key: value for key, value in options.items() if key not in _UNREAD}
         form: list[Hashable] = [rows == 1, width == 1, torch.get_num_threads()]
         tensors: list[Tensor] = []
         for key, value in (*enumerate(args), *options.items()):

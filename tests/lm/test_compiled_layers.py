@@ -98,6 +98,25 @@ def test_logits_are_those_of_plain_layers(
     assert len(traced) == 4 * model.config.num_hidden_layers and len(set(traced)) == (2 if rows == 1 else 1)
 
 
+def test_hidden_states_are_returned(tiny_model: Callable, monkeypatch: Any, traced: list[int]) -> None:
+    def hidden_states(model: Any) -> list[Tensor]:
+        lm = TransformersLM(model, 1, 20)
+        lm.start(0, range(5, 10))
+        with recording(WARM_UP):
+            before = lm.forward(torch.tensor([[11, 12]]))[0]
+            lm.hidden_layers = (0, 1, 2)
+            lm.commit([0])
+            logits, hidden = lm.forward(torch.tensor([[11, 12]]))
+        assert hidden is not None and torch.equal(before, logits) and len(traced) in (0, 4)
+        return list(hidden.unbind(2))
+
+    model = tiny_model("llama")
+    outputs = hidden_states(own_modules(model))
+    monkeypatch.setenv("CROSSDRAFT_COMPILED_LAYERS", "0")
+    traced.clear()
+    assert close(outputs, hidden_states(own_modules(model)))
+
+
 def test_code_is_compiled_in_warm_ups_only(tiny_model: Callable, monkeypatch: Any, traced: list[int]) -> None:
     model, expected = tiny_model("llama"), plain(tiny_model("llama"), 2, monkeypatch)
     assert close(logits(own_modules(model), 2, None), expected) and traced == []
