@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property, wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -84,7 +83,7 @@ def compile_layers(model: nn.Module) -> None:
 
 
 @cache
-def _compiled_class(plain: type[nn.Module]) -> type[nn.Module]:
+def _compiled_class(plain: type[Any]) -> type[Any]:
     @wraps(plain.forward)
     def forward(self: nn.Module, *args: Any, **options: Any) -> Any:
         output = _compiled_output(self, args, options)
@@ -174,12 +173,12 @@ class _Structure:
 def _identity(layer: nn.Module) -> Form | None:
     """All that compiled code depends on, except for a call; None if the layer cannot be compiled."""
     parts: list[Hashable] = [torch.__version__, transformers.__version__, torch.backends.cpu.get_cpu_capability()]
-    parts += [cpu_model(), _source(sys.modules[__name__]), _source(small_batch_linear), _source(sdpa)]
+    parts += [cpu_model(), *map(_source, (__name__, small_batch_linear.__name__, sdpa.__name__))]
     for path, module in layer.named_modules():
         kind = getattr(module, "_runs_compiled", type(module))
         if "forward" in vars(module) or kind.__module__ not in sys.modules:
             return None
-        parts += [path, kind.__qualname__, _source(sys.modules[kind.__module__])]
+        parts += [path, kind.__qualname__, _source(kind.__module__)]
         for name, value in vars(module).items():
             if isinstance(value, Tensor):
                 return None
@@ -198,10 +197,10 @@ def _identity(layer: nn.Module) -> Form | None:
 
 
 @cache
-def _source(module: ModuleType) -> str:
-    """Digest of the source file of a module; its name if it has none."""
-    file = getattr(module, "__file__", None)
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else module.__name__
+def _source(module: str) -> str:
+    """Digest of the source file of a loaded module; its name if it has none."""
+    file = getattr(sys.modules[module], "__file__", None)
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else module
 
 
 _structures: WeakKeyDictionary[nn.Module, _Structure] = WeakKeyDictionary()
