@@ -27,7 +27,7 @@ def test_programs_take_turns_on_the_same_prompts(script: dict[str, Any]) -> None
         return script["Program"](name, "plain", run, **options)
 
     programs = [program("transformers", 9), program("crossdraft", 9), program("other", 8, largest=1)]
-    args = SimpleNamespace(batch=[1, 2], seed=0, minutes=0)
+    args = SimpleNamespace(batch=[1, 2], seed=0, minutes=0, gamma=3)
     script["measure"](programs, PROMPTS, args, ends=[2])
     del calls[:5]  # the warm-up
     for _ in range(script["LEAST_REPETITIONS"]):
