@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from statistics import median
 
 from .budget import Budget
 from .events import (
@@ -52,7 +53,7 @@ class Progress:
         self._started: float | None = None  # start of the current cell
         self._partial_turns = 0.0  # turns of the current cell so far
         self._in_warm_up = False
-        self._warm_turns, self._warm_seconds = 0.0, 0.0
+        self._warm_paces: list[float] = []  # seconds per turn of each step of a warm-up
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -63,8 +64,8 @@ class Progress:
                 self._partial_turns += turns
                 if self._in_warm_up and self._started is not None:
                     now = self._clock()
-                    self._warm_seconds += now - self._started
-                    self._warm_turns += turns
+                    if turns:
+                        self._warm_paces.append((now - self._started) / turns)
                     self._started = now
             case PromptsFinished(prompts, turns):
                 now = self._clock()
@@ -83,12 +84,11 @@ class Progress:
     @property
     def pace(self) -> float | None:
         """Seconds per turn of a cell: recent average, or from the steps so far; None before the first step."""
-        turns, seconds = self._turns, self._seconds
-        if not turns and self._started is not None and not self._in_warm_up and self._partial_turns:
-            turns, seconds = self._partial_turns, self._clock() - self._started
-        elif not turns:
-            turns, seconds = self._warm_turns, self._warm_seconds
-        return seconds / turns if turns else None
+        if self._turns:
+            return self._seconds / self._turns
+        if self._started is not None and not self._in_warm_up and self._partial_turns:
+            return (self._clock() - self._started) / self._partial_turns
+        return median(self._warm_paces) if self._warm_paces else None  # of most steps: a few compile or allocate
 
     @property
     def left(self) -> float | None:

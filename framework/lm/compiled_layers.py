@@ -172,6 +172,7 @@ class _Structure:
 
 def _identity(layer: nn.Module) -> Form | None:
     """All that compiled code depends on, except for a call; None if the layer cannot be compiled."""
+    texts: dict[int, str] = {}  # of configurations, by id: submodules have the same one
     parts: list[Hashable] = [torch.__version__, transformers.__version__, torch.backends.cpu.get_cpu_capability()]
     parts += [cpu_model(), *map(_source, (__name__, small_batch_linear.__name__, sdpa.__name__))]
     for path, module in layer.named_modules():
@@ -185,10 +186,10 @@ def _identity(layer: nn.Module) -> Form | None:
             if name not in _IGNORED and (value is None or isinstance(value, bool | int | float | str | list | tuple)):
                 parts.append((name, repr(value)))
         if (config := getattr(module, "config", None)) is not None:
-            settings = {**config.to_dict(), "attention": config._attn_implementation}
-            parts.append(
-                repr([(k, settings[k]) for k in sorted(settings) if k not in ("_name_or_path", "name_or_path")])
-            )
+            if id(config) not in texts:
+                settings = {**config.to_dict(), "attention": config._attn_implementation, "_name_or_path": ""}
+                texts[id(config)] = repr(sorted(settings.items()))
+            parts.append(texts[id(config)])
     for name, one in (*layer.named_parameters(), *layer.named_buffers()):
         if hasattr(one, "__tensor_flatten__") or one.device.type != "cpu":  # quantised, or split over processes
             return None
@@ -211,6 +212,8 @@ def _compiled_output(layer: Any, args: Sequence[Any], options: dict[str, Any]) -
     if not in_own_attention() or torch.is_grad_enabled() or layer.training:
         return None
     structure = _structures.get(layer)
+    if structure is None and not capture_limits() and not _has_code(cache_dir() / "layers"):
+        return None
     if structure is None or not structure.is_current:
         structure = _structures[layer] = _Structure.of(layer)
     if structure.identity is None or any(
@@ -339,6 +342,12 @@ def _tensors(value: Any) -> list[Tensor] | None:
         return [value]
     is_tuple = type(value) is tuple and value and all(isinstance(one, Tensor) for one in value)
     return list(value) if is_tuple else None
+
+
+@cache
+def _has_code(directory: Path) -> bool:
+    """True if any code is stored, as of the first call; without any, layers are not even read."""
+    return directory.is_dir() and any(directory.iterdir())
 
 
 def _function(layer: nn.Module, identity: Form, call: _Call) -> TensorFunction | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._aoti import AOTIModelPackageLoader
 from torch.export import ExportedProgram
 
 from .shared_patch import SharedPatch
@@ -58,9 +59,8 @@ def package_program(program: ExportedProgram, path: Path) -> Path:
 
 
 def load_package(path: Path) -> TensorFunction:
-    from torch._inductor import aoti_load_package
-
-    return aoti_load_package(str(path)).loader.run  # type: ignore[union-attr]
+    # Not `aoti_load_package`: importing torch._inductor takes seconds.
+    return AOTIModelPackageLoader(str(path), "model", False, 1, -1).run  # one thread at a time, one runner, any device
 
 
 def _ignore_future_warnings() -> Callable[[], None]:
