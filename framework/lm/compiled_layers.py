@@ -346,7 +346,7 @@ def _tensors(value: Any) -> list[Tensor] | None:
 
 @cache
 def _has_code(directory: Path) -> bool:
-    """True if any code is stored, as of the first call; without any, layers are not even read."""
+    """True if any code is stored; cached until this process stores some. Without any, layers are not even read."""
     return directory.is_dir() and any(directory.iterdir())
 
 
@@ -438,6 +438,7 @@ def _compile(layer: Any, call: _Call, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=path.parent) as directory:
             package_program(program, Path(directory) / path.name).replace(path)
+        _has_code.cache_clear()
 
 
 class _TracedCache:
