@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from statistics import median
+from statistics import median_low
 
 from .budget import Budget
 from .events import (
@@ -19,6 +19,8 @@ from .events import (
 
 #: Factor of the exponential moving average of the pace, applied whenever a cell finishes prompts.
 DECAY = 0.97
+#: Steps of warm-ups before their pace counts: the first ones compile and allocate.
+LEAST_STEPS = 3
 
 
 class Progress:
@@ -83,12 +85,12 @@ class Progress:
 
     @property
     def pace(self) -> float | None:
-        """Seconds per turn of a cell: recent average, or from the steps so far; None before the first step."""
+        """Seconds per turn of a cell: recent average, or from the steps so far; None before the first of them."""
         if self._turns:
             return self._seconds / self._turns
         if self._started is not None and not self._in_warm_up and self._partial_turns:
             return (self._clock() - self._started) / self._partial_turns
-        return median(self._warm_paces) if self._warm_paces else None  # of most steps: a few compile or allocate
+        return median_low(self._warm_paces) if len(self._warm_paces) >= LEAST_STEPS else None
 
     @property
     def left(self) -> float | None:

@@ -157,6 +157,19 @@ def test_first_estimate_does_not_wait_for_piece() -> None:
         assert progress.left == 448.0
 
 
+def test_steps_that_compile_do_not_count() -> None:
+    clock = Clock()
+    run = Run(1, 8, clock)
+    with run.meter:
+        run(WarmUpStarted())
+        paces = []
+        for seconds in (40.0, 2.0, 2.0, 30.0, 2.0):
+            clock.now += seconds
+            run(StepFinished(1 / 16))
+            paces.append(run.progress.pace)
+        assert paces == [None, None, 32.0, 32.0, 32.0]
+
+
 def test_empty_measurement() -> None:
     run = Run(0, 0, Clock())
     with run.meter:
