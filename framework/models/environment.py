@@ -7,12 +7,11 @@ import os
 import platform
 import subprocess
 import sys
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from ..util.output_files import cache_dir
+from ..util.releases import release
 from .cpu import threads
 from .device import cpu_features, cpu_model, pick_device, pick_dtype
 
@@ -26,7 +25,7 @@ def describe() -> dict[str, Any]:
 
     device = pick_device("auto")
     return {
-        "versions": {package: _version(package) for package in PACKAGES},
+        "versions": {package: release(package) or None for package in PACKAGES},
         "python": platform.python_version(),
         "os": platform.platform(),
         "cpu": {
@@ -42,7 +41,7 @@ def describe() -> dict[str, Any]:
         "device": str(device),
         "dtype": str(pick_dtype("auto", device)).removeprefix("torch."),
         "attention": "sdpa",  # default of transformers
-        "flash_attn": _version("flash-attn"),
+        "flash_attn": release("flash-attn") or None,
         "cache_dir": str(cache_dir()),
         "git_commit": git_commit(),
     }
@@ -63,14 +62,6 @@ def git_commit() -> str | None:
 def _git(root: Path, *arguments: str) -> str:
     command = ["git", "-C", str(root), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-
-
-@cache
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _memory_gib() -> float | None:

@@ -6,11 +6,11 @@ activations are not quantised.
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ModelError, UsageError, printable
 from ..util.extras import need
+from ..util.releases import release
 
 if TYPE_CHECKING:
     import torch
@@ -38,10 +38,7 @@ def refuse_quantized(name: str, what: str) -> None:
 
 def quantizer() -> str:
     """Quantization package and version."""
-    try:
-        return f"torchao {version('torchao')}"
-    except PackageNotFoundError:
-        return "torchao"
+    return f"torchao {release('torchao')}".rstrip()
 
 
 def load_options(name: str, quantization: str, device: torch.device) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from ..errors import UsageError
 from ..util.input_files import read_json
 from ..util.limits import Limit
 from ..util.output_files import cache_dir, replace_text
-from .code_digest import release, source_of
+from ..util.releases import release
+from .code_digest import source_of
 
 #: In the cache directory.
 FILE = "certified.json"

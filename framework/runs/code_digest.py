@@ -14,9 +14,11 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
+
+from ..util.releases import release
 
 #: Directories of a Python installation; libraries in them are identified by version.
 _INSTALLED = tuple(Path(sysconfig.get_path(key)).resolve() for key in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -45,15 +47,6 @@ def source_of(cls: type[Any], *wrapped: type[Any]) -> dict[str, str]:
 def _distributions() -> Mapping[str, Sequence[str]]:
     """Distributions of every top-level package; cached, because the lookup is slow."""
     return packages_distributions()
-
-
-@cache
-def release(distribution: str) -> str:
-    """Version of an installed distribution, or an empty string; cached, because the lookup reads files."""
-    try:
-        return version(distribution) if distribution else ""
-    except PackageNotFoundError:
-        return ""
 
 
 def code_sha256(modules: Sequence[str]) -> str:
