@@ -146,6 +146,12 @@ class _Structure:
             registry.get(name) is tensor and tensor.dtype is dtype for registry, name, tensor, dtype in tensors
         )
 
+    @property
+    def is_hooked(self) -> bool:
+        """True if a submodule has a hook, other than `_RECORDERS`."""
+        hooks = (hook for registry in self.hooks for hook in registry.values())
+        return any(getattr(hook, "__module__", "") != _RECORDERS for hook in hooks)
+
     @cached_property
     def products(self) -> list[list[SmallBatchLinear]]:
         """The layers of each product over several tokens: layers with the same input, or a single one."""
@@ -212,13 +218,11 @@ def _compiled_output(layer: Any, args: Sequence[Any], options: dict[str, Any]) -
     if not in_own_attention() or torch.is_grad_enabled() or layer.training:
         return None
     structure = _structures.get(layer)
-    if structure is None and not capture_limits() and not _has_code(cache_dir() / "layers"):
+    if structure is None and not capture_limits() and not _has_code():
         return None
     if structure is None or not structure.is_current:
         structure = _structures[layer] = _Structure.of(layer)
-    if structure.identity is None or any(
-        hook.__module__ != _RECORDERS for registry in structure.hooks if registry for hook in registry.values()
-    ):
+    if structure.identity is None or structure.is_hooked:
         return None
     call = _Call.of(structure.index, cache_argument(layer.forward), args, options)
     if call is None:
@@ -255,16 +259,14 @@ class _Call:
     Attributes:
         form: names of the arguments, values, and layouts of tensors.
         args, options: the arguments.
-        tensors: tensors among the arguments, then the slots ``[R, W]``, keys and values ``[R, heads, length, dim]`` of
-            the cache; contiguous.
-        masks: whether each of them is a mask ``[R or 1, 1, W, kv_len]``; other arguments are ``[R or 1, W, ..]``.
+        tensors: tensors among the arguments, contiguous: one mask ``[R or 1, 1, W, kv_len]``, others of other ranks
+            ``[R or 1, W, ..]``; then the slots ``[R, W]``, keys and values ``[R, heads, length, dim]`` of the cache.
     """
 
     form: Form
     args: Sequence[Any]
     options: dict[str, Any]
     tensors: list[Tensor]
-    masks: list[bool]
 
     @classmethod
     def of(cls, index: int, cache_name: str, args: Sequence[Any], options: dict[str, Any]) -> _Call | None:
@@ -292,19 +294,20 @@ class _Call:
                 form.append((key, value))
                 continue
             for one in parts:
-                mask, shape = one.dim() == 4, one.shape
+                mask, shape = _is_mask(one), one.shape
                 if len(shape) < 2 or shape[0] not in (1, rows) or shape[2 if mask else 1] != width:
                     return None
                 if one.device.type != "cpu" or (mask and (shape[1] != 1 or shape[3] != plan.kv_len)):
                     return None
                 form.append((key, mask, one.dtype, shape[0] == 1, () if mask else shape[2:]))
             tensors += parts
-        masks = [one.dim() == 4 for one in tensors]
         buffers = [states.keys, states.values]
-        if sum(masks) != 1 or any(one.dtype != torch.float32 or not one.is_contiguous() for one in (hidden, *buffers)):
+        if any(one.dtype != torch.float32 or not one.is_contiguous() for one in (hidden, *buffers)):
+            return None
+        if sum(map(_is_mask, tensors)) != 1:
             return None
         tensors += [plan.slots.expand(rows, -1), *buffers]
-        return cls(tuple(form), args, options, [one.contiguous() for one in tensors], [*masks, False, False, False])
+        return cls(tuple(form), args, options, [one.contiguous() for one in tensors])
 
     @property
     def single(self) -> bool:
@@ -327,13 +330,16 @@ class _Call:
     def shapes(self, rows: int, width: int, kv_len: int, length: int) -> list[list[int]]:
         """Shapes of `tensors` in a call of the same form with other sizes."""
         rows, width = 1 if self.form[0] else rows, 1 if self.form[1] else width
+        *others, keys, values = self.tensors
         shapes = []
-        for tensor, mask in zip(self.tensors[:-2], self.masks, strict=False):
+        for tensor in others:
             first = 1 if len(tensor) == 1 else rows
-            shapes.append([first, 1, width, kv_len] if mask else [first, width, *tensor.shape[2:]])
-        for states in self.tensors[-2:]:
-            shapes.append([rows, states.shape[1], length, states.shape[3]])
-        return shapes
+            shapes.append([first, 1, width, kv_len] if _is_mask(tensor) else [first, width, *tensor.shape[2:]])
+        return shapes + [[rows, states.shape[1], length, states.shape[3]] for states in (keys, values)]
+
+
+def _is_mask(argument: Tensor) -> bool:
+    return argument.dim() == 4
 
 
 def _tensors(value: Any) -> list[Tensor] | None:
@@ -344,16 +350,20 @@ def _tensors(value: Any) -> list[Tensor] | None:
     return list(value) if is_tuple else None
 
 
+def _directory() -> Path:
+    return cache_dir() / "layers"
+
+
 @cache
-def _has_code(directory: Path) -> bool:
+def _has_code() -> bool:
     """True if any code is stored; cached until this process stores some. Without any, layers are not even read."""
-    return directory.is_dir() and any(directory.iterdir())
+    return _directory().is_dir() and any(_directory().iterdir())
 
 
 def _function(layer: nn.Module, identity: Form, call: _Call) -> TensorFunction | None:
     """Load the code for ``call``, or compile it in a warm-up; None if that is not possible."""
     key = hashlib.sha256(repr((identity, call.form)).encode()).hexdigest()[:32]
-    path = cache_dir() / "layers" / f"{key}.pt2"
+    path = _directory() / f"{key}.pt2"
     if path in _failed:
         return None
     try:
@@ -402,7 +412,7 @@ def _compile(layer: Any, call: _Call, path: Path) -> None:
         def run(*inputs: Tensor) -> tuple[Tensor, ...]:
             *arguments, slots, keys, values = inputs[:first]
             args, options = call.with_tensors(arguments)
-            mask = next(one for one, is_mask in zip(arguments, call.masks, strict=False) if is_mask)
+            (mask,) = filter(_is_mask, arguments)
             options[cache_name] = _TracedCache(slots, keys, values, mask.shape[3])
             outputs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # inputs as well, so that their ids stay unique
 

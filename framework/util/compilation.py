@@ -45,7 +45,8 @@ def export_function(
 ) -> ExportedProgram:
     """Trace ``function`` on ``inputs``, whose dimensions are fixed but for those in ``variable``, by input."""
     dims = (tuple(one or None for one in variable),) if variable else None
-    return torch.export.export(_FunctionModule(function), tuple(inputs), dynamic_shapes=dims, strict=False)
+    with _no_future_warnings:
+        return torch.export.export(_FunctionModule(function), tuple(inputs), dynamic_shapes=dims, strict=False)
 
 
 def package_program(program: ExportedProgram, path: Path) -> Path:
@@ -59,8 +60,9 @@ def package_program(program: ExportedProgram, path: Path) -> Path:
 
 
 def load_package(path: Path) -> TensorFunction:
-    # Not `aoti_load_package`: importing torch._inductor takes seconds.
-    return AOTIModelPackageLoader(str(path), "model", False, 1, -1).run  # one thread at a time, one runner, any device
+    # Not `aoti_load_package`, which does the same: importing torch._inductor takes seconds.
+    name, single_threaded, runners, device = "model", False, 1, -1
+    return AOTIModelPackageLoader(str(path), name, single_threaded, runners, device).run
 
 
 def _ignore_future_warnings() -> Callable[[], None]:

@@ -28,6 +28,7 @@ def small_layers(monkeypatch: Any) -> None:
     monkeypatch.setenv("CROSSDRAFT_COMPILED_LAYERS", "1")
     monkeypatch.setattr(compiled_layers, "LEAST_WEIGHTS", 1)
     monkeypatch.setattr(small_batch_linear, "LEAST_WEIGHTS", 1)
+    compiled_layers._has_code.cache_clear()
 
 
 @pytest.fixture
