@@ -158,7 +158,7 @@ class _Structure:
         layers = {id(child.weight): child for _, _, child in self.children if isinstance(child, SmallBatchLinear)}
         groups: dict[int, list[SmallBatchLinear]] = {}
         for layer in layers.values():
-            group = [layers.get(id(one.weight)) for one in layer.siblings.layers] if layer.siblings else [layer]
+            group = [layers.get(id(weight)) for weight in layer.siblings.weights] if layer.siblings else [layer]
             whole = [one for one in group if one is not None]
             members = whole if len(whole) == len(group) else [layer]
             groups[id(members[0])] = members
@@ -227,6 +227,10 @@ def _compiled_output(layer: Any, args: Sequence[Any], options: dict[str, Any]) -
     call = _Call.of(structure.index, cache_argument(layer.forward), args, options)
     if call is None:
         return None
+    groups = [] if call.single else structure.products
+    weights = [packed(*(one.weight for one in group)) for group in groups]
+    if any(weight is None for weight in weights):
+        return None
     function = structure.functions.get(call.form)
     if function is None:
         known = call.form in structure.functions
@@ -235,10 +239,6 @@ def _compiled_output(layer: Any, args: Sequence[Any], options: dict[str, Any]) -
         function = structure.functions[call.form] = _function(layer, structure.identity, call)
         if function is None:
             return None
-    groups = [] if call.single else structure.products
-    weights = [packed(*(one.weight for one in group)) for group in groups]
-    if any(weight is None for weight in weights):
-        return None
     others = structure.whole if call.single else structure.unpacked
     inputs: list[Any] = [*call.tensors, *weights, *others.values()]
     if call.form in structure.checked:

@@ -111,20 +111,22 @@ class Siblings:
     each layer computes its own product from then on.
     """
 
-    def __init__(self, layers: list[SmallBatchLinear]):
-        self.layers = layers
+    def __init__(self, layers: Sequence[nn.Linear]):
+        # Not the layers themselves: models in a reference cycle would keep their memory until a garbage collection.
+        self.weights = [layer.weight for layer in layers]
+        self._biases = [layer.bias for layer in layers]
         self._apart = False
 
     def product(self, layer: SmallBatchLinear, input: Tensor) -> Tensor | None:
         """The output of ``layer``; None if it must be computed separately."""
-        weights = [one.weight for one in self.layers]
+        weights, biases = self.weights, self._biases
         index = next((i for i, weight in enumerate(weights) if weight is layer.weight), None)
-        if self._apart or index is None:  # None: a copy of the layer with another weight
+        if self._apart or index is None or biases[index] is not layer.bias:  # parameters were replaced
             return None
         if index == 0:
             if (weight := packed(*weights)) is None:
                 return None
-            bias = None if layer.bias is None else torch.cat([one.bias for one in self.layers])
+            bias = None if layer.bias is None else torch.cat(biases)
             first, *others = packed_product(input, weight, bias).split([len(one) for one in weights], -1)
             _thread.pending = _Pending(self, input, others)
             return first

@@ -1,5 +1,6 @@
 """Compiled layers return what plain layers return, or leave the pass to them."""
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -145,6 +146,16 @@ def test_weights_that_change_are_used(tiny_model: Callable, monkeypatch: Any, tr
         model.model.layers[1].input_layernorm.weight.mul_(3)
     before = len(traced)
     assert close(logits(model, 2), plain(model, 2, monkeypatch)) and len(traced) > before
+
+
+def test_layers_with_weights_of_inference_mode_are_not_compiled(
+    tiny_model: Callable, monkeypatch: Any, traced: list[int], capsys: Any
+) -> None:
+    """Such weights have no packed copy, which compiled code needs."""
+    with torch.inference_mode():
+        model = copy.deepcopy(tiny_model("llama"))
+        assert close(logits(own_modules(model), 2), plain(model, 2, monkeypatch)) and traced == []
+    assert not capsys.readouterr().err
 
 
 class Twice(nn.Linear):

@@ -199,6 +199,8 @@ def test_siblings_share_one_product(bias: bool, products: list[int]) -> None:
     assert products == [16] * 3 and packed_nbytes() == before + 4 * 16 * 6
     module.k_proj.weight.mul_(2)
     assert all(equals_linear(layer, x) for layer in module.layers) and products == [16] * 4
+    del module
+    assert packed_nbytes() == before  # without a garbage collection
 
 
 @packs
@@ -234,6 +236,17 @@ def test_copies_of_siblings_use_their_own_weights(products: list[int]) -> None:
     deep.v_proj.weight.mul_(3)
     for one in (twin, deep, module):
         assert all(equals_linear(layer, x) for layer in one.layers)
+
+
+@packs
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_siblings_with_replaced_parameters_use_them(name: str, products: list[int]) -> None:
+    module, x = Attention(bias=True), torch.randn(3, 6)
+    assert all(equals_linear(layer, x) for layer in module.layers)
+    setattr(module.k_proj, name, nn.Parameter(torch.randn_like(getattr(module.k_proj, name))))
+    for _ in range(2):
+        assert all(equals_linear(layer, x) for layer in module.layers)
+    assert products[0] == 16 and products[-3:] == [8, 4, 4]
 
 
 def test_logits_are_those_of_the_plain_layers(tiny_model: Callable, family: str) -> None:
