@@ -158,7 +158,7 @@ def tiny_model() -> Callable[..., Any]:
 
     models: dict[tuple, Any] = {}
 
-    @torch.inference_mode(False)  # or the weights would differ with the test that asks first
+    @torch.inference_mode(False)  # or weights would depend on which test makes them
     def make(
         family: str,
         seed: int = 0,
