@@ -413,7 +413,7 @@ def _compile(layer: Any, call: _Call, path: Path) -> None:
             *arguments, slots, keys, values = inputs[:first]
             args, options = call.with_tensors(arguments)
             (mask,) = filter(_is_mask, arguments)
-            options[cache_name] = _TracedCache(slots, keys, values, mask.shape[3])
+            options[cache_name] = _TracedCache(structure.index, slots, keys, values, mask.shape[3])
             outputs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # inputs as well, so that their ids stay unique
 
             def product(linear: SmallBatchLinear, input: Tensor) -> Tensor:
@@ -452,12 +452,14 @@ def _compile(layer: Any, call: _Call, path: Path) -> None:
 
 
 class _TracedCache:
-    """Cache of a traced layer: ``keys`` and ``values [R, heads, length, dim]``, written at ``slots [R, W]``."""
+    """Cache of traced layer ``index``: ``keys`` and ``values [R, heads, length, dim]``, written at ``slots [R, W]``."""
 
-    def __init__(self, slots: Tensor, keys: Tensor, values: Tensor, kv_len: int):
-        self._slots, self._states, self._kv_len = slots, (keys, values), kv_len
+    def __init__(self, index: int, slots: Tensor, keys: Tensor, values: Tensor, kv_len: int):
+        self._index, self._slots, self._states, self._kv_len = index, slots, (keys, values), kv_len
 
-    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+        if layer_idx != self._index:
+            raise TypeError("it writes to the cache of another layer")
         rows = torch.arange(keys.shape[0])[:, None]
         for buffer, new in zip(self._states, (keys, values), strict=True):
             buffer[rows, :, self._slots] = new.transpose(1, 2)

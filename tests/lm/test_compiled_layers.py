@@ -14,6 +14,7 @@ from crossdraft.framework.lm import compiled_layers, small_batch_linear
 from crossdraft.framework.lm.cuda_graphs import CaptureLimits, recording
 from crossdraft.framework.lm.layer_surgery import own_modules
 from crossdraft.framework.lm.transformers_lm import TransformersLM
+from crossdraft.framework.util.cache_argument import cache_argument
 from crossdraft.framework.util.compilation import load_package
 from crossdraft.framework.util.output_files import cache_dir
 
@@ -203,6 +204,32 @@ def test_layers_that_cannot_be_traced_run_uncompiled(
     model = tiny_model("llama")
     assert close(logits(own_modules(model), 2), plain(model, 2, monkeypatch)) and traced == []
     assert "LlamaDecoderLayer runs uncompiled" in caplog.text
+
+
+class OtherLayer:
+    """A cache with its two layers exchanged."""
+
+    def __init__(self, cache: Any):
+        self.cache = cache
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any) -> Any:
+        return self.cache.update(keys, values, 1 - layer_idx, *args)
+
+
+def test_layers_with_the_cache_of_another_layer_run_uncompiled(
+    tiny_model: Callable, monkeypatch: Any, traced: list[int], caplog: Any
+) -> None:
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    own, name = LlamaAttention.forward, cache_argument(LlamaAttention.forward)
+    monkeypatch.setattr(
+        LlamaAttention,
+        "forward",
+        lambda self, *args, **options: own(self, *args, **options | {name: OtherLayer(options[name])}),
+    )
+    model = tiny_model("llama")
+    assert close(logits(own_modules(model), 2), plain(model, 2, monkeypatch)) and traced == []
+    assert "it writes to the cache of another layer" in caplog.text
 
 
 def test_conditions_on_sizes_are_found(tiny_model: Callable, monkeypatch: Any, traced: list[int], caplog: Any) -> None:
