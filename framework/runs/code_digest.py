@@ -102,7 +102,7 @@ def _file(module: str) -> Path | None:
     if origin is None:
         try:
             spec = importlib.util.find_spec(module)
-        except (ImportError, ValueError, AttributeError):
+        except Exception:  # it imports the parent packages, which may fail in any way
             return None
         origin = spec.origin if spec is not None else None
     path = Path(origin).resolve() if origin else None

@@ -215,7 +215,11 @@ def test_code_of_strategy_is_part_of_key(bench: Any, tmp_path: Path, install: An
         "from helping import LENGTH\n"
         "from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup\n"
         "class Mine(PromptLookup):\n    name = 'mine'\n"
+        "    def unused(self):\n        import failing.part\n"
     )
+    (tmp_path / "failing").mkdir()
+    (tmp_path / "failing" / "__init__.py").write_text("undefined\n", encoding="utf-8")
+    (tmp_path / "failing" / "part.py").write_text("", encoding="utf-8")
     (tmp_path / "my_drafter.py").write_text(text, encoding="utf-8")
     (tmp_path / "helping.py").write_text("LENGTH = 1\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
