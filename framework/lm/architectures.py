@@ -25,35 +25,34 @@ from .attention.sparse import indexers, selected_keys
 from .recurrent.recurrent_layers import SUPPORTED, recurrent_modules
 
 _EXACT = """
-AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM AriaTextForCausalLM AXK1ForCausalLM BeamForCausalLM
-BertGenerationDecoder BertLMHeadModel BioGptForCausalLM BitNetForCausalLM CodeGenForCausalLM Cohere2ForCausalLM
-Cohere2MoeForCausalLM CohereCompassForCausalLM CohereForCausalLM CTRLLMHeadModel CwmForCausalLM DbrxForCausalLM
-DeepseekV2ForCausalLM DeepseekV3ForCausalLM DiffLlamaForCausalLM Dots1ForCausalLM ElectraForCausalLM Emu3ForCausalLM
-Ernie4_5_MoeForCausalLM Ernie4_5ForCausalLM ErnieForCausalLM Exaone4ForCausalLM ExaoneMoeForCausalLM
+AfmoeForCausalLM Apertus1p5TextForCausalLM ApertusForCausalLM ArceeForCausalLM AriaTextForCausalLM AXK1ForCausalLM
+BeamForCausalLM BertGenerationDecoder BertLMHeadModel BioGptForCausalLM BitNetForCausalLM CodeGenForCausalLM
+Cohere2ForCausalLM Cohere2MoeForCausalLM CohereCompassForCausalLM CohereForCausalLM CTRLLMHeadModel CwmForCausalLM
+DbrxForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM DiffLlamaForCausalLM Dots1ForCausalLM ElectraForCausalLM
+Emu3ForCausalLM Ernie4_5_MoeForCausalLM Ernie4_5ForCausalLM ErnieForCausalLM Exaone4ForCausalLM ExaoneMoeForCausalLM
 FalconForCausalLM FlexOlmoForCausalLM FlintForCausalLM FuyuForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM
 Gemma3ForConditionalGeneration Gemma3nForCausalLM Gemma4ForCausalLM Gemma4ForConditionalGeneration
 Gemma4UnifiedForCausalLM Gemma4UnifiedForConditionalGeneration GemmaForCausalLM GitForCausalLM Glm4ForCausalLM
 Glm4MoeForCausalLM Glm4MoeLiteForCausalLM GlmForCausalLM GotOcr2ForConditionalGeneration GPT2LMHeadModel
-GPTBigCodeForCausalLM GPTJForCausalLM GPTNeoForCausalLM GPTNeoXForCausalLM GPTNeoXJapaneseForCausalLM
-GptOssForCausalLM GraniteForCausalLM GraniteMoeForCausalLM GraniteMoeSharedForCausalLM GraniteMoeSWAForCausalLM
-GraniteSWAForCausalLM HeliumForCausalLM HrmTextForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM
-HyperCLOVAXForCausalLM HYV3ForCausalLM Jais2ForCausalLM JetMoeForCausalLM Kolibri1ForCausalLM LagunaForCausalLM
-Lfm2ForCausalLM Llama4ForCausalLM LlamaForCausalLM LongcatFlashForCausalLM MellumForCausalLM MiMoV2FlashForCausalLM
-MiniCPM3ForCausalLM MiniMaxM2ForCausalLM MiniMaxM3VLForCausalLM Ministral3ForCausalLM MinistralForCausalLM
-MistralForCausalLM MixtralForCausalLM MllamaForCausalLM ModernBertDecoderForCausalLM MoshiForCausalLM
-NanoChatForCausalLM NemotronForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM OlmoeForCausalLM OlmoForCausalLM
-OPTForCausalLM PersimmonForCausalLM Phi3ForCausalLM Phi4MultimodalForCausalLM PhiForCausalLM PhimoeForCausalLM
-Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM RoCBertForCausalLM SeedOssForCausalLM
-SmolLM3ForCausalLM SolarOpenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM VaultGemmaForCausalLM
-XGLMForCausalLM YoutuForCausalLM
+GPTBigCodeForCausalLM GPTJForCausalLM GPTNeoForCausalLM GPTNeoXForCausalLM GPTNeoXJapaneseForCausalLM GptOssForCausalLM
+GraniteForCausalLM GraniteMoeForCausalLM GraniteMoeSharedForCausalLM GraniteMoeSWAForCausalLM GraniteSWAForCausalLM
+HeliumForCausalLM HrmTextForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM HyperCLOVAXForCausalLM
+HYV3ForCausalLM Jais2ForCausalLM JetMoeForCausalLM Kolibri1ForCausalLM LagunaForCausalLM Lfm2ForCausalLM
+Llama4ForCausalLM LlamaForCausalLM LongcatFlashForCausalLM MellumForCausalLM MiMoV2FlashForCausalLM MiniCPM3ForCausalLM
+MiniMaxM2ForCausalLM MiniMaxM3VLForCausalLM Ministral3ForCausalLM MinistralForCausalLM MistralForCausalLM
+MixtralForCausalLM MllamaForCausalLM ModernBertDecoderForCausalLM MoshiForCausalLM NanoChatForCausalLM
+NemotronForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM OlmoeForCausalLM OlmoForCausalLM OPTForCausalLM
+PersimmonForCausalLM Phi3ForCausalLM Phi4MultimodalForCausalLM PhiForCausalLM PhimoeForCausalLM Qwen2ForCausalLM
+Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM RoCBertForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM
+SolarOpenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM VaultGemmaForCausalLM XGLMForCausalLM YoutuForCausalLM
 """
 #: Classes with recurrent layers; from transformers 5.23 on, see `recurrent_layers`.
 _RECURRENT = """
 BailingHybridForCausalLM BambaForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM GraniteMoeHybridForCausalLM
-Inkling2ForCausalLM InklingForCausalLM JambaForCausalLM KimiLinearForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM
-Mamba2ForCausalLM MambaForCausalLM MiniMaxForCausalLM NemotronHForCausalLM OlmoHybridForCausalLM Qwen3_5ForCausalLM
-Qwen3_5MoeForCausalLM Qwen3NextForCausalLM RecurrentGemmaForCausalLM RwkvForCausalLM xLSTMForCausalLM Zamba2ForCausalLM
-ZambaForCausalLM ZayaForCausalLM
+Inkling2ForCausalLM InklingForCausalLM JambaForCausalLM KimiLinearForCausalLM LaraMiniForCausalLM Lfm2MoeForCausalLM
+Lfm3ForCausalLM Mamba2ForCausalLM MambaForCausalLM MiniMaxForCausalLM NemotronHForCausalLM OlmoHybridForCausalLM
+Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Qwen3NextForCausalLM RecurrentGemmaForCausalLM RwkvForCausalLM xLSTMForCausalLM
+Zamba2ForCausalLM ZambaForCausalLM ZayaForCausalLM
 """
 #: Classes with sparse attention, exact up to the number of keys that they select; from transformers 5.23 on.
 _SPARSE = """
@@ -63,9 +62,11 @@ AXK2ForCausalLM DeepseekV32ForCausalLM Dots3NoteForCausalLM GlmMoeDsaForCausalLM
 EXACT = frozenset(_EXACT.split() + ((_RECURRENT + _SPARSE).split() if SUPPORTED else []))
 #: Those of them that have recurrent layers, in some configurations at least.
 RECURRENT = frozenset({*_RECURRENT.split(), "Lfm2ForCausalLM"})
-#: Classes that are exact with recent versions of transformers; older ones give them no causal mask. They go through the
-#: trial.
-BY_TRIAL = frozenset({"BigBirdForCausalLM", "DogeForCausalLM", "MegatronBertForCausalLM", "RemBertForCausalLM"})
+#: Classes that go through the trial: older versions of transformers give them no causal mask, or, of Dory, not every
+#: configuration is exact.
+BY_TRIAL = frozenset(
+    {"BigBirdForCausalLM", "DogeForCausalLM", "DoryForCausalLM", "MegatronBertForCausalLM", "RemBertForCausalLM"}
+)
 
 #: Layers that cache keys and values by position, so rejected tokens can be dropped.
 _ROLLBACK_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}

@@ -16,7 +16,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from crossdraft import custom_generate
 from crossdraft.framework.api import custom_generate as door
 from crossdraft.framework.errors import UsageError
+from crossdraft.framework.util.cache_argument import cache_argument
 
+CACHE = cache_argument(LlamaForCausalLM.forward)
 IDS = torch.tensor([[9, 8, 7, 9, 8, 7, 9]])
 
 
@@ -173,7 +175,7 @@ def test_models_own_generation_config_counts(model: Any) -> None:
         ({"synced_gpus": True}, "synced_gpus=True"),
         ({"negative_prompt_ids": IDS}, "negative_prompt_ids="),
         ({"negative_prompt_attention_mask": IDS}, "negative_prompt_attention_mask="),
-        ({"past_key_values": DynamicCache()}, "past_key_values="),
+        ({CACHE: DynamicCache()}, f"{CACHE}="),
         ({"position_ids": torch.arange(2, 9)[None]}, "position_ids=[[2, 3, 4, 5, 6, 7, ...]]: positions count"),
         ({"inputs_embeds": torch.zeros(1, 7, 32)}, "inputs_embeds="),
         ({"labels": IDS}, "labels="),

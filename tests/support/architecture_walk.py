@@ -71,6 +71,8 @@ def outcome(model_type: str, changes: Mapping[str, Any], lm_class: Any = model_s
         raise
     try:
         off = disagreement(model, lm_class=lm_class)
+        if off >= TOLERANCE:  # some architectures magnify rounding
+            off = disagreement(model.double(), lm_class=lm_class)
     except ModelError as refusal:
         return str(refusal)
     assert off < TOLERANCE, f"{type(model).__name__} {dict(changes)}: {off:.2g} standard deviations off"
@@ -186,7 +188,7 @@ Sparse attention is exact up to the number of keys that it selects; longer slots
 A model of a class that is not on this page (a newer one, or one with its own code) is tried when its slots are
 created: seven tiny passes compare a ragged batch with a tree to the plain model. It is rejected if they differ. A trial
 cannot detect differences that occur only in long texts (a window, frequencies that depend on the length).
-{by_trial} are tried too, because older versions of transformers give them no causal mask.
+{by_trial} are tried too: older versions of transformers give them no causal mask, or not every configuration is exact.
 """
 
 if __name__ == "__main__":

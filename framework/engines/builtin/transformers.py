@@ -14,7 +14,7 @@ from ..settings import length_remarks, needs_method, needs_model, ngram_sizes
 
 class Transformers(Engine):
     name = "transformers"
-    read_from = "transformers 5.23.0"
+    read_from = "transformers 5.24.0"
     methods: ClassVar[Mapping[str, str]] = {
         "draft-model": "assistant_model",
         "prompt-lookup": "prompt_lookup_num_tokens",

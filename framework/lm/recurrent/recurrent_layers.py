@@ -194,6 +194,7 @@ ADAPTERS: Mapping[str, Adapter] = {
             "InklingShortConvolution",
             "JambaMambaMixer",
             "KimiLinearDeltaAttention",
+            "LaraMiniGatedDeltaNet",
             "Lfm2MoeShortConv",
             "Lfm2ShortConv",
             "Lfm3ShortConv",
@@ -216,10 +217,6 @@ ADAPTERS: Mapping[str, Adapter] = {
     "RwkvBlock": Adapter(_rwkv, "state", joint_rows=False),
     "xLSTMBlock": Adapter(_xlstm, "state"),
 }
-
-
-#: Position biases that count from a cache with one length for all rows.
-_RELATIVE = {"InklingRelativeLogits", "Inkling2RelativeLogits"}
 
 
 def recurrent_modules(model: nn.Module) -> list[nn.Module]:
@@ -284,15 +281,39 @@ class _RelativeByRow:
     proj: Tensor
 
     def forward(self, relative_states: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        current = getattr(_thread, "current", None)
-        if current is None:
+        distance = _distances(len(key_positions))
+        if distance is None:
             return super().forward(relative_states, query_positions, key_positions)  # type: ignore[misc]
-        _, queries, keys = current
-        keys = key_positions[None] if keys is None else keys
         logits = (relative_states @ self.proj).transpose(1, 2)
-        distance = queries[:, None, :, None] - keys[:, None, None, :]
         index = distance.clamp(0, self.rel_extent - 1).expand(*logits.shape[:2], -1, -1)
         return logits.gather(-1, index).masked_fill((distance < 0) | (distance >= self.rel_extent), 0.0)
+
+
+class _DistanceByRow:
+    """Added to relative position biases that receive the distances, of one cache for all rows."""
+
+    def forward(self, hidden_states: Tensor, relative_distance: Tensor, position_ids: Tensor) -> Tensor:
+        distance = _distances(relative_distance.shape[-1])
+        plain: Any = super()
+        return plain.forward(hidden_states, relative_distance if distance is None else distance, position_ids)
+
+
+#: By name of the class of the biases; Inkling2's receive distances from transformers 5.24 on.
+_RELATIVE = {
+    "InklingRelativeLogits": _RelativeByRow,
+    "Inkling2RelativeLogits": _RelativeByRow,
+    "Inkling2RelativePositionBias": _DistanceByRow,
+}
+
+
+def _distances(kv_len: int) -> Tensor | None:
+    """``[R, 1, W, kv_len]`` from keys to queries, within `keep_states` with a `StateStore`; None otherwise."""
+    current = getattr(_thread, "current", None)
+    if current is None:
+        return None
+    _, queries, keys = current
+    keys = torch.arange(kv_len, device=queries.device)[None] if keys is None else keys
+    return queries[:, None, :, None] - keys[:, None, None, :]
 
 
 @cache
@@ -304,8 +325,9 @@ def _extended(cls: type, own: type) -> type:
 def prepare(model: nn.Module) -> None:
     """Let the recurrent modules of ``model`` run over a `StateStore`; without one they run as before."""
     for module in model.modules():
-        if type(module).__name__ in _RELATIVE and not isinstance(module, _RelativeByRow):
-            module.__class__ = _extended(type(module), _RelativeByRow)
+        own = _RELATIVE.get(type(module).__name__)
+        if own is not None and not isinstance(module, own):
+            module.__class__ = _extended(type(module), own)
     for index, module in enumerate(recurrent_modules(model)):
         if "forward" in vars(module):
             raise ModelError(
