@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from crossdraft import Acceptance, Schedule, Settings, UsageError
 from crossdraft.framework.engines.builtin.vllm import Vllm
 from crossdraft.framework.engines.engine_log import Source
+from crossdraft.framework.engines.settings import length_remarks
 from crossdraft.framework.metrics.counter_definitions import DEFINITIONS, CounterDefinition
 
 from .settings import VARIABLE, parse_settings
@@ -42,6 +43,9 @@ class VllmCrossdraft(Vllm):
             return str(error).removeprefix(f"{VARIABLE}: ")
         return None
 
+    def scheduled(self, acceptance: Acceptance) -> bool:
+        return acceptance.drafter in self.methods  # vLLM does not pass the length of a step to a custom class
+
     def export(self, schedule: Schedule) -> Settings:
         if not schedule.gamma:
             return super().export(schedule)
@@ -52,7 +56,7 @@ class VllmCrossdraft(Vllm):
         else:
             custom = {"method": "custom_class", "model": "crossdraft_vllm.Proposer"}
             config = json.dumps(custom | {"num_speculative_tokens": schedule.gamma})
-            settings = Settings(f"--speculative-config {shlex.quote(config)}")
+            settings = Settings(f"--speculative-config {shlex.quote(config)}", length_remarks(schedule))
         variable = f"export {VARIABLE}={shlex.quote(json.dumps(strategies))}"
         remark = "crossdraft and crossdraft-vllm must be installed in vLLM's environment"
         return Settings(f"{variable}\n{settings.text}", (*settings.remarks, remark))

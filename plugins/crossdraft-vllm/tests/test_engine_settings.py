@@ -14,6 +14,7 @@ from crossdraft_vllm.settings import VARIABLE, parse_settings
 
 from crossdraft import Acceptance, Sampling, Schedule, ServedCell
 from crossdraft.framework.engines.engine import Range
+from crossdraft.framework.metrics.intervals import Estimate
 
 LOOKUP = Acceptance(
     (0.5, 0.25),
@@ -53,6 +54,13 @@ def test_draft_model_stays_with_vllm_and_samples_its_drafts():
     assert settings.verifier is not None and settings.verifier.name == "block"
     assert config["method"] == "draft_model" and config["draft_sample_method"] == "probabilistic"
     assert "rejection_sample_method" not in config  # vLLM would draft greedily
+
+
+def test_only_drafters_of_vllm_have_a_length_per_batch_size():
+    engine, slower = VllmCrossdraft(), {4: Estimate(0.5)}
+    assert engine.scheduled(DRAFT_MODEL) and not engine.scheduled(LOOKUP)
+    remark, _ = engine.export(Schedule(LOOKUP, (Range(1, 4, 2),), slower)).remarks
+    assert remark == "at B = 4 drafting is slower than plain decoding and is not switched off"
 
 
 @pytest.mark.parametrize(
