@@ -7,7 +7,8 @@ vLLM and llama.cpp have the same four counters with different prefixes::
 
 The last counts drafts whose token at that position was accepted, so its rates are marginal. Whether steps without a
 draft and tokens past the end of a response count is part of the engine's `CounterDefinition`; if it counts generated
-tokens and finished requests, too, the number of both follows.
+tokens and finished requests, too, the number of both follows. llama.cpp writes numbers of 10^6 and more, except those
+by position, with six digits (``1.23457e+06``).
 """
 
 from __future__ import annotations
@@ -26,16 +27,21 @@ from .engine_log import Source
 #: Share of steps without a draft that is explained by requests in flight.
 _FEW_IDLE = 0.02
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+#: A value that may be rounded to six digits.
+_ROUNDED = re.compile(r"\s\d(\.\d{1,5})?e\+\d+(\s|$)")
+#: Rounding error of the number of drafts, relative to it, that is worth a remark.
+_COARSE = 0.001
 #: A series: its name and labels, sorted.
 Key = tuple[str, tuple[tuple[str, str], ...]]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The value of a series and its line number."""
+    """The value of a series, its line number, and its largest rounding error."""
 
     value: float
     line: int
+    rounding: float = 0.0
 
 
 def samples(source: Source, names: Collection[str]) -> dict[Key, Sample]:
@@ -62,7 +68,7 @@ def samples(source: Source, names: Collection[str]) -> dict[Key, Sample]:
         key = sample.name, tuple(sorted(sample.labels.items()))
         if key in series:
             raise source.error(number, f"{sample.name} is a duplicate of line {series[key].line}")
-        series[key] = Sample(sample.value, number)
+        series[key] = Sample(sample.value, number, 5e-6 * sample.value if _ROUNDED.search(line) else 0.0)
     if last and last == source.count and not source.ended:
         raise source.error(last, "the scrape is truncated in this line; repeat it")
     return series
@@ -82,7 +88,10 @@ def since(
                 "reset",
             )
     zero = Sample(0.0, 0)
-    return {key: Sample(s.value - earlier.get(key, zero).value, s.line) for key, s in later.items()}
+    return {
+        key: Sample(s.value - (old := earlier.get(key, zero)).value, s.line, s.rounding + old.rounding)
+        for key, s in later.items()
+    }
 
 
 def spec_decode(definition: CounterDefinition, source: Source, earlier: Source | None = None) -> list[Acceptance]:
@@ -116,7 +125,7 @@ def spec_decode(definition: CounterDefinition, source: Source, earlier: Source |
             position = int(text)
         of_model = models.setdefault(label_values.get("model_name", ""), {}).setdefault(name, {})
         total = of_model.get(position, Sample(0.0, 0))
-        of_model[position] = Sample(total.value + sample.value, sample.line)
+        of_model[position] = Sample(total.value + sample.value, sample.line, total.rounding + sample.rounding)
     return [
         _acceptance(model, counters, source, definition, drafts_name, tokens_name, accepted_name, position_name)
         for model, counters in models.items()
@@ -148,23 +157,31 @@ def _acceptance(
     for i in range(len(positions)):
         if i not in positions:
             raise source.error(source.count, f"{position_name} has no position {i}; is the scrape truncated?")
-        limit = positions[i - 1].value if i else drafts.value
+        limit = positions[i - 1].value if i else drafts.value + drafts.rounding
         if positions[i].value > limit:
             raise source.error(
                 positions[i].line,
                 f"{position_name} at position {i} is {positions[i].value:g}, more than {limit:g} before it",
             )
     total = sum(sample.value for sample in positions.values())
-    if total != accepted.value:
+    if abs(total - accepted.value) > accepted.rounding:
         raise source.error(
             accepted.line,
             f"{accepted_name} is {accepted.value:g}, but its positions sum to {total:g}; repeat the scrape",
         )
-    steps, remarks = _steps(drafts.value, accepted.value, counters, definition)
+    counted = max(drafts.value, positions[0].value)  # less by rounding only
+    steps, remarks = _steps(counted, total, counters, definition)
     row = (steps, *(positions[i].value for i in range(len(positions))))
-    if tokens_name in counters and (drafted := counters[tokens_name][0].value) < drafts.value * len(positions):
-        remarks = (*remarks, short_drafts(drafted / drafts.value, len(positions)))
-    return Acceptance.from_rows([row], title, idle=1 - drafts.value / steps, remarks=remarks)
+    drafted = counters.get(tokens_name, {}).get(0)
+    if drafted and drafted.value + drafted.rounding < (drafts.value - drafts.rounding) * len(positions):
+        remarks = (*remarks, short_drafts(drafted.value / drafts.value, len(positions)))
+    if drafts.rounding > _COARSE * drafts.value:
+        remarks = (
+            *remarks,
+            f"the number of drafts, {drafts.value:.0f}, is rounded by up to {drafts.rounding:.0f}; leave more time "
+            "between the scrapes",
+        )
+    return Acceptance.from_rows([row], title, idle=1 - counted / steps, remarks=remarks)
 
 
 def _steps(

@@ -201,6 +201,25 @@ def test_llama_cpp() -> None:
     assert (one("llama.cpp", older).marginal, one("llama.cpp", older).length) == ((), 2.2)
 
 
+def test_llama_cpps_large_counters_are_rounded_to_six_digits() -> None:
+    def scrape(*counts: object) -> str:
+        text = LLAMA_SCRAPE
+        for old, new in zip(("50", "120", "60", "30", "20", "10"), counts, strict=True):
+            text = text.replace(f" {old}\n", f" {new}\n")
+        return text
+
+    # 1234567 drafts of three tokens
+    later = scrape("1.23457e+06", "3.7037e+06", "1.86421e+06", 1234567, 617284, 12356)
+    result = one("llama.cpp", later)
+    assert result.marginal == (1234567 / 1234570, 617284 / 1234570, 12356 / 1234570) and not result.remarks
+    earlier = scrape("1.23356e+06", "3.70068e+06", "1.86271e+06", 1233561, 616792, 12356)
+    result = one("llama.cpp", later, earlier)
+    assert result.rows == ((1010.0, 1006.0, 492.0, 0.0),)
+    assert result.remarks[0].startswith("the number of drafts, 1010, is rounded by up to 12;")
+    with pytest.raises(UsageError, match=r"but its positions sum to 1.86431e\+06; repeat"):
+        one("llama.cpp", later.replace("12356", "12456"))
+
+
 def test_sglang() -> None:
     result = one("sglang", SGLANG_LOG)
     assert result.length == pytest.approx((2 * 2.5 + 6 * 3.5) / 8) and result.marginal == ()
