@@ -52,7 +52,7 @@ class LlamaServer(EngineServer):
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
-            "samplers": ["top_k", "top_p", "min_p", "temperature"],
+            "samplers": ["temperature", "top_k", "top_p", "min_p"],  # the order of transformers
             "repeat_penalty": 1.0,
             "cache_prompt": False,
             "return_tokens": True,
