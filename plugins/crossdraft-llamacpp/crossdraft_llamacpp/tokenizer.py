@@ -94,9 +94,9 @@ class GGUFTokenizer:
         messages: Sequence[Mapping[str, Any]],
         tokenize: bool = True,
         add_generation_prompt: bool = False,
-        **_: Any,
+        **options: Any,
     ) -> str | list[int]:
-        """Render the messages with the file's template, by transformers' renderer."""
+        """Render the messages with the file's template, by transformers' renderer; ``options``: of it, as ``tools``."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         if self.chat_template is None:
@@ -111,5 +111,6 @@ class GGUFTokenizer:
             chat_template=self.chat_template,
             add_generation_prompt=add_generation_prompt,
             **special,
+            **options,
         )
         return self(rendered[0], add_special_tokens=False)["input_ids"] if tokenize else rendered[0]
