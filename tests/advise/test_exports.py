@@ -152,7 +152,7 @@ def test_not_drafting(name: str) -> None:
         ("sglang", {"drafter": "draft-model"}, "STANDALONE drafts greedily"),
         ("sglang", {"drafter": "medusa"}, "no drafter medusa"),
         ("tensorrt-llm", {"verifier": "block"}, "no block verification"),
-        ("tensorrt-llm", {"drafter": "draft-model"}, "DraftTarget drafts greedily"),
+        ("tensorrt-llm", {"drafter": "draft-model"}, "Draft_Target drafts greedily"),
         ("llama.cpp", {}, "at temperature 1.0 llama.cpp drafts greedily"),
         ("transformers", {"drafter": "draft-model", "verifier": "block"}, "no block verification"),
         ("transformers", {}, "no drafter eagle3"),

@@ -106,7 +106,7 @@ class Sglang:
 
 
 class TrtConfig(Strict):
-    decoding_type: Literal["DraftTarget", "NGram", "Eagle3", "MTP"]
+    decoding_type: Literal["Draft_Target", "NGram", "Eagle3", "MTP"]
     max_draft_len: int = Field(gt=0)
     speculative_model: str | None = None
     max_matching_ngram_size: int | None = Field(None, gt=0)

@@ -24,7 +24,7 @@ class TensorRtLlm(Engine):
     read_from = "TensorRT-LLM main, commit 000439672005"
     counters = DEFINITIONS["tensorrt-llm"]
     methods: ClassVar[Mapping[str, str]] = {
-        "draft-model": "DraftTarget",
+        "draft-model": "Draft_Target",
         "prompt-lookup": "NGram",
         "eagle3": "Eagle3",
         "mtp": "MTP",
@@ -64,6 +64,8 @@ class TensorRtLlm(Engine):
                 change = f"up to B = {first.high} it drafts with gamma {schedule.gamma} instead of {first.gamma}"
                 remarks = (*remarks, f"{change}: draft_len_schedule must begin with its longest drafts")
             config["draft_len_schedule"] = lengths
+        if method == "Draft_Target":
+            remarks = (*remarks, "older releases accept DraftTarget instead of Draft_Target")
         text = yaml.safe_dump({"speculative_config": config}, sort_keys=False).rstrip()
         return Settings(text, remarks)
 
@@ -83,5 +85,5 @@ class TensorRtLlmSynthetic(TensorRtLlm):
         acceptance = schedule.acceptance.cut(schedule.gamma)
         # Accepted draft tokens: without the bonus token.
         text = f"# export {_FORCED}={sum(acceptance.marginal):.2f}\n{settings.text}"
-        whole = f"with two models (DraftTarget, NGram) {_FORCED} must be an integer; others are ignored with a warning"
+        whole = f"with two models (Draft_Target, NGram) {_FORCED} must be an integer; others are ignored with a warning"
         return Settings(text, (*synthetic_remarks(acceptance), whole, *settings.remarks))
