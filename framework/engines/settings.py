@@ -42,6 +42,25 @@ def ngram_sizes(acceptance: Acceptance) -> dict[str, int]:
     return {"min": int(options.get("min_ngram", 1)), "max": int(options.get("max_ngram", 3))}
 
 
+def match_remarks(acceptance: Acceptance, engine: str, *, shortest: bool = False) -> tuple[str, ...]:
+    """Remarks on prompt lookup that was measured unlike the engine's, which copies the earliest match.
+
+    Args:
+        shortest: its n-grams may have one token only.
+    """
+    options, remarks = acceptance.options, []
+    if acceptance.drafter != "prompt-lookup" or not options:  # counters of an engine
+        return ()
+    if options.get("match", "latest") != "first":
+        remarks.append(
+            f"{engine} copies the earliest match, and the acceptance was measured with the latest; use match: first"
+        )
+    sizes = ngram_sizes(acceptance)
+    if shortest and sizes["min"] > 1:
+        remarks.append(f"it looks up suffixes of 1 to {sizes['max']} tokens, not of {sizes['min']} to {sizes['max']}")
+    return tuple(remarks)
+
+
 def shell(words: Sequence[str]) -> str:
     """A quoted command line with one flag per line."""
     lines: list[str] = []

@@ -103,11 +103,20 @@ def test_vllm_on_cpus_and_its_runner_v1() -> None:
     assert "AssertionError" in engine("vllm-synthetic").export(sampled).remarks[-1]
 
 
+@pytest.mark.parametrize("name", ["vllm", "transformers", "tensorrt-llm"])
 @pytest.mark.parametrize("options, count", [({"match": "latest"}, 1), ({"max_ngram": 4}, 1), ({"match": "first"}, 0)])
-def test_vllm_copies_the_earliest_match(options: dict[str, Any], count: int) -> None:
+def test_engines_that_copy_the_earliest_match(name: str, options: dict[str, Any], count: int) -> None:
     plan = schedule(drafter="prompt-lookup", model="", point_mass=True, options=options)
-    remarks = engine("vllm").export(plan).remarks
+    remarks = engine(name).export(plan).remarks
     assert len(remarks) == count and all("copies the earliest match" in remark for remark in remarks)
+    longer = schedule(drafter="prompt-lookup", model="", point_mass=True, options=options | {"min_ngram": 2})
+    assert len(engine(name).export(longer).remarks) == count + (name != "vllm")
+
+
+def test_n_grams_of_other_requests() -> None:
+    plan = schedule(drafter="prompt-lookup", model="", point_mass=True, options={"match": "first"})
+    assert trt(engine("tensorrt-llm").export(plan).text).is_public_pool is False
+    assert "the texts of all requests" in engine("sglang").export(plan).remarks[-1]
 
 
 def test_llama_cpps_own_n_gram_drafter() -> None:

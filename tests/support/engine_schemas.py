@@ -110,6 +110,7 @@ class TrtConfig(Strict):
     max_draft_len: int = Field(gt=0)
     speculative_model: str | None = None
     max_matching_ngram_size: int | None = Field(None, gt=0)
+    is_public_pool: bool = True
     use_rejection_sampling: bool = False
     draft_len_schedule: dict[int, int] | None = None
 

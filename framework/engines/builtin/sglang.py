@@ -86,6 +86,10 @@ class Sglang(Engine):
         if schedule.sampled:
             words += ["--speculative-use-rejection-sampling"]
         text, remarks = shell(words), list(length_remarks(schedule))
+        if method == "NGRAM" and acceptance.options:
+            remarks.append(
+                "NGRAM looks up the texts of all requests; the acceptance was measured on each request's own"
+            )
         if len(schedule.ranges) > 1:
             adaptive = json.dumps({str(r.low): {"candidate_steps": [r.gamma]} for r in schedule.ranges})
             flags = shell(["--speculative-adaptive", "--speculative-adaptive-config", "adaptive.json"])

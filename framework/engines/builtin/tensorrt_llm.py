@@ -13,7 +13,15 @@ import yaml
 from ...metrics.counter_definitions import DEFINITIONS
 from ..acceptance import Acceptance
 from ..engine import Engine, Schedule, Settings
-from ..settings import length_remarks, needs_method, needs_model, ngram_sizes, only_point_masses, synthetic_remarks
+from ..settings import (
+    length_remarks,
+    match_remarks,
+    needs_method,
+    needs_model,
+    ngram_sizes,
+    only_point_masses,
+    synthetic_remarks,
+)
 
 #: Environment variable with the number of accepted draft tokens of every step.
 _FORCED = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
@@ -47,7 +55,8 @@ class TensorRtLlm(Engine):
         method = needs_method(self, acceptance)
         config: dict[str, Any] = {"decoding_type": method, "max_draft_len": schedule.gamma}
         if method == "NGram":
-            config["max_matching_ngram_size"] = ngram_sizes(acceptance)["max"]
+            # By default, it also looks up the texts of other requests.
+            config |= {"max_matching_ngram_size": ngram_sizes(acceptance)["max"], "is_public_pool": False}
         elif acceptance.model or method != "MTP":
             config["speculative_model"] = needs_model(self, acceptance)
         if schedule.sampled:
@@ -64,6 +73,7 @@ class TensorRtLlm(Engine):
                 change = f"up to B = {first.high} it drafts with gamma {schedule.gamma} instead of {first.gamma}"
                 remarks = (*remarks, f"{change}: draft_len_schedule must begin with its longest drafts")
             config["draft_len_schedule"] = lengths
+        remarks = (*remarks, *match_remarks(acceptance, "TensorRT-LLM", shortest=True))
         if method == "Draft_Target":
             remarks = (*remarks, "older releases accept DraftTarget instead of Draft_Target")
         text = yaml.safe_dump({"speculative_config": config}, sort_keys=False).rstrip()

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from ..engine import Engine, Schedule, Settings
-from ..settings import length_remarks, needs_method, needs_model, ngram_sizes
+from ..settings import length_remarks, match_remarks, needs_method, needs_model, ngram_sizes
 
 
 class Transformers(Engine):
@@ -29,7 +29,7 @@ class Transformers(Engine):
         if needs_method(self, acceptance) == "prompt_lookup_num_tokens":
             n = ngram_sizes(acceptance)["max"]
             text = f"model.generate(**inputs, prompt_lookup_num_tokens={schedule.gamma}, max_matching_ngram_size={n})"
-            return Settings(text, remarks)
+            return Settings(text, (*remarks, *match_remarks(acceptance, self.name, shortest=True)))
         # The length is read from the assistant's generation_config, whose defaults change it in each step.
         text = (
             f"assistant = AutoModelForCausalLM.from_pretrained({needs_model(self, acceptance)!r})\n"

@@ -17,7 +17,15 @@ from ..engine_log import Source
 from ..histograms import per_request
 from ..log_windows import Window, from_windows
 from ..prometheus import spec_decode
-from ..settings import length_remarks, needs_method, needs_model, ngram_sizes, only_point_masses, shell
+from ..settings import (
+    length_remarks,
+    match_remarks,
+    needs_method,
+    needs_model,
+    ngram_sizes,
+    only_point_masses,
+    shell,
+)
 
 #: Methods that model runner V1 serves on every platform; they draft greedily, and block verification is ignored.
 _V1_METHODS = ("medusa",)
@@ -77,7 +85,7 @@ class Vllm(Engine):
                 "on CPUs, and with VLLM_USE_V2_MODEL_RUNNER=0, vLLM verifies token by token with greedy drafts "
                 "instead, without a warning; --export vllm-cpu predicts that"
             )
-        remarks += _match_remarks(schedule.acceptance)
+        remarks += match_remarks(schedule.acceptance, "vLLM")
         return Settings(shell(["--speculative-config", json.dumps(config)]), tuple(remarks))
 
     def _config(self, schedule: Schedule) -> dict[str, Any]:
@@ -149,16 +157,6 @@ class VllmSynthetic(Vllm):
             "on CPUs, vLLM stops with an AssertionError at synthetic acceptance; use a GPU",
         )
         return Settings(shell(["--speculative-config", json.dumps(config)]), remarks)
-
-
-def _match_remarks(acceptance: Acceptance) -> tuple[str, ...]:
-    """Remark on an acceptance that was measured with another match of the n-gram than vLLM's."""
-    options = DEFINITIONS["vllm"].drafter_options.get(acceptance.drafter, {})
-    if acceptance.drafter != "prompt-lookup" or acceptance.options.get("match", "latest") == options["match"]:
-        return ()
-    if not acceptance.options:
-        return ()  # counters of an engine
-    return ("vLLM copies the earliest match, and the acceptance was measured with the latest; use match: first",)
 
 
 def _window(source: Source, number: int, line: str) -> Window:
