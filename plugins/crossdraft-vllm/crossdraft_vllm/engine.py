@@ -38,9 +38,11 @@ class VllmCrossdraft(Vllm):
         elif not acceptance.drafter:
             return None
         try:
-            parse_settings(json.dumps(self._strategies(acceptance)))
+            drafter = parse_settings(json.dumps(self._strategies(acceptance))).drafter
         except UsageError as error:
             return str(error).removeprefix(f"{VARIABLE}: ")
+        if drafter is not None and "gamma" not in type(drafter[1]).model_fields:
+            return f"drafter '{acceptance.drafter}' has no option gamma, which sets the draft length"
         return None
 
     def scheduled(self, acceptance: Acceptance) -> bool:

@@ -76,6 +76,12 @@ def test_unsupported_pair_is_refused(change, reason):
     assert reason in VllmCrossdraft().cannot(replace(LOOKUP, options={}, **change))
 
 
+def test_drafter_without_gamma_is_refused():
+    pytest.importorskip("crossdraft_combine")
+    combined = replace(LOOKUP, drafter="combine", options={"drafters": ["prompt-lookup", "prompt-lookup"]})
+    assert "has no option gamma" in VllmCrossdraft().cannot(combined)
+
+
 def test_counters_end_with_drafts():
     engine = VllmCrossdraft()
     assert engine.counters_of("prompt-lookup").shortens and not engine.counters_of("draft-model").shortens
