@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import crossdraft_combine
 import pytest
 from crossdraft_vllm.engine import VllmCrossdraft
 from crossdraft_vllm.server import VllmCrossdraftServer, VllmOptions
@@ -15,6 +17,7 @@ from crossdraft_vllm.settings import VARIABLE, parse_settings
 from crossdraft import Acceptance, Sampling, Schedule, ServedCell
 from crossdraft.framework.engines.engine import Range
 from crossdraft.framework.metrics.intervals import Estimate
+from crossdraft.framework.plugins import manager
 
 LOOKUP = Acceptance(
     (0.5, 0.25),
@@ -76,9 +79,19 @@ def test_unsupported_pair_is_refused(change, reason):
     assert reason in VllmCrossdraft().cannot(replace(LOOKUP, options={}, **change))
 
 
-def test_drafter_without_gamma_is_refused():
-    pytest.importorskip("crossdraft_combine")
-    combined = replace(LOOKUP, drafter="combine", options={"drafters": ["prompt-lookup", "prompt-lookup"]})
+@pytest.fixture
+def combine() -> Iterator[str]:
+    """The name of a drafter without the option gamma."""
+    installed = manager().is_registered(crossdraft_combine)
+    if not installed:
+        manager().register(crossdraft_combine, "test")
+    yield "combine"
+    if not installed:
+        manager().unregister(crossdraft_combine)
+
+
+def test_drafter_without_gamma_is_refused(combine):
+    combined = replace(LOOKUP, drafter=combine, options={"drafters": ["prompt-lookup", "prompt-lookup"]})
     assert "has no option gamma" in VllmCrossdraft().cannot(combined)
 
 
