@@ -19,6 +19,19 @@ from .chains import grow_chain
 from .length_policy import LengthPolicy
 
 
+def fed_before(missing: Sequence[int], lengths: Sequence[int], max_length: int) -> list[int]:
+    """Tokens of each row to feed in a pass of their own before the others; empty if one pass over all of them fits.
+
+    After steps without drafts, a row may lack many tokens. A pass is as wide as its widest row, and lies behind the
+    longest sequence in slots of ``max_length`` tokens. Every row keeps its last token for the last pass.
+
+    Args:
+        missing: number of committed tokens that each row lacks; ``lengths``: number that it holds.
+    """
+    free = max(max_length - max(lengths), 1)
+    return [] if max(missing) <= free else [min(max(n - 1, 0), free) for n in missing]
+
+
 class DraftModel:
     """B slots of an autoregressive model that follow the sequences of the decoder.
 
@@ -55,6 +68,11 @@ class DraftModel:
         The logits of a free slot are meaningless.
         """
         missing = [h[length:] for h, length in zip(sequences.history, self.lm.lengths, strict=True)]
+        while counts := fed_before([len(tokens) for tokens in missing], self.lm.lengths, sequences.max_length):
+            width = max(counts)
+            self.lm.forward(on_device([(tokens + [0] * width)[:width] for tokens in missing], sequences.device))
+            self.lm.commit(counts)
+            missing = [tokens[n:] for tokens, n in zip(missing, counts, strict=True)]
         counts = [len(tokens) for tokens in missing]  # 0 for a free slot
         width = max(counts)
         # The last column holds the last index of a row: one copy to the device.

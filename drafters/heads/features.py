@@ -24,6 +24,7 @@ from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
 from ...framework.util.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS
 from ..autoregressive.chains import grow_chain
+from ..autoregressive.draft_model import fed_before
 from ..autoregressive.policies import POLICIES, Policy, Static
 from ..autoregressive.trees import (
     SIBLING_KINDS,
@@ -197,9 +198,19 @@ class FeatureDrafter(FeatureReader):
     def _feed_pending(self, sequences: Sequences) -> Tensor:
         """Feed the newly committed pairs with the target's features; return logits ``[B, V]`` after the root."""
         features = self._pop_pending()
-        counts = [len(rows) for rows in features]
         tokens = [history[length + 1 :] for history, length in zip(sequences.history, self.lm.lengths, strict=True)]
-        assert [len(t) for t in tokens] == counts, "a committed pair lacks its token or its feature"
+        missing = [len(rows) for rows in features]
+        assert [len(t) for t in tokens] == missing, "a committed pair lacks its token or its feature"
+        while counts := fed_before(missing, self.lm.lengths, sequences.max_length):
+            self._feed(tokens, features, counts)
+            tokens = [t[n:] for t, n in zip(tokens, counts, strict=True)]
+            features = [rows[n:] for rows, n in zip(features, counts, strict=True)]
+            missing = [len(t) for t in tokens]
+        return self._feed(tokens, features, missing)
+
+    def _feed(self, tokens: Sequence[list[int]], features: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+        """Feed the first ``counts[b]`` pairs of each row; return logits ``[B, V]`` after the last one."""
         width = max(counts)
-        padded = on_device([t + [0] * (width - len(t)) for t in tokens], sequences.device)
-        return self.lm.commit(padded, pad_sequence(features, batch_first=True), counts)
+        padded = on_device([(t + [0] * width)[:width] for t in tokens], self.context.device)
+        rows = [rows[:width] for rows in features]
+        return self.lm.commit(padded, pad_sequence(rows, batch_first=True), counts)

@@ -347,6 +347,11 @@ class Sequences:
     def device(self) -> torch.device:
         return self._tokens.device
 
+    @property
+    def max_length(self) -> int:
+        """Length of a slot, in tokens: of the longest sequence and a draft."""
+        return self._tokens.shape[1]
+
     def append(self, row: int, new: Sequence[int]) -> None:
         """Commit ``new`` tokens to slot ``row``."""
         self._written[row] = min(self._written[row], len(self.history[row]))

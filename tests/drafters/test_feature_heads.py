@@ -251,6 +251,18 @@ def test_no_draft_costs_no_pass(make: Callable, plain: dict[int, list[int]]) -> 
     assert loop.drafter.passes == 0
 
 
+def test_long_gap_without_drafts_is_fed_in_passes_that_fit(make: Callable, text: list[int]) -> None:
+    """A row that lacks more pairs than fit behind the longest sequence."""
+    draft = {"gamma": GAMMA, "policy": {"name": "batch-size", "lengths": [[1, GAMMA], [3, 0]]}}
+    loop = make("eagle3", draft, "greedy", 3)
+    for row, most in enumerate((18, 16, 16)):
+        loop.start(row, START, row, row, most=most)
+    for _ in range(16):
+        loop.step()
+    loop.start(1, [3] * (loop.sequences.max_length - GAMMA - 5), 3, 1, most=4)
+    assert [r.steps[-1].tau for _ in range(2) for r in loop.step() if r.index == 0] == [1]
+
+
 def test_slot_is_used_again(make: Callable, plain: dict[int, list[int]]) -> None:
     """Features and keys of the last sequence must not reach the next one, also where it was ended early."""
     stop = plain[1][2]

@@ -176,6 +176,27 @@ def test_length_depends_on_occupied_slots(tiny_model: Callable, decoder: Callabl
     assert all(any(width == most[rows] for n, width in events if n == rows) for rows in most)
 
 
+def test_long_gap_without_drafts_is_fed_in_passes_that_fit(tiny_model: Callable, decoder: Callable) -> None:
+    """A row that lacks 30 tokens drafts beside one that fills its slot; a slip in what is fed lowers acceptance."""
+    policy = {"name": "batch-size", "lengths": [[1, 4], [3, 0]]}
+    loop = decoder(
+        tiny_model("llama"),
+        DraftModelChain,
+        {"model": "same", "gamma": 4, "policy": policy},
+        plugins.get("verifiers", "greedy"),
+        batch_size=3,
+        max_length=96,
+        drafting=tiny_model("llama", copy="drafting"),
+    )
+    for row, most in enumerate((60, 30, 30)):
+        loop.start(row, [5 + row, 7], row, row, most=most)
+    short = [response for _ in range(30) for response in loop.step()]
+    loop.start(1, [3] * 70, 3, 1, most=20)
+    long = [response for _ in range(6) for response in loop.step()]
+    assert [response.index for response in (*short, *long)] == [1, 2, 3, 0]
+    assert all(step.tau == step.nodes for response in long for step in response.steps)
+
+
 def test_before_schedule_gamma_holds() -> None:
     policy = DraftModelChain.Config(model="m", gamma=6, policy={"name": "batch-size", "lengths": [[4, 2]]}).lengths(8)
     assert [policy.draft_lengths([9], rows) for rows in (1, 3, 4, 8)] == [[6], [6], [2], [2]]
