@@ -221,7 +221,8 @@ class Decoder:
     def abandon(self) -> None:
         """Abort all unfinished sequences and free all slots."""
         self._on_error = "raise"
-        rows = [row for row, history in enumerate(self.sequences.history) if history]
+        # The history of a failed row is empty; a row without a slot was interrupted while it started.
+        rows = [row for row, slot in enumerate(self._slots) if slot is not None or self.sequences.history[row]]
         for row in rows:  # before free() of the strategies, which may raise
             self._clear(row)
         self.target.commit([0] * self.target.batch_size)

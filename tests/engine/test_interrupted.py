@@ -125,6 +125,16 @@ def test_failing_update_frees_all_slots() -> None:
     assert {r.index: r.tokens for r in decoder.run([[0], [1]])} == fresh
 
 
+def test_interrupted_step_frees_slot_of_failed_row() -> None:
+    def fails(_: Any) -> None:
+        raise RuntimeError("callback")
+
+    decoder = toy_decoder("target", on_step=fails)
+    with pytest.raises(RuntimeError, match="callback"):
+        list(decoder.run([[BAD], [0, 1]], on_error="finish"))
+    assert decoder.occupied == 0
+
+
 def test_nan_in_cache_does_not_reach_next_sequence(tiny_model: Any, decoder: Any) -> None:
     """Masked slots enter attention with weight 0, and 0 x NaN is NaN: a slot that held NaN is wiped."""
     target = tiny_model("llama", copy="nan")
