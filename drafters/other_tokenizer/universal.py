@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from typing import Any, Literal
 
 import torch
@@ -116,7 +117,9 @@ class Universal(ChainDrafter):
                 f"{who}: its context of {loaded.context_length} tokens is too short for drafts of "
                 f"{self.config.gamma} tokens; use another draft model, or a smaller gamma"
             )
-        return context.load_lm(name, extra_tokens=slot - context.max_length, ids=torch.arange(self._draft_bytes.size))
+        unmasked = copy(context)  # constraints are in the target's ids
+        unmasked.mask_drafts = False
+        return unmasked.load_lm(name, extra_tokens=slot - context.max_length, ids=torch.arange(self._draft_bytes.size))
 
     # -- the text ---------------------------------------------------------------------------------------------
 

@@ -102,6 +102,14 @@ def test_drafter_that_is_target_under_other_numbers_is_always_right(
     assert full > (0.6 if mode == "tli" else 0.2)  # incomplete characters are held back
 
 
+def test_constraint_does_not_mask_another_vocabulary(loaded: Any, models: Any) -> None:
+    """The grammar is in the target's ids, and the draft model's logits in its own."""
+    drafter = {"name": "universal", "model": models["other"], "gamma": 2}
+    options: dict[str, Any] = {"constraint": {"regex": "[a-z ]{40}"}, "max_new_tokens": 4}
+    plain, outputs = ([r.tokens for r in answers(loaded["target"], name, 8, **options)] for name in ("none", drafter))
+    assert outputs == plain
+
+
 def test_sampled_drafts_of_same_distribution_are_always_accepted(loaded: Any, models: Any) -> None:
     drafter = {"name": "universal", "model": models["renumbered"], "gamma": 3}
     outputs = answers(loaded["single"], drafter, 4, temperature=1.0, top_p=0.9, verifier="token")
