@@ -11,6 +11,8 @@ from tiny_models import make_tokenizer, save_model
 from two_tokenizers import TEXTS, byte_level, metaspace, renumbered, save
 
 import crossdraft
+from crossdraft.drafters.other_tokenizer.mutable_tail_lm import MutableTailLM
+from crossdraft.drafters.other_tokenizer.universal import FED
 from crossdraft.framework import plugins
 from crossdraft.framework.certificate.certify import certify
 from crossdraft.framework.certificate.drafts import TRANSLATED, named_drafter
@@ -100,6 +102,24 @@ def test_drafter_that_is_target_under_other_numbers_is_always_right(
     assert all(round.tau == min(round.nodes, round.emitted) for round in steps)
     full = np.mean([round.nodes == 4 for round in steps])
     assert full > (0.6 if mode == "tli" else 0.2)  # incomplete characters are held back
+
+
+def test_slot_is_fed_again_after_many_steps_without_drafts(loaded: Any, models: Any, monkeypatch: Any) -> None:
+    """A pass is at most `FED` tokens wide, because the slots hold no more behind the longest text."""
+    widths: list[int] = []
+    root = MutableTailLM.root
+
+    def watched(self: Any, texts: Any, device: Any) -> Any:
+        widths.append(max(len(ids) - n for ids, n in zip(texts, self.lm.lengths, strict=True)))
+        return root(self, texts, device)
+
+    monkeypatch.setattr(MutableTailLM, "root", watched)
+    policy = {"name": "batch-size", "lengths": [[1, 2], [2, 0]]}
+    drafter = {"name": "universal", "model": models["renumbered"], "gamma": 2, "policy": policy}
+    options: dict[str, Any] = {"drafter": drafter, "temperature": 0, "max_new_tokens": [FED + 9, FED + 4]}
+    responses = crossdraft.generate(loaded["single"], [[70, 71], [72, 73]], **options)
+    assert [step.nodes for step in responses[0].steps][-2:] == [2, 1]
+    assert widths and max(widths) <= FED
 
 
 def test_constraint_does_not_mask_another_vocabulary(loaded: Any, models: Any) -> None:
