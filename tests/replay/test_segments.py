@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,15 @@ from replay_fixtures import RECIPE, random_acceptance
 from text_models import THINKING, make_text_tokenizer, save_text_model
 
 from crossdraft.framework.cli import main as cli
+from crossdraft.framework.cli.replay.output import as_csv, as_json, tables
+from crossdraft.framework.contracts.drafter import Drafter
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.models.chat import encode_messages, encode_text
 from crossdraft.framework.models.segments import Segments
 from crossdraft.framework.models.tokenizer import TokenizerOf, decode_tokens, load_tokenizer
+from crossdraft.framework.replay.aggregate import PromptGroups, Tally
 from crossdraft.framework.replay.length_policies import heuristic
+from crossdraft.framework.replay.replay import Candidate, ReplayResult
 from crossdraft.framework.replay.step_chain import StepAcceptance, expected_steps
 
 CODE = "Run\n```python\nprint(1)\n```\nnow."
@@ -104,6 +110,27 @@ def test_steps_of_all_segments_are_those_of_the_response() -> None:
             for key in ("tokens", "steps", "drafted", "taken", "counted", "emitted", "accepted"):
                 total = sum(getattr(part, key) for part in parts)
                 assert total == pytest.approx(getattr(whole, key)), key
+
+
+@pytest.mark.parametrize(("rate", "tokens"), [(0.5, 1)])
+def test_segments_without_idle_steps_are_listed(rate: float, tokens: int) -> None:
+    """Every step drafts."""
+    result = ReplayResult([], PromptGroups(), segment_tokens=Counter(code=1, answer=3))
+    survival = np.array([[1 - rate, 0.0], [rate, 0.0], [rate, 0.0], [0.0, 0.0]])
+    labels = np.array(["answer", "code", "answer", "answer"])
+    item = StepAcceptance(survival, np.full(4, 2), None)
+    candidate = Candidate("d", (Drafter, None), {"token": (1,)}, (2,), iter)  # type: ignore[arg-type]
+    candidate.tally(result, "token", 1).add(expected_steps([item], [2]), [result.groups.number("all", "a")])
+    tally = candidate.by_segment["token", 1] = Tally(result.segments, [2])
+    for name in ("answer", "code"):
+        part = expected_steps([replace(item, starts=labels == name)], [2])
+        tally.add(part, [result.segments.number(name, "a")])
+    result.candidates.append(candidate)
+    (row,) = json.loads(as_json(result, None, {}))["rows"]
+    code = row["by_segment"]["code"]
+    assert (code["tokens"], code["steps"]) == (tokens, rate) and set(row["by_segment"]) == {"code", "answer"}
+    assert list(csv.DictReader(io.StringIO(as_csv(result))))[2]["segment"] == "code"
+    assert "  code  " in tables(result, None, {})
 
 
 #: Thinking repeats itself, so that prompt lookup drafts it; the answer does not.

@@ -191,7 +191,7 @@ def _segments(result: ReplayResult) -> str:
 def _rows_of_segments(tally: Tally, gamma: int) -> dict[str, Row]:
     """Results by segment in which steps start, the answer last."""
     names = sorted(tally.categories, key=lambda name: name == ANSWER)
-    return {name: tally.row(gamma, name) for name in names if tally.sums(gamma, name)[:, -1].sum() > 0}
+    return {name: tally.row(gamma, name) for name in names if tally.sums(gamma, name)[:, 3].sum() > 0}
 
 
 def _category_estimate(tally: Tally, gamma: int, category: str) -> Estimate | None:
