@@ -57,15 +57,16 @@ class Row:
     Attributes:
         block_efficiency: tokens emitted per target call over the steps with enough remaining tokens for a draft of
             gamma; None without such steps. ``block_efficiency_all_steps``: over all steps.
-        steps: expected number of all steps; drafted: tokens drafted in them; target_rows: positions evaluated by the
-            target (an upper bound for K > 1: shared prefixes are evaluated once).
+        tokens, steps: expected number of all steps, and of the tokens that they emit; drafted: tokens drafted in them;
+            target_rows: positions evaluated by the target (an upper bound for K > 1: shared prefixes are evaluated
+            once).
         marginal: Pr(tau >= i), i = 1 .. gamma, over the counted steps; conditional: Pr(tau >= i | tau >= i - 1).
         idle: share of the counted steps without a draft.
     """
 
     gamma: int
     category: str
-    tokens: int
+    tokens: float
     block_efficiency: Estimate | None
     block_efficiency_all_steps: float
     steps: float
@@ -143,7 +144,7 @@ class Tally:
         return Row(
             gamma=gamma,
             category=category,
-            tokens=round(float(total[_TOKENS])),
+            tokens=float(total[_TOKENS]),
             block_efficiency=estimate(ratio, sums[:, : _COUNTED + 1], least=1.0) if total[_COUNTED] else None,
             block_efficiency_all_steps=float(total[_TOKENS] / total[_STEPS]),
             steps=float(total[_STEPS]),

@@ -112,9 +112,9 @@ def test_steps_of_all_segments_are_those_of_the_response() -> None:
                 assert total == pytest.approx(getattr(whole, key)), key
 
 
-@pytest.mark.parametrize(("rate", "tokens"), [(0.5, 1)])
+@pytest.mark.parametrize(("rate", "tokens"), [(0.5, 1), (0.25, 0)])
 def test_segments_without_idle_steps_are_listed(rate: float, tokens: int) -> None:
-    """Every step drafts."""
+    """Every step drafts, and fewer than half a step may start in the segment."""
     result = ReplayResult([], PromptGroups(), segment_tokens=Counter(code=1, answer=3))
     survival = np.array([[1 - rate, 0.0], [rate, 0.0], [rate, 0.0], [0.0, 0.0]])
     labels = np.array(["answer", "code", "answer", "answer"])
@@ -128,7 +128,10 @@ def test_segments_without_idle_steps_are_listed(rate: float, tokens: int) -> Non
     result.candidates.append(candidate)
     (row,) = json.loads(as_json(result, None, {}))["rows"]
     code = row["by_segment"]["code"]
+    emitted = rate * (1 + rate)
     assert (code["tokens"], code["steps"]) == (tokens, rate) and set(row["by_segment"]) == {"code", "answer"}
+    assert code["drafted_per_token"] == pytest.approx(2 * rate / emitted)
+    assert code["target_rows_per_token"] == pytest.approx(3 * rate / emitted)
     assert list(csv.DictReader(io.StringIO(as_csv(result))))[2]["segment"] == "code"
     assert "  code  " in tables(result, None, {})
 

@@ -298,7 +298,7 @@ def _key_fields(key: Key) -> dict[str, Any]:
 
 def _numbers(row: Row) -> dict[str, Any]:
     return {
-        "tokens": row.tokens,
+        "tokens": round(row.tokens),
         "steps": row.steps,
         "block_efficiency": asdict(row.block_efficiency) if row.block_efficiency else None,
         "block_efficiency_all_steps": row.block_efficiency_all_steps,
