@@ -16,7 +16,7 @@ from crossdraft.framework.metrics.cell_metrics import measure
 RUN = RECIPE | {"name": "some", "drafters": ["prompt-lookup"], "verifiers": ["token"], "matrix": {"gamma": [3]}}
 RUN |= {"exclude": []}
 RESPONSES = [
-    {"id": name, "prompt": [5, 6, 7, 5, 6], "tokens": [*tokens, 2], "finish": "stop"}
+    {"id": name, "prompt": [5, 6, 7, 5, 6], "tokens": [*tokens, 2], "finish_reason": "stop"}
     for name, tokens in (("a", [7, 5, 6, 7, 8]), ("b", [7, 5, 9, 7, 5]), ("c", [7, 5, 6, 8, 9]), ("d", [7, 5, 6, 7, 5]))
 ]
 

@@ -132,7 +132,7 @@ def test_adapter_decodes_as_target_and_as_draft_model(base: Path, adapter: Path,
 
 def test_replay_measures_drafter_of_adapted_target(base: Path, adapter: Path, tmp_path: Path, capsys: Any) -> None:
     file, target = tmp_path / "responses.jsonl", f"{base}+{adapter}"
-    file.write_text('{"prompt": [7, 8, 9], "tokens": [5, 6, 7, 8], "finish": "length"}\n')
+    file.write_text('{"prompt": [7, 8, 9], "tokens": [5, 6, 7, 8], "finish_reason": "length"}\n')
     lengths = []
     for model in (target, str(base)):
         options = ["--verifier", "token", "--gamma", "2", "--temperature", "1", "--dtype", "float32", "--json"]
@@ -150,7 +150,8 @@ def test_replay_compares_adapters_of_one_base(base: Path, adapter: Path, tmp_pat
     for i, _ in enumerate(targets):
         sources.append(str(tmp_path / f"{i}.jsonl"))
         rows = [
-            {"id": str(k), "prompt": [7, 8, 9 + k], "tokens": [5, 6, 7, 8 + i], "finish": "length"} for k in range(3)
+            {"id": str(k), "prompt": [7, 8, 9 + k], "tokens": [5, 6, 7, 8 + i], "finish_reason": "length"}
+            for k in range(3)
         ]
         Path(sources[-1]).write_text("".join(json.dumps(row) + "\n" for row in rows))
     names = [word for target in targets for word in ("--target", target)]

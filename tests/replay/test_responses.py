@@ -57,6 +57,13 @@ def test_texts_are_tokenized(read: Any) -> None:
         read(rows[0], tokenizer=False)
 
 
+def test_documented_responses_have_their_finish_reason(read: Any) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "replay.md").read_text("utf-8")
+    rows = page.split('```json title="responses.jsonl"\n')[1].split("```")[0].splitlines()
+    responses, _ = read(*rows, tokenizer=False)
+    assert [(response.ended, response.limit) for response in responses] == [(True, None), (False, 6), (False, 6)]
+
+
 def test_logprobs_are_used_only_if_valid_log_p(read: Any) -> None:
     row = {"prompt": [1], "tokens": [3], "logprobs": [-1.0]}
     assert read(row, sampling=Sampling())[0][0].log_p.tolist() == [-1.0]

@@ -239,8 +239,8 @@ def test_retrieval_outputs_match_target(batch_size: int, target: Any, tmp_path: 
 
 def test_copying_drafter_is_replayed(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "responses.jsonl").write_text(
-        '{"id": "a", "prompt": [5, 6, 7, 8, 5, 6], "tokens": [7, 8, 9, 9, 2], "finish": "length"}\n'
-        '{"id": "b", "prompt": [4], "tokens": [7, 8, 9, 9, 2], "finish": "length"}\n',
+        '{"id": "a", "prompt": [5, 6, 7, 8, 5, 6], "tokens": [7, 8, 9, 9, 2], "finish_reason": "length"}\n'
+        '{"id": "b", "prompt": [4], "tokens": [7, 8, 9, 9, 2], "finish_reason": "length"}\n',
         encoding="utf-8",
     )
     build([[5, 6, 7, 8, 9, 9, 2]], tmp_path / "d")
