@@ -27,6 +27,8 @@ from .response import ParseContext, Response, log_probabilities, sampling_of, to
 
 #: Assumption about a prompt whose tokens differ from those of its messages.
 OTHER_TEMPLATE = "with a prompt that differs from the messages in the target's chat template"
+#: Assumption about a response whose end-of-sequence token was sampled but not recorded.
+WITHOUT_END = "without their end-of-sequence token, treated as truncated there"
 #: Finish reason -> the response includes an end-of-sequence token.
 FINISH_REASONS = {"stop": True, "eos": True, "length": False}
 
@@ -55,21 +57,24 @@ def _plain(context: ParseContext, row: dict[str, Any], where: str) -> Response:
     ended = _finished(row, "finish_reason", where)
     if row.get("tokens") is not None:
         tokens = token_ids(row["tokens"], "tokens", where)
-        ends = context.tokenizer(where).eos_token_ids if ended and context.target else ()
+        lacks_end = ended and context.target and tokens and tokens[-1] not in context.tokenizer(where).eos_token_ids
         if ended and not context.target:
             context.assumed["with finish_reason stop, assumed to include the end-of-sequence token"] += 1
-        elif ended and tokens and tokens[-1] not in ends:
-            tokens = _with_end(context, tokens, where)
     else:
         text = row.get("response")
         if not isinstance(text, str):
             raise UsageError(f"{where}: the response is missing; set 'response' (text) or 'tokens' (token ids)")
-        tokens = _encoded(context, text, where)
-        tokens = _with_end(context, tokens, where) if ended else tokens
+        tokens, lacks_end = _encoded(context, text, where), ended
+    recorded = row.get("logprobs")
+    if lacks_end and isinstance(recorded, list) and len(recorded) == len(tokens):
+        context.assumed[WITHOUT_END] += 1
+        ended = False
+    elif lacks_end:
+        tokens = _with_end(context, tokens, where)
     sampling = sampling_of(row, context.sampling, where)
     log_p = None
-    if row.get("logprobs") is not None:
-        log_p = _as_sampled(context, log_probabilities(row["logprobs"], "logprobs", len(tokens), where), sampling)
+    if recorded is not None:
+        log_p = _as_sampled(context, log_probabilities(recorded, "logprobs", len(tokens), where), sampling)
     prompt = _prompt(context, row, where)
     name, category = _name(row, "id", where) or where, _name(row, "category", where) or "all"
     continuation = row.get("continuation")
@@ -109,8 +114,7 @@ def _choices(
         if values is not None:
             log_p = _as_sampled(context, log_probabilities(values, "logprobs", len(tokens), choice_where), sampling)
         if ended and tokens and context.target and tokens[-1] not in context.tokenizer(choice_where).eos_token_ids:
-            # The end-of-sequence token was sampled but not recorded.
-            context.assumed["without their end-of-sequence token, treated as truncated there"] += 1
+            context.assumed[WITHOUT_END] += 1
             ended = False
         yield Response(
             name, category, prompt, tokens, log_p, bool(ended), most if ended else None, sampling, choice_where

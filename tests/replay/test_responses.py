@@ -57,6 +57,15 @@ def test_texts_are_tokenized(read: Any) -> None:
         read(rows[0], tokenizer=False)
 
 
+@pytest.mark.parametrize("output", [{"tokens": [7, 8]}, {"response": "w7 w8"}])
+def test_logprobs_without_end_of_sequence_truncate(read: Any, output: dict[str, Any]) -> None:
+    row = {"prompt": [5], "finish_reason": "stop", "temperature": 1, **output}
+    (cut, whole), reader = read(row | {"logprobs": [-0.1, -0.2]}, row | {"logprobs": [-0.1, -0.2, -0.3]})
+    assert (cut.tokens, cut.ended, cut.limit) == ([7, 8], False, 2) and cut.log_p.tolist() == [-0.1, -0.2]
+    assert (whole.tokens, whole.ended) == ([7, 8, 2], True)
+    assert reader.assumed["without their end-of-sequence token, treated as truncated there"] == 1
+
+
 def test_documented_responses_have_their_finish_reason(read: Any) -> None:
     page = (Path(__file__).parents[2] / "docs" / "replay.md").read_text("utf-8")
     rows = page.split('```json title="responses.jsonl"\n')[1].split("```")[0].splitlines()
