@@ -75,13 +75,12 @@ def _plain(context: ParseContext, row: dict[str, Any], where: str) -> Response:
     log_p = None
     if recorded is not None:
         log_p = _as_sampled(context, log_probabilities(recorded, "logprobs", len(tokens), where), sampling)
-    prompt = _prompt(context, row, where)
+    prompt, most = _prompt(context, row, where), _most(row, where)
+    most = None if ended is False else most  # truncated at its length, for instance by the context length
     name, category = _name(row, "id", where) or where, _name(row, "category", where) or "all"
     continuation = row.get("continuation")
     continuation = () if continuation is None else token_ids(continuation, "continuation", where)
-    return Response(
-        name, category, prompt, tokens, log_p, bool(ended), _most(row, where), sampling, where, continuation
-    )
+    return Response(name, category, prompt, tokens, log_p, bool(ended), most, sampling, where, continuation)
 
 
 def _choices(

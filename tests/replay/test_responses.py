@@ -57,6 +57,14 @@ def test_texts_are_tokenized(read: Any) -> None:
         read(rows[0], tokenizer=False)
 
 
+def test_truncated_response_is_limited_to_its_length(read: Any) -> None:
+    """A response with finish_reason length may be shorter than max_tokens, because the context was full."""
+    row = {"prompt": [5], "tokens": [7, 8], "max_tokens": 9}
+    choice = {"prompt": [5], "choices": [{"token_ids": [7, 8], "finish_reason": "length"}], "max_tokens": 9}
+    responses, _ = read(row | {"finish_reason": "length"}, choice, row | {"finish_reason": "stop"}, tokenizer=False)
+    assert [response.limit for response in responses] == [2, 2, 9]
+
+
 @pytest.mark.parametrize("output", [{"tokens": [7, 8]}, {"response": "w7 w8"}])
 def test_logprobs_without_end_of_sequence_truncate(read: Any, output: dict[str, Any]) -> None:
     row = {"prompt": [5], "finish_reason": "stop", "temperature": 1, **output}
