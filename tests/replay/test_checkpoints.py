@@ -86,6 +86,17 @@ def test_unchanged_target_keeps_the_drafter(checkpoints: list[tuple[str, str]], 
     assert "a loss of 0.1 % is neither shown nor excluded" in text
 
 
+def test_all_assumptions_are_listed(checkpoints: list[tuple[str, str]], tmp_path: Path, capsys: Any) -> None:
+    """Two assumptions about the same number of responses of one source."""
+    row = {"prompt": [5], "tokens": [7, 8, 9], "logprobs": [-1.0] * 4, "finish_reason": "stop", "temperature": 1.0}
+    (source := tmp_path / "responses.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    argv = [str(source)] * 2 + [word for target, _ in checkpoints[:2] for word in ("--target", target)]
+    assert cli.main(["replay", *argv, "--drafter", "prompt-lookup", "--gamma", "1"]) == 0
+    out = capsys.readouterr().out
+    assert f"{source}, 1 responses: with finish_reason stop" in out
+    assert f"{source}, 1 responses: with log-probabilities at temperature 1" in out
+
+
 @pytest.mark.parametrize(
     ("remove", "more", "message"),
     [

@@ -53,19 +53,19 @@ def checkpoints_of(args: argparse.Namespace, replayed: Callable[..., Any]) -> st
     """
     _check(args)
     samples: dict[Pair, list[tuple[str, str, Sample, list[float]]]] = {}
-    notes: dict[str, str] = {}
+    notes: list[str] = []
     for source, target in zip(args.sources, args.target, strict=True):
         log(f"replaying {source} with {target}")
         result, sampling, assumed = replayed(args, [source], target)
         names = tuple(prompt_names(result.groups))
         for candidate in result.candidates:
-            notes[candidate.title] = _shares(candidate.drafter, sampling)
+            notes.append(f"{candidate.title}: {_shares(candidate.drafter, sampling)}")
             gamma = candidate.gammas[-1]
             for (verifier, k), tally in candidate.tallies.items():
                 key = (candidate.title, verifier, k, gamma)
                 sample = Sample(target, [(t, s) for t, s in tally.sums(gamma)[:, :2].tolist()], names)
                 samples.setdefault(key, []).append((target, source, sample, tally.row(gamma).marginal))
-        notes |= {f"{source}, {count} responses": assumption for assumption, count in assumed.items()}
+        notes += [f"{source}, {count} responses: {assumption}" for assumption, count in assumed.items()]
     pairs = {key: _compared(key, rows, args.drop) for key, rows in samples.items()}
     return _as_json(pairs, args.drop) if args.json else _as_text(pairs, notes, args.drop)
 
@@ -117,7 +117,7 @@ def _first_stale(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
     return next((checkpoint for checkpoint in checkpoints if checkpoint.stale), None)
 
 
-def _as_text(pairs: dict[Pair, list[Checkpoint]], notes: dict[str, str], drop: float) -> str:
+def _as_text(pairs: dict[Pair, list[Checkpoint]], notes: Sequence[str], drop: float) -> str:
     columns = {"drafter": "left", "verifier": "left", "gamma": "right", "target": "left", "block efficiency": "left"}
     columns |= {"Pr(tau >= 1)": "right", "change [95 %]": "left", "verdict": "left"}
     rows, lines = [], []
@@ -134,7 +134,7 @@ def _as_text(pairs: dict[Pair, list[Checkpoint]], notes: dict[str, str], drop: f
         tabulated(columns, rows, "simple"),
         f"change: of block efficiency against {first[0].target}, by the differences of {pairing}\n"
         f"stale: lower by {percent_text(drop)} or more, and beyond the interval; ok: such a loss is excluded\n"
-        + "\n".join(f"{name}: {note}" for name, note in notes.items()),
+        + "\n".join(dict.fromkeys(notes)),
         "\n".join(lines),
     ]
     return "\n\n".join(parts)
