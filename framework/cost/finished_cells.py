@@ -37,7 +37,7 @@ def batch_steps(
 
     Args:
         records: records of a cell, in the order of the measurement.
-        prompt_tokens: prompt length of each response, in the same order.
+        prompt_tokens: prompt length of each response with records, in the same order.
     """
     sequences = [list(rows) for _, rows in groupby(records, key=lambda r: (r.prompt, r.turn))]
     steps: list[BatchStep] = []
@@ -75,7 +75,8 @@ def statistics(result: CellResult) -> CellStatistics | None:
     metrics, batch_size = result.metrics, result.config.batch_size
     if metrics is None or not metrics.timed:
         return None
-    lengths = [response["prompt_tokens"] for response in result.responses]
+    turns = {(record.question_id, record.turn) for record in result.records}  # an engine's prefill may end a response
+    lengths = [r["prompt_tokens"] for r in result.responses if (str(r["question_id"]), r["turn"]) in turns]
     all_steps = batch_steps(result.records, lengths, result.pieces, batch_size)
     steps = [r for r in all_steps if r.occupied == batch_size] or all_steps
     n, occupied = len(steps), sum(r.occupied for r in steps)

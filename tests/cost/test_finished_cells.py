@@ -75,7 +75,7 @@ def result(baseline: bool = False, error: bool = False, b: int = 2, passes: int 
     metrics: Metrics = measure(records, pieces, 0 if baseline else passes)
     models = {"m": {"sha256": sha, "source": ""}, **({} if baseline else {"d": {"sha256": "def", "source": ""}})}
     provenance = {"models": models, "dtype": "float32", "device": "cpu (toy)", "torch": "2.0", "threads": 2}
-    responses = [{"prompt_tokens": 100}, {"prompt_tokens": 60}]
+    responses = [{"question_id": f"q{i}", "turn": 0, "prompt_tokens": n} for i, n in enumerate((100, 60))]
     return CellResult(
         config, metrics=metrics, records=records, pieces=pieces, responses=responses, provenance=provenance
     )
@@ -95,6 +95,13 @@ def test_statistics_of_cell() -> None:
         acceptance=(1.0,),
     )
     assert statistics(result(error=True)) is None
+
+
+def test_statistics_of_engine_skip_responses_without_steps() -> None:
+    """The prefill of an engine emits the first token, which may end the response."""
+    cell = result()
+    cell.responses.insert(1, {"question_id": "q7", "turn": 0, "prompt_tokens": 900})
+    assert statistics(cell) == statistics(result())
 
 
 def test_statistics_count_steps_that_rate_counts() -> None:

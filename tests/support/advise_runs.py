@@ -62,7 +62,7 @@ def cell(
     metrics = measure(records, pieces, passes, gamma if taus else 0, gamma if taus else 0)
     metrics.speed_up = Estimate(tokens / 10) if taus else None
     responses = [
-        {"prompt_tokens": 100, "question_id": f"q{p}", "tokens": [], "finish_reason": finish_reason}
+        {"prompt_tokens": 100, "question_id": f"q{p}", "turn": 0, "tokens": [], "finish_reason": finish_reason}
         for p in range(len(steps))
     ]
     models = {"m": {"sha256": SHA["m"]}} | ({model: {"sha256": SHA[model]}} if passes else {})

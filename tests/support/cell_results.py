@@ -30,7 +30,8 @@ def cell(batch_size: int, verifier: str, speed_up: float, temperature: float = 1
         "prefill": 0.0,
     }
     result = CellResult(config, measure(records, [Piece(tokens, seconds)], 6 * tau), records=records)
-    result.pieces, result.responses = [Piece(tokens, seconds)], [{"prompt_tokens": 5}] * 2
+    result.pieces = [Piece(tokens, seconds)]
+    result.responses = [{"question_id": f"q{p}", "turn": 0, "prompt_tokens": 5} for p in (0, 1)]
     result.provenance = MODELS
     assert result.metrics is not None
     result.metrics.speed_up = Estimate(speed_up)
