@@ -264,6 +264,18 @@ def test_responses_are_those_of_records(page: Page, tmp_path: Path) -> None:
         assert sum(first["rejected"].values()) == sum(r.nodes - r.tau for r in prompt)
 
 
+def test_response_without_steps_keeps_those_of_others(page: Page, tmp_path: Path) -> None:
+    """The prefill of an engine emits the first token, which may end the response."""
+    run = finished_run(tmp_path, SMALL, tokens=40)
+    for result in run.summary.results:
+        result.records = [record for record in result.records if record.prompt != 1]
+    cells = zip(page.data("responses")["cells"], Page(html_page([run])).data("responses")["cells"], strict=True)
+    for all_steps, some_steps in cells:
+        expected = [response["steps"] for response in all_steps["responses"]]
+        expected[1] = 0
+        assert [response["steps"] for response in some_steps["responses"]] == expected
+
+
 def test_tokens_are_shown_as_text_if_tokenizer_is_here(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, decoders, models
 

@@ -54,8 +54,8 @@ def responses_of(runs: Sequence[tuple[str, FinishedRun]]) -> dict[str, Any]:
     left, shown = MOST_JSON, 0
     for i in range(total):
         row = [
-            _response(result, i, own[i], chain, tokenizers[result.config.target])
-            if i < len(result.responses) and i < len(own)
+            _response(result.responses[i], result, own, chain, tokenizers[result.config.target])
+            if i < len(result.responses)
             else None
             for (_, result), own, chain in zip(cells, steps, chains, strict=True)
         ]
@@ -70,17 +70,23 @@ def responses_of(runs: Sequence[tuple[str, FinishedRun]]) -> dict[str, Any]:
     return {"cells": columns, "shown": shown, "total": total, "origins": ORIGINS, "texts": texts}
 
 
-def _steps(records: Sequence[StepRecord]) -> list[list[StepRecord]]:
-    """The steps of each response, in the order of the responses."""
-    return [list(rows) for _, rows in groupby(records, key=lambda r: (r.prompt, r.turn))]
+def _steps(records: Sequence[StepRecord]) -> dict[tuple[str, int], list[StepRecord]]:
+    """The steps of each response by question and turn; responses of one token of an engine have none."""
+    return {key: list(rows) for key, rows in groupby(records, key=lambda r: (r.question_id, r.turn))}
 
 
-def _response(result: CellResult, i: int, steps: Sequence[StepRecord], chain: bool, tokenizer: Any) -> dict[str, Any]:
+def _response(
+    record: Mapping[str, Any],
+    result: CellResult,
+    by_turn: Mapping[tuple[str, int], Sequence[StepRecord]],
+    chain: bool,
+    tokenizer: Any,
+) -> dict[str, Any]:
     """Texts of a response's tokens (ids if these are unknown), their origins, and the rejected draft tokens.
 
     The latter are counted by the index of the token behind them.
     """
-    record: Mapping[str, Any] = result.responses[i]
+    steps = by_turn.get((str(record["question_id"]), record["turn"]), ())
     tokens, text = list(record["tokens"]), str(record.get("text", ""))
     assert result.metrics is not None
     known = all(r.tau <= r.emitted <= r.tau + 1 for r in steps)
