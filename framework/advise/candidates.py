@@ -152,7 +152,11 @@ class Machine:
 
 
 def of_run(
-    results: Sequence[CellResult], name: str, curves: Iterable[CostCurve], machine: Machine | None = None
+    results: Sequence[CellResult],
+    name: str,
+    curves: Iterable[CostCurve],
+    machine: Machine | None = None,
+    among: Iterable[CellConfig] = (),
 ) -> tuple[list[Candidate], list[str]]:
     """The candidates of a finished run, and notes on omitted cells.
 
@@ -160,9 +164,12 @@ def of_run(
         name: of the run, shown to users.
         curves: cost curves of the run's machine; curves of other models and devices are ignored.
         machine: another machine; times measured in the run are then ignored.
+        among: cells of all runs; those of another target or other sampling parameters are of other groups.
     """
     curves, notes = list(curves), []
     configs = [result.config for result in results]
+    others = [{"target": config.target, "sampling": config.sampling} for config in among]
+    configs += [own.model_copy(update=other) for own in configs[:1] for other in others]
     pairs: dict[str, list[CellResult]] = {}
     plain: dict[str, dict[int, CellStatistics]] = {}
     for result in results:

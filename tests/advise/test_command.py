@@ -12,6 +12,7 @@ from test_imports import SGLANG_LOG, VLLM_LOG, VLLM_SCRAPE
 from crossdraft import Engine
 from crossdraft.framework.advise.cost_tables import read_cost_table
 from crossdraft.framework.cli import main as cli
+from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import UsageError
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -101,6 +102,25 @@ def test_temperatures_are_kept_apart(place: Path, capsys: Any) -> None:
     assert code == 0 and vllm(out).draft_sample_method == "greedy"
     code, _, err = advise(capsys, run, "--temperature", "0.5")
     assert code == 2 and "the sources have no drafter at temperature 0.5" in err
+
+
+@pytest.mark.parametrize(
+    ("changes", "groups"),
+    [
+        ({"target": "n"}, {"temperature 1, target m", "temperature 1, target n"}),
+        ({"sampling": Sampling(top_p=0.5)}, {"temperature 1, top p 1", "temperature 1, top p 0.5"}),
+        ({"seed": 7, "max_new_tokens": 9}, {"temperature 1"}),
+    ],
+)
+def test_runs_of_other_targets_are_kept_apart(
+    place: Path, capsys: Any, changes: dict[str, Any], groups: set[str]
+) -> None:
+    others = [cell(None), cell(POOR, model="e")]
+    for result in others:
+        result.config = result.config.model_copy(update=changes)
+    runs = [write_run(place, [cell(None), cell(GOOD)]), write_run(place, others, "other")]
+    costs = ["--cost", "passes.csv", "--draft-cost", "draft.csv", "--batch-size", "1"]
+    assert {step["group"] for step in advice_json(capsys, *runs, *costs)["advice"]} == groups
 
 
 def test_unsupported_pairs_and_their_cost(place: Path, capsys: Any) -> None:

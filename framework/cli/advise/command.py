@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from ...advise.caveats import Remarks
     from ...cost.curve import Curve
     from ...engines.acceptance import Acceptance
+    from ...recipe.recipe import CellConfig
+    from ...report.load_run import FinishedRun
 
 CONTEXT = 1024
 
@@ -60,6 +63,7 @@ def main(args: argparse.Namespace) -> int:
 def _groups(args: argparse.Namespace, remarks: Remarks) -> dict[str, list[Candidate]]:
     """The candidates, grouped by target and sampling parameters."""
     from ...advise.candidates import imported
+    from ...report.load_run import read_run
 
     runs = [source for source in args.sources if kind_of_source(source) == "directory"]
     texts = [source for source in args.sources if source not in runs]
@@ -75,8 +79,10 @@ def _groups(args: argparse.Namespace, remarks: Remarks) -> dict[str, list[Candid
         )
     costs = costs_of(args, remarks)
     candidates: list[Candidate] = []
-    for run in runs:
-        candidates += _run_candidates(args, run, costs, remarks)
+    finished = [read_run(Path(run)) for run in runs]
+    cells = [result.config for run in finished for result in run.summary.results]
+    for run in finished:
+        candidates += _run_candidates(run, cells, costs, remarks)
     replays = bool(args.replay or args.prompts)
     if replays:
         from .replay import replayed_acceptances
@@ -128,18 +134,16 @@ def kind_of_source(source: str) -> str:
     return kind
 
 
-def _run_candidates(args: argparse.Namespace, source: str, costs: Costs, remarks: Remarks) -> list[Candidate]:
+def _run_candidates(run: FinishedRun, cells: Sequence[CellConfig], costs: Costs, remarks: Remarks) -> list[Candidate]:
     from ...advise.candidates import Machine, of_run
     from ...cost.curve import stored_curves
-    from ...report.load_run import read_run
 
-    run = read_run(Path(source))
     machine: Machine | None = None
     if costs.target is not None:
         machine = Machine(costs.target, costs.by_name)
         remarks.free(drafting=False)
     curves = [*run.summary.curves, *stored_curves()]
-    candidates, notes = of_run(run.summary.results, run.name, curves, machine)
+    candidates, notes = of_run(run.summary.results, run.name, curves, machine, cells)
     remarks.of_run(run.summary.results, run.name, notes, own_seconds=machine is None)
     return candidates
 
