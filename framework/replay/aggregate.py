@@ -125,7 +125,8 @@ class Tally:
         """``[groups, 1 + gamma]``: counted steps of each group, and the number of them with tau >= 1 .. gamma."""
         assert self._at_least is not None
         column = self.gammas.index(gamma)
-        return np.concatenate([self._sums[:, column, _COUNTED, None], self._at_least[:, column, :gamma]], 1)
+        sums = np.concatenate([self._sums[:, column, _COUNTED, None], self._at_least[:, column, :gamma]], 1)
+        return np.minimum.accumulate(sums, axis=1)  # sums of equal probabilities may differ by rounding
 
     @property
     def categories(self) -> list[str]:

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.engines.acceptance import Acceptance
 from crossdraft.framework.errors import ContractError, UsageError
 from crossdraft.framework.metrics.cell_metrics import StepRecord, paired_difference
 from crossdraft.framework.replay import replay as module
 from crossdraft.framework.replay.acceptance_formulas import survival
-from crossdraft.framework.replay.aggregate import difference
+from crossdraft.framework.replay.aggregate import PromptGroups, Tally, difference
 from crossdraft.framework.replay.replay import Candidate, replay, verifiers_for
 from crossdraft.framework.replay.response import Response
 from crossdraft.framework.replay.step_chain import StepAcceptance, expected_steps
@@ -114,6 +115,19 @@ def test_differences_are_paired_by_prompt() -> None:
     own = difference(one, 2, other, 2)
     assert own is not None
     assert (own.value, own.low, own.high) == pytest.approx((expected.value, expected.low, expected.high))
+
+
+def test_acceptance_of_equal_probabilities_is_valid() -> None:
+    """The first token is always accepted, the second and third together: their sums may differ by rounding only."""
+    draw = np.random.default_rng(0)
+    for _ in range(20):
+        tally, size = Tally(PromptGroups(), [3], by_prompt=True), 30
+        at_least = np.repeat(draw.random((size, 1)), 3, 1)
+        at_least[:, 0] = 1
+        steps = expected_steps([StepAcceptance(at_least, np.full(size, 3), None)], [3])
+        tally.add(steps, [tally.groups.number("all", "a")])
+        acceptance = Acceptance.from_rows(tally.by_prompt(3).tolist(), "responses")
+        assert acceptance.marginal == pytest.approx(tally.row(3).marginal)
 
 
 def test_sampled_draft_lengths() -> None:
