@@ -94,6 +94,8 @@ def test_roofline_from_command_line(config_file: str, capsys: Any) -> None:
         (["--target", "X", "--repeats", "0"], "--repeats must be at least 1"),
         (["--target", "X", "--batch-size", "0,1"], "--batch-size takes positive numbers"),
         (["--target", "X", "--run", "R", "--acceptance", "0.5"], "remove one of them"),
+        (["--run", "R", "--gamma", "2"], "--gamma requires --target"),
+        (["--run", "R", "--context", "64"], "--context requires --target"),
         (["--run", "nowhere"], "nowhere is not a directory; give the directory of a finished run"),
     ],
 )

@@ -78,6 +78,9 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError("cost requires --target: a model to measure, or with --on its config.json")
     if args.run and args.acceptance:
         raise UsageError("--run and --acceptance cannot be combined: both give the acceptance; remove one of them")
+    for name in ("drafter", "gamma", "width", "context"):
+        if not args.target and getattr(args, name) is not None:
+            raise UsageError(f"{option(name)} requires --target; --run alone predicts cells as they were measured")
     limits = {"batch_size": MOST_ROWS, "width": MOST_NODES, "context": MOST_TOKENS, "gamma": MOST_LEVELS}
     check_numbers(args, limits | {"repeats": MOST_REPEATS})
     check_machine(args)
