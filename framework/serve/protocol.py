@@ -15,6 +15,7 @@ from ..contracts.steps import Request
 from ..errors import CrossdraftError, UsageError, quoted
 from ..models.chat import encode_messages, encode_text
 from ..models.grammar import compile_constraint
+from ..util.input_files import parse_json
 from .decoder_pool import DecoderPool
 from .tools import CallFormat, ToolCall, call_format, tool_call
 
@@ -326,11 +327,30 @@ def _encode_chat(pool: DecoderPool, messages: Any, tools: list[dict[str, Any]] |
         calls = {key: fields.pop(key) for key in _CALL_KEYS.get(str(fields.get("role")), ()) if key in fields}
         if "tool_calls" in calls:
             fields.setdefault("content", "")
+            calls["tool_calls"] = _parsed_calls(i, calls["tool_calls"])
         if set(fields) != {"role", "content"} or not isinstance(fields["role"], str):
             raise InvalidRequestError(f"messages[{i}] must have role and content only", "messages")
         conversation.append({"role": fields["role"], "content": _content(i, fields["content"]), **calls})
     check_text(f"messages[{len(conversation) - 1}]", conversation[-1]["content"])
     return [encode_messages(tokenizer, conversation, pool.max_length, tools)]
+
+
+def _parsed_calls(i: int, calls: Any) -> list[dict[str, Any]]:
+    """The ``tool_calls`` of a message with their arguments as objects, as chat templates read them, not as JSON."""
+    parsed = []
+    try:
+        for call in calls:
+            function = call["function"]
+            arguments = function["arguments"]
+            if isinstance(arguments, str):
+                arguments = parse_json(arguments or "{}", "the arguments", nan=False)
+            parsed.append({**call, "function": {**function, "arguments": {**arguments}}})
+    except (LookupError, TypeError, UsageError):
+        raise InvalidRequestError(
+            f"messages[{i}].tool_calls must be a list of calls, each with a function whose arguments are a JSON object",
+            "messages",
+        ) from None
+    return parsed
 
 
 def _content(i: int, content: Any) -> str:

@@ -21,13 +21,16 @@ from crossdraft.framework.errors import UsageError  # noqa: E402
 from crossdraft.framework.serve.tools import CallParser, call_format  # noqa: E402
 
 MESSAGES = [{"role": "user", "content": "a cat as JSON"}]
+#: Like those of Qwen3-Coder, the template reads the arguments of earlier calls as a mapping.
+ARGUMENTS = "{% for key, value in call.function.arguments | items %}{{ key }}={{ value }};{% endfor %}"
+CALLS = "{% for call in m.tool_calls or [] %}" + ARGUMENTS + "{% endfor %}"
 FORMAT = {"type": "json_schema", "json_schema": {"name": "animal", "strict": True, "schema": SCHEMA}}
 
 
 @pytest.fixture(scope="module")
 def names(tmp_path_factory: Any) -> list[str]:
     root = tmp_path_factory.mktemp("models")
-    chat = CHAT + "{# <tool_call> #}"
+    chat = CHAT.replace("{{ m.content }}", "{{ m.content }}" + CALLS) + "{# <tool_call> #}"
     return [save_text_model(root / f"model-{seed}", seed, chat=chat) for seed in range(2)]
 
 
@@ -90,7 +93,13 @@ def test_required_function_is_called(api: Any, names: list[str]) -> None:
     assert "".join(delta.function.arguments for delta in deltas) == call.function.arguments
     results = [choice.message.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": call.id, "content": "ok"}]
     later = api.chat.completions.create(**options | {"messages": [*MESSAGES, *results]}, max_tokens=4)
-    assert later.usage.prompt_tokens > 20
+    pairs = "".join(f"{key}={value};" for key, value in json.loads(call.function.arguments).items())
+    text = f"user {MESSAGES[0]['content']} assistant {pairs} tool ok assistant"
+    assert later.usage.prompt_tokens == len(make_text_tokenizer()(text)["input_ids"])
+    call.function.arguments = "[1]"
+    results[0] = choice.message.model_dump(exclude_none=True)
+    with pytest.raises(openai.BadRequestError, match=r"messages\[1\].tool_calls must be a list of calls"):
+        api.chat.completions.create(**options | {"messages": [*MESSAGES, *results]})
 
 
 CALL = '<tool_call>{"name": "animal", "arguments": {"age": 3}}</tool_call>'
