@@ -56,7 +56,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 _SEED_LIMIT = 2**32
 #: Further keys of messages, by role, which only the chat template reads.
-_CALL_KEYS = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
+_CALL_KEYS = {"assistant": ("tool_calls", "reasoning_content"), "tool": ("tool_call_id", "name")}
 #: Fields of vLLM's ``structured_outputs``, and those of `Constraint`.
 _STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 
@@ -325,8 +325,9 @@ def _encode_chat(pool: DecoderPool, messages: Any, tools: list[dict[str, Any]] |
     for i, message in enumerate(messages):
         fields = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
         calls = {key: fields.pop(key) for key in _CALL_KEYS.get(str(fields.get("role")), ()) if key in fields}
-        if "tool_calls" in calls:
+        if "tool_calls" in calls or "reasoning_content" in calls:
             fields.setdefault("content", "")
+        if "tool_calls" in calls:
             calls["tool_calls"] = _parsed_calls(i, calls["tool_calls"])
         if set(fields) != {"role", "content"} or not isinstance(fields["role"], str):
             raise InvalidRequestError(f"messages[{i}] must have role and content only", "messages")

@@ -23,7 +23,7 @@ from crossdraft.framework.serve.tools import CallParser, call_format  # noqa: E4
 MESSAGES = [{"role": "user", "content": "a cat as JSON"}]
 #: Like those of Qwen3-Coder, the template reads the arguments of earlier calls as a mapping.
 ARGUMENTS = "{% for key, value in call.function.arguments | items %}{{ key }}={{ value }};{% endfor %}"
-CALLS = "{% for call in m.tool_calls or [] %}" + ARGUMENTS + "{% endfor %}"
+CALLS = "{{ m.reasoning_content }}{% for call in m.tool_calls or [] %}" + ARGUMENTS + "{% endfor %}"
 FORMAT = {"type": "json_schema", "json_schema": {"name": "animal", "strict": True, "schema": SCHEMA}}
 
 
@@ -91,10 +91,11 @@ def test_required_function_is_called(api: Any, names: list[str]) -> None:
     deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
     assert deltas[0].function.name == "animal" and deltas[0].id
     assert "".join(delta.function.arguments for delta in deltas) == call.function.arguments
-    results = [choice.message.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": call.id, "content": "ok"}]
+    message = choice.message.model_dump(exclude_none=True) | {"reasoning_content": "hm "}
+    results = [message, {"role": "tool", "tool_call_id": call.id, "content": "ok"}]
     later = api.chat.completions.create(**options | {"messages": [*MESSAGES, *results]}, max_tokens=4)
     pairs = "".join(f"{key}={value};" for key, value in json.loads(call.function.arguments).items())
-    text = f"user {MESSAGES[0]['content']} assistant {pairs} tool ok assistant"
+    text = f"user {MESSAGES[0]['content']} assistant hm {pairs} tool ok assistant"
     assert later.usage.prompt_tokens == len(make_text_tokenizer()(text)["input_ids"])
     call.function.arguments = "[1]"
     results[0] = choice.message.model_dump(exclude_none=True)
