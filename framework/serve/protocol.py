@@ -332,7 +332,8 @@ def _encode_chat(pool: DecoderPool, messages: Any, tools: list[dict[str, Any]] |
         if set(fields) != {"role", "content"} or not isinstance(fields["role"], str):
             raise InvalidRequestError(f"messages[{i}] must have role and content only", "messages")
         conversation.append({"role": fields["role"], "content": _content(i, fields["content"]), **calls})
-    check_text(f"messages[{len(conversation) - 1}]", conversation[-1]["content"])
+    if conversation[-1]["role"] != "tool":  # the result of a call may be empty
+        check_text(f"messages[{len(conversation) - 1}]", conversation[-1]["content"])
     return [encode_messages(tokenizer, conversation, pool.max_length, tools)]
 
 

@@ -92,10 +92,10 @@ def test_required_function_is_called(api: Any, names: list[str]) -> None:
     assert deltas[0].function.name == "animal" and deltas[0].id
     assert "".join(delta.function.arguments for delta in deltas) == call.function.arguments
     message = choice.message.model_dump(exclude_none=True) | {"reasoning_content": "hm "}
-    results = [message, {"role": "tool", "tool_call_id": call.id, "content": "ok"}]
+    results = [message, {"role": "tool", "tool_call_id": call.id, "content": ""}]
     later = api.chat.completions.create(**options | {"messages": [*MESSAGES, *results]}, max_tokens=4)
     pairs = "".join(f"{key}={value};" for key, value in json.loads(call.function.arguments).items())
-    text = f"user {MESSAGES[0]['content']} assistant hm {pairs} tool ok assistant"
+    text = f"user {MESSAGES[0]['content']} assistant hm {pairs} tool  assistant"
     assert later.usage.prompt_tokens == len(make_text_tokenizer()(text)["input_ids"])
     call.function.arguments = "[1]"
     results[0] = choice.message.model_dump(exclude_none=True)
