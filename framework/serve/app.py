@@ -122,6 +122,12 @@ async def _complete(
     queue = ChunkQueue(loop)
     try:
         request = await loop.run_in_executor(parser, _parse, pool, await _read_body(http), chat)
+        if len(request.prompts) > worker.max_waiting:
+            raise InvalidRequestError(
+                f"{len(request.prompts)} prompts do not fit into the queue of at most {worker.max_waiting} requests; "
+                "send fewer at a time",
+                "prompt",
+            )
         tokenizer = pool.target.tokenizer
         special = request.call_format is not None
         outputs = [Output(tokenizer, request.stop, special=special) for _ in request.prompts]

@@ -226,13 +226,13 @@ def test_failed_step_aborts_its_batch_only(greedy: RunningServer, name: str, mon
     assert api.completions.create(model=name, prompt=PROMPT, max_tokens=3).usage.completion_tokens == 3
 
 
-def test_nan_aborts_one_response(tmp_path: Any) -> None:
+def test_nan_and_more_prompts_than_the_queue_holds(tmp_path: Any) -> None:
     broken = save_model(tmp_path / "nan", nan=True)
-    with (
-        serving("--target", broken, "--slots", "1", max_waiting=1) as running,
-        pytest.raises(openai.InternalServerError, match="produced NaN"),
-    ):
-        client(running).completions.create(model=broken, prompt=PROMPT)
+    with serving("--target", broken, "--slots", "1", max_waiting=1) as running:
+        with pytest.raises(openai.InternalServerError, match="produced NaN"):
+            client(running).completions.create(model=broken, prompt=PROMPT)
+        with pytest.raises(openai.BadRequestError, match="2 prompts do not fit into the queue of at most 1 requests"):
+            client(running).completions.create(model=broken, prompt=[PROMPT, PROMPT])
 
 
 def test_invalid_options(name: str) -> None:
