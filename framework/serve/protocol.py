@@ -170,9 +170,8 @@ def _check_fields(fields: Mapping[str, Any], chat: bool) -> None:
             continue
         neutral, reason = UNSUPPORTED.get(name, ((), "unknown field"))
         if not any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral):
-            raise InvalidRequestError(
-                f"{quoted(name)[1:-1]}={quoted(value)} is not supported: {reason}; remove it", name
-            )
+            shown = quoted(name)[1:-1]
+            raise InvalidRequestError(f"{shown}={quoted(value)} is not supported: {reason}; remove it", shown)
 
 
 def _sampling(pool: DecoderPool, fields: Mapping[str, Any]) -> Sampling:

@@ -103,6 +103,7 @@ def test_other_media_types_are_rejected(running: RunningServer, name: str, kind:
         ("{", "not JSON"),
         ("[]", "must be a JSON object"),
         ('{"model": "\\ud800"}', "is not served"),
+        ('{"\\ud800": 1}', "unknown field"),
     ],
     ids=str,
 )
