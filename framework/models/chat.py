@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,8 @@ from ..util.input_files import BROKEN, flaw
 
 #: Characters per token of the limit, above which a text is tokenized in parts; longer than most tokens.
 _CHARS_PER_TOKEN = 16
+#: Halves of surrogate pairs.
+_HALVES = re.compile("[\ud800-\udfff]")
 
 
 def encode(tokenizer: Any, turns: Sequence[str], answers: Sequence[str] = (), chat: bool | None = None) -> list[int]:
@@ -47,11 +50,15 @@ def encode_messages(
 
     ``most``: see `encode_text`; ``tools``: functions in OpenAI's format, for the template.
 
-    Raises ModelError if the template is missing or fails.
+    Raises:
+        UsageError: a message with half of a surrogate pair. NUL is accepted: earlier responses may contain it.
+        ModelError: the template is missing or fails.
     """
     with _model_errors(tokenizer, "chat template"):
         options = {} if tools is None else {"tools": list(tools)}
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **options)
+    if reason := flaw(text, _HALVES):
+        raise UsageError(f"a message contains {reason}, which cannot be tokenized; remove it")
     return _bounded(tokenizer, text, most, add_special_tokens=False)
 
 

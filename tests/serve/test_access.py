@@ -112,6 +112,12 @@ def test_invalid_bodies(running: RunningServer, text: str, message: str) -> None
     assert status in (400, 404) and message in answer["error"]["message"], answer
 
 
+def test_half_surrogate_pair_in_a_message(running: RunningServer, name: str) -> None:
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "w5 \ud800"}]})
+    answer = send(running, "POST", "/v1/chat/completions", body, **JSON)
+    assert_rejected(answer, 400, "contains the character U+D800, half of a surrogate pair")
+
+
 def test_invalid_numbers(running: RunningServer, name: str) -> None:
     for field, number in (("temperature", "1e999"), ("seed", "9" * 60), ("max_tokens", "1e400")):
         text = f'{{"model": {json.dumps(name)}, "prompt": "w5", "{field}": {number}}}'
