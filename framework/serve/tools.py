@@ -57,10 +57,10 @@ def tool_call(fields: Mapping[str, Any]) -> ToolCall | None:
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise UsageError(f"tools[{i}] must have type function, and a function with a name")
-        parameters = function.get("parameters", {"type": "object"})
-        if not isinstance(parameters, dict):
+        parameters = function.get("parameters")
+        if not isinstance(parameters, dict | None):
             raise UsageError(f"tools[{i}].function.parameters must be a JSON schema, an object")
-        functions[function["name"]] = parameters
+        functions[function["name"]] = {"type": "object", **(parameters or {})}
     if choice == "none" or (choice == "auto" and not tools):
         return None
     if choice == "auto":

@@ -103,6 +103,16 @@ def test_required_function_is_called(api: Any, names: list[str]) -> None:
         api.chat.completions.create(**options | {"messages": [*MESSAGES, *results]})
 
 
+@pytest.mark.parametrize("parameters", [None, {}, {"properties": {"n": {"type": "integer"}}}], ids=str)
+def test_arguments_are_object_without_a_type_in_the_schema(api: Any, names: list[str], parameters: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    for seed in range(3):
+        choice = api.chat.completions.create(
+            model=names[0], messages=MESSAGES, tools=tools, tool_choice="required", max_tokens=2, seed=seed
+        ).choices[0]
+        assert choice.message.tool_calls[0].function.arguments.startswith("{")
+
+
 CALL = '<tool_call>{"name": "animal", "arguments": {"age": 3}}</tool_call>'
 
 
