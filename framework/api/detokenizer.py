@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 #: Replacement character, decoded from incomplete or invalid bytes.
-_REPLACEMENT = "\ufffd"
+REPLACEMENT = "\ufffd"
 
 
 def decode_text(tokenizer: Any, tokens: Sequence[int], special: bool = False) -> str:
@@ -42,7 +42,7 @@ class Detokenizer:
         for count, token in enumerate(tokens, 1):
             self._tokens.append(token)
             text = self._decode()
-            if len(text) > len(self._prefix) and not text.endswith(_REPLACEMENT):
+            if len(text) > len(self._prefix) and not text.endswith(REPLACEMENT):
                 self._append(text[len(self._prefix) :])
                 del self._tokens[: self._prefix_tokens]
                 self._prefix_tokens = len(self._tokens)

@@ -7,7 +7,7 @@ import time
 import uuid
 from typing import Any
 
-from ..api.detokenizer import Detokenizer
+from ..api.detokenizer import REPLACEMENT, Detokenizer
 from ..contracts.steps import Chunk, Response
 from .protocol import CompletionRequest
 from .tools import CallParser
@@ -140,10 +140,12 @@ class ResponseBuilder:
         names = [str(self._tokenizer.decode([token])) for token in chunk.tokens]
         values = [_LOG_ZERO if math.isinf(value) else value for value in chunk.logprobs or [0.0] * len(names)]
         if self._request.chat:
+            # The bytes of a token that is only a part of a character are not known: null.
+            codes = [None if REPLACEMENT in name else list(name.encode()) for name in names]
             return {
                 "content": [
-                    {"token": name, "logprob": value, "bytes": list(name.encode()), "top_logprobs": []}
-                    for name, value in zip(names, values, strict=True)
+                    {"token": name, "logprob": value, "bytes": code, "top_logprobs": []}
+                    for name, value, code in zip(names, values, codes, strict=True)
                 ],
                 "refusal": None,
             }

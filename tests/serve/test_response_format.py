@@ -74,6 +74,11 @@ def test_structured_outputs_of_vllm(api: Any, names: list[str]) -> None:
     body = {"structured_outputs": {"choice": ["yes", "no"]}}
     response = api.completions.create(model=names[0], prompt=["is it?", "or not?"], extra_body=body)
     assert {choice.text for choice in response.choices} <= {"yes", "no"}
+    body = {"structured_outputs": {"choice": ["o€"]}}
+    chat = api.chat.completions.create(model=names[0], messages=MESSAGES, logprobs=True, extra_body=body)
+    assert chat.choices[0].message.content == "o€"
+    tokens = [(token.token, token.bytes) for token in chat.choices[0].logprobs.content]
+    assert tokens == [("o", [111]), *[("\ufffd", None)] * 3, ("</s>", list(b"</s>"))]
     plain = api.completions.create(model=names[0], prompt="is it?", max_tokens=5)
     assert plain.choices[0].text not in ("yes", "no")
 
