@@ -234,6 +234,7 @@ def _stream_options(fields: Mapping[str, Any], stream: bool) -> tuple[bool, bool
             f"stream_options={quoted(options)} must be an object with include_usage and continuous_usage_stats only",
             "stream_options",
         )
+    options = {key: value for key, value in options.items() if value is not None}
     if options.get("include_obfuscation"):
         raise InvalidRequestError("include_obfuscation is not supported; remove it", "stream_options")
     if options and not stream:
@@ -263,7 +264,7 @@ def _grammar(pool: DecoderPool, fields: Mapping[str, Any], ignore_eos: bool, cal
 
 def _constraint(name: str, value: Any) -> Constraint | None:
     """The constraint of a field; None for text."""
-    options = value if isinstance(value, dict) else {}
+    options = {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else {}
     if name == "structured_outputs":
         if len(options) != 1 or not options.keys() <= _STRUCTURED.keys():
             keys = ", ".join(_STRUCTURED)

@@ -88,12 +88,9 @@ def test_seeds_and_logprobs(sampled: RunningServer, name: str, target: Any) -> N
 def test_streamed_chunks_add_up(sampled: RunningServer, name: str, stop: Any) -> None:
     api = client(sampled)
     options: dict[str, Any] = {"model": name, "max_tokens": 24, "seed": 7, "stop": stop}
+    usage: Any = {"include_usage": True, "continuous_usage_stats": None}  # null is as if not sent
     whole = api.completions.create(prompt=PROMPT, logprobs=0, **options)
-    chunks = list(
-        api.completions.create(
-            prompt=PROMPT, stream=True, logprobs=0, stream_options={"include_usage": True}, **options
-        )
-    )
+    chunks = list(api.completions.create(prompt=PROMPT, stream=True, logprobs=0, stream_options=usage, **options))
     choices = [choice for chunk in chunks for choice in chunk.choices]
     assert "".join(choice.text for choice in choices) == whole.choices[0].text and len(choices) > 3
     logprobs = [value for choice in choices for value in choice.logprobs.token_logprobs]
