@@ -143,7 +143,7 @@ def parse_request(pool: DecoderPool, body: Any, *, chat: bool) -> CompletionRequ
             prompt,
             stream=secrets.randbelow(_SEED_LIMIT) if seed is None else seed,
             name=key,
-            most=_max_tokens(pool, fields, len(prompt)),
+            most=_max_tokens(pool, fields, key, len(prompt)),
             eos=() if ignore_eos else None,
             constraint=grammar,
         )
@@ -289,13 +289,13 @@ def _constraint(name: str, value: Any) -> Constraint | None:
         raise InvalidRequestError(str(error), name) from None
 
 
-def _max_tokens(pool: DecoderPool, fields: Mapping[str, Any], prompt: int) -> int:
+def _max_tokens(pool: DecoderPool, fields: Mapping[str, Any], key: str, prompt: int) -> int:
     """The limit of new tokens: as requested, else as many as the server's limit and the slot allow."""
     names = [name for name in ("max_completion_tokens", "max_tokens") if name in fields]
     remaining = pool.max_length - prompt
     if remaining < 1:
         raise InvalidRequestError(
-            f"the prompt has {prompt} tokens; a slot holds {pool.max_length} tokens of prompt and response", "prompt"
+            f"the prompt has {prompt} tokens; a slot holds {pool.max_length} tokens of prompt and response", key
         )
     if not names:
         return min(pool.max_new_tokens, remaining)

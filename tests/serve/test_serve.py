@@ -185,6 +185,15 @@ def test_invalid_conversations(greedy: RunningServer, name: str) -> None:
         )
 
 
+def test_messages_that_fill_a_slot(name: str) -> None:
+    with (
+        serving("--target", name, "--max-length", "20") as running,
+        pytest.raises(openai.BadRequestError, match="the prompt has 20 tokens; a slot holds 20 tokens") as caught,
+    ):
+        client(running).chat.completions.create(model=name, messages=[{"role": "user", "content": "w5 " * 18}])
+    assert caught.value.param == "messages"
+
+
 def test_twenty_clients_share_four_slots(greedy: RunningServer, name: str, target: Any) -> None:
     api = client(greedy)
 
