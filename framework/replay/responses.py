@@ -159,7 +159,7 @@ class Reader(ParseContext):
     # -- texts -----------------------------------------------------------------------------------------------
 
     def _texts(self, source: str) -> Iterator[Response]:
-        for i, (where, row) in enumerate(rows(source, self.split, self.column)):
+        for where, row in rows(source, self.split, self.column):
             texts = row.get("turns") if isinstance(row, dict) else None
             text = texts[0] if isinstance(texts, list) and texts else row.get("text") if isinstance(row, dict) else None
             if not isinstance(text, str):
@@ -171,7 +171,7 @@ class Reader(ParseContext):
                 self.assumed[f"texts shorter than {start} + {self.tokens} tokens"] += 1
             self.assumed[TEXTS] += 1
             category = row.get("category") if isinstance(row.get("category"), str) else "all"
-            yield Response(str(i), str(category), ids[:start], response, None, False, None, self.sampling, where)
+            yield Response(where, str(category), ids[:start], response, None, False, None, self.sampling, where)
 
 
 def _constrained(what: str) -> UsageError:

@@ -189,13 +189,16 @@ def test_texts_of_data_set_are_cut(tmp_path: Path) -> None:
     import datasets
 
     rows = {"text": [" ".join(f"w{5 + (i + j) % 50}" for j in range(20)) for i in range(3)]}
-    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "texts")
+    for name in ("texts", "more"):
+        datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / name)
     reader = Reader(prompt_tokens=4, tokens=10, column="text", limit=2)
     reader.target, reader._tokenizer = "tiny", TokenizerOf("tiny", make_tokenizer(), frozenset({2}))
     result = list(reader.read([str(tmp_path / "texts")]))
     assert [len(item.prompt) for item in result] == [4, 4] and [len(item.tokens) for item in result] == [10, 10]
     assert result[1].tokens == [10 + i for i in range(10)] and result[1].limit == 10
     assert any("assumed to be samples" in what for what in reader.assumed)
+    reader.limit = None
+    assert len({item.id for item in reader.read([str(tmp_path / name) for name in ("texts", "more")])}) == 6
     with pytest.raises(UsageError, match="no column 'words'"):
         reader.column = "words"
         list(reader.read([str(tmp_path / "texts")]))
