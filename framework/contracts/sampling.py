@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from .options import Options
 
@@ -16,17 +16,28 @@ if TYPE_CHECKING:  # this module validates recipes, and importing PyTorch takes 
     import torch
     from torch import Tensor
 
+#: Lowest temperature above 0; logits that are divided by a lower one may overflow.
+LEAST_TEMPERATURE = 1e-6
+
 
 class Sampling(Options):
     """Sampling parameters, with the names and meanings of transformers.
 
     ``temperature`` 0 is greedy decoding: one-hot at the argmax (lowest id on a tie).
+    Other temperatures are at least `LEAST_TEMPERATURE`.
     """
 
     temperature: float = Field(default=1.0, ge=0)
     top_k: int = Field(default=0, ge=0, description="keep the k most probable tokens; 0 = off")
     top_p: float = Field(default=1.0, gt=0, le=1, description="keep the smallest set of tokens with this much mass")
     min_p: float = Field(default=0.0, ge=0, le=1, description="drop tokens below this share of the most probable one")
+
+    @field_validator("temperature")
+    @classmethod
+    def _exact(cls, value: float) -> float:
+        if 0 < value < LEAST_TEMPERATURE:
+            raise ValueError(f"should be 0, which is greedy decoding, or at least {LEAST_TEMPERATURE:g}")
+        return value
 
     def at(self, temperature: float | None) -> Sampling:
         """A copy at another temperature; ``None`` = unchanged."""

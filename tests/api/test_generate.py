@@ -76,6 +76,10 @@ def test_invalid_inputs(target: LoadedModel, inputs: Any, sentence: str) -> None
         ({"seed": "1"}, "seed='1' must be an integer"),
         ({"seed": True}, "seed=True must be an integer"),
         ({"temperature": -1}, "temperature=-1 is not valid: should be greater than or equal to 0"),
+        (
+            {"temperature": 1e-9},
+            "temperature=1e-09 is not valid: should be 0, which is greedy decoding, or at least 1e-06",
+        ),
         ({"temperature": float("nan")}, "temperature=nan is not valid"),
         ({"temperature": float("inf")}, "temperature=inf is not valid"),
         ({"temperature": None}, "temperature=None is not valid"),
