@@ -255,7 +255,8 @@ FACTORS = {
 
 def make_sensitive(model_type: str) -> Any:
     """A model whose distribution depends on its states."""
-    model = make_model(model_type, vocab_size=VOCABULARY)
+    sizes = ["vocab_size", *(["unpadded_vocab_size"] if model_type.startswith("inkling") else [])]
+    model = make_model(model_type, **dict.fromkeys(sizes, VOCABULARY))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() > 1 and "embed" not in name and "lm_head" not in name:
