@@ -89,7 +89,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drop",
         type=float,
-        default=0.05,
         metavar="D",
         help="with several targets: relative loss of block efficiency that is too large (0.05)",
     )
@@ -133,9 +132,13 @@ def main(args: argparse.Namespace) -> int:
     for name in ("limit", "prompt_tokens", "tokens"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    out, targets = None, args.target or [""]
+    if args.drop is None:
+        args.drop = 0.05
+    elif len(targets) == 1:
+        raise UsageError("--drop requires several --target: it is a loss from the first to another one")
     if not 0 < args.drop < 1:
         raise UsageError(f"--drop must be above 0 and below 1, got {args.drop:g}; 0.05 is 5 %")
-    out, targets = None, args.target or [""]
     if args.out is not None:
         drafters = [Strategy.parse(text, "--drafter").config for text in args.drafter]
         inputs = [*args.sources, *targets, *strings_in(drafters)]
@@ -209,6 +212,11 @@ def _replay(
         trust_remote_code=consent,
         drafter_options=definition.drafter_options if definition is not None else {},
     )
+    replayed_ks = {k for candidate in candidates for ks_of in candidate.verifiers.values() for k in ks_of}
+    if max(ks, default=1) > 1 == max(replayed_ks, default=1):
+        raise UsageError(
+            f"--k {args.k}: no drafter drafts several sequences; remove it, or add one such as draft-model-iid"
+        )
     for candidate in candidates:
         if definition is not None and any(k > 1 for ks in candidate.verifiers.values() for k in ks):
             raise UsageError(
