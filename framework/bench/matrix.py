@@ -147,6 +147,9 @@ class _Expander:
         excluded: set[int] = set()  # entries of exclude that matched
         for run_point in self._points([*RUN_KEYS, *SAMPLING_KEYS]):
             base = self._baseline(run_point)
+            if not drafters and (matching := self._excluding(base)):
+                excluded |= matching
+                continue
             group = {base.hash: base}
             sides: dict[str, tuple[_Side, _Side]] = {}
             for drafter, verifier in itertools.product(drafters, self.verifiers):
@@ -400,6 +403,8 @@ class _Expander:
 def _matches(cell: CellConfig, key: str, value: Any) -> bool:
     """Return True if the cell has `value`, or an item of that list, under `key`."""
     options = value if isinstance(value, list) else [value]
+    if key == "verifier" and cell.is_baseline:
+        return False
     if key in ("drafter", "verifier"):
         strategy: Strategy = getattr(cell, key)
         return strategy.name in options or (strategy.label != "" and strategy.label in options)

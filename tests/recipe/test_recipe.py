@@ -143,7 +143,12 @@ def test_fully_excluded_point_has_no_baseline(base: str) -> None:
 
 
 def test_recipe_of_baselines(base: str) -> None:
-    assert len(expand(load_recipe(base, ["drafters=[none]", "verifiers=[token]", "exclude=[]"])).cells) == 4
+    def cells(exclude: str) -> int:
+        return len(expand(load_recipe(base, ["drafters=[none]", "verifiers=[token]", f"exclude={exclude}"])).cells)
+
+    assert cells("[]") == 4
+    assert cells("[{temperature: 0}]") == cells("[{drafter: none, batch_size: 3}]") == 2
+    assert cells("[{verifier: token}]") == 4  # of pairs, which this recipe does not have
 
 
 def test_hashes(base: str, tmp_path: Path) -> None:
