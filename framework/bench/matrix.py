@@ -17,7 +17,7 @@ import torch
 from pydantic import ValidationError
 
 from .. import plugins
-from ..contracts.constraint import Constraint
+from ..contracts.constraint import Constraint, checked_constraint
 from ..contracts.sampling import Sampling
 from ..contracts.verifier import incompatible
 from ..errors import ContractError, CrossdraftError, UnknownNameError, UsageError, printable, quoted
@@ -363,11 +363,18 @@ class _Expander:
                 path = ("exclude", i, key)
                 if key not in keys:
                     raise self.places.error(path, f"unknown key {key!r} in exclude{suggest(key, keys)}")
+                options = value if isinstance(value, list) else [value]
+                if key == "constraint":
+                    for option in options:
+                        try:
+                            checked_constraint(option, dotted(path))
+                        except UsageError as error:
+                            raise self.places.error(path, str(error)) from None
                 if key not in ("drafter", "verifier"):
                     continue
                 sides = self.drafters if key == "drafter" else self.verifiers
                 names = {*plugins.entries(f"{key}s"), *(s.strategy.label for s in sides if s.strategy.label)}
-                for name in value if isinstance(value, list) else [value]:
+                for name in options:
                     if not isinstance(name, str):
                         message = f"{dotted(path)} must be a name or a list of names, not {quoted(name)}"
                         raise self.places.error(path, message)
