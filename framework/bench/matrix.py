@@ -138,6 +138,7 @@ class _Expander:
 
     def expand(self) -> Expansion:
         self._check_prompts()
+        self._check_labels()
         self._check_matrix()
         self._check_exclude()
         drafters = [side for side in self.drafters if side.strategy.name != BASELINE]  # part of every group
@@ -303,6 +304,16 @@ class _Expander:
             check_source(self.recipe.prompts.source)
         except UsageError as error:
             raise self.places.error(("prompts",), str(error), type(error)) from None
+
+    def _check_labels(self) -> None:
+        """Raise UsageError for a label in use for another drafter or verifier: results would share a name."""
+        for sides in (self.drafters, self.verifiers):
+            titles: dict[str, _Side] = {}
+            for side in sides:
+                first = titles.setdefault(side.strategy.title, side)
+                if first.strategy.name != side.strategy.name:
+                    message = f"{dotted(side.path)} has the same name in tables as {dotted(first.path)}, {first.title}"
+                    raise self.places.error(side.path, f"{message}: {quoted(side.strategy.title)}; change its label")
 
     def _check_model(self, name: str, path: KeyPath) -> None:
         """Check that `name` is a possible model name, path or Hub id; it is not loaded."""

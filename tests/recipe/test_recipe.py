@@ -228,6 +228,7 @@ EDITS = {
     "max_new_tokens: 8\nsampling: {topk: 3}": ("max_new_tokens: 8", 3, "unknown key 'topk' in sampling; did you mean 'top_k'?"),
     "max_new_tokens: 8\ndtype: int8": ("max_new_tokens: 8", 3, "unknown dtype 'int8'; use auto, float32, bfloat16 or float16"),
     "  - 7": ("  - prompt-lookup", 4, "drafters[0]: must be a name, or a mapping of keys to values, not 7"),
+    "  - {name: prompt-lookup, label: draft-model}": ("  - prompt-lookup", 5, "drafters[1] has the same name in tables as drafters[0], drafter 'prompt-lookup': 'draft-model'; change its label"),
     "  - {label: x}": ("  - prompt-lookup", 4, "drafters[0] needs the key 'name'"),
     "  - draft-model": ("  - prompt-lookup", 4, "drafter 'draft-model' needs the key 'model'"),
 }  # fmt: skip
