@@ -56,7 +56,7 @@ def write_head(plan: Plan, outcome: Outcome) -> None:
 class Store:
     """Writer of the results of a run, to its directory, `Outcome` and ``state.json``.
 
-    The directory must be locked. Results that are reused from other runs are copied at once.
+    The directory must be locked. Reused results are stored at once, with the labels of this run.
 
     Args:
         progress: receives the events before this writer.
@@ -68,8 +68,8 @@ class Store:
         self._finished: list[str] = []  # keys of groups
         self._counts = {"finished": 0, "failed": 0}
         for group in plan.groups:
-            if group.stored is not None and group.source is not None:
-                self._directory.adopt(group.source, group.cells)
+            if group.stored is not None:
+                self._directory.adopt(group.source or self._directory, group.cells)
 
     def __call__(self, event: Event) -> None:
         match event:

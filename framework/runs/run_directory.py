@@ -253,14 +253,19 @@ class RunDirectory:
             return None
 
     def adopt(self, other: RunDirectory, configs: Sequence[CellConfig]) -> None:
-        """Copy cells of another run."""
+        """Copy cells of another run, with the labels of ``configs``; of this run, those whose labels differ."""
         for config in configs:
             source = other.cell_path(config.hash)
             assert source is not None  # the caller has loaded it
+            stored = RunDirectory(source).read_json("config.json")
+            head = stored | {"config": config.model_dump(mode="json")}
+            if other is self and head == stored:
+                continue
             refuse_special_files(source)
             temporary = _temporary_directory(self.path / "cells")
             try:
                 shutil.copytree(source, temporary, dirs_exist_ok=True)
+                RunDirectory(temporary).write_json("config.json", head)
                 self._replace(config.hash, temporary, cell_name(config))
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)

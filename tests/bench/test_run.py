@@ -12,6 +12,7 @@ import torch
 from pyarrow import parquet
 from tiny_runs import ONE_GROUP, cells, output
 
+from crossdraft.framework.report.load_run import read_run
 from crossdraft.framework.runs.run_directory import FORMAT
 
 
@@ -122,6 +123,15 @@ def test_rerun_reuses_whole_groups(bench: Any, tmp_path: Path, models: dict[str,
     code, _, err = bench(*settings)
     assert code == 0 and err.count("reusing 3 cells") == 2 and "running" not in err
     assert {d.name: (d / "metrics.json").read_bytes() for d in cells(tmp_path)} == first
+
+    (run,) = (tmp_path / "runs").iterdir()
+    for matrix in ("matrix={batch_size: [1]}", settings[0]):  # from another run, and in the same one
+        assert "running" not in bench(*settings, matrix, "verifiers=[{name: token, label: mine}, block]")[2]
+    for directory in (tmp_path / "runs").iterdir():
+        assert {r.config.verifier.title for r in read_run(directory).summary.results} == {"token", "mine", "block"}
+        if directory != run:
+            shutil.rmtree(directory)
+    bench(*settings)
 
     removed_cell = cells(tmp_path)[0]
     shutil.rmtree(removed_cell)
