@@ -43,7 +43,7 @@ def baseline_responses(
         UsageError: prompts that cannot be read, or a file that cannot be written.
     """
     from ..models.device import pick_device, pick_dtype
-    from ..models.digests import model_sha256
+    from ..models.digests import model_sha256, settings_sha256
     from ..models.resolve import resolve
     from ..recipe.prompts import load_prompts, refuse_constraints
     from ..util.output_files import cache_dir
@@ -51,9 +51,13 @@ def baseline_responses(
     rows = load_prompts(prompts, limit=limit)
     refuse_constraints(rows, "plain decoding by this command")
     texts = [prompt.turns[0] for prompt in rows]
+    names = [{"id": str(prompt.question_id), "category": prompt.category} for prompt in rows]
+    resolved = resolve(target)
     key_parts = [
-        model_sha256(resolve(target)),
+        model_sha256(resolved),
+        settings_sha256(resolved.path),
         texts,
+        names,
         sampling.model_dump(),
         most,
         str(pick_dtype(dtype, pick_device(device))),
@@ -70,8 +74,8 @@ def baseline_responses(
     )
     options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
     responses = _decode(target, texts, sampling, most, chat, options)
-    for response, prompt in zip(responses, rows, strict=True):
-        response |= {"id": str(prompt.question_id), "category": prompt.category}
+    for response, name in zip(responses, names, strict=True):
+        response |= name
     try:
         replace_text(path, "".join(json.dumps(response) + "\n" for response in responses))
     except OSError as error:

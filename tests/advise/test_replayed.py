@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from crossdraft.framework.cli import baseline_responses
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.cli.advise import replay as module
 from crossdraft.framework.cli.advise.options import add_arguments
+from crossdraft.framework.contracts.sampling import Sampling
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +48,26 @@ def test_from_prompts_to_decision(
     monkeypatch.setattr(baseline_responses, "_decode", None)
     repeat, output = advised(capsys, *options)
     assert repeat == result and "cached responses" in output
+
+
+def test_cached_responses_are_those_of_the_prompts_and_the_template(
+    models: dict[str, str], write_prompts: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    target = shutil.copytree(models["target"], tmp_path / "target")
+    monkeypatch.setattr(baseline_responses, "_decode", lambda name, texts, *rest: [{} for _ in texts])
+
+    def categories() -> tuple[Path, set[str]]:
+        path = baseline_responses.baseline_responses(str(target), str(prompts), Sampling(), limit=3, most=2)
+        return path, {json.loads(line)["category"] for line in path.read_text(encoding="utf-8").splitlines()}
+
+    prompts = Path(write_prompts(tmp_path / "mine.jsonl", n=3))
+    first = categories()
+    assert first[1] == {"a", "b", "c"} and categories() == first
+    prompts.write_text(prompts.read_text(encoding="utf-8").replace('"b"', '"d"'), encoding="utf-8")
+    second = categories()
+    assert second[1] == {"a", "c", "d"}
+    (target / "chat_template.jinja").write_text("{{ messages[0].content }}", encoding="utf-8")
+    assert categories()[0] not in (first[0], second[0])
 
 
 def test_acceptance_by_draft_length(models: dict[str, str], tmp_path: Path, capsys: Any) -> None:
