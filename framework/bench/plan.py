@@ -138,6 +138,12 @@ class Plan:
                     results, group.source = cells, candidate
                     group.reason = f"measured in {candidate.path.relative_to(out)}"
                     break
+        head = self.directory.group_head(group.key)
+        if self.config.retry_failed and head.get("failed"):
+            group.discard = True
+        if results and str(head.get("measured", "")) > results[0].measured:  # a later measurement was interrupted
+            group.source, group.reason = None, "" if group.discard else "resuming"
+            return
         failed = sum(result.error is not None for result in results or ())
         if failed:
             group.reason = f"{counted(failed, 'cell')} failed before"

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 from itertools import pairwise
 from pathlib import Path
@@ -108,6 +109,24 @@ def test_interrupted_group_resumes_identically(
     assert code == 0 and (f"resuming after piece {kept} of 6" in err) == (kept > 0)
     assert records(tmp_path) == undisturbed
     assert not list(tmp_path.glob("runs/*/groups/*"))
+
+
+def test_interrupted_group_with_earlier_results_is_resumed(bench: Any, tmp_path: Path, install: Any) -> None:
+    """Earlier results do not replace the pieces on disk; --retry-failed also measures an interrupted group again."""
+    install("drafters", ("remembering", Remembering))
+    settings = [*SETTINGS, "drafters=[{name: remembering}]", "limit=4"]
+    for moment, code, flags in ((10**9, 0, []), (25, 130, ["--fresh"])):
+        Remembering.kill_after = moment
+        assert bench(*settings, flags=flags)[0] == code
+    (head,) = tmp_path.glob("runs/*/groups/*/group.json")
+    content = json.loads(head.read_text(encoding="utf-8"))
+    failed = content | {"failed": {hash_: "made up" for hash_ in content["cells"]}}
+    shutil.copytree(head.parent, tmp_path / "pieces")
+    assert "resuming after piece" in bench(*settings)[2]
+    shutil.copytree(tmp_path / "pieces", head.parent)
+    head.write_text(json.dumps(failed | {"measured": "9999"}), encoding="utf-8")
+    code, _, err = bench(*settings, flags=["--retry-failed"])
+    assert code == 0 and "running 2 cells" in err and "resuming" not in err
 
 
 def test_group_keeps_its_threads_and_records_others(
