@@ -5,10 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..metrics.cell_metrics import ESTIMATES, SERVED, TIMES
+from ..metrics.columns import ENDS
 from ..recipe.recipe import OWN_ENGINE
 from ..runs.labels import is_lossless
 from ..runs.marks import mark_of
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from ..cost.prediction import Prediction
     from ..runs.records import CellResult
     from .summary import Summary
+
+#: Suffixes of other columns of block efficiency and speed-up.
+_TAKEN = (*ENDS, "_all_steps", "_expected", "_wall")
 
 
 def summary_csv(summary: Summary) -> str:
@@ -60,14 +64,21 @@ def row_of(result: CellResult, predicted: Prediction | None) -> dict[str, Any]:
             row |= {f"{phase}_share": share for phase, share in value.items()}
         elif key == "by_category":
             for category, numbers in value.items():
-                row[f"prompts_{category}"] = numbers["prompts"]
-                row |= _spread("block_efficiency", numbers, f"_{category}")
-                row |= _spread("speed_up", numbers, f"_{category}")
+                suffix = _suffix(category, value)
+                row[f"prompts{suffix}"] = numbers["prompts"]
+                row |= _spread("block_efficiency", numbers, suffix)
+                row |= _spread("speed_up", numbers, suffix)
         else:
             row[key] = value
     if predicted:
         row |= {"predicted_tokens_per_second": predicted.tokens_per_second, "predicted_speed_up": predicted.speed_up}
     return row
+
+
+def _suffix(category: str, categories: Container[str]) -> str:
+    """Suffix of a category's columns: its name, with ``category_`` if these would be columns of something else."""
+    end = next((end for end in ENDS if category.endswith(end) and category.removesuffix(end) in categories), "")
+    return f"_category_{category}" if end or f"_{category}" in _TAKEN else f"_{category}"
 
 
 def _spread(key: str, numbers: Mapping[str, Any], suffix: str = "") -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import csv
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,22 @@ def test_intervals_and_several_values(run: FinishedRun) -> None:
     low, value, high = (f"{row[key]:.3f}" for key in (keys[1], keys[0], keys[2]))
     assert f" {value} [{low}, {high}] " in text and f" {row['acceptance_1']:.3f} |" in text
     assert "[" not in rendered(table, "github", intervals=False)
+
+
+def test_category_with_the_name_of_another_column(run: FinishedRun) -> None:
+    """It does not replace the interval of all prompts."""
+    (cell, *_) = pairs(run, "batch_size=1", "gamma=2", "drafter=draft-model")
+    metrics, before = cell.result.metrics, row_of(cell.result, None)
+    assert metrics is not None
+    by_category = dict(zip(("low", "wall", "chat"), metrics.by_category.values(), strict=True))
+    changed = replace(cell.result, metrics=replace(metrics, by_category=by_category | {"chat_low": by_category["low"]}))
+    row = row_of(changed, None)
+    keys = ("block_efficiency_low", "speed_up_wall", "speed_up_low")
+    assert [row[key] for key in keys] == [before[key] for key in keys]
+    names = ("category_low", "category_wall", "chat", "category_chat_low")
+    assert [row[f"block_efficiency_{name}"] for name in names] == [
+        numbers.block_efficiency.value for numbers in changed.metrics.by_category.values()
+    ]
 
 
 def test_labels_are_escaped(tmp_path: Path) -> None:
