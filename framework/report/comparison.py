@@ -11,7 +11,7 @@ from ..metrics.cell_metrics import paired_difference, prompts_of_pieces, uncut_s
 from ..metrics.component_times import ComponentTimes, Withheld, speed_up_ratio
 from ..metrics.intervals import Estimate
 from ..recipe.recipe import RUN_KEYS
-from ..runs.labels import group_title, verifier_title
+from ..runs.labels import group_title, setting_of, verifier_title
 from ..runs.marks import mark_of
 from ..runs.records import cells_of
 from .selection import shown
@@ -165,7 +165,7 @@ def _setting_keys(drafting: Sequence[Sequence[CellResult]], remarks: list[str]) 
     """Settings that vary within a run; adds remarks on settings that differ between the runs."""
     keys = []
     for key in _RUN_SETTINGS:
-        values = [list(dict.fromkeys(shown(getattr(r.config, key)) for r in results)) for results in drafting]
+        values = [list(dict.fromkeys(shown(setting_of(r.config, key)) for r in results)) for results in drafting]
         if key == "batch_size" or any(len(items) != 1 for items in values):
             keys.append(key)
         elif values[0] != values[1]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UnknownNameError, UsageError, printable, quoted
 from ..recipe.recipe import RUN_KEYS, SAMPLING_KEYS
-from ..runs.labels import verifier_title
+from ..runs.labels import setting_of, verifier_title
 
 if TYPE_CHECKING:
     from ..runs.records import CellResult
@@ -44,7 +44,7 @@ class SelectedCell:
                 else _without(verifier_title(self.result), config.verifier.config, separate)
             )
         if key in SETTINGS:
-            return shown(getattr(config.sampling if key in SAMPLING_KEYS else config, key))
+            return shown(setting_of(config, key))
         options = config.verifier.config | config.drafter.config
         return shown(options[key]) if key in options else ""
 

@@ -19,17 +19,18 @@ _OTHERS += ("prefill_tokens", "constraint")
 
 def group_title(cell: CellConfig, cells: Iterable[CellConfig], but: str = "") -> str:
     """Title of a cell's group: temperature, batch size and other settings that the run varies, except for ``but``."""
-    varied = [key for key in _OTHERS if len({_shared(c, key) for c in cells}) > 1 or (key == "engine" and cell.engine)]
+    varied = [key for key in _OTHERS if len({setting_of(c, key) for c in cells}) > 1 or (key == "engine" and cell.engine)]
     parts = []
     for key in (*_ALWAYS, *varied):
         if key == but:
             continue
-        value = _shared(cell, key)
+        value = setting_of(cell, key)
         parts.append(f"{key.replace('_', ' ')} {f'{value:g}' if isinstance(value, float) else value}")
     return ", ".join(parts)
 
 
-def _shared(cell: CellConfig, key: str) -> Any:
+def setting_of(cell: CellConfig, key: str) -> Any:
+    """Value of a run or sampling key of a cell; of its engine the title."""
     if key == "engine":
         return cell.engine.title if cell.engine else OWN_ENGINE
     return getattr(cell.sampling if hasattr(cell.sampling, key) else cell, key)

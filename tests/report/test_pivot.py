@@ -10,6 +10,7 @@ import pytest
 from html_runs import RECIPE, finished_run, on_disk
 
 from crossdraft.framework.cli import main as cli
+from crossdraft.framework.recipe.recipe import Strategy
 from crossdraft.framework.report.csv_rows import row_of
 from crossdraft.framework.report.load_run import FinishedRun
 from crossdraft.framework.report.pivot import hidden_keys, pivot, rendered
@@ -83,6 +84,14 @@ def test_category_with_the_name_of_another_column(run: FinishedRun) -> None:
     assert [row[f"block_efficiency_{name}"] for name in names] == [
         numbers.block_efficiency.value for numbers in changed.metrics.by_category.values()
     ]
+
+
+def test_engine_of_cells(run: FinishedRun) -> None:
+    """By its name, with crossdraft for the loop of this process."""
+    (cell, *_) = pairs(run, "engine=crossdraft")
+    config = cell.result.config.model_copy(update={"engine": Strategy(name="vllm", config={"port": 1})})
+    served = replace(cell, result=replace(cell.result, config=config))
+    assert (cell.value("engine"), served.value("engine")) == ("crossdraft", "vllm")
 
 
 def test_labels_are_escaped(tmp_path: Path) -> None:
