@@ -19,14 +19,22 @@ _OTHERS += ("prefill_tokens", "constraint")
 
 def group_title(cell: CellConfig, cells: Iterable[CellConfig], but: str = "") -> str:
     """Title of a cell's group: temperature, batch size and other settings that the run varies, except for ``but``."""
-    varied = [key for key in _OTHERS if len({setting_of(c, key) for c in cells}) > 1 or (key == "engine" and cell.engine)]
+    values = {key: list(dict.fromkeys(setting_of(c, key) for c in cells)) for key in _OTHERS}
+    varied = [key for key in _OTHERS if len(values[key]) > 1 or (key == "engine" and cell.engine)]
     parts = []
     for key in (*_ALWAYS, *varied):
         if key == but:
             continue
         value = setting_of(cell, key)
-        parts.append(f"{key.replace('_', ' ')} {f'{value:g}' if isinstance(value, float) else value}")
+        text = _text(value)
+        alike = [other for other in values.get(key, ()) if _text(other) == text]
+        number = f" ({alike.index(value) + 1})" if len(alike) > 1 else ""  # values that differ in what is left out
+        parts.append(f"{key.replace('_', ' ')} {text}{number}")
     return ", ".join(parts)
+
+
+def _text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def setting_of(cell: CellConfig, key: str) -> Any:

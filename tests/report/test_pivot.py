@@ -10,11 +10,13 @@ import pytest
 from html_runs import RECIPE, finished_run, on_disk
 
 from crossdraft.framework.cli import main as cli
+from crossdraft.framework.contracts.constraint import Constraint
 from crossdraft.framework.recipe.recipe import Strategy
 from crossdraft.framework.report.csv_rows import row_of
 from crossdraft.framework.report.load_run import FinishedRun
 from crossdraft.framework.report.pivot import hidden_keys, pivot, rendered
 from crossdraft.framework.report.selection import SelectedCell, finished_cells
+from crossdraft.framework.runs.labels import group_title
 
 SOME = RECIPE | {"name": "some", "matrix": {"gamma": [2, 3], "batch_size": [1, 4]}}
 
@@ -92,6 +94,15 @@ def test_engine_of_cells(run: FinishedRun) -> None:
     config = cell.result.config.model_copy(update={"engine": Strategy(name="vllm", config={"port": 1})})
     served = replace(cell, result=replace(cell.result, config=config))
     assert (cell.value("engine"), served.value("engine")) == ("crossdraft", "vllm")
+
+
+def test_groups_with_alike_constraints_have_different_titles(run: FinishedRun) -> None:
+    """Their titles are shortened."""
+    (cell, *_) = pairs(run)
+    constraints = [Constraint(regex="a" * 60 + end) for end in "bc"]
+    configs = [cell.result.config.model_copy(update={"constraint": constraint}) for constraint in constraints]
+    titles = [group_title(config, configs) for config in configs]
+    assert [title[-4:] for title in titles] == [" (1)", " (2)"] and titles[0][:-4] == titles[1][:-4]
 
 
 def test_labels_are_escaped(tmp_path: Path) -> None:
