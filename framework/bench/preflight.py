@@ -11,6 +11,7 @@ from typing import Any
 from ..api.build import TargetContext, make_slots
 from ..errors import ModelError, UsageError
 from ..models.chat import encode_text
+from ..models.placement import first_device
 from ..recipe.prompts import Prompt
 from ..recipe.random_tokens import MAX_PROMPTS, warning
 from ..recipe.recipe import CellConfig, Recipe
@@ -35,6 +36,10 @@ def preflight(recipe: Recipe, cells: Sequence[CellConfig], prompts: Sequence[Pro
     notes: list[str] = []
     prepared: dict[tuple[str, int], list[Conversation]] = {}
     for cell in cells:
+        try:
+            first_device(cell.device)
+        except UsageError as error:
+            raise recipe.places.error(("device",), str(error)) from None
         try:
             if served := cell.engine is not None:
                 notes += [note for r in check(cell) if (note := f"{cell.engine.title}: {r}") not in notes]
@@ -73,5 +78,7 @@ def _notes(prompts: Sequence[Prompt], tokenizer: Any) -> list[str]:
 
 def _place(recipe: Recipe, cell: CellConfig) -> KeyPath:
     """Place in the recipe of a cell's drafter, or of its model."""
-    index = next((i for i, s in enumerate(recipe.drafters) if s.name == cell.drafter.name), 0)
+    named = [i for i, s in enumerate(recipe.drafters) if s.name == cell.drafter.name]
+    model = cell.drafter.config.get("model")
+    index = next((i for i in named if recipe.drafters[i].config.get("model") == model), named[0])
     return ("drafters", index, "model") if "model" in recipe.drafters[index].config else ("drafters", index)

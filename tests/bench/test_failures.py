@@ -138,11 +138,14 @@ def test_nan_in_drafting_model(bench: Any, models: dict[str, str]) -> None:
 
 def test_models_that_do_not_fit(bench: Any, models: dict[str, str]) -> None:
     """Rejected before anything is measured, with the line in the recipe."""
-    code, out, err = bench(*ONE_GROUP, f"drafters.1.model={models['other']}")
+    first = f"drafters.0={{name: draft-model, model: {models['same']}}}"
+    code, out, err = bench(*ONE_GROUP, first, f"drafters.1.model={models['other']}")
     assert (code, out) == (1, "") and f"--set drafters.1.model={models['other']}: '{models['other']}'" in err
     assert f"cannot draft for '{models['target']}': the tokenizers differ: 'w5' has id 5" in err
     _, _, err = bench(*ONE_GROUP, f"drafters.1.model={models['short']}")
     assert f"'{models['short']}' has a context of 16 tokens, but sequences reach " in err
+    code, _, err = bench(*ONE_GROUP, "device=gpu")
+    assert code == 2 and "error: --set device=gpu: unknown device 'gpu'; use auto, cpu, cuda or cuda:0" in err
     code, _, err = bench(*ONE_GROUP, "target=../", "drafters=[prompt-lookup]")
     assert code == 1 and "error: --set target=../: .. is not a model directory: config.json is missing" in err
 
