@@ -83,8 +83,15 @@ def _printable(name: str) -> str:
 Name = Annotated[str, AfterValidator(_printable)]
 
 
+def _device(value: Any) -> Any:
+    entries, kinds = (value.values(), str | int) if isinstance(value, dict) else ([value], str)
+    if not all(isinstance(entry, kinds) and not isinstance(entry, bool) for entry in entries):
+        raise ValueError(f"must be a device, or a mapping of modules to devices, not {quoted(value)}")
+    return value
+
+
 #: A device name, or a device map of the target.
-Device = Name | dict[Annotated[str, AfterValidator(_printable)], Name | Annotated[int, Field(ge=0, strict=True)]]
+Device = Annotated[Name | dict[Name, Name | Annotated[int, Field(ge=0, strict=True)]], BeforeValidator(_device)]
 
 
 class PromptSpec(Options):

@@ -198,6 +198,8 @@ def test_set(base: str) -> None:
         ("max_new_token=3", "unknown key 'max_new_token'; did you mean 'max_new_tokens'?"),
         ("temperature=1", "unknown key 'temperature'; put it under sampling, or under matrix with a list of values"),
         ("drafters.5.gamma=1", "drafters is a list; 5 is not one of 0 to 1"),
+        ("device=[1]", "device: must be a device, or a mapping of modules to devices, not [1]"),
+        ("device={a: true}", "device: must be a device, or a mapping of modules to devices, not {'a': True}"),
         ("max_new_tokens.x=1", "max_new_tokens is 8, which has no key 'x'"),
         ("matrix.temperature=[warm]", "matrix.temperature[0]: should be a valid number, not 'warm'"),
         ("drafters.1.gamma=-1", "drafters[1].gamma: should be greater than or equal to 0, not -1"),
