@@ -137,7 +137,9 @@ def _set(data: Any, parts: list[str], value: Any, place: str, places: Places) ->
         if isinstance(data, list):
             step: str | int = int(part) if part.isascii() and part.isdecimal() and len(part) < 10 else part
             if not isinstance(step, int) or step >= len(data):
-                raise UsageError(f"{place}: {at} is a list; {quoted(step)} is not one of 0 to {len(data) - 1}")
+                problem = f"a list; {quoted(step)} is not one of 0 to {len(data) - 1}"
+                empty = f"an empty list; set {at}=[...] instead"
+                raise UsageError(f"{place}: {at} is {problem if data else empty}")
         elif isinstance(data, dict):
             step = part
         else:

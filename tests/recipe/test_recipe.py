@@ -209,6 +209,11 @@ def test_bad_set_names_itself(base: str, setting: str, sentence: str) -> None:
     assert error(base, setting) == f"--set {setting}: {sentence}"
 
 
+def test_set_in_empty_list(base: str) -> None:
+    setting = "exclude.0.drafter=medusa"
+    assert error(base, "exclude=[]", setting) == f"--set {setting}: exclude is an empty list; set exclude=[...] instead"
+
+
 # -- errors --------------------------------------------------------------------------------------------------
 
 EDITS = {
