@@ -440,18 +440,20 @@ def _matches(cell: CellConfig, key: str, value: Any) -> bool:
 
 
 def _labelled(cells: list[CellConfig]) -> list[CellConfig]:
-    """Set the labels of strategies; options that differ are appended if strategies would share a label."""
-    for kind in ("drafter", "verifier"):
-        strategies: list[Strategy] = [getattr(cell, kind) for cell in cells]
+    """Set the labels of strategies and engines; options that differ are appended if they would share a label."""
+    for kind in ("drafter", "verifier", "engine"):
+        strategies: list[Strategy | None] = [getattr(cell, kind) for cell in cells]
         variants: dict[str, dict[str, dict[str, Any]]] = {}  # by title: configs by their JSON
         for cell, strategy in zip(cells, strategies, strict=True):
-            if not cell.is_baseline:
+            if strategy is not None and (kind == "engine" or not cell.is_baseline):
                 variants.setdefault(strategy.title, {})[json.dumps(strategy.config)] = strategy.config
         values: dict[str, dict[str, set[str]]] = {}  # by title and key: JSON values, null if missing
         for title, configs in variants.items():
             keys = {key for config in configs.values() for key in config}
             values[title] = {key: {json.dumps(config.get(key)) for config in configs.values()} for key in keys}
         for i, strategy in enumerate(strategies):
+            if strategy is None:
+                continue
             label, config = strategy.title, strategy.config
             option_values = values.get(label, {})
             set_keys = {key: value for key, value in config.items() if value is not None}

@@ -233,8 +233,8 @@ class CellConfig(Options):
 
     def _unlabelled(self) -> dict[str, Any]:
         config = self.model_dump(mode="json")
-        config["drafter"].pop("label", None)
-        config["verifier"].pop("label", None)
+        for kind in ("drafter", "verifier", "engine"):
+            (config[kind] or {}).pop("label", None)
         for name in (
             "engine",
             "compile_verifier",

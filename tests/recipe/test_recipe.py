@@ -125,6 +125,20 @@ def test_labels(base: str) -> None:
     assert labels == {"none", "draft-model-tree growth=opt-tree nodes=15", "draft-model-tree branching=[3, 2]"}
 
 
+def test_labels_of_engines(base: str) -> None:
+    """Tables of costs and series over batch sizes keep engines by their label, which is not part of a hash."""
+    urls = [f"http://127.0.0.1:{port}/v1" for port in (1, 2)]
+
+    def cells(*engines: str) -> list[CellConfig]:
+        options = [f"{{name: openai, baseline_url: {urls[0]}, {engine}}}" for engine in engines]
+        return expand(load_recipe(base, [f"matrix.engine=[{', '.join(options)}]"])).cells
+
+    both = cells(*(f"url: {url}" for url in urls))
+    assert {c.engine.title for c in both} == {f"openai url={url}" for url in urls}
+    assert both[0].engine.title.endswith(urls[0])
+    assert both[0].hash == cells(f"url: {urls[0]}")[0].hash == cells(f"url: {urls[0]}, label: mine")[0].hash
+
+
 def test_exclude(base: str) -> None:
     def left(entry: str) -> int:
         return len(
