@@ -212,8 +212,8 @@ class OtherLayer:
     def __init__(self, cache: Any):
         self.cache = cache
 
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any) -> Any:
-        return self.cache.update(keys, values, 1 - layer_idx, *args)
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **options: Any) -> Any:
+        return self.cache.update(keys, values, 1 - layer_idx, *args, **options)
 
 
 def test_layers_with_the_cache_of_another_layer_run_uncompiled(
