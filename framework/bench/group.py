@@ -205,7 +205,10 @@ class Group:
     def _resume(self, pieces: Sequence[Sequence[Conversation]]) -> None:
         """Read the pieces of an earlier process, or start over if they do not match."""
         prompts = [[c.prompt.index for c in piece] for piece in pieces]
-        cells = {config.hash: r.provenance for config, r in zip(self.configs, self.results, strict=True)}
+        cells = {
+            config.hash: {key: value for key, value in r.provenance.items() if key != "mark"}  # see `changes`
+            for config, r in zip(self.configs, self.results, strict=True)
+        }
         identity = {"format": FORMAT, "cells": cells, "pieces": prompts}
         head = self._directory.group_head(self._key)
         failed: Any = head.get("failed")

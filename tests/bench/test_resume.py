@@ -13,11 +13,12 @@ import pytest
 from tiny_runs import ONE_GROUP, cells, output
 
 from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
-from crossdraft.framework.bench import group
+from crossdraft.framework.bench import group, provenance
 from crossdraft.framework.bench.cells.cell_runner import Cell
 from crossdraft.framework.contracts.draft import Draft
 from crossdraft.framework.report.load_run import read_run
 from crossdraft.framework.report.markdown import page
+from crossdraft.framework.runs.marks import Mark
 from crossdraft.framework.runs.run_directory import RunDirectory
 
 SETTINGS = [*ONE_GROUP[:-1], "verifiers=[token]"]
@@ -95,9 +96,12 @@ def test_warm_up_leaves_no_trace(bench: Any, tmp_path: Path, undisturbed: dict[s
     "moment", [pytest.param(12, marks=pytest.mark.slow), 25, pytest.param(40, marks=pytest.mark.slow)]
 )
 def test_interrupted_group_resumes_identically(
-    bench: Any, tmp_path: Path, undisturbed: dict[str, Any], moment: int
+    bench: Any, tmp_path: Path, undisturbed: dict[str, Any], moment: int, monkeypatch: Any
 ) -> None:
-    """SIGTERM in the middle of a piece: earlier pieces are kept and shown, and replayed for drafters with memory."""
+    """SIGTERM in the middle of a piece: earlier pieces are kept and shown, and replayed for drafters with memory.
+
+    Another certificate in the meantime does not change results.
+    """
     Remembering.kill_after = moment
     code, out, err = bench(*SETTINGS, "drafters=[{name: remembering}, prompt-lookup]")
     assert code == 130 and "interrupted: unfinished cells are missing; run again to resume" in out
@@ -105,6 +109,7 @@ def test_interrupted_group_resumes_identically(
     kept = len(list(group.glob("[0-9]*.json")))
     if kept:
         assert f"cut short after piece {kept} of 6" in out and "remembering" in out
+    monkeypatch.setattr(provenance, "mark_of", lambda config: Mark("lossy"))
     code, out, err = bench(*SETTINGS, "drafters=[{name: remembering}, prompt-lookup]")
     assert code == 0 and (f"resuming after piece {kept} of 6" in err) == (kept > 0)
     assert records(tmp_path) == undisturbed
