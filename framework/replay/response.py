@@ -103,11 +103,11 @@ def token_ids(values: Any, key: str, where: str) -> list[int]:
 
 def log_probabilities(values: Any, key: str, count: int, where: str) -> np.ndarray:
     """Validate ``count`` log-probabilities; returns float64. Raises UsageError with the key."""
-    if not isinstance(values, list) or not set(map(type, values)) <= {int, float}:
+    if not isinstance(values, list) or not set(map(type, values)) <= {int, float, type(None)}:
         raise UsageError(f"{where}: {key!r} must be a list of numbers, one per token of the response")
     if len(values) != count:
         raise UsageError(f"{where}: {key!r} has {len(values)} numbers, but the response has {count} tokens")
-    result = np.array(values, dtype=np.float64)
+    result = np.array(values, dtype=np.float64)  # null, the log-probability of a token that p excludes, is NaN
     invalid = ~((result <= 1e-3) & (result >= MIN_LOG_P))
     if invalid.any():
         index = int(np.argmax(invalid))

@@ -154,7 +154,8 @@ def test_completions_with_server_fields(read: Any) -> None:
         ({"prompt": [1], "tokens": [1], "logprobs": [0.4]}, "responses.jsonl:2: 'logprobs' contains 0.4 for token 1"),
         ({"prompt": [1], "tokens": [1], "logprobs": [-9999.0]}, "'logprobs' contains -9999.0 for token 1"),
         ('{"prompt": [1], "tokens": [1], "logprobs": [NaN]}', "'logprobs' contains nan for token 1"),
-        ({"prompt": [1], "tokens": [1], "logprobs": [None]}, "'logprobs' must be a list of numbers"),
+        ({"prompt": [1], "tokens": [1], "logprobs": [None]}, "'logprobs' contains None for token 1"),
+        ({"prompt": [1], "tokens": [1], "logprobs": ["0"]}, "'logprobs' must be a list of numbers"),
         (
             {"prompt": [1], "tokens": [1], "temperature": -1},
             "responses.jsonl:2: invalid sampling parameters temperature",
