@@ -152,6 +152,12 @@ def _check(args: argparse.Namespace) -> None:
     if len(processes) != 1:
         names = " and ".join(map(option, processes)) or "none of them"
         raise UsageError(f"simulate requires one of --rate, --trace and --concurrency, got {names}")
+    requests = args.requests or REQUESTS
+    if args.concurrency and max(args.concurrency) >= requests:
+        raise UsageError(
+            f"--concurrency {max(args.concurrency)} of {requests} requests leaves none to arrive when another ends; "
+            "raise --requests, or lower it"
+        )
     if args.burstiness != 1 and not args.rate:
         raise UsageError("--burstiness requires --rate; remove it")
     for name in ("rate", "burstiness", "slo_first_token", "slo_token"):
