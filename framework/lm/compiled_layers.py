@@ -19,7 +19,9 @@ import hashlib
 import logging
 import os
 import sys
+import time
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property, wraps
 from pathlib import Path
@@ -54,6 +56,8 @@ LEAST_WEIGHTS = 2**18
 MOST_TOKENS = 128
 #: Most kinds of calls of a layer; further ones run uncompiled.
 MOST_FORMS = 8
+#: Days after which code that was not loaded is removed.
+MOST_DAYS = 90
 #: Largest difference between a compiled and an uncompiled output, relative to the largest number of the latter.
 TOLERANCE = 1e-4
 #: Module of the hooks by which models return hidden states, of layers, and attention weights, which no pass requests.
@@ -376,14 +380,29 @@ def _function(layer: nn.Module, identity: Form, call: _Call) -> TensorFunction |
         return _load(path)
     except Exception as error:
         _failed.add(path)
-        path.unlink(missing_ok=True)  # damaged: the next process compiles anew
+        with suppress(OSError):
+            path.unlink()  # damaged: the next process compiles anew
         _warn_once(type(layer).__name__, str(error).strip().partition("\n")[0])
         return None
 
 
 #: Code that could not be compiled or loaded.
 _failed: set[Path] = set()
-_load = cache(load_package)
+
+
+@cache
+def _load(path: Path) -> TensorFunction:
+    with suppress(OSError):
+        os.utime(path)  # see `_remove_unused`
+    return load_package(path)
+
+
+def _remove_unused() -> None:
+    """Remove code that was not loaded for `MOST_DAYS`: it is that of earlier versions, or of models no longer run."""
+    for path in _directory().glob("*.pt2"):
+        with suppress(OSError):
+            if path.stat().st_mtime < time.time() - MOST_DAYS * 86400:
+                path.unlink()
 
 
 @cache
@@ -448,6 +467,7 @@ def _compile(layer: Any, call: _Call, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=path.parent) as directory:
             package_program(program, Path(directory) / path.name).replace(path)
+        _remove_unused()
         _has_code.cache_clear()
 
 

@@ -2,6 +2,8 @@
 
 import copy
 import logging
+import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -137,6 +139,16 @@ def test_damaged_code_is_removed(tiny_model: Callable, monkeypatch: Any, traced:
     expected = plain(model, 2, monkeypatch, passes)
     assert close(logits(own_modules(model), 2, None, passes), expected) and not files[0].exists()
     assert "LlamaDecoderLayer runs uncompiled" in caplog.text
+
+
+def test_code_that_is_no_longer_loaded_is_removed(tiny_model: Callable, traced: list[int]) -> None:
+    files = {days: cache_dir() / "layers" / f"{days}.pt2" for days in (1, 100)}
+    files[1].parent.mkdir(parents=True)
+    for days, file in files.items():
+        file.touch()
+        os.utime(file, times=(time.time() - days * 86400,) * 2)
+    logits(own_modules(tiny_model("llama")), 1, passes=[[-1, 0]] * 2)
+    assert traced and files[1].exists() and not files[100].exists()
 
 
 def test_weights_that_change_are_used(tiny_model: Callable, monkeypatch: Any, traced: list[int]) -> None:
