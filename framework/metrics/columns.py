@@ -150,8 +150,8 @@ QUANTITIES = (
     Quantity("withheld", "Reason why the speed-up is missing; empty if it is given or if there is no baseline."),
     Quantity(
         "prompts_<category>",
-        "Number of prompts of a category that were answered. A category such as low, whose columns would be others of "
-        "this table, is written category_low.",
+        "Number of prompts of a category that were answered. A category such as high, whose columns would be others "
+        "of this table, is written category_high.",
     ),
     Quantity("block_efficiency_<category>", "Block efficiency on the prompts of a category.", estimate=True),
     Quantity(

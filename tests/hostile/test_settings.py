@@ -111,7 +111,7 @@ SETTINGS: dict[str, list[str]] = {
     "batch_size=0": ["greater than or equal to 1"],
     "batch_size=99999999": ["less than or equal to 65536"],
     "name=a/b": ["pattern"],
-    "device=3": ["device", "valid string"],
+    "device=3": ["device: must be a device, or a mapping of modules to devices, not 3"],
 }  # fmt: skip
 
 
