@@ -113,8 +113,8 @@ class Siblings:
 
     def __init__(self, layers: Sequence[nn.Linear]):
         # Not the layers themselves: models in a reference cycle would keep their memory until a garbage collection.
-        self.weights = [layer.weight for layer in layers]
-        self._biases = [layer.bias for layer in layers]
+        self.weights: list[Tensor] = [layer.weight for layer in layers]
+        self._biases: list[Tensor] = [layer.bias for layer in layers]
         self._apart = False
 
     def product(self, layer: SmallBatchLinear, input: Tensor) -> Tensor | None:
