@@ -319,9 +319,10 @@ def trial(lm: Any) -> None:
                 error = (logits[row, nodes] - plain[len(text) - 1 :]).square().mean().sqrt() / plain.std()
                 worst = max(worst, error.item() if error.isfinite() else float("inf"))
     except Exception as error:
+        reason = ": ".join(filter(None, (type(error).__name__, str(error).partition("\n")[0])))
         raise ModelError(
-            f"{name} failed a trial with rows of different length and a tree ({type(error).__name__}: "
-            f"{str(error).partition(chr(10))[0]}), so crossdraft cannot decode with it; use another model"
+            f"{name} failed a trial with rows of different length and a tree ({reason}), so crossdraft cannot decode "
+            "with it; use another model"
         ) from error
     if worst > (1e-3 if lm.model.dtype in (torch.float32, torch.float64) else 0.1):
         raise ModelError(
