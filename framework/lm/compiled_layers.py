@@ -231,15 +231,14 @@ def _compiled_output(layer: Any, args: Sequence[Any], options: dict[str, Any]) -
     call = _Call.of(structure.index, cache_argument(layer.forward), args, options)
     if call is None:
         return None
+    function, known = structure.functions.get(call.form), call.form in structure.functions
+    if function is None and (not capture_limits() if known else len(structure.functions) == MOST_FORMS):
+        return None
     groups = [] if call.single else structure.products
     weights = [packed(*(one.weight for one in group)) for group in groups]
     if any(weight is None for weight in weights):
         return None
-    function = structure.functions.get(call.form)
     if function is None:
-        known = call.form in structure.functions
-        if (known and not capture_limits()) or (not known and len(structure.functions) == MOST_FORMS):
-            return None
         function = structure.functions[call.form] = _function(layer, structure.identity, call)
         if function is None:
             return None
