@@ -18,7 +18,6 @@ from crossdraft.framework.engines.engine import Range
 from crossdraft.framework.metrics.intervals import Estimate
 from crossdraft.framework.plugins import manager
 
-crossdraft_combine = pytest.importorskip("crossdraft_combine")
 LOOKUP = Acceptance(
     (0.5, 0.25),
     "here",
@@ -82,6 +81,7 @@ def test_unsupported_pair_is_refused(change, reason):
 @pytest.fixture
 def combine() -> Iterator[str]:
     """The name of a drafter without the option gamma."""
+    crossdraft_combine = pytest.importorskip("crossdraft_combine")
     installed = manager().is_registered(crossdraft_combine)
     if not installed:
         manager().register(crossdraft_combine, "test")
