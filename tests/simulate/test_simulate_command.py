@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,11 @@ from crossdraft.framework.simulate.arrivals import Arrival, read_trace
 PASSES = "batch_size,width,context,seconds\n" + "".join(
     f"{b},{w},100,{0.01 + 0.001 * b * w:.3f}\n" for b in (1, 8) for w in (1, 5)
 )
-AZURE = (
-    "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,374,44\n2023-11-16 18:17:04.0319600,396,109\n"
-)
+HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+AZURE = f"{HEADER}2023-11-16 18:17:03.9799600,374,44\n2023-11-16 18:17:04.0319600,396,109\n"
 MOONCAKE = (
     '{"timestamp": 27000, "input_length": 6955, "output_length": 52, "hash_ids": [1]}\n'
-    '{"timestamp": 27000, "input_length": 655, "output_length": 2}\n'
+    '{"timestamp": 27000, "input_length": 655, "output_length": 2, "hash_ids": []}\n'
     '{"timestamp": 30535, "input_length": 672, "output_length": 26}\n'
 )
 
@@ -103,28 +103,83 @@ def test_traces_start_at_zero(inputs: dict[str, Path], capsys: Any, name: str, f
     assert read_trace(str(inputs[name]), 1).arrivals == (first,)
 
 
+def request(time: object, **fields: object) -> str:
+    return json.dumps({"timestamp": time, "input_length": 2, "output_length": 3, **fields}) + "\n"
+
+
+BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+
+
+@pytest.mark.parametrize(
+    "text, unit, seconds, times",
+    [
+        # A gap of 1.5 s in the unit that the keys are known for, or in the given one.
+        (request(61.1, parent_chat_id=-1, hash_ids=[1]) + request(62.6, chat_id=2), None, 1.5, "s, as in the B"),
+        (request(27000, hash_ids=[1]) + request(28500), None, 1.5, "ms, as in the Mooncake traces"),
+        (BURST + "5,ChatGPT,472,18,490,Conversation log\n6.5,GPT-4,1,2,3,API log\n", None, 1.5, "s, as in the Burst"),
+        (request(1700000000.25) + request(1700000001.75), "s", 1.5, "s (--time-unit)"),
+        (request(1700000000000000001) + request(1700000001500000001), "ns", 1.5, "ns (--time-unit)"),
+        ("timestamp,input_length,output_length\n1e3,2,3\n0002500,004,5\n", "ms", 1.5, "ms (--time-unit)"),
+        # Dates: the same instants at other offsets, across the end of daylight saving time, without an offset.
+        (request("2024-05-10 00:00:00+00:00") + request("2024-05-10T02:00:01.5+02:00"), None, 1.5, "offset from UTC"),
+        (request("2024-10-27 02:59:59Z") + request("2024-10-27 02:00:00.5-0100"), None, 1.5, "offset from UTC"),
+        (request("2024-03-10T01:59:59-08:00") + request("2024-03-10T03:00:00.5-07:00"), None, 1.5, "offset from UTC"),
+        (f"{HEADER}2023-11-16 18:17:03,3,4\n2023-11-16 18:17:04.50000019,3,4\n", None, 1.5, "without an"),
+    ],
+)
+def test_times_are_read_in_their_unit_and_offset(
+    tmp_path: Path, text: str, unit: str | None, seconds: float, times: str
+) -> None:
+    (tmp_path / "trace").write_text(text, encoding="utf-8")
+    trace = read_trace(str(tmp_path / "trace"), unit=unit)
+    assert [arrival.seconds for arrival in trace.arrivals] == pytest.approx([0, seconds], abs=1e-6)
+    assert times in trace.times and trace.title == "trace trace: 2 requests, 0.667 requests/s over 1.5 s"
+
+
+def test_load_and_unit_of_trace_are_printed(inputs: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "t.jsonl").write_text("".join(request(i / 4, chat_id=i) for i in range(9)), encoding="utf-8")
+    code, out, _ = run(inputs, capsys, "--trace", str(tmp_path / "t.jsonl"), "--policy", "off")
+    assert code == 0 and "trace t.jsonl: 9 requests, 4 requests/s over 2 s\n" in out
+    assert "assumed: times of the trace t.jsonl are numbers in s, as in the Bailian traces" in out
+
+
 @pytest.mark.parametrize(
     "name, text, message",
     [
-        ("t.csv", "time,in,out\n1,2,3\n", r"t.csv:1: a CSV trace must begin with the line TIMESTAMP,"),
+        ("t.csv", "time,in,out\n1,2,3\n", r"t.csv:1: a trace must begin with a JSON object, or with a line of diff"),
+        ("t.csv", BURST.replace("Model", "Timestamp") + "1,2,3,4,5,6\n", r"t.csv:1: a trace must begin with"),
         ("t.csv", AZURE + "2023-11-16 18:17:05,3\n", r"t.csv:4: the line has 2 values; TIMESTAMP,"),
-        ("t.csv", AZURE + "soon,3,4\n", r"t.csv:4: TIMESTAMP 'soon' is not a time; write it as 2023"),
-        ("t.csv", AZURE + "2023-11-16 18:17:05,0,4\n", r"t.csv:4: 'ContextTokens' '0' is not a number of tokens; give"),
+        ("t.csv", AZURE + '"2023-11-16 18:17:05,3,4\n', r"t.csv:4: not valid CSV"),
+        *[
+            ("t.csv", AZURE + f"{time},3,4\n", rf"t.csv:4: .* '{re.escape(time)}' is not a time")
+            for time in ("soon", "2023-11-16", "2023-13-16 18:17:05", "2023-11-16 18:17:05 UTC", "nan", "-1", "1e999")
+        ],
+        ("t.csv", AZURE + "2023-11-16 18:17:05+01:00,3,4\n", r"t.csv:4: .* only one has an offset from UTC"),
+        ("t.csv", AZURE + "1700158625,3,4\n", r"t.csv:4: 'TIMESTAMP' '1700158625' is a number, but the first time is"),
+        ("t.csv", HEADER + "12.5,3,4\n", r"t.csv:2: .* has an unknown unit: .* set --time-unit"),
+        *[
+            ("t.csv", AZURE + f"2023-11-16 18:17:05,{n},4\n", r"t.csv:4: 'ContextTokens' .* is not a number")
+            for n in ("0", "-3", "3.0", "3e2", "+3", "\u0663", "", "000015000000000", "0" * 99 + "1048577", "9" * 9999)
+        ],
         ("t.csv", AZURE + "2023-11-16 18:17:01,3,4\n", r"t.csv:4: the request arrives before the previous one; sort"),
-        ("t.csv", AZURE.splitlines()[0] + "\n", r"t.csv does not contain a request; give"),
+        ("t.csv", HEADER, r"t.csv does not contain a request; give"),
         ("t.jsonl", "[1]\n", r"t.jsonl:1: a request is a JSON object, not list"),
         ("t.jsonl", '{"timestamp": 1, "input_length": 2}\n', r"t.jsonl:1: 'output_length' is missing; a request has"),
         ("t.jsonl", MOONCAKE + "{\n", r"t.jsonl:4: not JSON"),
-        (
-            "t.jsonl",
-            '{"timestamp": -1, "input_length": 2, "output_length": 3}\n',
-            r"t.jsonl:1: 'timestamp' -1 is not a time; give milliseconds",
-        ),
-        (
-            "t.jsonl",
-            '{"timestamp": 1, "input_length": 2, "output_length": true}\n',
-            r"t.jsonl:1: 'output_length' True is not a number of tokens; give an integer",
-        ),
+        *[
+            ("t.jsonl", request(time), r"t.jsonl:1: 'timestamp' .* is not a time; give a number")
+            for time in (-1, True, None, "1", [1], float("nan"), float("inf"))
+        ],
+        ("t.jsonl", request(27000), r"t.jsonl:1: 'timestamp' 27000 has an unknown unit: .* --time-unit to"),
+        ("t.jsonl", MOONCAKE + request(30536.5), r"t.jsonl:4: 'timestamp' 30536.5 is not a whole number of millisec"),
+        ("t.jsonl", MOONCAKE + request(30536, chat_id=1), r"t.jsonl:4: .* is in s as in the Bailian .* in ms"),
+        ("t.jsonl", MOONCAKE + request("2023-11-16 18:17:05Z"), r"t.jsonl:4: .* is a date, but the first"),
+        # The clock was set back: an hour later on it, and half an hour earlier in fact.
+        ("t.jsonl", request("2024-05-10 00:00:00-01:00") + request("2024-05-10 00:30:00Z"), r"t.jsonl:2: .* before"),
+        *[
+            ("t.jsonl", request(1, hash_ids=[], output_length=n), r"t.jsonl:1: 'output_length' .* is not a number")
+            for n in (True, 2.0, "2", None, -1, 15_000_000_000, [2])
+        ],
     ],
 )
 def test_wrong_trace_is_refused_with_line_and_key(tmp_path: Path, name: str, text: str, message: str) -> None:
@@ -138,6 +193,7 @@ def test_wrong_trace_is_refused_with_line_and_key(tmp_path: Path, name: str, tex
     [
         ([], "requires one of --rate, --trace and --concurrency, got none of them"),
         (["--rate", "1", "--concurrency", "2"], "got --rate and --concurrency"),
+        (["--rate", "1", "--time-unit", "s"], "--time-unit requires --trace; remove it"),
         (["--rate", "1,0"], "--rate must be a positive number, got 0"),
         (["--rate", "nan"], "--rate must be a positive number, got nan"),
         (["--concurrency", "2", "--burstiness", "0.5"], "--burstiness requires --rate; remove it"),

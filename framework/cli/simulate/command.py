@@ -56,7 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="shape of the gamma-distributed gaps: 1 is Poisson, less is burstier (1)",
     )
     traffic.add_argument(
-        "--trace", metavar="FILE", help="recorded arrivals and lengths: CSV of Azure or JSONL of Mooncake"
+        "--trace",
+        metavar="FILE",
+        help="recorded arrivals and lengths, CSV or JSONL: as in the traces of Azure, BurstGPT, Mooncake or Bailian",
+    )
+    traffic.add_argument(
+        "--time-unit",
+        choices=("s", "ms", "us", "ns"),
+        help="unit of times of the trace that are numbers (that of the published trace with the same keys)",
     )
     traffic.add_argument(
         "--concurrency", type=integers, metavar="N,N,...", help="closed loop: so many requests at all times"
@@ -103,7 +110,7 @@ def main(args: argparse.Namespace) -> int:
     from .output import as_csv, as_json, as_text
 
     remarks = Remarks()
-    processes = _processes(args)
+    processes = _processes(args, remarks)
     pool, title = _pool(args, remarks)
     cost = _cost(args, remarks)
     policies: dict[str, StepPolicy] = {}
@@ -158,6 +165,8 @@ def _check(args: argparse.Namespace) -> None:
             f"--concurrency {max(args.concurrency)} of {requests} requests leaves none to arrive when another ends; "
             "raise --requests, or lower it"
         )
+    if args.time_unit and not args.trace:
+        raise UsageError("--time-unit requires --trace; remove it")
     if args.burstiness != 1 and not args.rate:
         raise UsageError("--burstiness requires --rate; remove it")
     for name in ("rate", "burstiness", "slo_first_token", "slo_token"):
@@ -176,11 +185,13 @@ def _check(args: argparse.Namespace) -> None:
         )
 
 
-def _processes(args: argparse.Namespace) -> list[ArrivalProcess]:
+def _processes(args: argparse.Namespace, remarks: Remarks) -> list[ArrivalProcess]:
     from ...simulate.arrivals import ClosedLoop, GammaArrivals, read_trace
 
     if args.trace:
-        return [read_trace(args.trace, args.requests)]
+        trace = read_trace(args.trace, args.requests, args.time_unit)
+        remarks.assume(f"times of the trace {trace.name} are {trace.times}")
+        return [trace]
     if args.rate:
         return [GammaArrivals(rate, args.burstiness) for rate in dict.fromkeys(args.rate)]
     return [ClosedLoop(n) for n in dict.fromkeys(args.concurrency)]
