@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .framework.api.custom_generate import custom_generate
     from .framework.api.generate import generate, stream
     from .framework.bench.matrix import load_recipe
+    from .framework.cli.command import Argument, Command
     from .framework.contracts.constraint import Constraint
     from .framework.contracts.draft import DenseScores, Draft, Scores, Sequences, Verdict
     from .framework.contracts.draft_kind import (
@@ -98,10 +99,12 @@ __all__ = [
     "SINGLE_CHILD",
     "WITHOUT_REPLACEMENT",
     "Acceptance",
+    "Argument",
     "Backend",
     "Batch",
     "Checkpoint",
     "Chunk",
+    "Command",
     "Constraint",
     "ContractError",
     "CrossdraftError",
@@ -210,10 +213,12 @@ _HOME = {
     "SINGLE_CHILD": ".framework.contracts.draft_kind",
     "WITHOUT_REPLACEMENT": ".framework.contracts.draft_kind",
     "Acceptance": ".framework.engines.acceptance",
+    "Argument": ".framework.cli.command",
     "Backend": ".framework.contracts.models",
     "Batch": ".framework.contracts.training",
     "Checkpoint": ".framework.contracts.models",
     "Chunk": ".framework.contracts.steps",
+    "Command": ".framework.cli.command",
     "Constraint": ".framework.contracts.constraint",
     "ContractError": ".framework.errors",
     "CrossdraftError": ".framework.errors",

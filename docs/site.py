@@ -17,14 +17,12 @@ from mkdocs.structure.files import File, Files
 from pydantic_core import PydanticUndefined
 
 from crossdraft.framework import plugins
-from crossdraft.framework.cli.main import COMMANDS, _parser
+from crossdraft.framework.cli.main import _parser
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.metrics.columns import QUANTITIES, SIMULATION_COLUMNS
 from crossdraft.framework.recipe.recipe import PromptSpec, Recipe
 
 ROOT = Path(__file__).parents[1]
-#: Commands declared in the module of a larger one.
-SMALL = ("list", "plugins", "env")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -46,7 +44,7 @@ def pages() -> Iterator[tuple[str, str]]:
     for package in sorted((ROOT / "plugins").iterdir()):
         if (package / "README.md").is_file():
             yield f"packages/{package.name}.md", (package / "README.md").read_text(encoding="utf-8")
-    yield "reference/commands.md", "\n\n".join(["# Commands", *map(_command, (*COMMANDS, *SMALL))]) + "\n"
+    yield "reference/commands.md", "\n\n".join(["# Commands", *map(_command, plugins.entries("commands"))]) + "\n"
     parts = [
         "# Keys of a recipe",
         "[Recipes](../recipes.md) explains how they work together.",

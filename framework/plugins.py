@@ -8,12 +8,14 @@ somebody else's mistake never stops a run that does not need it. Whatever else o
 
 import importlib
 import logging
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, distributions, entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +29,20 @@ from .util.limits import MOST_NAME
 logger = logging.getLogger(__name__)
 
 KINDS = ("drafters", "verifiers", "trainers", "models", "backends", "prompts", "recipes", "engines")
-KINDS += ("servers", "launchers", "trackers")
+KINDS += ("servers", "launchers", "trackers", "commands")
 """What can be registered; for each there is a hook ``crossdraft_register_<kind>``."""
+_COMMAND = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A registered name. `ref` is ``"module:object"`` or the object itself."""
+    """A registered name. `ref` is ``"module:object"`` or the object itself; `heading` is of commands only."""
 
     name: str
     ref: Any
     summary: str
     provider: str
+    heading: str = ""
 
 
 @dataclass(frozen=True)
@@ -144,16 +148,21 @@ class Manager(pluggy.PluginManager):
         """Return what `plugin` registers of one kind. Called per plug-in: a pluggy call stops at the first failure."""
         entries: list[Entry] = []
 
-        def register(name: str, reference: Any, summary: str = "") -> None:
+        def register(name: str, reference: Any, summary: str = "", heading: str = "") -> None:
             if not isinstance(name, str) or not name or name != name.strip() or flaw(name, UNPRINTABLE):
                 raise ContractError(f"{quoted(name)} is not a name for one of its {kind}")
             if reason := MOST_NAME.refusal(name):
                 raise ContractError(f"{quoted(name)} is too long a name for one of its {kind}; {reason}")
             if isinstance(reference, str) and not all(reference.partition(":")):
                 raise ContractError(f"the reference of {name!r}, {quoted(reference)}, is not 'module:object'")
-            if not isinstance(summary, str) or flaw(summary, UNPRINTABLE):
-                raise ContractError(f"the summary of {name!r}, {quoted(summary)}, is not a line of text")
-            entries.append(Entry(name, reference, summary, provider))
+            for part, text in (("summary", summary), ("heading", heading)):
+                if not isinstance(text, str) or flaw(text, UNPRINTABLE):
+                    raise ContractError(f"the {part} of {name!r}, {quoted(text)}, is not a line of text")
+            if kind == "commands" and not _COMMAND.fullmatch(name):
+                raise ContractError(
+                    f"{quoted(name)} is not a name for a command: lower-case letters, digits and hyphens"
+                )
+            entries.append(Entry(name, reference, summary, provider, heading or provider.partition(" ")[0]))
 
         for implementation in getattr(self.hook, f"crossdraft_register_{kind}").get_hookimpls():
             if implementation.plugin is plugin:
@@ -274,6 +283,12 @@ def _import(reference: str) -> Any:
     module, _, attributes = reference.partition(":")
     target = importlib.import_module(module)
     for attribute in attributes.split("."):
+        if (
+            hasattr(target, "__path__")
+            and not hasattr(target, attribute)
+            and find_spec(f".{attribute}", target.__name__)
+        ):  # a module of a package
+            importlib.import_module(f".{attribute}", target.__name__)
         target = getattr(target, attribute)
     return target
 
@@ -297,6 +312,9 @@ def _check(kind: str, name: str, registered: Any) -> None:
             raise ContractError(
                 f"{registered.__name__}.name is {registered.name!r}; it must be {name!r}, the registered name"
             )
+    elif kind == "commands":
+        if missing := [part for part in ("add_arguments", "main") if not callable(getattr(registered, part, None))]:
+            raise ContractError(f"{quoted(registered)} is not a subclass of crossdraft.Command: no {missing[0]}")
     elif kind == "trackers" and not isinstance(registered, type):
         raise ContractError(f"a tracker is a class, not {quoted(registered)}")
     elif kind == "recipes" and not (isinstance(registered, Path) and registered.is_file()):

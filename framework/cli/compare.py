@@ -11,6 +11,8 @@ from ..report.comparison import compare_runs, comparison_text
 from ..report.load_run import FinishedRun, read_runs
 from .options.run import note_partial
 
+loads_models = False  # as of `Command`
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", type=Path, metavar="A", help="directory of a finished run, runs/NAME-HASH")

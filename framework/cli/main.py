@@ -1,56 +1,30 @@
 """The ``crossdraft`` command.
 
-Each larger subcommand is a module with ``add_arguments(parser)`` and ``main(args) -> int``, imported only when it is
-run, so that ``--help`` and ``list`` start fast. A `CrossdraftError` is printed as one line on standard error and sets
-the exit code: 2 for an invalid request, 1 for a failed one. All other exceptions, including a plug-in's `SystemExit`,
-are caught here as well.
+Commands are registered through ``crossdraft_register_commands``; each has ``add_arguments(parser)`` and
+``main(args) -> int`` and is imported only when it is run, so that ``--help`` and ``list`` start fast. A
+`CrossdraftError` is printed as one line on standard error and sets the exit code: 2 for an invalid request, 1 for a
+failed one. All other exceptions, including a plug-in's `SystemExit`, are caught here as well.
 """
 
 import argparse
 import errno
 import os
+import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Sequence
-from importlib import import_module
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from ..errors import CrossdraftError, printable
+from .. import plugins
+from ..errors import CrossdraftError, UnknownNameError, UsageError, printable
 from ..models import distributed
 from ..models.cpu import threads
-from ..plugins import KINDS
 from ..runs.interrupts import interrupting
 from . import standard_streams
-from .list import list_names, list_plugins, show_environment
-
-COMMANDS = {
-    "run": "run a recipe: measure every cell of its matrix and write a report",
-    "report": "write a Markdown or HTML report of finished runs",
-    "runs": "list runs and their progress",
-    "plot": "draw charts of finished runs",
-    "table": "print a pivot table of finished runs as Markdown, LaTeX or CSV",
-    "compare": "compare two runs on the same prompts, pair by pair, with confidence intervals",
-    "gate": "fail if the acceptance length dropped since a baseline, and compute the prompts that takes",
-    "certify": "check by exact enumeration that a drafter and a verifier preserve the target distribution",
-    "power": "compute the bias that a task's score can show, and the draws that show it instead",
-    "verify-engine": "check an engine's steps and text against replay and the target",
-    "compare-texts": "check if greedy texts differ by rounding or are not the target's",
-    "replay": "compute the block efficiency of drafters and verifiers on recorded responses, without decoding",
-    "doctor": "diagnose a low acceptance rate by trying common mistakes one at a time",
-    "train": "train a drafter for a target",
-    "export-model": "write a trained drafter as a checkpoint that serving engines load",
-    "cost": "measure the latency of forward passes and predict speed-ups",
-    "advise": "recommend a drafter, verifier and draft length per batch size, and write engine settings",
-    "simulate": "simulate draft lengths under traffic: latency, throughput and goodput of an engine or many replicas",
-    "serve": "start an OpenAI-compatible server with a drafter and a verifier, for evaluation",
-    "new": "create a plug-in package for a drafter, a verifier or prompts",
-}
-"""Subcommands in separate modules, by name, with a line of help."""
-_PACKAGES = ("advise", "certify", "cost", "gate", "replay", "report", "run", "simulate", "verify_engine")
-#: Commands that do not run models, for which OpenMP's wait policy is not set.
-WITHOUT_MODELS = ("report", "runs", "plot", "table", "compare", "gate", "power", "new", "list", "plugins")
+from .commands import COMPANIONS, HEADINGS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,8 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         from ..lm.tensor_parallel_lm import follow
 
         return follow()
-    if argv and argv[0] in (*COMMANDS, "env") and argv[0] not in WITHOUT_MODELS:
-        threads.choose_wait_policy()  # PyTorch is not loaded yet
     with interrupting(), distributed.lead_processes():  # SIGTERM and SIGHUP act like Ctrl-C
         return _main(argv)
 
@@ -76,7 +48,7 @@ def _main(argv: list[str]) -> int:
     args, debug = None, False
     try:
         args = _parser(argv[0] if argv else "").parse_args(argv)
-        debug = args.debug
+        debug = getattr(args, "debug", False)
         code = args.main(args)
         sys.stdout.flush()
         return code
@@ -126,52 +98,57 @@ def _bug_message(error: BaseException) -> str:
 
 
 def _parser(chosen: str) -> argparse.ArgumentParser:
-    """The parser: if ``chosen`` is one of `COMMANDS`, of that one, otherwise of all, without their arguments."""
+    """The parser, with the arguments of the ``chosen`` command if there is one of that name.
+
+    Raises:
+        UsageError: no installed distribution provides the command.
+        ContractError: it is unusable.
+    """
     parser = argparse.ArgumentParser(
         prog="crossdraft",
         description="Compare speculative-decoding drafters and verifiers, and certify them lossless.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_Version)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    if chosen in COMMANDS:
-        summary = COMMANDS[chosen]
-        command = commands.add_parser(chosen, help=summary, description=_sentence(summary))
-        module = chosen.replace("-", "_")
-        module += ".command" * (module in _PACKAGES)
-        implementation = import_module(f".{module}", __package__)
-        implementation.add_arguments(command)
-        command.set_defaults(main=implementation.main)
-        _add_debug(command)
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True, help=argparse.SUPPRESS)
+    if not chosen or chosen.startswith("-"):
+        parser.usage, parser.epilog = "crossdraft [-h] [--version] COMMAND ...", _commands_by_heading()
         return parser
-    for name, summary in COMMANDS.items():
-        commands.add_parser(name, help=summary, description=_sentence(summary))
-
-    summary = "list installed drafters, verifiers, models, prompts and recipes"
-    command = commands.add_parser("list", help=summary, description=_sentence(summary))
-    command.add_argument("kind", nargs="?", choices=KINDS, help="only this kind")
-    command.add_argument(
-        "name", nargs="?", help="show the options of a drafter, verifier or launcher, or the file of a recipe"
-    )
-    command.add_argument("--json", action="store_true", help="print JSON")
-    command.set_defaults(main=list_names)
-    _add_debug(command)
-
-    summary = "list plug-ins, what they provide, and why some were skipped"
-    command = commands.add_parser("plugins", help=summary, description=_sentence(summary))
-    command.add_argument("--json", action="store_true", help="print JSON")
-    command.set_defaults(main=list_plugins)
-    _add_debug(command)
-
-    summary = "show versions, hardware and the defaults chosen for it"
-    command = commands.add_parser("env", help=summary, description=_sentence(summary))
-    command.add_argument("--json", action="store_true", help="print JSON")
-    command.set_defaults(main=show_environment)
-    _add_debug(command)
+    entries = plugins.entries("commands")
+    if chosen not in entries:
+        if chosen in COMPANIONS:
+            companion = COMPANIONS[chosen]
+            raise UsageError(f"{chosen} is a command of {companion}; pip install {companion}")
+        raise UnknownNameError.among("command", chosen, entries, "crossdraft --help describes them.")
+    command = plugins.get("commands", chosen)
+    if getattr(command, "loads_models", True):
+        threads.choose_wait_policy()  # before PyTorch is loaded
+    subparser = subparsers.add_parser(chosen, description=_sentence(entries[chosen].summary))
+    with plugins.guarded("commands", chosen, "add_arguments()"):
+        command.add_arguments(subparser)
+    if not any(action.dest == "debug" for action in subparser._actions):
+        subparser.add_argument("--debug", action="store_true", default=False, help="show tracebacks of errors")
+    subparser.set_defaults(main=command.main)
     return parser
 
 
-def _add_debug(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+def _commands_by_heading() -> str:
+    """The commands with their summaries, by heading: those of `HEADINGS` first."""
+    entries = plugins.entries("commands").values()
+    width = max(len(entry.name) for entry in entries) + 2
+    columns = shutil.get_terminal_size().columns
+    parts = []
+    for heading in dict.fromkeys([*HEADINGS, *sorted(entry.heading for entry in entries)]):
+        lines = []
+        for entry in entries:
+            if entry.heading == heading:
+                blank = " " * (4 + width)
+                lines.append(
+                    textwrap.fill(entry.summary, max(columns, 60), initial_indent=blank, subsequent_indent=blank)
+                )
+                lines[-1] = f"    {entry.name:{width}}{lines[-1].lstrip()}".rstrip()
+        parts += ["\n".join([f"{heading.lower() if heading in HEADINGS else heading}:", *lines])] if lines else []
+    return "\n\n".join([*parts, "crossdraft COMMAND --help describes a command."])
 
 
 class _Version(argparse.Action):
@@ -188,4 +165,4 @@ class _Version(argparse.Action):
 
 
 def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:] + "."
+    return text[:1].upper() + text[1:] + "." * bool(text)

@@ -20,6 +20,8 @@ KINDS = {"drafter": "drafters", "verifier": "verifiers", "prompts": "prompts"}
 TEMPLATES = Path(__file__).with_name("templates")
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
+loads_models = False  # as of `Command`
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kind", choices=KINDS, help="kind of plug-in")

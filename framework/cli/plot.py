@@ -15,6 +15,8 @@ from ..report.selection import finished_cells
 from ..util.output_files import check_output
 from .options.run import add_force, add_runs, add_where, comma_list, note_partial, output_folder
 
+loads_models = False  # as of `Command`
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = "; ".join(f"{name}: {kind.shows}" for name, kind in KINDS.items())

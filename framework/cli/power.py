@@ -8,6 +8,8 @@ import json
 from ..errors import UsageError
 from .cost.options import integer, number
 
+loads_models = False  # as of `Command`
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--questions", type=integer, required=True, metavar="N", help="number of questions of the task")

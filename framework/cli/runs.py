@@ -12,6 +12,8 @@ from tabulate import tabulate
 from ..errors import CrossdraftError, printable
 from ..runs.state import RunState, runs_in, state_of
 
+loads_models = False  # as of `Command`
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(

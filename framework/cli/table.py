@@ -15,6 +15,8 @@ from ..report.selection import finished_cells
 from ..util.output_files import check_output, writing_output
 from .options.run import add_force, add_runs, add_segment, add_where, comma_list, note_partial
 
+loads_models = False  # as of `Command`
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_runs(parser)

@@ -24,9 +24,13 @@ hookimpl = pluggy.HookimplMarker("crossdraft")
 
 
 class Register(Protocol):
-    """Callback of a plug-in, called once for each name that it provides."""
+    """Callback of a plug-in, called once for each name that it provides.
 
-    def __call__(self, name: str, reference: Any, summary: str = "") -> None: ...
+    ``heading``, for commands only: the part of ``crossdraft --help`` that lists it; the name of the distribution
+    without one.
+    """
+
+    def __call__(self, name: str, reference: Any, summary: str = "", heading: str = "") -> None: ...
 
 
 @hookspec
@@ -86,6 +90,11 @@ def crossdraft_register_trackers(register: Register) -> None:
     A tracker is a class without constructor arguments whose methods are the three hooks below, marked with
     ``@hookimpl``. A plug-in with these hooks as functions receives every run.
     """
+
+
+@hookspec
+def crossdraft_register_commands(register: Register) -> None:
+    """Register commands of the command line: subclasses of `crossdraft.Command`, each under its own ``name``."""
 
 
 @hookspec

@@ -16,6 +16,7 @@ import pytest
 from tiny_models import save_model
 
 from crossdraft.framework import plugins
+from crossdraft.framework.cli import list as list_command
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.hookspecs import hookimpl
 from crossdraft.framework.errors import ModelError, UsageError
@@ -111,7 +112,7 @@ def test_errors_are_one_line_and_code(monkeypatch: Any, capsys: Any, error: Any,
     def fail(_: Any) -> int:
         raise error
 
-    monkeypatch.setattr(cli, "list_names", fail)
+    monkeypatch.setattr(list_command.ListNames, "run", fail)
     assert cli.main(["list"]) == code
     assert capsys.readouterr().err == message
 
@@ -123,7 +124,7 @@ def test_signals_end_every_command_like_ctrl_c(monkeypatch: Any, capsys: Any, nu
         time.sleep(5)
         return 0
 
-    monkeypatch.setattr(cli, "list_names", interrupt)
+    monkeypatch.setattr(list_command.ListNames, "run", interrupt)
     before = signal.getsignal(number)
     assert cli.main(["list"]) == 130
     assert capsys.readouterr().err == "crossdraft: interrupted\n" and signal.getsignal(number) is before
@@ -133,7 +134,7 @@ def test_control_characters_in_errors_are_escaped(monkeypatch: Any, capsys: Any)
     def fail(_: Any) -> int:
         raise UsageError("a name \x1b[2J, and\na second line")
 
-    monkeypatch.setattr(cli, "list_names", fail)
+    monkeypatch.setattr(list_command.ListNames, "run", fail)
     assert cli.main(["list"]) == 2
     assert capsys.readouterr().err == "crossdraft: error: a name \\x1b[2J, and\na second line\n"
 
@@ -145,7 +146,7 @@ def test_plugin_cannot_leave_program(monkeypatch: Any, capsys: Any, error: Any, 
     def leave(_: Any) -> int:
         raise error
 
-    monkeypatch.setattr(cli, "list_names", leave)
+    monkeypatch.setattr(list_command.ListNames, "run", leave)
     assert cli.main(["list"]) == 1
     err = capsys.readouterr().err
     assert err.startswith(f"crossdraft: error: {message}") and err.count("\n") == 1
@@ -154,10 +155,21 @@ def test_plugin_cannot_leave_program(monkeypatch: Any, capsys: Any, error: Any, 
 
 
 def test_invalid_arguments_exit_with_2() -> None:
-    for argv in ([], ["no-such-command"], ["list", "no-such-kind"]):
+    for argv in ([], ["list", "--no-such-option"], ["certify", "--gamma", "four"]):
         with pytest.raises(SystemExit) as exit_info:
             cli.main(argv)
         assert exit_info.value.code == 2
+
+
+def test_unknown_names_exit_with_2(monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setitem(cli.COMPANIONS, "fleet", "crossdraft-fleet")
+    for argv, message in {
+        "relpay": "there is no command named 'relpay'; did you mean 'replay'?",
+        "fleet": "fleet is a command of crossdraft-fleet; pip install crossdraft-fleet",
+        "list drafter": "there is no kind of plug-in named 'drafter'; did you mean 'drafters'?",
+    }.items():
+        assert cli.main(argv.split()) == 2
+        assert capsys.readouterr().err.startswith(f"crossdraft: error: {message}")
 
 
 #: Commands that only print, and what their output contains.
@@ -195,15 +207,18 @@ def test_light_commands_do_not_load_heavy_libraries() -> None:
 
 def test_help_names_every_command() -> None:
     done = subprocess.run([sys.executable, "-m", "crossdraft", "--help"], capture_output=True, text=True, check=True)
-    for command in ("run", "list", "plugins", "env", "certify", "train", "new"):
+    for command in plugins.entries("commands"):
         assert f"\n    {command} " in done.stdout
+    headings = re.findall(r"^(\w+):$", done.stdout, re.MULTILINE)
+    assert headings == ["options", "measure", "prove", "decide", "serve", "extend"]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGPIPE")
 def test_closed_pipe_prints_no_traceback() -> None:
     code = (
         "import sys; from crossdraft.framework.cli import main as cli\n"
-        "cli.list_names = lambda args: print('x' * 10**7) or 0\n"
+        "from crossdraft.framework.cli.list import ListNames\n"
+        "ListNames.run = lambda self: print('x' * 10**7) or 0\n"
         "sys.exit(cli.main(['list']))"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:

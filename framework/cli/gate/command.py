@@ -21,6 +21,8 @@ EXIT = {"pass": 0, "drop": 1, "undecided": 3}
 #: Verdicts as printed.
 VERDICTS = {"pass": "pass", "drop": "drop", "undecided": "too few prompts"}
 
+loads_models = False  # as of `Command`
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = "directory of a finished run; output of crossdraft replay --json; engine's log, metrics or responses"

@@ -18,6 +18,8 @@ from ..options.run import add_force, add_runs, add_segment
 from ..serve import listen
 from .engine_settings import engine_settings
 
+loads_models = False  # as of `Command`
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_runs(parser)

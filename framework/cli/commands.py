@@ -1,0 +1,59 @@
+"""The built-in commands, registered through the hook that third parties use."""
+
+from ..contracts.hookspecs import Register, hookimpl
+
+#: Headings of ``crossdraft --help``, in order; those of other distributions follow.
+HEADINGS = ("Measure", "Prove", "Decide", "Serve", "Extend")
+#: Commands of distributions that may not be installed.
+COMPANIONS: dict[str, str] = {}
+_COMMANDS = {
+    "Measure": {
+        "run": ("run.command", "run a recipe: measure every cell of its matrix and write a report"),
+        "report": ("report.command", "write a Markdown or HTML report of finished runs"),
+        "runs": ("runs", "list runs and their progress"),
+        "plot": ("plot", "draw charts of finished runs"),
+        "table": ("table", "print a pivot table of finished runs as Markdown, LaTeX or CSV"),
+        "compare": ("compare", "compare two runs on the same prompts, pair by pair, with confidence intervals"),
+        "gate": (
+            "gate.command",
+            "fail if the acceptance length dropped since a baseline, and compute the prompts needed",
+        ),
+    },
+    "Prove": {
+        "certify": ("certify.command", "check by exact enumeration that a pair preserves the target distribution"),
+        "power": ("power", "compute the bias that a task's score can show, and the draws that show it instead"),
+        "verify-engine": ("verify_engine.command", "check an engine's steps and text against replay and the target"),
+        "compare-texts": ("compare_texts", "check if greedy texts differ by rounding or are not the target's"),
+    },
+    "Decide": {
+        "replay": ("replay.command", "compute the block efficiency of pairs on recorded responses, without decoding"),
+        "doctor": ("doctor", "diagnose a low acceptance rate by trying common mistakes one at a time"),
+        "cost": ("cost.command", "measure the latency of forward passes and predict speed-ups"),
+        "advise": (
+            "advise.command",
+            "recommend a drafter, verifier and draft length per batch size, and write settings",
+        ),
+        "simulate": ("simulate.command", "simulate draft lengths under traffic: latency, throughput and goodput"),
+    },
+    "Serve": {"serve": ("serve", "start an OpenAI-compatible server with a drafter and a verifier, for evaluation")},
+    "Extend": {
+        "train": ("train", "train a drafter for a target"),
+        "export-model": ("export_model", "write a trained drafter as a checkpoint that serving engines load"),
+        "new": ("new", "create a plug-in package for a drafter, a verifier or prompts"),
+        "list": ("list:ListNames", "list installed drafters, verifiers, models, prompts and recipes"),
+        "plugins": ("list:ListPlugins", "list plug-ins, what they provide, and why some were skipped"),
+        "env": ("list:ShowEnvironment", "show versions, hardware and the defaults chosen for it"),
+    },
+}
+
+
+@hookimpl
+def crossdraft_register_commands(register: Register) -> None:
+    package = __package__ or ""
+    for heading, commands in _COMMANDS.items():
+        for name, (place, summary) in commands.items():
+            module, colon, attribute = place.rpartition(":")
+            if not colon:  # a module with add_arguments and main
+                *parents, attribute = place.split(".")
+                module = ".".join(parents)
+            register(name, f"{package}.{module}".rstrip(".") + f":{attribute}", summary, heading)
