@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 from ..errors import ModelError, UsageError, first_line, printable
-from ..util.input_files import BROKEN, flaw
+from ..util.input_files import BROKEN, flaw, parse_json
 
 #: Characters per token of the limit, above which a text is tokenized in parts; longer than most tokens.
 _CHARS_PER_TOKEN = 16
@@ -45,21 +46,88 @@ def encode_messages(
     messages: Sequence[Mapping[str, Any]],
     most: int | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[int]:
     """Encode messages (``role``, ``content``, ..) by the tokenizer's chat template, with the generation prompt.
 
-    ``most``: see `encode_text`; ``tools``: functions in OpenAI's format, for the template.
+    ``most``: see `encode_text`; ``tools``, ``options``: see `render_messages`. Raises as `render_messages` does.
+    """
+    text = render_messages(tokenizer, messages, tools, options)
+    return _bounded(tokenizer, text, most, add_special_tokens=False)
+
+
+def render_messages(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    generation_prompt: bool = True,
+) -> str:
+    """The text of messages by the tokenizer's chat template.
+
+    Args:
+        tools: functions in OpenAI's format, for the template.
+        options: further variables of the template (``chat_template_kwargs`` of a request).
 
     Raises:
         UsageError: a message with half of a surrogate pair. NUL is accepted: earlier responses may contain it.
         ModelError: the template is missing or fails.
     """
     with _model_errors(tokenizer, "chat template"):
-        options = {} if tools is None else {"tools": list(tools)}
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **options)
+        variables = {**options, **({} if tools is None else {"tools": list(tools)})}
+        text = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=generation_prompt, **variables
+        )
     if reason := flaw(text, _HALVES):
         raise UsageError(f"a message contains {reason}, which cannot be tokenized; remove it")
-    return _bounded(tokenizer, text, most, add_special_tokens=False)
+    return text
+
+
+def template_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message of OpenAI's API as chat templates read it: without nulls, and with a text as content.
+
+    Arguments of calls become objects, and the deprecated ``function_call`` one of ``tool_calls``. Raises UsageError for
+    content that is not text, and for invalid calls.
+    """
+    fields = {key: value for key, value in message.items() if value is not None}
+    if (call := fields.pop("function_call", None)) is not None:
+        fields["tool_calls"] = [*(fields.get("tool_calls") or ()), {"type": "function", "function": call}]
+    if not fields.get("tool_calls", True):
+        del fields["tool_calls"]
+    if "tool_calls" in fields:
+        fields["tool_calls"] = _parsed_calls(fields["tool_calls"])
+    if "content" in fields:
+        fields["content"] = _joined(fields["content"])
+    elif "tool_calls" in fields or "reasoning_content" in fields:
+        fields["content"] = ""
+    return fields
+
+
+def _parsed_calls(calls: Any) -> list[dict[str, Any]]:
+    """Calls with their arguments as objects, as chat templates read them, not as JSON."""
+    parsed = []
+    try:
+        for call in calls:
+            function = call["function"]
+            arguments = function["arguments"]
+            if isinstance(arguments, str):
+                arguments = parse_json(arguments or "{}", "the arguments", nan=False)
+            parsed.append({**call, "function": {**function, "arguments": {**arguments}}})
+    except (LookupError, TypeError, UsageError):
+        raise UsageError(
+            "tool_calls must be a list of calls, each with a function whose arguments are a JSON object"
+        ) from None
+    return parsed
+
+
+def _joined(content: Any) -> str:
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list) or not all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts
+    ):
+        raise UsageError("content must be a string or a list of parts of type text")
+    return "".join(part["text"] for part in parts)
 
 
 def encode_text(tokenizer: Any, text: str, *, special: bool, most: int | None = None) -> list[int]:

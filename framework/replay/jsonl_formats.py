@@ -8,12 +8,13 @@ Plain: ``prompt`` (text or token ids) or ``messages`` (formatted by the chat tem
 Endpoints: a ``chat.completion`` or ``completion`` object with the request's ``prompt`` or ``messages`` next to its
 ``choices``, or ``{"request": {..}, "response": {..}}``, or a line of a batch file (``response.body``). Token ids are
 taken from ``token_ids`` and ``prompt_token_ids``, from tokens of the form ``token_id:123``, or from the text if its
-tokenization matches the tokens of the log-probabilities.
+tokenization matches the tokens of the log-probabilities. Thinking and calls are part of the text, see `generated_text`.
+A response with another number of tokens than ``usage.completion_tokens`` is skipped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,14 +24,27 @@ from ..errors import UsageError, quoted
 from ..models.chat import encode_messages, encode_text
 from ..util.input_files import UNPRINTABLE, flaw
 from ..util.limits import MOST_NAME, MOST_TOKENS
-from .response import ParseContext, Response, log_probabilities, sampling_of, token_ids
+from .generated_text import ChatRequest, Message
+from .response import ParseContext, Response, UnknownTextError, log_probabilities, sampling_of, token_ids
 
 #: Assumption about a prompt whose tokens differ from those of its messages.
 OTHER_TEMPLATE = "with a prompt that differs from the messages in the target's chat template"
 #: Assumption about a response whose end-of-sequence token was sampled but not recorded.
 WITHOUT_END = "without their end-of-sequence token, treated as truncated there"
-#: Finish reason -> the response includes an end-of-sequence token.
-FINISH_REASONS = {"stop": True, "eos": True, "length": False}
+RETOKENIZED = "with retokenized text, assumed to yield the sampled tokens"
+#: Assumption about an end-of-sequence token that cannot be checked without a tokenizer.
+WITH_END = "with finish_reason stop, assumed to include the end-of-sequence token"
+#: Finish reason of OpenAI, vLLM, SGLang, TGI or Anthropic -> the response ended with an end-of-sequence token.
+FINISH_REASONS = {
+    **dict.fromkeys(("stop", "eos", "eos_token", "end_turn", "tool_calls", "function_call", "tool_use"), True),
+    **dict.fromkeys(
+        ("length", "max_tokens", "stop_sequence", "content_filter", "refusal", "abort", "cancelled"), False
+    ),
+    **dict.fromkeys(("error", "pause_turn", "model_context_window_exceeded", "repetition"), False),
+}
+#: Tokens by which a response may differ from the server's count: an end-of-sequence token if ids are recorded; else
+#: those of a stop text, and a part of the response for another tokenization.
+_FEW_IDS, _FEW_TOKENS, _FEW_OF_TEXT = 1, 3, 0.02
 
 
 def response_of(context: ParseContext, row: Any, where: str) -> Iterator[Response]:
@@ -50,20 +64,26 @@ def response_of(context: ParseContext, row: Any, where: str) -> Iterator[Respons
     if "choices" in body:
         yield from _choices(context, row, body, request, where)
     else:
-        yield _plain(context, row, where)
+        yield from _plain(context, row, where)
 
 
-def _plain(context: ParseContext, row: dict[str, Any], where: str) -> Response:
-    ended = _finished(row, "finish_reason", where)
-    if row.get("tokens") is not None:
+def _plain(context: ParseContext, row: dict[str, Any], where: str) -> Iterator[Response]:
+    ended, request = _ended(context, row, where), _request(row, where)
+    prompt = _prompt(context, request, row, where)
+    ids = row.get("tokens") is not None
+    if ids:
         tokens = token_ids(row["tokens"], "tokens", where)
         lacks_end = ended and context.target and tokens and tokens[-1] not in context.tokenizer(where).eos_token_ids
         if ended and not context.target:
-            context.assumed["with finish_reason stop, assumed to include the end-of-sequence token"] += 1
+            context.assumed[WITH_END] += 1
     else:
-        text = row.get("response")
-        if not isinstance(text, str):
+        if not isinstance(row.get("response"), str):
             raise UsageError(f"{where}: the response is missing; set 'response' (text) or 'tokens' (token ids)")
+        try:
+            text = _text(context, {**row, "content": row["response"]}, request, bool(ended), where)
+        except UnknownTextError as error:
+            context.skip("whose generated tokens are unknown", str(error))
+            return
         tokens, lacks_end = _encoded(context, text, where), ended
     recorded = row.get("logprobs")
     if lacks_end and isinstance(recorded, list) and len(recorded) == len(tokens):
@@ -75,79 +95,191 @@ def _plain(context: ParseContext, row: dict[str, Any], where: str) -> Response:
     log_p = None
     if recorded is not None:
         log_p = _as_sampled(context, log_probabilities(recorded, "logprobs", len(tokens), where), sampling)
-    prompt, most = _prompt(context, row, where), _most(row, where)
+    most = _most(row, where)
     most = None if ended is False else most  # truncated at its length, for instance by the context length
     name, category = _name(row, "id", where) or where, _name(row, "category", where) or "all"
     continuation = row.get("continuation")
     continuation = () if continuation is None else token_ids(continuation, "continuation", where)
-    return Response(name, category, prompt, tokens, log_p, bool(ended), most, sampling, where, continuation)
+    if _is_as_counted(context, row, [tokens], ids=ids, cut=not ended, where=where):
+        yield Response(name, category, prompt, tokens, log_p, bool(ended), most, sampling, where, continuation)
 
 
 def _choices(
-    context: ParseContext, row: dict[str, Any], body: dict[str, Any], request: dict[str, Any], where: str
+    context: ParseContext, row: dict[str, Any], body: dict[str, Any], fields: dict[str, Any], where: str
 ) -> Iterator[Response]:
     choices = body["choices"]
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
         raise UsageError(f"{where}: 'choices' must be a list of objects")
-    sampling, most = sampling_of(request, context.sampling, where), _most(request, where)
+    sampling, most, request = (
+        sampling_of(fields, context.sampling, where),
+        _most(fields, where),
+        _request(fields, where),
+    )
     prompt_ids = body.get("prompt_token_ids")
     for choice in choices:
         prompt_ids = choice.get("prompt_token_ids") if prompt_ids is None else prompt_ids
     prompt = (
-        _prompt(context, request, where) if prompt_ids is None else token_ids(prompt_ids, "prompt_token_ids", where)
+        _prompt(context, request, fields, where)
+        if prompt_ids is None
+        else token_ids(prompt_ids, "prompt_token_ids", where)
     )
-    if isinstance(request.get("messages"), list) and context.target:
+    if request.messages is not None and context.target:
         usage = body.get("usage")
         size = usage.get("prompt_tokens") if isinstance(usage, dict) else None
-        templated = prompt if prompt_ids is None else _prompt(context, request, where)
+        templated = prompt if prompt_ids is None else _prompt(context, request, fields, where)
         if templated != prompt or (isinstance(size, int) and size != len(templated)):
             context.assumed[OTHER_TEMPLATE] += len(choices)
     name = _name(row, "custom_id", where) or _name(row, "id", where) or _name(body, "id", where) or where
     category = _name(row, "category", where) or "all"
+    responses = []
     for i, choice in enumerate(choices):
         choice_where = f"{where}, choices[{i}]"
-        ended = _finished(choice, "finish_reason", choice_where)
+        ended = _ended(context, choice, choice_where)
         pieces, values = _logprobs(choice, choice_where)
-        tokens = _choice_tokens(context, choice, pieces, choice_where)
+        try:
+            tokens = _choice_tokens(context, choice, pieces, request, bool(ended), choice_where)
+        except UnknownTextError as error:
+            context.skip("whose generated tokens are unknown", str(error))
+            continue
         log_p = None
         if values is not None:
             log_p = _as_sampled(context, log_probabilities(values, "logprobs", len(tokens), choice_where), sampling)
-        if ended and tokens and context.target and tokens[-1] not in context.tokenizer(choice_where).eos_token_ids:
+        if ended and not context.target:
+            context.assumed[WITH_END] += 1
+        elif ended and tokens and tokens[-1] not in context.tokenizer(choice_where).eos_token_ids:
             context.assumed[WITHOUT_END] += 1
             ended = False
-        yield Response(
-            name, category, prompt, tokens, log_p, bool(ended), most if ended else None, sampling, choice_where
+        limit = most if ended else None
+        responses.append(Response(name, category, prompt, tokens, log_p, bool(ended), limit, sampling, choice_where))
+    ids = all(choice.get("token_ids") is not None for choice in choices)
+    cut = not all(response.ended for response in responses)
+    every = [response.tokens for response in responses]
+    if len(responses) < len(choices) or _is_as_counted(context, body, every, ids=ids, cut=cut, where=where):
+        yield from responses
+
+
+def _is_as_counted(
+    context: ParseContext,
+    body: Mapping[str, Any],
+    choices: Sequence[Sequence[int]],
+    *,
+    ids: bool,
+    cut: bool,
+    where: str,
+) -> bool:
+    """True if the choices have the tokens that the server counted, but for a few; else they are counted as skipped.
+
+    Args:
+        ids: they are recorded token ids.
+        cut: one may lack its end-of-sequence token.
+    """
+    usage = body.get("usage")
+    counted = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    if counted is None:
+        return True
+    if type(counted) is not int or counted < 0:
+        raise UsageError(f"{where}: 'usage.completion_tokens' is {quoted(counted)}; it must be a number of tokens")
+    size = sum(map(len, choices))
+    difference = abs(counted - size)
+    few = _FEW_IDS if ids else _FEW_TOKENS + _FEW_OF_TEXT * counted
+    if difference > few * len(choices):
+        context.skip(
+            "with more or fewer tokens than the server counted",
+            f"{where}: {size} tokens would be replayed, but usage.completion_tokens is {counted}; record token ids",
+            len(choices),
         )
+        return False
+    if difference and not (cut and size < counted <= size + len(choices)):
+        context.assumed["with a few tokens more or fewer than the server counted (usage.completion_tokens)"] += len(
+            choices
+        )
+    return True
 
 
-def _choice_tokens(context: ParseContext, choice: Mapping[str, Any], pieces: list[str] | None, where: str) -> list[int]:
+def _choice_tokens(
+    context: ParseContext,
+    choice: Mapping[str, Any],
+    pieces: list[str] | None,
+    request: ChatRequest,
+    ended: bool,
+    where: str,
+) -> list[int]:
     if choice.get("token_ids") is not None:
         return token_ids(choice["token_ids"], "token_ids", where)
     if pieces and all(piece.startswith("token_id:") and piece[9:].isdecimal() for piece in pieces):
         return token_ids([int(piece[9:19]) for piece in pieces], "logprobs", where)
-    message = choice.get("message")
-    text = message.get("content") if isinstance(message, dict) else choice.get("text")
-    if not isinstance(text, str):
-        raise UsageError(f"{where}: the choice is empty; it needs 'token_ids', 'text' or 'message.content'")
-    tokens = _encoded(context, text, where)
+    fields = choice.get("message")
+    if not isinstance(fields, dict):
+        fields = {**choice, "content": choice["text"]} if isinstance(choice.get("text"), str) else choice
     if pieces is None:
-        return tokens
+        return _encoded(context, _text(context, fields, request, ended, where), where)
+    message = _message(fields, where)
     result = context.tokenizer(where)
-    if len(pieces) == len(tokens) + 1:  # the end-of-sequence token is not part of the text
-        ends = {str(result.tokenizer.decode([end])): end for end in result.eos_token_ids}
-        if pieces[-1] in ends or (not pieces[-1] and len(ends) == 1):
-            tokens = [*tokens, ends.get(pieces[-1], next(iter(ends.values())))]
-    same = len(pieces) == len(tokens) and all(
-        piece == decoded or "\ufffd" in piece or "\ufffd" in decoded or not piece or piece.startswith("bytes:")
-        for piece, decoded in zip(pieces, (str(result.tokenizer.decode([token])) for token in tokens), strict=True)
+    names = [str(result.tokenizer.decode([end])) for end in result.eos_token_ids]
+    whole = "" if any(map(_is_partial, pieces)) else "".join(pieces)
+    complete = _contains(whole, message.texts(request))
+    texts = [message.generated(request, result, ended=ended)] if not (message.thinking or message.calls) else []
+    texts += [whole] if complete else []
+    count = 0
+    for text in texts:
+        tokens = _encode(context, text, where)
+        count = count or len(tokens)
+        if len(pieces) == len(tokens) + 1:  # the end-of-sequence token is not part of the text
+            ends = dict(zip(names, result.eos_token_ids, strict=True))
+            if pieces[-1] in ends or (not pieces[-1] and len(ends) == 1):
+                tokens = [*tokens, ends.get(pieces[-1], next(iter(ends.values())))]
+        if len(pieces) == len(tokens) and all(
+            piece == decoded or _is_partial(piece) or _is_partial(decoded)
+            for piece, decoded in zip(pieces, (str(result.tokenizer.decode([token])) for token in tokens), strict=True)
+        ):
+            context.assumed[RETOKENIZED] += 1
+            return tokens
+    if complete and (tokens := context.named(pieces, where)):
+        return tokens
+    raise UsageError(
+        f"{where}: the {count} tokens of the text differ from the {len(pieces)} tokens with "
+        "log-probabilities; request token ids from the server (vLLM: return_token_ids, or "
+        "return_tokens_as_token_ids), or set --target to the model that generated it"
     )
-    if not same:
-        raise UsageError(
-            f"{where}: the {len(tokens)} tokens of the text differ from the {len(pieces)} tokens with "
-            "log-probabilities; request token ids from the server (vLLM: return_token_ids, or "
-            "return_tokens_as_token_ids), or set --target to the model that generated it"
-        )
-    return tokens
+
+
+def _is_partial(piece: str) -> bool:
+    """True for the text of a token that is a part of a character, or that a server does not write as text."""
+    return not piece or "\ufffd" in piece or piece.startswith("bytes:")
+
+
+def _contains(text: str, parts: Sequence[str]) -> bool:
+    """True if a text has all parts in their order, but for white space."""
+    text, end = "".join(text.split()), 0
+    for part in ("".join(part.split()) for part in parts):
+        end = text.find(part, end) + len(part)
+        if end < len(part):
+            return False
+    return True
+
+
+def _text(context: ParseContext, fields: Mapping[str, Any], request: ChatRequest, ended: bool, where: str) -> str:
+    """The generated text of a message. Raises UnknownTextError if it does not follow from the message."""
+    message = _message(fields, where)
+    if not (message.thinking or message.calls):
+        return message.content
+    target = context.tokenizer(where)
+    try:
+        text = message.generated(request, target, ended=ended)
+    except UsageError as error:
+        raise UnknownTextError(str(_at(error, where))) from None
+    context.assumed["with thinking or calls in fields of their own, put together by the target's chat template"] += 1
+    return text
+
+
+def _message(fields: Mapping[str, Any], where: str) -> Message:
+    try:
+        message = Message.parse(fields)
+    except UsageError as error:
+        raise UnknownTextError(f"{where}: {error}") from None
+    if message is None and "content" not in fields:
+        raise UsageError(f"{where}: the choice is empty; it needs 'token_ids', 'text' or 'message.content'")
+    return message or Message()
 
 
 def _logprobs(choice: Mapping[str, Any], where: str) -> tuple[list[str] | None, list[Any] | None]:
@@ -188,30 +320,40 @@ def _as_sampled(context: ParseContext, values: np.ndarray, sampling: Sampling | 
     return None
 
 
-def _prompt(context: ParseContext, row: Mapping[str, Any], where: str) -> list[int]:
-    if isinstance(messages := row.get("messages"), list):
-        if not messages or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
-            raise UsageError(f"{where}: 'messages' must be a list of objects with 'role' and 'content'")
-        return encode_messages(context.tokenizer(where).tokenizer, messages)
+def _request(fields: Mapping[str, Any], where: str) -> ChatRequest:
+    try:
+        return ChatRequest.parse(fields)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
+
+
+def _prompt(context: ParseContext, request: ChatRequest, row: Mapping[str, Any], where: str) -> list[int]:
     prompt = row.get("prompt")
+    try:
+        if request.messages is not None:
+            tokenizer = context.tokenizer(where).tokenizer
+            return encode_messages(tokenizer, request.messages, tools=request.tools, options=request.options)
+        if isinstance(prompt, str):
+            return encode_text(context.tokenizer(where).tokenizer, prompt, special=True)
+    except UsageError as error:
+        raise _at(error, where) from None
     if isinstance(prompt, list):
         return token_ids(prompt, "prompt", where)
-    if isinstance(prompt, str):
-        try:
-            return encode_text(context.tokenizer(where).tokenizer, prompt, special=True)
-        except UsageError as error:
-            raise _at(error, where) from None
     raise UsageError(f"{where}: the prompt is missing; set 'prompt' (text or token ids) or 'messages'")
 
 
 def _encoded(context: ParseContext, text: str, where: str) -> list[int]:
+    result = _encode(context, text, where)
+    context.assumed[RETOKENIZED] += 1
+    return result
+
+
+def _encode(context: ParseContext, text: str, where: str) -> list[int]:
     tokenizer = context.tokenizer(where).tokenizer
     try:
-        result = encode_text(tokenizer, text, special=False)
+        return encode_text(tokenizer, text, special=False)
     except UsageError as error:
         raise _at(error, where) from None
-    context.assumed["with retokenized text, assumed to yield the sampled tokens"] += 1
-    return result
 
 
 def _with_end(context: ParseContext, tokens: list[int], where: str) -> list[int]:
@@ -231,14 +373,18 @@ def _at(error: UsageError, where: str) -> UsageError:
     return error if where in str(error) else UsageError(f"{where}: {error}")
 
 
-def _finished(row: Mapping[str, Any], key: str, where: str) -> bool | None:
+def _ended(context: ParseContext, row: Mapping[str, Any], where: str) -> bool | None:
     """True if the response ended with an end-of-sequence token; None if unknown."""
-    value = row.get(key, row.get("finish_reason"))
+    value = row.get("finish_reason")
+    value = value.get("type") if isinstance(value, dict) else value  # SGLang
     if value is None:
         return None
-    if not isinstance(value, str) or value not in FINISH_REASONS:
-        raise UsageError(f"{where}: {key!r} is {quoted(value)}; it must be one of {', '.join(FINISH_REASONS)}")
-    return FINISH_REASONS[value]
+    if not isinstance(value, str):
+        raise UsageError(f"{where}: 'finish_reason' is {quoted(value)}; it must be a text, such as stop or length")
+    if value.lower() not in FINISH_REASONS:
+        context.assumed[f"with the unknown finish_reason {quoted(value, 20)}, treated as truncated there"] += 1
+    # A text as vLLM's stop_reason is the stop text that ended the response.
+    return FINISH_REASONS.get(value.lower(), False) and not isinstance(row.get("stop_reason"), str)
 
 
 def _most(row: Mapping[str, Any], where: str) -> int | None:

@@ -52,6 +52,10 @@ class Response:
         return self.most if self.most is not None or self.ended else len(self.tokens)
 
 
+class UnknownTextError(UsageError):
+    """A response whose generated tokens cannot be determined; the others of its file can be replayed."""
+
+
 @dataclass
 class ParseContext:
     """Settings and state shared by the parsers of responses.
@@ -62,6 +66,7 @@ class ParseContext:
         processed: log-probabilities in files are those after temperature and truncation.
         trust_remote_code: allow the target's tokenizer to run custom Python code.
         assumed: assumption -> number of responses that it was made for.
+        skipped: why responses were skipped -> a description of the first one.
     """
 
     target: str = ""
@@ -69,7 +74,9 @@ class ParseContext:
     processed: bool = False
     trust_remote_code: bool = False
     assumed: Counter[str] = field(default_factory=Counter)
+    skipped: dict[str, str] = field(default_factory=dict)
     _tokenizer: TokenizerOf | None = None
+    _named: dict[str, int] | None = None
 
     def tokenizer(self, where: str) -> TokenizerOf:
         """Tokenizer of the target, loaded on first use. Raises UsageError without a target."""
@@ -78,6 +85,21 @@ class ParseContext:
                 raise UsageError(f"{where}: a text needs a tokenizer; set --target MODEL, or record token ids")
             self._tokenizer = load_tokenizer(self.target, trust_remote_code=self.trust_remote_code)
         return self._tokenizer
+
+    def named(self, names: Sequence[str], where: str) -> list[int]:
+        """The tokens with these texts; empty if one is not the text of exactly one token of the vocabulary."""
+        if self._named is None:
+            tokenizer = self.tokenizer(where).tokenizer
+            texts = [str(text) for text in tokenizer.batch_decode([[token] for token in range(len(tokenizer))])]
+            counts = Counter(texts)
+            self._named = {text: token for token, text in enumerate(texts) if counts[text] == 1}
+        tokens = [self._named.get(name) for name in names]
+        return [token for token in tokens if token is not None] if None not in tokens else []
+
+    def skip(self, reason: str, response: str, count: int = 1) -> None:
+        """Count skipped responses; ``response`` describes one of them, for a remark."""
+        first = self.skipped.setdefault(reason, response)
+        self.assumed[f"skipped: {reason}; the first is {first}"] += count
 
 
 def describe(sampling: Sampling) -> str:

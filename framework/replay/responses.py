@@ -54,6 +54,8 @@ class Reader(ParseContext):
                     return
                 count += 1
                 yield response
+        if not count and self.skipped:
+            raise UsageError(f"{next(iter(self.skipped.values()))}; no other response can be replayed")
 
     def _source(self, source: str) -> Iterator[Response]:
         kind = "" if source.startswith("hf:") else kind_of(source)

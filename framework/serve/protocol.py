@@ -13,9 +13,8 @@ from ..contracts.constraint import Constraint, Grammar, checked_constraint
 from ..contracts.sampling import Sampling
 from ..contracts.steps import Request
 from ..errors import CrossdraftError, UsageError, quoted
-from ..models.chat import encode_messages, encode_text
+from ..models.chat import encode_messages, encode_text, template_message
 from ..models.grammar import compile_constraint
-from ..util.input_files import parse_json
 from .decoder_pool import DecoderPool
 from .tools import CallFormat, ToolCall, call_format, tool_call
 
@@ -323,45 +322,17 @@ def _encode_chat(pool: DecoderPool, messages: Any, tools: list[dict[str, Any]] |
         raise InvalidRequestError("messages must be a list of objects with role and content", "messages")
     conversation = []
     for i, message in enumerate(messages):
-        fields = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
-        calls = {key: fields.pop(key) for key in _CALL_KEYS.get(str(fields.get("role")), ()) if key in fields}
-        if "tool_calls" in calls or "reasoning_content" in calls:
-            fields.setdefault("content", "")
-        if "tool_calls" in calls:
-            calls["tool_calls"] = _parsed_calls(i, calls["tool_calls"])
-        if set(fields) != {"role", "content"} or not isinstance(fields["role"], str):
+        try:
+            fields = template_message(message) if isinstance(message, dict) else {}
+        except UsageError as error:
+            raise InvalidRequestError(f"messages[{i}].{error}", "messages") from None
+        keys = {"role", "content", *_CALL_KEYS.get(str(fields.get("role")), ())}
+        if not {"role", "content"} <= fields.keys() <= keys or not isinstance(fields["role"], str):
             raise InvalidRequestError(f"messages[{i}] must have role and content only", "messages")
-        conversation.append({"role": fields["role"], "content": _content(i, fields["content"]), **calls})
+        conversation.append(fields)
     if conversation[-1]["role"] != "tool":  # the result of a call may be empty
         check_text(f"messages[{len(conversation) - 1}]", conversation[-1]["content"])
     return [encode_messages(tokenizer, conversation, pool.max_length, tools)]
-
-
-def _parsed_calls(i: int, calls: Any) -> list[dict[str, Any]]:
-    """The ``tool_calls`` of a message with their arguments as objects, as chat templates read them, not as JSON."""
-    parsed = []
-    try:
-        for call in calls:
-            function = call["function"]
-            arguments = function["arguments"]
-            if isinstance(arguments, str):
-                arguments = parse_json(arguments or "{}", "the arguments", nan=False)
-            parsed.append({**call, "function": {**function, "arguments": {**arguments}}})
-    except (LookupError, TypeError, UsageError):
-        raise InvalidRequestError(
-            f"messages[{i}].tool_calls must be a list of calls, each with a function whose arguments are a JSON object",
-            "messages",
-        ) from None
-    return parsed
-
-
-def _content(i: int, content: Any) -> str:
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(parts, list) or not all(
-        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts
-    ):
-        raise InvalidRequestError(f"messages[{i}].content must be a string or a list of parts of type text", "messages")
-    return "".join(part["text"] for part in parts)
 
 
 def _encode_prompts(pool: DecoderPool, prompt: Any) -> list[list[int]]:

@@ -226,7 +226,7 @@ class _TraceReader:
         return Arrival(seconds, *(self._tokens(row[key], key, where) for key in lengths))
 
     def _time(self, cell: Any, key: str, where: str) -> int | float | datetime:
-        value = cell
+        value: Any = cell
         if isinstance(value, str) and (match := _DATE.fullmatch(value)):
             try:
                 return datetime.fromisoformat("".join(part or "" for part in match.groups()))
@@ -234,7 +234,7 @@ class _TraceReader:
                 pass  # the 31st of June
         elif isinstance(value, str) and self.header is not None and _NUMBER.fullmatch(value):
             value = int(value) if value.isdecimal() else float(value)
-        if type(value) not in (int, float) or not 0 <= value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise UsageError(
                 f"{where}: {key!r} {quoted(cell)} is not a time; give a number, at least 0, or a date such as "
                 "2023-11-16 18:17:03.97, with or without an offset such as +00:00"

@@ -164,7 +164,7 @@ def test_completions_with_server_fields(read: Any) -> None:
             {"prompt": [1], "tokens": [1], "temperature": 0.7},
             "sampled at temperature 0.7, but the options request temperature 1",
         ),
-        ({"prompt": [1], "tokens": [1], "finish_reason": "maybe"}, "responses.jsonl:2: 'finish_reason' is 'maybe'"),
+        ({"prompt": [1], "tokens": [1], "finish_reason": 1}, "responses.jsonl:2: 'finish_reason' is 1; it must"),
         ({"prompt": [1], "tokens": [1], "max_tokens": 0}, "responses.jsonl:2: 'max_tokens' is 0"),
         ({"prompt": [1], "tokens": [1], "category": "a\nb"}, "responses.jsonl:2: 'category' is"),
         ({"prompt": "a\x00", "tokens": [1]}, "responses.jsonl:2: a text contains the character U\\+0000"),
