@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from .framework.training.losses import distil, overlap
     from .framework.util.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS, Limit
     from .framework.util.output_files import cache_dir
+    from .framework.util.stored_code import own_path
     from .framework.util.static_trees import TreeShape, tree_constant, tree_families
     from .framework.util.tensors import Gathered, at_once, columns, counting, eager_on_cpu, on_device, take_rows
 
@@ -185,6 +186,7 @@ __all__ = [
     "on_device",
     "option",
     "overlap",
+    "own_path",
     "stream",
     "take_rows",
     "tree_constant",
@@ -277,6 +279,7 @@ _HOME = {
     "accept_each": ".framework.contracts.rng",
     "at_once": ".framework.util.tensors",
     "cache_dir": ".framework.util.output_files",
+    "own_path": ".framework.util.stored_code",
     "columns": ".framework.util.tensors",
     "counting": ".framework.util.tensors",
     "custom_generate": ".framework.api.custom_generate",

@@ -220,7 +220,8 @@ class EngineServer(ABC):
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         command, self.url = self.command(port), f"http://127.0.0.1:{port}"
-        environment = {**os.environ, **self.environment(), **self.options.env}
+        # `python -m` would import from the working directory, in which foreign files may lie.
+        environment = {"PYTHONSAFEPATH": "1", **os.environ, **self.environment(), **self.options.env}
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             log.write(f"$ {shlex.join(command)}\n".encode())

@@ -7,7 +7,8 @@ The code depends on the structure of a layer, not on its weights, and the number
 variable: all layers of a model share it. It differs only between one row and several, and between one token and
 several. PyTorch's AOTInductor compiles each variant at its first pass of a warm-up (`recording`), which takes 15 to 20
 seconds and a C++ compiler, and stores it in the cache directory; from then on it is loaded at its first pass. A layer
-runs uncompiled if it cannot be compiled, if its output differs at that first pass, and outside of `own_attention`.
+runs uncompiled if it cannot be compiled, if others can write to the cache directory (`own_path`), if its output differs
+at that first pass, and outside of `own_attention`.
 
 ``CROSSDRAFT_COMPILED_LAYERS=0`` in the environment switches this off, for debugging and comparison.
 """
@@ -41,6 +42,7 @@ from ..models.device import cpu_model
 from ..util.cache_argument import cache_argument
 from ..util.compilation import TensorFunction, export_function, load_package, package_program
 from ..util.output_files import cache_dir
+from ..util.stored_code import ForeignCodeError, own_directory
 from . import small_batch_linear
 from .attention import sdpa
 from .attention.sdpa import in_own_attention, own_attention
@@ -60,6 +62,8 @@ MOST_FORMS = 8
 MOST_DAYS = 90
 #: Largest difference between a compiled and an uncompiled output, relative to the largest number of the latter.
 TOLERANCE = 1e-4
+#: Environment variable of the directory of the code.
+_VARIABLE = "CROSSDRAFT_CACHE"
 #: Module of the hooks by which models return hidden states, of layers, and attention weights, which no pass requests.
 _RECORDERS = "transformers.utils.output_capturing"
 #: Arguments for these hooks, which layers do not read.
@@ -360,7 +364,10 @@ def _directory() -> Path:
 @cache
 def _has_code() -> bool:
     """True if any code is stored; cached until this process stores some. Without any, layers are not even read."""
-    return _directory().is_dir() and any(_directory().iterdir())
+    try:
+        return any(_directory().iterdir())
+    except OSError:  # it does not exist, or is not readable
+        return False
 
 
 def _function(layer: nn.Module, identity: Form, call: _Call) -> TensorFunction | None:
@@ -370,13 +377,18 @@ def _function(layer: nn.Module, identity: Form, call: _Call) -> TensorFunction |
     if path in _failed:
         return None
     try:
-        if not path.is_file():
+        own = own_directory(path.parent, _VARIABLE) / path.name
+        if not own.is_file():
             if capture_limits() is None:
                 return None
             name = type(layer).__name__
             print(f"crossdraft: compiling {name} for this processor, once", file=sys.stderr, flush=True)
-            _compile(layer, call, path)
-        return _load(path)
+            _compile(layer, call, own)
+        return _load(own)
+    except ForeignCodeError as error:
+        _failed.add(path)
+        _warn_once(type(layer).__name__, str(error))
+        return None
     except Exception as error:
         _failed.add(path)
         with suppress(OSError):
@@ -391,9 +403,10 @@ _failed: set[Path] = set()
 
 @cache
 def _load(path: Path) -> TensorFunction:
+    function = load_package(path, _VARIABLE)
     with suppress(OSError):
         os.utime(path)  # see `_remove_unused`
-    return load_package(path)
+    return function
 
 
 def _remove_unused() -> None:
@@ -463,7 +476,6 @@ def _compile(layer: Any, call: _Call, path: Path) -> None:
         ]
         program = export_function(run, traced, variable)
         program.module()(*other)  # checks the conditions on sizes that tracing assumed
-        path.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=path.parent) as directory:
             package_program(program, Path(directory) / path.name).replace(path)
         _remove_unused()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch._C._aoti import AOTIModelPackageLoader
 from torch.export import ExportedProgram
 
 from .shared_patch import SharedPatch
+from .stored_code import own_directory, own_path
 
 #: Compiled code: a list of tensors to a sequence of tensors.
 TensorFunction = Callable[[list[Tensor]], Sequence[Tensor]]
@@ -29,6 +31,7 @@ def compile_function(function: Callable[..., tuple[Tensor, ...]], inputs: list[T
 
 
 def jit_compile(function: Callable[..., Any], dynamic: bool | None = False) -> Callable[[list[Any]], Any]:
+    _check_compiler_caches()
     # Compiled code is looked up by code object, one entry after the other; a copy of the code object has one entry.
     own = FunctionType(function.__code__.replace(), function.__globals__, closure=function.__closure__)
     compiled = torch.compile(own, fullgraph=True, dynamic=dynamic)
@@ -53,16 +56,29 @@ def package_program(program: ExportedProgram, path: Path) -> Path:
     """Compile ``program`` ahead of time; writes and returns ``path``, which ends in ``.pt2``."""
     from torch._inductor import aoti_compile_and_package
 
+    _check_compiler_caches()
     with _no_future_warnings:
         # Calls between kernels are a small share of a run, but optimising them takes a quarter of the compilation.
         options = {"aot_inductor.compile_wrapper_opt_level": "O0"}
         return Path(aoti_compile_and_package(program, package_path=str(path), inductor_configs=options))
 
 
-def load_package(path: Path) -> TensorFunction:
+def load_package(path: Path, variable: str = "TMPDIR") -> TensorFunction:
+    """Load a package, which executes code in it; ``variable``, and errors: see `own_path`."""
     # Not `aoti_load_package`, which does the same: importing torch._inductor takes seconds.
     name, single_threaded, runners, device = "model", False, 1, -1
-    return AOTIModelPackageLoader(str(path), name, single_threaded, runners, device).run
+    return AOTIModelPackageLoader(str(own_path(path, variable)), name, single_threaded, runners, device).run
+
+
+def _check_compiler_caches() -> None:
+    """Create PyTorch's cache of compiled code, by default in ``/tmp``, for this user only. Raises ForeignCodeError."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    variable, triton = "TORCHINDUCTOR_CACHE_DIR", os.environ.get("TRITON_CACHE_DIR")
+    directory = own_directory(Path(os.environ.get(variable) or default_cache_dir()), variable)
+    os.environ[variable] = str(directory)
+    if triton and not Path(triton).is_relative_to(directory):
+        own_directory(Path(triton), "TRITON_CACHE_DIR")
 
 
 def _ignore_future_warnings() -> Callable[[], None]:

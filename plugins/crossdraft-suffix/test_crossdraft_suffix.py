@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from crossdraft_suffix import compiled
 from crossdraft_suffix.drafter import Suffix
 from crossdraft_suffix.history import END, History
 from crossdraft_suffix.speculation import Speculation, speculate
@@ -242,3 +244,12 @@ def test_options_that_cannot_be() -> None:
     for options in wrong:
         with pytest.raises(ValidationError):
             Suffix.Config(**options)
+
+
+def test_code_is_not_stored_where_others_can_write(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
+    own = compiled.compiled()(compiled.extend.py_func)
+    tmp_path.chmod(0o777)
+    compiled._is_own.cache_clear()
+    foreign = compiled.compiled()(compiled.extend.py_func)
+    assert own.stats.cache_path and not foreign.stats.cache_path and "NUMBA_CACHE_DIR" in caplog.text

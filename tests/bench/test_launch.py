@@ -197,3 +197,9 @@ def test_every_process_has_time_budget(bench: Any, tmp_path: Path, launcher: Any
     assert [len({question for question, _ in cell}) for cell in whole.values()] == [2] * 4
     assert sorted(path.name for path in (run / "shards").iterdir()) == [f"{k}-of-2.log" for k in (1, 2)]
     assert "reusing" in bench(*settings)[2]
+
+
+def test_process_imports_nothing_from_its_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "argparse.py").write_text("raise SystemExit('planted')")
+    work = Work("group", ("--version",), tmp_path, tmp_path / "log")
+    assert processes.run(work) == "ended with exit code 0", work.log.read_text()

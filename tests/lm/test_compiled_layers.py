@@ -141,6 +141,22 @@ def test_damaged_code_is_removed(tiny_model: Callable, monkeypatch: Any, traced:
     assert "LlamaDecoderLayer runs uncompiled" in caplog.text
 
 
+def test_code_that_others_can_replace_is_neither_loaded_nor_removed(
+    tiny_model: Callable, monkeypatch: Any, traced: list[int], caplog: Any
+) -> None:
+    model, passes = tiny_model("llama"), [[-1, 0]] * 2
+    expected = plain(model, 2, monkeypatch, passes)
+    logits(own_modules(model), 2, passes=passes)
+    (file,) = (cache_dir() / "layers").iterdir()
+    file.parent.chmod(0o777)
+    monkeypatch.setattr(compiled_layers, "_failed", set())
+    before = len(traced)
+    assert close(logits(own_modules(model), 2, passes=passes), expected)
+    assert len(traced) == before and file.exists()
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert str(file.parent) in warning and "can be written by others" in warning and "chmod go-w" in warning
+
+
 def test_code_that_is_no_longer_loaded_is_removed(tiny_model: Callable, traced: list[int]) -> None:
     files = {days: cache_dir() / "layers" / f"{days}.pt2" for days in (1, 100)}
     files[1].parent.mkdir(parents=True)

@@ -15,12 +15,16 @@ from ...errors import UsageError
 def start(
     work: Work, environment: Mapping[str, str] | None = None, own_session: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Start the process; with ``own_session``, terminal signals do not reach it."""
+    """Start the process; with ``own_session``, terminal signals do not reach it.
+
+    ``python -m`` imports from the working directory, in which foreign files may lie, only if this process does.
+    """
+    safe = {} if {"", str(work.directory)} & set(sys.path) else {"PYTHONSAFEPATH": "1"}
     with work.log.open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "crossdraft", *work.arguments],
             cwd=work.directory,
-            env={**os.environ, **work.environment, **(environment or {})},
+            env={**os.environ, **safe, **work.environment, **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

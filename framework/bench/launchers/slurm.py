@@ -9,6 +9,7 @@ from pydantic import Field
 from ...contracts.launcher import Launcher, LauncherConfig, Work, Worker
 from ...errors import UsageError, first_line
 from ...util.extras import need
+from ...util.stored_code import own_directory
 from . import processes
 
 
@@ -52,7 +53,8 @@ class Slurm(Launcher):
     def start(self, work: Work) -> Worker:
         config = self.config
         try:
-            executor = self._submitit.AutoExecutor(folder=work.log.parent / "submitit", cluster=config.cluster)
+            folder = own_directory(work.log.parent / "submitit", "--out")  # of pickles, which jobs execute
+            executor = self._submitit.AutoExecutor(folder=folder, cluster=config.cluster)
             options = {key: getattr(config, key) for key in ("partition", "account", "qos", "constraint")}
             parameters: dict[str, Any] = {f"slurm_{key}": value for key, value in options.items() if value is not None}
             parameters |= {"slurm_exclusive": True} if self._exclusive else {}

@@ -5,11 +5,17 @@ Everything is in one file because Numba invalidates its cache by the source file
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import logging
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
+
+from crossdraft import CrossdraftError, own_path
 
 #: Separator of texts, not a token: matches and continuations end there.
 END = -1
@@ -22,6 +28,29 @@ _BASE, _MIX = np.uint64(0xC2B2AE3D27D4EB4F), np.uint64(0x9E3779B97F4A7C15)
 _PIECE = 64
 
 Tokens = NDArray[np.int64]
+
+logger = logging.getLogger(__name__)
+
+
+def compiled(**options: Any) -> Callable[[Any], Any]:
+    """Numba's ``njit``; code is stored only in a directory of this user's own, because loading it executes it."""
+
+    def decorate(function: Any) -> Any:
+        result = njit(cache=True, **options)(function)  # loads nothing before its first call
+        return result if _is_own(Path(result.stats.cache_path)) else njit(**options)(function)
+
+    return decorate
+
+
+@cache
+def _is_own(directory: Path) -> bool:
+    try:
+        for path in (directory, *directory.glob(f"{Path(__file__).stem}.*.nb?")):
+            own_path(path, "NUMBA_CACHE_DIR")
+    except CrossdraftError as error:
+        logger.warning("crossdraft: suffix is compiled anew in every process, which takes seconds: %s", error)
+        return False
+    return True
 
 
 class Links(NamedTuple):
@@ -50,14 +79,14 @@ class Links(NamedTuple):
         return cls(ring, before, head, np.zeros(SIZES[-1], dtype=np.int64), np.zeros(1, dtype=np.int64))
 
 
-@njit(cache=True)
+@compiled()
 def extend(links: Links, new: Tokens) -> None:
     ring, before, head, tail, total = links
     for token in new:
         _add(ring, before, head, tail, total, token)
 
 
-@njit(cache=True, forceinline=True)
+@compiled(forceinline=True)
 def _add(
     ring: NDArray[np.int32],
     before: NDArray[np.int32],
@@ -88,19 +117,19 @@ def _add(
     total[0] = place + 1
 
 
-@njit(cache=True)
+@compiled()
 def _bucket(value: np.uint64, buckets: int) -> np.int64:
     """Bucket of a hash; the number of buckets is a power of two."""
     return np.int64((value * _MIX) >> np.uint64(32)) & (buckets - 1)
 
 
-@njit(cache=True)
+@compiled()
 def _slot(place: int | np.int64, lap: int, capacity: int) -> int | np.int64:
     """Place % capacity of a stored position; ``lap`` is the first position of the ring's current lap."""
     return place - lap if place >= lap else place - lap + capacity
 
 
-@njit(cache=True, forceinline=True)
+@compiled(forceinline=True)
 def _follow_chains(
     before: NDArray[np.int32],
     head: NDArray[np.int32],
@@ -150,7 +179,7 @@ def _follow_chains(
             break
 
 
-@njit(cache=True, forceinline=True)
+@compiled(forceinline=True)
 def _matching(
     ring: NDArray[np.int32],
     total: int,
@@ -181,7 +210,7 @@ def _matching(
     return result
 
 
-@njit(cache=True)
+@compiled()
 def matches(
     links: Links, i: int, text: Tokens, end: int, most: int, occurrences: int, places: Tokens, lengths: Tokens
 ) -> int:
@@ -203,7 +232,7 @@ def matches(
     return _matching(ring, total[0], i, text, end, most, many, 0, counts[0], lengths)
 
 
-@njit(cache=True, forceinline=True)
+@compiled(forceinline=True)
 def _best_path(
     ring: NDArray[np.int32],
     total: int,
@@ -257,7 +286,7 @@ def _best_path(
     return drafted, score
 
 
-@njit(cache=True)
+@compiled()
 def _chains(
     links: Links,
     text: Tokens,
@@ -329,7 +358,7 @@ def _chains(
             _add(ring, before, head, tail, total, text[first + t])
 
 
-@njit(cache=True)
+@compiled()
 def chain(
     links: Links,
     text: Tokens,
@@ -355,7 +384,7 @@ def chain(
     return drafted[0], scores[0]
 
 
-@njit(cache=True)
+@compiled()
 def replay_drafts(
     own: Links,
     memory: Links,
