@@ -73,8 +73,8 @@ if TYPE_CHECKING:
     from .framework.training.losses import distil, overlap
     from .framework.util.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS, Limit
     from .framework.util.output_files import cache_dir
-    from .framework.util.stored_code import own_path
     from .framework.util.static_trees import TreeShape, tree_constant, tree_families
+    from .framework.util.stored_code import own_path
     from .framework.util.tensors import Gathered, at_once, columns, counting, eager_on_cpu, on_device, take_rows
 
     __version__: str

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import EntryPoint, distributions, entry_points
+from importlib.metadata import Distribution, EntryPoint, EntryPoints, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -88,34 +88,24 @@ class Manager(pluggy.PluginManager):
 
     def load_entry_points(self) -> None:
         """Load every installed plug-in: crossdraft's own first, so that built-in names cannot be overridden."""
-        points = [(*_distribution(point), point) for point in self._entry_points()]
+        skip_damaged_distributions()
+        points = [(*_distribution(point), point) for point in entry_points(group="crossdraft")]
+        self.broken_plugins += [_skipped(f"the entry points of {path}", error) for path, error in _damaged.items()]
         for distribution, version, point in sorted(points, key=lambda f: (f[0] != "crossdraft", f[0], f[2].name)):
-            name, provider = f"{distribution}:{point.name}", f"{distribution} {version}"
+            name, provider = f"{distribution}:{point.name}", f"{distribution} {version}".rstrip()
             try:
+                if point.pattern.match(point.value) is None:
+                    raise ContractError("it is not of the form module:object")
                 with redirect_stdout(sys.stderr):
                     self.register(point.load(), name)
                 self.providers[name] = provider
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # whatever a third party's module may raise, SystemExit too
-                top = sys.modules.get(point.module.partition(".")[0])
+                top = sys.modules.get(point.value.partition(":")[0].partition(".")[0])
                 if isinstance(error, ModuleNotFoundError) and (why := _shadowing(top)):
                     error = ContractError(why)
-                self.broken_plugins.append(_skipped(f"{provider}, {point.value}", error))
-
-    def _entry_points(self) -> list[EntryPoint]:
-        try:
-            return list(entry_points(group="crossdraft"))
-        except Exception:  # one distribution with damaged metadata would cost all the others
-            return [point for package in distributions() for point in self._of_distribution(package)]
-
-    def _of_distribution(self, distribution: Any) -> list[EntryPoint]:
-        try:
-            return list(distribution.entry_points.select(group="crossdraft"))
-        except Exception as error:
-            where = getattr(distribution, "_path", "a distribution")
-            self.broken_plugins.append(_skipped(f"the entry points of {where}", error))
-            return []
+                self.broken_plugins.append(_skipped(f"{provider}, {point.name} = {point.value}", error))
 
     def collected(self) -> tuple[dict[str, dict[str, Entry]], list[Broken]]:
         """All names by kind, and broken plug-ins; cached until a plug-in is registered or unregistered."""
@@ -168,6 +158,29 @@ class Manager(pluggy.PluginManager):
             if implementation.plugin is plugin:
                 implementation.function(register)
         return entries
+
+
+@cache
+def skip_damaged_distributions() -> None:
+    """Let distributions with unreadable entry points have none, in this process.
+
+    importlib raises for all distributions if one is damaged, also when a library (pydantic, PyTorch) looks for its own
+    plug-ins, so that nothing could be imported.
+    """
+    read = Distribution.entry_points.fget  # type: ignore[attr-defined]
+
+    def points(self: Distribution) -> EntryPoints:
+        try:
+            return read(self)
+        except Exception as error:
+            _damaged[str(getattr(self, "_path", self))] = error
+            return EntryPoints()
+
+    Distribution.entry_points = property(points)  # type: ignore[assignment,misc]
+
+
+#: Distributions with unreadable entry points, and the errors.
+_damaged: dict[str, Exception] = {}
 
 
 @cache
@@ -370,7 +383,7 @@ def _shadowing(module: Any) -> str | None:
 
 
 def _skipped(provider: str, error: BaseException) -> Broken:
-    broken = Broken(provider, first_line(error))
+    broken = Broken(printable(provider), first_line(error))
     logger.warning("crossdraft: skipped a plug-in (%s): %s", broken.provider, broken.error)
     return broken
 
@@ -380,5 +393,10 @@ def _singular(kind: str) -> str:
 
 
 def _distribution(entry_point: EntryPoint) -> tuple[str, str]:
-    package = entry_point.dist
-    return (str(package.name), str(package.version)) if package else ("unknown distribution", "")
+    """Name and version of the distribution of an entry point; its directory if its metadata is damaged."""
+    package: Any = entry_point.dist
+    try:
+        name, version = package.name, package.version
+    except Exception:
+        name = version = None
+    return str(name or getattr(package, "_path", "unknown distribution")), str(version or "")

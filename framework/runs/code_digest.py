@@ -46,7 +46,10 @@ def source_of(cls: type[Any], *wrapped: type[Any]) -> dict[str, str]:
 @cache
 def _distributions() -> Mapping[str, Sequence[str]]:
     """Distributions of every top-level package; cached, because the lookup is slow."""
-    return packages_distributions()
+    try:
+        return packages_distributions()
+    except Exception:  # the metadata of some distribution is damaged
+        return {}
 
 
 def code_sha256(modules: Sequence[str]) -> str:

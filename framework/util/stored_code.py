@@ -1,8 +1,8 @@
 """Directories from which stored code is loaded: compiled layers, PyTorch's and Numba's caches, jobs of a cluster.
 
 Loading a shared library or a pickle executes it, so whoever can write the file runs programs as this user. The names of
-such files are no protection: they follow from public inputs. `own_path` and `own_directory` are the one check, for every
-cache: code is loaded only if nobody but this user and root can write the file or replace a directory on the way to it.
+such files do not protect them: they follow from public inputs. `own_path` and `own_directory` are the one check, for
+every cache: code is loaded only if nobody but this user and root can write the file or replace a directory above it.
 """
 
 from __future__ import annotations

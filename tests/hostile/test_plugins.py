@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from crossdraft.framework.contracts.draft_kind import CHAIN
 from crossdraft.framework.contracts.drafter import Drafter, DraftTraits, StrategyConfig
 from crossdraft.framework.contracts.hookspecs import hookimpl
 from crossdraft.framework.contracts.verifier import Verifier, VerifierTraits
+from crossdraft.framework.util.releases import release
 
 #: What the module of a plug-in holds, and words of the reason why it is skipped.
 MODULES: dict[str, tuple[str, list[str]]] = {
@@ -109,30 +110,41 @@ def test_plugin_prints_go_to_stderr(manager: Any, capsys: Any) -> None:
         assert json.loads(out) and "hello" not in out and "registering" not in out
 
 
-def test_metadata_that_is_damaged(monkeypatch: Any, capsys: Any) -> None:
-    """A distribution with unreadable entry points does not affect others."""
-    good = [p for p in plugins.entry_points(group="crossdraft") if p.dist is not None and p.dist.name == "crossdraft"]
+METADATA = b"Metadata-Version: 2.1\nName: theirs\nVersion: 1\n"
+POINTS = b"[crossdraft]\nfirst = json:loads\n"
+DISTRIBUTIONS: dict[str, tuple[bytes, bytes | None, list[str]]] = {
+    "not a reference": (b"[crossdraft]\nfirst = a b\n", METADATA, ["theirs 1, first = a b", "module:object"]),
+    "a reference with a space": (b"[crossdraft]\nfirst = a b:c\n", METADATA, ["theirs 1, first = a b:c", "module:"]),
+    "no value": (b"[crossdraft]\nfirst =\n", METADATA, ["theirs 1, first =", "module:object"]),
+    "a relative module": (b"[crossdraft]\nfirst = .json:x\n", METADATA, ["theirs 1, first = .json:x", "relative"]),
+    "no = in a line": (b"[crossdraft]\nfirst\n", METADATA, ["theirs-1.dist-info", "TypeError"]),
+    "not UTF-8": (b"[crossdraft]\nb\xff = json:loads\n", METADATA, ["theirs-1.dist-info", "UnicodeDecodeError"]),
+    "escapes": (b"[crossdraft]\n\x1b[31m = json:loads\n", METADATA, [r"theirs 1, \x1b[31m = json:loads", "no hook"]),
+    "no metadata": (POINTS, None, ["theirs-1.dist-info, first = json:loads", "no hook"]),
+    "no version": (POINTS, b"Metadata-Version: 2.1\nName: theirs\n", ["theirs, first = json:loads", "no hook"]),
+    "metadata that is not UTF-8": (POINTS, b"Name: \xff\nVersion: 1\n", ["theirs-1.dist-info, first", "no hook"]),
+}
 
-    class Damaged:
-        _path = "/site-packages/damaged.dist-info"
 
-        @property
-        def entry_points(self) -> Any:
-            raise TypeError("no = in a line")
-
-    class Whole:
-        entry_points = SimpleNamespace(select=lambda group: good)
-
-    def fails(group: str) -> Any:
-        raise TypeError("no = in a line")
-
-    monkeypatch.setattr(plugins, "entry_points", fails)
-    monkeypatch.setattr(plugins, "distributions", lambda: [Damaged(), Whole()])
-    one = plugins.Manager()
-    one.load_entry_points()
-    names, broken = one.collected()
-    assert "prompt-lookup" in names["drafters"]
-    assert [b.provider for b in broken] == ["the entry points of /site-packages/damaged.dist-info"]
+@pytest.mark.parametrize("what", DISTRIBUTIONS)
+def test_malformed_distribution(what: str, monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
+    """It is a line in ``crossdraft plugins``, and affects neither others nor libraries with plug-ins of their own."""
+    points, metadata, words = DISTRIBUTIONS[what]
+    directory = tmp_path / "theirs-1.dist-info"
+    directory.mkdir()
+    (directory / "entry_points.txt").write_bytes(points)
+    if metadata is not None:
+        (directory / "METADATA").write_bytes(metadata)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(plugins, "_damaged", {})
+    fresh = plugins.Manager()
+    fresh.load_entry_points()
+    monkeypatch.setattr(plugins, "manager", lambda: fresh)
+    assert "prompt-lookup" in plugins.entries("drafters") and entry_points(group="crossdraft") is not None
+    assert cli.main(["plugins"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "theirs" in line]
+    assert all(word in line for word in words) and "\x1b" not in line
+    assert release("theirs") in ("", "1")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("down"), SystemExit(0), GeneratorExit()])
