@@ -2,7 +2,7 @@
 
 Loading a shared library or a pickle executes it, so whoever can write the file runs programs as this user. The names of
 such files do not protect them: they follow from public inputs. `own_path` and `own_directory` are the one check, for
-every cache: code is loaded only if nobody but this user and root can write the file or replace a directory above it.
+every cache: code is loaded only if no other user than root can write the file or replace a directory above it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def own_path(path: Path, variable: str) -> Path:
 
     The file and every directory above it, up to the root and along links, must belong to this user or root, and neither
     group nor others may write to them. A sticky directory such as ``/tmp`` may be above: there, only the owner of an
-    entry can replace it. As nobody else can change such a path, the answer still holds when the file is opened.
+    entry can replace it. As others cannot change such a path, the answer still holds when the file is opened.
 
     On Windows, which has no such owners, every path is returned; caches are in the user's profile there.
 

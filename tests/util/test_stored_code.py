@@ -1,4 +1,4 @@
-"""Code is loaded only from where nobody else can write."""
+"""Code is loaded only from where others cannot write."""
 
 import os
 import stat
