@@ -302,6 +302,10 @@ class Group:
             result.records, result.pieces, sum(part.passes for part in measured), min_depth, self._depths[i]
         )
         result.metrics.peak_memory = max((part.peak_memory for part in measured if part.peak_memory), default=None)
+        for part in measured:
+            for name, numbers in part.other_traffic.items():
+                counted, own = result.metrics.other_traffic.get(name, (0.0, 0.0))
+                result.metrics.other_traffic[name] = (counted + numbers[0], own + numbers[1])
 
     # -- failures ------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from ..recipe.yaml_errors import KeyPath
 from ..runs.interrupts import user_interrupted
 from .cells.cell_runner import Models, drafter_of, lengths
 from .cells.conversations import Conversation, prepare
-from .cells.engine_cell import check
+from .cells.engine_cell import check, check_addresses
 
 
 def preflight(recipe: Recipe, cells: Sequence[CellConfig], prompts: Sequence[Prompt], models: Models) -> list[str]:
@@ -35,6 +35,12 @@ def preflight(recipe: Recipe, cells: Sequence[CellConfig], prompts: Sequence[Pro
     built: set[tuple[str, ...]] = set()
     notes: list[str] = []
     prepared: dict[tuple[str, int], list[Conversation]] = {}
+    try:
+        check_addresses(cells)
+    except UsageError as error:
+        raise recipe.places.error(
+            ("matrix", "engine") if "engine" in recipe.matrix else ("engine",), str(error)
+        ) from None
     for cell in cells:
         try:
             first_device(cell.device)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from queue import Empty, SimpleQueue
 from typing import Any
-from urllib.request import urlopen
 
-from ..errors import UsageError, first_line, printable
+from ..errors import UsageError, printable
 from ..util.input_files import parse_json, path_of, read_text
 from ..util.limits import METRICS_BYTES, MOST_NESTING
+from .http_response import HttpResponse, NetworkError
 
 #: The first line of a multi-line JSON value, but not a time stamp in brackets.
 _JSON_BEGINS = re.compile(r"[\[{]\s*([\[{\"]|$)")
@@ -127,39 +125,14 @@ def read_source(source: str) -> Source:
     """Read a file or an HTTP response. Raises UsageError."""
     if not source.startswith(("http://", "https://")):
         return Source(read_text(path_of(source), METRICS_BYTES), printable(source))
-    data = _fetch(source)
-    if reason := METRICS_BYTES.refusal(data):
-        raise UsageError(f"the response of {printable(source)} is too large; in bytes, {reason}")
+    if flaw := UNFIT.search(source):
+        raise UsageError(f"{printable(source)} is not a valid URL: it has {flaw[0]!r}; write it as %{ord(flaw[0]):02X}")
     try:
-        return Source(data.decode("utf-8"), printable(source))
+        with HttpResponse(source, seconds=TIMEOUT, most=METRICS_BYTES) as response:
+            if response.status != 200:
+                raise NetworkError(response.error())
+            return Source(response.body().decode("utf-8"), printable(source))
+    except NetworkError as error:
+        raise UsageError(f"cannot read {printable(source)}: {error}; save it to a file and give the file") from None
     except UnicodeDecodeError as error:
         raise UsageError(f"cannot read {printable(source)}: the response is not UTF-8 text: {error}") from None
-
-
-def _fetch(url: str) -> bytes:
-    """Return up to `METRICS_BYTES` + 1 bytes of an HTTP response. Raises UsageError.
-
-    Read in a daemon thread, because a socket's time limit is for a single read, so a slow server could block for ever.
-    """
-    results: SimpleQueue[bytes | Exception] = SimpleQueue()
-
-    def read() -> None:
-        try:
-            with urlopen(url, timeout=TIMEOUT) as response:
-                results.put(response.read(METRICS_BYTES + 1))
-        except Exception as error:  # of the network, http.client, or an invalid URL
-            results.put(error)
-
-    if flaw := UNFIT.search(url):
-        raise UsageError(f"{printable(url)} is not a valid URL: it has {flaw[0]!r}; write it as %{ord(flaw[0]):02X}")
-    threading.Thread(target=read, daemon=True).start()
-    try:
-        result = results.get(timeout=TIMEOUT)
-    except Empty:
-        raise UsageError(
-            f"cannot read {printable(url)}: the response was not complete after {TIMEOUT:g} s; save it to a file and "
-            "give the file"
-        ) from None
-    if isinstance(result, Exception):
-        raise UsageError(f"cannot read {printable(url)}: {first_line(result)}")
-    return result

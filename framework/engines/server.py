@@ -7,7 +7,6 @@ events.
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import signal
@@ -21,12 +20,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
-import requests
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from ..contracts.options import Options
 from ..contracts.sampling import Sampling
-from ..errors import ModelError, UsageError, first_line
+from ..errors import ModelError, UsageError, first_line, quoted
+from ..util.input_files import parse_json
+from ..util.limits import EVENT_BYTES
+from .http_response import HttpResponse, NetworkError, fetch, unfit
+from .response_checks import counts_flaw, response_flaw
 
 #: Seconds between two looks at a starting server.
 _POLL = 0.25
@@ -34,10 +36,16 @@ _POLL = 0.25
 _STOP = 30
 #: Lines of its log in the message about a server that ended.
 _LOG_LINES = 12
-#: Seconds without an event after which a request fails.
-_SILENCE = 600
+#: Seconds for a response that is not a stream.
+_BODY_SECONDS = 30.0
+
+
+class _UnknownToken(int):
+    """An id that no JSON of a server can equal by identity."""
+
+
 #: Token whose id the engine does not stream.
-UNKNOWN = -1
+UNKNOWN = _UnknownToken(-1)
 
 
 class ServerOptions(Options):
@@ -51,6 +59,14 @@ class ServerOptions(Options):
     args: list[str] = Field(default=[], description="further arguments of the server")
     env: dict[str, str] = Field(default={}, description="further environment variables of the server")
     start_seconds: float = Field(default=900, gt=0, description="maximum time until the server answers")
+    token_seconds: float = Field(default=300, gt=0, description="maximum time without a new token of a response")
+
+    @field_validator("url", "baseline_url")
+    @classmethod
+    def _address(cls, url: str) -> str:
+        if url and (reason := unfit(url)):
+            raise ValueError(f"is not the address of a server: {reason}; write it as http://host:8000")
+        return url
 
 
 @dataclass(frozen=True)
@@ -66,6 +82,7 @@ class ServedCell:
         flags: arguments that set up speculation, see `Engine.export`.
         end_tokens: end-of-sequence ids of the target.
         tokenizer: of the target.
+        vocab_size: number of token ids of the target; None if unknown.
     """
 
     target: Path
@@ -78,6 +95,7 @@ class ServedCell:
     flags: Sequence[str]
     end_tokens: Sequence[int]
     tokenizer: Any
+    vocab_size: int | None = None
 
 
 @dataclass
@@ -263,8 +281,8 @@ class EngineServer(ABC):
 
     def _is_ready(self) -> bool:
         try:
-            return self.get(self.ready, timeout=5).status_code == 200
-        except requests.RequestException:
+            return self.get(self.ready, seconds=5)[0] == 200
+        except NetworkError:
             return False
 
     def _tail(self) -> str:
@@ -274,19 +292,17 @@ class EngineServer(ABC):
             return ""
         return f"; the end of {self.log}:\n  " + "\n  ".join(lines[-_LOG_LINES:])
 
-    def scrape(self, name: str, comment: str = "") -> None:
-        """Write the counters to the file ``name`` beside the log; without counters, no file is written."""
+    def scrape(self) -> str:
+        """Return the counters; empty if the server has none."""
         try:
-            answer = self.get(self.metrics)
-        except requests.RequestException:
-            return
-        if answer.status_code == 200:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            (self.directory / name).write_text(comment + answer.text, encoding="utf-8")
+            status, text = self.get(self.metrics)
+        except NetworkError:
+            return ""
+        return text if status == 200 else ""
 
-    def get(self, path: str, timeout: float = 30) -> requests.Response:
-        """Send a GET request. Raises requests.RequestException."""
-        return requests.get(self.url + path, timeout=timeout)
+    def get(self, path: str, seconds: float = _BODY_SECONDS) -> tuple[int, str]:
+        """Send a GET request; returns the status and the body. Raises NetworkError."""
+        return fetch(self.url + path, seconds)
 
     # -- requests --------------------------------------------------------------------------------------------
 
@@ -294,45 +310,74 @@ class EngineServer(ABC):
         """Send one request and read its response. May be called from several threads.
 
         Raises:
-            ModelError: the server refuses the request, ends, or answers in an unknown format.
+            ModelError: the server refuses the request, ends, answers in an unknown format, or with an impossible
+                response (see `response_checks`).
         """
         events: list[tuple[float, ServerEvent]] = []
+        emitted, seconds = 0, self.options.token_seconds
         sent = time.perf_counter()
         try:
             body = self.body(prompt, max_tokens)
-            with requests.post(self.url + self.path, json=body, stream=True, timeout=(30, _SILENCE)) as stream:
-                if stream.status_code != 200:
-                    reason = f"status {stream.status_code}: {stream.text}"
-                    raise ModelError(f"the server of {self.name} refuses the request, {reason}")
-                for data in _events(stream.iter_lines()):
+            with HttpResponse(self.url + self.path, body, seconds=seconds, most=EVENT_BYTES) as stream:
+                if stream.status != 200:
+                    raise ModelError(f"the server of {self.name} refuses the request, {stream.error()}")
+                for data in _events(stream, self.name):
                     now = time.perf_counter()
                     if "error" in data:
-                        raise ModelError(f"the server of {self.name} reports: {data['error']}")
-                    events.append((now - sent, self.event(data)))
-        except requests.RequestException as error:
-            raise ModelError(f"the server of {self.name} broke off: {first_line(error)}{self._tail()}") from None
-        except (KeyError, TypeError, ValueError) as error:
+                        raise ModelError(f"the server of {self.name} reports: {quoted(data['error'], 300)}")
+                    event = self.event(data)
+                    events.append((now - sent, event))
+                    if event.tokens:
+                        emitted += len(event.tokens)
+                        if emitted > max_tokens:
+                            break
+                        stream.renew()
+        except NetworkError as error:
+            raise ModelError(f"the server of {self.name} broke off: {error}{self._tail()}") from None
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise ModelError(
                 f"the server of {self.name} sent an event of an unknown format: {first_line(error)}; is {self.url} a "
                 f"server of {self.name}?"
             ) from error
-        return self._response(events, sent)
+        return self._response(events, sent, max_tokens)
 
-    def _response(self, events: Sequence[tuple[float, ServerEvent]], sent: float) -> ServedResponse:
+    def _response(self, events: Sequence[tuple[float, ServerEvent]], sent: float, max_tokens: int) -> ServedResponse:
         last: dict[str, Any] = {}
         for _, event in events:
+            if "finish_reason" in last and (event.tokens or event.finish_reason is not None):
+                raise self._impossible("tokens or a second finish reason after the end of the response")
             values = {name: getattr(event, name) for name in ("finish_reason", "drafted", "accepted", "totals")}
             last |= {name: value for name, value in values.items() if value is not None}
         steps = [ServedStep(seconds, len(event.tokens)) for seconds, event in events if event.tokens]
         tokens = [token for _, event in events for token in event.tokens]
-        if not tokens or "finish_reason" not in last:
+        text = "".join(event.text for _, event in events if isinstance(event.text, str))
+        if not tokens or ("finish_reason" not in last and len(tokens) <= max_tokens):
             raise ModelError(f"the server of {self.name} sent a response without tokens or without a finish reason")
-        if UNKNOWN in tokens:
-            tokens = self._encoded("".join(event.text for _, event in events), last["finish_reason"])
+        cell, finish_reason = self.cell, last.setdefault("finish_reason", None)
+        if all(token is UNKNOWN for token in tokens):
+            tokens = self._encoded(text, finish_reason)
+            if finish_reason == "stop" and sum(step.tokens for step in steps) == len(tokens) - 1:
+                steps.append(ServedStep(steps[-1].seconds, 1))  # the end-of-sequence token, which was not reported
+        flaw = response_flaw(
+            tokens,
+            [step.tokens for step in steps],
+            finish_reason,
+            gamma=cell.gamma,
+            max_tokens=max_tokens,
+            end_tokens=cell.end_tokens,
+            vocab_size=cell.vocab_size,
+        ) or counts_flaw(
+            last.get("drafted"), last.get("accepted"), last.get("totals"), emitted=len(tokens), gamma=cell.gamma
+        )
+        if flaw:
+            raise self._impossible(flaw)
         response = ServedResponse(tokens, steps, sent=sent, **last)
         if self.tokens_per_event and response.totals is not None:
             response.steps = _grouped(steps, len(tokens) - response.totals[1])
         return response
+
+    def _impossible(self, flaw: str) -> ModelError:
+        return ModelError(f"the server of {self.name} at {self.url} sent an impossible response: {flaw}")
 
     def _encoded(self, text: str, finish_reason: str) -> list[int]:
         """Tokens of a text; the end-of-sequence token, which has no text, is appended."""
@@ -340,14 +385,20 @@ class EngineServer(ABC):
         return [*tokens, self.cell.end_tokens[0]] if finish_reason == "stop" and self.cell.end_tokens else tokens
 
 
-def _events(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
-    """Parse the data lines of a stream of server-sent events."""
-    for line in lines:
-        if line.startswith(b"data:") and (text := line[5:].strip()) != b"[DONE]":
-            data = json.loads(text)
-            if not isinstance(data, dict):
-                raise TypeError(f"{text[:40]!r} is not an object")
-            yield data
+def _events(stream: HttpResponse, name: str) -> Iterator[dict[str, Any]]:
+    """Parse the data lines of a stream of server-sent events, up to ``[DONE]`` or its end."""
+    rest = b""
+    while part := stream.read():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                text = line[5:].strip()
+                if text == b"[DONE]":
+                    return
+                data = parse_json(text.decode("utf-8"), f"the stream of {name}", error=ModelError)
+                if not isinstance(data, dict):
+                    raise TypeError(f"{text[:40]!r} is not an object")
+                yield data
 
 
 def _grouped(tokens: Sequence[ServedStep], steps: int) -> list[ServedStep]:

@@ -7,7 +7,7 @@ tokens per second.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -117,6 +117,8 @@ class Metrics:
         peak_memory: bytes, see `memory.peak`; None if the system does not report it.
         first_token_seconds, token_seconds: of an engine's responses: mean seconds to the first token, and per token
             after it.
+        other_traffic: numbers that a server counted during the pieces, and those of this cell's responses, by name, if
+            they are not equal: it served other requests, too.
     """
 
     tokens: int
@@ -148,6 +150,7 @@ class Metrics:
     peak_memory: int | None = None
     first_token_seconds: Estimate | None = None
     token_seconds: Estimate | None = None
+    other_traffic: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def timed(self) -> bool:

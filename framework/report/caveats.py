@@ -26,6 +26,7 @@ def remarks_of(summary: Summary) -> list[list[str]]:
         _agreement(summary.results),
         _truncated_steps(summary),
         _contention(summary),
+        _other_traffic(summary.results),
     ]
     remarks.append(_marks(summary.results))
     remarks.append([f"skipped: {reason}" for reason in summary.skipped])
@@ -135,6 +136,24 @@ def _truncated_steps(summary: Summary) -> list[str]:
         )
     if any(r.metrics and r.metrics.block_efficiency is None for r in drafting):
         lines.append("no BE: max_new_tokens is too small for a full draft in any step; set it above the draft's depth")
+    return lines
+
+
+def _other_traffic(results: Sequence[CellResult]) -> list[str]:
+    """Cells whose server served other requests, too."""
+    lines = []
+    for result in results:
+        if result.metrics and result.metrics.other_traffic:
+            config = result.config
+            numbers = ", ".join(
+                f"{counted:.0f} {name} instead of {own:.0f}"
+                for name, (counted, own) in result.metrics.other_traffic.items()
+            )
+            lines.append(
+                f"{config.drafter.title} × {config.verifier.title}, B = {config.batch_size}: the server counted "
+                f"{numbers} during the measurement, so it served other requests, too: its counters and all times "
+                "contain them"
+            )
     return lines
 
 

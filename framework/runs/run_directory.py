@@ -80,6 +80,7 @@ class PieceResult:
     Attributes:
         passes: forward passes of the draft model.
         peak_memory: bytes, see `Metrics.peak_memory`.
+        other_traffic: see `Metrics.other_traffic`.
     """
 
     records: list[StepRecord] = field(default_factory=list)
@@ -87,6 +88,7 @@ class PieceResult:
     piece: Piece = field(default_factory=lambda: Piece(0, {}))
     passes: int = 0
     peak_memory: int | None = None
+    other_traffic: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PieceResult:

@@ -10,6 +10,7 @@ from tiny_models import save_model
 
 pytest.importorskip("uvicorn", reason="the endpoint needs the extra serve")
 
+from engine_server import Script, engine_server, steps
 from server_thread import serving
 
 from crossdraft.framework import plugins
@@ -170,6 +171,58 @@ def test_counter_agrees_within_range(accepted: float, deviation: float, agrees: 
 def test_missing_url_is_named(tmp_path: Path, recipe: Any, servers: tuple[str, str], capsys: Any) -> None:
     code = cli.main(["run", recipe(servers[0], ""), "--out", str(tmp_path / "runs")])
     assert code == 1 and "baseline_url is missing" in capsys.readouterr().out
+
+
+def test_address_serves_one_configuration(recipe: Any, servers: tuple[str, str], tmp_path: Path, capsys: Any) -> None:
+    """Refused before anything is sent: one server as two, and a server with other settings by its own account."""
+    drafting, plain = servers
+    other = DRAFTER.replace("gamma: 4", "gamma: 3")
+    for urls, setting, message in [
+        ((drafting, drafting.replace("127.0.0.1", "localhost") + "/"), "limit=2", "a server has one target, drafter"),
+        (servers, f"drafters=[{DRAFTER}, {other}]", "a server has one target, drafter"),
+        (servers, "matrix.dtype=[float32, bfloat16]", "a server has one target, drafter"),
+        ((drafting, "localhost:1"), "limit=2", "is not the address of a server"),
+        ((plain, drafting), "limit=2", "its drafter is"),
+    ]:
+        path = recipe(*urls)
+        assert cli.main(["run", path, "--set", setting, "--out", str(tmp_path / "runs")]) == 2
+        error = capsys.readouterr().err
+        assert message in error and "served.yaml:" in error and "Traceback" not in error
+
+
+COUNTERS = """vllm:generation_tokens_total {tokens}
+vllm:request_success_total {requests}
+"""
+DRAFTS = """llamacpp:spec_decode_num_drafts_total {drafts}
+llamacpp:spec_decode_num_draft_tokens_total {drafts}
+"""
+
+
+@pytest.mark.parametrize("factor, drafts", [(1, False), (2, False), (1, True)])
+def test_counters_contain_other_requests_or_drafts(
+    tmp_path: Path, recipe: Any, capsys: Any, factor: int, drafts: bool
+) -> None:
+    """A plain server that also serves others is marked; one that drafts during the baseline fails."""
+
+    def counters(requests: int) -> str:
+        text = DRAFTS if drafts else COUNTERS
+        return text.format(tokens=factor * 8 * requests, requests=factor * requests, drafts=max(requests - 2, 0))
+
+    with engine_server(Script(steps(*[[5]] * 8), pages={"/metrics": counters})) as script:
+        arguments = [
+            "--set",
+            "drafters=[none]",
+            "--set",
+            "matrix.engine=[{name: openai, url: 'http://localhost:1', "
+            f"baseline_url: '{script.url}', token_ids: true, model: m}}]",
+            "--out",
+            str(tmp_path / "runs"),
+        ]
+        code = cli.main(["run", recipe("", "", prompts=3, tokens=8), *arguments])
+    output = capsys.readouterr().out
+    assert code == drafts
+    assert ("counted 8 requests instead of 4, 64 tokens instead of 32" in output) == (factor == 2), output
+    assert ("tokens in" in output and "drafts nothing" in output.replace("which ", "")) == drafts
 
 
 def test_unknown_engine_and_option_are_refused(tmp_path: Path, recipe: Any, servers: Any, capsys: Any) -> None:

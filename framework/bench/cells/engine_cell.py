@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import shlex
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from random import Random
 from typing import Any, Literal
@@ -26,10 +27,22 @@ from ...contracts.steps import Response, SequenceStep
 from ...engine.stopwatch import PHASES
 from ...engines.acceptance import Acceptance
 from ...engines.engine import Range, Schedule
+from ...engines.http_response import same_server
 from ...engines.server import EngineServer, ServedCell, ServedResponse
-from ...errors import UsageError
+from ...engines.traffic import (
+    ACCEPTED,
+    DRAFTED,
+    DRAFTS,
+    REQUESTS,
+    TOKENS,
+    ServerCounters,
+    contradiction,
+    other_traffic,
+)
+from ...errors import UsageError, quoted
 from ...metrics.pieces import PREFILL, Piece
 from ...models.adapters import refuse_adapter
+from ...models.configs import read_config
 from ...models.digests import model_sha256
 from ...models.resolve import resolve
 from ...recipe.recipe import CellConfig
@@ -39,6 +52,8 @@ from .conversations import Conversation
 
 #: Tokens of a warm-up response.
 _WARM_UP = 16
+#: Scrapes until a server's counters are those of its finished responses, and seconds between two.
+_SCRAPES, _SCRAPE_SECONDS = 5, 0.1
 #: Scrapes of the server's counters before and after the responses of a cell.
 BEFORE, AFTER = "counters-before.txt", "counters-after.txt"
 #: Comment in the second: the number of responses between them, fewer than those of the cell if the run was resumed.
@@ -133,6 +148,7 @@ class EngineCell(PieceRunner):
         super().__init__(config, target.tokenizer)
         self.models, self.depth, self._on_step = _digests(config), depth_of(config), on_step
         self._served = 0
+        self._context = target.context_length
         self._folder = tempfile.TemporaryDirectory(prefix="crossdraft-engine-", ignore_cleanup_errors=True)
         directory, engine = Path(self._folder.name), _engine(config)
         cls = plugins.get("servers", engine.name)
@@ -143,11 +159,12 @@ class EngineCell(PieceRunner):
             sampling=config.sampling,
             seed=config.seed,
             batch_size=config.batch_size,
-            length=length,
+            length=length if self._context is None else min(length, self._context),
             gamma=self.depth,
             flags=flags,
             end_tokens=target.eos_token_ids,
             tokenizer=target.tokenizer,
+            vocab_size=vocab_size_of(config.target, target.tokenizer),
         )
         self.server: EngineServer = cls(cls.Config(**engine.config), served, logs)
         try:
@@ -158,19 +175,28 @@ class EngineCell(PieceRunner):
 
     def close(self) -> None:
         if self._served:
-            self.server.scrape(AFTER, f"{RESPONSES}{self._served}\n")
+            self._save_scrape(AFTER, f"{RESPONSES}{self._served}\n")
         self.server.stop()
         self._folder.cleanup()
 
     def warm_up(self, length: int) -> None:
         random, vocabulary = Random(self.config.seed), len(self._tokenizer)
         prompts = [[random.randrange(vocabulary) for _ in range(length)] for _ in range(self.config.batch_size)]
+        before = self._counters()
         self._run(prompts, min(_WARM_UP, self.config.max_new_tokens))
-        self.server.scrape(BEFORE)
+        if self.server.given_url:
+            self._check_growth(before, self._counters())
+        self._save_scrape(BEFORE)
+
+    def _save_scrape(self, name: str, comment: str = "") -> None:
+        if text := self.server.scrape():
+            self.server.directory.mkdir(parents=True, exist_ok=True)
+            (self.server.directory / name).write_text(comment + text, encoding="utf-8")
 
     def _run(self, prompts: Sequence[list[int]], max_tokens: int) -> list[ServedResponse]:
         def complete(prompt: list[int]) -> ServedResponse:
-            return self.server.complete(prompt, max_tokens)
+            room = max_tokens if self._context is None else self._context - len(prompt)
+            return self.server.complete(prompt, min(max_tokens, room))
 
         responses = []
         with ThreadPoolExecutor(self.config.batch_size) as pool:
@@ -186,8 +212,53 @@ class EngineCell(PieceRunner):
     @contextmanager
     def _measured(self, result: PieceResult) -> Iterator[None]:
         self._turns: list[list[ServedResponse]] = []
+        before = self._counters()
         yield
         result.piece = piece_of(self._turns, self.config.batch_size)
+        if self.server.given_url:
+            result.other_traffic = self._other_traffic(before)
+
+    def _counters(self) -> ServerCounters:
+        """The counters of a server that others may use, too, once they no longer change."""
+        if not self.server.given_url:
+            return ServerCounters()
+        name = self.server.url + self.server.metrics
+        counters = ServerCounters.parse(self.server.scrape(), name)
+        for _ in range(_SCRAPES if counters.totals else 0):
+            time.sleep(_SCRAPE_SECONDS)
+            earlier, counters = counters, ServerCounters.parse(self.server.scrape(), name)
+            if counters.totals == earlier.totals:
+                break
+        return counters
+
+    def _other_traffic(self, before: ServerCounters) -> dict[str, tuple[float, float]]:
+        """Numbers since ``before`` that are not those of the piece's responses, see `Metrics.other_traffic`.
+
+        Raises:
+            UsageError: the server does not draft as the cell assumes.
+        """
+        responses = [response for turn in self._turns for response in turn]
+        own: dict[str, float] = {
+            REQUESTS: len(responses),
+            TOKENS: sum(step.tokens for response in responses for step in response.steps),
+        }
+        if all(response.totals is not None for response in responses):
+            own |= {name: sum(r.totals[i] for r in responses if r.totals) for i, name in enumerate((DRAFTED, ACCEPTED))}
+        after = self._counters()
+        self._check_growth(before, after)
+        return other_traffic(after.since(before), own)
+
+    def _check_growth(self, before: ServerCounters, after: ServerCounters) -> None:
+        """Raise UsageError if drafts between two scrapes contradict the length of the cell's."""
+        growth = after.since(before)
+        drafts, drafted = (growth[name].value if name in growth else 0 for name in (DRAFTS, DRAFTED))
+        if drafts > 0 and drafted > drafts * self.depth:
+            raise UsageError(
+                f"engine {self.server.name}: {self.server.url} counted {drafted:.0f} tokens in {drafts:.0f} drafts "
+                f"during {self.config.drafter.title}, which drafts "
+                + (f"at most {self.depth} tokens in a step; " if self.depth else "nothing; ")
+                + "give the address of a server with these settings"
+            )
 
     def _decode(
         self, conversations: Sequence[Conversation], prompts: Sequence[list[int]], turn: int
@@ -294,6 +365,57 @@ def _digests(config: CellConfig) -> dict[str, dict[str, Any]]:
             heads = {"heads": True} if name != config.target else {}
             digests[name] = {"sha256": model_sha256(resolved), "source": resolved.source, **heads}
     return digests
+
+
+def vocab_size_of(target: str, tokenizer: Any) -> int | None:
+    """Number of token ids of a target whose weights are not loaded; None if unknown."""
+    path = resolve(target).path
+    settings = read_config(path) if path.is_dir() else {}
+    size = settings.get("text_config", settings).get("vocab_size")
+    return size if isinstance(size, int) else len(tokenizer) if hasattr(tokenizer, "__len__") else None
+
+
+def check_addresses(cells: Sequence[CellConfig]) -> None:
+    """Check that every running server has the drafter, the length and the verifier of all cells that it is to serve.
+
+    Raises:
+        UsageError: two cells with other settings share an address, or a server's own account of its settings differs.
+    """
+    shared: dict[str, list[CellConfig]] = {}
+    for cell in cells:
+        if cell.engine is not None and (url := cell.engine.config.get("baseline_url" if not depth_of(cell) else "url")):
+            shared.setdefault(url, []).append(cell)
+    for url, other in combinations(shared, 2):
+        if shared[url] and same_server(url, other):  # merged with the last of its spellings
+            shared[other] = [*shared[url], *shared[other]]
+            shared[url] = []
+    for url, members in shared.items():
+        distinct = {(cell.sampling.temperature == 0, _server_settings(cell)): None for cell in members}
+        for (greedy, one), (other_greedy, two) in combinations(distinct, 2):
+            # All verifiers are equal in greedy decoding, so they may differ between temperature 0 and others.
+            if one[:-1] != two[:-1] or (one != two and greedy == other_greedy):
+                raise UsageError(
+                    f"the server at {url} is to serve {' '.join(one)}, and {' '.join(two)}, but a server has one "
+                    "target, drafter, draft length and verifier; start a server for each, measure each drafter by a "
+                    "recipe of its own, and give url and baseline_url of different servers"
+                )
+        if members:
+            cell = members[0]
+            metrics = plugins.get("servers", _engine(cell).name).metrics
+            if reason := contradiction(url, metrics, cell.drafter.name, depth_of(cell)):
+                raise UsageError(
+                    f"the server at {url} is to serve {' '.join(_server_settings(cell))}, but {reason}; give the "
+                    "address of a server with these settings"
+                )
+
+
+def _server_settings(config: CellConfig) -> tuple[str, ...]:
+    """The settings of a cell that a server has for all requests; the last is the verifier."""
+    served = _engine(config).name, f"{config.target} ({config.dtype})"
+    if not depth_of(config):
+        return (*served, "without speculation", "")
+    options = ", ".join(f"{key} {quoted(value)}" for key, value in sorted(config.drafter.config.items()) if value)
+    return (*served, f"with {config.drafter.name} ({options})", f"and {config.verifier.title}")
 
 
 def check(config: CellConfig) -> tuple[str, ...]:

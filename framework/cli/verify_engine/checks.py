@@ -122,7 +122,9 @@ def check_cell(
         check.distribution, check.draws_to_show = distribution(responses, target, config.sampling, deviation, seed)
     if not config.is_baseline:
         check.steps, counts = served_steps(result, responses, trust)
-        accepted = counted(config, scrapes, len(responses))
+        # Counters that contain other requests are not compared.
+        foreign = result.metrics is not None and result.metrics.other_traffic
+        accepted = None if foreign else counted(config, scrapes, len(responses))
         if accepted is not None and counts is not None:
             deviation = math.sqrt(check.steps.variance)
             check.counters = CounterCheck(accepted, counts.accepted, counts.unknown, deviation)

@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from ...errors import ModelError, UsageError
+from ...errors import ModelError, UsageError, first_line
+from ...util.input_files import parse_json
+from ..http_response import NetworkError
 from ..server import UNKNOWN, EngineServer, ServerEvent, ServerOptions
 
 
@@ -60,4 +62,12 @@ class OpenAiServer(EngineServer):
 
     @cached_property
     def _model(self) -> str:
-        return self.options.model or str(self.get("/v1/models").json()["data"][0]["id"])
+        if self.options.model:
+            return str(self.options.model)
+        try:
+            models = parse_json(self.get("/v1/models")[1], f"{self.url}/v1/models", error=ModelError)
+            return str(models["data"][0]["id"])
+        except (NetworkError, LookupError, TypeError) as error:
+            raise ModelError(
+                f"engine openai: {self.url}/v1/models has no model ({first_line(error)}); set the option model"
+            ) from None

@@ -61,7 +61,8 @@ class VllmServer(EngineServer):
 
     def event(self, data: Mapping[str, Any]) -> ServerEvent:
         event = ServerEvent()
-        for choice in data["choices"]:
+        if data["choices"]:
+            (choice,) = data["choices"]
             event.tokens, event.finish_reason = list(choice["token_ids"] or ()), choice["finish_reason"]
         if speculation := (data.get("metrics") or {}).get("speculative_decoding"):
             event.drafted = speculation.get("per_step_drafted") or []
