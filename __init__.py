@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .framework.api.custom_generate import custom_generate
     from .framework.api.generate import generate, stream
     from .framework.bench.matrix import load_recipe
-    from .framework.cli.command import Argument, Command
+    from .framework.contracts.command import Argument, Command
     from .framework.contracts.constraint import Constraint
     from .framework.contracts.draft import DenseScores, Draft, Scores, Sequences, Verdict
     from .framework.contracts.draft_kind import (
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from .framework.contracts.sampling import Sampling
     from .framework.contracts.steps import Chunk, Response, SequenceStep, StepEvent
     from .framework.contracts.training import Batch, Search, SearchConfig, Text, Trainee, TrainingConfig
-    from .framework.contracts.training_options import option
     from .framework.contracts.verifier import Verifier, VerifierTraits
     from .framework.engines.acceptance import Acceptance
     from .framework.engines.engine import Engine, Schedule, Settings
@@ -184,7 +183,6 @@ __all__ = [
     "load_tokenizer",
     "make_verifier",
     "on_device",
-    "option",
     "overlap",
     "own_path",
     "stream",
@@ -215,12 +213,12 @@ _HOME = {
     "SINGLE_CHILD": ".framework.contracts.draft_kind",
     "WITHOUT_REPLACEMENT": ".framework.contracts.draft_kind",
     "Acceptance": ".framework.engines.acceptance",
-    "Argument": ".framework.cli.command",
+    "Argument": ".framework.contracts.command",
     "Backend": ".framework.contracts.models",
     "Batch": ".framework.contracts.training",
     "Checkpoint": ".framework.contracts.models",
     "Chunk": ".framework.contracts.steps",
-    "Command": ".framework.cli.command",
+    "Command": ".framework.contracts.command",
     "Constraint": ".framework.contracts.constraint",
     "ContractError": ".framework.errors",
     "CrossdraftError": ".framework.errors",
@@ -299,7 +297,6 @@ _HOME = {
     "load_tokenizer": ".framework.models.tokenizer",
     "make_verifier": ".framework.api.build",
     "on_device": ".framework.util.tensors",
-    "option": ".framework.contracts.training_options",
     "overlap": ".framework.training.losses",
     "stream": ".framework.api.generate",
     "take_rows": ".framework.util.tensors",

@@ -11,39 +11,37 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
 from ...framework.contracts.models import LoadedModel
 from ...framework.contracts.sampling import Sampling
 from ...framework.contracts.training import Batch, Trainee, TrainingConfig
-from ...framework.contracts.training_options import option
 from ...framework.errors import UsageError
 from ...framework.models.load import load_model, same_tokenizer
 from ...framework.models.shared_embedding import shares_embedding
 from .disco import KIND, features
 
 
-@dataclass(frozen=True, kw_only=True)
 class DiscoTraining(TrainingConfig):
     """Options of ``crossdraft train disco``."""
 
     name = KIND
 
-    model: str = option("", "draft model: name, directory or Hub id (required)")
-    gamma: int = option(10, "longest draft", at_least=1, at_most=1024)
-    top: int = option(10, "number of largest probabilities of q in the features", at_least=1, at_most=4096)
-    width: int = option(32, "hidden units", at_least=1, at_most=4096)
+    model: str = Field("", description="draft model: name, directory or Hub id (required)")
+    gamma: int = Field(10, description="longest draft", ge=1, le=1024)
+    top: int = Field(10, description="number of largest probabilities of q in the features", ge=1, le=4096)
+    width: int = Field(32, description="hidden units", ge=1, le=4096)
     # Two small layers, randomly initialised: the default rate would leave them untrained after a few dozen steps.
-    learning_rate: float = option(1e-2, "of AdamW at its peak", above=0, at_most=10)
-    warm_up: int = option(5, "steps until the learning rate is at its peak", at_least=0, at_most=1_000_000_000)
-    temperature: float = option(1.0, "of target and drafts", at_least=0, at_most=100)
+    learning_rate: float = Field(1e-2, description="of AdamW at its peak", gt=0, le=10)
+    warm_up: int = Field(5, description="steps until the learning rate is at its peak", ge=0, le=1_000_000_000)
+    temperature: float = Field(1.0, description="of target and drafts", ge=0, le=100)
 
     def trainee(self, target: LoadedModel) -> Trainee:
         if not self.model:

@@ -17,16 +17,16 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor
 
+from ...framework.contracts.command import Argument
 from ...framework.contracts.models import LoadedModel
 from ...framework.contracts.training import Batch, Divergence, Text, Trainee, TrainingConfig, public
-from ...framework.contracts.training_options import integers, option
 from ...framework.errors import UsageError
 from ...framework.models.load import load_model
 from ...framework.models.shared_embedding import save_sharing_embedding, shares_embedding
@@ -34,37 +34,34 @@ from ...framework.training.losses import SampledHead, distil, overlap, sampled_v
 from .on_policy_texts import own_answers
 
 
-@dataclass(frozen=True, kw_only=True)
 class DraftModelTraining(TrainingConfig):
     """Options of ``crossdraft train draft-model``. Most of the cost is the head; ``sampled_vocab`` reduces it."""
 
     name = "draft-model"
 
-    divergence: str = option(
+    divergence: Literal[Divergence, "nll"] = Field(
         "forward-kl",
-        "divergence between the distributions of target and student; nll: sequence-level, -log q of the texts",
-        choices=(*get_args(Divergence), "nll"),
+        description="divergence of target and student distributions; nll: sequence-level, -log q of the texts",
     )
-    on_policy: float = option(
+    on_policy: float = Field(
         0.0,
-        "share of the answers of a step that are sampled from the current student (1: on-policy)",
-        at_least=0,
-        at_most=1,
+        description="share of the answers of a step that are sampled from the current student (1: on-policy)",
+        ge=0,
+        le=1,
     )
-    misses_of: str = option(
-        "", "other draft models, separated by commas: learn the tokens that none of them predicts (boost-tuning)"
+    misses_of: str = Field(
+        "",
+        description="other draft models, with commas: learn the tokens that none of them predicts (boost-tuning)",
     )
-    layers: tuple[int, ...] = option(
+    layers: Annotated[tuple[Annotated[int, Field(ge=0, le=4095)], ...], Argument(commas=True)] = Field(
         (),
-        "target layers the student starts from, in order, e.g. 0,1,29 (default: first two, last)",
-        type=integers,
-        at_least=0,
-        at_most=4095,
+        description="target layers the student starts from, in order, e.g. 0,1,29 (default: first two, last)",
+        max_length=256,
     )
     sampled_vocab: int = sampled_vocab_option()
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    @model_validator(mode="after")
+    def _check_on_policy(self) -> Self:
         if self.on_policy and self.divergence == "nll":
             raise UsageError(
                 f"--on-policy {self.on_policy:g}: must be 0 with --divergence nll; a student does not learn from its "
@@ -74,6 +71,7 @@ class DraftModelTraining(TrainingConfig):
             raise UsageError(
                 f"--on-policy {self.on_policy:g}: must be 0 with --misses-of; misses are found on the target's texts"
             )
+        return self
 
     @property
     def others(self) -> list[str]:
@@ -81,7 +79,7 @@ class DraftModelTraining(TrainingConfig):
 
     def fitted(self, target: LoadedModel) -> Self:
         last = target.model.config.get_text_config().num_hidden_layers - 1
-        return self if self.layers else replace(self, layers=tuple(sorted({0, min(1, last), last})))
+        return self if self.layers else self.model_copy(update={"layers": tuple(sorted({0, min(1, last), last}))})
 
     @classmethod
     def export_servable(cls, model: str, target: LoadedModel, directory: Path) -> str:

@@ -9,17 +9,17 @@ to the keys of the first one up to its own position, and in the passes since onl
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...framework.contracts.command import Argument
 from ...framework.contracts.models import LoadedModel
 from ...framework.contracts.training import Batch, Text, Trainee, TrainingConfig, bfloat16_copy
-from ...framework.contracts.training_options import integers, option
 from ...framework.errors import UsageError
 from ...framework.models.checkpoint import load_checkpoint
 from ...framework.training.losses import distil_many, most_frequent, overlap
@@ -67,41 +67,38 @@ def start_as_last_layer(target: Any, head: Eagle3Head) -> None:
         head.fc.weight[:, -size:] = torch.eye(size)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Eagle3Training(TrainingConfig):
     """Options of ``crossdraft train eagle3``."""
 
     name = "eagle3"
 
-    learning_rate: float = option(1e-3, "of AdamW at its peak", above=0, at_most=10)
-    unroll: int = option(
+    learning_rate: float = Field(1e-3, description="of AdamW at its peak", gt=0, le=10)
+    unroll: int = Field(
         0,
-        "passes of the head over a text, one per drafted token (default: 3 on a CPU, else 5)",
-        at_least=0,
-        at_most=64,
+        description="passes of the head over a text, one per drafted token (default: 3 on a CPU, else 5)",
+        ge=0,
+        le=64,
     )
-    decay: float = option(0.8, "weight of a pass's loss relative to the previous pass's", at_least=0, at_most=1)
-    draft_vocab: int = option(
+    decay: float = Field(0.8, description="weight of a pass's loss relative to the previous pass's", ge=0, le=1)
+    draft_vocab: int = Field(
         8192,
-        "size of the head's vocabulary: the most frequent response tokens (0: all tokens)",
-        at_least=0,
-        at_most=10_000_000,
+        description="size of the head's vocabulary: the most frequent response tokens (0: all tokens)",
+        ge=0,
+        le=10_000_000,
     )
-    layers: tuple[int, ...] = option(
+    layers: Annotated[tuple[Annotated[int, Field(ge=0, le=4095)], ...], Argument(commas=True)] = Field(
         (),
-        "the target's hidden states that the head reads, e.g. 2,15,27 (default: 2, L // 2 and L - 3)",
-        type=integers,
-        at_least=0,
-        at_most=4095,
+        description="the target's hidden states that the head reads, e.g. 2,15,27 (default: 2, L // 2 and L - 3)",
+        max_length=256,
     )
-    feed_forward: int = option(
-        0, "inner size of the head's feed-forward layer (default: the target's)", at_least=0, at_most=1_000_000
+    feed_forward: int = Field(
+        0, description="inner size of the head's feed-forward layer (default: the target's)", ge=0, le=1_000_000
     )
 
     def fitted(self, target: LoadedModel) -> Self:
         default = default_layers(target.model.config.get_text_config().num_hidden_layers)
         unroll = self.unroll or (3 if target.model.device.type == "cpu" else 5)
-        return replace(self, unroll=unroll, layers=self.layers or default)
+        return self.model_copy(update={"unroll": unroll, "layers": self.layers or default})
 
     @classmethod
     def export_servable(cls, model: str, target: LoadedModel, directory: Path) -> str:

@@ -9,7 +9,6 @@ speed-up, see `Search.worth`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -24,7 +23,6 @@ from .own_layers import depth_of
 SHARES, EACH = (1 / 16, 1 / 8, 1 / 4), 4
 
 
-@dataclass(frozen=True, kw_only=True)
 class LayerSkipSearch(SearchConfig):
     """Options of ``crossdraft train layer-skip``."""
 

@@ -13,16 +13,15 @@ one has less variance.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from ...framework.contracts.models import LoadedModel
 from ...framework.contracts.training import Batch, Text, Trainee, TrainingConfig
-from ...framework.contracts.training_options import option
 from ...framework.errors import UsageError
 from ...framework.models.checkpoint import load_checkpoint
 from ...framework.training.losses import SampledHead, distil, overlap, sampled_vocab_option
@@ -30,16 +29,15 @@ from ...framework.util.cache_argument import cache_argument
 from .pass_weights import read_embeddings, save_embeddings
 
 
-@dataclass(frozen=True, kw_only=True)
 class PassTraining(TrainingConfig):
     """Options of ``crossdraft train pass``."""
 
     name = "pass"
 
-    learning_rate: float = option(1e-2, "of AdamW at its peak", above=0, at_most=10)
-    weight_decay: float = option(0.0, "of AdamW", at_least=0, at_most=10)
-    look_ahead: int = option(4, "number of embeddings; drafts have one more token", at_least=1, at_most=64)
-    cuts: int = option(16, "random positions per text and step at which it is cut", at_least=1, at_most=1024)
+    learning_rate: float = Field(1e-2, description="of AdamW at its peak", gt=0, le=10)
+    weight_decay: float = Field(0.0, description="of AdamW", ge=0, le=10)
+    look_ahead: int = Field(4, description="number of embeddings; drafts have one more token", ge=1, le=64)
+    cuts: int = Field(16, description="random positions per text and step at which it is cut", ge=1, le=1024)
     sampled_vocab: int = sampled_vocab_option()
 
     def trainee(self, target: LoadedModel) -> Trainee:

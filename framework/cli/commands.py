@@ -40,9 +40,9 @@ _COMMANDS = {
         "train": ("train", "train a drafter for a target"),
         "export-model": ("export_model", "write a trained drafter as a checkpoint that serving engines load"),
         "new": ("new", "create a plug-in package for a drafter, a verifier or prompts"),
-        "list": ("list:ListNames", "list installed drafters, verifiers, models, prompts and recipes"),
-        "plugins": ("list:ListPlugins", "list plug-ins, what they provide, and why some were skipped"),
-        "env": ("list:ShowEnvironment", "show versions, hardware and the defaults chosen for it"),
+        "list": ("list:names", "list installed drafters, verifiers, models, prompts and recipes"),
+        "plugins": ("list:providers", "list plug-ins, what they provide, and why some were skipped"),
+        "env": ("list:environment", "show versions, hardware and the defaults chosen for it"),
     },
 }
 

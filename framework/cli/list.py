@@ -1,70 +1,46 @@
 """``crossdraft list``, ``plugins`` and ``env``: installed strategies, plug-ins and the environment."""
 
+import argparse
 import json
-from dataclasses import dataclass
-from typing import Annotated, Any
+from types import SimpleNamespace
+from typing import Any
 
 from .. import plugins
 from ..errors import UnknownNameError, UsageError
 from ..util.input_files import read_text
 from ..util.limits import RECIPE_BYTES
-from .command import Argument, Command
 
 #: Shown for an option without a default.
 _REQUIRED = "(required)"
 
 
-_Json = Annotated[bool, Argument("print JSON")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ListNames(Command):
-    """``crossdraft list``."""
-
-    name = "list"
-    loads_models = False
-
-    kind: Annotated[
-        str | None, Argument(f"only this kind: {', '.join(plugins.KINDS)}", metavar="KIND", positional=True)
-    ] = None
-    entry: Annotated[
-        str | None,
-        Argument(
-            "show the options of a drafter, verifier or launcher, or the file of a recipe",
-            metavar="NAME",
-            positional=True,
-        ),
-    ] = None
-    json: _Json = False
-
-    def run(self) -> int:
-        """Return 0. Raises UnknownNameError."""
-        if self.kind:
-            plugins.entries(self.kind)
-        if self.kind and self.entry:
-            return _describe(self.kind, self.entry, self.json)
-        marks = _marks() if self.kind == "verifiers" else {}
-        kinds = [self.kind] if self.kind else plugins.KINDS
-        entries_by_kind = {kind: sorted(plugins.entries(kind).values(), key=lambda e: e.name) for kind in kinds}
-        if self.json:
-            _print_json(
-                {
-                    kind: [
-                        {"name": e.name, "summary": e.summary, "provider": e.provider}
-                        | ({"mark": marks[e.name]} if e.name in marks else {})
-                        for e in entries
-                    ]
-                    for kind, entries in entries_by_kind.items()
-                }
-            )
-            return 0
-        for kind, entries in entries_by_kind.items():
-            header = [kind, *(["mark"] if marks else []), "", "from"]
-            rows = [[e.name, *([marks[e.name]] if marks else []), e.summary, e.provider] for e in entries]
-            _print_table(header, rows)
-        if not self.kind:  # marks need the classes, which import PyTorch
-            print("run crossdraft list verifiers to see which are certified lossless, not certified, FAILED or lossy")
+def list_names(args: argparse.Namespace) -> int:
+    if args.kind:
+        plugins.entries(args.kind)
+    if args.name:
+        return _describe(args.kind, args.name, args.json)
+    marks = _marks() if args.kind == "verifiers" else {}
+    kinds = [args.kind] if args.kind else plugins.KINDS
+    entries_by_kind = {kind: sorted(plugins.entries(kind).values(), key=lambda e: e.name) for kind in kinds}
+    if args.json:
+        _print_json(
+            {
+                kind: [
+                    {"name": e.name, "summary": e.summary, "provider": e.provider}
+                    | ({"mark": marks[e.name]} if e.name in marks else {})
+                    for e in entries
+                ]
+                for kind, entries in entries_by_kind.items()
+            }
+        )
         return 0
+    for kind, entries in entries_by_kind.items():
+        header = [kind, *(["mark"] if marks else []), "", "from"]
+        rows = [[e.name, *([marks[e.name]] if marks else []), e.summary, e.provider] for e in entries]
+        _print_table(header, rows)
+    if not args.kind:  # marks need the classes, which import PyTorch
+        print("run crossdraft list verifiers to see which are certified lossless, not certified, FAILED or lossy")
+    return 0
 
 
 def _marks() -> dict[str, str]:
@@ -157,52 +133,33 @@ def _plain(value: Any) -> Any:
     return value.model_dump() if hasattr(value, "model_dump") else str(value)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ListPlugins(Command):
-    """``crossdraft plugins``."""
-
-    name = "plugins"
-    loads_models = False
-
-    json: _Json = False
-
-    def run(self) -> int:
-        """Return 0."""
-        names = [(e.provider, kind, e.name) for kind in plugins.KINDS for e in plugins.entries(kind).values()]
-        providers: dict[str, dict[str, list[str]]] = {}
-        for provider, kind, name in names:
-            providers.setdefault(provider, {}).setdefault(kind, []).append(name)
-        broken = [{"provider": b.provider, "error": b.error} for b in plugins.broken()]
-        if self.json:
-            _print_json({"plugins": providers, "broken": broken})
-            return 0
-        rows = [[p, kind, ", ".join(names)] for p, kinds in providers.items() for kind, names in kinds.items()]
-        _print_table(["plug-in", "kind", "names"], rows)
-        if broken:
-            _print_table(["skipped", "reason"], [list(b.values()) for b in broken])
+def list_plugins(args: argparse.Namespace) -> int:
+    names = [(e.provider, kind, e.name) for kind in plugins.KINDS for e in plugins.entries(kind).values()]
+    providers: dict[str, dict[str, list[str]]] = {}
+    for provider, kind, name in names:
+        providers.setdefault(provider, {}).setdefault(kind, []).append(name)
+    broken = [{"provider": b.provider, "error": b.error} for b in plugins.broken()]
+    if args.json:
+        _print_json({"plugins": providers, "broken": broken})
         return 0
+    rows = [[p, kind, ", ".join(names)] for p, kinds in providers.items() for kind, names in kinds.items()]
+    _print_table(["plug-in", "kind", "names"], rows)
+    if broken:
+        _print_table(["skipped", "reason"], [list(b.values()) for b in broken])
+    return 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShowEnvironment(Command):
-    """``crossdraft env``."""
+def show_environment(args: argparse.Namespace) -> int:
+    from ..models.cpu import threads
+    from ..models.environment import describe
 
-    name = "env"
-
-    json: _Json = False
-
-    def run(self) -> int:
-        """Return 0."""
-        from ..models.cpu import threads
-        from ..models.environment import describe
-
-        environment = describe()
-        environment["cpu"]["threads"]["decoding"] = threads.example()
-        if self.json:
-            _print_json(environment)
-        else:
-            _print_table(["", ""], [[key, value] for key, value in _flat(environment)])
-        return 0
+    environment = describe()
+    environment["cpu"]["threads"]["decoding"] = threads.example()
+    if args.json:
+        _print_json(environment)
+    else:
+        _print_table(["", ""], [[key, value] for key, value in _flat(environment)])
+    return 0
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
@@ -226,3 +183,24 @@ def _print_table(header: list[str], rows: list[list[str]]) -> None:
 
 def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_names(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("kind", nargs="?", metavar="KIND", help=f"only this kind: {', '.join(plugins.KINDS)}")
+    parser.add_argument(
+        "name",
+        nargs="?",
+        metavar="NAME",
+        help="show the options of a drafter, verifier or launcher, or the file of a recipe",
+    )
+    _add_json(parser)
+
+
+# Not subclasses of `Command`: these start without pydantic.
+names = SimpleNamespace(add_arguments=_add_names, main=lambda args: list_names(args), loads_models=False)
+providers = SimpleNamespace(add_arguments=_add_json, main=lambda args: list_plugins(args), loads_models=False)
+environment = SimpleNamespace(add_arguments=_add_json, main=lambda args: show_environment(args))

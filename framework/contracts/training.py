@@ -16,15 +16,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from ..errors import UsageError
 from .lm import LM
 from .models import LoadedModel
-from .training_options import Options, option
+from .options import Options
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,6 @@ class Text:
 Divergence = Literal["forward-kl", "reverse-kl", "jsd", "tv", "lk", "lk-hybrid"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Options, ABC):
     """Settings of a training run. A subclass is one kind of training; it may add options and change defaults.
 
@@ -59,30 +59,32 @@ class TrainingConfig(Options, ABC):
     #: The registered name.
     name: ClassVar[str]
 
-    divergence: str = option(
-        "forward-kl", "divergence of target and student distributions to minimise", choices=get_args(Divergence)
+    divergence: Divergence = Field(
+        "forward-kl", description="divergence of target and student distributions to minimise"
     )
-    beta: float = option(0.5, "of --divergence jsd: the target's share of the mixture", above=0, below=1)
-    epochs: int = option(3, "passes over the training texts", at_least=1, at_most=1000)
-    minutes: float = option(
-        0.0, "training time, in minutes, after which to stop; 0: all epochs", at_least=0, at_most=1_000_000
+    beta: float = Field(0.5, description="of --divergence jsd: the target's share of the mixture", gt=0, lt=1)
+    epochs: int = Field(3, description="passes over the training texts", ge=1, le=1000)
+    minutes: float = Field(
+        0.0, description="training time, in minutes, after which to stop; 0: all epochs", ge=0, le=1_000_000
     )
-    batch_tokens: int = option(2048, "padded tokens a step", at_least=1, at_most=10_000_000)
-    learning_rate: float = option(6e-4, "of AdamW at its peak", above=0, at_most=10)
-    warm_up: int = option(30, "steps until the learning rate is at its peak", at_least=0, at_most=1_000_000_000)
-    weight_decay: float = option(0.01, "of AdamW", at_least=0, at_most=10)
-    save_minutes: float = option(10.0, "minutes of training between checkpoints", at_least=0, at_most=1_000_000)
-    start_from: str = option(
-        "", "a drafter of this kind (registered name, directory or Hub id) whose weights training starts from"
+    batch_tokens: int = Field(2048, description="padded tokens a step", ge=1, le=10_000_000)
+    learning_rate: float = Field(6e-4, description="of AdamW at its peak", gt=0, le=10)
+    warm_up: int = Field(30, description="steps until the learning rate is at its peak", ge=0, le=1_000_000_000)
+    weight_decay: float = Field(0.01, description="of AdamW", ge=0, le=10)
+    save_minutes: float = Field(10.0, description="minutes of training between checkpoints", ge=0, le=1_000_000)
+    start_from: str = Field(
+        "",
+        description="a drafter of this kind (registered name, directory or Hub id) whose weights training starts from",
     )
-    seed: int = option(
-        0, "of the order of texts, of initial weights and of sampled tokens", at_least=0, at_most=2**32 - 1
+    seed: int = Field(
+        0, description="of the order of texts, of initial weights and of sampled tokens", ge=0, le=2**32 - 1
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         if self.beta != 0.5 and self.divergence != "jsd":
             raise UsageError(f"--beta {self.beta:g}: must be left out without --divergence jsd")
+        return self
 
     @abstractmethod
     def trainee(self, target: LoadedModel) -> Trainee:
@@ -221,7 +223,6 @@ class Trainee(ABC):
         """Return title, paragraph and loss for the model card, without line breaks."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class SearchConfig(Options, ABC):
     """Settings of a search for a drafter's options. A subclass is one kind of search.
 
@@ -232,12 +233,12 @@ class SearchConfig(Options, ABC):
     name: ClassVar[str]
     start_from: ClassVar[str] = ""
 
-    trials: int = option(200, "number of trials", at_least=1, at_most=1_000_000)
-    minutes: float = option(0.0, "minutes after which to stop; 0: all trials", at_least=0, at_most=1_000_000)
-    sample: int = option(512, "response tokens that each trial is evaluated on", at_least=1, at_most=1_000_000)
-    gamma: int = option(8, "maximum draft length", at_least=1, at_most=1024)
-    temperature: float = option(1.0, "of target and drafts", at_least=0, at_most=100)
-    seed: int = option(0, "random seed of texts and proposals", at_least=0, at_most=2**32 - 1)
+    trials: int = Field(200, description="number of trials", ge=1, le=1_000_000)
+    minutes: float = Field(0.0, description="minutes after which to stop; 0: all trials", ge=0, le=1_000_000)
+    sample: int = Field(512, description="response tokens that each trial is evaluated on", ge=1, le=1_000_000)
+    gamma: int = Field(8, description="maximum draft length", ge=1, le=1024)
+    temperature: float = Field(1.0, description="of target and drafts", ge=0, le=100)
+    seed: int = Field(0, description="random seed of texts and proposals", ge=0, le=2**32 - 1)
 
     @abstractmethod
     def search(self, target: LoadedModel) -> Search:

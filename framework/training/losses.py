@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from typing import Any, get_args
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
 from ..contracts.training import Divergence
-from ..contracts.training_options import option
 
 #: Decay of KL's share in ``lk-hybrid``, exp(-decay sum min(p, q)): the paper's best.
 LK_DECAY = 3.0
@@ -205,7 +205,7 @@ def overlap(
 def sampled_vocab_option() -> Any:
     """The training option for ``n_sampled`` of `SampledHead`."""
     text = "random tokens per step that represent all tokens not in the texts (0: full vocabulary)"
-    return option(2048, text, at_least=0, at_most=10_000_000)
+    return Field(2048, description=text, ge=0, le=10_000_000)
 
 
 class SampledHead:

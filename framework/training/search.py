@@ -14,7 +14,6 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +117,7 @@ class Searcher:
         """Write ``settings.json``, which `DraftContext.load_settings` reads, and ``training.json``."""
         self.trainee.drafter["gamma"] = self.settings["gamma"]
         about = {"kind": self.recipe.name, "target": self.trainee.target_name, "target_sha256": self.target.sha256}
-        facts = {"kind": self.recipe.name, "recipe": asdict(self.recipe), "seconds": round(self.seconds)}
+        facts = {"kind": self.recipe.name, "recipe": self.recipe.model_dump(), "seconds": round(self.seconds)}
         facts |= {"steps": self.step, "tokens": self.tokens, "log": self.log}
         replace_text(self.out / "settings.json", json.dumps(about | self.settings, indent=1) + "\n")
         replace_text(self.out / "training.json", json.dumps(facts, indent=1) + "\n")
@@ -182,7 +181,7 @@ class Searcher:
 
     def _made_with(self, train: Sequence[Text], held_out: Sequence[Text]) -> dict[str, Any]:
         free = {"trials", "minutes"}
-        options = {key: value for key, value in asdict(self.recipe).items() if key not in free}
+        options = {key: value for key, value in self.recipe.model_dump().items() if key not in free}
         texts = [hashlib.sha256(json.dumps([t.ids for t in part]).encode()).hexdigest() for part in (train, held_out)]
         facts = {"kind": self.recipe.name, **options, "target": self.target.sha256, "texts": texts}
         return json.loads(json.dumps(facts | {"dtype": str(self.target.model.dtype)}))

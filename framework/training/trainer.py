@@ -14,7 +14,6 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +147,7 @@ class Trainer:
             CrossdraftError: the disk is full; earlier files are kept.
         """
         self.trainee.student.eval()
-        facts = {"kind": self.recipe.name, "recipe": asdict(self.recipe), "seconds": round(self.seconds)}
+        facts = {"kind": self.recipe.name, "recipe": self.recipe.model_dump(), "seconds": round(self.seconds)}
         facts |= {"steps": self.step, "tokens": self.tokens, "log": self.log}
         facts |= {"target": self.target.name, "target_sha256": self.target.sha256}
         with staged(self.out) as directory:
@@ -264,7 +263,7 @@ class Trainer:
         start_from = self.recipe.start_from
         identity = {
             "kind": self.recipe.name,
-            **asdict(self.recipe),
+            **self.recipe.model_dump(),
             "start_from_sha256": weights_sha256(resolve(start_from, heads=True).path) if start_from else "",
             **self.trainee.made_with(),
             "target": self.target.sha256,

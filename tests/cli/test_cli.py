@@ -112,7 +112,7 @@ def test_errors_are_one_line_and_code(monkeypatch: Any, capsys: Any, error: Any,
     def fail(_: Any) -> int:
         raise error
 
-    monkeypatch.setattr(list_command.ListNames, "run", fail)
+    monkeypatch.setattr(list_command, "list_names", fail)
     assert cli.main(["list"]) == code
     assert capsys.readouterr().err == message
 
@@ -124,7 +124,7 @@ def test_signals_end_every_command_like_ctrl_c(monkeypatch: Any, capsys: Any, nu
         time.sleep(5)
         return 0
 
-    monkeypatch.setattr(list_command.ListNames, "run", interrupt)
+    monkeypatch.setattr(list_command, "list_names", interrupt)
     before = signal.getsignal(number)
     assert cli.main(["list"]) == 130
     assert capsys.readouterr().err == "crossdraft: interrupted\n" and signal.getsignal(number) is before
@@ -134,7 +134,7 @@ def test_control_characters_in_errors_are_escaped(monkeypatch: Any, capsys: Any)
     def fail(_: Any) -> int:
         raise UsageError("a name \x1b[2J, and\na second line")
 
-    monkeypatch.setattr(list_command.ListNames, "run", fail)
+    monkeypatch.setattr(list_command, "list_names", fail)
     assert cli.main(["list"]) == 2
     assert capsys.readouterr().err == "crossdraft: error: a name \\x1b[2J, and\na second line\n"
 
@@ -146,7 +146,7 @@ def test_plugin_cannot_leave_program(monkeypatch: Any, capsys: Any, error: Any, 
     def leave(_: Any) -> int:
         raise error
 
-    monkeypatch.setattr(list_command.ListNames, "run", leave)
+    monkeypatch.setattr(list_command, "list_names", leave)
     assert cli.main(["list"]) == 1
     err = capsys.readouterr().err
     assert err.startswith(f"crossdraft: error: {message}") and err.count("\n") == 1
@@ -217,8 +217,8 @@ def test_help_names_every_command() -> None:
 def test_closed_pipe_prints_no_traceback() -> None:
     code = (
         "import sys; from crossdraft.framework.cli import main as cli\n"
-        "from crossdraft.framework.cli.list import ListNames\n"
-        "ListNames.run = lambda self: print('x' * 10**7) or 0\n"
+        "from crossdraft.framework.cli import list as commands\n"
+        "commands.list_names = lambda args: print('x' * 10**7) or 0\n"
         "sys.exit(cli.main(['list']))"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -22,16 +22,14 @@ from crossdraft import (
     TrainingConfig,
     distil,
     hookimpl,
-    option,
     overlap,
 )
 
 
-@dataclass(frozen=True, kw_only=True)
 class OneHeadTraining(TrainingConfig):
     name = "one-head"
 
-    dropout: float = option(0.1, "share of what the head reads that is left out in a step", at_least=0, below=1)
+    dropout: float = Field(0.1, description="share of what the head reads that is left out in a step", ge=0, lt=1)
 
     def trainee(self, target: LoadedModel) -> OneHead:
         return OneHead(target, self)

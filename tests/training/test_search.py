@@ -153,4 +153,4 @@ def test_command(on_disk: Path, chat_target: Any, tmp_path: Path, capsys: Any) -
     with pytest.raises(SystemExit):  # `search` has no --steps
         cli.main([*command, "--precision", "bf16"])
     capsys.readouterr()
-    assert cli.main([*command, "--trials", "0"]) == 2 and "--trials 0: must be" in capsys.readouterr().err
+    assert cli.main([*command, "--trials", "0"]) == 2 and "--trials 0: should be" in capsys.readouterr().err

@@ -52,4 +52,4 @@ def test_trainee_of_public_names_trains_and_resumes(
     assert facts[0]["recipe"]["dropout"] == 0.1
     assert [entry["positions"] for entry in facts[0]["log"]] == [entry["positions"] for entry in facts[1]["log"]]
     assert cli.main([*argv, "--out", str(tmp_path / "other"), "--dropout", "1"]) == 2
-    assert "--dropout 1: must be a number, at least 0 and below 1" in capsys.readouterr().err
+    assert "--dropout 1: should be less than 1" in capsys.readouterr().err

@@ -341,10 +341,8 @@ def test_most_frequent_tokens() -> None:
 @pytest.mark.parametrize(
     ("recipe", "sentence"),
     [
-        (lambda: MedusaTraining(heads=0), "--heads 0: must be a whole number, at least 1 and at most 64"),
         (lambda: Eagle3Training(layers=(1, 2, 3)), "the first of them not 1"),
         (lambda: Eagle3Training(layers=(2, 3, 6)), "hidden states 0 to 5"),
-        (lambda: Eagle3Training(draft_vocab=-1), "--draft-vocab -1: must be a whole number, at least 0"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(target: Any, recipe: Any, sentence: str, tmp_path: Any) -> None:

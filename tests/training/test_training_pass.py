@@ -214,12 +214,3 @@ def test_window_that_text_reaches_beyond_is_refused(tiny_model: Any, tmp_path: A
         UsageError, match=f"{window + 1} tokens, but layers of gemma have an attention window of {window}"
     ):
         Trainer(gemma, recipe(epochs=1), tmp_path / "other").run([fits, beyond], [fits])
-
-
-@pytest.mark.parametrize(
-    "options, sentence",
-    [({"look_ahead": 0}, "--look-ahead 0: must be"), ({"cuts": 0}, "--cuts 0: must be a whole number, at least 1")],
-)
-def test_options_that_do_not_fit_are_refused(options: Any, sentence: str) -> None:
-    with pytest.raises(UsageError, match=sentence):
-        recipe(**options)

@@ -12,17 +12,16 @@ The distribution depends on the tokens in between, which a head does not read: i
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
 from ....framework.contracts.models import LoadedModel
 from ....framework.contracts.training import Batch, Text, Trainee, TrainingConfig, bfloat16_copy
-from ....framework.contracts.training_options import option
 from ....framework.errors import UsageError
 from ....framework.models.checkpoint import load_checkpoint
 from ....framework.training.losses import SampledHead, distil_many, overlap, sampled_vocab_option
@@ -32,16 +31,15 @@ from .weights import MedusaHeads, read_heads, save_for_vllm, save_heads
 RANKS = 10
 
 
-@dataclass(frozen=True, kw_only=True)
 class MedusaTraining(TrainingConfig):
     """Options of ``crossdraft train medusa``."""
 
     name = "medusa"
 
-    learning_rate: float = option(3e-3, "of AdamW at its peak", above=0, at_most=10)
-    heads: int = option(4, "number of heads, each drafts one token", at_least=1, at_most=64)
-    head_layers: int = option(1, "residual blocks of each head", at_least=1, at_most=16)
-    decay: float = option(0.8, "weight of a head's loss relative to the previous head's", at_least=0, at_most=1)
+    learning_rate: float = Field(3e-3, description="of AdamW at its peak", gt=0, le=10)
+    heads: int = Field(4, description="number of heads, each drafts one token", ge=1, le=64)
+    head_layers: int = Field(1, description="residual blocks of each head", ge=1, le=16)
+    decay: float = Field(0.8, description="weight of a head's loss relative to the previous head's", ge=0, le=1)
     sampled_vocab: int = sampled_vocab_option()
 
     @classmethod
