@@ -35,6 +35,7 @@ class RunConfig:
         step_limit: seconds after which a step is aborted and its cell fails; None = no limit.
         validate: how often drafts and verdicts are checked in full, see `Decoder`.
         trust_remote_code: names of models that may run Python code from their own directories.
+        allow_programs: programs that the engines of the recipe may start, see `programs`.
         shard: measure only this part of the groups, in its own directory, see `runs.shards`.
         untimed: discard times, for a device shared with other processes.
         log: receives progress messages, one line each; None for no messages.
@@ -61,6 +62,7 @@ class RunConfig:
     step_limit: float | None = None
     validate: str = "sampled"
     trust_remote_code: Iterable[str] = ()
+    allow_programs: Iterable[str] = ()
     shard: Shard | None = None
     untimed: bool = False
     log: Callable[[str], None] | None = log_to_stderr
@@ -100,6 +102,8 @@ class RunConfig:
         command = [*self.command, "--validate", self.validate]
         for name in sorted(self.trust_remote_code):
             command += ["--trust-remote-code", name]
+        for program in sorted(self.allow_programs):
+            command += ["--allow-program", program]
         if self.step_limit is not None:
             command += ["--step-limit", str(self.step_limit)]
         switches = ("fresh", "retry_failed", "fail_fast", "untimed", "debug")

@@ -18,6 +18,7 @@ from ..runs.shards import FOLDER
 from .cells.conversations import blocks_of
 from .config import RunConfig
 from .matrix import Expansion, expand
+from .programs import check_programs
 from .provenance import changes, provenance
 
 
@@ -182,7 +183,9 @@ def plan(config: RunConfig) -> Plan:
         UsageError: the recipe, its prompts or something it names is invalid.
     """
     recipe = config.recipe
-    expansion, prompts = expand(recipe), recipe.selected_prompts.load()
+    expansion = expand(recipe)
+    check_programs(recipe, expansion.cells, config.allow_programs)
+    prompts = recipe.selected_prompts.load()
     if engine := next((cell.engine for cell in expansion.cells if cell.engine is not None), None):
         refuse_constraints(prompts, f"the engine {engine.name}")
     path = config.out / f"{recipe.name}-{expansion.hash}"

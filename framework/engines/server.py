@@ -164,6 +164,8 @@ class EngineServer(ABC):
         metrics: path of its Prometheus counters.
         tokens_per_event: True if the server streams tokens one by one, so that the steps follow from arrival times and
             the totals of the request.
+        executable: name of the option that names the program to start, if there is one.
+        harmless: options that neither start nor steer a program. All others need consent, see `program`.
 
     Args:
         options: validated options of the recipe.
@@ -177,11 +179,37 @@ class EngineServer(ABC):
     ready: ClassVar[str] = "/health"
     metrics: ClassVar[str] = "/metrics"
     tokens_per_event: ClassVar[bool] = False
+    executable: ClassVar[str] = ""
+    harmless: ClassVar[frozenset[str]] = frozenset({"url", "baseline_url", "model", "start_seconds"})
 
     def __init__(self, options: Any, cell: ServedCell, directory: Path):
         self.options, self.cell, self.directory, self.log = options, cell, directory, directory / "server.log"
         self.url = ""
         self._process: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    def program(cls, options: ServerOptions) -> str:
+        """Return the program that needs consent, ``--allow-program``, because ``options`` start or steer it.
+
+        It is the value of the option `executable`, by default the engine's name; empty for engines that start nothing,
+        and for running servers whose options are all `harmless`.
+        """
+        if cls.start is EngineServer.start and cls.command is EngineServer.command:
+            return ""
+        if (options.url or options.baseline_url) and not cls.steering(options):
+            return ""
+        return str(getattr(options, cls.executable or "name", "") or cls.name)
+
+    @classmethod
+    def steering(cls, options: ServerOptions) -> dict[str, Any]:
+        """Return the options that are set and not `harmless`."""
+        fields = type(options).model_fields.items()
+        values = {key: (getattr(options, key), field) for key, field in fields if key not in cls.harmless}
+        return {
+            key: value
+            for key, (value, field) in values.items()
+            if field.is_required() or value != field.get_default(call_default_factory=True)
+        }
 
     # -- what an engine defines ------------------------------------------------------------------------------
 

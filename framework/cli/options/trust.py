@@ -1,4 +1,4 @@
-"""The option ``--trust-remote-code MODEL`` of several commands."""
+"""Consent to foreign code: ``--trust-remote-code MODEL`` and ``--allow-program PROGRAM``."""
 
 from __future__ import annotations
 
@@ -17,6 +17,17 @@ def add_trust_argument(parser: Any) -> None:
         default=[],
         metavar="MODEL",
         help="allow this model to run Python code from its directory; read the code first (repeatable)",
+    )
+
+
+def add_program_argument(parser: Any) -> None:
+    """Add ``--allow-program``."""
+    parser.add_argument(
+        "--allow-program",
+        action="append",
+        default=[],
+        metavar="PROGRAM",
+        help="allow the recipe to start this program of an engine, with its arguments and environment (repeatable)",
     )
 
 

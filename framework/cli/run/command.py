@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ... import plugins
 from ...errors import UsageError, quoted
-from ..options.trust import add_trust_argument, strings_in, trusted
+from ..options.trust import add_program_argument, add_trust_argument, strings_in, trusted
 from ..standard_streams import print_error, print_stored
 from .certificates import certify_missing
 from .tracking import tracking
@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="check drafts and verdicts in some steps (sampled), in all (always), or never",
     )
     add_trust_argument(parser)
+    add_program_argument(parser)
     parser.add_argument("--quiet", action="store_true", help="print the table only")
     parser.add_argument(
         "--track", action="append", default=[], metavar="NAME", help=f"experiment tracker: {_names('trackers')}"
@@ -160,6 +161,7 @@ def _run(args: argparse.Namespace, recipe: Recipe, settings: list[str], consent:
         step_limit=args.step_limit,
         validate=args.validate,
         trust_remote_code=consent,
+        allow_programs=args.allow_program,
         shard=Shard.parse(args.shard) if args.shard else None,
         untimed=args.untimed,
         log=None if args.quiet else log_to_stderr,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import UsageError
-from ..options.trust import add_trust_argument, trusted
+from ..options.trust import add_program_argument, add_trust_argument, trusted
 
 if TYPE_CHECKING:
     from ...runs.records import Outcome
@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the random positions within a token's share (0)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_trust_argument(parser)
+    add_program_argument(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -82,8 +83,10 @@ def main(args: argparse.Namespace) -> int:
 def _finished(args: argparse.Namespace) -> tuple[Outcome, frozenset[str]]:
     from ...report.load_run import read_run
 
-    if args.settings or args.limit is not None or args.fresh or args.out != Path("runs"):
-        raise UsageError(f"{args.recipe} is a finished run: --set, --limit, --fresh and --out apply to recipes only")
+    if args.settings or args.limit is not None or args.fresh or args.out != Path("runs") or args.allow_program:
+        raise UsageError(
+            f"{args.recipe} is a finished run: --set, --limit, --fresh, --out and --allow-program apply to recipes only"
+        )
     summary = read_run(Path(args.recipe), timed=False, running=True).summary
     return summary, trusted(args, [summary.recipe.target]) if args.trust_remote_code else frozenset()
 
@@ -98,7 +101,8 @@ def _run(args: argparse.Namespace) -> tuple[Outcome, frozenset[str]]:
     recipe = load_recipe(args.recipe, settings)
     consent = trusted(args, [recipe.target]) if args.trust_remote_code else frozenset()
     with Interrupts():
-        outcome = run(recipe, args.out, fresh=args.fresh, untimed=True, trust_remote_code=consent, log=log_to_stderr)
+        options = {"trust_remote_code": consent, "allow_programs": args.allow_program}
+        outcome = run(recipe, args.out, fresh=args.fresh, untimed=True, log=log_to_stderr, **options)
     if outcome.interrupted or outcome.stopped:
         raise UsageError(
             f"the run was not finished: {outcome.stopped or 'interrupted'}; run the command again to resume"

@@ -26,6 +26,8 @@ class LlamaServer(EngineServer):
     Config: ClassVar[type[ServerOptions]] = LlamaServerOptions
     path = "/completion"
     tokens_per_event = True
+    executable = "executable"
+    harmless = EngineServer.harmless | {"draft_model"}
 
     def command(self, port: int) -> list[str]:
         cell, options = self.cell, self.options

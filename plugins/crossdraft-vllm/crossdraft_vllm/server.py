@@ -29,6 +29,8 @@ class VllmServer(EngineServer):
 
     name = "vllm"
     settings = "vllm"
+    executable = "python"
+    harmless = EngineServer.harmless | {"per_request"}
     Config: ClassVar[type[ServerOptions]] = VllmOptions
 
     def command(self, port: int) -> list[str]:
