@@ -111,7 +111,7 @@ class Store:
         order = {cell.hash: i for i, cell in enumerate(self._plan.cells)}
         outcome.results.sort(key=lambda result: order[result.config.hash])
         cuts = sorted({result.cut for result in outcome.results} - {""})
-        outcome.notes += cuts
+        outcome.notes += [*cuts, *_failed_responses(outcome.results)]
         note = outcome.stopped or "; ".join(cuts)
         self._state.update(**self._counts, progress=self._progress.share, state=outcome.state, note=note)
         self._write_environment()
@@ -138,6 +138,17 @@ class Store:
         about = self._plan.environment | {"models": models, "prompts": prompts}
         about["conditions"] = distinct(result.provenance for result in results)
         self._directory.write_json("environment.json", about)
+
+
+def _failed_responses(results: Sequence[CellResult]) -> list[str]:
+    """A note for each cell whose responses ended with an error."""
+    notes = []
+    for result in results:
+        if errors := [response["error"] for response in result.responses if response.get("error")]:
+            pair = f"{result.config.drafter.title} x {result.config.verifier.title}"
+            count = f"{len(errors)} of {len(result.responses)} responses"
+            notes.append(f"{pair}, batch size {result.config.batch_size}: {count} ended with an error: {errors[0]}")
+    return notes
 
 
 def _write_shard(plan: Plan, outcome: Outcome, finished: Sequence[str]) -> None:

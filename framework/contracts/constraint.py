@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from pydantic import Field, ValidationError, model_validator
 
 from ..errors import UsageError, quoted
+from ..util.input_files import nested_too_deeply, parse_json
+from ..util.limits import CONSTRAINT_BYTES, MOST_CHOICES, MOST_NESTING
 from .options import Options, fault
 
 if TYPE_CHECKING:  # this module validates recipes, and importing numpy takes time
@@ -34,15 +36,28 @@ class Constraint(Options):
     def _one_form(self) -> Constraint:
         if sum(getattr(self, kind) is not None for kind in KINDS) != 1:
             raise ValueError(f"needs exactly one of {', '.join(KINDS)}")
-        if self.choice is not None and (not self.choice or "" in self.choice):
-            raise ValueError("choice must be a list of texts, none of them empty")
+        kind = next(kind for kind in KINDS if getattr(self, kind) is not None)
+        language = getattr(self, kind)
+        if self.choice is not None:
+            if not self.choice or "" in self.choice:
+                raise ValueError("choice must be a list of texts, none of them empty")
+            if reason := MOST_CHOICES.refusal(self.choice):
+                raise ValueError(f"choice has {len(self.choice)} texts; {reason}")
         if isinstance(self.json_schema, str):
             try:
-                schema = json.loads(self.json_schema)
-            except ValueError as error:
-                raise ValueError(f"json_schema is not JSON: {error}") from None
-            if not isinstance(schema, dict) and schema is not True:
+                language = parse_json(self.json_schema, "json_schema", nan=False)
+            except UsageError as error:
+                raise ValueError(str(error)) from None
+            if not isinstance(language, dict) and language is not True:
                 raise ValueError("json_schema must be a JSON object, or true")
+        if isinstance(language, dict) and nested_too_deeply(language):
+            raise ValueError(f"json_schema is nested more than {int(MOST_NESTING)} deep; use $defs and $ref")
+        try:
+            size = len(json.dumps(language, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"json_schema is not JSON: {error}") from None
+        if reason := CONSTRAINT_BYTES.refusal(size):
+            raise ValueError(f"{kind} has {size} bytes; {reason}")
         return self
 
     def __str__(self) -> str:
@@ -81,6 +96,11 @@ def checked_constraint(value: Any, name: str = "constraint") -> Constraint | Non
 
 class Matcher(Protocol):
     """The state of a grammar after a sequence of tokens."""
+
+    @property
+    def failure(self) -> str | None:
+        """The reason why the state cannot be computed, such as a limit of a library; no token is permitted then."""
+        ...
 
     @property
     def accepting(self) -> bool:

@@ -63,8 +63,8 @@ class Response:
         index: index of its prompt (the position in the run).
         tokens: the generated tokens, a final end-of-sequence token included.
         finish_reason: ``"stop"`` (an end-of-sequence token or a stop string), ``"length"`` (max_new_tokens reached, or
-            the context is full), ``"abort"``, or ``"error"`` (NaN, or a dead end of the constraint; only with
-            ``on_error="finish"`` of `Decoder.run`).
+            the context is full), ``"abort"``, or ``"error"`` (NaN, only with ``on_error="finish"`` of `Decoder.run`; a
+            dead end or a failure of the constraint).
         steps: its steps, in order.
         text: the decoded tokens, filled in by :func:`crossdraft.generate`.
         error: error message if ``finish_reason`` is ``"error"``.

@@ -87,6 +87,10 @@ class _AfterRoot:
     def accepting(self) -> bool:
         return self._matcher.accepting
 
+    @property
+    def failure(self) -> str | None:
+        return self._matcher.failure
+
     def advance(self, token: int) -> bool:
         if self._count and not self._matcher.advance(token):
             return False

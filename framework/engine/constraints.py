@@ -29,6 +29,8 @@ class Constraints:
         self._matchers: dict[int, Matcher] = {}
         self._grammars: dict[int, Grammar] = {}
         self._eos: dict[int, list[int]] = {}
+        #: Slots and paths of a step after which no token is permitted, and the failure of the matcher, if it is one.
+        self._dead_ends: dict[tuple[int, ...], str | None] = {}
 
     def __bool__(self) -> bool:
         return bool(self._matchers)
@@ -71,16 +73,22 @@ class Constraints:
         """``[B, N + 1, V]`` bool, tokens permitted after the root and each node."""
         tokens, parents, valid = torch.stack([draft.tokens, draft.parents, draft.valid.long()]).tolist()
         permitted = np.ones((len(tokens), draft.width + 1, self._vocab_size), dtype=bool)
+        self._dead_ends.clear()
         for row, matcher in self._matchers.items():
             eos = self._eos[row]
             for node in walk(matcher, eos, tokens[row], parents[row], valid[row]):
                 following = permitted_next(matcher, eos)
                 if following.any():
                     permitted[row, node + 1] = following
+                else:
+                    path: tuple[int, ...] = ()
+                    while node >= 0:
+                        path, node = (tokens[row][node], *path), parents[row][node]
+                    self._dead_ends[row, *path] = matcher.failure
         return permitted
 
     def advance(self, row: int, tokens: Sequence[int], place: str, verifier: str) -> str | None:
-        """Append the tokens of a step up to an end-of-sequence token; an error message if no token is permitted.
+        """Append the tokens of a step up to an end-of-sequence token; an error message if the response cannot go on.
 
         Args:
             place: sequence and position, for messages.
@@ -92,16 +100,24 @@ class Constraints:
             return None
         eos = self._eos[row]
         for i, token in enumerate(tokens):
+            if (row, *tokens[:i]) in self._dead_ends:
+                if (failure := self._dead_ends[row, *tokens[:i]]) is not None:
+                    return _failed(place, failure)
+                return (
+                    f"{place}: the constraint permits no token after {i} tokens of this step (a dead end); use a "
+                    "constraint that the target's tokens can complete"
+                )
             if token in eos and matcher.accepting:
                 break
             if token in eos or not 0 <= token < self._vocab_size or not matcher.advance(token):
-                if not permitted_next(matcher, eos).any():
-                    return (
-                        f"{place}: the constraint permits no token after {i} tokens of this step (a dead end); use a "
-                        "constraint that the target's tokens can complete"
-                    )
+                if matcher.failure is not None:
+                    return _failed(place, matcher.failure)
                 raise ContractError(
                     f"{verifier} emitted the token {token}, which the constraint does not permit ({place}); use a "
                     "lossless verifier"
                 )
         return None
+
+
+def _failed(place: str, failure: str) -> str:
+    return f"{place}: the constraint failed: {failure}; simplify it"

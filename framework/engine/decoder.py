@@ -172,7 +172,7 @@ class Decoder:
         ``streams[i]`` is the random stream of prompt i (default: i); ``names[i]`` its name in error messages;
         ``constraints[i]`` the language of its response (None: the decoder's). If the numbers of a sequence are invalid
         (NaN), ``on_error="raise"`` raises NumericalError; ``"finish"`` ends that sequence with ``Response.error`` and
-        continues with the others.
+        continues with the others, as a constraint that cannot be satisfied always does.
         """
         queue = list(prompts)
         streams = range(len(queue)) if streams is None else streams
@@ -363,11 +363,8 @@ class Decoder:
         vocab_size = self.target.vocab_size
         check_rows(step.rows, places, sequences.limit, vocab_size, self._drafter, self._verifier)
         if self.constraints:
-            dead_ends = self._advance_constraints(step.rows, places)
-            if dead_ends and self._on_error == "raise":
-                raise NumericalError(next(iter(dead_ends.values())))
-            failed |= dead_ends
-            places = {row: place for row, place in places.items() if row not in dead_ends}
+            failed |= self._advance_constraints(step.rows, places)
+            places = {row: place for row, place in places.items() if row not in failed}
         if step.validated:
             validate_verdict(
                 step.candidates,
@@ -386,13 +383,13 @@ class Decoder:
         step.active = list(places)
 
     def _advance_constraints(self, rows: list[Row], places: dict[int, str]) -> dict[int, str]:
-        """Append the emitted tokens to the constraints of ``places``; an error message per row at a dead end."""
-        dead_ends = {}
+        """Append the emitted tokens to the constraints of ``places``; an error message per row that cannot go on."""
+        errors = {}
         for row, place in places.items():
             emitted = rows[row].tokens[: rows[row].tau + 1]
             if (error := self.constraints.advance(row, emitted, place, self._verifier)) is not None:
-                dead_ends[row] = error
-        return dead_ends
+                errors[row] = error
+        return errors
 
     def _commit(self, step: Step) -> None:
         """Commit the accepted nodes to the target's cache and append their tokens; clear the slots of failed rows."""

@@ -3,78 +3,185 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from ..contracts.constraint import KINDS, Constraint
 from ..contracts.models import LoadedModel
-from ..errors import ModelError, UsageError, first_line
+from ..errors import ModelError, UsageError, first_line, printable
 from ..util.extras import need
 
 #: One JSON text has one form, the usual one of language models.
 _JSON: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+#: The error of llguidance where no token is permitted and the text is not accepted.
+_DEAD_END = "NoExtensionBias"
+#: Failures after which a matcher is not restored.
+_MOST_FAILURES = 4
+#: Stack of a compilation, which recurses along the references of a grammar.
+_STACK_BYTES = 512 * 2**20
+#: Characters shown of each end of a long line in a message of llguidance.
+_SHOWN = 100
+_stack_size = threading.Lock()
+_Result = TypeVar("_Result")
 #: Tokenizers in the form of llguidance, by vocabulary size.
 _TOKENIZERS: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()
 
 
 class TokenMatcher:
-    """A `crossdraft.framework.contracts.constraint.Matcher` of llguidance."""
+    """A `crossdraft.framework.contracts.constraint.Matcher` of llguidance.
 
-    def __init__(self, matcher: Any, vocab_size: int):
-        self._matcher, self._vocab_size = matcher, vocab_size
+    In llguidance, a matcher in a dead end or after a failure stays there, and a failure of the lexer is one of all
+    copies of the grammar. Therefore the tokens are kept: an earlier state is restored from them, and the grammar is
+    compiled again after a failure.
+    """
+
+    def __init__(self, grammar: TokenGrammar):
+        self.failure: str | None = None
+        self._failures = self._failed_length = 0
+        self._grammar = grammar
+        self._tokens: list[int] = []
+        self._restore()
 
     @property
     def accepting(self) -> bool:
-        return self._matcher.is_accepting()
+        return bool(self._run(lambda matcher: matcher.is_accepting()))
 
     def advance(self, token: int) -> bool:
-        return self._matcher.try_consume_tokens([token]) == 1
+        entered = False
+
+        def consume(matcher: Any) -> int:
+            nonlocal entered
+            consumed = matcher.try_consume_tokens([token])
+            entered = matcher.is_error()
+            if not consumed and not entered:
+                matcher.compute_bitmask()  # a failed lexer rejects tokens without an error, but not masks
+            return consumed
+
+        consumed = self._run(consume)
+        if not (consumed or entered):
+            return False
+        if self.failure is not None:  # of the state after the token
+            self._failed_length += 1
+        self._tokens.append(token)
+        return True
 
     def rollback(self, count: int) -> None:
-        if count and not self._matcher.rollback(count):
-            raise ModelError(f"llguidance cannot roll back {count} tokens: {self._matcher.get_error()}")
+        del self._tokens[len(self._tokens) - count :]
+        if len(self._tokens) < self._failed_length and self._failures < _MOST_FAILURES:
+            self.failure = None
+        if self.failure is None and (self._matcher.is_error() or (count and not self._matcher.rollback(count))):
+            self._restore()
 
     def permitted(self) -> np.ndarray:
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(bool)
+        mask, size = self._run(lambda matcher: matcher.compute_bitmask()), self._grammar.vocab_size
+        if mask is None:
+            return np.zeros(size, dtype=bool)
+        return np.unpackbits(np.frombuffer(mask, dtype=np.uint8), count=size, bitorder="little").view(bool)
 
     def implied(self, limit: int) -> list[int]:
-        return self._matcher.compute_ff_tokens()[:limit]
+        return (self._run(lambda matcher: matcher.compute_ff_tokens()) or [])[:limit]
+
+    def _run(self, operation: Callable[[Any], _Result]) -> _Result | None:
+        """The result of ``operation`` on llguidance's matcher; None in a dead end, and after a failure."""
+        if self.failure is None and self._compiled is not self._grammar.compiled:
+            self._restore()
+        if self.failure is not None or self._matcher.is_error():
+            return None
+        result = operation(self._matcher)
+        self._check()
+        return None if self._matcher.is_error() else result
+
+    def _restore(self) -> None:
+        self._compiled = self._grammar.compiled
+        self._matcher = self._compiled.deep_copy()
+        for token in self._tokens:  # one at a time: the limits of llguidance apply to each call
+            self._matcher.try_consume_tokens([token])
+        self._check()
+
+    def _check(self) -> None:
+        error = self._matcher.get_error()
+        if error and not error.startswith(_DEAD_END):
+            self.failure, self._failed_length = _in_one_line(error), len(self._tokens)
+            self._failures += 1
+            self._grammar.renew(self._compiled)
 
 
 class TokenGrammar:
-    """A `crossdraft.framework.contracts.constraint.Grammar` of llguidance."""
+    """A `crossdraft.framework.contracts.constraint.Grammar` of llguidance.
 
-    def __init__(self, matcher: Any, vocab_size: int, mask_drafts: bool):
-        self._matcher, self._vocab_size, self.mask_drafts = matcher, vocab_size, mask_drafts
+    Args:
+        compile: makes a matcher of llguidance.
+
+    Attributes:
+        compiled: the matcher that others are copied from, replaced after a failure.
+    """
+
+    def __init__(self, compile: Callable[[], Any], vocab_size: int, mask_drafts: bool):
+        self._compile, self.vocab_size, self.mask_drafts = compile, vocab_size, mask_drafts
+        self.compiled = compile()
 
     def matcher(self) -> TokenMatcher:
-        return TokenMatcher(self._matcher.deep_copy(), self._vocab_size)
+        return TokenMatcher(self)
+
+    def renew(self, failed: Any) -> None:
+        """Compile again, unless ``failed`` has been replaced already."""
+        if failed is self.compiled:
+            self.compiled = self._compile()
 
 
 def compile_constraint(constraint: Constraint, target: LoadedModel, vocab_size: int) -> TokenGrammar:
     """Compile ``constraint`` for the tokens of ``target``, whose logits have ``vocab_size`` entries.
 
     Raises:
-        UsageError: llguidance is not installed, or the constraint is not valid or not supported.
+        UsageError: llguidance is not installed, or the constraint is not valid, not supported or permits no text.
         ModelError: the target has no tokenizer of the `tokenizers` library, or no end-of-sequence token.
     """
     need("a constraint", "constrain", "llguidance")
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLParserLimits
 
     kind = next(kind for kind in KINDS if getattr(constraint, kind) is not None)
+    tokenizer, limits = _tokenizer(target, vocab_size), LLParserLimits(verbose_errors=False)
+
+    def compiled() -> Any:
+        return _with_deep_stack(lambda: LLMatcher(tokenizer, text, log_level=0, limits=limits))
+
     try:
         text = _source(constraint)
-        matcher = LLMatcher(_tokenizer(target, vocab_size), text, log_level=0)
-        problem = matcher.get_error()
+        grammar = TokenGrammar(compiled, vocab_size, constraint.mask_drafts)
+        problem = grammar.compiled.get_error()
     except ValueError as error:
         problem = first_line(error)
     if problem:
-        lines = " ".join(line.strip() for line in problem.strip().splitlines() if line.strip(" ^\t\n"))
-        raise UsageError(f"the constraint's {kind} cannot be compiled: {lines[:300]}; correct it")
-    return TokenGrammar(matcher, vocab_size, constraint.mask_drafts)
+        raise UsageError(f"the constraint's {kind} cannot be compiled: {_in_one_line(problem)}; correct it")
+    matcher = grammar.matcher()
+    if not matcher.accepting and not matcher.permitted().any():
+        reason = matcher.failure or f"no text matches it that the tokens of {target.name} can spell"
+        raise UsageError(f"the constraint's {kind} permits no response: {reason}; correct it")
+    return grammar
+
+
+def _with_deep_stack(function: Callable[[], _Result]) -> _Result:
+    """Call ``function`` in a thread with a stack of `_STACK_BYTES`: an overflow would end the process."""
+    with ThreadPoolExecutor(1) as pool:
+        with _stack_size:
+            before = threading.stack_size(_STACK_BYTES)
+            try:
+                result = pool.submit(function)
+            finally:
+                threading.stack_size(before)
+        return result.result()
+
+
+def _in_one_line(message: str) -> str:
+    """A message of llguidance in one line; of its long lines, which quote the constraint, both ends."""
+    lines = [printable(line.strip()) for line in message.replace("<non-verbose/>", "").splitlines()]
+    lines = [line if len(line) <= 2 * _SHOWN else f"{line[:_SHOWN]} … {line[-_SHOWN:]}" for line in lines]
+    return " ".join(line for line in lines if line.strip(" ^"))
 
 
 def _source(constraint: Constraint) -> str:
@@ -88,8 +195,13 @@ def _source(constraint: Constraint) -> str:
         return LLMatcher.grammar_from_regex(constraint.regex)
     if constraint.grammar is not None:
         return LLMatcher.grammar_from_lark(constraint.grammar)
-    texts = " | ".join(json.dumps(text) for text in constraint.choice or ())
-    return LLMatcher.grammar_from_lark(f"start: {texts}")
+    # Not alternatives of a grammar: llguidance limits their number, and follows each of them.
+    return LLMatcher.grammar_from_regex("|".join(map(_literal, constraint.choice or ())))
+
+
+def _literal(text: str) -> str:
+    """A regular expression that matches ``text`` only."""
+    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
 
 
 def _tokenizer(target: LoadedModel, vocab_size: int) -> Any:

@@ -208,13 +208,18 @@ def read_json(
     root = parse_json(text, path, error=error)
     if not isinstance(root, dict):
         raise error(f"{_about(path, what)}: it must hold a JSON object, not {_json_kind(root)}")
-    level: list[Any] = [root]
+    if nested_too_deeply(root):
+        raise error(f"{_about(path, what)}: it is nested more than {MOST_NESTING} deep")
+    return root
+
+
+def nested_too_deeply(root: Any) -> bool:
+    """True if a JSON value is nested more than `MOST_NESTING` levels deep, so that a recursive function may fail."""
+    level: list[Any] = [root] if isinstance(root, dict | list) else []
     for _ in range(MOST_NESTING):
         level = [v for value in level for v in (value.values() if isinstance(value, dict) else value)]
         level = [value for value in level if isinstance(value, dict | list)]
-    if level:
-        raise error(f"{_about(path, what)}: it is nested more than {MOST_NESTING} deep")
-    return root
+    return bool(level)
 
 
 def parse_json(

@@ -47,6 +47,11 @@ MOST_POINTS = Limit(10_000, "each of them is measured")
 MOST_BYTES = Limit(16, "numbers of a model are not larger")
 MOST_DEVICES = Limit(65_536, "models are not spread over more")
 
+# -- a constraint ----------------------------------------------------------------------------------------------
+
+CONSTRAINT_BYTES = Limit(256 * 2**10, "the time to compile it grows with its square")
+MOST_CHOICES = Limit(20_000, "all of them are compiled into one automaton")
+
 # -- a replay --------------------------------------------------------------------------------------------------
 
 MOST_REPLAYED = Limit(64, "a draft of that length is replayed at every token of every response")

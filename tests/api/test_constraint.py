@@ -33,6 +33,11 @@ PROMPTS = ["a cat as JSON", "a dog as JSON", 'like {"name": "Bo", "age": 5']
 OPTIONS: dict[str, Any] = {"max_new_tokens": 60, "chat": False}
 
 
+DEEP: Any = "a"
+for _ in range(5000):
+    DEEP = [DEEP]
+
+
 @pytest.fixture(scope="module")
 def names(tmp_path_factory: Any) -> list[str]:
     root: Path = tmp_path_factory.mktemp("models")
@@ -128,6 +133,23 @@ def test_dead_ends_are_reported(tmp_path: Path) -> None:
     assert [response.finish_reason for response in caught.value.responses] == ["stop", "error"]
 
 
+@pytest.mark.parametrize("index", [0, 1, 5, 7])
+def test_failed_constraints_end_their_own_output(names: list[str], target: LoadedModel, index: int) -> None:
+    """Drafted tokens reach the failure before the output does."""
+    endless = {"type": "object", "properties": {"b": {"$ref": "#"}}, "required": ["b"]}
+    dead_end = {"grammar": 'start: /[ab]/ ("c" | "z" T)\nT: /b/ & /c/'}
+    constraints = [dead_end] * 12 + [{"json_schema": endless}] * 2 + [{"regex": "[0-9]{3}"}] * 2
+    options = {**OPTIONS, "drafter": drafters(names)[index], "batch_size": 6}
+    with pytest.raises(NumericalError) as caught:
+        generate(target, ["w"] * len(constraints), constraint=constraints, **options)
+    responses = caught.value.responses
+    assert {r.text for r in responses[:12] if r.finish_reason == "stop"} <= {"ac", "bc"}
+    errors = [r for r in responses[:12] if r.finish_reason == "error"]
+    assert errors and all("a dead end" in (r.error or "") for r in errors)
+    assert all("constraint failed: parser error: Too many items" in (r.error or "") for r in responses[12:14])
+    assert all(re.fullmatch("[0-9]{3}", r.text or "") for r in responses[14:])
+
+
 def test_unreadable_tokenizers_are_refused(tmp_path: Path) -> None:
     target = load_model(save_model(tmp_path / "words"), dtype="float32", device="cpu")
     with pytest.raises(ModelError, match="llguidance cannot read the tokenizer of"):
@@ -142,7 +164,13 @@ def test_unreadable_tokenizers_are_refused(tmp_path: Path) -> None:
         ({}, "constraint: needs exactly one of json_schema, regex, grammar, choice"),
         ({"regex": "a", "choice": ["b"]}, "constraint: needs exactly one of"),
         ({"choice": []}, "constraint: choice must be a list of texts"),
-        ({"json_schema": "{"}, "constraint: json_schema is not JSON"),
+        ({"json_schema": "{"}, "constraint: json_schema:1: not JSON"),
+        ({"json_schema": "[" * 100_000}, "cannot read this JSON: it is nested too deeply"),
+        ({"json_schema": {"const": DEEP}}, "constraint: json_schema is nested more than 64 deep"),
+        ({"json_schema": {"const": {1}}}, "constraint: json_schema is not JSON: Object of type set"),
+        ({"choice": ["a"] * 20_001}, "constraint: choice has 20001 texts; the maximum is 20000"),
+        ({"choice": ["a" * 300_000]}, "constraint: choice has 300004 bytes; the maximum is 262144"),
+        ({"regex": "a" * 300_000}, "constraint: regex has 300002 bytes; the maximum is 262144"),
         ({"regex": "("}, "the constraint's regex cannot be compiled"),
         ({"grammar": "start: x"}, "the constraint's grammar cannot be compiled"),
         ({"json_schema": {"type": "text"}}, "the constraint's json_schema cannot be compiled"),

@@ -89,6 +89,22 @@ def test_prompts_have_constraints_of_their_own(recipe: str, tmp_path: Path, monk
     assert "prompt 2: the constraint's regex cannot be compiled" in capsys.readouterr().err
 
 
+def test_failed_constraints_end_their_own_response(recipe: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"an animal {i}", "constraint": {"choice": ["cat", "dog"]}} for i in range(3)]
+    rows[1]["constraint"] = {"grammar": 'start: "z" T\nT: /b/ & /c/'}  # T has no text
+    file = tmp_path / "own.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    settings = [f"prompts={file}", "constraint=null", "verifiers=[token]", "drafters=[grammar]"]
+    assert main(["run", recipe, *(word for setting in settings for word in ("--set", setting))]) == 0
+    assert "1 of 3 responses ended with an error: prompt 2 at position" in capsys.readouterr().out
+    for directory in cells(tmp_path):
+        lines = (directory / "responses.jsonl").read_text(encoding="utf-8").splitlines()
+        responses = {row["question_id"]: row for row in map(json.loads, lines)}
+        assert {responses[1]["text"], responses[3]["text"]} <= {"cat", "dog"}
+        assert responses[2]["finish_reason"] == "error" and "a dead end" in responses[2]["error"]
+
+
 def test_matrix_compares_constraints(recipe: str) -> None:
     values = [{"regex": "a"}, {"regex": "a", "mask_drafts": False}, None]
     expanded = load_recipe(recipe, {"matrix.constraint": values})

@@ -32,6 +32,8 @@ class Automaton:
 class AutomatonMatcher:
     """A matcher of an `Automaton`."""
 
+    failure = None
+
     def __init__(self, automaton: Automaton):
         self.automaton, self.states = automaton, [0]
 

@@ -272,6 +272,8 @@ def _record(result: PieceResult, prompt: Prompt, turn: int, response: Response, 
         "tokens": response.tokens,
         "finish_reason": response.finish_reason,
     }
+    if response.error is not None:
+        line["error"] = response.error
     if response.logprobs is not None:  # JSON has no infinity: null is probability 0
         line["logprobs"] = [round(value, 6) if isfinite(value) else None for value in response.logprobs]
     result.responses.append(line)
