@@ -37,8 +37,8 @@ class BlockConfig(StrategyConfig):
     model: str = Field(description="name, directory or Hub id of the drafter's checkpoint")
     layers: tuple[int, ...] | None = Field(
         None,
-        description="the target's hidden states that the head reads (0 = embeddings, i = output of layer i); the error "
-        "message without it lists those of the checkpoint",
+        description="the target's hidden states that the head reads (0 = embeddings, i = output of layer i, -1 = "
+        "output of the final norm); the error message without it lists those of the checkpoint",
     )
     gamma: int | None = Field(
         None,

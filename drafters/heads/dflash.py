@@ -42,9 +42,11 @@ from ...framework.contracts.drafter import DraftContext, StrategyConfig
 from ...framework.contracts.misconfiguration import Misconfiguration
 from ...framework.util.limits import MOST_LEVELS
 from .blocks import BlockDrafter
-from .eagle_weights import biased, decoder_layer, layer_config, renamed, shared, table, target_ids
+from .config_keys import check
+from .eagle_weights import biased, decoder_layer, layer_config, merged_config, renamed, shared, vocabulary
 from .feature_head import Head
 from .misconfigurations import draft_vocabulary, other_embedding, other_layers, rotary_bases
+from .rotary import Rotary
 
 if TYPE_CHECKING:
     from ...framework.contracts.models import Checkpoint
@@ -127,7 +129,9 @@ class DFlashHead(Head):
         block_size: tokens of a block, including the root.
         mask_token: id of the mask token.
         from_anchor: the root's position drafts, too.
-        fc_bias: ``fc`` has a bias; ``biased``: names of the attention projections with a bias.
+        causal: a position of a block attends to those before it only (JetSpec).
+        logit_scale: factor of the logits.
+        fc_bias: ``fc`` has a bias; ``biased``: names of the projections with a bias.
         convolution: taps and group size of DFlash 2's convolutions; ``selector``: rank and top k of its selector.
     """
 
@@ -142,26 +146,29 @@ class DFlashHead(Head):
         block_size: int,
         mask_token: int,
         from_anchor: bool = False,
+        causal: bool = False,
         scale: float = 1.0,
+        logit_scale: float = 1.0,
         fc_bias: bool = False,
         biased: frozenset[str] = frozenset(),
         convolution: tuple[int, int] | None = None,
         selector: tuple[int, int] | None = None,
     ):
         super().__init__()
-        from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+        from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
         size, eps = config.hidden_size, config.rms_norm_eps
         self.config, self.scale = config, scale
-        self.block_size, self.mask_token, self.from_anchor = block_size, mask_token, from_anchor
+        self.block_size, self.mask_token = block_size, mask_token
+        self.from_anchor, self.causal = from_anchor, causal
         self.embed_tokens = nn.Embedding(len(embedding), size, _weight=embedding, _freeze=True)
         self.fc = nn.Linear(feature_size, size, bias=fc_bias)
         self.hidden_norm = LlamaRMSNorm(size, eps)
         self.layers = nn.ModuleList(decoder_layer(config, i, biased=biased) for i in range(config.num_hidden_layers))
         self.norm = LlamaRMSNorm(size, eps)
-        self.lm_head = shared(head)
+        self.lm_head = shared(head, logit_scale)
         self.register_buffer("target_ids", target_ids, persistent=False)
-        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.rotary_emb = Rotary(config)
         for layer, name in product(self.layers, CONVOLUTIONS):
             setattr(layer, name, BlockConvolution(size, *convolution) if convolution else None)
         self.candidate_selector = (
@@ -189,7 +196,8 @@ class DFlashHead(Head):
             features: ``[B, W, H]``, fused; only those before the block are read.
             position_ids: ``[B, W]``.
             past_key_values: a transformers cache.
-            attention_mask: additive ``[B, 1, W, keys]``, causal; the row of the block's last position is used for all.
+            attention_mask: additive ``[B, 1, W, keys]``, causal; unless the head is, the row of the block's last
+                position is used for all.
             first: ``[B]``, index of the block's first position; ``None`` = no block, keys and values only.
         """
         cos, sin = self.rotary_emb(features, position_ids)
@@ -201,7 +209,7 @@ class DFlashHead(Head):
         rows = torch.arange(len(first), device=first.device)[:, None]
         index = first[:, None] + torch.arange(self.block_size, device=first.device)
         assert attention_mask is not None
-        mask = attention_mask[rows[:, 0], :, index[:, -1]][:, :, None].expand(-1, -1, self.block_size, -1)
+        mask = attention_mask[rows, 0, index if self.causal else index[:, -1:].expand_as(index)][:, None]
         hidden = self.embed_tokens(input_ids[rows, index]) * self.scale
         for i, layer in enumerate(layers):
 
@@ -275,9 +283,10 @@ class DFlash(BlockDrafter):
 
     def load(self) -> DFlashHead:
         checkpoint = self.context.load_heads(self.config.model)
-        tensors = renamed(checkpoint.tensors)
+        tensors = renamed(checkpoint)
         if any(key.startswith(DSPARK) for key in tensors):
             raise checkpoint.refused("they are DSpark heads (markov_head, confidence_head); use drafter 'dspark'")
+        check(checkpoint, "dflash")
         options = backbone(checkpoint, tensors, self.context.target_model, self.config.layers)
         options |= _dflash2(checkpoint, tensors, options)
         head = DFlashHead(**options)
@@ -336,25 +345,22 @@ def backbone(
         raise checkpoint.refused(f"they have layers of type {', '.join(other)}; only full_attention is supported")
     if not kinds and getattr(config, "sliding_window", None):
         raise checkpoint.refused("config.json has a sliding_window; only full attention is supported")
-    source = target.get_input_embeddings()
-    embedding, output = source.weight, target.get_output_embeddings().weight
-    vocab, size = len(output), config.hidden_size
-    ids = target_ids(checkpoint, tensors, vocab)
-    own = "embed_tokens.weight" in tensors
-    embed = table(checkpoint, tensors, "embed_tokens.weight", embedding, (vocab, size))
-    head = table(checkpoint, tensors, "lm_head.weight", output, (vocab if ids is None else len(ids), size))
+    tables = vocabulary(checkpoint, tensors, target, config.hidden_size)
     layers = check_layers(checkpoint, target, layers, config.num_hidden_layers)
+    # Some targets scale their embedding; heads that share it need the same scale.
+    scale = 1.0 if tables.own else float(getattr(target.get_input_embeddings(), "embed_scale", 1.0))
     return {
         "config": config,
-        "embedding": embed,
+        "embedding": tables.embedding,
         "feature_size": len(layers) * target.config.get_text_config().hidden_size,
-        "head": head,
-        "target_ids": ids,
+        "head": tables.head,
+        "target_ids": tables.ids,
         "block_size": _number(checkpoint, "block_size", 2, MOST_LEVELS),
-        "mask_token": _number(checkpoint, "mask_token_id", 0, vocab - 1),
+        "mask_token": _number(checkpoint, "mask_token_id", 0, len(tables.embedding) - 1),
         "from_anchor": _from_anchor(checkpoint, tensors),
-        # Some targets scale their embedding; heads that share it need the same scale.
-        "scale": 1.0 if own else float(getattr(source, "embed_scale", 1.0)),
+        "causal": _causal(checkpoint),
+        "scale": scale * float(merged_config(checkpoint, "dflash_config").get("input_embedding_scale") or 1),
+        "logit_scale": tables.scale,
         "fc_bias": "fc.bias" in tensors,
         "biased": biased(tensors),
     }
@@ -368,58 +374,66 @@ def _dflash2(checkpoint: Checkpoint, tensors: dict[str, Tensor], options: dict[s
     """
     if not any(key.startswith(SELECTOR) for key in tensors):
         return {}
-    settings, size, vocab = merged_config(checkpoint), options["config"].hidden_size, len(options["embedding"])
+    size, vocab = options["config"].hidden_size, len(options["embedding"])
     taps = _number(checkpoint, "conv_kernel_size", 1, options["block_size"])
     group_size = _number(checkpoint, "conv_group_size", 1, size)
     if size % group_size:
         raise checkpoint.refused(f"conv_group_size is {group_size}, which does not divide the hidden size, {size}")
     if options["target_ids"] is not None:
         raise checkpoint.refused("a candidate_selector is not supported with a vocabulary of its own (d2t)")
-    for key, neutral in (("output_multiplier", 1), ("final_logit_softcapping", 0)):
-        if (settings.get(key) or neutral) != neutral:
-            raise checkpoint.refused(f"config.json has {settings[key]!r:.80} for {key}, which is not supported")
     selector = _number(checkpoint, "selector_rank", 1, size), _number(checkpoint, "selector_top_k", 1, vocab)
-    scale = options["scale"] * float(settings.get("input_embedding_scale") or 1)
-    return {"convolution": (taps, group_size), "selector": selector, "scale": scale}
-
-
-def merged_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The checkpoint's config, merged with ``dflash_config``, which holds block options in newer files."""
-    nested = checkpoint.config.get("dflash_config") or {}
-    if not isinstance(nested, dict):
-        raise checkpoint.refused(f"dflash_config is {nested!r:.80} in config.json; it must be a mapping")
-    return {**checkpoint.config, **nested}
+    return {"convolution": (taps, group_size), "selector": selector}
 
 
 def _number(checkpoint: Checkpoint, key: str, least: int, most: int) -> int:
-    value = merged_config(checkpoint).get(key)
+    value = merged_config(checkpoint, "dflash_config").get(key)
     if type(value) is not int or not least <= value <= most:
         what = "config.json lacks" if value is None else f"config.json has {value!r:.80} for"
         raise checkpoint.refused(f"{what} {key}, a whole number from {least} to {most}")
     return value
 
 
+def _flag(checkpoint: Checkpoint, *keys: str) -> bool | None:
+    """The first of the options that the config sets. Raises ModelError if it is neither true nor false."""
+    settings = merged_config(checkpoint, "dflash_config")
+    key = next((key for key in keys if settings.get(key) is not None), None)
+    if key is not None and type(settings[key]) is not bool:
+        raise checkpoint.refused(f"config.json has {settings[key]!r:.80} for {key}, which is neither true nor false")
+    return None if key is None else settings[key]
+
+
 def _from_anchor(checkpoint: Checkpoint, tensors: Iterable[str]) -> bool:
     """True if the root's position drafts. In DeepSpec's heads it does, which only their class name shows."""
-    value = merged_config(checkpoint).get("sample_from_anchor")
+    value = _flag(checkpoint, "sample_from_anchor", "shift_label")  # speculators', SpecForge's
     if value is not None:
-        return bool(value)
+        return value
     classes = str(checkpoint.config.get("architectures"))
     return "DSpark" in classes or any(key.startswith(DSPARK) for key in tensors)
+
+
+def _causal(checkpoint: Checkpoint) -> bool:
+    """True if blocks are causal, as in JetSpec. The precedence of the keys is that of serving engines."""
+    return bool(_flag(checkpoint, "is_causal", "causal"))
 
 
 def check_layers(checkpoint: Checkpoint, target: Any, layers: tuple[int, ...] | None, drafting: int) -> tuple[int, ...]:
     """Return ``layers``, the hidden states of the target that the heads read, after checks.
 
     Raises:
-        ModelError: ``layers`` is not given or not valid; the message has the value of the config, or the default for
-            ``drafting`` layers.
+        ModelError: ``layers`` is not given or not valid; the message has the value of the config, or the authors'
+            default for a head of ``drafting`` layers.
     """
     depth = target.config.get_text_config().num_hidden_layers
     if layers is None:
+        named = named_layers(checkpoint, depth)
+        advice = f"write layers: {named}"
+        if named is None:
+            advice = (
+                "their config.json lacks target_layer_ids, which would name them, and trainers have different "
+                f"defaults; see their documentation. DFlash's authors would take layers: {_default(depth, drafting)}"
+            )
         raise checkpoint.refused(
-            f"the option layers is missing, the hidden states of the target that they read; write layers: "
-            f"{named_layers(checkpoint, depth, drafting)}"
+            f"the option layers is missing, the hidden states of the target that they read; {advice}"
         )
     if invalid := [i for i in layers if not -depth - 1 <= i <= depth]:
         raise checkpoint.refused(
@@ -428,14 +442,13 @@ def check_layers(checkpoint: Checkpoint, target: Any, layers: tuple[int, ...] | 
     return layers
 
 
-def named_layers(checkpoint: Checkpoint, depth: int, drafting: int) -> list[int]:
-    """Hidden states that the heads read according to their config, in the numbering of `BlockConfig.layers`.
+def named_layers(checkpoint: Checkpoint, depth: int) -> list[int] | None:
+    """Hidden states that the heads read by their config, in the numbering of `BlockConfig.layers`; None if it has none.
 
     ``aux_hidden_state_layer_ids`` (speculators) has this numbering; ``target_layer_ids`` (the authors, DeepSpec) number
-    outputs of layers, -1 = the embedding. Default, as the authors': one per layer of the head, evenly from 1 to
-    ``depth`` - 3.
+    outputs of layers, -1 = the embedding.
     """
-    settings = merged_config(checkpoint)
+    settings = merged_config(checkpoint, "dflash_config")
     for key, offset in (("aux_hidden_state_layer_ids", 0), ("target_layer_ids", 1)):
         ids = settings.get(key)
         if ids is None:
@@ -443,6 +456,11 @@ def named_layers(checkpoint: Checkpoint, depth: int, drafting: int) -> list[int]
         if not isinstance(ids, list) or not all(type(i) is int and 0 <= i + offset <= depth for i in ids):
             raise checkpoint.refused(f"config.json has {ids!r:.80} for {key}, which are not layers of this target")
         return [i + offset for i in ids]
+    return None
+
+
+def _default(depth: int, drafting: int) -> list[int]:
+    """The authors' default: one hidden state per layer of the head, evenly from 1 to ``depth`` - 3."""
     if drafting == 1:
         return [depth // 2 + 1]
     return [round(1 + i * (depth - 4) / (drafting - 1)) + 1 for i in range(drafting)]

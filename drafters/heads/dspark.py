@@ -26,8 +26,9 @@ from ...framework.contracts.drafter import DraftContext, StrategyConfig
 from ..autoregressive.length_policy import LengthPolicy
 from ..autoregressive.policies import Static
 from .blocks import BlockConfig
-from .dflash import DSPARK, DFlash, DFlashHead, backbone, merged_config
-from .eagle_weights import renamed
+from .config_keys import check
+from .dflash import DSPARK, DFlash, DFlashHead, backbone
+from .eagle_weights import merged_config, near, renamed, with_rows
 
 #: Key of each kind of Markov head, besides ``markov_w1`` and ``markov_w2``.
 _KINDS = {"gated": "markov_head.gate_proj.weight", "rnn": "markov_head.joint_proj.weight"}
@@ -157,13 +158,14 @@ class DSpark(DFlash):
 
     def load(self) -> DSparkHead:
         checkpoint, target = self.context.load_heads(self.config.model), self.context.target_model
-        tensors = renamed(checkpoint.tensors)
+        tensors = renamed(checkpoint)
         if not any(key.startswith(DSPARK) for key in tensors):
             raise checkpoint.refused("they have neither markov_head nor confidence_head; use drafter 'dflash'")
+        check(checkpoint, "dspark")
         options = backbone(checkpoint, tensors, target, self.config.layers)
         rank, width = (_width(tensors, key) for key in ("markov_head.markov_w1", "confidence_head.proj"))
         kind = next((kind for kind, key in _KINDS.items() if key in tensors), "vanilla")
-        configured = merged_config(checkpoint).get("markov_head_type", kind)
+        configured = merged_config(checkpoint, "dflash_config").get("markov_head_type", kind)
         if rank and configured != kind:
             raise checkpoint.refused(
                 f"markov_head_type is {configured!r:.80} in config.json, but the tensors are those of {kind}"
@@ -172,6 +174,10 @@ class DSpark(DFlash):
             raise checkpoint.refused("a markov_head of type rnn is supported only with sample_from_anchor")
         if self.config.confidence is not None and not width:
             raise checkpoint.refused("they lack a confidence_head; leave out confidence")
+        for name, rows in (("w1", len(options["embedding"])), ("w2", len(options["head"]))):
+            table = tensors.get(key := f"markov_head.markov_{name}.weight")
+            if table is not None and table.dim() and near(len(table), rows):
+                tensors[key] = with_rows(table, rows)
         size = options["config"].hidden_size
         if width not in (0, size, size + rank):
             raise checkpoint.refused(f"confidence_head has input width {width}, which must be {size} or {size + rank}")

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ...framework.util.cache_argument import cache_argument
+from .config_keys import check
 from .eagle_weights import (
     biased,
     config_json,
@@ -30,12 +31,13 @@ from .eagle_weights import (
     mask_of,
     renamed,
     shared,
-    table,
+    vocabulary,
     write,
 )
 from .feature_head import FeatureHead
 from .features import FeatureDrafter
 from .misconfigurations import embedding_scales, other_embedding, rotary_bases, swapped_inputs
+from .rotary import Rotary, by_halves
 
 if TYPE_CHECKING:
     from ...framework.contracts.misconfiguration import Misconfiguration
@@ -47,14 +49,14 @@ class EagleHead(FeatureHead):
 
     Args:
         config: config of the decoder layers, from :func:`~crossdraft.drafters.heads.eagle_weights.make_config`.
-        embedding, head: ``[V, H]``, not copied (usually the target's) and frozen.
+        embedding: ``[V, H]``, ``head [Vd, H]``: not copied (usually the target's) and frozen.
+        target_ids: ``[Vd]`` int64, the target's id of each row of the head; ``None`` = identical ids.
+        logit_scale: factor of the logits.
         fc_bias: ``fc`` has a bias.
         input_norm: the first layer has its input norm, which the authors omit.
         embedding_norm, head_norm: HASS's norms of the embeddings and before the head.
-        biased: names of the attention projections with a bias.
+        biased: names of the projections with a bias.
     """
-
-    target_ids = None
 
     def __init__(
         self,
@@ -62,6 +64,8 @@ class EagleHead(FeatureHead):
         embedding: Tensor,
         head: Tensor,
         *,
+        target_ids: Tensor | None = None,
+        logit_scale: float = 1.0,
         fc_bias: bool = True,
         input_norm: bool = False,
         embedding_norm: bool = False,
@@ -69,7 +73,7 @@ class EagleHead(FeatureHead):
         biased: frozenset[str] = frozenset(),
     ):
         super().__init__()
-        from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+        from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
         size = config.hidden_size
         self.config = config
@@ -80,8 +84,9 @@ class EagleHead(FeatureHead):
         if not input_norm:
             self.layers[0].input_layernorm = nn.Identity()
         self.pre_lm_head_layernorm = LlamaRMSNorm(size, config.rms_norm_eps) if head_norm else nn.Identity()
-        self.lm_head = shared(head)
-        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.lm_head = shared(head, logit_scale)
+        self.register_buffer("target_ids", target_ids, persistent=False)
+        self.rotary_emb = Rotary(config)
 
     def advance(self, embeds: Tensor, features: Tensor, position_ids: Tensor, mask: Any, cache: Any) -> Tensor:
         out = self.fc(torch.cat([self.embedding_layernorm(embeds), features], -1))
@@ -102,7 +107,10 @@ class EagleHead(FeatureHead):
     def save(self, directory: Path | str) -> None:
         """Write the authors' layout: ``fc.*`` and ``layers.*``, without embedding and head, which are the target's."""
         tensors = {key: t for key, t in self.state_dict().items() if not key.startswith(("embed_tokens.", "lm_head."))}
-        more = {"vocab_size": len(self.embed_tokens.weight), "bias": self.fc.bias is not None}
+        tensors = by_halves(self.config, tensors, interleaved=False, back=True)
+        more: dict[str, Any] = {"vocab_size": len(self.embed_tokens.weight), "bias": self.fc.bias is not None}
+        if self.lm_head.scale != 1:
+            more["logit_scale"] = self.lm_head.scale
         write(directory, config_json(self.config, "LlamaForCausalLM", **more), tensors)
 
 
@@ -124,22 +132,23 @@ class Eagle(FeatureDrafter):
 
     def load(self) -> EagleHead:
         checkpoint, target = self.context.load_heads(self.config.model), self.context.target_model
-        tensors = renamed(checkpoint.tensors)
+        tensors = renamed(checkpoint)
         if is_eagle3(tensors):
             raise checkpoint.refused("they are EAGLE-3 heads (hidden_norm in the first layer); use drafter 'eagle3'")
+        check(checkpoint, "eagle")
         config = layer_config(checkpoint, tensors)
-        embedding, size = target.get_input_embeddings().weight, config.hidden_size
-        shape = (self.context.vocab_size, size)
-        if embedding.shape[1] != size:
+        width = target.get_input_embeddings().weight.shape[1]
+        if width != config.hidden_size:
             raise checkpoint.refused(
-                f"they read features of width {size}, but the target's have width {embedding.shape[1]}"
+                f"they read features of width {config.hidden_size}, but the target's have width {width}"
             )
-        embed = table(checkpoint, tensors, "embed_tokens.weight", embedding, shape)
-        output = table(checkpoint, tensors, "lm_head.weight", target.get_output_embeddings().weight, shape)
+        tables = vocabulary(checkpoint, tensors, target, width)
         head = EagleHead(
             config,
-            embed,
-            output,
+            tables.embedding,
+            tables.head,
+            target_ids=tables.ids,
+            logit_scale=tables.scale,
             fc_bias="fc.bias" in tensors,
             input_norm="layers.0.input_layernorm.weight" in tensors,
             embedding_norm="embedding_layernorm.weight" in tensors,

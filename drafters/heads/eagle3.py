@@ -11,7 +11,7 @@ most frequent tokens; q is 0 elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from ...framework.util.cache_argument import cache_argument
+from .config_keys import check, remark
 from .eagle_weights import (
     biased,
     config_json,
@@ -27,15 +28,16 @@ from .eagle_weights import (
     is_eagle3,
     layer_config,
     mask_of,
+    merged_config,
     renamed,
     shared,
-    table,
-    target_ids,
+    vocabulary,
     write,
 )
 from .feature_head import FeatureHead
 from .features import FeatureDrafter, HeadConfig
 from .misconfigurations import draft_vocabulary, eagle3_norms, other_embedding, other_layers, rotary_bases
+from .rotary import Rotary, by_halves
 
 if TYPE_CHECKING:
     from ...framework.contracts.misconfiguration import Misconfiguration
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
 
 #: Low, middle and high features, as the authors count them: the inputs of layers 2, L // 2 and L - 3.
 LAYERS = (2, 0.5, -4)
+#: Config keys of writers for whom ``norm_output`` has EAGLE-3.1's meaning.
+_NEWER = ("speculators_config", "fc_norm", "eagle_config", "num_aux_hidden_states", "norm_before_fc")
 
 
 class Eagle3Head(FeatureHead):
@@ -58,8 +62,10 @@ class Eagle3Head(FeatureHead):
         norm_before_fc: one norm over the concatenated features; ``fc_norm``: number of norms, one per layer.
         feed_normed: the normed output is fed back.
         head_norm: the last norm is applied before the head.
+        fc: the features are projected; False = they are the target's last hidden state as it is.
         fc_bias: ``fc`` has a bias.
-        biased: names of the attention projections with a bias.
+        logit_scale: factor of the logits.
+        biased: names of the projections with a bias.
     """
 
     def __init__(
@@ -75,11 +81,13 @@ class Eagle3Head(FeatureHead):
         fc_norm: int = 0,
         feed_normed: bool = False,
         head_norm: bool = True,
+        fc: bool = True,
         fc_bias: bool = False,
+        logit_scale: float = 1.0,
         biased: frozenset[str] = frozenset(),
     ):
         super().__init__()
-        from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+        from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
         size, eps = config.hidden_size, config.rms_norm_eps
         self.config = config
@@ -88,16 +96,16 @@ class Eagle3Head(FeatureHead):
         self.embed_tokens = nn.Embedding(len(embedding), size, _weight=embedding, _freeze=True)
         self.input_norm = LlamaRMSNorm(feature_size, eps) if norm_before_fc else None
         self.fc_norm = nn.ModuleList(LlamaRMSNorm(feature_size // fc_norm, eps) for _ in range(fc_norm))
-        self.fc = nn.Linear(feature_size, size, bias=fc_bias)
+        self.fc = nn.Linear(feature_size, size, bias=fc_bias) if fc else nn.Identity()
         self.layers = nn.ModuleList(
             decoder_layer(config, i, biased=biased, width=None if i else 2 * size)
             for i in range(config.num_hidden_layers)
         )
         self.layers[0].hidden_norm = LlamaRMSNorm(size, eps)
         self.norm = LlamaRMSNorm(size, eps)
-        self.lm_head = nn.Linear(size, rows, bias=False) if head is None else shared(head)
+        self.lm_head = nn.Linear(size, rows, bias=False) if head is None else shared(head, logit_scale)
         self.register_buffer("target_ids", target_ids, persistent=False)
-        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.rotary_emb = Rotary(config)
 
     def fuse(self, hidden: Tensor) -> Tensor:
         hidden = hidden.to(self.dtype)
@@ -143,11 +151,9 @@ class Eagle3Head(FeatureHead):
         if self.feed_normed:
             raise ValueError("this layout cannot represent feed_normed, a normed output that is fed back")
         rows, vocab = len(self.lm_head.weight), len(self.embed_tokens.weight)
-        tensors = {
-            key.replace("layers.0.", "midlayer.", 1): tensor
-            for key, tensor in self.state_dict().items()
-            if key != "embed_tokens.weight"
-        }
+        own = {key: tensor for key, tensor in self.state_dict().items() if key != "embed_tokens.weight"}
+        own = by_halves(self.config, own, interleaved=False, back=True)
+        tensors = {key.replace("layers.0.", "midlayer.", 1): tensor for key, tensor in own.items()}
         if self.target_ids is not None:
             ids = self.target_ids.cpu()
             tensors["d2t"] = ids - torch.arange(rows)
@@ -157,6 +163,10 @@ class Eagle3Head(FeatureHead):
             more["norm_before_residual"] = True
         if not self.head_norm:
             more["norm_output"] = False
+        if not isinstance(self.fc, nn.Linear):
+            more["use_aux_hidden_state"] = False
+        if getattr(self.lm_head, "scale", 1.0) != 1:
+            more["logit_scale"] = self.lm_head.scale
         if layers:
             more["eagle_aux_hidden_state_layer_ids"] = list(layers)
         write(directory, config_json(self.config, "LlamaForCausalLMEagle3", **more), tensors)
@@ -173,8 +183,8 @@ class Eagle3(FeatureDrafter):
     class Config(HeadConfig):
         layers: tuple[int, ...] | None = Field(
             None,
-            description="the target's hidden states that the head reads (0 = embeddings, i = output of layer i); "
-            "default: 2, L // 2 and L - 3",
+            description="the target's hidden states that the head reads (0 = embeddings, i = output of layer i, -1 = "
+            "output of the final norm); default: 2, L // 2 and L - 3",
         )
 
     config: Config  # type: ignore[assignment]
@@ -210,69 +220,90 @@ def read_head(
     Raises:
         ModelError: not an EAGLE-3 head, names or shapes do not fit, or the head was trained on other hidden states.
     """
-    raw, tensors = checkpoint.config, renamed(checkpoint.tensors)
+    raw, tensors = checkpoint.config, renamed(checkpoint)
     if not is_eagle3(tensors):
         raise checkpoint.refused(
             "they are not EAGLE-3 heads: they have neither midlayer.hidden_norm nor layers.0.hidden_norm"
         )
     if make is Eagle3Head and "mask_hidden" in tensors:
         raise checkpoint.refused("they are P-EAGLE heads (mask_hidden); use drafter 'p-eagle'")
+    check(checkpoint, "eagle3" if make is Eagle3Head else "p-eagle")
     config = layer_config(checkpoint, tensors)
-    embedding, output = target.get_input_embeddings().weight, target.get_output_embeddings().weight
-    size, vocab = config.hidden_size, len(output)
-    ids = target_ids(checkpoint, tensors, vocab)
-    rows = vocab if ids is None else len(ids)
-    embed = table(checkpoint, tensors, "embed_tokens.weight", embedding, (vocab, size))
-    output = table(checkpoint, tensors, "lm_head.weight", output, (rows, size))
+    tables = vocabulary(checkpoint, tensors, target, config.hidden_size)
     width = _feature_size(checkpoint, target, layers)
     for key, name in (("norm_before_fc", "input_norm."), ("fc_norm", "fc_norm.")):
         if raw.get(key) and not any(tensor.startswith(name) for tensor in tensors):
             raise checkpoint.refused(f"config.json has {key}, but the tensors {name}* are missing")
-    feed_normed, head_norm = _normed(raw)
+    projected = merged_config(checkpoint, "eagle_config").get("use_aux_hidden_state") is not False
+    if not projected and width != config.hidden_size:
+        raise checkpoint.refused(
+            f"they read one hidden state of width {config.hidden_size} (use_aux_hidden_state is false), but layers "
+            f"{list(layers or LAYERS)} of the target have width {width}; write layers: [-1]"
+        )
+    feed_normed, head_norm = _normed(checkpoint, tensors)
     head = make(
         config,
-        embed,
+        tables.embedding,
         width,
-        head=output,
-        target_ids=ids,
+        head=tables.head,
+        target_ids=tables.ids,
         norm_before_residual=bool(raw.get("norm_before_residual", False)),
         norm_before_fc="input_norm.weight" in tensors,
         fc_norm=sum(key.startswith("fc_norm.") for key in tensors),
         feed_normed=feed_normed,
         head_norm=head_norm,
+        fc=projected,
         fc_bias="fc.bias" in tensors,
+        logit_scale=tables.scale,
         biased=biased(tensors),
     )
     checkpoint.fill(head, tensors, shared=("embed_tokens.weight", "lm_head.weight"))
     return head
 
 
-def _normed(config: dict[str, Any]) -> tuple[bool, bool]:
+def _normed(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> tuple[bool, bool]:
     """Read ``norm_output``: True if the normed output is fed back, and True if the output is normed before the head.
 
-    The key has two meanings. In EAGLE-3.1 and in serving engines, true means that the normed output is fed back; the
-    output is normed before the head in any case. In SpecForge's earlier heads, false means that it is not normed
-    there. Heads of EAGLE-3.1 have ``fc_norm``, too, or are written by speculators.
+    The key has two meanings. In serving engines and in all trainers but SpecForge before 15 September 2026, true means
+    that the normed output is fed back, as in EAGLE-3.1; the output is normed before the head in any case. In those
+    earlier heads of SpecForge, false means that it is not normed there. A file of theirs has none of `_NEWER`.
     """
-    value = config.get("norm_output")
-    newer = "speculators_config" in config or "fc_norm" in config
+    value = checkpoint.config.get("norm_output")
+    newer = any(key in checkpoint.config for key in _NEWER)
+    if value is not None and not newer:
+        trained = "norm.weight" in tensors and not bool((tensors["norm.weight"] == 1).all())
+        remark(
+            checkpoint,
+            f"norm_output is {str(value).lower()} in config.json, which meant "
+            + ("that the head reads the normed output" if value else "that the head reads the output without its norm")
+            + " in SpecForge before 2026-09-15, and since then "
+            + ("that it is fed back normed" if value else "that it is fed back without its norm")
+            + f"; read as {'the latter' if value else 'the former'}"
+            + (", although its norm was trained" if trained and not value else "")
+            + "; write fc_norm: false beside it for the meaning since then, or leave both out for EAGLE-3",
+        )
     return bool(value), value is None or bool(value) or newer
 
 
 def named_layers(checkpoint: Checkpoint) -> list[int] | None:
     """Hidden states of the checkpoint's config, in the numbering of `Config.layers`; None if it has none."""
-    settings = {**checkpoint.config, **(checkpoint.config.get("eagle_config") or {})}
-    ids = settings.get("eagle_aux_hidden_state_layer_ids")
+    if merged_config(checkpoint, "eagle_config").get("use_aux_hidden_state") is False:
+        return [-1]
+    ids = merged_config(checkpoint, "eagle_config").get("eagle_aux_hidden_state_layer_ids")
     if not ids:
         return None
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        raise checkpoint.refused(
+            f"config.json has {ids!r:.80} for eagle_aux_hidden_state_layer_ids; it must be a list of layers"
+        )
     # Ids number inputs of layers, which are hidden states, or, if they start with 1, outputs.
     outputs = ids[0] == 1 and "speculators_config" not in checkpoint.config
     return [i + 1 if outputs else i for i in ids]
 
 
 def _resolved(layers: tuple[int, ...] | None, depth: int) -> list[int]:
-    """Resolve ``layers`` (default: `LAYERS`) for a target of ``depth`` layers; 0 = its embedding."""
-    return [int(i * depth) if isinstance(i, float) else i % (depth + 1) for i in layers or LAYERS]
+    """Resolve ``layers`` (default: `LAYERS`) for a target of ``depth`` layers; 0 = its embedding, -1 = normed."""
+    return [int(i * depth) if isinstance(i, float) else i if i == -1 else i % (depth + 1) for i in layers or LAYERS]
 
 
 def _feature_size(checkpoint: Checkpoint, target: Any, layers: tuple[int, ...] | None) -> int:

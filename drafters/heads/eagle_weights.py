@@ -2,22 +2,25 @@
 
 Supported layouts, for EAGLE-1 and -2: the authors' own (``fc``, ``layers.0`` without an input norm) and that of
 vllm-project/speculators up to 0.3 with HASS's norms (``fusion_fc``, ``transformer``). For EAGLE-3: the authors' own and
-SpecForge's (``midlayer``) and that of speculators (``layers.0``, a nested config). Written checkpoints have the
-authors' layout.
+SpecForge's (``midlayer``) and that of speculators (``layers.0``, a nested config); NeMo's names begin with ``model.``.
+Written checkpoints have the authors' layout.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ...framework.contracts.models import Checkpoint
+from .config_keys import refuse_assistant, remark
+from .rotary import Rotary, by_halves, interleaved, rope_parameters
 
 #: Keys of a Llama-like config that define a decoder layer; other keys are ignored.
 _LAYER_KEYS = (
@@ -31,21 +34,41 @@ _LAYER_KEYS = (
     "max_position_embeddings",
     "sliding_window",
     "use_sliding_window",
+    "max_window_layers",
     "layer_types",
 )
-_PROJECTION_BIAS = re.compile(r"layers\.\d+\.self_attn\.(\w+)\.bias")
+_BIAS = re.compile(r"layers\.\d+\.(?:self_attn|mlp)\.(\w+)\.bias")
+#: Prefixes of other layouts: EAGLE-3's, HASS's, and DSpark's of Model-Optimizer.
+_RENAMED = {
+    "midlayer.": "layers.0.",
+    "transformer.": "layers.0.",
+    "fusion_fc.": "fc.",
+    "markov_w": "markov_head.markov_w",
+    "gate_proj.": "markov_head.gate_proj.",
+    "joint_proj.": "markov_head.joint_proj.",
+    "confidence_proj.": "confidence_head.proj.",
+}
 
 
-def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename tensors to the authors' names of EAGLE-1, which the modules here use for EAGLE-3, too."""
-    rules = (("midlayer.", "layers.0."), ("transformer.", "layers.0."), ("fusion_fc.", "fc."))
-    out = {}
-    for key, tensor in tensors.items():
-        if key.endswith("rotary_emb.inv_freq"):  # computed from the config; old releases of transformers stored it
+def renamed(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Tensors by the authors' names of EAGLE-1, which the modules here use for all heads with decoder layers.
+
+    Raises:
+        ModelError: they are quantised, of another kind of drafter, or two names mean the same tensor.
+    """
+    refuse_assistant(checkpoint)
+    checkpoint.refuse_quantized(checkpoint.tensors)
+    out: dict[str, Tensor] = {}
+    for name, tensor in checkpoint.tensors.items():
+        if name.endswith("rotary_emb.inv_freq"):  # computed from the config; old releases of transformers stored it
             continue
-        for old, new in rules:
+        key = name.removeprefix("model.")  # of NeMo
+        for old, new in _RENAMED.items():
             if key.startswith(old):
                 key = new + key.removeprefix(old)
+                break
+        if key in out:
+            raise checkpoint.refused(f"two of their tensors are {key} ({name} is one); leave one out")
         out[key] = tensor
     return out
 
@@ -62,37 +85,58 @@ def count_layers(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> int:
 
 
 def biased(tensors: Mapping[str, Tensor]) -> frozenset[str]:
-    """Names of the attention projections with a bias (heads of Qwen2 targets: q, k and v)."""
-    return frozenset(match[1] for key in tensors if (match := _PROJECTION_BIAS.fullmatch(key)))
+    """Names of the projections of attention and MLP with a bias (heads of Qwen2 targets: q, k and v)."""
+    return frozenset(match[1] for key in tensors if (match := _BIAS.fullmatch(key)))
 
 
-def layer_config(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> Any:
+def layer_section(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The part of the config that describes decoder layers. Raises ModelError unless it is a mapping."""
+    raw = checkpoint.config.get("transformer_layer_config") or checkpoint.config
+    if not isinstance(raw, dict):
+        raise checkpoint.refused(f"transformer_layer_config is {raw!r:.80} in config.json; it must be a mapping")
+    return raw
+
+
+def merged_config(checkpoint: Checkpoint, section: str) -> dict[str, Any]:
+    """The checkpoint's config, merged with one of its sections, which takes precedence where it has a value.
+
+    Raises:
+        ModelError: the section is not a mapping.
+    """
+    nested = checkpoint.config.get(section) or {}
+    if not isinstance(nested, dict):
+        raise checkpoint.refused(f"{section} is {nested!r:.80} in config.json; it must be a mapping")
+    return {**checkpoint.config, **{key: value for key, value in nested.items() if value is not None}}
+
+
+def layer_config(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> Any:
     """Make a transformers config of the heads' decoder layers: Llama's or, with query and key norms, Qwen3's.
 
-    ``rope_theta`` defaults to 10000, not to the target's.
+    The channels of ``tensors`` are permuted if the config pairs other ones than transformers, see `by_halves`.
 
     Raises:
         ModelError: the config lacks a required size, or its sizes contradict each other or the tensors.
     """
     from huggingface_hub.errors import StrictDataclassError
+    from transformers.activations import ACT2FN
 
-    raw = checkpoint.config.get("transformer_layer_config") or checkpoint.config
-    if not isinstance(raw, dict):
-        raise checkpoint.refused(f"transformer_layer_config is {raw!r:.80} in config.json; it must be a mapping")
+    raw = dict(layer_section(checkpoint))
+    if raw.get("model_type") == "llama4_text" and raw.get("intermediate_size_mlp"):
+        raw["intermediate_size"] = raw["intermediate_size_mlp"]  # the other size is that of experts
+    raw["hidden_act"] = raw.get("hidden_act") or raw.get("hidden_activation")
     lacking = [key for key in ("hidden_size", "intermediate_size", "num_attention_heads") if not raw.get(key)]
     if lacking:
         raise checkpoint.refused(f"config.json lacks {', '.join(lacking)}")
     known = {key: raw[key] for key in _LAYER_KEYS if raw.get(key) is not None}
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise checkpoint.refused(f"rope_scaling is {rope!r:.80} in config.json; it must be a mapping")
-    rope = dict(rope)
-    kind = rope.pop("type", "default")
-    rope = {"rope_type": kind, "rope_theta": raw.get("rope_theta") or 10000.0, **rope}
-    qk_norm = "layers.0.self_attn.q_norm.weight" in tensors
+    norm = tensors.get("layers.0.self_attn.q_norm.weight")
+    if norm is not None:
+        known.setdefault("head_dim", norm.shape[-1] if norm.dim() else 0)
+    if known.get("hidden_act", "silu") not in ACT2FN:
+        raise checkpoint.refused(f"config.json has {known['hidden_act']!r:.80} for hidden_act, which is not known")
+    rope = rope_parameters(checkpoint, raw, known.get("layer_types"))
     try:
         layers = count_layers(checkpoint, tensors)
-        config = make_config(qk_norm=qk_norm, num_hidden_layers=layers, rope_parameters=rope, **known)
+        config = make_config(qk_norm=norm is not None, num_hidden_layers=layers, rope_parameters=rope, **known)
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         raise checkpoint.refused(f"config.json is not a config of decoder layers: {str(error)!r:.300}") from None
     # Modules are created before the tensors are compared: reject sizes that no tensor has first.
@@ -104,6 +148,15 @@ def layer_config(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> Any:
     for key, size in sizes.items():
         if sides and size not in sides:
             raise checkpoint.refused(f"config.json has {key} {size}, but no tensor has this size")
+    try:
+        Rotary(config)
+        tensors |= by_halves(config, tensors, interleaved=interleaved(raw))
+    except KeyError as error:
+        raise checkpoint.refused(f"rope_parameters of type {rope['rope_type']!r} lack {error} in config.json") from None
+    except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
+        raise checkpoint.refused(
+            f"the rotary embedding of config.json cannot be computed: {str(error)!r:.200} ({rope!r:.200})"
+        ) from None
     return config
 
 
@@ -122,11 +175,14 @@ def decoder_layer(config: Any, index: int, *, biased: frozenset[str] = frozenset
     from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
     layer: Any = (Qwen3DecoderLayer if config.model_type == "qwen3" else LlamaDecoderLayer)(config, index)
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        old = getattr(layer.self_attn, name)
-        size = old.in_features if name == "o_proj" or width is None else width
-        if size != old.in_features or (name in biased) != (old.bias is not None):
-            setattr(layer.self_attn, name, nn.Linear(size, old.out_features, bias=name in biased))
+    reads_width = () if width is None else ("q_proj", "k_proj", "v_proj")
+    for part in (layer.self_attn, layer.mlp):
+        for name, old in list(part.named_children()):
+            if not isinstance(old, nn.Linear):
+                continue
+            size = width if name in reads_width and width is not None else old.in_features
+            if size != old.in_features or (name in biased) != (old.bias is not None):
+                setattr(part, name, nn.Linear(size, old.out_features, bias=name in biased))
     return layer
 
 
@@ -135,25 +191,100 @@ def mask_of(mask: Any, config: Any, index: int) -> Tensor | None:
     return mask[config.layer_types[index]] if isinstance(mask, Mapping) else mask
 
 
-def shared(weight: Tensor) -> nn.Linear:
-    """Make a linear layer without bias on ``weight [rows, H]`` itself, not on a copy."""
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
+class OutputHead(nn.Linear):
+    """A linear layer without bias, whose output is multiplied by ``scale``."""
+
+    scale = 1.0
+
+    def forward(self, input: Tensor) -> Tensor:
+        out = super().forward(input)
+        return out if self.scale == 1 else out * self.scale
+
+
+def shared(weight: Tensor, scale: float = 1.0) -> OutputHead:
+    """Make an output head on ``weight [rows, H]`` itself, not on a copy."""
+    linear = OutputHead(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight, linear.scale = nn.Parameter(weight, requires_grad=False), scale
     return linear
 
 
-def table(checkpoint: Checkpoint, tensors: dict[str, Tensor], key: str, target: Tensor, shape: Sequence[int]) -> Tensor:
-    """Remove and return the table ``key`` of ``tensors``, in the target's dtype; default: the target's table.
+class Vocabulary(NamedTuple):
+    """Tables of a head.
+
+    Attributes:
+        embedding: ``[V, H]``; ``own``: it is the checkpoint's.
+        head: ``[Vd, H]``.
+        ids: ``[Vd]`` int64, the target's id of each row of ``head``; None = identical ids.
+        scale: factor of the logits.
+    """
+
+    embedding: Tensor
+    own: bool
+    head: Tensor
+    ids: Tensor | None
+    scale: float
+
+
+def near(size: int, rows: int) -> bool:
+    """True if a table of ``size`` rows may be that of a vocabulary of ``rows`` before it grew, or after it was cut."""
+    return rows < 2 * size < 4 * rows
+
+
+def with_rows(table: Tensor, rows: int, new: Tensor | None = None) -> Tensor:
+    """Cut ``table [n, ..]`` to ``rows``, or append the rows ``new``, by default 0."""
+    table = table[:rows]
+    if len(table) == rows:
+        return table
+    return torch.cat([table, table.new_zeros(rows - len(table), *table.shape[1:]) if new is None else new])
+
+
+def vocabulary(checkpoint: Checkpoint, tensors: dict[str, Tensor], target: Any, size: int) -> Vocabulary:
+    """Remove embedding, head and vocabulary maps from ``tensors``; tables that are missing are those of ``target``.
+
+    If ``tie_word_embeddings`` is set, a missing head is the checkpoint's own embedding. Tables with a few rows fewer
+    than the target's are those of a vocabulary that grew afterwards: new tokens are embedded as the target does and
+    never drafted. Rows that the target does not have are left out.
+
+    Args:
+        target: a causal LM of transformers.
+        size: H, the width of the head.
 
     Raises:
-        ModelError: its shape is not ``shape``.
+        ModelError: a table has another shape, or the maps are invalid.
     """
-    own = tensors.pop(key, None)
-    weight = target if own is None else own.to(target.device, target.dtype)
-    if list(weight.shape) != list(shape):
-        whose = "the target's" if own is None else "theirs"
-        raise checkpoint.refused(f"{key} must have shape {list(shape)}, but {whose} has {list(weight.shape)}")
-    return weight
+    embedding, output = target.get_input_embeddings().weight, target.get_output_embeddings().weight
+    rows, ids = len(output), target_ids(checkpoint, tensors, len(output))
+    own = tensors.pop("embed_tokens.weight", None)
+    settings = {**layer_section(checkpoint), **checkpoint.config}
+    head = tensors.pop("lm_head.weight", own if settings.get("tie_word_embeddings") else None)
+    for name, table, count in (("embed_tokens", own, rows), ("lm_head", head, rows if ids is None else len(ids))):
+        shape = [count, embedding.shape[1]] if table is None else list(table.shape)
+        whose = "the target's" if table is None else "theirs"
+        if name == "lm_head" and table is None and ids is not None:
+            shape[0] = rows
+        grown = shape[1:] == [size] and near(shape[0], rows) and (name == "embed_tokens" or ids is None)
+        if shape != [count, size] and not grown:
+            raise checkpoint.refused(f"{name}.weight must have shape {[count, size]}, but {whose} has {shape}")
+        if shape[0] != count:
+            remark(
+                checkpoint,
+                f"{name}.weight has {shape[0]} rows, the target's vocabulary {rows}; tokens that only one of them has "
+                "are never drafted",
+            )
+    if own is not None:
+        new = embedding[len(own) : rows].detach() if embedding.shape[1] == size else None
+        own = with_rows(own.to(embedding.device, embedding.dtype), rows, new)
+    if head is not None:
+        head = head[:rows].to(output.device, output.dtype)
+        if ids is None and len(head) < rows:
+            ids = torch.arange(len(head))
+    scale = settings.get("logit_scale")
+    scale = 1.0 if scale is None else scale
+    if type(scale) not in (int, float) or not math.isfinite(scale) or scale <= 0:
+        raise checkpoint.refused(f"logit_scale is {scale!r:.80} in config.json, which is not a positive number")
+    return Vocabulary(
+        embedding if own is None else own, own is not None, output if head is None else head, ids, float(scale)
+    )
 
 
 def target_ids(checkpoint: Checkpoint, tensors: dict[str, Tensor], vocab_size: int) -> Tensor | None:
@@ -199,6 +330,7 @@ def config_json(config: Any, architecture: str, **more: Any) -> dict[str, Any]:
     known = {key: getattr(config, key, None) for key in _LAYER_KEYS}
     rope = dict(config.rope_parameters)
     theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
+    partial = {key: rope.pop(key) for key in ("partial_rotary_factor",) if kind != "proportional" and key in rope}
     scaling = None if kind == "default" else {"rope_type": kind, **rope}
     return {
         "architectures": [architecture],
@@ -207,6 +339,7 @@ def config_json(config: Any, architecture: str, **more: Any) -> dict[str, Any]:
         "num_hidden_layers": config.num_hidden_layers,
         "rope_theta": theta,
         "rope_scaling": scaling,
+        **partial,
         "tie_word_embeddings": False,
         **more,
     }

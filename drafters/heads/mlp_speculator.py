@@ -31,6 +31,8 @@ from ...framework.errors import ContractError, ModelError
 from ...framework.util.limits import MOST_LEVELS
 from ..autoregressive.chains import grow_chain
 from ..autoregressive.policies import POLICIES, Policy, Static
+from .config_keys import check, remark
+from .eagle_weights import near, with_rows
 from .feature_reader import last_state
 
 if TYPE_CHECKING:
@@ -57,11 +59,21 @@ class Speculator(nn.Module):
     Args:
         stages: n; ``vocab_size``: V; ``size``: H, of the target; ``inner``: I.
         scaled: norm the first state.
+        drafted: number of tokens that are drafted, the first ones; None = all.
     """
 
-    def __init__(self, stages: int, vocab_size: int, size: int, inner: int, *, scaled: bool = False):
+    def __init__(
+        self,
+        stages: int,
+        vocab_size: int,
+        size: int,
+        inner: int,
+        *,
+        scaled: bool = False,
+        drafted: int | None = None,
+    ):
         super().__init__()
-        self.scaled = scaled
+        self.scaled, self.drafted = scaled, vocab_size if drafted is None else drafted
         self.emb = nn.ModuleList(nn.Embedding(vocab_size, inner) for _ in range(stages))
         self.proj = nn.ModuleList(nn.Linear(inner if i else size, inner, bias=False) for i in range(stages))
         self.head = nn.ModuleList(nn.Linear(inner, vocab_size, bias=False) for _ in range(stages))
@@ -77,7 +89,10 @@ class Speculator(nn.Module):
         """Compute the new state ``[B, I]`` and logits ``[B, V]`` after ``token [B]``."""
         mixed = self.proj[stage](state) + self.weight * self.emb[stage](token)
         state = functional.gelu(self.ln[stage](mixed))
-        return state, self.head[stage](state)
+        logits = self.head[stage](state)
+        if self.drafted < logits.shape[-1]:
+            logits[..., self.drafted :] = -torch.inf
+        return state, logits
 
 
 class MlpSpeculator(Drafter):
@@ -201,6 +216,7 @@ def read_speculator(checkpoint: Checkpoint, vocab_size: int, size: int) -> Specu
     indices = [checkpoint.number(match[2], key) for key in tensors if (match := _STAGE.fullmatch(key))]
     if not indices:
         raise checkpoint.refused("they are not an MLP speculator: emb.0.weight is missing")
+    check(checkpoint, "mlp-speculator")
     if type(stages) is not int or not max(indices) < stages <= MOST_LEVELS:
         raise checkpoint.refused(
             f"config.json has {stages!r:.80} for n_predict, the number of stages, not {max(indices) + 1}"
@@ -212,6 +228,12 @@ def read_speculator(checkpoint: Checkpoint, vocab_size: int, size: int) -> Specu
                 if i > start and name.format(start) in tensors:
                     tensors.setdefault(name.format(i), tensors[name.format(start)])
     inner = tensors["emb.0.weight"].shape[-1] if "emb.0.weight" in tensors else 1
-    speculator = Speculator(stages, vocab_size, size, inner, scaled=bool(checkpoint.config.get("scale_input")))
+    rows = [len(tensor) for key, tensor in tensors.items() if key.startswith(("emb.", "head.")) and tensor.dim()]
+    if rows and max(rows) == min(rows) != vocab_size and near(rows[0], vocab_size):
+        for key in [key for key in tensors if key.startswith(("emb.", "head."))]:
+            tensors[key] = with_rows(tensors[key], vocab_size)
+        remark(checkpoint, f"their tables have {rows[0]} rows, the target's vocabulary {vocab_size}")
+    drafted, scaled = min([vocab_size, *rows]), bool(checkpoint.config.get("scale_input"))
+    speculator = Speculator(stages, vocab_size, size, inner, scaled=scaled, drafted=drafted)
     checkpoint.fill(speculator, tensors)
     return speculator

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from ...framework.errors import ModelError
 from ...framework.util.cache_argument import cache_argument
-from .eagle_weights import shared, table, write
+from .config_keys import check, refuse_assistant
+from .eagle_weights import shared, vocabulary, write
 from .experts import dequantized, stacked
 from .feature_head import FeatureHead
 from .features import FeatureDrafter
@@ -34,15 +35,18 @@ if TYPE_CHECKING:
     from ...framework.contracts.misconfiguration import Misconfiguration
     from ...framework.contracts.models import Checkpoint
 
-#: DeepSeek's names, under ``model.layers.{L}`` with L the number of the target's layers, and Qwen's, under ``mtp``.
+#: DeepSeek's names, under ``model.layers.{L}``, L the number of the target's layers; Qwen's, under ``mtp``; and those
+#: of vllm-project/speculators, under ``mtp_layers.0``.
 _DEEPSEEK = re.compile(r"(?:model\.)?layers\.(\d{1,4})\.(.+)")
+_QWEN = {"fc.": "eh_proj.", "pre_fc_norm_embedding.": "enorm.", "pre_fc_norm_hidden.": "hnorm.", "layers.0.": "layer."}
 _RENAMED = {
+    **_QWEN,
     "shared_head.norm.": "norm.",
     "shared_head.head.": "lm_head.",
-    "fc.": "eh_proj.",
-    "pre_fc_norm_embedding.": "enorm.",
-    "pre_fc_norm_hidden.": "hnorm.",
-    "layers.0.": "layer.",
+    "input_proj.": "eh_proj.",
+    "token_layernorm.": "enorm.",
+    "hidden_layernorm.": "hnorm.",
+    "final_layernorm.": "norm.",
 }
 _OWN = ("enorm.", "hnorm.", "eh_proj.", "norm.", "embed_tokens.", "lm_head.", "layer.")
 
@@ -52,15 +56,23 @@ class MtpHead(FeatureHead):
 
     Args:
         target: the transformers model whose types of layer, norm and rotary embedding are used.
-        embedding, head: ``[V, H]``, not copied, frozen; default: the target's.
+        embedding: ``[V, H]``, ``head [Vd, H]``: not copied, frozen; default: the target's.
+        target_ids: ``[Vd]`` int64, the target's id of each row of the head; ``None`` = identical ids.
+        logit_scale: factor of the logits.
 
     Raises:
         ModelError: the target's architecture is not supported.
     """
 
-    target_ids = None
-
-    def __init__(self, target: Any, embedding: Tensor | None = None, head: Tensor | None = None):
+    def __init__(
+        self,
+        target: Any,
+        embedding: Tensor | None = None,
+        head: Tensor | None = None,
+        *,
+        target_ids: Tensor | None = None,
+        logit_scale: float = 1.0,
+    ):
         super().__init__()
         decoder = target.get_decoder()
         rotary, norm, layers = (getattr(decoder, name, None) for name in ("rotary_emb", "norm", "layers"))
@@ -88,7 +100,8 @@ class MtpHead(FeatureHead):
         self.enorm, self.hnorm, self.norm = (type(norm)(size, eps=eps) for _ in range(3))
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
         self.layer = layer
-        self.lm_head = shared(target.get_output_embeddings().weight if head is None else head)
+        self.lm_head = shared(target.get_output_embeddings().weight if head is None else head, logit_scale)
+        self.register_buffer("target_ids", target_ids, persistent=False)
         self.rotary_emb = copy.deepcopy(rotary)
 
     def advance(self, embeds: Tensor, features: Tensor, position_ids: Tensor, mask: Any, cache: Any) -> Tensor:
@@ -107,9 +120,10 @@ class MtpHead(FeatureHead):
         for key, tensor in self.state_dict().items():
             if key.startswith(("embed_tokens.", "lm_head.")):
                 continue
-            for new, own in _RENAMED.items():
-                if not new.startswith("shared_head.") and key.startswith(own):
+            for new, own in _QWEN.items():
+                if key.startswith(own):
                     key = new + key.removeprefix(own)
+                    break
             tensors[f"mtp.{key}"] = tensor
         config = {"model_type": self.config.model_type, "num_nextn_predict_layers": 1}
         write(directory, config, tensors)
@@ -120,10 +134,13 @@ def mtp_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     DeepSeek's: ``model.layers.{L}.`` with ``enorm``, ``hnorm``, ``eh_proj``, ``shared_head.norm``, copies of the
     target's ``embed_tokens`` and ``shared_head.head``, and the keys of the decoder layer. Qwen's: ``mtp.``
-    with ``pre_fc_norm_embedding``, ``pre_fc_norm_hidden``, ``fc``, ``norm`` and ``layers.0.*``.
+    with ``pre_fc_norm_embedding``, ``pre_fc_norm_hidden``, ``fc``, ``norm`` and ``layers.0.*``. Speculators':
+    ``mtp_layers.0.`` with ``token_layernorm``, ``hidden_layernorm``, ``input_proj``, ``final_layernorm`` and the keys
+    of the layer.
     """
-    if any(name.startswith("mtp.") for name in tensors):
-        names = {name.removeprefix("mtp."): name for name in tensors if name.startswith("mtp.")}
+    prefix = next((prefix for prefix in ("mtp.", "mtp_layers.0.") if any(n.startswith(prefix) for n in tensors)), None)
+    if prefix is not None:
+        names = {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)}
     else:
         parts = [(match, name) for name in tensors if (match := _DEEPSEEK.fullmatch(name))]
         indices = [int(match[1]) for match, _ in parts if match[2] == "eh_proj.weight"]
@@ -158,16 +175,17 @@ class Mtp(FeatureDrafter):
 
     def load(self) -> MtpHead:
         checkpoint, target = self.context.load_heads(self.config.model), self.context.target_model
+        refuse_assistant(checkpoint)
         tensors = mtp_tensors(checkpoint.tensors)
         if not tensors:
             raise checkpoint.refused(
-                "they lack a module of multi-token prediction: they have neither mtp.* nor model.layers.{L}.eh_proj"
+                "they lack a module of multi-token prediction: they have "
+                "neither mtp.* nor mtp_layers.0.* nor model.layers.{L}.eh_proj"
             )
+        check(checkpoint, "mtp")
         tensors = dequantized(checkpoint, tensors)
-        embedding, output = target.get_input_embeddings().weight, target.get_output_embeddings().weight
-        shape = (self.context.vocab_size, embedding.shape[1])
-        embed = table(checkpoint, tensors, "embed_tokens.weight", embedding, shape)
-        head = MtpHead(target, embed, table(checkpoint, tensors, "lm_head.weight", output, shape))
+        tables = vocabulary(checkpoint, tensors, target, target.get_input_embeddings().weight.shape[1])
+        head = MtpHead(target, tables.embedding, tables.head, target_ids=tables.ids, logit_scale=tables.scale)
         checkpoint.fill(
             head, stacked(checkpoint, tensors, head.state_dict()), shared=("embed_tokens.weight", "lm_head.weight")
         )

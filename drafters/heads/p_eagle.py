@@ -21,6 +21,7 @@ from ...framework.contracts.draft import Sequences, on_device
 from ...framework.util.limits import MOST_LEVELS
 from .blocks import BlockConfig, BlockDrafter
 from .eagle3 import LAYERS, Eagle3, Eagle3Head, read_head
+from .eagle_weights import merged_config
 
 if TYPE_CHECKING:
     from ...framework.contracts.misconfiguration import Misconfiguration
@@ -75,10 +76,10 @@ class PEagle(BlockDrafter):
 
     def load(self) -> PEagleHead:
         checkpoint, target = self.context.load_heads(self.config.model), self.context.target_model
-        mask = checkpoint.tensors.get("mask_hidden")
-        if mask is None:
+        name = next((name for name in ("mask_hidden", "model.mask_hidden") if name in checkpoint.tensors), None)
+        if name is None:
             raise checkpoint.refused("they lack mask_hidden, the feature of masked positions; use drafter 'eagle3'")
-        flat = checkpoint.with_tensors({"mask_hidden": mask.reshape(-1)})
+        flat = checkpoint.with_tensors({name: checkpoint.tensors[name].reshape(-1)})
         head = read_head(flat, target, self.config.layers, PEagleHead)
         assert isinstance(head, PEagleHead)
         self._mask = _mask_token(checkpoint, len(head.embed_tokens.weight))
@@ -118,8 +119,7 @@ class PEagle(BlockDrafter):
 
 def _mask_token(checkpoint: Checkpoint, rows: int) -> int:
     """Read the id of the mask token."""
-    nested = checkpoint.config.get("dflash_config")
-    settings = {**(nested if isinstance(nested, dict) else {}), **checkpoint.config}
+    settings = merged_config(checkpoint, "dflash_config")
     token = next((settings[key] for key in _MASK_KEYS if settings.get(key) is not None), None)
     if type(token) is not int or not 0 <= token < rows:
         what = f"config.json lacks {_MASK_KEYS[0]}" if token is None else f"config.json has mask token {token!r:.80}"

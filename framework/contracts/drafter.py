@@ -49,9 +49,10 @@ class DraftTraits:
         nodes: maximum number of nodes per row, probes included; sets buffer sizes.
         levels: maximum depth of a node; ``None`` = ``nodes``. Steps with a smaller limit are excluded from the block
             efficiency.
-        hidden_layers: target layers whose hidden states it needs (0 = embeddings, i = output of layer i, negative
-            indices count from the end, a float is a share of the depth, rounded down), in the order of
-            ``Scores.hidden``.
+        hidden_layers: target layers whose hidden states it needs, in the order of ``Scores.hidden``: 0 = embeddings,
+            i = output of layer i, -1 = output of the final norm, -i = output of layer L + 1 - i of L; a float is a
+            share of the depth, rounded down. So L is the last layer's output before the final norm, as in serving
+            engines; the last of transformers' ``hidden_states`` is -1.
         branching: children per node of each level, for trees in which all nodes of a level have the same number.
         replayable: the drafts are chains whose distributions depend only on the committed tokens, whose length is fixed
             before the first token is drawn, and which have the distribution after their last token if

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
 #: The backend for model directories in the format of transformers.
 TRANSFORMERS = "transformers"
+#: Last parts of the names of a quantised weight's other tensors.
+_SCALES = {
+    *("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_zero_point", "weight_packed", "input_scale"),
+    *("qweight", "qzeros", "scales", "g_idx", "absmax", "quant_map", "SCB", "k_scale", "v_scale"),
+}
 
 
 @dataclass(frozen=True)
@@ -160,14 +165,29 @@ class Checkpoint:
         """Return the error for a checkpoint that does not fit, with the reason ``why``."""
         return ModelError(f"the heads '{self.name}' do not load: {why} ({self.path})")
 
+    def refuse_quantized(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise ModelError if ``tensors`` are quantised: of one byte per number, packed, or with scales."""
+        scales = [key for key in tensors if key.rsplit(".", 1)[-1] in _SCALES]
+        packed = [
+            f"{key} is {tensor.dtype}"
+            for key, tensor in tensors.items()
+            if tensor.dtype.itemsize == 1 and (tensor.is_floating_point() or key.endswith("weight"))
+        ]
+        if scales or packed:
+            raise self.refused(
+                f"they are quantised ({', '.join((packed + scales)[:2])}), which is not supported; use heads with "
+                "weights in bfloat16, float16 or float32"
+            )
+
     def fill(self, module: nn.Module, tensors: dict[str, Tensor], *, shared: Iterable[str] = ()) -> None:
         """Copy ``tensors``, renamed to the keys of ``module``, into it; keys in ``shared`` may be absent.
 
         Raises:
-            ModelError: a missing or unexpected key, or another shape; the message lists names and shapes.
+            ModelError: a missing or unexpected key, another shape, or quantised tensors; with names and shapes.
         """
         import torch
 
+        self.refuse_quantized(tensors)
         state = module.state_dict(keep_vars=True)
         missing = sorted(state.keys() - tensors.keys() - set(shared))
         unexpected = sorted(tensors.keys() - state.keys())

@@ -20,6 +20,7 @@ from .attention_masks import AttentionMasks, Visibility
 from .compiled_layers import compile_layers
 from .cuda_graphs import Outputs
 from .kv_cache import KVCache, WritePlan
+from .layer_surgery import recorded, resolved
 from .recurrent.recurrent_cache import new_cache
 from .recurrent.recurrent_layers import keep_states, prepare
 from .small_batch_linear import speed_up_small_batches
@@ -130,7 +131,7 @@ class ForwardPass:
             # Padding behind a row that fills the context has no position; its outputs are not used.
             position_ids = position_ids.clamp(max=context - 1)
         extra: dict[str, Any] = dict(inputs)
-        selected = [int(i * self.dims.num_layers) if isinstance(i, float) else i for i in layers]
+        selected = resolved(layers, self.dims.num_layers)
         if layers:
             extra["output_hidden_states"] = selected if SELECTS else True
         if self._keep_logits and not want_logits:
@@ -139,9 +140,13 @@ class ForwardPass:
         if self._attends:
             mask = self.masks.build(visibility)
             extra |= {"attention_mask": mask, "position_ids": position_ids, self._cache_argument: cache}
-        with own_attention(), keep_states(cache, visibility.positions, visibility.key_positions):
+        with (
+            own_attention(),
+            keep_states(cache, visibility.positions, visibility.key_positions),
+            recorded(self.model, selected, self.dims.num_layers) as states,
+        ):
             out = self.model(**self.embed(tokens), use_cache=self._attends, **extra)
-        hidden = torch.stack([out.hidden_states[i] for i in selected], 2) if layers else None
+        hidden = torch.stack(states.select(selected, out.hidden_states), 2) if layers else None
         return (out.logits if want_logits else None), hidden
 
     def embed(self, tokens: Tensor) -> dict[str, Tensor]:

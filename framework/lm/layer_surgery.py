@@ -1,8 +1,9 @@
-"""Copies of a model that share its weights: in separate modules, or with some of its layers."""
+"""Copies of a model that share its weights, in separate modules or with some of its layers; outputs of its layers."""
 
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..errors import ModelError
+from ..errors import ModelError, UsageError
 from ..models.placement import is_spread
 
 #: Names of the parts of a decoder layer.
@@ -41,8 +42,8 @@ def with_layers(
             "cannot be run alone; load it on one device"
         )
     count, decoder = model.config.get_text_config().num_hidden_layers, model.get_decoder()
-    stacks = [name for name, m in decoder.named_children() if isinstance(m, nn.ModuleList) and len(m) == count]
-    if len(stacks) != 1:
+    stack = layer_stack(model, count)
+    if stack is None:
         raise ModelError(
             f"{type(model).__name__} does not have exactly one list of {count} layers, so some of them cannot be run "
             "alone"
@@ -62,12 +63,18 @@ def with_layers(
     twin = module = _shallow(model)
     for part in path.split("."):  # only the modules on the way to the layers are copied
         module._modules[part] = module = _shallow(module._modules[part])
-    module.config, module._layers_name = config, stacks[0]
-    stack = module._modules[stacks[0]]
-    module._modules[stacks[0]] = nn.ModuleList(
+    name = next(name for name, child in decoder.named_children() if child is stack)
+    module.config, module._layers_name = config, name
+    module._modules[name] = nn.ModuleList(
         _without(stack[layer], type(model).__name__, layer in no_attention, layer in no_mlp) for layer in layers
     )
     return twin
+
+
+def layer_stack(model: Any, count: int) -> nn.ModuleList | None:
+    """The list of the ``count`` layers of a causal LM's decoder; None if it does not have exactly one."""
+    stacks = [m for _, m in model.get_decoder().named_children() if isinstance(m, nn.ModuleList) and len(m) == count]
+    return stacks[0] if len(stacks) == 1 else None
 
 
 def insert_seam(model: Any, index: int) -> Seam:
@@ -211,3 +218,59 @@ def _shallow(module: nn.Module) -> Any:
     for name in _CONTAINERS:
         attributes[name] = attributes[name].copy()
     return twin
+
+
+def resolved(layers: Sequence[float], count: int) -> list[int]:
+    """Resolve shares of the depth in ``layers`` for a model of ``count`` layers."""
+    return [int(i * count) if isinstance(i, float) else int(i) for i in layers]
+
+
+@contextmanager
+def recorded(model: Any, layers: Sequence[int], count: int) -> Iterator[Recorder]:
+    """Within the context, record the last layer's output if ``layers`` has it: transformers returns it normed only.
+
+    Raises:
+        ModelError: it is requested of a model without one list of ``count`` layers.
+    """
+    recorder = Recorder(count)
+    if not count or count not in layers:
+        yield recorder
+        return
+    stack = layer_stack(model, count)
+    if stack is None:
+        raise ModelError(
+            f"{type(model).__name__} does not have exactly one list of {count} layers, so the output of layer {count} "
+            "before the final norm is unknown; use heads that read other layers"
+        )
+    handle = stack[-1].register_forward_hook(recorder)
+    try:
+        yield recorder
+    finally:
+        handle.remove()
+
+
+class Recorder:
+    """A forward hook of the last layer, for passes of the thread that made it."""
+
+    def __init__(self, count: int):
+        self._count, self._thread = count, threading.get_ident()
+        self._last: Tensor | None = None
+
+    def __call__(self, module: Any, arguments: Any, output: Any) -> None:
+        if threading.get_ident() == self._thread:
+            self._last = output[0] if isinstance(output, tuple) else output
+
+    def select(self, layers: Sequence[int], states: Any) -> list[Tensor]:
+        """Return the hidden states ``[B, W, H]`` of ``layers``, given the ``hidden_states`` that the model returned.
+
+        Raises:
+            UsageError: the model returns something else for one of them.
+        """
+        count = self._count
+        out = [self._last if self._last is not None and i == count else states[i] for i in layers]
+        if any(state.shape != out[0].shape or state.dim() != 3 for state in out):
+            raise UsageError(
+                f"the target does not return one hidden state per token and layer, but tensors of shapes "
+                f"{[list(state.shape) for state in out]} for layers {list(layers)}; read the last layer (-1) only"
+            )
+        return out

@@ -12,6 +12,7 @@ from transformers.modeling_utils import PreTrainedModel
 from ..contracts.models import LoadedModel
 from ..contracts.training import Batch, Text
 from ..errors import UsageError
+from ..lm.layer_surgery import recorded
 from .texts import pad
 
 
@@ -60,15 +61,10 @@ class Features:
     def _states(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Hidden states ``[n, L, layers, H]`` bfloat16."""
         inner = any(layer != -1 for layer in self.layers)
-        out = _decoder(self.target.model)(
-            input_ids=ids, attention_mask=mask, use_cache=False, output_hidden_states=inner
-        )
-        states = [out.last_hidden_state if layer == -1 else out.hidden_states[layer] for layer in self.layers]
-        if any(state.shape != out.last_hidden_state.shape for state in states):
-            raise UsageError(
-                f"{self.target.name} does not return one hidden state per token and layer, so heads that read layers "
-                f"{list(self.layers)} cannot be trained on it; train heads that read the last layer only"
-            )
+        model: Any = self.target.model
+        with recorded(model, self.layers, model.config.get_text_config().num_hidden_layers) as recorder:
+            out = _decoder(model)(input_ids=ids, attention_mask=mask, use_cache=False, output_hidden_states=inner)
+        states = recorder.select(self.layers, [*(out.hidden_states[:-1] if inner else ()), out.last_hidden_state])
         return torch.stack(states, 2).to(torch.bfloat16)
 
 

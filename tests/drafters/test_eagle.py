@@ -189,10 +189,10 @@ def test_writer_writes_authors_layout(target: Any, tmp_path: Path) -> None:
         (authors(norm__weight=(H,)), r"unexpected norm\.weight \[32\]"),
         (authors(fc__weight=(H, 3 * H)), r"fc\.weight is \[32, 96\], not \[32, 64\]"),
         (
-            authors(embed_tokens__weight=(90, H)),
-            r"embed_tokens.weight must have shape \[97, 32\], but theirs has \[90, 32\]",
+            authors(embed_tokens__weight=(40, H)),
+            r"embed_tokens.weight must have shape \[97, 32\], but theirs has \[40, 32\]",
         ),
-        (authors(lm_head__weight=(90, H)), r"lm_head.weight must have shape \[97, 32\], but theirs has \[90, 32\]"),
+        (authors(lm_head__weight=(40, H)), r"lm_head.weight must have shape \[97, 32\], but theirs has \[40, 32\]"),
         (authors(layers__0__hidden_norm__weight=(H,)), "they are EAGLE-3 heads .* use drafter 'eagle3'"),
     ],
 )

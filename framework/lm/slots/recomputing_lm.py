@@ -19,7 +19,7 @@ from ...errors import ModelError
 from ...models.placement import input_device
 from ...util.tensors import on_device, parent_lists
 from ..architectures import longrope_boundary, text_config
-from ..layer_surgery import close
+from ..layer_surgery import close, recorded, resolved
 
 
 class RecomputingLM:
@@ -118,12 +118,13 @@ class RecomputingLM:
         ends = [len(tokens)]
         if self.boundary is not None and start < self.boundary < len(tokens):
             ends = [self.boundary, len(tokens)]  # a longer text has other frequencies from its first token on
-        parts, layers = [], [int(i * self._num_layers) if isinstance(i, float) else i for i in self.hidden_layers]
+        parts, layers = [], resolved(self.hidden_layers, self._num_layers)
         for end in ends:
             ids = on_device([list(tokens[:end])], self.device)
             more = {"output_hidden_states": True} if layers else {}
-            out = self.model(input_ids=ids, use_cache=False, **more)
-            states = torch.stack([out.hidden_states[i][0, start:] for i in layers], 1) if layers else None
+            with recorded(self.model, layers, self._num_layers) as recorder:
+                out = self.model(input_ids=ids, use_cache=False, **more)
+            states = torch.stack(recorder.select(layers, out.hidden_states), 2)[0, start:] if layers else None
             parts.append((out.logits[0, start:], states))
             start = end
         logits = torch.cat([part[0] for part in parts])

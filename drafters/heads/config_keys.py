@@ -1,0 +1,353 @@
+"""Keys of the published heads' ``config.json``: those that change what a head computes, and those that do not.
+
+`check` goes through a config by the table of its layout in `LAYOUTS`. A key is read; or has no effect, because the
+tensors decide it or because it concerns training or serving; or is refused, because it selects another computation;
+or is ignored with a remark, because no engine applies it to heads although its name promises a computation. A key that
+is not listed is named in a remark.
+
+Sources: the authors' releases of each method; SpecForge; vllm-project/speculators; NVIDIA Model-Optimizer and NeMo
+Automodel; the head models of vLLM and SGLang, which serve files of all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from .rotary import INTERLEAVED
+
+if TYPE_CHECKING:
+    from ...framework.contracts.models import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+
+class Key(NamedTuple):
+    """Treatment of a config key.
+
+    Attributes:
+        effect: "read"; "none"; "refused"; or "ignored", which is remarked.
+        reason: of the latter three.
+        neutral: values that request nothing; so does None.
+    """
+
+    effect: Literal["read", "none", "refused", "ignored"]
+    reason: str = ""
+    neutral: tuple[Any, ...] = ()
+
+
+Keys = Mapping[str, "Key | Keys"]
+
+
+def _read(*names: str) -> dict[str, Key]:
+    return dict.fromkeys(names, Key("read"))
+
+
+def _none(reason: str, *names: str) -> dict[str, Key]:
+    return dict.fromkeys(names, Key("none", reason))
+
+
+def _refused(reason: str, **neutral: tuple[Any, ...]) -> dict[str, Key]:
+    return {name: Key("refused", reason, values) for name, values in neutral.items()}
+
+
+def _ignored(reason: str, **neutral: tuple[Any, ...]) -> dict[str, Key]:
+    return {name: Key("ignored", reason, values) for name, values in neutral.items()}
+
+
+#: Keys of any ``config.json``.
+_BOOKKEEPING = _none(
+    "it describes the file, the tokenizer, training or serving",
+    *("_name_or_path", "name_or_path", "transformers_version", "auto_map", "torch_dtype", "dtype", "use_cache"),
+    *("initializer_range", "initializer_factor", "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "id2label", "label2id"),
+    *("num_labels", "problem_type", "task_specific_params", "tokenizer_class", "prefix", "finetuning_task"),
+    *("output_attentions", "output_hidden_states", "return_dict", "return_dict_in_generate", "output_scores"),
+    *("torchscript", "use_bfloat16", "pruned_heads", "chunk_size_feed_forward", "cross_attention_hidden_size"),
+    *("add_cross_attention", "is_encoder_decoder", "is_decoder", "tie_encoder_decoder", "tf_legacy_loss"),
+    *("attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "attn_impl", "ep_size"),
+    *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty"),
+    *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size"),
+    *("encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "forced_bos_token_id", "prefill_chunk"),
+    *("forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens"),
+    *("begin_suppress_tokens", "pretraining_tp", "router_aux_loss_coef", "output_router_logits", "license", "trainer"),
+    *("base_model_name_or_path", "target_model", "target_model_type", "target_model_name_or_path", "version"),
+)
+_TARGET = "it describes the target, whose values are used"
+_TENSORS = "the tensors decide it"
+_ENGINES = "neither trainers nor serving engines apply it to heads"
+_QUANTIZED = _none(
+    "quantised tensors are refused, or dequantised for 'mtp'", "quantization_config", "compression_config"
+)
+_SPECULATORS = {
+    **_read("speculators_model_type"),
+    **_none("it describes the file", "speculators_version", "has_no_defaults_at_init"),
+    "speculators_config": _none(
+        "it describes how the file is served", "algorithm", "proposal_methods", "default_proposal_method", "verifier"
+    ),
+}
+_ROPE = {
+    **_read("type", "rope_type", "rope_theta", "factor", "partial_rotary_factor", "attention_factor"),
+    **_read("original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
+    **_read("mscale", "mscale_all_dim", "truncate", "short_factor", "long_factor"),
+    **_read("full_attention", "sliding_attention"),
+    **_none("the three positions of text are equal", "mrope_section", "mrope_interleaved"),
+    **_none("it describes how the target was trained", "finetuned"),
+}
+#: Keys of decoder layers, which `layer_config` reads.
+_LAYERS: dict[str, Any] = {
+    **_read("hidden_size", "intermediate_size", "intermediate_size_mlp", "num_attention_heads", "num_key_value_heads"),
+    **_read("head_dim", "rms_norm_eps", "hidden_act", "hidden_activation", "max_position_embeddings", "model_type"),
+    **_read("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "tie_word_embeddings"),
+    **_read("rope_theta", "partial_rotary_factor", "original_max_position_embeddings", *INTERLEAVED),
+    "rope_parameters": _ROPE,
+    "rope_scaling": _ROPE,
+    **_none(_TENSORS, "num_hidden_layers", "attention_bias", "mlp_bias", "qkv_bias", "bias", "qk_norm", "use_qk_norm"),
+    **_none(_TENSORS, "vocab_size", "draft_vocab_size", "norm_type"),
+    **_none(_TARGET, "num_target_layers", "target_hidden_size", "target_vocab_size", "target_layer_count"),
+    **_none(
+        "it describes experts of the target; heads with experts are refused by their tensors",
+        *("num_experts", "num_local_experts", "num_experts_per_tok", "n_routed_experts", "n_shared_experts", "n_group"),
+        *("moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob", "decoder_sparse_step"),
+        *("mlp_only_layers", "first_k_dense_replace", "moe_layer_freq", "topk_group", "topk_method", "scoring_func"),
+        *(
+            "routed_scaling_factor",
+            "aux_loss_alpha",
+            "seq_aux",
+            "num_nextn_predict_layers",
+            "interleave_moe_layer_step",
+        ),
+    ),
+    **_none(
+        "heads with latent attention are refused by their tensors",
+        *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    ),
+    **_refused(
+        "it scales parts of the layers, which is not supported",
+        **dict.fromkeys(("residual_multiplier", "embedding_multiplier", "scale_emb"), (1,)),
+        **dict.fromkeys(("attention_multiplier", "scale_depth", "dim_model_base"), ()),
+    ),
+    **_refused("logits divided by it are not supported", logits_scaling=(1,)),
+    **_refused("other layers than Llama's are not supported", clip_qkv=(), alibi=(False,), parallel_attn=(False,)),
+    **_ignored(_ENGINES, attn_logit_softcapping=(0,), query_pre_attn_scalar=(), attention_chunk_size=()),
+}
+_CAUSAL = _refused("attention that is not causal is not supported", is_causal=(True,))
+_AUTOREGRESSIVE = {
+    **_LAYERS,
+    **_CAUSAL,
+    **_read("logit_scale"),
+    **_ignored("SGLang applies it to heads, their trainers and vLLM do not", final_logit_softcapping=(0,)),
+}
+_EAGLE_CONFIG = {
+    **_read("eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state"),
+    **_refused(
+        "such layers are not supported",
+        use_mtp_layernorm=(False,),
+        next_layer_regular=(True,),
+        parallel_draft_step=(0, 1),
+    ),
+    **_none("it is used with parallel_draft_step", "parallel_draft_heads_num_layers"),
+    **_none(_TENSORS, "use_input_layernorm_in_first_layer", "use_last_layernorm", "has_lm_head", "draft_vocab_size"),
+}
+_EAGLE3 = {
+    **_AUTOREGRESSIVE,
+    "eagle_config": _EAGLE_CONFIG,
+    **_read("eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state", "norm_before_residual", "norm_output"),
+    **_read("norm_before_fc", "fc_norm"),
+    **_none("it decides only how the file was trained", "embed_requires_grad", "ttt_length", "num_depths"),
+    **_none(_TENSORS, "num_aux_hidden_states"),
+    **_refused("P-EAGLE heads are read by 'p-eagle'", parallel_drafting=(False,)),
+}
+_BLOCK_OPTIONS: dict[str, Any] = {
+    **_read("mask_token_id", "block_size", "target_layer_ids", "aux_hidden_state_layer_ids", "sample_from_anchor"),
+    **_read("shift_label", "causal", "input_embedding_scale"),
+    **_refused("only the whole text is attended", use_swa=(False,)),
+    **_none("it is used with use_swa", "swa_window_size"),
+    **_refused("such attention is not supported", attention_sink_bias=(False,), add_swa_attention_sink_bias=(False,)),
+    **_refused("heads without features of the target are not supported", use_aux_hidden_state=(True,)),
+    **_refused("it changes the logits, which is not supported", output_multiplier=(1,), final_logit_softcapping=(0,)),
+    **_refused("Domino heads are not supported", emb_dim=(), gru_hidden_dim=(), pure_draft_prefix_len=(0,)),
+    **_none("it is decided by the sizes", "attention_mode"),
+    **_none(
+        "it decides only how the file was trained",
+        *("num_anchors", "loss_decay_gamma", "confidence_head_alpha", "markov_head_alpha", "max_anchors"),
+    ),
+}
+_BLOCKS = {
+    **_LAYERS,
+    **_BLOCK_OPTIONS,
+    **_read("is_causal", "logit_scale"),
+    **_none("sliding layers are refused", "sliding_window_non_causal"),
+}
+_DFLASH = {
+    **_read("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
+    **_refused("DSpark heads are read by 'dspark'", markov_rank=(0,), enable_confidence_head=(False,)),
+    **_none("it is used with a Markov head", "markov_head_type", "confidence_head_with_markov", "use_confidence_head"),
+    "projector_type": Key("refused", "other heads on DFlash's layers are not supported", ("dflash", "dflash2")),
+}
+_DSPARK = {
+    **_read("markov_head_type"),
+    **_none(_TENSORS, "markov_rank", "enable_confidence_head", "use_confidence_head", "confidence_head_with_markov"),
+    "projector_type": Key("refused", "other heads on DFlash's layers are not supported", ("dspark",)),
+}
+
+
+def _file(keys: Keys) -> dict[str, Any]:
+    """The table of a whole file: ``keys``, those of any file, and the nested config of speculators."""
+    return {**_BOOKKEEPING, **_QUANTIZED, **_SPECULATORS, **_read("architectures"), **keys}
+
+
+def _nested(keys: Keys) -> dict[str, Any]:
+    return {**_file(keys), "transformer_layer_config": {**_BOOKKEEPING, **_read("architectures"), **_AUTOREGRESSIVE}}
+
+
+class Layout(NamedTuple):
+    """A published layout.
+
+    Attributes:
+        keys: the treatment of each key; sections are tables.
+        algorithms: its names in ``speculators_model_type``.
+        prefixes: if not empty, keys that do not start with one of them are those of the target, and are not remarked.
+    """
+
+    keys: Keys
+    algorithms: tuple[str, ...] = ()
+    prefixes: tuple[str, ...] = ()
+
+
+#: By drafter; those of EAGLE-1 are EAGLE-2's, too.
+LAYOUTS: dict[str, Layout] = {
+    "eagle": Layout(
+        _nested(
+            {
+                **_AUTOREGRESSIVE,
+                "eagle_config": {
+                    **_EAGLE_CONFIG,
+                    **_none("EAGLE-1 reads the last state", "eagle_aux_hidden_state_layer_ids"),
+                    **_refused("EAGLE-3 heads are read by 'eagle3'", use_aux_hidden_state=(False,)),
+                },
+                **_none(_TENSORS, "add_para_norm", "layernorms", "fusion_bias", "transformer_layer_architecture"),
+            }
+        ),
+        ("eagle", "hass"),
+    ),
+    "eagle3": Layout(_nested(_EAGLE3), ("eagle3",)),
+    "p-eagle": Layout(
+        _nested(
+            {
+                **_EAGLE3,
+                **_read("mask_token_id", "ptd_token_id", "pard_token", "parallel_drafting"),
+                "dflash_config": _read("mask_token_id", "ptd_token_id", "pard_token"),
+                **_none("it decides only how the file was trained", "down_sample_ratio", "down_sample_ratio_min"),
+            }
+        ),
+        ("peagle",),
+    ),
+    "dflash": Layout(
+        _nested({**_BLOCKS, **_DFLASH, "dflash_config": {**_BLOCK_OPTIONS, **_DFLASH}}), ("dflash", "dflash2")
+    ),
+    "dspark": Layout(_nested({**_BLOCKS, **_DSPARK, "dflash_config": {**_BLOCK_OPTIONS, **_DSPARK}}), ("dspark",)),
+    "mtp": Layout(
+        _file(
+            {
+                **_none(_TENSORS, "mtp_use_dedicated_embeddings"),
+                **_none("the first module drafts every token", "num_nextn_predict_layers", "mtp_num_hidden_layers"),
+                **_none("it decides only how the module was trained", "mtp_loss_weight", "mtp_loss_scaling_factor"),
+                **_none("it describes the target, whose layers are used", "transformer_layer_config"),
+            }
+        ),
+        ("mtp",),
+        ("mtp_", "speculators_"),
+    ),
+    "medusa": Layout(
+        _file(
+            {
+                **_read("medusa_num_heads", "medusa_num_layers", "num_heads", "num_hidden_layers", "medusa_accuracies"),
+                **_read("truncated_vocab_size", "vocab_size", "original_lm_head", "medusa_fc_bias", "logit_scale"),
+                **_none(_TENSORS, "hidden_size", "medusa_hidden_size"),
+                **_none("it decides only how heads are served", "medusa_choices", "num_lookahead_tokens"),
+                **_none("it decides only how heads were trained", "medusa_lr_multiplier", "medusa_heads_coefficient"),
+                **_none("it decides only how heads were trained", "medusa_decay_coefficient", "medusa_only_heads"),
+            }
+        ),
+        (),
+        ("medusa",),
+    ),
+    "mlp-speculator": Layout(
+        _file(
+            {
+                **_read("n_predict", "tie_weights", "scale_input", "model_type"),
+                **_none(_TENSORS, "emb_dim", "inner_dim", "vocab_size", "hidden_size"),
+                **_none("it decides only how drafts are searched", "n_candidates", "top_k_tokens_per_head"),
+                **_none("it decides only how heads are served", "num_lookahead_tokens"),
+                **_refused(
+                    "stages with gates are not supported",
+                    **dict.fromkeys(("tie_lstm_embs", "proj_dim", "input_hidden_dim", "emb_input_dim"), ()),
+                    method=("sum_rnn",),
+                ),
+            }
+        ),
+    ),
+}
+#: Assistants that are not heads on features, by ``model_type``.
+_ASSISTANTS = {
+    "gemma4_assistant": "a Gemma 4 assistant, whose layers attend to the keys and values of its target's last layers",
+    "gemma4_unified_assistant": "a Gemma 4 assistant, whose layers attend to keys and values of its target",
+    "muse_glimmer_assistant": "a Muse Glimmer assistant, a DFlash head with an encoder and sliding layers",
+}
+
+
+def refuse_assistant(checkpoint: Checkpoint) -> None:
+    """Raise ModelError for drafters that are not heads on features, by their ``model_type`` or architecture."""
+    classes = str(checkpoint.config.get("architectures")).lower().replace("_", "")
+    for kind, words in _ASSISTANTS.items():
+        if checkpoint.config.get("model_type") == kind or kind.replace("_", "") in classes:
+            raise checkpoint.refused(f"they are {words}; this is not supported, use other heads")
+
+
+def check(checkpoint: Checkpoint, layout: str) -> None:
+    """Check every key of ``config.json`` by the table of ``layout``; log one remark for keys without effect here.
+
+    Raises:
+        ModelError: a key requests a computation that is not supported.
+    """
+    own, config = LAYOUTS[layout], checkpoint.config
+    algorithm = config.get("speculators_model_type")
+    if algorithm is not None and own.algorithms and algorithm not in own.algorithms:
+        raise checkpoint.refused(
+            f"config.json has {algorithm!r:.80} for speculators_model_type, which drafter '{layout}' does not read"
+        )
+    remarks = []
+    for path, key, value in _walk(config, own.keys):
+        if key is None:
+            if not own.prefixes or path.startswith(own.prefixes):
+                remarks.append(f"{path} is not known")
+        elif key.effect in ("refused", "ignored") and value is not None and value not in key.neutral:
+            if key.effect == "refused":
+                raise checkpoint.refused(f"config.json has {value!r:.80} for {path}: {key.reason}")
+            remarks.append(f"{path} is not applied ({key.reason})")
+    if remarks:
+        _remark(f"the heads '{checkpoint.name}', read as {layout}: of their config.json {', '.join(remarks)}")
+
+
+def _walk(config: Mapping[str, Any], keys: Keys, prefix: str = "") -> Iterator[tuple[str, Key | None, Any]]:
+    """Yield the path, treatment (None = not listed) and value of each key, those of sections included."""
+    for name, value in config.items():
+        key = keys.get(str(name))
+        if key is None or isinstance(key, Key):
+            yield f"{prefix}{name}", key, value
+        elif isinstance(value, Mapping):
+            yield from _walk(value, key, f"{prefix}{name}.")
+
+
+@cache
+def _remark(text: str) -> None:
+    """Log a remark once per process: heads are loaded once per cell."""
+    logger.warning("crossdraft: %s", text)
+
+
+def remark(checkpoint: Checkpoint, text: str) -> None:
+    """Log a remark about ``checkpoint``."""
+    _remark(f"the heads '{checkpoint.name}': {text}")
