@@ -11,11 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
+from ..util.input_files import open_file
+from ..util.limits import RESPONSE_FILE_BYTES
 from ..util.output_files import replace_text
+from ..util.releases import release
 
 if TYPE_CHECKING:
     from ..contracts.sampling import Sampling
 
+#: Distributions whose code determines the responses.
+_RELEASES = ("crossdraft", "torch", "transformers", "tokenizers")
 #: Batch size, and the tokens per response that are decoded to estimate the duration.
 BATCH_SIZE, TIMED_TOKENS = 8, 4
 
@@ -33,6 +38,9 @@ def baseline_responses(
     trust_remote_code: bool = False,
 ) -> Path:
     """Return a JSONL file of the target's responses to the first ``limit`` prompts of a source, decoded if not cached.
+
+    Cached ones are of the same model, options and `_RELEASES`, and their file is as it was written: its name
+    ends with its digest.
 
     Args:
         most: the maximum number of new tokens per response.
@@ -60,14 +68,18 @@ def baseline_responses(
         names,
         sampling.model_dump(),
         most,
-        str(pick_dtype(dtype, pick_device(device))),
-        *([] if chat is None else [chat]),
+        [str(pick_device(device)), str(pick_dtype(dtype, pick_device(device)))],
+        {name: release(name) for name in _RELEASES},
+        chat,
     ]
-    key = hashlib.sha256(json.dumps(key_parts, sort_keys=True).encode()).hexdigest()[:16]
-    path = cache_dir() / "responses" / f"{key}.jsonl"
-    if path.is_file():
-        log(f"using {len(rows)} cached responses of {target}: {path}")
-        return path
+    key, folder = _digest(json.dumps(key_parts, sort_keys=True).encode()), cache_dir() / "responses"
+    for path in folder.glob(f"{key}-*.jsonl"):
+        with open_file(path, RESPONSE_FILE_BYTES) as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+        if digest == path.stem.partition("-")[2]:
+            log(f"using {len(rows)} cached responses of {target}: {path}")
+            return path
+        log(f"the cached responses {path} are damaged; decoding them again")
     log(
         f"decoding {len(rows)} responses of at most {most} tokens ({len(rows) * most} in total) with "
         f"{target}, temperature {sampling.temperature:g}, without drafting"
@@ -76,12 +88,18 @@ def baseline_responses(
     responses = _decode(target, texts, sampling, most, chat, options)
     for response, name in zip(responses, names, strict=True):
         response |= name
+    text = "".join(json.dumps(response) + "\n" for response in responses)
+    path = folder / f"{key}-{_digest(text.encode())}.jsonl"
     try:
-        replace_text(path, "".join(json.dumps(response) + "\n" for response in responses))
+        replace_text(path, text)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
     log(f"saved: {path}")
     return path
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def _decode(

@@ -70,6 +70,35 @@ def test_cached_responses_are_those_of_the_prompts_and_the_template(
     assert categories()[0] not in (first[0], second[0])
 
 
+def test_damaged_and_outdated_responses_are_decoded_again(
+    models: dict[str, str], write_prompts: Any, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    decoded: list[int] = []
+
+    def decode(name: str, texts: list[str], *rest: Any) -> list[dict[str, Any]]:
+        decoded.append(len(texts))
+        return [{"tokens": [5, 6, i]} for i in range(len(texts))]
+
+    monkeypatch.setattr(baseline_responses, "_decode", decode)
+    prompts = write_prompts(tmp_path / "mine.jsonl", n=3)
+
+    def responses() -> Path:
+        return baseline_responses.baseline_responses(models["target"], str(prompts), Sampling(), limit=3, most=2)
+
+    path = responses()
+    whole = path.read_bytes()
+    assert responses() == path and len(decoded) == 1
+    lines = whole.splitlines(keepends=True)
+    for count, data in enumerate((b"", whole[:-1], b"".join(lines[:-1]), whole.replace(b"6, 1", b"6, 2")), 2):
+        path.write_bytes(data)
+        assert responses() == path and path.read_bytes() == whole and len(decoded) == count
+        assert f"{path} are damaged; decoding them again" in capsys.readouterr().err
+    for name in ("crossdraft", "torch", "transformers"):
+        monkeypatch.setattr(baseline_responses, "release", lambda other, name=name: "9.9" if other == name else "1")
+        assert responses() != path
+    assert len(decoded) == 8
+
+
 def test_acceptance_by_draft_length(models: dict[str, str], tmp_path: Path, capsys: Any) -> None:
     """Acceptance at each gamma equals that of `crossdraft replay`."""
     from crossdraft.framework.advise.caveats import Remarks
