@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from ..errors import UsageError, quoted
@@ -27,11 +28,12 @@ class TextPair:
     """The two responses to one prompt.
 
     Attributes:
-        token: index of the first token that differs; None if the texts are equal as far as both go.
-        tokens: the two tokens there.
+        token: index of the first token that differs, or that only one text has; None if the texts are equal.
+        tokens: the two tokens there; None if one text ends.
         gaps: difference of the logits of each to the greatest, given the text before.
         beyond: for A and for B, index and gap of the first token that rounding cannot explain, or None.
-        verdict: ``equal``, ``tie``, ``A``, ``B`` or ``both`` (the texts that are not the target's), or ``prompt``.
+        verdict: ``equal``, ``tie``, ``A``, ``B`` or ``both`` (the texts that are not the target's), ``length`` (equal
+            until one ends), or ``prompt``.
     """
 
     id: str
@@ -54,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Return 0 if all texts are the target's, up to ties, 1 if one is not, 3 if some have other prompts.
+    """Return 0 if all texts are the target's, up to ties, 1 if one is not, 3 if some have other prompts or lengths.
 
     Raises:
         UsageError: responses that cannot be read or matched, or were sampled.
@@ -80,7 +82,7 @@ def main(args: argparse.Namespace) -> int:
         print(_text(results, target, dtype, tie, near))
     if counts["A"] or counts["B"] or counts["both"]:
         return 1
-    return 3 if counts["prompt"] else 0
+    return 3 if counts["prompt"] or counts["length"] else 0
 
 
 def _responses(source: str, target: str, trust: bool) -> dict[str, Response]:
@@ -141,13 +143,14 @@ def _compared(name: str, pair: tuple[Response, Response], gaps: tuple[np.ndarray
     from ..certificate.greedy_text import first_beyond
 
     a, b = (list(response.tokens) for response in pair)
-    token = next((t for t, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+    token = next((t for t, (x, y) in enumerate(zip_longest(a, b)) if x != y), None)
+    ends = token == min(len(a), len(b))
     first = [first_beyond(side[:, 0], tie) for side in gaps]
     beyond = [None if t is None else (t, float(side[t, 0])) for t, side in zip(first, gaps, strict=True)]
     wrong = ["both"] if None not in beyond else [letter for letter, at in zip("AB", beyond, strict=True) if at]
-    verdict = wrong[0] if wrong else "equal" if token is None else "tie"
-    if token is None:
-        return TextPair(name, verdict, beyond=(beyond[0], beyond[1]))
+    verdict = wrong[0] if wrong else "equal" if token is None else "length" if ends else "tie"
+    if token is None or ends:
+        return TextPair(name, verdict, token, beyond=(beyond[0], beyond[1]))
     at = (float(gaps[0][token, 0]), float(gaps[1][token, 0]))
     return TextPair(name, verdict, token, (a[token], b[token]), at, (beyond[0], beyond[1]))
 
@@ -190,6 +193,7 @@ def _text(results: Sequence[TextPair], target: LoadedModel, dtype: str, tie: flo
         ]
     lines.append(
         f"{len(results)} responses: {counts['equal']} equal, {counts['tie']} differ by ties, {wrong} not the target's"
+        + (f", {counts['length']} equal until one ends" if counts["length"] else "")
         + (f", {counts['prompt']} not compared: other prompts" if counts["prompt"] else "")
     )
     if wrong:
@@ -203,11 +207,11 @@ def _text(results: Sequence[TextPair], target: LoadedModel, dtype: str, tie: flo
 def _row(result: TextPair, target: LoadedModel) -> list[str]:
     if result.verdict == "prompt":
         return [result.id, "", "", "", "", "", "other prompt"]
-    verdict = "tie"
-    if result.verdict != "tie":
+    verdict = "tie" if result.verdict == "tie" else "one text ends there"
+    if result.verdict in ("A", "B", "both"):
         places = zip("AB", result.beyond, strict=True)
         verdict = "; ".join(f"{side} is not the target's: token {at[0]}, gap {at[1]:.3g}" for side, at in places if at)
     if result.token is None or result.tokens is None or result.gaps is None:
-        return [result.id, "", "", "", "", "", verdict]
+        return [result.id, "" if result.token is None else str(result.token), "", "", "", "", verdict]
     words = [quoted(target.tokenizer.decode([token]), 20) for token in result.tokens]
     return [result.id, str(result.token), *words, *(f"{gap:.3g}" for gap in result.gaps), verdict]

@@ -135,11 +135,17 @@ def test_bfloat16_texts_differ_by_ties(tmp_path: Path, target: Any, capsys: Any)
     assert verdicts(capsys, *sources, "--target", path, "--dtype", "float32")[0] == 1
 
 
-def test_shorter_text_is_equal_as_far_as_it_goes(tmp_path: Path, target: Any, capsys: Any) -> None:
+def test_shorter_text_is_not_equal(tmp_path: Path, target: Any, capsys: Any) -> None:
     path, model = target
     text = greedy(model, PROMPTS["a"])
-    sources = write(tmp_path / "a.jsonl", {"a": text}), write(tmp_path / "b.jsonl", {"a": text[:5]})
-    assert verdicts(capsys, *sources, "--target", path)[1]["a"]["verdict"] == "equal"
+    sources = write(tmp_path / "a.jsonl", {"a": text}), write(tmp_path / "b.jsonl", {"a": text[:-4]})
+    for first, second in (sources, sources[::-1]):
+        code, rows = verdicts(capsys, first, second, "--target", path)
+        assert code == 3 and (rows["a"]["verdict"], rows["a"]["token"]) == ("length", LENGTH - 4)
+    _, out, _ = compare(capsys, *sources, "--target", path)
+    assert (
+        "one text ends there" in out and "0 equal, 0 differ by ties, 0 not the target's, 1 equal until one ends" in out
+    )
 
 
 def test_other_prompts_are_not_compared(tmp_path: Path, target: Any, capsys: Any) -> None:
