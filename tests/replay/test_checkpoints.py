@@ -72,6 +72,26 @@ def test_perturbed_target_makes_the_drafter_stale(checkpoints: list[tuple[str, s
     assert "draft-model: has weights of its own" in text
 
 
+def test_drafter_without_weights_is_not_refreshed(tmp_path: Path, capsys: Any) -> None:
+    """Texts that repeat themselves, and texts that do not."""
+    sources = []
+    for name, period in (("first", 2), ("second", 9)):
+        rows = [
+            {"id": str(i), "prompt": [5, 6, 5], "tokens": [9 + (i + t) % period for t in range(12)], "temperature": 0}
+            for i in range(12)
+        ]
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        sources.append(("policy-" + name, str(tmp_path / name)))
+    argv = [source for _, source in sources] + [word for target, _ in sources for word in ("--target", target)]
+    argv = ["replay", *argv, "--drafter", "prompt-lookup", "--gamma", "3"]
+    assert cli.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "the texts of policy-second are drafted worse, and the drafter has no weights to refresh" in out
+    assert cli.main([*argv, "--json"]) == 0
+    (pair,) = json.loads(capsys.readouterr().out)["pairs"]
+    assert (pair["stale_at"], pair["refresh_at"]) == ("policy-second", None)
+
+
 def test_unchanged_target_keeps_the_drafter(checkpoints: list[tuple[str, str]], tmp_path: Path, capsys: Any) -> None:
     """Other samples of the same target, and a draft model that is not the target."""
     target, drafter = checkpoints[0][0], checkpoints[2][0]

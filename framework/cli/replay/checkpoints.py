@@ -30,6 +30,7 @@ class Checkpoint:
     Attributes:
         target, source: the checkpoint and its responses.
         marginal: Pr(tau >= i), i = 1 .. gamma.
+        weights: the drafter has weights of its own, which can be refreshed.
         change: to the first checkpoint; None for that one.
         stale: the loss is larger than the limit and beyond its interval.
     """
@@ -38,6 +39,7 @@ class Checkpoint:
     source: str
     block_efficiency: Estimate
     marginal: list[float]
+    weights: bool
     change: GateCheck | None = None
     stale: bool = False
 
@@ -52,7 +54,7 @@ def checkpoints_of(args: argparse.Namespace, replayed: Callable[..., Any]) -> st
         UsageError: another number of sources than targets, or an option that does not apply to several targets.
     """
     _check(args)
-    samples: dict[Pair, list[tuple[str, str, Sample, list[float]]]] = {}
+    samples: dict[Pair, list[tuple[str, str, Sample, list[float], bool]]] = {}
     notes: list[str] = []
     for source, target in zip(args.sources, args.target, strict=True):
         log(f"replaying {source} with {target}")
@@ -64,7 +66,8 @@ def checkpoints_of(args: argparse.Namespace, replayed: Callable[..., Any]) -> st
             for (verifier, k), tally in candidate.tallies.items():
                 key = (candidate.title, verifier, k, gamma)
                 sample = Sample(target, [(t, s) for t, s in tally.sums(gamma)[:, :2].tolist()], names)
-                samples.setdefault(key, []).append((target, source, sample, tally.row(gamma).marginal))
+                weights = has_weights(candidate.drafter, sampling)
+                samples.setdefault(key, []).append((target, source, sample, tally.row(gamma).marginal, weights))
         notes += [f"{source}, {count} responses: {assumption}" for assumption, count in assumed.items()]
     pairs = {key: _compared(key, rows, args.drop) for key, rows in samples.items()}
     return _as_json(pairs, args.drop) if args.json else _as_text(pairs, notes, args.drop)
@@ -84,20 +87,26 @@ def _check(args: argparse.Namespace) -> None:
             raise UsageError(f"{option} cannot be combined with several targets; replay them one by one, or use --json")
 
 
-def _compared(key: Pair, rows: Sequence[tuple[str, str, Sample, list[float]]], drop: float) -> list[Checkpoint]:
-    if empty := next((source for _, source, sample, _ in rows if not len(sample.sums)), None):
+def _compared(key: Pair, rows: Sequence[tuple[str, str, Sample, list[float], bool]], drop: float) -> list[Checkpoint]:
+    if empty := next((source for _, source, sample, *_ in rows if not len(sample.sums)), None):
         raise UsageError(
             f"{empty}: no step has room for a draft of {key[3]} tokens; give longer responses or a smaller --gamma"
         )
     first = rows[0][2]
     results = []
-    for target, source, sample, marginal in rows:
+    for target, source, sample, marginal, weights in rows:
         change = checked(first, sample, drop) if sample is not first else None
         stale = False
         if change is not None and change.half is not None:
             stale = change.change.value <= -drop and change.change.value + change.half < 0
-        results.append(Checkpoint(target, source, sample.block_efficiency(), marginal, change, stale))
+        results.append(Checkpoint(target, source, sample.block_efficiency(), marginal, weights, change, stale))
     return results
+
+
+def has_weights(drafter: Any, sampling: Any) -> bool:
+    """True if a drafter has weights of its own: a model, or a head on the target's hidden states."""
+    cls, config = drafter
+    return bool(cls.traits(config, sampling).hidden_layers or getattr(config, "model", None))
 
 
 def _shares(drafter: Any, sampling: Any) -> str:
@@ -105,7 +114,7 @@ def _shares(drafter: Any, sampling: Any) -> str:
     cls, config = drafter
     if cls.traits(config, sampling).hidden_layers:
         return "reads the hidden states of each checkpoint; its own weights stay"
-    if getattr(config, "model", None):
+    if has_weights(drafter, sampling):
         return "has weights of its own, and shares nothing with the checkpoints"
     return "has no weights"
 
@@ -148,6 +157,11 @@ def _verdict(item: Checkpoint) -> str:
 
 def _advice(checkpoints: Sequence[Checkpoint], drop: float) -> str:
     stale = _first_stale(checkpoints)
+    if stale is not None and not stale.weights:
+        return (
+            f"the texts of {stale.target} are drafted worse, and the drafter has no weights to refresh; replay other "
+            "drafters there"
+        )
     if stale is not None:
         return f"refresh the drafter at {stale.target}"
     unclear = [item.change for item in checkpoints if item.change is not None and _verdict(item) == "undecided"]
@@ -162,7 +176,8 @@ def _as_json(pairs: dict[Pair, list[Checkpoint]], drop: float) -> str:
     for (drafter, verifier, k, gamma), checkpoints in pairs.items():
         stale = _first_stale(checkpoints)
         row: dict[str, Any] = {"drafter": drafter, "verifier": verifier, "k": k, "gamma": gamma}
-        row["refresh_at"] = None if stale is None else stale.target
+        row["stale_at"] = None if stale is None else stale.target
+        row["refresh_at"] = row["stale_at"] if stale is not None and stale.weights else None
         row["checkpoints"] = [
             {
                 "target": item.target,

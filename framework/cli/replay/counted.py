@@ -35,6 +35,7 @@ from ...replay.engine_counts import EngineCounts
 from ...replay.jsonl_formats import OTHER_TEMPLATE
 from ...report.table_utils import change_text, estimate_text, tabulated
 from ..baseline_responses import log
+from .checkpoints import has_weights
 from .output import prompt_names
 
 
@@ -128,13 +129,13 @@ def _checked(
     check.options = {key: value for key, value in defaults.items() if key not in strategy.config}
     check.templates = assumed[OTHER_TEMPLATE]
     if not check.agrees:
-        counts = candidate.variants[verifier, gamma]
+        counts, drafter = candidate.variants[verifier, gamma], (candidate.drafter, sampling)
         check.cause = (
             _template(check)
             or first_cause(counted, [(cause, each) for (cause, _), each in zip(variants, counts, strict=True)])
             or past_end(counted, reference)
             or _greedy(args, replayed, check, sampling)
-            or missing_weights(counted, reference, _evidence(candidate.drafter))
+            or (missing_weights(counted, reference, _evidence(candidate.drafter)) if has_weights(*drafter) else None)
         )
     return check
 
