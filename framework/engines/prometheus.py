@@ -133,6 +133,14 @@ def spec_decode(definition: CounterDefinition, source: Source, earlier: Source |
     ]
 
 
+def drafted_tokens(definition: CounterDefinition, source: Source) -> Sample | None:
+    """Drafted tokens of all models and engines; None without that counter. Raises UsageError, see `samples`."""
+    series = list(samples(source, {f"{definition.prefix}spec_decode_num_draft_tokens_total"}).values())
+    if not series:
+        return None
+    return Sample(sum(s.value for s in series), series[-1].line, sum(s.rounding for s in series))
+
+
 def _acceptance(
     model: str,
     counters: dict[str, dict[int, Sample]],

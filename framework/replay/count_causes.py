@@ -18,11 +18,13 @@ from .engine_counts import EngineCounts
 
 #: Names of causes.
 DEFINITION, END, GREEDY = "definition of the counter", "end of sequence", "greedy drafts"
-INCOMPLETE, TEMPLATE = "incomplete checkpoint", "chat template"
+INCOMPLETE, TEMPLATE, LENGTH = "incomplete checkpoint", "chat template", "draft length"
 #: Standard errors that chance does not explain.
 CHANCE = 3.5
 #: Relative rounding error of counts that are computed from rates of three decimals.
 _ROUNDING = 0.0006
+#: Difference of the mean draft lengths that chance explains, relative to gamma.
+_LENGTH = 0.05
 #: Share of the expected conditional acceptance below which weights are missing, and the least drafts to see it.
 _COLLAPSED, _LEAST = 0.3, 10
 _ACCEPTED = {
@@ -40,20 +42,23 @@ class Counted:
         drafts: counted drafts.
         per_position: [gamma], drafts that accepted at least 1, .., gamma tokens; [1] and their sum if ``total``.
         total: only the sum is known.
+        draft_tokens: tokens of the counted drafts; None if unknown.
     """
 
     drafts: float
     per_position: np.ndarray
     total: bool = False
+    draft_tokens: float | None = None
 
     @classmethod
-    def of(cls, acceptance: Acceptance) -> Counted:
+    def of(cls, acceptance: Acceptance, draft_tokens: float | None = None) -> Counted:
         """Counters in a log or scrape. Raises UsageError if they lack the number of drafts."""
         rows = np.array(acceptance.rows, dtype=float)
         if not len(rows):
             raise UsageError(f"{acceptance.source} does not have the number of drafts; give a log or a scrape of them")
         drafts, *accepted = rows.sum(0)
-        return cls(float(drafts) * (1 - acceptance.idle), np.array(accepted), total=not acceptance.marginal)
+        idle, total = acceptance.idle, not acceptance.marginal
+        return cls(float(drafts) * (1 - idle), np.array(accepted), total, draft_tokens)
 
     @property
     def length(self) -> float:
@@ -80,6 +85,8 @@ def agrees(counted: Counted, counts: EngineCounts) -> bool:
     ours = np.array([counts.accepted]) if counted.total else counts.per_position
     if len(ours) != len(counted.per_position):
         return False
+    if counted.draft_tokens is not None and not _agrees_in_tokens(counted, counts):
+        return False
     if not counts.random:
         most = 0.5 + _ROUNDING * counts.drafts
         differences = [counted.drafts - counts.drafts, *(counted.per_position - ours)]
@@ -88,6 +95,27 @@ def agrees(counted: Counted, counts: EngineCounts) -> bool:
     spread = np.maximum(rates * (1 - rates), 1 / counts.drafts) if not counted.total else rates * (1 + rates)
     errors = np.sqrt(spread * (1 / counts.drafts + 1 / counted.drafts))
     return bool((np.abs(counted.rates - rates) <= CHANCE * errors).all())
+
+
+def _agrees_in_tokens(counted: Counted, counts: EngineCounts) -> bool:
+    """True if the drafts have as many tokens, in their mean if which drafts there are is random."""
+    assert counted.draft_tokens is not None
+    if counts.random:
+        lengths = counted.draft_tokens / counted.drafts, counts.draft_tokens / counts.drafts
+        return abs(lengths[0] - lengths[1]) <= _LENGTH * counts.gamma
+    return abs(counted.draft_tokens - counts.draft_tokens) <= 0.5 + _ROUNDING * counts.draft_tokens
+
+
+def draft_lengths(counted: Counted, counts: EngineCounts) -> Cause | None:
+    """The cause if only the lengths of the drafts differ."""
+    if counted.draft_tokens is None or not counts.drafts or not agrees(replace(counted, draft_tokens=None), counts):
+        return None
+    lengths = counted.draft_tokens / counted.drafts, counts.draft_tokens / counts.drafts
+    return Cause(
+        LENGTH,
+        f"drafts have {lengths[0]:.2f} tokens instead of {lengths[1]:.2f}, and as many are accepted: the engine ends "
+        "drafts elsewhere",
+    )
 
 
 def other_definitions(definition: CounterDefinition) -> Iterator[tuple[Cause, CounterDefinition]]:
@@ -129,6 +157,8 @@ def past_end(counted: Counted, counts: EngineCounts) -> Cause | None:
     if not counts.unknown or (more < -rounding).any() or more.sum() > counts.unknown + rounding:
         return None
     if abs(counted.drafts - counts.drafts) > rounding:
+        return None
+    if counted.draft_tokens is not None and not _agrees_in_tokens(counted, counts):
         return None
     text = f"{more.sum():.0f} of up to {counts.unknown:.0f} drafted tokens past the ends of the responses were accepted"
     return Cause(END, f"{text}; record the 'continuation' of the responses to count them")

@@ -24,10 +24,11 @@ FILE = "responses.jsonl"
 NGRAM = json.dumps(RECORDED["drafter"])
 
 
-def scrape(path: Path, drafts: float, per_position: Any, engine: str = "vllm") -> str:
+def scrape(path: Path, drafts: float, per_position: Any, tokens: float | None = None, engine: str = "vllm") -> str:
     stem = f"{DEFINITIONS[engine].prefix}spec_decode_num_"
     numbers = [round(n) for n in per_position]
-    lines = [f"{stem}drafts_total {round(drafts)}", f"{stem}draft_tokens_total {round(drafts) * len(numbers)}"]
+    lines = [f"{stem}drafts_total {round(drafts)}"]
+    lines += [] if tokens is None else [f"{stem}draft_tokens_total {round(tokens)}"]
     lines.append(f"{stem}accepted_tokens_total {sum(numbers)}")
     lines += [f'{stem}accepted_tokens_per_pos_total{{position="{i}"}} {n}' for i, n in enumerate(numbers)]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -51,16 +52,16 @@ def compared(capsys: Any, *argv: str) -> dict[str, Any]:
     return json.loads(out)
 
 
-def counters(capsys: Any, source: str, drafter: str, *more: str) -> tuple[float, list[float]]:
+def counters(capsys: Any, source: str, drafter: str, *more: str) -> tuple[float, list[float], float]:
     """Counters that replay computes as vLLM's."""
     data = compared(capsys, source, "--drafter", drafter, "--as", "vllm", *more)
     (row,) = data["rows"]
-    return row["counters"]["drafts"], row["counters"]["accepted_per_position"]
+    return tuple(row["counters"][key] for key in ("drafts", "accepted_per_position", "draft_tokens"))
 
 
 def test_recorded_counters_agree(tmp_path: Path, capsys: Any) -> None:
     counts = RECORDED["counters"]
-    file = scrape(tmp_path / "scrape.txt", counts["drafts"], counts["accepted_per_position"])
+    file = scrape(tmp_path / "scrape.txt", counts["drafts"], counts["accepted_per_position"], counts["draft_tokens"])
     source = responses(tmp_path / "responses.jsonl")
     argv = ["replay", source, "--drafter", NGRAM, "--as", "vllm", "--counted", file]
     assert cli.main(argv) == 0
@@ -84,17 +85,32 @@ def test_another_definition_is_named(key: str, tmp_path: Path, capsys: Any, monk
     value = "before_last" if key == "accepted" else True
     with monkeypatch.context() as patched:
         patched.setitem(DEFINITIONS, "vllm", replace(own, **{key: value}))
-        drafts, per_position = counters(capsys, source, NGRAM)
-    file = scrape(tmp_path / "scrape.txt", drafts, per_position)
+        numbers = counters(capsys, source, NGRAM)
+    file = scrape(tmp_path / "scrape.txt", *numbers)
     (check,) = compared(capsys, source, "--drafter", NGRAM, "--as", "vllm", "--counted", file)["engines"]
     name, text = definitions()[key]
     assert not check["agrees"] and check["cause"]["name"] == name and text in check["cause"]["text"]
 
 
+def test_drafted_tokens_are_compared(tmp_path: Path, capsys: Any) -> None:
+    """The same drafts and acceptance, but longer drafts: neither a definition nor the end of responses explains it."""
+    counts = RECORDED["counters"]
+    source = responses(tmp_path / "responses.jsonl")
+    file = scrape(tmp_path / "scrape.txt", counts["drafts"], counts["accepted_per_position"], 4 * counts["drafts"])
+    argv = [source, "--drafter", NGRAM, "--as", "vllm", "--counted", file]
+    (check,) = compared(capsys, *argv)["engines"]
+    assert not check["agrees"] and check["cause"]["name"] == "draft length"
+    assert "drafts have 4.00 tokens instead of 3.96" in check["cause"]["text"]
+    # A drafter without weights has none that can be missing.
+    file = scrape(tmp_path / "scrape.txt", counts["drafts"], [1, 0, 0, 0], counts["draft_tokens"])
+    (check,) = compared(capsys, *argv)["engines"]
+    assert not check["agrees"] and check["cause"] is None
+
+
 def test_tokens_past_the_end_are_named(tmp_path: Path, capsys: Any) -> None:
     """The responses do not record their continuation, whose tokens the engine accepted."""
     counts = RECORDED["counters"]
-    file = scrape(tmp_path / "scrape.txt", counts["drafts"], counts["accepted_per_position"])
+    file = scrape(tmp_path / "scrape.txt", counts["drafts"], counts["accepted_per_position"], counts["draft_tokens"])
     source = responses(tmp_path / "responses.jsonl", continuation=False)
     (check,) = compared(capsys, source, "--drafter", NGRAM, "--as", "vllm", "--counted", file)["engines"]
     assert not check["agrees"] and check["cause"]["name"] == "end of sequence"

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ...engines.formats import read_acceptances
+from ...engines.prometheus import drafted_tokens
 from ...errors import CrossdraftError, UsageError
 from ...metrics.counter_definitions import DEFINITIONS
 from ...metrics.gate import GateCheck, Sample, checked
@@ -26,6 +27,7 @@ from ...replay.count_causes import (
     Counted,
     agrees,
     differing,
+    draft_lengths,
     first_cause,
     missing_weights,
     other_definitions,
@@ -103,10 +105,11 @@ def _check(args: argparse.Namespace) -> None:
 def _checked(
     args: argparse.Namespace, replayed: Callable[..., Any], source: str, engine: str, file: str
 ) -> EngineCheck:
-    acceptances = read_acceptances(file)[1]
+    text, acceptances = read_acceptances(file)
     if len(acceptances) > 1:
         raise UsageError(f"{file} holds the counters of {len(acceptances)} models or draft lengths; give those of one")
-    counted = Counted.of(acceptances[0])
+    drafted = drafted_tokens(DEFINITIONS[engine], text) if DEFINITIONS[engine].prefix else None
+    counted = Counted.of(acceptances[0], None if drafted is None else drafted.value)
     target = "".join(args.target)
     variants = list(other_definitions(DEFINITIONS[engine]))
     prompts: dict[str, int] = {}
@@ -134,6 +137,7 @@ def _checked(
             _template(check)
             or first_cause(counted, [(cause, each) for (cause, _), each in zip(variants, counts, strict=True)])
             or past_end(counted, reference)
+            or draft_lengths(counted, reference)
             or _greedy(args, replayed, check, sampling)
             or (missing_weights(counted, reference, _evidence(candidate.drafter)) if has_weights(*drafter) else None)
         )
