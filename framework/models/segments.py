@@ -39,8 +39,8 @@ MARKERS = {
         ("[TOOL_CALLS]", "</s>"),
     ),
 }
-#: A fenced block; an unfinished one ends with the text.
-_CODE = r"^[ \t]*```.*?(?:^[ \t]*```[ \t]*$|\Z)"
+#: A fenced block, by CommonMark's rules for its first and last line; an unfinished one ends with the text.
+_CODE = r"^[ \t]*(?P<fence>`{3,}|~{3,})[^`\n]*$.*?(?:^[ \t]*(?P=fence)[`~]*[ \t\r]*$|\Z)"
 _NAMED = re.compile(r"([A-Za-z][\w-]{0,31})=(.+)", re.DOTALL)
 #: Tokens of a prompt in which an opening marker is searched.
 _TAIL = 16

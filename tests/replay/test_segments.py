@@ -59,6 +59,9 @@ def spans(requests: list[str], prompt: str, response: str) -> list[tuple[str, st
         (["think"], "hi <think></think>\n", "yes", [("answer", "yes")]),
         (["code"], "hi", CODE, [("answer", "Run\n"), ("code", CODE[4:-5]), ("answer", "\nnow.")]),
         (["code"], "hi", CODE[:20], [("answer", "Run\n"), ("code", CODE[4:20])]),
+        (["code"], "hi", "a\n```x``` is\nb\n", [("answer", "a\n```x``` is\nb\n")]),
+        (["code"], "hi", f"````\n{CODE}\n````\na", [("code", f"````\n{CODE}\n````"), ("answer", "\na")]),
+        (["code"], "hi", "~~~ py\n```\n~~~\na", [("code", "~~~ py\n```\n~~~"), ("answer", "\na")]),
         (["tool"], "hi", f"a{CALL}b", [("answer", "a"), ("tool", CALL), ("answer", "b")]),
         (["think", "code"], "hi<think>", f"{CODE}</think>ok", [("think", f"{CODE}</think>"), ("answer", "ok")]),
         (
