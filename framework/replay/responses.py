@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .. import plugins
 from ..errors import UsageError, printable, quoted
 from ..models.chat import encode, encode_text
 from ..recipe.prompts import Prompt, rows
@@ -161,6 +162,12 @@ class Reader(ParseContext):
     # -- texts -----------------------------------------------------------------------------------------------
 
     def _texts(self, source: str) -> Iterator[Response]:
+        if not (source.startswith("hf:") or kind_of(source) or source in plugins.entries("prompts")):
+            raise UsageError(
+                f"responses {quoted(source)} do not exist; give a run, one of its cells, a JSONL file, a directory for "
+                "the datasets library, or hf:org/name"
+            )
+        self.tokenizer(source)  # before a data set is loaded
         for where, row in rows(source, self.split, self.column):
             texts = row.get("turns") if isinstance(row, dict) else None
             text = texts[0] if isinstance(texts, list) and texts else row.get("text") if isinstance(row, dict) else None

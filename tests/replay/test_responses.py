@@ -205,9 +205,16 @@ def test_texts_of_data_set_are_cut(tmp_path: Path) -> None:
         list(reader.read([str(tmp_path / "texts")]))
 
 
-def test_no_such_source() -> None:
-    with pytest.raises(UsageError, match="prompt file nowhere"):
-        list(Reader().read(["nowhere/responses.jsonl"]))
+@pytest.mark.parametrize("name", ["nowhere/responses.jsonl", "nowhere.jsonl", "nowhere"])
+def test_no_such_source(name: str) -> None:
+    with pytest.raises(UsageError, match=f"responses '{name}' do not exist; give a run, one of its cells"):
+        list(Reader().read([name]))
+
+
+def test_texts_need_tokenizer_before_they_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("crossdraft.framework.replay.responses.rows", None)
+    with pytest.raises(UsageError, match=r"hf:a/b: a text needs a tokenizer; set --target MODEL"):
+        list(Reader(column="text").read(["hf:a/b"]))
 
 
 def test_empty_responses_are_skipped(read: Any) -> None:
