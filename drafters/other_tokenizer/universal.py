@@ -108,7 +108,8 @@ class Universal(ChainDrafter):
         ids = [self._draft_ids.get(id, -1) for id in range(context.vocab_size)]
         self._draft_id_table = torch.tensor(ids, device=context.device)
         self._fallback = next(iter([*self._draft_bytes.specials, *self._draft_bytes.pieces]), 0)
-        slot = 2 * context.max_length + FED  # allows for twice as many tokens of the same text
+        # Twice as many tokens of the same text, and as many again as a slot needs to move on in the shortest text.
+        slot = 2 * context.max_length + self.config.gamma + 2 * FED
         if loaded.context_length is not None:
             slot = min(slot, max(loaded.context_length, context.max_length))
         self._max_read = slot - self.config.gamma - FED
