@@ -10,6 +10,8 @@ from ..errors import UnknownNameError, UsageError
 from ..util.input_files import read_text
 from ..util.limits import RECIPE_BYTES
 
+#: Kinds of classes with a ``Config``.
+_WITH_OPTIONS = ("drafters", "verifiers", "launchers", "servers")
 #: Shown for an option without a default.
 _REQUIRED = "(required)"
 
@@ -60,14 +62,14 @@ def _marks() -> dict[str, str]:
 
 
 def _describe(kind: str, name: str, as_json: bool) -> int:
-    """Print the options and traits of one drafter, verifier, recipe or launcher."""
+    """Print the options of one name of `_WITH_OPTIONS`, its traits, or the file of a recipe."""
     from ..runs.marks import mark_of_verifier
 
     known = plugins.entries(kind)
     if name not in known:
         raise UnknownNameError.among(kind.removesuffix("s"), name, known)
     entry = known[name]
-    value: Any = plugins.get(kind, name) if kind in ("drafters", "verifiers", "recipes", "launchers") else None
+    value: Any = plugins.get(kind, name) if kind in (*_WITH_OPTIONS, "recipes") else None
     facts: dict[str, Any] = {"name": name, "summary": entry.summary, "provider": entry.provider}
     lines, options = [f"{name}: {entry.summary} ({entry.provider})"], []
     if kind == "recipes":

@@ -58,6 +58,14 @@ def test_list_shows_compatible_verifiers_of_drafter(capsys: Any) -> None:
     assert "with its default options: no drafts\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("kind", ["drafters", "verifiers", "launchers", "servers"])
+def test_options_of_every_name_are_listed(kind: str, capsys: Any) -> None:
+    for name in plugins.entries(kind):
+        assert cli.main(["list", kind, name]) == 0
+        output = capsys.readouterr().out
+        assert all(option in output for option in plugins.get(kind, name).Config.model_fields)
+
+
 def test_list_describes_verifiers_and_recipes(capsys: Any) -> None:
     assert cli.main(["list", "verifiers", "typical"]) == 0
     assert "\nlossy; verifies drafts: chain, delayed_iid" in capsys.readouterr().out
