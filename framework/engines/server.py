@@ -29,13 +29,12 @@ from ..util.input_files import parse_json
 from ..util.limits import EVENT_BYTES
 from .http_response import HttpResponse, NetworkError, fetch, unfit
 from .response_checks import counts_flaw, response_flaw
+from .server_log import cause_of
 
 #: Seconds between two looks at a starting server.
 _POLL = 0.25
 #: Seconds that a server may take to stop before it is killed.
 _STOP = 30
-#: Lines of its log in the message about a server that ended.
-_LOG_LINES = 12
 #: Seconds for a response that is not a stream.
 _BODY_SECONDS = 30.0
 
@@ -254,7 +253,7 @@ class EngineServer(ABC):
         """Start the server, or find the one of the URL; returns when it is ready.
 
         Raises:
-            ModelError: it ends or does not answer; the message has the end of its log.
+            ModelError: it ends or does not answer; the message has the cause in its log.
             UsageError: its executable does not exist, or the URL does not answer.
         """
         if url := self.given_url:
@@ -282,12 +281,14 @@ class EngineServer(ABC):
         while not self._is_ready():
             if (code := self._process.poll()) is not None:
                 self._process = None
-                raise ModelError(f"the server of {self.name} ended with code {code} before it was ready{self._tail()}")
+                raise ModelError(
+                    f"the server of {self.name} ended with code {code} before it was ready{cause_of(self.log)}"
+                )
             if time.monotonic() > deadline:
                 self.stop()
                 raise ModelError(
                     f"the server of {self.name} was not ready within {self.options.start_seconds:g} s "
-                    f"(start_seconds){self._tail()}"
+                    f"(start_seconds){cause_of(self.log)}"
                 )
             time.sleep(_POLL)
 
@@ -312,13 +313,6 @@ class EngineServer(ABC):
             return self.get(self.ready, seconds=5)[0] == 200
         except NetworkError:
             return False
-
-    def _tail(self) -> str:
-        try:
-            lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:
-            return ""
-        return f"; the end of {self.log}:\n  " + "\n  ".join(lines[-_LOG_LINES:])
 
     def scrape(self) -> str:
         """Return the counters; empty if the server has none."""
@@ -361,7 +355,7 @@ class EngineServer(ABC):
                             break
                         stream.renew()
         except NetworkError as error:
-            raise ModelError(f"the server of {self.name} broke off: {error}{self._tail()}") from None
+            raise ModelError(f"the server of {self.name} broke off: {error}{cause_of(self.log)}") from None
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise ModelError(
                 f"the server of {self.name} sent an event of an unknown format: {first_line(error)}; is {self.url} a "
