@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -145,6 +145,8 @@ class _Expander:
         self._check_count(drafters)
         expansion = Expansion()
         cells: dict[str, CellConfig] = {}
+        refusals: list[tuple[str, str, float]] = []  # reason, pair and temperature
+        measured: dict[str, set[float]] = {}  # temperatures by pair
         excluded: set[int] = set()  # entries of exclude that matched
         for run_point in self._points([*RUN_KEYS, *SAMPLING_KEYS]):
             base = self._baseline(run_point)
@@ -160,17 +162,19 @@ class _Expander:
                     if matching := self._excluding(cell):
                         excluded |= matching
                         continue
+                    title = f"{drafter.strategy.title} × {verifier.strategy.title}"
                     if reason := self._incompatible(drafter, verifier, pair, cell):
-                        if reason not in expansion.skipped:
-                            expansion.skipped.append(reason)
+                        refusals.append((reason, title, cell.sampling.temperature))
                         continue
+                    measured.setdefault(title, set()).add(cell.sampling.temperature)
                     key = cell.hash
                     self._check_duplicate(sides.setdefault(key, (drafter, verifier)), (drafter, verifier))
                     group.setdefault(key, cell)
             if len(group) > 1 or not drafters:
                 cells |= group
+        expansion.skipped = _skipped(refusals, measured)
         if drafters:
-            self._check_pairs(drafters, expansion.skipped)
+            self._check_pairs(drafters, [reason for reason, *_ in refusals])
         if not cells:
             raise self.places.error(("exclude",), "exclude matches every cell; no cell is left to run")
         for i, entry in enumerate(self.recipe.exclude):
@@ -416,6 +420,27 @@ class _Expander:
                 raise self.places.error(side.path, f"{side.title} has no compatible partner: {side.refused[0]}{hint}")
         if len(self.verifiers) == 1 and skipped:  # with a single verifier every pair is explicit
             raise self.places.error(self.verifiers[0].path, f"{skipped[0]}, or exclude these cells")
+
+
+def _skipped(refusals: Sequence[tuple[str, str, float]], measured: Mapping[str, Collection[float]]) -> list[str]:
+    """The reasons of refusals, each once.
+
+    A reason that does not name the temperature is replaced for pairs that are measured at other temperatures: drafters
+    of several sequences draft one chain at temperature 0.
+    """
+    reasons, elsewhere = dict[str, None](), dict[tuple[str, str], dict[str, None]]()
+    for reason, pair, temperature in refusals:
+        temperatures = measured.get(pair, ())
+        if not temperatures or temperature in temperatures or f"temperature is {temperature:g}" in reason:
+            reasons[reason] = None
+            continue
+        key = f"{temperature:g}", ", ".join(f"{t:g}" for t in sorted(temperatures))
+        elsewhere.setdefault(key, {})[pair] = None
+    lines = [
+        f"at temperature {refused}, {', '.join(pairs)}: measured at temperature {others} only"
+        for (refused, others), pairs in elsewhere.items()
+    ]
+    return [*reasons, *lines]
 
 
 def _matches(cell: CellConfig, key: str, value: Any) -> bool:
