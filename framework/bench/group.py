@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import accumulate
 from random import Random
@@ -20,6 +20,8 @@ from statistics import median_low
 from typing import Any
 
 from ..api.build import make_slots
+from ..contracts.lm import LM
+from ..contracts.models import LoadedModel
 from ..errors import CrossdraftError, first_line
 from ..lm.cuda_graphs import recorded_nbytes
 from ..metrics.cell_metrics import compare, measure
@@ -28,6 +30,7 @@ from ..models.cpu.threads import choose_for_group, describe_threads, disturbance
 from ..models.placement import input_device
 from ..recipe.recipe import CellConfig
 from ..runs.interrupts import user_interrupted
+from ..runs.labels import is_lossless
 from ..runs.records import CellResult, cells_of
 from ..runs.run_directory import FORMAT, PieceResult
 from . import memory
@@ -47,6 +50,7 @@ from .events import (
     StepFinished,
     WarmUpStarted,
 )
+from .greedy_differences import agreement, decide
 from .plan import Plan, PlannedGroup
 from .provenance import models_used
 
@@ -81,6 +85,7 @@ class Group:
         self._cells: dict[int, PieceRunner] = {}
         self._depths: dict[int, int] = {}
         self._results_of: dict[int, list[PieceResult]] = {i: [] for i in range(len(self.configs))}
+        self._target: tuple[LoadedModel, LM] | None = None  # and its slots, unless an engine decodes
         self._slot = 0
         self._threads: dict[str, Any] = {}
         self._warned = False
@@ -125,6 +130,7 @@ class Group:
             conversations = prepare(self.plan.prompts, target, first.max_new_tokens)
             sequence, self._slot = lengths(conversations, self.configs, target.context_length)
             lm = None if first.engine is not None else make_slots(target, first.batch_size, self._slot)
+            self._target = None if lm is None else (target, lm)
             if lm is not None:
                 conversations = compile_constraints(conversations, target, lm.vocab_size)
             old_threads = self._directory.group_head(self._key).get("threads")
@@ -183,6 +189,7 @@ class Group:
         for cell in self._cells.values():
             cell.close()
         self._cells.clear()
+        self._target = None
 
     def settle(self, blocks: int | None = None) -> None:
         """Set the results of the first ``blocks`` blocks, by default of all finished pieces."""
@@ -284,10 +291,22 @@ class Group:
 
             self._attempt(i, run)
             self.emit(PromptsFinished(len(piece), turns_of(piece)))
+        self._decide_differences(piece, results)
         self.emit(PieceFinished(self._key, number, {self.configs[i].hash: results[i] for i in results}))
         for i, result in results.items():
             self._results_of[i].append(result)
         self.finished = number + 1
+
+    def _decide_differences(self, piece: Sequence[Conversation], results: Mapping[int, PieceResult]) -> None:
+        """Compare greedy texts with plain decoding, see `greedy_differences`; an error of a model leaves them open."""
+        baseline = next((results[i] for i in results if self.configs[i].is_baseline), None)
+        if self._target is None or baseline is None or self.configs[0].sampling.temperature > 0:
+            return
+        lossless = [r for i, r in results.items() if r is not baseline and is_lossless(self.configs[i])]
+        try:
+            decide(piece, lossless, baseline, *self._target)
+        except (CrossdraftError, RuntimeError) as error:
+            self.emit(Message(f"differences from plain decoding stay undecided: {error_message(error)}"))
 
     # -- results -------------------------------------------------------------------------------------------
 
@@ -354,11 +373,10 @@ def compare_group(results: Sequence[CellResult]) -> None:
     compare([r.metrics for r in measured if r.metrics], cells_of(measured), baseline)
     if baseline is None:
         return
-    expected_tokens = {(r["question_id"], r["turn"]): r["tokens"] for r in measured[baseline].responses}
+    expected = {(r["question_id"], r["turn"]): r["tokens"] for r in measured[baseline].responses}
     for result in measured:
-        if result.metrics is not None and result.config.sampling.temperature == 0:
-            equal = [r["tokens"] == expected_tokens[r["question_id"], r["turn"]] for r in result.responses]
-            result.metrics.same_as_baseline = sum(equal) / len(equal)
+        if result.config.sampling.temperature == 0:
+            agreement(result, expected)
 
 
 def error_message(error: BaseException) -> str:

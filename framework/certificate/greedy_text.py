@@ -11,9 +11,6 @@ import numpy as np
 from ..contracts.models import LoadedModel
 from ..contracts.sampling import Sampling
 
-#: Largest difference of two logits that the rounding of another implementation can turn around, by dtype.
-TIE = {"float32": 1e-3, "float16": 0.06, "bfloat16": 0.5}
-
 
 @dataclass
 class GreedyText:
@@ -43,12 +40,6 @@ class GreedyText:
             self.tied += 1
         else:
             self.equal += 1
-
-
-def tie_of(target: LoadedModel) -> tuple[str, float]:
-    """The dtype of a loaded target, and its `TIE`."""
-    dtype = str(next(target.model.parameters()).dtype).removeprefix("torch.")
-    return dtype, TIE.get(dtype, TIE["bfloat16"])
 
 
 def first_beyond(gaps: np.ndarray, tie: float) -> int | None:

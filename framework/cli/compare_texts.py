@@ -61,8 +61,8 @@ def main(args: argparse.Namespace) -> int:
     Raises:
         UsageError: responses that cannot be read or matched, or were sampled.
     """
-    from ..certificate.greedy_text import tie_of
     from ..models.load import load_model
+    from ..models.rounding import tie_of
 
     consent = trusted(args, [args.target])
     sides = [_responses(source, args.target, args.target in consent) for source in (args.a, args.b)]

@@ -60,12 +60,13 @@ class CategoryMetrics:
 
     Attributes:
         prompts: number of prompts.
-        block_efficiency, speed_up: as in `Metrics`; `speed_up` is None if pieces mix categories.
+        block_efficiency, all_cut, speed_up: as in `Metrics`; `speed_up` is None if pieces mix categories.
     """
 
     prompts: int
     block_efficiency: Estimate | None
     speed_up: Estimate | None = None
+    all_cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class SegmentMetrics:
     Attributes:
         tokens: tokens of the segment.
         steps: number of steps.
-        block_efficiency: as in `Metrics`.
+        block_efficiency, all_cut: as in `Metrics`.
         first: Pr(tau >= 1) over the same steps.
     """
 
@@ -83,6 +84,7 @@ class SegmentMetrics:
     steps: int
     block_efficiency: Estimate | None
     first: Estimate | None
+    all_cut: bool = False
 
 
 @dataclass
@@ -93,13 +95,14 @@ class Metrics:
         tokens, steps, sequences: tokens emitted, target calls of a sequence, turns answered.
         depth: maximum depth of the drafter's drafts.
         block_efficiency: tokens emitted per target call, correction or bonus included (vLLM: mean acceptance length),
-            over the uncut steps, see `uncut_steps`; None without any.
-        steps_cut: number of steps that block_efficiency leaves out.
+            over the uncut steps, or over all steps if all are cut (`all_cut`), see `counted_steps`; None in records of
+            older versions.
+        steps_cut: number of steps that are cut short by the end of the sequence.
         block_efficiency_all_steps: tokens emitted per target call over all steps.
         block_efficiency_expected: 1 + the mean of `StepRecord.survival`, which is less noisy than the observed tau;
             None if the verifier does not compute it. End-of-sequence tokens inside a draft are ignored.
-        mean_tau: accepted draft tokens per uncut step.
-        acceptance: Pr(tau >= i) for i = 1, 2, ..., over the uncut steps.
+        mean_tau: accepted draft tokens per step, over the steps of block_efficiency.
+        acceptance: Pr(tau >= i) for i = 1, 2, ..., over the same steps.
         nodes_per_step: drafted tokens of a row in a step.
         target_rows_per_token: positions evaluated by the target per token emitted.
         drafter_passes: forward passes of the draft model, prefill not counted.
@@ -111,9 +114,12 @@ class Metrics:
         undisturbed: share of undisturbed steps.
         speed_up: tokens_per_second over that of the group's baseline; None without a baseline or if withheld;
             ``_wall``: by the clock.
-        withheld: reason why the speed-up (of the baseline: tokens_per_second) is missing, or empty.
+        withheld: reason why the speed-up is missing and tokens_per_second is by the clock, or empty.
         by_category: metrics by category, in the order of the prompts.
         same_as_baseline: at temperature 0, the share of responses equal to the baseline's, token by token.
+        ties, faults: at temperature 0, responses that differ from the baseline's at or after a tie of the target's
+            logits within rounding, and at or after another token; those of an engine are not decided.
+        largest_gap: largest difference of the logits of the two tokens at a first difference; None without one.
         peak_memory: bytes, see `memory.peak`; None if the system does not report it.
         first_token_seconds, token_seconds: of an engine's responses: mean seconds to the first token, and per token
             after it.
@@ -147,6 +153,9 @@ class Metrics:
     withheld: str
     by_category: dict[str, CategoryMetrics]
     same_as_baseline: float | None = None
+    ties: int | None = None
+    faults: int | None = None
+    largest_gap: float | None = None
     peak_memory: int | None = None
     first_token_seconds: Estimate | None = None
     token_seconds: Estimate | None = None
@@ -157,6 +166,17 @@ class Metrics:
         """True if times were measured. With ``--untimed`` every time, rate and share is 0 and speed-ups are None."""
         return self.decode_seconds > 0
 
+    @property
+    def all_cut(self) -> bool:
+        """True if no step had room for a full draft, so that block_efficiency is of all steps."""
+        return self.steps_cut == self.steps
+
+    @property
+    def undecided(self) -> int:
+        """Number of responses that differ from the baseline's for an unknown reason."""
+        same = 1.0 if self.same_as_baseline is None else self.same_as_baseline
+        return round(self.sequences * (1 - same)) - (self.ties or 0) - (self.faults or 0)
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -164,6 +184,11 @@ class Metrics:
 def uncut_steps(records: Iterable[StepRecord], depth: int) -> list[StepRecord]:
     """Return the steps that could draft ``depth`` tokens; the others are cut short by the end of the sequence."""
     return [record for record in records if record.limit >= depth]
+
+
+def counted_steps(records: Sequence[StepRecord], depth: int) -> list[StepRecord]:
+    """Return the steps of block efficiency and acceptance: the uncut ones, or all if all are cut."""
+    return uncut_steps(records, depth) or list(records)
 
 
 def measure(
@@ -175,8 +200,9 @@ def measure(
         gamma: `acceptance` has at least this many entries.
         depth: maximum depth of the drafts, see `DraftTraits.depth`.
     """
-    emitted, steps, counted = sum(r.emitted for r in records), len(records), uncut_steps(records, depth)
-    tau = np.array([r.tau for r in counted or records])
+    emitted, steps, uncut = sum(r.emitted for r in records), len(records), len(uncut_steps(records, depth))
+    counted = counted_steps(records, depth)
+    tau = np.array([r.tau for r in counted])
     seconds = {phase: sum(piece.seconds[phase] for piece in pieces) for phase in pieces[0].seconds}
     prefill = seconds.pop(PREFILL, 0.0)
     seconds["draft"] = seconds.get("draft", 0.0) + seconds.pop("draft_prefill", 0.0)
@@ -192,9 +218,9 @@ def measure(
         sequences=len({(r.prompt, r.turn) for r in records}),
         depth=depth,
         block_efficiency=block_efficiency(counted),
-        steps_cut=steps - len(counted),
+        steps_cut=steps - uncut,
         block_efficiency_all_steps=emitted / steps,
-        block_efficiency_expected=1 + float(np.mean(survival)) if counted and len(survival) == len(counted) else None,
+        block_efficiency_expected=1 + float(np.mean(survival)) if len(survival) == len(counted) else None,
         mean_tau=float(tau.mean()),
         acceptance=[float((tau >= i).mean()) for i in range(1, max(gamma, int(tau.max())) + 1)],
         nodes_per_step=sum(r.nodes for r in records) / steps,
@@ -212,7 +238,11 @@ def measure(
         speed_up_wall=None,
         withheld="",
         by_category={
-            category: CategoryMetrics(len({r.prompt for r in members}), block_efficiency(uncut_steps(members, depth)))
+            category: CategoryMetrics(
+                len({r.prompt for r in members}),
+                block_efficiency(counted_steps(members, depth)),
+                all_cut=not uncut_steps(members, depth),
+            )
             for category, members in by_category.items()
         },
     )
@@ -232,9 +262,8 @@ def acceptance(records: Sequence[StepRecord], depth: int, positions: int) -> lis
     Args:
         depth: maximum depth of the drafts; if every step is cut, all steps count.
     """
-    counted = uncut_steps(records, depth) or list(records)
     rows: dict[int, np.ndarray] = {}
-    for record in counted:
+    for record in counted_steps(records, depth):
         row = rows.setdefault(record.prompt, np.zeros(positions + 1))
         row[0] += 1
         row[1 : record.tau + 1] += 1
@@ -255,11 +284,20 @@ def sums_by_prompt(records: Iterable[StepRecord]) -> dict[int, tuple[float, floa
 
 def paired_difference(records: Sequence[StepRecord], baseline: Sequence[StepRecord]) -> Estimate | None:
     """Block efficiency of `records` minus that of `baseline` on the same prompts; None without common prompts."""
+    sums = _paired_sums(records, baseline)
+    return ratio_difference(sums) if len(sums) else None
+
+
+def paired_ratio(records: Sequence[StepRecord], baseline: Sequence[StepRecord]) -> Estimate | None:
+    """Block efficiency of `records` over that of `baseline` on the same prompts; None without common prompts."""
+    sums = _paired_sums(records, baseline)
+    return estimate(lambda s: ratio(s[..., :2]) / ratio(s[..., 2:]), sums) if len(sums) else None
+
+
+def _paired_sums(records: Sequence[StepRecord], baseline: Sequence[StepRecord]) -> np.ndarray:
+    """Tokens and steps of both on each common prompt, ``[n, 4]``."""
     sums_a, sums_b = sums_by_prompt(records), sums_by_prompt(baseline)
-    prompts = sorted(sums_a.keys() & sums_b.keys())
-    if not prompts:
-        return None
-    return ratio_difference(np.array([(*sums_a[prompt], *sums_b[prompt]) for prompt in prompts]))
+    return np.array([(*sums_a[prompt], *sums_b[prompt]) for prompt in sorted(sums_a.keys() & sums_b.keys())])
 
 
 def prompts_of_pieces(records: Iterable[StepRecord], pieces: Iterable[Piece]) -> list[frozenset[int]]:
@@ -295,16 +333,18 @@ def compare(metrics: Sequence[Metrics], cells: Sequence[CellPieces], baseline: i
     times = ComponentTimes(cells)
     for i, (own, cell) in enumerate(zip(metrics, cells, strict=True)):
         own.undisturbed, seconds = times.undisturbed(i), times.seconds(i)
-        if seconds:
+        own.withheld = "" if seconds else TOO_FEW
+        if baseline is not None:
+            own.speed_up_wall = wall_ratio(cell.pieces, cells[baseline].pieces)
+            speed_up = Estimate(1.0) if i == baseline else times.speed_up(i, baseline)
+            if isinstance(speed_up, Withheld):
+                own.withheld = speed_up.reason
+            else:
+                own.speed_up = speed_up
+        if seconds and not own.withheld:
             own.tokens_per_second = sum(piece.emitted for piece in cell.pieces) / seconds
-        if baseline is None:
+        if baseline is None or i == baseline:
             continue
-        own.speed_up_wall = wall_ratio(cell.pieces, cells[baseline].pieces)
-        if i == baseline:
-            own.speed_up, own.withheld = Estimate(1.0), "" if seconds else TOO_FEW
-            continue
-        speed_up = times.speed_up(i, baseline)
-        own.speed_up, own.withheld = (None, speed_up.reason) if isinstance(speed_up, Withheld) else (speed_up, "")
         for category, numbers in own.by_category.items():
             pieces = [j for j, piece in enumerate(cell.pieces) if category and piece.category == category]
             part = times.speed_up(i, baseline, pieces) if pieces and not own.withheld else None

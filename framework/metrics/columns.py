@@ -80,13 +80,12 @@ QUANTITIES = (
     Quantity(
         "block_efficiency",
         "Block efficiency (vLLM: mean acceptance length): tokens emitted per target call, correction or bonus "
-        "included, over the steps that were not cut short by the end of the sequence; with its 95 % interval.",
+        "included, over the steps that were not cut short by the end of the sequence, or over all steps if all were "
+        "(steps_cut equals steps); with its 95 % interval.",
         "block efficiency",
         estimate=True,
     ),
-    Quantity(
-        "steps_cut", "Steps that block_efficiency leaves out: fewer tokens were left to generate than a draft can have."
-    ),
+    Quantity("steps_cut", "Steps cut short by the end of the sequence: fewer tokens were left than a draft can have."),
     Quantity("block_efficiency_all_steps", "Tokens emitted per target call over all steps."),
     Quantity(
         "block_efficiency_expected",
@@ -115,7 +114,7 @@ QUANTITIES = (
     Quantity(
         "tokens_per_second",
         "Tokens per second of all sequences, estimated from the undisturbed steps of the group; without tail and "
-        "prefill. By the clock if too few steps were undisturbed.",
+        "prefill. By the clock if the speed-up is withheld.",
         "tok/s",
     ),
     Quantity(
@@ -134,7 +133,11 @@ QUANTITIES = (
         "speed-up",
         estimate=True,
     ),
-    Quantity("speed_up_wall", "Speed-up by the clock.", "speed-up by the clock"),
+    Quantity(
+        "speed_up_wall",
+        "Ratio of tok/s by the clock, which includes the disturbances by other programs; not a speed-up to report.",
+        "speed-up by the clock",
+    ),
     Quantity(
         "first_token_seconds",
         "Mean seconds from a request to its first token; only of engines.",
@@ -147,7 +150,7 @@ QUANTITIES = (
         "time per token",
         estimate=True,
     ),
-    Quantity("withheld", "Reason why the speed-up is missing; empty if it is given or if there is no baseline."),
+    Quantity("withheld", "Reason why the speed-up is missing and tok/s is by the clock; empty if neither."),
     Quantity(
         "prompts_<category>",
         "Number of prompts of a category that were answered. A category such as high, whose columns would be others "
@@ -162,6 +165,11 @@ QUANTITIES = (
     Quantity(
         "same_as_baseline", "At temperature 0: share of the responses that equal plain decoding's, token for token."
     ),
+    Quantity(
+        "ties", "At temperature 0: responses that differ from plain decoding's at or after a tie within rounding."
+    ),
+    Quantity("faults", "At temperature 0: responses that differ at or after a token that rounding cannot explain."),
+    Quantity("largest_gap", "Largest difference of the target's logits of the two tokens at a first difference."),
     Quantity(
         "peak_memory",
         "Peak memory in bytes: on CUDA of tensors while the cell ran, elsewhere of the process since it began; memory "
@@ -213,6 +221,9 @@ RESPONSE_KEYS = {
     "tokens": "Token ids of the response, in the target's vocabulary.",
     "logprobs": "Natural logarithms of the target's probabilities of these tokens, after temperature, top-k, top-p and "
     "min-p; null is probability 0. Absent at temperature 0.",
+    "difference": "At temperature 0, of a response that differs from plain decoding's: index of the first token that "
+    "differs, the gap of the target's logits of the two tokens (null if one text ends there), the largest gap that is "
+    "a tie within rounding, and fault, true for a larger one. Absent after a turn that differs, and from engines.",
     "finish_reason": "stop (an end-of-sequence token) or length (max_new_tokens, or a full context).",
 }
 _BY_NAME = {quantity.name: quantity for quantity in QUANTITIES}

@@ -56,6 +56,15 @@ class Head(BaseModel):
     budget: str = ""
 
 
+class Difference(BaseModel):
+    """First difference of a greedy response from plain decoding; see `bench.greedy_differences`."""
+
+    token: int
+    gap: float | None
+    tie: float
+    fault: bool
+
+
 class Response(BaseModel):
     """A line of ``responses.jsonl``."""
 
@@ -67,6 +76,7 @@ class Response(BaseModel):
     text: str = ""
     finish_reason: str | None = None
     logprobs: list[float | None] | None = None
+    difference: Difference | None = None
 
 
 class _Cpu(BaseModel):

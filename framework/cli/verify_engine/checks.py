@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ... import plugins
-from ...certificate.greedy_text import GreedyText, positions, tie_of, token_gaps
+from ...certificate.greedy_text import GreedyText, positions, token_gaps
 from ...contracts.sampling import Sampling
+from ...models.rounding import tie_of
 
 if TYPE_CHECKING:
     from ...certificate.samples.sampler_verdict import Verdict
