@@ -12,6 +12,7 @@ from ..report.charts.style import FORMATS, MARK, WIDTHS
 from ..report.load_run import FinishedRun, read_runs
 from ..report.markdown import titles_of
 from ..report.selection import finished_cells
+from ..report.table_utils import no_speed_up
 from ..util.output_files import check_output
 from .options.run import add_force, add_runs, add_where, comma_list, note_partial, output_folder
 
@@ -72,9 +73,9 @@ def main(args: argparse.Namespace) -> int:
             omitted = draw_to(results, kind, args.width, files)
             if omitted is None:
                 if args.kind:
-                    raise UsageError(
-                        f"{kind} cannot be drawn for run {printable(title)}: it requires {KINDS[kind].needs}"
-                    )
+                    missing = no_speed_up(results) if kind == "speed_up" else ""
+                    reason = missing or f"it requires {KINDS[kind].needs}"
+                    raise UsageError(f"{kind} cannot be drawn for run {printable(title)}: {reason}")
                 continue
             for file in files:
                 print(f"wrote {printable(str(file))}")

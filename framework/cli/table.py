@@ -9,7 +9,7 @@ from pathlib import Path
 from ..errors import UsageError, printable
 from ..report.load_run import read_runs
 from ..report.markdown import titles_of
-from ..report.pivot import FORMATS, hidden_keys, pivot, rendered
+from ..report.pivot import FORMATS, hidden_keys, pivot, rendered, withheld_note
 from ..report.segments import with_segments
 from ..report.selection import finished_cells
 from ..util.output_files import check_output, writing_output
@@ -65,6 +65,8 @@ def main(args: argparse.Namespace) -> int:
     table = pivot(cells, args.rows, args.cols, values)
     if keys := hidden_keys(table, cells):
         note = f"the cells of this table differ in {', '.join(keys)}, which are not in --rows or --cols"
+        print(f"crossdraft: note: {note}", file=sys.stderr)
+    if note := withheld_note(table):
         print(f"crossdraft: note: {note}", file=sys.stderr)
     text = rendered(table, args.format, args.digits, not args.no_intervals)
     if out is None:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 from .. import plugins
 from ..cost.finished_cells import last_paying, speed_ups_of
-from ..cost.prediction import pays_until
+from ..metrics.cell_metrics import counted_steps, paired_ratio
 from ..runs.labels import group_title, verifier_title
 from ..runs.marks import mark_of
-from .table_utils import tabulated
+from .table_utils import clock_text, estimate_text, speed_up_text, tabulated
 
 if TYPE_CHECKING:
+    from ..metrics.cell_metrics import Metrics
     from ..recipe.recipe import CellConfig
     from ..runs.records import CellResult
     from .summary import Summary
@@ -44,6 +45,22 @@ class Series:
     pairs: list[Pair] = field(default_factory=list)
     baselines: dict[int, CellResult] = field(default_factory=dict)
 
+    @property
+    def by_clock(self) -> bool:
+        """True if tokens/s of every pair are by the clock, because their speed-ups are withheld."""
+        measured = [r.metrics for pair in self.pairs for r in pair.results.values() if r.metrics]
+        return bool(measured) and all(metrics.withheld for metrics in measured)
+
+    def rates(self, results: Mapping[int, CellResult]) -> dict[int, float]:
+        """Tokens/s by batch size: by the clock if `by_clock`, else those that are not."""
+        metrics = {b: result.metrics for b, result in sorted(results.items())}
+        wall = self.by_clock
+        return {
+            b: m.tokens_per_second_wall if wall else m.tokens_per_second
+            for b, m in metrics.items()
+            if m is not None and m.timed and (wall or not m.withheld)
+        }
+
 
 def drafts_chains(config: CellConfig) -> bool:
     """True if the drafter of a cell drafts chains."""
@@ -52,13 +69,13 @@ def drafts_chains(config: CellConfig) -> bool:
     return plugins.traits_of("drafters", drafter, options, config.sampling).is_chain
 
 
-def batch_size_series(results: Sequence[CellResult]) -> dict[str, Series]:
-    """The series of a run by title, except those with a single batch size."""
+def all_series(results: Sequence[CellResult]) -> dict[str, Series]:
+    """The series of a run by title."""
     cells = [result.config for result in results]
     series: dict[str, tuple[Series, dict[str, Pair]]] = {}
     for result in results:
         config = result.config
-        if result.metrics is None or not result.metrics.timed:
+        if result.metrics is None:
             continue
         title = group_title(config, cells, but="batch_size")
         group, pairs = series.setdefault(title, (Series(), {}))
@@ -70,37 +87,90 @@ def batch_size_series(results: Sequence[CellResult]) -> dict[str, Series]:
             pairs[key] = Pair(config.drafter.title, verifier_title(result))
             group.pairs.append(pairs[key])
         pairs[key].results[config.batch_size] = result
-    return {title: group for title, (group, _) in series.items() if len(group.baselines) > 1}
+    return {title: group for title, (group, _) in series.items()}
+
+
+def batch_size_series(results: Sequence[CellResult]) -> dict[str, Series]:
+    """The timed series of a run by title, except those with a single batch size."""
+    timed = [result for result in results if result.metrics is not None and result.metrics.timed]
+    return {title: series for title, series in all_series(timed).items() if len(series.baselines) > 1}
 
 
 def by_batch_size(summary: Summary, style: str) -> list[tuple[str, str]]:
-    """Title and speed-up table of each series, with the gain of multi-draft over single-draft pairs."""
+    """Title and speed-up table of each series."""
     tables = []
     for title, series in batch_size_series(summary.results).items():
         batch_sizes = sorted(series.baselines)
         columns = {"drafter": "left", "verifier": "left", "BE": "right", "rows/tok": "right"}
         columns |= {f"B = {b}": "right" for b in batch_sizes} | {"pays up to": "right"}
-        rows, single, multi = [], {}, {}
+        rows = []
         for pair in series.pairs:
-            metrics = pair.results[min(pair.results)].metrics
-            assert metrics is not None
-            efficiency = metrics.block_efficiency
-            numbers = f"{efficiency.value:.2f}" if efficiency else "", f"{metrics.target_rows_per_token:.2f}"
-            last = last_paying(pair.results, series.baselines, summary.curves)
-            rows.append([pair.drafter, pair.verifier, *numbers, *_ratios(pair.speed_ups, batch_sizes, last)])
-            if not all(mark_of(result).headline for result in pair.results.values()):
-                continue
-            best = single if pair.single_draft else multi
-            best |= {b: max(speed_up, best.get(b, 0.0)) for b, speed_up in pair.speed_ups.items()}
-        if single and multi:
-            gain = {b: multi[b] / single[b] for b in batch_sizes if b in single and b in multi}
-            rows.append(["best multi-draft", "÷ best single", "", "", *_ratios(gain, batch_sizes, pays_until(gain))])
+            metrics = {b: result.metrics for b, result in pair.results.items() if result.metrics}
+            first = metrics[min(metrics)]
+            efficiency = f"{first.block_efficiency.value:.2f}" if first.block_efficiency else ""
+            values = [_speed_up(metrics[b]) if b in metrics else "" for b in batch_sizes]
+            last = _pays_up_to(pair, batch_sizes, last_paying(pair.results, series.baselines, summary.curves))
+            numbers = efficiency, f"{first.target_rows_per_token:.2f}", *values, last
+            rows.append([pair.drafter, pair.verifier, *numbers])
         tables.append((f"speed-up by batch size, {title}", tabulated(columns, rows, style)))
     return tables
 
 
-def _ratios(ratios: Mapping[int, float], batch_sizes: Sequence[int], last: int) -> list[str]:
-    """Cells of a row: a ratio per batch size, and the last batch size where it is at least 1 (0: none)."""
-    relation = "≥" if last == max(ratios, default=0) else "=" if last in ratios else "~"
-    up_to = f"B {relation} {last}" if last else "none"
-    return [*(f"{ratios[b]:.2f}" if b in ratios else "" for b in batch_sizes), up_to]
+def _speed_up(metrics: Metrics) -> str:
+    return f"{metrics.speed_up.value:.2f}" if metrics.speed_up else speed_up_text(metrics)
+
+
+def _pays_up_to(pair: Pair, batch_sizes: Sequence[int], last: int) -> str:
+    """The last batch size at which a pair pays, 0 being none; unknown beyond it if larger ones have no speed-up."""
+    measured = pair.speed_ups
+    missing = [b for b in batch_sizes if b not in measured and b > last]
+    if missing:
+        withheld = any(r.metrics is not None and r.metrics.withheld for b, r in pair.results.items() if b in missing)
+        reason = "withheld" if withheld else "not measured"
+        return f"B ≥ {last}, then {reason}" if last else f"unknown ({reason})"
+    relation = "≥" if last == max(measured, default=0) else "=" if last in measured else "~"
+    return f"B {relation} {last}" if last else "none"
+
+
+#: Columns of `multi_over_single`: the best pairs by block efficiency, and the ratios of the best.
+GAIN_COLUMNS = {"B": "right", "best multi-draft": "left", "best single-draft": "left"}
+GAIN_COLUMNS |= {"BE ÷ BE [95 %]": "left", "speed-up ÷ speed-up": "right"}
+
+
+def multi_over_single(summary: Summary) -> list[tuple[str, list[list[str]]]]:
+    """Title, and a row per batch size, of each series with certified multi-draft and single-draft pairs.
+
+    The best pair has the greatest value among the certified pairs of its kind. The ratio of speed-ups is by the clock,
+    and marked, unless all of these pairs have a speed-up.
+    """
+    tables = []
+    for title, series in all_series(summary.results).items():
+        rows = []
+        for b in sorted({b for pair in series.pairs for b in pair.results}):
+            here = [(pair, pair.results[b]) for pair in series.pairs if b in pair.results]
+            here = [(pair, r) for pair, r in here if mark_of(r).headline and r.metrics and not r.metrics.faults]
+            kinds = [[cell for cell in here if cell[0].single_draft == single] for single in (False, True)]
+            if all(kinds):
+                best = [max(cells, key=lambda cell: _efficiency(cell[1])) for cells in kinds]
+                steps = [counted_steps(r.records, r.metrics.depth) for _, r in best if r.metrics]
+                names = [f"{pair.drafter} × {pair.verifier}" for pair, _ in best]
+                gain = estimate_text(paired_ratio(*steps))
+                rows.append([str(b), *names, gain, _speed_up_ratio([[r for _, r in cells] for cells in kinds])])
+        if rows:
+            tables.append((f"best multi-draft ÷ best single-draft, {title}", rows))
+    return tables
+
+
+def _efficiency(result: CellResult) -> float:
+    efficiency = result.metrics.block_efficiency if result.metrics else None
+    return efficiency.value if efficiency else 0.0
+
+
+def _speed_up_ratio(kinds: Sequence[Sequence[CellResult]]) -> str:
+    """Ratio of the greatest speed-ups of two lists of cells; by the clock if one of them is withheld."""
+    metrics = [[result.metrics for result in cells if result.metrics] for cells in kinds]
+    claimed = [[m.speed_up.value for m in cells if m.speed_up] for cells in metrics]
+    if list(map(len, claimed)) == list(map(len, metrics)):
+        return f"{max(claimed[0]) / max(claimed[1]):.2f}"
+    wall = [[m.speed_up_wall for m in cells if m.speed_up_wall] for cells in metrics]
+    return clock_text(max(wall[0]) / max(wall[1])) if all(wall) else ""

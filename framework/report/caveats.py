@@ -7,43 +7,42 @@ from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from ..metrics.cell_metrics import paired_difference, uncut_steps
+from ..metrics.cell_metrics import counted_steps, paired_difference
 from ..metrics.component_times import ENOUGH, FAULT, MOST_BORROWED, TOO_FEW
 from ..runs.labels import group_title, is_lossless, verifier_title
 from ..runs.marks import Mark, mark_of
+from .batch_sizes import drafts_chains
 from .table_utils import estimate_text, groups_of
 
 if TYPE_CHECKING:
+    from ..metrics.cell_metrics import Metrics
     from ..runs.records import CellResult
     from .summary import Summary
 
 
 def remarks_of(summary: Summary) -> list[list[str]]:
-    """The remarks on a summary, as paragraphs of lines."""
+    """The remarks on a summary, as paragraphs of lines, the most important first; a first line stands by itself."""
+    results = summary.results
     remarks = [
+        _faults(results),
+        _failures(summary.failed),
+        [f"stopped: {summary.stopped}"] if summary.stopped else [],
+        ["interrupted: unfinished cells are missing; run again to resume"] if summary.interrupted else [],
         _untimed(summary),
+        _other_traffic(results),
+        _withheld(summary),
+        _agreement(results),
+        _marks(results),
+        _all_cut(results),
+        *([f"note: {note}"] for note in summary.notes),
+        _temperature_zero(results),
+        [f"skipped: {reason}" for reason in summary.skipped],
+        _padding(results),
+        _truncated_steps(results),
         _prediction_error(summary),
-        _agreement(summary.results),
-        _truncated_steps(summary),
-        _contention(summary),
-        _other_traffic(summary.results),
+        [f"charts, in the run directory: {', '.join(summary.charts)}"] if summary.charts else [],
     ]
-    remarks.append(_marks(summary.results))
-    remarks.append([f"skipped: {reason}" for reason in summary.skipped])
-    remarks.append(_failures(summary.failed))
-    remarks.append([f"note: {note}" for note in summary.notes])
-    if summary.charts:
-        remarks.append([f"charts, in the run directory: {', '.join(summary.charts)}"])
-    if summary.interrupted:
-        remarks.append(["interrupted: unfinished cells are missing; run again to resume"])
-    if summary.stopped:
-        remarks.append([f"stopped: {summary.stopped}"])
-    return remarks
-
-
-def shortened(lines: list[str]) -> list[str]:
-    more = len(lines) - _MAX_DIFFERENCES
-    return lines if more <= 0 else [*lines[:_MAX_DIFFERENCES], f"and {more} more in summary.md"]
+    return [lines for lines in remarks if lines]
 
 
 def differences(summary: Summary) -> list[str]:
@@ -64,7 +63,7 @@ def differences(summary: Summary) -> list[str]:
             if first is result:
                 continue
             assert first.metrics is not None
-            difference = paired_difference(*(uncut_steps(r.records, first.metrics.depth) for r in (result, first)))
+            difference = paired_difference(*(counted_steps(r.records, first.metrics.depth) for r in (result, first)))
             if difference is not None and difference.low is None and difference.value == 0:
                 equal += 1
             elif difference is not None:
@@ -117,7 +116,7 @@ def _untimed(summary: Summary) -> list[str]:
 
 def _prediction_error(summary: Summary) -> list[str]:
     pairs = [(summary.predicted.get(r.config.hash), r.metrics) for r in summary.results]
-    errors = [abs(p.tokens_per_second / m.tokens_per_second - 1) for p, m in pairs if p and m]
+    errors = [abs(p.tokens_per_second / m.tokens_per_second - 1) for p, m in pairs if p and m and not m.withheld]
     if not errors:
         return []
     return [
@@ -125,17 +124,62 @@ def _prediction_error(summary: Summary) -> list[str]:
     ]
 
 
-def _truncated_steps(summary: Summary) -> list[str]:
+def _truncated_steps(results: Sequence[CellResult]) -> list[str]:
     """The fraction of steps that block efficiency excludes."""
-    drafting = [r for r in summary.results if r.metrics and not r.config.is_baseline]
-    steps, cut = (sum(getattr(r.metrics, key) for r in drafting) for key in ("steps", "steps_cut"))
-    lines = []
-    if cut:
+    metrics = [m for m in _drafting(results) if not m.all_cut]
+    steps, cut = (sum(getattr(m, key) for m in metrics) for key in ("steps", "steps_cut"))
+    if not cut:
+        return []
+    return [f"BE excludes {100 * cut / steps:.0f} % of the steps, whose drafts the end of a sequence truncated"]
+
+
+def _all_cut(results: Sequence[CellResult]) -> list[str]:
+    """The pairs whose block efficiency is of all steps."""
+    depths: dict[str, int] = {}
+    for result in results:
+        if result.metrics and not result.config.is_baseline and result.metrics.all_cut:
+            depths[_pair(result)] = result.metrics.depth
+    if not depths:
+        return []
+    return [
+        f"* BE of all steps: {', '.join(depths)} had no step with room for a full draft; set max_new_tokens above "
+        f"{max(depths.values())}, the depth of the drafts"
+    ]
+
+
+def _withheld(summary: Summary) -> list[str]:
+    """The speed-ups that are withheld, with the reasons, and the disturbance of each group."""
+    reasons: dict[str, list[str]] = {}
+    shares, pairs = {}, 0
+    for title, results in groups_of(summary):
+        timed = [(r, r.metrics) for r in results if r.metrics and r.metrics.timed]
+        if timed:
+            steps = sum(metrics.steps for _, metrics in timed)
+            shares[title] = sum(metrics.undisturbed * metrics.steps for _, metrics in timed) / steps
+        for result, metrics in timed:
+            pairs += not result.config.is_baseline
+            if metrics.withheld and not result.config.is_baseline:
+                reasons.setdefault(metrics.withheld, []).append(_pair(result))
+    busy = {title: share for title, share in shares.items() if share < _UNDISTURBED}
+    if not busy and not reasons:
+        return []
+    low, high = (f"{100 * end(busy.values() or shares.values()):.0f}" for end in (min, max))
+    steps = f"{low} to {high} %" if low != high else f"{low} %"
+    count = sum(map(len, reasons.values()))
+    first = f"{count} of {pairs} speed-ups are withheld ({', '.join(reasons)}), ~: by the clock"
+    lines = [f"{steps} of the steps were undisturbed by other programs{f'; {first}' * bool(reasons)}"]
+    if len(shares) > 1:
+        lines += [f"{title}: {100 * share:.0f} % of the steps were undisturbed" for title, share in busy.items()]
+    if TOO_FEW in reasons:
         lines.append(
-            f"BE excludes {100 * cut / steps:.0f} % of the steps, whose drafts the end of a sequence truncated"
+            f"{TOO_FEW}: components with more than {100 * MOST_BORROWED:.0f} % of a cell's time had fewer than "
+            f"{ENOUGH} undisturbed steps; run again on a quieter machine or with more prompts"
         )
-    if any(r.metrics and r.metrics.block_efficiency is None for r in drafting):
-        lines.append("no BE: max_new_tokens is too small for a full draft in any step; set it above the draft's depth")
+    if FAULT in reasons:
+        lines.append(
+            f"{FAULT}: of {', '.join(dict.fromkeys(reasons[FAULT]))}, a pass over several tokens was measured as "
+            "faster than one over a single token; run again on a quieter machine or with more prompts"
+        )
     return lines
 
 
@@ -150,53 +194,106 @@ def _other_traffic(results: Sequence[CellResult]) -> list[str]:
                 for name, (counted, own) in result.metrics.other_traffic.items()
             )
             lines.append(
-                f"{config.drafter.title} × {config.verifier.title}, B = {config.batch_size}: the server counted "
+                f"{_pair(result)}, B = {config.batch_size}: the server counted "
                 f"{numbers} during the measurement, so it served other requests, too: its counters and all times "
                 "contain them"
             )
     return lines
 
 
-#: Groups with a smaller fraction of undisturbed steps get a note.
-_UNDISTURBED = 0.75
-
-
-def _contention(summary: Summary) -> list[str]:
-    """Notes on contention with other programs, and reasons for withheld speed-ups."""
-    lines, reasons = [], set[str]()
-    for title, results in groups_of(summary):
-        measured = [r.metrics for r in results if r.metrics and r.metrics.timed]
-        reasons |= {m.withheld for m in measured}
-        share = sum(m.undisturbed * m.steps for m in measured) / sum(m.steps for m in measured) if measured else 1.0
-        if share < _UNDISTURBED:
-            lines.append(f"note: this machine was busy ({title}): {100 * share:.0f} % of the steps were undisturbed")
-    if lines:
-        lines.append("tok/s and speed-up are for undisturbed steps; summary.csv also has wall-clock values")
-    if TOO_FEW in reasons:
+def _temperature_zero(results: Sequence[CellResult]) -> list[str]:
+    """Equalities by construction at temperature 0."""
+    chains, equal = dict[str, None](), dict[str, None]()
+    firsts: dict[str, CellResult] = {}
+    for result in results:
+        config = result.config
+        if config.is_baseline or result.metrics is None or config.sampling.temperature > 0:
+            continue
+        sampled = config.model_copy(update={"sampling": config.sampling.model_copy(update={"temperature": 1.0})})
+        if drafts_chains(config) and not drafts_chains(sampled):
+            chains[config.drafter.title] = None
+        if is_lossless(config):
+            first = firsts.setdefault(json.dumps([config.group, config.drafter.name, config.drafter.config]), result)
+            if first is not result and first.records == result.records:
+                equal[config.drafter.title] = None
+    lines = []
+    if chains:
+        lines.append(f"at temperature 0, all draft sequences of {', '.join(chains)} are equal, so it drafts one chain")
+    if equal:
         lines.append(
-            f"— ({TOO_FEW}): components with more than {100 * MOST_BORROWED:.0f} % of a cell's time had fewer than"
+            "at temperature 0, lossless verifiers accept the same tokens by construction, so the rows of "
+            f"{', '.join(equal)} differ in time only"
         )
-        lines.append(f"{ENOUGH} undisturbed steps; run again on a quieter machine or with more prompts")
-    if FAULT in reasons:
-        lines.append(f"— ({FAULT}): a pass over several tokens was measured as faster than one over a single token,")
-        lines.append("a measurement error; run again on a quieter machine or with more prompts")
     return lines
 
 
+def _padding(results: Sequence[CellResult]) -> list[str]:
+    """A note if the target's positions per token of a pair grow with the batch size."""
+    rows: dict[str, dict[int, float]] = {}
+    for result in results:
+        if result.metrics is not None and not result.config.is_baseline and result.config.engine is None:
+            key = result.config.model_copy(update={"batch_size": 1}).hash
+            rows.setdefault(key, {})[result.config.batch_size] = result.metrics.target_rows_per_token
+    if not any(by_size[max(by_size)] > 1.02 * by_size[min(by_size)] for by_size in rows.values()):
+        return []
+    return ["rows/tok grows with the batch size, because the rows of a batch are padded to the widest draft"]
+
+
+#: Runs with a smaller fraction of undisturbed steps get a note.
+_UNDISTURBED = 0.75
+
+
 def _agreement(results: Sequence[CellResult]) -> list[str]:
-    """Agreement of lossless pairs with plain decoding at temperature 0, where they differ only by rounding."""
-    checked = [
-        r
-        for r in results
-        if r.metrics and r.metrics.same_as_baseline is not None
-        if not r.config.is_baseline and is_lossless(r.config)
-    ]
+    """Agreement of lossless pairs with plain decoding at temperature 0, where they differ by ties within rounding."""
+    checked = [m for r in results if (m := _greedy(r)) is not None]
     if not checked:
         return []
-    total = sum(r.metrics.sequences for r in checked if r.metrics)
-    same = sum(round(r.metrics.sequences * (r.metrics.same_as_baseline or 0)) for r in checked if r.metrics)
-    line = f"at temperature 0, {same} of {total} responses equal those of plain decoding, token for token"
-    return [line if same == total else line + "; others differ because of rounding in ties, or a bug"]
+    total = sum(m.sequences for m in checked)
+    differ = sum(round(m.sequences * (1 - (m.same_as_baseline or 0))) for m in checked)
+    ties, undecided = sum(m.ties or 0 for m in checked), sum(m.undecided for m in checked)
+    line = f"at temperature 0, {total - differ} of {total} responses equal those of plain decoding, token for token"
+    if ties:
+        gaps = [m.largest_gap for m in checked if m.largest_gap is not None and not m.faults]
+        largest = f" (largest gap {max(gaps):.2g})" if gaps else ""
+        all_ties = "all " * (ties == differ)
+        line += f"; {ties} differ, {all_ties}at ties within rounding{largest}"
+    if undecided:
+        line += f"; {undecided} differ for an unknown reason: crossdraft compare-texts finds it"
+    return [line]
+
+
+def _faults(results: Sequence[CellResult]) -> list[str]:
+    """Responses at temperature 0 that are not the target's."""
+    lines = []
+    for result in results:
+        metrics = _greedy(result)
+        if metrics is not None and metrics.faults:
+            first = next(r for r in result.responses if (r.get("difference") or {}).get("fault"))
+            where = f"prompt {first['question_id']!r}, token {first['difference']['token']}"
+            gap = first["difference"]["gap"]
+            reason = "the text ends early" if gap is None else f"the logits differ by {gap:.2g}"
+            lines.append(
+                f"FAULT: {metrics.faults} of {metrics.sequences} responses of {_pair(result)} (batch size "
+                f"{result.config.batch_size}) are not those of plain decoding, beyond rounding; the first at {where}: "
+                f"{reason}"
+            )
+    return lines
+
+
+def _greedy(result: CellResult) -> Metrics | None:
+    """The metrics of a lossless pair that was compared with plain decoding at temperature 0; else None."""
+    metrics = result.metrics
+    if metrics is None or metrics.same_as_baseline is None or result.config.is_baseline:
+        return None
+    return metrics if is_lossless(result.config) else None
+
+
+def _drafting(results: Sequence[CellResult]) -> list[Metrics]:
+    return [r.metrics for r in results if r.metrics is not None and not r.config.is_baseline]
+
+
+def _pair(result: CellResult) -> str:
+    return f"{result.config.drafter.title} × {verifier_title(result)}"
 
 
 def _failures(failed: Sequence[CellResult]) -> list[str]:
@@ -211,7 +308,3 @@ def _failures(failed: Sequence[CellResult]) -> list[str]:
         more = f" and {len(cells) - 3} more" if len(cells) > 3 else ""
         lines.append(f"failed: {', '.join(cells[:3])}{more}: {reason}")
     return lines
-
-
-#: Paired differences shown on the terminal; the Markdown has all.
-_MAX_DIFFERENCES = 12

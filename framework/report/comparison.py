@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError, printable
-from ..metrics.cell_metrics import paired_difference, prompts_of_pieces, uncut_steps
+from ..metrics.cell_metrics import counted_steps, paired_difference, prompts_of_pieces
 from ..metrics.component_times import ComponentTimes, Withheld, speed_up_ratio
 from ..metrics.intervals import Estimate
 from ..recipe.recipe import RUN_KEYS
@@ -15,7 +15,7 @@ from ..runs.labels import group_title, setting_of, verifier_title
 from ..runs.marks import mark_of
 from ..runs.records import cells_of
 from .selection import shown
-from .table_utils import estimate_text, tabulated
+from .table_utils import clock_text, estimate_text, tabulated
 
 if TYPE_CHECKING:
     from ..recipe.recipe import CellConfig
@@ -37,6 +37,7 @@ class PairDifference:
         setting: the title of its group: temperature, batch size and other varying settings.
         differs: options of the pair that differ, such as ``"gamma 4 / 6"``.
         block_efficiency, speed_up: of each run.
+        clock: ratio by the clock of each run whose speed-up is withheld.
         prompts: number of prompts.
         difference: block efficiency of B minus A, paired by prompt.
         ratio: speed-up of B divided by A, paired by piece.
@@ -51,6 +52,7 @@ class PairDifference:
     speed_up: tuple[Estimate | None, Estimate | None]
     ratio: Estimate | None
     prompts: int = 0
+    clock: tuple[float | None, float | None] = (None, None)
 
 
 @dataclass
@@ -117,10 +119,9 @@ def comparison_text(comparison: Comparison, style: str = "simple") -> str:
         for pair in comparison.pairs:
             if pair.setting != setting:
                 continue
-            efficiency, speed = (
-                [f"{e.value:.2f}" if e else "—" for e in estimates]
-                for estimates in (pair.block_efficiency, pair.speed_up)
-            )
+            efficiency = [f"{e.value:.2f}" if e else "—" for e in pair.block_efficiency]
+            both = zip(pair.speed_up, pair.clock, strict=True)
+            speed = [f"{e.value:.2f}" if e else clock_text(clock) or "—" for e, clock in both]
             row = [pair.drafter, pair.verifier, *efficiency, estimate_text(pair.difference, "+")]
             row += [*speed, estimate_text(pair.ratio)]
             rows.append([*row, ", ".join(pair.differs)] if differs else row)
@@ -130,6 +131,8 @@ def comparison_text(comparison: Comparison, style: str = "simple") -> str:
         "B − A: of block efficiency, on the same prompts. B ÷ A: of the speed-ups, each over plain decoding in its run."
     )
     lines = list(comparison.remarks)
+    if any(ratio is not None for pair in comparison.pairs for ratio in pair.clock):
+        lines.append("~: by the clock, other programs included, because the speed-up is withheld")
     for name, cells in zip("AB", comparison.only, strict=True):
         lines += [f"only in {name}: {cell}" for cell in cells]
     if lines:
@@ -205,7 +208,7 @@ def _difference(
 ) -> PairDifference:
     assert first.metrics is not None and second.metrics is not None
     depth = max(first.metrics.depth, second.metrics.depth)
-    steps = [uncut_steps(result.records, depth) for result in (first, second)]
+    steps = [counted_steps(result.records, depth) for result in (first, second)]
     difference = paired_difference(steps[1], steps[0])
     prompts = len(set.intersection(*({record.prompt for record in records} for records in steps)))
     differs = []
@@ -221,7 +224,8 @@ def _difference(
     setting = group_title(first.config, cells)
     names = first.config.drafter.title, verifier_title(first)
     ratio = _ratio(first, second, runs)
-    return PairDifference(setting, *names, differs, efficiency, difference, speeds, ratio, prompts)
+    a, b = (m.speed_up_wall if m.withheld else None for m in (first.metrics, second.metrics))
+    return PairDifference(setting, *names, differs, efficiency, difference, speeds, ratio, prompts, (a, b))
 
 
 def _ratio(first: CellResult, second: CellResult, runs: Sequence[FinishedRun]) -> Estimate | None:

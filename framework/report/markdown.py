@@ -21,6 +21,7 @@ from ..recipe.recipe import read_recipe
 from ..runs.labels import group_title, verifier_title
 from .load_run import FinishedRun, portable
 from .segments import segment_tables
+from .table_utils import speed_up_text
 from .tables import summary_markdown
 
 if TYPE_CHECKING:
@@ -88,10 +89,11 @@ def verifier_table(results: Sequence[CellResult]) -> str:
     has_groups = len({title for title, _ in rows}) > 1
     verifiers = list(dict.fromkeys(name for row in rows.values() for name in row))
     values = {"BE": lambda m: m.block_efficiency, "speed-up": lambda m: m.speed_up}
+    marked = {"BE": lambda m: " *" * m.all_cut, "speed-up": lambda m: speed_up_text(m) if m.withheld else ""}
     table = []
     for (title, drafters), row in rows.items():
         line = [title, drafters] if has_groups else [drafters]
-        for value in values.values():
+        for quantity, value in values.items():
             estimates = {name: value(result.metrics) for name, result in row.items()}
             first = next(iter(estimates.values()))
             for name in verifiers:
@@ -99,7 +101,7 @@ def verifier_table(results: Sequence[CellResult]) -> str:
                 text = f"{estimate.value:.2f}" if estimate else ""
                 if estimate and first and estimate is not first:
                     text += f" ({100 * (estimate.value / first.value - 1):+.1f} %)"
-                line.append(text)
+                line.append(text + (marked[quantity](row[name].metrics) if name in row else ""))
         table.append(line)
     header = [
         *(["group"] if has_groups else []),

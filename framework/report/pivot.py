@@ -15,9 +15,11 @@ from ..metrics.columns import ENDS, quantity_of
 from .csv_rows import row_of
 from .segments import columns_of
 from .selection import SETTINGS, SelectedCell, check_keys
-from .table_utils import tabulated
+from .table_utils import clock_text, no_speed_up, tabulated
 
 FORMATS = ("github", "latex", "csv")
+#: Columns by the clock, by the column that they replace in a cell whose speed-up is withheld.
+CLOCK = {"speed_up": "speed_up_wall", "tokens_per_second": "tokens_per_second_wall"}
 #: Keys whose values are shown without the key.
 _NAMES = ("run", "drafter", "verifier", "target", "dtype")
 
@@ -63,7 +65,7 @@ def pivot(cells: Sequence[SelectedCell], rows: Sequence[str], columns: Sequence[
         )
         for cell in cells
     ]
-    _check_values(values, [row for _, row in csv_rows])
+    _check_values(values, csv_rows)
     placed: dict[tuple[str, ...], dict[tuple[str, ...], tuple[SelectedCell, Mapping[str, Any]]]] = {}
     for cell, row in csv_rows:
         row_key, column = (tuple(cell.value(key, keys) for key in names) for names in (rows, columns))
@@ -104,21 +106,40 @@ def hidden_keys(table: Pivot, cells: Sequence[SelectedCell]) -> list[str]:
     return [key for key in keys if len({cell.value(key) for cell in cells}) > 1]
 
 
+def withheld_note(table: Pivot) -> str:
+    """A note on the cells of a table whose speed-up is withheld; empty without one."""
+    rows = [row for line in table.cells.values() for row in line.values()]
+    reasons = dict.fromkeys(str(row["withheld"]) for row in rows if row.get("withheld"))
+    if not reasons or not CLOCK.keys() & set(table.values):
+        return ""
+    count = sum(bool(row.get("withheld")) for row in rows)
+    return (
+        f"the speed-up of {count} of {len(rows)} cells is withheld ({', '.join(reasons)}); ~: by the clock, other "
+        "programs included (in CSV: --value speed_up_wall)"
+    )
+
+
 # -- pieces -----------------------------------------------------------------------------------------------------
 
 
-def _check_values(values: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
-    known = dict.fromkeys(
-        key
-        for row in rows
-        for key, value in row.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and key not in SETTINGS
-    )
+def _check_values(values: Sequence[str], rows: Sequence[tuple[SelectedCell, Mapping[str, Any]]]) -> None:
+    known, empty = dict[str, None](), set[str]()
+    for _, row in rows:
+        for key, value in row.items():
+            if isinstance(value, int | float) and not isinstance(value, bool) and key not in SETTINGS:
+                known[key] = None
+            elif value is None or value == "":
+                empty.add(key)
     if not values:
         raise UsageError("--value is empty; give a column, for example --value block_efficiency")
     for value in values:
-        if value not in known:
+        if value in known or (value in CLOCK and any(row.get("withheld") for _, row in rows)):
+            continue
+        quantity = quantity_of(value)
+        if quantity is None or quantity.setting or (value != quantity.name and value not in empty):
             raise UnknownNameError.among("number of these cells", value, known)
+        reason = no_speed_up([cell.result for cell, _ in rows]) if value.startswith("speed_up") else ""
+        raise UsageError(f"these cells have no {value}: {reason or 'it was not measured'}. {quantity.meaning}")
     if len(set(values)) < len(values):
         raise UsageError("--value has a duplicate column; give it once")
 
@@ -155,6 +176,9 @@ def _header(table: Pivot, column: tuple[str, ...], value: str) -> str:
 
 
 def _text(row: Mapping[str, Any], value: str, digits: int, intervals: bool) -> str:
+    if row.get("withheld") and value in CLOCK:
+        wall = row.get(CLOCK[value])
+        return clock_text(wall) if value == "speed_up" and not row.get(value) else f"~{wall:.{digits}f}"
     number = row.get(value)
     if number is None or number == "":
         return ""

@@ -8,12 +8,12 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from ..metrics.cell_metrics import SegmentMetrics, StepRecord, acceptance, block_efficiency, uncut_steps
+from ..metrics.cell_metrics import SegmentMetrics, StepRecord, acceptance, block_efficiency, counted_steps, uncut_steps
 from ..models.chat import encode
 from ..models.segments import Segments
 from ..models.tokenizer import load_tokenizer
 from ..runs.labels import verifier_title
-from .table_utils import estimate_text, groups_of, tabulated
+from .table_utils import efficiency_text, estimate_text, groups_of, tabulated
 
 if TYPE_CHECKING:
     from ..runs.records import CellResult
@@ -55,8 +55,9 @@ def _metrics(result: CellResult, segments: Segments, prompt: Sequence[int]) -> d
         name: SegmentMetrics(
             tokens[name],
             len(records),
-            block_efficiency(uncut_steps(records, depth)),
+            block_efficiency(counted_steps(records, depth)),
             acceptance(records, depth, 1)[0] if records else None,
+            all_cut=not uncut_steps(records, depth),
         )
         for name, records in members.items()
         if tokens[name]
@@ -87,7 +88,7 @@ def segment_tables(run: FinishedRun, style: str = "github") -> list[tuple[str, s
             tokens, steps = (sum(getattr(m, key) for m in segments.values()) for key in ("tokens", "steps"))
             for name, metrics in segments.items():
                 shares = [f"{100 * metrics.tokens / tokens:.0f} %", f"{100 * metrics.steps / max(steps, 1):.0f} %"]
-                estimates = [estimate_text(metrics.block_efficiency), estimate_text(metrics.first)]
+                estimates = [efficiency_text(metrics), estimate_text(metrics.first)]
                 rows.append([result.config.drafter.title, verifier_title(result), name, *shares, *estimates])
         if rows:
             tables.append((f"by segment of the responses, {title}", tabulated(columns, rows, style)))

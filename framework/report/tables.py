@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..runs.labels import verifier_title
-from .batch_sizes import by_batch_size
-from .caveats import differences, remarks_of, shortened
-from .table_utils import estimate_text, groups_of, speed_up_text, tabulated
+from .answer import answer_line
+from .batch_sizes import GAIN_COLUMNS, by_batch_size, multi_over_single
+from .caveats import differences, remarks_of
+from .table_utils import efficiency_text, estimate_text, groups_of, rate_text, speed_up_text, tabulated
 
 if TYPE_CHECKING:
     from ..cost.prediction import Prediction
@@ -34,33 +35,37 @@ _COLUMNS = {  # header: alignment
 _SERVED, _OWN = ("first token ms", "ms/token"), ("d/t/v/r %",)
 _LEGEND = (
     "BE: mean tokens per target call, bonus token included (block efficiency, mean acceptance length), of steps with\n"
-    "full drafts. rows/tok: target positions evaluated per emitted token. d/t/v/r: % of the decoding time in draft\n"
-    "(with prefill), target, verify, rest. These, tok/s and speed-up are for steps with all slots in use. tok/s: from\n"
-    "the undisturbed time of each component of a step, estimated over all cells of the group. speed-up: of tok/s over\n"
-    "the drafter none in the same group; an interval requires 3 pieces of prompts."
+    "full drafts; \\*: of all steps, because none had room for a full draft. rows/tok: target positions evaluated per\n"
+    "emitted token; the rows of a batch are padded to the widest, so it grows with the batch size. d/t/v/r: % of the\n"
+    "decoding time in draft (with prefill), target, verify, rest. These, tok/s and speed-up are for steps with all\n"
+    "slots in use. tok/s: from the undisturbed time of each component of a step, over all cells of the group.\n"
+    "speed-up: of tok/s over the drafter none in the same group; an interval requires 3 pieces of prompts. ~: by the\n"
+    "clock, other programs included; not a speed-up, and no pair is ranked by it."
 )
 _BY_BATCH_SIZE = (
     "pays up to: the last batch size at which a pair is not slower than the drafter none; ~: interpolated with the\n"
-    "cost curve. best multi-draft ÷ best single: the gain of several draft sequences over one."
+    "cost curve; unknown where speed-ups are withheld."
 )
+_GAIN = "The gain of several draft sequences or branches over one, each of the best certified pair by its own measure."
 #: Values of Pr(tau >= i) that fit the terminal.
 _MAX_DEPTHS = 5
+#: Lines of remarks below the tables of a terminal.
+_MAX_REMARKS = 3
 
 
 def terminal(summary: Summary) -> str:
-    """The report as text for a terminal of about 130 columns."""
-    parts = [f"{title}\n\n{table}" for title, table in _tables(summary, "simple")]
-    if parts:
-        parts.append(_LEGEND)
-    if more := by_batch_size(summary, "simple"):
-        parts += [*(f"{title}\n\n{table}" for title, table in more), _BY_BATCH_SIZE]
-    for lines in [shortened(differences(summary)), *remarks_of(summary)]:
-        if lines:
-            parts.append("\n".join(lines))
-    if _by_category(summary):
-        parts.append("block efficiency and speed-up by category of prompts: see summary.md in the run directory")
-    parts.append(f"records: {summary.directory}")
-    return "\n\n".join(parts)
+    """The answer, the tables and the most important remarks, for a terminal of about 130 columns."""
+    tables = [*_tables(summary, "simple"), *by_batch_size(summary, "simple"), *_gains(summary, "simple")]
+    parts = [answer_line(summary), *(f"{title}\n\n{table}" for title, table in tables)]
+    remarks = [lines[0] for lines in remarks_of(summary) if lines]
+    parts.append("\n".join(remarks[:_MAX_REMARKS]))
+    more = len(remarks) - _MAX_REMARKS
+    parts.append(f"details{f' and {more} more remarks' * (more > 0)}: {summary.directory / 'summary.md'}")
+    return "\n\n".join(filter(None, parts))
+
+
+def _gains(summary: Summary, style: str) -> list[tuple[str, str]]:
+    return [(title, tabulated(GAIN_COLUMNS, rows, style)) for title, rows in multi_over_single(summary)]
 
 
 def brief(summary: Summary) -> str:
@@ -77,11 +82,15 @@ def summary_markdown(summary: Summary) -> str:
     parts = [f"# {recipe.name}"]
     parts += [text for text in (recipe.question, recipe.description) if text]
     parts.append(f"Target {recipe.target}, prompts {recipe.prompts.source}.")
+    if answer := answer_line(summary):
+        parts.append(answer.replace("answer", "**Answer**", 1))
     parts += [f"## {title}\n\n{table}" for title, table in _tables(summary, "github")]
     parts.append(_LEGEND)
     parts += [f"## {title}\n\n{table}" for title, table in _by_category(summary)]
     if more := by_batch_size(summary, "github"):
         parts += [*(f"## {title}\n\n{table}" for title, table in more), _BY_BATCH_SIZE]
+    if gains := _gains(summary, "github"):
+        parts += [*(f"## {title}\n\n{table}" for title, table in gains), _GAIN]
     parts += [f"![{name.partition('.')[0].replace('_', ' ')}]({name})" for name in summary.charts]
     for lines in [differences(summary), *remarks_of(summary)]:
         if lines:
@@ -111,11 +120,11 @@ def _row(result: CellResult, predicted: Prediction | None) -> dict[str, str]:
     cells = (
         config.drafter.title,
         verifier_title(result),
-        "1" if config.is_baseline else estimate_text(metrics.block_efficiency),
+        "1" if config.is_baseline else efficiency_text(metrics),
         " ".join(acceptance[:_MAX_DEPTHS]) + more,
         f"{metrics.target_rows_per_token:.2f}",
         "/".join(shares),
-        ("—" if metrics.withheld else f"{metrics.tokens_per_second:.1f}") if metrics.timed else "",
+        rate_text(metrics),
         f"{predicted.tokens_per_second:.1f}" if predicted else "",
         "1" if config.is_baseline and metrics.speed_up else speed_up_text(metrics),
         *(estimate_text(t.scaled(1000) if t else None) for t in (metrics.first_token_seconds, metrics.token_seconds)),
@@ -137,15 +146,14 @@ def _by_category(summary: Summary) -> list[tuple[str, str]]:
             if result.config.is_baseline or result.metrics is None:
                 continue
             by_category = result.metrics.by_category
-            values = by_category.values()
-            complete = any(m.speed_up for m in values) and all(
-                m.block_efficiency and m.block_efficiency.low for m in values
-            )
-            if len(by_category) < 2 or not complete:
+            withheld = "withheld" if result.metrics.withheld else ""
+            intervals = all(m.block_efficiency and m.block_efficiency.low for m in by_category.values())
+            unmixed = withheld or any(m.speed_up for m in by_category.values())
+            if len(by_category) < 2 or not (intervals and unmixed):
                 continue
             for category, metrics in by_category.items():
                 pair = result.config.drafter.title, verifier_title(result)
-                numbers = estimate_text(metrics.block_efficiency), estimate_text(metrics.speed_up)
+                numbers = efficiency_text(metrics), withheld or estimate_text(metrics.speed_up)
                 rows.append([*pair, category, str(metrics.prompts), *numbers])
         if rows:
             tables.append((f"by category, {title}", tabulated(columns, rows, "github")))

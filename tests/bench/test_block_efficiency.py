@@ -54,6 +54,6 @@ def test_it_does_not_depend_on_limit(toys: Any, tokens: int) -> None:
 
 
 def test_no_block_efficiency_without_untruncated_step(toys: Any) -> None:
-    assert measured(toys["T0"], GAMMA, [0] * 8).block_efficiency is None
+    assert measured(toys["T0"], GAMMA, [0] * 8).all_cut
     result = measured(toys["T0"], GAMMA + 1, [0] * 8)
     assert result.block_efficiency is not None and result.steps - result.steps_cut == 8

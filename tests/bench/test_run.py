@@ -21,13 +21,15 @@ def test_run_and_its_records(bench: Any, tmp_path: Path) -> None:
     assert code == 0
     assert err.splitlines()[0] == "recipe: 16 cells in 4 groups, 6 prompts each"
     assert "group 2 of 4 (temperature 1, batch size 1): running 5 cells" in err
-    assert "temperature 1, batch size 3\n" in out and "speed-up [95 %]" in out and "records: " in out
-    assert max(map(len, out.split("skipped: ")[0].splitlines())) <= 130
-    assert "at temperature 0, 32 of 32 responses equal those of plain decoding, token for token" in out
-    assert " the same BE on the same prompts" in out  # the drafter is the target
-    assert "BE excludes " in out and "of the steps, whose drafts the end of a sequence truncated" in out
+    assert "temperature 1, batch size 3\n" in out and "speed-up [95 %]" in out and "\ndetails" in out
+    *tables, remarks, _ = out.split("\n\n")
+    assert max(map(len, "\n".join(tables).splitlines())) <= 130 and len(remarks.splitlines()) == 3
 
     (directory,) = tmp_path.glob("runs/*")
+    text = (directory / "summary.md").read_text("utf-8")
+    assert "at temperature 0, 32 of 32 responses equal those of plain decoding, token for token" in text
+    assert " the same BE on the same prompts" in text  # the drafter is the target
+    assert "BE excludes " in text and "of the steps, whose drafts the end of a sequence truncated" in text
     assert {p.name for p in directory.iterdir()} - {".lock"} == {
         "recipe.json",
         "README.md",
@@ -72,9 +74,8 @@ def test_run_and_its_records(bench: Any, tmp_path: Path) -> None:
             for e, limit in zip(*table.select(["emitted", "limit"]).to_pydict().values(), strict=True)
             if limit >= int(row["depth"])
         ]
-        assert (float(row["block_efficiency"]) if free else row["block_efficiency"]) == (
-            pytest.approx(sum(free) / len(free)) if free else ""
-        )
+        expected = sum(free) / len(free) if free else emitted / steps
+        assert float(row["block_efficiency"]) == pytest.approx(expected)
         assert int(row["steps_cut"]) == steps - len(free)
         assert int(row["tokens"]) == emitted == sum(len(t) for t in output(cell).values())
         assert int(row["sequences"]) == 8  # two of the six prompts have a second turn

@@ -113,8 +113,9 @@ def test_steps_that_were_cut_are_left_out() -> None:
     assert metrics.block_efficiency_all_steps == 12 / 5
     assert metrics.mean_tau == 2 and metrics.acceptance == [2 / 3] * 3
     nothing = measure(records, [piece(12)], depth=10)
-    assert nothing.block_efficiency is None and nothing.steps_cut == 5
-    assert nothing.by_category["a"].block_efficiency is None
+    assert nothing.block_efficiency == Estimate(12 / 5) and nothing.all_cut and nothing.steps_cut == 5
+    assert nothing.by_category["a"].block_efficiency == Estimate(12 / 5) and nothing.by_category["a"].all_cut
+    assert not metrics.all_cut and not metrics.by_category["a"].all_cut
 
 
 def test_constant_has_no_interval() -> None:

@@ -16,7 +16,8 @@ from crossdraft.framework.cli import main as cli
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.metrics.cell_metrics import StepRecord
 from crossdraft.framework.metrics.intervals import Estimate
-from crossdraft.framework.report import caveats, load_run
+from crossdraft.framework.report import answer as answers
+from crossdraft.framework.report import batch_sizes, caveats, load_run
 from crossdraft.framework.report.html import cell_table, plots, svg
 from crossdraft.framework.report.html.cell_table import table_of
 from crossdraft.framework.report.html.document import html_page
@@ -125,7 +126,9 @@ def test_only_pair_that_was_shown_to_be_faster_is_called_so(tmp_path: Path) -> N
     assert "0.90 to 2.80: no difference from plain decoding was shown." in words
     for metrics in (token, block):
         metrics.speed_up, metrics.withheld = None, "too few"
-    assert "tokens per target call. Speed-up: too few." in answer(html_page([run]))
+    words = answer(html_page([run]))
+    assert words.startswith("No speed-up to report: every speed-up is withheld (too few)") and "× block" not in words
+    assert "Greatest block efficiency: no winner, 2 intervals overlap. The table has the ratios by the clock." in words
 
 
 @pytest.mark.parametrize("kind", ["lossy", "uncertified", "failed"])
@@ -136,7 +139,7 @@ def test_no_other_pair_makes_headline(tmp_path: Path, kind: Any, monkeypatch: An
     assert block.metrics is not None
     block.metrics.speed_up = Estimate(9.0, 8.0, 10.0)
     mark = Mark(kind, 0.5 if kind == "failed" else None)
-    for module in (cell_table, svg, labels, caveats, plots):
+    for module in (answers, batch_sizes, caveats, cell_table, svg, labels, plots):
         monkeypatch.setattr(module, "mark_of", lambda cell: mark if cell is block else Mark("certified"))
     text = html_page([run])
     assert "block" not in answer(text) and "× token" in answer(text)

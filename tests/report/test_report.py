@@ -5,16 +5,18 @@ import io
 from pathlib import Path
 
 import pytest
-from cell_results import SERIES, outcome
+from cell_results import DRAFTERS, SERIES, outcome
 
 from crossdraft.framework.cost.curve import CostCurve, Point
 from crossdraft.framework.cost.prediction import Prediction
-from crossdraft.framework.metrics.cell_metrics import CategoryMetrics, Estimate, StepRecord
+from crossdraft.framework.metrics.cell_metrics import CategoryMetrics, Estimate, StepRecord, measure
 from crossdraft.framework.metrics.component_times import FAULT, TOO_FEW
+from crossdraft.framework.report.answer import best_of
 from crossdraft.framework.report.caveats import differences
 from crossdraft.framework.report.csv_rows import summary_csv
-from crossdraft.framework.report.html.cell_table import best_of, table_of
+from crossdraft.framework.report.html.cell_table import table_of
 from crossdraft.framework.report.load_run import FinishedRun
+from crossdraft.framework.report.summary import Summary
 from crossdraft.framework.report.tables import summary_markdown, terminal
 
 
@@ -34,7 +36,7 @@ def test_predicted_and_measured(tmp_path: Path) -> None:
     text = terminal(finished)
     assert words(text, "draft-model", "token")[-3:] == ["20.0", "18.0", "2.00"]
     assert words(text, "none")[-2:] == ["10.0", "1"]  # no prediction, no number
-    assert "predicted: tok/s from the cost curve; median |error| 20 % over 2 cells" in text
+    assert "predicted: tok/s from the cost curve; median |error| 20 % over 2 cells" in summary_markdown(finished)
     rows = {row["cell"]: row for row in csv.DictReader(io.StringIO(summary_csv(finished)))}
     assert float(rows[token]["predicted_tokens_per_second"]) == 18
     assert float(rows[block]["predicted_speed_up"]) == 1.5
@@ -58,7 +60,6 @@ def test_by_category(tmp_path: Path) -> None:
             "math": CategoryMetrics(3, Estimate(2.0, 1.9, 2.1), Estimate(1.25, 1.2, 1.3)),
             "chat": CategoryMetrics(4, Estimate(1.5, 1.4, 1.6)),
         }
-    assert "by category of prompts: see summary.md" in terminal(finished)
     text = summary_markdown(finished)
     table = text.partition("## by category, temperature 1, batch size 1\n")[2]
     assert [cell.strip() for cell in table.splitlines()[3].split("|")[1:-1]] == [
@@ -85,7 +86,11 @@ def test_speed_up_by_batch_size(tmp_path: Path) -> None:
     assert words(table, "draft-model", "block")[-6:] == ["1.60", "1.30", "0.80", "B", "=", "4"]
     assert words(table, "draft-model-iid", "specinfer")[-4:] == ["0.90", "0.80", "0.70", "none"]
     # 2.0 / 1.6, 1.1 / 1.3, 0.7 / 1.0: the second sequence pays at batch size 1 alone.
-    assert words(table, "best", "multi-draft")[-6:] == ["1.25", "0.85", "0.70", "B", "=", "1"]
+    gains = text.partition("best multi-draft ÷ best single-draft, temperature 1\n")[2]
+    pairs = ["draft-model-iid", "×", "spectr", "draft-model", "×", "token", "1.00"]
+    assert [words(gains, str(b)) for b in SERIES] == [
+        [str(b), *pairs, ratio] for b, ratio in zip(SERIES, ("1.25", "0.85", "0.70"), strict=True)
+    ]
     markdown = summary_markdown(outcome(tmp_path, SERIES))
     assert "## speed-up by batch size, temperature 1\n" in markdown
 
@@ -105,13 +110,13 @@ def test_no_table_for_one_batch_size(tmp_path: Path) -> None:
 
 def test_no_gain_without_multi_draft_pairs(tmp_path: Path) -> None:
     text = terminal(outcome(tmp_path, {b: {"token": 1.0} for b in (1, 2)}))
-    assert "by batch size" in text and "best multi-draft  " not in text
+    assert "by batch size" in text and "best multi-draft" not in text
 
 
 def test_report_names_its_charts(tmp_path: Path) -> None:
     finished = outcome(tmp_path, {1: {"token": 1.0}})
     finished.charts = ["throughput.png"]
-    assert "charts, in the run directory: throughput.png" in terminal(finished)
+    assert "charts, in the run directory: throughput.png" in summary_markdown(finished)
     assert "![throughput](throughput.png)" in summary_markdown(finished)
 
 
@@ -132,23 +137,110 @@ def test_differences_are_merged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reason", [TOO_FEW, FAULT])
-def test_withheld_speed_ups(tmp_path: Path, reason: str) -> None:
+def test_withheld_speed_up_is_by_the_clock(tmp_path: Path, reason: str) -> None:
+    """In every table it is marked; it is never in the answer."""
     finished = outcome(tmp_path, {1: {"token": 1.5, "block": 15.68}})
-    (block,) = (r.metrics for r in finished.results if r.config.verifier.name == "block" and r.metrics)
-    block.speed_up, block.withheld, block.speed_up_wall = None, reason, 15.68
-    for result in finished.results:
-        assert result.metrics is not None
-        result.metrics.undisturbed = 0.1
+    withhold(finished, reason, "block")
     text = terminal(finished)
-    (line,) = (line for line in text.splitlines() if line.split()[1:2] == ["block"])
-    assert line.split()[-2:] == f"— ({reason})".split()[-2:] and "15.68" not in text and " — " in line
-    assert f"— ({reason}): " in text and ": 10 % of the steps were undisturbed" in text
-    assert max(map(len, text.splitlines())) <= 130
+    assert words(text, "draft-model", "block")[-3:] == ["~156.8", "~15.7", "clock"]
+    assert f"10 % of the steps were undisturbed by other programs; 1 of 2 speed-ups are withheld ({reason})" in text
+    assert max(map(len, text.splitlines()[:-1])) <= 130
+    answer = "answer: no certified pair was shown to be faster; best: draft-model × token, 1.50 × plain decoding "
+    assert text.startswith(f"{answer}(temperature 1, batch size 1)\n")
     markdown = summary_markdown(finished)
-    assert f"| — ({reason}) |" in markdown and "15.68" not in markdown
+    assert "| ~15.7 clock |" in " ".join(markdown.split()) and f"- {reason}: " in markdown
     (row,) = (row for row in csv.DictReader(io.StringIO(summary_csv(finished))) if row["verifier"] == "block")
     assert (row["speed_up"], row["withheld"], row["speed_up_wall"]) == ("", reason, "15.68")
-    run = FinishedRun(finished, {}, [])
-    (row,) = [row for row in table_of([("run", run)]).rows if row.verifier == "block"]
-    assert row.values["speed_up"].text == f"— ({reason})" and row.values["rate"].text == ""
-    assert [best.verifier for best in best_of([("run", run)])] == ["token"]
+    (row,) = [row for row in table_of([("run", FinishedRun(finished, {}, []))]).rows if row.verifier == "block"]
+    assert [(v.text, v.order, v.clock) for v in (row.values["speed_up"], row.values["rate"])] == [
+        ("~15.7 clock", -1.0, True),
+        ("~156.8", -1.0, True),
+    ]
+    assert [best.pair for best in best_of([("run", finished)])] == ["draft-model × token"]
+
+
+def test_withheld_is_unknown_and_not_none(tmp_path: Path) -> None:
+    """Whatever of a series is withheld: no statement follows from it."""
+    finished = outcome(tmp_path, SERIES)
+    withhold(finished, TOO_FEW, "block")  # at all batch sizes
+    withhold(finished, TOO_FEW, "token", 16)
+    withhold(finished, TOO_FEW, "specinfer", 1)
+    withhold(finished, TOO_FEW, "spectr", 1)
+    text = terminal(finished)
+    table = text.partition("speed-up by batch size, temperature 1\n")[2]
+    ends = {verifier: words(table, drafter, verifier)[-4:] for verifier, drafter in DRAFTERS.items()}
+    assert ends["block"][-2:] == ["unknown", "(withheld)"] and "~1.6 clock" in table
+    assert ends["token"][-3:] == ["4,", "then", "withheld"]
+    assert ends["specinfer"][-2:] == ["unknown", "(withheld)"]  # slower from batch size 4 on, unknown below
+    assert ends["spectr"][-3:] == ["B", "=", "4"]
+    gains = text.partition("best multi-draft ÷ best single-draft, temperature 1\n")[2]
+    assert [words(gains, str(b))[-1] for b in SERIES] == ["clock"] * 3  # the best single-draft pair is unknown
+    for verifier in DRAFTERS:
+        withhold(finished, TOO_FEW, verifier)
+    text = terminal(finished)
+    answer = text.splitlines()[0]
+    assert answer == (
+        "answer: unknown, every speed-up is withheld (too few undisturbed); greatest BE: no winner, too few prompts "
+        "for intervals"
+    )
+    assert "none" not in [line.split()[-1] for line in text.splitlines() if line] and "12 of 12 speed-ups" in text
+
+
+def withhold(finished: Summary, reason: str, verifier: str, batch_size: int = 0) -> None:
+    """Withhold the speed-ups of a verifier, at all batch sizes or one."""
+    for result in finished.results:
+        metrics, config = result.metrics, result.config
+        assert metrics is not None
+        metrics.undisturbed = 0.1
+        if metrics.speed_up is not None:
+            metrics.speed_up_wall = metrics.speed_up.value
+        drafts = config.verifier.name == verifier and not config.is_baseline
+        if drafts and config.batch_size in (batch_size or config.batch_size,):
+            metrics.speed_up, metrics.withheld = None, reason
+
+
+def test_terminal_is_short(tmp_path: Path) -> None:
+    """An answer, the tables, three remarks and the path, however much there is to remark; the rest is in summary.md."""
+    finished = outcome(tmp_path, SERIES)
+    for verifier in DRAFTERS:
+        withhold(finished, TOO_FEW, verifier)
+    finished.notes = ["one", "two", "three"]
+    finished.skipped = ["a pair", "another"]
+    text, markdown = terminal(finished), summary_markdown(finished)
+    *_, remarks, details = text.split("\n\n")
+    assert len(remarks.splitlines()) == 3 and details.splitlines() == [
+        f"details and 2 more remarks: {tmp_path / 'summary.md'}"
+    ]
+    for line in [*remarks.splitlines(), "note: three", "skipped: another"]:
+        assert f"- {line}\n" in markdown
+
+
+def test_pairs_without_full_drafts_have_a_marked_efficiency(tmp_path: Path) -> None:
+    finished = outcome(tmp_path, {1: {"token": 1.5, "block": 1.5}})
+    (block,) = (r for r in finished.results if r.config.verifier.name == "block")
+    block.metrics = measure(block.records, block.pieces, depth=10)  # a limit of 9 has no room for it
+    assert block.metrics.block_efficiency is not None and block.metrics.all_cut
+    text, markdown = terminal(finished), summary_markdown(finished)
+    assert words(text, "draft-model", "block")[2:4] == ["2.00", "*"] and "2.00 *" not in words(
+        text, "draft-model", "token"
+    )
+    assert "* BE of all steps: draft-model × block had no step with room for a full draft; set max_new_tokens" in text
+    assert "| 2.00 * |" in " ".join(markdown.split())
+    (row,) = [row for row in table_of([("run", FinishedRun(finished, {}, []))]).rows if row.verifier == "block"]
+    assert row.values["block_efficiency"].text == "2.00 *"
+
+
+def test_equalities_at_temperature_zero(tmp_path: Path) -> None:
+    finished = outcome(tmp_path, {1: {"token": 1.5, "block": 1.5, "spectr": 1.5}}, temperature=0.0)
+    text = summary_markdown(finished)
+    assert "all draft sequences of draft-model-iid" in text and "are equal, so it drafts one chain" in text
+    assert "lossless verifiers accept the same tokens by construction" in text
+    assert "by construction" not in summary_markdown(outcome(tmp_path, {1: {"token": 1.5, "block": 1.5}}))
+
+
+def test_growth_of_target_rows_is_explained(tmp_path: Path) -> None:
+    finished = outcome(tmp_path, {b: {"token": 1.5} for b in (1, 4)})
+    assert "padded to the widest draft" not in summary_markdown(finished)
+    assert finished.results[-1].metrics is not None
+    finished.results[-1].metrics.target_rows_per_token *= 1.1
+    assert "rows/tok grows with the batch size, because the rows" in summary_markdown(finished)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ...metrics.cell_metrics import acceptance as acceptance_of
 from ...runs.labels import group_title, verifier_title
-from ..batch_sizes import Pair, batch_size_series
+from ..batch_sizes import Pair, Series, batch_size_series
 from .pairs import drafting
 from .style import MOST_PANELS, PLAIN, Mark, batch_axis, ends, entry, label, legend, marks, panels, plain_entry, visible
 
@@ -26,20 +26,20 @@ _OFFSET = 0.09
 
 def speed_up(results: Sequence[CellResult], width: str) -> tuple[Figure, int] | None:
     """Speed-up over batch size with intervals, a panel per drafter; None if there is only one batch size."""
-    drawn = _by_drafter(results)
+    drawn = _by_drafter(results, lambda pair, _: pair.speed_ups)
     if not drawn:
         return None
     shown = drawn[:MOST_PANELS]
     styles = marks(pair.verifier for _, pairs, _ in drawn for pair in pairs)
     estimates = [e for _, pairs, _ in shown for pair in pairs for e in _speed_ups(pair).values()]
-    figure, axes = panels(len(shown), width, share_x=len({tuple(sorted(b)) for _, _, b in shown}) == 1)
-    for panel, (_, pairs, baselines) in zip(axes, shown, strict=True):
+    figure, axes = panels(len(shown), width, share_x=_alike(shown))
+    for panel, (_, pairs, group) in zip(axes, shown, strict=True):
         panel.axhline(1.0, color="0.55", linewidth=0.8, linestyle="--", zorder=1)
         for i, pair in enumerate(pairs):
             offset = 2 ** (_OFFSET * (i - (len(pairs) - 1) / 2))
             points = {b * offset: e for b, e in _speed_ups(pair).items()}
             _line(panel, points, styles[pair.verifier])
-        batch_axis(panel, sorted(baselines))
+        batch_axis(panel, sorted(group.baselines))
         panel.set_ylim(*visible(estimates, 1.0))
     label(figure, axes, [title for title, _, _ in shown], "batch size", "speed-up over plain decoding")
     legend(figure, [entry(name, mark, line=True) for name, mark in styles.items()])
@@ -49,20 +49,21 @@ def speed_up(results: Sequence[CellResult], width: str) -> tuple[Figure, int] | 
 def throughput(results: Sequence[CellResult], width: str) -> tuple[Figure, int] | None:
     """Tokens/s over batch size with plain decoding, a panel per drafter; a ring marks break-even.
 
-    None if there is only one batch size.
+    Withheld rates are left out; if all are withheld, the panel is by the clock and has a remark. None if there is only
+    one batch size.
     """
-    drawn = _by_drafter(results)
+    drawn = _by_drafter(results, lambda pair, series: series.rates(pair.results))
     if not drawn:
         return None
     shown = drawn[:MOST_PANELS]
     styles = marks(pair.verifier for _, pairs, _ in drawn for pair in pairs)
-    figure, axes = panels(len(shown), width, share_x=len({tuple(sorted(b)) for _, _, b in shown}) == 1)
-    for panel, (_, pairs, baselines) in zip(axes, shown, strict=True):
-        plain = _rates(baselines)
+    figure, axes = panels(len(shown), width, share_x=_alike(shown))
+    for panel, (_, pairs, group) in zip(axes, shown, strict=True):
+        plain = group.rates(group.baselines)
         panel.plot(list(plain), list(plain.values()), **PLAIN)
         remarks = []
         for pair in pairs:
-            rates, mark = _rates(pair.results), styles[pair.verifier]
+            rates, mark = group.rates(pair.results), styles[pair.verifier]
             panel.plot(list(rates), list(rates.values()), linestyle=mark.dash, **mark.options)
             if (at := break_even(pair.speed_ups)) is not None:
                 panel.plot(at, _between(plain, at), "o", markersize=8, markerfacecolor="none", color=mark.colour)
@@ -72,7 +73,10 @@ def throughput(results: Sequence[CellResult], width: str) -> tuple[Figure, int] 
         for i, (words, colour) in enumerate(remarks):  # rates grow with B, so this corner is free
             place = (0.97, 0.03 + 0.1 * i)
             panel.annotate(words, place, xycoords="axes fraction", ha="right", color=colour, fontsize=6.5)
-        batch_axis(panel, sorted(plain))
+        if group.by_clock:
+            words = "by the clock: speed-ups are withheld"
+            panel.annotate(words, (0.03, 0.97), xycoords="axes fraction", va="top", color="0.4", fontsize=6.5)
+        batch_axis(panel, sorted(group.baselines))
         _rate_axis(panel)
     label(figure, axes, [title for title, _, _ in shown], "batch size", "tokens/s")
     legend(figure, [plain_entry(), *(entry(name, mark, line=True) for name, mark in styles.items())])
@@ -129,17 +133,25 @@ def break_even(speed_ups: Mapping[int, float]) -> float | None:
 # -- pieces -----------------------------------------------------------------------------------------------------
 
 
-def _by_drafter(results: Sequence[CellResult]) -> list[tuple[str, list[Pair], dict[int, CellResult]]]:
-    """Title, pairs and baselines of each panel."""
+Panels = Sequence[tuple[str, list[Pair], Series]]
+
+
+def _by_drafter(results: Sequence[CellResult], values: Callable[[Pair, Series], Mapping[int, float]]) -> Panels:
+    """Title, pairs that have values, and series of each panel."""
     series = batch_size_series(results)
     drawn = []
     for setting, group in series.items():
         for drafter in dict.fromkeys(pair.drafter for pair in group.pairs):
             title = f"{drafter}, {setting}" if len(series) > 1 else drafter
-            pairs = [pair for pair in group.pairs if pair.drafter == drafter and pair.speed_ups]
+            pairs = [pair for pair in group.pairs if pair.drafter == drafter and values(pair, group)]
             if pairs:
-                drawn.append((title, pairs, group.baselines))
+                drawn.append((title, pairs, group))
     return drawn
+
+
+def _alike(shown: Panels) -> bool:
+    """True if all panels have the same batch sizes."""
+    return len({tuple(sorted(series.baselines)) for _, _, series in shown}) == 1
 
 
 def _speed_ups(pair: Pair) -> dict[int, Estimate]:
@@ -152,10 +164,6 @@ def _line(panel: Axes, points: Mapping[float, Estimate], mark: Mark) -> None:
     bars = [[low for low, _ in lengths], [high for _, high in lengths]]
     values = [e.value for e in points.values()]
     panel.errorbar(list(points), values, yerr=bars, linestyle=mark.dash, elinewidth=0.8, **mark.options)
-
-
-def _rates(results: Mapping[int, CellResult]) -> dict[int, float]:
-    return {b: r.metrics.tokens_per_second for b, r in sorted(results.items()) if r.metrics is not None}
 
 
 def _rate_axis(panel: Axes) -> None:

@@ -1,4 +1,4 @@
-"""The answer at the top of the page, its table of cells, and the certificates of the verifiers in it."""
+"""The table of cells of the page, and the certificates of the verifiers in it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from ...metrics.columns import meaning
 from ...runs.code_digest import source_of
 from ...runs.labels import group_title, verifier_title
 from ...runs.marks import Mark, mark_of
+from ..answer import split_groups
 from ..charts.style import visible
-from ..table_utils import estimate_text, groups_of, speed_up_text
+from ..table_utils import rate_text, speed_up_text
 from .svg import Axis, ticks
 
 if TYPE_CHECKING:
@@ -50,11 +51,12 @@ ESTIMATES = tuple(column.key for column in COLUMNS if column.estimate)
 
 @dataclass(frozen=True)
 class Value:
-    """An entry of the table: its text, the number it is sorted by, and the interval of an estimate."""
+    """An entry of the table: its text, the number it is sorted by, the interval of an estimate, and its clock."""
 
     text: str = ""
     order: float = -1.0
     estimate: Estimate | None = None
+    clock: bool = False
 
     @property
     def interval(self) -> str:
@@ -78,7 +80,7 @@ class Group:
 
     Attributes:
         title: the settings in which it differs from the other groups; empty if there is one group.
-        plain: tokens/s of plain decoding; empty if it was not measured.
+        plain: tokens/s of plain decoding, see `rate_text`; empty if it was not measured.
     """
 
     title: str
@@ -140,16 +142,16 @@ class Table:
 
 def table_of(runs: RUNS) -> Table:
     """The table of the finished cells of ``runs``."""
-    shared, groups = _groups(runs)
+    shared, groups = split_groups([(title, run.summary) for title, run in runs])
     results = [result for *_, group_results in groups for result in group_results]
     targets = {result.config.target for result in results}
     batched = any(result.config.batch_size > 1 for result in results)
     tables = []
     for title, _, group_results in groups:
         rows = [_row(r, batched) for r in group_results if r.metrics is not None and not r.config.is_baseline]
-        plain = _plain_rate(group_results)
+        plain = next((rate_text(r.metrics) for r in group_results if r.config.is_baseline and r.metrics), "")
         if rows or plain:
-            tables.append(Group(title, "" if plain is None else f"{plain:.1f}", rows))
+            tables.append(Group(title, plain, rows))
     rows = [row for group in tables for row in group.rows]
     columns = [c for c in COLUMNS if c.key == "pair" or any(row.values[c.key].text for row in rows)]
     scales = {}
@@ -161,34 +163,15 @@ def table_of(runs: RUNS) -> Table:
     return Table(settings, columns, tables, scales)
 
 
-def _groups(runs: RUNS) -> tuple[list[str], list[tuple[str, str, list[CellResult]]]]:
-    """The settings that all groups share; of each group the settings of its own, all its settings, and its results."""
-    groups = [(title, group.split(", "), results) for title, run in runs for group, results in groups_of(run.summary)]
-    shared = [part for part in groups[0][1] if all(part in parts for _, parts, _ in groups)] if groups else []
-    split_groups = []
-    for title, parts, results in groups:
-        run = [title] * (len(runs) > 1)
-        own = [part for part in parts if part not in shared]
-        split_groups.append((", ".join(run + own), ", ".join(run + parts), results))
-    return shared, split_groups
-
-
-def _plain_rate(results: Sequence[CellResult]) -> float | None:
-    """Tokens/s of plain decoding in a group; None if it was not measured."""
-    metrics = next((r.metrics for r in results if r.config.is_baseline and r.metrics), None)
-    return metrics.tokens_per_second if metrics and metrics.timed and not metrics.withheld else None
-
-
 def _row(result: CellResult, batched: bool) -> Row:
     config, metrics = result.config, result.metrics
     assert metrics is not None
-    rate = metrics.tokens_per_second if metrics.timed and not metrics.withheld else None
     same, draft = metrics.same_as_baseline, metrics.shares.get("draft", 0.0) if metrics.timed else None
     values = {
-        "block_efficiency": _estimate(metrics.block_efficiency),
-        "speed_up": Value(speed_up_text(metrics)) if metrics.withheld else _estimate(metrics.speed_up),
-        "rate": _number(rate, ".1f"),
-        "per_user": _number(rate / config.batch_size if rate and batched else None, ".1f"),
+        "block_efficiency": _estimate(metrics.block_efficiency, metrics.all_cut),
+        "speed_up": Value(speed_up_text(metrics), clock=True) if metrics.withheld else _estimate(metrics.speed_up),
+        "rate": _rate(metrics),
+        "per_user": _rate(metrics, config.batch_size) if batched else Value(),
         "rows": _number(metrics.target_rows_per_token, ".2f"),
         "first": _number(metrics.acceptance[0] if metrics.acceptance else None, ".2f"),
         "draft": _number(None if draft is None else 100 * draft, ".0f"),
@@ -201,8 +184,16 @@ def _number(value: float | None, form: str) -> Value:
     return Value() if value is None else Value(f"{value:{form}}", value)
 
 
-def _estimate(estimate: Estimate | None) -> Value:
-    return Value() if estimate is None else Value(f"{estimate.value:.2f}", estimate.value, estimate)
+def _rate(metrics: Metrics, share: int = 1) -> Value:
+    """Tokens/s over ``share``; those by the clock are not sorted with the others."""
+    order = -1.0 if metrics.withheld else metrics.tokens_per_second / share
+    return Value(rate_text(metrics, share), order, clock=bool(metrics.withheld))
+
+
+def _estimate(estimate: Estimate | None, all_cut: bool = False) -> Value:
+    if estimate is None:
+        return Value()
+    return Value(f"{estimate.value:.2f}{' *' * all_cut}", estimate.value, estimate)
 
 
 def cell_title(title: str, run: FinishedRun, result: CellResult, with_run: bool) -> str:
@@ -210,81 +201,6 @@ def cell_title(title: str, run: FinishedRun, result: CellResult, with_run: bool)
     configs = [r.config for r in run.summary.results]
     pair = f"{result.config.drafter.title} × {verifier_title(result)}"
     return ", ".join([*([title] if with_run else []), pair, group_title(result.config, configs)])
-
-
-# -- the answer ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Best:
-    """The best certified pair of a group.
-
-    Attributes:
-        group: settings in which the group differs from the others; ``setting``: all its settings.
-        conditions: target, device and number of prompts.
-        plain: tokens/s of plain decoding, None if unknown.
-        of: number of certified pairs in the group.
-    """
-
-    group: str
-    setting: str
-    drafter: str
-    verifier: str
-    metrics: Metrics
-    conditions: str
-    plain: float | None
-    certified_pairs: int
-
-    @property
-    def speed_up(self) -> Estimate | None:
-        return None if self.metrics.withheld else self.metrics.speed_up
-
-    @property
-    def verdict(self) -> str:
-        """Conclusion from the interval of the speed-up."""
-        e = self.speed_up
-        if e is None:
-            return self.metrics.withheld or "not measured"
-        if e.low is None or e.high is None:
-            return "too few prompts for an interval"
-        if e.low > 1:
-            return "faster than plain decoding"
-        return "slower than plain decoding" if e.high < 1 else "no difference from plain decoding was shown"
-
-    @property
-    def efficiency(self) -> str:
-        return estimate_text(self.metrics.block_efficiency)
-
-
-def best_of(runs: RUNS) -> list[Best]:
-    """The best certified pair of each group, see `_order`.
-
-    Lossy, failed and uncertified pairs are left out: their speed-up may be bought with a changed distribution.
-    """
-    best = []
-    for group, setting, results in _groups(runs)[1]:
-        certified = [(r, r.metrics) for r in results if r.metrics and not r.config.is_baseline and mark_of(r).headline]
-        if certified:
-            result, metrics = max(certified, key=lambda cell: _order(cell[1]))
-            where = ", ".join(str(result.provenance[key]) for key in ("device", "dtype") if key in result.provenance)
-            conditions = filter(None, (f"target {result.config.target}", where, f"{result.prompts} prompts"))
-            drafter, verifier = result.config.drafter.title, result.config.verifier.title
-            words = ", ".join(conditions)
-            plain = _plain_rate(results)
-            best.append(Best(group, setting, drafter, verifier, metrics, words, plain, len(certified)))
-    return best
-
-
-def headline_of(bests: Sequence[Best]) -> Best | None:
-    """The best of all groups; None if no pair is certified."""
-    return max(bests, key=lambda best: _order(best.metrics), default=None)
-
-
-def _order(metrics: Metrics) -> tuple[bool, float, float]:
-    """Sort key: shown to be faster than plain decoding, then speed-up, then block efficiency."""
-    speed_up, efficiency = None if metrics.withheld else metrics.speed_up, metrics.block_efficiency
-    faster = speed_up is not None and (speed_up.low or 0.0) > 1
-    return faster, speed_up.value if speed_up else -1.0, efficiency.value if efficiency else -1.0
 
 
 # -- certificates -------------------------------------------------------------------------------------------------

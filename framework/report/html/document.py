@@ -14,10 +14,12 @@ from importlib.resources import files
 from typing import Any
 
 from ...util.extras import need
+from ..answer import NOT_CERTIFIED, NOT_FASTER, best_of, headline_of
+from ..batch_sizes import GAIN_COLUMNS, multi_over_single
 from ..caveats import differences, remarks_of
 from ..load_run import FinishedRun
 from ..markdown import conditions, titles_of
-from .cell_table import best_of, certificates, headline_of, table_of
+from .cell_table import certificates, table_of
 from .plots import PHASES, panels_of
 from .responses import responses_of
 
@@ -44,7 +46,7 @@ def html_page(runs: Sequence[FinishedRun], settings: Sequence[Mapping[str, Any]]
     sections = list(zip(titles_of(runs), runs, strict=True))
     panels, absent = panels_of(sections)
     responses = responses_of(sections)
-    bests = best_of(sections)
+    bests = best_of([(title, run.summary) for title, run in sections])
     script = _asset("page.js")
     page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return page.from_string(_asset("page.html")).render(
@@ -65,6 +67,9 @@ def html_page(runs: Sequence[FinishedRun], settings: Sequence[Mapping[str, Any]]
         data=[("responses", Markup(_inert(responses))), ("settings", Markup(_inert(list(settings))))],
         headline=headline_of(bests),
         bests=bests,
+        not_faster=NOT_FASTER,
+        not_certified=NOT_CERTIFIED,
+        gain_columns=list(GAIN_COLUMNS),
         table=table_of(sections),
         panels=panels,
         phases=PHASES,
@@ -87,6 +92,7 @@ def _about(title: str, run: FinishedRun) -> dict[str, Any]:
         "partial": run.partial,
         "remarks": remarks,
         "differences": differences(run.summary),
+        "gains": multi_over_single(run.summary),
         "conditions": [(what, text.strip("`")) for what, text in conditions(run)],
     }
 

@@ -16,7 +16,7 @@ from ...runs.labels import verifier_title
 from ...runs.marks import mark_of
 from ..batch_sizes import batch_size_series
 from ..charts.style import visible
-from ..table_utils import estimate_text, groups_of
+from ..table_utils import estimate_text, groups_of, no_speed_up
 from .heat_maps import heat_maps
 from .svg import WIDTH, Axis, Chart, Looks
 
@@ -60,21 +60,27 @@ class Panel:
 
 def panels_of(runs: RUNS) -> tuple[list[Panel], list[tuple[str, str]]]:
     """The panels that have data, and the title of each other one with the reason why it is left out."""
-    no_batch_sizes = "it needs cells at several batch sizes"
+    results = [result for _, run in runs for result in run.summary.results]
+    no_batch_sizes, missing = "it needs cells at several batch sizes", no_speed_up(results)
+    if any(batch_size_series(run.summary.results) for _, run in runs):
+        no_batch_sizes = missing or "no pair was measured"
+    elif missing.endswith("(--untimed)"):
+        no_batch_sizes = missing
     panels = [
         Panel("speed", "Speed-up by batch size", f"{_BREAK_EVEN} {_INTERVALS}", no_batch_sizes),
         Panel(
             "pareto",
             "Throughput against speed for one user",
             "A line is a pair, a point a batch size; plain decoding is the thick grey line. Up and to the right is "
-            "better: no certified pair lies beyond the thin grey steps.",
+            "better: no certified pair lies beyond the thin grey steps. Withheld rates are left out; if all are, the "
+            "axes are by the clock, which ranks no pair.",
             no_batch_sizes,
         ),
         Panel(
             "heat",
             "Speed-up by draft length and batch size",
             "The heavy line is break-even: on its red side (below 1), drafting costs more than it gains.",
-            "it needs a pair that was measured with several gammas at several batch sizes",
+            missing or "it needs a pair that was measured with several gammas at several batch sizes",
         ),
         Panel(
             "acceptance",
@@ -92,7 +98,7 @@ def panels_of(runs: RUNS) -> tuple[list[Panel], list[tuple[str, str]]]:
         Panel(
             "time",
             "Where the time goes",
-            "Shares of the decoding time in per cent; draft includes the drafter's prefill.",
+            "Shares of the decoding time by the clock, in per cent; draft includes the drafter's prefill.",
             "no time was measured",
         ),
     ]
@@ -100,7 +106,7 @@ def panels_of(runs: RUNS) -> tuple[list[Panel], list[tuple[str, str]]]:
         title = "Block efficiency by segment of responses"
         panels.insert(-1, Panel("segment", title, _INTERVALS, "no step starts in a segment"))
     by_key = {panel.key: panel for panel in panels}
-    looks = Looks.of(result for _, run in runs for result in run.summary.results)
+    looks = Looks.of(results)
 
     by_group: dict[str, Callable[[list[CellResult], Looks], Choice | None]]
     by_group = {"acceptance": _acceptance, "rows": _rows, "category": _categories, "time": _time}
@@ -227,34 +233,36 @@ def _rows(results: list[CellResult], looks: Looks) -> Choice | None:
 
 
 def _pareto(series: Any, looks: Looks) -> Choice | None:
-    lines = {(p.drafter, p.verifier): _rates(p.results) for p in series.pairs}
+    lines = {(p.drafter, p.verifier): _points(series.rates(p.results)) for p in series.pairs}
     lines = {pair: points for pair, points in lines.items() if points}
-    plain = _rates(series.baselines)
+    plain = _points(series.rates(series.baselines))
     points_shown = [(x, y) for points in (plain, *lines.values()) for x, y, *_ in points]
     if not points_shown or not lines:
         return None
-    certified = {(p.drafter, p.verifier) for p in series.pairs if all(mark_of(r).headline for r in p.results.values())}
-    reached = front_of([(x, y) for x, y, *_ in (*plain, *(p for k, v in lines.items() if k in certified for p in v))])
+    clock = ", by the clock" if series.by_clock else ""
     chart = Chart(
-        Axis.fit("tokens/s for one user", [x for x, _ in points_shown]),
-        Axis.fit("tokens/s of the device", [y for _, y in points_shown], log=True),
+        Axis.fit(f"tokens/s for one user{clock}", [x for x, _ in points_shown]),
+        Axis.fit(f"tokens/s of the device{clock}", [y for _, y in points_shown], log=True),
         height=340,
     )
-    following = [*reached[1:], reached[-1]]
-    chart.path(
-        [c for (x, y), (next_x, _) in zip(reached, following, strict=True) for c in ((x, y), (next_x, y))], "front"
-    )
+    words = f"{len(lines)} pairs{clock}"
+    if not clock:
+        certified = [p for p in series.pairs if all(mark_of(r).headline for r in p.results.values())]
+        ranked = [plain, *(lines.get((p.drafter, p.verifier), []) for p in certified)]
+        if reached := front_of([(x, y) for points in ranked for x, y, *_ in points]):
+            following = [*reached[1:], reached[-1]]
+            steps = [c for (x, y), (next_x, _) in zip(reached, following, strict=True) for c in ((x, y), (next_x, y))]
+            chart.path(steps, "front")
+            words += f"; at best {reached[0][0]:.1f} tokens/s for one user, {reached[-1][1]:.1f} of the device"
     if plain:
         chart.path([(x, y) for x, y, *_ in plain], "plain")
     for pair, points in lines.items():
         chart.series(points, looks.look(*pair), " × ".join(pair), joined=True)
-    words = f"{len(lines)} pairs; at best {reached[0][0]:.1f} tokens/s for one user, {reached[-1][1]:.1f} of the device"
     return Choice(svg=chart.svg(words), legend=looks.legend(lines))
 
 
-def _rates(results: Mapping[int, CellResult]) -> list[tuple[float, float, None, None, str]]:
+def _points(rates: Mapping[int, float]) -> list[tuple[float, float, None, None, str]]:
     """Points of a line: tokens/s for one user and of the device, by batch size."""
-    rates = {b: r.metrics.tokens_per_second for b, r in sorted(results.items()) if r.metrics}
     return [
         (rate / b, rate, None, None, f"batch size {b}: {rate / b:.1f} tokens/s for one user, {rate:.1f} of the device")
         for b, rate in rates.items()
