@@ -147,9 +147,9 @@ def multi_over_single(summary: Summary) -> list[tuple[str, list[list[str]]]]:
     for title, series in all_series(summary.results).items():
         rows = []
         for b in sorted({b for pair in series.pairs for b in pair.results}):
-            here = [(pair, pair.results[b]) for pair in series.pairs if b in pair.results]
-            here = [(pair, r) for pair, r in here if mark_of(r).headline and r.metrics and not r.metrics.faults]
-            kinds = [[cell for cell in here if cell[0].single_draft == single] for single in (False, True)]
+            measured = [(pair, pair.results[b]) for pair in series.pairs if b in pair.results]
+            measured = [(pair, r) for pair, r in measured if mark_of(r).headline and r.metrics and not r.metrics.faults]
+            kinds = [[cell for cell in measured if cell[0].single_draft == single] for single in (False, True)]
             if all(kinds):
                 best = [max(cells, key=lambda cell: _efficiency(cell[1])) for cells in kinds]
                 steps = [counted_steps(r.records, r.metrics.depth) for _, r in best if r.metrics]

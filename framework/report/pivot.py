@@ -11,6 +11,7 @@ from typing import Any
 from tabulate import tabulate
 
 from ..errors import UnknownNameError, UsageError
+from ..metrics.cell_metrics import TIMES
 from ..metrics.columns import ENDS, quantity_of
 from .csv_rows import row_of
 from .segments import columns_of
@@ -138,8 +139,10 @@ def _check_values(values: Sequence[str], rows: Sequence[tuple[SelectedCell, Mapp
         quantity = quantity_of(value)
         if quantity is None or quantity.setting or (value != quantity.name and value not in empty):
             raise UnknownNameError.among("number of these cells", value, known)
-        reason = no_speed_up([cell.result for cell, _ in rows]) if value.startswith("speed_up") else ""
-        raise UsageError(f"these cells have no {value}: {reason or 'it was not measured'}. {quantity.meaning}")
+        reason = no_speed_up([cell.result for cell, _ in rows])
+        if not value.startswith("speed_up") and not (value in TIMES and reason.endswith("(--untimed)")):
+            reason = "it was not measured"
+        raise UsageError(f"these cells have no '{value}': {reason}. {quantity.meaning}")
     if len(set(values)) < len(values):
         raise UsageError("--value has a duplicate column; give it once")
 

@@ -22,8 +22,8 @@ from crossdraft.framework.contracts.drafter import StrategyConfig
 from crossdraft.framework.contracts.verifier import VerifierTraits
 from crossdraft.framework.metrics.intervals import Estimate
 from crossdraft.framework.report import write
+from crossdraft.framework.report.answer import best_of
 from crossdraft.framework.report.charts.charts import draw
-from crossdraft.framework.report.html.cell_table import best_of
 from crossdraft.framework.report.load_run import read_run
 from crossdraft.framework.report.write import write_summary
 from crossdraft.framework.runs import certified_registry
@@ -166,7 +166,7 @@ def test_headline_needs_certified_pair(measured: Path) -> None:
     results = [r for r in finished.summary.results if not r.config.is_baseline and r.metrics]
     efficiency = {r.config.verifier.name: r.metrics.block_efficiency for r in results if r.metrics}
     assert efficiency["liar"] and efficiency["token"] and efficiency["liar"].value > efficiency["token"].value
-    assert [best.verifier for best in best_of([("run", finished)])] == ["token"]
+    assert [best.pair.split()[-1] for best in best_of([("run", finished.summary)])] == ["token"]
     assert {item["title"].partition(",")[0] for item in engine_settings([finished])} == {"prompt-lookup × token"}
     result, notes = of_run(finished.summary.results, "run", finished.summary.curves)
     assert {item.acceptance.verifier for item in result} <= {"token"}

@@ -9,13 +9,20 @@ from cell_results import DRAFTERS, SERIES, outcome
 
 from crossdraft.framework.cost.curve import CostCurve, Point
 from crossdraft.framework.cost.prediction import Prediction
+from crossdraft.framework.errors import UsageError
 from crossdraft.framework.metrics.cell_metrics import CategoryMetrics, Estimate, StepRecord, measure
 from crossdraft.framework.metrics.component_times import FAULT, TOO_FEW
 from crossdraft.framework.report.answer import best_of
+from crossdraft.framework.report.batch_sizes import batch_size_series
 from crossdraft.framework.report.caveats import differences
+from crossdraft.framework.report.charts.charts import KINDS
+from crossdraft.framework.report.charts.style import style
 from crossdraft.framework.report.csv_rows import summary_csv
 from crossdraft.framework.report.html.cell_table import table_of
+from crossdraft.framework.report.html.plots import panels_of
 from crossdraft.framework.report.load_run import FinishedRun
+from crossdraft.framework.report.pivot import pivot, rendered, withheld_note
+from crossdraft.framework.report.selection import finished_cells
 from crossdraft.framework.report.summary import Summary
 from crossdraft.framework.report.tables import summary_markdown, terminal
 
@@ -244,3 +251,55 @@ def test_growth_of_target_rows_is_explained(tmp_path: Path) -> None:
     assert finished.results[-1].metrics is not None
     finished.results[-1].metrics.target_rows_per_token *= 1.1
     assert "rows/tok grows with the batch size, because the rows" in summary_markdown(finished)
+
+
+def test_no_chart_of_estimates_has_withheld_numbers(tmp_path: Path) -> None:
+    """What is by the clock is labelled; what is left out has the true reason."""
+    finished = outcome(tmp_path, SERIES)
+    for verifier in DRAFTERS:
+        withhold(finished, TOO_FEW, verifier)
+    panels, absent = panels_of([("run", FinishedRun(finished, {}, []))])
+    assert dict(absent)["Speed-up by batch size"] == "every speed-up is withheld (too few undisturbed)"
+    (pareto,) = [panel for panel in panels if panel.key == "pareto"]
+    assert "tokens/s of the device, by the clock" in pareto.choices[0].svg and '"front"' not in pareto.choices[0].svg
+    with style():
+        assert KINDS["speed_up"].draw(finished.results, "page") is None
+        drawn = KINDS["throughput"].draw(finished.results, "page")
+    assert drawn is not None
+    assert all("by the clock" in panel.texts[0].get_text() for panel in drawn[0].axes)
+
+    finished = outcome(tmp_path, SERIES)
+    withhold(finished, TOO_FEW, "block", 4)  # one point: the others stay
+    (series,) = batch_size_series(finished.results).values()
+    assert not series.by_clock
+    assert [sorted(series.rates(pair.results)) for pair in series.pairs] == [
+        [1, 4, 16],
+        [1, 16],
+        [1, 4, 16],
+        [1, 4, 16],
+    ]
+
+
+def test_pivot_of_withheld_values(tmp_path: Path) -> None:
+    finished = outcome(tmp_path, {1: {"token": 1.5, "block": 1.6}})
+    for verifier in ("token", "block"):
+        withhold(finished, TOO_FEW, verifier)
+    pairs = [c for c in finished_cells([("run", FinishedRun(finished, {}, []))]) if not c.result.config.is_baseline]
+    table = pivot(pairs, ["drafter"], ["verifier"], ["speed_up", "tokens_per_second"])
+    text = rendered(table, "github")
+    assert words(text, "|", "draft-model")[3:] == [
+        "~1.5",
+        "clock",
+        "|",
+        "~15.00",
+        "|",
+        "~1.6",
+        "clock",
+        "|",
+        "~16.00",
+        "|",
+    ]
+    assert withheld_note(table).startswith("the speed-up of 2 of 2 cells is withheld (too few undisturbed); ~: by the")
+    assert not withheld_note(pivot(pairs, ["drafter"], ["verifier"], ["block_efficiency"]))
+    with pytest.raises(UsageError, match=r"these cells have no 'predicted_speed_up': .*Speed-up predicted from"):
+        pivot(pairs, ["drafter"], ["verifier"], ["predicted_speed_up"])
