@@ -316,7 +316,7 @@ class Group:
         result.responses = [response for part in measured for response in part.responses]
         result.pieces = [part.piece for part in measured]
         gamma = self.configs[i].drafter.config.get("gamma")  # None: no fixed length
-        min_depth = gamma if isinstance(gamma, int) else 0
+        min_depth = min(gamma, self._depths[i]) if isinstance(gamma, int) else 0
         result.metrics = measure(
             result.records, result.pieces, sum(part.passes for part in measured), min_depth, self._depths[i]
         )

@@ -179,7 +179,7 @@ class EngineServer(ABC):
     metrics: ClassVar[str] = "/metrics"
     tokens_per_event: ClassVar[bool] = False
     executable: ClassVar[str] = ""
-    harmless: ClassVar[frozenset[str]] = frozenset({"url", "baseline_url", "model", "start_seconds"})
+    harmless: ClassVar[frozenset[str]] = frozenset({"url", "baseline_url", "model", "start_seconds", "token_seconds"})
 
     def __init__(self, options: Any, cell: ServedCell, directory: Path):
         self.options, self.cell, self.directory, self.log = options, cell, directory, directory / "server.log"

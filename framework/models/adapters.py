@@ -7,14 +7,17 @@ unmerged one by rounding only. It is a separate model with its own distribution,
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..contracts.models import ResolvedModel
-from ..errors import ModelError, UsageError, printable, quoted
+from ..errors import ModelError, UsageError, first_line, printable, quoted
 from ..util.extras import need
 from ..util.input_files import kind_of, path_of, read_json
 from ..util.limits import CONFIG_BYTES, MOST_WIDTH
+from ..util.patterns import SECONDS, compile_pattern
 from .digests import weights_sha256
 
 if TYPE_CHECKING:
@@ -30,6 +33,10 @@ _UNSUPPORTED = (
     *("alora_invocation_tokens", "arrow_config", "corda_config", "kasa_config", "layer_replication", "loftq_config"),
     *("lora_ga_config", "megatron_config", "monteclora_config", "use_bdlora", "use_qalora", "velora_config"),
 )
+#: Keys whose items PEFT takes for regular expressions, although they are names of layers.
+_NAMES = ("layers_pattern", "modules_to_save")
+#: Spelling of ``target_modules`` that selects all linear layers.
+_ALL_LINEAR = "all-linear"
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
@@ -82,6 +89,11 @@ def read_adapter_config(path: Path) -> dict[str, Any]:
     for rank in (config.get("r", 8), *(ranks.values() if isinstance(ranks, dict) else [ranks])):
         if type(rank) is not int or not 0 < rank <= MOST_WIDTH:
             raise ModelError(f"{file}: the rank {quoted(rank)} is not valid; it must be an integer of at least 1")
+    for key in _NAMES:
+        items = config.get(key) or []
+        for item in [items] if isinstance(items, str) else items:
+            if not isinstance(item, str) or not re.fullmatch(r"[\w.]+", item):
+                raise ModelError(f"{file}: {key} contains {quoted(item)}, which is not the name of a layer; {remedy}")
     return config
 
 
@@ -121,7 +133,9 @@ def merge_adapter(resolved: ResolvedModel, model: PreTrainedModel) -> None:
     keys = set(model.state_dict())
     embeddings: Any = model.get_input_embeddings(), model.get_output_embeddings()
     tied = embeddings[0].weight is getattr(embeddings[1], "weight", None)
-    wrapped = PeftModel(model, LoraConfig.from_pretrained(str(path)))  # type: ignore[arg-type]
+    config: Any = LoraConfig.from_pretrained(str(path))
+    _match_modules(config, [module for module, _ in model.named_modules()], path / CONFIG)
+    wrapped = PeftModel(model, config)
     if tied and any(
         isinstance(module, BaseTunerLayer) for module in (model.get_input_embeddings(), model.get_output_embeddings())
     ):
@@ -140,6 +154,36 @@ def merge_adapter(resolved: ResolvedModel, model: PreTrainedModel) -> None:
     if set(model.state_dict()) != keys:
         raise ModelError(f"{name}: peft left parts of the adapter unmerged; merge it yourself and give that directory")
     model.requires_grad_(True)  # as without an adapter; peft freezes the base
+
+
+def _match_modules(config: Any, modules: Sequence[str], file: Path) -> None:
+    """Replace the regular expressions in ``config`` by the names of ``modules`` that match, within a time limit.
+
+    Raises:
+        ModelError: an expression is not valid, or takes too long.
+    """
+    end = time.monotonic() + SECONDS
+
+    def matching(key: str, pattern: str) -> list[str]:
+        try:
+            compiled = compile_pattern(pattern)
+            left = (max(end - time.monotonic(), 0.01) for _ in modules)
+            return [m for m, seconds in zip(modules, left, strict=True) if compiled.fullmatch(m, timeout=seconds)]
+        except (ValueError, TimeoutError, MemoryError) as error:
+            reason = "matching it takes too long" if isinstance(error, TimeoutError) else first_line(error)
+            raise ModelError(f"{file}: {key} is {quoted(pattern)}: {reason}; list the names of the layers") from None
+
+    for key in ("target_modules", "exclude_modules"):
+        pattern = getattr(config, key, None)
+        if isinstance(pattern, str) and pattern.lower() != _ALL_LINEAR:
+            setattr(config, key, set(matching(key, pattern)))
+    for key in ("rank_pattern", "alpha_pattern"):
+        values = getattr(config, key, None) or {}
+        names: dict[str, Any] = {}
+        for pattern, value in values.items():
+            for module in matching(key, rf"(?:.*\.)?(?:{pattern})"):
+                names.setdefault(re.escape(module), value)  # the first pattern that matches counts
+        setattr(config, key, names)
 
 
 def _check_shapes(path: Path) -> None:

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..errors import UnknownNameError, UsageError, quoted
+from ..util.patterns import SECONDS, compile_pattern
 from .tokenizer import TokenizerOf, decode_tokens
 
 #: Title of the tokens outside of all segments.
@@ -52,13 +53,13 @@ class Segments:
 
     Attributes:
         names: titles, `ANSWER` last.
-        patterns: of the text of each segment but the answer; a token in several belongs to the first.
+        patterns: ``regex.Pattern`` of the text of each segment but the answer; a token in several belongs to the first.
         openings: markers with which a prompt may end, so that the response begins inside of the segment.
         tokenizer: of the target.
     """
 
     names: tuple[str, ...]
-    patterns: tuple[re.Pattern[str], ...]
+    patterns: tuple[Any, ...]
     openings: tuple[str, ...]
     tokenizer: Any
 
@@ -69,7 +70,7 @@ class Segments:
         Raises:
             UsageError: an unknown or duplicate name, an invalid regular expression, or a model without markers.
         """
-        patterns: dict[str, re.Pattern[str]] = {}
+        patterns: dict[str, Any] = {}
         openings: list[str] = []
         for text in requests:
             match = _NAMED.fullmatch(text)
@@ -79,11 +80,11 @@ class Segments:
             if match:
                 patterns[name] = _compiled(match[2], text)
             elif name == "code":
-                patterns[name] = re.compile(_CODE, re.DOTALL | re.MULTILINE)
+                patterns[name] = compile_pattern(_CODE, lines=True)
             elif name in MARKERS:
                 pairs = _markers(name, target)
-                patterns[name] = re.compile(
-                    "|".join(rf"{re.escape(start)}.*?(?:{re.escape(end)}|\Z)" for start, end in pairs), re.DOTALL
+                patterns[name] = compile_pattern(
+                    "|".join(rf"{re.escape(start)}.*?(?:{re.escape(end)}|\Z)" for start, end in pairs), lines=True
                 )
                 openings += [start for start, _ in pairs]
             else:
@@ -92,7 +93,7 @@ class Segments:
         return cls((*patterns, ANSWER), tuple(patterns.values()), tuple(openings), target.tokenizer)
 
     def of(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[str]:
-        """The name of the segment of each token of a response."""
+        """The name of the segment of each token of a response. Raises UsageError if a pattern takes too long."""
         texts = [self._opened(prompt), *decode_tokens(self.tokenizer, tokens)]
         text, ends, end = "".join(texts), [], 0
         for part in texts:
@@ -100,8 +101,14 @@ class Segments:
             ends.append(end)
         labels = [self.names.index(ANSWER)] * len(text)
         for number, pattern in reversed(list(enumerate(self.patterns))):
-            for match in pattern.finditer(text):
-                labels[match.start() : match.end()] = [number] * (match.end() - match.start())
+            try:
+                for match in pattern.finditer(text, timeout=SECONDS):
+                    labels[match.start() : match.end()] = [number] * (match.end() - match.start())
+            except (TimeoutError, MemoryError):
+                raise UsageError(
+                    f"--segment {self.names[number]}: its expression takes more than {SECONDS} s for a response "
+                    f"of {len(text)} characters; simplify it (nested repetitions take exponential time)"
+                ) from None
         names = []
         for start, end in pairwise(ends):
             # The characters of a token that ends inside a character are those of the next one.
@@ -131,10 +138,10 @@ def _markers(name: str, target: TokenizerOf) -> list[tuple[str, str]]:
     return pairs
 
 
-def _compiled(pattern: str, request: str) -> re.Pattern[str]:
+def _compiled(pattern: str, request: str) -> Any:
     try:
-        return re.compile(pattern, re.DOTALL | re.MULTILINE)
-    except re.error as error:
+        return compile_pattern(pattern, lines=True)
+    except ValueError as error:
         raise UsageError(
             f"--segment {quoted(request)} is not a valid regular expression: {error}; correct it"
         ) from None

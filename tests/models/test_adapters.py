@@ -23,6 +23,7 @@ from crossdraft.framework.contracts.models import ResolvedModel
 from crossdraft.framework.cost.roofline import read_shape
 from crossdraft.framework.engines.settings import needs_model
 from crossdraft.framework.errors import ModelError, UsageError
+from crossdraft.framework.models import adapters
 from crossdraft.framework.models.adapters import check_base
 from crossdraft.framework.models.digests import model_sha256, weights_sha256
 from crossdraft.framework.models.load import load_model
@@ -80,8 +81,9 @@ def logits(model: Any) -> torch.Tensor:
         {"use_dora": True},
         {"modules_to_save": ["lm_head"]},
         {"target_modules": ["embed_tokens", "lm_head", "v_proj"]},
+        {"target_modules": r".*\.0\..*(q|down)_proj", "exclude_modules": ".*mlp.*", "rank_pattern": {"(q|k)_proj": 3}},
     ],
-    ids=["plain", "patterns", "dora", "head", "embeddings"],
+    ids=["plain", "patterns", "dora", "head", "embeddings", "expressions"],
 )
 def test_adapter_is_merged_as_peft_merges_it(tmp_path: Path, base: Path, options: Any, dtype: str) -> None:
     adapter = save_adapter(tmp_path / "lora", base, **options)
@@ -182,6 +184,10 @@ def test_recipe_and_roofline_take_adapter(base: Path, adapter: Path, tmp_path: P
     assert read_shape(f"{base}+{adapter}") == read_shape(str(base))
 
 
+#: A regular expression that takes exponential time for the names of modules.
+SLOW = r"(?:[\w.]|[\w.]{2}|[\w.]{3})+[!?]"
+
+
 def changed(adapter: Path, **keys: Any) -> None:
     file = adapter / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | keys))
@@ -199,6 +205,8 @@ def changed(adapter: Path, **keys: Any) -> None:
         ({"r": 0}, "the rank 0 is not valid"),
         ({"r": "8"}, "the rank '8' is not valid"),
         ({"rank_pattern": {"q_proj": 10**30}}, "the rank 10{30} is not valid"),
+        ({"modules_to_save": ["(a|aa)+b"]}, "modules_to_save contains .* is not the name of a layer"),
+        ({"layers_pattern": "(a|aa)+b"}, "layers_pattern contains .* is not the name of a layer"),
         ({"base_model_name_or_path": "{other}"}, "base_model_name_or_path is '.*other', but the base given is .*base"),
     ],
 )
@@ -217,9 +225,18 @@ def test_unsupported_adapter_raises(base: Path, adapter: Path, tmp_path: Path, k
         ({"target_modules": ["q_proj"]}, "missing none; unexpected .*down_proj"),
         ({"target_modules": ["q_proj", "down_proj", "v_proj"]}, "missing .*v_proj.*; unexpected none"),
         ({"target_modules": ["nothing"]}, "could not be loaded: .*Target modules"),
+        ({"target_modules": SLOW}, "target_modules is .*: matching it takes too long; list the names"),
+        ({"exclude_modules": SLOW}, "exclude_modules is .*: matching it takes too long"),
+        ({"rank_pattern": {SLOW: 2}}, "rank_pattern is .*: matching it takes too long"),
+        ({"alpha_pattern": {SLOW: 2}}, "alpha_pattern is .*: matching it takes too long"),
+        ({"target_modules": "("}, r"target_modules is '\(': missing \)"),
+        ({"target_modules": "(" * 900 + ")" * 900}, "target_modules is .*: it is nested too deeply"),
     ],
 )
-def test_adapter_that_does_not_fit_raises(base: Path, adapter: Path, keys: Any, sentence: str) -> None:
+def test_adapter_that_does_not_fit_raises(
+    base: Path, adapter: Path, keys: Any, sentence: str, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(adapters, "SECONDS", 0.1)
     changed(adapter, **keys)
     with pytest.raises(ModelError, match=sentence):
         load_model(f"{base}+{adapter}")

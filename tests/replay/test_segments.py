@@ -19,6 +19,7 @@ from crossdraft.framework.cli import main as cli
 from crossdraft.framework.cli.replay.output import as_csv, as_json, tables
 from crossdraft.framework.contracts.drafter import Drafter
 from crossdraft.framework.errors import UsageError
+from crossdraft.framework.models import segments
 from crossdraft.framework.models.chat import encode_messages, encode_text
 from crossdraft.framework.models.segments import Segments
 from crossdraft.framework.models.tokenizer import TokenizerOf, decode_tokens, load_tokenizer
@@ -85,6 +86,9 @@ def test_tokens_are_those_of_their_text(
     [
         (["thnk"], "did you mean 'think'"),
         (["x=("], "is not a valid regular expression"),
+        (["x=" + "(" * 900 + ")" * 900], "it is nested too deeply"),
+        (["x=" + "(" * 3000 + ")" * 3000], "it has 6000 characters; the maximum is 2000"),
+        (["x=a{99999999999}"], "repeat count too big"),
         (["code", "code=a"], "the name 'code' is taken"),
         (["answer=a"], "the name 'answer' is taken"),
     ],
@@ -92,6 +96,14 @@ def test_tokens_are_those_of_their_text(
 def test_invalid_segments_are_refused(requests: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Segments.parse(requests, tokenizer_of())
+
+
+def test_expression_that_takes_too_long_is_refused(monkeypatch: Any) -> None:
+    monkeypatch.setattr(segments, "SECONDS", 0.1)
+    slow = Segments.parse(["x=(a|aa)+[bc]"], tokenizer_of())
+    monkeypatch.setattr(segments, "decode_tokens", lambda tokenizer, tokens: ["a" * 60])
+    with pytest.raises(UsageError, match=r"--segment x: .* takes more than"):
+        slow.of([], [1])
 
 
 def test_model_without_markers_is_refused() -> None:
