@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from ..lm.tensor_parallel_lm import follow
 
         return follow()
-    with interrupting(), distributed.lead_processes():  # SIGTERM and SIGHUP act like Ctrl-C
+    # SIGTERM and SIGHUP act like Ctrl-C.
+    with standard_streams.cleaned(), interrupting(), distributed.lead_processes():
         return _main(argv)
 
 

@@ -1,10 +1,52 @@
-"""Handling of standard streams that are closed or full, or whose reader has closed the pipe."""
+"""Standard streams: closed or full ones, those whose reader has closed the pipe, and foreign text on them."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+#: Control characters, but tabs and line breaks, and changes of the direction of text. A carriage return is permitted at
+#: the beginning of a text, where progress bars have one, and before a line feed.
+_CONTROL = re.compile("(?<=[\\s\\S])\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+#: Movements of the cursor by progress bars, each a text of its own.
+_BAR = re.compile("\n*(\x1b\\[A)*")
+
+
+class CleanStream:
+    """A text stream on which control characters, which terminals execute, are printed as escapes.
+
+    Names of models, errors of engines and responses are foreign text, and any of them may be printed.
+    """
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        clean = text if _BAR.fullmatch(text) else _CONTROL.sub(lambda c: c[0].encode("unicode_escape").decode(), text)
+        self._stream.write(clean)
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def cleaned() -> Iterator[None]:
+    """Let standard output and standard error be a `CleanStream`."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = map(CleanStream, before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
 
 
 def open_closed() -> None:

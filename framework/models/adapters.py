@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..contracts.models import ResolvedModel
-from ..errors import ModelError, UsageError, first_line, printable, quoted
+from ..errors import ModelError, UsageError, printable, quoted
 from ..util.extras import need
 from ..util.input_files import kind_of, path_of, read_json
 from ..util.limits import CONFIG_BYTES, MOST_WIDTH
@@ -170,7 +170,7 @@ def _match_modules(config: Any, modules: Sequence[str], file: Path) -> None:
             left = (max(end - time.monotonic(), 0.01) for _ in modules)
             return [m for m, seconds in zip(modules, left, strict=True) if compiled.fullmatch(m, timeout=seconds)]
         except (ValueError, TimeoutError, MemoryError) as error:
-            reason = "matching it takes too long" if isinstance(error, TimeoutError) else first_line(error)
+            reason = str(error) if isinstance(error, ValueError) else "matching it takes too long"
             raise ModelError(f"{file}: {key} is {quoted(pattern)}: {reason}; list the names of the layers") from None
 
     for key in ("target_modules", "exclude_modules"):

@@ -119,6 +119,11 @@ class ReportServer:
     def server(self) -> uvicorn.Server:
         """A server; ``run(sockets=[..])`` returns at a signal."""
         config = uvicorn.Config(
-            self.application(), http="h11", ws="none", log_level="warning", timeout_graceful_shutdown=1
+            self.application(),
+            http="h11",
+            ws="none",
+            use_colors=False,
+            log_level="warning",
+            timeout_graceful_shutdown=1,
         )
         return uvicorn.Server(config)

@@ -48,7 +48,13 @@ def server(
     worker = Worker(pool, max_waiting)
     app = application(pool, worker, loopback=loopback, api_key=api_key)
     config = uvicorn.Config(
-        app, http="h11", ws="none", loop="asyncio", log_level="warning", timeout_graceful_shutdown=_SHUTDOWN_SECONDS
+        app,
+        http="h11",
+        ws="none",
+        use_colors=False,
+        loop="asyncio",
+        log_level="warning",
+        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
     )
     return _Server(config, worker)
 
