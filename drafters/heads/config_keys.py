@@ -291,6 +291,8 @@ LAYOUTS: dict[str, Layout] = {
         ),
     ),
 }
+#: Keys of writers of EAGLE-3 heads for whom ``norm_output`` means that the normed output is fed back.
+FEEDS_NORMED = ("speculators_config", "fc_norm", "eagle_config", "num_aux_hidden_states", "norm_before_fc")
 #: Assistants that are not heads on features, by ``model_type``.
 _ASSISTANTS = {
     "gemma4_assistant": "a Gemma 4 assistant, whose layers attend to the keys and values of its target's last layers",

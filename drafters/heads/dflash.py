@@ -45,7 +45,14 @@ from .blocks import BlockDrafter
 from .config_keys import check
 from .eagle_weights import biased, decoder_layer, layer_config, merged_config, renamed, shared, vocabulary
 from .feature_head import Head
-from .misconfigurations import draft_vocabulary, other_embedding, other_layers, rotary_bases
+from .misconfigurations import (
+    draft_vocabulary,
+    other_embedding,
+    other_last_state,
+    other_layers,
+    other_logits,
+    rotary_embeddings,
+)
 from .rotary import Rotary
 
 if TYPE_CHECKING:
@@ -270,15 +277,24 @@ class DFlash(BlockDrafter):
 
     @classmethod
     def misconfigurations(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterator[Misconfiguration]:
-        yield from other_layers(config.layers or (), target_model.config.get_text_config().num_hidden_layers)
-        yield from rotary_bases(heads, target_model)
+        depth = target_model.config.get_text_config().num_hidden_layers
+        yield from other_layers(config.layers or (), depth)
+        yield from other_last_state(config.layers or (), depth)
+        yield from rotary_embeddings(heads, target_model)
         yield from draft_vocabulary(heads)
         yield from other_embedding(heads)
+        yield from other_logits(heads, target_model)
+        causal = _causal(heads)
+        yield Misconfiguration(
+            f"positions of a block attend to {'the whole block' if causal else 'those before them only'}",
+            f"write is_causal: {str(not causal).lower()} into the heads' config.json",
+            change=lambda heads: _with_options(heads, is_causal=not causal),
+        )
         drafts = not _from_anchor(heads, heads.tensors)
         yield Misconfiguration(
             f"the root's position {'drafts, too' if drafts else 'does not draft'}",
             f"write sample_from_anchor: {str(drafts).lower()} into the heads' config.json",
-            change=lambda heads: heads.with_config(sample_from_anchor=drafts),
+            change=lambda heads: _with_options(heads, sample_from_anchor=drafts),
         )
 
     def load(self) -> DFlashHead:
@@ -400,6 +416,12 @@ def _flag(checkpoint: Checkpoint, *keys: str) -> bool | None:
     if key is not None and type(settings[key]) is not bool:
         raise checkpoint.refused(f"config.json has {settings[key]!r:.80} for {key}, which is neither true nor false")
     return None if key is None else settings[key]
+
+
+def _with_options(checkpoint: Checkpoint, **options: bool) -> Checkpoint:
+    """A copy with other ``options``, in the section that takes precedence."""
+    nested = checkpoint.config.get("dflash_config")
+    return checkpoint.with_config(**options, dflash_config={**(nested or {}), **options})
 
 
 def _from_anchor(checkpoint: Checkpoint, tensors: Iterable[str]) -> bool:

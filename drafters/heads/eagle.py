@@ -36,7 +36,14 @@ from .eagle_weights import (
 )
 from .feature_head import FeatureHead
 from .features import FeatureDrafter
-from .misconfigurations import embedding_scales, other_embedding, rotary_bases, swapped_inputs
+from .misconfigurations import (
+    embedding_scales,
+    other_embedding,
+    other_logits,
+    other_window,
+    rotary_embeddings,
+    swapped_inputs,
+)
 from .rotary import Rotary, by_halves
 
 if TYPE_CHECKING:
@@ -126,8 +133,10 @@ class Eagle(FeatureDrafter):
     @classmethod
     def misconfigurations(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterator[Misconfiguration]:
         yield from swapped_inputs(heads, "fc.weight")
-        yield from rotary_bases(heads, target_model)
+        yield from rotary_embeddings(heads, target_model)
         yield from other_embedding(heads)
+        yield from other_logits(heads, target_model)
+        yield from other_window(heads)
         yield from embedding_scales(heads, target_model)
 
     def load(self) -> EagleHead:

@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from ...framework.util.cache_argument import cache_argument
-from .config_keys import check, remark
+from .config_keys import FEEDS_NORMED, check, remark
 from .eagle_weights import (
     biased,
     config_json,
@@ -36,7 +36,16 @@ from .eagle_weights import (
 )
 from .feature_head import FeatureHead
 from .features import FeatureDrafter, HeadConfig
-from .misconfigurations import draft_vocabulary, eagle3_norms, other_embedding, other_layers, rotary_bases
+from .misconfigurations import (
+    draft_vocabulary,
+    eagle3_norms,
+    other_embedding,
+    other_last_state,
+    other_layers,
+    other_logits,
+    other_window,
+    rotary_embeddings,
+)
 from .rotary import Rotary, by_halves
 
 if TYPE_CHECKING:
@@ -45,8 +54,6 @@ if TYPE_CHECKING:
 
 #: Low, middle and high features, as the authors count them: the inputs of layers 2, L // 2 and L - 3.
 LAYERS = (2, 0.5, -4)
-#: Config keys of writers for whom ``norm_output`` has EAGLE-3.1's meaning.
-_NEWER = ("speculators_config", "fc_norm", "eagle_config", "num_aux_hidden_states", "norm_before_fc")
 
 
 class Eagle3Head(FeatureHead):
@@ -196,11 +203,15 @@ class Eagle3(FeatureDrafter):
     @classmethod
     def misconfigurations(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterator[Misconfiguration]:
         depth = target_model.config.get_text_config().num_hidden_layers
-        yield from other_layers(_resolved(config.layers, depth), depth)
-        yield from eagle3_norms(heads, len(_resolved(config.layers, depth)))
-        yield from rotary_bases(heads, target_model)
+        read = _resolved(config.layers, depth)
+        yield from other_layers(read, depth)
+        yield from other_last_state(read, depth)
+        yield from eagle3_norms(heads, len(read))
+        yield from rotary_embeddings(heads, target_model)
         yield from draft_vocabulary(heads)
         yield from other_embedding(heads)
+        yield from other_logits(heads, target_model)
+        yield from other_window(heads)
 
     def load(self) -> Eagle3Head:
         target = self.context.target_model
@@ -266,10 +277,10 @@ def _normed(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> tuple[bool
 
     The key has two meanings. In serving engines and in all trainers but SpecForge before 15 September 2026, true means
     that the normed output is fed back, as in EAGLE-3.1; the output is normed before the head in any case. In those
-    earlier heads of SpecForge, false means that it is not normed there. A file of theirs has none of `_NEWER`.
+    earlier heads of SpecForge, false means that it is not normed there. A file of theirs has none of `FEEDS_NORMED`.
     """
     value = checkpoint.config.get("norm_output")
-    newer = any(key in checkpoint.config for key in _NEWER)
+    newer = any(key in checkpoint.config for key in FEEDS_NORMED)
     if value is not None and not newer:
         trained = "norm.weight" in tensors and not bool((tensors["norm.weight"] == 1).all())
         remark(

@@ -1,7 +1,8 @@
 """Common misconfigurations of heads, each with the corrected heads.
 
 Most of them occurred in published checkpoints: layer ids off by one, d2t written as ids, a missing rotary base, the
-halves of ``fc`` in another order, a target that scales its embedding and heads that do not.
+halves of ``fc`` in another order, a target that scales its embedding and heads that do not, channels that are rotated
+in training only.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import permutations
 from operator import methodcaller
@@ -20,6 +21,8 @@ from torch import Tensor
 
 from ...framework.contracts.misconfiguration import Misconfiguration
 from ...framework.contracts.models import Checkpoint
+from .config_keys import FEEDS_NORMED
+from .rotary import INTERLEAVED, interleaved
 
 #: Rotary bases of published models.
 _BASES = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0)
@@ -33,7 +36,7 @@ def other_layers(read: Sequence[int], depth: int) -> Iterator[Misconfiguration]:
     """Yield other ids than ``read`` for a target of ``depth`` layers: off by one, or (if few) permuted."""
     for offset in (1, -1):
         layers = tuple(i + offset for i in read)
-        if min(layers) >= 0 and max(layers) <= depth:
+        if layers and min(layers) >= 0 and max(layers) <= depth:
             yield Misconfiguration(
                 f"ids of hidden layers are off by one: the head was trained on {list(layers)}, not {list(read)}",
                 f"write layers: {list(layers)}",
@@ -50,26 +53,93 @@ def other_layers(read: Sequence[int], depth: int) -> Iterator[Misconfiguration]:
             )
 
 
-def rotary_bases(checkpoint: Checkpoint, target: Any) -> Iterator[Misconfiguration]:
-    """Yield other rotary bases of the heads: the target's, and those of published models."""
+def other_last_state(read: Sequence[int], depth: int) -> Iterator[Misconfiguration]:
+    """Yield the last layer's output before the final norm in place of that after it, and the reverse."""
+    for state, other, side in ((depth, -1, "after"), (-1, depth, "before")):
+        if state in read:
+            layers = tuple(other if i == state else i for i in read)
+            yield Misconfiguration(
+                f"the head was trained on the target's last state {side} the final norm",
+                f"write layers: {list(layers)}",
+                {"layers": layers},
+            )
+
+
+def _layer_change(checkpoint: Checkpoint, **keys: Any) -> Callable[[Checkpoint], Checkpoint]:
+    """A change of keys in the part of the config that describes the layers."""
     nested = checkpoint.config.get("transformer_layer_config")
-    raw = nested if isinstance(nested, dict) else checkpoint.config
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    current = rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0
+    change = {"transformer_layer_config": {**nested, **keys}} if isinstance(nested, dict) and nested else keys
+    return methodcaller("with_config", **change)
+
+
+def rotary_embeddings(checkpoint: Checkpoint, target: Any) -> Iterator[Misconfiguration]:
+    """Yield other rotary embeddings of the heads: bases, and the target's scaling, share of channels and pairs."""
+    nested = checkpoint.config.get("transformer_layer_config")
+    raw = nested if isinstance(nested, dict) and nested else checkpoint.config
+    section = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    section = section if isinstance(section, dict) else {}
+    base = {"rope_theta": raw.get("rope_theta") or 10_000.0, "partial_rotary_factor": raw.get("partial_rotary_factor")}
+    rope = base | section
     text = target.config.get_text_config()
-    target_base = (getattr(text, "rope_parameters", None) or {}).get("rope_theta")
-    for base in dict.fromkeys([target_base, *_BASES]):
-        if base is None or base == current:
-            continue
-        keys: dict[str, Any] = {"rope_theta": base}
-        for name in ("rope_parameters", "rope_scaling"):
-            if isinstance(raw.get(name), dict):
-                keys[name] = {**raw[name], "rope_theta": base}
-        change = {**raw, **keys} if raw is nested else None
+    targets = getattr(text, "rope_parameters", None) or {}
+    kind, its_kind = (one.get("rope_type") or one.get("type") or "default" for one in (rope, targets))
+
+    def trial(mistake: str, key: str, value: Any, parameters: dict[str, Any]) -> Misconfiguration:
+        parameters = {name: one for name, one in parameters.items() if one is not None}
+        keys = {"rope_parameters": parameters, "rope_scaling": None, "partial_rotary_factor": None}
+        change = _layer_change(checkpoint, rope_theta=parameters["rope_theta"], **keys)
+        return Misconfiguration(mistake, f"write {key}: {value} into the heads' config.json", change=change)
+
+    current = rope["rope_theta"]
+    for theta in dict.fromkeys([targets.get("rope_theta"), *_BASES]):
+        if theta is not None and theta != current:
+            whose = " (the target's)" if theta == targets.get("rope_theta") else ""
+            mistake = f"the rotary base is {theta:g}, not {current:g}{whose}"
+            yield trial(mistake, "rope_theta", f"{theta:g}", {**rope, "rope_theta": theta})
+    factor = rope.get("partial_rotary_factor") or 1.0
+    for other in dict.fromkeys([targets.get("partial_rotary_factor") or 1.0, 1.0]):
+        if other != factor:
+            mistake = f"{other:g} of each head's channels are rotated, not {factor:g}"
+            yield trial(mistake, "partial_rotary_factor", f"{other:g}", {**rope, "partial_rotary_factor": other})
+    if its_kind not in ("default", kind):
+        scaled = {**targets, "rope_theta": current, "partial_rotary_factor": rope.get("partial_rotary_factor")}
+        mistake = f"positions are scaled as the target's ({its_kind}), not as {kind}"
+        yield trial(mistake, "rope_scaling", json.dumps(targets, default=str), scaled)
+    if kind != "default":
+        kept = {key: rope.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+        yield trial(f"positions are not scaled, but read as {kind}", "rope_scaling", "null", kept)
+    paired = interleaved(raw)
+    flip = {key: None for key in INTERLEAVED} | ({} if paired else {"is_neox_style": False})
+    yield Misconfiguration(
+        f"channels are rotated in pairs of {'halves' if paired else 'neighbours'}",
+        f"{'leave out is_neox_style' if paired else 'write is_neox_style: false'} in the heads' config.json",
+        change=_layer_change(checkpoint, **flip),
+    )
+
+
+def other_logits(checkpoint: Checkpoint, target: Any) -> Iterator[Misconfiguration]:
+    """Yield other scales of the logits: the target's, and none."""
+    current = checkpoint.config.get("logit_scale")
+    current = 1.0 if current is None else current
+    for scale in dict.fromkeys([getattr(target.config.get_text_config(), "logit_scale", None) or 1.0, 1.0]):
+        if scale != current:
+            yield Misconfiguration(
+                f"logits are multiplied by {scale:g}, not by {current!r:.20}",
+                f"write logit_scale: {scale:g} into the heads' config.json",
+                change=methodcaller("with_config", logit_scale=scale),
+            )
+
+
+def other_window(checkpoint: Checkpoint) -> Iterator[Misconfiguration]:
+    """Yield layers that attend to the whole text instead of a window."""
+    nested = checkpoint.config.get("transformer_layer_config")
+    raw = nested if isinstance(nested, dict) and nested else checkpoint.config
+    kinds = raw.get("layer_types")
+    if isinstance(kinds, list) and "sliding_attention" in kinds:
         yield Misconfiguration(
-            f"the rotary base is {base:g}, not {current:g}" + (" (the target's)" if base == target_base else ""),
-            f"write rope_theta: {base:g} into the heads' config.json",
-            change=methodcaller("with_config", **({"transformer_layer_config": change} if change else keys)),
+            "the heads attend to the whole text, not to a window",
+            "write layer_types: null into the heads' config.json",
+            change=_layer_change(checkpoint, layer_types=None, sliding_window=None, use_sliding_window=False),
         )
 
 
@@ -86,31 +156,46 @@ def draft_vocabulary(checkpoint: Checkpoint) -> Iterator[Misconfiguration]:
     )
 
 
+def _name(checkpoint: Checkpoint, key: str) -> str:
+    """Name of the tensor ``key`` in the file: NeMo's names have a prefix."""
+    return f"model.{key}" if f"model.{key}" in checkpoint.tensors else key
+
+
 def other_embedding(checkpoint: Checkpoint) -> Iterator[Misconfiguration]:
-    """Yield the target's embedding instead of the heads' own."""
-    if _EMBEDDING in checkpoint.tensors:
+    """Yield the target's embedding instead of the heads' own, and the other one of them as output head."""
+    name = _name(checkpoint, _EMBEDDING)
+    if name not in checkpoint.tensors:
+        return
+    yield Misconfiguration(
+        "the heads were trained with the target's embedding, not with their own",
+        f"leave {name} out of the heads' tensors",
+        change=lambda heads: heads.with_tensors({}, (name,)),
+    )
+    if not any(key.removeprefix("model.") in ("lm_head.weight", "d2t") for key in checkpoint.tensors):
+        tied = bool(checkpoint.config.get("tie_word_embeddings"))
         yield Misconfiguration(
-            "the heads were trained with the target's embedding, not with their own",
-            "leave embed_tokens.weight out of the heads' tensors",
-            change=lambda heads: heads.with_tensors({}, (_EMBEDDING,)),
+            f"the output head is {'the target' if tied else 'the heads own embedding, not the target'}'s",
+            f"write tie_word_embeddings: {str(not tied).lower()} into the heads' config.json",
+            change=methodcaller("with_config", tie_word_embeddings=not tied),
         )
 
 
 def embedding_scales(checkpoint: Checkpoint, target: Any) -> Iterator[Misconfiguration]:
     """Yield other scales of the embedding; heads that norm it are invariant."""
-    own = checkpoint.tensors.get(_EMBEDDING)
+    name = _name(checkpoint, _EMBEDDING)
+    own = checkpoint.tensors.get(name)
     weight: Tensor = target.get_input_embeddings().weight if own is None else own
     root = math.sqrt(weight.shape[1])
     for factor, words in ((root, "times"), (1 / root, "over")):
         yield Misconfiguration(
             f"the embedding lacks a scale: the heads were trained with it {words} the root of its width",
-            "add the scaled embedding to the heads' tensors, as embed_tokens.weight",
-            change=partial(_scaled, weight=weight, factor=factor),
+            f"add the scaled embedding to the heads' tensors, as {name}",
+            change=partial(_scaled, name=name, weight=weight, factor=factor),
         )
 
 
-def _scaled(heads: Checkpoint, weight: Tensor, factor: float) -> Checkpoint:
-    return heads.with_tensors({_EMBEDDING: weight.detach().cpu() * factor})
+def _scaled(heads: Checkpoint, name: str, weight: Tensor, factor: float) -> Checkpoint:
+    return heads.with_tensors({name: weight.detach().cpu() * factor})
 
 
 def swapped_inputs(checkpoint: Checkpoint, name: str) -> Iterator[Misconfiguration]:
@@ -141,15 +226,15 @@ def eagle3_norms(checkpoint: Checkpoint, layers: int) -> Iterator[Misconfigurati
         ("the output before its norm is fed back", None),
         ("the head reads the output without its norm", False),
     ):
-        if value == configured or (value is False and ("speculators_config" in config or "fc_norm" in config)):
+        if value == configured or (value is False and any(key in config for key in FEEDS_NORMED)):
             continue  # the current value, or one without meaning in these heads
         yield Misconfiguration(
             mistake,
             f"write norm_output: {json.dumps(value)} into the heads' config.json",
             change=methodcaller("with_config", norm_output=value),
         )
-    normed = ("input_norm.", "fc_norm.")
-    fc = checkpoint.tensors.get("fc.weight")
+    normed = ("input_norm.", "fc_norm.", "model.input_norm.", "model.fc_norm.")
+    fc = checkpoint.tensors.get(_name(checkpoint, "fc.weight"))
     if any(key.startswith(normed) for key in checkpoint.tensors):
         disabled = {key: False for key in ("norm_before_fc", "fc_norm") if config.get(key)}
         yield Misconfiguration(

@@ -586,3 +586,68 @@ def test_norm_output_of_unknown_writer_is_remarked(target: Any, caplog: Any) -> 
     caplog.clear()
     load(target, "eagle3", {**DECODER, "norm_output": False, "num_aux_hidden_states": 3}, tensors_of("eagle3"))
     assert not caplog.records
+
+
+# -- the doctor's hypotheses ---------------------------------------------------------------------------------
+
+_SLIDING = {"layer_types": ["sliding_attention"], "sliding_window": 3}
+_OWN = {"tie_word_embeddings": True}
+#: Layout, config as it is misread, the right one, and the hypothesis; the target has YaRN.
+MISREAD: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "partial rotation": ("eagle3", {}, {"partial_rotary_factor": 0.5}, "0.5 of each head's channels"),
+    "full rotation": ("dspark", {"partial_rotary_factor": 0.25}, {}, "1 of each head's channels"),
+    "the target's scaling": ("dflash", {"rope_theta": 100.0}, rope(**_YARN), "positions are scaled as the target's"),
+    "plain positions": ("eagle", rope(**_YARN), rope(), "positions are not scaled"),
+    "base": ("eagle", {}, rope(), "the rotary base is 100, "),
+    "neighbours": ("p-eagle", {}, {"rope_interleave": True}, "in pairs of neighbours"),
+    "halves": ("dflash", {"is_neox_style": False}, {}, "in pairs of halves"),
+    "causal": ("dflash", {"dflash_config.causal": False}, {"is_causal": True}, "those before them only"),
+    "not causal": ("dspark", {"is_causal": True}, {}, "attend to the whole block"),
+    "root": ("dflash", {}, {"sample_from_anchor": True}, "position drafts, too"),
+    "logits": ("eagle3", {"logit_scale": 0.5}, {}, "logits are multiplied by 1"),
+    "window": ("eagle3", _SLIDING, {}, "attend to the whole text"),
+    "tied": ("eagle3", {}, _OWN, "the output head is the heads own"),
+    "not tied": ("eagle", _OWN, {}, "the output head is the target's"),
+    "embedding": ("eagle", {}, {}, "with the target's embedding"),
+    "norm": ("eagle3", {"norm_output": False}, {"norm_output": None}, "the output before its norm is fed back"),
+    "norm, NeMo": (
+        "eagle3",
+        {"num_aux_hidden_states": 3},
+        {"norm_output": True, "fc_norm": False},
+        "the normed output",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISREAD)
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_doctor_undoes_each_misreading(target: Any, name: str, prefix: str, monkeypatch: Any) -> None:
+    layout, wrong, right, mistake = MISREAD[name]
+    parameters = {"rope_theta": 100.0, **_YARN}
+    if name == "partial rotation":
+        parameters["partial_rotary_factor"] = 0.5
+    monkeypatch.setattr(target.config, "rope_parameters", parameters)
+    tensors = tensors_of(layout)
+    if "tied" in name or name == "embedding":
+        tensors = with_embedding(tensors)
+    prefixed = {prefix + key: tensor for key, tensor in tensors.items()}
+    heads = checkpoint_of(patched(CONFIGS[layout], wrong), prefixed)
+    drafter = plugins.get("drafters", layout)
+    own = drafter.Config(model="heads", **({} if layout == "eagle" else {"layers": LAYERS}))
+    (cure,) = [one for one in drafter.misconfigurations(own, heads, target) if mistake in one.mistake]
+    assert cure.change is not None and not cure.options
+    changed = cure.change(heads)
+    if name == "embedding":
+        del tensors["embed_tokens.weight"]
+    _, expected, _ = drafted(target, layout, patched(CONFIGS[layout], right), tensors)
+    assert distance(drafted(target, layout, changed.config, changed.tensors)[1], expected) < 1e-5
+    if name != "norm, NeMo":
+        assert distance(drafted(target, layout, heads.config, heads.tensors)[1], expected) > 1e-4
+
+
+@pytest.mark.parametrize("read, other", [((1, 2, 4), (1, 2, -1)), ((1, 2, -1), (1, 2, 4))])
+def test_doctor_tries_both_last_states(target: Any, read: tuple[int, ...], other: tuple[int, ...]) -> None:
+    for layout in ("eagle3", "dflash", "p-eagle", "dspark"):
+        drafter, heads = plugins.get("drafters", layout), checkpoint_of(CONFIGS[layout], tensors_of(layout))
+        tried = drafter.misconfigurations(drafter.Config(model="heads", layers=read), heads, target)
+        assert [one.options for one in tried if "the target's last state" in one.mistake] == [{"layers": other}]
