@@ -103,7 +103,7 @@ class Eagle3Head(FeatureHead):
         self.embed_tokens = nn.Embedding(len(embedding), size, _weight=embedding, _freeze=True)
         self.input_norm = LlamaRMSNorm(feature_size, eps) if norm_before_fc else None
         self.fc_norm = nn.ModuleList(LlamaRMSNorm(feature_size // fc_norm, eps) for _ in range(fc_norm))
-        self.fc = nn.Linear(feature_size, size, bias=fc_bias) if fc else nn.Identity()
+        self.fc: Any = nn.Linear(feature_size, size, bias=fc_bias) if fc else nn.Identity()
         self.layers = nn.ModuleList(
             decoder_layer(config, i, biased=biased, width=None if i else 2 * size)
             for i in range(config.num_hidden_layers)

@@ -69,6 +69,7 @@ def test_last_layer_of_other_architectures(name: str) -> None:
     lm = TransformersLM(model, 1, 32)
     lm.hidden_layers = (depth, -1)
     hidden = lm.start(0, [*TEXT, 7])
+    assert hidden is not None
     decoder = model.get_decoder()
     norm = next(m for n, m in decoder.named_children() if n in ("norm", "norm_f", "ln_f"))
     torch.testing.assert_close(norm(hidden[:, 0]), hidden[:, 1], atol=1e-5, rtol=1e-4)
