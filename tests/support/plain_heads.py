@@ -104,9 +104,9 @@ class Plain:
     def __init__(self, tensors: dict[str, Tensor], target: Any, meaning: Meaning):
         self.t, self.m = tensors, meaning
         embedding, output = target.get_input_embeddings().weight, target.get_output_embeddings().weight
-        self.embedding: Tensor = tensors["embed_tokens.weight"] if "embed_tokens.weight" in tensors else embedding
-        tied = self.embedding if meaning.tied else output
-        self.head: Tensor = tensors["lm_head.weight"] if "lm_head.weight" in tensors else tied
+        tables = {"embed_tokens.weight": embedding, "lm_head.weight": output} | tensors
+        self.embedding: Tensor = tables["embed_tokens.weight"]
+        self.head: Tensor = self.embedding if meaning.tied else tables["lm_head.weight"]
         self.layers = 1 + max(int(key.split(".")[1]) for key in tensors if key.startswith("layers."))
 
     def linear(self, name: str, x: Tensor) -> Tensor:
