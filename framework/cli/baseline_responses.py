@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
-from ..util.input_files import open_file
-from ..util.limits import RESPONSE_FILE_BYTES
 from ..util.output_files import replace_text
 from ..util.releases import release
 
@@ -51,7 +49,7 @@ def baseline_responses(
         UsageError: prompts that cannot be read, or a file that cannot be written.
     """
     from ..models.device import pick_device, pick_dtype
-    from ..models.digests import model_sha256, settings_sha256
+    from ..models.digests import model_sha256, settings_sha256, weights_sha256
     from ..models.resolve import resolve
     from ..recipe.prompts import load_prompts, refuse_constraints
     from ..util.output_files import cache_dir
@@ -74,9 +72,7 @@ def baseline_responses(
     ]
     key, folder = _digest(json.dumps(key_parts, sort_keys=True).encode()), cache_dir() / "responses"
     for path in folder.glob(f"{key}-*.jsonl"):
-        with open_file(path, RESPONSE_FILE_BYTES) as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
-        if digest == path.stem.partition("-")[2]:
+        if weights_sha256(path)[:16] == path.stem.partition("-")[2]:
             log(f"using {len(rows)} cached responses of {target}: {path}")
             return path
         log(f"the cached responses {path} are damaged; decoding them again")
