@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import CrossdraftError, UsageError, printable
+from ..errors import CrossdraftError, UsageError, printable, quoted
 from ..models.chat import render_messages, template_message
 from ..models.segments import MARKERS
 from ..models.tokenizer import TokenizerOf
 
 #: Keys of the thinking of a message: of vLLM and SGLang; of newer vLLM and OpenRouter; of gpt-oss' template and Ollama.
 THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")
+#: Fields with text that the model generated; further ones of this kind are not understood.
+GENERATED_KEYS = (*THINKING_KEYS, "content", "refusal", "tool_calls", "function_call")
+_UNKNOWN = re.compile("think|thought|reasoning|analysis|call|audio|image")
 _REMEDY = "record token ids (vLLM: return_token_ids)"
 
 
@@ -89,8 +93,10 @@ class Message:
         refusal = fields.get("refusal")
         if refusal and content:
             raise UsageError("the message has content and a refusal; give the one that the model generated")
-        if other := next((key for key in ("audio", "images") if fields.get(key)), None):
-            raise UsageError(f"the message has {other!r}, and replay reads text only")
+        for key in fields.keys() - GENERATED_KEYS:
+            # OpenRouter repeats the thinking in its details.
+            if fields[key] and _UNKNOWN.search(key) and not (thinking and key == "reasoning_details"):
+                raise UsageError(f"the message has {quoted(key)}, which replay does not read; {_REMEDY}")
         calls = list(fields.get("tool_calls") or ())
         calls += [{"type": "function", "function": call} for call in [fields.get("function_call")] if call]
         if not all(_is_call(call) for call in calls):

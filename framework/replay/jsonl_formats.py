@@ -24,7 +24,7 @@ from ..errors import UsageError, quoted
 from ..models.chat import encode_messages, encode_text
 from ..util.input_files import UNPRINTABLE, flaw
 from ..util.limits import MOST_NAME, MOST_TOKENS
-from .generated_text import ChatRequest, Message
+from .generated_text import GENERATED_KEYS, ChatRequest, Message
 from .response import ParseContext, Response, UnknownTextError, log_probabilities, sampling_of, token_ids
 
 #: Assumption about a prompt whose tokens differ from those of its messages.
@@ -80,7 +80,7 @@ def _plain(context: ParseContext, row: dict[str, Any], where: str) -> Iterator[R
         if not isinstance(row.get("response"), str):
             raise UsageError(f"{where}: the response is missing; set 'response' (text) or 'tokens' (token ids)")
         try:
-            text = _text(context, {**row, "content": row["response"]}, request, bool(ended), where)
+            text = _text(context, _fields(row, row["response"]), request, bool(ended), where)
         except UnknownTextError as error:
             context.skip("whose generated tokens are unknown", str(error))
             return
@@ -96,7 +96,10 @@ def _plain(context: ParseContext, row: dict[str, Any], where: str) -> Iterator[R
     if recorded is not None:
         log_p = _as_sampled(context, log_probabilities(recorded, "logprobs", len(tokens), where), sampling)
     most = _most(row, where)
-    most = None if ended is False else most  # truncated at its length, for instance by the context length
+    if ids and _exceeds(context, tokens, most, where):
+        return
+    # Truncated at its length, for instance by the context length; or of another tokenization than the sampled one.
+    most = None if ended is False or len(tokens) > (most or 0) else most
     name, category = _name(row, "id", where) or where, _name(row, "category", where) or "all"
     continuation = row.get("continuation")
     continuation = () if continuation is None else token_ids(continuation, "continuation", where)
@@ -149,13 +152,23 @@ def _choices(
         elif ended and tokens and tokens[-1] not in context.tokenizer(choice_where).eos_token_ids:
             context.assumed[WITHOUT_END] += 1
             ended = False
-        limit = most if ended else None
+        if choice.get("token_ids") is not None and _exceeds(context, tokens, most, choice_where):
+            continue
+        limit = most if ended and len(tokens) <= (most or 0) else None
         responses.append(Response(name, category, prompt, tokens, log_p, bool(ended), limit, sampling, choice_where))
     ids = all(choice.get("token_ids") is not None for choice in choices)
     cut = not all(response.ended for response in responses)
     every = [response.tokens for response in responses]
     if len(responses) < len(choices) or _is_as_counted(context, body, every, ids=ids, cut=cut, where=where):
         yield from responses
+
+
+def _exceeds(context: ParseContext, tokens: Sequence[int], most: int | None, where: str) -> bool:
+    """True if recorded tokens are more than the request permitted; they are counted as skipped."""
+    if most is None or len(tokens) <= most:
+        return False
+    context.skip("with more tokens than max_tokens", f"{where}: {len(tokens)} tokens, but max_tokens is {most}")
+    return True
 
 
 def _is_as_counted(
@@ -174,18 +187,19 @@ def _is_as_counted(
         cut: one may lack its end-of-sequence token.
     """
     usage = body.get("usage")
-    counted = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    if counted is None:
+    usage = usage if isinstance(usage, dict) else {}
+    key = "completion_tokens" if usage.get("completion_tokens") is not None else "output_tokens"
+    if (counted := usage.get(key)) is None:
         return True
     if type(counted) is not int or counted < 0:
-        raise UsageError(f"{where}: 'usage.completion_tokens' is {quoted(counted)}; it must be a number of tokens")
+        raise UsageError(f"{where}: 'usage.{key}' is {quoted(counted)}; it must be a number of tokens")
     size = sum(map(len, choices))
     difference = abs(counted - size)
     few = _FEW_IDS if ids else _FEW_TOKENS + _FEW_OF_TEXT * counted
     if difference > few * len(choices):
         context.skip(
             "with more or fewer tokens than the server counted",
-            f"{where}: {size} tokens would be replayed, but usage.completion_tokens is {counted}; record token ids",
+            f"{where}: {size} tokens would be replayed, but usage.{key} is {counted}; record token ids",
             len(choices),
         )
         return False
@@ -210,7 +224,7 @@ def _choice_tokens(
         return token_ids([int(piece[9:19]) for piece in pieces], "logprobs", where)
     fields = choice.get("message")
     if not isinstance(fields, dict):
-        fields = {**choice, "content": choice["text"]} if isinstance(choice.get("text"), str) else choice
+        fields = _fields(choice, choice["text"]) if isinstance(choice.get("text"), str) else {}
     if pieces is None:
         return _encoded(context, _text(context, fields, request, ended, where), where)
     message = _message(fields, where)
@@ -270,6 +284,11 @@ def _text(context: ParseContext, fields: Mapping[str, Any], request: ChatRequest
         raise UnknownTextError(str(_at(error, where))) from None
     context.assumed["with thinking or calls in fields of their own, put together by the target's chat template"] += 1
     return text
+
+
+def _fields(row: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """The fields of a message that a row without one has."""
+    return {**{key: row.get(key) for key in GENERATED_KEYS}, "content": text}
 
 
 def _message(fields: Mapping[str, Any], where: str) -> Message:

@@ -126,7 +126,13 @@ def test_text_is_that_of_the_chat_template(
         (R1, {**THOUGHT, "tool_calls": calls("f")}, {}, r"has thinking in a field of its own"),
         (QWEN, {**THOUGHT, "reasoning": "other"}, {}, r"has different texts as reasoning_content, reasoning, thinking"),
         (QWEN, {"content": "yes", "refusal": "no"}, {}, r"has content and a refusal"),
-        (QWEN, {"content": None, "audio": {"id": "a"}}, {}, r"has 'audio', and replay reads text only"),
+        (QWEN, {"content": None, "audio": {"id": "a"}}, {}, r"has 'audio', which replay does not read"),
+        (
+            QWEN,
+            {"content": "yes", "reasoning_details": [{"text": "So"}]},
+            {},
+            r"has 'reasoning_details', which replay does",
+        ),
         (QWEN, {"content": [{"type": "image_url"}]}, {}, r"content must be a string or a list of parts of type text"),
         (QWEN, {"tool_calls": calls("f")}, {"reason": "length"}, r"a truncated response with calls cannot be rendered"),
         (QWEN, {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, {}, r"arguments are a JSON object"),
@@ -207,5 +213,9 @@ def test_ids_are_as_many_as_the_server_counted(tmp_path: Path, tokens: int, mess
         result, _, reading = read(tmp_path, PLAIN, one, {"prompt": [5], "tokens": [5]})
         assert len(result) == (1 if message == "skipped" else 2)
         assert any("server counted" in what and message in what for what in reading.assumed) == bool(message)
+    with pytest.raises(UsageError, match=r"3 tokens, but max_tokens is 2"):
+        read(tmp_path, PLAIN, {"prompt": [5], "max_tokens": 2} | plain)
+    with pytest.raises(UsageError, match=r"3 tokens, but max_tokens is 2"):
+        read(tmp_path, PLAIN, {"prompt": [5], "max_tokens": 2, "choices": [choice]})
     with pytest.raises(UsageError, match=r"'usage.completion_tokens' is '3'; it must be a number"):
         read(tmp_path, PLAIN, row | plain | {"usage": {"completion_tokens": "3"}})
