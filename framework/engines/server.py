@@ -76,7 +76,7 @@ class ServedCell:
         target: directory or file of the target.
         dtype: of the target, or ``"auto"``.
         batch_size: maximum number of concurrent requests.
-        length: maximum number of tokens of a sequence, prompt included.
+        length: maximum number of tokens of a sequence, prompt and two drafts included, within the target's context.
         gamma: maximum number of drafted tokens per step; 0 without speculation.
         flags: arguments that set up speculation, see `Engine.export`.
         end_tokens: end-of-sequence ids of the target.

@@ -77,6 +77,7 @@ class Response(BaseModel):
     finish_reason: str | None = None
     logprobs: list[float | None] | None = None
     difference: Difference | None = None
+    arrivals: list[int] = []
 
 
 class _Cpu(BaseModel):

@@ -16,7 +16,7 @@ from server_thread import serving
 from crossdraft.framework import plugins
 from crossdraft.framework.bench.cells.engine_cell import AFTER, BEFORE, RESPONSES, piece_of, served_flags
 from crossdraft.framework.cli import main as cli
-from crossdraft.framework.cli.verify_engine.checks import CellCheck, CounterCheck, counted
+from crossdraft.framework.cli.verify_engine.checks import CellCheck, CounterCheck, counted, step_mates
 from crossdraft.framework.cost.served_cost import cost_tables
 from crossdraft.framework.engines.server import ServedResponse, ServedStep, _grouped
 from crossdraft.framework.errors import UsageError
@@ -113,6 +113,53 @@ def test_verified_engine(tmp_path: Path, recipe: Any, servers: tuple[str, str], 
     assert cli.main(["verify-engine", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["cells"] == cells
     assert cli.main(["verify-engine", str(run), "--limit", "2"]) == 2
+
+
+def test_recorded_response_that_is_impossible(tmp_path: Path, recipe: Any, servers: Any, capsys: Any) -> None:
+    assert cli.main(["verify-engine", recipe(*servers, prompts=2), "--out", str(tmp_path / "runs")]) == 0
+    files = tmp_path.glob("runs/*/cells/prompt-lookup*/responses.jsonl")
+    (file,) = [file for file in files if "arrivals" in file.read_text()]
+    original = file.read_text()
+    first, *rest = map(json.loads, original.splitlines())
+    for change in (
+        {"tokens": [10**6, *first["tokens"][1:]]},
+        {"tokens": [2, *first["tokens"][1:]]},
+        {"finish_reason": "stop"},
+    ):
+        file.write_text("".join(json.dumps(line) + "\n" for line in [first | change, *rest]))
+        assert cli.main(["verify-engine", str(file.parents[2])]) == 2
+        assert "impossible" in capsys.readouterr().err
+
+
+def test_first_step_that_differs_is_described(tmp_path: Path, recipe: Any, target: str, capsys: Any) -> None:
+    """A server with shorter n-grams: its drafts are printed beside those of the recipe, and that the text is right."""
+    options = ("--target", target, "--slots", "2", "--max-new-tokens", "64")
+    other = DRAFTER.replace("max_ngram: 2", "max_ngram: 2, match: first")
+    with serving(*options, "--drafter", other) as drafting, serving(*options, "--drafter", "none") as plain:
+        code = cli.main(["verify-engine", recipe(drafting.url, plain.url), "--out", str(tmp_path / "runs")])
+    output = capsys.readouterr().out
+    assert code == 1 and "steps differ from replay" in output
+    assert "the drafter proposes" in output and "the response continues" in output and "in that step" in output
+    assert "the text is not affected" in output
+
+
+def test_requests_of_a_step() -> None:
+    """Steps of 10: b joins in the step before, c ends in it, d is in neither."""
+    lines: list[dict[str, Any]] = [
+        {"question_id": "a", "arrivals": [0, 10, 20, 30]},
+        {"question_id": "b", "arrivals": [11, 21, 29]},
+        {"question_id": "c", "arrivals": [1, 9]},
+        {"question_id": "d", "arrivals": [100, 110]},
+        {"question_id": "e"},
+    ]
+    firsts = [[0, 1, 4, 6], [0, 1, 2], [0, 1], [0, 1], [0]]
+    assert step_mates(lines, firsts, 0, 4) == (["b (token 1)"], ["b (joins)", "c (ends)"])
+    assert (
+        step_mates(lines, firsts, 0, 5)
+        == step_mates(lines, firsts, 0, 0)
+        == step_mates(lines, firsts, 4, 0)
+        == ([], [])
+    )
 
 
 def test_another_target_is_not_verified(tmp_path: Path, recipe: Any, other: str, capsys: Any) -> None:

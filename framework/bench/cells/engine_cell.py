@@ -153,13 +153,15 @@ class EngineCell(PieceRunner):
         directory, engine = Path(self._folder.name), _engine(config)
         cls = plugins.get("servers", engine.name)
         flags, _ = served_flags(config, directory)
+        # vLLM drafts for no row of a batch if the longest one, its draft and another draft do not fit.
+        most = length + (self.depth + 1 if self.depth else 0)
         served = ServedCell(
             target=resolve(config.target).path,
             dtype=config.dtype,
             sampling=config.sampling,
             seed=config.seed,
             batch_size=config.batch_size,
-            length=length if self._context is None else min(length, self._context),
+            length=most if self._context is None else min(most, self._context),
             gamma=self.depth,
             flags=flags,
             end_tokens=target.eos_token_ids,
@@ -208,6 +210,15 @@ class EngineCell(PieceRunner):
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         return responses
+
+    def run(self, conversations: Sequence[Conversation]) -> PieceResult:
+        """Measure a piece. Adds ``arrivals`` to its responses: of each step, in microseconds since the epoch."""
+        result, epoch = super().run(conversations), time.time() - time.perf_counter()
+        served = [response for turn in self._turns for response in turn]
+        for line, response in zip(result.responses, served, strict=True):
+            start = epoch + response.sent
+            line["arrivals"] = [round(1e6 * (start + step.seconds)) for step in response.steps]
+        return result
 
     @contextmanager
     def _measured(self, result: PieceResult) -> Iterator[None]:

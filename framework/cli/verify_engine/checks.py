@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ... import plugins
 from ...certificate.greedy_text import GreedyText, positions, token_gaps
 from ...contracts.sampling import Sampling
+from ...engines.response_checks import response_flaw
+from ...errors import UsageError, printable
 from ...models.rounding import tie_of
 
 if TYPE_CHECKING:
     from ...certificate.samples.sampler_verdict import Verdict
     from ...contracts.models import LoadedModel
+    from ...contracts.steps import StepEvent
     from ...metrics.counter_definitions import CounterDefinition
     from ...recipe.recipe import CellConfig
     from ...replay.engine_counts import EngineCounts
@@ -59,12 +63,34 @@ class CounterCheck:
         return low - _ROUNDING <= self.accepted <= high + _ROUNDING
 
 
+@dataclass(frozen=True)
+class UnequalStep:
+    """A step that accepted another number of tokens than replay.
+
+    Attributes:
+        index: number of the response.
+        token: index of the step's first token in it.
+        emitted: tokens of the response from there on, at most one more than a draft has.
+        drafted: tokens that the drafter proposes there; empty if they depend on random numbers.
+        others: the other requests in the step, and those in the step before it, at whose end the engine drafted, each
+            with the token that it was at.
+    """
+
+    index: int
+    token: int
+    emitted: Sequence[int]
+    drafted: Sequence[int]
+    others: tuple[Sequence[str], Sequence[str]]
+
+
 @dataclass
 class CellCheck:
     """Results of the checks of one cell; None for one that does not apply.
 
     Attributes:
         draws_to_show: if the check of the distribution failed, the number of draws after which the difference showed.
+        first: the first step that differs from replay.
+        other_traffic: see `Metrics.other_traffic`; the counters are not compared then.
     """
 
     config: CellConfig
@@ -73,6 +99,8 @@ class CellCheck:
     distribution: Verdict | None = None
     text: GreedyText | None = None
     draws_to_show: int | None = None
+    first: UnequalStep | None = None
+    other_traffic: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def outcome(self) -> str:
@@ -117,19 +145,123 @@ def check_cell(
     """
     config, responses = result.config, responses_of(cell, result.config)
     check = CellCheck(config)
+    refuse_impossible(result, responses, target, cell)
     if config.sampling.temperature == 0:
         check.text = greedy_text(responses, target)
     else:
         check.distribution, check.draws_to_show = distribution(responses, target, config.sampling, deviation, seed)
     if not config.is_baseline:
-        check.steps, counts = served_steps(result, responses, trust)
-        # Counters that contain other requests are not compared.
-        foreign = result.metrics is not None and result.metrics.other_traffic
-        accepted = None if foreign else counted(config, scrapes, len(responses))
+        check.steps, counts, first = served_steps(result, responses, trust)
+        if result.metrics is not None:
+            check.other_traffic = result.metrics.other_traffic
+        accepted = None if check.other_traffic else counted(config, scrapes, len(responses))
+        if first is not None:
+            check.first = describe(result, responses, first, check.steps.unequal[0][1], target)
         if accepted is not None and counts is not None:
             deviation = math.sqrt(check.steps.variance)
             check.counters = CounterCheck(accepted, counts.accepted, counts.unknown, deviation)
     return check
+
+
+def refuse_impossible(result: CellResult, responses: Sequence[Response], target: LoadedModel, cell: Path) -> None:
+    """Raise UsageError for a recorded response that no server can return, see `response_checks`."""
+    config = result.config
+    size = target.model.get_output_embeddings().weight.shape[0]
+    for line, response, steps in zip(result.responses, responses, _emitted(result), strict=True):
+        most = config.max_new_tokens
+        if target.context_length is not None:
+            most = min(most, target.context_length - len(response.prompt))
+        flaw = response_flaw(
+            line["tokens"],
+            [len(line["tokens"]) - sum(steps), *steps],
+            line["finish_reason"],
+            gamma=result.metrics.depth if result.metrics else 0,
+            max_tokens=most,
+            end_tokens=target.eos_token_ids,
+            vocab_size=size,
+        )
+        if flaw:
+            name = printable(str(line["question_id"]))
+            raise UsageError(f"{cell}: the response to prompt {name!r} is impossible: {flaw}; measure the cell again")
+
+
+def describe(
+    result: CellResult, responses: Sequence[Response], index: int, token: int, target: LoadedModel
+) -> UnequalStep:
+    """Describe the step of response ``index`` that emitted ``token`` first: its draft, and the requests beside it."""
+    depth = result.metrics.depth if result.metrics else 1
+    response = responses[index]
+    return UnequalStep(
+        index,
+        token,
+        response.tokens[token : token + depth + 1],
+        drafted_tokens(result.config, target, [*response.prompt, *response.tokens[:token]], depth),
+        step_mates(result.responses, first_tokens(result), index, token),
+    )
+
+
+def drafted_tokens(config: CellConfig, target: LoadedModel, prefix: list[int], depth: int) -> list[int]:
+    """Tokens that a cell's drafter proposes after ``prefix`` at temperature 0; empty at other temperatures."""
+    from ...api.generate import generate
+
+    if config.sampling.temperature:
+        return []
+    definition = _definition(config)
+    options = definition.drafter_options.get(config.drafter.name, {}) if definition is not None else {}
+    drafts: list[list[int]] = []
+
+    def record(event: StepEvent) -> None:
+        drafts.append(event.draft.tokens[0, : int(event.draft.count[0])].tolist())
+
+    drafter = {"name": config.drafter.name, **config.drafter.config, **options}
+    generate(target, [prefix], drafter=drafter, temperature=0, max_new_tokens=depth + 1, on_step=record)
+    return drafts[0]
+
+
+def first_tokens(result: CellResult) -> list[list[int]]:
+    """Index of the first token of every step, the prefill included, by response."""
+    emitted = _emitted(result)
+    return [
+        [0, *accumulate(steps[:-1], initial=len(line["tokens"]) - sum(steps))] if steps else [0]
+        for line, steps in zip(result.responses, emitted, strict=True)
+    ]
+
+
+def _emitted(result: CellResult) -> list[list[int]]:
+    """Tokens of every step after the prefill, by response."""
+    steps: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for record in result.records:
+        steps[record.question_id, record.turn].append(record.emitted)
+    return [steps[str(line["question_id"]), line["turn"]] for line in result.responses]
+
+
+def step_mates(
+    lines: Sequence[Mapping[str, Any]], firsts: Sequence[Sequence[int]], index: int, token: int
+) -> tuple[list[str], list[str]]:
+    """The other requests in the step of response ``index`` that emitted ``token`` first, and in the step before it.
+
+    The tokens of one step arrive at about the same time, within half of that step. Empty if times are unknown.
+
+    Args:
+        lines: responses as recorded, with ``arrivals``.
+        firsts: index of the first token of every step, by response.
+    """
+    arrivals = [line.get("arrivals", []) for line in lines]
+    if token not in firsts[index][1:] or len(arrivals[index]) != len(firsts[index]):
+        return [], []
+    step = firsts[index].index(token)
+    before, now = arrivals[index][step - 1 : step + 1]
+    sides: tuple[list[str], list[str]] = [], []
+    for side, moment in zip(sides, (now, before), strict=True):
+        for i, times in enumerate(arrivals):
+            if i == index or not times or len(times) != len(firsts[i]):
+                continue
+            distances = [abs(time - moment) for time in times]
+            k = distances.index(min(distances))
+            if distances[k] <= (now - before) / 2:
+                events = ["joins"] * (k == 0) + ["ends"] * (k == len(times) - 1) or [f"token {firsts[i][k]}"]
+                side.append(f"{lines[i]['question_id']} ({', '.join(events)})")
+    return sides
 
 
 def counted(config: CellConfig, scrapes: Path, responses: int) -> float | None:
@@ -160,10 +292,11 @@ def _definition(config: CellConfig) -> CounterDefinition | None:
 
 def served_steps(
     result: CellResult, responses: Sequence[Response], trust: Iterable[str]
-) -> tuple[ServedSteps, EngineCounts | None]:
+) -> tuple[ServedSteps, EngineCounts | None, int | None]:
     """Compare the steps of a cell with replay; count them by the engine's definition, if there is one.
 
-    The first token of a response comes from the engine's prefill.
+    The first token of a response comes from the engine's prefill. The last value is the index of the first response
+    with a step that differs; None without one.
     """
     from ...recipe.recipe import Strategy
     from ...replay.acceptance_formulas import survival
@@ -172,6 +305,7 @@ def served_steps(
     from ..replay.candidates import candidates_of
 
     config = result.config
+    own = [i for i, response in enumerate(responses) if len(response.tokens) > 1]
     later = [
         replace(
             response,
@@ -180,8 +314,7 @@ def served_steps(
             log_p=None,
             most=None if response.most is None else response.most - 1,
         )
-        for response in responses
-        if len(response.tokens) > 1
+        for response in (responses[i] for i in own)
     ]
     records = defaultdict(list)
     for record in result.records:
@@ -203,15 +336,18 @@ def served_steps(
     inferred = plugins.get("servers", config.engine.name).tokens_per_event if config.engine else False
     steps = ServedSteps()
     counts = None if definition is None else EngineCounts(definition, candidate.depth)
-    for response, scores in zip(later, candidate.scores(later), strict=True):
+    first: int | None = None
+    for i, response, scores in zip(own, later, candidate.scores(later), strict=True):
         turn = turns[response.id]
         turns[response.id] += 1
         at_least = survival(verifier, scores)[1]
         steps.add(response.id, records[response.id, turn], at_least, inferred)
+        if first is None and steps.unequal:
+            first = i
         if counts is not None:  # no step starts at the prefill's token
             padded, lengths = np.pad(at_least, ((1, 0), (0, 0))), np.pad(scores.lengths, (1, 0))
             counts.add(padded, lengths, len(response.tokens) + 1, config.max_new_tokens)
-    return steps, counts
+    return steps, counts, first
 
 
 def distribution(

@@ -189,6 +189,7 @@ def _reasons(check: CellCheck) -> list[str]:
             f"{pair}: {len(check.steps.unequal)} steps differ from replay; the first is of prompt {name!r} at token "
             f"{token}: {tau} accepted, {expected} in replay"
         )
+        lines += _first_step(check)
     elif check.steps is not None and check.outcome == "no" and check.steps.p_value < 1e-3:
         lines.append(f"{pair}: the accepted tokens differ from replay by {check.steps.z:+.1f} standard errors")
     if check.counters is not None and not check.counters.agrees:
@@ -197,6 +198,8 @@ def _reasons(check: CellCheck) -> list[str]:
             f"{pair}: the server counted {check.counters.accepted:.0f} accepted tokens; by its definition replay "
             f"expects {low:.1f} to {high:.1f}"
         )
+    if check.other_traffic:
+        lines.append(f"{pair}: the counters are not compared, because the server served other requests, too")
     if check.text is not None and check.text.other:
         name, token, gap = check.text.other[0]
         lines.append(
@@ -210,6 +213,20 @@ def _reasons(check: CellCheck) -> list[str]:
         lines.append(
             f"{pair}: {more} more draws decide TV {check.distribution.deviation:g}; raise limit or max_new_tokens"
         )
+    return lines
+
+
+def _first_step(check: CellCheck) -> list[str]:
+    """The draft of the first step that differs, the requests beside it, and its effect on the text."""
+    if (first := check.first) is None:
+        return []
+    drafted = " ".join(map(str, first.drafted)) or "unknown"
+    lines = [f"  the drafter proposes {drafted} there; the response continues {' '.join(map(str, first.emitted))}"]
+    now, before = (", ".join(names) or "none" for names in first.others)
+    if any(first.others):
+        lines.append(f"  other requests in that step: {now}; in the step before it, where engines draft: {before}")
+    if check.text is not None and not check.text.other:
+        lines.append("  the text is not affected: all responses are the target's greedy text")
     return lines
 
 
@@ -227,5 +244,6 @@ def _json(checks: list[CellCheck], failed: list[str]) -> dict[str, Any]:
         row["counters"] = None if check.counters is None else asdict(check.counters)
         row["text"] = None if check.text is None else asdict(check.text)
         row["distribution"] = None if check.distribution is None else asdict(check.distribution)
+        row["first_unequal_step"] = None if check.first is None else asdict(check.first)
         rows.append(row | {"draws_to_show": check.draws_to_show})
     return {"cells": rows, "failed": failed}
