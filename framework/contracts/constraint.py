@@ -36,8 +36,7 @@ class Constraint(Options):
     def _one_form(self) -> Constraint:
         if sum(getattr(self, kind) is not None for kind in KINDS) != 1:
             raise ValueError(f"needs exactly one of {', '.join(KINDS)}")
-        kind = next(kind for kind in KINDS if getattr(self, kind) is not None)
-        language = getattr(self, kind)
+        language = getattr(self, self.kind)
         if self.choice is not None:
             if not self.choice or "" in self.choice:
                 raise ValueError("choice must be a list of texts, none of them empty")
@@ -57,19 +56,23 @@ class Constraint(Options):
         except (TypeError, ValueError) as error:
             raise ValueError(f"json_schema is not JSON: {error}") from None
         if reason := CONSTRAINT_BYTES.refusal(size):
-            raise ValueError(f"{kind} has {size} bytes; {reason}")
+            raise ValueError(f"{self.kind} has {size} bytes; {reason}")
         return self
 
     def __str__(self) -> str:
         """Title in tables: form and language, shortened, or the title of a schema."""
-        kind = next(kind for kind in KINDS if getattr(self, kind) is not None)
-        language = getattr(self, kind)
+        language = getattr(self, self.kind)
         title = language.get("title") if isinstance(language, dict) else None
         masks = "" if self.mask_drafts else ", drafts not masked"
-        return f"{kind} {title if isinstance(title, str) else quoted(language, 40)}{masks}"
+        return f"{self.kind} {title if isinstance(title, str) else quoted(language, 40)}{masks}"
 
     def __hash__(self) -> int:  # schemas are dicts, which pydantic cannot hash
         return hash(self.key)
+
+    @property
+    def kind(self) -> str:
+        """Name of the form that is given."""
+        return next(kind for kind in KINDS if getattr(self, kind) is not None)
 
     @property
     def key(self) -> str:

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ..contracts.constraint import KINDS, Constraint
+from ..contracts.constraint import Constraint
 from ..contracts.models import LoadedModel
 from ..errors import ModelError, UsageError, first_line, printable
 from ..util.extras import need
@@ -24,6 +24,8 @@ _DEAD_END = "NoExtensionBias"
 _MOST_FAILURES = 4
 #: Stack of a compilation, which recurses along the references of a grammar.
 _STACK_BYTES = 512 * 2**20
+#: Tokens that a constraint leaves no choice about, at its beginning, which are tried when it is compiled.
+_MOST_IMPLIED = 64
 #: Characters shown of each end of a long line in a message of llguidance.
 _SHOWN = 100
 _stack_size = threading.Lock()
@@ -144,24 +146,22 @@ def compile_constraint(constraint: Constraint, target: LoadedModel, vocab_size: 
     need("a constraint", "constrain", "llguidance")
     from llguidance import LLMatcher, LLParserLimits
 
-    kind = next(kind for kind in KINDS if getattr(constraint, kind) is not None)
     tokenizer, limits = _tokenizer(target, vocab_size), LLParserLimits(verbose_errors=False)
+    source = llguidance_source(constraint)
 
     def compiled() -> Any:
-        return _with_deep_stack(lambda: LLMatcher(tokenizer, text, log_level=0, limits=limits))
+        return _with_deep_stack(lambda: LLMatcher(tokenizer, source, log_level=0, limits=limits))
 
-    try:
-        text = _source(constraint)
-        grammar = TokenGrammar(compiled, vocab_size, constraint.mask_drafts)
-        problem = grammar.compiled.get_error()
-    except ValueError as error:
-        problem = first_line(error)
-    if problem:
-        raise UsageError(f"the constraint's {kind} cannot be compiled: {_in_one_line(problem)}; correct it")
+    grammar = TokenGrammar(compiled, vocab_size, constraint.mask_drafts)
+    if problem := grammar.compiled.get_error():
+        raise _not_compiled(constraint, problem)
     matcher = grammar.matcher()
+    while (implied := matcher.implied(_MOST_IMPLIED)) and all(map(matcher.advance, implied)):
+        if len(implied) == _MOST_IMPLIED:
+            break
     if not matcher.accepting and not matcher.permitted().any():
         reason = matcher.failure or f"no text matches it that the tokens of {target.name} can spell"
-        raise UsageError(f"the constraint's {kind} permits no response: {reason}; correct it")
+        raise UsageError(f"the constraint's {constraint.kind} permits no response: {reason}; correct it")
     return grammar
 
 
@@ -184,19 +184,26 @@ def _in_one_line(message: str) -> str:
     return " ".join(line for line in lines if line.strip(" ^"))
 
 
-def _source(constraint: Constraint) -> str:
-    """The grammar as llguidance reads it."""
+def llguidance_source(constraint: Constraint) -> str:
+    """The grammar as llguidance reads it. Raises UsageError if a schema has a value that llguidance cannot read."""
     from llguidance import LLMatcher
 
     if (schema := constraint.json_schema) is not None:
         schema = json.loads(schema) if isinstance(schema, str) else schema
-        return LLMatcher.grammar_from_json_schema({} if schema is True else schema, defaults=_JSON)
+        try:
+            return LLMatcher.grammar_from_json_schema({} if schema is True else schema, defaults=_JSON)
+        except ValueError as error:
+            raise _not_compiled(constraint, first_line(error)) from None
     if constraint.regex is not None:
         return LLMatcher.grammar_from_regex(constraint.regex)
     if constraint.grammar is not None:
         return LLMatcher.grammar_from_lark(constraint.grammar)
     # Not alternatives of a grammar: llguidance limits their number, and follows each of them.
     return LLMatcher.grammar_from_regex("|".join(map(_literal, constraint.choice or ())))
+
+
+def _not_compiled(constraint: Constraint, problem: str) -> UsageError:
+    return UsageError(f"the constraint's {constraint.kind} cannot be compiled: {_in_one_line(problem)}; correct it")
 
 
 def _literal(text: str) -> str:
@@ -206,19 +213,26 @@ def _literal(text: str) -> str:
 
 def _tokenizer(target: LoadedModel, vocab_size: int) -> Any:
     """The target's tokenizer in the form of llguidance, which takes half a second to make and is kept."""
-    from llguidance import hf
+    from llguidance import LLTokenizer
 
+    kept = _TOKENIZERS.setdefault(target.tokenizer, {}) if target.tokenizer is not None else {}
+    if vocab_size not in kept:
+        text = serialized_tokenizer(target, vocab_size)
+        try:
+            kept[vocab_size] = LLTokenizer(text["tokenizer"], n_vocab=text["vocab_size"], eos_token=text["eos"])
+        except ValueError as error:
+            reason = f"llguidance cannot read the tokenizer of {target.name}: {first_line(error)}"
+            raise ModelError(f"{reason}; use a target with a byte-level or byte-fallback tokenizer") from None
+    return kept[vocab_size]
+
+
+def serialized_tokenizer(target: LoadedModel, vocab_size: int) -> dict[str, Any]:
+    """The tokenizer as JSON, its vocabulary size and its end-of-sequence ids. Raises ModelError without a fast one."""
     tokenizer = target.tokenizer
     if tokenizer is None or not hasattr(tokenizer, "backend_tokenizer"):
         raise ModelError(f"a constraint needs a fast tokenizer, and {target.name} has none; use another target")
     if not target.eos_token_ids:
         raise ModelError(f"a constraint ends with an end-of-sequence token, and {target.name} has none")
-    kept = _TOKENIZERS.setdefault(tokenizer, {})
-    if vocab_size not in kept:
-        size = max(vocab_size, len(tokenizer))
-        try:
-            kept[vocab_size] = hf.from_tokenizer(tokenizer, n_vocab=size, eos_token=list(target.eos_token_ids))
-        except ValueError as error:
-            reason = f"llguidance cannot read the tokenizer of {target.name}: {first_line(error)}"
-            raise ModelError(f"{reason}; use a target with a byte-level or byte-fallback tokenizer") from None
-    return kept[vocab_size]
+    text = json.loads(tokenizer.backend_tokenizer.to_str()) | {"padding": None, "truncation": None}
+    size = max(vocab_size, len(tokenizer))
+    return {"tokenizer": json.dumps(text), "vocab_size": size, "eos": list(target.eos_token_ids)}

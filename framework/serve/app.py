@@ -20,12 +20,13 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from ..api.output_processor import Output
-from ..contracts.steps import Chunk
+from ..contracts.steps import Chunk, Request
 from ..contracts.steps import Response as DecodedResponse
 from ..errors import CrossdraftError, first_line
-from ..util.input_files import parse_json
-from ..util.limits import BODY_BYTES
+from ..util.input_files import nested_too_deeply, parse_json
+from ..util.limits import BODY_BYTES, MOST_NESTING
 from .access import AccessControl
+from .constraint_compiler import ConstraintCompiler
 from .decoder_pool import DecoderPool
 from .errors import error_object, error_response
 from .protocol import CompletionRequest, InvalidRequestError, parse_request
@@ -75,6 +76,7 @@ def application(pool: DecoderPool, worker: Worker, *, loopback: bool = True, api
     """The ASGI application; its lifespan starts and closes the worker."""
     # Bodies are parsed and tokenized off the event loop, in one thread: tokenizers may not be thread-safe.
     parser = ThreadPoolExecutor(1, thread_name_prefix="requests")
+    compiler = ConstraintCompiler(pool.target, pool.decoder.target.vocab_size)
 
     async def health(_: HttpRequest) -> Response:
         return JSONResponse(worker.stats, 200 if worker.alive else 503)
@@ -86,16 +88,17 @@ def application(pool: DecoderPool, worker: Worker, *, loopback: bool = True, api
         )
 
     async def chat(http: HttpRequest) -> Response:
-        return await _complete(pool, worker, parser, http, chat=True)
+        return await _complete(pool, worker, parser, compiler, http, chat=True)
 
     async def completions(http: HttpRequest) -> Response:
-        return await _complete(pool, worker, parser, http, chat=False)
+        return await _complete(pool, worker, parser, compiler, http, chat=False)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         worker.start()
         yield
         parser.shutdown(wait=False, cancel_futures=True)
+        compiler.close()
         await asyncio.to_thread(worker.close)
 
     routes = [
@@ -122,7 +125,13 @@ async def _internal_error(_: HttpRequest, error: Exception) -> Response:
 
 
 async def _complete(
-    pool: DecoderPool, worker: Worker, parser: ThreadPoolExecutor, http: HttpRequest, *, chat: bool
+    pool: DecoderPool,
+    worker: Worker,
+    parser: ThreadPoolExecutor,
+    compiler: ConstraintCompiler,
+    http: HttpRequest,
+    *,
+    chat: bool,
 ) -> Response:
     loop = asyncio.get_running_loop()
     queue = ChunkQueue(loop)
@@ -134,10 +143,11 @@ async def _complete(
                 "send fewer at a time",
                 "prompt",
             )
+        prompts = await _constrained(compiler, request)
         tokenizer = pool.target.tokenizer
         special = request.call_format is not None
-        outputs = [Output(tokenizer, request.stop, special=special) for _ in request.prompts]
-        jobs = worker.submit(queue, request.sampling, list(zip(request.prompts, outputs, strict=True)))
+        outputs = [Output(tokenizer, request.stop, special=special) for _ in prompts]
+        jobs = worker.submit(queue, request.sampling, list(zip(prompts, outputs, strict=True)))
     except InvalidRequestError as error:
         return error_response(str(error), error.status, error.param)
     except ClientDisconnect:
@@ -171,7 +181,21 @@ def _parse(pool: DecoderPool, data: bytes, chat: bool) -> CompletionRequest:
         body = parse_json(data.decode("utf-8"), "the request body", nan=False)
     except (CrossdraftError, UnicodeDecodeError) as error:
         raise InvalidRequestError(f"the request body must be JSON in UTF-8: {error}") from None
+    if nested_too_deeply(body):
+        raise InvalidRequestError(f"the request body is nested more than {int(MOST_NESTING)} deep")
     return parse_request(pool, body, chat=chat)
+
+
+async def _constrained(compiler: ConstraintCompiler, request: CompletionRequest) -> list[Request]:
+    """The prompts with their compiled constraint."""
+    if request.constraint is None:
+        return request.prompts
+    name, constraint = request.constraint
+    try:
+        grammar = await compiler.compile(constraint)
+    except CrossdraftError as error:
+        raise InvalidRequestError(f"{name}: {error}", name) from None
+    return [prompt._replace(constraint=grammar) for prompt in request.prompts]
 
 
 async def _events(request: CompletionRequest, builder: ResponseBuilder, queue: ChunkQueue) -> AsyncIterator[str]:

@@ -9,12 +9,11 @@ from typing import Any
 
 from ..api.generate import check_ids
 from ..api.generate_args import check_text, checked_sampling, stop_strings, whole
-from ..contracts.constraint import Constraint, Grammar, checked_constraint
+from ..contracts.constraint import Constraint, checked_constraint
 from ..contracts.sampling import Sampling
 from ..contracts.steps import Request
 from ..errors import CrossdraftError, UsageError, quoted
 from ..models.chat import encode_messages, encode_text, template_message
-from ..models.grammar import compile_constraint
 from .decoder_pool import DecoderPool
 from .tools import CallFormat, ToolCall, call_format, tool_call
 
@@ -84,6 +83,7 @@ class CompletionRequest:
         continuous_usage: every chunk has token counts.
         tool: the name of the function that the response must call.
         call_format: how calls that the model decides on are read from the response.
+        constraint: field and language of the responses, not yet compiled.
     """
 
     chat: bool
@@ -97,6 +97,7 @@ class CompletionRequest:
     token_ids: bool
     tool: str | None = None
     call_format: CallFormat | None = None
+    constraint: tuple[str, Constraint] | None = None
 
 
 def parse_request(pool: DecoderPool, body: Any, *, chat: bool) -> CompletionRequest:
@@ -122,7 +123,7 @@ def parse_request(pool: DecoderPool, body: Any, *, chat: bool) -> CompletionRequ
         calls = None if call is None or call.name is not None else call_format(pool.target, call.tools, parallel)
     except UsageError as error:
         raise InvalidRequestError(str(error), "tools" if str(error).startswith("tools") else "tool_choice") from None
-    grammar = _grammar(pool, fields, ignore_eos, call)
+    constraint = _constraint(fields, ignore_eos, call)
     include_usage, continuous_usage = _stream_options(fields, stream)
     key = "messages" if chat else "prompt"
     try:
@@ -144,7 +145,6 @@ def parse_request(pool: DecoderPool, body: Any, *, chat: bool) -> CompletionRequ
             name=key,
             most=_max_tokens(pool, fields, key, len(prompt)),
             eos=() if ignore_eos else None,
-            constraint=grammar,
         )
         for prompt in prompts
     ]
@@ -160,6 +160,7 @@ def parse_request(pool: DecoderPool, body: Any, *, chat: bool) -> CompletionRequ
         token_ids,
         None if call is None else call.name,
         calls,
+        constraint,
     )
 
 
@@ -241,12 +242,12 @@ def _stream_options(fields: Mapping[str, Any], stream: bool) -> tuple[bool, bool
     return _boolean(options, "include_usage"), _boolean(options, "continuous_usage_stats")
 
 
-def _grammar(pool: DecoderPool, fields: Mapping[str, Any], ignore_eos: bool, call: ToolCall | None) -> Grammar | None:
-    """The grammar of ``response_format``, of vLLM's ``structured_outputs``, or of a function's arguments."""
+def _constraint(fields: Mapping[str, Any], ignore_eos: bool, call: ToolCall | None) -> tuple[str, Constraint] | None:
+    """Field and language of ``response_format``, vLLM's ``structured_outputs``, or a function's arguments."""
     names = [name for name in ("response_format", "structured_outputs") if name in fields]
-    values = {name: _constraint(name, fields[name]) for name in names}
+    values = {name: _language(name, fields[name]) for name in names}
     if call is not None and call.name is not None:
-        values["tool_choice"] = checked_constraint({"json_schema": call.parameters}, "tool_choice")
+        values["tool_choice"] = _checked("tool_choice", {"json_schema": call.parameters})
     constraints = {name: constraint for name, constraint in values.items() if constraint is not None}
     if not constraints:
         return None
@@ -255,13 +256,10 @@ def _grammar(pool: DecoderPool, fields: Mapping[str, Any], ignore_eos: bool, cal
         raise InvalidRequestError(f"{' and '.join(constraints)} are both set; remove one of them", name)
     if ignore_eos:
         raise InvalidRequestError(f"{name} ends with an end-of-sequence token; remove ignore_eos", name)
-    try:
-        return compile_constraint(constraint, pool.target, pool.decoder.target.vocab_size)
-    except CrossdraftError as error:
-        raise InvalidRequestError(f"{name}: {error}", name) from None
+    return name, constraint
 
 
-def _constraint(name: str, value: Any) -> Constraint | None:
+def _language(name: str, value: Any) -> Constraint | None:
     """The constraint of a field; None for text."""
     options = {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else {}
     if name == "structured_outputs":
@@ -282,6 +280,10 @@ def _constraint(name: str, value: Any) -> Constraint | None:
             "object json_schema that has a schema",
             name,
         )
+    return _checked(name, constraint)
+
+
+def _checked(name: str, constraint: Mapping[str, Any]) -> Constraint | None:
     try:
         return checked_constraint(constraint, name)
     except UsageError as error:

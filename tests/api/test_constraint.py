@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from text_models import SCHEMA, WIDTH, is_valid, save_text_model
+from text_models import ENDLESS, SCHEMA, WIDTH, is_valid, save_text_model
 from tiny_models import save_model
 
 pytest.importorskip("llguidance", reason="constraints need the extra constrain")
@@ -136,9 +136,8 @@ def test_dead_ends_are_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize("index", [0, 1, 5, 7])
 def test_failed_constraints_end_their_own_output(names: list[str], target: LoadedModel, index: int) -> None:
     """Drafted tokens reach the failure before the output does."""
-    endless = {"type": "object", "properties": {"b": {"$ref": "#"}}, "required": ["b"]}
     dead_end = {"grammar": 'start: /[ab]/ ("c" | "z" T)\nT: /b/ & /c/'}
-    constraints = [dead_end] * 12 + [{"json_schema": endless}] * 2 + [{"regex": "[0-9]{3}"}] * 2
+    constraints = [dead_end] * 12 + [{"json_schema": ENDLESS}] * 2 + [{"regex": "[0-9]{3}"}] * 2
     options = {**OPTIONS, "drafter": drafters(names)[index], "batch_size": 6}
     with pytest.raises(NumericalError) as caught:
         generate(target, ["w"] * len(constraints), constraint=constraints, **options)

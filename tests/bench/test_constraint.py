@@ -92,7 +92,7 @@ def test_prompts_have_constraints_of_their_own(recipe: str, tmp_path: Path, monk
 def test_failed_constraints_end_their_own_response(recipe: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"an animal {i}", "constraint": {"choice": ["cat", "dog"]}} for i in range(3)]
-    rows[1]["constraint"] = {"grammar": 'start: "z" T\nT: /b/ & /c/'}  # T has no text
+    rows[1]["constraint"] = {"grammar": "start: /[ab]/ T\nT: /b/ & /c/"}  # T has no text
     file = tmp_path / "own.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     settings = [f"prompts={file}", "constraint=null", "verifiers=[token]", "drafters=[grammar]"]

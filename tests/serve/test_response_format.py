@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +20,17 @@ openai = pytest.importorskip("openai", reason="the endpoint is tested with the o
 from server_thread import RunningServer, serving  # noqa: E402
 
 from crossdraft.framework.errors import UsageError  # noqa: E402
+from crossdraft.framework.serve import constraint_compiler  # noqa: E402
 from crossdraft.framework.serve.tools import CallParser, call_format  # noqa: E402
 
 MESSAGES = [{"role": "user", "content": "a cat as JSON"}]
 #: Like those of Qwen3-Coder, the template reads the arguments of earlier calls as a mapping.
 ARGUMENTS = "{% for key, value in call.function.arguments | items %}{{ key }}={{ value }};{% endfor %}"
 CALLS = "{{ m.reasoning_content }}{% for call in m.tool_calls or [] %}" + ARGUMENTS + "{% endfor %}"
+SLOW = "the constraint's json_schema takes more than 1 s to compile; simplify it"
+NESTED: Any = "a"
+for _ in range(100):
+    NESTED = [NESTED]
 FORMAT = {"type": "json_schema", "json_schema": {"name": "animal", "strict": True, "schema": SCHEMA}}
 
 
@@ -208,6 +215,29 @@ def test_invalid_tools_are_refused(api: Any, names: list[str], fields: Any, sent
     assert sentence in caught.value.body["message"]
 
 
+def test_constraints_do_not_affect_other_clients(api: Any, names: list[str], monkeypatch: Any) -> None:
+    """One takes too long to compile, one fails while it is decoded; the others are answered meanwhile."""
+    monkeypatch.setattr(constraint_compiler, "MOST_SECONDS", 8.0)
+
+    def send(constraint: Any) -> Any:
+        fields = {"structured_outputs": constraint} if constraint else {}
+        try:
+            return api.completions.create(model=names[0], prompt="a", max_tokens=12, extra_body=fields).choices[0].text
+        except openai.APIStatusError as error:
+            return error
+
+    with ThreadPoolExecutor(8) as pool:
+        slow = pool.submit(send, {"json": {"type": "integer", "multipleOf": 999_983}})
+        failing = [pool.submit(send, {"grammar": 'start: /[ab]/ ("c" | "z" T)\nT: /b/ & /c/'}) for _ in range(6)]
+        others = [pool.submit(send, constraint) for constraint in ({"regex": "[0-9]{3}"}, None, None)]
+        texts = [future.result(60) for future in others]
+        assert re.fullmatch("[0-9]{3}", texts[0]) and all(isinstance(text, str) for text in texts)
+        assert not slow.done()
+        results = [future.result(60) for future in failing]
+    assert all("a dead end" in str(result) or result in ("ac", "bc") for result in results)
+    assert slow.result().status_code == 400
+
+
 @pytest.mark.parametrize(
     "fields, param, sentence",
     [
@@ -215,11 +245,26 @@ def test_invalid_tools_are_refused(api: Any, names: list[str], fields: Any, sent
         ({"response_format": {"type": "json_schema"}}, "response_format", "that has a schema"),
         ({"structured_outputs": {"xml": "a"}}, "structured_outputs", "an object with one of json, regex"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs", "regex cannot be compiled"),
+        ({"structured_outputs": {"json": {"type": "integer", "multipleOf": 999_983}}}, "structured_outputs", SLOW),
+        ({"structured_outputs": {"choice": ["a"] * 200_000}}, "structured_outputs", "choice has 200000 texts"),
+        ({"structured_outputs": {"regex": "a?" * 9000 + "a" * 9000}}, "structured_outputs", "for one token"),
+        ({"structured_outputs": {"regex": "a|" * 2_500_000}}, "structured_outputs", "the maximum is 262144"),
+        ({"structured_outputs": {"json": "[" * 50_000}}, "structured_outputs", "nested too deeply"),
+        ({"structured_outputs": {"json": {"const": NESTED}}}, None, "the request body is nested more than 64 deep"),
+        (
+            {"structured_outputs": {"grammar": 'start: "z" T\nT: /b/ & /c/'}},
+            "structured_outputs",
+            "permits no response",
+        ),
         ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "structured_outputs", "remove ignore_eos"),
         ({"structured_outputs": {"regex": "a"}, "response_format": FORMAT}, "response_format", "remove one of them"),
     ],
 )
-def test_invalid_formats_are_refused(api: Any, names: list[str], fields: Any, param: str, sentence: str) -> None:
+def test_invalid_formats_are_refused(
+    api: Any, names: list[str], fields: Any, param: str | None, sentence: str, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(constraint_compiler, "MOST_SECONDS", 1.0 if sentence is SLOW else 60.0)
+    monkeypatch.setattr(constraint_compiler, "MOST_STEP_SECONDS", 0.5)
     with pytest.raises(openai.BadRequestError) as caught:
         api.completions.create(model=names[0], prompt="a", extra_body=fields)
     assert caught.value.body["param"] == param and sentence in caught.value.body["message"]

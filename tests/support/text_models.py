@@ -27,6 +27,12 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 
+#: Objects or arrays without an end: llguidance fails after the first character.
+ENDLESS: dict[str, Any] = {
+    "anyOf": [{"$ref": "#/$defs/a"}, {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 1}],
+    "$defs": {"a": {"type": "object", "properties": {"b": {"$ref": "#/$defs/a"}}, "required": ["b"]}},
+}
+
 
 def is_valid(text: str) -> bool:
     """True if ``text`` is JSON of `SCHEMA`."""
