@@ -142,13 +142,14 @@ class Draft:
         count = new.transpose(1, 2).reshape(b, -1).cumsum(1)  # level by level
         index = (count - 1).view(b, depth, k).transpose(1, 2)
         sequences = torch.where(inside, index.gather(1, first), -1)
-        # Fewer target rows, if reading the count does not synchronise.
-        width = int(count[:, -1].max()) if k * depth and eager_on_cpu(tokens) else k * depth
+        stem = trunk or 0
+        width = min(stem, depth) + max(depth - stem, 0) * k
+        if width and eager_on_cpu(tokens):  # fewer target rows, if reading the count does not synchronise
+            width = int(count[:, -1].max())
         if not width:
             return cls.empty(b, device)
         parents = functional.pad(sequences[:, :, :-1], (1, 0), value=-1)
         # Siblings share the row of the first sequence through their parent.
-        stem = trunk or 0
         branches = first[:, :, stem:-1] + (1 + stem) + counting(max(depth - 1 - stem, 0), device, k)
         q_index = torch.cat([counting(stem + 1, device).expand(b, k, -1), branches], 2)[:, :, :depth]
         slot = torch.where(new, sequences, width).flatten(1)  # copies land in a spare column

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..lm.forward_pass import ForwardPass
+from .cpu_shortcuts import no_cpu_shortcuts
 
 #: Allocations and views, which do not launch kernels.
 _NO_WORK = ("detach", "empty", "new_empty", "_unsafe_view", "_reshape_alias", "resize")
@@ -39,7 +39,7 @@ class Launches(TorchDispatchMode):
         self.work: Counter[str] = Counter()
         self.reads: Counter[str] = Counter()
         self.recorded = self.passes = self._inside = self._recordable = 0
-        self._left: list[Callable[[], None]] = []
+        self._patches = ExitStack()
         for model in models:
             model.register_forward_pre_hook(self._enter_pass)
             model.register_forward_hook(self._leave_pass, always_call=True)
@@ -57,15 +57,12 @@ class Launches(TorchDispatchMode):
         self._replace(torch, "from_numpy", self._counted(torch.from_numpy, self.work, "from_numpy"))
         for name in ("score", "compact"):
             self._replace(ForwardPass, name, self._recorded(getattr(ForwardPass, name)))
-        for module in [module for name, module in sys.modules.items() if name.startswith("crossdraft.")]:
-            if hasattr(module, "eager_on_cpu"):
-                self._replace(module, "eager_on_cpu", lambda like: False)
+        self._patches.enter_context(no_cpu_shortcuts())
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        while self._left:
-            self._left.pop()()
+        self._patches.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -76,7 +73,7 @@ class Launches(TorchDispatchMode):
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
         own = getattr(owner, name)
-        self._left.append(lambda: setattr(owner, name, own))
+        self._patches.callback(setattr, owner, name, own)
         setattr(owner, name, value)
 
     def _recorded(self, function: Callable) -> Callable:

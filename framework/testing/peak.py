@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from .cpu_shortcuts import no_cpu_shortcuts
 
 
 class Peak(TorchDispatchMode):
@@ -26,20 +28,15 @@ class Peak(TorchDispatchMode):
         self.held = self.peak = 0
         self.at = ""
         self._known: set[int] = set()
-        self._shortcuts: dict[Any, Any] = {}
+        self._patches = ExitStack()
 
     def __enter__(self) -> Peak:
-        for module in [module for name, module in sys.modules.items() if name.startswith("crossdraft.")]:
-            if hasattr(module, "eager_on_cpu"):
-                self._shortcuts[module] = module.eager_on_cpu
-                module.eager_on_cpu = lambda like: False  # type: ignore[attr-defined]
+        self._patches.enter_context(no_cpu_shortcuts())
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        while self._shortcuts:
-            module, own = self._shortcuts.popitem()
-            module.eager_on_cpu = own
+        self._patches.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}

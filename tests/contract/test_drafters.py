@@ -95,6 +95,13 @@ class TestIid(DrafterContract):
     asks_device = True  # once a draft: how many nodes differ
 
 
+@pytest.mark.slow  # as without a delay
+class TestDelayedIid(DrafterContract):
+    drafter = "draft-model-iid"
+    options = {"model": "toy", "gamma": 3, "K": 2, "delay": 1}
+    asks_device = True
+
+
 class TestTreeWithoutReplacement(DrafterContract):
     drafter = "draft-model-tree"
     options = {"model": "toy", "branching": [2, 2]}

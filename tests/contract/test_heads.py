@@ -27,7 +27,11 @@ class Heads(DrafterContract):
 
     @pytest.fixture(autouse=True)
     def _model(self, heads: Path) -> None:
-        type(self).options = {**self.options, "model": str(heads / (self.directory or str(self.drafter)))}
+        self.use(heads)
+
+    @classmethod
+    def use(cls, heads: Path) -> None:
+        cls.options = {**cls.options, "model": str(heads / (cls.directory or str(cls.drafter)))}
 
 
 @pytest.mark.slow  # the quicker one is on tables
