@@ -320,6 +320,7 @@ class Group:
         result.metrics = measure(
             result.records, result.pieces, sum(part.passes for part in measured), min_depth, self._depths[i]
         )
+        result.metrics.missed_graphs = sum(part.missed_graphs for part in measured)
         result.metrics.peak_memory = max((part.peak_memory for part in measured if part.peak_memory), default=None)
         for part in measured:
             for name, numbers in part.other_traffic.items():

@@ -111,7 +111,7 @@ class Store:
         order = {cell.hash: i for i, cell in enumerate(self._plan.cells)}
         outcome.results.sort(key=lambda result: order[result.config.hash])
         cuts = sorted({result.cut for result in outcome.results} - {""})
-        outcome.notes += [*cuts, *_failed_responses(outcome.results)]
+        outcome.notes += [*cuts, *_notes_on(outcome.results)]
         note = outcome.stopped or "; ".join(cuts)
         self._state.update(**self._counts, progress=self._progress.share, state=outcome.state, note=note)
         self._write_environment()
@@ -140,14 +140,19 @@ class Store:
         self._directory.write_json("environment.json", about)
 
 
-def _failed_responses(results: Sequence[CellResult]) -> list[str]:
-    """A note for each cell whose responses ended with an error."""
+def _notes_on(results: Sequence[CellResult]) -> list[str]:
+    """Notes about responses that ended with an error, and passes without a CUDA graph."""
     notes = []
     for result in results:
+        config = result.config
+        cell = f"{config.drafter.title} x {config.verifier.title}, batch size {config.batch_size}"
         if errors := [response["error"] for response in result.responses if response.get("error")]:
-            pair = f"{result.config.drafter.title} x {result.config.verifier.title}"
-            count = f"{len(errors)} of {len(result.responses)} responses"
-            notes.append(f"{pair}, batch size {result.config.batch_size}: {count} ended with an error: {errors[0]}")
+            notes.append(f"{cell}: {len(errors)} of {len(result.responses)} responses ended with an error: {errors[0]}")
+        if result.metrics is not None and (missed := result.metrics.missed_graphs):
+            notes.append(
+                f"{cell}: {missed} passes ran without a CUDA graph, which the warm-up did not record; the cell is "
+                "faster, and its speed-up higher, than shown"
+            )
     return notes
 
 

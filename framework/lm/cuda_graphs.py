@@ -12,6 +12,8 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,9 +32,11 @@ from ..util.shared_patch import SharedPatch
 
 logger = logging.getLogger(__name__)
 
-#: Most recordings of one model; the least recently used one is dropped. Recordings share the memory of inputs and
-#: outputs, so each costs little more than its list of kernels.
+#: Most recordings of one model outside of warm-ups; the least recently used one is dropped. Recordings share the memory
+#: of inputs and outputs, so each costs little more than its list of kernels.
 MOST_GRAPHS = 256
+#: The warning of PyTorch about an operation that waits for the device.
+_WAITED = "called a synchronizing CUDA operation"
 
 Outputs = tuple[Tensor | None, ...]
 
@@ -129,8 +133,10 @@ class Graphs:
     def __init__(self, recorder: Recorder | None, name: str):
         self._recorder = recorder
         self._name = name
-        #: By function, constants and shapes of the tensors; after a warm-up only, the layout of the outputs.
+        #: By function, constants and shapes of the tensors; after the first call only, the layout of the outputs.
         self._recordings: OrderedDict[Hashable, _Recording | list[Any]] = OrderedDict()
+        #: Those of warm-ups, which are kept: what one cell recorded is not dropped for another.
+        self._kept: dict[Hashable, _Recording] = {}
         self._buffers = _SharedBuffers()
         self.missed = 0
         self.widths: dict[Hashable, set[int]] = {}
@@ -143,7 +149,7 @@ class Graphs:
 
     def __len__(self) -> int:
         """Number of recordings."""
-        return sum(isinstance(recording, _Recording) for recording in self._recordings.values())
+        return len(self._kept) + sum(isinstance(recording, _Recording) for recording in self._recordings.values())
 
     def nbytes(self, device: torch.device) -> int:
         """Bytes of the recordings' inputs and outputs on ``device``."""
@@ -165,30 +171,36 @@ class Graphs:
             return run()
         shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
         key = (function.__name__, constants, shapes)
-        entry, policy = self._recordings.get(key), _policy.get()
+        entry, policy = self._kept.get(key) or self._recordings.get(key), _policy.get()
         if policy == "never" and not isinstance(entry, _Recording):
             self.missed += 1
             _warn_of_missed(self._name)
             return run()
+        outputs = None
         try:
             if entry is None:
                 outputs = self._recorder.warm_up(run)
                 entry = [out if out is None else (out.shape, out.dtype, out.device) for out in outputs]
-                if isinstance(policy, CaptureLimits):
-                    entry = self._record(self._recorder, function, tensors, constants, entry)
-                self._recordings[key] = entry
-                while len(self._recordings) > MOST_GRAPHS:
-                    self._recordings.popitem(last=False)
-                return outputs
-            if not isinstance(entry, _Recording):
-                entry = self._recordings[key] = self._record(self._recorder, function, tensors, constants, entry)
+            if isinstance(entry, list) and (outputs is None or isinstance(policy, CaptureLimits)):
+                entry = self._record(self._recorder, function, tensors, constants, entry)
         except Exception as error:
             # The end of a failed capture raises an error of its own; the cause is its context.
             _warn_once(self._name, str(error.__context__ or error).partition("\n")[0])
             self._recorder, self._buffers = None, _SharedBuffers()
             self._recordings.clear()
+            self._kept.clear()
             return run()
-        self._recordings.move_to_end(key)
+        if isinstance(policy, CaptureLimits) and isinstance(entry, _Recording):
+            self._recordings.pop(key, None)
+            self._kept[key] = entry
+        elif key not in self._kept:
+            self._recordings[key] = entry
+            self._recordings.move_to_end(key)
+            while len(self._recordings) > MOST_GRAPHS:
+                self._recordings.popitem(last=False)
+        if outputs is not None:
+            return outputs
+        assert isinstance(entry, _Recording)
         for name, buffer in entry.inputs.items():
             buffer.copy_(tensors[name])
         entry.replay()
@@ -227,13 +239,43 @@ def recorded_nbytes(device: torch.device) -> int:
     return sum(graphs.nbytes(device) for graphs in _instances)
 
 
-def _forbid_synchronisation() -> Callable[[], None]:
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    return lambda: torch.cuda.set_sync_debug_mode(before)
+def missed_passes() -> int:
+    """Passes of all models of this process that ran without a graph because recording was switched off."""
+    return sum(graphs.missed for graphs in _instances)
 
 
-_no_synchronisation = SharedPatch(_forbid_synchronisation)
+def _report_waits() -> Callable[[], None]:
+    """Report operations that wait for the device in `_waits`.
+
+    PyTorch can also raise an error, but in every thread: a `generate` of another thread would fail.
+    """
+    mode, caught = torch.cuda.get_sync_debug_mode(), warnings.catch_warnings()
+    caught.__enter__()
+    warnings.filterwarnings("always", message=_WAITED)
+    warnings.filterwarnings("ignore", message="Synchronization debug mode")  # that it is a prototype
+    show = warnings.showwarning
+
+    def report(message: Any, category: Any, filename: str, lineno: int, *more: Any, **options: Any) -> None:
+        if str(message).startswith(_WAITED):
+            _waits[threading.get_ident()] = f"{_WAITED} at {filename}:{lineno}"
+        else:
+            show(message, category, filename, lineno, *more, **options)
+
+    warnings.showwarning = report
+    torch.cuda.set_sync_debug_mode("warn")
+
+    def undo() -> None:
+        torch.cuda.set_sync_debug_mode(mode)
+        caught.__exit__(None, None, None)
+
+    return undo
+
+
+_reported_waits = SharedPatch(_report_waits)
+#: The last operation that waited for the device, by thread.
+_waits: dict[int, str] = {}
+#: PyTorch captures one graph at a time: a capture waits for the device, and the allocator belongs to all threads.
+_capture = threading.Lock()
 
 
 class CudaRecorder:
@@ -245,16 +287,21 @@ class CudaRecorder:
 
     def warm_up(self, run: Callable[[], Outputs]) -> Outputs:
         # A synchronisation while recording would leave PyTorch's allocator and the recording stream in disorder.
-        with _no_synchronisation:
-            return run()
+        thread = threading.get_ident()
+        with _reported_waits:
+            _waits.pop(thread, None)
+            outputs = run()
+        if (wait := _waits.pop(thread, None)) is not None:
+            raise RuntimeError(wait)
+        return outputs
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        with torch.cuda.device(self._device):
+        with _capture, torch.cuda.device(self._device):
             if self._shared is None:
                 self._shared = {"pool": torch.cuda.graph_pool_handle(), "stream": torch.cuda.Stream()}
             graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
             try:
-                # Other threads may allocate during the capture.
+                # Other threads may allocate and wait during the capture.
                 with torch.cuda.graph(graph, capture_error_mode="thread_local", **self._shared):
                     run()
             except Exception:

@@ -121,6 +121,7 @@ class Metrics:
             logits within rounding, and at or after another token; those of an engine are not decided.
         largest_gap: largest difference of the logits of the two tokens at a first difference; None without one.
         peak_memory: bytes, see `memory.peak`; None if the system does not report it.
+        missed_graphs: passes that ran without a CUDA graph because the warm-up did not record one: the cell is faster.
         first_token_seconds, token_seconds: of an engine's responses: mean seconds to the first token, and per token
             after it.
         other_traffic: numbers that a server counted during the pieces, and those of this cell's responses, by name, if
@@ -157,6 +158,7 @@ class Metrics:
     faults: int | None = None
     largest_gap: float | None = None
     peak_memory: int | None = None
+    missed_graphs: int = 0
     first_token_seconds: Estimate | None = None
     token_seconds: Estimate | None = None
     other_traffic: dict[str, tuple[float, float]] = field(default_factory=dict)

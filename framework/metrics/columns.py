@@ -176,6 +176,11 @@ QUANTITIES = (
         "held by other cells of the group is included.",
     ),
     Quantity(
+        "missed_graphs",
+        "On CUDA: passes that ran without a graph because the warm-up did not record one; the cell is faster than "
+        "measured.",
+    ),
+    Quantity(
         "predicted_tokens_per_second", "Tokens per second predicted from measured cost curves.", "predicted tok/s"
     ),
     Quantity("predicted_speed_up", "Speed-up predicted from measured cost curves.", "predicted speed-up"),

@@ -1,7 +1,11 @@
 """Recordings: what is recorded, what makes way, what fails with one warning, and which models get graphs."""
 
 import logging
-from collections.abc import Callable
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +15,14 @@ from fake_cuda_graphs import NEW, PROMPTS, Recorder
 
 from crossdraft.framework import plugins
 from crossdraft.framework.lm import cuda_graphs
-from crossdraft.framework.lm.cuda_graphs import Graphs, runner_for
+from crossdraft.framework.lm.cuda_graphs import (
+    CaptureLimits,
+    CudaRecorder,
+    Graphs,
+    missed_passes,
+    recording,
+    runner_for,
+)
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 pytestmark = pytest.mark.usefixtures("small_buckets")
@@ -54,6 +65,74 @@ def test_least_recently_used_recording_makes_way(monkeypatch: Any) -> None:
     assert (recorder.recorded, recorder.replayed) == (3, 5)
     call(double, {"x": torch.ones(2)}, 0)
     assert (recorder.recorded, len(call)) == (3, 1), "2 was still known"
+
+
+def test_recordings_of_warm_ups_are_kept(monkeypatch: Any) -> None:
+    """Neither another warm-up nor other calls take their place."""
+    monkeypatch.setattr(cuda_graphs, "MOST_GRAPHS", 2)
+    call, missed = Graphs(Recorder(), "test"), missed_passes()
+    for sizes in ((1, 2, 3), (3, 4, 5, 6)):
+        with recording(CaptureLimits(depth=1, nodes=1)):
+            for size in sizes:
+                call(double, {"x": torch.ones(size)}, 0)
+    for size in (7, 7, 8, 8, 9, 9):
+        call(double, {"x": torch.ones(size)}, 0)
+    assert len(call) == 6 + 2
+    with recording(None):
+        for size in range(1, 7):
+            assert call(double, {"x": torch.ones(size)}, 0)[0].tolist() == [2] * size  # type: ignore[union-attr]
+        assert missed_passes() == missed
+        call(double, {"x": torch.ones(7)}, 0)
+    assert missed_passes() == missed + 1
+
+
+class _Synchronising:
+    """Stands for `torch.cuda`: operations that wait, and captures, of which one may run at a time."""
+
+    def __init__(self, monkeypatch: Any):
+        self.mode: Any = 0
+        self.capturing = self.most = 0
+        monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: self.mode)
+        monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: setattr(self, "mode", mode))
+        monkeypatch.setattr(torch.cuda, "graph", self.capture)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=None))
+        for name in ("graph_pool_handle", "Stream", "current_stream"):
+            monkeypatch.setattr(torch.cuda, name, lambda: None)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+
+    def wait(self) -> Any:
+        message = "called a synchronizing CUDA operation"
+        if self.mode == "error":
+            raise RuntimeError(message)
+        if self.mode == "warn":
+            warnings.warn(message, UserWarning, stacklevel=2)
+        return ()
+
+    @contextmanager
+    def capture(self, graph: Any, **options: Any) -> Iterator[None]:
+        assert options["capture_error_mode"] == "thread_local"
+        self.capturing += 1
+        self.most = max(self.most, self.capturing)
+        time.sleep(0.02)
+        yield
+        self.capturing -= 1
+
+
+def test_warm_ups_and_captures_do_not_affect_other_threads(monkeypatch: Any, recwarn: Any) -> None:
+    device = _Synchronising(monkeypatch)
+    recorder = CudaRecorder(torch.device("cpu"))
+    with ThreadPoolExecutor(4) as pool:
+
+        def warm_up() -> Any:
+            assert pool.submit(device.wait).result(10) == ()  # of another thread
+            return ()
+
+        assert recorder.warm_up(warm_up) == ()
+        with pytest.raises(RuntimeError, match=r"called a synchronizing CUDA operation at .*test_graph_recordings"):
+            recorder.warm_up(lambda: (warm_up(), device.wait())[1])
+        assert device.mode == 0 and not recwarn.list
+        list(pool.map(lambda _: CudaRecorder(torch.device("cpu")).record(lambda: None), range(4)))
+    assert device.most == 1
 
 
 @pytest.mark.parametrize("when", ["warm_up", "record"])

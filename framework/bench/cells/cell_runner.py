@@ -20,7 +20,7 @@ from ...contracts.rng import CounterRng
 from ...contracts.steps import Request, Response, StepEvent
 from ...engine.decoder import Decoder
 from ...errors import ContractError
-from ...lm.cuda_graphs import CaptureLimits, recording
+from ...lm.cuda_graphs import CaptureLimits, missed_passes, recording
 from ...metrics.cell_metrics import StepRecord
 from ...metrics.pieces import PREFILL, Piece
 from ...models.configs import read_config
@@ -378,7 +378,7 @@ class Cell(PieceRunner):
 
     @contextmanager
     def _measured(self, result: PieceResult) -> Iterator[None]:
-        passes = self._passes
+        passes, missed = self._passes, missed_passes()
         memory.start(self.lm.device)
         self._steps.start()
         try:
@@ -387,6 +387,7 @@ class Cell(PieceRunner):
             self._steps.stop()
         result.piece = self._steps.piece()
         result.passes, result.peak_memory = self._passes - passes, memory.peak(self.lm.device)
+        result.missed_graphs = missed_passes() - missed
 
     def _decode(
         self, conversations: Sequence[Conversation], prompts: Sequence[list[int]], turn: int
