@@ -49,7 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Return 0. Raises UsageError (exit status 2) for an unreadable run or a chart that the cells do not allow."""
+    """Return 0.
+
+    Raises:
+        UsageError: an unreadable run, or, once the others are drawn, a chart that the cells do not allow.
+    """
     out = None if args.out is None else output_folder(args.out)
     runs = read_runs(args.runs)
     note_partial(runs)
@@ -66,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
         for file in (file for paths in files.values() for file in paths):
             check_output(file, "--out", mark=MARK, force=args.force)
         planned.append((title, run, files))
-    written = 0
+    written, undrawn = 0, []
     for title, run, by_kind in planned:
         results = [cell.result for cell in cells if cell.run is run]
         for kind, files in by_kind.items():
@@ -75,13 +79,15 @@ def main(args: argparse.Namespace) -> int:
                 if args.kind:
                     missing = no_speed_up(results) if kind == "speed_up" else ""
                     reason = missing or f"it requires {KINDS[kind].needs}"
-                    raise UsageError(f"{kind} cannot be drawn for run {printable(title)}: {reason}")
+                    undrawn.append(f"{kind} cannot be drawn for run {printable(title)}: {reason}")
                 continue
             for file in files:
                 print(f"wrote {printable(str(file))}")
             written += len(files)
             if omitted:
                 print(f"{kind} of {printable(title)} omits {omitted} panels; select cells with --where")
+    if undrawn:
+        raise UsageError("\n".join(undrawn))
     if not written:
         raise UsageError("nothing to draw: none of the runs has finished cells with a drafter")
     return 0

@@ -272,6 +272,11 @@ def test_command(tmp_path: Path, capsys: Any) -> None:
     assert refused("--kind", "throughput", "--where", "batch_size=1") == (
         "throughput cannot be drawn for run some: it requires cells at several batch sizes"
     )
+    # The charts after one that cannot be drawn are drawn.
+    kinds, folder = "throughput,acceptance,speed_up", tmp_path / "others"
+    output = refused("--kind", kinds, "--where", "batch_size=1", "--out", str(folder), "--format", "png")
+    assert "throughput cannot be drawn" in output and "acceptance cannot" not in output
+    assert (folder / "some-acceptance.png").is_file()
     assert refused("--where", "batch_size=2") == "no cell has batch_size '2'; known values: 1, 4, 16"
     assert "there is no key of a cell named 'bach_size'; did you mean 'batch_size'?" in refused(
         "--where", "bach_size=1"
