@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pydantic import Field, ValidationError, model_validator
@@ -94,7 +95,9 @@ def checked_constraint(value: Any, name: str = "constraint") -> Constraint | Non
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join([name, *map(str, first["loc"])])
-        raise UsageError(f"{key}: {fault(first)}") from None
+        nearest = get_close_matches("".join(map(str, first["loc"])), Constraint.model_fields, 1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest and first["type"] == "extra_forbidden" else ""
+        raise UsageError(f"{key}: {fault(first)}{hint}") from None
 
 
 class Matcher(Protocol):

@@ -159,7 +159,7 @@ def test_unreadable_tokenizers_are_refused(tmp_path: Path) -> None:
     "constraint, sentence",
     [
         ("[0-9]", "constraint='[0-9]' is not a constraint; give a mapping such as"),
-        ({"regx": "a"}, "constraint.regx: is unknown"),
+        ({"regx": "a"}, "constraint.regx: is unknown; did you mean 'regex'?"),
         ({}, "constraint: needs exactly one of json_schema, regex, grammar, choice"),
         ({"regex": "a", "choice": ["b"]}, "constraint: needs exactly one of"),
         ({"choice": []}, "constraint: choice must be a list of texts"),
