@@ -8,12 +8,14 @@ the probability to fail at a drop of `GateCheck.detectable`, if that is at most 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from scipy import stats
 
+from ..errors import UsageError
 from .intervals import (
     CONFIDENCE,
     FREEDOM,
@@ -51,6 +53,7 @@ class Sample:
         unit: of a piece: "prompts", "windows of the log".
         whole: the value with an interval from another source, if there are fewer than `LEAST_PIECES` pieces.
         remark: an assumption for the reader.
+        sampling: known sampling parameters of the responses.
     """
 
     title: str
@@ -59,6 +62,7 @@ class Sample:
     unit: str = "prompts"
     whole: Estimate | None = None
     remark: str = ""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def sums(self) -> np.ndarray:
@@ -153,7 +157,17 @@ def planned(baseline: Sample, limit: float) -> GateCheck:
 
 
 def checked(baseline: Sample, current: Sample, limit: float) -> GateCheck:
-    """Compare two samples, by the pieces of equal names if at least half of all are in both."""
+    """Compare two samples, by the pieces of equal names if at least half of all are in both.
+
+    Raises:
+        UsageError: their sampling parameters differ.
+    """
+    for key in baseline.sampling.keys() & current.sampling.keys():
+        if (value := baseline.sampling[key]) != (other := current.sampling[key]):
+            raise UsageError(
+                f"{baseline.title}: {key} is {value} in the baseline and {other} in the current responses; acceptance "
+                "depends on it, so measure both with the same"
+            )
     paired = _paired(baseline, current)
     if paired is not None:
         before, after = (estimate(ratio, paired[:, columns], least=1.0) for columns in (slice(2, 4), slice(0, 2)))

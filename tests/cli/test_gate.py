@@ -116,6 +116,11 @@ def test_replays_are_paired_by_prompt(tmp_path: Path, capsys: Any, monkeypatch: 
     assert status == 0 and all(pair["paired"] and pair["pieces"] == 4 for pair in pairs)
     assert [pair["title"].split(", ")[-1] for pair in pairs][:2] == ["gamma 1", "gamma 2"]
     data = json.loads(Path("b.json").read_text(encoding="utf-8"))
+    for name, temperature in (("a", 0.0), ("b", 1.0)):
+        sampled = data | {"sampling": {"temperature": temperature, "top_k": 0}}
+        Path(f"{name}.json").write_text(json.dumps(sampled), encoding="utf-8")
+    status, _, err = gate(capsys, "a.json", "b.json")
+    assert status == 2 and "temperature is 0.0 in the baseline and 1.0 in the current responses" in err
     data["rows"] = [row for row in data["rows"] if row["gamma"] == 1]
     Path("b.json").write_text(json.dumps(data), encoding="utf-8")
     status, _, err = gate(capsys, "a.json", "b.json")

@@ -49,7 +49,8 @@ def _sample(acceptance: Acceptance) -> Sample:
             remark = "assumed: independent drafts, on the same prompts in both; logs and responses need no assumption"
     gamma = f", gamma {acceptance.gamma}" if acceptance.gamma else ""
     pair = " × ".join(filter(None, (acceptance.drafter, acceptance.verifier))) or "drafts"
-    return Sample(pair + gamma, rows, acceptance.names, acceptance.pieces, whole, remark)
+    sampling = {} if acceptance.temperature is None else {"temperature": acceptance.temperature}
+    return Sample(pair + gamma, rows, acceptance.names, acceptance.pieces, whole, remark, sampling)
 
 
 def of_run(run: FinishedRun) -> list[Sample]:
@@ -77,7 +78,7 @@ def _replayed(data: dict[str, Any], name: str) -> list[Sample]:
             if len(rows) != len(ids) or not all(0 <= steps <= tokens < 1e15 for tokens, steps in rows):
                 raise ValueError(f"by_prompt of {title} does not have a token and step count for each prompt")
             if any(steps for _, steps in rows):
-                samples.append(Sample(printable(title), rows, ids))
+                samples.append(Sample(printable(title), rows, ids, sampling=dict(data.get("sampling") or {})))
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{name} is not the output of crossdraft replay --json: {error!r}; replay again") from None
     return samples
