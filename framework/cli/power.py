@@ -38,6 +38,12 @@ def main(args: argparse.Namespace) -> int:
             raise UsageError(
                 f"--{name} must be above 0 and below {most}, got {value:g}; it is a share, not a percentage"
             )
+    most = 2 * args.score * (1 - args.score)
+    if args.changed is not None and args.changed > most * (1 + 1e-9):
+        raise UsageError(
+            f"--changed must be at most {most:g}, got {args.changed:g}: with {args.score:g} of the answers right, no "
+            "more grades differ between two runs of one server; correct it or --score, or remove --changed"
+        )
     plan = ScorePlan(args.questions, args.score, args.changed)
     visible, needed = plan.visible, plan.needed(args.deviation)
     exclude, show = draws_to_exclude(args.deviation), draws_to_show(args.deviation)

@@ -85,6 +85,7 @@ def test_command_prints_both_answers(capsys: pytest.CaptureFixture[str]) -> None
         ("--questions", "0", "--questions must be from 1"),
         ("--deviation", "0.7", "--deviation must be above 0 and below 0.5"),
         ("--changed", "12", "--changed must be above 0 and below 1"),
+        ("--changed", "0.51", "--changed must be at most 0.5, got 0.51"),
     ):
         options = {"--questions": "10", "--score": "0.5"} | {option: value}
         assert cli.main(["power", *(word for pair in options.items() for word in pair)]) == 2
