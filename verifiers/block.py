@@ -34,7 +34,7 @@ class Block(Verifier):
 
     @classmethod
     def traits(cls, config: Any) -> VerifierTraits:
-        return VerifierTraits(accepts=frozenset({SINGLE_CHILD}))
+        return VerifierTraits(accepts=frozenset({SINGLE_CHILD}), shortenable=True)
 
     def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         p_i = joint(ratios(draft, p))

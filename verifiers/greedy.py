@@ -28,6 +28,7 @@ class Greedy(Verifier):
         return VerifierTraits(
             accepts=ANY_TREE,
             temperature_zero_only=True,
+            shortenable=True,
         )
 
     def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:

@@ -28,7 +28,7 @@ class SampleMatch(Verifier):
 
     @classmethod
     def traits(cls, config: Any) -> VerifierTraits:
-        return VerifierTraits(accepts=ANY_TREE)
+        return VerifierTraits(accepts=ANY_TREE, shortenable=True)
 
     def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         rows = torch.arange(draft.batch_size, device=p.device)

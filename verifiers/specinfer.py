@@ -31,7 +31,7 @@ class SpecInfer(Verifier):
 
     @classmethod
     def traits(cls, config: Any) -> VerifierTraits:
-        return VerifierTraits(accepts=ANY_TREE)
+        return VerifierTraits(accepts=ANY_TREE, shortenable=True)
 
     last_sibling_first: ClassVar[bool] = False
 

@@ -38,7 +38,7 @@ class SpecTr(Verifier):
 
     @classmethod
     def traits(cls, config: Any) -> VerifierTraits:
-        return VerifierTraits(accepts=frozenset({INDEPENDENT_SEQUENCES, DELAYED_SEQUENCES}))
+        return VerifierTraits(accepts=frozenset({INDEPENDENT_SEQUENCES, DELAYED_SEQUENCES}), shortenable=True)
 
     def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         rows = torch.arange(draft.batch_size, device=p.device)

@@ -27,7 +27,7 @@ class Token(Verifier):
 
     @classmethod
     def traits(cls, config: Any) -> VerifierTraits:
-        return VerifierTraits(accepts=frozenset({SINGLE_CHILD}))
+        return VerifierTraits(accepts=frozenset({SINGLE_CHILD}), shortenable=True)
 
     def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         h = ratios(draft, p).clamp_(max=1)

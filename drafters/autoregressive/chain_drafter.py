@@ -72,6 +72,8 @@ class ChainDrafter(Drafter):
             nodes=config.gamma,
             replayable=policy.fixed,
             adapts=policy.adapts,
+            shortenable=policy.fixed,
+            always_drafts=policy.fixed,
         )
 
     @classmethod

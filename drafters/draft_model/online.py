@@ -71,7 +71,7 @@ class Online(ChainDrafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        return replace(super().traits(config, sampling), replayable=False, adapts=True)
+        return replace(super().traits(config, sampling), replayable=False, adapts=True, shortenable=False)
 
     def reset(self) -> None:
         """Restore the initial weights and optimiser, and clear the buffer."""

@@ -132,12 +132,15 @@ class FeatureDrafter(FeatureReader):
                 kind=DETERMINISTIC, point_mass=True, nodes=config.nodes, hidden_layers=layers, levels=config.depth
             )
         if config.tree is None:
+            policy = config.policy.make(config.gamma, 1)
             return DraftTraits(
                 kind=CHAIN,
                 point_mass=sampling.at(config.temperature).temperature == 0,
                 nodes=config.gamma,
                 hidden_layers=layers,
-                adapts=config.policy.make(config.gamma, 1).adapts,
+                adapts=policy.adapts,
+                shortenable=policy.fixed,
+                always_drafts=policy.fixed,
             )
         shape, siblings = config.shape(), config.effective_siblings(sampling)
         return DraftTraits(

@@ -80,6 +80,7 @@ class Universal(ChainDrafter):
             nodes=config.gamma,
             adapts=policy.adapts,
             nested=not text,
+            shortenable=policy.fixed and not text,
         )
 
     def slots(self) -> LM:

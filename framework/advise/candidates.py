@@ -11,21 +11,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pydantic import ValidationError
+
 from .. import plugins
-from ..contracts.options import permits
+from ..api.build import configured
+from ..contracts.options import fault, permits
+from ..contracts.sampling import Sampling
+from ..contracts.verifier import incompatible, not_shortenable
 from ..cost.curve import CostCurve, Curve
 from ..cost.finished_cells import curves_of, statistics
 from ..cost.prediction import CellStatistics, Prediction, predict
-from ..engines.acceptance import Acceptance
+from ..engines.acceptance import UNKNOWN_PAIR, Acceptance
+from ..errors import UsageError
 from ..metrics.cell_metrics import Metrics, uncut_steps
 from ..metrics.intervals import Estimate
 from ..recipe.recipe import CellConfig
 from ..runs.labels import group_title
 from ..runs.marks import mark_of
 from ..runs.records import CellResult
-
-#: Verifiers whose acceptance of token i does not depend on later tokens.
-_CAUSAL_VERIFIERS = ("token", "block", "greedy")
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Candidate:
     def gammas(self) -> tuple[int, ...]:
         """The draft lengths whose acceptance is known, and which the drafter's options permit."""
         longest = self.acceptance.gamma
-        if not self.acceptance.cuttable:
+        if self.acceptance.refusal:
             return (longest,)
         permitted = tuple(n for n in range(1, longest + 1) if _permits(self.acceptance, n))
         return permitted if longest in permitted else tuple(range(1, longest + 1))
@@ -80,6 +83,7 @@ class Candidate:
         """
         cell = _nearest(self.steps, batch_size)
         if gamma != self.acceptance.gamma:
+            self.acceptance.cut(gamma)  # or refuse it
             cell = cell.cut(gamma)
         plain = _nearest(self.plain, batch_size) if self.plain else cell.plain()
         cell, plain = cell.at(batch_size), plain.at(batch_size)
@@ -90,8 +94,7 @@ class Candidate:
     def speed_up(self, batch_size: int, gamma: int, context: float | None = None) -> Estimate:
         """Predicted speed-up over plain decoding; the interval includes the uncertainty of the acceptance only."""
         value = self.predict(batch_size, gamma, context).speed_up
-        acceptance = self.acceptance.cut(gamma) if gamma != self.acceptance.gamma else self.acceptance
-        be = acceptance.block_efficiency()
+        be = self.acceptance.cut(gamma).block_efficiency()
         if be.low is None or be.high is None:
             return Estimate(value)
         return Estimate(value, value * be.low / be.value, value * be.high / be.value)
@@ -111,6 +114,46 @@ def _nearest(steps: Mapping[int, CellStatistics], batch_size: int) -> CellStatis
 
 
 # -- from acceptance only --------------------------------------------------------------------------------------
+
+
+def of_pair(acceptance: Acceptance) -> Acceptance:
+    """Return the acceptance of an engine's drafts with ``refusal`` by the traits of its drafter and verifier.
+
+    Raises:
+        UsageError: the verifier cannot verify its drafts, or the drafts are trees, whose nodes engines do not count.
+    """
+    name, verifier, temperature = acceptance.drafter, acceptance.verifier, acceptance.temperature
+    if name not in plugins.entries("drafters") or (verifier and verifier not in plugins.entries("verifiers")):
+        return acceptance
+    cls = plugins.get("drafters", name)
+    options = {**acceptance.options, "gamma": acceptance.gamma, "model": acceptance.model or "unknown"}
+    try:
+        config = cls.Config(**{key: value for key, value in options.items() if key in cls.Config.model_fields})
+    except ValidationError as error:
+        return replace(acceptance, refusal=f"the options of drafter '{name}' are unknown: {fault(error.errors()[0])}")
+    rule = plugins.traits_of("verifiers", *configured("verifiers", verifier)) if verifier else None
+    if temperature is None:
+        temperature = 0.0 if rule is not None and rule.temperature_zero_only else 1.0
+    sampling = Sampling(temperature=temperature)
+    traits = plugins.traits_of("drafters", cls, config, sampling)
+    if rule is not None and (reason := incompatible(name, traits, verifier, rule, sampling)):
+        raise UsageError(f"{acceptance.source}: {reason}")
+    if not traits.is_chain:
+        raise UsageError(
+            f"{acceptance.source}: drafter '{name}' does not draft chains, and an engine's numbers lack the nodes of "
+            "its drafts, which determine the cost of a step; measure it with crossdraft run"
+        )
+    if acceptance.refusal != UNKNOWN_PAIR:
+        return acceptance
+    if rule is None:
+        return replace(acceptance, refusal="the verifier is unknown; name it as --verifier")
+    refusal = not_shortenable(name, traits, verifier, rule)
+    if not refusal and not (traits.always_drafts or acceptance.idle):
+        refusal = (
+            f"drafter '{name}' has steps without a draft, which are not counted here, so it gains less; replay "
+            f"responses instead: crossdraft advise --replay RESPONSES --drafter {name}"
+        )
+    return replace(acceptance, refusal=refusal)
 
 
 def imported(
@@ -247,8 +290,6 @@ def acceptance_of(result: CellResult, name: str) -> Acceptance:
         row = sums.setdefault(record.prompt, [0.0] * (gamma + 1))
         for i in range(min(record.tau, gamma) + 1):
             row[i] += 1
-    chain = traits.is_chain
-    causal = config.verifier.name in _CAUSAL_VERIFIERS or traits.point_mass
     return Acceptance.from_rows(
         [sums[prompt] for prompt in sorted(sums)],
         f"{name}, cell {config.hash}",
@@ -257,9 +298,9 @@ def acceptance_of(result: CellResult, name: str) -> Acceptance:
         model=str(config.drafter.config.get("model", "")),
         temperature=config.sampling.temperature,
         point_mass=traits.point_mass,
-        chain=chain,
+        chain=traits.is_chain,
         options=_without_model(config.drafter.config),
-        cuttable=chain and causal and not _verifier_traits(config).stateful,
+        refusal=not_shortenable(config.drafter.name, traits, config.verifier.name, _verifier_traits(config)),
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ..cost.curve import CostCurve
 from ..cost.roofline import Roofline
-from ..engines.acceptance import Acceptance
+from ..engines.acceptance import EACH_LENGTH, Acceptance
 from ..engines.engine import Engine, Settings
 from ..engines.engine_log import Source
 from ..runs.records import CellResult
@@ -104,14 +104,25 @@ class Remarks:
         for step in steps:
             for choice in (step.best, step.runner_up):
                 if choice is not None:
-                    self._of_acceptance(choice.candidate.acceptance)
+                    self._of_acceptance(choice.candidate.acceptance.cut(choice.gamma))
             self._of_extrapolation(step)
         self.assume("intervals include the uncertainty of the acceptance only, not of the costs")
 
     def _of_acceptance(self, acceptance: Acceptance) -> None:
         pair = " × ".join(filter(None, (acceptance.drafter, acceptance.verifier)))
         of_pair = f" of {pair}" if pair else ""
-        _add(self.measured, f"acceptance{of_pair} ({acceptance.source}): {acceptance.interval_assumes}")
+        _add(
+            self.measured if acceptance.longer is None else self.computed,
+            f"acceptance{of_pair} ({acceptance.source}): {acceptance.interval_assumes}",
+        )
+        if acceptance.longer is not None:
+            self.assume(
+                "shorter drafts: a drafted token is right or wrong wherever its step starts, and as often beyond the "
+                "measured positions as at the last one; intervals include the usual error of that (docs/advise.md)"
+            )
+        elif acceptance.refusal and acceptance.refusal != EACH_LENGTH and acceptance.gamma > 1:
+            fewer = f"drafts of fewer than {acceptance.gamma} tokens are left out"
+            self.warn(f"{acceptance.source}: {fewer}: {acceptance.refusal}")
         for remark in acceptance.remarks:
             kind, _, rest = remark.partition("assumed: ")
             if rest and not kind:
@@ -128,7 +139,7 @@ class Remarks:
     def _of_extrapolation(self, step: Step) -> None:
         best = step.best
         acceptance = best.candidate.acceptance
-        if step.draft and acceptance.cuttable and best.gamma == acceptance.gamma:
+        if step.draft and not acceptance.refusal and best.gamma == acceptance.gamma:
             pair = " × ".join(filter(None, (acceptance.drafter, acceptance.verifier))) or "drafts"
             self.warn(f"{pair}: drafts of more than {best.gamma} tokens were not measured and may be faster")
         curve = best.candidate.target

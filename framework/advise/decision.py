@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
-from ..engines.acceptance import Acceptance
 from ..engines.engine import Engine, Range, Schedule
 from ..errors import UsageError
 from ..metrics.intervals import Estimate
@@ -73,14 +72,10 @@ def decide(candidates: Sequence[Candidate], batch_size: int, context: float | No
     """
     if not candidates:
         raise UsageError("no candidates: give the acceptance of at least one drafter")
-    own = {(candidate.pair, candidate.acceptance.gamma) for candidate in candidates}
     choices = []
-    for candidate in candidates:
-        for gamma in candidate.gammas:
-            if gamma != candidate.acceptance.gamma and (candidate.pair, gamma) in own:
-                continue  # that length was measured
-            rate = candidate.predict(batch_size, gamma, context).tokens_per_second
-            choices.append(Choice(candidate, gamma, rate, candidate.speed_up(batch_size, gamma, context)))
+    for candidate, gamma in _lengths(candidates):
+        rate = candidate.predict(batch_size, gamma, context).tokens_per_second
+        choices.append(Choice(candidate, gamma, rate, candidate.speed_up(batch_size, gamma, context)))
     choices.sort(key=lambda choice: -choice.speed_up.value)
     best, others = choices[0], choices[1:]
     runner_up = next((c for c in others if c.candidate.pair != best.candidate.pair), next(iter(others), None))
@@ -91,6 +86,19 @@ def decide(candidates: Sequence[Candidate], batch_size: int, context: float | No
     ]
     measured = max(measured_choices, key=lambda choice: choice.speed_up.value, default=None)
     return Step(batch_size, context, best, runner_up, measured)
+
+
+def _lengths(candidates: Sequence[Candidate]) -> list[tuple[Candidate, int]]:
+    """Each candidate with the draft lengths for which no other one of its pair was measured with nearer ones."""
+    measured: dict[str, set[int]] = {}
+    for candidate in candidates:
+        measured.setdefault(candidate.pair, set()).add(candidate.acceptance.gamma)
+    return [
+        (candidate, gamma)
+        for candidate in candidates
+        for gamma in candidate.gammas
+        if not any(gamma <= length < candidate.acceptance.gamma for length in measured[candidate.pair])
+    ]
 
 
 # -- schedule --------------------------------------------------------------------------------------------------
@@ -131,46 +139,42 @@ def schedule_for(
         raise UsageError(
             f"{engine.name} drafts for at most {engine.most_sequences} sequence at a time; use --batch-size 1"
         )
-    schedules = [_best_schedule(candidate, engine, sizes, context) for candidate in supported]
+    pairs: dict[str, dict[int, Candidate]] = {}
+    for candidate, gamma in sorted(_lengths(supported), key=lambda item: item[1]):
+        pairs.setdefault(candidate.pair, {}).setdefault(gamma, candidate)
+    schedules = [_best_schedule(lengths, engine, sizes, context) for lengths in pairs.values()]
     _, schedule, candidate = max(schedules, key=lambda item: item[0])
-    schedule = replace(schedule, lengths=_lengths([c for c in supported if c.pair == candidate.pair]))
     return EngineChoice(schedule, candidate, unsupported)
 
 
-def _lengths(candidates: Sequence[Candidate]) -> tuple[Acceptance, ...]:
-    """The acceptance of one pair at every draft length; that of a longer draft if a length was not measured."""
-    lengths: dict[int, Acceptance] = {}
-    for acceptance in sorted((c.acceptance for c in candidates), key=lambda acceptance: -acceptance.gamma):
-        if acceptance.cuttable:
-            lengths |= {gamma: acceptance.cut(gamma) for gamma in range(1, acceptance.gamma)}
-        lengths[acceptance.gamma] = acceptance
-    return tuple(lengths[gamma] for gamma in sorted(lengths))
-
-
 def _best_schedule(
-    candidate: Candidate, engine: Engine, sizes: Sequence[int], context: float | None
+    lengths: Mapping[int, Candidate], engine: Engine, sizes: Sequence[int], context: float | None
 ) -> tuple[float, Schedule, Candidate]:
+    """The mean log speed-up, the schedule, and the candidate of its longest draft; ``lengths``: of one pair."""
+
     @cache
-    def speed_up(batch_size: int, gamma: int) -> float:
-        return candidate.speed_up(batch_size, gamma, context).value if gamma else 1.0
+    def speed_up(batch_size: int, gamma: int) -> Estimate:
+        return lengths[gamma].speed_up(batch_size, gamma, context) if gamma else Estimate(1.0, 1.0, 1.0)
 
     @cache
     def best(batch_size: int) -> int:
-        return max((0, *candidate.gammas), key=lambda gamma: speed_up(batch_size, gamma))
+        return max((0, *lengths), key=lambda gamma: speed_up(batch_size, gamma).value)
 
     def mean(gamma_at: Callable[[int], int]) -> float:
-        return sum(math.log(speed_up(b, gamma_at(b))) for b in sizes) / len(sizes)
+        return sum(math.log(speed_up(b, gamma_at(b)).value) for b in sizes) / len(sizes)
 
-    if engine.scheduled(candidate.acceptance):
+    if engine.scheduled(lengths[max(lengths)].acceptance):
         ranges = _ranges(best, sorted({1, *sizes}))
         gamma_at: Callable[[int], int] = best
     else:
-        constant = max((0, *candidate.gammas), key=lambda gamma: mean(lambda _: gamma))
+        constant = max((0, *lengths), key=lambda gamma: mean(lambda _: gamma))
         ranges, gamma_at = (Range(1, max(sizes), constant),), lambda _: constant
-    speed_ups = {
-        b: candidate.speed_up(b, gamma, context) if (gamma := gamma_at(b)) else Estimate(1.0, 1.0, 1.0) for b in sizes
-    }
-    return mean(gamma_at), Schedule(candidate.acceptance, ranges, speed_ups), candidate
+    longest = max(batch_range.gamma for batch_range in ranges) or max(lengths)
+    acceptances = {gamma: candidate.acceptance.cut(gamma) for gamma, candidate in lengths.items()}
+    schedule = Schedule(
+        acceptances[longest], ranges, {b: speed_up(b, gamma_at(b)) for b in sizes}, tuple(acceptances.values())
+    )
+    return mean(gamma_at), schedule, lengths[longest]
 
 
 def _ranges(best: Callable[[int], int], sizes: Sequence[int]) -> tuple[Range, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import isfinite
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,6 +33,14 @@ from .sampling import Sampling
 
 #: ``run(function, tensors, *constants)`` returns ``function(*constants, **tensors)``, see `DraftContext.runner`.
 Runner = Callable[..., tuple[Tensor | None, ...]]
+
+
+def no_bool(traits: Any) -> str | None:
+    """Return the first field of type bool that has another value, as a message; None if all are valid."""
+    for key in (field.name for field in fields(traits) if field.type == "bool"):
+        if not isinstance(value := getattr(traits, key), bool):
+            return f"{key}={quoted(value)}, which is neither True nor False"
+    return None
 
 
 class StrategyConfig(Options):
@@ -62,6 +70,11 @@ class DraftTraits:
             length schedule, a bandit). Replay does not support such drafters.
         nested: a draft of a smaller gamma is a prefix of one of a larger gamma, so that replay derives all lengths
             from the longest. False for drafts that are tokenised after drafting.
+        shortenable: the draft is a chain whose tokens are drafted one after another, so that the acceptance of a token
+            hardly depends on where its step started, and gamma is only their maximum number. The acceptance of shorter
+            drafts then follows from counters of longer ones (`metrics.shorter_drafts`). False for blocks drafted in one
+            pass, trees, and lengths that a policy sets.
+        always_drafts: every step with room for a draft has one.
     """
 
     kind: DraftKind | None
@@ -74,6 +87,8 @@ class DraftTraits:
     levels: int | None = None
     adapts: bool = False
     nested: bool = True
+    shortenable: bool = False
+    always_drafts: bool = False
 
     def problem(self) -> str | None:
         """Return the reason why these traits are invalid, as a message; None if they are valid."""
@@ -90,10 +105,7 @@ class DraftTraits:
             isinstance(self.branching, tuple) and all(_is_count(n) and n for n in self.branching)
         ):
             return f"branching={quoted(self.branching)}, which is not a tuple of positive integers"
-        for key in ("point_mass", "replayable", "temperature_zero_only", "adapts", "nested"):
-            if not isinstance(value := getattr(self, key), bool):
-                return f"{key}={quoted(value)}, which is neither True nor False"
-        return None
+        return no_bool(self)
 
     @property
     def is_chain(self) -> bool:

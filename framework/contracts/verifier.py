@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import quoted
 from .draft import Draft, Verdict
 from .draft_kind import DRAFT_KINDS, SAMPLED_SIBLINGS, DraftKind
-from .drafter import DraftTraits, StrategyConfig
+from .drafter import DraftTraits, StrategyConfig, no_bool
 from .rng import StepRng
 from .sampling import Sampling
 
@@ -34,6 +34,8 @@ class VerifierTraits:
         stateful: carries per-row state from one step to the next.
         modifies_target: its state is a modification of the target distribution by the draft distribution, so sampled
             drafts must be replayable (see `DraftTraits`).
+        shortenable: Pr(tau >= i) of a chain depends neither on the draft after token i nor on earlier steps, so the
+            acceptance of shorter drafts follows from that of longer ones, if the drafter is ``shortenable``, too.
     """
 
     accepts: frozenset[str]
@@ -42,15 +44,13 @@ class VerifierTraits:
     temperature_zero_only: bool = False
     stateful: bool = False
     modifies_target: bool = False
+    shortenable: bool = False
 
     def problem(self) -> str | None:
         """Return the reason why these traits are invalid, as a message; None if they are valid."""
         if not isinstance(self.accepts, frozenset | set) or not all(isinstance(name, str) for name in self.accepts):
             return f"accepts={quoted(self.accepts)}, which is not a set of capabilities (see draft_kind)"
-        for key in ("pairs_only", "lossless", "temperature_zero_only", "stateful", "modifies_target"):
-            if not isinstance(value := getattr(self, key), bool):
-                return f"{key}={quoted(value)}, which is neither True nor False"
-        return None
+        return no_bool(self)
 
     def accepts_kind(self, kind: DraftKind) -> bool:
         """True if drafts of this ``kind`` can be verified."""
@@ -150,3 +150,14 @@ def incompatible(
         return None
     accepted = ", ".join(traits.kinds) or "drafts with " + " or ".join(sorted(traits.accepts))
     return f"drafter '{drafter}' makes '{draft.kind}' drafts, but verifier '{verifier}' accepts only: {accepted}"
+
+
+def not_shortenable(drafter: str, draft: DraftTraits, verifier: str, traits: VerifierTraits) -> str:
+    """Return the reason why the acceptance of shorter drafts does not follow from longer ones, as a message, or ""."""
+    if not draft.shortenable:
+        reason = f"whether a token of '{drafter}' is accepted may depend on the length of its draft"
+    elif not traits.shortenable:
+        reason = f"what verifier '{verifier}' accepts may depend on the rest of the draft or on earlier steps"
+    else:
+        return ""
+    return f"{reason}; measure each length: a log or a scrape with each, or crossdraft run with gamma: [1, 2, ...]"

@@ -18,6 +18,7 @@ import numpy as np
 from scipy import stats
 
 from ..errors import UsageError
+from ..metrics.shorter_drafts import shorter_drafts
 from .curve import Curve
 
 
@@ -86,10 +87,7 @@ class CellStatistics:
         )
 
     def cut(self, gamma: int) -> CellStatistics:
-        """Return the same pair with chains truncated to ``gamma`` tokens.
-
-        Exact for token verification of chains at least that long; verifiers that look ahead (block verification)
-        accept slightly less of shorter chains.
+        """Return the same pair with chains of at most ``gamma`` tokens, by the model of `metrics.shorter_drafts`.
 
         Raises:
             UsageError: ``gamma`` exceeds the measured length, or the drafts are trees.
@@ -104,6 +102,10 @@ class CellStatistics:
                 f"acceptance was measured for drafts of up to {len(self.acceptance)} tokens, not {gamma}; "
                 f"run a cell with gamma {gamma}"
             )
+        if gamma == len(self.acceptance):
+            return self
+        acceptance = tuple(shorter_drafts(np.array(self.acceptance), gamma).tolist())
+        tokens_per_step = self.tokens_per_step + sum(acceptance) - sum(self.acceptance)
         widths: dict[float, float] = {}
         for nodes, share in self.widths.items():
             widths[min(nodes, gamma)] = widths.get(min(nodes, gamma), 0.0) + share
@@ -111,11 +113,12 @@ class CellStatistics:
         ratio = gamma / longest if longest > gamma else 1.0
         return replace(
             self,
-            tokens_per_step=self.tokens_per_step - sum(self.acceptance[gamma:]),
+            tokens_per_step=tokens_per_step,
             widths=widths,
             passes=self.passes * ratio,
             draft_seconds=self.draft_seconds * ratio,
-            acceptance=self.acceptance[:gamma],
+            acceptance=acceptance,
+            idle=self.idle * tokens_per_step / self.tokens_per_step,
         )
 
 

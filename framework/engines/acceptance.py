@@ -17,11 +17,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from scipy import optimize, stats
+from scipy import optimize
 
 from ..errors import UsageError
-from ..metrics.intervals import CONFIDENCE, LEAST_PIECES, Estimate, estimate
+from ..metrics.intervals import LEAST_PIECES, Estimate, Noise, estimate, half_width
+from ..metrics.shorter_drafts import by_runs, shorter_drafts
 from ..util.limits import MOST_LEVELS
+
+#: Standard deviation of the relative error of `shorter_drafts`: this share of its correction of a plain cut, and this
+#: much times the share of the draft that is left out (`benchmarks/shorter_drafts.py`, docs/advise.md).
+_MODEL_ERROR, _DRIFT = 0.3, 0.018
+#: `Acceptance.refusal` if only a name is missing.
+UNKNOWN_PAIR = "the drafter or the verifier is unknown; name them as --drafter and --verifier"
+#: `Acceptance.refusal` if there is nothing to derive.
+EACH_LENGTH = "each length is measured"
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,8 @@ class Acceptance:
         options: of the drafter, as in recipes, if known.
         setting: target and mode (thinking on or off), if the source has several; they are not comparable.
         idle: share of the counted steps without a draft.
-        cuttable: a smaller gamma has the same marginals up to that gamma, see `cut`.
+        refusal: the reason why the acceptance of shorter drafts does not follow, see `cut`; empty if it does.
+        longer: the measured acceptance of longer drafts that this one is derived from; None if this one is measured.
         remarks: caveats for the reader.
 
     Raises:
@@ -68,7 +78,8 @@ class Acceptance:
     options: Mapping[str, Any] = field(default_factory=dict)
     setting: tuple[str, ...] = ()
     idle: float = 0.0
-    cuttable: bool = True
+    refusal: str = UNKNOWN_PAIR
+    longer: Acceptance | None = None
     remarks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -121,26 +132,27 @@ class Acceptance:
         return tuple(m / b if b else 0.0 for m, b in zip(self.marginal, previous, strict=True))
 
     def cut(self, gamma: int) -> Acceptance:
-        """Acceptance with drafts of at most ``gamma`` tokens.
-
-        Assumes that acceptance of token i does not depend on later drafted tokens, as in token and block verification
-        of chains and point masses with autoregressive drafts. Ignores that steps then start at other positions of the
-        text.
+        """Acceptance with drafts of at most ``gamma`` tokens, by the model of `metrics.shorter_drafts`.
 
         Raises:
-            UsageError: ``gamma`` exceeds the measured one, or the acceptance is not ``cuttable``.
+            UsageError: ``gamma`` exceeds the measured one, or ``refusal`` is set.
         """
         if gamma == self.gamma:
             return self
         if not self.marginal:
             raise UsageError(f"{self.source} has the mean acceptance length and not the acceptance by position")
-        if not self.cuttable or not 0 < gamma < self.gamma:
-            other = "other draft lengths" if gamma < self.gamma else "longer drafts"
+        measured = self.longer or self
+        if self.refusal or not 0 < gamma < self.gamma:
+            other = "shorter drafts" if gamma < self.gamma else "longer drafts"
+            reason = f": {self.refusal}" if self.refusal and gamma < self.gamma else ""
             raise UsageError(
-                f"{self.source} was measured with {self.gamma} tokens; the acceptance of {other} is unknown"
+                f"{self.source} was measured with {measured.gamma} tokens; the acceptance of {other} does not "
+                f"follow{reason}"
             )
-        rows = tuple(row[: gamma + 1] for row in self.rows)
-        return replace(self, marginal=self.marginal[:gamma], rows=rows)
+        marginal = shorter_drafts(np.array(measured.marginal), gamma)
+        # The number of steps without a draft does not depend on the length of drafts.
+        idle = measured.idle * (1 + float(marginal.sum())) / (1 + sum(measured.marginal))
+        return replace(measured, marginal=tuple(marginal.tolist()), rows=(), idle=idle, longer=measured)
 
     def with_constant_rate(self, gamma: int) -> Acceptance:
         """Acceptance with marginals a, a^2, ... whose sum matches ``length``, if only that is known.
@@ -166,14 +178,37 @@ class Acceptance:
     def block_efficiency(self) -> Estimate:
         """Mean tokens per step, bonus included, with a 95 % interval under `interval_assumes`."""
         value = 1 + sum(self.marginal) if self.marginal else float(self.length or 1.0)
-        if len(self.rows) >= LEAST_PIECES:
-            sums = np.array([(row[0], sum(row[1:])) for row in self.rows])
-            return estimate(lambda s: 1 + s[..., 1] / s[..., 0], sums, value=value, least=1.0)
-        if self.drafts is None or not self.marginal:
+        measured, most = self.longer or self, 1.0 + self.gamma if self.marginal else math.inf
+        model = [self.model_error()] if self.longer is not None else []
+
+        def statistic(sums: np.ndarray) -> np.ndarray:
+            rates = sums[..., 1:] / sums[..., :1]
+            return 1 + (rates if self.longer is None else shorter_drafts(rates, self.gamma)).sum(-1)
+
+        if len(measured.rows) >= LEAST_PIECES:
+            return estimate(statistic, np.array(measured.rows), value=value, least=1.0, most=most, noise=model)
+        if measured.drafts is None or not self.marginal:
             return Estimate(value)
-        error = self.spread() / math.sqrt(self.drafts)
-        half = float(stats.norm.ppf((1 + CONFIDENCE) / 2)) * error
-        return Estimate(value, max(value - half, 1.0), min(value + half, 1.0 + self.gamma))
+        # Drafts that accept 0, 1, .. tokens, as independent pieces, and half a draft more of each (Jeffreys): what none
+        # of few drafts did is possible.
+        at_least = np.array([1.0, *measured.marginal])
+        counts = measured.drafts * (at_least - np.append(at_least[1:], 0.0)) + 0.5
+        shares = counts / counts.sum()
+        step = 1e-6 * np.tril(np.ones((len(shares), len(shares))))
+        slopes = (np.log(statistic((1 - 1e-6) * at_least + step)) - math.log(value)) / 1e-6
+        sampling = Noise(float((shares * slopes**2).sum()) / measured.drafts, math.inf)
+        half = half_width([sampling, *model])
+        return Estimate(value, max(value * math.exp(-half), 1.0), min(value * math.exp(half), most))
+
+    def model_error(self) -> Noise:
+        """Variance of the logarithm of the block efficiency by the model of shorter drafts; 0 if it was measured."""
+        longer = self.longer
+        if longer is None:
+            return Noise(0.0, math.inf)
+        correction = math.log((1 + sum(self.marginal)) / (1 + sum(by_runs(np.array(longer.marginal), self.gamma))))
+        correction = max(abs(correction), math.log((1 + sum(self.marginal)) / (1 + sum(longer.marginal[: self.gamma]))))
+        drift = _DRIFT * (1 - self.gamma / longer.gamma)
+        return Noise((_MODEL_ERROR * correction) ** 2 + drift**2, math.inf)
 
     def spread(self) -> float:
         """Standard deviation of tau."""
@@ -184,6 +219,8 @@ class Acceptance:
     @property
     def interval_assumes(self) -> str:
         """The assumption behind the interval of `block_efficiency`."""
+        if self.longer is not None:
+            return f"{self.longer.interval_assumes}; derived from drafts of {self.longer.gamma} tokens"
         if len(self.rows) >= LEAST_PIECES:
             return f"{len(self.rows)} independent {self.pieces}"
         if self.drafts is None or not self.marginal:

@@ -30,7 +30,7 @@ class Schedule:
     """One drafter and verifier for a server, with a draft length per batch size.
 
     Attributes:
-        acceptance: of the pair, at the longest draft of the schedule or longer.
+        acceptance: of the pair, at the longest draft of the schedule.
         ranges: contiguous from batch size 1; the last also applies to greater batch sizes. One range if the engine has
             one draft length for all batch sizes.
         speed_ups: predicted speed-up by requested batch size, with the gamma of its range.

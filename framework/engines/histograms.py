@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..util.limits import MOST_LEVELS
@@ -11,13 +12,15 @@ from .prometheus import short_drafts
 
 
 def per_request(
-    source: Source, histogram: str, steps: str, accepted: str, proposed: str, **attributes: Any
+    source: Source, histogram: str, steps: str, accepted: Sequence[str], proposed: Sequence[str]
 ) -> list[Acceptance]:
-    """Acceptance from every JSON object with the four keys, by gamma.
+    """Acceptance from every JSON object with the key ``histogram``, by gamma.
 
     Args:
         histogram: key of a list with the numbers of steps that accepted 0, 1, ... drafted tokens.
-        steps, accepted, proposed: keys of the numbers of steps, accepted and drafted tokens.
+        steps: key of the number of steps.
+        accepted, proposed: keys of the numbers of accepted and drafted tokens, by version; the first that is present is
+            read.
 
     Raises:
         UsageError: an object with inconsistent numbers.
@@ -32,9 +35,9 @@ def per_request(
             raise source.error(line, f"{histogram} is not a list of counts")
         if not n:
             continue  # nothing was drafted
-        tokens, total = _count(source, line, fields, proposed), _count(source, line, fields, accepted)
+        tokens, total = _count(source, line, fields, *proposed), _count(source, line, fields, *accepted)
         if sum(counts) != n or sum(i * c for i, c in enumerate(counts)) != total:
-            raise source.error(line, f"{histogram} does not match {steps} {n:g} and {accepted} {total:g}")
+            raise source.error(line, f"{histogram} does not match {steps} {n:g} and {total:g} accepted tokens")
         gamma = max(len(counts) - 1, int(-(-tokens // n)))
         if reason := MOST_LEVELS.refusal(gamma):
             raise source.error(line, f"drafts of {gamma} tokens are too long; {reason}")
@@ -49,7 +52,6 @@ def per_request(
             pieces="responses",
             names=tuple(names[gamma]),
             remarks=_remarks(rows, drafted[gamma], gamma),
-            **attributes,
         )
         for gamma, rows in by_gamma.items()
         if gamma
@@ -61,7 +63,8 @@ def _remarks(rows: list[tuple[float, ...]], drafted: float, gamma: int) -> tuple
     return (short_drafts(mean, gamma),) if mean < gamma else ()
 
 
-def _count(source: Source, line: int, fields: dict[str, Any], key: str) -> float:
+def _count(source: Source, line: int, fields: dict[str, Any], *keys: str) -> float:
+    key = next((key for key in keys if key in fields), keys[0])
     value = fields.get(key)
     if type(value) is not int or value < 0:
         raise source.error(line, f"{key} is {value!r:.40}, which is not a count")

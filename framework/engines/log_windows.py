@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from .acceptance import Acceptance
 from .engine_log import Source
@@ -23,28 +26,35 @@ class Window(NamedTuple):
     mean: float
 
     def row(self, source: Source) -> tuple[float, ...]:
-        """Reconstruct the counts ``(steps, accepted at 1, ...)``, up to rounding.
+        """Counts ``(steps, accepted at 1, ...)`` that are rounded to the printed numbers.
+
+        Steps with full drafts are exact; otherwise their number is computed from the rates. The accepted tokens sum to
+        ``accepted``.
 
         Raises:
             UsageError: inconsistent numbers.
         """
-        gamma, total = len(self.rates), sum(self.rates)
-        if abs(1 + total - self.mean) > gamma * _RATE_ERROR + _LENGTH_ERROR:
+        gamma, rates = len(self.rates), np.array(self.rates)
+        low, high = np.maximum(rates - _RATE_ERROR, 0.0), np.minimum(rates + _RATE_ERROR, 1.0)
+        least, most = max(low.sum(), self.mean - 1 - _LENGTH_ERROR), min(high.sum(), self.mean - 1 + _LENGTH_ERROR)
+        if least > most:
             raise source.error(
-                self.line, f"the mean length {self.mean:g} is not 1 + the sum of the rates, {1 + total:.3f}"
+                self.line, f"the mean length {self.mean:g} is not 1 + the sum of the rates, {1 + rates.sum():.3f}"
             )
-        if not self.accepted:
-            drafts = self.drafted / gamma
-        elif total:
-            drafts = self.accepted / total
-        else:
-            raise source.error(self.line, f"{self.accepted:g} tokens were accepted, but all rates are 0")
-        if self.accepted > self.drafted or self.drafted > drafts * gamma * (1 + gamma * _RATE_ERROR / (total or 1)) + 1:
-            raise source.error(
-                self.line,
-                f"{self.accepted:g} accepted and {self.drafted:g} drafted tokens are inconsistent with the rates",
-            )
-        return (drafts, *(drafts * rate for rate in self.rates))
+        drafts = float(math.ceil(self.drafted / gamma - 1e-9))  # if all drafts are full
+        fewest, greatest = np.ceil(drafts * low - 1e-9), np.floor(drafts * high + 1e-9)
+        if not ((fewest <= greatest).all() and fewest.sum() <= self.accepted <= greatest.sum()):
+            few = max(drafts, self.accepted / most if self.accepted else 0.0)
+            many = min(self.drafted, self.accepted / least) if least > 0 else self.drafted
+            if self.accepted > self.drafted or few > many * (1 + 1e-9):
+                raise source.error(
+                    self.line,
+                    f"{self.accepted:g} accepted and {self.drafted:g} drafted tokens are inconsistent with the rates",
+                )
+            drafts = min(max(self.accepted / (rates.sum() or most), few), many)
+            fewest, greatest = drafts * low, drafts * high
+        share = (self.accepted - fewest.sum()) / max((greatest - fewest).sum(), 1e-9)
+        return (drafts, *(fewest + min(max(share, 0.0), 1.0) * (greatest - fewest)).tolist())
 
 
 def from_windows(
@@ -59,9 +69,10 @@ def from_windows(
     for gamma, group in by_gamma.items():
         rows = [window.row(source) for window in group]
         drafts, drafted = sum(row[0] for row in rows), sum(window.drafted for window in group)
-        remarks = ("the number of drafts is computed from rates with three decimals",)
-        if drafted / drafts < gamma * 0.995:
-            remarks = (*remarks, short_drafts(drafted / drafts, gamma))
+        remarks: tuple[str, ...] = ()
+        if drafted < drafts * gamma * (1 - 1e-9):
+            computed = "the number of drafts is computed from rates with three decimals"
+            remarks = (computed, short_drafts(drafted / drafts, gamma))
         lines = f"{group[0].line}" + (f"-{group[-1].line}" if len(group) > 1 else "")
         acceptances.append(
             Acceptance.from_rows(rows, f"{source.name}:{lines}", pieces=pieces, remarks=remarks, **attributes)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from crossdraft.framework.engines.acceptance import Acceptance
 from crossdraft.framework.errors import UsageError
+from crossdraft.framework.metrics.shorter_drafts import by_runs
 
 RATES = st.lists(st.floats(0.01, 1), min_size=1, max_size=8)
 
@@ -48,18 +49,71 @@ def test_invalid_acceptance(marginal: tuple[float, ...], message: str) -> None:
             Acceptance.from_conditional(marginal, "here")
 
 
-def test_shorter_drafts_keep_their_rates() -> None:
-    rows = [(10, 8, 4), (20, 10, 6), (30, 20, 10)]
-    result = Acceptance.from_rows(rows, "x")
+def runs_of(rates: list[float], count: int, rng: np.random.Generator) -> np.ndarray:
+    """Lengths of ``count`` runs: positions at which the drafter is right, before the wrong one that ends each run."""
+    conditional = np.array([*rates, *[rates[-1]] * 200])
+    return np.logical_and.accumulate(rng.random((count, 200)) < conditional[:200], 1).sum(1)
+
+
+def counted(runs: np.ndarray, gamma: int) -> tuple[float, ...]:
+    """Steps, and those with tau >= i, that decode the runs with drafts of ``gamma`` tokens, step by step."""
+    taus = [min(left, gamma) for run in runs.tolist() for left in range(run, -1, -gamma - 1)]
+    return (float(len(taus)), *(float(sum(tau >= i for tau in taus)) for i in range(1, gamma + 1)))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.floats(0.05, 0.9), min_size=1, max_size=6), st.integers(0, 5))
+def test_shorter_drafts_of_known_runs(rates: list[float], shorter: int) -> None:
+    """Steps of K tokens are counted; what follows for shorter drafts is counted on the same runs."""
+    longest = len(rates)
+    gamma = max(longest - shorter, 1)
+    runs = runs_of(rates, 20_000, np.random.default_rng(0))
+    steps, *accepted = counted(runs, longest)
+    rate = np.array(accepted) / steps
+    result = by_runs(rate, gamma)
+    steps, *accepted = counted(runs, gamma)
+    assert result == pytest.approx(np.array(accepted) / steps, abs=0.01)
+    assert by_runs(rate, longest) == pytest.approx(rate, abs=1e-9)
+
+
+@given(RATES, st.integers(1, 8), st.integers(1, 40))
+def test_shorter_drafts_of_any_rates(rates: list[float], gamma: int, drafts: int) -> None:
+    """Also of few drafts, none or all of which are accepted: a distribution, inside its interval."""
+    counts = np.minimum.accumulate([round(drafts * rate) for rate in rates])
+    result = Acceptance.from_rows([(drafts, *counts)], "x", refusal="").cut(min(gamma, len(rates)))
+    be = result.block_efficiency()
+    assert result.gamma == min(gamma, len(rates))  # the rates were checked by the constructor
+    assert be.low is not None and be.high is not None and 1 <= be.low <= be.value <= be.high <= result.gamma + 1
+    assert be.low < be.high
+
+
+#: One model and server with drafts of eight tokens and of one (vllm#48892, GSM8K, temperature 0).
+MTP8 = (11043, 8410, 6800, 5660, 4686, 4020, 3417, 3006, 2612)
+MTP1 = (26407, 22021)
+
+
+def test_measured_pair_of_lengths() -> None:
+    result = Acceptance.from_rows([MTP8], "x", refusal="").cut(1)
+    be, measured = result.block_efficiency(), 1 + MTP1[1] / MTP1[0]
+    assert be.value == pytest.approx(1.8159282, abs=1e-6)
+    assert be.low is not None and be.high is not None and be.low <= measured <= be.high
+    assert be.value > 1 + MTP8[1] / MTP8[0], "a plain cut is too low"
+    assert be.high - be.low < 0.14
+    assert result.interval_assumes.endswith("derived from drafts of 8 tokens")
+
+
+def test_lengths_that_do_not_follow() -> None:
+    result = Acceptance.from_rows([(10, 8, 4), (20, 10, 6), (30, 20, 10)], "x", refusal="", idle=0.5)
     assert result.drafts == 60 and result.marginal == (38 / 60, 20 / 60)
-    cut = result.cut(1)
-    assert cut == Acceptance.from_rows([row[:2] for row in rows], "x")
     assert result.cut(2) is result
+    cut = result.cut(1)
+    assert cut.cut(1) is cut and cut.longer is result
+    assert cut.idle == pytest.approx(0.5 * cut.block_efficiency().value / result.block_efficiency().value)
     for gamma in (0, 3):
-        with pytest.raises(UsageError, match=r"the acceptance of (other draft lengths|longer drafts) is unknown"):
+        with pytest.raises(UsageError, match=r"was measured with 2 tokens; the acceptance of .* does not follow"):
             result.cut(gamma)
-    with pytest.raises(UsageError, match="other draft lengths"):
-        Acceptance((0.5, 0.2), "x", cuttable=False).cut(1)
+    with pytest.raises(UsageError, match="shorter drafts does not follow: the drafter or the verifier is unknown"):
+        Acceptance((0.5, 0.2), "x").cut(1)
     with pytest.raises(UsageError, match="no drafts were counted"):
         Acceptance.from_rows([(0, 0)], "x")
 

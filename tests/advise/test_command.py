@@ -4,16 +4,21 @@ import json
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from advise_runs import GOOD, POOR, cell, curves, write_run
 from engine_schemas import LlamaCpp, vllm
 from test_imports import SGLANG_LOG, VLLM_LOG, VLLM_SCRAPE
 
-from crossdraft import Engine
+from crossdraft import CHAIN, Acceptance, Draft, Drafter, DraftTraits, Engine, Sequences, StepRng, hookimpl
+from crossdraft.framework import plugins
+from crossdraft.framework.advise.candidates import of_pair
 from crossdraft.framework.advise.cost_tables import read_cost_table
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.engines.acceptance import UNKNOWN_PAIR
 from crossdraft.framework.errors import UsageError
+from crossdraft.framework.metrics.shorter_drafts import shorter_drafts
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA |= {"num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 512}
@@ -47,6 +52,74 @@ def advice_json(capsys: Any, *arguments: Any) -> dict[str, Any]:
     code, out, err = advise(capsys, *arguments, "--json")
     assert code == 0, err
     return json.loads(out)
+
+
+# -- shorter drafts --------------------------------------------------------------------------------------------
+
+DERIVED = {"draft-model", "eagle", "eagle3", "mtp", "early-exit"}
+TREES = {"token-recycling", "lookahead", "draft-model-iid", "draft-model-tree", "draft-model-dynamic-tree"}
+
+
+class Newcomer(Drafter):
+    """A drafter that declares nothing on its lengths."""
+
+    name = "newcomer"
+
+    @classmethod
+    def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
+        return DraftTraits(kind=CHAIN, point_mass=False, nodes=3)
+
+    def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
+        return Draft.empty(sequences.batch_size, sequences.device)
+
+
+class Provider:
+    @staticmethod
+    @hookimpl
+    def crossdraft_register_drafters(register: Any) -> None:
+        register("newcomer", Newcomer, summary="declares nothing")
+
+
+def test_shorter_drafts_of_every_drafter() -> None:
+    """Derived only for autoregressive drafts of a fixed length; trees are errors; others keep the measured length."""
+
+    def refusal(drafter: str, verifier: str = "token", **other: Any) -> str:
+        acceptance = Acceptance((0.7, 0.5, 0.4), "here", drafts=100, drafter=drafter, verifier=verifier, **other)
+        return of_pair(acceptance).refusal
+
+    plugins.manager().register(Provider)
+    try:
+        for drafter in plugins.entries("drafters"):
+            if drafter in TREES:
+                with pytest.raises(UsageError, match=f"drafter '{drafter}' makes"):
+                    refusal(drafter)
+                with pytest.raises(UsageError, match="does not draft chains"):
+                    refusal(drafter, "")
+            elif drafter != "none":
+                reason = refusal(drafter)
+                assert (not reason) == (drafter in DERIVED), (drafter, reason)
+                assert not reason or "measure each length" in reason or "--replay" in reason or "unknown" in reason
+    finally:
+        plugins.manager().unregister(Provider)
+    assert "measure each length" in refusal("draft-model", "greedy-block")
+    assert "measure each length" in refusal("draft-model", options={"policy": {"name": "heuristic"}})
+    assert "--verifier" in refusal("draft-model", "")
+    assert refusal("") == UNKNOWN_PAIR
+    assert refusal("prompt-lookup", idle=0.5) == "" != refusal("prompt-lookup")
+    with pytest.raises(UsageError, match="needs temperature 0"):
+        refusal("draft-model", "greedy", temperature=1.0)
+    assert refusal("draft-model", "greedy") == ""
+
+
+def test_only_the_measured_length_is_advised(place: Path, capsys: Any) -> None:
+    words = ("vllm.log", "--cost", "passes.csv", "--temperature", "1", "--verifier", "token", "--batch-size", "1")
+    code, out, _ = advise(capsys, *words, "--drafter", "dflash")
+    assert code == 0 and "drafts of fewer than 3 tokens are left out" in out and "measure each length" in out
+    assert "dflash     token       3 " in out and "runner-up" in out and ", 2:" not in out
+    code, out, _ = advise(capsys, *words, "--drafter", "mtp")
+    assert code == 0 and ", 2:" in out and "derived from drafts of 3 tokens" in out and "assumed: shorter drafts" in out
+    code, _, err = advise(capsys, *words, "--drafter", "draft-model-tree")
+    assert code == 2 and "verifier 'token' accepts only: chain" in err
 
 
 # -- a finished run --------------------------------------------------------------------------------------------
@@ -151,7 +224,7 @@ def test_log_and_table(place: Path, capsys: Any) -> None:
     costs = ("--cost", "passes.csv", "--draft-cost", "draft.csv", "--batch-size", "1,2,64", "--context", "100")
     result = advice_json(capsys, "vllm.log", *costs, *SAID)
     rates = (220 / 310, 110 / 310, 50 / 310)
-    by_hand = [(1 + sum(rates[:g])) * 10 / (10 + g) for g in (1, 2, 3)]
+    by_hand = [(1 + shorter_drafts(np.array(rates), g).sum()) * 10 / (10 + g) for g in (1, 2, 3)]
     assert result["advice"][0]["best"]["speed_up"]["value"] == pytest.approx(max(by_hand), rel=1e-4)
     assert [step["draft"] for step in result["advice"]] == [True, True, False]
     code, out, err = advise(capsys, "vllm.log", *costs, *SAID, "--export", "vllm", "--draft-path", "org/draft")
@@ -216,7 +289,7 @@ def test_unrealistic_traffic(place: Path, capsys: Any) -> None:
     )
     assert any("does not record the temperature" in line for line in warnings)
     result = advice_json(capsys, "vllm.log", "--on", "h100", "--target", "experts.json", "--drafter", "prompt-lookup")
-    assert any("engines count steps with a draft only" in line for line in result["remarks"]["warnings"])
+    assert any("name it as --verifier" in line for line in result["remarks"]["warnings"])
     result = advice_json(capsys, "vllm.log", "--on", "h100", "--target", "experts.json", *SAID)["remarks"]
     assert not any("random" in line or "temperature" in line for line in result["warnings"])
     assert any("over its 4 experts" in line for line in result["assumed"])

@@ -41,7 +41,7 @@ class Single(Fixed):
 
 
 def chain(rates: tuple[float, ...], **about: Any) -> Candidate:
-    known = {"drafter": "draft-model", "model": "d", "verifier": "token", "temperature": 1.0}
+    known = {"drafter": "draft-model", "model": "d", "verifier": "token", "temperature": 1.0, "refusal": ""}
     (result,) = imported([Acceptance(rates, "here", **(known | about))], TARGET, DRAFT, 200)
     return result
 
@@ -53,7 +53,7 @@ def test_acceptance_of_cell() -> None:
     (result,), notes = of_run([cell(None), cell(GOOD)], "run", curves())
     acceptance = result.acceptance
     assert notes == [] and acceptance.rows == ((4, 4, 3, 3), (4, 4, 4, 3), (4, 3, 3, 3))
-    assert acceptance.marginal == (11 / 12, 10 / 12, 9 / 12) and acceptance.cuttable and acceptance.chain
+    assert acceptance.marginal == (11 / 12, 10 / 12, 9 / 12) and not acceptance.refusal and acceptance.chain
     assert (acceptance.drafter, acceptance.model, acceptance.verifier, acceptance.temperature) == (
         *("draft-model", "d", "token"),
         1.0,
@@ -79,7 +79,7 @@ def test_shorter_drafts_cost_and_emit_less() -> None:
     assert result.gammas == (1, 2, 3)
     one = result.predict(8, 1)
     assert one.draft == pytest.approx(DRAFT.seconds(8, 1, 100), rel=0.2)
-    tokens = 1 + 11 / 12
+    tokens = 1 + result.acceptance.cut(1).marginal[0]
     assert one.tokens_per_second == pytest.approx(8 * tokens / one.seconds)
     interval = result.speed_up(8, 1)
     assert interval.low is not None and interval.high is not None
@@ -108,7 +108,7 @@ def test_trees_and_non_causal_verifiers_are_not_cut() -> None:
     assert of_run([cell(None), sequences], "run", curves())[0][0].gammas == (1, 2, 3)
     (result,), _ = of_run([cell(None), cell(GOOD, verifier="greedy-block")], "run", curves())
     assert result.gammas == (3,)
-    assert chain((0.5, 0.4), cuttable=False).gammas == (2,)
+    assert chain((0.5, 0.4), refusal="it depends").gammas == (2,)
 
 
 def test_titles_of_several_sequences() -> None:
@@ -165,13 +165,13 @@ def test_drafting_is_switched_off_if_it_does_not_pay() -> None:
 )
 @settings(max_examples=30, deadline=None)
 def test_best_length_by_hand(conditional: list[float], b: int, context: float | None) -> None:
-    acceptance = Acceptance.from_conditional(conditional, "here")
+    acceptance = Acceptance.from_conditional(conditional, "here", refusal="")
     (result,) = imported([acceptance], TARGET, DRAFT, 200)
     plain = TARGET.seconds(b, 1, context or 200)
     by_hand = []
     for gamma in range(1, acceptance.gamma + 1):
         seconds = TARGET.seconds(b, gamma + 1, context or 200) + gamma * DRAFT.seconds(b, 1, context or 200)
-        by_hand.append((1 + sum(acceptance.marginal[:gamma])) * plain / seconds)
+        by_hand.append((1 + sum(acceptance.cut(gamma).marginal)) * plain / seconds)
     assert decide([result], b, context).best.speed_up.value == pytest.approx(max(by_hand))
 
 

@@ -4,11 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from crossdraft import Source
 from crossdraft.framework import plugins
-from crossdraft.framework.engines.acceptance import Acceptance
+from crossdraft.framework.engines.acceptance import UNKNOWN_PAIR, Acceptance
 from crossdraft.framework.engines.engine_log import read_source
 from crossdraft.framework.errors import UsageError
 
@@ -24,6 +27,10 @@ INFO 11-20 10:00:30 [metrics.py:100] SpecDecoding metrics: Mean acceptance lengt
 tokens/s, Drafted throughput: 3.00 tokens/s, Accepted: 0 tokens, Drafted: 30 tokens, Per-position acceptance rate: \
 0.000, 0.000, 0.000, Avg Draft acceptance rate: 0.0%
 """
+VLLM_LINE = (
+    "INFO 11-20 10:00:10 [metrics.py:100] SpecDecoding metrics: Mean acceptance length: {:.2f}, Accepted: {} tokens, "
+    "Drafted: {} tokens, Per-position acceptance rate: {}, Avg Draft acceptance rate: 40.0%\n"
+)
 VLLM_SCRAPE = """\
 # HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
 # TYPE vllm:spec_decode_num_drafts_total counter
@@ -106,6 +113,25 @@ def test_log_of_vllm() -> None:
     assert result.drafts == pytest.approx(310)
     assert result.marginal == pytest.approx((220 / 310, 110 / 310, 50 / 310))
     assert result.source == "now.txt:2-4" and result.interval_assumes == "3 independent windows of the log"
+
+
+@given(st.integers(1, 8), st.sampled_from([1, 7, 400, 2500, 30_000]), st.floats(0, 1), st.integers(0, 2**32 - 1))
+def test_rounded_window_is_one_of_its_counts(gamma: int, drafts: int, rate: float, seed: int) -> None:
+    """A window of full drafts gives their exact number and accepted tokens, however its rates and mean are rounded."""
+    taus = np.minimum(np.random.default_rng(seed).geometric(1 - min(rate**2, 0.999), drafts) - 1, gamma)
+    counts = [int((taus >= i).sum()) for i in range(1, gamma + 1)]
+    rates = ", ".join(f"{count / drafts:.3f}" for count in counts)
+    line = VLLM_LINE.format(1 + sum(counts) / drafts, sum(counts), gamma * drafts, rates)
+    result = one("vllm", line)
+    ((steps, *accepted),) = result.rows
+    assert steps == drafts and sum(accepted) == pytest.approx(sum(counts)) and result.remarks == ()
+    assert accepted == pytest.approx(counts, abs=0 if drafts <= 400 else 0.001 * drafts)
+
+
+def test_short_drafts_of_a_window() -> None:
+    """Drafts of two to four tokens are more than the drafted tokens / 4, by the rates."""
+    result = one("vllm", VLLM_LINE.format(2.1, 1100, 3000, "0.500, 0.300, 0.200, 0.100"))
+    assert result.drafts == pytest.approx(1000) and "drafts have 3.00 of 4 tokens" in result.remarks[1]
 
 
 def test_counters_of_vllm() -> None:
@@ -228,8 +254,18 @@ def test_sglang() -> None:
     assert one("sglang", gauge).length == 2.25
     result = one("sglang", lines(sglang_response([5, 3, 2]), sglang_response([0, 1, 0, 0, 9])))
     assert result.marginal == (15 / 20, 11 / 20, 9 / 20, 9 / 20)  # drafts of four tokens, though none was accepted
-    bare = {"meta_info": {"completion_tokens": 30, "spec_verify_ct": 10}}
-    assert one("sglang", lines(bare, bare)).length == 3.0
+    older = {"completion_tokens": 7, "spec_verify_ct": 4, "spec_accept_token_num": 2, "spec_draft_token_num": 12}
+    result = one("sglang", lines({"meta_info": older | {"spec_accept_histogram": [2, 2]}}))
+    assert result.marginal == (0.5, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "counted, length", [({}, 2.9), ({"spec_accept_token_num": 21}, 3.1), ({"spec_accepted_drafts": 0}, 1)]
+)
+def test_prefill_token_of_sglang_is_not_accepted(counted: dict[str, int], length: float) -> None:
+    """10 target calls of 30 tokens emit 29, unless the accepted tokens are counted (past the response's end, too)."""
+    bare = {"meta_info": {"completion_tokens": 30, "spec_verify_ct": 10} | counted}
+    assert one("sglang", lines(bare, bare)).length == pytest.approx(length)
 
 
 def profile(**changes: Any) -> str:
@@ -256,7 +292,8 @@ def test_speculation_profile() -> None:
         "eagle3",
         "org/head",
     )
-    assert result.cuttable and not one("speculation-profile", profile(accept_length_model="measured_per_k")).cuttable
+    assert result.refusal == UNKNOWN_PAIR
+    assert "accept_length_model" in one("speculation-profile", profile(accept_length_model="measured_per_k")).refusal
     separate = one("speculation-profile", profile(marginal_accept_rates=None))
     assert separate.marginal == pytest.approx((0.8, 0.4, 0.2))
 
@@ -333,7 +370,11 @@ def test_sources_without_acceptance(name: str) -> None:
         ("sglang", SGLANG_LOG[:100], "now.txt:1: the decode batch line is truncated"),
         ("sglang", "sglang:spec_accept_length 0.0\n", "now.txt:1: .*nothing has been drafted"),
         ("sglang", lines(sglang_response([1], spec_verify_ct=2)), "does not match spec_verify_ct 2"),
-        ("sglang", lines({"completion_tokens": 3, "spec_verify_ct": 4}), "3 tokens in 4 target calls"),
+        (
+            "sglang",
+            lines({"completion_tokens": 3, "spec_verify_ct": 4}),
+            "3 tokens, -2 of them accepted drafts, in 4 target calls",
+        ),
         ("speculation-profile", profile(measured=False), "the profile is not measured"),
         (
             "speculation-profile",

@@ -20,7 +20,8 @@ MARGINAL = (0.8, 0.57, 0.37, 0.23)
 def schedule(gamma: int = 4, **about: Any) -> Schedule:
     known = {"drafter": "mtp", "verifier": "token", "temperature": 1.0, "drafts": 100.0}
     marginal = MARGINAL if gamma <= 4 else tuple(0.8**i for i in range(1, gamma + 1))
-    return Schedule(Acceptance(marginal, "here", **(known | about)), (Range(1, 64, gamma),), {1: Estimate(1.5)})
+    acceptance = Acceptance(marginal[:gamma], "here", refusal="", **(known | about))
+    return Schedule(acceptance, (Range(1, 64, gamma),), {1: Estimate(1.5)})
 
 
 def exported(name: str, request: Schedule) -> tuple[Any, Settings]:
@@ -60,7 +61,7 @@ def test_mocker_draws_the_measured_distribution(gamma: int) -> None:
     draws = np.random.default_rng(0).random((100_000, gamma)) < rates
     accepted = np.cumprod(draws, 1)
     assert accepted.mean(0) == pytest.approx(np.array(MARGINAL[:gamma]), abs=0.006)
-    spread = schedule(gamma).acceptance.cut(gamma).spread()
+    spread = schedule(gamma).acceptance.spread()
     assert accepted.sum(1).std() == pytest.approx(spread, abs=0.01)
 
 

@@ -106,5 +106,7 @@ def test_rows_of_an_engine_draft_independently() -> None:
     cell = CellStatistics(1, 1, 1.5, {4: 1.0}, 100, acceptance=(0.2, 0.1, 0.1, 0.1), idle=0.75)
     assert cell.at(1).widths == pytest.approx({0: 0.75, 4: 0.25})
     assert cell.at(2).widths == pytest.approx({0: 9 / 16, 2: 6 / 16, 4: 1 / 16})
-    assert cell.cut(2).at(2).widths == pytest.approx({0: 9 / 16, 1: 6 / 16, 2: 1 / 16})
+    cut = cell.cut(2)  # as many steps without a draft, of more steps
+    assert cut.idle == pytest.approx(0.75 * cut.tokens_per_step / 1.5)
+    assert cut.at(2).widths[2] == pytest.approx((1 - cut.idle) ** 2)
     assert cell.plain().at(2).widths == {0: 1.0}

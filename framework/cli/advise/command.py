@@ -150,22 +150,15 @@ def _run_candidates(run: FinishedRun, cells: Sequence[CellConfig], costs: Costs,
 
 def _read_acceptances(args: argparse.Namespace, source: str, remarks: Remarks) -> list[Acceptance]:
     """Acceptances in a source, in the format of any engine, completed by the options."""
+    from ...advise.candidates import of_pair
     from ...engines.formats import read_acceptances
 
     content, acceptances = read_acceptances(source, args.since)
     remarks.of_source(content)
-    idle_known = any(acceptance.idle for acceptance in acceptances)
-    if not idle_known and "prompt-lookup" in (
-        _first(args.drafter),
-        *(acceptance.drafter for acceptance in acceptances),
-    ):
-        remarks.warn(
-            f"{source}: engines count steps with a draft only, and prompt-lookup often has none: its gain is smaller"
-        )
     fields = {"drafter": _first(args.drafter), "verifier": _first(args.verifier), "temperature": args.temperature}
     fields |= {"model": args.draft_path or args.draft_model}
     fields = {name: value for name, value in fields.items() if value is not None}
-    return [replace(_with_rates(args, acceptance), **fields) for acceptance in acceptances]
+    return [of_pair(replace(_with_rates(args, acceptance), **fields)) for acceptance in acceptances]
 
 
 def _first(values: list[str] | None) -> str | None:

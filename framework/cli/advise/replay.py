@@ -108,7 +108,7 @@ def _of_candidate(
     candidate: Candidate, name: str, temperature: float | None, sampling: Sampling | None, remarks: Remarks
 ) -> Iterator[Acceptance]:
     from ...contracts.sampling import Sampling
-    from ...engines.acceptance import Acceptance
+    from ...engines.acceptance import EACH_LENGTH, Acceptance
 
     cls, config = candidate.drafter
     traits = cls.traits(config, sampling or Sampling())
@@ -135,6 +135,7 @@ def _of_candidate(
                 temperature=temperature,
                 point_mass=traits.point_mass,
                 idle=tally.row(gamma).idle,
+                refusal=EACH_LENGTH,
                 options={key: value for key, value in options.items() if key not in ("model", "gamma")},
             )
 

@@ -274,6 +274,7 @@ def _schedules(
 
 def _measured_pairs(args: argparse.Namespace, context: float) -> tuple[dict[str, CellStatistics], int, list[str]]:
     """The pairs of a run, with their acceptance and without the seconds measured on this machine."""
+    from ...advise.candidates import acceptance_of
     from ...cost.finished_cells import statistics
     from ...report.load_run import read_run
 
@@ -283,7 +284,10 @@ def _measured_pairs(args: argparse.Namespace, context: float) -> tuple[dict[str,
         cell = statistics(result)
         if cell is None or result.config.is_baseline:
             continue
-        cell = cell if args.gamma is None else cell.cut(args.gamma)
+        if args.gamma is not None and args.gamma != len(cell.acceptance):
+            if refusal := acceptance_of(result, args.run).refusal:
+                raise UsageError(f"--gamma {args.gamma}: {refusal}")
+            cell = cell.cut(args.gamma)
         drafter, verifier, temperature, b = _pair(result)
         name = f"pair {len(pairs) + 1}"
         settings = f"temperature {temperature}, batch size {b}, {cell.tokens_per_step:.2f} tokens per step"

@@ -11,20 +11,18 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
+from scipy.optimize import isotonic_regression
 
-from ...errors import UsageError
 from ...util.limits import MOST_LEVELS
-from ..acceptance import Acceptance
+from ..acceptance import EACH_LENGTH, Acceptance
 from ..engine import Engine, Schedule, Settings
 from ..engine_log import Source
 from .vllm import Vllm
 
 _MODEL = re.compile(r"([^\s#:][^:]*):\s*(?:#.*)?")
-_MODE = re.compile(r"\s+([\w.-]+):\s*(?:#.*)?")
+_MODE = re.compile(r"\s+([^\W\d][\w.-]*):\s*(?:#.*)?")
 _LENGTH = re.compile(r"\s+(\d{1,9}):\s*([^\s#]+)\s*(?:#.*)?")
 _FACT = re.compile(r"\s+([\w.-]+):\s+(\S.*?)\s*")
-#: Differences of published lengths are rounded by up to this.
-_ROUNDING = 0.0101
 
 #: Lengths of one curve: draft length -> line and acceptance length.
 Curve = dict[int, tuple[int, float]]
@@ -63,7 +61,7 @@ class GoldenAl(Engine):
         if acceptance.model:
             lines.append(f"# Draft model: {acceptance.model}")
         lines += [f"{model}:", f"  {mode}:"]
-        for length in schedule.lengths or _lengths(acceptance):
+        for length in schedule.lengths or (acceptance,):
             be = length.block_efficiency()
             interval = "" if be.low is None or be.high is None else f" # [{be.low:.2f}, {be.high:.2f}]"
             lines.append(f"    {length.gamma}: {be.value:.2f}{interval}")
@@ -71,12 +69,6 @@ class GoldenAl(Engine):
             () if acceptance.setting else ("replace target and thinking_off by the names of the model and its mode",)
         )
         return Settings("\n".join(lines), remarks)
-
-
-def _lengths(acceptance: Acceptance) -> list[Acceptance]:
-    if not acceptance.cuttable:
-        return [acceptance]
-    return [acceptance.cut(gamma) for gamma in range(1, acceptance.gamma + 1)]
 
 
 def _comment(source: Source, pattern: str) -> str:
@@ -112,54 +104,32 @@ def _curves(source: Source) -> dict[tuple[str, str], Curve]:
         elif (match := _MODE.fullmatch(line)) and model:
             mode = match[1]
         elif curves:
-            raise source.error(number, f"{line.strip()[:40]!r} is not a line of an acceptance-length curve; remove it")
+            raise source.error(
+                number,
+                f"{line.strip()[:40]!r} is not a line of an acceptance-length curve; write a draft length with its "
+                "acceptance length, as in 2: 2.38, or remove the line",
+            )
         else:
             return {}
     return curves
 
 
 def _acceptances(source: Source, curve: Curve, **attributes: Any) -> list[Acceptance]:
-    """One acceptance by position if all lengths are known, else one of constant rate for each length."""
-    gammas = sorted(curve)
-    first = source.place(curve[gammas[0]][0])
-    if gammas != list(range(1, len(gammas) + 1)):
-        return [
-            Acceptance((), source.place(curve[gamma][0]), length=curve[gamma][1], **attributes).with_constant_rate(
-                gamma
-            )
-            for gamma in gammas
-        ]
-    published = np.array([curve[gamma][1] for gamma in gammas])
-    marginal = concave_fit(published)
-    fitted = 1 + np.cumsum(marginal)
-    remarks = []
-    steps = np.diff(published, prepend=1.0)
-    flaws = [i for i in range(len(gammas)) if steps[i] < 0 or (i and steps[i] > steps[i - 1] + _ROUNDING)]
-    if flaws:
-        at = max(range(len(gammas)), key=lambda i: abs(fitted[i] - published[i]))
-        fault = "falls" if steps[flaws[0]] < 0 else "rises by more than before"
-        remarks.append(
-            f"the published length {fault} at {gammas[flaws[0]]}, unlike with one chain of drafts; fitted by a rising, "
-            f"concave curve, which changes {published[at]:.2f} at {gammas[at]} to {fitted[at]:.2f} (noise of the "
-            "measurement)"
-        )
-    return [Acceptance(tuple(map(float, marginal)), first, remarks=tuple(remarks), **attributes)]
+    """One acceptance for each length, with exactly its published mean.
 
-
-def concave_fit(lengths: np.ndarray) -> np.ndarray:
-    """Pr(tau >= i) of the chain whose acceptance lengths are nearest to ``lengths [gamma]``, by least squares.
-
-    The length 1 + sum_{i <= k} m_i of a chain rises and is concave in k, because m_i = Pr(tau >= i) does not increase.
+    Its rates by position are the rises of the curve up to there, or a constant rate if lengths are missing or it falls.
     """
-    from scipy.optimize import nnls
-
-    n = len(lengths)
-    # m_i = d_i + ... + d_n with d >= 0, and d_0 = 1 - m_1 >= 0.
-    design = np.minimum(np.arange(1, n + 1)[:, None], np.arange(1, n + 1)[None, :]).astype(float)
-    heavy = 1e4
-    rows = np.block([[np.zeros((n, 1)), design], [np.full((1, n + 1), heavy)]])
-    drops, _ = nnls(rows, np.append(lengths - 1, heavy))
-    marginal = np.minimum(drops[1:][::-1].cumsum()[::-1], 1.0)
-    if not np.isfinite(marginal).all():
-        raise UsageError("the acceptance lengths cannot be fitted; check them")
-    return np.minimum.accumulate(marginal.round(6))
+    acceptances = []
+    attributes["refusal"] = EACH_LENGTH
+    for gamma in sorted(curve):
+        line, length = curve[gamma]
+        if all(i in curve for i in range(1, gamma)):
+            rises = np.diff([1.0, *(curve[i][1] for i in range(1, gamma + 1))])
+            # Rates do not increase with the position; this keeps their sum.
+            marginal = isotonic_regression(rises, increasing=False).x
+            if marginal[-1] >= 0 and marginal[0] <= 1:
+                acceptances.append(Acceptance(tuple(marginal.tolist()), source.place(line), **attributes))
+                continue
+        acceptance = Acceptance((), source.place(line), length=length, **attributes)
+        acceptances.append(acceptance.with_constant_rate(gamma))
+    return acceptances

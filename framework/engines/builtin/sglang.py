@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from ...metrics.counter_definitions import DEFINITIONS
+from ...metrics.counter_definitions import DEFINITIONS, PREFILL_TOKENS
 from ..acceptance import Acceptance
 from ..engine import Engine, Schedule, Settings
 from ..engine_log import Source
@@ -26,6 +26,10 @@ _GAUGE = "sglang:spec_accept_length"
 _LINE = re.compile(r"Decode batch\b")
 _LENGTH = re.compile(r"accept len: ([^,\s]*)(,?)")
 _RUNNING = re.compile(r"#running-req: (\d{1,9}),")
+#: Keys of a response, latest names first: steps that accepted 0, 1, .. drafted tokens; all accepted; all drafted.
+_HISTOGRAMS = ("spec_correct_drafts_histogram", "spec_accept_histogram")
+_ACCEPTED = ("spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num")
+_DRAFTED = ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_token_num")
 #: Algorithms with adaptive steps and with rejection sampling of sampled drafts.
 _EAGLE = ("EAGLE", "EAGLE3", "NEXTN")
 
@@ -45,14 +49,9 @@ class Sglang(Engine):
     def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
         if earlier is not None:
             return []  # a gauge is not a counter
-        responses = per_request(
-            source,
-            "spec_correct_drafts_histogram",
-            "spec_verify_ct",
-            "spec_num_correct_drafts",
-            "spec_num_proposed_drafts",
-        )
-        return [*_log(source), *_gauge(source), *responses, *([] if responses else _lengths(source))]
+        histogram = next((key for key in _HISTOGRAMS if f'"{key}"' in source.text), "")
+        responses = per_request(source, histogram, "spec_verify_ct", _ACCEPTED, _DRAFTED) if histogram else []
+        return [*_log(source), *_gauge(source), *(responses or _lengths(source))]
 
     def cannot(self, acceptance: Acceptance) -> str | None:
         if reason := super().cannot(acceptance):
@@ -114,7 +113,7 @@ class SglangSynthetic(Sglang):
         settings = super().export(schedule)
         if not schedule.gamma:
             return settings
-        acceptance = schedule.acceptance.cut(schedule.gamma)
+        acceptance = schedule.acceptance
         variables = [
             f"SGLANG_SIMULATE_ACC_LEN={1 + sum(acceptance.marginal):.2f}",
             "SGLANG_SIMULATE_ACC_METHOD=match-expected",
@@ -168,16 +167,21 @@ def _gauge(source: Source) -> list[Acceptance]:
 
 
 def _lengths(source: Source) -> list[Acceptance]:
-    """Responses without a histogram: tokens per target call."""
+    """Responses without a histogram: accepted tokens per target call.
+
+    The first token is the prefill's, so `spec_accept_length`, which divides all tokens by the calls, is not read.
+    """
     rows, names = [], []
     for line, fields in source.objects("spec_verify_ct"):
         steps, tokens = fields["spec_verify_ct"], fields.get("completion_tokens")
-        if type(steps) is not int or type(tokens) is not int or not 0 <= steps <= tokens:
-            raise source.error(
-                line, f"{tokens!r:.30} tokens in {steps!r:.30} target calls (spec_verify_ct) are inconsistent"
-            )
+        accepted = next((fields[key] for key in _ACCEPTED if key in fields), None)
+        if accepted is None and type(tokens) is int and type(steps) is int:
+            accepted = tokens - PREFILL_TOKENS - steps if steps else 0
+        if type(steps) is not int or type(accepted) is not int or min(steps, accepted) < 0 or (accepted and not steps):
+            counts = f"{tokens!r:.30} tokens, {accepted!r:.30} of them accepted drafts,"
+            raise source.error(line, f"{counts} in {steps!r:.30} target calls (spec_verify_ct) are inconsistent")
         if steps:
-            rows.append((float(steps), float(tokens - steps)))
+            rows.append((float(steps), float(accepted)))
             names.append(source.row_id(line))
     acceptance = _from_lengths(rows, f"{source.name}, {len(rows)} responses", "responses") if rows else None
     return [replace(acceptance, names=tuple(names))] if acceptance is not None else []

@@ -31,7 +31,7 @@ class Aiconfigurator(Engine):
     def export(self, schedule: Schedule) -> Settings:
         if not schedule.gamma:
             return Settings("", ("omit --nextn",))
-        acceptance = schedule.acceptance.cut(schedule.gamma)
+        acceptance = schedule.acceptance
         # Accepted draft tokens: without the bonus token.
         accepted = f"{sum(acceptance.marginal):.3f}"
         text = shell(["--nextn", str(schedule.gamma), "--nextn-accepted", accepted])
@@ -79,7 +79,7 @@ class AtomSynthetic(Engine):
     def export(self, schedule: Schedule) -> Settings:
         if not schedule.gamma:
             return Settings("", ("start the server without --method",))
-        acceptance = schedule.acceptance.cut(schedule.gamma)
+        acceptance = schedule.acceptance
         method = needs_method(self, acceptance)
         words = ["--method", method, "--num-speculative-tokens", str(schedule.gamma)]
         if acceptance.model or method == "eagle3":

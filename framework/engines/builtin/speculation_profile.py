@@ -32,8 +32,8 @@ class SpeculationProfile(Engine):
         return True  # its rates cover all lengths
 
     def export(self, schedule: Schedule) -> Settings:
-        acceptance = schedule.acceptance
-        length = 1 + sum(acceptance.marginal)
+        lengths = schedule.lengths or (schedule.acceptance,)
+        acceptance = lengths[-1]
         profile: dict[str, Any] = {
             "schema_version": "1.0",
             "measured": True,
@@ -46,9 +46,9 @@ class SpeculationProfile(Engine):
             "verification_method": "longest_prefix",
             "conditional_accept_rates": list(acceptance.conditional),
             "marginal_accept_rates": list(acceptance.marginal),
-            "mean_accept_length": length,
-            "accept_length_model": "chain_analytic" if acceptance.cuttable else "measured_per_k",
-            "accept_length_by_k": {str(acceptance.gamma): length},
+            "mean_accept_length": 1 + sum(acceptance.marginal),
+            "accept_length_model": "measured_per_k" if acceptance.refusal else "chain_analytic",
+            "accept_length_by_k": {str(item.gamma): 1 + sum(item.marginal) for item in lengths},
             "measurement_conditions": {"source": acceptance.source, "temperature": acceptance.temperature},
         }
         return Settings(json.dumps(profile, indent=2))
@@ -64,8 +64,9 @@ class SpeculationProfile(Engine):
         attributes: dict[str, Any] = {
             "drafter": self.ours(fields.get("method")),
             "drafts": _steps(source, line, fields),
-            "cuttable": fields.get("accept_length_model", "chain_analytic") == "chain_analytic",
         }
+        if fields.get("accept_length_model", "chain_analytic") != "chain_analytic":
+            attributes["refusal"] = "its accept_length_model is not chain_analytic"
         checkpoint = fields.get("draft_checkpoint")
         if isinstance(checkpoint, dict) and isinstance(checkpoint.get("model"), str):
             attributes["model"] = checkpoint["model"]

@@ -92,7 +92,7 @@ class TensorRtLlmSynthetic(TensorRtLlm):
         settings = super().export(schedule)
         if not schedule.gamma:
             return settings
-        acceptance = schedule.acceptance.cut(schedule.gamma)
+        acceptance = schedule.acceptance
         # Accepted draft tokens: without the bonus token.
         text = f"# export {_FORCED}={sum(acceptance.marginal):.2f}\n{settings.text}"
         whole = f"with two models (Draft_Target, NGram) {_FORCED} must be an integer; others are ignored with a warning"

@@ -60,7 +60,7 @@ class Vllm(Engine):
             return acceptances
         acceptances += from_windows((_window(source, n, line) for n, line in source.lines() if _MARK in line), source)
         acceptances += per_request(
-            source, "acceptance_histogram", "num_spec_steps", "num_accepted_draft_tokens", "num_draft_tokens"
+            source, "acceptance_histogram", "num_spec_steps", ("num_accepted_draft_tokens",), ("num_draft_tokens",)
         )
         return acceptances + _synthetic(source)
 
@@ -146,7 +146,7 @@ class VllmSynthetic(Vllm):
         config = self._config(schedule)
         config |= {
             "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_rates": list(schedule.acceptance.cut(schedule.gamma).marginal),
+            "synthetic_acceptance_rates": list(schedule.acceptance.marginal),
         }
         config.pop("draft_sample_method", None)
         remarks = (

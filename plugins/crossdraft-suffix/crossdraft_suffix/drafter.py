@@ -86,7 +86,12 @@ class Suffix(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        return DraftTraits(kind=DETERMINISTIC if config.tree else CHAIN, point_mass=True, nodes=config.gamma)
+        return DraftTraits(
+            kind=DETERMINISTIC if config.tree else CHAIN,
+            point_mass=True,
+            nodes=config.gamma,
+            shortenable=not config.tree,
+        )
 
     def reset(self) -> None:
         if self._memory is not None:
