@@ -12,7 +12,7 @@ from draft_contexts import GivenContext
 from feature_heads import PROMPTS, taus_of
 from torch import Tensor
 
-from crossdraft.drafters.heads.mlp_speculator import MlpSpeculator
+from crossdraft.drafters.heads.mlp_speculator import MlpSpeculator, read_speculator
 from crossdraft.framework.contracts.draft import Draft
 from crossdraft.framework.contracts.models import Checkpoint
 from crossdraft.framework.contracts.sampling import Sampling
@@ -101,6 +101,20 @@ def test_draft_probs_match_plain_computation(
     loop.drafter.propose = watched
     taus = taus_of(loop, 4)
     assert checked >= 4 * 2 * 3 and 0 in taus and max(taus) > 0
+
+
+@torch.inference_mode()
+def test_vocabulary_that_grew_or_was_cut() -> None:
+    """New tokens are never drafted, and rows that the target lacks are left out."""
+    stored, hidden, tokens = tensors(), torch.randn(H), [5, 41, 7]
+    checkpoint = Checkpoint("heads", Path("somewhere"), CONFIG, stored, "somewhere", "")
+    for rows in (V + 9, V - 9):
+        speculator = read_speculator(checkpoint, rows, H)
+        state = speculator.first(hidden[None])
+        for stage, (token, expected) in enumerate(zip(tokens, plain(stored, CONFIG, hidden, tokens), strict=True)):
+            state, logits = speculator(stage, state, torch.tensor([token]))
+            grown = torch.full((max(rows - V, 0),), -torch.inf)
+            torch.testing.assert_close(logits[0], torch.cat([expected[:rows], grown]), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 8])

@@ -64,6 +64,24 @@ def deepseek(target: Any) -> dict[str, Tensor]:
     return out
 
 
+SPECULATORS = {
+    "mtp.layers.0.": "mtp_layers.0.",
+    "mtp.fc.": "mtp_layers.0.input_proj.",
+    "mtp.pre_fc_norm_embedding.": "mtp_layers.0.token_layernorm.",
+    "mtp.pre_fc_norm_hidden.": "mtp_layers.0.hidden_layernorm.",
+    "mtp.norm.": "mtp_layers.0.final_layernorm.",
+}
+
+
+def speculators(target: Any) -> dict[str, Tensor]:
+    """The same module as vllm-project/speculators converts it."""
+    out = {}
+    for key, tensor in qwen(target).items():
+        old = next(old for old in SPECULATORS if key.startswith(old))
+        out[SPECULATORS[old] + key.removeprefix(old)] = tensor
+    return out
+
+
 def whole(target: Any, module: dict[str, Tensor]) -> dict[str, Tensor]:
     """The target's checkpoint with the MTP module, and a second, unused module."""
     second = {key.replace("layers.2.", "layers.3.").replace("mtp.layers.0.", "mtp.layers.1."): t + 1
@@ -75,6 +93,7 @@ LAYOUTS: dict[str, Callable[[Any], dict[str, Tensor]]] = {
     "Qwen": qwen,
     "DeepSeek": deepseek,
     "DeepSeek, cut out": lambda target: {k.removeprefix("model."): t for k, t in deepseek(target).items()},
+    "speculators": speculators,
     "Qwen, whole checkpoint": lambda target: whole(target, qwen(target)),
     "DeepSeek, whole checkpoint": lambda target: whole(target, deepseek(target)),
 }
