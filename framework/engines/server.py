@@ -401,7 +401,7 @@ class EngineServer(ABC):
     def _impossible(self, flaw: str) -> ModelError:
         return ModelError(f"the server of {self.name} at {self.url} sent an impossible response: {flaw}")
 
-    def _encoded(self, text: str, finish_reason: str) -> list[int]:
+    def _encoded(self, text: str, finish_reason: Any) -> list[int]:
         """Tokens of a text; the end-of-sequence token, which has no text, is appended."""
         tokens = list(self.cell.tokenizer(text, add_special_tokens=False)["input_ids"])
         return [*tokens, self.cell.end_tokens[0]] if finish_reason == "stop" and self.cell.end_tokens else tokens
