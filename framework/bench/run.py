@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from .. import plugins
-from ..errors import CrossdraftError
+from ..errors import CrossdraftError, UsageError, printable
 from ..recipe.recipe import CellConfig, Recipe
 from ..runs.interrupts import user_interrupted
 from ..runs.labels import counted, verifier_title
 from ..runs.records import CellResult, Outcome
 from ..runs.state import Reporter
+from ..util.input_files import BROKEN, flaw
+from ..util.output_files import check_writable
 from .budget import Budget, fit_memory
 from .cells.cell_runner import Models
 from .cells.step_limit import StepLimit
@@ -59,7 +61,21 @@ def run(recipe: Recipe, out: Path | str = "runs", **options: Any) -> Outcome:
         CrossdraftError: a launcher measured no group; contains the errors of its processes.
     """
     config = RunConfig(recipe, Path(out), **options)
-    return (launch if config.launcher else execute)(plan(config))
+    planned = plan(config)
+    _check_out(config.out)
+    return (launch if config.launcher else execute)(planned)
+
+
+def _check_out(out: Path) -> None:
+    """Create the parent of the run's directory. Raises UsageError if records with its name cannot be stored there."""
+    about = f"--out {printable(str(out))}"
+    if (reason := flaw(str(out.absolute()), BROKEN)) is not None:
+        raise UsageError(f"{about}: its full name is not UTF-8, it contains {reason}; name another directory")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{about} cannot be created: {getattr(error, 'strerror', None) or error}") from None
+    check_writable(out, about)
 
 
 def execute(plan: Plan) -> Outcome:

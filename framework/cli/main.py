@@ -83,7 +83,13 @@ _SYSTEM += ("ENAMETOOLONG", "ELOOP", "ENOTDIR", "EISDIR")
 
 
 def _system_message(error: BaseException) -> str:
-    """The message of an operating-system error such as a full disk; empty for other errors."""
+    """The message of an error of the operating system, such as a full disk, or of a limit; empty for other errors."""
+    if isinstance(error, MemoryError):
+        return "not enough memory; use smaller inputs or batches, or raise the limit (ulimit -v)"
+    if isinstance(error, RecursionError):
+        return "an input is nested too deeply; --debug shows where"
+    if isinstance(error, ValueError) and "integer string conversion" in str(error):
+        return "an input contains a number with too many digits; --debug shows where"
     if not isinstance(error, OSError) or errno.errorcode.get(error.errno or 0) not in _SYSTEM:
         return ""
     where = printable(str(error.filename)) if error.filename is not None else "standard output or a file"

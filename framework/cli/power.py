@@ -6,6 +6,7 @@ import argparse
 import json
 
 from ..errors import UsageError
+from ..util.limits import LEAST_DEVIATION
 from .cost.options import integer, number
 
 loads_models = False  # as of `Command`
@@ -34,9 +35,10 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError(f"--questions must be from 1 to 1,000,000,000, got {args.questions}")
     for name in ("score", "changed", "deviation"):
         value, most = getattr(args, name), 0.5 if name == "deviation" else 1
-        if value is not None and not 0 < value < most:
+        if value is not None and not LEAST_DEVIATION <= value < most:
             raise UsageError(
-                f"--{name} must be above 0 and below {most}, got {value:g}; it is a share, not a percentage"
+                f"--{name} must be at least {LEAST_DEVIATION:g} and below {most}, got {value:g}; it is a share, not a "
+                "percentage"
             )
     most = 2 * args.score * (1 - args.score)
     if args.changed is not None and args.changed > most * (1 + 1e-9):

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..errors import UsageError, first_line, printable, quoted
 from ..util.input_files import parse_json, path_of, read_lines
-from ..util.limits import LINE_BYTES, MOST_REQUESTS, MOST_TOKENS, RESPONSE_FILE_BYTES
+from ..util.limits import LINE_BYTES, MOST_DIGITS, MOST_REQUESTS, MOST_TOKENS, RESPONSE_FILE_BYTES
 
 #: Units of numbers that are times -> how many are a second.
 TIME_UNITS = {"s": 1, "ms": 1000, "us": 10**6, "ns": 10**9}
@@ -233,7 +233,7 @@ class _TraceReader:
             except ValueError:
                 pass  # the 31st of June
         elif isinstance(value, str) and self.header is not None and _NUMBER.fullmatch(value):
-            value = int(value) if value.isdecimal() else float(value)
+            value = int(value) if value.isdecimal() and not MOST_DIGITS.refusal(value) else float(value)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise UsageError(
                 f"{where}: {key!r} {quoted(cell)} is not a time; give a number, at least 0, or a date such as "

@@ -113,9 +113,15 @@ def read_bytes(path: Path, most: Limit, *, what: str = "", error: type[Crossdraf
     about = _about(path, what)
     try:
         with open_file(path, most, what=what, error=error) as opened:
-            data = opened.read(most + 1)
+            # Not `read(most + 1)`, which takes the memory of the limit; files in /proc report no size.
+            size = os.fstat(opened.fileno()).st_size
+            data = opened.read(size + 1)
+            while len(data) > size and len(data) <= most and (more := opened.read(2**20)):
+                data += more
     except OSError as reason:
         raise error(f"cannot read {about}: {_reason(reason)}") from None
+    except MemoryError:
+        raise error(f"cannot read {about}: it does not fit into the memory that this process may use") from None
     if reason := most.refusal(data):  # files in /proc report no size
         raise error(f"cannot read {about}: it has more bytes than its size; {reason}")
     return data

@@ -61,6 +61,11 @@ MOST_SEQUENCES = Limit(64, "the work of every token grows with its square")
 
 MOST_REQUESTS = Limit(1_000_000, "each is simulated step by step")
 
+# -- a test ------------------------------------------------------------------------------------------------------
+
+#: Smallest total variation, and share of a score: for smaller ones the numbers of draws and questions overflow.
+LEAST_DEVIATION = 1e-9
+
 # -- a model ---------------------------------------------------------------------------------------------------
 
 MOST_LAYERS = Limit(1024, "each is built before any weight is read")

@@ -90,8 +90,7 @@ def check_output(
         raise UsageError(
             f"{about}: the directory {printable(str(path.parent))} does not exist; create it, or name another"
         )
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise UsageError(f"{about}: the directory {printable(str(path.parent))} cannot be written to; name another")
+    check_writable(path.parent, about)
     if not kind and not path.is_symlink():
         return path
     if _among(path, inputs):
@@ -102,6 +101,24 @@ def check_output(
             "replace it"
         )
     return path
+
+
+def check_writable(directory: Path, about: str) -> None:
+    """Check that a file of a byte can be written to a directory.
+
+    Raises:
+        UsageError: the disk is full or read-only, files are limited (``ulimit -f``), or access is denied. ``about`` is
+            the start of the message.
+    """
+    try:
+        with temporary(directory / "check") as (file, _):
+            file.write(b"\n")
+            file.flush()
+    except OSError as error:
+        place = printable(str(directory))
+        raise UsageError(
+            f"{about}: the directory {place} cannot be written to: {error.strerror or error}; name another"
+        ) from None
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ...errors import UsageError
+from ...util.limits import LEAST_DEVIATION
 from ..options.sampling import sampling_from
 from ..options.trust import trusted
 from .model import DEFAULTS
@@ -68,8 +69,8 @@ def _check(args: argparse.Namespace) -> None:
     for name, default in defaults.items():
         if name not in (*OPTIONS, "trust_remote_code") and getattr(args, name) != default:
             raise UsageError(f"--{name.replace('_', '-')} has no effect with --samples; remove it")
-    if args.deviation is not None and not 0 < args.deviation < 0.5:
-        raise UsageError(f"--deviation must be above 0 and below 0.5, got {args.deviation:g}")
+    if args.deviation is not None and not LEAST_DEVIATION <= args.deviation < 0.5:
+        raise UsageError(f"--deviation must be at least {LEAST_DEVIATION:g} and below 0.5, got {args.deviation:g}")
     trusted(args, [args.model])
 
 

@@ -71,6 +71,8 @@ def _replayed(data: dict[str, Any], name: str) -> list[Sample]:
     try:
         ids = tuple(str(item) for item in data["prompt_ids"])
         samples = []
+        if not ids:
+            raise ValueError("prompt_ids is empty")
         for row in data["rows"]:
             copies = f", K = {row['k']}" if row["k"] != 1 else ""
             title = f"{row['drafter']} × {row['verifier']}{copies}, gamma {row['gamma']}"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ...errors import UsageError, printable
 from ...util.input_files import kind_of, path_of
+from ...util.output_files import check_writable
 
 if TYPE_CHECKING:
     from ...report.load_run import FinishedRun
@@ -68,6 +69,7 @@ def output_folder(name: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{option} cannot be created: {error.strerror or error}") from None
+    check_writable(folder, option)
     return folder
 
 

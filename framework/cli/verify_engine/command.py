@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import UsageError
+from ...util.limits import LEAST_DEVIATION
 from ..options.trust import add_program_argument, add_trust_argument, trusted
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ def main(args: argparse.Namespace) -> int:
     Raises:
         UsageError: the recipe has no engine, or a drafter that cannot be replayed.
     """
-    if not 0 < args.deviation < 0.5:
-        raise UsageError(f"--deviation must be above 0 and below 0.5, got {args.deviation:g}")
+    if not LEAST_DEVIATION <= args.deviation < 0.5:
+        raise UsageError(f"--deviation must be at least {LEAST_DEVIATION:g} and below 0.5, got {args.deviation:g}")
     from ...models.load import load_model
     from ...runs.run_directory import RunDirectory
     from .checks import check_cell

@@ -1,0 +1,95 @@
+"""Memory, disks and numbers that do not suffice: an error before the work, never an internal one."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossdraft.framework.cli import main as cli
+from crossdraft.framework.errors import UsageError
+from crossdraft.framework.simulate.arrivals import read_trace
+from crossdraft.framework.util import output_files
+from crossdraft.framework.util.input_files import read_bytes
+from crossdraft.framework.util.limits import Limit
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, target: str) -> str:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(f"target: {target}\ndrafters: [prompt-lookup]\nverifiers: [token]\n", encoding="utf-8")
+    return str(file)
+
+
+def test_directory_whose_name_cannot_be_stored(recipe: str, refused: Any) -> None:
+    refused(["run", recipe, "--out", "runs\udcff"], "--out runs\\udcff: its full name is not UTF-8")
+
+
+def test_file_that_cannot_be_written(recipe: str, refused: Any, monkeypatch: Any, tmp_path: Path) -> None:
+    """As under ``ulimit -f 0``, where files can be created and not written."""
+
+    def temporary(path: Path) -> Any:
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr(output_files, "temporary", temporary)
+    refused(["run", recipe], "--out runs: the directory runs cannot be written to: File too large")
+    with pytest.raises(UsageError, match="cannot be written to: File too large"):
+        output_files.check_output(tmp_path / "table.csv", "--out")
+
+
+def test_reading_takes_the_memory_of_the_file(tmp_path: Path, monkeypatch: Any) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"abc")
+    assert read_bytes(file, Limit(2**60, "a petabyte")) == b"abc"  # not `read(2**60)`
+    for path, most in (("/proc/self/status", 2**20), ("/proc/self/status", 10)):
+        if Path(path).exists():  # it reports a size of 0
+            with pytest.raises(UsageError, match="maximum is 10") if most == 10 else monkeypatch.context():
+                assert b"Name:" in read_bytes(Path(path), Limit(most, "small"))
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (MemoryError(), "not enough memory"),
+        (RecursionError("deep"), "nested too deeply"),
+        (ValueError("Exceeds the limit (4300 digits) for integer string conversion"), "too many digits"),
+    ],
+)
+def test_limit_of_the_process(error: Exception, words: str, monkeypatch: Any, refused: Any) -> None:
+    def main(args: Any) -> int:
+        raise error
+
+    monkeypatch.setattr("crossdraft.framework.cli.power.main", main)
+    assert "report it" not in refused(["power", "--questions", "1", "--score", "0.5"], words, code=1)
+
+
+@pytest.mark.parametrize("value", ["1e-300", "1e-160", "0"])
+def test_share_that_is_too_small(value: str, refused: Any) -> None:
+    refused(["power", "--questions", "1", "--score", "0.5", "--deviation", value], "--deviation must be at least 1e-09")
+    refused(["power", "--questions", "10", "--score", value], "--score must be at least 1e-09")
+    refused(["verify-engine", "x.yaml", "--deviation", value], "--deviation must be at least 1e-09")
+    assert cli.main(["power", "--questions", "10", "--score", "1e-9", "--deviation", "1e-9"]) == 0
+
+
+def test_replay_without_prompts(refused: Any, tmp_path: Path) -> None:
+    row = {"drafter": "a", "verifier": "b", "k": 1, "gamma": 2, "by_prompt": []}
+    file = tmp_path / "replay.json"
+    file.write_text(json.dumps({"prompt_ids": [], "rows": [row], "responses": 0}))
+    for words in (["gate", str(file)], ["gate", str(file), str(file)]):
+        refused(words, "replay.json is not the output of crossdraft replay --json", "prompt_ids is empty")
+
+
+def test_number_with_many_digits_in_a_trace(tmp_path: Path) -> None:
+    digits = "9" * 5000
+    for name, text in (
+        ("time.csv", f"TIMESTAMP,ContextTokens,GeneratedTokens\n{digits},5,5\n"),
+        ("tokens.csv", f"TIMESTAMP,ContextTokens,GeneratedTokens\n1,{digits},5\n"),
+        ("time.jsonl", f'{{"timestamp": {digits}, "input_length": 5, "output_length": 5}}\n'),
+        ("tokens.jsonl", f'{{"timestamp": 1, "input_length": 5, "output_length": {digits}}}\n'),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(UsageError, match=name):
+            read_trace(str(tmp_path / name))
