@@ -80,7 +80,7 @@ class PieceResult:
     Attributes:
         passes: forward passes of the draft model.
         peak_memory: bytes, see `Metrics.peak_memory`.
-        other_traffic: see `Metrics.other_traffic`.
+        other_traffic, missed_graphs: see `Metrics`.
     """
 
     records: list[StepRecord] = field(default_factory=list)
@@ -89,6 +89,7 @@ class PieceResult:
     passes: int = 0
     peak_memory: int | None = None
     other_traffic: dict[str, tuple[float, float]] = field(default_factory=dict)
+    missed_graphs: int = 0
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PieceResult:
