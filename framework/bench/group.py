@@ -88,7 +88,6 @@ class Group:
         self._target: tuple[LoadedModel, LM] | None = None  # and its slots, unless an engine decodes
         self._slot = 0
         self._threads: dict[str, Any] = {}
-        self._warned = False
         self._pieces: list[Sequence[Conversation]] = []
         self._block_ends: list[int] = []  # number of finished pieces at the end of each block
 
@@ -259,13 +258,13 @@ class Group:
         self.emit(GroupHead(self._key, self._head))
 
     def _warn_if_disturbed(self) -> None:
-        """Warn once if the threads of the last piece waited for processors used by other programs."""
+        """Warn once a run if the threads of the last piece waited for processors used by other programs."""
         last = [self._results_of[i][-1].piece for i in self._cells if self._results_of[i]]
         steps = [step for piece in last for rows in piece.steps.values() for step in rows]
         wait, seconds = sum(step[4] for step in steps) / 1e6, sum(sum(step[:4]) for step in steps) / 1e6
         warning = disturbance(wait, seconds, self._threads["number"])
-        if warning and not self._warned:
-            self._warned = True
+        if warning and not self.plan.disturbed:
+            self.plan.disturbed = True
             self.emit(Message(warning))
 
     def _replay(self, pieces: Sequence[Sequence[Conversation]]) -> None:

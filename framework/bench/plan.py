@@ -62,6 +62,7 @@ class Plan:
         directory: directory of the run or of its shard.
         groups: groups of the run or of its shard.
         environment: see `describe`; empty for a launcher, which leaves the devices to its processes.
+        disturbed: True once a warning of other programs was printed.
     """
 
     config: RunConfig
@@ -70,6 +71,7 @@ class Plan:
     directory: RunDirectory
     groups: list[PlannedGroup]
     environment: dict[str, Any]
+    disturbed: bool = False
 
     @property
     def cells(self) -> list[CellConfig]:

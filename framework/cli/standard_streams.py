@@ -80,7 +80,12 @@ def print_error(text: str) -> None:
 
 
 def print_stored(text: str) -> None:
-    """Print text that is also stored in a file; ignore a closed pipe, as in ``crossdraft run … | head``."""
+    """Print text that is also stored in a file; ignore a closed pipe, as in ``crossdraft run … | head``.
+
+    On a terminal, ratios by the clock are grey, unless the environment has ``NO_COLOR``.
+    """
+    if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
+        text = re.sub(r"~[\d.]+ clock", "\x1b[90m\\g<0>\x1b[0m", text)
     try:
         print(text, flush=True)
     except BrokenPipeError:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ... import plugins
 from ...errors import UsageError
@@ -17,12 +17,14 @@ from ..cost.options import option
 from .costs import Costs, costs_of
 from .options import BATCH_SIZES, check
 from .options import add_arguments as add_arguments
+from .servable import not_servable
 
 if TYPE_CHECKING:
     from ...advise.candidates import Candidate, Machine
     from ...advise.caveats import Remarks
     from ...cost.curve import Curve
     from ...engines.acceptance import Acceptance
+    from ...engines.engine import Schedule, Settings
     from ...recipe.recipe import CellConfig
     from ...report.load_run import FinishedRun
 
@@ -34,7 +36,7 @@ def main(args: argparse.Namespace) -> int:
     check(args)
     from ...advise.caveats import Remarks
     from ...advise.decision import decide
-    from .output import as_json, as_text
+    from .output import as_json, as_text, schedule_text
 
     remarks = Remarks()
     groups = _groups(args, remarks)
@@ -45,13 +47,12 @@ def main(args: argparse.Namespace) -> int:
     }
     for steps_of_group in steps.values():
         remarks.of_steps(steps_of_group)
-    settings = _settings(args, groups, sizes, remarks) if args.export else None
+    settings, schedule = _settings(args, groups, sizes, remarks) if args.export else (None, None)
     if args.json:
-        print(json.dumps(as_json(steps, remarks, settings), indent=2))
-    elif settings is not None:
+        print(json.dumps(as_json(steps, remarks, settings, schedule), indent=2))
+    elif schedule is not None and settings is not None:
         print(settings.text)
-        for line in remarks.lines():
-            print(line, file=sys.stderr)
+        print("\n".join(["", schedule_text(schedule), "", *remarks.lines()]), file=sys.stderr)
     else:
         print(as_text(steps, remarks))
     return 0
@@ -182,8 +183,10 @@ def _with_rates(args: argparse.Namespace, acceptance: Acceptance) -> Acceptance:
 # -- settings ----------------------------------------------------------------------------------------------------
 
 
-def _settings(args: argparse.Namespace, groups: dict[str, list[Candidate]], sizes: list[int], remarks: Remarks) -> Any:
-    """Settings for the engine of --export; adds remarks on its limitations and their cost."""
+def _settings(
+    args: argparse.Namespace, groups: dict[str, list[Candidate]], sizes: list[int], remarks: Remarks
+) -> tuple[Settings, Schedule]:
+    """Settings for the engine of --export and their schedule; adds remarks on its limitations and their cost."""
     from ...advise.decision import decide, schedule_for
     from ...engines.engine import Settings
 
@@ -197,7 +200,12 @@ def _settings(args: argparse.Namespace, groups: dict[str, list[Candidate]], size
     context = args.context[0] if args.context else None
     if args.draft_path:
         candidates = [replace(c, acceptance=replace(c.acceptance, model=args.draft_path)) for c in candidates]
-    check_servable({c.acceptance.model for c in candidates})
+    reasons = {c.pair: reason for c in candidates if (reason := not_servable(c.acceptance.model))}
+    for reason in dict.fromkeys(reasons.values()):
+        remarks.warn(f"left out: {reason}")
+    candidates = [c for c in candidates if c.pair not in reasons]
+    if not candidates:
+        raise UsageError(f"--export {args.export}: {'; '.join(dict.fromkeys(reasons.values()))}")
     with plugins.guarded("engines", args.export, "cannot() or scheduled()"):
         choice = schedule_for(candidates, engine, sizes, context)
     remarks.of_schedule(choice, engine, {b: decide(candidates, b, context) for b in choice.schedule.speed_ups})
@@ -206,20 +214,4 @@ def _settings(args: argparse.Namespace, groups: dict[str, list[Candidate]], size
     if not isinstance(settings, Settings):
         raise plugins.unusable("engines", args.export, "export() must return crossdraft.Settings")
     remarks.of_settings(engine, settings)
-    return settings
-
-
-def check_servable(models: set[str]) -> None:
-    """Raise UsageError for a draft model on disk without its embedding, which engines cannot load."""
-    from ...models.resolve import resolve
-    from ...models.shared_embedding import shared_embedding_of
-
-    for name in filter(None, models):
-        if name not in plugins.entries("models") and kind_of(name) != "directory":
-            continue  # a Hub id or a path on the machine of the engine
-        if (shared := shared_embedding_of(resolve(name).path)) is not None:
-            raise UsageError(
-                f"--export {name}: its directory lacks the token embedding, which it shares with {shared['model']}, "
-                "so engines cannot load it; run crossdraft export-model draft-model "
-                f"{name} --target {shared['model']} --out DIR, and add --draft-path DIR"
-            )
+    return settings, choice.schedule

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ...advise.caveats import Remarks
     from ...advise.decision import Choice, Step
-    from ...engines.engine import Settings
+    from ...engines.engine import Schedule, Settings
     from ...metrics.intervals import Estimate
 
 _LEGEND = (
@@ -49,6 +49,27 @@ def _table(steps: Sequence[Step]) -> str:
     return tabulate(rows, headers=header, tablefmt="simple", disable_numparse=True)
 
 
+def schedule_text(schedule: Schedule) -> str:
+    """The draft length and the predicted speed-up of exported settings, by batch size."""
+    from tabulate import tabulate
+
+    acceptance = schedule.acceptance
+    pair = f"{acceptance.drafter or 'drafts'} × {acceptance.verifier or '?'}"
+    rows = [[str(row["batch_size"]), str(row["gamma"]), _estimate(row["speed_up"])] for row in schedule_rows(schedule)]
+    return (
+        f"{pair}, with these settings\n\n{tabulate(rows, ['B', 'gamma', 'speed-up'], 'simple', disable_numparse=True)}"
+    )
+
+
+def schedule_rows(schedule: Schedule) -> list[dict[str, Any]]:
+    """Batch size, draft length and speed-up (an `Estimate`) of exported settings."""
+    ranges = sorted(schedule.ranges, key=lambda item: item.low)
+    return [
+        {"batch_size": b, "gamma": [r.gamma for r in ranges if r.low <= b][-1], "speed_up": speed_up}
+        for b, speed_up in sorted(schedule.speed_ups.items())
+    ]
+
+
 def _choice_cells(choice: Choice) -> list[str]:
     candidate = choice.candidate
     verifier = candidate.acceptance.verifier or "?"
@@ -74,7 +95,9 @@ def _estimate(estimate: Estimate) -> str:
 # -- JSON --------------------------------------------------------------------------------------------------------
 
 
-def as_json(steps: Mapping[str, Sequence[Step]], remarks: Remarks, settings: Settings | None) -> dict[str, Any]:
+def as_json(
+    steps: Mapping[str, Sequence[Step]], remarks: Remarks, settings: Settings | None, schedule: Schedule | None = None
+) -> dict[str, Any]:
     report: dict[str, Any] = {
         "advice": [
             {
@@ -92,7 +115,10 @@ def as_json(steps: Mapping[str, Sequence[Step]], remarks: Remarks, settings: Set
         ],
         "remarks": asdict(remarks),
     }
-    return report | ({"settings": settings.text} if settings is not None else {})
+    if settings is not None and schedule is not None:
+        rows = [{**row, "speed_up": asdict(row["speed_up"])} for row in schedule_rows(schedule)]
+        report |= {"settings": settings.text, "schedule": rows}
+    return report
 
 
 def _choice(choice: Choice) -> dict[str, Any]:

@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ... import plugins
+from ...errors import UsageError
 from ..baseline_responses import baseline_responses, log
 from ..options.trust import trusted_with_drafter
+from .servable import not_servable
 
 if TYPE_CHECKING:
     from ...advise.caveats import Remarks
@@ -70,6 +72,8 @@ def replayed_acceptances(args: argparse.Namespace, remarks: Remarks) -> list[Acc
         trust_remote_code=consent,
         drafter_options=_drafter_options(args, remarks),
     )
+    if args.export:
+        candidates = _exportable(candidates, args, sampling, remarks)
     pairs = sum(len(candidate.verifiers) for candidate in candidates)
     log(f"replaying {len(candidates)} drafters, {pairs} pairs, gamma 1 to {MAX_GAMMA}, without decoding")
     statistics = _Statistics()
@@ -102,6 +106,45 @@ def _drafter_options(args: argparse.Namespace, remarks: Remarks) -> Mapping[str,
             listed = ", ".join(f"{key}: {value}" for key, value in options.items())
             remarks.assume(f"{drafter} drafts as in {definition.engine}, {listed}, unless its options set that")
     return definition.drafter_options
+
+
+def _exportable(
+    candidates: list[Candidate], args: argparse.Namespace, sampling: Sampling | None, remarks: Remarks
+) -> list[Candidate]:
+    """The candidates without the pairs that the engine of --export does not support, before anything is replayed.
+
+    Raises:
+        UsageError: it supports none of them.
+    """
+    from ...contracts.sampling import Sampling
+    from ...engines.acceptance import Acceptance
+
+    engine, reasons = plugins.get("engines", args.export)(), []
+    for candidate in candidates:
+        cls, config = candidate.drafter
+        options = config.model_dump(exclude_unset=True, mode="json")
+        model, traits = str(options.get("model", "")), cls.traits(config, sampling or Sampling())
+        for verifier in list(candidate.verifiers):
+            acceptance = Acceptance(
+                (),
+                candidate.title,
+                length=1.0,
+                drafter=cls.name,
+                verifier=verifier,
+                model=args.draft_path or model,
+                temperature=None if sampling is None else sampling.temperature,
+                point_mass=traits.point_mass,
+                options={key: value for key, value in options.items() if key not in ("model", "gamma")},
+            )
+            with plugins.guarded("engines", args.export, "cannot()"):
+                reason = engine.cannot(acceptance) or not_servable(acceptance.model)
+            if reason:
+                reasons.append(f"{candidate.title} × {verifier} is left out: {engine.name}: {reason}")
+                del candidate.verifiers[verifier]
+    remarks.warnings += reasons
+    if not any(candidate.verifiers for candidate in candidates):
+        raise UsageError(f"--export {args.export}: no pair can be exported: {'; '.join(reasons)}")
+    return [candidate for candidate in candidates if candidate.verifiers]
 
 
 def _of_candidate(
