@@ -167,7 +167,7 @@ def test_withheld_speed_up_is_by_the_clock(tmp_path: Path, reason: str) -> None:
 
 
 def test_withheld_is_unknown_and_not_none(tmp_path: Path) -> None:
-    """Whatever of a series is withheld: no statement follows from it."""
+    """No statement follows from a speed-up that is withheld."""
     finished = outcome(tmp_path, SERIES)
     withhold(finished, TOO_FEW, "block")  # at all batch sizes
     withhold(finished, TOO_FEW, "token", 16)
@@ -254,7 +254,7 @@ def test_growth_of_target_rows_is_explained(tmp_path: Path) -> None:
 
 
 def test_no_chart_of_estimates_has_withheld_numbers(tmp_path: Path) -> None:
-    """What is by the clock is labelled; what is left out has the true reason."""
+    """Numbers by the clock are labelled, and a chart that is left out has the true reason."""
     finished = outcome(tmp_path, SERIES)
     for verifier in DRAFTERS:
         withhold(finished, TOO_FEW, verifier)
