@@ -1,5 +1,6 @@
 """No graphs are captured during measurements: runs of the bench with fake CUDA graphs."""
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,19 @@ def test_warm_up_without_prediction_is_detected(
 ) -> None:
     monkeypatch.setattr(cell_runner, "recording", lambda upcoming: nullcontext())
     assert run(bench, recorded, monkeypatch, models)[1] > 0
+
+
+def test_passes_without_a_graph_are_stored_and_noted(
+    bench: Any, recorded: list[Graphs], monkeypatch: Any, models: dict[str, str], tmp_path: Path
+) -> None:
+    """A warm-up that records nothing leaves every measured pass without a graph."""
+    record = cell_runner.recording
+    monkeypatch.setattr(cell_runner, "recording", lambda limits: record(None))
+    run(bench, recorded, monkeypatch, models)
+    (summary,) = tmp_path.glob("runs/*/summary.md")
+    assert "passes ran without a CUDA graph" in summary.read_text(encoding="utf-8")
+    missed = [json.loads((cell / "metrics.json").read_text())["metrics"]["missed_graphs"] for cell in cells(tmp_path)]
+    assert all(missed) and sum(missed) <= sum(item.missed for item in recorded)
 
 
 def test_costs_are_those_of_recorded_passes(tiny_model: Any, recorded: list[Graphs], monkeypatch: Any) -> None:
