@@ -64,7 +64,7 @@ def test_differences_are_decided(
         shared = response["difference"]["token"]
         assert response["tokens"][:shared] == other["tokens"][:shared]
         prefix = [*encode(target.tokenizer, prompts[response["question_id"]].turns[:1], []), *other["tokens"][:shared]]
-        logits = target.model(torch.tensor([prefix])).logits[0, -1]
+        logits = target.model(torch.tensor([prefix])).logits[0, -1].detach()
         gaps.append(abs(float(logits[response["tokens"][shared]] - logits[other["tokens"][shared]])))
         assert response["difference"]["gap"] == pytest.approx(gaps[-1], abs=1e-4)
     assert len(gaps) == 6 and metrics.largest_gap == pytest.approx(max(gaps), abs=1e-4)
