@@ -167,7 +167,7 @@ def skip_damaged_distributions() -> None:
     importlib raises for all distributions if one is damaged, also when a library (pydantic, PyTorch) looks for its own
     plug-ins, so that nothing could be imported.
     """
-    read = Distribution.entry_points.fget  # type: ignore[attr-defined]
+    read: Any = Distribution.entry_points.fget  # type: ignore[attr-defined]
 
     def points(self: Distribution) -> EntryPoints:
         try:
