@@ -181,6 +181,11 @@ QUANTITIES = (
         "measured.",
     ),
     Quantity(
+        "other_traffic",
+        "Numbers that a server counted while the cell ran, and those of the cell's responses, if it served other "
+        "requests, too; otherwise empty.",
+    ),
+    Quantity(
         "predicted_tokens_per_second", "Tokens per second predicted from measured cost curves.", "predicted tok/s"
     ),
     Quantity("predicted_speed_up", "Speed-up predicted from measured cost curves.", "predicted speed-up"),
