@@ -28,8 +28,10 @@ def check_programs(recipe: Recipe, cells: Iterable[CellConfig], allowed: Iterabl
             options = server.Config(**engine.config)
             program, steering = server.program(options), server.steering(options)
         if program:
-            given = ", ".join(f"{key}: {quoted(value, 300)}" for key, value in steering.items() if value != program)
-            programs.setdefault(program, f"engine {engine.name} starts {quoted(program)}{given and f' with {given}'}")
+            settings = ", ".join(f"{key}: {quoted(value, 300)}" for key, value in steering.items() if value != program)
+            programs.setdefault(
+                program, f"engine {engine.name} starts {quoted(program)}{settings and f' with {settings}'}"
+            )
     for program, what in programs.items():
         if program not in allowed:
             reason = "a recipe cannot start or steer programs by itself"

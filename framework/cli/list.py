@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import shutil
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -179,7 +181,12 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
 def _print_table(header: list[str], rows: list[list[str]]) -> None:
     from tabulate import tabulate
 
-    print(tabulate(rows, headers=header, tablefmt="simple", disable_numparse=True))
+    widths: list[int | None] = [None] * len(header)
+    if sys.stdout.isatty() and len(header) > 2:  # a wrapped line cannot be searched in a file
+        longest = max(range(len(header)), key=lambda i: max((len(row[i]) for row in rows), default=0))
+        others = (max([len(title), *(len(row[i]) for row in rows)]) for i, title in enumerate(header) if i != longest)
+        widths[longest] = max(shutil.get_terminal_size().columns - sum(others) - 2 * (len(header) - 1), 24)
+    print(tabulate(rows, headers=header, tablefmt="simple", disable_numparse=True, maxcolwidths=widths))
     print()
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from .. import plugins
 from ..contracts.models import TRANSFORMERS, ModelSource, ResolvedModel
-from ..errors import ModelError, UnknownNameError, UsageError, first_line, printable, quoted
+from ..errors import ContractError, ModelError, UnknownNameError, UsageError, first_line, printable, quoted
 from ..util.input_files import kind_of, path_of, refuse_special_files
 from ..util.limits import SETTINGS_BYTES
 from .adapters import check_adapter, check_base, refuse_adapter, split_adapter
@@ -61,7 +62,16 @@ def resolve(name: str, *, heads: bool = False) -> ResolvedModel:
         raise UsageError(f"model directory {printable(name)} does not exist; check the path, relative to {Path.cwd()}")
     if _HUB_ID.fullmatch(name):
         return from_hub(name, name, heads=heads)
-    raise UnknownNameError.among("model", name, registered, "Or give a directory, or a Hub id (org/name).")
+    possible = [other for other in registered if heads or not _is_heads(other)]
+    raise UnknownNameError.among("model", name, possible, "Or give a directory, or a Hub id (org/name).")
+
+
+def _is_heads(name: str) -> bool:
+    """True if a registered name is a directory without tokenizer and embedding, of drafting heads."""
+    path = plugins.entries("models")[name].ref
+    with suppress(ContractError):
+        path = plugins.get("models", name)
+    return isinstance(path, Path) and not any(path.glob("tokenizer*")) and not kind_of(path / SHARED)
 
 
 def from_path(name: str, path: Path, source: str = "", *, heads: bool = False) -> ResolvedModel:

@@ -22,7 +22,7 @@ from ..runs.records import CellResult
 from ..runs.run_directory import RunDirectory, read_cell, read_config
 from ..runs.shards import FILE, FOLDER, merge_environments
 from ..runs.state import FILE as STATE
-from ..runs.state import state_of
+from ..runs.state import latest, state_of
 from ..util.input_files import read_text
 from ..util.limits import INDEX_BYTES
 from .caveats import remarks_of
@@ -55,7 +55,7 @@ class FinishedRun:
 
 
 def read_runs(directories: Sequence[Path], running: bool = False) -> list[FinishedRun]:
-    """Load runs, merging shards of the same recipe; see `read_run`.
+    """Load runs, merging shards of the same recipe; see `read_run`. ``runs/latest`` is the run started last.
 
     A run directory with shards only means all of its shards. A group that several shards measured is taken from the one
     that measured it last.
@@ -67,7 +67,7 @@ def read_runs(directories: Sequence[Path], running: bool = False) -> list[Finish
         UsageError: see `read_run`.
     """
     paths: list[Path] = []
-    for directory in directories:
+    for directory in map(latest, directories):
         shards = [] if (directory / "recipe.json").is_file() else sorted((directory / FOLDER).glob(f"*-of-*/{FILE}"))
         paths += [shard.parent for shard in shards] or [directory]
     runs = [read_run(directory, timed=False, running=running) for directory in paths]
@@ -115,6 +115,7 @@ def read_run(directory: Path, timed: bool = True, running: bool = False) -> Fini
     Raises:
         UsageError: no finished cells, a missing or damaged file, or a file of another version.
     """
+    directory = latest(directory)
     if not (directory / "recipe.json").is_file():
         problem = "has no recipe.json" if directory.is_dir() else "is not a directory"
         raise UsageError(f"{directory} {problem}; give the directory of a finished run, which crossdraft run prints")

@@ -137,6 +137,20 @@ def runs_in(directory: Path) -> list[Path]:
         raise UsageError(f"cannot read {printable(str(directory))}: {error.strerror or error}") from None
 
 
+def latest(directory: Path) -> Path:
+    """Return the run in ``runs`` that was started last for a path ``runs/latest``, and other paths as they are.
+
+    Raises:
+        UsageError: there is no run in ``runs``.
+    """
+    if directory.name != "latest" or directory.exists():
+        return directory
+    runs = [path for path in runs_in(directory.parent) if (path / "recipe.json").is_file()]
+    if not runs:
+        raise UsageError(f"{printable(str(directory))}: there are no runs in {printable(str(directory.parent))}")
+    return max(runs, key=lambda path: (path / "recipe.json").stat().st_mtime_ns)
+
+
 # -- helpers ----------------------------------------------------------------------------------------------------
 
 

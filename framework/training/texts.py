@@ -117,6 +117,7 @@ def write(
         writing(path),
         path.open("ab") as file,
     ):
+        tenth = 10 * n_tokens // tokens
         while n_tokens < tokens:
             with closing(_write_batch(writer, plan, range(start, start + size), temperatures)) as batch:
                 for index, text in batch:
@@ -128,6 +129,9 @@ def write(
                     texts.append(text)
                     n_tokens += len(text.response)
                     bar.update(min(n_tokens, tokens) - bar.n)
+                    if bar.disable and 10 * n_tokens // tokens > tenth:  # a file has lines in place of the bar
+                        tenth = 10 * n_tokens // tokens
+                        _log(f"target writes texts: {n_tokens:,} of {tokens:,} tokens")
                     if n_tokens >= tokens:
                         break
             os.fsync(file.fileno())

@@ -146,8 +146,9 @@ def test_no_tokenizer(target: Path) -> None:
         load_model(str(target))
 
 
-def test_registered_models(target: Path) -> None:
+def test_registered_models(target: Path, tmp_path: Path) -> None:
     def hook(register: Any) -> None:
+        register("some-heads", tmp_path)
         register("by-path", target)
         register("by-function", lambda: target)
 
@@ -157,6 +158,11 @@ def test_registered_models(target: Path) -> None:
         for name in ("by-path", "by-function"):
             assert resolve(name).path == target
             assert "toys" in resolve(name).source
+        with pytest.raises(UnknownNameError) as error:  # heads are not suggested in place of a model
+            resolve("some-head")
+        assert "some-heads" not in str(error.value) and "by-path" in str(error.value)
+        with pytest.raises(UnknownNameError, match="did you mean 'some-heads'"):
+            resolve("some-head", heads=True)
     finally:
         plugins.manager().unregister(plugin)
 

@@ -13,7 +13,7 @@ import pytest
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.runs.run_directory import RunDirectory
-from crossdraft.framework.runs.state import Reporter, RunState, runs_in, state_of
+from crossdraft.framework.runs.state import Reporter, RunState, latest, runs_in, state_of
 
 
 @pytest.fixture
@@ -145,6 +145,12 @@ def test_command(run: RunDirectory, tmp_path: Path, capsys: Any) -> None:
     assert runs_in(other.path) == [other.path, part.path]
     assert cli.main(["runs", str(tmp_path / "runs")]) == 0
     assert "\nother-0123456789ab/shards/1-of-2  finished " in capsys.readouterr().out
+    for path in (run.path, other.path):
+        (path / "recipe.json").write_text("{}", encoding="utf-8")
+    os.utime(run.path / "recipe.json", (0, 0))
+    assert latest(tmp_path / "runs" / "latest") == other.path and latest(run.path) == run.path
+    with pytest.raises(UsageError, match="there are no runs in"):
+        latest(tmp_path / "runs" / "notes" / "latest")
     (tmp_path / "empty").mkdir()
     assert cli.main(["runs", str(tmp_path / "empty")]) == 0
     assert capsys.readouterr().out == f"no runs in {tmp_path / 'empty'}\n"

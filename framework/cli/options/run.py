@@ -22,7 +22,7 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         metavar="RUN",
-        help="directory of a finished run, runs/NAME-HASH; the shards of a run are merged",
+        help="directory of a finished run, runs/NAME-HASH, or runs/latest; the shards of a run are merged",
     )
 
 

@@ -34,7 +34,7 @@ def engine_settings(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
             config = result.config
             pair = f"{config.drafter.title} × {config.verifier.title}"
             parts = [run_title] * (len(runs) > 1) + [pair, group_title(config, configs, but="batch_size")]
-            names = sorted(plugins.entries("engines"))
+            names = list(plugins.entries("engines"))  # as registered: serving engines before simulators
             try:
                 acceptance = acceptance_of(result, run.name)
             except UsageError:
