@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,21 +23,29 @@ from torch import Tensor
 
 from ..api.build import build_decoder
 from ..contracts.constraint import Grammar, Matcher
+from ..contracts.draft import Draft, Verdict
 from ..contracts.drafter import DraftContext, Drafter
+from ..contracts.rng import CounterRng, StepRng
 from ..contracts.sampling import Sampling
 from ..contracts.steps import StepEvent
 from ..contracts.verifier import Verifier
 from ..engine.decoder import Decoder
+from ..errors import NumericalError
 from .effort import MOST_PATHS, TooLargeError
+from .faults import Verification, check, check_quickly, draft_note, unmodified
 from .table_lm import Toy, ToyContext
 
 #: Largest total variation of a lossless pair (float64 round-off).
 TOLERANCE = 1e-12
+#: Largest negative probability that is taken for round-off.
+ROUNDING = 1e-9
 #: Decision paths per batch.
 BATCH = 4096
 
 #: ``build(context, gamma)`` returns the drafter under test; ``context.load_lm(...)`` returns the toy's draft model.
 DrafterFactory = Callable[[DraftContext, int], Drafter]
+#: Least number of rows of the batch that is verified again, and number of batches if all faults are looked for.
+CHECKED_ROWS, CHECKED_BATCHES = 8, 6
 
 
 @dataclass(frozen=True)
@@ -76,10 +85,18 @@ class Enumeration:
         self.columns = columns  # decision -> column of scripts, shared by all batches
         self.alternatives: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # parent rows, scripts, weights
         self._step_number = 0
+        self._used: set[tuple[str, int]] = set()
 
     def for_step(self, stream: Sequence[int], position: Sequence[int], device: torch.device) -> Enumeration:
         self._step_number += 1
+        self._used.clear()
         return self
+
+    def repeat(self, rows: Sequence[int]) -> Enumeration:
+        """The decisions of this step again, for some rows."""
+        again = Enumeration(self.scripts[list(rows)], self.weight[list(rows)], self.columns)
+        again._step_number = self._step_number
+        return again
 
     def accept(self, h: Tensor, purpose: str = "accept", index: int = 0) -> Tensor:
         h = h.double().clamp(0, 1)
@@ -89,13 +106,24 @@ class Enumeration:
 
     def draw(self, weights: Tensor, purpose: str = "residual", index: int = 0) -> Tensor:
         w = weights.double()
+        if not w.numel() or not float(w.min()) >= -ROUNDING:
+            self._check(w.numpy(), (purpose, index))
         mass = w.sum(-1, keepdim=True)
         # All-zero weights yield an arbitrary token: the first.
         probs = torch.where(mass == 0, torch.eye(1, w.shape[1], dtype=w.dtype), w / mass)
         return torch.from_numpy(self._decide((purpose, index), probs.numpy()))
 
     def _decide(self, key: tuple[str, int], probability: np.ndarray) -> np.ndarray:
-        """Take one decision per row: ``probability [B, outcomes]`` -> outcome ``[B]``."""
+        """Take one decision per row: ``probability [B, outcomes]`` -> outcome ``[B]``.
+
+        Raises:
+            NumericalError: a probability is NaN, infinite or negative.
+            ValueError: the decision was already taken in this step.
+        """
+        self._check(probability, key)
+        if key in self._used:
+            raise ValueError(f"random numbers [{key[1]}] for '{key[0]}' were already used this step")
+        self._used.add(key)
         column = self.columns.setdefault((self._step_number, *key), len(self.columns))
         self.scripts = _widen(self.scripts, len(self.columns))
         scripted = self.scripts[:, column]
@@ -115,6 +143,15 @@ class Enumeration:
         self.scripts[:, column] = taken
         self.weight = self.weight * np.where(undecided, probability[rows, taken], 1.0)
         return taken
+
+    @staticmethod
+    def _check(probability: np.ndarray, key: tuple[str, int]) -> None:
+        if not probability.min(initial=0) >= -ROUNDING:
+            row = int((~(probability >= -ROUNDING)).any(1).argmax())
+            raise NumericalError(
+                f"rng received NaN or infinite probabilities, or negative ones, for '{key[0]}' {key[1]} in row {row}: "
+                f"{[round(float(x), 6) for x in probability[row][:8]]}"
+            )
 
 
 def _widen(scripts: np.ndarray, columns: int) -> np.ndarray:
@@ -137,8 +174,11 @@ def certify(
     steps: int = 1,
     gamma: int | Sequence[int] | None = None,
     temperature: float = 1.0,
+    sampling: Sampling | None = None,
     markov: bool = False,
     constraint: Grammar | None = None,
+    paths: list[Path] | None = None,
+    find_faults: bool = False,
 ) -> Certificate:
     """Enumerate ``steps`` steps of a pair on ``toy``.
 
@@ -149,22 +189,30 @@ def certify(
         gamma: draft length, by default the toy's; 0 is allowed. With one number per step, the drafter is built for the
             largest and its drafts are truncated in the other steps, as at the end of a sequence.
         temperature: of the target; 0 certifies against the argmax.
+        sampling: of the target, in place of ``temperature``.
         markov: the drafter depends on the last token only, as both toy models do: states with equal last token and
             verifier state are enumerated once, with a new drafter in each step. Otherwise one drafter processes all
             steps of a path.
         constraint: language of the output, a grammar over the toy's tokens that never ends; certifies against the
             target masked by it; ``markov`` is then ignored.
+        paths: receives every path; ``markov`` is then ignored.
+        find_faults: look for all faults of the verifier, see `faults`, in the first batches; else only whether half of
+            a batch has the same verdicts again.
 
     Raises:
         TooLargeError: more than `MOST_PATHS` paths.
+        FaultError: the verdicts depend on more than the draft, p and rng.
     """
     lengths = _lengths(toy, steps, gamma)
-    pair = _Pair(toy, build, verifier, Sampling(temperature=temperature), max(lengths), constraint)
+    sampling = Sampling(temperature=temperature) if sampling is None else sampling
+    pair = _Pair(toy, build, verifier, sampling, max(lengths), constraint)
+    pair.recorded, pair.batches_to_check = paths, CHECKED_BATCHES if find_faults else 1
+    pair.thorough = find_faults
     markov = markov and constraint is None
-    merged = markov or steps == 1
+    merged = (markov or steps == 1) and paths is None
     states, tau_distributions = _enumerate_merged(pair, lengths) if merged else pair.enumerate_unmerged(lengths)
     total = sum(lengths) + steps
-    paths = pair.paths
+    count = pair.paths
     while pending := {s: w for s, w in states.items() if s[1] is not None and len(s[0]) < total}:
         # The verifier holds state: complete its output by steps without a draft.
         states = {s: w for s, w in states.items() if s not in pending}
@@ -175,7 +223,7 @@ def certify(
         tv = _total_variation(states, pair.sampling.probs(toy.target.log()), total)
     else:
         tv = _constrained_variation(states, toy, pair.sampling, constraint, total)
-    return Certificate(tv, expected, [float(x) for x in tau_distributions[0]], paths, pair.drafted)
+    return Certificate(tv, expected, [float(x) for x in tau_distributions[0]], count, pair.drafted)
 
 
 def _lengths(toy: Toy, steps: int, gamma: int | Sequence[int] | None) -> list[int]:
@@ -209,6 +257,16 @@ def _advance(pair: _Pair, states: Outcomes, length: int, markov: bool) -> tuple[
             out[after] = out.get(after, 0.0) + weight * probability
             tau_probs[len(new) - 1] += weight * probability
     return out, tau_probs
+
+
+@dataclass(frozen=True)
+class Path:
+    """A path of decisions: its probability, its steps with the row of each, and the output."""
+
+    weight: float
+    row: int
+    steps: list[StepEvent]
+    output: tuple[int, ...]
 
 
 class _Scripts:
@@ -257,7 +315,12 @@ class _Pair:
     Attributes:
         drafted: some draft had a node.
         paths: decision paths enumerated so far.
+        recorded: receives every path, if requested.
+        batches_to_check: number of batches whose verdicts are still to be checked, and ``thorough``: for all faults.
     """
+
+    recorded: list[Path] | None = None
+    batches_to_check, thorough = 1, False
 
     def __init__(
         self,
@@ -271,6 +334,8 @@ class _Pair:
         self.toy, self.build, self.verifier, self.sampling, self.gamma = toy, build, verifier, sampling, gamma
         self.constraint = constraint
         self.drafted, self.paths = False, 0
+        self._events: list[StepEvent] = []
+        self._guarded = False
 
     def enumerate_step(self, origins: list[State], length: int) -> list[Outcomes]:
         """Outcomes of one step with drafts of ``length`` tokens from each origin."""
@@ -285,7 +350,7 @@ class _Pair:
                 decoder.start(row, [*prompt, *tokens], constraint=continued)
                 if snapshot is not None:
                     decoder.verifier.restore(row, snapshot)
-            self._step(decoder, length)
+            self._step(decoder, length, [origins[origin][1] for origin in batch])
             for row, origin in enumerate(batch):
                 new = tuple(decoder.sequences.history[row][len(prompt) + len(origins[origin][0]) :])
                 state = (new, decoder.verifier.snapshot(row))
@@ -308,12 +373,14 @@ class _Pair:
             for row in range(len(batch)):
                 decoder.start(row, prompt)
             ends = [[len(prompt)] * len(batch)]
-            for length in lengths:
-                self._step(decoder, length)
+            for step, length in enumerate(lengths):
+                self._step(decoder, length, None if step else [None] * len(batch))
                 ends.append([len(history) for history in decoder.sequences.history])
             for row, weight in enumerate(rng.weight):
                 state = (tuple(decoder.sequences.history[row][len(prompt) :]), decoder.verifier.snapshot(row))
                 out[state] = out.get(state, 0.0) + weight
+                if self.recorded is not None:
+                    self.recorded.append(Path(float(weight), row, self._events, state[0]))
                 for tau_probs, before, after in zip(tau_distributions, ends, ends[1:], strict=False):
                     tau_probs[after[row] - before[row] - 1] += weight
             scripts.add(batch, rng)
@@ -330,15 +397,80 @@ class _Pair:
         context = ToyContext(self.toy.target, self.toy.drafter, self.sampling, batch, start=start, words=self.toy.words)
         # An invalid verifier must not raise: its deviation is measured. Shapes and counts are checked nevertheless.
         options = {"rng": rng, "on_step": self._on_step, "validate": "never", "constraint": self.constraint}
-        return build_decoder(context, lambda context: self.build(context, self.gamma), self.verifier(), **options)
+        verifier = self.verifier()
+        verifier.verify = partial(self._verify, verifier, verifier.verify)  # type: ignore[method-assign]
+        self._events = []
+        return build_decoder(context, lambda context: self.build(context, self.gamma), verifier, **options)
 
-    def _step(self, decoder: Decoder, length: int) -> None:
+    def _verify(
+        self,
+        verifier: Verifier,
+        verify: Callable[[Draft, Tensor, StepRng], Verdict],
+        draft: Draft,
+        p: Tensor,
+        rng: StepRng,
+    ) -> Verdict:
+        """``verify``, with a note of the smallest draft on an exception."""
+        try:
+            if not self._guarded:
+                return verify(draft, p, rng)
+            with unmodified(f"verifier '{verifier.name}'", draft, p):
+                return verify(draft, p, rng)
+        except Exception as error:
+            row = self._smallest_failing(draft, p, rng)
+            error.add_note(draft_note(draft, row) + f" (row {row} of {draft.batch_size})" * (draft.batch_size > 1))
+            raise
+
+    def _smallest_failing(self, draft: Draft, p: Tensor, rng: StepRng) -> int:
+        """The row with the fewest nodes that raises by itself; row 0 if none does."""
+        assert isinstance(rng, Enumeration)
+        call, count = Verification(draft, p, rng.repeat), draft.count.tolist()
+        for row in sorted(range(draft.batch_size), key=lambda row: count[row])[:CHECKED_ROWS]:
+            try:
+                call.again(self.verifier(), [row])
+            except Exception:  # third-party code may raise anything
+                return row
+        return 0
+
+    def _step(self, decoder: Decoder, length: int, states: Sequence[Hashable] | None) -> None:
+        """Run a step; ``states``: snapshots of the verifier's state before it, None if they are unknown."""
         limit = decoder.sequences.limit
         limit[:] = [min(remaining, length) for remaining in limit]
+        enough = CHECKED_ROWS if not self.thorough else 1
+        checked = self.batches_to_check > 0 and states is not None and len(limit) >= enough
+        self._guarded, verifier = checked, decoder.verifier
         decoder.step()
+        self._guarded = False
+        if not checked:
+            return
+        assert states is not None
+        self.batches_to_check -= 1
+        event = self._events[-1]
+        draft = event.draft.candidates
+        known = states
+
+        def restore(verifier: Verifier, rows: Sequence[int]) -> None:
+            for row, number in enumerate(rows):
+                if known[number] is not None:
+                    verifier.restore(row, known[number])
+
+        # Numbers of the default source: scripts fix outcomes, whatever their probability.
+        numbers, device = CounterRng(7), draft.tokens.device
+        call = Verification(
+            draft,
+            event.scores.p[:, : draft.width + 1],
+            lambda rows: numbers.for_step(rows, [0] * len(rows), device),
+            restore,
+        )
+        check_quickly(self.verifier, verifier, call)
+        if self.thorough:
+            check(self.verifier, call, self.toy.vocab_size)
 
     def _on_step(self, event: StepEvent) -> None:
         self.drafted = self.drafted or bool(event.draft.candidates.valid.any())
+        if self.recorded is None:
+            self._events.clear()
+        self._events.append(event)
 
 
 def _total_variation(states: dict[State, float], probs: Tensor, length: int) -> float:

@@ -18,9 +18,13 @@ QUICK = ("T0", "G3", "D6")
 
 
 def worst_row(rows: Sequence[Row]) -> Row | None:
-    """Return the row with the largest TV among verifiers that are declared lossless but are not; None without one."""
-    failed = [row for row in rows if row.error is None and row.traits.lossless and not row.lossless]
-    return max(failed, key=lambda row: row.tv or 0.0, default=None)
+    """Return the failed row with the largest TV, or with a fault, which counts as 1; None without one."""
+    return max((row for row in rows if row.failed), key=tv_of, default=None)
+
+
+def tv_of(row: Row) -> float:
+    """The TV of a failed row; 1 for a fault that makes it meaningless."""
+    return 1.0 if row.fault is not None else row.tv or 0.0
 
 
 def outcome(rows: Sequence[Row]) -> CertificateRecord | None:
@@ -29,7 +33,7 @@ def outcome(rows: Sequence[Row]) -> CertificateRecord | None:
     None if they prove nothing: declared lossy, a row was not enumerated, or nothing was drafted.
     """
     if (worst := worst_row(rows)) is not None:
-        return CertificateRecord(worst.tv or 0.0, False, location(worst))
+        return CertificateRecord(tv_of(worst), False, worst.fault or location(worst))
     if rows and all(row.proves for row in rows) and any(row.drafted for row in rows):
         return CertificateRecord(max(row.tv or 0.0 for row in rows))
     return None

@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..contracts.drafter import StrategyConfig
 from ..contracts.sampling import Sampling
 from ..contracts.verifier import Verifier, VerifierTraits, incompatible
-from ..errors import CrossdraftError, NumericalError
+from ..errors import NumericalError
 from . import effort
 from .bounds import Bounds, bounds
 from .certify import certify
+from .diagnosis import Diagnosis, diagnose
+from .draft_faults import check_drafter, check_independence_on
 from .drafts import LabelledDrafter, NamedDrafter
+from .faults import FaultError, error_message, files_of
 from .table_lm import Toy
+
+#: Temperature and top-k of further certificates on small toys, the second for named drafters, which warp their own q.
+_OTHER_SAMPLING = ((0.0, 0), (0.6, 2))
+#: Largest V ** gamma of such toys (for named drafters), and largest V ** (gamma + 1) of one to compare formulas on.
+_SMALL, _SMALL_NAMED, _LARGE = 4, 9, 81
+#: Labels of drafts without q, and of chains.
+POINT_MASSES = frozenset({"point-mass", "tree-top-2-1", "tree-opt", "slem"})
+CHAINS = frozenset({"chain", "point-mass", "stop-early", "tli", "slem"})
 
 
 @dataclass(frozen=True)
 class Row:
-    """One certified pair; ``error`` is the error message if enumeration failed.
+    """One certified pair.
 
     Attributes:
         lengths: maximum draft depth of each step.
-        temperature: of the target.
+        temperature: of the target; ``top_k``: its truncation, 0 = none.
+        tv: None if it was not measured: an error, or a fault that makes it meaningless.
         drafted: some draft had a token.
+        error: an exception of the strategies, with its place and draft.
+        fault: the strategies use more than their inputs and rng, see `faults`.
         options: the verifier's validated config; None = its defaults.
     """
 
@@ -38,16 +52,24 @@ class Row:
     lossless: bool = False
     drafted: bool = False
     error: str | None = None
+    fault: str | None = None
+    diagnosis: Diagnosis | None = None
     bounds: Bounds | None = None
     options: StrategyConfig | None = None
+    top_k: int = 0
 
     @property
     def traits(self) -> VerifierTraits:
         return _traits(self.verifier, self.options)
 
     @property
-    def bad(self) -> bool:
-        return self.error is not None or (self.traits.lossless and not self.lossless)
+    def sampling(self) -> Sampling:
+        return Sampling(temperature=self.temperature, top_k=self.top_k)
+
+    @property
+    def failed(self) -> bool:
+        """True if the pair is declared lossless and is not, or has a fault; not for errors."""
+        return self.fault is not None or (self.error is None and self.traits.lossless and not self.lossless)
 
     @property
     def proves(self) -> bool:
@@ -58,7 +80,9 @@ class Row:
     @property
     def verdict(self) -> str:
         if self.error is not None:
-            return f"FAILED: {self.error}"
+            return f"ERROR: {self.error}"
+        if self.fault is not None:
+            return "NO"
         if not self.traits.lossless:
             return "declared lossy"
         if not self.lossless:
@@ -71,7 +95,7 @@ class Row:
         return self.lengths[0] if len(set(self.lengths)) == 1 else list(self.lengths)
 
     def as_json(self) -> dict[str, Any]:
-        """The row as JSON values; ``error`` only if it failed, ``bounds`` only if they were computed."""
+        """The row as JSON values; ``error``, ``fault``, ``diagnosis`` and ``bounds`` only if there are any."""
         result = {
             "toy": self.toy,
             "draft": self.draft,
@@ -85,7 +109,8 @@ class Row:
         }
         if self.bounds is not None:
             result["bounds"] = {key: value for key, value in asdict(self.bounds).items() if key != "missing"}
-        return result if self.error is None else {**result, "error": self.error}
+        result |= {key: value for key in ("error", "fault") if (value := getattr(self, key)) is not None}
+        return result if self.diagnosis is None else {**result, "diagnosis": self.diagnosis.as_json()}
 
 
 class CannotRun(Exception):
@@ -118,24 +143,55 @@ def certify_row(
     row = Row(toy.name, label, verifier, (gamma or 0,), 1.0, options=options)
     try:
         traits = row.traits
-        temperature = _temperature(kind, traits)
-        lengths = tuple(_lengths(toy, label, kind, verifier.name, traits, temperature, steps, gamma))
-        row = replace(row, lengths=lengths, temperature=temperature)
-        result = certify(
-            toy,
-            kind.build,
-            verifier if options is None else lambda: verifier(options),
-            steps=len(lengths),
-            gamma=lengths,
-            temperature=temperature,
-            markov=kind.markov,
-        )
-        if not math.isfinite(result.tv):
-            raise NumericalError(f"verifier '{verifier.name}' produced NaN or infinite probabilities")
+        row = replace(row, temperature=_temperature(kind, traits))
+        lengths = _lengths(toy, label, kind, verifier.name, traits, row.sampling, steps, gamma)
     except CannotRun:
         raise
     except Exception as error:  # third-party code may raise anything
-        return replace(row, error=_message(error))
+        return replace(row, error=error_message(error, _files(kind, verifier)))
+    row = _certified(toy, kind, replace(row, lengths=tuple(lengths)))
+    named = isinstance(kind, NamedDrafter)
+    if named and not row.error and not row.failed and toy.vocab_size**toy.gamma <= _SMALL:
+        try:
+            check_independence_on(toy, kind.build, row.lengths, row.sampling, f"drafter '{kind.drafter}'")
+        except FaultError as fault:
+            return replace(row, tv=None, fault=str(fault))
+    small = toy.vocab_size**toy.gamma <= (_SMALL_NAMED if named else _SMALL)
+    if row.error or row.failed or not row.temperature or not small:
+        return row
+    for temperature, top_k in _OTHER_SAMPLING if named else _OTHER_SAMPLING[:1]:
+        other = replace(row, temperature=temperature, top_k=top_k)
+        try:
+            lengths = _lengths(toy, label, kind, verifier.name, traits, other.sampling, steps, gamma)
+        except CannotRun:
+            continue
+        other = _certified(toy, kind, replace(other, lengths=tuple(lengths)))
+        if other.error or other.failed:
+            return other
+    return row
+
+
+def _certified(toy: Toy, kind: LabelledDrafter | NamedDrafter, row: Row, find_faults: bool = False) -> Row:
+    """Enumerate the pair of a row."""
+
+    def make() -> Verifier:
+        return row.verifier() if row.options is None else row.verifier(row.options)
+
+    try:
+        result = certify(
+            toy,
+            kind.build,
+            make,
+            steps=len(row.lengths),
+            gamma=row.lengths,
+            sampling=row.sampling,
+            markov=kind.markov,
+            find_faults=find_faults,
+        )
+    except FaultError as fault:
+        return replace(row, fault=str(fault))
+    except Exception as error:  # third-party code may raise anything
+        return replace(row, error=error_message(error, _files(kind, row.verifier)))
     return replace(
         row,
         tv=result.tv,
@@ -143,6 +199,81 @@ def certify_row(
         lossless=result.lossless,
         drafted=result.drafted,
     )
+
+
+def diagnosed(rows: Sequence[Row], toys: Sequence[Toy], drafts: Mapping[str, LabelledDrafter | NamedDrafter]) -> Row:
+    """The failed row of a verifier with the smallest counterexample, with its diagnosis.
+
+    Args:
+        rows: all rows of the verifier, one of them failed.
+        toys, drafts: toys and drafts of the rows, which have their names.
+    """
+    failed = [row for row in rows if row.failed]
+    if faults := [row for row in failed if row.fault is not None]:
+        row = faults[0]
+        return replace(row, diagnosis=Diagnosis(scope_of(rows), row.fault))
+    by_name = {toy.name: toy for toy in toys}
+    order = list(drafts)
+    row = min(failed, key=lambda row: (order.index(row.draft), len(row.lengths), _size(by_name[row.toy])))
+    for other in dict.fromkeys((row, *failed[:2])):
+        if found := _fault(by_name[other.toy], drafts[other.draft], other):
+            return replace(other, tv=None, fault=found, diagnosis=Diagnosis(scope_of(rows), found))
+    # The smallest toy has the smallest counterexample, one with more tokens distinguishes more formulas.
+    same = [other for other in failed if other.draft == row.draft and other.sampling == row.sampling]
+    found = None
+    for other in (row, max(same, key=lambda other: min(_size(by_name[other.toy]), _LARGE))):
+        kind, toy = drafts[other.draft], by_name[other.toy]
+        verifier, options = other.verifier, other.options
+        make = verifier if options is None else lambda verifier=verifier, options=options: verifier(options)
+        try:
+            result = diagnose(
+                toy, other.draft, kind.build, make, lengths=other.lengths, sampling=other.sampling, scope=scope_of(rows)
+            )
+        except Exception as error:  # third-party code may raise anything, in other batches than before
+            result = Diagnosis(f"not located: {error_message(error, _files(kind, verifier))}", scope_of(rows))
+        found = result if found is None else replace(found, cause=result.cause or found.cause)
+        if other is row and len(same) == 1:
+            break
+    return replace(row, diagnosis=found)
+
+
+def _fault(toy: Toy, kind: LabelledDrafter | NamedDrafter, row: Row) -> str | None:
+    """The fault of a failed pair that makes its total variation meaningless, of the drafter or of the verifier."""
+    try:
+        if isinstance(kind, NamedDrafter):
+            check_drafter(toy, kind.build, row.lengths, row.sampling, f"drafter '{kind.drafter}'")
+        lengths = tuple(min(length, 2) for length in row.lengths)
+        row = _certified(toy, kind, replace(row, lengths=lengths), find_faults=True)
+    except FaultError as fault:
+        return str(fault)
+    return row.fault or row.error
+
+
+def _size(toy: Toy) -> int:
+    return toy.vocab_size ** (toy.gamma + 1)
+
+
+def scope_of(rows: Sequence[Row]) -> str:
+    """The drafts for which a verifier fails, if it does not fail for others: its rows by kind of draft."""
+    failed = {row.draft for row in rows if row.failed}
+    passed = {row.draft for row in rows if not row.failed and row.error is None and row.drafted} - failed
+    found = [row for row in rows if row.failed]
+    parts = []
+    if all(row.temperature == 0 and not row.traits.temperature_zero_only for row in found):
+        parts.append("at temperature 0 only")
+    if failed <= POINT_MASSES and passed - POINT_MASSES:
+        parts.append("for point masses only")
+    elif failed and not failed & POINT_MASSES and passed & POINT_MASSES:
+        parts.append("for sampled drafts only, not for point masses")
+    if failed == {"stop-early"} and "chain" in passed:
+        parts.append("at the end of a row only: drafts that are shorter than others of the batch")
+    elif failed and not failed & CHAINS and passed & CHAINS:
+        parts.append("for a tree's later siblings: chains pass")
+    return "; ".join(parts)
+
+
+def _files(kind: LabelledDrafter | NamedDrafter, verifier: type[Verifier]) -> set[str]:
+    return files_of(verifier, *([kind.cls] if isinstance(kind, NamedDrafter) else []))
 
 
 def row_bounds(toy: Toy, kind: LabelledDrafter | NamedDrafter, row: Row, cache: dict[Any, Bounds]) -> Bounds:
@@ -177,12 +308,11 @@ def _lengths(
     kind: LabelledDrafter | NamedDrafter,
     verifier: str,
     verifier_traits: VerifierTraits,
-    temperature: float,
+    sampling: Sampling,
     steps: int | None,
     gamma: int | None,
 ) -> list[int]:
     """Maximum draft depth of each step."""
-    sampling = Sampling(temperature=temperature)
     requested = toy.gamma if gamma is None else gamma
     drafter, config = kind.config(requested)
     traits = drafter.traits(config, sampling)
@@ -209,8 +339,3 @@ def _lengths(
     if reason := effort.too_many_paths(cost, result, multiply and steps > 1):
         raise PairTooLarge(f"toy {toy.name}, {label}: {reason}")
     return result
-
-
-def _message(error: Exception) -> str:
-    text = str(error).strip().partition("\n")[0]
-    return text if isinstance(error, CrossdraftError) else f"{type(error).__name__}: {text}"

@@ -216,7 +216,14 @@ class Draft:
         return self.q is None
 
     def q_of(self, node: Tensor, like: Tensor) -> Tensor:
-        """``[B, V]``: the distribution that ``node [B]`` was drawn from; ``like [B, V]`` shapes a point mass."""
+        """``[B, V]``: the distribution that ``node [B]`` was drawn from, for one node of each row.
+
+        Args:
+            node: ``[B]`` int64, index of a node in each row, at least 0.
+            like: ``[B, V]``, any tensor with the shape, dtype and device of the result, such as ``p[:, 0]``. Only its
+                shape, dtype and device are used, and only if the draft has no q: then the result is 1 at the node's
+                token and 0 elsewhere.
+        """
         node = node[:, None]
         if self.q is None:
             return torch.zeros_like(like).scatter_(1, self.tokens.gather(1, node), 1.0)

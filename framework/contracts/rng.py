@@ -8,6 +8,11 @@ The generator is Philox4x32-10 (J. Salmon, M. Moraes, R. Dror, D. Shaw, "Paralle
 1, 2, 3", SC 2011), computed on the host for all rows and purposes of a step in one call, which is faster than a
 hundred small operations on a device.
 
+An index depends only on the node or level that its number is for: use the node, the depth or a constant, never the
+number of rows, a row's number, or the width N of the draft, which is that of the widest row. Otherwise a row takes
+other numbers in another batch: its text depends on the batch size, two rows may share a number, and the certificate,
+which follows one script of decisions per row, finds a bias.
+
 The certificate replaces :class:`CounterRng` by a source that enumerates both outcomes of every choice.
 """
 

@@ -13,6 +13,7 @@ import torch
 from ..api.build import build_decoder
 from ..certificate import effort
 from ..certificate.certify import TOLERANCE, certify
+from ..certificate.draft_faults import check_drafter, check_independence
 from ..contracts.draft import Draft, Sequences, Verdict
 from ..contracts.drafter import DraftContext, Drafter
 from ..contracts.rng import CounterRng
@@ -116,6 +117,24 @@ class DrafterContract(OneThread):
 
     # -- the tests --------------------------------------------------------------------------------------------
 
+    @pytest.fixture(autouse=True)
+    def _memory_first(self, request: pytest.FixtureRequest) -> None:
+        self.skip_after_wrong_memory(request.node.name)
+
+    def skip_after_wrong_memory(self, test: str) -> None:
+        """Skip all tests but the one that names the cure: with a wrong `remembers` others fail for no other reason."""
+        if self.drafting.remembers(self.config) != self.remembers and "test_remembers" not in test:
+            pytest.skip(f"remembers = {self.remembers} is wrong; see test_remembers")
+
+    def test_remembers(self) -> None:
+        """`Drafter.remembers` returns the value of the test class; replay and the bench rely on it."""
+        assert (remembered := self.drafting.remembers(self.config)) == self.remembers, (
+            f"remembers(config) is {remembered} for {self.config!r}, but the test class has remembers = "
+            f"{self.remembers}. A class that defines reset() remembers other sequences: set remembers = True "
+            "in the test class. If options turn the memory off, define the classmethod remembers(config), or replay "
+            "rejects the drafter; a class without memory defines neither"
+        )
+
     def test_traits(self) -> None:
         """Traits are valid and depend on the config only."""
         assert isinstance(self.drafting.name, str) and self.drafting.name, "the class needs a name"
@@ -176,12 +195,29 @@ class DrafterContract(OneThread):
                     lengths = effort.unmerged_lengths(learns, traits, toy.vocab_size, traits.depth, 2, PATHS) or [1, 0]
                     options = {"steps": len(lengths), "gamma": lengths, "temperature": temperature}
                     result = certify(toy, lambda context, _: self.make(context), verifier, **options)
+                    if result.tv > TOLERANCE:
+                        sampling = Sampling(temperature=temperature)
+                        check_drafter(
+                            toy,
+                            lambda context, _: self.make(context),
+                            lengths,
+                            sampling,
+                            f"drafter '{self.drafting.name}'",
+                        )
                     assert result.tv <= TOLERANCE, (
                         f"with '{verifier.name}' at temperature {temperature:g} the output is {result.tv:.3g} away "
                         f"from the target's distribution (total variation, toy {toy.name}): q is not the distribution "
                         "of the draw, a token was dropped depending on its value, or siblings do not match "
                         "traits.kind"
                     )
+
+    def test_drafts_depend_on_sequences_and_rng_only(self) -> None:
+        """Equal sequences and random numbers give equal drafts, whatever `sequences.tokens` hold beyond it."""
+        for temperature in self.each_temperature():
+            sampling = Sampling(temperature=temperature)
+            contexts, depth = partial(self.setting.context, sampling=sampling), NEW_TOKENS
+            name = f"drafter '{self.drafting.name}'"
+            check_independence(contexts, self.make, self.setting.prompts, depth, name, alone=False)
 
     def test_rows_do_not_share_state(self) -> None:
         """A sequence has the same tokens and acceptance by itself and in a ragged batch, in any slot."""
@@ -211,7 +247,12 @@ class DrafterContract(OneThread):
                 assert used.tokens == fresh.tokens and _taus(used) == _taus(fresh), (
                     f"a slot keeps state of its last sequence: prompt {i} has {_taus(used)} accepted tokens in a used "
                     f"slot and {_taus(fresh)} in a new one; clear the state in start() or free()"
-                    + ("; clear memory across sequences in reset()" if self.remembers else "")
+                    + (
+                        "; clear memory across sequences in reset()"
+                        if self.remembers
+                        else "; a drafter that learns from other sequences defines reset(), and its test class sets "
+                        "remembers = True"
+                    )
                 )
 
     def test_limits(self) -> None:
@@ -244,15 +285,6 @@ class DrafterContract(OneThread):
             assert response.tokens == single[i].tokens, (
                 f"at temperature 0 prompt {i} yields {response.tokens}, and without drafts {single[i].tokens}"
             )
-
-    def test_remembers(self) -> None:
-        """`Drafter.remembers` returns the value of the test class; replay and the bench rely on it."""
-        assert (remembered := self.drafting.remembers(self.config)) == self.remembers, (
-            f"remembers(config) is {remembered} for {self.config!r}, but the test class has remembers = "
-            f"{self.remembers}. By default it is True for a class that defines reset(): if options turn the memory "
-            "off, define the classmethod remembers(config), or replay rejects the drafter; if it remembers, set "
-            "remembers = True"
-        )
 
     def test_reset_forgets_what_was_learnt(self) -> None:
         """After reset() a drafter equals a new one: results do not depend on the warm-up."""

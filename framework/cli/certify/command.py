@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from ...certificate.table_lm import Toy
     from ...contracts.verifier import Verifier
 
+#: Exit code of a strategy that raised, as of draws that are too few: the certificate is undecided.
+ERROR = 3
+
 #: Draft kinds by draft label, or named drafters by name.
 Drafts = Mapping[str, LabelledDrafter | NamedDrafter]
 
@@ -82,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Return 1 if a pair that is declared lossless is not, or if one raised; else 0.
+    """Return 1 if a pair that is declared lossless is not, 3 if one raised, so that it is not known; else 0.
 
     ``--samples`` and ``--model`` run :mod:`crossdraft.framework.cli.certify.samples` and
     :mod:`crossdraft.framework.cli.certify.model` instead.
@@ -123,18 +126,46 @@ def main(args: argparse.Namespace) -> int:
         print(f"crossdraft: bounds omitted: {reason}", file=sys.stderr)
     if not rows:
         raise UsageError("nothing to certify: all pairs were skipped")
+    rows = _diagnosed(rows, toys, drafts)
     if args.json:
         print(json.dumps([row.as_json() for row in rows], indent=2))
     else:
         (_print_table if args.verbose or args.bounds else _print_compact)(rows, args.bounds)
     complete = not (args.toy or args.draft or args.gamma is not None)
     _remember(rows, complete, drafts if args.drafter else {})
-    line, failed = _verdict(rows, bool(args.drafter))
+    line, code = _verdict(rows, bool(args.drafter))
     if args.json:
         print(line, file=sys.stderr)
     else:
-        print(f"\n{line}")
-    return 1 if unusable or failed else 0
+        print("\n".join(["", *_explanations(rows), line]))
+    return 1 if unusable else code
+
+
+def _diagnosed(rows: list[Row], toys: Sequence[Toy], drafts: Drafts) -> list[Row]:
+    """The rows, with a diagnosis in one failed row of each verifier."""
+    from ...certificate.rows import diagnosed
+
+    result = list(rows)
+    for verifier in dict.fromkeys(row.verifier for row in rows if row.failed):
+        row = diagnosed(_rows_of(verifier, rows), toys, drafts)
+        same = (row.toy, row.draft, row.verifier)
+        result = [row if (other.toy, other.draft, other.verifier) == same else other for other in result]
+    return result
+
+
+def _explanations(rows: Sequence[Row]) -> list[str]:
+    """Lines that explain each failed verifier, and the place of each error."""
+    from ...certificate.outcomes import location
+
+    lines = []
+    for row in rows:
+        if row.diagnosis is not None:
+            lines += [f"verifier '{row.verifier.name}' with draft '{row.draft}':"]
+            lines += [f"  {line}" for line in row.diagnosis.lines()]
+    for verifier in dict.fromkeys(row.verifier for row in rows if row.error is not None):
+        first = next(row for row in _rows_of(verifier, rows) if row.error is not None)
+        lines += [f"verifier '{verifier.name}' {location(first)}:", f"  error: {first.error}"]
+    return [*lines, ""] if lines else []
 
 
 def _print_skipped(incompatible: Sequence[str], too_large: Sequence[str], verbose: bool) -> None:
@@ -148,33 +179,41 @@ def _print_skipped(incompatible: Sequence[str], too_large: Sequence[str], verbos
         print(f"crossdraft: skipped pairs of draft and verifier: {counts} (--verbose lists them)", file=sys.stderr)
 
 
-def _verdict(rows: Sequence[Row], of_drafter: bool) -> tuple[str, bool]:
-    """The last line of the output, and True if it reports a failure."""
+def _verdict(rows: Sequence[Row], of_drafter: bool) -> tuple[str, int]:
+    """The last line of the output, and the exit code."""
     from ...certificate.outcomes import location, worst_row
 
     verifiers = dict.fromkeys(row.verifier for row in rows)
     wrong = [worst for verifier in verifiers if (worst := worst_row(_rows_of(verifier, rows)))]
+    if faults := [row for row in wrong if row.fault is not None]:
+        more = f"; {len(wrong) - 1} more verifiers failed" if len(wrong) > 1 else ""
+        return f"FAILED: {faults[0].fault}{more}", 1
     if wrong:
         wrong.sort(key=lambda row: -(row.tv or 0.0))
         names = ", ".join(f"'{row.verifier.name}'" for row in wrong)
         subject = f"verifier{'s' * (len(wrong) > 1)} {names} change{'s' * (len(wrong) == 1)}"
         if of_drafter:
             subject = f"drafter '{wrong[0].draft}' with {subject}"
-        return f"FAILED: {subject} the target's distribution (TV up to {wrong[0].tv:.2g} {location(wrong[0])})", True
+        diagnosis = next((row.diagnosis for row in _rows_of(wrong[0].verifier, rows) if row.diagnosis), None)
+        mistake = f": {diagnosis.summary}" if diagnosis is not None and len(wrong) == 1 else ""
+        return (
+            f"FAILED: {subject} the target's distribution (TV up to {wrong[0].tv:.2g} {location(wrong[0])}){mistake}",
+            1,
+        )
     if errors := [row for row in rows if row.error is not None]:
         row = errors[0]
-        more = f"; {len(errors) - 1} more pairs failed" if len(errors) > 1 else ""
-        return f"FAILED: verifier '{row.verifier.name}' {location(row)}: {row.error}{more}", True
+        more = f"; {len(errors) - 1} more pairs raised errors" if len(errors) > 1 else ""
+        return f"ERROR: verifier '{row.verifier.name}' {location(row)}: {row.error}{more}", ERROR
     if idle := sorted(verifier.name for verifier in _without_drafts(rows)):
-        return f"not certified: {', '.join(idle)} received empty drafts only", of_drafter
+        return f"not certified: {', '.join(idle)} received empty drafts only", int(of_drafter)
     certified = [row for row in rows if row.traits.lossless]
     lossy = len(rows) - len(certified)
     if not certified:
-        return f"lossy: nothing to certify; {_count(lossy)} declared lossy", False
+        return f"lossy: nothing to certify; {_count(lossy)} declared lossy", 0
     more = f"; {_count(lossy)} declared lossy" if lossy else ""
     return (
         f"lossless: {_count(len(certified))} certified, TV at most {max(row.tv or 0.0 for row in certified):.2g}{more}",
-        False,
+        0,
     )
 
 
@@ -297,7 +336,7 @@ def _print_compact(rows: list[Row], _: bool) -> None:
     for verifier in dict.fromkeys(row.verifier for row in rows):
         own = _rows_of(verifier, rows)
         errors = [row for row in own if row.error is not None]
-        worst = worst_row(own)
+        worst, meaningless = worst_row(own), any(row.tv is None for row in own)
         verdicts = dict.fromkeys(row.verdict for row in own if row.verdict != "nothing was drafted")
         verdict = next(iter(verdicts), "nothing was drafted") if worst is None else "NO"
         table.append(
@@ -305,8 +344,8 @@ def _print_compact(rows: list[Row], _: bool) -> None:
                 verifier.name,
                 ", ".join(dict.fromkeys(row.draft for row in own)),
                 str(len(own)),
-                f"{max((row.tv for row in own if row.tv is not None), default=0.0):.2g}",
-                errors[0].verdict if errors and worst is None else verdict,
+                "-" if meaningless else f"{max(row.tv for row in own):.2g}",
+                "ERROR" if errors and worst is None else verdict,
             ]
         )
     header = ["verifier", "drafts", "pairs", "largest TV", "lossless"]

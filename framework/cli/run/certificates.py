@@ -69,6 +69,8 @@ def _guarded(certify: Callable[[], CertificateRecord | None], limit: StepLimit) 
 
 
 def _failure_message(kind: str, name: str, certificate: CertificateRecord) -> str:
+    if certificate.where.startswith(kind):  # a fault, not a total variation
+        return f"{certificate.where}. Run crossdraft certify --{kind} {name} for details"
     where = f"TV {certificate.tv:.2g} {certificate.where}".rstrip()
     if kind == "verifier":
         return (

@@ -42,6 +42,11 @@ class ExampleName(Drafter):
         ]
         return Draft.copied(rows, sequences.device)
 
+    # If guess() is slow on long texts, or if the drafter learns from other sequences (then it defines reset(), and its
+    # contract test sets remembers = True), `crossdraft replay` needs the classmethod response_drafts(cls, config,
+    # texts, depth): for each (prompt, response), an int64 array [len(response), depth] with the draft at every token,
+    # -1 past its end. The page "Your own drafter or verifier" describes it.
+
     def guess(self, history: Sequence[int], limit: int) -> Sequence[int]:
         """Up to ``limit`` tokens to follow the token ids ``history``. Replace this with your method."""
         for end in range(len(history) - 1, 0, -1) if limit else ():
