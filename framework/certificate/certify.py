@@ -94,9 +94,9 @@ class Enumeration:
 
     def repeat(self, rows: Sequence[int]) -> Enumeration:
         """The decisions of this step again, for some rows."""
-        again = Enumeration(self.scripts[list(rows)], self.weight[list(rows)], self.columns)
-        again._step_number = self._step_number
-        return again
+        repeated = Enumeration(self.scripts[list(rows)], self.weight[list(rows)], self.columns)
+        repeated._step_number = self._step_number
+        return repeated
 
     def accept(self, h: Tensor, purpose: str = "accept", index: int = 0) -> Tensor:
         h = h.double().clamp(0, 1)
@@ -427,7 +427,7 @@ class _Pair:
         call, count = Verification(draft, p, rng.repeat), draft.count.tolist()
         for row in sorted(range(draft.batch_size), key=lambda row: count[row])[:CHECKED_ROWS]:
             try:
-                call.again(self.verifier(), [row])
+                call.repeat(self.verifier(), [row])
             except Exception:  # third-party code may raise anything
                 return row
         return 0

@@ -212,7 +212,7 @@ def diagnose(
         sampling: of the target.
         scope: where it fails and where it does not, see `scope_of`.
     """
-    found: list[tuple[list[int], list[Path]]] = []
+    failures: list[tuple[list[int], list[Path]]] = []
     steps, longest = len(lengths), max(lengths, default=0)
     sizes = [*range(1, longest + 1)] if longest else [0]
     for size in sizes:
@@ -224,17 +224,17 @@ def diagnose(
         except TooLargeError:
             break
         if not result.lossless:
-            found.append((list(lengths), paths))
-        if len(found) == 2 or len(paths) * toy.vocab_size**2 > MOST_PATHS:
+            failures.append((list(lengths), paths))
+        if len(failures) == 2 or len(paths) * toy.vocab_size**2 > MOST_PATHS:
             break
-    if not found:
+    if not failures:
         return Diagnosis(", ".join(filter(None, ["not located: the pair is too large to list its paths", scope])))
     rows = sampling.probs(toy.target.log()).numpy()
-    located = _Located(toy, rows, found[0][1])
+    located = _Located(toy, rows, failures[0][1])
     where, example = located.where(), located.counterexample(label, sampling.temperature)
     cause = ""
     if located.kinds:
-        largest = _Located(toy, rows, found[-1][1])
+        largest = _Located(toy, rows, failures[-1][1])
         cause = _cause([emission for _, emission in largest.emissions()], largest.step or 0, largest)
     return Diagnosis("; ".join(filter(None, [where, scope])), cause, example)
 

@@ -82,12 +82,12 @@ def check_independence(
     prompts: Sequence[Sequence[int]],
     depth: int,
     who: str,
-    alone: bool = True,
+    check_rows: bool = True,
 ) -> None:
     """Raise FaultError if drafts of equal sequences with equal random numbers differ.
 
     Compared are two runs, a run whose ``sequences.tokens`` hold other tokens after the committed ones, and each row by
-    itself if ``alone`` and unless the drafter remembers other sequences.
+    itself if ``check_rows`` and unless the drafter remembers other sequences.
     """
     drafter = build(context(1))
     files = files_of(type(drafter))
@@ -100,7 +100,7 @@ def check_independence(
             f"{who} reads sequences.tokens after the committed tokens, which are not part of the sequence: row b ends "
             "after len(sequences.history[b]) tokens"
         )
-    if not alone or drafter.remembers(drafter.config):
+    if not check_rows or drafter.remembers(drafter.config):
         return
     for row in range(len(prompts)):
         by_itself = _drafts(context, build, prompts, [row], depth)
@@ -315,7 +315,7 @@ class _Deviations:
 
 
 def _power(drawn: np.ndarray, q: np.ndarray) -> float | None:
-    """The exponent a for which ``drawn`` is proportional to q ** a on its support; None if there is none."""
+    """The exponent a for which ``drawn`` is proportional to q ** a on its support; None if no exponent fits."""
     inside = (drawn > 0) & (q > 0)
     if inside.sum() < 2:
         return None

@@ -167,9 +167,9 @@ def _host_states() -> dict[str, Any]:
 
 def outside_of_rng(who: str, sites: Sequence[str] = ()) -> str:
     """The message about random numbers that a strategy draws by itself."""
-    found = f": {'; '.join(sites)}" if sites else ": equal inputs and equal decisions of rng give different results"
+    where = f": {'; '.join(sites)}" if sites else ": equal inputs and equal decisions of rng give different results"
     return (
-        f"{who} takes random numbers outside of rng{found}. Take every random number from rng (rng.accept, rng.draw), "
+        f"{who} takes random numbers outside of rng{where}. Take every random number from rng (rng.accept, rng.draw), "
         "which the certificate enumerates and a seed reproduces"
     )
 
@@ -192,7 +192,7 @@ class Verification:
     rng: Callable[[Sequence[int]], StepRng]
     restore: Callable[[Verifier, Sequence[int]], None] = lambda verifier, rows: None
 
-    def again(self, verifier: Verifier, rows: Sequence[int], start: bool = True) -> list[tuple[int, int, list[int]]]:
+    def repeat(self, verifier: Verifier, rows: Sequence[int], start: bool = True) -> list[tuple[int, int, list[int]]]:
         """Verify ``rows`` by ``verifier``: tau, token and path of each."""
         index = torch.tensor(list(rows), dtype=torch.long)
         draft = self.draft.map_rows(lambda tensor: tensor.index_select(0, index))
@@ -242,10 +242,10 @@ def check_quickly(make: Callable[[], Verifier], verifier: Verifier, call: Verifi
     """
     b, stateful = call.draft.batch_size, verifier.traits(verifier.config).stateful
     rows = list(range(max(b - _ROWS, 0), b))
-    first = call.again(make(), rows)
+    first = call.repeat(make(), rows)
     half = len(rows) // 2
     expected = first[half:][::-1]
-    if call.again(make() if stateful else verifier, rows[half:][::-1], start=stateful) != expected:
+    if call.repeat(make() if stateful else verifier, rows[half:][::-1], start=stateful) != expected:
         check(make, call)
         raise FaultError(
             f"{_name(verifier)}: rows share state, or it keeps state: a row has another verdict when it is verified "
@@ -272,12 +272,12 @@ def check(
     who, traits = _name(used), used.traits(used.config)
     with unmodified(who, call.draft, call.p):
         with RandomWatch(files) as watch:
-            first = call.again(used, rows)
-        second = call.again(make(), rows)
+            first = call.repeat(used, rows)
+        second = call.repeat(make(), rows)
         if watch.sites or first != second:
             raise FaultError(outside_of_rng(who, list(watch.sites)))
         used.observe([tau for tau, *_ in first], call.draft.count.tolist())
-        if call.again(used, rows, start=traits.stateful) != first:
+        if call.repeat(used, rows, start=traits.stateful) != first:
             raise FaultError(
                 f"{who} keeps state after start(row), which must reset it"
                 if traits.stateful
@@ -310,19 +310,19 @@ def _check_rows(
         ) -> tuple[list[tuple[int, int, list[int]]], list[tuple[str, int]]]:
             log.append([])
             logged = Verification(call.draft, call.p, lambda rows: LoggedRng(call.rng(rows), log[-1]), call.restore)
-            return logged.again(make(), rows), log[-1]
+            return logged.repeat(make(), rows), log[-1]
 
-        alone, own = verify([row])
-        if alone[0] == batched[row]:
+        single, own = verify([row])
+        if single[0] == batched[row]:
             continue
         copies, of_copies = verify([row] * 4)
         _, of_batch = verify(range(b))
         difference = (
-            f"row {row} of {b} has verdict {_shown(batched[row])} in the batch and {_shown(alone[0])} by itself"
+            f"row {row} of {b} has verdict {_shown(batched[row])} in the batch and {_shown(single[0])} by itself"
         )
         if any(copy != copies[0] for copy in copies):
             factor, others = "the number of the row", of_copies
-        elif copies[0] != alone[0]:
+        elif copies[0] != single[0]:
             factor, others = "the number of rows of the batch", of_copies
         else:
             factor, others = "the other rows of the batch (such as the widest draft)", of_batch
@@ -355,7 +355,7 @@ def _check_padding(
     )
     wider.kind = draft.kind
     padded = Verification(wider, torch.cat([p, p[:, last : last + 1].flip(2)], 1), call.rng, call.restore)
-    after = padded.again(make(), range(len(before)))
+    after = padded.repeat(make(), range(len(before)))
     for row, (narrow, wide) in enumerate(zip(before, after, strict=True)):
         if narrow != wide:
             raise FaultError(

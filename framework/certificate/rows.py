@@ -216,11 +216,11 @@ def diagnosed(rows: Sequence[Row], toys: Sequence[Toy], drafts: Mapping[str, Lab
     order = list(drafts)
     row = min(failed, key=lambda row: (order.index(row.draft), len(row.lengths), _size(by_name[row.toy])))
     for other in dict.fromkeys((row, *failed[:2])):
-        if found := _fault(by_name[other.toy], drafts[other.draft], other):
-            return replace(other, tv=None, fault=found, diagnosis=Diagnosis(scope_of(rows), found))
+        if fault := _fault(by_name[other.toy], drafts[other.draft], other):
+            return replace(other, tv=None, fault=fault, diagnosis=Diagnosis(scope_of(rows), fault))
     # The smallest toy has the smallest counterexample, one with more tokens distinguishes more formulas.
     same = [other for other in failed if other.draft == row.draft and other.sampling == row.sampling]
-    found = None
+    diagnosis = None
     for other in (row, max(same, key=lambda other: min(_size(by_name[other.toy]), _LARGE))):
         kind, toy = drafts[other.draft], by_name[other.toy]
         verifier, options = other.verifier, other.options
@@ -231,10 +231,10 @@ def diagnosed(rows: Sequence[Row], toys: Sequence[Toy], drafts: Mapping[str, Lab
             )
         except Exception as error:  # third-party code may raise anything, in other batches than before
             result = Diagnosis(f"not located: {error_message(error, _files(kind, verifier))}", scope_of(rows))
-        found = result if found is None else replace(found, cause=result.cause or found.cause)
+        diagnosis = result if diagnosis is None else replace(diagnosis, cause=result.cause or diagnosis.cause)
         if other is row and len(same) == 1:
             break
-    return replace(row, diagnosis=found)
+    return replace(row, diagnosis=diagnosis)
 
 
 def _fault(toy: Toy, kind: LabelledDrafter | NamedDrafter, row: Row) -> str | None:
@@ -257,9 +257,9 @@ def scope_of(rows: Sequence[Row]) -> str:
     """The drafts for which a verifier fails, if it does not fail for others: its rows by kind of draft."""
     failed = {row.draft for row in rows if row.failed}
     passed = {row.draft for row in rows if not row.failed and row.error is None and row.drafted} - failed
-    found = [row for row in rows if row.failed]
+    failing = [row for row in rows if row.failed]
     parts = []
-    if all(row.temperature == 0 and not row.traits.temperature_zero_only for row in found):
+    if all(row.temperature == 0 and not row.traits.temperature_zero_only for row in failing):
         parts.append("at temperature 0 only")
     if failed <= POINT_MASSES and passed - POINT_MASSES:
         parts.append("for point masses only")

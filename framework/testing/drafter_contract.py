@@ -217,7 +217,7 @@ class DrafterContract(OneThread):
             sampling = Sampling(temperature=temperature)
             contexts, depth = partial(self.setting.context, sampling=sampling), NEW_TOKENS
             name = f"drafter '{self.drafting.name}'"
-            check_independence(contexts, self.make, self.setting.prompts, depth, name, alone=False)
+            check_independence(contexts, self.make, self.setting.prompts, depth, name, check_rows=False)
 
     def test_rows_do_not_share_state(self) -> None:
         """A sequence has the same tokens and acceptance by itself and in a ragged batch, in any slot."""
