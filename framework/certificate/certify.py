@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import numpy as np
 import torch
@@ -44,6 +45,7 @@ BATCH = 4096
 
 #: ``build(context, gamma)`` returns the drafter under test; ``context.load_lm(...)`` returns the toy's draft model.
 DrafterFactory = Callable[[DraftContext, int], Drafter]
+Checks = Literal["none", "quick", "all"]
 #: Least number of rows of the batch that is verified again, and number of batches if all faults are looked for.
 CHECKED_ROWS, CHECKED_BATCHES = 8, 6
 
@@ -178,7 +180,7 @@ def certify(
     markov: bool = False,
     constraint: Grammar | None = None,
     paths: list[Path] | None = None,
-    find_faults: bool = False,
+    checks: Checks = "none",
 ) -> Certificate:
     """Enumerate ``steps`` steps of a pair on ``toy``.
 
@@ -196,8 +198,8 @@ def certify(
         constraint: language of the output, a grammar over the toy's tokens that never ends; certifies against the
             target masked by it; ``markov`` is then ignored.
         paths: receives every path; ``markov`` is then ignored.
-        find_faults: look for all faults of the verifier, see `faults`, in the first batches; else only whether half of
-            a batch has the same verdicts again.
+        checks: faults of the verifier to look for, see `faults`: "all" in the first batches, "quick" whether half of
+            the first batch has the same verdicts again, or "none", for verifiers that record their calls.
 
     Raises:
         TooLargeError: more than `MOST_PATHS` paths.
@@ -206,8 +208,8 @@ def certify(
     lengths = _lengths(toy, steps, gamma)
     sampling = Sampling(temperature=temperature) if sampling is None else sampling
     pair = _Pair(toy, build, verifier, sampling, max(lengths), constraint)
-    pair.recorded, pair.batches_to_check = paths, CHECKED_BATCHES if find_faults else 1
-    pair.thorough = find_faults
+    pair.recorded, pair.thorough = paths, checks == "all"
+    pair.batches_to_check = {"none": 0, "quick": 1, "all": CHECKED_BATCHES}[checks]
     markov = markov and constraint is None
     merged = (markov or steps == 1) and paths is None
     states, tau_distributions = _enumerate_merged(pair, lengths) if merged else pair.enumerate_unmerged(lengths)
@@ -320,7 +322,7 @@ class _Pair:
     """
 
     recorded: list[Path] | None = None
-    batches_to_check, thorough = 1, False
+    batches_to_check, thorough = 0, False
 
     def __init__(
         self,

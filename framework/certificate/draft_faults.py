@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -90,9 +91,8 @@ def check_independence(
     itself if ``check_rows`` and unless the drafter remembers other sequences.
     """
     drafter = build(context(1))
-    files = files_of(type(drafter))
-    with RandomWatch(files) as watch:
-        first = _drafts(context, build, prompts, range(len(prompts)), depth)
+    watch = RandomWatch(files_of(type(drafter)))
+    first = _drafts(context, build, prompts, range(len(prompts)), depth, watch=watch)
     if watch.sites or first != _drafts(context, build, prompts, range(len(prompts)), depth):
         raise FaultError(outside_of_rng(who, list(watch.sites)))
     if first != _drafts(context, build, prompts, range(len(prompts)), depth, poisoned=True):
@@ -121,8 +121,9 @@ def _drafts(
     rows: Sequence[int],
     depth: int,
     poisoned: bool = False,
+    watch: AbstractContextManager[Any] | None = None,
 ) -> list[list[tuple[list[int], list[float]]]]:
-    """Drafted tokens of each step and row, and their q."""
+    """Drafted tokens of each step and row, and their q; ``watch`` is active in the steps."""
     verifier, own = _Match(), context(len(rows))
     drafts: list[list[tuple[list[int], list[float]]]] = []
 
@@ -142,13 +143,14 @@ def _drafts(
     )
     for slot, row in enumerate(rows):
         decoder.start(slot, prompts[row], row, row)
-    for _ in range(_STEPS):
-        decoder.sequences.limit[:] = [min(limit, depth) for limit in decoder.sequences.limit]
-        if poisoned:
-            tokens = decoder.sequences.tokens
-            for slot, history in enumerate(decoder.sequences.history):
-                tokens[slot, len(history) :] = own.vocab_size - 1
-        decoder.step()
+    with nullcontext() if watch is None else watch:
+        for _ in range(_STEPS):
+            decoder.sequences.limit[:] = [min(limit, depth) for limit in decoder.sequences.limit]
+            if poisoned:
+                tokens = decoder.sequences.tokens
+                for slot, history in enumerate(decoder.sequences.history):
+                    tokens[slot, len(history) :] = own.vocab_size - 1
+            decoder.step()
     return drafts
 
 

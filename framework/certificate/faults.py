@@ -99,8 +99,9 @@ def draft_note(draft: Draft, row: int) -> str:
 class RandomWatch(TorchDispatchMode):
     """Record random numbers that are drawn while it is active, except those of `rng`.
 
-    PyTorch's random operations are recognised by their tag, with any generator; NumPy's and Python's global generators
-    by a change of their state, line by line of ``files``.
+    PyTorch's random operations are recognised by their tag, if they take a generator or change the global one (attention
+    without dropout does neither); NumPy's and Python's global generators by a change of their state, line by line of
+    ``files``.
 
     Attributes:
         sites: descriptions, ``torch.rand at file:line``.
@@ -109,15 +110,19 @@ class RandomWatch(TorchDispatchMode):
     def __init__(self, files: set[str]):
         super().__init__()
         self.sites: dict[str, None] = {}
-        self._files, self._states, self._line = files, _host_states(), ""
+        self._files, self._line = files, ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            frame = self._own(sys._getframe(1))
-            if frame is not None:
-                name = str(func.overloadpacket).removeprefix("aten.").rstrip("_")
-                self.sites[f"torch.{name} at {_at(frame)}"] = None
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        state = torch.get_rng_state()
+        result = func(*args, **kwargs)
+        drawn = kwargs.get("generator") is not None or not torch.equal(state, torch.get_rng_state())
+        if drawn and (frame := self._own(sys._getframe(1))) is not None:
+            name = str(func.overloadpacket).removeprefix("aten.").rstrip("_")
+            self.sites[f"torch.{name} at {_at(frame)}"] = None
+        return result
 
     def _own(self, frame: FrameType | None) -> FrameType | None:
         """The innermost frame in the strategy's files; the innermost outside of PyTorch without one."""
@@ -132,7 +137,7 @@ class RandomWatch(TorchDispatchMode):
         return first
 
     def __enter__(self) -> RandomWatch:
-        self._trace = sys.gettrace()
+        self._trace, self._states = sys.gettrace(), _host_states()
         sys.settrace(self._called)
         return super().__enter__()
 

@@ -12,7 +12,7 @@ from ..contracts.verifier import Verifier, VerifierTraits, incompatible
 from ..errors import NumericalError
 from . import effort
 from .bounds import Bounds, bounds
-from .certify import certify
+from .certify import Checks, certify
 from .diagnosis import Diagnosis, diagnose
 from .draft_faults import check_drafter, check_independence_on
 from .drafts import LabelledDrafter, NamedDrafter
@@ -171,7 +171,7 @@ def certify_row(
     return row
 
 
-def _certified(toy: Toy, kind: LabelledDrafter | NamedDrafter, row: Row, find_faults: bool = False) -> Row:
+def _certified(toy: Toy, kind: LabelledDrafter | NamedDrafter, row: Row, checks: Checks = "quick") -> Row:
     """Enumerate the pair of a row."""
 
     def make() -> Verifier:
@@ -186,7 +186,7 @@ def _certified(toy: Toy, kind: LabelledDrafter | NamedDrafter, row: Row, find_fa
             gamma=row.lengths,
             sampling=row.sampling,
             markov=kind.markov,
-            find_faults=find_faults,
+            checks=checks,
         )
     except FaultError as fault:
         return replace(row, fault=str(fault))
@@ -243,7 +243,7 @@ def _fault(toy: Toy, kind: LabelledDrafter | NamedDrafter, row: Row) -> str | No
         if isinstance(kind, NamedDrafter):
             check_drafter(toy, kind.build, row.lengths, row.sampling, f"drafter '{kind.drafter}'")
         lengths = tuple(min(length, 2) for length in row.lengths)
-        row = _certified(toy, kind, replace(row, lengths=lengths), find_faults=True)
+        row = _certified(toy, kind, replace(row, lengths=lengths), checks="all")
     except FaultError as fault:
         return str(fault)
     return row.fault or row.error

@@ -96,7 +96,7 @@ def test_rules_that_accept_anything_deep_down_are_refused_by_default(
 @pytest.mark.parametrize("label", ["chain", "point-mass", "stop-early"])
 def test_every_kind_of_chain_is_deep_enough(toys: dict[str, Toy], label: str, depth: int) -> None:
     row = certify_row(toys["D6"], label, DRAFTS[label], accepts_from(depth))
-    assert row.lengths == (6,) and row.tv is not None and row.tv > 1e-3 and row.bad
+    assert row.lengths == (6,) and row.tv is not None and row.tv > 1e-3 and row.failed
 
 
 @pytest.mark.parametrize("label", ["tree-greedy-2-1", "tree-top-2-1"])
@@ -104,15 +104,15 @@ def test_so_are_rules_for_trees(toys: dict[str, Toy], label: str) -> None:
     right, wrong = plugins.get("verifiers", "specinfer"), accepts_from(6, "specinfer")
     good, bad = (certify_row(toys["D6"], label, DRAFTS[label], rule) for rule in (right, wrong))
     assert good.lengths == bad.lengths == (6,)
-    assert good.lossless and not good.bad
-    assert bad.tv is not None and bad.tv > 1e-4 and bad.bad and bad.verdict == "NO"
+    assert good.lossless and not good.failed
+    assert bad.tv is not None and bad.tv > 1e-4 and bad.failed and bad.verdict == "NO"
 
 
 def test_mistake_in_second_step_is_seen_by_default(toys: dict[str, Toy]) -> None:
     row = certify_row(toys["T0"], "chain", DRAFTS["chain"], WrongLater)
-    assert row.bad and len(row.lengths) == 2
+    assert row.failed and len(row.lengths) == 2
     once = certify_row(toys["T0"], "chain", DRAFTS["chain"], WrongLater, steps=1)
-    assert not once.bad and not once.proves
+    assert not once.failed and not once.proves
 
 
 def test_deep_first_steps_and_shorter_later_ones(toys: dict[str, Toy]) -> None:
@@ -182,7 +182,7 @@ def test_enumeration_aborts(toys: dict[str, Toy], monkeypatch: Any) -> None:
 
     monkeypatch.setattr(certify, "MOST_PATHS", 20.0)
     row = certify_row(toys["G2"], "chain", DRAFTS["chain"], plugins.get("verifiers", "token"))
-    assert row.bad and row.error is not None and "limited to 20 decision paths" in row.error
+    assert row.error is not None and "limited to 20 decision paths" in row.error
     with pytest.raises(PairTooLarge, match="toy G2, chain: there may be 8,589,934,592 decision paths"):
         certify_row(toys["G2"], "chain", DRAFTS["chain"], plugins.get("verifiers", "token"), gamma=16)
 
@@ -213,7 +213,7 @@ def test_failure_is_noted_whatever_part_it_is_of(
     assert cli.main(["certify", "--verifier", "match", "--draft", "chain"]) == 1
     mark = mark_of_verifier(wrong, wrong.Config())
     assert mark.kind == "failed" and mark.tv and mark.tv > 0.1 and mark.where == "on toy 'T0' with draft 'chain'"
-    assert capsys.readouterr().out.endswith(f"(TV up to {mark.tv:.2g} on toy 'T0' with draft 'chain')\n")
+    assert f"(TV up to {mark.tv:.2g} on toy 'T0' with draft 'chain'): " in capsys.readouterr().out.splitlines()[-1]
     mended = loaded(Path(sys.modules[match.__module__].__file__ or ""), MATCH)
     assert mark_of_verifier(mended, mended.Config()) == Mark("uncertified")
 
