@@ -99,8 +99,8 @@ def draft_note(draft: Draft, row: int) -> str:
 class RandomWatch(TorchDispatchMode):
     """Record random numbers that are drawn while it is active, except those of `rng`.
 
-    PyTorch's random operations are recognised by their tag, if they take a generator or change the global one (attention
-    without dropout does neither); NumPy's and Python's global generators by a change of their state, line by line of
+    PyTorch's random operations are recognised by their tag, if they take a generator or change the global one, unlike
+    attention without dropout; NumPy's and Python's global generators by a change of their state, line by line of
     ``files``.
 
     Attributes:

@@ -232,7 +232,7 @@ def test_cheat_is_exit_code_1(capsys: Any, install: Callable, small: list[str], 
     install("drafters", (drafter.name, drafter))
     options = ("-v", "--drafter", drafter.name, "--verifier", "token", "--gamma", "1", *small)
     code, out, _ = run(capsys, *options)
-    assert code == 1 and [line for line in out.splitlines() if drafter.name in line][0].endswith("NO")
+    assert code == 1 and next(line for line in out.splitlines() if drafter.name in line).endswith("NO")
     assert out.splitlines()[-1].startswith(
         f"FAILED: drafter '{drafter.name}' with verifier 'token' changes the target's"
     )
