@@ -151,7 +151,7 @@ def _notes_on(results: Sequence[CellResult]) -> list[str]:
         if result.metrics is not None and (missed := result.metrics.missed_graphs):
             notes.append(
                 f"{cell}: {missed} passes ran without a CUDA graph, which the warm-up did not record; the cell is "
-                "faster, and its speed-up higher, than shown"
+                "faster than shown"
             )
     return notes
 

@@ -318,6 +318,10 @@ def prompts_of_pieces(records: Iterable[StepRecord], pieces: Iterable[Piece]) ->
     return prompts
 
 
+#: Reason to withhold a speed-up of which one of both cells is faster than measured.
+MISSED = "passes without a CUDA graph"
+
+
 def compare(metrics: Sequence[Metrics], cells: Sequence[CellPieces], baseline: int | None) -> None:
     """Set the metrics that need the whole group: rates, and speed-ups over the baseline.
 
@@ -341,6 +345,8 @@ def compare(metrics: Sequence[Metrics], cells: Sequence[CellPieces], baseline: i
             speed_up = Estimate(1.0) if i == baseline else times.speed_up(i, baseline)
             if isinstance(speed_up, Withheld):
                 own.withheld = speed_up.reason
+            elif own.missed_graphs or metrics[baseline].missed_graphs:
+                own.withheld = MISSED
             else:
                 own.speed_up = speed_up
         if seconds and not own.withheld:

@@ -75,8 +75,10 @@ def test_passes_without_a_graph_are_stored_and_noted(
     run(bench, recorded, monkeypatch, models)
     (summary,) = tmp_path.glob("runs/*/summary.md")
     assert "passes ran without a CUDA graph" in summary.read_text(encoding="utf-8")
-    missed = [json.loads((cell / "metrics.json").read_text())["metrics"]["missed_graphs"] for cell in cells(tmp_path)]
+    stored = [json.loads((cell / "metrics.json").read_text())["metrics"] for cell in cells(tmp_path)]
+    missed = [metrics["missed_graphs"] for metrics in stored]
     assert all(missed) and sum(missed) <= sum(item.missed for item in recorded)
+    assert all(metrics["withheld"] and metrics["speed_up"] is None for metrics in stored)
 
 
 def test_costs_are_those_of_recorded_passes(tiny_model: Any, recorded: list[Graphs], monkeypatch: Any) -> None:
