@@ -75,5 +75,7 @@ def engine_server(script: Script) -> Iterator[Script]:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         script.url = f"http://127.0.0.1:{server.server_port}"
-        yield script
-        server.shutdown()
+        try:
+            yield script
+        finally:  # or the thread goes on, on a closed socket
+            server.shutdown()
