@@ -209,9 +209,9 @@ def diagnosed(rows: Sequence[Row], toys: Sequence[Toy], drafts: Mapping[str, Lab
         toys, drafts: toys and drafts of the rows, which have their names.
     """
     failed = [row for row in rows if row.failed]
-    if faults := [row for row in failed if row.fault is not None]:
-        row = faults[0]
-        return replace(row, diagnosis=Diagnosis(scope_of(rows), row.fault))
+    for row in failed:
+        if row.fault is not None:
+            return replace(row, diagnosis=Diagnosis(scope_of(rows), row.fault))
     by_name = {toy.name: toy for toy in toys}
     order = list(drafts)
     row = min(failed, key=lambda row: (order.index(row.draft), len(row.lengths), _size(by_name[row.toy])))

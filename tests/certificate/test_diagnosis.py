@@ -1,6 +1,7 @@
 """A failed certificate names the mistake: faulty verifiers and drafters, and the words that the answer must hold."""
 
 import json
+import sys
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
@@ -30,7 +31,9 @@ def toys(tmp_path: Path) -> str:
 
 def answer(capsys: Any, *options: str) -> tuple[int, str]:
     code = cli.main(["certify", *options])
-    return code, capsys.readouterr().out
+    out, err = capsys.readouterr()
+    sys.stderr.write(err)  # pytest prints it if the test fails
+    return code, out
 
 
 #: Cases of the default suite.

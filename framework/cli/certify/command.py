@@ -336,7 +336,7 @@ def _print_compact(rows: list[Row], _: bool) -> None:
     for verifier in dict.fromkeys(row.verifier for row in rows):
         own = _rows_of(verifier, rows)
         errors = [row for row in own if row.error is not None]
-        worst, meaningless = worst_row(own), any(row.tv is None for row in own)
+        worst, tvs = worst_row(own), [row.tv for row in own if row.tv is not None]
         verdicts = dict.fromkeys(row.verdict for row in own if row.verdict != "nothing was drafted")
         verdict = next(iter(verdicts), "nothing was drafted") if worst is None else "NO"
         table.append(
@@ -344,7 +344,7 @@ def _print_compact(rows: list[Row], _: bool) -> None:
                 verifier.name,
                 ", ".join(dict.fromkeys(row.draft for row in own)),
                 str(len(own)),
-                "-" if meaningless else f"{max(row.tv for row in own):.2g}",
+                f"{max(tvs):.2g}" if len(tvs) == len(own) else "-",
                 "ERROR" if errors and worst is None else verdict,
             ]
         )
