@@ -119,6 +119,9 @@ class DrafterContract(OneThread):
 
     @pytest.fixture(autouse=True)
     def _memory_first(self, request: pytest.FixtureRequest) -> None:
+        for name in request.fixturenames:
+            if name != "_memory_first":
+                request.getfixturevalue(name)  # fixtures of a test class may complete its options
         self.skip_after_wrong_memory(request.node.name)
 
     def skip_after_wrong_memory(self, test: str) -> None:
