@@ -9,6 +9,7 @@ TIE = {"float32": 1e-3, "float16": 0.06, "bfloat16": 0.5}
 
 
 def tie_of(target: LoadedModel) -> tuple[str, float]:
-    """The dtype of a loaded target, and its `TIE`."""
-    dtype = str(next(target.model.parameters()).dtype).removeprefix("torch.")
-    return dtype, TIE.get(dtype, TIE["bfloat16"])
+    """The dtype of a loaded target, and its `TIE`: the largest one for a backend whose models have no parameters."""
+    parameters = getattr(target.model, "parameters", None)
+    dtype = str(next(parameters()).dtype).removeprefix("torch.") if parameters is not None else "unknown"
+    return dtype, TIE.get(dtype, max(TIE.values()))

@@ -81,10 +81,10 @@ def test_command_prints_both_answers(capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main(["power", "--questions", "1319", "--score", "0.62", "--json"]) == 0
     assert f'"questions_needed": {ScorePlan(1319, 0.62).needed(0.02)}' in capsys.readouterr().out
     for option, value, message in (
-        ("--score", "62", "--score must be above 0 and below 1, got 62"),
+        ("--score", "62", "--score must be at least 1e-09 and below 1, got 62"),
         ("--questions", "0", "--questions must be from 1"),
-        ("--deviation", "0.7", "--deviation must be above 0 and below 0.5"),
-        ("--changed", "12", "--changed must be above 0 and below 1"),
+        ("--deviation", "0.7", "--deviation must be at least 1e-09 and below 0.5"),
+        ("--changed", "12", "--changed must be at least 1e-09 and below 1"),
         ("--changed", "0.51", "--changed must be at most 0.5, got 0.51"),
     ):
         options = {"--questions": "10", "--score": "0.5"} | {option: value}
