@@ -125,9 +125,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _main(args: argparse.Namespace) -> int:
-    recipe, texts, run, card = (
-        parsed(model, vars(args)) for model in (args.recipe, TextOptions, RunOptions, CardOptions)
-    )
+    recipe, texts = parsed(args.recipe, vars(args)), parsed(TextOptions, vars(args))
+    run, card = parsed(RunOptions, vars(args)), parsed(CardOptions, vars(args))
     out, files = _path("--out", args.out), [_path("--texts", name) for name in args.texts]
     _check_options(args, texts, card, files)
     trusted(args, [args.target])

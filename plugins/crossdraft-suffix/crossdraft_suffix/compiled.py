@@ -37,7 +37,7 @@ def compiled(**options: Any) -> Callable[[Any], Any]:
 
     def decorate(function: Any) -> Any:
         result = njit(cache=True, **options)(function)  # loads nothing before its first call
-        return result if _is_own(Path(result.stats.cache_path)) else njit(**options)(function)
+        return result if _is_own(Path(str(result.stats.cache_path))) else njit(**options)(function)
 
     return decorate
 
