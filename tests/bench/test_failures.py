@@ -169,7 +169,7 @@ def test_wrong_requests(bench: Any, tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").unlink()
     assert "recipe.yaml:4: prompt file" in bench()[2]
     (tmp_path / "runs").write_text("", encoding="utf-8")
-    assert "cannot write to" in bench("prompts=builtin")[2]
+    assert "cannot be created" in bench("prompts=builtin")[2]
 
 
 def test_interruption_keeps_finished_groups(bench: Any, tmp_path: Path, install: Any) -> None:

@@ -214,4 +214,4 @@ def test_changed_heads_are_measured_again(bench: Any, tmp_path: Path) -> None:
 
 def test_quiet(bench: Any) -> None:
     code, out, err = bench(*ONE_GROUP, flags=["--quiet"])
-    assert (code, err) == (0, "") and out.startswith("temperature 1, batch size 1")
+    assert (code, err) == (0, "") and out.startswith("answer: ") and "\ntemperature 1, batch size 1" in out

@@ -162,7 +162,7 @@ def test_from_measuring_to_run_and_back(
     assert cli.main(page) == 0 and "predicted" not in capsys.readouterr().out
     assert write_summary(run(recipe, tmp_path / "runs", log=None)).predicted
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "another machine"))
-    assert cli.main(page) == 0 and "predicted: tok/s from the cost curve" in capsys.readouterr().out
+    assert cli.main(page) == 0 and "predicted" in capsys.readouterr().out
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
 
     config = str(Path(models["target"]) / "config.json")

@@ -81,7 +81,7 @@ EAGLE: dict[str, tuple[dict[str, Tensor], dict[str, Any], list[str]]] = {
     "a width that is a text": ({}, {"intermediate_size": "48"}, ["intermediate_size is '48'"]),
     "a scaling that is a text": ({}, {"rope_parameters": None, "rope_scaling": "x"}, ["rope_scaling is 'x' in config.json"]),
     "a nested config that is a list": ({}, {"transformer_layer_config": [1]}, ["transformer_layer_config is [1]"]),
-    "an activation that is none": ({}, {"hidden_act": 3}, ["is not a config of decoder layers"]),
+    "an activation that is none": ({}, {"hidden_act": 3}, ["has 3 for hidden_act, which is not known"]),
 }  # fmt: skip
 
 

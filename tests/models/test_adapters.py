@@ -207,7 +207,7 @@ def changed(adapter: Path, **keys: Any) -> None:
         ({"rank_pattern": {"q_proj": 10**30}}, "the rank 10{30} is not valid"),
         ({"modules_to_save": ["(a|aa)+b"]}, "modules_to_save contains .* is not the name of a layer"),
         ({"layers_pattern": "(a|aa)+b"}, "layers_pattern contains .* is not the name of a layer"),
-        ({"base_model_name_or_path": "{other}"}, "base_model_name_or_path is '.*other', but the base given is .*base"),
+        ({"base_model_name_or_path": "{other}"}, "base_model_name_or_path is '.*, but the base given is .*"),
     ],
 )
 def test_unsupported_adapter_raises(base: Path, adapter: Path, tmp_path: Path, keys: Any, sentence: str) -> None:

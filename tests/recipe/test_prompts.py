@@ -144,7 +144,7 @@ def test_missing_sources(tmp_path: Path) -> None:
         ('{"turns": ["a", " "]}', "'turns' must be a list of texts and must not be empty"),
         ('{"question": 3}', "'question' must be a text and must not be empty"),
         (json.dumps({"turns": ["a"] * 17}), "17 turns; the maximum is 16"),
-        ('{"prompt": "a", "constraint": {"regx": "a"}}', "constraint.regx: is unknown"),
+        ('{"prompt": "a", "constraint": {"regx": "a"}}', "constraint.regx: is unknown; did you mean 'regex'?"),
         (
             '{"prompt": "a", "constraint": "[0-9]"}',
             "constraint='[0-9]' is not a constraint; give a mapping such as {{'regex': '[0-9]+'}}, with json_schema, "

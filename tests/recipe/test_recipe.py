@@ -242,7 +242,7 @@ EDITS = {
     "batch_size: []": ("batch_size: [1, 3]", 14, "matrix.batch_size is an empty list; add a value or remove the key"),
     "temperatur: 0": ("temperature: 0\n", 17, "unknown key 'temperatur' in exclude; did you mean 'temperature'?"),
     "- verifier: [tokens, block]": ("- verifier: [token, block]", 16, "there is no verifier named 'tokens'; did you mean 'token'? Installed: VERIFIERS."),
-    "- constraint: {regexp: a}": ("- verifier: [token, block]", 16, "exclude[0].constraint.regexp: is unknown"),
+    "- constraint: {regexp: a}": ("- verifier: [token, block]", 16, "exclude[0].constraint.regexp: is unknown; did you mean 'regex'?"),
     "max_new_tokens: 8\nmax_new_tokens: 9": ("max_new_tokens: 8", 3, "the key 'max_new_tokens' is given twice; remove one of them"),
     "max_new_tokens: 8\nprompts: bultin": ("max_new_tokens: 8", 3, "there is no prompt source named 'bultin'; did you mean 'builtin'? Installed: PROMPTS. Or give a JSONL file, a directory, or hf:org/name."),
     "max_new_tokens: 8\nprompts: {name: a, path: b}": ("max_new_tokens: 8", 3, "prompts: give either the name of the prompts or the path of a file"),

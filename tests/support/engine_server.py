@@ -77,5 +77,5 @@ def engine_server(script: Script) -> Iterator[Script]:
         script.url = f"http://127.0.0.1:{server.server_port}"
         try:
             yield script
-        finally:  # or the thread goes on, on a closed socket
+        finally:  # or its thread would select a closed socket for ever
             server.shutdown()

@@ -146,7 +146,7 @@ def test_signal_prints_resume_hint(
     options = ["--tokens", "40", "--max-response", "5", "--write-batch", "8", "--measure", "none", "--epochs", "1"]
     options += ["--questions", str(on_disk / "questions.jsonl"), "--invented", "0"]
     assert train("medusa", on_disk, tmp_path, *options) == 130
-    (line,) = [line for line in capsys.readouterr().err.replace("\r", "\n").splitlines() if "crossdraft:" in line]
+    (line,) = [line for line in capsys.readouterr().err.replace("\r", "\n").splitlines() if "interrupted" in line]
     assert line.endswith(
         f"crossdraft: interrupted; the checkpoint is in {tmp_path}; run the same command again to resume"
     )
