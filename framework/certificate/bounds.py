@@ -23,18 +23,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from ..contracts.draft import Draft, Verdict
-from ..contracts.rng import StepRng
+from ..contracts.draft import Draft
 from ..contracts.sampling import Sampling
-from ..contracts.verifier import Verifier, VerifierTraits
 from ..errors import NumericalError
-from .certify import DrafterFactory, Enumeration, certify
+from .certify import DrafterFactory, certify
+from .draft_recorder import DraftRecorder
 from .effort import TooLargeError
 from .table_lm import Toy
 
@@ -72,6 +69,28 @@ class DraftDistribution:
     def is_chain(self) -> bool:
         """True if no draft branches."""
         return all(len(tree) == max(map(len, tree), default=0) for tree in self.trees)
+
+    def add(self, draft: Draft, p: Tensor, weight: np.ndarray) -> None:
+        """Add a batch of drafts with their probabilities ``weight [B]``, see `DraftRecorder`."""
+        sequences = None if draft.sequences is None else draft.sequences[:, 0].tolist()
+        if draft.sequences is not None and not draft.trunk:
+            self.sequences = draft.sequences.shape[1]
+        rows = zip(draft.tokens.tolist(), draft.parents.tolist(), draft.count.tolist(), weight, strict=True)
+        for row, (tokens, parents, count, mass) in enumerate(rows):
+            prefixes: list[Prefix] = []
+            for token, parent in zip(tokens[:count], parents[:count], strict=True):
+                prefixes.append((*(prefixes[parent] if parent >= 0 else ()), token))
+            tree = frozenset(prefixes)
+            self.trees[tree] = self.trees.get(tree, 0.0) + float(mass)
+            for node in sequences[row] if sequences is not None else ():
+                if node >= 0:
+                    prefix = prefixes[node]
+                    self.single[prefix] = self.single.get(prefix, 0.0) + float(mass)
+        if len(self.trees) > MOST_DRAFTS:
+            raise TooLargeError(
+                f"bounds require at most {MOST_DRAFTS:,} distinct drafts, and there are more; lower the draft length "
+                f"with --gamma (now {self.gamma})"
+            )
 
 
 @dataclass(frozen=True)
@@ -128,49 +147,11 @@ def draft_distribution(toy: Toy, build: DrafterFactory, gamma: int, temperature:
         TooLargeError: more than :data:`MOST_DRAFTS` distinct drafts.
     """
     drafts = DraftDistribution(gamma)
-    certify(toy, build, lambda: _Recorder(drafts), gamma=gamma, temperature=temperature)
+    certify(toy, build, lambda: DraftRecorder(drafts.add), gamma=gamma, temperature=temperature)
     for tree, probability in drafts.trees.items():
         for prefix in tree:
             drafts.prefix_probs[prefix] = drafts.prefix_probs.get(prefix, 0.0) + probability
     return drafts
-
-
-class _Recorder(Verifier):
-    """Verifier that rejects everything and records each draft with its probability."""
-
-    name = "recorder"
-
-    @classmethod
-    def traits(cls, config: Any) -> VerifierTraits:
-        return VerifierTraits(accepts=frozenset(), lossless=False)
-
-    def __init__(self, drafts: DraftDistribution):
-        super().__init__()
-        self.drafts = drafts
-
-    def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
-        assert isinstance(rng, Enumeration)
-        sequences = None if draft.sequences is None else draft.sequences[:, 0].tolist()
-        if draft.sequences is not None and not draft.trunk:
-            self.drafts.sequences = draft.sequences.shape[1]
-        rows = zip(draft.tokens.tolist(), draft.parents.tolist(), draft.count.tolist(), rng.weight, strict=True)
-        for row, (tokens, parents, count, weight) in enumerate(rows):
-            prefixes: list[Prefix] = []
-            for token, parent in zip(tokens[:count], parents[:count], strict=True):
-                prefixes.append((*(prefixes[parent] if parent >= 0 else ()), token))
-            tree = frozenset(prefixes)
-            self.drafts.trees[tree] = self.drafts.trees.get(tree, 0.0) + float(weight)
-            for node in sequences[row] if sequences is not None else ():
-                if node >= 0:
-                    prefix = prefixes[node]
-                    self.drafts.single[prefix] = self.drafts.single.get(prefix, 0.0) + float(weight)
-        if len(self.drafts.trees) > MOST_DRAFTS:
-            raise TooLargeError(
-                f"bounds require at most {MOST_DRAFTS:,} distinct drafts, and there are more; lower the draft length "
-                f"with --gamma (now {self.drafts.gamma})"
-            )
-        no_path = torch.full_like(draft.tokens, -1)
-        return Verdict(torch.zeros_like(draft.count), p[:, 0].argmax(-1), None if draft.is_chain else no_path)
 
 
 def target_prefix_probs(target: Tensor, drafts: DraftDistribution) -> dict[Prefix, float]:

@@ -20,7 +20,8 @@ from ..contracts.rng import CounterRng, StepRng
 from ..contracts.sampling import Sampling
 from ..contracts.verifier import Verifier, VerifierTraits
 from ..engine.decoder import Decoder
-from .certify import DrafterFactory, Enumeration, certify
+from .certify import DrafterFactory, certify
+from .draft_recorder import DraftRecorder
 from .faults import FaultError, RandomWatch, files_of, outside_of_rng
 from .table_lm import Toy, ToyContext
 
@@ -154,26 +155,6 @@ def _drafts(
     return drafts
 
 
-class _Draws(Verifier):
-    """Verifier that rejects everything and records drafts with their probability."""
-
-    name = "draws"
-
-    @classmethod
-    def traits(cls, config: Any) -> VerifierTraits:
-        return VerifierTraits(accepts=frozenset(), lossless=False)
-
-    def __init__(self, record: Callable[[Draft, Tensor, np.ndarray], None]):
-        super().__init__()
-        self._record = record
-
-    def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
-        assert isinstance(rng, Enumeration)
-        self._record(draft, p, rng.weight)
-        zeros = torch.zeros_like(draft.count)
-        return Verdict(zeros, zeros, None if draft.is_chain else torch.full_like(draft.tokens, -1))
-
-
 def check_q(toy: Toy, build: DrafterFactory, lengths: Sequence[int], sampling: Sampling, who: str) -> None:
     """Raise FaultError if q of the first step is not the distribution that tokens are drawn from, by enumeration.
 
@@ -192,7 +173,7 @@ def check_q(toy: Toy, build: DrafterFactory, lengths: Sequence[int], sampling: S
                 if valid:
                     by_q.add((*context, q.round(9).tobytes()), token, q, float(weight[row]), own)
 
-    certify(toy, build, lambda: _Draws(record), gamma=max(lengths, default=0), sampling=sampling)
+    certify(toy, build, lambda: DraftRecorder(record), gamma=max(lengths, default=0), sampling=sampling)
     if (worst := kept.worst()) is None:
         if (worst := by_q.worst()) is None:
             return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,9 +67,10 @@ def resolve(name: str, *, heads: bool = False) -> ResolvedModel:
 
 def _is_heads(name: str) -> bool:
     """True if a registered name is a directory without tokenizer and embedding, of drafting heads."""
-    path = plugins.entries("models")[name].ref
-    with suppress(ContractError):
+    try:
         path = plugins.get("models", name)
+    except ContractError:
+        return False
     return isinstance(path, Path) and not any(path.glob("tokenizer*")) and not kind_of(path / SHARED)
 
 
