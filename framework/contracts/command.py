@@ -13,16 +13,17 @@
             return 0
 
 Parser, checks and messages follow from the fields: a ``bool`` is a flag, a tuple a repeatable option, a ``Literal`` a
-choice. Options that depend on each other are checked by a validator of the model, which raises UsageError. A kind of
-training gets its options in the same way (`add_options`, `parsed`).
+choice, a ``Path`` a valid file name. Options that depend on each other are checked by a validator of the model, which
+raises UsageError. A kind of training gets its options in the same way (`add_options`, `parsed`).
 """
 
 from __future__ import annotations
 
 import argparse
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
@@ -30,6 +31,7 @@ from pydantic import Field, ValidationError
 from pydantic_core import PydanticUndefined
 
 from ..errors import UsageError, printable
+from ..util.input_files import kind_of, path_of
 from ..util.limits import Limit
 from .options import Options, fault
 
@@ -101,12 +103,31 @@ class _Option:
         return settings | {"required": required}
 
     def convert(self, text: Any) -> Any:
-        """Parts of a list with commas; other values as they are. Raises UsageError for a list that is too long."""
-        if not (self.many and self.form.commas):
-            return text
-        if len(text) > _LONGEST:
-            raise UsageError(f"{self.label} has {len(text)} characters; the maximum is {_LONGEST}")
-        return [part.strip() for part in text.split(",")]
+        """Parts of a list with commas, and paths with ``~`` expanded; other values as they are.
+
+        Raises:
+            UsageError: a list that is too long, an empty name in one, an invalid path.
+        """
+        if self.many and self.form.commas:
+            if len(text) > _LONGEST:
+                raise UsageError(f"{self.label} has {len(text)} characters; the maximum is {_LONGEST}")
+            text = [part.strip() for part in text.split(",")]
+            if self.item is str:
+                if not all(text):
+                    raise UsageError(f"{self.label} {_shown(text)}: should be a list of names, without an empty one")
+                text = list(dict.fromkeys(text))
+        if self.item is Path:
+            return [self._path(name) for name in text] if self.many else self._path(text)
+        return text
+
+    def _path(self, name: Any) -> Path:
+        try:
+            if str(name).strip():
+                kind_of(name)
+                return path_of(name)
+        except UsageError as error:
+            raise UsageError(f"{self.label}: {error}") from None
+        raise UsageError(f"{self.label} {str(name)!r} is not a valid path")
 
     def check(self, value: Any) -> None:
         """Raise UsageError if a number exceeds the limit in the annotation."""
@@ -135,6 +156,13 @@ class Command(Options, ABC):
     @abstractmethod
     def run(self) -> int:
         """Return the exit code. A CrossdraftError is printed as one line, with its own exit code."""
+
+    def refuse_given(self, fields: Iterable[str], reason: str) -> None:
+        """Raise UsageError if one of these options was given: "--draws 5 has no effect <reason>; remove it"."""
+        for option in _options(type(self)):
+            if option.name in self.model_fields_set.intersection(fields):
+                value = "" if option.item is bool else f" {_shown(getattr(self, option.name))}"
+                raise UsageError(f"{option.label}{value} has no effect {reason}; remove it")
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:

@@ -34,6 +34,7 @@ _FAULTS = {
     "string_pattern_mismatch": "should match the pattern {pattern}",
     "string_too_short": "should have at least {min_length} character(s)",
     "string_type": "should be a valid string",
+    "too_short": "should have at least {min_length} item(s)",
     "too_long": "should have at most {max_length} item(s)",
     "tuple_type": "should be a valid list",
 }

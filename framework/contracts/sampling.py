@@ -27,7 +27,7 @@ class Sampling(Options):
     Other temperatures are at least `LEAST_TEMPERATURE`.
     """
 
-    temperature: float = Field(default=1.0, ge=0)
+    temperature: float = Field(default=1.0, ge=0, description="sampling temperature; 0 is greedy decoding")
     top_k: int = Field(default=0, ge=0, description="keep the k most probable tokens; 0 = off")
     top_p: float = Field(default=1.0, gt=0, le=1, description="keep the smallest set of tokens with this much mass")
     min_p: float = Field(default=0.0, ge=0, le=1, description="drop tokens below this share of the most probable one")

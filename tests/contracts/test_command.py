@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
@@ -33,6 +34,8 @@ class Measure(Command):
     where: Annotated[tuple[str, ...], Argument(short="-w")] = Field((), description="filter (repeatable)")
     json_: Annotated[bool, Argument(exclusive="format")] = Field(False, description="print JSON")
     csv: Annotated[bool, Argument(exclusive="format")] = Field(False, description="print CSV")
+    out: Path | None = Field(None, description="directory to write to")
+    keys: Annotated[tuple[str, ...], Argument("KEY,...", commas=True)] = Field((), max_length=2, description="columns")
 
     @model_validator(mode="after")
     def _check(self) -> Measure:
@@ -56,6 +59,8 @@ def test_options_have_their_types() -> None:
     assert command == Measure(
         sources=("a", "b"), drafter="x", gamma=4, rates=(1.0, 2.5), where=("a=1,2", "b=3"), json_=True
     )
+    paths = parsed("a --drafter x --out ~/b --keys a,a,b")
+    assert paths.out == Path.home() / "b" and paths.keys == ("a", "b")
     assert parsed("a --drafter x") == Measure(sources=("a",), drafter="x")
 
 
@@ -70,13 +75,28 @@ def test_options_have_their_types() -> None:
         ("--rates 1,-2", "--rates -2: should be greater than 0"),
         ("--router none", "--router none: should be 'random' or 'least-loaded'"),
         ("--rates 1 --router least-loaded", "--router requires no --rates; remove one of them"),
+        ("--out \0", "--out: '\\x00' is not a valid path: it contains NUL, or a character that file systems do not"),
+        ("--out ~nobody-here/x", "--out: '~nobody-here/x' is not a path: the home directory does not exist"),
+        ("--keys a,,b", "--keys a,,b: should be a list of names, without an empty one"),
+        ("--keys a,b,c", "--keys a,b,c: should have at most 2 item(s)"),
         (f"--gamma {'9' * 5000}", f"--gamma {'9' * 60}…: should be a valid integer, of fewer digits"),
     ],
 )
 def test_invalid_values_are_named(options: str, message: str) -> None:
     with pytest.raises(UsageError) as error:
         parsed(f"a --drafter x {options}")
-    assert str(error.value) == message
+    assert str(error.value).startswith(message)
+
+
+def test_options_without_effect_are_named() -> None:
+    command = parsed("a --drafter x --gamma 4 --json")
+    command.refuse_given(("router", "csv"), "with --drafter x")
+    for field, message in (
+        ("gamma", "--gamma 4 has no effect here; remove it"),
+        ("json_", "--json has no effect here"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            command.refuse_given((field,), "here")
 
 
 @pytest.mark.parametrize("line", ["--drafter x", "a", "a --drafter x --json --csv"])

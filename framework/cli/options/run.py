@@ -6,14 +6,56 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from pydantic import Field
+
+from ...contracts.command import Argument
+from ...contracts.options import Options
 from ...errors import UsageError, printable
 from ...util.input_files import kind_of, path_of
 from ...util.output_files import check_writable
 
 if TYPE_CHECKING:
     from ...report.load_run import FinishedRun
+
+
+class RunsOptions(Options):
+    """``RUN ...``, the runs of a command that inherits from this."""
+
+    runs: Annotated[tuple[Path, ...], Argument("RUN", positional=True)] = Field(
+        description="directory of a finished run, runs/NAME-HASH, or runs/latest; the shards of a run are merged"
+    )
+
+
+class CellFilterOptions(Options):
+    """``--where``; an option of a command that inherits from this."""
+
+    where: Annotated[tuple[str, ...], Argument("KEY=VALUE,...")] = Field(
+        (), description="filter cells, e.g. batch_size=1,8 or drafter=draft-model (repeatable)"
+    )
+
+
+class SegmentOptions(Options):
+    """``--segment``; an option of a command that inherits from this."""
+
+    segment: Annotated[tuple[str, ...], Argument("NAME")] = Field(
+        (),
+        description="acceptance by segment of the responses: think, tool, code, or NAME=REGEX; the first that matches "
+        "a token counts, and all others are the answer (repeatable)",
+    )
+
+
+class ForceOptions(Options):
+    """``--force``; an option of a command that inherits from this."""
+
+    force: bool = Field(False, description="overwrite existing files that this command did not write")
+
+
+class JsonOptions(Options):
+    """``--json``; an option of a command that inherits from this."""
+
+    json_: Annotated[bool, Argument(exclusive="format")] = Field(False, description="print JSON")
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:

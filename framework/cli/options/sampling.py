@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
+from ...contracts.sampling import Sampling
 from ...errors import UsageError
 
-if TYPE_CHECKING:
-    from ...contracts.sampling import Sampling
+
+class SamplingOptions(Sampling):
+    """``--temperature``, ``--top-k``, ``--top-p`` and ``--min-p``; options of a command that inherits from this."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """Sampling parameters, with defaults for those not given."""
+        return Sampling(**{key: getattr(self, key) for key in self.model_fields_set & Sampling.model_fields.keys()})
 
 
 def sampling_from(args: argparse.Namespace) -> Sampling:
@@ -16,7 +22,6 @@ def sampling_from(args: argparse.Namespace) -> Sampling:
     from pydantic import ValidationError
 
     from ...contracts.options import fault
-    from ...contracts.sampling import Sampling
 
     values = {key: value for key in Sampling.model_fields if (value := getattr(args, key, None)) is not None}
     try:

@@ -4,9 +4,48 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
+
+from ...contracts.command import Argument
+from ...contracts.options import Options
 from ...errors import UsageError, quoted
+
+
+class TrustOptions(Options):
+    """``--trust-remote-code``; an option of a command that inherits from this."""
+
+    trust_remote_code: Annotated[tuple[str, ...], Argument("MODEL")] = Field(
+        (), description="allow this model to run Python code from its directory; read the code first (repeatable)"
+    )
+
+    def trusted(self, models: Iterable[Any], drafters: Iterable[str] = ()) -> frozenset[str]:
+        """The models that may run their own code.
+
+        Args:
+            models: those of the command; None items are skipped.
+            drafters: names or mappings, whose models are added.
+
+        Raises:
+            UsageError: another model; a drafter that is not a name or a mapping.
+        """
+        if not self.trust_remote_code:
+            return frozenset()
+        from ...recipe.recipe import Strategy
+
+        options = [Strategy.parse(text, "--drafter").config for text in drafters]
+        return trusted(self, [*models, *strings_in(options)])
+
+
+class ProgramOptions(Options):
+    """``--allow-program``; an option of a command that inherits from this."""
+
+    allow_program: Annotated[tuple[str, ...], Argument("PROGRAM")] = Field(
+        (),
+        description="allow the recipe to start this program of an engine, with its arguments and environment "
+        "(repeatable)",
+    )
 
 
 def add_trust_argument(parser: Any) -> None:
@@ -56,7 +95,7 @@ def trusted_with_drafter(args: argparse.Namespace, target: str | Sequence[str] |
     return trusted(args, [*filter(None, targets), *strings_in(options)])
 
 
-def trusted(args: argparse.Namespace, models: Iterable[Any]) -> frozenset[str]:
+def trusted(args: argparse.Namespace | TrustOptions, models: Iterable[Any]) -> frozenset[str]:
     """The models that may run their own code.
 
     Raises:
