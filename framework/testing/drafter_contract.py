@@ -6,25 +6,23 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, get_args
 
-import numpy as np
 import pytest
 import torch
+from torch.nn.functional import one_hot
 
 from ..api.build import build_decoder
 from ..certificate import effort
 from ..certificate.certify import TOLERANCE, certify
 from ..certificate.draft_faults import check_drafter, check_independence
 from ..contracts.draft import Draft, Sequences, Verdict
-from ..contracts.drafter import DraftContext, Drafter
+from ..contracts.drafter import DraftContext, Drafter, TextDistribution
 from ..contracts.rng import CounterRng
 from ..contracts.sampling import Sampling
-from ..contracts.steps import Response
+from ..contracts.steps import Response, StepEvent
 from ..contracts.verifier import incompatible
 from ..engine.decoder import Decoder, Step
 from ..engine.validation import validate_draft
 from ..plugins import get
-from ..replay.response import Response as Recorded
-from ..replay.teacher_forcing.scoring import score_drafter
 from .draws import Counted
 from .interruptions import Interrupted, Place, interrupted
 from .one_thread import OneThread
@@ -371,27 +369,25 @@ class DrafterContract(OneThread):
                     ) from error
 
     def test_text_distribution(self) -> None:
-        """`text_distribution` yields the same probabilities as drafts at each token of a text."""
-        drafts = type("TeacherForced", (self.drafting,), {"text_distribution": Drafter.text_distribution})
+        """`text_distribution` yields the same probabilities as drafts at each of their tokens."""
         for temperature in self.each_temperature():
             sampling = Sampling(temperature=temperature)
-            if (
-                type(self).make is not DrafterContract.make
-                or self.drafting.text_distribution is Drafter.text_distribution
-            ):
-                return
-            traits = self.drafting.traits(self.config, sampling)
-            if not traits.is_chain or traits.adapts:
+            distribution = self.make(self.setting.context(1, sampling)).text_distribution()
+            if distribution is None or not self.drafting.traits(self.config, sampling).is_chain:
                 continue
-            texts = [Recorded("", "", prompt, [*prompt[::-1], *prompt]) for prompt in self.setting.prompts]
-            make = partial(lambda sampling, rows, *_: self.setting.context(rows, sampling), sampling)
-            both = [list(score_drafter((cls, self.config), texts, make, depth=3)) for cls in (self.drafting, drafts)]
-            for text_scores, draft_scores in zip(*both, strict=True):
-                difference = abs(np.exp(text_scores.log_q) - np.exp(draft_scores.log_q)).max()
-                assert difference < 1e-3, (
-                    f"text_distribution() differs from the drafts by {difference:.3g} in a token's probability. Remove "
-                    "it if the distribution depends on more than the preceding tokens"
-                )
+            events: list[StepEvent] = []
+            decoder = self.decoder(1, temperature, max_new_tokens=NEW_TOKENS, on_step=events.append)
+            for prompt in self.setting.prompts:
+                list(decoder.run([prompt]))
+                text = list(prompt)
+                for event in events:
+                    difference = self._difference(distribution, text, event.draft)
+                    assert difference < 1e-3, (
+                        f"text_distribution() differs from the drafts by {difference:.3g} in a token's probability. "
+                        "Remove it if the distribution depends on more than the preceding tokens"
+                    )
+                    text += event.emitted[0]
+                events.clear()
 
     # -- pieces -----------------------------------------------------------------------------------------------
 
@@ -419,6 +415,20 @@ class DrafterContract(OneThread):
         for row in range(seqs.batch_size):
             seqs.append(row, [0])
         return verdict, [0] * seqs.batch_size, step.scores
+
+    @staticmethod
+    def _difference(distribution: TextDistribution, text: Sequence[int], draft: Draft) -> float:
+        """Largest difference of a probability between a drafted chain and the distribution of its tokens."""
+        tokens = draft.tokens[:, : int(draft.count[0])]
+        if not tokens.numel():
+            return 0.0
+        with torch.inference_mode():
+            distribution.lm.start(0, text)
+            logits = distribution.lm.forward(torch.cat([torch.tensor([text[-1:]]), tokens], 1))[0][:, :-1]
+            distribution.lm.free(0)
+        probs = distribution.sampling.probs(logits)
+        drafted = one_hot(tokens, probs.shape[-1]) if draft.q is None else draft.q[:, : tokens.shape[1]]
+        return float((probs - drafted).abs().max())
 
     def _without_drafter(self) -> dict[int, Response]:
         sampling, verifier = Sampling(temperature=0), get("verifiers", "greedy")

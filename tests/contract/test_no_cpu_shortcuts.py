@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import test_drafters
 import test_heads
+from cpu_shortcuts import no_cpu_shortcuts
 from test_heads import heads  # noqa: F401  (a fixture)
 
 from crossdraft.framework.models.cpu.threads import one_thread
-from crossdraft.framework.testing.cpu_shortcuts import no_cpu_shortcuts
 from crossdraft.testing import DrafterContract, TinyModel
 
 CASES = {

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from launches import Launches
 
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.draft import Sequences
 from crossdraft.framework.engine import stopwatch
 from crossdraft.framework.engine.stopwatch import Stopwatch
-from crossdraft.framework.testing.launches import Launches
 
 B, VOCAB = 32, 1300  # a vocabulary of several blocks, the last one cut: the longest way of drawing a token
 #: Most operations a step, and most of those that are not recorded with a pass.

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from peak_memory import Peak
 
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.testing.peak import Peak
 from crossdraft.framework.util import tensors
 
 B, VOCABS = 32, (1536, 3072)

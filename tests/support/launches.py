@@ -8,12 +8,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from cpu_shortcuts import no_cpu_shortcuts
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..lm.forward_pass import ForwardPass
-from .cpu_shortcuts import no_cpu_shortcuts
+from crossdraft.framework.lm.forward_pass import ForwardPass
 
 #: Allocations and views, which do not launch kernels.
 _NO_WORK = ("detach", "empty", "new_empty", "_unsafe_view", "_reshape_alias", "resize")

@@ -6,11 +6,10 @@ import weakref
 from contextlib import ExitStack
 from typing import Any
 
+from cpu_shortcuts import no_cpu_shortcuts
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from .cpu_shortcuts import no_cpu_shortcuts
 
 
 class Peak(TorchDispatchMode):

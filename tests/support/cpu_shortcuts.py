@@ -11,7 +11,7 @@ from typing import Any
 @contextmanager
 def no_cpu_shortcuts() -> Iterator[None]:
     """Within the context, ``eager_on_cpu`` returns False in every module that imported it."""
-    from ..util.tensors import eager_on_cpu
+    from crossdraft.framework.util.tensors import eager_on_cpu
 
     def never(like: Any) -> bool:
         return False
