@@ -12,7 +12,7 @@ there is one. All runs use SmolLM2-135M-Instruct in float32; DIR keeps the respo
 greedy: 32 prompts at temperature 0. The text with ``prompt-lookup`` is that without speculation; tau of each step is
 that of replay; ``recorded-responses`` is the upper bound.
 sampled: temperature 1, a draft model with sampled drafts: block efficiency of ``block``, ``token`` and vLLM's own rule
-on the same prompts, and that of replay on the responses, which are tested by ``crossdraft certify --samples``.
+on the same prompts, and that of replay on the responses, which are tested by ``crossdraft certify-samples``.
 certify: the same test of many sequences of twelve tokens after four prompts, also without the plug-in.
 """
 
@@ -137,15 +137,15 @@ class Engine:
         return row
 
     def verdict(self, name: str, responses: list[dict[str, Any]]) -> str:
-        """Deciding line of ``crossdraft certify --samples`` for responses at temperature 1."""
+        """Deciding line of ``crossdraft certify-samples`` for responses at temperature 1."""
         lines: dict[int, dict[str, Any]] = {}
         for response in responses:
             line = lines.setdefault(response["question"], {"prefix": response["prompt"], "samples": []})
             line["samples"].append(tokens_of(response))
         path = self.work / f"{name}-draws.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines.values()), encoding="utf-8")
-        options = ["--samples", str(path), "--model", TARGET, "--deviation", "0.05", "--dtype", "float32"]
-        output = crossdraft("certify", *options, codes=(0, 1, 3)).splitlines()
+        options = [str(path), "--model", TARGET, "--deviation", "0.05", "--dtype", "float32"]
+        output = crossdraft("certify-samples", *options, codes=(0, 1, 3)).splitlines()
         return next(line for line in output if line.startswith(("yes:", "no:", "too few")))
 
 

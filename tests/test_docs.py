@@ -327,7 +327,7 @@ def shortened(arguments: list[str]) -> list[str]:
     if arguments[:1] == ["train"]:
         few = ["--tokens", "40", "--write-batch", "8", "--max-response", "6", "--questions", "my-prompts.jsonl"]
         return [*arguments, *few, "--epochs", "1", "--measure", "none"]
-    if arguments[:1] == ["certify"] and "--samples" not in arguments:
+    if arguments[:1] == ["certify"]:
         rule = [] if "--verifier" in arguments else ["--verifier", "token"]
         draft = ["--steps", "1"] if "--drafter" in arguments else ["--draft", "chain"]
         return [*arguments, *rule, *draft, "--gamma", "2"]

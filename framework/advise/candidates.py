@@ -19,7 +19,7 @@ from ..contracts.options import fault, permits
 from ..contracts.sampling import Sampling
 from ..contracts.verifier import incompatible, not_shortenable
 from ..cost.curve import CostCurve, Curve
-from ..cost.finished_cells import curves_of, statistics
+from ..cost.finished_cells import curves_of, drafter_traits, shorter_refusal, statistics
 from ..cost.prediction import CellStatistics, Prediction, predict
 from ..engines.acceptance import UNKNOWN_PAIR, Acceptance
 from ..errors import UsageError
@@ -283,7 +283,7 @@ def acceptance_of(result: CellResult, name: str) -> Acceptance:
     """Acceptance of a cell, with prompts as pieces, over the same steps as `Metrics.acceptance`."""
     config, metrics = result.config, result.metrics
     assert metrics is not None
-    traits = _drafter_traits(config)
+    traits = drafter_traits(config)
     gamma = len(metrics.acceptance)
     sums: dict[int, list[float]] = {}
     for record in uncut_steps(result.records, metrics.depth):
@@ -300,22 +300,9 @@ def acceptance_of(result: CellResult, name: str) -> Acceptance:
         point_mass=traits.point_mass,
         chain=traits.is_chain,
         options=_without_model(config.drafter.config),
-        refusal=not_shortenable(config.drafter.name, traits, config.verifier.name, _verifier_traits(config)),
+        refusal=shorter_refusal(config),
     )
 
 
 def _without_model(options: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in options.items() if key != "model"}
-
-
-def _drafter_traits(config: CellConfig) -> Any:
-    drafter = plugins.get("drafters", config.drafter.name)
-    return plugins.traits_of(
-        "drafters", drafter, plugins.recorded_config("drafters", drafter, config.drafter.config), config.sampling
-    )
-
-
-def _verifier_traits(config: CellConfig) -> Any:
-    verifier = plugins.get("verifiers", config.verifier.name)
-    options = plugins.recorded_config("verifiers", verifier, config.verifier.config)
-    return plugins.traits_of("verifiers", verifier, options)

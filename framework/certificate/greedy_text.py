@@ -65,7 +65,7 @@ def positions(
 ) -> Iterable[tuple[Any, list[tuple[int, int, int]]]]:
     """Target distributions ``[n, V]``, and for each the index of the text, the index of the next token, and it."""
     from ..api.build import make_slots
-    from .samples.token_tree import TokenTree, distributions
+    from .token_tree import TokenTree, distributions
 
     trees = []
     for text in texts:

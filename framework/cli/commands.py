@@ -21,7 +21,10 @@ _COMMANDS = {
     },
     "Prove": {
         "certify": ("certify.command", "check by exact enumeration that a pair preserves the target distribution"),
-        "power": ("power", "compute the bias that a task's score can show, and the draws that show it instead"),
+        "certify-samples": (
+            "certify_samples:CertifySamples",
+            "test an engine's draws against the target's distribution, or plan how many show a bias",
+        ),
         "verify-engine": ("verify_engine.command", "check an engine's steps and text against replay and the target"),
         "compare-texts": ("compare_texts", "check if greedy texts differ by rounding or are not the target's"),
     },

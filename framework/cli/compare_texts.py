@@ -95,7 +95,7 @@ def _responses(source: str, target: str, trust: bool) -> dict[str, Response]:
         if response.sampling is not None and response.sampling.temperature != 0:
             raise UsageError(
                 f"{response.where}: sampled at temperature {response.sampling.temperature:g}, so texts differ by "
-                "chance; give greedy responses, or test draws with crossdraft certify --samples"
+                "chance; give greedy responses, or test draws with crossdraft certify-samples"
             )
         name = f"line {number}" if response.id == response.where else response.id
         turns[name] += 1

@@ -8,10 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from .. import plugins
+from ..contracts.verifier import not_shortenable
 from ..errors import UsageError
 from ..metrics.cell_metrics import StepRecord
 from ..metrics.pieces import Piece
 from ..models.cpu.threads import number_used
+from ..recipe.recipe import CellConfig
 from ..runs.records import CellResult
 from .curve import CostCurve, find_curve, stored_curves
 from .prediction import CellStatistics, Prediction, pays_until, predict, stops_paying
@@ -65,6 +68,21 @@ def _replay(queue: deque[tuple[deque[StepRecord], int]], batch_size: int) -> lis
         active = [(rows, length + rows.popleft().emitted) for rows, length in active]
         active = [(rows, length) for rows, length in active if rows]
     return steps
+
+
+def drafter_traits(config: CellConfig) -> Any:
+    """Traits of the drafter of a finished cell."""
+    drafter = plugins.get("drafters", config.drafter.name)
+    options = plugins.recorded_config("drafters", drafter, config.drafter.config)
+    return plugins.traits_of("drafters", drafter, options, config.sampling)
+
+
+def shorter_refusal(config: CellConfig) -> str:
+    """The reason why the acceptance of shorter drafts does not follow from a finished cell, or an empty string."""
+    verifier = plugins.get("verifiers", config.verifier.name)
+    options = plugins.recorded_config("verifiers", verifier, config.verifier.config)
+    traits = plugins.traits_of("verifiers", verifier, options)
+    return not_shortenable(config.drafter.name, drafter_traits(config), config.verifier.name, traits)
 
 
 def statistics(result: CellResult) -> CellStatistics | None:

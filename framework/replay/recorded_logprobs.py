@@ -64,7 +64,7 @@ class RecordedLogP:
         if self.tokens >= MIN_TOKENS and mean < floor:
             return (
                 f"the recorded log-probabilities are implausible: {mean:.2f} per token is below {floor:g}, the minimum "
-                "for samples of a language model; check the engine that recorded them with crossdraft certify "
-                "--samples, and do not rely on these numbers"
+                "for samples of a language model; check the engine that recorded them with "
+                "crossdraft certify-samples, and do not rely on these numbers"
             )
         return None

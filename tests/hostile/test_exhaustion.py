@@ -59,19 +59,18 @@ def test_reading_takes_the_memory_of_the_file(tmp_path: Path, monkeypatch: Any) 
     ],
 )
 def test_limit_of_the_process(error: Exception, words: str, monkeypatch: Any, refused: Any) -> None:
-    def main(args: Any) -> int:
+    def run(command: Any) -> int:
         raise error
 
-    monkeypatch.setattr("crossdraft.framework.cli.power.main", main)
-    assert "report it" not in refused(["power", "--questions", "1", "--score", "0.5"], words, code=1)
+    monkeypatch.setattr("crossdraft.framework.cli.certify_samples.CertifySamples.run", run)
+    assert "report it" not in refused(["certify-samples"], words, code=1)
 
 
 @pytest.mark.parametrize("value", ["1e-300", "1e-160", "0"])
 def test_share_that_is_too_small(value: str, refused: Any) -> None:
-    refused(["power", "--questions", "1", "--score", "0.5", "--deviation", value], "--deviation must be at least 1e-09")
-    refused(["power", "--questions", "10", "--score", value], "--score must be at least 1e-09")
+    refused(["certify-samples", "x", "--deviation", value], f"--deviation {value}: should be greater than or equal to")
     refused(["verify-engine", "x.yaml", "--deviation", value], "--deviation must be at least 1e-09")
-    assert cli.main(["power", "--questions", "10", "--score", "1e-9", "--deviation", "1e-9"]) == 0
+    assert cli.main(["certify-samples", "--questions", "10", "--score", "1e-9", "--deviation", "1e-9"]) == 0
 
 
 def test_replay_without_prompts(refused: Any, tmp_path: Path) -> None:

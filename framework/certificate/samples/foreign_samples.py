@@ -21,9 +21,9 @@ from torch import Tensor
 from ...errors import UsageError, quoted
 from ...util.input_files import BROKEN, flaw, parse_json, read_lines
 from ...util.limits import LINE_BYTES, MOST_WIDTH, PROMPT_FILE_BYTES
+from ..token_tree import TokenTree
 from .equivalence import BATCH_ELEMENTS
 from .sampler_verdict import Evidence, PrefixDraws, Verdict
-from .token_tree import TokenTree
 
 #: Distributions ``[n, V]``, and (index of the prefix, node of its tree) of each.
 Distributions = Iterable[tuple[Tensor, list[tuple[int, int]]]]

@@ -58,7 +58,7 @@ class ScorePlan:
 
 
 def draws_to_exclude(deviation: float) -> int:
-    """Draws of an exact sampler with which ``crossdraft certify --samples`` excludes a TV of ``deviation``."""
+    """Draws of an exact sampler with which ``crossdraft certify-samples`` excludes a TV of ``deviation``."""
     uniform = np.full((1, CELLS), 1 / CELLS)
     cells = CellCounts(np.full((1, CELLS), 1e9), uniform, np.array([CELLS]))
     support = math.log(1 - 0.95) / math.log1p(-deviation)
@@ -66,7 +66,7 @@ def draws_to_exclude(deviation: float) -> int:
 
 
 def draws_to_show(deviation: float) -> int:
-    """Draws with which ``crossdraft certify --samples`` shows a bias of TV ``deviation``, at most.
+    """Draws with which ``crossdraft certify-samples`` shows a bias of TV ``deviation``, at most.
 
     The chi-square divergence of cells is at least 4 TV^2 (Jensen), and its test has the non-centrality draws times it.
     """

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ... import plugins
 from ...certificate.drafts import DRAFTS, TRANSLATED, LabelledDrafter, NamedDrafter, named_drafter
 from ...errors import ContractError, UnknownNameError, UsageError
-from . import model, samples
+from . import model
 
 if TYPE_CHECKING:
     from ...certificate.bounds import Bounds
@@ -87,15 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Return 1 if a pair that is declared lossless is not, 3 if one raised, so that it is not known; else 0.
 
-    ``--samples`` and ``--model`` run :mod:`crossdraft.framework.cli.certify.samples` and
-    :mod:`crossdraft.framework.cli.certify.model` instead.
+    ``--model`` runs :mod:`crossdraft.framework.cli.certify.model` instead.
     """
-    if args.samples:
-        return samples.main(args)
-    if args.deviation is not None:
-        raise UsageError("--deviation requires --samples, the file of draws to test")
-    if args.first_tokens:
-        raise UsageError("--first-tokens requires --samples, the file of draws to test")
     if args.model:
         if args.bounds:
             raise UsageError("--bounds cannot be used with --model: bounds are computed for the exact toy models only")

@@ -77,23 +77,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--out", type=Path, metavar="DIR", help="directory for histograms (PNG) and JSON")
     option("--force", action="store_true", help="overwrite files that this command did not write")
     option("--json", action="store_true", help="print JSON")
-    group.add_argument(
-        "--samples",
-        type=Path,
-        metavar="FILE",
-        help="test the draws of another sampler: JSONL with prompt, prefix or law, and counts or samples",
-    )
-    group.add_argument(
-        "--deviation",
-        type=float,
-        metavar="D",
-        help="with --samples: the allowed total variation (default: 0.02)",
-    )
-    group.add_argument(
-        "--first-tokens",
-        action="store_true",
-        help="with --samples: include the first tokens of sequences, which come from the prefill pass, in the verdict",
-    )
     add_trust_argument(group)
     parser.set_defaults(**DEFAULTS)
 

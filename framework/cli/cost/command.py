@@ -274,8 +274,7 @@ def _schedules(
 
 def _measured_pairs(args: argparse.Namespace, context: float) -> tuple[dict[str, CellStatistics], int, list[str]]:
     """The pairs of a run, with their acceptance and without the seconds measured on this machine."""
-    from ...advise.candidates import acceptance_of
-    from ...cost.finished_cells import statistics
+    from ...cost.finished_cells import shorter_refusal, statistics
     from ...report.load_run import read_run
 
     pairs: dict[str, CellStatistics] = {}
@@ -285,7 +284,7 @@ def _measured_pairs(args: argparse.Namespace, context: float) -> tuple[dict[str,
         if cell is None or result.config.is_baseline:
             continue
         if args.gamma is not None and args.gamma != len(cell.acceptance):
-            if refusal := acceptance_of(result, args.run).refusal:
+            if refusal := shorter_refusal(result.config):
                 raise UsageError(f"--gamma {args.gamma}: {refusal}")
             cell = cell.cut(args.gamma)
         drafter, verifier, temperature, b = _pair(result)
