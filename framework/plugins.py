@@ -29,7 +29,7 @@ from .util.limits import MOST_NAME
 logger = logging.getLogger(__name__)
 
 KINDS = ("drafters", "verifiers", "trainers", "models", "backends", "prompts", "recipes", "engines")
-KINDS += ("servers", "launchers", "trackers", "commands")
+KINDS += ("servers", "samples", "launchers", "trackers", "commands")
 """What can be registered; for each there is a hook ``crossdraft_register_<kind>``."""
 _COMMAND = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 

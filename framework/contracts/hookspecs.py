@@ -79,6 +79,11 @@ def crossdraft_register_servers(register: Register) -> None:
 
 
 @hookspec
+def crossdraft_register_samples(register: Register) -> None:
+    """Register readers of block efficiencies: functions from a file or URL to a list of `metrics.gate.Sample`."""
+
+
+@hookspec
 def crossdraft_register_launchers(register: Register) -> None:
     """Register subclasses of `crossdraft.Launcher`, each under its own ``name``, for ``crossdraft run --launcher``."""
 

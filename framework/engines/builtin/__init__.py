@@ -56,5 +56,14 @@ def crossdraft_register_engines(register: Register) -> None:
 
 
 @hookimpl
+def crossdraft_register_samples(register: Register) -> None:
+    register(
+        "engine",
+        "crossdraft.framework.engines.gate_samples:samples_of",
+        summary="logs, metrics, responses, replay JSON",
+    )
+
+
+@hookimpl
 def crossdraft_register_servers(register: Register) -> None:
     register("openai", f"{__name__}.openai:OpenAiServer", summary="a server that runs, with /v1/completions")
