@@ -282,7 +282,7 @@ def _verifiers(names: Iterable[str] | None) -> list[type[Verifier]]:
         return [plugins.get("verifiers", name) for name in dict.fromkeys(names)]
     classes = []
     for name in plugins.entries("verifiers"):
-        with suppress(ContractError):  # broken ones are reported by `crossdraft plugins`
+        with suppress(ContractError):  # broken ones are reported by `crossdraft list plugins`
             classes.append(plugins.get("verifiers", name))
     traits = [(verifier, verifier.traits(verifier.Config())) for verifier in classes]
     return [verifier for verifier, has in traits if has.lossless and not has.temperature_zero_only]

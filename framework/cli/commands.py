@@ -42,10 +42,8 @@ _COMMANDS = {
     "Extend": {
         "train": ("train", "train a drafter for a target"),
         "export-model": ("export_model", "write a trained drafter as a checkpoint that serving engines load"),
-        "new": ("new", "create a plug-in package for a drafter, a verifier or prompts"),
-        "list": ("list:names", "list installed drafters, verifiers, models, prompts and recipes"),
-        "plugins": ("list:providers", "list plug-ins, what they provide, and why some were skipped"),
-        "env": ("list:environment", "show versions, hardware and the defaults chosen for it"),
+        "new": ("new:New", "create a plug-in package for a drafter, a verifier or prompts"),
+        "list": ("list:command", "list drafters, verifiers, models, prompts, recipes, plug-ins and the environment"),
     },
 }
 

@@ -1,4 +1,4 @@
-"""``crossdraft list``, ``plugins`` and ``env``: installed strategies, plug-ins and the environment."""
+"""``crossdraft list``: installed strategies, plug-ins (``list plugins``) and the environment (``list env``)."""
 
 import argparse
 import json
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from .. import plugins
-from ..errors import UnknownNameError, UsageError
+from ..errors import UnknownNameError, UsageError, quoted
 from ..util.input_files import read_text
 from ..util.limits import RECIPE_BYTES
 
@@ -19,6 +19,10 @@ _REQUIRED = "(required)"
 
 
 def list_names(args: argparse.Namespace) -> int:
+    if args.kind in _OTHERS:
+        if args.name:
+            raise UsageError(f"list {args.kind} takes no name, got {quoted(args.name)}; remove it")
+        return _OTHERS[args.kind](args)
     if args.kind:
         plugins.entries(args.kind)
     if args.name:
@@ -194,22 +198,24 @@ def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
 
-def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON")
+#: Kinds that are not names of strategies, models, prompts, recipes or commands.
+_OTHERS = {"plugins": list_plugins, "env": show_environment}
 
 
-def _add_names(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", nargs="?", metavar="KIND", help=f"only this kind: {', '.join(plugins.KINDS)}")
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    kinds = (
+        f"only this kind: {', '.join(plugins.KINDS)}; plugins: distributions, what they provide, and why some were "
+        "skipped; env: versions, hardware and the defaults chosen for it"
+    )
+    parser.add_argument("kind", nargs="?", metavar="KIND", help=kinds)
     parser.add_argument(
         "name",
         nargs="?",
         metavar="NAME",
         help="show the options of a drafter, verifier or launcher, or the file of a recipe",
     )
-    _add_json(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-# Not subclasses of `Command`: these start without pydantic.
-names = SimpleNamespace(add_arguments=_add_names, main=lambda args: list_names(args), loads_models=False)
-providers = SimpleNamespace(add_arguments=_add_json, main=lambda args: list_plugins(args), loads_models=False)
-environment = SimpleNamespace(add_arguments=_add_json, main=lambda args: show_environment(args))
+# Not a subclass of `Command`: it starts without pydantic.
+command = SimpleNamespace(add_arguments=_add_arguments, main=lambda args: list_names(args), loads_models=False)

@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
-import argparse
 import keyword
 import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
 
 from .. import plugins
+from ..contracts.command import Argument, Command
 from ..errors import UsageError, printable, quoted
 from ..util.limits import MOST_NAME
 
@@ -20,28 +23,35 @@ KINDS = {"drafter": "drafters", "verifier": "verifiers", "prompts": "prompts"}
 TEMPLATES = Path(__file__).with_name("templates")
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
-loads_models = False  # as of `Command`
 
+class New(Command):
+    """A plug-in package, copied from its template."""
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", choices=KINDS, help="kind of plug-in")
-    parser.add_argument("name", help="name in recipes: lower-case letters, digits and single hyphens")
-    parser.add_argument("--out", metavar="DIR", help="folder to create (default: ./NAME)")
+    name: ClassVar[str] = "new"
+    loads_models: ClassVar[bool] = False
 
+    kind: Annotated[Literal["drafter", "verifier", "prompts"], Argument(positional=True)] = Field(
+        description="kind of plug-in"
+    )
+    strategy: Annotated[str, Argument("NAME", positional=True)] = Field(
+        description="name in recipes: lower-case letters, digits and single hyphens"
+    )
+    out: Annotated[Path | None, Argument("DIR")] = Field(None, description="folder to create (default: ./NAME)")
 
-def main(args: argparse.Namespace) -> int:
-    folder = write(args.kind, args.name, Path(args.out if args.out is not None else args.name))
-    module = spellings(args.name)["example_name"]
-    print(f"{printable(str(folder))}/")
-    for file in _files(folder):
-        print(f"  {file.relative_to(folder)}")
-    commands = ["pip install -e '.[test]'", "pytest", "crossdraft run recipe.yaml"]
-    if args.kind != "prompts":
-        commands.insert(2, f"crossdraft certify --{args.kind} {args.name}")
-    source = f"src/{module}.py" if args.kind == "prompts" else f"src/{module}/{args.kind}.py"
-    print(f"\nEdit {source}, then run in that folder:\n")
-    print("\n".join(f"  {command}" for command in commands))
-    return 0
+    def run(self) -> int:
+        kind, name = self.kind, self.strategy
+        folder = write(kind, name, self.out or Path(name))
+        module = spellings(name)["example_name"]
+        print(f"{printable(str(folder))}/")
+        for file in _files(folder):
+            print(f"  {file.relative_to(folder)}")
+        commands = ["pip install -e '.[test]'", "pytest", "crossdraft run recipe.yaml"]
+        if kind != "prompts":
+            commands.insert(2, f"crossdraft certify --{kind} {name}")
+        source = f"src/{module}.py" if kind == "prompts" else f"src/{module}/{kind}.py"
+        print(f"\nEdit {source}, then run in that folder:\n")
+        print("\n".join(f"  {command}" for command in commands))
+        return 0
 
 
 def write(kind: str, name: str, folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Description of machine and software, printed by ``crossdraft env`` and stored by every run.
+"""Description of machine and software, printed by ``crossdraft list env`` and stored by every run.
 
 Only `describe` imports PyTorch.
 """

@@ -35,7 +35,7 @@ class FinishedRun:
 
     Attributes:
         summary: the recipe, its finished cells in the recipe's order, and the stored cost curves.
-        environment: versions and machine, as in `crossdraft env`.
+        environment: versions and machine, as in `crossdraft list env`.
         remarks: lines of its summary that do not follow from its cells: skipped pairs, failed cells, notes.
         cells: for shards, the hashes of all cells of the recipe, including other shards.
         partial: the progress of an unfinished run; empty for a finished one.

@@ -153,7 +153,7 @@ def test_folder_that_shadows_plugin_is_reported(entry: str, tmp_path: Path) -> N
     folder = tmp_path / "here" / "shady"
     folder.mkdir(parents=True)
     result = subprocess.run(
-        [sys.executable, "-m", "crossdraft", "plugins"],
+        [sys.executable, "-m", "crossdraft", "list", "plugins"],
         cwd=folder.parent,
         capture_output=True,
         text=True,

@@ -83,11 +83,11 @@ def manager(tmp_path: Path, monkeypatch: Any) -> Callable[[dict[str, str]], None
 def test_module(what: str, manager: Any, capsys: Any) -> None:
     source, words = MODULES[what]
     manager({"theirs": source, "zz_fine": "HOOK register('zz-fine', 'a:b')"})
-    assert cli.main(["plugins", "--json"]) == 0
+    assert cli.main(["list", "plugins", "--json"]) == 0
     broken = json.loads(capsys.readouterr().out)["broken"]
     assert len(broken) == 1 and all(word in broken[0]["error"] for word in words), broken
     assert len(broken[0]["error"]) < 500 and broken[0]["error"].isprintable()
-    for command in (["plugins"], ["list"], ["list", "drafters", "prompt-lookup"], ["env"]):
+    for command in (["list", "plugins"], ["list"], ["list", "drafters", "prompt-lookup"], ["list", "env"]):
         assert cli.main(command) == 0
         assert "Traceback" not in "".join(capsys.readouterr())
     assert cli.main(["list", "models", "--json"]) == 0
@@ -104,7 +104,7 @@ def test_keyboard_interrupt_propagates(manager: Any) -> None:
 
 def test_plugin_prints_go_to_stderr(manager: Any, capsys: Any) -> None:
     manager({"theirs": "print('hello from theirs')\nHOOK print('registering'); register('a', 'theirs:x')"})
-    for command in (["list", "--json"], ["plugins", "--json"], ["list", "models", "--json"]):
+    for command in (["list", "--json"], ["list", "plugins", "--json"], ["list", "models", "--json"]):
         assert cli.main(command) == 0
         out, _ = capsys.readouterr()
         assert json.loads(out) and "hello" not in out and "registering" not in out
@@ -128,7 +128,7 @@ DISTRIBUTIONS: dict[str, tuple[bytes, bytes | None, list[str]]] = {
 
 @pytest.mark.parametrize("what", DISTRIBUTIONS)
 def test_malformed_distribution(what: str, monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
-    """It is a line in ``crossdraft plugins``, and affects neither others nor libraries with plug-ins of their own."""
+    """It is a line in ``crossdraft list plugins``, and affects neither others nor libraries with plug-ins of their own."""
     points, metadata, words = DISTRIBUTIONS[what]
     directory = tmp_path / "theirs-1.dist-info"
     directory.mkdir()
@@ -141,7 +141,7 @@ def test_malformed_distribution(what: str, monkeypatch: Any, tmp_path: Path, cap
     fresh.load_entry_points()
     monkeypatch.setattr(plugins, "manager", lambda: fresh)
     assert "prompt-lookup" in plugins.entries("drafters") and entry_points(group="crossdraft") is not None
-    assert cli.main(["plugins"]) == 0
+    assert cli.main(["list", "plugins"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "theirs" in line]
     assert all(word in line for word in words) and "\x1b" not in line
     assert release("theirs") in ("", "1")

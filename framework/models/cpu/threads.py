@@ -104,7 +104,7 @@ def wait_policy() -> str:
 
 
 def settings() -> dict[str, Any]:
-    """Maximum number of threads, wait policy and their origin, for ``crossdraft env``."""
+    """Maximum number of threads, wait policy and their origin, for ``crossdraft list env``."""
     most, number = _threads(), next((name for name in NUMBER if name in os.environ), None)
     chosen = CHOSEN in os.environ
     return {
