@@ -29,7 +29,7 @@ from crossdraft.framework.metrics.intervals import estimate
 from crossdraft.framework.models.chat import encode
 from crossdraft.framework.models.load import load_model
 from crossdraft.framework.recipe.prompts import load_prompts
-from crossdraft.framework.report.table_utils import estimate_text
+from crossdraft.framework.util.estimate import estimate_text
 
 TREE, DELAYED = [3, 1, 1, 1], [1, 1, 1, 3, 1, 1]
 #: Shapes of twelve nodes: drafter, its options besides the model, number of levels, and verifiers.

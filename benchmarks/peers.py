@@ -49,7 +49,7 @@ from crossdraft.framework.models.chat import encode
 from crossdraft.framework.models.load import load_model
 from crossdraft.framework.recipe.prompts import load_prompts
 from crossdraft.framework.recipe.recipe import CellConfig
-from crossdraft.framework.report.table_utils import estimate_text
+from crossdraft.framework.util.estimate import estimate_text
 
 Ids = list[int]
 MODES = PLAIN, NGRAM, DRAFT_MODEL = "plain", "n-gram", "draft-model"

@@ -30,7 +30,7 @@ from crossdraft.framework.replay.replay import ReplayResult, replay
 from crossdraft.framework.replay.responses import Reader
 from crossdraft.framework.report.charts.style import batch_axis, label, legend, marks, panels, save, style
 from crossdraft.framework.report.charts.style import entry as legend_entry
-from crossdraft.framework.report.table_utils import estimate_text
+from crossdraft.framework.util.estimate import estimate_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

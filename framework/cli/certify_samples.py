@@ -99,7 +99,7 @@ class CertifySamples(SamplingOptions, TrustOptions, Command):
     def _plan(self) -> str:
         """The difference of scores that the task can show, and the draws that show or exclude the deviation."""
         from ..certificate.samples.planning import POWER, ScorePlan, draws_to_exclude, draws_to_show
-        from ..report.table_utils import tabulated
+        from ..util.table import Table
 
         assert self.questions is not None and self.score is not None
         most, bias = 2 * self.score * (1 - self.score), self.deviation
@@ -121,7 +121,7 @@ class CertifySamples(SamplingOptions, TrustOptions, Command):
         columns = {"": "left", "shows": "left", f"to show a bias of {bias:g}": "left"}
         grades = "independent answers" if self.changed is None else f"{100 * self.changed:g} % of the grades changing"
         return (
-            f"{tabulated(columns, rows, 'simple')}\n"
+            f"{Table(columns, rows).text()}\n"
             f"\nscore: with and without drafting, {self.score:g} right, {grades}, level 0.05, probability {POWER:g}\n"
             f"bias: a TV of {bias:g} at the token that decides an answer moves the score by at most "
             f"{100 * bias:g} points\n"

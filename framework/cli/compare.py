@@ -30,7 +30,7 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(comparison.to_json(), indent=2, ensure_ascii=False))
     else:
-        print(comparison_text(comparison, "github" if args.markdown else "simple"), end="")
+        print(comparison_text(comparison, "markdown" if args.markdown else "text"), end="")
     return 0
 
 

@@ -177,11 +177,11 @@ def _check_tokens(responses: Sequence[Response], target: LoadedModel) -> None:
 
 
 def _text(results: Sequence[TextPair], target: LoadedModel, dtype: str, tie: float, near: int) -> str:
-    from ..report.table_utils import tabulated
+    from ..util.table import Table
 
     rows = [_row(result, target) for result in results if result.verdict != "equal"]
     columns = {"response": "left", "token": "right", "A": "left", "B": "left", "gap A": "right", "gap B": "right"}
-    parts = [tabulated(columns | {"verdict": "left"}, rows[:MOST_LINES], "simple")] if rows else []
+    parts = [Table(columns | {"verdict": "left"}, rows[:MOST_LINES]).text()] if rows else []
     counts = Counter(result.verdict for result in results)
     wrong = counts["A"] + counts["B"] + counts["both"]
     lines = [f"... and {len(rows) - MOST_LINES} more"] * (len(rows) > MOST_LINES)

@@ -181,7 +181,7 @@ def _print(results: Sequence[TrialResult], likely: Sequence[TrialResult], facts:
     from tabulate import tabulate
 
     from ..replay.doctor import inconclusive
-    from ..report.table_utils import estimate_text
+    from ..util.estimate import estimate_text
 
     base, lines = results[0], []
     ordered = sorted(results[1:], key=lambda r: -1.0 if r.gain is None else r.gain.value, reverse=True)

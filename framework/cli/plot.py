@@ -11,8 +11,8 @@ from ..report.charts.charts import KINDS, draw_to
 from ..report.charts.style import FORMATS, MARK, WIDTHS
 from ..report.load_run import FinishedRun, read_runs
 from ..report.markdown import titles_of
+from ..report.metrics_text import no_speed_up
 from ..report.selection import finished_cells
-from ..report.table_utils import no_speed_up
 from ..util.output_files import check_output
 from .options.run import add_force, add_runs, add_where, comma_list, note_partial, output_folder
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from ..errors import UsageError, printable
 from ..report.load_run import read_runs
 from ..report.markdown import titles_of
-from ..report.pivot import FORMATS, hidden_keys, pivot, rendered, withheld_note
+from ..report.pivot import hidden_keys, pivot, rendered, withheld_note
 from ..report.segments import with_segments
 from ..report.selection import finished_cells
 from ..util.output_files import check_output, writing_output
+from ..util.table import FORMATS
 from .options.run import add_force, add_runs, add_segment, add_where, comma_list, note_partial
 
 loads_models = False  # as of `Command`
@@ -39,9 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_segment(parser)
     add_where(parser)
     parser.add_argument("--baseline", action="store_true", help="include plain decoding (drafter none)")
-    parser.add_argument(
-        "--format", choices=FORMATS, default="github", help="Markdown, LaTeX with booktabs, or CSV (github)"
-    )
+    parser.add_argument("--format", choices=FORMATS, default="markdown", help=f"{', '.join(FORMATS)} (markdown)")
     parser.add_argument("--digits", type=int, default=2, metavar="N", help="decimal places, except in CSV (2)")
     parser.add_argument("--no-intervals", action="store_true", help="omit confidence intervals")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the table to a file instead of printing it")

@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-#: Suffixes of the columns with the ends of an estimate's interval.
-ENDS = ("_low", "_high")
+from ..util.estimate import ENDS
 
 
 @dataclass(frozen=True)

@@ -12,31 +12,18 @@ freedom, eight prompts of different lengths cover 92 %.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from scipy import stats
+
+from ..util.estimate import Estimate
 
 #: Minimum number of independent pieces for an interval.
 LEAST_PIECES = 3
 CONFIDENCE = 0.95
 #: Degrees of freedom for each piece of equal weight.
 FREEDOM = 0.6
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A value and its 95 % interval; `low` and `high` are None without an interval."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-    def scaled(self, factor: float) -> Estimate:
-        """Return the estimate in another unit."""
-        low, high = (None if end is None else factor * end for end in (self.low, self.high))
-        return Estimate(factor * self.value, low, high)
 
 
 class Noise(NamedTuple):

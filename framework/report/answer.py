@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..runs.marks import mark_of
-from .table_utils import efficiency_text, estimate_text, groups_of, no_speed_up
+from ..util.estimate import estimate_text
+from .metrics_text import efficiency_text, no_speed_up
 
 if TYPE_CHECKING:
     from ..metrics.cell_metrics import Metrics
@@ -80,7 +81,7 @@ class Best:
 
 def split_groups(runs: SUMMARIES) -> tuple[list[str], list[tuple[str, str, list[CellResult]]]]:
     """The settings that all groups share; of each group the settings of its own, all its settings, and its results."""
-    groups = [(title, group.split(", "), results) for title, run in runs for group, results in groups_of(run)]
+    groups = [(title, group.split(", "), results) for title, run in runs for group, results in run.groups]
     shared = [part for part in groups[0][1] if all(part in parts for _, parts, _ in groups)] if groups else []
     split = []
     for title, parts, results in groups:

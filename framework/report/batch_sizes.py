@@ -11,7 +11,9 @@ from ..cost.finished_cells import last_paying, speed_ups_of
 from ..metrics.cell_metrics import counted_steps, paired_ratio
 from ..runs.labels import group_title, verifier_title
 from ..runs.marks import mark_of
-from .table_utils import clock_text, estimate_text, speed_up_text, tabulated
+from ..util.estimate import estimate_text
+from ..util.table import Table
+from .metrics_text import clock_text, speed_up_text
 
 if TYPE_CHECKING:
     from ..metrics.cell_metrics import Metrics
@@ -96,13 +98,13 @@ def batch_size_series(results: Sequence[CellResult]) -> dict[str, Series]:
     return {title: series for title, series in all_series(timed).items() if len(series.baselines) > 1}
 
 
-def by_batch_size(summary: Summary, style: str) -> list[tuple[str, str]]:
-    """Title and speed-up table of each series."""
+def by_batch_size(summary: Summary) -> list[Table]:
+    """The table of speed-ups of each series."""
     tables = []
     for title, series in batch_size_series(summary.results).items():
         batch_sizes = sorted(series.baselines)
-        columns = {"drafter": "left", "verifier": "left", "BE": "right", "rows/tok": "right"}
-        columns |= {f"B = {b}": "right" for b in batch_sizes} | {"pays up to": "right"}
+        numeric = ("BE", "rows/tok", *(f"B = {b}" for b in batch_sizes), "pays up to")
+        columns = ("drafter", "verifier", *((name, "right") for name in numeric))
         rows = []
         for pair in series.pairs:
             metrics = {b: result.metrics for b, result in pair.results.items() if result.metrics}
@@ -112,7 +114,7 @@ def by_batch_size(summary: Summary, style: str) -> list[tuple[str, str]]:
             last = _pays_up_to(pair, batch_sizes, last_paying(pair.results, series.baselines, summary.curves))
             numbers = efficiency, f"{first.target_rows_per_token:.2f}", *values, last
             rows.append([pair.drafter, pair.verifier, *numbers])
-        tables.append((f"speed-up by batch size, {title}", tabulated(columns, rows, style)))
+        tables.append(Table(columns, rows, title=f"speed-up by batch size, {title}"))
     return tables
 
 
@@ -132,13 +134,12 @@ def _pays_up_to(pair: Pair, batch_sizes: Sequence[int], last: int) -> str:
     return f"B {relation} {last}" if last else "none"
 
 
-#: Columns of `multi_over_single`: the best pairs by block efficiency, and the ratios of the best.
-GAIN_COLUMNS = {"B": "right", "best multi-draft": "left", "best single-draft": "left"}
-GAIN_COLUMNS |= {"BE ÷ BE [95 %]": "left", "speed-up ÷ speed-up": "right"}
+#: The best pairs by block efficiency, and the ratios of the best.
+_GAIN_COLUMNS = ("B", "best multi-draft", "best single-draft", "BE ÷ BE [95 %]", ("speed-up ÷ speed-up", "right"))
 
 
-def multi_over_single(summary: Summary) -> list[tuple[str, list[list[str]]]]:
-    """Title, and a row per batch size, of each series with certified multi-draft and single-draft pairs.
+def multi_over_single(summary: Summary) -> list[Table]:
+    """The table of each series with certified multi-draft and single-draft pairs, with a row per batch size.
 
     The best pair has the greatest value among the certified pairs of its kind. The ratio of speed-ups is by the clock,
     and marked, unless all of these pairs have a speed-up.
@@ -155,9 +156,9 @@ def multi_over_single(summary: Summary) -> list[tuple[str, list[list[str]]]]:
                 steps = [counted_steps(r.records, r.metrics.depth) for _, r in best if r.metrics]
                 names = [f"{pair.drafter} × {pair.verifier}" for pair, _ in best]
                 gain = estimate_text(paired_ratio(*steps))
-                rows.append([str(b), *names, gain, _speed_up_ratio([[r for _, r in cells] for cells in kinds])])
+                rows.append([b, *names, gain, _speed_up_ratio([[r for _, r in cells] for cells in kinds])])
         if rows:
-            tables.append((f"best multi-draft ÷ best single-draft, {title}", rows))
+            tables.append(Table(_GAIN_COLUMNS, rows, title=f"best multi-draft ÷ best single-draft, {title}"))
     return tables
 
 

@@ -11,8 +11,8 @@ from ..metrics.cell_metrics import counted_steps, paired_difference
 from ..metrics.component_times import ENOUGH, FAULT, MOST_BORROWED, TOO_FEW
 from ..runs.labels import group_title, is_lossless, verifier_title
 from ..runs.marks import Mark, mark_of
+from ..util.estimate import estimate_text
 from .batch_sizes import drafts_chains
-from .table_utils import estimate_text, groups_of
 
 if TYPE_CHECKING:
     from ..metrics.cell_metrics import Metrics
@@ -53,7 +53,7 @@ def differences(summary: Summary) -> list[str]:
     cells = [result.config for result in summary.results]
     batch_sizes: dict[tuple[str, str, str], list[int]] = {}  # by group, pair and difference
     equal = 0
-    for _, results in groups_of(summary):
+    for _, results in summary.groups:
         firsts: dict[str, CellResult] = {}
         for result in results:
             config, drafter = result.config, result.config.drafter
@@ -151,7 +151,7 @@ def _withheld(summary: Summary) -> list[str]:
     """The speed-ups that are withheld, with the reasons, and the disturbance of each group."""
     reasons: dict[str, list[str]] = {}
     shares, pairs = {}, 0
-    for title, results in groups_of(summary):
+    for title, results in summary.groups:
         timed = [(r, r.metrics) for r in results if r.metrics and r.metrics.timed]
         if timed:
             steps = sum(metrics.steps for _, metrics in timed)

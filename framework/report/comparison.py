@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import UsageError, printable
 from ..metrics.cell_metrics import counted_steps, paired_difference, prompts_of_pieces
 from ..metrics.component_times import ComponentTimes, Withheld, speed_up_ratio
-from ..metrics.intervals import Estimate
 from ..recipe.recipe import RUN_KEYS
 from ..runs.labels import group_title, setting_of, verifier_title
 from ..runs.marks import mark_of
 from ..runs.records import cells_of
+from ..util.estimate import Estimate, estimate_text
+from ..util.table import Table
+from .metrics_text import clock_text
 from .selection import shown
-from .table_utils import clock_text, estimate_text, tabulated
 
 if TYPE_CHECKING:
     from ..recipe.recipe import CellConfig
@@ -107,12 +108,11 @@ def compare_runs(a: FinishedRun, b: FinishedRun) -> Comparison:
     return comparison
 
 
-def comparison_text(comparison: Comparison, style: str = "simple") -> str:
-    """The comparison as a table per setting, in a format of tabulate, with remarks."""
-    columns = {"drafter": "left", "verifier": "left", "BE A": "right", "BE B": "right", "B − A [95 %]": "left"}
-    columns |= {"speed-up A": "right", "speed-up B": "right", "B ÷ A [95 %]": "left"}
-    if differs := any(pair.differs for pair in comparison.pairs):
-        columns["A / B"] = "left"
+def comparison_text(comparison: Comparison, form: Literal["text", "markdown"] = "text") -> str:
+    """The comparison as a table per setting, with remarks."""
+    columns = ("drafter", "verifier", ("BE A", "right"), ("BE B", "right"), "B − A [95 %]")
+    columns += (("speed-up A", "right"), ("speed-up B", "right"), "B ÷ A [95 %]", "A / B")
+    differs = any(pair.differs for pair in comparison.pairs)
     parts = [f"A: {comparison.runs[0]}\nB: {comparison.runs[1]}"]
     for setting in dict.fromkeys(pair.setting for pair in comparison.pairs):
         rows = []
@@ -124,9 +124,9 @@ def comparison_text(comparison: Comparison, style: str = "simple") -> str:
             speed = [f"{e.value:.2f}" if e else clock_text(clock) or "—" for e, clock in both]
             row = [pair.drafter, pair.verifier, *efficiency, estimate_text(pair.difference, "+")]
             row += [*speed, estimate_text(pair.ratio)]
-            rows.append([*row, ", ".join(pair.differs)] if differs else row)
-        heading = f"## {setting}" if style == "github" else setting
-        parts.append(f"{heading}\n\n{tabulated(columns, rows, style)}")
+            rows.append([*row, ", ".join(pair.differs)])
+        table = Table(columns, rows, title=setting)
+        parts.append((table if differs else table.without("A / B")).render(form))
     parts.append(
         "B − A: of block efficiency, on the same prompts. B ÷ A: of the speed-ups, each over plain decoding in its run."
     )
@@ -136,7 +136,7 @@ def comparison_text(comparison: Comparison, style: str = "simple") -> str:
     for name, cells in zip("AB", comparison.only, strict=True):
         lines += [f"only in {name}: {cell}" for cell in cells]
     if lines:
-        parts.append("\n".join(f"- {line}" if style == "github" else line for line in lines))
+        parts.append("\n".join(f"- {line}" if form == "markdown" else line for line in lines))
     return "\n\n".join(parts) + "\n"
 
 

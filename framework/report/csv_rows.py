@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
 from ..metrics.cell_metrics import ESTIMATES, SERVED, TIMES
-from ..metrics.columns import ENDS
 from ..recipe.recipe import OWN_ENGINE
 from ..runs.labels import is_lossless
 from ..runs.marks import mark_of
+from ..util.estimate import ENDS, spread
+from ..util.table import Table
 
 if TYPE_CHECKING:
     from ..cost.prediction import Prediction
@@ -25,13 +24,8 @@ _TAKEN = (*ENDS, "_all_steps", "_expected", "_wall")
 
 def summary_csv(summary: Summary) -> str:
     """A CSV row per cell; failed cells have their error."""
-    rows = [row_of(result, summary.predicted.get(result.config.hash)) for result in summary.results]
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+    rows = (row_of(result, summary.predicted.get(result.config.hash)) for result in summary.results)
+    return Table.of(rows).csv() + "\n"
 
 
 def row_of(result: CellResult, predicted: Prediction | None) -> dict[str, Any]:
@@ -52,22 +46,21 @@ def row_of(result: CellResult, predicted: Prediction | None) -> dict[str, Any]:
     row["error"] = result.error or ""
     if result.metrics is None:
         return row
-    metrics = result.metrics.to_json()
-    for key, value in metrics.items():
+    for key, value in result.metrics.to_json().items():
         if (key in TIMES and not result.metrics.timed) or (key in SERVED and value is None):
             continue
         if key in ESTIMATES:
-            row |= _spread(key, metrics)
+            row |= spread(key, getattr(result.metrics, key))
         elif key == "acceptance":
             row |= {f"acceptance_{i}": p for i, p in enumerate(value, 1)}
         elif key == "shares":
             row |= {f"{phase}_share": share for phase, share in value.items()}
         elif key == "by_category":
-            for category, numbers in value.items():
+            for category, metrics in result.metrics.by_category.items():
                 suffix = _suffix(category, value)
-                row[f"prompts{suffix}"] = numbers["prompts"]
-                row |= _spread("block_efficiency", numbers, suffix)
-                row |= _spread("speed_up", numbers, suffix)
+                row[f"prompts{suffix}"] = metrics.prompts
+                row |= spread(f"block_efficiency{suffix}", metrics.block_efficiency)
+                row |= spread(f"speed_up{suffix}", metrics.speed_up)
         else:
             row[key] = value
     if predicted:
@@ -79,10 +72,3 @@ def _suffix(category: str, categories: Container[str]) -> str:
     """Suffix of a category's columns: its name, with ``category_`` if these would be columns of something else."""
     end = next((end for end in ENDS if category.endswith(end) and category.removesuffix(end) in categories), "")
     return f"_category_{category}" if end or f"_{category}" in _TAKEN else f"_{category}"
-
-
-def _spread(key: str, numbers: Mapping[str, Any], suffix: str = "") -> dict[str, Any]:
-    """An estimate in three columns."""
-    estimate = numbers[key] or {"value": None, "low": None, "high": None}
-    names = (f"{key}{suffix}", f"{key}{suffix}_low", f"{key}{suffix}_high")
-    return dict(zip(names, (estimate["value"], estimate["low"], estimate["high"]), strict=True))

@@ -13,15 +13,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tabulate import tabulate
-
 from .. import plugins
 from ..models.cpu.threads import describe_threads
 from ..recipe.recipe import read_recipe
 from ..runs.labels import group_title, verifier_title
+from ..util.table import Table
 from .load_run import FinishedRun, portable
+from .metrics_text import speed_up_text
 from .segments import segment_tables
-from .table_utils import speed_up_text
 from .tables import summary_markdown
 
 if TYPE_CHECKING:
@@ -70,10 +69,10 @@ def _section(title: str, run: FinishedRun) -> list[str]:
     ]
     if run.remarks:
         parts.append("\n".join(run.remarks))
-    parts += [part for title, table in segment_tables(run) for part in (f"### {title.capitalize()}", table)]
+    parts += [table.markdown(level=3) for table in segment_tables(run)]
     if table := verifier_table(run.summary.results):
         parts += ["### Verifiers compared", "In brackets: the gain over the first verifier of the row.", table]
-    parts += ["### How it was measured", tabulate(conditions(run), headers=["", ""], tablefmt="github")]
+    parts += [Table((("", "left"), ("", "left")), conditions(run), title="How it was measured").markdown(level=3)]
     return parts
 
 
@@ -103,12 +102,9 @@ def verifier_table(results: Sequence[CellResult]) -> str:
                     text += f" ({100 * (estimate.value / first.value - 1):+.1f} %)"
                 line.append(text + (marked[quantity](row[name].metrics) if name in row else ""))
         table.append(line)
-    header = [
-        *(["group"] if has_groups else []),
-        "drafter",
-        *(f"{quantity} {name}" for quantity in values for name in verifiers),
-    ]
-    return tabulate(table, headers=header, tablefmt="github", disable_numparse=True)
+    columns = [*(["group"] if has_groups else []), "drafter"]
+    columns += [f"{quantity} {name}" for quantity in values for name in verifiers]
+    return Table(columns, table).markdown()
 
 
 def _rows(results: Sequence[CellResult]) -> dict[tuple[str, str], dict[str, CellResult]]:

@@ -1,24 +1,21 @@
-"""Pivot tables of finished cells as Markdown, LaTeX or CSV."""
+"""Pivot tables of finished cells."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tabulate import tabulate
-
 from ..errors import UnknownNameError, UsageError
 from ..metrics.cell_metrics import TIMES
-from ..metrics.columns import ENDS, quantity_of
+from ..metrics.columns import quantity_of
+from ..util.estimate import ENDS, Estimate
+from ..util.table import Alignment, Table
 from .csv_rows import row_of
+from .metrics_text import clock_text, no_speed_up
 from .segments import columns_of
 from .selection import SETTINGS, SelectedCell, check_keys
-from .table_utils import clock_text, no_speed_up, tabulated
 
-FORMATS = ("github", "latex", "csv")
 #: Columns by the clock, by the column that they replace in a cell whose speed-up is withheld.
 CLOCK = {"speed_up": "speed_up_wall", "tokens_per_second": "tokens_per_second_wall"}
 #: Keys whose values are shown without the key.
@@ -77,28 +74,17 @@ def pivot(cells: Sequence[SelectedCell], rows: Sequence[str], columns: Sequence[
     return Pivot(tuple(rows), tuple(columns), tuple(values), table)
 
 
-def rendered(table: Pivot, form: str, digits: int = 2, intervals: bool = True) -> str:
-    """The table as ``github`` Markdown, ``latex`` (booktabs, escaped) or ``csv``.
-
-    CSV has all digits, and interval bounds in separate columns.
-    """
-    if form == "csv":
-        return _csv(table, intervals)
-    header = [key.replace("_", " ") for key in table.rows]
-    header += [_header(table, column, value) for column in table.column_values for value in table.values]
-    body = []
-    for row_key, row in table.cells.items():
-        line = list(row_key)
-        for column in table.column_values:
-            line += [_text(row.get(column, {}), value, digits, intervals) for value in table.values]
-        body.append(line)
-    alignment = ["left"] * len(table.rows) + ["right"] * (len(header) - len(table.rows))
-    if form == "github":
-        return tabulated(list(zip(header, alignment, strict=True)), body, "github") + "\n"
-    text = tabulate(body, headers=header, tablefmt="latex_booktabs", disable_numparse=True, colalign=alignment)
-    # LaTeX reads a bracket after the end of a row as its argument.
-    lines = [f"{{[}}{line.lstrip()[1:]}" if line.lstrip().startswith("[") else line for line in text.splitlines()]
-    return "\n".join(["% \\usepackage{booktabs}", *lines]) + "\n"
+def rendered(pivot: Pivot, form: str, digits: int = 2, intervals: bool = True) -> str:
+    """The table in one of the formats of `Table`; CSV and JSON have empty cells where a speed-up is withheld."""
+    exact = form in ("csv", "json")
+    columns: list[tuple[str, Alignment]] = [(key if exact else key.replace("_", " "), "left") for key in pivot.rows]
+    places = [(column, value) for column in pivot.column_values for value in pivot.values]
+    columns += [(_header(pivot, column, value), "right") for column, value in places]
+    rows = [
+        [*key, *(_cell(row.get(column, {}), value, exact, digits, intervals) for column, value in places)]
+        for key, row in pivot.cells.items()
+    ]
+    return Table(columns, rows, digits=digits).render(form) + "\n"
 
 
 def hidden_keys(table: Pivot, cells: Sequence[SelectedCell]) -> list[str]:
@@ -178,33 +164,12 @@ def _header(table: Pivot, column: tuple[str, ...], value: str) -> str:
     return ", ".join(names) or "none"
 
 
-def _text(row: Mapping[str, Any], value: str, digits: int, intervals: bool) -> str:
-    if row.get("withheld") and value in CLOCK:
+def _cell(row: Mapping[str, Any], value: str, exact: bool, digits: int, intervals: bool) -> Any:
+    if not exact and row.get("withheld") and value in CLOCK:
         wall = row.get(CLOCK[value])
         return clock_text(wall) if value == "speed_up" and not row.get(value) else f"~{wall:.{digits}f}"
     number = row.get(value)
     if number is None or number == "":
-        return ""
-    text = str(number) if isinstance(number, int) else f"{number:.{digits}f}"
+        return None
     low, high = (row.get(value + end) for end in ENDS)
-    if intervals and low is not None and high is not None:
-        text += f" [{low:.{digits}f}, {high:.{digits}f}]"
-    return text
-
-
-def _csv(table: Pivot, intervals: bool) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    rows = [row for line in table.cells.values() for row in line.values()]
-    parts = []
-    for value in table.values:
-        has_interval = intervals and any(row.get(value + ENDS[0]) is not None for row in rows)
-        parts += [(value, end) for end in ("", *ENDS)] if has_interval else [(value, "")]
-    names = [
-        _header(table, column, value) + end.replace("_", " ") for column in table.column_values for value, end in parts
-    ]
-    writer.writerow([*table.rows, *names])
-    for row_key, row in table.cells.items():
-        numbers = [row.get(column, {}).get(value + end) for column in table.column_values for value, end in parts]
-        writer.writerow([*row_key, *("" if number is None else number for number in numbers)])
-    return text.getvalue()
+    return Estimate(number, low, high) if intervals and low is not None and high is not None else number

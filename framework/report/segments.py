@@ -13,7 +13,9 @@ from ..models.chat import encode
 from ..models.segments import Segments
 from ..models.tokenizer import load_tokenizer
 from ..runs.labels import verifier_title
-from .table_utils import efficiency_text, estimate_text, groups_of, tabulated
+from ..util.estimate import spread
+from ..util.table import Table
+from .metrics_text import efficiency_text
 
 if TYPE_CHECKING:
     from ..runs.records import CellResult
@@ -71,25 +73,24 @@ def columns_of(run: FinishedRun, result: CellResult) -> dict[str, Any]:
         row[f"tokens_{name}"] = metrics.tokens
         for key, estimate in (("block_efficiency", metrics.block_efficiency), ("acceptance_1", metrics.first)):
             if estimate is not None:
-                row |= {f"{key}_{name}": estimate.value}
-                row |= {f"{key}_{name}_low": estimate.low, f"{key}_{name}_high": estimate.high}
+                row |= spread(f"{key}_{name}", estimate)
     return row
 
 
-def segment_tables(run: FinishedRun, style: str = "github") -> list[tuple[str, str]]:
-    """Title and table, with a row per pair and segment, of each group of cells."""
-    columns = {"drafter": "left", "verifier": "left", "segment": "left", "tokens": "right", "steps": "right"}
-    columns |= {"BE [95 %]": "left", "Pr(τ≥1) [95 %]": "left"}
+def segment_tables(run: FinishedRun) -> list[Table]:
+    """A table of each group of cells, with a row per pair and segment."""
+    columns = ("drafter", "verifier", "segment", ("tokens", "right"), ("steps", "right"))
+    columns += ("BE [95 %]", ("Pr(τ≥1) [95 %]", "left"))
     tables = []
-    for title, results in groups_of(run.summary):
+    for title, results in run.summary.groups:
         rows = []
         for result in results:
             segments: Mapping[str, SegmentMetrics] = run.segments.get(result.config.hash, {})
             tokens, steps = (sum(getattr(m, key) for m in segments.values()) for key in ("tokens", "steps"))
             for name, metrics in segments.items():
                 shares = [f"{100 * metrics.tokens / tokens:.0f} %", f"{100 * metrics.steps / max(steps, 1):.0f} %"]
-                estimates = [efficiency_text(metrics), estimate_text(metrics.first)]
+                estimates = [efficiency_text(metrics), metrics.first]
                 rows.append([result.config.drafter.title, verifier_title(result), name, *shares, *estimates])
         if rows:
-            tables.append((f"by segment of the responses, {title}", tabulated(columns, rows, style)))
+            tables.append(Table(columns, rows, title=f"by segment of the responses, {title}"))
     return tables

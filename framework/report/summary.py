@@ -8,7 +8,8 @@ from functools import cached_property
 from ..cost.curve import CostCurve
 from ..cost.finished_cells import predictions
 from ..cost.prediction import Prediction
-from ..runs.records import Outcome
+from ..runs.labels import group_title
+from ..runs.records import CellResult, Outcome
 
 
 @dataclass
@@ -26,6 +27,15 @@ class Summary(Outcome):
     @classmethod
     def of(cls, outcome: Outcome, curves: list[CostCurve]) -> Summary:
         return cls(**{f.name: getattr(outcome, f.name) for f in fields(Outcome)}, curves=curves)
+
+    @property
+    def groups(self) -> list[tuple[str, list[CellResult]]]:
+        """Title and results of each group of cells."""
+        cells = [result.config for result in self.results]
+        groups: dict[str, list[CellResult]] = {}
+        for result in self.results:
+            groups.setdefault(result.config.group, []).append(result)
+        return [(group_title(results[0].config, cells), results) for results in groups.values()]
 
     @cached_property
     def predicted(self) -> dict[str, Prediction]:

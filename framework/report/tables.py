@@ -8,17 +8,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..runs.labels import verifier_title
+from ..util.estimate import estimate_text
+from ..util.table import Alignment, Table
 from .answer import answer_line
-from .batch_sizes import GAIN_COLUMNS, by_batch_size, multi_over_single
+from .batch_sizes import by_batch_size, multi_over_single
 from .caveats import differences, remarks_of
-from .table_utils import efficiency_text, estimate_text, groups_of, rate_text, speed_up_text, tabulated
+from .metrics_text import efficiency_text, rate_text, speed_up_text
 
 if TYPE_CHECKING:
     from ..cost.prediction import Prediction
     from ..runs.records import CellResult
     from .summary import Summary
 
-_COLUMNS = {  # header: alignment
+_COLUMNS: dict[str, Alignment] = {
     "drafter": "left",
     "verifier": "left",
     "BE [95 %]": "left",
@@ -55,8 +57,8 @@ _MAX_REMARKS = 3
 
 def terminal(summary: Summary) -> str:
     """The answer, the tables and the most important remarks, for a terminal of about 130 columns."""
-    tables = [*_tables(summary, "simple"), *by_batch_size(summary, "simple"), *_gains(summary, "simple")]
-    parts = [answer_line(summary), *(f"{title}\n\n{table}" for title, table in tables)]
+    tables = [*_tables(summary), *by_batch_size(summary), *multi_over_single(summary)]
+    parts = [answer_line(summary), *(table.text() for table in tables)]
     remarks = [lines[0] for lines in remarks_of(summary) if lines]
     parts.append("\n".join(remarks[:_MAX_REMARKS]))
     more = len(remarks) - _MAX_REMARKS
@@ -64,13 +66,9 @@ def terminal(summary: Summary) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def _gains(summary: Summary, style: str) -> list[tuple[str, str]]:
-    return [(title, tabulated(GAIN_COLUMNS, rows, style)) for title, rows in multi_over_single(summary)]
-
-
 def brief(summary: Summary) -> str:
     """The tables of a running run, with the number of prompts so far."""
-    tables = "\n\n".join(f"{title}\n\n{table}" for title, table in _tables(summary, "simple"))
+    tables = "\n\n".join(table.text() for table in _tables(summary))
     measured = max((result.prompts for result in summary.results), default=0)
     planned = max((result.planned or 0 for result in summary.results), default=0)
     return f"so far, {measured} of {planned} prompts:\n\n{tables}\n"
@@ -84,13 +82,10 @@ def summary_markdown(summary: Summary) -> str:
     parts.append(f"Target {recipe.target}, prompts {recipe.prompts.source}.")
     if answer := answer_line(summary):
         parts.append(answer.replace("answer", "**Answer**", 1))
-    parts += [f"## {title}\n\n{table}" for title, table in _tables(summary, "github")]
-    parts.append(_LEGEND)
-    parts += [f"## {title}\n\n{table}" for title, table in _by_category(summary)]
-    if more := by_batch_size(summary, "github"):
-        parts += [*(f"## {title}\n\n{table}" for title, table in more), _BY_BATCH_SIZE]
-    if gains := _gains(summary, "github"):
-        parts += [*(f"## {title}\n\n{table}" for title, table in gains), _GAIN]
+    parts += [*(table.markdown() for table in _tables(summary)), _LEGEND]
+    parts += [table.markdown() for table in _by_category(summary)]
+    for tables, legend in ((by_batch_size(summary), _BY_BATCH_SIZE), (multi_over_single(summary), _GAIN)):
+        parts += [*(table.markdown() for table in tables), *([legend] if tables else [])]
     parts += [f"![{name.partition('.')[0].replace('_', ' ')}]({name})" for name in summary.charts]
     for lines in [differences(summary), *remarks_of(summary)]:
         if lines:
@@ -98,26 +93,24 @@ def summary_markdown(summary: Summary) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _tables(summary: Summary, style: str) -> list[tuple[str, str]]:
-    """Title and table of each group with finished cells."""
-    columns = {name: align for name, align in _COLUMNS.items() if name != "predicted" or summary.predicted}
+def _tables(summary: Summary) -> list[Table]:
+    """The table of each group with finished cells."""
     tables = []
-    for title, results in groups_of(summary):
+    for title, results in summary.groups:
         cells = [_row(r, summary.predicted.get(r.config.hash)) for r in results if r.metrics is not None]
         if cells:
-            hidden = _OWN if results[0].config.engine else _SERVED
-            shown = {name: align for name, align in columns.items() if name not in hidden}
-            tables.append((title, tabulated(shown, [[cell[name] for name in shown] for cell in cells], style)))
+            hidden = [*(_OWN if results[0].config.engine else _SERVED), *([] if summary.predicted else ["predicted"])]
+            tables.append(Table(_COLUMNS, cells, title=title).without(*hidden))
     return tables
 
 
-def _row(result: CellResult, predicted: Prediction | None) -> dict[str, str]:
+def _row(result: CellResult, predicted: Prediction | None) -> tuple[str, ...]:
     config, metrics = result.config, result.metrics
     assert metrics is not None
     acceptance = [f"{p:.2f}".removeprefix("0") for p in metrics.acceptance]
     more = " …" if len(acceptance) > _MAX_DEPTHS else ""
     shares = [f"{100 * metrics.shares[phase]:.0f}" for phase in ("draft", "target", "verify", "rest") if metrics.timed]
-    cells = (
+    return (
         config.drafter.title,
         verifier_title(result),
         "1" if config.is_baseline else efficiency_text(metrics),
@@ -129,18 +122,16 @@ def _row(result: CellResult, predicted: Prediction | None) -> dict[str, str]:
         "1" if config.is_baseline and metrics.speed_up else speed_up_text(metrics),
         *(estimate_text(t.scaled(1000) if t else None) for t in (metrics.first_token_seconds, metrics.token_seconds)),
     )
-    return dict(zip(_COLUMNS, cells, strict=True))
 
 
-def _by_category(summary: Summary) -> list[tuple[str, str]]:
-    """Title and Markdown table, with a row per pair and category, of each group measured category by category.
+def _by_category(summary: Summary) -> list[Table]:
+    """A table of each group measured category by category, with a row per pair and category.
 
     Omitted if pieces mix categories or have too few prompts for an interval; the CSV is complete.
     """
     tables = []
-    columns = {"drafter": "left", "verifier": "left", "category": "left", "prompts": "right"}
-    columns |= {name: align for name, align in _COLUMNS.items() if name in ("BE [95 %]", "speed-up [95 %]")}
-    for title, results in groups_of(summary):
+    columns = ("drafter", "verifier", "category", "prompts", "BE [95 %]", "speed-up [95 %]")
+    for title, results in summary.groups:
         rows = []
         for result in results:
             if result.config.is_baseline or result.metrics is None:
@@ -154,7 +145,7 @@ def _by_category(summary: Summary) -> list[tuple[str, str]]:
             for category, metrics in by_category.items():
                 pair = result.config.drafter.title, verifier_title(result)
                 numbers = efficiency_text(metrics), withheld or estimate_text(metrics.speed_up)
-                rows.append([*pair, category, str(metrics.prompts), *numbers])
+                rows.append([*pair, category, metrics.prompts, *numbers])
         if rows:
-            tables.append((f"by category, {title}", tabulated(columns, rows, "github")))
+            tables.append(Table(columns, rows, title=f"by category, {title}"))
     return tables

@@ -102,7 +102,7 @@ def test_cells_of_one_side(tmp_path: Path) -> None:
     assert len(result.pairs) == 4
     assert "the runs differ in dtype: auto in A, bfloat16 in B" in result.remarks
     assert "the runs differ in seed: 0 in A, 7 in B" in result.remarks
-    assert "- only in A: draft-model-iid × spectr" in comparison_text(result, "github")
+    assert "- only in A: draft-model-iid × spectr" in comparison_text(result, "markdown")
 
 
 def test_different_pieces_have_no_interval(tmp_path: Path) -> None:

@@ -59,17 +59,17 @@ def test_intervals_and_several_values(run: FinishedRun) -> None:
     cells = pairs(run, "batch_size=1", "gamma=2", "drafter=draft-model")
     table = pivot(cells, ["drafter"], ["verifier"], ["block_efficiency", "acceptance_1"])
     header, (name, *numbers) = rows(rendered(table, "csv"))
-    ends = ["", " low", " high"]
+    ends = ["", "_low", "_high"]
     expected = [f"{rule}, block efficiency{end}" for rule in ("token", "block") for end in ends]
     expected.insert(3, "token, acceptance 1")
     assert header == ["drafter", *expected, "block, acceptance 1"] and name == "draft-model gamma=2"
     row = row_of(cells[0].result, None)
     keys = ["block_efficiency", "block_efficiency_low", "block_efficiency_high", "acceptance_1"]
     assert [float(number) for number in numbers[:4]] == [row[key] for key in keys]
-    text = rendered(table, "github", digits=3)
+    text = rendered(table, "markdown", digits=3)
     low, value, high = (f"{row[key]:.3f}" for key in (keys[1], keys[0], keys[2]))
     assert f" {value} [{low}, {high}] " in text and f" {row['acceptance_1']:.3f} |" in text
-    assert "[" not in rendered(table, "github", intervals=False)
+    assert "[" not in rendered(table, "markdown", intervals=False)
 
 
 def test_category_with_the_name_of_another_column(run: FinishedRun) -> None:
@@ -121,7 +121,7 @@ def test_labels_are_escaped(tmp_path: Path) -> None:
         r"{[}x] 50 \% of\_a \& b \textbackslash{}\textbackslash{} \$p\$ \{q\} \textasciitilde{}\^{}\#"
     )
     assert row.replace(r"\&", "").count("&") == 2 and row.endswith(r"\\")
-    (row,) = [line for line in rendered(table, "github").splitlines() if "a\\|b" in line]
+    (row,) = [line for line in rendered(table, "markdown").splitlines() if "a\\|b" in line]
     assert row.replace("\\|", "").count("|") == 4
 
 

@@ -286,7 +286,7 @@ def test_pivot_of_withheld_values(tmp_path: Path) -> None:
         withhold(finished, TOO_FEW, verifier)
     pairs = [c for c in finished_cells([("run", FinishedRun(finished, {}, []))]) if not c.result.config.is_baseline]
     table = pivot(pairs, ["drafter"], ["verifier"], ["speed_up", "tokens_per_second"])
-    text = rendered(table, "github")
+    text = rendered(table, "markdown")
     assert words(text, "|", "draft-model")[3:] == [
         "~1.5",
         "clock",

@@ -134,7 +134,8 @@ def _as_json(checks: list[GateCheck], remarks: list[str], outcome: str) -> dict[
 
 def _as_text(checks: list[GateCheck], remarks: list[str], drop: float, outcome: str) -> str:
     from ...metrics.gate import POWER
-    from ...report.table_utils import change_text, percent_text, tabulated
+    from ...util.estimate import change_text, percent_text
+    from ...util.table import Table
 
     plan = checks[0].current is None
     unit = checks[0].unit
@@ -147,10 +148,7 @@ def _as_text(checks: list[GateCheck], remarks: list[str], drop: float, outcome: 
         needed = "" if check.needed is None else f"{check.needed:,}"
         detects = "" if check.detectable is None else percent_text(check.detectable)
         rows.append([*row, detects, needed, VERDICTS[check.outcome]])
-    hidden = {"current", "change [95 %]"} if plan else set()
-    shown = [i for i, name in enumerate(columns) if name not in hidden]
-    headers = list(columns.items())
-    table = tabulated([headers[i] for i in shown], [[row[i] for i in shown] for row in rows], "simple")
+    table = Table(columns, rows).without(*(("current", "change [95 %]") if plan else ()))
     paired = "of the same prompts" if all(check.paired for check in checks) else f"of independent {unit}"
     if plan:
         paired = "of two independent measurements"
@@ -159,11 +157,11 @@ def _as_text(checks: list[GateCheck], remarks: list[str], drop: float, outcome: 
         *remarks,
         _verdict(checks, drop, outcome, unit),
     ]
-    return table + "\n\n" + "\n".join(lines)
+    return table.text() + "\n\n" + "\n".join(lines)
 
 
 def _verdict(checks: list[GateCheck], drop: float, outcome: str, unit: str) -> str:
-    from ...report.table_utils import percent_text
+    from ...util.estimate import percent_text
 
     titles = "; ".join(check.title for check in checks if check.outcome == outcome)
     if checks[0].current is None and outcome == "pass":

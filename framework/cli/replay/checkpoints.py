@@ -15,7 +15,8 @@ from typing import Any
 from ...errors import UsageError
 from ...metrics.gate import GateCheck, Sample, checked
 from ...metrics.intervals import LEAST_PIECES, Estimate
-from ...report.table_utils import change_text, estimate_text, percent_text, tabulated
+from ...util.estimate import change_text, estimate_text, percent_text
+from ...util.table import Table
 from ..baseline_responses import log
 from .output import prompt_names, verifier_title
 
@@ -140,7 +141,7 @@ def _as_text(pairs: dict[Pair, list[Checkpoint]], notes: Sequence[str], drop: fl
     first = next(iter(pairs.values()))
     pairing = "the same prompts" if all(c.change.paired for c in first if c.change) else "independent responses"
     parts = [
-        tabulated(columns, rows, "simple"),
+        Table(columns, rows).text(),
         f"change: of block efficiency against {first[0].target}, by the differences of {pairing}\n"
         f"stale: lower by {percent_text(drop)} or more, and beyond the interval; ok: such a loss is excluded\n"
         + "\n".join(dict.fromkeys(notes)),

@@ -35,7 +35,8 @@ from ...replay.count_causes import (
 )
 from ...replay.engine_counts import EngineCounts
 from ...replay.jsonl_formats import OTHER_TEMPLATE
-from ...report.table_utils import change_text, estimate_text, tabulated
+from ...util.estimate import change_text, estimate_text
+from ...util.table import Table
 from ..baseline_responses import log
 from .checkpoints import has_weights
 from .output import prompt_names
@@ -215,7 +216,7 @@ def _text(checks: Sequence[EngineCheck]) -> str:
         rows.append([check.engine, "block efficiency", "", "", estimate_text(row.block_efficiency), *own])
         lines.append(f"{check.engine}: {_verdict(check)}")
     lines += _difference(checks)
-    table = tabulated(columns, [row + [""] * (len(columns) - len(row)) for row in rows], "simple")
+    table = Table(columns, rows).text()
     legend = "replayed: from the engine's own responses, as it counts; block efficiency: of them, as crossdraft counts"
     return "\n\n".join([table, legend, "\n".join(lines)])
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -15,7 +13,8 @@ from ...metrics.intervals import Estimate
 from ...models.segments import ANSWER
 from ...replay.aggregate import MAX_GROUPS, PromptGroups, Row, Tally, difference, segment_difference
 from ...replay.replay import Candidate, ReplayResult
-from ...report.table_utils import estimate_text, tabulated
+from ...util.estimate import estimate_text, spread
+from ...util.table import Table
 
 #: A pair at a draft length: candidate, verifier, K and gamma.
 Key = tuple[Candidate, str, int, int]
@@ -98,13 +97,7 @@ def _efficiency(result: ReplayResult) -> str:
         cells = [estimate_text(by_kind[kind][1], "+") if kind in by_kind else "" for kind in kinds]
         titles = [candidate.title, verifier_title(verifier, k), str(gamma)]
         rows.append([*titles, estimate_text(row.block_efficiency), *numbers, *cells])
-    columns_used = [i for i in range(len(columns)) if i < 8 or any(row[i] for row in rows)]
-    headers = list(columns)
-    return tabulated(
-        {headers[i]: columns[headers[i]] for i in columns_used},
-        [[row[i] for i in columns_used] for row in rows],
-        "simple",
-    )
+    return Table(columns, rows).without_empty("vs first verifier", "vs first drafter", "vs shorter draft").text()
 
 
 def _acceptance(result: ReplayResult) -> str:
@@ -117,7 +110,7 @@ def _acceptance(result: ReplayResult) -> str:
                 rows.append([candidate.title, verifier_title(verifier, k), name, *(f"{value:.3f}" for value in values)])
     columns = {"drafter": "left", "verifier": "left", "Pr(tau >= i)": "left"}
     columns |= {str(i): "right" for i in range(1, deepest + 1)}
-    return tabulated(columns, [row + [""] * (len(columns) - len(row)) for row in rows], "simple")
+    return Table(columns, rows).text()
 
 
 def _engine_counts(result: ReplayResult, definition: CounterDefinition) -> str:
@@ -132,7 +125,7 @@ def _engine_counts(result: ReplayResult, definition: CounterDefinition) -> str:
         cells = ["" if value is None else f"{value:.3f}" for value in values]
         cells += [_count(value) for value in (counts.drafts, counts.draft_tokens, counts.accepted)]
         rows.append([candidate.title, verifier, str(gamma), *cells, ", ".join(map(_count, counts.per_position))])
-    return tabulated(columns, rows, "simple")
+    return Table(columns, rows).text()
 
 
 def _count(value: float) -> str:
@@ -168,7 +161,7 @@ def _categories(result: ReplayResult) -> str:
         for (verifier, k), tally in candidate.tallies.items():
             estimates = [estimate_text(_category_estimate(tally, gamma, name)) for name in names]
             rows.append([candidate.title, verifier_title(verifier, k), str(gamma), *estimates])
-    return tabulated(columns, rows, "simple")
+    return Table(columns, rows).text()
 
 
 def _segments(result: ReplayResult) -> str:
@@ -185,7 +178,7 @@ def _segments(result: ReplayResult) -> str:
                 cells += [f"{100 * row.steps / steps:.0f} %", estimate_text(row.block_efficiency)]
                 other = segment_difference(tally, gamma, name, ANSWER) if name != ANSWER else None
                 rows.append([*cells, f"{row.marginal[0]:.3f}" if row.marginal else "", estimate_text(other, "+")])
-    return tabulated(columns, rows, "simple")
+    return Table(columns, rows).text()
 
 
 def _rows_of_segments(tally: Tally, gamma: int) -> dict[str, Row]:
@@ -258,21 +251,17 @@ def as_csv(result: ReplayResult) -> str:
             parts += [("segment", name, row) for name, row in segments.items()]
         for kind, category, row in parts:
             numbers = _numbers(row)
-            spread = numbers.pop("block_efficiency") or {"value": None, "low": None, "high": None}
+            del numbers["block_efficiency"]
             kinds = {name: numbers.pop(f"acceptance_{name}") for name in ("marginal", "conditional")}
             fields = _key_fields(key) | {"category": ""} | {kind: category} | numbers
-            fields |= {f"block_efficiency{'' if end == 'value' else '_' + end}": value for end, value in spread.items()}
+            fields |= spread("block_efficiency", row.block_efficiency)
             fields |= {f"{name}_{i}": value for name, values in kinds.items() for i, value in enumerate(values, 1)}
             if result.definition is not None and not category:
                 counters = _counters(key)
                 by_position = enumerate(counters.pop("accepted_per_position"), 1)
                 fields |= counters | {f"accepted_{i}": value for i, value in by_position}
             rows.append(fields)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+    return Table.of(rows).csv() + "\n"
 
 
 def _counters(key: Key) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, fields
@@ -11,8 +9,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from ...metrics.columns import SIMULATION_COLUMNS
-from ...metrics.intervals import Estimate
-from ...report.table_utils import estimate_text, tabulated
+from ...util.estimate import Estimate, estimate_text, spread
+from ...util.table import Table
 
 if TYPE_CHECKING:
     from ...advise.caveats import Remarks
@@ -46,7 +44,7 @@ def _table(rows: Sequence[PolicyResult]) -> str:
         cells += [estimate_text(row.goodput, digits=1)] if goodput else []
         cells += [estimate_text(row.regret.scaled(100) if row.regret else None, digits=1)] if regret else []
         body.append(cells)
-    return tabulated(columns, body, "simple")
+    return Table(columns, body).text()
 
 
 def as_json(title: str, results: Sequence[PolicyResult], remarks: Remarks) -> str:
@@ -55,12 +53,7 @@ def as_json(title: str, results: Sequence[PolicyResult], remarks: Remarks) -> st
 
 def as_csv(results: Sequence[PolicyResult]) -> str:
     """A row per arrival process and policy, with the columns of `SIMULATION_COLUMNS`."""
-    text = io.StringIO()
-    rows = [_row(result) for result in results]
-    writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+    return Table.of(map(_row, results)).csv() + "\n"
 
 
 def _row(result: PolicyResult) -> dict[str, Any]:
@@ -68,8 +61,5 @@ def _row(result: PolicyResult) -> dict[str, Any]:
     for name in (f.name for f in fields(result)):
         assert name in SIMULATION_COLUMNS
         value = getattr(result, name)
-        if isinstance(value, Estimate):
-            row |= {name: value.value, f"{name}_low": value.low, f"{name}_high": value.high}
-        else:
-            row[name] = value
+        row |= spread(name, value) if isinstance(value, Estimate) else {name: value}
     return row

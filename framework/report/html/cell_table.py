@@ -13,7 +13,7 @@ from ...runs.labels import group_title, verifier_title
 from ...runs.marks import Mark, mark_of
 from ..answer import split_groups
 from ..charts.style import visible
-from ..table_utils import rate_text, speed_up_text
+from ..metrics_text import rate_text, speed_up_text
 from .svg import Axis, ticks
 
 if TYPE_CHECKING:

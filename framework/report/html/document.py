@@ -15,7 +15,7 @@ from typing import Any
 
 from ...util.extras import need
 from ..answer import NOT_CERTIFIED, NOT_FASTER, best_of, headline_of
-from ..batch_sizes import GAIN_COLUMNS, multi_over_single
+from ..batch_sizes import multi_over_single
 from ..caveats import differences, remarks_of
 from ..load_run import FinishedRun
 from ..markdown import conditions, titles_of
@@ -69,7 +69,6 @@ def html_page(runs: Sequence[FinishedRun], settings: Sequence[Mapping[str, Any]]
         bests=bests,
         not_faster=NOT_FASTER,
         not_certified=NOT_CERTIFIED,
-        gain_columns=list(GAIN_COLUMNS),
         table=table_of(sections),
         panels=panels,
         phases=PHASES,

@@ -14,9 +14,10 @@ from ...metrics.cell_metrics import acceptance as acceptance_of
 from ...metrics.intervals import Estimate
 from ...runs.labels import verifier_title
 from ...runs.marks import mark_of
+from ...util.estimate import estimate_text
 from ..batch_sizes import batch_size_series
 from ..charts.style import visible
-from ..table_utils import estimate_text, groups_of, no_speed_up
+from ..metrics_text import no_speed_up
 from .heat_maps import heat_maps
 from .svg import WIDTH, Axis, Chart, Looks
 
@@ -122,7 +123,7 @@ def panels_of(runs: RUNS) -> tuple[list[Panel], list[tuple[str, str]]]:
             add("pareto", group, _pareto(series, looks))
         for pair, svg in heat_maps(run.summary.results):
             add("heat", pair, Choice(svg=svg))
-        for group, results in groups_of(run.summary):
+        for group, results in run.summary.groups:
             finished = [r for r in results if r.metrics is not None]
             for key, draw in by_group.items():
                 add(key, group, draw(finished, looks))
