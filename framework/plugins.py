@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 KINDS = ("drafters", "verifiers", "trainers", "models", "backends", "prompts", "recipes", "engines")
 KINDS += ("servers", "samples", "launchers", "trackers", "commands")
 """What can be registered; for each there is a hook ``crossdraft_register_<kind>``."""
+COMPANIONS = {("launchers", name): "crossdraft-cluster" for name in ("ray", "slurm")}
+COMPANIONS |= {("trackers", name): "crossdraft-cluster" for name in ("mlflow", "trackio")}
+"""Names of distributions beside crossdraft, by kind; if one is not installed, its names are refused with the remedy."""
 _COMMAND = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
@@ -211,12 +214,19 @@ def get(kind: str, name: str) -> Any:
     """
     known = entries(kind)
     if name not in known:
-        raise UnknownNameError.among(_singular(kind), name, known)
+        raise unknown(kind, name)
     entry = known[name]
     with guarded(kind, name, passing=()):
         registered = _import(entry.ref) if isinstance(entry.ref, str) else entry.ref
         _check(kind, name, registered)
     return registered
+
+
+def unknown(kind: str, name: str, hint: str = "") -> UnknownNameError:
+    """Error for a name that is not registered: what installs it, or the nearest names."""
+    if companion := COMPANIONS.get((kind, name)):
+        return UnknownNameError(f"the {_singular(kind)} {name!r} is part of {companion}; pip install {companion}")
+    return UnknownNameError.among(_singular(kind), name, entries(kind), hint)
 
 
 @contextmanager

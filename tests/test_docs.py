@@ -36,7 +36,7 @@ from crossdraft.drafters.heads.eagle_weights import make_config
 from crossdraft.drafters.heads.medusa.weights import MedusaHeads, save_heads
 from crossdraft.framework.bench.matrix import load_recipe
 from crossdraft.framework.cli.main import main
-from crossdraft.framework.plugins import manager
+from crossdraft.framework.plugins import COMPANIONS, manager
 from crossdraft.framework.report import write
 from crossdraft.framework.report.load_run import read_run
 from crossdraft.framework.report.tables import terminal
@@ -109,6 +109,11 @@ def printing_command(block: Block) -> str:
         return ""
     command = commands(block)[-1].rpartition(" && ")[2]
     return command if command.startswith("crossdraft ") and runs_here(command) else ""
+
+
+def commands(block: Block) -> list[str]:
+    lines = [line.partition("  #")[0].strip() for line in block.text.replace("\\\n", " ").splitlines()]
+    return [line for line in lines if line]
 
 
 def runs_here(command: str) -> bool:
@@ -215,7 +220,17 @@ def place(tmp_path: Path, monkeypatch: Any, models: Any) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
+def with_blocks() -> Iterator[Any]:
+    """The pages with blocks; those that use commands of companions, which may not be installed, are marked."""
+    for page in PAGES:
+        examples = blocks(page)
+        words = {command.split()[1] for block in examples for command in commands(block) if " " in command}
+        if examples:
+            marks = [pytest.mark.companions] if any(("commands", word) in COMPANIONS for word in words) else []
+            yield pytest.param(page, marks=marks, id=page.name)
+
+
+@pytest.mark.parametrize("page", with_blocks())
 def test_every_block_runs(
     page: Path, place: Path, text_models: None, stored_runs: None, engines: None, capsys: Any
 ) -> None:
@@ -293,11 +308,6 @@ def check_output(command: str, output: Block, capsys: Any) -> None:
         assert normalized(output.text) in normalized(printed), command
     else:
         assert normalized(printed) == normalized(output.text), command
-
-
-def commands(block: Block) -> list[str]:
-    lines = [line.partition("  #")[0].strip() for line in block.text.replace("\\\n", " ").splitlines()]
-    return [line for line in lines if line]
 
 
 def run_command(words: list[str]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import crossdraft
+from crossdraft.framework.plugins import COMPANIONS
 
 ROOT = Path(__file__).parents[1]
 #: What belongs to the house: the package, not its tests.
@@ -36,6 +37,9 @@ def copy(tmp_path: Path) -> Path:
     for part in ("framework", "drafters", "verifiers", "recipes"):
         ignore = shutil.ignore_patterns("__pycache__", "*.yaml", "*.jsonl")
         shutil.copytree(ROOT / part, tmp_path / "crossdraft" / part, ignore=ignore)
+    for companion in sorted(set(COMPANIONS.values())):
+        module = companion.replace("-", "_")
+        shutil.copytree(ROOT / "plugins" / companion / module, tmp_path / module)
     for file in ("__init__.py", "__main__.py", "testing.py", "pyproject.toml"):
         shutil.copy(ROOT / file, tmp_path / "crossdraft" / file)
     return tmp_path
@@ -71,6 +75,12 @@ WRONG_IMPORTS = [
         "from ..draft_model import draft_model",
         "families of drafters are independent BROKEN",
         "crossdraft.drafters.heads.mtp -> crossdraft.drafters.draft_model.draft_model",
+    ),
+    (
+        "../crossdraft_cluster/numbers.py",
+        "from crossdraft.framework.bench import run",
+        "companions import the kernel, not the lab BROKEN",
+        "crossdraft_cluster.numbers -> crossdraft.framework.bench.run",
     ),
 ]
 

@@ -4,8 +4,6 @@ from ..contracts.hookspecs import Register, hookimpl
 
 #: Headings of ``crossdraft --help``, in order; those of other distributions follow.
 HEADINGS = ("Measure", "Prove", "Decide", "Serve", "Extend")
-#: Commands of distributions that may not be installed.
-COMPANIONS: dict[str, str] = {}
 _COMMANDS = {
     "Measure": {
         "run": ("run.command", "run a recipe: measure every cell of its matrix and write a report"),

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from .. import plugins
-from ..errors import CrossdraftError, UnknownNameError, UsageError, printable
+from ..errors import CrossdraftError, printable
 from ..models import distributed
 from ..models.cpu import threads
 from ..runs.interrupts import interrupting
 from . import standard_streams
-from .commands import COMPANIONS, HEADINGS
+from .commands import HEADINGS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,10 +123,7 @@ def _parser(chosen: str) -> argparse.ArgumentParser:
         return parser
     entries = plugins.entries("commands")
     if chosen not in entries:
-        if chosen in COMPANIONS:
-            companion = COMPANIONS[chosen]
-            raise UsageError(f"{chosen} is a command of {companion}; pip install {companion}")
-        raise UnknownNameError.among("command", chosen, entries, "crossdraft --help describes them.")
+        raise plugins.unknown("commands", chosen, "crossdraft --help describes them.")
     command = plugins.get("commands", chosen)
     if getattr(command, "loads_models", True):
         threads.choose_wait_policy()  # before PyTorch is loaded

@@ -6,12 +6,17 @@ reports how many processes can run without sharing a device; more are rejected u
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ..errors import UsageError
 from .options import Options
 
 
@@ -36,6 +41,51 @@ class Work:
     directory: Path
     log: Path
     environment: Mapping[str, str] = field(default_factory=dict)
+
+    def start(self, environment: Mapping[str, str] | None = None, own_session: bool = False) -> subprocess.Popen[bytes]:
+        """Start the process on this machine; with ``own_session``, terminal signals do not reach it.
+
+        ``python -m`` imports from the working directory, in which foreign files may lie, only if this process does.
+        """
+        safe = {} if {"", str(self.directory)} & set(sys.path) else {"PYTHONSAFEPATH": "1"}
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "crossdraft", *self.arguments],
+                cwd=self.directory,
+                env={**os.environ, **safe, **self.environment, **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=own_session,
+            )
+
+    def run(self) -> str:
+        """Run the process as a task of a cluster; it is terminated with the task. Returns the exit status.
+
+        Raises:
+            UsageError: the directory of the run does not exist on this machine.
+        """
+        if not (self.directory.is_dir() and self.log.parent.is_dir()):
+            raise UsageError(
+                f"directory {self.log.parent} does not exist on this machine; use a shared file system for --out"
+            )
+        process = self.start()
+        try:
+            return exit_status(process.wait())
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+
+
+def exit_status(code: int) -> str:
+    """Describe how a process ended: "ended with exit code 0", "was killed by SIGKILL"."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
 
 
 class Worker(ABC):

@@ -11,8 +11,8 @@ import pytest
 from in_process_launcher import fresh
 from tiny_runs import output
 
-from crossdraft.framework.bench.launchers import local, processes
-from crossdraft.framework.contracts.launcher import LauncherConfig, Work
+from crossdraft.framework.bench import local_launcher
+from crossdraft.framework.contracts.launcher import LauncherConfig, Work, exit_status
 
 SETTINGS = ["drafters=[prompt-lookup]", "limit=2", "max_new_tokens=5"]
 SETTINGS += ["matrix={batch_size: [1, 3]}", "sampling.temperature=1", "exclude=[]", "verifiers=[token]"]
@@ -153,12 +153,12 @@ def test_bad_options(bench: Any, launcher: Any, flags: list[str], sentence: str)
 def test_file_system_that_is_not_shared(tmp_path: Path) -> None:
     work = Work("", (), tmp_path, tmp_path / "elsewhere" / "log")
     with pytest.raises(Exception, match="use a shared file system for --out"):
-        processes.run(work)
+        work.run()
 
 
 def test_process_exit_codes() -> None:
-    assert processes.exit_status(2) == "ended with exit code 2"
-    assert processes.exit_status(-signal.SIGKILL) == "was killed by SIGKILL"
+    assert exit_status(2) == "ended with exit code 2"
+    assert exit_status(-signal.SIGKILL) == "was killed by SIGKILL"
 
 
 def test_each_local_process_has_device(tmp_path: Path, monkeypatch: Any) -> None:
@@ -171,15 +171,15 @@ def test_each_local_process_has_device(tmp_path: Path, monkeypatch: Any) -> None
         return SimpleNamespace(poll=lambda: codes[work.title])
 
     codes: dict[str, int | None] = {"a": None, "b": None, "c": None}
-    monkeypatch.setattr(processes, "start", start)
-    launcher = local.Local(LauncherConfig(), "auto", True)
+    monkeypatch.setattr(Work, "start", start)
+    launcher = local_launcher.Local(LauncherConfig(), "auto", True)
     assert launcher.devices() == 2
     workers = {t: launcher.start(Work(t, (), tmp_path, tmp_path / "log")) for t in "ab"}
     codes["b"] = 0
     assert [workers[t].poll() for t in "abb"] == [None, "ended with exit code 0", "ended with exit code 0"]
     launcher.start(Work("c", (), tmp_path, tmp_path / "log"))
     assert arguments == ["3", "GPU-b", "GPU-b"]
-    assert local.Local(LauncherConfig(), "cuda:1", True).devices() == 1  # whichever it is, it is one
+    assert local_launcher.Local(LauncherConfig(), "cuda:1", True).devices() == 1  # whichever it is, it is one
 
 
 def test_every_process_has_time_budget(bench: Any, tmp_path: Path, launcher: Any) -> None:
@@ -202,4 +202,4 @@ def test_every_process_has_time_budget(bench: Any, tmp_path: Path, launcher: Any
 def test_process_imports_nothing_from_its_working_directory(tmp_path: Path) -> None:
     (tmp_path / "argparse.py").write_text("raise SystemExit('planted')")
     work = Work("group", ("--version",), tmp_path, tmp_path / "log")
-    assert processes.run(work) == "ended with exit code 0", work.log.read_text()
+    assert work.run() == "ended with exit code 0", work.log.read_text()

@@ -170,10 +170,10 @@ def test_invalid_arguments_exit_with_2() -> None:
 
 
 def test_unknown_names_exit_with_2(monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setitem(cli.COMPANIONS, "fleet", "crossdraft-fleet")
+    monkeypatch.setitem(plugins.COMPANIONS, ("commands", "fleet"), "crossdraft-fleet")
     for argv, message in {
         "relpay": "there is no command named 'relpay'; did you mean 'replay'?",
-        "fleet": "fleet is a command of crossdraft-fleet; pip install crossdraft-fleet",
+        "fleet": "the command 'fleet' is part of crossdraft-fleet; pip install crossdraft-fleet",
         "list drafter": "there is no kind of plug-in named 'drafter'; did you mean 'drafters'?",
     }.items():
         assert cli.main(argv.split()) == 2

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...contracts.hookspecs import hookimpl
-from ...util.extras import need
+from crossdraft.framework.contracts.hookspecs import hookimpl
+from crossdraft.framework.util.extras import need
+
 from .numbers import numbers, options, title
 
 
@@ -18,7 +19,7 @@ class Trackio:
     """Tracker for Trackio, called by the hooks of a run. Raises UsageError if Trackio is not installed."""
 
     def __init__(self) -> None:
-        need("the tracker trackio", "trackio", "trackio")
+        need("the tracker trackio", "trackio", "trackio", of="crossdraft-cluster")
         import trackio  # pyright: ignore[reportMissingImports]  # an extra
 
         self._trackio: Any = trackio

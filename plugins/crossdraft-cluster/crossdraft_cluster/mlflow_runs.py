@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...contracts.hookspecs import hookimpl
-from ...errors import UsageError, first_line
-from ...util.extras import need
+from crossdraft.framework.contracts.hookspecs import hookimpl
+from crossdraft.framework.errors import UsageError, first_line
+from crossdraft.framework.util.extras import need
+
 from .numbers import numbers, options, title
 
 #: Files of a run that are logged as artifacts.
@@ -29,7 +30,7 @@ class Mlflow:
     """
 
     def __init__(self) -> None:
-        need("the tracker mlflow", "mlflow", "mlflow")
+        need("the tracker mlflow", "mlflow", "mlflow", of="crossdraft-cluster")
         from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]  # an extra
 
         try:

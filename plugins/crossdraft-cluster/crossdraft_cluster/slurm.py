@@ -6,11 +6,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from ...contracts.launcher import Launcher, LauncherConfig, Work, Worker
-from ...errors import UsageError, first_line
-from ...util.extras import need
-from ...util.stored_code import own_directory
-from . import processes
+from crossdraft.framework.contracts.launcher import Launcher, LauncherConfig, Work, Worker
+from crossdraft.framework.errors import UsageError, first_line
+from crossdraft.framework.util.extras import need
+from crossdraft.framework.util.stored_code import own_directory
 
 
 class SlurmConfig(LauncherConfig):
@@ -36,7 +35,7 @@ class Slurm(Launcher):
 
     def __init__(self, config: SlurmConfig, device: str, timed: bool):
         super().__init__(config, device, timed)
-        need("the launcher slurm", "slurm", "submitit")
+        need("the launcher slurm", "slurm", "submitit", of="crossdraft-cluster")
         import submitit  # pyright: ignore[reportMissingImports]  # an extra
 
         self._submitit = submitit
@@ -63,7 +62,7 @@ class Slurm(Launcher):
             executor.update_parameters(
                 timeout_min=config.minutes, gpus_per_node=config.gpus, name="crossdraft", **parameters
             )
-            return _Job(executor.submit(processes.run, work))
+            return _Job(executor.submit(Work.run, work))
         except (RuntimeError, OSError, self._submitit.core.utils.FailedJobError) as error:
             raise UsageError(f"Slurm rejected the job: {first_line(error)}") from None
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from pydantic import Field
 
-from ...contracts.launcher import Launcher, LauncherConfig, Work, Worker
-from ...errors import UsageError, first_line
-from ...util.extras import need
-from . import processes
+from crossdraft.framework.contracts.launcher import Launcher, LauncherConfig, Work, Worker
+from crossdraft.framework.errors import UsageError, first_line
+from crossdraft.framework.util.extras import need
 
 
 class RayConfig(LauncherConfig):
@@ -32,7 +31,7 @@ class Ray(Launcher):
 
     def __init__(self, config: RayConfig, device: str, timed: bool):
         super().__init__(config, device, timed)
-        need("the launcher ray", "ray", "ray")
+        need("the launcher ray", "ray", "ray", of="crossdraft-cluster")
         import ray  # pyright: ignore[reportMissingImports]  # an extra
 
         self._ray, self._mine = ray, not ray.is_initialized()
@@ -68,7 +67,7 @@ class Ray(Launcher):
         return None  # Ray queues tasks until their resources are free
 
     def start(self, work: Work) -> Worker:
-        task = self._ray.remote(processes.run)
+        task = self._ray.remote(Work.run)
         options = {"num_cpus": self._cpus, "num_gpus": self._gpus, "max_retries": 0, "name": work.title}
         return _Task(self._ray, task.options(**options).remote(work))
 

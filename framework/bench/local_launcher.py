@@ -7,8 +7,7 @@ import subprocess
 from collections import Counter
 from typing import Any
 
-from ...contracts.launcher import Launcher, Work, Worker
-from . import processes
+from ..contracts.launcher import Launcher, Work, Worker, exit_status
 
 
 class Local(Launcher):
@@ -27,10 +26,10 @@ class Local(Launcher):
     def start(self, work: Work) -> Worker:
         if not self._free:  # the CPU, or the device of the recipe
             self._used[""] += 1
-            return _Process(self, "", processes.start(work, own_session=True))
+            return _Process(self, "", work.start(own_session=True))
         device = min(self._free, key=lambda name: self._used[name])
         self._used[device] += 1
-        return _Process(self, device, processes.start(work, {"CUDA_VISIBLE_DEVICES": device}, own_session=True))
+        return _Process(self, device, work.start({"CUDA_VISIBLE_DEVICES": device}, own_session=True))
 
     def release(self, device: str) -> None:
         self._used[device] -= 1
@@ -47,7 +46,7 @@ class _Process(Worker):
         if not self._over:
             self._over = True
             self._launcher.release(self._device)
-        return processes.exit_status(code)
+        return exit_status(code)
 
     def stop(self, force: bool = False) -> None:
         if self._process.poll() is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...metrics.cell_metrics import TIMES
+from crossdraft.framework.metrics.cell_metrics import TIMES
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

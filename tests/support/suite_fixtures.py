@@ -1,0 +1,214 @@
+"""Fixtures shared by several test modules: golden values, toy models and tiny transformers models."""
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draft_contexts import GivenContext
+from hypothesis import settings
+
+from crossdraft.framework.certificate import outcomes
+from crossdraft.framework.certificate.drafts import DRAFTS
+from crossdraft.framework.certificate.table_lm import Toy
+from crossdraft.framework.certificate.toys import built_in_toys
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.engine.decoder import Decoder
+from crossdraft.framework.lm.transformers_lm import TransformersLM
+from crossdraft.framework.plugins import COMPANIONS, manager
+
+# Tests count and never time: on a busy machine any example may take a while.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
+
+#: Whose plug-ins these tests are about.
+OURS = ("crossdraft", "crossdraft-smollm2", *COMPANIONS.values())
+for _name, _ in manager().list_name_plugin():  # independent of other installed packages
+    if _name.partition(":")[0] not in OURS:
+        manager().unregister(name=_name)
+
+os.environ["CROSSDRAFT_COMPILED_LAYERS"] = "0"  # compiling takes longer than a test; tests/lm/test_compiled_layers.py
+torch.set_num_threads(1)  # the models are tiny: threads cost more than they gain
+
+
+@pytest.fixture(scope="session")
+def golden() -> dict[str, Any]:
+    """Golden values by toy, fractions as strings: E[tau] per step, Pr(tau = i); h, p, residual per draft."""
+    return json.loads((Path(__file__).parents[1] / "golden.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="session")
+def toys() -> dict[str, Toy]:
+    """The built-in toys by name."""
+    return {toy.name: toy for toy in built_in_toys()}
+
+
+@pytest.fixture(scope="session")
+def drafts() -> dict[str, Callable]:
+    """Drafter factories by the label that ``crossdraft certify`` gives them."""
+    return {label: kind.build for label, kind in DRAFTS.items()}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest file first: the others fill the other processes meanwhile."""
+    items.sort(key=lambda item: item.path.name != "test_docs.py")
+
+
+#: Modules outside of tests/certificate whose runs certify verifiers on all toys of `outcomes.QUICK`, not on the first.
+WHOLE_CERTIFICATES = {"test_marks", "test_failures"}
+
+
+@pytest.fixture(autouse=True)
+def certificates(request: Any, monkeypatch: Any, tmp_path_factory: Any) -> None:
+    """Certificates in a cache of the test's own; of a rule with the same code, runs enumerate once in a process."""
+    if request.node.get_closest_marker("network") is None:
+        monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path_factory.getbasetemp() / f"cache-{next(_NUMBERS)}"))
+    monkeypatch.setattr(outcomes, "certify_quickly", _certified_once)
+    if request.path.parent.name != "certificate" and request.path.stem not in WHOLE_CERTIFICATES:
+        monkeypatch.setattr(outcomes, "QUICK", outcomes.QUICK[:1])
+
+
+_NUMBERS = count()
+_ROWS: dict[Any, list[Any]] = {}
+_certify_quickly = outcomes.certify_quickly
+
+
+def _certified_once(verifier: Any, options: Any, start: Any) -> list[Any]:
+    key = (verifier, verifier.verify, verifier.traits(options), str(options))
+    if key not in _ROWS:
+        _ROWS[key] = _certify_quickly(verifier, options, start)
+    return _ROWS[key]
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Every test draws the same numbers whatever ran before it, in any order and in any process."""
+    torch.default_generator.manual_seed(0)  # `torch.manual_seed` formats three stack traces without a GPU
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """A suite that runs in the background ignores some signals, which tests send to themselves."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.getsignal(number) for number in usual}
+    directory = threading.current_thread() is threading.main_thread()
+    for number, handler in usual.items():
+        if directory and before[number] is signal.SIG_IGN:
+            signal.signal(number, handler)
+    yield
+    for number, handler in before.items():
+        if directory and handler is signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+#: The smallest shape in which heads, groups of heads and layers all differ.
+_SHAPE = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+_GROUPED = dict(**_SHAPE, num_key_value_heads=2, head_dim=8, tie_word_embeddings=False)
+_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", _GROUPED),
+    "qwen2": ("Qwen2", _GROUPED),
+    "qwen3": ("Qwen3", _GROUPED),
+    "mistral": ("Mistral", dict(**_GROUPED, sliding_window=None)),
+    "mistral-sliding": ("Mistral", dict(**_GROUPED, sliding_window=8)),
+    "gemma3": (
+        "Gemma3",
+        dict(
+            **_GROUPED,
+            sliding_window=8,
+            layer_types=["sliding_attention", "full_attention"],
+            query_pre_attn_scalar=8,
+        ),
+    ),
+    "gpt2": ("GPT2", dict(n_embd=32, n_layer=2, n_head=4)),
+    "opt": (
+        "OPT",
+        dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48, word_embed_proj_dim=32),
+    ),
+    "gpt-neox": ("GPTNeoX", _SHAPE),
+}
+
+
+@pytest.fixture(params=list(_FAMILIES))
+def family(request: Any) -> str:
+    """Every architecture that `tiny_model` can make; a test may parametrise ``family`` with some of them."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Callable[..., Any]:
+    """``tiny_model(family, seed=0, noise=0.0, copy="", vocab_size=97, ...)``: a random float32 model.
+
+    Weights are drawn ten times wider than usual: attention is sharp and logits lie far apart, so that a wrong
+    mask or position changes the argmax and rounding does not. ``noise`` adds that share of random weights to
+    the model of ``seed``: a drafter that is right now and then. Models are made once; another ``copy`` is
+    another object with the same weights.
+    """
+    import transformers
+
+    models: dict[tuple, Any] = {}
+
+    @torch.inference_mode(False)  # or weights would depend on which test makes them
+    def make(
+        family: str,
+        seed: int = 0,
+        vocab_size: int = 97,
+        context: int = 96,
+        noise: float = 0.0,
+        copy: str = "",
+        **changes: Any,
+    ) -> Any:
+        key = (family, seed, vocab_size, context, noise, copy, *sorted(changes.items()))
+        if key not in models:
+            prefix, options = _FAMILIES[family]
+            config_name = "Gemma3TextConfig" if prefix == "Gemma3" else f"{prefix}Config"
+            std = "init_std" if family == "opt" else "initializer_range"
+            common = dict(vocab_size=vocab_size, max_position_embeddings=context, pad_token_id=0, **{std: 0.2})
+            ends = dict(bos_token_id=None, eos_token_id=None)
+            config = getattr(transformers, config_name)(**{**options, **common, **ends, **changes})
+            torch.manual_seed(seed)
+            model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+            with torch.no_grad():
+                for weight in model.parameters():
+                    if noise and weight.dim() > 1:
+                        weight += noise * weight.std() * torch.randn_like(weight)
+            models[key] = model
+        return models[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def decoder() -> Callable[..., Decoder]:
+    """``decoder(target, drafter class, config, verifier, ...)``: a decode loop around transformers models.
+
+    ``drafting``: the draft model of drafters that load one; ``lm``: the class of both.
+    """
+
+    def make(
+        target: Any,
+        drafter: Any,
+        options: dict[str, Any],
+        verifier: Any,
+        *,
+        batch_size: int,
+        drafting: Any = None,
+        temperature: float = 0.0,
+        max_length: int = 128,
+        lm: Any = TransformersLM,
+        **loop: Any,
+    ) -> Decoder:
+        model = lm(target, batch_size, max_length)
+        sampling = Sampling(temperature=temperature)
+        context = GivenContext(model, sampling, max_length, load_lm=lambda name: lm(drafting, batch_size, max_length))
+        loop = {"validate": "always", **loop}
+        return Decoder(model, drafter(drafter.Config(**options), context), verifier(), sampling=sampling, **loop)
+
+    return make
