@@ -29,7 +29,7 @@ _COMMANDS = {
     "Decide": {
         "replay": ("replay.command", "compute the block efficiency of pairs on recorded responses, without decoding"),
         "doctor": ("doctor", "diagnose a low acceptance rate by trying common mistakes one at a time"),
-        "cost": ("cost.command", "measure the latency of forward passes and predict speed-ups"),
+        "cost": ("cost.command:Cost", "measure the latency of forward passes and predict speed-ups"),
         "advise": (
             "advise.command",
             "recommend a drafter, verifier and draft length per batch size, and write settings",

@@ -176,10 +176,11 @@ class Command(Options, ABC):
 
 
 def add_options(parser: Any, model: type[Options]) -> None:
-    """Add the fields of a model to a parser, or to a group of its options; ``--debug`` last."""
+    """Add the fields of a model to a parser, or to a group of its options: its own, inherited ones, ``--debug``."""
+    own = vars(model).get("__annotations__", {})
     groups: dict[str, Any] = {"": parser}
     exclusive: dict[str, Any] = {}
-    for option in sorted(_options(model), key=lambda option: option.name == "debug"):
+    for option in sorted(_options(model), key=lambda option: (option.name == "debug", option.name not in own)):
         form = option.form
         if form.group not in groups:
             groups[form.group] = parser.add_argument_group(form.group)

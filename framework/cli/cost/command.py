@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from pydantic import Field
+
+from ...contracts.command import Argument, Command
 from ...errors import ModelError, UsageError
-from .options import add_arguments as add_arguments
-from .options import check
+from ...util.limits import MOST_LEVELS, MOST_NODES, MOST_POINTS, MOST_REPEATS
+from ..options.machine import BatchSizes, Contexts, MachineOptions, Share
+from ..options.run import JsonOptions
+from ..options.trust import TrustOptions
 
 if TYPE_CHECKING:
     from ...cost.curve import CostCurve, Curve
@@ -23,57 +28,115 @@ ROOFLINE_CONTEXT = 1024
 ACCEPTANCE = (0.6, 0.7, 0.8, 0.9)
 
 
-def main(args: argparse.Namespace) -> int:
-    """Return 0. Raises UsageError (exit status 2) for invalid options, unknown names or missing curves."""
-    check(args)
-    if args.on:
-        report = _roofline_report(args)
-    elif args.target:
-        report = _measured_report(args)
-    else:
-        report = _run_report(args)
-    print(json.dumps(report["json"], indent=2) if args.json else "\n\n".join(report["text"]))
-    return 0
+_MEASURING, _PREDICTING = "measuring on this machine", "predicting"
+
+
+class Cost(TrustOptions, MachineOptions, JsonOptions, Command):
+    """Latency of passes, measured or modelled, and the speed-ups that follow from it."""
+
+    name: ClassVar[str] = "cost"
+
+    target: str = Field(
+        "", description="model to measure; with --on: its config.json or directory (weights are not loaded)"
+    )
+    drafter: Annotated[str, Argument("MODEL")] = Field(
+        "", description="draft model; with --on: its config.json or directory"
+    )
+    batch_size: BatchSizes = Field((), description="batch sizes (1,2,4,8,16; --on: up to 256)")
+    width: Annotated[
+        tuple[Annotated[int, Field(ge=1), MOST_NODES], ...], Argument("W,W,...", group=_MEASURING, commas=True)
+    ] = Field((), min_length=1, description="new tokens per row (1,2,3,5,9,17)")
+    context: Contexts = Field((), description="context lengths (128,512; --on: 1024)")
+    repeats: Annotated[int, Argument(group=_MEASURING), MOST_REPEATS] = Field(
+        5, ge=1, description="repetitions per pass"
+    )
+    dtype: Annotated[str, Argument(group=_MEASURING)] = Field("auto", description="dtype of the models")
+    device: Annotated[str, Argument(group=_MEASURING)] = Field("auto", description="device")
+    fresh: Annotated[bool, Argument(group=_MEASURING)] = Field(
+        False, description="ignore stored curves and measure again"
+    )
+    quiet: Annotated[bool, Argument(group=_MEASURING)] = Field(False, description="no progress bar")
+    gamma: Annotated[int | None, Argument(group=_PREDICTING), MOST_LEVELS] = Field(
+        None, ge=1, description="draft length of a chain (4)"
+    )
+    acceptance: Annotated[tuple[Share, ...], Argument("A,A,...", group=_PREDICTING, commas=True)] = Field(
+        (),
+        min_length=1,
+        description="acceptance rate per token, for token verification of chains (0.6,0.7,0.8,0.9)",
+    )
+    run_: Annotated[Path | None, Argument("DIR", group=_PREDICTING)] = Field(
+        None, description="use the pairs and acceptance of a finished run (runs/...)"
+    )
+
+    def run(self) -> int:
+        """Raises UsageError (exit status 2) for options that cannot be combined, unknown names or missing curves."""
+        self._check()
+        if self.on:
+            report = _roofline_report(self)
+        elif self.target:
+            report = _measured_report(self)
+        else:
+            report = _run_report(self)
+        print(json.dumps(report["json"], indent=2) if self.json_ else "\n\n".join(report["text"]))
+        return 0
+
+    def _check(self) -> None:
+        """Raise UsageError for options that cannot be combined."""
+        self.trusted(() if self.on else (self.target, self.drafter))
+        if not self.target and (self.on or not self.run_):
+            raise UsageError("cost requires --target: a model to measure, or with --on its config.json")
+        if self.run_:
+            self.refuse_given(["acceptance"], "with --run, which gives the acceptance")
+        if not self.target:
+            self.refuse_given(
+                ("drafter", "gamma", "width", "context"),
+                "without --target: --run alone predicts cells as they were measured",
+            )
+        if self.on and len(self.context) > 1:
+            raise UsageError("--context takes one value with --on")
+        points = len(self.batch_size or [1]) * len(self.width or [1]) * len(self.context or [1])
+        if reason := MOST_POINTS.refusal(points):
+            raise UsageError(f"--batch-size, --width and --context together are {points} points; {reason}")
 
 
 # -- this machine -----------------------------------------------------------------------------------------------
 
 
-def _measured_report(args: argparse.Namespace) -> dict[str, Any]:
+def _measured_report(options: Cost) -> dict[str, Any]:
     """Measure the target and the draft model, or load their stored curves; add predictions if requested."""
     from ...cost.curve import BATCH_SIZES, CONTEXTS, WIDTHS
 
-    batch_sizes: list[int] = sorted({1, *(args.batch_size or BATCH_SIZES)})
-    widths: list[int] = sorted({1, *(args.width or WIDTHS), *([args.gamma + 1] if args.gamma else [])})
-    contexts: list[int] = sorted(set(args.context or CONTEXTS))
+    batch_sizes: list[int] = sorted({1, *(options.batch_size or BATCH_SIZES)})
+    widths: list[int] = sorted({1, *(options.width or WIDTHS), *([options.gamma + 1] if options.gamma else [])})
+    contexts: list[int] = sorted(set(options.context or CONTEXTS))
     loaded = None
     curves: list[CostCurve] = []
-    for name, grid in ((args.target, widths), (args.drafter, [1, 2, 4])):
+    for name, grid in ((options.target, widths), (options.drafter, [1, 2, 4])):
         if name:
-            curve, loaded = _curve(args, name, loaded, batch_sizes, grid, contexts)
+            curve, loaded = _curve(options, name, loaded, batch_sizes, grid, contexts)
             curves.append(curve)
     text = [_curve_table(curve) for curve in curves]
-    if args.drafter:
+    if options.drafter:
         text.append(_ratio_table(*curves))
     report: dict[str, Any] = {"json": {"curves": [curve.to_json() for curve in curves]}, "text": text}
-    if args.run:
-        report = _merge(report, _run_report(args))
-    elif args.acceptance or args.gamma:
-        chains, gamma, remarks = _chains(args, contexts[-1])
-        target, drafter = curves[0], curves[1] if args.drafter else None
-        predictions = _by_batch_size(chains, gamma, target, drafter, args.batch_size or batch_sizes, contexts[-1])
+    if options.run_:
+        report = _merge(report, _run_report(options))
+    elif options.acceptance or options.gamma:
+        chains, gamma, remarks = _chains(options, contexts[-1])
+        target, drafter = curves[0], curves[1] if options.drafter else None
+        predictions = _by_batch_size(chains, gamma, target, drafter, options.batch_size or batch_sizes, contexts[-1])
         text.append(f"context {contexts[-1]}")
-        report = _merge(report, predictions | {"text": [*predictions["text"], *remarks, *_free(args)]})
-        report = _merge(report, _schedules(args, target, drafter, args.batch_size or batch_sizes, contexts[-1]))
+        report = _merge(report, predictions | {"text": [*predictions["text"], *remarks, *_free(options)]})
+        report = _merge(report, _schedules(options, target, drafter, options.batch_size or batch_sizes, contexts[-1]))
     return report
 
 
-def _free(args: argparse.Namespace) -> list[str]:
-    return [] if args.drafter else ["without --drafter, drafting is free"]
+def _free(options: Cost) -> list[str]:
+    return [] if options.drafter else ["without --drafter, drafting is free"]
 
 
 def _curve(
-    args: argparse.Namespace, name: str, owner: Any, batch_sizes: list[int], widths: list[int], contexts: list[int]
+    options: Cost, name: str, owner: Any, batch_sizes: list[int], widths: list[int], contexts: list[int]
 ) -> tuple[CostCurve, Any]:
     """The stored curve of a model if it covers the grid, else a new one; and the model, if it was loaded."""
     from transformers.utils import logging
@@ -86,9 +149,9 @@ def _curve(
     from ...models.shared_embedding import shares_embedding
     from .pass_timing import device_identity
 
-    device = pick_device(args.device)
-    dtype = str(pick_dtype(args.dtype, device)).removeprefix("torch.")
-    if not args.fresh:
+    device = pick_device(options.device)
+    dtype = str(pick_dtype(options.dtype, device)).removeprefix("torch.")
+    if not options.fresh:
         sha256 = model_sha256(resolve(name))
         stored = find_curve(stored_curves(), sha256, dtype, device_identity(device))
         if stored and stored.covers(batch_sizes, widths, contexts):
@@ -97,29 +160,27 @@ def _curve(
             batch_sizes = sorted({*batch_sizes, *stored.batch_sizes})
             widths, contexts = sorted({*widths, *stored.widths}), sorted({*contexts, *stored.contexts})
     logging.disable_progress_bar()
-    options: dict[str, Any] = {"dtype": args.dtype, "device": device}
+    loading: dict[str, Any] = {"dtype": options.dtype, "device": device}
     shared = owner if owner is not None and shares_embedding(name, owner) else None
-    consent = name in args.trust_remote_code
-    loaded = load_model(name, share_with=shared, trust_remote_code=consent, **options)
-    curve = _measure(args, loaded, batch_sizes, widths, contexts)
+    consent = name in options.trust_remote_code
+    loaded = load_model(name, share_with=shared, trust_remote_code=consent, **loading)
+    curve = _measure(options, loaded, batch_sizes, widths, contexts)
     save_curve(curve)
     return curve, owner or loaded
 
 
-def _measure(
-    args: argparse.Namespace, loaded: Any, batch_sizes: list[int], widths: list[int], contexts: list[int]
-) -> CostCurve:
+def _measure(options: Cost, loaded: Any, batch_sizes: list[int], widths: list[int], contexts: list[int]) -> CostCurve:
     from tqdm import tqdm
 
     from ...bench import memory
     from .pass_timing import measure_curve
 
-    total = len(batch_sizes) * len(widths) * len(contexts) * (args.repeats + 1)
-    disable = True if args.quiet else None  # None: a bar on terminals only
+    total = len(batch_sizes) * len(widths) * len(contexts) * (options.repeats + 1)
+    disable = True if options.quiet else None  # None: a bar on terminals only
     with tqdm(total=total, unit="pass", desc=loaded.name, leave=False, disable=disable) as bar:
         grid = {"batch_sizes": batch_sizes, "widths": widths, "contexts": contexts}
         try:
-            return measure_curve(loaded, **grid, repeats=args.repeats, advance=bar.update)
+            return measure_curve(loaded, **grid, repeats=options.repeats, advance=bar.update)
         except (RuntimeError, MemoryError) as error:
             if not memory.exhausted(error):
                 raise
@@ -157,14 +218,14 @@ def _ratio_table(target: CostCurve, drafter: CostCurve) -> str:
 # -- a finished run ---------------------------------------------------------------------------------------------
 
 
-def _run_report(args: argparse.Namespace) -> dict[str, Any]:
+def _run_report(options: Cost) -> dict[str, Any]:
     """Measured and predicted throughput of every cell of a run, and speed-ups at other batch sizes."""
     from ...cost.curve import stored_curves
     from ...cost.finished_cells import curves_of, predictions, statistics
     from ...cost.prediction import predict
     from ...report.load_run import read_run
 
-    results, curves = read_run(args.run).summary.results, stored_curves()
+    results, curves = read_run(options.run_).summary.results, stored_curves()
     predicted = predictions(results, curves)
     rows, data, missing = [], [], set()
     for result in results:
@@ -178,22 +239,22 @@ def _run_report(args: argparse.Namespace) -> dict[str, Any]:
         row |= {"speed_up": ratio.value if ratio else None, "predicted_speed_up": prediction.speed_up}
         line = [*_pair(result), f"{measured:.1f}", f"{prediction.tokens_per_second:.1f}", f"{100 * off:+.0f}"]
         line += [f"{ratio.value:.2f}" if ratio else "", f"{prediction.speed_up:.2f}"]
-        if args.batch_size:
+        if options.batch_size:
             (target, drafter), cell = curves_of(result, curves), statistics(result)
             assert target is not None and cell is not None
-            speed_ups = [predict(cell.at(b), target, drafter).speed_up for b in args.batch_size]
-            row["by_batch_size"] = dict(zip(args.batch_size, speed_ups, strict=True))
+            speed_ups = [predict(cell.at(b), target, drafter).speed_up for b in options.batch_size]
+            row["by_batch_size"] = dict(zip(options.batch_size, speed_ups, strict=True))
             line += [f"{speed_up:.2f}" for speed_up in speed_ups]
         rows.append(line)
         data.append(row)
     if not rows:
         names = ", ".join(sorted(missing)) or "its target"
         raise UsageError(
-            f"{names} has no cost curve for the device and threads of {args.run}; on that device, run "
+            f"{names} has no cost curve for the device and threads of {options.run_}; on that device, run "
             f"crossdraft cost --target {next(iter(sorted(missing)), 'MODEL')}"
         )
     header = ["drafter", "verifier", "T", "B", "tok/s", "predicted", "off %", "speed-up", "predicted"]
-    header += [f"at B = {b}" for b in args.batch_size or ()]
+    header += [f"at B = {b}" for b in options.batch_size or ()]
     text = [_table(header, rows)]
     error = 100 * median(abs(row["off"]) for row in data)
     text.append(f"median error of the predicted tok/s: {error:.0f} % over {len(data)} cells")
@@ -211,35 +272,35 @@ def _pair(result: CellResult) -> list[str]:
 # -- another machine --------------------------------------------------------------------------------------------
 
 
-def _roofline_report(args: argparse.Namespace) -> dict[str, Any]:
+def _roofline_report(options: Cost) -> dict[str, Any]:
     """Roofline predictions for a target and a draft model on a named accelerator."""
     from ...cost.accelerators import accelerator
-    from ...cost.roofline import EFFICIENCY, Roofline, read_shape
+    from ...cost.roofline import Roofline, read_shape
 
-    device, context = accelerator(args.on), (args.context or [ROOFLINE_CONTEXT])[0]
-    options: dict[str, Any] = {"devices": args.devices, "weight_bytes": args.weight_bytes}
-    options |= {"cache_bytes": args.cache_bytes, "efficiency": tuple(args.efficiency or EFFICIENCY)}
-    target = Roofline(read_shape(args.target), device, **options)
-    drafter = Roofline(read_shape(args.drafter), device, **options) if args.drafter else None
-    batch_sizes = args.batch_size or list(ROOFLINE_BATCH_SIZES)
-    pairs, gamma, remarks = (_measured_pairs if args.run else _chains)(args, context)
+    device, context = accelerator(options.on), (options.context or [ROOFLINE_CONTEXT])[0]
+    machine: dict[str, Any] = {"devices": options.devices, "weight_bytes": options.weight_bytes}
+    machine |= {"cache_bytes": options.cache_bytes, "efficiency": options.efficiency}
+    target = Roofline(read_shape(options.target), device, **machine)
+    drafter = Roofline(read_shape(options.drafter), device, **machine) if options.drafter else None
+    batch_sizes = options.batch_size or list(ROOFLINE_BATCH_SIZES)
+    pairs, gamma, remarks = (_measured_pairs if options.run_ else _chains)(options, context)
     report = _by_batch_size(pairs, gamma, target, drafter, batch_sizes, context)
-    if not args.run:
-        report = _merge(report, _schedules(args, target, drafter, batch_sizes, context))
+    if not options.run_:
+        report = _merge(report, _schedules(options, target, drafter, batch_sizes, context))
 
-    shape, (memory, compute) = target.shape, options["efficiency"]
+    shape, (memory, compute) = target.shape, options.efficiency
     head = (
-        f"{shape.name} ({shape.parameters / 1e9:.2f} G parameters in matrix products) on {args.devices} x "
+        f"{shape.name} ({shape.parameters / 1e9:.2f} G parameters in matrix products) on {options.devices} x "
         f"{device.name}, context {context}\nroofline at {100 * memory:.0f} % of the bandwidth and "
         f"{100 * compute:.0f} % of the FLOP rate of: {device.source}"
     )
     report["text"].insert(0, head)
     bytes_held = [sum(r.memory_bytes(b, context) for r in (target, drafter) if r) for b in batch_sizes]
-    report["text"].append("\n".join([*remarks, *_free(args)]))
+    report["text"].append("\n".join([*remarks, *_free(options)]))
     if full := [b for b, bytes_ in zip(batch_sizes, bytes_held, strict=True) if bytes_ > device.memory]:
         size = f"{device.memory / 1e9:.0f} GB"
         report["text"].append(f"weights and KV cache exceed the device memory of {size} from B = {full[0]} on")
-    report["json"] |= {"target": shape.name, "accelerator": device.name, "devices": args.devices, "context": context}
+    report["json"] |= {"target": shape.name, "accelerator": device.name, "devices": options.devices, "context": context}
     report["json"]["bytes_held"] = dict(zip(batch_sizes, bytes_held, strict=True))
     return report
 
@@ -247,53 +308,53 @@ def _roofline_report(args: argparse.Namespace) -> dict[str, Any]:
 # -- predictions by batch size ----------------------------------------------------------------------------------
 
 
-def _chains(args: argparse.Namespace, context: float) -> tuple[dict[str, CellStatistics], int, list[str]]:
+def _chains(options: Cost, context: float) -> tuple[dict[str, CellStatistics], int, list[str]]:
     """Cells with token verification of chains for each acceptance rate, by name; gamma; remarks."""
     from ...cost.prediction import CellStatistics
 
-    gamma = args.gamma or 4
-    chains = {f"a = {a:g}": CellStatistics.chain(1, gamma, a, context) for a in args.acceptance or ACCEPTANCE}
+    gamma = options.gamma or 4
+    chains = {f"a = {a:g}": CellStatistics.chain(1, gamma, a, context) for a in options.acceptance or ACCEPTANCE}
     return chains, gamma, [f"a: acceptance rate per token, in chains of {gamma}"]
 
 
 def _schedules(
-    args: argparse.Namespace, target: Curve, drafter: Curve | None, batch_sizes: Sequence[int], context: float
+    options: Cost, target: Curve, drafter: Curve | None, batch_sizes: Sequence[int], context: float
 ) -> dict[str, Any]:
     """The best draft length per batch size, by acceptance rate, as options of the length policy ``batch-size``."""
     from ...cost.prediction import schedule
 
-    gamma = args.gamma or 4
+    gamma = options.gamma or 4
     schedules = {
         f"a = {a:g}": [list(pair) for pair in schedule(a, gamma, target, drafter, batch_sizes, context)]
-        for a in args.acceptance or ACCEPTANCE
+        for a in options.acceptance or ACCEPTANCE
     }
     lines = [f"{name}: policy: {{name: batch-size, lengths: {lengths}}}" for name, lengths in schedules.items()]
     text = "\n".join([f"best draft lengths up to {gamma}, as [from batch size, length]:", *lines])
     return {"json": {"schedule": schedules}, "text": [text]}
 
 
-def _measured_pairs(args: argparse.Namespace, context: float) -> tuple[dict[str, CellStatistics], int, list[str]]:
+def _measured_pairs(options: Cost, context: float) -> tuple[dict[str, CellStatistics], int, list[str]]:
     """The pairs of a run, with their acceptance and without the seconds measured on this machine."""
     from ...cost.finished_cells import shorter_refusal, statistics
     from ...report.load_run import read_run
 
     pairs: dict[str, CellStatistics] = {}
     remarks = ["verification and bookkeeping are free"]
-    for result in read_run(args.run).summary.results:
+    for result in read_run(options.run_).summary.results:
         cell = statistics(result)
         if cell is None or result.config.is_baseline:
             continue
-        if args.gamma is not None and args.gamma != len(cell.acceptance):
+        if options.gamma is not None and options.gamma != len(cell.acceptance):
             if refusal := shorter_refusal(result.config):
-                raise UsageError(f"--gamma {args.gamma}: {refusal}")
-            cell = cell.cut(args.gamma)
+                raise UsageError(f"--gamma {options.gamma}: {refusal}")
+            cell = cell.cut(options.gamma)
         drafter, verifier, temperature, b = _pair(result)
         name = f"pair {len(pairs) + 1}"
         settings = f"temperature {temperature}, batch size {b}, {cell.tokens_per_step:.2f} tokens per step"
         remarks.append(f"{name}: {drafter} × {verifier}, {settings}")
         pairs[name] = replace(cell, draft_seconds=0.0, other_seconds=0.0, context=context)
     if not pairs:
-        raise UsageError(f"{args.run} has no finished cell with a drafter; run a recipe with drafters")
+        raise UsageError(f"{options.run_} has no finished cell with a drafter; run a recipe with drafters")
     return pairs, int(max(max(cell.widths) for cell in pairs.values())), remarks
 
 
