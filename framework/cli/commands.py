@@ -31,10 +31,13 @@ _COMMANDS = {
         "doctor": ("doctor", "diagnose a low acceptance rate by trying common mistakes one at a time"),
         "cost": ("cost.command:Cost", "measure the latency of forward passes and predict speed-ups"),
         "advise": (
-            "advise.command",
+            "advise.command:Advise",
             "recommend a drafter, verifier and draft length per batch size, and write settings",
         ),
-        "simulate": ("simulate.command", "simulate draft lengths under traffic: latency, throughput and goodput"),
+        "simulate": (
+            "simulate.command:Simulate",
+            "simulate draft lengths under traffic: latency and goodput",
+        ),
     },
     "Serve": {"serve": ("serve", "start an OpenAI-compatible server with a drafter and a verifier, for evaluation")},
     "Extend": {

@@ -6,9 +6,9 @@ import argparse
 import json
 from pathlib import Path
 
-from ..cost.load_run import FinishedRun, read_runs
 from ..errors import UsageError, printable
 from ..report.comparison import compare_runs, comparison_text
+from ..report.load_run import FinishedRun, read_runs
 from .options.run import note_partial
 
 loads_models = False  # as of `Command`

@@ -51,6 +51,7 @@ class Argument:
         group: heading in ``--help``.
         exclusive: name of a set of options of which one may be given.
         commas: True if the items of a tuple are separated by commas.
+        requires: names of fields, separated by blanks; one given without all of them is refused.
     """
 
     metavar: str = ""
@@ -59,6 +60,7 @@ class Argument:
     group: str = ""
     exclusive: str = ""
     commas: bool = False
+    requires: str = ""
 
 
 @dataclass(frozen=True)
@@ -211,6 +213,10 @@ def parsed(model: type[AnyOptions], values: Mapping[str, Any]) -> AnyOptions:
         raise UsageError(f"{option.label} {_shown(problem['input'])}: {fault(problem)}") from None
     for name, option in options.items():
         option.check(getattr(result, name))
+        if name in result.model_fields_set:
+            for other in option.form.requires.split():
+                if getattr(result, other) in (None, "", (), False):
+                    raise UsageError(f"{option.label} requires {options[other].label}")
     return result
 
 

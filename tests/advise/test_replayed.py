@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from crossdraft.framework.cli import baseline_responses
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.cli.advise import replay as module
-from crossdraft.framework.cli.advise.options import add_arguments
+from crossdraft.framework.cli.advise.command import Advise
 from crossdraft.framework.contracts.sampling import Sampling
 
 
@@ -109,10 +108,9 @@ def test_acceptance_by_draft_length(models: dict[str, str], tmp_path: Path, caps
         for i in range(5)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    options = ["--replay", str(path), "--drafter", "prompt-lookup", "--temperature", "0"]
-    parser, remarks = argparse.ArgumentParser(), Remarks()
-    add_arguments(parser)
-    result = module.replayed_acceptances(parser.parse_args(options), remarks)
+    remarks = Remarks()
+    command = Advise(replay=(str(path),), drafter=("prompt-lookup",), temperature=0)
+    result = module.replayed_acceptances(command, remarks)
     assert any("all responses are truncated" in line for line in remarks.warnings)
     assert cli.main(["replay", str(path), "--drafter", "prompt-lookup", "--temperature", "0", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
@@ -155,14 +153,17 @@ def test_export_is_priced_with_the_engines_own_drafts(tmp_path: Path, capsys: An
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "advise requires a source of acceptance"),
+        ([], "advise requires one source of acceptance"),
         (["--replay", "x"], "--drafter is missing"),
         (["--prompts", "x", "--drafter", "prompt-lookup"], "--prompts requires --target"),
-        (["--replay", "x", "--prompts", "y"], "--replay and --prompts cannot be combined"),
-        (["log", "--drafter", "eagle", "--drafter", "medusa"], "several drafters or verifiers require"),
-        (["log", "--drafter", "{name: eagle}"], "--drafter with options requires --replay"),
-        (["log", "--responses", "3"], "require --prompts"),
-        (["log", "--replay", "x"], "cannot be combined with SOURCE"),
+        (["--replay", "x", "--prompts", "y"], "advise requires one source"),
+        (
+            ["log", "--drafter", "eagle", "--drafter", "medusa"],
+            "several drafters or verifiers, and options of drafters, require",
+        ),
+        (["log", "--drafter", "{name: eagle}"], "options of drafters, require --replay"),
+        (["log", "--responses", "3"], "--responses requires --prompts"),
+        (["log", "--replay", "x"], "advise requires one source"),
     ],
 )
 def test_incompatible_options(capsys: Any, options: list[str], message: str) -> None:

@@ -35,6 +35,7 @@ class Measure(Command):
     where: Annotated[tuple[str, ...], Argument(short="-w")] = Field((), description="filter (repeatable)")
     json_: Annotated[bool, Argument(exclusive="format")] = Field(False, description="print JSON")
     csv: Annotated[bool, Argument(exclusive="format")] = Field(False, description="print CSV")
+    width: Annotated[int, Argument("N", requires="out keys")] = Field(80, description="of a line")
     out: Path | None = Field(None, description="directory to write to")
     keys: Annotated[tuple[str, ...], Argument("KEY,...", commas=True)] = Field((), max_length=2, description="columns")
 
@@ -68,6 +69,7 @@ def test_options_have_their_types() -> None:
 @pytest.mark.parametrize(
     "options, message",
     [
+        ("--width 8 --out x", "--width requires --keys"),
         ("--gamma 0", "--gamma 0: should be greater than or equal to 1"),
         ("--gamma 1.5", "--gamma 1.5: should be a valid integer"),
         ("--gamma 65", "--gamma 65 is too large; the maximum is 64: drafts are short"),

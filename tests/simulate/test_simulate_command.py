@@ -191,16 +191,12 @@ def test_wrong_trace_is_refused_with_line_and_key(tmp_path: Path, name: str, tex
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "requires one of --rate, --trace and --concurrency, got none of them"),
-        (["--rate", "1", "--concurrency", "2"], "got --rate and --concurrency"),
-        (["--rate", "1", "--time-unit", "s"], "--time-unit requires --trace; remove it"),
-        (["--rate", "1,0"], "--rate must be a positive number, got 0"),
-        (["--rate", "nan"], "--rate must be a positive number, got nan"),
-        (["--concurrency", "2", "--burstiness", "0.5"], "--burstiness requires --rate; remove it"),
+        ([], "requires one of --rate, --trace and --concurrency"),
+        (["--rate", "1", "--concurrency", "2"], "requires one of --rate, --trace and --concurrency"),
+        (["--rate", "1", "--time-unit", "s"], "--time-unit requires --trace"),
+        (["--rate", "1,0"], "--rate 0: should be greater than 0"),
+        (["--concurrency", "2", "--burstiness", "0.5"], "--burstiness requires --rate"),
         (["--concurrency", "1,8", "--requests", "8"], "--concurrency 8 of 8 requests leaves none to arrive"),
-        (["--rate", "1", "--overhead", "-1"], "--overhead must be at least 0, got -1"),
-        (["--rate", "1", "--slo-token", "-1"], "--slo-token must be a positive number, got -1"),
-        (["--rate", "1", "--seeds", "0"], "--seeds must be at least 1, got 0"),
         (["--rate", "1", "--policy", "dynamic"], "'dynamic' is not a policy; give off, static:N"),
         (["--rate", "1", "--policy", "static:x"], "'static:x' is not a policy"),
         (

@@ -2,90 +2,88 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ... import plugins
+from ...contracts.command import Command
 from ...errors import UsageError
 from ...util.input_files import kind_of
-from ..cost.options import option
-from .costs import Costs, costs_of
-from .options import BATCH_SIZES, check
-from .options import add_arguments as add_arguments
+from .costs import Costs
+from .options import AdviseOptions
 from .servable import not_servable
 
 if TYPE_CHECKING:
     from ...advise.candidates import Candidate, Machine
     from ...advise.caveats import Remarks
     from ...cost.curve import Curve
-    from ...cost.load_run import FinishedRun
     from ...engines.acceptance import Acceptance
     from ...engines.engine import Schedule, Settings
     from ...recipe.recipe import CellConfig
+    from ...report.load_run import FinishedRun
 
 CONTEXT = 1024
 
 
-def main(args: argparse.Namespace) -> int:
-    """Return 0. Raises UsageError (exit status 2) for invalid options or insufficient data."""
-    check(args)
-    from ...advise.caveats import Remarks
-    from ...advise.decision import decide
-    from .output import as_json, as_text, schedule_text
+class Advise(AdviseOptions, Command):
+    """Recommendation of a drafter, a verifier and a draft length for each batch size.
 
-    remarks = Remarks()
-    groups = _groups(args, remarks)
-    sizes: list[int] = sorted(set(args.batch_size or BATCH_SIZES))
-    steps = {
-        title: [decide(candidates, b, c) for c in args.context or [None] for b in sizes]
-        for title, candidates in groups.items()
-    }
-    for steps_of_group in steps.values():
-        remarks.of_steps(steps_of_group)
-    settings, schedule = _settings(args, groups, sizes, remarks) if args.export else (None, None)
-    if args.json:
-        print(json.dumps(as_json(steps, remarks, settings, schedule), indent=2))
-    elif schedule is not None and settings is not None:
-        print(settings.text)
-        print("\n".join(["", schedule_text(schedule), "", *remarks.lines()]), file=sys.stderr)
-    else:
-        print(as_text(steps, remarks))
-    return 0
+    Raises:
+        UsageError: insufficient data, or options that cannot be combined.
+    """
+
+    name: ClassVar[str] = "advise"
+
+    def run(self) -> int:
+        from ...advise.caveats import Remarks
+        from ...advise.decision import decide
+        from .output import as_json, as_text, schedule_text
+
+        remarks = Remarks()
+        groups = _groups(self, remarks)
+        sizes = sorted(set(self.batch_size))
+        steps = {
+            title: [decide(candidates, b, c) for c in self.context or [None] for b in sizes]
+            for title, candidates in groups.items()
+        }
+        for steps_of_group in steps.values():
+            remarks.of_steps(steps_of_group)
+        settings, schedule = _settings(self, groups, sizes, remarks) if self.export else (None, None)
+        if self.json_:
+            print(json.dumps(as_json(steps, remarks, settings, schedule), indent=2))
+        elif schedule is not None and settings is not None:
+            print(settings.text)
+            print("\n".join(["", schedule_text(schedule), "", *remarks.lines()]), file=sys.stderr)
+        else:
+            print(as_text(steps, remarks))
+        return 0
 
 
 # -- candidates --------------------------------------------------------------------------------------------------
 
 
-def _groups(args: argparse.Namespace, remarks: Remarks) -> dict[str, list[Candidate]]:
+def _groups(args: AdviseOptions, remarks: Remarks) -> dict[str, list[Candidate]]:
     """The candidates, grouped by target and sampling parameters."""
     from ...advise.candidates import imported
-    from ...cost.load_run import read_run
+    from ...report.load_run import read_run
 
     runs = [source for source in args.sources if kind_of_source(source) == "directory"]
     texts = [source for source in args.sources if source not in runs]
     if args.since and len(texts) != 1:
         raise UsageError("--since requires exactly one SOURCE, a later scrape of the same counters")
-    if (
-        runs
-        and not texts
-        and (unused := [name for name in ("drafter", "verifier", "gamma") if getattr(args, name) is not None])
-    ):
-        raise UsageError(
-            f"{option(unused[0])} is for an engine's numbers and cannot be used with a finished run; remove it"
-        )
-    costs = costs_of(args, remarks)
+    if runs and not texts and (args.drafter or args.verifier or args.gamma):
+        raise UsageError("--drafter, --verifier and --gamma are for an engine's numbers; a finished run has its own")
+    costs = args.costs(remarks)
     candidates: list[Candidate] = []
     finished = [read_run(Path(run)) for run in runs]
     cells = [result.config for run in finished for result in run.summary.results]
     for run in finished:
         candidates += _run_candidates(run, cells, costs, remarks)
-    replays = bool(args.replay or args.prompts)
-    if replays:
+    if args.replays:
         from .replay import replayed_acceptances
 
         acceptances = replayed_acceptances(args, remarks)
@@ -97,9 +95,9 @@ def _groups(args: argparse.Namespace, remarks: Remarks) -> dict[str, list[Candid
                 "the cost of the target is unknown: give --target with --on, --target measured by crossdraft cost, or "
                 "--cost FILE"
             )
-        draft_curves = [_draft_curve(acceptance, costs, replays) for acceptance in acceptances]
-        remarks.free(drafting=not replays and costs.drafter is None)
-        context = (args.context or [CONTEXT])[0]
+        draft_curves = [_draft_curve(acceptance, costs, args.replays) for acceptance in acceptances]
+        remarks.free(drafting=not args.replays and costs.drafter is None)
+        context = (args.context or (CONTEXT,))[0]
         for acceptance, curve in zip(acceptances, draft_curves, strict=True):
             candidates += imported([acceptance], costs.target, curve, context)
     if args.overlap:
@@ -149,24 +147,20 @@ def _run_candidates(run: FinishedRun, cells: Sequence[CellConfig], costs: Costs,
     return candidates
 
 
-def _read_acceptances(args: argparse.Namespace, source: str, remarks: Remarks) -> list[Acceptance]:
+def _read_acceptances(args: AdviseOptions, source: str, remarks: Remarks) -> list[Acceptance]:
     """Acceptances in a source, in the format of any engine, completed by the options."""
     from ...advise.candidates import of_pair
     from ...engines.formats import read_acceptances
 
-    content, acceptances = read_acceptances(source, args.since)
+    content, acceptances = read_acceptances(source, args.since or None)
     remarks.of_source(content)
-    fields = {"drafter": _first(args.drafter), "verifier": _first(args.verifier), "temperature": args.temperature}
+    fields = {"drafter": "".join(args.drafter), "verifier": "".join(args.verifier), "temperature": args.temperature}
     fields |= {"model": args.draft_path or args.draft_model}
-    fields = {name: value for name, value in fields.items() if value is not None}
+    fields = {name: value for name, value in fields.items() if value not in (None, "")}
     return [of_pair(replace(_with_rates(args, acceptance), **fields)) for acceptance in acceptances]
 
 
-def _first(values: list[str] | None) -> str | None:
-    return values[0] if values else None
-
-
-def _with_rates(args: argparse.Namespace, acceptance: Acceptance) -> Acceptance:
+def _with_rates(args: AdviseOptions, acceptance: Acceptance) -> Acceptance:
     """Acceptance by position; if unknown, a constant rate with the same mean length."""
     if acceptance.marginal:
         if args.gamma is not None:
@@ -184,7 +178,7 @@ def _with_rates(args: argparse.Namespace, acceptance: Acceptance) -> Acceptance:
 
 
 def _settings(
-    args: argparse.Namespace, groups: dict[str, list[Candidate]], sizes: list[int], remarks: Remarks
+    args: AdviseOptions, groups: dict[str, list[Candidate]], sizes: list[int], remarks: Remarks
 ) -> tuple[Settings, Schedule]:
     """Settings for the engine of --export and their schedule; adds remarks on its limitations and their cost."""
     from ...advise.decision import decide, schedule_for

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ... import plugins
 from ...errors import UsageError
 from ..baseline_responses import baseline_responses, log
-from ..options.trust import trusted_with_drafter
 from .servable import not_servable
 
 if TYPE_CHECKING:
@@ -18,6 +16,7 @@ if TYPE_CHECKING:
     from ...engines.acceptance import Acceptance
     from ...replay.replay import Candidate
     from ...replay.response import Response
+    from .options import AdviseOptions
 
 #: The greatest draft length that is replayed.
 MAX_GAMMA = 16
@@ -25,7 +24,7 @@ MAX_GAMMA = 16
 _MIN_TOKENS = 1000
 
 
-def replayed_acceptances(args: argparse.Namespace, remarks: Remarks) -> list[Acceptance]:
+def replayed_acceptances(args: AdviseOptions, remarks: Remarks) -> list[Acceptance]:
     """Replay every drafter with every compatible verifier at every draft length up to `MAX_GAMMA`.
 
     Raises:
@@ -37,10 +36,10 @@ def replayed_acceptances(args: argparse.Namespace, remarks: Remarks) -> list[Acc
     from ..replay.candidates import candidates_of
     from ..replay.command import read_responses
 
-    consent = trusted_with_drafter(args, args.target)
+    consent = args.trusted([args.target or None], args.drafter)
     sampling = None if args.temperature is None else Sampling(temperature=args.temperature)
-    name = " and ".join(args.replay or [])
-    sources = list(args.replay or [])
+    name = " and ".join(args.replay)
+    sources = list(args.replay)
     if args.prompts:
         if sampling is None:
             sampling = Sampling()
@@ -57,7 +56,7 @@ def replayed_acceptances(args: argparse.Namespace, remarks: Remarks) -> list[Acc
         name = f"responses of {args.target} to {args.prompts}"
     # Responses decoded here have the log-probabilities after temperature and truncation.
     reader = Reader(
-        target=args.target or "",
+        target=args.target,
         sampling=sampling,
         processed=not args.replay,
         trust_remote_code=args.target in consent,
@@ -65,7 +64,7 @@ def replayed_acceptances(args: argparse.Namespace, remarks: Remarks) -> list[Acc
     responses, sampling = read_responses(reader, sources, sampling, name)
     candidates = candidates_of(
         args.drafter,
-        args.verifier or [],
+        args.verifier,
         range(1, MAX_GAMMA + 1),
         sampling=sampling,
         target=args.target or reader.target,
@@ -96,7 +95,7 @@ def replayed_acceptances(args: argparse.Namespace, remarks: Remarks) -> list[Acc
     ]
 
 
-def _drafter_options(args: argparse.Namespace, remarks: Remarks) -> Mapping[str, Mapping[str, Any]]:
+def _drafter_options(args: AdviseOptions, remarks: Remarks) -> Mapping[str, Mapping[str, Any]]:
     """Options with which drafters draft as those of the engine of --export."""
     definition = plugins.get("engines", args.export).counters if args.export else None
     if definition is None:
@@ -109,7 +108,7 @@ def _drafter_options(args: argparse.Namespace, remarks: Remarks) -> Mapping[str,
 
 
 def _exportable(
-    candidates: list[Candidate], args: argparse.Namespace, sampling: Sampling | None, remarks: Remarks
+    candidates: list[Candidate], args: AdviseOptions, sampling: Sampling | None, remarks: Remarks
 ) -> list[Candidate]:
     """The candidates without the pairs that the engine of --export does not support, before anything is replayed.
 

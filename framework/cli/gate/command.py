@@ -13,8 +13,8 @@ from ...util.input_files import kind_of
 from ..cost.options import number
 
 if TYPE_CHECKING:
-    from ...cost.load_run import FinishedRun
     from ...metrics.gate import GateCheck
+    from ...report.load_run import FinishedRun
 
 #: Exit codes; 2 is reserved for usage errors.
 EXIT = {"pass": 0, "drop": 1, "undecided": 3}
@@ -86,7 +86,7 @@ def _remarks(samples: dict[str, Any]) -> list[str]:
 
 
 def _run(name: str) -> FinishedRun:
-    from ...cost.load_run import read_runs
+    from ...report.load_run import read_runs
     from ..options.run import note_partial
 
     runs = read_runs([Path(name)])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ... import plugins
-from ...cost.load_run import FinishedRun
 from ...errors import UsageError, quoted
 from ...metrics.cell_metrics import sums_by_prompt, uncut_steps
 from ...metrics.gate import Sample
+from ...report.load_run import FinishedRun
 from ...runs.labels import group_title
 
 

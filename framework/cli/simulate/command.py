@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
-import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
+from pydantic import Field, model_validator
+
+from ...contracts.command import Argument, Command
 from ...errors import UsageError
 from ...util.input_files import kind_of
 from ...util.limits import MOST_DEVICES, MOST_REPEATS, MOST_REPLAYED, MOST_REQUESTS, MOST_ROWS, MOST_TOKENS
-from ..advise.costs import costs_of
-from ..advise.options import add_costs, check_costs
-from ..cost.options import check_numbers, floats, integer, integers, number, option
-from ..options.trust import add_trust_argument, trusted_with_drafter
+from ..advise.costs import CostOptions
+from ..options.run import JsonOptions
+from ..options.trust import TrustOptions
 
 if TYPE_CHECKING:
     from ...advise.caveats import Remarks
@@ -23,169 +23,156 @@ if TYPE_CHECKING:
 
 #: Requests of a simulation by default.
 REQUESTS = 200
-ROUTERS = ("round-robin", "least-loaded")
 #: Policies by default.
 POLICIES = ("off", "static:4", "schedule", "oracle")
+_ARRIVALS, _ENGINE, _MEASURED = "arrivals (one of --rate, --trace and --concurrency)", "engine", "measurement"
+Positive = Annotated[float, Field(gt=0)]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "sources", nargs="+", metavar="SOURCE", help="recorded responses, as for crossdraft replay: a run or JSONL"
+class Simulate(CostOptions, TrustOptions, JsonOptions, Command):
+    """Simulation of draft lengths under traffic.
+
+    Raises:
+        UsageError: options that cannot be combined, invalid sources or files.
+    """
+
+    name: ClassVar[str] = "simulate"
+
+    sources: Annotated[tuple[str, ...], Argument("SOURCE", positional=True)] = Field(
+        description="recorded responses, as for crossdraft replay: a run or JSONL"
     )
-    parser.add_argument(
-        "--drafter", required=True, metavar="NAME", help="drafter of the replay: a name, or '{name: .., model: ..}'"
+    drafter: Annotated[str, Argument("NAME")] = Field(
+        description="drafter of the replay: a name, or '{name: .., model: ..}'"
     )
-    parser.add_argument("--verifier", metavar="NAME", help="verifier (the first compatible one)")
-    parser.add_argument("--gamma", type=integer, default=8, metavar="N", help="longest draft (8)")
-    parser.add_argument("--temperature", type=number, metavar="T", help="temperature of the responses")
-    add_trust_argument(parser)
-    parser.add_argument(
-        "--policy",
-        action="append",
-        metavar="NAME",
-        help="draft lengths: off; static:N; schedule:1=4,8=2,32=0 (by running requests; without numbers: computed); "
-        f"budget:N (drafted tokens per step, shared); oracle (repeatable; {', '.join(POLICIES)})",
+    verifier: Annotated[str, Argument("NAME")] = Field("", description="verifier (default: the first compatible one)")
+    gamma: Annotated[int, MOST_REPLAYED] = Field(8, ge=1, description="longest draft")
+    temperature: Annotated[float | None, Argument("T")] = Field(None, ge=0, description="temperature of the responses")
+    policy: Annotated[tuple[str, ...], Argument("NAME")] = Field(
+        (),
+        description="draft lengths: off; static:N; schedule:1=4,8=2,32=0 (by running requests; without numbers: "
+        "computed); budget:N (drafted tokens per step, shared); oracle (repeatable; default: off, static:4, schedule, "
+        "oracle)",
     )
-    traffic = parser.add_argument_group("arrivals (one of them)")
-    traffic.add_argument("--rate", type=floats, metavar="R,R,...", help="requests per second, of all replicas")
-    traffic.add_argument(
-        "--burstiness",
-        type=number,
-        default=1.0,
-        metavar="X",
-        help="shape of the gamma-distributed gaps: 1 is Poisson, less is burstier (1)",
+    rate: Annotated[tuple[Positive, ...], Argument("R,R,...", group=_ARRIVALS, commas=True)] = Field(
+        (), description="requests per second, of all replicas"
     )
-    traffic.add_argument(
-        "--trace",
-        metavar="FILE",
-        help="recorded arrivals and lengths, CSV or JSONL: as in the traces of Azure, BurstGPT, Mooncake or Bailian",
+    burstiness: Annotated[float, Argument(group=_ARRIVALS, requires="rate")] = Field(
+        1.0, gt=0, description="shape of the gamma-distributed gaps: 1 is Poisson, less is burstier (1)"
     )
-    traffic.add_argument(
-        "--time-unit",
-        choices=("s", "ms", "us", "ns"),
-        help="unit of times of the trace that are numbers (that of the published trace with the same keys)",
+    trace: Annotated[str, Argument("FILE", group=_ARRIVALS)] = Field(
+        "",
+        description="recorded arrivals and lengths, CSV or JSONL: as in the traces of Azure, BurstGPT, Mooncake or "
+        "Bailian",
     )
-    traffic.add_argument(
-        "--concurrency", type=integers, metavar="N,N,...", help="closed loop: so many requests at all times"
+    time_unit: Annotated[Literal["s", "ms", "us", "ns"] | None, Argument(group=_ARRIVALS, requires="trace")] = Field(
+        None,
+        description="unit of times of the trace that are numbers (that of the published trace with the same keys)",
     )
-    engine = parser.add_argument_group("engine")
-    engine.add_argument("--batch-size", type=integer, default=64, metavar="B", help="most running requests (64)")
-    engine.add_argument(
-        "--batched-tokens",
-        type=integer,
-        default=2048,
-        metavar="N",
-        help="most tokens of a pass, prefill included (2048)",
+    concurrency: Annotated[
+        tuple[Annotated[int, Field(ge=1), MOST_ROWS], ...], Argument("N,N,...", group=_ARRIVALS, commas=True)
+    ] = Field((), description="closed loop: so many requests at all times")
+    batch_size: Annotated[int, Argument("B", group=_ENGINE), MOST_ROWS] = Field(
+        64, ge=1, description="most running requests"
     )
-    engine.add_argument("--replicas", type=integer, default=1, metavar="N", help="independent replicas (1)")
-    engine.add_argument("--router", choices=ROUTERS, default=ROUTERS[0], help=f"router ({ROUTERS[0]})")
-    engine.add_argument(
-        "--loop",
-        choices=("engine", "crossdraft"),
-        default="engine",
-        help="engine: ragged rows, prefill within the steps; crossdraft: padded rows, prefill before the step (engine)",
+    batched_tokens: Annotated[int, Argument(group=_ENGINE), MOST_TOKENS] = Field(
+        2048, ge=1, description="most tokens of a pass, prefill included"
     )
-    costs = add_costs(parser, "cost of a step")
-    costs.add_argument(
-        "--prefill-cost", metavar="FILE", help="the same for prefills: lines of batch size 1, width = prompt tokens"
+    replicas: Annotated[int, Argument(group=_ENGINE), MOST_DEVICES] = Field(1, ge=1, description="independent replicas")
+    router: Annotated[Literal["round-robin", "least-loaded"], Argument(group=_ENGINE)] = Field(
+        "round-robin", description="router"
     )
-    costs.add_argument("--overhead", type=number, default=0.0, metavar="S", help="further seconds of every step (0)")
-    measured = parser.add_argument_group("measurement")
-    measured.add_argument("--requests", type=integer, metavar="N", help="requests per simulation (200; all of a trace)")
-    measured.add_argument("--seeds", type=integer, default=8, metavar="N", help="independent simulations (8)")
-    measured.add_argument("--slo-first-token", type=number, metavar="S", help="most seconds to the first token")
-    measured.add_argument("--slo-token", type=number, metavar="S", help="most seconds per token after the first")
-    formats = parser.add_mutually_exclusive_group()
-    formats.add_argument("--json", action="store_true", help="print JSON")
-    formats.add_argument("--csv", action="store_true", help="print CSV: a row per arrival process and policy")
+    loop: Annotated[Literal["engine", "crossdraft"], Argument(group=_ENGINE)] = Field(
+        "engine",
+        description="engine: ragged rows, prefill within the steps; crossdraft: padded rows, prefill before the step "
+        "(engine)",
+    )
+    prefill_cost: Annotated[str, Argument("FILE", group="cost of a step")] = Field(
+        "", description="as --cost, for prefills: lines of batch size 1, width = prompt tokens"
+    )
+    overhead: Annotated[float, Argument("S", group="cost of a step")] = Field(
+        0.0, ge=0, description="further seconds of every step (0)"
+    )
+    requests: Annotated[int | None, Argument(group=_MEASURED), MOST_REQUESTS] = Field(
+        None, ge=1, description="requests per simulation (200; all of a trace)"
+    )
+    seeds: Annotated[int, Argument(group=_MEASURED), MOST_REPEATS] = Field(
+        8, ge=1, description="independent simulations"
+    )
+    slo_first_token: Annotated[float | None, Argument("S", group=_MEASURED)] = Field(
+        None, gt=0, description="most seconds to the first token"
+    )
+    slo_token: Annotated[float | None, Argument("S", group=_MEASURED)] = Field(
+        None, gt=0, description="most seconds per token after the first"
+    )
+    csv: Annotated[bool, Argument(exclusive="format")] = Field(
+        False, description="print CSV: a row per arrival process and policy"
+    )
+
+    @model_validator(mode="after")
+    def _combinable(self) -> Simulate:
+        if bool(self.rate) + bool(self.trace) + bool(self.concurrency) != 1:
+            raise UsageError("simulate requires one of --rate, --trace and --concurrency")
+        requests = self.requests or REQUESTS
+        if max(self.concurrency, default=0) >= requests:
+            raise UsageError(
+                f"--concurrency {max(self.concurrency)} of {requests} requests leaves none to arrive when another "
+                "ends; raise --requests, or lower it"
+            )
+        if not (self.cost or self.target):
+            raise UsageError(
+                "the cost of the target is unknown: give --cost FILE, --target with --on, or --target measured by "
+                "crossdraft cost"
+            )
+        return self
+
+    def run(self) -> int:
+        from ...advise.caveats import Remarks
+        from ...simulate.outcome import ServiceLevel, compare
+        from ...simulate.policies import parse_policy
+        from ...simulate.replica import EngineSettings
+        from .output import as_csv, as_json, as_text
+
+        remarks = Remarks()
+        processes = _processes(self, remarks)
+        pool, title, draft_model = _pool(self, remarks)
+        cost = _cost(self, draft_model, remarks)
+        policies: dict[str, StepPolicy] = {}
+        for text in self.policy or _default_policies(pool):
+            policy = parse_policy(text, pool, cost, self.batch_size)
+            if policy.name in policies:
+                raise UsageError(f"--policy {text} is given twice, as {policy.name}; remove one")
+            policies[policy.name] = policy
+        settings = EngineSettings(self.batch_size, self.batched_tokens, first_token=self.loop == "engine")
+        level = None
+        if self.slo_first_token is not None or self.slo_token is not None:
+            level = ServiceLevel(self.slo_first_token, self.slo_token)
+        results = [
+            result
+            for process in processes
+            for result in compare(
+                pool,
+                process,
+                list(policies.values()),
+                cost,
+                settings,
+                requests=self.requests or (MOST_REQUESTS if self.trace else REQUESTS),
+                seeds=self.seeds,
+                service_level=level,
+                replicas=self.replicas,
+                router=self.router,
+            )
+        ]
+        _remark(self, pool, remarks)
+        if self.json_:
+            print(as_json(title, results, remarks))
+        elif self.csv:
+            print(as_csv(results), end="")
+        else:
+            print(as_text(title, results, remarks))
+        return 0
 
 
-def main(args: argparse.Namespace) -> int:
-    """Return 0. Raises UsageError (exit status 2) for invalid options, sources or files."""
-    _check(args)
-    from ...advise.caveats import Remarks
-    from ...simulate.outcome import ServiceLevel, compare
-    from ...simulate.policies import parse_policy
-    from ...simulate.replica import EngineSettings
-    from .output import as_csv, as_json, as_text
-
-    remarks = Remarks()
-    processes = _processes(args, remarks)
-    pool, title = _pool(args, remarks)
-    cost = _cost(args, remarks)
-    policies: dict[str, StepPolicy] = {}
-    for text in args.policy or _default_policies(pool):
-        policy = parse_policy(text, pool, cost, args.batch_size)
-        if policy.name in policies:
-            raise UsageError(f"--policy {text} is given twice, as {policy.name}; remove one")
-        policies[policy.name] = policy
-    settings = EngineSettings(args.batch_size, args.batched_tokens, first_token=args.loop == "engine")
-    level = None
-    if args.slo_first_token is not None or args.slo_token is not None:
-        level = ServiceLevel(args.slo_first_token, args.slo_token)
-    results = [
-        result
-        for process in processes
-        for result in compare(
-            pool,
-            process,
-            list(policies.values()),
-            cost,
-            settings,
-            requests=args.requests or (MOST_REQUESTS if args.trace else REQUESTS),
-            seeds=args.seeds,
-            service_level=level,
-            replicas=args.replicas,
-            router=args.router,
-        )
-    ]
-    _remark(args, pool, remarks)
-    if args.json:
-        print(as_json(title, results, remarks))
-    elif args.csv:
-        print(as_csv(results), end="")
-    else:
-        print(as_text(title, results, remarks))
-    return 0
-
-
-def _check(args: argparse.Namespace) -> None:
-    """Raise UsageError for options that are invalid or cannot be combined."""
-    limits = {"gamma": MOST_REPLAYED, "batch_size": MOST_ROWS, "batched_tokens": MOST_TOKENS, "seeds": MOST_REPEATS}
-    limits |= {"replicas": MOST_DEVICES, "requests": MOST_REQUESTS, "concurrency": MOST_ROWS}
-    check_numbers(args, limits)
-    check_costs(args)
-    processes = [name for name in ("rate", "trace", "concurrency") if getattr(args, name) is not None]
-    if len(processes) != 1:
-        names = " and ".join(map(option, processes)) or "none of them"
-        raise UsageError(f"simulate requires one of --rate, --trace and --concurrency, got {names}")
-    requests = args.requests or REQUESTS
-    if args.concurrency and max(args.concurrency) >= requests:
-        raise UsageError(
-            f"--concurrency {max(args.concurrency)} of {requests} requests leaves none to arrive when another ends; "
-            "raise --requests, or lower it"
-        )
-    if args.time_unit and not args.trace:
-        raise UsageError("--time-unit requires --trace; remove it")
-    if args.burstiness != 1 and not args.rate:
-        raise UsageError("--burstiness requires --rate; remove it")
-    for name in ("rate", "burstiness", "slo_first_token", "slo_token"):
-        value = getattr(args, name)
-        for x in value if isinstance(value, list) else [value] if value is not None else []:
-            if not 0 < x < math.inf:
-                raise UsageError(f"{option(name)} must be a positive number, got {x:g}")
-    if not 0 <= args.overhead < math.inf:
-        raise UsageError(f"--overhead must be at least 0, got {args.overhead:g}")
-    if args.temperature is not None and not 0 <= args.temperature < math.inf:
-        raise UsageError(f"--temperature must be at least 0, got {args.temperature:g}")
-    if not (args.cost or args.target):
-        raise UsageError(
-            "the cost of the target is unknown: give --cost FILE, --target with --on, or --target measured by "
-            "crossdraft cost"
-        )
-
-
-def _processes(args: argparse.Namespace, remarks: Remarks) -> list[ArrivalProcess]:
+def _processes(args: Simulate, remarks: Remarks) -> list[ArrivalProcess]:
     from ...simulate.arrivals import ClosedLoop, GammaArrivals, read_trace
 
     if args.trace:
@@ -197,16 +184,16 @@ def _processes(args: argparse.Namespace, remarks: Remarks) -> list[ArrivalProces
     return [ClosedLoop(n) for n in dict.fromkeys(args.concurrency)]
 
 
-def _pool(args: argparse.Namespace, remarks: Remarks) -> tuple[Pool, str]:
-    """The recorded responses with their acceptance, and a title."""
+def _pool(args: Simulate, remarks: Remarks) -> tuple[Pool, str, str]:
+    """The recorded responses with their acceptance, a title, and the draft model."""
     from ...contracts.sampling import Sampling
     from ...replay.responses import Reader
     from ...simulate.request import read_pool
     from ..replay.candidates import candidates_of
     from ..replay.command import read_responses
 
-    target = "" if args.on and kind_of(args.target) else args.target or ""  # a config.json has no tokenizer
-    consent = trusted_with_drafter(args, target)
+    target = "" if args.on and kind_of(args.target) else args.target  # a config.json has no tokenizer
+    consent = args.trusted([target or None], [args.drafter])
     sampling = None if args.temperature is None else Sampling(temperature=args.temperature)
     reader = Reader(target=target, sampling=sampling, trust_remote_code=target in consent)
     responses, sampling = read_responses(reader, args.sources, sampling)
@@ -222,24 +209,24 @@ def _pool(args: argparse.Namespace, remarks: Remarks) -> tuple[Pool, str]:
     if ks != (1,):
         raise UsageError(f"--drafter {args.drafter} drafts several sequences, whose cost is not modelled; set K to 1")
     candidate.verifiers = {verifier: ks}
-    args.draft_name = str(getattr(candidate.drafter[1], "model", "") or "")
+    draft_model = str(getattr(candidate.drafter[1], "model", "") or "")
     pool = read_pool(responses, candidate, int(args.loop == "engine"))
     for assumption, count in reader.assumed.items():
         remarks.assume(f"{count} responses {assumption}")
-    return pool, f"{candidate.title} × {verifier}, drafts of up to {pool.gamma} tokens"
+    return pool, f"{candidate.title} × {verifier}, drafts of up to {pool.gamma} tokens", draft_model
 
 
-def _cost(args: argparse.Namespace, remarks: Remarks) -> StepCost:
+def _cost(args: Simulate, draft_model: str, remarks: Remarks) -> StepCost:
     from ...advise.cost_tables import read_cost_table
     from ...simulate.step_cost import StepCost
 
-    costs = costs_of(args, remarks)
-    assert costs.target is not None  # checked by _check
-    drafter = (costs.drafter or costs.by_name(args.draft_name)) if args.draft_name else None
+    costs = args.costs(remarks)
+    assert costs.target is not None  # checked by the model
+    drafter = (costs.drafter or costs.by_name(draft_model)) if draft_model else None
     prefill = read_cost_table(args.prefill_cost) if args.prefill_cost else None
     if prefill is not None and prefill.batch_sizes != [1]:
         raise UsageError(f"--prefill-cost {args.prefill_cost}: the batch sizes must be 1: a line is one prompt")
-    remarks.free(drafting=drafter is None and bool(args.draft_name))
+    remarks.free(drafting=drafter is None and bool(draft_model))
     crossdraft = args.loop == "crossdraft"
     return StepCost(costs.target, drafter, prefill, args.overhead, padded=crossdraft, separate=crossdraft)
 
@@ -248,7 +235,7 @@ def _default_policies(pool: Pool) -> list[str]:
     return [text if not text.startswith("static") else f"static:{min(4, pool.gamma)}" for text in POLICIES]
 
 
-def _remark(args: argparse.Namespace, pool: Pool, remarks: Remarks) -> None:
+def _remark(args: Simulate, pool: Pool, remarks: Remarks) -> None:
     remarks.measured.append(f"acceptance at every token of {len(pool.responses)} responses, by replay")
     remarks.assume("requests draw recorded responses with replacement; intervals are over simulations of these")
     if args.trace:
@@ -256,7 +243,7 @@ def _remark(args: argparse.Namespace, pool: Pool, remarks: Remarks) -> None:
     remarks.assume("the cache holds all running requests; routing, sampling and streaming take no time")
     if args.replicas > 1:
         remarks.assume(f"{args.replicas} equal replicas behind a {args.router} router share nothing")
-    if args.prefill_cost is None:
+    if not args.prefill_cost:
         remarks.assume("a prefill costs its tokens in a pass of the cost curve, extrapolated beyond its widths")
     if len(pool.responses) < 10:
         remarks.warn(f"{len(pool.responses)} responses are few; record more")
