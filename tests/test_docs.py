@@ -230,7 +230,7 @@ def with_blocks() -> Iterator[Any]:
             yield pytest.param(page, marks=marks, id=page.name)
 
 
-@pytest.mark.parametrize("page", with_blocks())
+@pytest.mark.parametrize("page", list(with_blocks()))
 def test_every_block_runs(
     page: Path, place: Path, text_models: None, stored_runs: None, engines: None, capsys: Any
 ) -> None:
