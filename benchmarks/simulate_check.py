@@ -37,8 +37,7 @@ import yaml
 from tabulate import tabulate
 
 from crossdraft.framework.advise.cost_tables import read_cost_table
-from crossdraft.framework.bench.cells.cell_runner import without_weights
-from crossdraft.framework.bench.cells.engine_cell import EngineCell, piece_of
+from crossdraft.framework.bench.cells.engine_cell import EngineCell, piece_of, without_weights
 from crossdraft.framework.cli.main import main as crossdraft
 from crossdraft.framework.cli.replay.candidates import candidates_of
 from crossdraft.framework.contracts.sampling import Sampling

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from ..api.cell_runner import Conversation
 from ..contracts.lm import LM
 from ..contracts.models import LoadedModel
 from ..models.rounding import tie_of
 from ..runs.records import CellResult
 from ..runs.run_directory import PieceResult
-from .cells.conversations import Conversation
 
 #: Key of a line of ``responses.jsonl``: the first token that differs from plain decoding, see `decide`.
 KEY = "difference"

@@ -19,7 +19,9 @@ from random import Random
 from statistics import median_low
 from typing import Any
 
+from .. import plugins
 from ..api.build import make_slots
+from ..api.cell_runner import CellRunner, Conversation
 from ..contracts.lm import LM
 from ..contracts.models import LoadedModel
 from ..errors import CrossdraftError, first_line
@@ -34,9 +36,8 @@ from ..runs.labels import is_lossless
 from ..runs.records import CellResult, cells_of
 from ..runs.run_directory import FORMAT, PieceResult
 from . import memory
-from .cells.cell_runner import Cell, Models, PieceRunner, lengths, positions
-from .cells.conversations import Conversation, compile_constraints, cut_pieces, prepare, turns_of
-from .cells.engine_cell import EngineCell
+from .cells.cell_runner import Cell, Models, lengths, positions
+from .cells.conversations import compile_constraints, cut_pieces, prepare, turns_of
 from .cells.step_limit import StepLimit
 from .events import (
     CellFailed,
@@ -82,7 +83,7 @@ class Group:
         self.finished = self.pieces = 0
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         self.results = [CellResult(config, measured=now) for config in planned.cells]
-        self._cells: dict[int, PieceRunner] = {}
+        self._cells: dict[int, CellRunner] = {}
         self._depths: dict[int, int] = {}
         self._results_of: dict[int, list[PieceResult]] = {i: [] for i in range(len(self.configs))}
         self._target: tuple[LoadedModel, LM] | None = None  # and its slots, unless an engine decodes
@@ -148,7 +149,9 @@ class Group:
 
             def start(i: int = i, config: CellConfig = config) -> None:
                 self._cells[i] = (
-                    EngineCell(config, target, self._slot, self._directory.path / "servers" / config.hash, self._served)
+                    plugins.get("cell_runners", "engine")(
+                        config, target, self._slot, self._directory.path / "servers" / config.hash, self._served
+                    )
                     if lm is None
                     else Cell(config, target, lm, self.models, sequence, self._slot, self._step, validate, mask_drafts)
                 )

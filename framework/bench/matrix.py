@@ -39,7 +39,6 @@ from ..recipe.recipe import (
 from ..recipe.yaml_errors import KeyPath, Places, dotted, explain, suggest
 from ..util.input_files import kind_of
 from ..util.limits import MOST_CELLS
-from .cells.engine_cell import served_flags
 
 
 @dataclass
@@ -273,7 +272,7 @@ class _Expander:
         reason = incompatible(names[0], drafter_traits, names[1], verifier_traits, cell.sampling)
         if reason is None and cell.engine is not None:
             try:
-                served_flags(cell, None)
+                plugins.get("cell_runners", "engine").check_pair(cell)
             except UsageError as error:
                 reason = str(error)
         for side in (drafter, verifier):

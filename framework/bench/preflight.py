@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from .. import plugins
 from ..api.build import TargetContext, make_slots
 from ..errors import ModelError, UsageError
 from ..models.chat import encode_text
@@ -19,7 +20,6 @@ from ..recipe.yaml_errors import KeyPath
 from ..runs.interrupts import user_interrupted
 from .cells.cell_runner import Models, drafter_of, lengths
 from .cells.conversations import Conversation, prepare
-from .cells.engine_cell import check, check_addresses
 
 
 def preflight(recipe: Recipe, cells: Sequence[CellConfig], prompts: Sequence[Prompt], models: Models) -> list[str]:
@@ -36,7 +36,8 @@ def preflight(recipe: Recipe, cells: Sequence[CellConfig], prompts: Sequence[Pro
     notes: list[str] = []
     prepared: dict[tuple[str, int], list[Conversation]] = {}
     try:
-        check_addresses(cells)
+        if served := [cell for cell in cells if cell.engine is not None]:
+            plugins.get("cell_runners", "engine").check_cells(served)
     except UsageError as error:
         raise recipe.places.error(
             ("matrix", "engine") if "engine" in recipe.matrix else ("engine",), str(error)
@@ -47,8 +48,9 @@ def preflight(recipe: Recipe, cells: Sequence[CellConfig], prompts: Sequence[Pro
         except UsageError as error:
             raise recipe.places.error(("device",), str(error)) from None
         try:
-            if served := cell.engine is not None:
-                notes += [note for r in check(cell) if (note := f"{cell.engine.title}: {r}") not in notes]
+            if cell.engine is not None:
+                remarks = plugins.get("cell_runners", "engine").remarks(cell)
+                notes += [note for r in remarks if (note := f"{cell.engine.title}: {r}") not in notes]
             target = models.target(cell)
             prompts_key = (cell.target, cell.max_new_tokens)
             if prompts_key not in prepared:
@@ -57,7 +59,7 @@ def preflight(recipe: Recipe, cells: Sequence[CellConfig], prompts: Sequence[Pro
         except (UsageError, ModelError) as error:
             raise recipe.places.error(("target",), str(error), type(error)) from error
         key = (cell.target, cell.dtype, str(cell.max_new_tokens), cell.drafter.name, str(cell.drafter.config))
-        if key in built or cell.is_baseline or served:
+        if key in built or cell.is_baseline or cell.engine is not None:
             continue
         built.add(key)
         sequence, slot = lengths(prepared[prompts_key], [cell], target.context_length)

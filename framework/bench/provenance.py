@@ -37,7 +37,7 @@ def provenance(config: CellConfig, environment: Mapping[str, Any], prompts: str,
     hardware = torch.cuda.get_device_name(device) if cuda else environment["cpu"]["model"]
     return {
         "crossdraft": environment["versions"]["crossdraft"],
-        "code": code_sha256([f"{__package__}.{'engine_cell' if config.engine else 'cell_runner'}"]),
+        "code": code_sha256([_runner_module(config)]),
         **{library: environment["versions"][library] for library in LIBRARIES},
         "drafter": _source("drafters", config.drafter),
         "verifier": _source("verifiers", config.verifier),
@@ -49,6 +49,11 @@ def provenance(config: CellConfig, environment: Mapping[str, Any], prompts: str,
         "prompts": prompts,
         **({} if timed else {"timed": False}),
     }
+
+
+def _runner_module(config: CellConfig) -> str:
+    """Module of the class that measures a cell."""
+    return plugins.get("cell_runners", "engine").__module__ if config.engine else f"{__package__}.cells.cell_runner"
 
 
 def _threads() -> dict[str, Any]:

@@ -84,6 +84,11 @@ def crossdraft_register_samples(register: Register) -> None:
 
 
 @hookspec
+def crossdraft_register_cell_runners(register: Register) -> None:
+    """Register the runner of the cells of a kind: as ``engine`` the `EngineRunner` of those with an engine."""
+
+
+@hookspec
 def crossdraft_register_launchers(register: Register) -> None:
     """Register subclasses of `crossdraft.Launcher`, each under its own ``name``, for ``crossdraft run --launcher``."""
 

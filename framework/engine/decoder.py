@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from random import Random
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from .host_sync import Row, check_rows, failures, path_in_scored_tree, to_host
 from .logits_processors import LogitsProcessors
 from .prefill import Prefill
 from .sequence import SequenceState
-from .stopwatch import Stopwatch
+from .stopwatch import StepTiming, Stopwatch
 from .structural_checks import MutationGuard, check_draft, check_prompt, check_verdict
 from .validation import validate_draft, validate_verdict
 from .verify_step import draft_forward, make_scores, needs_chunks, verify
@@ -39,6 +40,9 @@ from .verify_step import draft_forward, make_scores, needs_chunks, verify
 FIRST, EVERY = 8, 64
 #: Allowed values of ``validate`` (steps to validate) and ``on_error`` (treatment of rows with invalid numbers).
 VALIDATE, ON_ERROR = ("sampled", "always", "never"), ("raise", "finish")
+#: Steps of a warm-up, the period of the random tokens of its prompts, so that drafters that copy from the prompt draft,
+#: too, and its first random stream, beyond those of all prompts.
+WARM_UP, WARM_UP_PERIOD, WARM_UP_STREAM = 4, 8, 1 << 40
 
 
 @dataclass
@@ -153,6 +157,8 @@ class Decoder:
         #: Steps of the whole batch, and target positions evaluated in them (rows x (nodes + 1)).
         self.batch_steps = 0
         self.target_rows = 0
+        #: Timings of the steps, added by each step unless None.
+        self.timings: list[StepTiming] | None = None
 
     @property
     def occupied(self) -> int:
@@ -217,6 +223,34 @@ class Decoder:
                     return
         finally:  # also if the caller stops early or a step raises
             self.abandon()
+
+    def warm_up(self, length: int, seed: int = 0) -> Iterator[None]:
+        """Run a few steps in every slot and discard them, so that one-time costs are not measured; yield after each.
+
+        Prompts are ``length`` random tokens on separate random streams, so that a drafter with memory does not see
+        later prompts; it is reset afterwards. A last step in every slot starts from one token and generates one.
+        """
+        random, compiled = Random(seed), self.compiled_verifier
+        kept = self.eos, self.constraint, self.max_new_tokens
+        self.eos, self.constraint = frozenset(), None
+        if compiled is None:  # enough for a draft of full depth; a compiled verifier needs whole sequences
+            self.max_new_tokens = min(WARM_UP + self.traits.depth, self.max_new_tokens)
+        requests = []
+        for i in range(self.target.batch_size):
+            phrase = [random.randrange(self.target.vocab_size) for _ in range(min(WARM_UP_PERIOD, length))]
+            prompt = [phrase[k % len(phrase)] for k in range(length)]
+            requests.append(Request(prompt, i, WARM_UP_STREAM + i, "warm-up prompt"))
+        for waiting in (requests, [request._replace(prompt=request.prompt[:1], most=1) for request in requests]):
+            with closing(self.steps(waiting)) as steps:
+                for count, _ in enumerate(steps, 1):
+                    yield
+                    if compiled is None and count == WARM_UP:
+                        break
+        self.eos, self.constraint, self.max_new_tokens = kept
+        if compiled is not None:
+            compiled.compiling = False
+        self.drafter.reset()
+        self.batch_steps = self.target_rows = 0
 
     def abandon(self) -> None:
         """Abort all unfinished sequences and free all slots."""
@@ -427,10 +461,17 @@ class Decoder:
         watch.check(self._drafter)
         self.stopwatch.mark("draft")
         self.verifier.observe(accepted, [row.nodes for row in step.rows])
+        if self.on_step is None and self.timings is None:
+            return
+        prompts = [
+            sequence.index if sequence and row in step.active else None for row, sequence in enumerate(self._slots)
+        ]
+        if self.timings is not None:
+            lengths = [len(history) for history in self.sequences.history]
+            emitted, resumed = [len(new) for new in step.committed], step.draft.resume_from is not None
+            seconds = dict(self.stopwatch.seconds)
+            self.timings.append(StepTiming(step.draft.width, resumed, prompts, emitted, lengths, seconds))
         if self.on_step is not None:
-            prompts = [
-                sequence.index if sequence and row in step.active else None for row, sequence in enumerate(self._slots)
-            ]
             logprobs = [row.logprobs[: len(new)] for row, new in zip(step.rows, step.committed, strict=True)]
             self.on_step(StepEvent(step.draft, step.scores, step.verdict, prompts, accepted, step.committed, logprobs))
 

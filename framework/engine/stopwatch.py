@@ -4,13 +4,33 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 #: Timed phases: prefill of the target and of the drafter, and the phases of a step. ``draft`` includes `observe`;
 #: ``rest`` is the bookkeeping of the loop.
 PHASES = ("prefill", "draft_prefill", "draft", "target", "verify", "rest")
+
+
+class StepTiming(NamedTuple):
+    """Shape and times of a finished step of the batch.
+
+    Attributes:
+        width: nodes of the widest row.
+        resumed: True if the target resumed from layers computed by the drafter.
+        prompts: per slot, the index of its prompt; None for a free slot or a failed row.
+        emitted: per slot, the number of tokens committed.
+        lengths: per slot, the length of the sequence after the step.
+        seconds: `Stopwatch.seconds` at its end.
+    """
+
+    width: int
+    resumed: bool
+    prompts: list[int | None]
+    emitted: list[int]
+    lengths: list[int]
+    seconds: dict[str, float]
 
 
 class Stopwatch:

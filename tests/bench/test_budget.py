@@ -50,7 +50,7 @@ class Clock:
                 self.now += steps
                 on_step()
 
-            cell._on_step = cell._steps._limit = slow
+            cell._on_step = slow
             add(cell, length)
 
         monkeypatch.setattr(Cell, "run", run_)

@@ -11,8 +11,9 @@ import torch
 from tiny_runs import ONE_GROUP, cells, output
 
 from crossdraft.framework import plugins
+from crossdraft.framework.api.cell_runner import Conversation
 from crossdraft.framework.bench.cells.cell_runner import Cell
-from crossdraft.framework.bench.cells.conversations import Conversation, cut_pieces
+from crossdraft.framework.bench.cells.conversations import cut_pieces
 from crossdraft.framework.bench.matrix import expand, load_recipe
 from crossdraft.framework.bench.run import run
 from crossdraft.framework.contracts.hookspecs import hookimpl

@@ -314,7 +314,7 @@ def test_unsupported_use_raises(base: Path, adapter: Path, monkeypatch: Any) -> 
     with pytest.raises(
         UsageError, match=r"the engine vllm loads the weights itself, without an adapter; use .*base, or"
     ):
-        engine_cell.check(served)
+        engine_cell.EngineCell.remarks(served)
     drafted: Any = SimpleNamespace(model=name)
     with pytest.raises(UsageError, match="vllm does not merge an adapter into its draft model"):
         needs_model(served.engine, drafted)

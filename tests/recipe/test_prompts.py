@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossdraft.framework.bench.cells.conversations import Conversation, prepare
+from crossdraft.framework.api.cell_runner import Conversation
+from crossdraft.framework.bench.cells.conversations import prepare
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.errors import UnknownNameError, UsageError
 from crossdraft.framework.models.chat import encode

@@ -5,43 +5,30 @@ The cells of a group share one target and take turns on its slots, each with its
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
-from math import isfinite
-from random import Random
+from dataclasses import dataclass
 from typing import Any
 
+from ... import plugins
 from ...api.build import Configured, TargetContext, build_decoder, configured, load_draft_model, slot_length
+from ...api.cell_runner import CellRunner, Conversation
 from ...contracts.lm import LM
 from ...contracts.models import LoadedModel
 from ...contracts.rng import CounterRng
-from ...contracts.steps import Request, Response, StepEvent
+from ...contracts.steps import Request, Response
 from ...engine.decoder import Decoder
+from ...engine.stopwatch import StepTiming
 from ...errors import ContractError
 from ...lm.cuda_graphs import CaptureLimits, missed_passes, recording
-from ...metrics.cell_metrics import StepRecord
 from ...metrics.pieces import PREFILL, Piece
-from ...models.configs import read_config
 from ...models.cpu.contention import CpuWait
-from ...models.digests import model_sha256
 from ...models.grammar import compile_constraint
 from ...models.load import load_model
-from ...models.resolve import resolve
-from ...models.tokenizer import load_tokenizer
-from ...recipe.prompts import Prompt
 from ...recipe.recipe import CellConfig
 from ...runs.run_directory import PieceResult
 from .. import memory
-from .conversations import Conversation
 
-#: Untimed steps before the measurement.
-WARM_UP = 4
-#: Period of the random tokens of warm-up prompts, so that drafters that copy from the prompt draft, too.
-WARM_UP_PERIOD = 8
-#: First random stream of the warm-up, beyond those of all prompts.
-WARM_UP_STREAM = 1 << 40
 #: Unit, in tokens, of the sequence length in a step's shape.
 CONTEXT_STEP = 256
 
@@ -71,7 +58,9 @@ class Models:
             self._loaded.clear()
             self._key = ()
             self._loaded[config.target] = (
-                without_weights(config.target, trust_remote_code=config.target in self.trusted)
+                plugins.get("cell_runners", "engine").load_target(
+                    config, trust_remote_code=options["trust_remote_code"]
+                )
                 if served
                 else load_model(config.target, attn_implementation=config.attn_implementation, **options)
             )
@@ -88,22 +77,6 @@ class Models:
         """Return the loaded models of a cell, the target first."""
         names = (config.target, config.drafter.config.get("model"))
         return [model for name, model in self._loaded.items() if name in names and model.model is not None]
-
-
-def without_weights(name: str, *, trust_remote_code: bool) -> LoadedModel:
-    """The model ``name`` without its weights, for an engine that loads them itself."""
-    resolved, tokenizer = resolve(name), load_tokenizer(name, trust_remote_code=trust_remote_code)
-    settings = read_config(resolved.path) if resolved.path.is_dir() else {}
-    return LoadedModel(
-        model=None,
-        tokenizer=tokenizer.tokenizer,
-        name=name,
-        source=resolved.source,
-        sha256=model_sha256(resolved),
-        eos_token_ids=tokenizer.eos_token_ids,
-        context_length=settings.get("text_config", settings).get("max_position_embeddings"),
-        backend=resolved.backend,
-    )
 
 
 def lengths(
@@ -126,70 +99,75 @@ def positions(config: CellConfig) -> int:
 
 
 class _Steps:
-    """Recorder of the batch's steps since `start`: their times, and if all slots were in use."""
+    """Measurement of a piece: the timings of its steps, read from the decoder, and the CPU time lost in each."""
 
-    def __init__(self, decoder: Decoder, limit: Callable[[], Any]):
-        self._decoder, self._limit, self._contention = decoder, limit, CpuWait(decoder.target.device)
-        self._clear()
+    def __init__(self, decoder: Decoder):
+        self._decoder, self._contention = decoder, CpuWait(decoder.target.device)
+        self.timings: list[StepTiming] = []
+        self._waits: list[float] = []
 
     def start(self) -> None:
         """Start a piece; `stop` must follow, also after an error."""
-        self._clear()
+        self.timings = self._decoder.timings = []
+        self._waits, self._before = [], dict(self._decoder.stopwatch.seconds)
         self._contention.start()
 
     def stop(self) -> None:
+        self._decoder.timings = None
         self._contention.close()
 
-    def _clear(self) -> None:
-        self.full: list[_Step] = []
-        self.partial: list[_Step] = []
-        self._before = dict(self._decoder.stopwatch.seconds)
-        self._held: dict[int, tuple[int, int]] = {}
-
-    def add(self, event: StepEvent) -> None:
-        """Record a step (``Decoder.on_step``); prefill since the previous step is attributed to it."""
-        now = dict(self._decoder.stopwatch.seconds)
-        seconds = {phase: now[phase] - self._before[phase] for phase in now}
-        self._before = now
-        longest = max(map(len, self._decoder.sequences.history))
-        resumed = " resumed" if event.draft.resume_from is not None else ""
-        shape, emitted = f"{event.draft.width} {longest // CONTEXT_STEP}{resumed}", sum(map(len, event.emitted))
-        step = _Step(shape, emitted, seconds, self._contention.since(), self._prefilled(event))
-        (self.partial if None in event.prompts else self.full).append(step)
-        self._limit()
-
-    def _prefilled(self, event: StepEvent) -> int:
-        """Prompt tokens of the sequences whose first step this is."""
-        tokens = 0
-        for row, (prompt, new) in enumerate(zip(event.prompts, event.emitted, strict=True)):
-            length = len(self._decoder.sequences.history[row])
-            if prompt is not None:
-                tokens += length - len(new) if self._held.get(row) != (prompt, length - len(new)) else 0
-                self._held[row] = prompt, length
-        return tokens
+    def read(self) -> None:
+        """Read the waiting time of the last step, if there was one since the last call."""
+        if len(self.timings) > len(self._waits):
+            self._waits.append(self._contention.since())
 
     def piece(self) -> Piece:
         """Sum up the steps. If no step had all slots in use, none belongs to the tail."""
-        counted, tail = (self.full, self.partial) if self.full else (self.partial, [])
+        full, partial = list[_Step](), list[_Step]()
+        before, slots = self._before, dict[int, tuple[int, int]]()
+        for timing, waited in zip(self.timings, self._waits, strict=True):
+            seconds = {phase: now - before[phase] for phase, now in timing.seconds.items()}
+            step = _Step(timing, seconds, waited, _prefilled(timing, slots))
+            before = timing.seconds
+            (partial if None in timing.prompts else full).append(step)
+        counted, tail = (full, partial) if full else (partial, [])
         steps: dict[str, list[list[int]]] = {}
         for step in counted:
             steps.setdefault(step.shape, []).append(step.row)
         return Piece(
             emitted=sum(step.emitted for step in counted),
-            seconds={phase: sum(step.seconds[phase] for step in counted) for phase in self._before},
+            seconds={phase: sum(step.seconds[phase] for step in counted) for phase in before},
             tail_emitted=sum(step.emitted for step in tail),
             tail_seconds=sum(s for step in tail for phase, s in step.seconds.items() if phase != PREFILL),
             steps=steps,
         )
 
 
+def _prefilled(timing: StepTiming, slots: dict[int, tuple[int, int]]) -> int:
+    """Prompt tokens of the sequences whose first step this is; ``slots``: their prompts and lengths before it."""
+    tokens = 0
+    for row, (prompt, emitted, length) in enumerate(zip(timing.prompts, timing.emitted, timing.lengths, strict=True)):
+        if prompt is not None:
+            tokens += length - emitted if slots.get(row) != (prompt, length - emitted) else 0
+            slots[row] = prompt, length
+    return tokens
+
+
 @dataclass(frozen=True)
 class _Step:
-    shape: str
-    emitted: int
+    timing: StepTiming
     seconds: Mapping[str, float]
     waited: float
     prefilled: int
+
+    @property
+    def shape(self) -> str:
+        resumed = " resumed" if self.timing.resumed else ""
+        return f"{self.timing.width} {max(self.timing.lengths) // CONTEXT_STEP}{resumed}"
+
+    @property
+    def emitted(self) -> int:
+        return sum(self.timing.emitted)
 
     @property
     def row(self) -> list[int]:
@@ -201,85 +179,7 @@ class _Step:
         return [*row, self.prefilled, round(1e6 * self.seconds["draft_prefill"])] if self.prefilled else row
 
 
-class PieceRunner(ABC):
-    """Base of what measures the pieces of one cell: the decoding loop of this process, or an engine's server.
-
-    Attributes:
-        models: digest and source of every model of the cell, by name.
-        depth: maximum depth of the drafts.
-    """
-
-    models: dict[str, dict[str, Any]]
-    depth: int
-
-    def __init__(self, config: CellConfig, tokenizer: Any):
-        self.config, self._tokenizer = config, tokenizer
-
-    @property
-    def remembers(self) -> bool:
-        """True if drafts depend on earlier sequences; such a cell decodes finished pieces again when it resumes."""
-        return False
-
-    @abstractmethod
-    def warm_up(self, length: int) -> None:
-        """Run a few steps in every slot and discard them; prompts are ``length`` random tokens."""
-
-    @contextmanager
-    @abstractmethod
-    def _measured(self, result: PieceResult) -> Iterator[None]:
-        """Measure the piece that is decoded inside, and complete ``result`` except for records and responses."""
-        yield
-
-    @abstractmethod
-    def _decode(
-        self, conversations: Sequence[Conversation], prompts: Sequence[list[int]], turn: int
-    ) -> Sequence[Response]:
-        """Decode one turn of each conversation. Returns the responses in their order."""
-
-    def close(self) -> None:
-        """Free what the cell holds outside of this process."""
-
-    def run(self, conversations: Sequence[Conversation]) -> PieceResult:
-        """Measure one piece: all first turns, then all second turns after this cell's responses, and so on."""
-        result = PieceResult()
-        answers: dict[int, list[str]] = {c.prompt.index: [] for c in conversations}
-        with self._measured(result):
-            for turn in range(max(len(c.prompt.turns) for c in conversations)):
-                active = [c for c in conversations if turn < len(c.prompt.turns)]
-                prompts = [c.encode(self._tokenizer, answers[c.prompt.index]) for c in active]
-                responses = self._decode(active, prompts, turn)
-                for conversation, prompt, response in zip(active, prompts, responses, strict=True):
-                    text = str(self._tokenizer.decode(response.tokens, skip_special_tokens=True))
-                    answers[conversation.prompt.index].append(text)
-                    _record(result, conversation.prompt, turn, response, text, len(prompt))
-        categories = {c.prompt.category for c in conversations}
-        if len(categories) == 1:
-            result.piece = replace(result.piece, category=categories.pop())
-        return result
-
-
-def _record(result: PieceResult, prompt: Prompt, turn: int, response: Response, text: str, length: int) -> None:
-    name = str(prompt.question_id)
-    for i, r in enumerate(response.steps):
-        counts = (r.tau, r.emitted, r.nodes, r.width, r.limit, r.survival)
-        result.records.append(StepRecord(prompt.index, name, prompt.category, turn, i, *counts))
-    line: dict[str, Any] = {
-        "question_id": prompt.question_id,
-        "turn": turn,
-        "category": prompt.category,
-        "prompt_tokens": length,
-        "text": text,
-        "tokens": response.tokens,
-        "finish_reason": response.finish_reason,
-    }
-    if response.error is not None:
-        line["error"] = response.error
-    if response.logprobs is not None:  # JSON has no infinity: null is probability 0
-        line["logprobs"] = [round(value, 6) if isfinite(value) else None for value in response.logprobs]
-    result.responses.append(line)
-
-
-class Cell(PieceRunner):
+class Cell(CellRunner):
     """A drafter and a verifier on the slots of a target.
 
     Args:
@@ -326,9 +226,8 @@ class Cell(PieceRunner):
             constraint=constraint,
             mask_drafts=mask_drafts,
             validate=validate,
-            on_step=lambda event: self._steps.add(event),
         )
-        self._steps = _Steps(self.decoder, on_step)
+        self._steps = _Steps(self.decoder)
         self.depth = drafter.traits(options, config.sampling).depth
 
     @property
@@ -343,38 +242,11 @@ class Cell(PieceRunner):
         return passes
 
     def warm_up(self, length: int) -> None:
-        """Run a few steps in every slot and discard them, so that one-time costs are not measured.
-
-        This captures CUDA graphs for all widths up to that of the widest draft and for all sequence lengths. Prompts
-        are ``length`` random tokens on separate random streams, so that a drafter with memory does not see measured
-        prompts; it is reset afterwards.
-        """
-        decoder, random = self.decoder, Random(self.config.seed)
-        compiled = decoder.compiled_verifier
-        ends, decoder.eos = decoder.eos, frozenset()
-        constraint, decoder.constraint = decoder.constraint, None
-        if compiled is None:  # enough for a draft of full depth; a compiled verifier needs whole sequences
-            decoder.max_new_tokens = min(WARM_UP + self.depth, self.config.max_new_tokens)
-        prompts = []
-        for _ in range(self.config.batch_size):
-            phrase = [random.randrange(self.lm.vocab_size) for _ in range(min(WARM_UP_PERIOD, length))]
-            prompts.append([phrase[i % len(phrase)] for i in range(length)])
-        full_requests = [Request(prompt, i, WARM_UP_STREAM + i, "warm-up prompt") for i, prompt in enumerate(prompts)]
-        # Prefill and a single token: the last step of a sequence.
-        prefill_requests = [request._replace(prompt=request.prompt[:1], most=1) for request in full_requests]
+        """Warm up the decoder; captures CUDA graphs for all widths up to the widest draft and all sequence lengths."""
         self._on_step()
         with recording(CaptureLimits(depth=self.depth, nodes=positions(self.config) - 1)):
-            for requests in (full_requests, prefill_requests):
-                with closing(decoder.steps(requests)) as steps:
-                    for count, _ in enumerate(steps, 1):
-                        if compiled is None and count == WARM_UP:
-                            break
-        decoder.eos, decoder.max_new_tokens = ends, self.config.max_new_tokens
-        decoder.constraint = constraint
-        if compiled is not None:
-            compiled.compiling = False
-        decoder.drafter.reset()
-        decoder.batch_steps = decoder.target_rows = 0
+            for _ in self.decoder.warm_up(length, self.config.seed):
+                self._on_step()
 
     @contextmanager
     def _measured(self, result: PieceResult) -> Iterator[None]:
@@ -392,12 +264,15 @@ class Cell(PieceRunner):
     def _decode(
         self, conversations: Sequence[Conversation], prompts: Sequence[list[int]], turn: int
     ) -> Sequence[Response]:
-        streams = [c.prompt.stream(turn) for c in conversations]
-        # Error messages name prompts by question_id instead of by their position in this call.
-        names = [f"prompt {c.prompt.question_id!r}" for c in conversations]
+        responses = list[Response]()
+        requests = [
+            Request(prompt, i, c.prompt.stream(turn), f"prompt {c.prompt.question_id!r}", constraint=c.grammar)
+            for i, (c, prompt) in enumerate(zip(conversations, prompts, strict=True))
+        ]
         self._on_step()
-        with recording(None):
-            grammars = [c.grammar for c in conversations]
-            return sorted(
-                self.decoder.run(prompts, streams, names, constraints=grammars), key=lambda response: response.index
-            )
+        with recording(None), closing(self.decoder.steps(requests)) as steps:
+            for finished in steps:
+                self._steps.read()
+                self._on_step()
+                responses += finished
+        return sorted(responses, key=lambda response: response.index)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
-from typing import Any
 
+from ...api.cell_runner import Conversation
 from ...contracts.constraint import Grammar
 from ...contracts.models import LoadedModel
 from ...errors import UsageError
@@ -18,34 +18,6 @@ from ...recipe.prompts import Prompt
 
 #: Maximum number of tokens that a chat template adds around a response.
 TEMPLATE_SLACK = 16
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """A prompt, ready to be decoded.
-
-    Attributes:
-        prompt_lens: maximum length in tokens of each of its turns, earlier turns and responses included.
-        grammar: its compiled constraint.
-    """
-
-    prompt: Prompt
-    prompt_lens: tuple[int, ...]
-    grammar: Grammar | None = None
-
-    def encode(self, tokenizer: Any, answers: Sequence[str]) -> list[int]:
-        """Encode turn ``len(answers)`` after the earlier turns and their responses.
-
-        A response may have more tokens when encoded again (bytes that are not text); it is truncated then.
-        """
-        turn = len(answers)
-        answers = list(answers)
-        while True:
-            tokens = encode(tokenizer, self.prompt.turns[: turn + 1], answers)
-            if len(tokens) <= self.prompt_lens[turn] or not any(answers):
-                return tokens
-            longest = max(range(turn), key=lambda i: len(answers[i]))
-            answers[longest] = answers[longest][: len(answers[longest]) * 3 // 4]
 
 
 def prepare(prompts: Sequence[Prompt], target: LoadedModel, max_new_tokens: int) -> list[Conversation]:

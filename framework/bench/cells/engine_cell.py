@@ -22,6 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ... import plugins
+from ...api.cell_runner import Conversation, EngineRunner
 from ...contracts.models import LoadedModel
 from ...contracts.steps import Response, SequenceStep
 from ...engine.stopwatch import PHASES
@@ -45,10 +46,10 @@ from ...models.adapters import refuse_adapter
 from ...models.configs import read_config
 from ...models.digests import model_sha256
 from ...models.resolve import resolve
+from ...models.tokenizer import load_tokenizer
 from ...recipe.recipe import CellConfig
 from ...runs.run_directory import PieceResult
-from .cell_runner import PieceRunner, drafter_of
-from .conversations import Conversation
+from .cell_runner import drafter_of
 
 #: Tokens of a warm-up response.
 _WARM_UP = 16
@@ -130,11 +131,11 @@ def _engine(config: CellConfig) -> Any:
     return config.engine
 
 
-class EngineCell(PieceRunner):
+class EngineCell(EngineRunner):
     """A cell whose prompts an engine's server decodes.
 
     Args:
-        target: without weights, see `cell_runner.without_weights`.
+        target: without weights.
         length: maximum number of tokens of a sequence.
         logs: directory for the server's log.
         on_step: called when a response has ended.
@@ -174,6 +175,23 @@ class EngineCell(PieceRunner):
         except BaseException:
             self.close()
             raise
+
+    @classmethod
+    def load_target(cls, config: CellConfig, *, trust_remote_code: bool) -> LoadedModel:
+        return without_weights(config.target, trust_remote_code=trust_remote_code)
+
+    @classmethod
+    def check_pair(cls, config: CellConfig) -> None:
+        served_flags(config, None)
+
+    @classmethod
+    def check_cells(cls, configs: Sequence[CellConfig]) -> None:
+        _check_addresses(configs)
+
+    @classmethod
+    def remarks(cls, config: CellConfig) -> tuple[str, ...]:
+        _digests(config)
+        return served_flags(config, None)[1]
 
     def close(self) -> None:
         if self._served:
@@ -378,6 +396,22 @@ def _digests(config: CellConfig) -> dict[str, dict[str, Any]]:
     return digests
 
 
+def without_weights(name: str, *, trust_remote_code: bool) -> LoadedModel:
+    """The model ``name`` without its weights, for an engine that loads them itself."""
+    resolved, tokenizer = resolve(name), load_tokenizer(name, trust_remote_code=trust_remote_code)
+    settings = read_config(resolved.path) if resolved.path.is_dir() else {}
+    return LoadedModel(
+        model=None,
+        tokenizer=tokenizer.tokenizer,
+        name=name,
+        source=resolved.source,
+        sha256=model_sha256(resolved),
+        eos_token_ids=tokenizer.eos_token_ids,
+        context_length=settings.get("text_config", settings).get("max_position_embeddings"),
+        backend=resolved.backend,
+    )
+
+
 def vocab_size_of(target: str, tokenizer: Any) -> int | None:
     """Number of token ids of a target whose weights are not loaded; None if unknown."""
     path = resolve(target).path
@@ -386,7 +420,7 @@ def vocab_size_of(target: str, tokenizer: Any) -> int | None:
     return size if isinstance(size, int) else len(tokenizer) if hasattr(tokenizer, "__len__") else None
 
 
-def check_addresses(cells: Sequence[CellConfig]) -> None:
+def _check_addresses(cells: Sequence[CellConfig]) -> None:
     """Check that every running server has the drafter, the length and the verifier of all cells that it is to serve.
 
     Raises:
@@ -427,14 +461,3 @@ def _server_settings(config: CellConfig) -> tuple[str, ...]:
         return (*served, "without speculation", "")
     options = ", ".join(f"{key} {quoted(value)}" for key, value in sorted(config.drafter.config.items()) if value)
     return (*served, f"with {config.drafter.name} ({options})", f"and {config.verifier.title}")
-
-
-def check(config: CellConfig) -> tuple[str, ...]:
-    """Check a cell before a run. Returns remarks on what the engine does differently.
-
-    Raises:
-        UsageError: the engine is unknown, or does not support the pair or the sampling parameters.
-        ModelError: a model does not exist.
-    """
-    _digests(config)
-    return served_flags(config, None)[1]
