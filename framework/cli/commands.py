@@ -11,11 +11,7 @@ _COMMANDS = {
         "runs": ("runs", "list runs and their progress"),
         "plot": ("plot", "draw charts of finished runs"),
         "table": ("table", "print a pivot table of finished runs as Markdown, LaTeX or CSV"),
-        "compare": ("compare", "compare two runs on the same prompts, pair by pair, with confidence intervals"),
-        "gate": (
-            "gate.command",
-            "fail if the acceptance length dropped since a baseline, and compute the prompts needed",
-        ),
+        "compare": ("compare:Compare", "compare two runs pair by pair, and fail if the acceptance length dropped"),
     },
     "Prove": {
         "certify": ("certify.command", "check by exact enumeration that a pair preserves the target distribution"),

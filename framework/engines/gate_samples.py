@@ -1,4 +1,4 @@
-"""Block efficiencies of a source of ``crossdraft gate``: replay JSON, or a log, metrics or responses of an engine."""
+"""Block efficiencies for ``crossdraft compare --fail-under``: replay JSON, or an engine's log, metrics or responses."""
 
 from __future__ import annotations
 

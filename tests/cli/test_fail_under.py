@@ -1,4 +1,4 @@
-"""``crossdraft gate``: its sources, verdicts and errors."""
+"""``crossdraft compare --fail-under``: its sources, verdicts and errors."""
 
 import json
 from dataclasses import replace
@@ -21,9 +21,9 @@ RESPONSES = [
 ]
 
 
-def gate(capsys: Any, *arguments: Any) -> tuple[int, str, str]:
+def gate(capsys: Any, *arguments: Any, under: float = 0.95) -> tuple[int, str, str]:
     capsys.readouterr()
-    code = cli.main(["gate", *map(str, arguments)])
+    code = cli.main(["compare", *map(str, arguments), "--fail-under", str(under)])
     return code, *capsys.readouterr()
 
 
@@ -39,9 +39,9 @@ def test_exit_code_follows_change_of_responses(
     tmp_path: Path, capsys: Any, factor: float, code: int, verdict: str
 ) -> None:
     sources = responses(tmp_path / "a.jsonl", 1.0), responses(tmp_path / "b.jsonl", factor)
-    status, out, _ = gate(capsys, *sources, "--drop", "0.1")
+    status, out, _ = gate(capsys, *sources, under=0.9)
     assert status == code and out.splitlines()[-1].startswith(verdict)
-    result = json.loads(gate(capsys, *sources, "--drop", "0.1", "--json")[1])
+    result = json.loads(gate(capsys, *sources, "--json", under=0.9)[1])
     (pair,) = result["pairs"]
     assert result["verdict"] == pair["verdict"] == verdict and not pair["paired"] and pair["pieces"] == 20
     assert pair["change"]["value"] == pytest.approx(factor - 1, abs=0.01)
@@ -74,9 +74,9 @@ def test_responses_with_ids_are_paired_in_any_order(tmp_path: Path, capsys: Any,
 
 def test_few_responses_exit_with_3_and_number_needed(tmp_path: Path, capsys: Any) -> None:
     sources = responses(tmp_path / "a.jsonl", 1.0, 6), responses(tmp_path / "b.jsonl", 1.0, 6)
-    status, out, _ = gate(capsys, *sources, "--drop", "0.01")
+    status, out, _ = gate(capsys, *sources, under=0.99)
     assert status == 3 and "measure" in out.splitlines()[-1]
-    status, out, _ = gate(capsys, sources[0], "--drop", "0.01")
+    status, out, _ = gate(capsys, sources[0], under=0.99)
     assert status == 3 and "current" not in out
     assert gate(capsys, responses(tmp_path / "c.jsonl", 1.0, 2), sources[1])[0] == 3
 
@@ -134,7 +134,7 @@ def test_replays_are_paired_by_prompt(tmp_path: Path, capsys: Any, monkeypatch: 
 def test_logs_and_scrapes_are_read(tmp_path: Path, capsys: Any, text: str) -> None:
     for name in ("a", "b"):
         (tmp_path / name).write_text(text, encoding="utf-8")
-    status, out, err = gate(capsys, tmp_path / "a", tmp_path / "b", "--drop", "0.5")
+    status, out, err = gate(capsys, tmp_path / "a", tmp_path / "b", under=0.5)
     assert status in (0, 3), err
     assert ("assumed: independent drafts" in out) == (text is VLLM_SCRAPE)
 
@@ -147,7 +147,6 @@ def test_errors(tmp_path: Path, capsys: Any) -> None:
         ((run, file), "give two of one kind"),
         ((file, tmp_path / "missing"), "does not exist"),
         ((file, empty), "has no acceptance in a known format"),
-        ((file, file, "--drop", "2"), "--drop must be above 0 and below 1"),
         ((run, run), "given twice"),
     ):
         status, _, err = gate(capsys, *arguments)
