@@ -33,6 +33,7 @@ KINDS += ("servers", "cell_runners", "samples", "launchers", "trackers", "comman
 """What can be registered; for each there is a hook ``crossdraft_register_<kind>``."""
 COMPANIONS = {("launchers", name): "crossdraft-cluster" for name in ("ray", "slurm")}
 COMPANIONS |= {("trackers", name): "crossdraft-cluster" for name in ("mlflow", "trackio")}
+COMPANIONS |= {("commands", "serve"): "crossdraft-server"}
 """Names of distributions beside crossdraft, by kind; if one is not installed, its names are refused with the remedy."""
 _COMMAND = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 

@@ -57,7 +57,7 @@ THINKS = "Qwen/Qwen3-0.6B"
 #: The plug-in that provides the real models.
 PACK = "crossdraft-smollm2:smollm2"
 #: Commands that install, test the repository, measure for minutes or are other people's; .ci/run, the benchmarks and
-#: tests/serve run them.
+#: plugins/*/tests run them.
 NOT_HERE = ("pip install", "python -m venv", "pyright", "ruff", "guidellm", "lm-eval")
 #: Commands that start processes or need an extra: a slow test below runs them.
 ELSEWHERE = ("--launcher", "--track")
@@ -273,7 +273,7 @@ def run_block(
             if output is not None and command.endswith(printing_command(block)):
                 check_output(printing_command(block), output, capsys)
             elif command.startswith("crossdraft serve"):
-                serving = pytest.importorskip("server_thread", reason="the endpoint needs the extra serve").serving
+                serving = pytest.importorskip("server_thread", reason="the endpoint is a companion").serving
                 names[PORT] = str(servers.enter_context(serving(*shlex.split(command)[2:])).port)
             elif runs_here(command):
                 run_command(shlex.split(command))

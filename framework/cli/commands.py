@@ -35,7 +35,6 @@ _COMMANDS = {
             "simulate draft lengths under traffic: latency and goodput",
         ),
     },
-    "Serve": {"serve": ("serve", "start an OpenAI-compatible server with a drafter and a verifier, for evaluation")},
     "Extend": {
         "train": ("train", "train a drafter for a target"),
         "export-model": ("export_model", "write a trained drafter as a checkpoint that serving engines load"),

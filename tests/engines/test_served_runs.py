@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tiny_models import save_model
 
-pytest.importorskip("uvicorn", reason="the endpoint needs the extra serve")
+pytest.importorskip("crossdraft_server", reason="its endpoint is the engine")
 
 from engine_server import Script, engine_server, steps
 from server_thread import serving

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tiny_models import save_model
 
-pytest.importorskip("uvicorn", reason="the endpoint needs the extra serve")
+pytest.importorskip("crossdraft_server", reason="its endpoint is the engine")
 
 from server_thread import serving
 

@@ -10,9 +10,12 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from crossdraft.framework.cli import serve
-from crossdraft.framework.serve.app import server
-from crossdraft.framework.serve.decoder_pool import DecoderPool
+from crossdraft_server.app import server
+from crossdraft_server.command import Serve
+from crossdraft_server.decoder_pool import DecoderPool
+
+from crossdraft.framework.contracts.command import parsed
+from crossdraft.framework.util.loopback import listen
 
 
 class RunningServer:
@@ -36,17 +39,18 @@ class RunningServer:
         return True
 
 
-def arguments(*words: str) -> argparse.Namespace:
+def serve(*words: str) -> Serve:
+    """The command with these options."""
     parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
-    return parser.parse_args(words)
+    Serve.add_arguments(parser)
+    return parsed(Serve, vars(parser.parse_args(words)))
 
 
 @contextmanager
 def serving(*words: str, max_waiting: int = 1024, api_key: str | None = None) -> Iterator[RunningServer]:
     """``crossdraft serve`` with these options."""
-    pool = serve.build_pool(arguments("--dtype", "float32", *words))
-    listener = serve.listen("127.0.0.1", 0)
+    pool = serve("--dtype", "float32", *words).build_pool()
+    listener = listen("127.0.0.1", 0)
     running = server(pool, max_waiting=max_waiting, api_key=api_key)
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
     thread.start()

@@ -15,7 +15,6 @@ from ...report.segments import with_segments
 from ...util.extras import need
 from ...util.output_files import check_output, writing_output
 from ..options.run import add_force, add_runs, add_segment
-from ..serve import listen
 from .engine_settings import engine_settings
 
 loads_models = False  # as of `Command`
@@ -80,8 +79,9 @@ def _watch(args: argparse.Namespace) -> int:
             raise UsageError(
                 f"{run} is not a directory; give a run directory, which crossdraft run prints at its start"
             )
-    need("report --watch", "html,serve", *LIBRARIES, "starlette", "uvicorn")
+    need("report --watch", "html", *LIBRARIES, "starlette", "uvicorn")
     from ...report.watch import ReportServer
+    from ...util.loopback import listen
 
     listener = listen("127.0.0.1", 8010 if args.port is None else args.port)
     print(f"crossdraft: http://127.0.0.1:{listener.getsockname()[1]} (press Ctrl-C to stop)", flush=True)

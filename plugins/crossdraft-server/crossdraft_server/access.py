@@ -13,8 +13,9 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..errors import quoted
-from ..util.loopback import is_loopback_header
+from crossdraft.framework.errors import quoted
+from crossdraft.framework.util.loopback import is_loopback_header
+
 from .errors import error_response
 
 #: Paths that need no API key: they return counts only.

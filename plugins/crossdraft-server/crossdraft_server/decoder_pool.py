@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
-from ..contracts.models import LoadedModel
-from ..contracts.sampling import Sampling
-from ..engine.decoder import Decoder
+from crossdraft.framework.contracts.models import LoadedModel
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.engine.decoder import Decoder
 
 #: Decoders kept besides the default one. Each has its own slots (KV cache) and its own drafter state.
 MAX_EXTRA_DECODERS = 3

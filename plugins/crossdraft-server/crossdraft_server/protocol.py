@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..api.generate import check_ids
-from ..api.generate_args import check_text, checked_sampling, stop_strings, whole
-from ..contracts.constraint import Constraint, checked_constraint
-from ..contracts.sampling import Sampling
-from ..contracts.steps import Request
-from ..errors import CrossdraftError, UsageError, quoted
-from ..models.chat import encode_messages, encode_text, template_message
+from crossdraft.framework.api.generate import check_ids
+from crossdraft.framework.api.generate_args import check_text, checked_sampling, stop_strings, whole
+from crossdraft.framework.contracts.constraint import Constraint, checked_constraint
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.contracts.steps import Request
+from crossdraft.framework.errors import CrossdraftError, UsageError, quoted
+from crossdraft.framework.models.chat import encode_messages, encode_text, template_message
+
 from .decoder_pool import DecoderPool
 from .tools import CallFormat, ToolCall, call_format, tool_call
 

@@ -13,15 +13,14 @@ import pytest
 from text_models import SCHEMA, is_valid, make_text_tokenizer, save_text_model
 from tiny_models import CHAT
 
-pytest.importorskip("uvicorn", reason="the endpoint needs the extra serve")
 pytest.importorskip("llguidance", reason="constraints need the extra constrain")
 openai = pytest.importorskip("openai", reason="the endpoint is tested with the openai client")
 
+from crossdraft_server import constraint_compiler  # noqa: E402
+from crossdraft_server.tools import CallParser, call_format  # noqa: E402
 from server_thread import RunningServer, serving  # noqa: E402
 
 from crossdraft.framework.errors import UsageError  # noqa: E402
-from crossdraft.framework.serve import constraint_compiler  # noqa: E402
-from crossdraft.framework.serve.tools import CallParser, call_format  # noqa: E402
 
 MESSAGES = [{"role": "user", "content": "a cat as JSON"}]
 #: Like those of Qwen3-Coder, the template reads the arguments of earlier calls as a mapping.

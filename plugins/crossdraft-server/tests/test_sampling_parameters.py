@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from tiny_models import save_model
 
-pytest.importorskip("uvicorn", reason="the endpoint needs the extra serve")
 openai = pytest.importorskip("openai", reason="the endpoint is tested with the openai client")
 
+from crossdraft_server.decoder_pool import DecoderPool  # noqa: E402
+from crossdraft_server.worker import Batch, ChunkQueue, RequestFailedError, Worker  # noqa: E402
 from server_thread import serving  # noqa: E402
 
 from crossdraft import generate, load_model  # noqa: E402
@@ -19,8 +20,6 @@ from crossdraft.framework.api.generate import pair_decoder  # noqa: E402
 from crossdraft.framework.api.output_processor import Output  # noqa: E402
 from crossdraft.framework.contracts.sampling import Sampling  # noqa: E402
 from crossdraft.framework.contracts.steps import Request  # noqa: E402
-from crossdraft.framework.serve.decoder_pool import DecoderPool  # noqa: E402
-from crossdraft.framework.serve.worker import Batch, ChunkQueue, RequestFailedError, Worker  # noqa: E402
 
 PROMPT = "w5 w6 w7 w5 w6"
 PARAMETERS: list[dict[str, Any]] = [{}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.3}, {"temperature": 1}]

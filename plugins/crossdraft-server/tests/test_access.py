@@ -10,16 +10,14 @@ from typing import Any
 import pytest
 from tiny_models import save_model
 
-pytest.importorskip("uvicorn", reason="the endpoint needs the extra serve")
 openai = pytest.importorskip("openai", reason="the endpoint is tested with the openai client")
 
-from server_thread import RunningServer, arguments, serving  # noqa: E402
+from crossdraft_server.access import AccessControl  # noqa: E402
+from crossdraft_server.app import application  # noqa: E402
+from crossdraft_server.worker import Worker  # noqa: E402
+from server_thread import RunningServer, serve, serving  # noqa: E402
 
-from crossdraft.framework.cli import serve  # noqa: E402
 from crossdraft.framework.errors import UsageError  # noqa: E402
-from crossdraft.framework.serve.access import AccessControl  # noqa: E402
-from crossdraft.framework.serve.app import application  # noqa: E402
-from crossdraft.framework.serve.worker import Worker  # noqa: E402
 from crossdraft.framework.util.limits import BODY_BYTES  # noqa: E402
 from crossdraft.framework.util.loopback import is_loopback  # noqa: E402
 
@@ -147,8 +145,9 @@ def test_large_body_is_rejected_before_it_is_read(running: RunningServer) -> Non
 
 
 def test_event_loop_neither_parses_nor_tokenizes(running: RunningServer, name: str, monkeypatch: Any) -> None:
+    from crossdraft_server import app
+
     from crossdraft.framework.models import chat
-    from crossdraft.framework.serve import app
 
     threads: list[str] = []
 
@@ -215,12 +214,12 @@ def test_api_key(guarded: RunningServer, name: str) -> None:
 def test_invalid_api_keys(name: str, monkeypatch: Any) -> None:
     monkeypatch.setenv("CROSSDRAFT_API_KEY", "of the environment")
     with pytest.raises(UsageError, match="printable ASCII without spaces"):
-        serve.main(arguments("--target", name))
+        serve("--target", name).run()
     with pytest.raises(UsageError, match="printable ASCII without spaces"):
-        serve.main(arguments("--target", name, "--api-key", ""))
+        serve("--target", name, "--api-key", "").run()
     monkeypatch.setenv("CROSSDRAFT_API_KEY", "k1")
-    assert serve.api_key(arguments("--target", name)) == "k1"
-    assert serve.api_key(arguments("--target", name, "--api-key", "k2")) == "k2"
+    assert serve("--target", name).checked_key() == "k1"
+    assert serve("--target", name, "--api-key", "k2").checked_key() == "k2"
 
 
 def test_any_host_is_accepted_beyond_loopback() -> None:
@@ -237,7 +236,7 @@ def test_any_host_is_accepted_beyond_loopback() -> None:
 
 def test_default_sampling_parameters(tmp_path: Any, name: str) -> None:
     def sampling(model: str, *words: str) -> dict[str, Any]:
-        return serve.build_pool(arguments("--target", model, *words)).sampling.model_dump()
+        return serve("--target", model, *words).build_pool().sampling.model_dump()
 
     assert sampling(name) == {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     own = save_model(tmp_path / "own")

@@ -1,5 +1,6 @@
 """The server under the `openai` client: responses equal those of `generate`, and unsupported fields are rejected."""
 
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -7,13 +8,11 @@ from typing import Any
 import pytest
 from tiny_models import save_model
 
-pytest.importorskip("uvicorn", reason="the endpoint needs the extra serve")
 openai = pytest.importorskip("openai", reason="the endpoint is tested with the openai client")
 
-from server_thread import RunningServer, arguments, serving  # noqa: E402
+from server_thread import RunningServer, serve, serving  # noqa: E402
 
 from crossdraft import generate, load_model  # noqa: E402
-from crossdraft.framework.cli import serve  # noqa: E402
 from crossdraft.framework.errors import UsageError  # noqa: E402
 
 PROMPT = "w5 w6 w7 w5 w6"
@@ -242,9 +241,7 @@ def test_nan_and_more_prompts_than_the_queue_holds(tmp_path: Any) -> None:
 
 
 def test_invalid_options(name: str) -> None:
-    with pytest.raises(UsageError, match="--slots 0 must be at least 1"):
-        serve.main(arguments("--target", name, "--slots", "0"))
     with pytest.raises(UsageError, match="--max-length 97 exceeds the target's context length of 96"):
-        serve.main(arguments("--target", name, "--max-length", "97"))
-    with pytest.raises(UsageError, match=r"cannot listen on --host .* --port 99999"):
-        serve.listen("127.0.0.1", 99999)
+        serve("--target", name, "--max-length", "97").run()
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UsageError, match="cannot listen on --host"):
+        serve("--target", name, "--port", str(taken.getsockname()[1])).run()

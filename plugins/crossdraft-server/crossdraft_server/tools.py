@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..contracts.models import LoadedModel
-from ..errors import UsageError, quoted
+from crossdraft.framework.contracts.models import LoadedModel
+from crossdraft.framework.errors import UsageError, quoted
 
 #: Response templates for chat templates with ``<tool_call>``: a JSON object with name and arguments (Hermes, Qwen), or
 #: a tag for each parameter (Qwen3-Coder, Qwen3.5).

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from tiny_models import save_model
 
-pytest.importorskip("uvicorn", reason="the endpoint needs the extra serve")
 openai = pytest.importorskip("openai", reason="the endpoint is tested with the openai client")
 
 from server_thread import RunningServer, serving  # noqa: E402

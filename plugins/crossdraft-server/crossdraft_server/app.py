@@ -19,12 +19,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from ..api.output_processor import Output
-from ..contracts.steps import Chunk, Request
-from ..contracts.steps import Response as DecodedResponse
-from ..errors import CrossdraftError, first_line
-from ..util.input_files import nested_too_deeply, parse_json
-from ..util.limits import BODY_BYTES, MOST_NESTING
+from crossdraft.framework.api.output_processor import Output
+from crossdraft.framework.contracts.steps import Chunk, Request
+from crossdraft.framework.contracts.steps import Response as DecodedResponse
+from crossdraft.framework.errors import CrossdraftError, first_line
+from crossdraft.framework.util.input_files import nested_too_deeply, parse_json
+from crossdraft.framework.util.limits import BODY_BYTES, MOST_NESTING
+
 from .access import AccessControl
 from .constraint_compiler import ConstraintCompiler
 from .decoder_pool import DecoderPool

@@ -12,16 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import save_model
-
-pytest.importorskip("uvicorn", reason="the endpoint needs the extra serve")
-
 from server_thread import serving
+from tiny_models import save_model
 
 from crossdraft import generate, load_model
 
 pytestmark = pytest.mark.slow
-PAGE = Path(__file__).parents[2] / "docs" / "serve.md"
+PAGE = Path(__file__).parents[3] / "docs" / "serve.md"
 PROMPTS = [f"w{5 + i} w{9 + i % 7} w{5 + i}" for i in range(16)]
 
 

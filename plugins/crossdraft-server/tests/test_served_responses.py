@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from text_models import SCHEMA, save_text_model
 
-pytest.importorskip("uvicorn", reason="the endpoint needs the extra serve")
 pytest.importorskip("llguidance", reason="constraints need the extra constrain")
 openai = pytest.importorskip("openai", reason="the endpoint is tested with the openai client")
 

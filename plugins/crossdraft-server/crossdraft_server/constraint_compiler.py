@@ -17,10 +17,15 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Timer
 
-from ..contracts.constraint import Constraint
-from ..contracts.models import LoadedModel
-from ..errors import UsageError
-from ..models.grammar import TokenGrammar, compile_constraint, llguidance_source, serialized_tokenizer
+from crossdraft.framework.contracts.constraint import Constraint
+from crossdraft.framework.contracts.models import LoadedModel
+from crossdraft.framework.errors import UsageError
+from crossdraft.framework.models.grammar import (
+    TokenGrammar,
+    compile_constraint,
+    llguidance_source,
+    serialized_tokenizer,
+)
 
 #: Limits of a constraint, in seconds: of its compilation, and of a token of the response.
 MOST_SECONDS, MOST_STEP_SECONDS = 10.0, 1.0
