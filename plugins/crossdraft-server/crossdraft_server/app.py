@@ -147,7 +147,7 @@ async def _complete(
         prompts = await _constrained(compiler, request)
         tokenizer = pool.target.tokenizer
         special = request.call_format is not None
-        outputs = [Output(tokenizer, request.stop, special=special) for _ in prompts]
+        outputs = [Output(tokenizer, request.body.stop, special=special) for _ in prompts]
         jobs = worker.submit(queue, request.sampling, list(zip(prompts, outputs, strict=True)))
     except InvalidRequestError as error:
         return error_response(str(error), error.status, error.param)
@@ -156,7 +156,7 @@ async def _complete(
     except UnavailableError as error:
         return error_response(str(error), 503)
     builder = ResponseBuilder(request, pool.target.name, tokenizer)
-    if request.stream:
+    if request.body.stream:
         return _EventStream(_events(request, builder, queue), worker, jobs)
     return await _complete_response(http, builder, queue, worker, jobs)
 
@@ -213,7 +213,7 @@ async def _events(request: CompletionRequest, builder: ResponseBuilder, queue: C
                 responses.append(chunk.response)
             if (event := builder.chunk(choice, chunk)) is not None:
                 yield _event(event)
-    if request.include_usage:
+    if request.body.stream_options.include_usage:
         yield _event(builder.usage_chunk(responses))
     yield "data: [DONE]\n\n"
 

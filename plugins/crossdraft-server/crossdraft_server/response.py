@@ -27,12 +27,12 @@ class ResponseBuilder:
     """
 
     def __init__(self, request: CompletionRequest, model: str, tokenizer: Any):
-        self._request, self._tokenizer = request, tokenizer
-        kind = "chat.completion" if request.chat else "text_completion"
-        head = {"id": f"{'chatcmpl' if request.chat else 'cmpl'}-{uuid.uuid4().hex}", "created": int(time.time())}
+        self._request, self._body, self._tokenizer = request, request.body, tokenizer
+        kind = "chat.completion" if request.body.chat else "text_completion"
+        head = {"id": f"{'chatcmpl' if request.body.chat else 'cmpl'}-{uuid.uuid4().hex}", "created": int(time.time())}
         self._complete = {**head, "object": kind, "model": model}
-        self._chunk = {**head, "object": f"{kind}.chunk" if request.chat else kind, "model": model}
-        if request.include_usage:
+        self._chunk = {**head, "object": f"{kind}.chunk" if request.body.chat else kind, "model": model}
+        if request.body.stream_options.include_usage:
             self._chunk["usage"] = None  # set in the last chunk only
         self._completion_tokens = 0
         form = request.call_format
@@ -41,7 +41,7 @@ class ResponseBuilder:
 
     def role_chunks(self) -> list[dict[str, Any]]:
         """The chunks that open a chat stream; empty for completions."""
-        if not self._request.chat:
+        if not self._body.chat:
             return []
         content: dict[str, Any] = {"content": ""}
         if self._request.tool is not None:
@@ -56,7 +56,7 @@ class ResponseBuilder:
         request, end = self._request, chunk.response is not None
         parsed = None if self._parser is None else self._parsed(self._parser, chunk.text, end, indexed=True)
         new = chunk.text if parsed is None else parsed
-        if not (new or end or ((request.logprobs or request.token_ids) and chunk.tokens)):
+        if not (new or end or ((self._body.logprobs or self._body.return_token_ids) and chunk.tokens)):
             return None
         logprobs = self._logprobs(choice, chunk)
         finish_reason = None if chunk.response is None else self._finish_reason(chunk.response)
@@ -65,11 +65,11 @@ class ResponseBuilder:
         elif request.tool is not None:
             calls = [{"index": 0, "function": {"arguments": chunk.text}}]
             content = {"delta": {"tool_calls": calls} if chunk.text else {}}
-        elif self._request.chat:
+        elif self._body.chat:
             content = {"delta": {"content": chunk.text} if chunk.text else {}}
         else:
             content = {"text": chunk.text}
-        content |= {"token_ids": chunk.tokens} if request.token_ids else {}
+        content |= {"token_ids": chunk.tokens} if self._body.return_token_ids else {}
         return self._choice_chunk(choice, finish_reason=finish_reason, logprobs=logprobs, **content)
 
     def complete(self, chunks: list[Chunk]) -> dict[str, Any]:
@@ -84,9 +84,9 @@ class ResponseBuilder:
             elif self._request.tool is not None:
                 calls = [self._call(self._request.tool, text)]
                 content = {"message": {"role": "assistant", "content": None, "tool_calls": calls}}
-            elif self._request.chat:
+            elif self._body.chat:
                 content = {"message": {"role": "assistant", "content": text}}
-            content |= {"token_ids": chunk.tokens} if self._request.token_ids else {}
+            content |= {"token_ids": chunk.tokens} if self._body.return_token_ids else {}
             logprobs, finish_reason = self._logprobs(i, chunk), self._finish_reason(response)
             choices.append({"index": i, **content, "logprobs": logprobs, "finish_reason": finish_reason})
         return {**self._complete, "choices": choices, "usage": self._usage(responses)}
@@ -130,17 +130,17 @@ class ResponseBuilder:
 
     def _choice_chunk(self, choice: int, **content: Any) -> dict[str, Any]:
         chunk = {**self._chunk, "choices": [{"index": choice, "finish_reason": None, "logprobs": None, **content}]}
-        if self._request.continuous_usage:
+        if self._body.stream_options.continuous_usage_stats:
             chunk["usage"] = self._token_counts(self._completion_tokens)
         return chunk
 
     def _logprobs(self, choice: int, chunk: Chunk) -> dict[str, Any] | None:
         """The ``logprobs`` object; at temperature 0 every log-probability is 0."""
-        if not self._request.logprobs:
+        if not self._body.logprobs:
             return None
         names = [str(self._tokenizer.decode([token])) for token in chunk.tokens]
         values = [_LOG_ZERO if math.isinf(value) else value for value in chunk.logprobs or [0.0] * len(names)]
-        if self._request.chat:
+        if self._body.chat:
             # The bytes of a token that is only a part of a character are not known: null.
             codes = [None if REPLACEMENT in name else list(name.encode()) for name in names]
             return {

@@ -10,9 +10,12 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import ConfigDict
 
 from crossdraft.framework.contracts.models import LoadedModel
+from crossdraft.framework.contracts.options import Options
 from crossdraft.framework.errors import UsageError, quoted
 
 #: Response templates for chat templates with ``<tool_call>``: a JSON object with name and arguments (Hermes, Qwen), or
@@ -47,24 +50,34 @@ class ToolCall:
     tools: list[dict[str, Any]]
 
 
-def tool_call(fields: Mapping[str, Any]) -> ToolCall | None:
-    """The call that a request requires; None without one. Raises UsageError."""
-    tools, choice = fields.get("tools", []), fields.get("tool_choice", "auto")
-    if not isinstance(tools, list):
-        raise UsageError(f"tools={quoted(tools)} must be a list of functions")
-    functions = {}
-    for i, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise UsageError(f"tools[{i}] must have type function, and a function with a name")
-        parameters = function.get("parameters")
-        if not isinstance(parameters, dict | None):
-            raise UsageError(f"tools[{i}].function.parameters must be a JSON schema, an object")
-        functions[function["name"]] = {"type": "object", **(parameters or {})}
+class Function(Options):
+    """A function that a response may call; the chat template reads further keys."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    name: str
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Options):
+    """An item of ``tools``."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["function"]
+    function: Function
+
+
+def tool_call(tools: Sequence[Tool], choice: Any, objects: list[dict[str, Any]] | None) -> ToolCall | None:
+    """The call that a request requires; None without one. Raises UsageError.
+
+    ``objects``: the tools as they were sent, for the chat template.
+    """
     if choice == "none" or (choice == "auto" and not tools):
         return None
     if choice == "auto":
-        return ToolCall(None, {}, tools)
+        return ToolCall(None, {}, objects or [])
+    functions = {tool.function.name: {"type": "object", **(tool.function.parameters or {})} for tool in tools}
     if choice == "required" and len(functions) == 1:
         name = next(iter(functions))
     else:
@@ -74,7 +87,7 @@ def tool_call(fields: Mapping[str, Any]) -> ToolCall | None:
         raise UsageError(
             f"tool_choice={quoted(choice)} must name one of the tools, or be auto, none, or required with one tool"
         )
-    return ToolCall(name, functions[name], tools)
+    return ToolCall(name, functions[name], objects or [])
 
 
 @dataclass(frozen=True)

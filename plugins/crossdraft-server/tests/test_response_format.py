@@ -204,7 +204,7 @@ def test_formats_of_calls(step: int) -> None:
         ({"tool_choice": "always"}, "or be auto, none, or required with one tool"),
         ({"tool_choice": {"type": "function", "function": {"name": "b"}}}, "must name one of the tools"),
         ({"tool_choice": "required", "response_format": FORMAT}, "are both set; remove one of them"),
-        ({"tools": [{"type": "function"}]}, "tools[0] must have type function"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function is not valid: is missing"),
     ],
 )
 def test_invalid_tools_are_refused(api: Any, names: list[str], fields: Any, sentence: str) -> None:
