@@ -332,7 +332,7 @@ def shortened(arguments: list[str]) -> list[str]:
         smaller = ("matrix.batch_size=[1, 2]", "matrix.gamma=[4]", "verifiers=[token, spectr]")
         few = [word for item in smaller for word in ("--set", item)] if "smollm2-batch" in arguments else []
         return [*arguments, "--limit", "1", "--set", "max_new_tokens=4", *few, "--quiet"]
-    if arguments[:1] == ["doctor"]:
+    if arguments[:1] == ["diagnose"]:
         return [*arguments, "--responses", "1", "--max-new-tokens", "8"]
     if arguments[:1] == ["train"]:
         few = ["--tokens", "40", "--write-batch", "8", "--max-response", "6", "--questions", "my-prompts.jsonl"]

@@ -20,11 +20,17 @@ _COMMANDS = {
             "test an engine's draws against the target's distribution, or plan how many show a bias",
         ),
         "verify-engine": ("verify_engine.command", "check an engine's steps and text against replay and the target"),
-        "compare-texts": ("compare_texts", "check if greedy texts differ by rounding or are not the target's"),
+        "compare-texts": (
+            "compare_texts:CompareTexts",
+            "check if greedy texts differ by more than rounding",
+        ),
     },
     "Decide": {
         "replay": ("replay.command", "compute the block efficiency of pairs on recorded responses, without decoding"),
-        "doctor": ("doctor", "diagnose a low acceptance rate by trying common mistakes one at a time"),
+        "diagnose": (
+            "diagnose:Diagnose",
+            "find the cause of a low acceptance rate among common mistakes",
+        ),
         "cost": ("cost.command:Cost", "measure the latency of forward passes and predict speed-ups"),
         "advise": (
             "advise.command:Advise",

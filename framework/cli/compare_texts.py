@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from pydantic import Field
+
+from ..contracts.command import Argument, Command
 from ..errors import UsageError, quoted
-from .options.trust import add_trust_argument, trusted
+from .options.run import JsonOptions
+from .options.trust import TrustOptions
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,45 +47,46 @@ class TextPair:
     beyond: tuple[tuple[int, float] | None, tuple[int, float] | None] = (None, None)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    source = "responses at temperature 0: a JSONL file, a run or one of its cells (docs/replay.md)"
-    parser.add_argument("a", metavar="A", help=source)
-    parser.add_argument("b", metavar="B", help="responses to the same prompts, without or with another engine")
-    parser.add_argument("--target", required=True, metavar="MODEL", help="the target, which computes the logits")
-    parser.add_argument("--dtype", default="auto", help="dtype of the target; that of the engines (auto)")
-    parser.add_argument("--device", default="auto", help="device of the target (auto)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    add_trust_argument(parser)
-
-
-def main(args: argparse.Namespace) -> int:
-    """Return 0 if all texts are the target's, up to ties, 1 if one is not, 3 if some have other prompts or lengths.
+class CompareTexts(TrustOptions, JsonOptions, Command):
+    """Comparison of the greedy texts of two engines.
 
     Raises:
         UsageError: responses that cannot be read or matched, or were sampled.
     """
-    from ..models.load import load_model
-    from ..models.rounding import tie_of
 
-    consent = trusted(args, [args.target])
-    sides = [_responses(source, args.target, args.target in consent) for source in (args.a, args.b)]
-    pairs = _matched(sides, (args.a, args.b))
-    target = load_model(
-        args.target, dtype=args.dtype, device=args.device, trust_remote_code=args.target in consent
-    )  # fmt: skip
-    dtype, tie = tie_of(target)
-    results, near = compare_texts(pairs, target, tie)
-    counts = Counter(result.verdict for result in results)
-    if args.json:
-        rows = [asdict(result) for result in results]
-        print(
-            json.dumps({"dtype": dtype, "tie": tie, "near_ties": near, "counts": counts, "responses": rows}, indent=2)
-        )
-    else:
-        print(_text(results, target, dtype, tie, near))
-    if counts["A"] or counts["B"] or counts["both"]:
-        return 1
-    return 3 if counts["prompt"] or counts["length"] else 0
+    name: ClassVar[str] = "compare-texts"
+
+    a: Annotated[str, Argument("A", positional=True)] = Field(
+        description="responses at temperature 0: a JSONL file, a run or one of its cells (docs/replay.md)"
+    )
+    b: Annotated[str, Argument("B", positional=True)] = Field(
+        description="responses to the same prompts, without or with another engine"
+    )
+    target: Annotated[str, Argument("MODEL")] = Field(description="the target, which computes the logits")
+    dtype: str = Field("auto", description="dtype of the target; that of the engines")
+    device: str = Field("auto", description="device of the target")
+
+    def run(self) -> int:
+        """Return 0 if all texts are the target's, up to ties, 1 if one is not, 3 if prompts or lengths differ."""
+        from ..models.load import load_model
+        from ..models.rounding import tie_of
+
+        trust = self.target in self.trusted([self.target])
+        sides = [_responses(source, self.target, trust) for source in (self.a, self.b)]
+        pairs = _matched(sides, (self.a, self.b))
+        target = load_model(self.target, dtype=self.dtype, device=self.device, trust_remote_code=trust)
+        dtype, tie = tie_of(target)
+        results, near = compare_texts(pairs, target, tie)
+        counts = Counter(result.verdict for result in results)
+        if self.json_:
+            rows = [asdict(result) for result in results]
+            report = {"dtype": dtype, "tie": tie, "near_ties": near, "counts": counts, "responses": rows}
+            print(json.dumps(report, indent=2))
+        else:
+            print(_text(results, target, dtype, tie, near))
+        if counts["A"] or counts["B"] or counts["both"]:
+            return 1
+        return 3 if counts["prompt"] or counts["length"] else 0
 
 
 def _responses(source: str, target: str, trust: bool) -> dict[str, Response]:

@@ -330,7 +330,7 @@ class Drafter(ABC):
 
     @classmethod
     def misconfigurations(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterable[Misconfiguration]:
-        """Yield common mistakes with ``heads`` of this type, for `crossdraft doctor` to test. Optional.
+        """Yield common mistakes with ``heads`` of this type, for `crossdraft diagnose` to test. Optional.
 
         Args:
             heads: result of `DraftContext.load_heads` for the ``model`` of ``config``.

@@ -1,4 +1,4 @@
-"""Common mistakes in a drafter's setup that lower its acceptance; tested by `crossdraft doctor`."""
+"""Common mistakes in a drafter's setup that lower its acceptance; tested by `crossdraft diagnose`."""
 
 from __future__ import annotations
 

@@ -588,7 +588,7 @@ def test_norm_output_of_unknown_writer_is_remarked(target: Any, caplog: Any) -> 
     assert not caplog.records
 
 
-# -- the doctor's hypotheses ---------------------------------------------------------------------------------
+# -- hypotheses of a diagnosis ---------------------------------------------------------------------------------
 
 _SLIDING = {"layer_types": ["sliding_attention"], "sliding_window": 3}
 _OWN = {"tie_word_embeddings": True}
@@ -621,7 +621,7 @@ MISREAD: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", MISREAD)
 @pytest.mark.parametrize("prefix", ["", "model."])
-def test_doctor_undoes_each_misreading(target: Any, name: str, prefix: str, monkeypatch: Any) -> None:
+def test_diagnosis_undoes_each_misreading(target: Any, name: str, prefix: str, monkeypatch: Any) -> None:
     layout, wrong, right, mistake = MISREAD[name]
     parameters = {"rope_theta": 100.0, **_YARN}
     if name == "partial rotation":
@@ -646,7 +646,7 @@ def test_doctor_undoes_each_misreading(target: Any, name: str, prefix: str, monk
 
 
 @pytest.mark.parametrize("read, other", [((1, 2, 4), (1, 2, -1)), ((1, 2, -1), (1, 2, 4))])
-def test_doctor_tries_both_last_states(target: Any, read: tuple[int, ...], other: tuple[int, ...]) -> None:
+def test_diagnosis_tries_both_last_states(target: Any, read: tuple[int, ...], other: tuple[int, ...]) -> None:
     for layout in ("eagle3", "dflash", "p-eagle", "dspark"):
         drafter, heads = plugins.get("drafters", layout), checkpoint_of(CONFIGS[layout], tensors_of(layout))
         tried = drafter.misconfigurations(drafter.Config(model="heads", layers=read), heads, target)

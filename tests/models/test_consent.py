@@ -140,7 +140,7 @@ COMMANDS = {
     "cost": "cost --target {target} --drafter {small} --batch-size 1 --width 1 --context 8 --repeats 1",
     "run": "run {recipe} --out {out}",
     "replay": "replay {responses} --target {target} --drafter {drafter} --temperature 1 --gamma 1",
-    "doctor": "doctor --target {target} --drafter {drafter} --prompts {prompts} --max-new-tokens 2 --gamma 1",
+    "diagnose": "diagnose --target {target} --drafter {drafter} --prompts {prompts} --max-new-tokens 2 --gamma 1",
     "advise": "advise --prompts {prompts} --target {target} --drafter {drafter} --max-new-tokens 18 --cost {costs}",
 }
 

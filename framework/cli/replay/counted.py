@@ -195,7 +195,7 @@ def _evidence(drafter: Any) -> str:
                 f"; {name} does not contain its embedding, which is that of {shared['model']}: run crossdraft "
                 "export-model"
             )
-    return "; compare the names of its tensors with those that the engine loads (crossdraft doctor)"
+    return "; compare the names of its tensors with those that the engine loads (crossdraft diagnose)"
 
 
 # -- output ------------------------------------------------------------------------------------------------------

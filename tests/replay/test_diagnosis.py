@@ -1,4 +1,4 @@
-"""The doctor names the mistake that was made: each is put into a head that was trained without it."""
+"""The diagnosis names the mistake that was made: each is put into a head that was trained without it."""
 
 import json
 import math
@@ -24,7 +24,7 @@ from crossdraft.framework.errors import UsageError
 from crossdraft.framework.metrics.intervals import Estimate, pieces_needed
 from crossdraft.framework.models.checkpoint import load_checkpoint
 from crossdraft.framework.replay.aggregate import PromptGroups, Tally
-from crossdraft.framework.replay.doctor import (
+from crossdraft.framework.replay.diagnosis import (
     Trial,
     TrialResult,
     greedy_drafts,
@@ -43,7 +43,7 @@ WIDTH = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: Any) -> Target:
     """Its hidden states are as large as those of real models, which changes none of its logits."""
-    name = save_model(tmp_path_factory.mktemp("doctor") / "target", seed=2, layers=4)
+    name = save_model(tmp_path_factory.mktemp("diagnosis") / "target", seed=2, layers=4)
     model: Any = LlamaForCausalLM.from_pretrained(name)
     with torch.no_grad():
         model.model.embed_tokens.weight *= SIZE

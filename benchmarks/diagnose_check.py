@@ -1,10 +1,10 @@
-"""Detection rate of the doctor on real heads with one deliberate mistake each.
+"""Detection rate of crossdraft diagnose on real heads with one deliberate mistake each.
 
-    python benchmarks/doctor_check.py [--responses 4] [--max-new-tokens 24] [--dtype float32]
+    python benchmarks/diagnose_check.py [--responses 4] [--max-new-tokens 24] [--dtype float32]
 
-Copies the EAGLE-3 and Medusa heads of the SmolLM2 pack, damages each copy, and runs ``crossdraft doctor`` on it.
+Copies the EAGLE-3 and Medusa heads of the SmolLM2 pack, damages each copy, and runs ``crossdraft diagnose`` on it.
 Prints for each the first diagnosis, block efficiency as configured and with the mistake undone, and the gain with its
-95 % interval over prompts. If the doctor does not report a mistake, it either costs too little compared with the
+95 % interval over prompts. If it does not report a mistake, it either costs too little compared with the
 undamaged heads (see `CLEAR`), or was missed.
 """
 
@@ -29,7 +29,7 @@ from tabulate import tabulate
 
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.models.resolve import resolve
-from crossdraft.framework.replay.doctor import CLEAR
+from crossdraft.framework.replay.diagnosis import CLEAR
 
 TARGET = "smollm2-135m-instruct"
 Damage = Callable[[Path], None]
@@ -41,7 +41,7 @@ class Mistake:
 
     Attributes:
         description: description of the mistake.
-        expected: prefix of the doctor's diagnosis; "" = no diagnosis expected.
+        expected: prefix of the diagnosis; "" = no diagnosis expected.
         drafter: name of the drafter.
         damage: modifies a copy of the heads.
         options: options of the drafter.
@@ -131,19 +131,19 @@ def _one_head_more(path: Path) -> None:
 
 
 def examined(mistake: Mistake, directory: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Report of ``crossdraft doctor``."""
+    """Report of ``crossdraft diagnose``."""
     name = {"eagle3": "smollm2-eagle3", "medusa": "smollm2-medusa"}[mistake.drafter]
     path = directory / "heads"
     shutil.copytree(resolve(name, heads=True).path, path)
     try:
         mistake.damage(path)
         drafter = json.dumps({"name": mistake.drafter, "model": str(path), **mistake.options})
-        arguments = ["doctor", "--target", TARGET, "--drafter", drafter, "--json", "--dtype", args.dtype]
+        arguments = ["diagnose", "--target", TARGET, "--drafter", drafter, "--json", "--dtype", args.dtype]
         arguments += ["--prompts", args.prompts, "--responses", str(args.responses), "--gamma", str(args.gamma)]
         arguments += ["--max-new-tokens", str(args.max_new_tokens)]
         with contextlib.redirect_stdout(io.StringIO()) as out:
             if cli.main(arguments):
-                raise SystemExit(f"the doctor failed on: {mistake.made}")
+                raise SystemExit(f"diagnose failed on: {mistake.made}")
         return json.loads(out.getvalue())
     finally:
         shutil.rmtree(path)

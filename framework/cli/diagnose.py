@@ -1,98 +1,91 @@
-"""``crossdraft doctor``: diagnose a low acceptance rate."""
+"""``crossdraft diagnose``: the likely cause of a low acceptance rate."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from ..errors import UsageError, quoted
-from ..util.limits import MOST_PROMPTS, MOST_REPLAYED, MOST_TOKENS, Limit
+from pydantic import Field
+
+from ..contracts.command import Argument, Command
+from ..errors import quoted
+from ..util.limits import MOST_PROMPTS, MOST_REPLAYED, MOST_TOKENS
 from .baseline_responses import baseline_responses, duration, log
-from .options.sampling import sampling_from
-from .options.trust import add_trust_argument, trusted_with_drafter
+from .options.run import JsonOptions
+from .options.sampling import SamplingOptions
+from .options.trust import TrustOptions
 
 if TYPE_CHECKING:
     from ..api.build import Configured
     from ..contracts.models import LoadedModel
     from ..contracts.sampling import Sampling
-    from ..replay.doctor import Trial, TrialResult
+    from ..replay.diagnosis import Trial, TrialResult
     from ..replay.response import Response
     from ..replay.teacher_forcing.lazy_models import Target
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", required=True, metavar="MODEL", help="target model")
-    parser.add_argument(
-        "--drafter",
-        required=True,
-        metavar="NAME",
-        help="drafter: a name, or a mapping as in recipes: '{name: eagle3, model: my-heads}'",
+class Diagnose(SamplingOptions, TrustOptions, JsonOptions, Command):
+    """Trials of common mistakes, one at a time.
+
+    Raises:
+        UsageError: a drafter that cannot be replayed.
+    """
+
+    name: ClassVar[str] = "diagnose"
+
+    target: Annotated[str, Argument("MODEL")] = Field(description="target model")
+    drafter: Annotated[str, Argument("NAME")] = Field(
+        description="drafter: a name, or a mapping as in recipes: '{name: eagle3, model: my-heads}'"
     )
-    parser.add_argument("--prompts", default="builtin", metavar="SOURCE", help="prompts (builtin)")
-    parser.add_argument("--responses", type=int, default=16, metavar="N", help="number of prompts to decode (16)")
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="maximum tokens per response (64)")
-    parser.add_argument("--gamma", type=int, default=4, metavar="N", help="draft length (4)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="sampling temperature (1)")
-    for name, kind in (("top-k", int), ("top-p", float), ("min-p", float)):
-        parser.add_argument(f"--{name}", type=kind, help="sampling parameter (off)")
-    parser.add_argument("--dtype", default="auto", help="dtype of the models (auto)")
-    parser.add_argument("--device", default="auto", help="device of the models (auto)")
-    add_trust_argument(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    prompts: Annotated[str, Argument("SOURCE")] = Field("builtin", description="prompts")
+    responses: Annotated[int, MOST_PROMPTS] = Field(16, ge=1, description="number of prompts to decode")
+    max_new_tokens: Annotated[int, MOST_TOKENS] = Field(64, ge=1, description="maximum tokens per response")
+    gamma: Annotated[int, MOST_REPLAYED] = Field(4, ge=1, description="draft length")
+    dtype: str = Field("auto", description="dtype of the models")
+    device: str = Field("auto", description="device of the models")
+
+    def run(self) -> int:
+        from ..api.build import configured
+        from ..recipe.recipe import Strategy
+        from ..replay.diagnosis import inconclusive, likely_causes, responses_needed, run_trials
+        from ..replay.teacher_forcing.lazy_models import Target
+
+        strategy = Strategy.parse(self.drafter, "--drafter")
+        drafter = configured("drafters", {"name": strategy.name, **strategy.config})
+        options = {"device": self.device, "trust_remote_code": self.trusted([self.target], [self.drafter])}
+        target = Target(self.target, self.sampling, dtype=self.dtype, **options)
+        trials = list(_trials(self, drafter, target, options))
+        results: list[TrialResult] = []
+        start = time.perf_counter()
+        for result in run_trials(drafter, trials, self.gamma):
+            results.append(result)
+            if len(results) == 1:
+                seconds = time.perf_counter() - start
+                log(f"trying {len(trials) - 1} common mistakes, about {duration(seconds)} each")
+        likely, facts = likely_causes(results), _facts(drafter, target.loaded)
+        if results[0].warning:
+            facts.append(results[0].warning)
+        if self.json_:
+            open_questions = [result.misconfiguration.mistake for result in inconclusive(results)]
+            report = {
+                "facts": facts,
+                "likely": list(map(_json, likely)),
+                "tried": list(map(_json, results)),
+                "inconclusive": open_questions,
+                "responses_needed": responses_needed(results) if open_questions else None,
+            }
+            print(json.dumps(report))
+        else:
+            _print(results, likely, facts)
+        return 0
 
 
-def main(args: argparse.Namespace) -> int:
-    """Return 0. Raises UsageError (exit status 2) for invalid options or a drafter that cannot be replayed."""
-    from ..api.build import configured
-    from ..recipe.recipe import Strategy
-    from ..replay.doctor import inconclusive, likely_causes, responses_needed, run_trials
-    from ..replay.teacher_forcing.lazy_models import Target
-
-    limits: dict[str, Limit] = {
-        "responses": MOST_PROMPTS, "max_new_tokens": MOST_TOKENS, "gamma": MOST_REPLAYED
-    }  # fmt: skip
-    for name, limit in limits.items():
-        value = getattr(args, name)
-        if value < 1 or (reason := limit.refusal(value)):
-            raise UsageError(f"--{name.replace('_', '-')} {value}: {'must be at least 1' if value < 1 else reason}")
-    sampling = sampling_from(args)
-    strategy = Strategy.parse(args.drafter, "--drafter")
-    drafter = configured("drafters", {"name": strategy.name, **strategy.config})
-    options = {"device": args.device, "trust_remote_code": trusted_with_drafter(args, args.target)}
-    target = Target(args.target, sampling, dtype=args.dtype, **options)
-    trials = list(_trials(args, drafter, target, options))
-    results: list[TrialResult] = []
-    start = time.perf_counter()
-    for result in run_trials(drafter, trials, args.gamma):
-        results.append(result)
-        if len(results) == 1:
-            seconds = time.perf_counter() - start
-            log(f"trying {len(trials) - 1} common mistakes, about {duration(seconds)} each")
-    likely, facts = likely_causes(results), _facts(drafter, target.loaded)
-    if results[0].warning:
-        facts.append(results[0].warning)
-    if args.json:
-        open_questions = [result.misconfiguration.mistake for result in inconclusive(results)]
-        report = {
-            "facts": facts,
-            "likely": list(map(_json, likely)),
-            "tried": list(map(_json, results)),
-            "inconclusive": open_questions,
-            "responses_needed": responses_needed(results) if open_questions else None,
-        }
-        print(json.dumps(report))
-    else:
-        _print(results, likely, facts)
-    return 0
-
-
-def _trials(args: argparse.Namespace, drafter: Configured, target: Target, options: dict[str, Any]) -> Iterator[Trial]:
+def _trials(args: Diagnose, drafter: Configured, target: Target, options: dict[str, Any]) -> Iterator[Trial]:
     from ..contracts.misconfiguration import Misconfiguration
-    from ..replay.doctor import Trial, greedy_drafts
+    from ..replay.diagnosis import Trial, greedy_drafts
     from ..replay.teacher_forcing.lazy_models import Target
 
     responses = _responses(args, target.sampling)
@@ -131,7 +124,7 @@ def _has_heads(drafter: Configured) -> bool:
     return bool(cls.traits(config, Sampling()).hidden_layers) and isinstance(getattr(config, "model", None), str)
 
 
-def _responses(args: argparse.Namespace, sampling: Sampling, chat: bool | None = None) -> list[Response]:
+def _responses(args: Diagnose, sampling: Sampling, chat: bool | None = None) -> list[Response]:
     from ..replay.responses import Reader
 
     name, consent = args.target, args.target in args.trust_remote_code
@@ -178,29 +171,28 @@ def _json(result: TrialResult) -> dict[str, Any]:
 
 
 def _print(results: Sequence[TrialResult], likely: Sequence[TrialResult], facts: Sequence[str]) -> None:
-    from tabulate import tabulate
-
-    from ..replay.doctor import inconclusive
+    from ..replay.diagnosis import inconclusive
     from ..util.estimate import estimate_text
+    from ..util.table import Table
 
-    base, lines = results[0], []
+    base, rows = results[0], []
     ordered = sorted(results[1:], key=lambda r: -1.0 if r.gain is None else r.gain.value, reverse=True)
     for result in (base, *ordered):
         row = result.row
-        efficiency = None if row is None else row.block_efficiency
         if result.gain:
             gain = estimate_text(result.gain, "+")
         else:
             gain = "" if result is base else result.reason[:60] or "-"
-        lines.append(
-            {
-                "hypothesis": result.misconfiguration.mistake or "none (as configured)",
-                "accepted at 1, 2, ..": " ".join(f"{value:.2f}" for value in row.marginal) if row else "-",
-                "BE": f"{efficiency.value:.2f}" if efficiency else "-",
-                "gain [95 %]": gain,
-            }
+        rows.append(
+            [
+                result.misconfiguration.mistake or "none (as configured)",
+                " ".join(f"{value:.2f}" for value in row.marginal) if row else "-",
+                f"{row.block_efficiency.value:.2f}" if row and row.block_efficiency else "-",
+                gain,
+            ]
         )
-    print(tabulate(lines, headers="keys", tablefmt="github", disable_numparse=True, maxcolwidths=[60, None, None, 60]))
+    columns = dict.fromkeys(("hypothesis", "accepted at 1, 2, ..", "BE", "gain [95 %]"), "left")
+    print(Table(columns, rows, widths=(60, None, None, 60)).markdown())
     print()
     if base.reason:
         print(f"The drafter does not draft as configured: {base.reason}")
@@ -234,7 +226,7 @@ def _print(results: Sequence[TrialResult], likely: Sequence[TrialResult], facts:
 def _too_few(results: Sequence[TrialResult]) -> str:
     """The conclusion if the intervals are too wide."""
     from ..metrics.intervals import LEAST_PIECES
-    from ..replay.doctor import inconclusive, responses_needed
+    from ..replay.diagnosis import inconclusive, responses_needed
 
     open_questions, needed = inconclusive(results), responses_needed(results)
     advice = f"about {needed} are needed" if needed else f"at least {LEAST_PIECES} are needed"

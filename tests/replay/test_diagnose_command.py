@@ -1,4 +1,4 @@
-"""The command ``crossdraft doctor``: mistakes that lie in how a drafter is put in, and what is refused."""
+"""The command ``crossdraft diagnose``: mistakes that lie in how a drafter is put in, and what is refused."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -55,8 +55,8 @@ def texts(target: str) -> list[list[int]]:
 
 
 @pytest.fixture
-def doctor(tmp_path: Path, capsys: Any, monkeypatch: Any) -> Callable[..., dict[str, Any]]:
-    """``doctor(target, drafter, ..)``: what the command finds, as JSON."""
+def diagnosed(tmp_path: Path, capsys: Any, monkeypatch: Any) -> Callable[..., dict[str, Any]]:
+    """``diagnosed(target, drafter, ..)``: what the command finds, as JSON."""
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
     prompts = tmp_path / "prompts.jsonl"
     rows = [{"question_id": text, "category": "a", "turns": [text]} for text in PROMPTS]
@@ -64,7 +64,7 @@ def doctor(tmp_path: Path, capsys: Any, monkeypatch: Any) -> Callable[..., dict[
 
     def run(target: str, drafter: str, *options: str) -> dict[str, Any]:
         arguments = ["--target", target, "--drafter", drafter, "--prompts", str(prompts), "--max-new-tokens", "12"]
-        assert cli.main(["doctor", *arguments, "--gamma", "3", "--device", "cpu", "--json", *options]) == 0
+        assert cli.main(["diagnose", *arguments, "--gamma", "3", "--device", "cpu", "--json", *options]) == 0
         return json.loads(capsys.readouterr().out)
 
     return run
@@ -73,40 +73,40 @@ def doctor(tmp_path: Path, capsys: Any, monkeypatch: Any) -> Callable[..., dict[
 GREEDY = ("--temperature", "0", "--dtype", "float32")
 
 
-def test_heads_that_are_off_by_one(doctor: Callable, target: str, texts: list[list[int]], tmp_path: Path) -> None:
+def test_heads_that_are_off_by_one(diagnosed: Callable, target: str, texts: list[list[int]], tmp_path: Path) -> None:
     model: Any = LlamaForCausalLM.from_pretrained(target)
     turned = [argmax_text(model, [3, *prompt, 4], 14) for prompt in PROMPTS.values()]  # as the chat template has them
     sound, shifted = (trained(tmp_path / str(skip), model, turned, skip) for skip in (2, 1))
-    result = doctor(target, f"{{name: medusa, model: {shifted}}}", *GREEDY)
+    result = diagnosed(target, f"{{name: medusa, model: {shifted}}}", *GREEDY)
     first = result["likely"][0]
     assert first["mistake"].startswith("the first head predicts the target's own next token")
     assert first["block_efficiency"] > 3 > 2 > result["tried"][0]["block_efficiency"]
-    assert doctor(target, f"{{name: medusa, model: {sound}}}", *GREEDY)["likely"] == []
+    assert diagnosed(target, f"{{name: medusa, model: {sound}}}", *GREEDY)["likely"] == []
 
 
 def test_heads_that_never_saw_chat_template(
-    doctor: Callable, target: str, texts: list[list[int]], tmp_path: Path
+    diagnosed: Callable, target: str, texts: list[list[int]], tmp_path: Path
 ) -> None:
     heads = trained(tmp_path / "heads", LlamaForCausalLM.from_pretrained(target), texts)
-    result = doctor(target, f"{{name: medusa, model: {heads}}}", *GREEDY)
+    result = diagnosed(target, f"{{name: medusa, model: {heads}}}", *GREEDY)
     first = result["likely"][0]
     assert first["mistake"] == "the drafter was trained without the chat template of the prompts"
     assert first["block_efficiency"] > 3 > result["tried"][0]["block_efficiency"] + 0.5
 
 
 def test_heads_that_were_trained_for_another_checkpoint(
-    doctor: Callable, target: str, texts: list[list[int]], tmp_path: Path
+    diagnosed: Callable, target: str, texts: list[list[int]], tmp_path: Path
 ) -> None:
     heads = trained(tmp_path / "heads", LlamaForCausalLM.from_pretrained(target), texts)
     other = save_model(tmp_path / "other", seed=7, width=64)
     own = weights_sha256(Path(target))
     (tmp_path / "heads" / "training.json").write_text(json.dumps({"target_sha256": own}), encoding="utf-8")
-    (fact,) = doctor(other, f"{{name: medusa, model: {heads}}}", *GREEDY)["facts"]
+    (fact,) = diagnosed(other, f"{{name: medusa, model: {heads}}}", *GREEDY)["facts"]
     assert "trained for a target with SHA-256" in fact and own[:12] in fact
-    assert doctor(target, f"{{name: medusa, model: {heads}}}", *GREEDY)["facts"] == []
+    assert diagnosed(target, f"{{name: medusa, model: {heads}}}", *GREEDY)["facts"] == []
 
 
-def test_precision_that_is_too_coarse(doctor: Callable, target: str, tmp_path: Path) -> None:
+def test_precision_that_is_too_coarse(diagnosed: Callable, target: str, tmp_path: Path) -> None:
     """Add a large number to all logits of a position: the distribution is unchanged, but bfloat16 loses precision."""
     model: Any = LlamaForCausalLM.from_pretrained(target)
     with torch.no_grad():
@@ -114,13 +114,13 @@ def test_precision_that_is_too_coarse(doctor: Callable, target: str, tmp_path: P
     model.save_pretrained(tmp_path / "large")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / "large" / name).write_bytes((Path(target) / name).read_bytes())
-    result = doctor(str(tmp_path / "large"), f"{{name: draft-model, model: {target}}}", "--dtype", "bfloat16")
+    result = diagnosed(str(tmp_path / "large"), f"{{name: draft-model, model: {target}}}", "--dtype", "bfloat16")
     first = result["likely"][0]
     assert first["mistake"].startswith("bfloat16 is not precise enough")
     assert first["marginal"][0] > 0.95 > 0.7 > result["tried"][0]["marginal"][0]
 
 
-def test_target_that_cannot_drop_tokens_is_decoded(doctor: Callable, target: str, tmp_path: Path) -> None:
+def test_target_that_cannot_drop_tokens_is_decoded(diagnosed: Callable, target: str, tmp_path: Path) -> None:
     """Without drafts, by plain passes."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 16, "n_layer": 1, "n_head": 2}
@@ -128,7 +128,7 @@ def test_target_that_cannot_drop_tokens_is_decoded(doctor: Callable, target: str
     model.save_pretrained(tmp_path / "bloom")
     make_tokenizer().save_pretrained(tmp_path / "bloom")
     bloom = str(tmp_path / "bloom")
-    result = doctor(bloom, f"{{name: draft-model, model: {target}}}", "--dtype", "float32")
+    result = diagnosed(bloom, f"{{name: draft-model, model: {target}}}", "--dtype", "float32")
     assert 0 < result["tried"][0]["marginal"][0] < 1
     assert result["facts"] == []  # the recorded log-probabilities are those of replay
     loaded = load_model(bloom, dtype="float32")
@@ -146,7 +146,7 @@ def test_tokenizers_that_differ(
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
     arguments = ["--target", models["target"], "--drafter", f"{{name: draft-model, model: {models['other']}}}"]
     arguments += ["--prompts", write_prompts(tmp_path / "prompts.jsonl"), "--responses", "2", "--max-new-tokens", "4"]
-    assert cli.main(["doctor", *arguments]) == 1
+    assert cli.main(["diagnose", *arguments]) == 1
     assert "the tokenizers differ: 'w5' has id 5 in one and id 6 in the other" in capsys.readouterr().err
 
 
@@ -156,7 +156,7 @@ def test_command(models: dict[str, str], write_prompts: Any, tmp_path: Path, cap
     options = ["--target", models["target"], "--prompts", prompts, "--responses", "5", "--max-new-tokens", "12"]
     options += ["--dtype", "float32"]  # elsewhere lower precision is one mistake more to try
     greedy = f"{{name: draft-model, model: {models['same']}, temperature: 0}}"
-    assert cli.main(["doctor", *options, "--drafter", greedy, "--json"]) == 0
+    assert cli.main(["diagnose", *options, "--drafter", greedy, "--json"]) == 0
     out, err = capsys.readouterr()
     record = json.loads(out)
     assert "common mistakes, about" in err and "decoding 5 responses" in err
@@ -165,41 +165,34 @@ def test_command(models: dict[str, str], write_prompts: Any, tmp_path: Path, cap
     assert record["likely"][0]["block_efficiency"] > 4  # less than 5 where a response ends
     assert record["tried"][0]["mistake"] == ""
     assert any("without the chat template" in item["mistake"] for item in record["tried"])
-    assert cli.main(["doctor", *options, "--drafter", f"{{name: draft-model, model: {models['same']}}}"]) == 0
+    assert cli.main(["diagnose", *options, "--drafter", f"{{name: draft-model, model: {models['same']}}}"]) == 0
     out, err = capsys.readouterr()
     assert "None of the 1 common mistakes explains" in out and "as configured" in out and "cached responses" in err
     assert "excludes a clear gain" in out
     assert "Acceptance rate of the first drafted token, by category: a 1.00, b 1.00, c 1.00" in out
     # Responses are decoded in the requested precision, and both precisions are tried on them.
     options[-1] = "bfloat16"
-    assert cli.main(["doctor", *options, "--drafter", f"{{name: draft-model, model: {models['same']}}}", "--json"]) == 0
+    assert (
+        cli.main(["diagnose", *options, "--drafter", f"{{name: draft-model, model: {models['same']}}}", "--json"]) == 0
+    )
     out, err = capsys.readouterr()
     as_it_is, *_, exact = json.loads(out)["tried"]
     assert "decoding 5 responses" in err and exact["mistake"].startswith("bfloat16 is not precise enough")
     assert min(as_it_is["marginal"][0], exact["marginal"][0]) > 0.99
 
 
-@pytest.mark.parametrize(
-    "options, sentence",
-    [
-        (["--responses", "0"], "--responses 0: must be at least 1"),
-        (["--gamma", "0"], "--gamma 0: must be at least 1"),
-        (["--temperature", "-1"], "--temperature: should be"),
-        (["--drafter", "nobody"], "there is no drafter named 'nobody'"),
-    ],
-)
-def test_invalid_arguments_raise(models: dict[str, str], capsys: Any, options: list[str], sentence: str) -> None:
-    assert cli.main(["doctor", "--target", models["target"], "--drafter", "none", *options]) == 2
-    assert sentence in capsys.readouterr().err
+def test_unknown_drafter_is_refused(models: dict[str, str], capsys: Any) -> None:
+    assert cli.main(["diagnose", "--target", models["target"], "--drafter", "nobody"]) == 2
+    assert "there is no drafter named 'nobody'" in capsys.readouterr().err
 
 
-def test_too_few_responses_support_no_conclusion(doctor: Callable, target: str, tmp_path: Path, capsys: Any) -> None:
+def test_too_few_responses_support_no_conclusion(diagnosed: Callable, target: str, tmp_path: Path, capsys: Any) -> None:
     """Heads that learnt nothing, two responses: no interval, so nothing is named, and nothing is excluded."""
     config = LlamaForCausalLM.from_pretrained(target).config
     heads = MedusaHeads(config.hidden_size, HEADS, vocab_size=config.vocab_size)
     save_heads(tmp_path / "heads", heads, {})
     drafter = f"{{name: medusa, model: {tmp_path / 'heads'}}}"
-    result = doctor(target, drafter, *GREEDY, "--responses", "2")
+    result = diagnosed(target, drafter, *GREEDY, "--responses", "2")
     assert result["likely"] == [] and result["inconclusive"] and result["responses_needed"] is None
     arguments = [
         "--target",
@@ -211,7 +204,7 @@ def test_too_few_responses_support_no_conclusion(doctor: Callable, target: str, 
         "--device",
         "cpu",
     ]
-    assert cli.main(["doctor", *arguments, *GREEDY, "--max-new-tokens", "12", "--responses", "2"]) == 0
+    assert cli.main(["diagnose", *arguments, *GREEDY, "--max-new-tokens", "12", "--responses", "2"]) == 0
     out = capsys.readouterr().out
     assert "No conclusion: the responses are too few" in out and "at least 3 are needed (--responses)" in out
     assert "train it longer" not in out
