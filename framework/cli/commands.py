@@ -14,7 +14,10 @@ _COMMANDS = {
         "compare": ("compare:Compare", "compare two runs pair by pair, and fail if the acceptance length dropped"),
     },
     "Prove": {
-        "certify": ("certify.command", "check by exact enumeration that a pair preserves the target distribution"),
+        "certify": (
+            "certify.command:Certify",
+            "check by exact enumeration that a pair preserves the target distribution",
+        ),
         "certify-samples": (
             "certify_samples:CertifySamples",
             "test an engine's draws against the target's distribution, or plan how many show a bias",

@@ -268,7 +268,7 @@ def test_incompatible_pairs_are_counted_unless_requested(capsys: Any, named: str
 def test_bounds_of_real_model_are_refused(capsys: Any) -> None:
     code, out, err = run(capsys, "--bounds --model some-model")
     assert code == 2 and not out
-    assert "--bounds cannot be used with --model" in err
+    assert "--bounds has no effect with --model" in err
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from wrong_verifiers import Inverted
 
 from crossdraft.framework.certificate.first_token_check import next_token_probs
-from crossdraft.framework.cli.certify.command import model
+from crossdraft.framework.cli.certify.command import Certify
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import CrossdraftError, ModelError, NumericalError, UnknownNameError, UsageError
 
@@ -24,10 +24,10 @@ WORDS = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, 40)}}
 
 
 def run(capsys: Any, options: str, *more: str) -> tuple[int, str]:
-    """Exit code and standard output of a command that has these options."""
+    """Exit code and standard output of the command with these options."""
     parser = argparse.ArgumentParser()
-    model.add_arguments(parser)
-    code = model.main(parser.parse_args([*options.split(), *more]))
+    Certify.add_arguments(parser)
+    code = Certify.main(parser.parse_args([*options.split(), *more]))
     return code, capsys.readouterr().out
 
 
@@ -98,14 +98,10 @@ def test_histograms(capsys: Any, pair: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options, error, sentence",
     [
-        ("--prompt x", UsageError, "--model is missing"),
         ("--model m", UsageError, "--prompt is missing"),
         ("--model m --prompt x", UsageError, "--drafter is missing: give a draft model that shares the tokenizer of m"),
-        ("--model m --drafter d --prompt x --draws 0", UsageError, "--draws must be at least 1, got 0"),
-        ("--model m --drafter d --prompt x --gamma 0", UsageError, "--gamma must be at least 1, got 0"),
-        ("--model m --drafter d --prompt x --batch -2", UsageError, "--batch must be at least 1, got -2"),
-        ("--model m --drafter d --prompt x --temperature 0", UsageError, "--temperature must be positive"),
-        ("--model m --drafter d --prompt x --top-p 1.5", UsageError, "--top-p: should be less than"),
+        ("--model m --drafter d --prompt x --gamma 0", UsageError, "--gamma must be from 1 to 64 with --model, got 0"),
+        ("--model m --drafter d --prompt x --temperature 0", UsageError, "--temperature must be above 0"),
         ("--model m --drafter d --prompt x --verifier tokne", UnknownNameError, "did you mean 'token'"),
         ("--model m --drafter d --prompt x --draft chian", UnknownNameError, "did you mean 'chain'"),
         ("--model m --drafter d --prompt x --verifier greedy", UsageError, "nothing to test: all pairs were skipped"),
@@ -134,15 +130,3 @@ def test_nan_is_error() -> None:
     )
     with pytest.raises(NumericalError, match="the target 'x' produced NaN"):
         next_token_probs(broken, [4], Sampling(), "target 'x'")  # type: ignore[arg-type]
-
-
-def test_options_that_parser_has_already() -> None:
-    """`crossdraft certify` declares some for its exact models."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--gamma", type=int, default=7)
-    model.add_arguments(parser)
-    parser.add_argument("--steps", type=int, default=1)
-    args = parser.parse_args(["--draws", "5", "--model", "m", "--prompt", "x", "--steps", "2"])
-    assert (args.gamma, args.draws) == (7, 5)
-    with pytest.raises(UsageError, match="--steps is for the exact toy models"):
-        model.main(args)

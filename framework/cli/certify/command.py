@@ -5,24 +5,25 @@ Draft labels of the command line are defined in `DRAFTS`. PyTorch is imported on
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ... import plugins
 from ...certificate.drafts import DRAFTS, TRANSLATED, LabelledDrafter, NamedDrafter, named_drafter
+from ...contracts.command import Command
 from ...errors import ContractError, UnknownNameError, UsageError
 from . import model
+from .options import CertifyOptions, ModelOptions
 
 if TYPE_CHECKING:
     from ...certificate.bounds import Bounds
     from ...certificate.rows import Row
     from ...certificate.table_lm import Toy
     from ...contracts.verifier import Verifier
+    from ...util.table import Table
 
 #: Exit code of a strategy that raised, as of draws that are too few: the certificate is undecided.
 ERROR = 3
@@ -31,103 +32,53 @@ ERROR = 3
 Drafts = Mapping[str, LabelledDrafter | NamedDrafter]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    labels = "; ".join(f"{label}: {kind.summary}" for label, kind in (DRAFTS | TRANSLATED).items())
-    parser.add_argument(
-        "--toy",
-        type=Path,
-        metavar="FILE",
-        help="JSON file of exact models (default: T0, G1 to G4, D6, W1 and W2, built in)",
-    )
-    parser.add_argument(
-        "--verifier",
-        action="append",
-        metavar="NAME",
-        help="verifier to certify (repeatable; default: all registered)",
-    )
-    parser.add_argument(
-        "--draft", action="append", metavar="LABEL", help=f"kind of draft (repeatable; default: all). {labels}"
-    )
-    parser.add_argument(
-        "--drafter",
-        metavar="NAME",
-        help="certify this registered drafter with every compatible verifier; a name, or a mapping as in recipes: "
-        "'{name: draft-model-tree, branching: [2, 1]}'. Its draft model is the toy's. With --model: the draft model, "
-        "which must share the target's tokenizer",
-    )
-    parser.add_argument(
-        "--drafter-option", action="append", metavar="KEY=VALUE", help="option of --drafter, a YAML value (repeatable)"
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        metavar="N",
-        help="number of consecutive steps (default: 1; 2 for stateful verifiers and with --drafter)",
-    )
-    parser.add_argument(
-        "--gamma",
-        type=int,
-        metavar="N",
-        help="draft length, or maximum depth with --drafter (default: the toy's, or less if that takes minutes)",
-    )
-    parser.add_argument(
-        "--bounds",
-        action="store_true",
-        help="also print upper bounds of E[tau] in the first step of lossless verification: for chains (single draft), "
-        "for verifiers that preserve the distribution of every step (LP), for any verifier (full information), and the "
-        "largest Pr(tau >= 1) (root)",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON, with the verdict on standard error")
-    parser.add_argument(
-        "-v", "--verbose", action="store_true", help="print one row per pair and toy, and the reasons for skipped pairs"
-    )
-    model.add_arguments(parser)
+class Certify(CertifyOptions, Command):
+    """Certificate of pairs by enumeration, or of the first token of a real model by a test of its samples."""
+
+    name: ClassVar[str] = "certify"
+
+    def run(self) -> int:
+        """Return 1 if a pair that is declared lossless is not, 3 if one raised, so that it is not known; else 0."""
+        if self.model:
+            toys = ("toy", "steps", "drafter_option", "bounds")
+            self.refuse_given(toys, "with --model: it is for the exact toy models")
+            return model.run(self)
+        self.refuse_given(ModelOptions.model_fields, "without --model")
+        return _enumerate(self)
 
 
-def main(args: argparse.Namespace) -> int:
-    """Return 1 if a pair that is declared lossless is not, 3 if one raised, so that it is not known; else 0.
-
-    ``--model`` runs :mod:`crossdraft.framework.cli.certify.model` instead.
-    """
-    if args.model:
-        if args.bounds:
-            raise UsageError("--bounds cannot be used with --model: bounds are computed for the exact toy models only")
-        return model.main(args)
-    model.check_unused(args)
-    if args.steps is not None and args.steps < 1:
-        raise UsageError(f"--steps must be at least 1, got {args.steps}")
-    if args.gamma is not None and args.gamma < 0:
-        raise UsageError(f"--gamma must be at least 0, got {args.gamma}")
+def _enumerate(options: Certify) -> int:
+    """Certify the pairs on toys."""
     from ...certificate.effort import check_joint_size
     from ...certificate.toys import built_in_toys, read_toys, toys_of_two_vocabularies
     from ...models.cpu.threads import one_thread
 
-    drafts = _drafts(args)
-    toys = read_toys(args.toy) if args.toy else [*built_in_toys(), *toys_of_two_vocabularies()]
+    drafts, gamma = _drafts(options), options.gamma
+    toys = read_toys(options.toy) if options.toy else [*built_in_toys(), *toys_of_two_vocabularies()]
     for toy in toys:
-        check_joint_size(toy.name, toy.vocab_size, args.steps or 1, toy.gamma if args.gamma is None else args.gamma)
-    verifiers, unusable = _verifiers(args.verifier)
+        check_joint_size(toy.name, toy.vocab_size, options.steps or 1, toy.gamma if gamma is None else gamma)
+    verifiers, unusable = _verifiers(options.verifier)
     with one_thread():
-        rows, incompatible, too_large = _rows(args, toys, drafts, verifiers)
+        rows, incompatible, too_large = _rows(options, toys, drafts, verifiers)
 
     if too_large and not rows:
         raise UsageError(too_large[0])
     for message in unusable:
         print(f"crossdraft: skipped: {message}", file=sys.stderr)
-    _print_skipped(incompatible, too_large, args.verbose or not rows)
+    _print_skipped(incompatible, too_large, options.verbose or not rows)
     for reason in dict.fromkeys(s for row in rows if row.bounds is not None for s in row.bounds.missing):
         print(f"crossdraft: bounds omitted: {reason}", file=sys.stderr)
     if not rows:
         raise UsageError("nothing to certify: all pairs were skipped")
     rows = _diagnosed(rows, toys, drafts)
-    if args.json:
+    if options.json_:
         print(json.dumps([row.as_json() for row in rows], indent=2))
     else:
-        (_print_table if args.verbose or args.bounds else _print_compact)(rows, args.bounds)
-    complete = not (args.toy or args.draft or args.gamma is not None)
-    _remember(rows, complete, drafts if args.drafter else {})
-    line, code = _verdict(rows, bool(args.drafter))
-    if args.json:
+        print((_pair_table if options.verbose or options.bounds else _verifier_table)(rows, options.bounds).text())
+    complete = not (options.toy or options.draft or gamma is not None)
+    _remember(rows, complete, drafts if options.drafter else {})
+    line, code = _verdict(rows, bool(options.drafter))
+    if options.json_:
         print(line, file=sys.stderr)
     else:
         print("\n".join(["", *_explanations(rows), line]))
@@ -218,23 +169,21 @@ def _rows_of(verifier: type[Verifier], rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.verifier is verifier]
 
 
-def _drafts(args: argparse.Namespace) -> Drafts:
-    if args.drafter is None:
-        if args.drafter_option:
-            raise UsageError("--drafter-option requires --drafter")
+def _drafts(options: Certify) -> Drafts:
+    if not options.drafter:
+        options.refuse_given(["drafter_option"], "without --drafter")
         known = DRAFTS | TRANSLATED
-        for label in args.draft or ():
+        for label in options.draft:
             if label not in known:
                 raise UnknownNameError.among("draft label", label, known)
-        return {label: known[label] for label in args.draft or known}
-    if args.draft:
-        raise UsageError("--draft and --drafter cannot be combined; remove one of them")
-    drafter = named_drafter(args.drafter, args.drafter_option or ())
+        return {label: known[label] for label in options.draft or known}
+    options.refuse_given(["draft"], "with --drafter")
+    drafter = named_drafter(options.drafter, options.drafter_option)
     return {drafter.label: drafter}
 
 
 def _rows(
-    args: argparse.Namespace, toys: Sequence[Toy], drafts: Drafts, verifiers: Sequence[type[Verifier]]
+    options: Certify, toys: Sequence[Toy], drafts: Drafts, verifiers: Sequence[type[Verifier]]
 ) -> tuple[list[Row], list[str], list[str]]:
     """Rows of all pairs that can be enumerated, and the reasons why others are incompatible or too large."""
     from ...certificate.rows import CannotRun, PairTooLarge, certify_row, row_bounds
@@ -243,27 +192,27 @@ def _rows(
     for toy in toys:
         for label, kind in drafts.items():
             if kind.translated != (toy.words is not None):
-                if args.toy and (args.draft or args.drafter):
+                if options.toy and (options.draft or options.drafter):
                     need = "requires" if kind.translated else "does not support"
                     incompatible[f"toy {toy.name}: {label} {need} a drafter with another vocabulary"] = None
                 continue
             cache: dict[Any, Bounds] = {}
             for verifier in verifiers:
                 try:
-                    row = certify_row(toy, label, kind, verifier, args.steps, args.gamma)
+                    row = certify_row(toy, label, kind, verifier, options.steps, options.gamma)
                 except PairTooLarge as reason:
                     too_large[str(reason)] = None
                     continue
                 except CannotRun as reason:
                     incompatible[str(reason)] = None
                     continue
-                if args.bounds and row.error is None:
+                if options.bounds and row.error is None:
                     row = replace(row, bounds=row_bounds(toy, kind, row, cache))
                 rows.append(row)
     return rows, list(incompatible), list(too_large)
 
 
-def _verifiers(names: Iterable[str] | None) -> tuple[list[type[Verifier]], list[str]]:
+def _verifiers(names: Iterable[str]) -> tuple[list[type[Verifier]], list[str]]:
     """The verifiers to certify, and error messages of unusable ones (raised if they were named)."""
     if names:
         return [_verifier(name) for name in dict.fromkeys(names)], []
@@ -319,11 +268,10 @@ def _remember(rows: Sequence[Row], complete: bool, named: Drafts) -> None:
         print(f"crossdraft: certificates cannot be stored in {cache_dir()}: {error.strerror}", file=sys.stderr)
 
 
-def _print_compact(rows: list[Row], _: bool) -> None:
-    """Print one row per verifier."""
-    from tabulate import tabulate
-
+def _verifier_table(rows: list[Row], _: bool) -> Table:
+    """One row per verifier."""
     from ...certificate.outcomes import worst_row
+    from ...util.table import Table
 
     table = []
     for verifier in dict.fromkeys(row.verifier for row in rows):
@@ -332,28 +280,19 @@ def _print_compact(rows: list[Row], _: bool) -> None:
         worst, tvs = worst_row(own), [row.tv for row in own if row.tv is not None]
         verdicts = dict.fromkeys(row.verdict for row in own if row.verdict != "nothing was drafted")
         verdict = next(iter(verdicts), "nothing was drafted") if worst is None else "NO"
-        table.append(
-            [
-                verifier.name,
-                ", ".join(dict.fromkeys(row.draft for row in own)),
-                str(len(own)),
-                f"{max(tvs):.2g}" if len(tvs) == len(own) else "-",
-                "ERROR" if errors and worst is None else verdict,
-            ]
-        )
-    header = ["verifier", "drafts", "pairs", "largest TV", "lossless"]
-    print(
-        tabulate(
-            table, headers=header, tablefmt="simple", disable_numparse=True, maxcolwidths=[None, 60, None, None, None]
-        )
-    )
+        largest = f"{max(tvs):.2g}" if len(tvs) == len(own) else "-"
+        drafts = ", ".join(dict.fromkeys(row.draft for row in own))
+        table.append([verifier.name, drafts, str(len(own)), largest, "ERROR" if errors and worst is None else verdict])
+    columns = ("verifier", "drafts", "pairs", "largest TV", "lossless")
+    return Table(columns, table, widths=(None, 60, None, None, None))
 
 
-def _print_table(rows: list[Row], with_bounds: bool) -> None:
-    from tabulate import tabulate
+def _pair_table(rows: list[Row], with_bounds: bool) -> Table:
+    """One row per pair and toy."""
+    from ...util.table import Table
 
-    header = ["toy", "draft", "verifier", "gamma", "steps", "TV", "E[tau] per step"]
-    header += ["single draft", "LP", "full information", "root"] * with_bounds + ["lossless"]
+    columns = ["toy", "draft", "verifier", "gamma", "steps", "TV", "E[tau] per step"]
+    columns += ["single draft", "LP", "full information", "root"] * with_bounds + ["lossless"]
     table = []
     for row in rows:
         line = [
@@ -370,4 +309,4 @@ def _print_table(rows: list[Row], with_bounds: bool) -> None:
             values = (b.single_draft, b.lp, b.full_information, b.optimal_transport) if b else (None,) * 4
             line += ["-" if value is None else f"{value:.6f}" for value in values]
         table.append([*line, row.verdict])
-    print(tabulate(table, headers=header, tablefmt="simple", disable_numparse=True))
+    return Table(columns, table)
