@@ -135,3 +135,14 @@ def test_strategies_use_only_public_contracts() -> None:
                 names = {name.name for name in node.names} - set(crossdraft.__all__)
                 private |= {file.name: names} if names else {}
     assert not private
+
+
+#: Most lines, and most lines of code, of the core distribution.
+MOST_LINES, MOST_CODE = 65_500, 45_000
+
+
+def test_core_is_small() -> None:
+    """`.ci/count` prints the packages; what is not the framework itself is a companion in `plugins/`."""
+    done = subprocess.run([sys.executable, str(ROOT / ".ci" / "count")], capture_output=True, text=True, check=True)
+    lines, code, name = done.stdout.splitlines()[-1].split()
+    assert name == "core" and int(lines) <= MOST_LINES and int(code) <= MOST_CODE, done.stdout
