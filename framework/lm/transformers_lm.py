@@ -32,7 +32,7 @@ class TransformersLM(RaggedLM):
 
     Args:
         model: a loaded ``*ForCausalLM``; put in eval mode, and on a CPU in float32 its linear layers get a faster
-            product for few rows (see ``small_batch_linear.py``).
+            product for few rows (see ``cpu/small_batch_linear.py``).
         batch_size: number of slots.
         max_length: longest sequence a slot will hold, speculative nodes included, in tokens.
         cache: a `KVCache` for ``batch_size`` rows of ``max_length`` slots; a new `RaggedCache` by default.

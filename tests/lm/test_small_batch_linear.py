@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from crossdraft.framework.lm import small_batch_linear
+from crossdraft.framework.lm.cpu import small_batch_linear
 from crossdraft.framework.lm.layer_surgery import own_modules
-from crossdraft.framework.lm.small_batch_linear import (
+from crossdraft.framework.lm.cpu.small_batch_linear import (
     MOST_ROWS,
     SmallBatchLinear,
     packed,

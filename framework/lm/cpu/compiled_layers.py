@@ -38,16 +38,16 @@ from torch.func import functional_call
 from torch.nn import functional
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..models.device import cpu_model
-from ..util.cache_argument import cache_argument
-from ..util.compilation import TensorFunction, export_function, load_package, package_program
-from ..util.output_files import cache_dir
-from ..util.stored_code import ForeignCodeError, own_directory
+from ...models.device import cpu_model
+from ...util.cache_argument import cache_argument
+from ...util.compilation import TensorFunction, export_function, load_package, package_program
+from ...util.output_files import cache_dir
+from ...util.stored_code import ForeignCodeError, own_directory
 from . import small_batch_linear
-from .attention import sdpa
-from .attention.sdpa import in_own_attention, own_attention
-from .cuda_graphs import capture_limits
-from .kv_cache import RaggedCache
+from ..attention import sdpa
+from ..attention.sdpa import in_own_attention, own_attention
+from ..cuda_graphs import capture_limits
+from ..kv_cache import RaggedCache
 from .small_batch_linear import SmallBatchLinear, packed, packed_linear, replaced_products
 
 logger = logging.getLogger(__name__)
