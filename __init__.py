@@ -240,6 +240,7 @@ _HOME = {
     "LoadedModel": ".framework.contracts.models",
     "Misconfiguration": ".framework.contracts.misconfiguration",
     "ModelError": ".framework.errors",
+    "ModelPreparation": ".framework.contracts.models",
     "ModelSource": ".framework.contracts.models",
     "NumericalError": ".framework.errors",
     "Prompt": ".framework.recipe.prompts",

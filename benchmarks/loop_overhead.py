@@ -65,7 +65,7 @@ class ForwardClock:
     def watch(self, lm: TransformersLM) -> None:
         """Time the replays of its CUDA graphs too, masks included: module hooks do not run in a replay."""
         if lm.graphs.records:
-            lm._runner.graphs = cast(Graphs, _TimedGraphs(lm.graphs, lm, self))
+            lm.graphs = lm._buckets.graphs = cast(Graphs, _TimedGraphs(lm.graphs, lm, self))
 
     def _enter(self, *_: Any) -> None:
         if self._depth == 0:

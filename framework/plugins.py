@@ -28,7 +28,7 @@ from .util.limits import MOST_NAME
 
 logger = logging.getLogger(__name__)
 
-KINDS = ("drafters", "verifiers", "trainers", "models", "backends", "prompts", "recipes", "engines")
+KINDS = ("drafters", "verifiers", "trainers", "models", "backends", "preparations", "prompts", "recipes", "engines")
 KINDS += ("servers", "cell_runners", "samples", "launchers", "trackers", "commands")
 """What can be registered; for each there is a hook ``crossdraft_register_<kind>``."""
 COMPANIONS = {("launchers", name): "crossdraft-cluster" for name in ("ray", "slurm")}
@@ -326,7 +326,7 @@ _METHODS = {
 
 def _check(kind: str, name: str, registered: Any) -> None:
     """Raise `ContractError` with what `registered` lacks to be a `kind` called `name`."""
-    if kind in ("drafters", "verifiers", "trainers", "backends", "launchers"):
+    if kind in ("drafters", "verifiers", "trainers", "backends", "preparations", "launchers"):
         _check_class(kind, name, registered)
     elif kind in _METHODS:
         base, methods = _METHODS[kind]
@@ -359,6 +359,8 @@ def _check_class(kind: str, name: str, registered: Any) -> None:
         base = SearchConfig if isinstance(registered, type) and issubclass(registered, SearchConfig) else TrainingConfig
     elif kind == "backends":
         from .contracts.models import Backend as base
+    elif kind == "preparations":
+        from .contracts.models import ModelPreparation as base
     elif kind == "launchers":
         from .contracts.launcher import Launcher as base
     else:

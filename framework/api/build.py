@@ -37,8 +37,8 @@ from ..engine.decoder import Decoder
 from ..engine.logits_processors import LogitsProcessors
 from ..engine.stopwatch import Stopwatch
 from ..errors import CrossdraftError, ModelError, UsageError
-from ..lm.cuda_graphs import runner_for
 from ..lm.cpu.small_batch_linear import speed_up_small_batches
+from ..lm.cuda_graphs import runner_for
 from ..lm.tensor_parallel_lm import Tables
 from ..lm.trainable_lm import learner_of
 from ..lm.transformers_lm import TransformersLM

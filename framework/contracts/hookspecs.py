@@ -59,6 +59,11 @@ def crossdraft_register_backends(register: Register) -> None:
 
 
 @hookspec
+def crossdraft_register_preparations(register: Register) -> None:
+    """Register subclasses of `crossdraft.ModelPreparation`, each under its own ``name``."""
+
+
+@hookspec
 def crossdraft_register_prompts(register: Register) -> None:
     """Register prompt sources (see `crossdraft.framework.recipe.prompts`)."""
 

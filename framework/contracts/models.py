@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -120,6 +121,33 @@ class Backend(ABC):
     @abstractmethod
     def slots(self, loaded: LoadedModel, batch_size: int, max_length: int) -> LM:
         """``batch_size`` slots of ``max_length`` tokens each, speculative ones included."""
+
+
+class ModelPreparation(ABC):
+    """A change to the modules of loaded transformers models, for passes over a ragged cache.
+
+    Registered through ``crossdraft_register_preparations``. Each registered class is offered every model that gets
+    slots, in the order of registration; all other uses of the model must stay as they were.
+    """
+
+    name: ClassVar[str]
+
+    @classmethod
+    @abstractmethod
+    def prepare(cls, model: nn.Module) -> ModelPreparation | None:
+        """Change modules of ``model``, which may have been prepared before.
+
+        Returns:
+            an instance if the passes of the model need `new_cache` or `around_pass`, otherwise None.
+        """
+
+    def new_cache(self, batch_size: int, max_length: int) -> Any:
+        """Return the `KVCache` that the model requires; None if any one fits."""
+        return None
+
+    def around_pass(self, cache: Any, visibility: Any) -> AbstractContextManager[object]:
+        """Return the context of one pass over ``cache``; ``visibility``: see `lm.attention_masks.Visibility`."""
+        return nullcontext()
 
 
 @dataclass(frozen=True)

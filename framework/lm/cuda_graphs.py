@@ -101,7 +101,7 @@ class _SharedBuffers:
     def __init__(self) -> None:
         self._buffers: dict[Hashable, list[Tensor]] = {}
 
-    def take(self, name: Hashable, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def buffer(self, name: Hashable, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor that shares memory only with tensors of the same ``name`` and dtype."""
         size, buffers = prod(shape), self._buffers.setdefault((name, dtype), [])
         buffer = next((one for one in buffers if one.numel() >= size), None)
@@ -126,12 +126,14 @@ class Graphs:
         name: name of the model, for warnings.
 
     Attributes:
+        records: True if shapes are recorded; then callers should use few distinct shapes.
         missed: calls that ran without a graph because recording was switched off.
         widths: kept for the caller: the widths recorded for each kind of pass.
     """
 
     def __init__(self, recorder: Recorder | None, name: str):
         self._recorder = recorder
+        self.records = recorder is not None
         self._name = name
         #: By function, constants and shapes of the tensors; after the first call only, the layout of the outputs.
         self._recordings: OrderedDict[Hashable, _Recording | list[Any]] = OrderedDict()
@@ -141,11 +143,6 @@ class Graphs:
         self.missed = 0
         self.widths: dict[Hashable, set[int]] = {}
         _instances.add(self)
-
-    @property
-    def records(self) -> bool:
-        """True if shapes are recorded; then callers should use few distinct shapes."""
-        return self._recorder is not None
 
     def __len__(self) -> int:
         """Number of recordings."""
@@ -186,7 +183,7 @@ class Graphs:
         except Exception as error:
             # The end of a failed capture raises an error of its own; the cause is its context.
             _warn_once(self._name, str(error.__context__ or error).partition("\n")[0])
-            self._recorder, self._buffers = None, _SharedBuffers()
+            self._recorder, self.records, self._buffers = None, False, _SharedBuffers()
             self._recordings.clear()
             self._kept.clear()
             return run()
@@ -214,9 +211,9 @@ class Graphs:
         constants: tuple[Hashable, ...],
         layouts: list[Any],
     ) -> _Recording:
-        take = self._buffers.take
-        inputs = {name: take(name, one.shape, one.dtype, one.device).copy_(one) for name, one in tensors.items()}
-        outputs = tuple(None if layout is None else take(i, *layout) for i, layout in enumerate(layouts))
+        buffer = self._buffers.buffer
+        inputs = {name: buffer(name, one.shape, one.dtype, one.device).copy_(one) for name, one in tensors.items()}
+        outputs = tuple(None if layout is None else buffer(i, *layout) for i, layout in enumerate(layouts))
 
         def run() -> None:
             for output, new in zip(outputs, function(*constants, **inputs), strict=True):

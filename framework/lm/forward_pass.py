@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,19 +12,15 @@ import torch
 import transformers
 from torch import Tensor
 
+from .. import plugins
+from ..contracts.models import ModelPreparation
 from ..models.placement import input_device
 from ..util.cache_argument import cache_argument
 from .architectures import attends, text_config
-from .attention.sdpa import own_attention
-from .attention.sparse import select_all
 from .attention_masks import AttentionMasks, Visibility
-from .compiled_layers import compile_layers
 from .cuda_graphs import Outputs
-from .kv_cache import KVCache, WritePlan
+from .kv_cache import KVCache, RaggedCache, WritePlan
 from .layer_surgery import recorded, resolved
-from .recurrent.recurrent_cache import new_cache
-from .recurrent.recurrent_layers import keep_states, prepare
-from .small_batch_linear import speed_up_small_batches
 
 #: True if ``output_hidden_states`` takes a selection of layers; transformers before 5.23 numbers them differently.
 SELECTS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
@@ -44,10 +41,21 @@ class ForwardPass:
 
     CUDA graphs replay `score` and `compact`, so both depend only on their arguments, the weights and the cache. The
     state that the host keeps (lengths, nodes) lives in `RaggedLM`.
+
+    Args:
+        preparations: of the model, see `prepare`.
     """
 
-    def __init__(self, model: Any, dims: ModelDims, masks: AttentionMasks, cache: KVCache):
+    def __init__(
+        self,
+        model: Any,
+        dims: ModelDims,
+        masks: AttentionMasks,
+        cache: KVCache,
+        preparations: Sequence[ModelPreparation],
+    ):
         self.model, self.dims, self.masks, self.cache = model, dims, masks, cache
+        self.preparations = preparations
         names = inspect.signature(model.forward).parameters
         self._keep_logits = "logits_to_keep" in names
         # Models that are recurrent throughout have no attention: no cache of keys, no masks, no positions.
@@ -58,10 +66,7 @@ class ForwardPass:
     def of(cls, model: Any, batch_size: int, max_length: int, cache: KVCache | None = None) -> ForwardPass:
         """Passes of a whole model, over a new cache by default; puts the model in eval mode."""
         model.eval()
-        speed_up_small_batches(model)
-        compile_layers(model)
-        prepare(model)
-        select_all(model)
+        preparations = prepare(model)
         config, device = text_config(model), input_device(model)
         dims = ModelDims(
             vocab_size=model.get_output_embeddings().weight.shape[0],
@@ -71,8 +76,9 @@ class ForwardPass:
         )
         masks = AttentionMasks(config, model.dtype, device, max_length)
         if cache is None:
-            cache = new_cache(model, batch_size, max_length)
-        return cls(model, dims, masks, cache)
+            caches = [preparation.new_cache(batch_size, max_length) for preparation in preparations]
+            cache = next((own for own in caches if own is not None), RaggedCache(batch_size, max_length))
+        return cls(model, dims, masks, cache, preparations)
 
     def score(
         self,
@@ -131,8 +137,8 @@ class ForwardPass:
             # Padding behind a row that fills the context has no position; its outputs are not used.
             position_ids = position_ids.clamp(max=context - 1)
         extra: dict[str, Any] = dict(inputs)
-        selected = resolved(layers, self.dims.num_layers)
         if layers:
+            selected = resolved(layers, self.dims.num_layers)
             extra["output_hidden_states"] = selected if SELECTS else True
         if self._keep_logits and not want_logits:
             extra["logits_to_keep"] = 1  # 0 means all of them
@@ -140,15 +146,31 @@ class ForwardPass:
         if self._attends:
             mask = self.masks.build(visibility)
             extra |= {"attention_mask": mask, "position_ids": position_ids, self._cache_argument: cache}
-        with (
-            own_attention(),
-            keep_states(cache, visibility.positions, visibility.key_positions),
-            recorded(self.model, selected, self.dims.num_layers) as states,
-        ):
+        hidden = None
+        with ExitStack() as contexts:
+            for preparation in self.preparations:
+                contexts.enter_context(preparation.around_pass(cache, visibility))
+            if layers:
+                states = contexts.enter_context(recorded(self.model, selected, self.dims.num_layers))
             out = self.model(**self.embed(tokens), use_cache=self._attends, **extra)
-        hidden = torch.stack(states.select(selected, out.hidden_states), 2) if layers else None
+        if layers:
+            hidden = torch.stack(states.select(selected, out.hidden_states), 2)
         return (out.logits if want_logits else None), hidden
 
     def embed(self, tokens: Tensor) -> dict[str, Tensor]:
         """The model's arguments for ``tokens [R, W]``: their ids, or embeddings of them."""
         return {"input_ids": tokens}
+
+
+def prepare(model: Any) -> list[ModelPreparation]:
+    """Run all registered preparations on ``model``; return those that its passes need.
+
+    Raises:
+        ContractError: a preparation of a plug-in fails; names the plug-in.
+    """
+    prepared = []
+    for name in plugins.entries("preparations"):
+        cls = plugins.get("preparations", name)
+        with plugins.guarded("preparations", name, "prepare()"):
+            prepared.append(cls.prepare(model))
+    return [preparation for preparation in prepared if preparation is not None]

@@ -6,7 +6,7 @@ replayed.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 
 import torch
 from torch import Tensor
@@ -59,39 +59,29 @@ def at_width(tensors: Mapping[str, Tensor], width: int) -> dict[str, Tensor]:
 
 
 class BucketedPasses:
-    """Runs the passes of a model, at bucket sizes if they are recorded into CUDA graphs.
+    """Runs the passes of a model at bucket sizes, recorded into CUDA graphs.
 
     During a warm-up (`recording` with `CaptureLimits`), the first pass of each kind is recorded at every width and
     every number of slots; later passes are padded to the next recorded width. What lies beyond a row's own nodes is
     masked.
 
     Args:
-        graphs: calls the passes, and records and replays them where that is possible.
+        graphs: records and replays the passes.
     """
 
     def __init__(self, forward_pass: ForwardPass, graphs: Graphs, batch_size: int, max_length: int):
         self.graphs = graphs
         self._pass, self._batch_size, self._max_length = forward_pass, batch_size, max_length
 
-    def score(
-        self, tensors: dict[str, Tensor], nodes: int, lengths: Sequence[int], layers: tuple[float, ...]
-    ) -> Outputs:
-        """`ForwardPass.score` of ``tensors`` behind ``nodes`` earlier nodes of rows with ``lengths`` tokens."""
-        longest, width = max(lengths), tensors["tokens"].shape[1]
-        if self.graphs.records and tensors["tokens"].numel() <= MOST_GRAPHED:
-            return self._replayed(tensors, nodes, longest, layers)
-        start = longest + nodes if min(lengths) == longest else None
-        return self._pass.score(longest + nodes + width, start, layers, **tensors)
-
     def compact(self, path: Tensor, committed: Tensor, longest: int) -> None:
         """`ForwardPass.compact`; the longest row has ``longest`` tokens."""
         tensors = {"path": path, "committed": committed}
-        if self.graphs.records:
-            self._record_compact(tensors, longest)
-            tensors |= at_width({"path": path}, self._width("compact", path.shape[1], longest))
+        self._record_compact(tensors, longest)
+        tensors |= at_width({"path": path}, self._width("compact", path.shape[1], longest))
         self.graphs(self._pass.compact, tensors)
 
-    def _replayed(self, tensors: dict[str, Tensor], nodes: int, longest: int, layers: tuple[float, ...]) -> Outputs:
+    def score(self, tensors: dict[str, Tensor], nodes: int, longest: int, layers: tuple[float, ...]) -> Outputs:
+        """`ForwardPass.score` of ``tensors`` behind ``nodes`` earlier nodes; the longest row has ``longest`` tokens."""
         per_node = {name: value for name, value in tensors.items() if name in ("tokens", "parents") or value.dim() > 2}
         # Inputs that index positions, such as the position at which a head wants logits.
         indices = {

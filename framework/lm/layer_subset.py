@@ -51,7 +51,7 @@ class _PartialPass(ForwardPass):
         embeddings: Tensor | None = None,
         head: bool = True,
     ):
-        super().__init__(model, whole.dims, whole.masks, whole.cache)
+        super().__init__(model, whole.dims, whole.masks, whole.cache, whole.preparations)
         self._seam, self._embeddings, self._head = seam, embeddings, head
 
     def run(
@@ -78,7 +78,7 @@ class _ResumedPass(ForwardPass):
     """Passes of the last layers of ``whole``'s model, and its head, from the hidden states ``inputs["given"]`` on."""
 
     def __init__(self, whole: ForwardPass, model: Any, seam: Seam):
-        super().__init__(model, whole.dims, whole.masks, whole.cache)
+        super().__init__(model, whole.dims, whole.masks, whole.cache, whole.preparations)
         self._seam = seam
 
     def run(

@@ -2,7 +2,7 @@
 
 `RaggedLM` keeps the host's state (lengths, speculative nodes) and implements the `LM` protocol. The parts it is made
 of: `ForwardPass` runs the model, `AttentionMasks` builds masks, a `KVCache` stores keys and values, `PromptPrefill`
-feeds prompts, `BucketedPasses` pads passes to shapes that CUDA graphs replay.
+feeds prompts. Where CUDA graphs are recorded, `BucketedPasses` pads passes to shapes that come again.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from ..errors import ModelError
 from ..util.tensors import on_device
 from .cuda_graphs import Graphs, runner_for
 from .forward_pass import ForwardPass
-from .graph_buckets import BucketedPasses
+from .graph_buckets import MOST_GRAPHED, BucketedPasses
 from .prompt_prefill import PromptPrefill
-from .recurrent.recurrent_cache import RecurrentCache
 
 
 class RaggedLM:
@@ -44,11 +43,11 @@ class RaggedLM:
         self.lengths = [0] * batch_size
         self.passes = 0
         self.hidden_layers: tuple[float, ...] = ()
-        if isinstance(self.cache, RecurrentCache):  # its states have no fixed addresses
+        if not getattr(self.cache, "recordable", True):
             graphs = Graphs(None, type(self.model).__name__)
-        elif graphs is None:
-            graphs = runner_for(self.model)
-        self._runner = BucketedPasses(forward_pass, graphs, batch_size, max_length)
+        #: Calls the passes, and records and replays them where that is possible.
+        self.graphs = runner_for(self.model) if graphs is None else graphs
+        self._buckets = BucketedPasses(forward_pass, self.graphs, batch_size, max_length)
         self._prefill = PromptPrefill(forward_pass)
         self._forks: WeakSet[Any] = WeakSet()
         self._nodes = 0  # speculative nodes of every row
@@ -62,11 +61,6 @@ class RaggedLM:
     @context_length.setter
     def context_length(self, length: int | None) -> None:
         self.forward_pass.dims.context_length = length
-
-    @property
-    def graphs(self) -> Graphs:
-        """The caller of all passes, with its recordings."""
-        return self._runner.graphs
 
     # -- protocol ---------------------------------------------------------------------------------------
 
@@ -108,7 +102,11 @@ class RaggedLM:
     @torch.inference_mode()
     def commit(self, counts: Sequence[int], path: Tensor | None = None) -> None:
         if path is not None and path.shape[1] and self._nodes:
-            self._runner.compact(path, on_device(self.lengths, self.device), max(self.lengths))
+            committed = on_device(self.lengths, self.device)
+            if self.graphs.records:
+                self._buckets.compact(path, committed, max(self.lengths))
+            else:
+                self.forward_pass.compact(path, committed)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         self.cache.commit(self.lengths)
         self._drop_nodes()
@@ -149,7 +147,12 @@ class RaggedLM:
             self.cache.reserve(row, length + total)
         self._nodes = total
         self.passes += 1
-        logits, hidden, self._parents = self._runner.score(tensors, first, self.lengths, self.hidden_layers)
+        if self.graphs.records and tokens.numel() <= MOST_GRAPHED:
+            outputs = self._buckets.score(tensors, first, longest, self.hidden_layers)
+        else:
+            start = longest + first if min(self.lengths) == longest else None
+            outputs = self.forward_pass.score(longest + total, start, self.hidden_layers, **tensors)
+        logits, hidden, self._parents = outputs
         return logits, hidden
 
     def _drop_nodes(self) -> None:

@@ -1,7 +1,7 @@
 """The built-in backend: causal language models of transformers, from directories with a ``config.json``.
 
-Registered through the public hook (see :mod:`crossdraft.framework.contracts.hookspecs`); imports PyTorch only when a
-model is loaded.
+It and the preparations of its models are registered through the public hooks (see
+:mod:`crossdraft.framework.contracts.hookspecs`); PyTorch is imported only when a model is loaded.
 """
 
 from __future__ import annotations
@@ -19,6 +19,25 @@ if TYPE_CHECKING:
 @hookimpl
 def crossdraft_register_backends(register: Register) -> None:
     register(TRANSFORMERS, TransformersBackend, summary="directories with config.json and safetensors weights")
+
+
+#: Name: (``module:class`` in this package, summary for ``crossdraft list``).
+PREPARATIONS = {
+    "small-batch-linear": (
+        "cpu.small_batch_linear:SmallBatchLayers",
+        "faster products of few rows on a CPU in float32",
+    ),
+    "compiled-layers": ("cpu.compiled_layers:CompiledLayers", "decoder layers compiled for a CPU in float32"),
+    "recurrent-layers": ("recurrent.recurrent_cache:RecurrentLayers", "states of recurrent layers by node"),
+    "sparse-attention": ("attention.sparse:SelectAll", "indexers of sparse attention select all keys"),
+    "grouped-attention": ("attention.sdpa:GroupedAttention", "attention that reads shared keys in place"),
+}
+
+
+@hookimpl
+def crossdraft_register_preparations(register: Register) -> None:
+    for name, (path, summary) in PREPARATIONS.items():
+        register(name, f"{__package__}.{path}", summary=summary)
 
 
 class TransformersBackend(Backend):

@@ -12,10 +12,10 @@ from transformers.utils import logging as transformers_logging
 
 from crossdraft import LoadedModel, custom_generate, generate
 from crossdraft.framework.errors import UsageError
-from crossdraft.framework.lm.cpu import small_batch_linear
 from crossdraft.framework.lm.attention import sdpa
-from crossdraft.framework.lm.layer_surgery import own_modules
+from crossdraft.framework.lm.cpu import small_batch_linear
 from crossdraft.framework.lm.cpu.small_batch_linear import SmallBatchLinear
+from crossdraft.framework.lm.layer_surgery import own_modules
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 from crossdraft.framework.models import load
 from crossdraft.framework.util.shared_patch import SharedPatch

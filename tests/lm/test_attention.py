@@ -1,4 +1,4 @@
-"""Grouped attention: equal to that of transformers, without copies of keys and values, and left behind nowhere."""
+"""Grouped attention: equal to that of transformers, without copies of keys and values, and only in our passes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,8 +41,8 @@ def test_keys_and_values_are_not_copied_for_every_head(monkeypatch: Any) -> None
     assert shapes == [((1, 2, 15, 8), key.data_ptr(), value.data_ptr())]
 
 
-def test_grouped_attention_is_left_behind_nowhere(tiny_model: Callable, monkeypatch: Any) -> None:
-    """The model is the user's: after a pass, and after one that failed, transformers finds its own function."""
+def test_grouped_attention_is_used_in_passes_only(tiny_model: Callable, monkeypatch: Any) -> None:
+    """The model is the user's: after a pass, and after one that failed, it runs transformers' own function."""
     calls = []
 
     def spy(*arguments: Any, **options: Any) -> Any:
@@ -57,5 +57,12 @@ def test_grouped_attention_is_left_behind_nowhere(tiny_model: Callable, monkeypa
         raise RuntimeError
     model(ids)
     assert len(calls) == 2
-    assert sdpa.ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa.sdpa_attention_forward
-    assert sdpa.ALL_ATTENTION_FUNCTIONS["flex_attention"] is sdpa.flex_attention_forward
+    assert not sdpa.in_own_attention()
+
+
+def test_function_of_the_user_is_kept(tiny_model: Callable, monkeypatch: Any) -> None:
+    functions = sdpa.ALL_ATTENTION_FUNCTIONS
+    monkeypatch.setitem(functions._global_mapping, "sdpa", functions["sdpa"])  # restored at the end
+    functions.register("sdpa", user := lambda *args, **options: sdpa.sdpa_attention_forward(*args, **options))
+    TransformersLM(tiny_model("llama"), 1, 16).forward(torch.tensor([[1, 2]]))
+    assert functions["sdpa"] is user

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from crossdraft.framework.lm.cpu import small_batch_linear
-from crossdraft.framework.lm.layer_surgery import own_modules
 from crossdraft.framework.lm.cpu.small_batch_linear import (
     MOST_ROWS,
     SmallBatchLinear,
@@ -18,6 +17,7 @@ from crossdraft.framework.lm.cpu.small_batch_linear import (
     packed_nbytes,
     speed_up_small_batches,
 )
+from crossdraft.framework.lm.layer_surgery import own_modules
 
 packs = pytest.mark.skipif(not small_batch_linear._available(), reason="oneDNN has no kernels for this processor")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from crossdraft import (
     DraftModel,
     DraftTraits,
     LoadedModel,
+    ModelPreparation,
     ResolvedModel,
     Sampling,
     Scores,
@@ -57,6 +59,11 @@ def crossdraft_register_verifiers(register: Any) -> None:
 @hookimpl
 def crossdraft_register_backends(register: Any) -> None:
     register("bigram", BigramBackend)
+
+
+@hookimpl
+def crossdraft_register_preparations(register: Any) -> None:
+    register("banned-token", BannedToken)
 
 
 class FirstLayers(Drafter):
@@ -367,3 +374,29 @@ class BigramLM:
 
     def fork(self, layers: Sequence[int]) -> LM:
         raise NotImplementedError
+
+
+class BannedToken(ModelPreparation):
+    """Models whose config has a ``banned_token`` do not emit it in passes over slots; elsewhere they do."""
+
+    name = "banned-token"
+
+    def __init__(self, model: nn.Module):
+        self.passing = False
+        model.get_output_embeddings().register_forward_hook(self.ban)  # type: ignore[operator]
+        self.token = model.config.banned_token  # type: ignore[union-attr]
+
+    @classmethod
+    def prepare(cls, model: nn.Module) -> BannedToken | None:
+        return cls(model) if hasattr(model.config, "banned_token") else None
+
+    def ban(self, _: Any, __: Any, logits: Tensor) -> Tensor:
+        return logits.index_fill(-1, torch.tensor(self.token), -1e9) if self.passing else logits
+
+    @contextmanager
+    def around_pass(self, cache: Any, visibility: Any) -> Iterator[None]:
+        self.passing = True
+        try:
+            yield
+        finally:
+            self.passing = False

@@ -242,3 +242,21 @@ def test_recipe_on_another_backend(tmp_path: Path) -> None:
     outcome = run(load_recipe(str(recipe)), tmp_path / "runs", log=None)
     assert not outcome.failed
     assert [r.metrics.same_as_baseline for r in outcome.results if r.metrics] == [1.0] * 5
+
+
+def test_preparation_changes_passes_only(models: dict[str, str]) -> None:
+    target = crossdraft.load_model(models["target"], dtype="float32", device="cpu")
+    plain = answers(target, "none")
+    banned = plain[0].tokens[0]
+    target.model.config.banned_token = banned
+    ids = torch.tensor([[5, 6, 7]])
+    before = target.model(ids).logits
+    for drafter in ("none", "prompt-lookup"):
+        assert all(banned not in response.tokens for response in answers(target, drafter))
+    assert torch.equal(target.model(ids).logits, before)
+
+
+def test_preparation_that_fails_is_named(target: crossdraft.LoadedModel, monkeypatch: Any) -> None:
+    monkeypatch.setattr(strategies.BannedToken, "prepare", classmethod(lambda cls, model: 1 / 0))
+    with pytest.raises(crossdraft.ContractError, match=r"'banned-token'.*prepare.*ZeroDivisionError"):
+        answers(target, "none")

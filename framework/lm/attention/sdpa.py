@@ -12,7 +12,7 @@ so it runs only on request (``flex.py``); PyTorch's ``enable_gqa`` has no fused 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ...util.shared_patch import SharedPatch
+from ...contracts.models import ModelPreparation
 from .flex import FLEX, BlockMask, ragged_flex
 
 
@@ -83,37 +83,33 @@ def _flex(
     return (ragged_flex if own else flex_attention_forward)(module, query, key, value, attention_mask, **options)
 
 
-_REPLACED = {"sdpa": (sdpa_attention_forward, _sdpa), FLEX: (flex_attention_forward, _flex)}
-
-
-def _replace() -> Callable[[], None]:
-    # A function that the user registered stays.
-    own = {name: new for name, (old, new) in _REPLACED.items() if ALL_ATTENTION_FUNCTIONS[name] is old}
-    for name, function in own.items():
-        ALL_ATTENTION_FUNCTIONS[name] = function
-
-    def restore() -> None:
-        for name, function in own.items():
-            if ALL_ATTENTION_FUNCTIONS[name] is function:
-                # Deleted, not overwritten: an entry left here would hide functions registered globally later.
-                del ALL_ATTENTION_FUNCTIONS[name]
-
-    return restore
-
-
-_replaced = SharedPatch(_replace)
+#: By name in transformers: its function, and ours.
+_FUNCTIONS = {"sdpa": (sdpa_attention_forward, _sdpa), FLEX: (flex_attention_forward, _flex)}
 
 
 @contextmanager
-def own_attention() -> Iterator[None]:
-    """Within the context, in this thread, models run `grouped_sdpa` for ``sdpa`` and `ragged_flex` for Flex Attention.
+def own_attention(*_: object) -> Iterator[None]:
+    """Within the context, in this thread, models run `grouped_sdpa` for ``sdpa`` and `ragged_flex` for Flex."""
+    _thread.passes = getattr(_thread, "passes", 0) + 1
+    try:
+        yield
+    finally:
+        _thread.passes -= 1
 
-    The registered names stay the same, because models look them up. Threads may overlap in any order; when the last one
-    leaves, the registry is restored.
+
+class GroupedAttention(ModelPreparation):
+    """Passes inside `own_attention`.
+
+    The functions are registered in place of transformers', because models look them up by name, and stay: elsewhere
+    they call transformers' own. A function that the user registered, before or after, replaces ours.
     """
-    with _replaced:
-        _thread.passes = getattr(_thread, "passes", 0) + 1
-        try:
-            yield
-        finally:
-            _thread.passes -= 1
+
+    name = "grouped-attention"
+    around_pass = staticmethod(own_attention)
+
+    @classmethod
+    def prepare(cls, model: torch.nn.Module) -> GroupedAttention:
+        for name, (theirs, ours) in _FUNCTIONS.items():
+            if ALL_ATTENTION_FUNCTIONS[name] is theirs:
+                ALL_ATTENTION_FUNCTIONS.register(name, ours)
+        return cls()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...contracts.models import ModelPreparation
 from ...util.cache_argument import cache_argument
 from ..recurrent.recurrent_layers import plain_signature
 
@@ -70,8 +71,13 @@ def _extended(cls: type) -> type:
     return type(cls.__name__, (_SelectsAll, cls), {"__module__": cls.__module__})
 
 
-def select_all(model: nn.Module) -> None:
-    """Let the indexers of ``model`` select all keys in passes over a `RaggedCache`; elsewhere they run as before."""
-    for module in indexers(model):
-        if not isinstance(module, _SelectsAll):
-            module.__class__ = _extended(type(module))
+class SelectAll(ModelPreparation):
+    """Let the indexers of a model select all keys in passes over a `RaggedCache`; elsewhere they run as before."""
+
+    name = "sparse-attention"
+
+    @classmethod
+    def prepare(cls, model: nn.Module) -> None:
+        for module in indexers(model):
+            if not isinstance(module, _SelectsAll):
+                module.__class__ = _extended(type(module))

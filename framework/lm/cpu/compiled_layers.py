@@ -38,16 +38,17 @@ from torch.func import functional_call
 from torch.nn import functional
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ...contracts.models import ModelPreparation
 from ...models.device import cpu_model
 from ...util.cache_argument import cache_argument
 from ...util.compilation import TensorFunction, export_function, load_package, package_program
 from ...util.output_files import cache_dir
 from ...util.stored_code import ForeignCodeError, own_directory
-from . import small_batch_linear
 from ..attention import sdpa
 from ..attention.sdpa import in_own_attention, own_attention
 from ..cuda_graphs import capture_limits
 from ..kv_cache import RaggedCache
+from . import small_batch_linear
 from .small_batch_linear import SmallBatchLinear, packed, packed_linear, replaced_products
 
 logger = logging.getLogger(__name__)
@@ -77,17 +78,23 @@ _TRACED, _OTHER = (3, 5, 37, 61), (6, 2, 130, 256)
 Form = tuple[Hashable, ...]
 
 
-def compile_layers(model: nn.Module) -> None:
-    """Let the decoder layers of ``model`` run compiled code; weights do not change."""
-    if os.environ.get("CROSSDRAFT_COMPILED_LAYERS") == "0":
-        return
-    for module in model.modules():
-        if not isinstance(module, GradientCheckpointingLayer) or hasattr(module, "_runs_compiled"):
-            continue
-        weights = list(module.parameters())
-        float32_on_cpu = all(one.device.type == "cpu" and one.dtype == torch.float32 for one in weights)
-        if float32_on_cpu and sum(one.numel() for one in weights) >= LEAST_WEIGHTS and cache_argument(module.forward):
-            module.__class__ = _compiled_class(type(module))
+class CompiledLayers(ModelPreparation):
+    """Let the decoder layers of a model run compiled code; weights do not change."""
+
+    name = "compiled-layers"
+
+    @classmethod
+    def prepare(cls, model: nn.Module) -> None:
+        if os.environ.get("CROSSDRAFT_COMPILED_LAYERS") == "0":
+            return
+        for module in model.modules():
+            if not isinstance(module, GradientCheckpointingLayer) or hasattr(module, "_runs_compiled"):
+                continue
+            weights = list(module.parameters())
+            size = sum(one.numel() for one in weights)
+            float32_on_cpu = all(one.device.type == "cpu" and one.dtype == torch.float32 for one in weights)
+            if float32_on_cpu and size >= LEAST_WEIGHTS and cache_argument(module.forward):
+                module.__class__ = _compiled_class(type(module))
 
 
 @cache

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...contracts.models import ModelPreparation
+
 logger = logging.getLogger(__name__)
 
 #: Beyond this many rows `functional.linear` is as fast.
@@ -229,6 +231,16 @@ def _warn_of_memory() -> None:
         "which makes passes over few tokens slower",
         100 * MEMORY_SHARE,
     )
+
+
+class SmallBatchLayers(ModelPreparation):
+    """The preparation ``small-batch-linear``."""
+
+    name = "small-batch-linear"
+
+    @classmethod
+    def prepare(cls, model: nn.Module) -> None:
+        speed_up_small_batches(model)
 
 
 def speed_up_small_batches(model: nn.Module) -> None:

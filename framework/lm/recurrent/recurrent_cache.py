@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -21,11 +22,13 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.cache_utils import Cache
 
+from ...contracts.models import ModelPreparation
 from ...util.cache_argument import cache_argument
 from ...util.tensors import counting, on_device
+from ..attention_masks import Visibility
 from ..kv_cache import RaggedCache, WritePlan
 from ..layer_surgery import close
-from .recurrent_layers import Adapter, recurrent_modules
+from .recurrent_layers import Adapter, extend_modules, keep_states, recurrent_modules
 
 #: Arguments that hide padding from recurrent modules; rows run without padding instead.
 _MASKS = {"attention_mask", "conv_mask"}
@@ -146,6 +149,8 @@ class RecurrentCache(RaggedCache):
     Attributes:
         committed: by row, the number of tokens behind which its state is kept.
     """
+
+    recordable = False
 
     def __init__(self, batch_size: int, max_length: int):
         super().__init__(batch_size, max_length)
@@ -286,13 +291,26 @@ def _first(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def new_cache(model: Any, batch_size: int, max_length: int) -> RaggedCache:
-    """A `RecurrentCache` if ``model`` has recurrent modules, a `RaggedCache` otherwise."""
-    if type(model).__name__ == "MiniMaxForCausalLM":  # accepts only its own class of cache
-        return _minimax_cache(inspect.getmodule(type(model)).MiniMaxCache)(batch_size, max_length)  # type: ignore[union-attr]
-    if not recurrent_modules(model):
-        return RaggedCache(batch_size, max_length)
-    return RecurrentCache(batch_size, max_length)
+class RecurrentLayers(ModelPreparation):
+    """Recurrent modules run over a `RecurrentCache`; without one they run as before."""
+
+    name = "recurrent-layers"
+
+    def __init__(self, model: Any):
+        self._cache: type[RecurrentCache] = RecurrentCache
+        if type(model).__name__ == "MiniMaxForCausalLM":  # accepts only its own class of cache
+            self._cache = _minimax_cache(inspect.getmodule(type(model)).MiniMaxCache)  # type: ignore[union-attr]
+
+    @classmethod
+    def prepare(cls, model: Any) -> RecurrentLayers | None:
+        extend_modules(model)
+        return cls(model) if recurrent_modules(model) or type(model).__name__ == "MiniMaxForCausalLM" else None
+
+    def new_cache(self, batch_size: int, max_length: int) -> RecurrentCache:
+        return self._cache(batch_size, max_length)
+
+    def around_pass(self, cache: Any, visibility: Visibility) -> AbstractContextManager[object]:
+        return keep_states(cache, visibility.positions, visibility.key_positions)
 
 
 @cache

@@ -322,7 +322,7 @@ def _extended(cls: type, own: type) -> type:
     return type(cls.__name__, (own, cls), {"__module__": cls.__module__})
 
 
-def prepare(model: nn.Module) -> None:
+def extend_modules(model: nn.Module) -> None:
     """Let the recurrent modules of ``model`` run over a `StateStore`; without one they run as before."""
     for module in model.modules():
         own = _RELATIVE.get(type(module).__name__)
