@@ -46,7 +46,14 @@ if TYPE_CHECKING:
     from .framework.contracts.launcher import Launcher, LauncherConfig, Work, Worker
     from .framework.contracts.lm import LM, Fork
     from .framework.contracts.misconfiguration import Misconfiguration
-    from .framework.contracts.models import Backend, Checkpoint, LoadedModel, ModelSource, ResolvedModel
+    from .framework.contracts.models import (
+        Backend,
+        Checkpoint,
+        LoadedModel,
+        ModelPreparation,
+        ModelSource,
+        ResolvedModel,
+    )
     from .framework.contracts.rng import StepRng, UniformStepRng, accept_each, draw_each, first_accepted
     from .framework.contracts.sampling import Sampling
     from .framework.contracts.steps import Chunk, Response, SequenceStep, StepEvent
@@ -126,6 +133,7 @@ __all__ = [
     "LoadedModel",
     "Misconfiguration",
     "ModelError",
+    "ModelPreparation",
     "ModelSource",
     "NumericalError",
     "Prompt",

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from ...framework.contracts.drafter import StrategyConfig
-from .length_policy import LengthPolicy
+from .draft_model import LengthPolicy
 
 
 class BatchSizeLength(LengthPolicy):

@@ -16,9 +16,7 @@ from ...framework.contracts.lm import LM
 from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
 from ...framework.util.limits import MOST_LEVELS
-from .chains import grow_chain, needs_final_q
-from .draft_model import DraftModel
-from .length_policy import LengthPolicy
+from .draft_model import DraftModel, LengthPolicy, grow_chain
 from .policies import POLICIES, Policy, Static
 
 
@@ -99,7 +97,10 @@ class ChainDrafter(Drafter):
 
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         self._draft_lengths = self.policy.draft_lengths(sequences.limit, sequences.occupied)
-        final_q = needs_final_q(self.policy, sequences, self.context.final_q, self.sampling.temperature > 0)
+        final_q = self.context.final_q and self.sampling.temperature > 0
+        if final_q:  # needed after the last token of a row that its limit cuts short
+            rows = zip(sequences.history, sequences.limit, strict=True)
+            final_q = any(history and limit < self.policy.gamma for history, limit in rows)
         if not max(self._draft_lengths) and not final_q:
             return Draft.empty(sequences.batch_size, sequences.device)
         root = self.model.root(sequences)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...framework.contracts.drafter import DraftContext, StrategyConfig
 from ...framework.errors import UsageError
-from .length_policy import LengthPolicy
+from .draft_model import LengthPolicy
 
 #: The value of ``kind`` in checkpoints of `crossdraft train disco`.
 KIND = "disco"

@@ -1,22 +1,24 @@
-"""A drafting language model: feeds committed tokens, computes logits of drafted nodes, commits the accepted ones.
+"""A drafting language model, and chains that are drawn from one under a length policy.
 
-Drafters hold one (`crossdraft.DraftModel`) instead of inheriting from it: chains, K sequences and trees differ in
-their drafts, not in how their model follows the sequence.
+The model feeds committed tokens, computes logits of drafted nodes and commits the accepted ones. Drafters hold one
+(`crossdraft.DraftModel`) instead of inheriting from it: chains, K sequences and trees differ in their drafts, not in
+how their model follows the sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ...framework.contracts.draft import Draft, Sequences, Verdict, on_device, take_rows
+from ...framework.contracts.drafter import DraftContext
 from ...framework.contracts.lm import LM
 from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
-from .chains import grow_chain
-from .length_policy import LengthPolicy
+from ...framework.util.tensors import Gathered
 
 
 def fed_before(missing: Sequence[int], lengths: Sequence[int], max_length: int) -> list[int]:
@@ -68,12 +70,12 @@ class DraftModel:
         The logits of a free slot are meaningless.
         """
         missing = [h[length:] for h, length in zip(sequences.history, self.lm.lengths, strict=True)]
-        while counts := fed_before([len(tokens) for tokens in missing], self.lm.lengths, sequences.max_length):
+        while counts := fed_before(list(map(len, missing)), self.lm.lengths, sequences.max_length):
             width = max(counts)
             self.lm.forward(on_device([(tokens + [0] * width)[:width] for tokens in missing], sequences.device))
             self.lm.commit(counts)
             missing = [tokens[n:] for tokens, n in zip(missing, counts, strict=True)]
-        counts = [len(tokens) for tokens in missing]  # 0 for a free slot
+        counts = list(map(len, missing))  # 0 for a free slot
         width = max(counts)
         # The last column holds the last index of a row: one copy to the device.
         padded = [[*tokens, *[0] * (width - len(tokens)), max(len(tokens) - 1, 0)] for tokens in missing]
@@ -120,3 +122,109 @@ class DraftModel:
             return
         path = functional.pad(fed_index, (1, 0), value=-1).gather(1, verdict.path + 1)
         self.lm.commit(counts, path[:, : max(counts)])
+
+
+class LengthPolicy:
+    """Draft lengths of one drafter, with per-slot state if a subclass needs it. The base class is ``static``.
+
+    Args:
+        gamma: maximum draft length.
+        batch_size: B.
+
+    Attributes:
+        fixed: True if gamma and the row's limit determine the length, so that drafts are replayable.
+        stops_early: True if `should_continue` can return False. Costs one host sync per drafted token.
+        keeps_last: True if the token at which a row stops stays in the draft.
+        position_free: True if `should_continue` depends on logits, q and token only, not on the position in the draft.
+        adapts: True if the length depends on earlier steps or on the other rows.
+        remembers: True if other sequences change the lengths, earlier ones (until `reset`) or those in the batch.
+    """
+
+    fixed, stops_early, keeps_last, position_free, adapts, remembers = True, False, True, True, False, False
+
+    def __init__(self, gamma: int, batch_size: int):
+        self.gamma, self.batch_size = gamma, batch_size
+
+    def load(self, context: DraftContext) -> None:
+        """Load what the policy needs beside its options, once. Raises UsageError if it cannot be loaded."""
+
+    def start(self, row: int) -> None:
+        """Start a new sequence in slot ``row``."""
+
+    def reset(self) -> None:
+        """Forget state learnt from earlier sequences, see `Drafter.reset`."""
+
+    def draft_lengths(self, limit: Sequence[int], rows: int) -> list[int]:
+        """Maximum draft length of each row in this step.
+
+        Args:
+            limit: ``sequences.limit``.
+            rows: number of occupied slots.
+        """
+        return [min(self.gamma, most) for most in limit]
+
+    def should_continue(self, logits: Tensor, q: Tensor, token: Tensor) -> Tensor:
+        """``[B]`` bool: True to draft another token after ``token [B]``, drawn from ``q [B, V]``.
+
+        ``q`` was computed from ``logits [B, V]``; at temperature 0 it is their softmax.
+        """
+        raise NotImplementedError("this policy does not stop early")
+
+    def observe(self, accepted: Sequence[int], lengths: Sequence[int]) -> None:
+        """Update the state after a step, given tau of each slot and the `draft_lengths` of the step."""
+
+
+def grow_chain(
+    root: Tensor,
+    expand: Callable[[Tensor], Tensor],
+    lengths: Sequence[int],
+    policy: LengthPolicy,
+    sampling: Sampling,
+    rng: StepRng,
+    *,
+    final_q: bool = False,
+) -> Draft:
+    """Draft a chain for every row, token by token; at temperature 0 the argmax, as a point mass.
+
+    Args:
+        root: ``[B, V]`` logits after the last committed token.
+        expand: feeds ``tokens [B, 1]`` after the previous ones and returns logits ``[B, 1, V]``.
+        lengths: maximum draft length of each row, see `LengthPolicy.draft_lengths`.
+        sampling: warps logits into the distribution q that tokens are drawn from.
+        final_q: append the distribution after the last token, see `DraftContext.final_q`.
+    """
+    steps, sampled = max(lengths), sampling.temperature > 0
+    length = on_device(list(lengths), root.device)
+    going = torch.ones_like(length, dtype=torch.bool) if policy.stops_early else None
+    logits, drafted, q_rows = root, [], Gathered(steps + final_q)
+    finite: list[Tensor] = []  # at temperature 0; otherwise q is checked
+    for i in range(steps + final_q):
+        if sampled:
+            q = sampling.probs(logits)
+            q_rows.add(q[:, None])
+        else:
+            q, is_finite = sampling.checked_probs(logits)
+            finite.append(is_finite)
+        if i == steps:
+            break
+        token = rng.draw(q, "draft", i) if sampled else q.argmax(-1)
+        drafted.append(token)
+        if going is not None:
+            # At temperature 0 q is one-hot; the confidence is the softmax of the logits.
+            going = going & policy.should_continue(logits, q if sampled else logits.float().softmax(-1), token)
+            # A token whose value decided must stay. A token drawn after its row had stopped can be dropped.
+            length = torch.where(going, length, length.clamp(max=i + policy.keeps_last))
+            if not bool(going.any()):
+                break
+        if i + 1 < steps + final_q:
+            logits = expand(token[:, None])[:, 0]
+    width = len(drafted)
+    if width < steps:
+        length = length.clamp(max=width)
+    if policy.stops_early and not policy.keeps_last and width:
+        width = int(length.max())  # one more host sync, fewer target rows
+    tokens = torch.stack(drafted, 1)[:, :width] if drafted else length.new_empty(len(length), 0)
+    q = q_rows.tensor() if sampled else None
+    sound = (sampling.sound(q) if q is not None else torch.stack(finite, 1)).all(1)
+    q = None if q is None else q[:, : width + final_q]
+    return Draft.chain(tokens, length, q, finite=sound)

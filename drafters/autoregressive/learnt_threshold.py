@@ -29,7 +29,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ...framework.contracts.drafter import StrategyConfig
-from .length_policy import LengthPolicy
+from .draft_model import LengthPolicy
 
 #: Number of recorded tokens above which the threshold moves, and the weight of stopping too early against drafting in
 #: vain: both as in transformers.

@@ -32,8 +32,8 @@ from torch import Tensor
 from ...framework.contracts.drafter import StrategyConfig
 from .batch_size import BatchSize
 from .disco import Disco
+from .draft_model import LengthPolicy
 from .learnt_threshold import LearntThreshold
-from .length_policy import LengthPolicy
 
 #: Change of the length after a draft that was accepted whole, and after any other.
 MORE, FEWER = 2, 1

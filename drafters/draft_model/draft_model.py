@@ -13,7 +13,7 @@ from ...framework.contracts.drafter import StrategyConfig, TextDistribution
 from ...framework.contracts.lm import LM
 from ...framework.util.limits import MOST_LEVELS
 from ..autoregressive.chain_drafter import ChainDrafter, PolicyConfig
-from ..autoregressive.length_policy import LengthPolicy
+from ..autoregressive.draft_model import LengthPolicy
 from ..autoregressive.policies import Static
 
 

@@ -21,8 +21,7 @@ from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
 from ...framework.errors import UsageError
 from ...framework.util.limits import MOST_LEVELS
-from ..autoregressive.chains import grow_chain
-from ..autoregressive.length_policy import LengthPolicy
+from ..autoregressive.draft_model import LengthPolicy, grow_chain
 from ..autoregressive.policies import POLICIES, Policy, Static
 from .feature_head import expand_vocab
 from .feature_reader import FeatureReader

@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from ...framework.contracts.drafter import DraftContext, StrategyConfig
-from ..autoregressive.length_policy import LengthPolicy
+from ..autoregressive.draft_model import LengthPolicy
 from ..autoregressive.policies import Static
 from .blocks import BlockConfig
 from .config_keys import check

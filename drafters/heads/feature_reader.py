@@ -17,7 +17,7 @@ from torch import Tensor
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict
 from ...framework.contracts.drafter import DraftContext, Drafter, StrategyConfig
 from ...framework.errors import ContractError, ModelError
-from ..autoregressive.length_policy import LengthPolicy
+from ..autoregressive.draft_model import LengthPolicy
 
 
 class FeatureReader(Drafter):

@@ -23,8 +23,7 @@ from ...framework.contracts.drafter import DraftContext, DraftTraits, StrategyCo
 from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
 from ...framework.util.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS
-from ..autoregressive.chains import grow_chain
-from ..autoregressive.draft_model import fed_before
+from ..autoregressive.draft_model import fed_before, grow_chain
 from ..autoregressive.policies import POLICIES, Policy, Static
 from ..autoregressive.trees import (
     SIBLING_KINDS,

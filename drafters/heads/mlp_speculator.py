@@ -29,7 +29,7 @@ from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
 from ...framework.errors import ContractError, ModelError
 from ...framework.util.limits import MOST_LEVELS
-from ..autoregressive.chains import grow_chain
+from ..autoregressive.draft_model import grow_chain
 from ..autoregressive.policies import POLICIES, Policy, Static
 from .config_keys import check, remark
 from .eagle_weights import near, with_rows

@@ -29,7 +29,7 @@ from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
 from ...framework.errors import ModelError
 from ..autoregressive.chain_drafter import ChainDrafter, PolicyConfig
-from ..autoregressive.chains import grow_chain
+from ..autoregressive.draft_model import grow_chain
 from .mutable_tail_lm import MutableTailLM
 from .retokenize import LONGEST, Retokenizer
 from .token_bytes import TokenBytes, complete, shared_tokens

@@ -18,8 +18,8 @@ from ..contracts.models import TRANSFORMERS, LoadedModel
 from ..contracts.rng import CounterRng
 from ..contracts.sampling import Sampling
 from ..contracts.steps import Chunk, Request, Response, StepEvent, raise_failed
+from ..engine.checks import check_prompt
 from ..engine.decoder import Decoder
-from ..engine.structural_checks import check_prompt
 from ..errors import UsageError
 from ..lm.layer_surgery import own_modules
 from ..lm.slots.recomputing_lm import scoring_slots

@@ -6,6 +6,7 @@ node, V = the target's vocabulary. All tensors of a step are on one device.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -16,10 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..util.static_trees import TreeShape, tree_constant
-from ..util.tensors import ancestor_mask, counting, eager_on_cpu, on_device, take_rows
+from ..util.tensors import ancestor_mask, at_once, counting, eager_on_cpu, on_device, take_rows
 from .draft_kind import CHAIN, DELAYED_IID, DETERMINISTIC, IID, DraftKind
-from .scores import DenseScores as DenseScores  # the tensors of a step are imported from one place
-from .scores import Scores as Scores
 
 
 @dataclass
@@ -306,6 +305,65 @@ class Draft:
         return padded[:, : self.width]
 
 
+class Scores(ABC):
+    """Result of one forward pass of the target over a draft.
+
+    Attributes:
+        p: ``[B, N+1, V]`` target distributions after the root (index 0) and after node i (index i+1), warped by the
+            sampling parameters; float32 (float64 on exact models). Verifiers never write into it.
+        logits: ``[B, N+1, V]`` output of the model in its own precision, before temperature, top-k and top-p: rank
+            tokens by these at temperature 0, where p is one-hot.
+        hidden: ``[B, N+1, L, H]`` hidden states of the layers requested by the drafter, or ``None``.
+        resume_matches: ``[B]`` bool, False if the fork of `Draft.resume_from` was fed other tokens than the draft
+            holds; ``None`` if no fork was resumed.
+    """
+
+    p: Tensor
+    logits: Tensor
+    hidden: Tensor | None
+    resume_matches: Tensor | None
+
+    @abstractmethod
+    def prob_of(self, positions: Tensor, tokens: Tensor) -> Tensor:
+        """``[B, n]`` probabilities of ``tokens [B, n]``, each under the distribution at ``positions [B, n]`` of p."""
+
+
+@dataclass
+class DenseScores(Scores):
+    """Scores whose distributions are one tensor in memory."""
+
+    p: Tensor
+    logits: Tensor
+    hidden: Tensor | None = None
+    resume_matches: Tensor | None = None
+
+    def prob_of(self, positions: Tensor, tokens: Tensor) -> Tensor:
+        return self.p.flatten(1).gather(1, torch.add(tokens, positions, alpha=self.p.shape[2]))
+
+
+@dataclass
+class ChunkedScores(Scores):
+    """Scores too large to keep: ``probs`` computes distributions from logits, each time they are read."""
+
+    probs: Callable[[Tensor], Tensor]
+    logits: Tensor
+    hidden: Tensor | None = None
+    resume_matches: Tensor | None = None
+
+    @property
+    def p(self) -> Tensor:  # type: ignore[override]
+        return self.probs(self.logits)
+
+    def prob_of(self, positions: Tensor, tokens: Tensor) -> Tensor:
+        (b, n), v = positions.shape, self.logits.shape[2]
+        return torch.cat(
+            [
+                self.probs(take_rows(self.logits[rows], positions[rows])).gather(2, tokens[rows][..., None]).squeeze(2)
+                for rows in at_once(b, n * v)
+            ]
+        )
+
+
 @dataclass
 class Verdict:
     """Accepted tokens of a draft, and the token that follows them.
@@ -335,6 +393,7 @@ class Sequences:
         limit: per slot, maximum depth of a draft in this step (remaining tokens minus the one that the verifier
             adds); 0 for a free slot.
         stream: per slot, the number of its random stream (the prompt's index in the run).
+        max_length: length of a slot, in tokens: of the longest sequence and a draft.
     """
 
     history: list[list[int]]
@@ -351,15 +410,6 @@ class Sequences:
         """Slots that hold a sequence."""
         return sum(map(bool, self.history))
 
-    @property
-    def device(self) -> torch.device:
-        return self._tokens.device
-
-    @property
-    def max_length(self) -> int:
-        """Length of a slot, in tokens: of the longest sequence and a draft."""
-        return self._tokens.shape[1]
-
     def append(self, row: int, new: Sequence[int]) -> None:
         """Commit ``new`` tokens to slot ``row``."""
         self._written[row] = min(self._written[row], len(self.history[row]))
@@ -367,6 +417,7 @@ class Sequences:
 
     def _set_tokens(self, tokens: Tensor) -> None:
         self._tokens, self._written = tokens, [len(history) for history in self.history]
+        self.device, self.max_length = tokens.device, tokens.shape[1]
 
     def _get_tokens(self) -> Tensor:
         missing = [

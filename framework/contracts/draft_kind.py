@@ -7,7 +7,7 @@ verifier accepts; it needs no registration.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 #: No node has two children.
 SINGLE_CHILD = "single-child"
@@ -35,18 +35,19 @@ class DraftKind:
         name: in messages, lists and options.
         capabilities: properties that a verifier may assume.
         merged_sequences: the draft is K sequences merged into a tree, see `Draft.sequences`.
+        is_chain: every node is the child of the one before it.
     """
 
     name: str
     capabilities: frozenset[str]
     merged_sequences: bool = False
+    is_chain: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_chain", SINGLE_CHILD in self.capabilities)  # read several times a step
 
     def __str__(self) -> str:
         return self.name
-
-    @property
-    def is_chain(self) -> bool:
-        return SINGLE_CHILD in self.capabilities
 
 
 #: One token after the other.

@@ -13,7 +13,6 @@ from pydantic import Field, field_validator
 from .options import Options
 
 if TYPE_CHECKING:  # this module validates recipes, and importing PyTorch takes seconds
-    import torch
     from torch import Tensor
 
 #: Lowest temperature above 0; logits that are divided by a lower one may overflow.
@@ -47,17 +46,17 @@ class Sampling(Options):
         """``logits [..., V]`` -> probabilities ``[..., V]``, float32 (or float64 in, float64 out)."""
         import torch
 
-        from ..util.tensors import at_once
+        from ..util.tensors import AT_ONCE, at_once
 
         if self.temperature == 0:
             return self.checked_probs(logits)[0]
         warpers, v = self.warpers(), logits.shape[-1]
         rows = logits.reshape(-1, v)  # the shape that warpers accept
-        chunks = at_once(len(rows), v)
-        if len(chunks) == 1:
+        if rows.numel() <= AT_ONCE or torch.compiler.is_compiling():
             return _warped(rows, warpers).view(logits.shape)
-        probs = torch.empty(logits.shape, dtype=_precision(logits), device=logits.device)
-        for chunk in chunks:
+        precision = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        probs = torch.empty(logits.shape, dtype=precision, device=logits.device)
+        for chunk in at_once(len(rows), v):
             probs.view(-1, v)[chunk] = _warped(rows[chunk], warpers)
         return probs
 
@@ -99,15 +98,12 @@ class Sampling(Options):
         return warpers
 
 
-def _precision(logits: Tensor) -> torch.dtype:
+def _warped(rows: Tensor, warpers: list) -> Tensor:
+    """Probabilities of ``rows [n, V]`` of logits, in float32 (or float64 in, float64 out)."""
     import torch
 
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
-
-
-def _warped(rows: Tensor, warpers: list) -> Tensor:
-    """Probabilities of ``rows [n, V]`` of logits."""
+    precision = torch.float64 if rows.dtype == torch.float64 else torch.float32
     for i, warper in enumerate(warpers):
-        rows = warper(None, rows if i else rows.to(_precision(rows)))  # these warpers ignore the ids
+        rows = warper(None, rows if i else rows.to(precision))  # these warpers ignore the ids
     # Without warpers, softmax converts the dtype itself.
-    return rows.softmax(-1, dtype=_precision(rows))
+    return rows.softmax(-1, dtype=precision)

@@ -41,7 +41,7 @@ class Request(NamedTuple):
         index: number that identifies it.
         stream: number of its random stream, at least 0 and below 2^32.
         name: its name in messages.
-        most: maximum number of tokens to generate; None: the decoder's.
+        max_new_tokens: maximum number of tokens to generate; None: the decoder's.
         eos: end-of-sequence ids; None: the decoder's.
         constraint: language of the response; None: the decoder's.
     """
@@ -50,7 +50,7 @@ class Request(NamedTuple):
     index: int = 0
     stream: int = 0
     name: str = "the prompt"
-    most: int | None = None
+    max_new_tokens: int | None = None
     eos: Collection[int] | None = None
     constraint: Grammar | None = None
 

@@ -19,29 +19,27 @@ from ..errors import ContractError
 
 
 class Constraints:
-    """The matchers of a decoder's slots. Falsy while no slot has one.
+    """The matchers of a decoder's slots.
 
-    A matcher is at the end of the committed tokens, except inside of a method.
+    Attributes:
+        matchers: by constrained slot; each is at the end of the committed tokens, except inside of a method.
     """
 
     def __init__(self, vocab_size: int):
         self._vocab_size = vocab_size
-        self._matchers: dict[int, Matcher] = {}
+        self.matchers: dict[int, Matcher] = {}
         self._grammars: dict[int, Grammar] = {}
         self._eos: dict[int, list[int]] = {}
         #: Slots and paths of a step after which no token is permitted, and the failure of the matcher, if it is one.
         self._dead_ends: dict[tuple[int, ...], str | None] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._matchers)
-
     def start(self, row: int, grammar: Grammar, eos: Collection[int]) -> None:
         """Constrain the sequence in slot ``row``; ``eos`` is permitted only if the grammar accepts the response."""
-        self._matchers[row], self._grammars[row] = grammar.matcher(), grammar
+        self.matchers[row], self._grammars[row] = grammar.matcher(), grammar
         self._eos[row] = [token for token in eos if 0 <= token < self._vocab_size]
 
     def free(self, row: int) -> None:
-        for state in (self._matchers, self._grammars, self._eos):
+        for state in (self.matchers, self._grammars, self._eos):
             state.pop(row, None)
 
     def grammar(self, row: int) -> Grammar | None:
@@ -51,7 +49,7 @@ class Constraints:
         return self._eos[row]
 
     def implied(self, row: int, limit: int) -> list[int]:
-        if (matcher := self._matchers.get(row)) is None or limit < 1:
+        if (matcher := self.matchers.get(row)) is None or limit < 1:
             return []
         tokens, eos, count = matcher.implied(limit), self._eos[row], 0
         while count < len(tokens) and matcher.advance(tokens[count]):
@@ -74,7 +72,7 @@ class Constraints:
         tokens, parents, valid = torch.stack([draft.tokens, draft.parents, draft.valid.long()]).tolist()
         permitted = np.ones((len(tokens), draft.width + 1, self._vocab_size), dtype=bool)
         self._dead_ends.clear()
-        for row, matcher in self._matchers.items():
+        for row, matcher in self.matchers.items():
             eos = self._eos[row]
             for node in walk(matcher, eos, tokens[row], parents[row], valid[row]):
                 following = permitted_next(matcher, eos)
@@ -96,7 +94,7 @@ class Constraints:
         Raises:
             ContractError: the verifier emitted a token that is not permitted.
         """
-        if (matcher := self._matchers.get(row)) is None:
+        if (matcher := self.matchers.get(row)) is None:
             return None
         eos = self._eos[row]
         for i, token in enumerate(tokens):

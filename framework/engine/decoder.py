@@ -8,33 +8,30 @@ synchronises with the device once.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from contextlib import closing
 from random import Random
 
 import torch
-from torch import Tensor
 
 from ..contracts.constraint import Grammar
-from ..contracts.draft import Draft, Scores, Sequences, Verdict, on_device
+from ..contracts.draft import Draft, Sequences, on_device
 from ..contracts.drafter import Drafter
 from ..contracts.lm import LM
-from ..contracts.rng import CounterRng, RngSource, StepRng
+from ..contracts.rng import CounterRng, RngSource
 from ..contracts.sampling import Sampling
-from ..contracts.steps import Request, Response, SequenceStep, StepEvent
+from ..contracts.steps import Request, Response, StepEvent
 from ..contracts.verifier import Verifier
-from ..errors import ContractError, ModelError, NumericalError, UsageError
+from ..errors import ContractError, ModelError, UsageError
 from ..util.limits import PREFILL_TOKENS
+from .checks import check_draft, check_prompt, check_rows, check_unchanged, check_verdict, snapshot
 from .compiled_verifier import CompiledVerifier
 from .constraints import Constraints
-from .host_sync import Row, check_rows, failures, path_in_scored_tree, to_host
 from .logits_processors import LogitsProcessors
 from .prefill import Prefill
-from .sequence import SequenceState
+from .sequence import RowOutcome, SequenceState
+from .step import Step, draft_forward, make_scores, path_in_scored_tree, to_host, verify
 from .stopwatch import StepTiming, Stopwatch
-from .structural_checks import MutationGuard, check_draft, check_prompt, check_verdict
 from .validation import validate_draft, validate_verdict
-from .verify_step import draft_forward, make_scores, needs_chunks, verify
 
 #: ``validate="sampled"`` validates the first `FIRST` steps of a decoder and every `EVERY`-th one after.
 FIRST, EVERY = 8, 64
@@ -43,37 +40,6 @@ VALIDATE, ON_ERROR = ("sampled", "always", "never"), ("raise", "finish")
 #: Steps of a warm-up, the period of the random tokens of its prompts, so that drafters that copy from the prompt draft,
 #: too, and its first random stream, beyond those of all prompts.
 WARM_UP, WARM_UP_PERIOD, WARM_UP_STREAM = 4, 8, 1 << 40
-
-
-@dataclass
-class Step:
-    """State of one step; the phases of `Decoder.step` set the fields in order.
-
-    Attributes:
-        rng: random numbers of the step.
-        validated: True if the values of the draft and the verdict are checked, False if only their structure is.
-        proposed: output of the drafter.
-        draft: the nodes to score: ``proposed``, a chain cut to the largest ``sequences.limit``.
-        candidates: the nodes to verify: ``draft`` without probes.
-        scores: output of the target.
-        finite: True if the target's logits are finite, see `make_scores` and `verify`.
-        verdict: output of the verifier.
-        rows: the outcome of each row, on the host.
-        active: rows with a sequence that did not fail.
-        committed: new tokens of each row.
-    """
-
-    rng: StepRng
-    validated: bool
-    proposed: Draft = field(init=False)
-    draft: Draft = field(init=False)
-    candidates: Draft = field(init=False)
-    scores: Scores = field(init=False)
-    finite: Tensor | None = field(init=False)
-    verdict: Verdict = field(init=False)
-    rows: list[Row] = field(init=False)
-    active: list[int] = field(init=False)
-    committed: list[list[int]] = field(init=False)
 
 
 class Decoder:
@@ -142,6 +108,9 @@ class Decoder:
             CompiledVerifier(verifier) if compile_verifier and CompiledVerifier.takes(verifier) else None
         )
         self._claim = drafter.claim = verifier.claim = object()
+        #: Names in messages.
+        self._drafter = f"drafter '{getattr(drafter, 'name', type(drafter).__name__)}'"
+        self._verifier = f"verifier '{getattr(verifier, 'name', type(verifier).__name__)}'"
         #: Hidden layers for the drafter; set before each use, as decoders may share the target.
         self.hidden_layers = self.traits.hidden_layers
         b, length = target.batch_size, drafter.context.max_length
@@ -216,7 +185,8 @@ class Decoder:
                 if self._prefill.rows:
                     self._check_claim()
                     self.target.hidden_layers = self.hidden_layers
-                    self._prefill.start(self.start, waited_for=self.occupied > 0 or interleaved())
+                    for row, started in self._prefill.run(waited_for=self.occupied > 0 or interleaved()):
+                        self.start(row, **started._asdict())
                 if self.occupied or self._prefill.rows:
                     yield self.step() if self.occupied else []
                 elif request is last:
@@ -272,13 +242,13 @@ class Decoder:
         index: int = 0,
         stream: int = 0,
         name: str = "the prompt",
-        most: int | None = None,
+        max_new_tokens: int | None = None,
         eos: Collection[int] | None = None,
         constraint: Grammar | None = None,
     ) -> None:
-        """Start a sequence in slot ``row``, with ``most``, ``eos`` and ``constraint`` in place of the decoder's."""
+        """Start a sequence in slot ``row``; ``max_new_tokens``, ``eos``, ``constraint`` replace the decoder's."""
         self._check_claim()
-        self.stopwatch.start()
+        self.stopwatch.mark()
         prompt = [int(token) for token in prompt]
         self.target.hidden_layers = self.hidden_layers
         hidden = self.target.start(row, prompt)
@@ -290,7 +260,7 @@ class Decoder:
             index,
             name,
             len(prompt),
-            max_new_tokens=self.max_new_tokens if most is None else most,
+            max_new_tokens=self.max_new_tokens if max_new_tokens is None else max_new_tokens,
             eos=self.eos if eos is None else eos,
             context=self.target.context_length,
             logprobs=[] if self.sampling.temperature else None,
@@ -309,9 +279,14 @@ class Decoder:
         """Draft, score, verify and commit once for every slot; returns the sequences that finished."""
         step = self._start_step()
         self._propose(step)
-        with self._draft_faults_first(step):
+        try:
             self._score(step)
             self._verify(step)
+        except ContractError:
+            raise
+        except Exception:
+            self._validate_draft(step.proposed, finite=True)  # a fault of the draft is raised first
+            raise
         self._sync(step)
         self._commit(step)
         self._notify(step)
@@ -319,10 +294,10 @@ class Decoder:
 
     def _start_step(self) -> Step:
         self._check_claim()
-        self.stopwatch.start()
+        self.stopwatch.mark()
         sampled = self.validate == "sampled" and (self._started < FIRST or not self._started % EVERY)
         self._started += 1
-        lengths = [len(history) for history in self.sequences.history]
+        lengths = list(map(len, self.sequences.history))
         rng = self.rng.for_step(self.sequences.stream, lengths, self.target.device)
         self.stopwatch.mark("rest")
         return Step(rng, validated=sampled or self.validate == "always")
@@ -330,7 +305,7 @@ class Decoder:
     def _propose(self, step: Step) -> None:
         """Request a draft and check it: its structure, and in a validated step its values."""
         sequences = self.sequences
-        watch = MutationGuard(sequences, step.validated)
+        before = snapshot(sequences, step.validated)
         try:
             step.proposed = self.drafter.propose(sequences, step.rng)
         except ModelError as error:  # slots hold traits.nodes tokens beyond the longest sequence
@@ -339,7 +314,7 @@ class Decoder:
                 "traits.nodes nodes and the extra_tokens requested from load_lm()"
             ) from error
         self.stopwatch.mark("draft")
-        watch.check(self._drafter)
+        check_unchanged(sequences, before, self._drafter, step.validated)
         if step.validated:
             self._validate_draft(step.proposed, finite=False)
             self.stopwatch.mark("rest")
@@ -356,10 +331,11 @@ class Decoder:
         if self.processors is not None:
             indices = [sequence and sequence.index for sequence in self._slots]
             logits = self.processors(logits, draft, histories, indices, step.validated)
-        if self.constraints:
+        if self.constraints.matchers:
             logits = self.constraints.mask(logits, draft)
-        chunked = needs_chunks(logits, step.rng, stateful=self._stateful)
-        step.scores, step.finite = make_scores(logits, hidden, resume_matches, self.sampling, chunked=chunked)
+        step.scores, step.finite = make_scores(
+            logits, hidden, resume_matches, self.sampling, step.rng, stateful=self._stateful
+        )
         self.stopwatch.mark("target")
 
     def _verify(self, step: Step) -> None:
@@ -390,13 +366,18 @@ class Decoder:
             for row, sequence in enumerate(self._slots)
             if sequence
         }
-        failed = failures(step.rows, places, self._drafter)
-        if failed and self._on_error == "raise":
-            raise NumericalError(next(iter(failed.values())))
-        places = {row: place for row, place in places.items() if row not in failed}
         vocab_size = self.target.vocab_size
-        check_rows(step.rows, places, sequences.limit, vocab_size, self._drafter, self._verifier)
-        if self.constraints:
+        failed = check_rows(
+            step.rows,
+            places,
+            sequences.limit,
+            vocab_size,
+            drafter=self._drafter,
+            verifier=self._verifier,
+            on_error=self._on_error,
+        )
+        places = {row: place for row, place in places.items() if row not in failed}
+        if self.constraints.matchers:
             failed |= self._advance_constraints(step.rows, places)
             places = {row: place for row, place in places.items() if row not in failed}
         if step.validated:
@@ -416,7 +397,7 @@ class Decoder:
             step.rows[row] = step.rows[row]._replace(tau=0, nodes=0)
         step.active = list(places)
 
-    def _advance_constraints(self, rows: list[Row], places: dict[int, str]) -> dict[int, str]:
+    def _advance_constraints(self, rows: list[RowOutcome], places: dict[int, str]) -> dict[int, str]:
         """Append the emitted tokens to the constraints of ``places``; an error message per row that cannot go on."""
         errors = {}
         for row, place in places.items():
@@ -431,9 +412,10 @@ class Decoder:
         counts = [0] * len(rows)
         for row in step.active:
             counts[row] = rows[row].tau + 1
-        self.target.commit(counts, path_in_scored_tree(step.candidates, step.verdict))
+        path = step.verdict.path
+        self.target.commit(counts, None if path is None else path_in_scored_tree(path, step.candidates.width))
         self.batch_steps += 1
-        self.target_rows += self.occupied * (step.draft.width + 1)
+        self.target_rows += sum(map(bool, self._slots)) * (step.draft.width + 1)
         step.committed = [[] for _ in rows]
         for row, sequence in enumerate(self._slots):
             if sequence is None:
@@ -441,26 +423,21 @@ class Decoder:
             if row not in step.active:
                 sequences.history[row], sequences.limit[row] = [], 0
                 continue
-            outcome = rows[row]
-            new = step.committed[row] = sequence.until_eos(outcome.tokens[: outcome.tau + 1])
+            survival = step.verdict.survival is not None
+            new = sequence.commit(rows[row], step.draft.width, sequences.limit[row], survival)
             sequences.append(row, new)
-            sequence.tokens += new
-            if sequence.logprobs is not None:
-                sequence.logprobs += outcome.logprobs[: len(new)]
-            survival = outcome.survival if step.verdict.survival is not None else None
-            tau, limit = min(outcome.tau, len(new)), sequences.limit[row]
-            sequence.steps.append(SequenceStep(tau, len(new), outcome.nodes, step.draft.width, limit, survival))
-            sequences.limit[row] = sequence.max_draft_len
+            step.committed[row], sequences.limit[row] = new, sequence.max_draft_len
 
     def _notify(self, step: Step) -> None:
         """Report the outcome to the drafter, the verifier and `on_step`."""
         accepted = [row.tau for row in step.rows]
-        watch = MutationGuard(self.sequences, step.validated)
+        before = snapshot(self.sequences, step.validated)
         self.stopwatch.mark("rest")
         self.drafter.observe(self.sequences, step.draft, step.verdict, accepted, step.scores)
-        watch.check(self._drafter)
+        check_unchanged(self.sequences, before, self._drafter, step.validated)
         self.stopwatch.mark("draft")
-        self.verifier.observe(accepted, [row.nodes for row in step.rows])
+        if self._stateful:
+            self.verifier.observe(accepted, [row.nodes for row in step.rows])
         if self.on_step is None and self.timings is None:
             return
         prompts = [
@@ -504,17 +481,6 @@ class Decoder:
 
     # -- checks -------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _draft_faults_first(self, step: Step) -> Iterator[None]:
-        """Validate the draft if scoring or verification raises, and raise the draft's error first."""
-        try:
-            yield
-        except ContractError:
-            raise
-        except Exception:
-            self._validate_draft(step.proposed, finite=True)
-            raise
-
     def _validate_draft(self, draft: Draft, finite: bool) -> None:
         validate_draft(
             draft,
@@ -526,14 +492,6 @@ class Decoder:
             final_q=self.drafter.context.final_q,
             finite=finite,
         )
-
-    @property
-    def _drafter(self) -> str:
-        return f"drafter '{getattr(self.drafter, 'name', type(self.drafter).__name__)}'"
-
-    @property
-    def _verifier(self) -> str:
-        return f"verifier '{getattr(self.verifier, 'name', type(self.verifier).__name__)}'"
 
     @property
     def _prompts(self) -> list[str | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -39,12 +39,12 @@ class Prefill:
     def add(self, row: int, request: Request) -> None:
         self._requests[row] = request
 
-    def start(self, start: Callable[..., None], waited_for: bool) -> None:
-        """Feed the prompts and call ``start(row, *request)`` for each; if ``waited_for``, return after one pass."""
+    def run(self, waited_for: bool) -> Iterator[tuple[int, Request]]:
+        """Feed the prompts and yield slot and request of each that is ready; if ``waited_for``, stop after one pass."""
         while self._requests:
             fed, ready = self._next() if self._max_tokens else (False, self.rows)
             for row in sorted(ready):
-                start(row, *self._requests.pop(row))
+                yield row, self._requests.pop(row)
             if waited_for and (fed or ready):
                 return
 
@@ -67,7 +67,7 @@ class Prefill:
             self._passes = passes(prompts, self._max_tokens)
             lengths = next(self._passes)
         tokens = {row: [int(token) for token in self._requests[row].prompt[:length]] for row, length in lengths.items()}
-        self._clock.start()
+        self._clock.mark()
         fed = prefill(self._target, tokens)
         self._clock.mark("prefill")
         if self._with_drafter:

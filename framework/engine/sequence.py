@@ -1,11 +1,38 @@
-"""State of one running sequence, on the host."""
+"""State of one running sequence on the host, and the outcome of a step for it."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..contracts.steps import Response, SequenceStep
+
+
+class RowOutcome(NamedTuple):
+    """Outcome of a step for one row, on the host.
+
+    Attributes:
+        tau: accepted tokens.
+        nodes, depth: size of the draft.
+        target_finite, drafter_finite: True if their logits were free of NaN and infinity.
+        resume_matches: `Scores.resume_matches`.
+        q: sum of all entries of q, NaN or infinite if one of them is.
+        survival: sum of `Verdict.survival`.
+        tokens: the accepted tokens and the one after them, then padding.
+        logprobs: log p of each of ``tokens`` given those before it; empty if not requested.
+    """
+
+    tau: int
+    nodes: int
+    depth: int
+    target_finite: bool
+    drafter_finite: bool
+    resume_matches: bool
+    q: float
+    survival: float
+    tokens: list[int]
+    logprobs: list[float]
 
 
 @dataclass
@@ -37,11 +64,25 @@ class SequenceState:
     ended: str | None = None
     error: str | None = None
 
-    def until_eos(self, new: list[int]) -> list[int]:
-        """``new`` tokens up to the first that ends the sequence, inclusive."""
-        for i, token in enumerate(new):
+    def commit(self, outcome: RowOutcome, width: int, limit: int, survival: bool) -> list[int]:
+        """Append the tokens of a step up to an end-of-sequence token, and return them.
+
+        Args:
+            width, limit: see `SequenceStep`.
+            survival: the verifier computes survival.
+        """
+        count = outcome.tau + 1
+        for i, token in enumerate(outcome.tokens[:count]):
             if token in self.eos:
-                return new[: i + 1]
+                count = i + 1
+                break
+        new = outcome.tokens[:count]
+        self.tokens += new
+        if self.logprobs is not None:
+            self.logprobs += outcome.logprobs[:count]
+        tau = min(outcome.tau, len(new))
+        own = outcome.survival if survival else None
+        self.steps.append(SequenceStep(tau, len(new), outcome.nodes, width, limit, own))
         return new
 
     @property

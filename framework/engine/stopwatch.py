@@ -57,10 +57,7 @@ class Stopwatch:
             self._book()
         return self._seconds
 
-    def start(self) -> None:
-        self.mark(None)
-
-    def mark(self, phase: str | None) -> None:
+    def mark(self, phase: str | None = None) -> None:
         """Add the time since the last mark to ``phase`` (None: discard it)."""
         if not self.enabled:
             return

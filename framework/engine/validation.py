@@ -1,8 +1,8 @@
 """Validation of the values of drafts and verdicts, so that strategies do not corrupt results silently.
 
 All checks are computed on the device as flags and copied to the host together; a raised flag is located afterwards.
-This waits for the device, so the decoder validates some steps only, see `Decoder`; `structural_checks` and `host_sync`
-make the checks of every step. The contract tests use the same functions.
+This waits for the device, so the decoder validates some steps only, see `Decoder`; `checks` has the checks of every
+step. The contract tests use the same functions.
 """
 
 from __future__ import annotations
@@ -18,8 +18,16 @@ from ..contracts.draft_kind import ONE_SAMPLED_SIBLING, SAMPLED_SIBLINGS
 from ..contracts.drafter import DraftTraits
 from ..errors import ContractError, CrossdraftError, NumericalError
 from ..util.static_trees import tree_constant
-from .host_sync import FINITE_Q, NOT_FINITE, accepted_too_many, emitted_outside, too_deep
-from .structural_checks import TOLERANCE, check_draft, check_verdict
+from .checks import (
+    FINITE_Q,
+    NOT_FINITE,
+    TOLERANCE,
+    accepted_too_many,
+    check_draft,
+    check_verdict,
+    emitted_outside,
+    too_deep,
+)
 
 #: Tolerance of survival probabilities.
 ROUNDING = 1e-6

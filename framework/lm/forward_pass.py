@@ -44,6 +44,7 @@ class ForwardPass:
 
     Args:
         preparations: of the model, see `prepare`.
+        embeddings: ``[n, H]``, of the tokens V, V + 1, ..
     """
 
     def __init__(
@@ -53,9 +54,10 @@ class ForwardPass:
         masks: AttentionMasks,
         cache: KVCache,
         preparations: Sequence[ModelPreparation],
+        embeddings: Tensor | None = None,
     ):
         self.model, self.dims, self.masks, self.cache = model, dims, masks, cache
-        self.preparations = preparations
+        self.preparations, self.embeddings = preparations, embeddings
         names = inspect.signature(model.forward).parameters
         self._keep_logits = "logits_to_keep" in names
         # Models that are recurrent throughout have no attention: no cache of keys, no masks, no positions.
@@ -152,14 +154,18 @@ class ForwardPass:
                 contexts.enter_context(preparation.around_pass(cache, visibility))
             if layers:
                 states = contexts.enter_context(recorded(self.model, selected, self.dims.num_layers))
-            out = self.model(**self.embed(tokens), use_cache=self._attends, **extra)
+            extra |= {"input_ids": tokens} if self.embeddings is None else {"inputs_embeds": self.embed(tokens)}
+            out = self.model(use_cache=self._attends, **extra)
         if layers:
             hidden = torch.stack(states.select(selected, out.hidden_states), 2)
         return (out.logits if want_logits else None), hidden
 
-    def embed(self, tokens: Tensor) -> dict[str, Tensor]:
-        """The model's arguments for ``tokens [R, W]``: their ids, or embeddings of them."""
-        return {"input_ids": tokens}
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings ``[R, W, H]`` of ``tokens [R, W]``."""
+        assert self.embeddings is not None
+        index = tokens - self.dims.vocab_size  # >= 0: one of the own embeddings
+        own = self.model.get_input_embeddings()(tokens.where(index < 0, 0))
+        return torch.where(index[..., None] < 0, own, self.embeddings[index.clamp(min=0)])
 
 
 def prepare(model: Any) -> list[ModelPreparation]:

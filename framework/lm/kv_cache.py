@@ -45,11 +45,6 @@ class WritePlan:
     counts: Mapping[int, int] | None = None
     parents: Tensor | None = None
 
-    @cached_property
-    def row_index(self) -> Tensor:
-        """``[R, 1]`` int64, the batch row of each row of ``slots`` where all rows take part."""
-        return torch.arange(self.slots.shape[0], device=self.slots.device)[:, None]
-
     def to(self, device: torch.device) -> WritePlan:
         """The plan with its tensors on ``device``, copied once per pass: layers may lie on several devices."""
         if device == self.slots.device:
@@ -137,22 +132,22 @@ class RaggedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
         plan = self.cache.plan
-        return self._write(self.keys, key_states, plan), self._write(self.values, value_states, plan)
-
-    @staticmethod
-    def _write(buffer: Tensor, states: Tensor, plan: WritePlan) -> Tensor:
-        if plan.rows is not None:
-            buffer[plan.to(buffer.device).rows, :, : states.shape[2]] = states
-            return states  # equal to the slots to attend over, which would have to be gathered
+        keys, values = self.keys, self.values
         if plan.row is not None:
-            buffer = buffer[plan.row : plan.row + 1]
-        if plan.start is not None:
-            buffer[:, :, plan.start : plan.start + states.shape[2]] = states
-        else:
-            plan = plan.to(buffer.device)
-            # Two index tensors around a slice: the indexed view is [R, W, heads, dim].
-            buffer[plan.row_index, :, plan.slots] = states.transpose(1, 2)
-        return buffer[:, :, : plan.kv_len]
+            keys, values = keys[plan.row : plan.row + 1], values[plan.row : plan.row + 1]
+        for buffer, states in ((keys, key_states), (values, value_states)):
+            width = states.shape[2]
+            if plan.rows is not None:
+                buffer[plan.to(buffer.device).rows, :, :width] = states
+            elif plan.start is not None:
+                buffer[:, :, plan.start : plan.start + width] = states
+            else:
+                rows = counting(len(states), buffer.device)[:, None]
+                # Two index tensors around a slice: the indexed view is [R, W, heads, dim].
+                buffer[rows, :, plan.to(buffer.device).slots] = states.transpose(1, 2)
+        if plan.rows is not None:  # the states equal the slots to attend over, which would have to be gathered
+            return key_states, value_states
+        return keys[:, :, : plan.kv_len], values[:, :, : plan.kv_len]
 
     def move(self, rows: Tensor, source: Tensor, target: Tensor) -> None:
         """Copy slots ``source [B, D]`` to ``target [B, D]`` of ``rows [B, 1]``; read all, then write."""

@@ -39,7 +39,7 @@ class _PartialPass(ForwardPass):
     Args:
         model: the layers, see `with_layers`.
         seam: `run` returns the hidden states behind this layer, unless hidden states of other layers are requested.
-        embeddings: ``[n, H]``, of the tokens V, V + 1, ..
+        embeddings: see `ForwardPass`.
         head: False if ``model`` has no head and returns no logits.
     """
 
@@ -51,8 +51,8 @@ class _PartialPass(ForwardPass):
         embeddings: Tensor | None = None,
         head: bool = True,
     ):
-        super().__init__(model, whole.dims, whole.masks, whole.cache, whole.preparations)
-        self._seam, self._embeddings, self._head = seam, embeddings, head
+        super().__init__(model, whole.dims, whole.masks, whole.cache, whole.preparations, embeddings)
+        self._seam, self._head = seam, head
 
     def run(
         self,
@@ -65,13 +65,6 @@ class _PartialPass(ForwardPass):
     ) -> tuple[Tensor | None, Tensor | None]:
         logits, hidden = super().run(tokens, plan, visibility, inputs, layers, want_logits and self._head)
         return logits, hidden if self._seam is None or layers else self._seam.output
-
-    def embed(self, tokens: Tensor) -> dict[str, Tensor]:
-        if self._embeddings is None:
-            return super().embed(tokens)
-        index = tokens - self.dims.vocab_size  # >= 0: one of the fork's own embeddings
-        own = self.model.get_input_embeddings()(tokens.where(index < 0, 0))
-        return {"inputs_embeds": torch.where(index[..., None] < 0, own, self._embeddings[index.clamp(min=0)])}
 
 
 class _ResumedPass(ForwardPass):

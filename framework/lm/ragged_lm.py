@@ -84,7 +84,8 @@ class RaggedLM:
         else:
             for row, tokens in prompts.items():
                 self._prefill.feed(row, list(tokens), self.lengths, self.hidden_layers)
-        self._update_forks()  # nodes of forks must not overlap the prompts
+        for fork in self._forks:  # their nodes must not overlap the prompts
+            fork.follow()
 
     @torch.inference_mode()
     def forward(
@@ -110,14 +111,16 @@ class RaggedLM:
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         self.cache.commit(self.lengths)
         self._drop_nodes()
-        self._update_forks()
+        for fork in self._forks:
+            fork.follow()
 
     @torch.inference_mode()
     def free(self, row: int) -> None:
         self.lengths[row] = 0
         self._prefill.forget(row)
         self.cache.clear(row)
-        self._update_forks()
+        for fork in self._forks:
+            fork.follow()
 
     def register_fork(self, fork: Any) -> None:
         """Let ``fork`` follow every change of the committed tokens, for as long as it is referenced elsewhere."""
@@ -157,7 +160,3 @@ class RaggedLM:
 
     def _drop_nodes(self) -> None:
         self._nodes, self._parents = 0, None
-
-    def _update_forks(self) -> None:
-        for fork in self._forks:
-            fork.follow()

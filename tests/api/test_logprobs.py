@@ -12,7 +12,7 @@ from crossdraft.framework import plugins
 from crossdraft.framework.contracts.draft import DenseScores, Draft, Verdict
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.engine.decoder import Decoder
-from crossdraft.framework.engine.host_sync import to_host
+from crossdraft.framework.engine.step import to_host
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 PROMPTS = [[5, 6, 7], [9, 8], [3], [1, 2, 1, 2]]

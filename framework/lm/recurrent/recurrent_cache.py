@@ -25,7 +25,6 @@ from transformers.cache_utils import Cache
 from ...contracts.models import ModelPreparation
 from ...util.cache_argument import cache_argument
 from ...util.tensors import counting, on_device
-from ..attention_masks import Visibility
 from ..kv_cache import RaggedCache, WritePlan
 from ..layer_surgery import close
 from .recurrent_layers import Adapter, extend_modules, keep_states, recurrent_modules
@@ -309,7 +308,7 @@ class RecurrentLayers(ModelPreparation):
     def new_cache(self, batch_size: int, max_length: int) -> RecurrentCache:
         return self._cache(batch_size, max_length)
 
-    def around_pass(self, cache: Any, visibility: Visibility) -> AbstractContextManager[object]:
+    def around_pass(self, cache: Any, visibility: Any) -> AbstractContextManager[object]:
         return keep_states(cache, visibility.positions, visibility.key_positions)
 
 

@@ -21,7 +21,7 @@ from ...contracts.draft import DenseScores, Draft, Sequences, Verdict, on_device
 from ...contracts.drafter import DraftContext, Drafter, DraftTraits
 from ...contracts.rng import RngSource, StepRng
 from ...contracts.sampling import Sampling
-from ...engine.structural_checks import MutationGuard, check_draft
+from ...engine.checks import check_draft, check_unchanged, snapshot
 from ...engine.validation import validate_draft
 from ...errors import NumericalError, UsageError
 from ..response import Response
@@ -226,9 +226,9 @@ class _Tracer:
         if self._forcing is not None:
             self._forcing.text = self._x[:, t : t + self._depth]
         choices = self._source.for_step(seqs.stream, [len(history) for history in seqs.history], seqs.device)
-        guard = MutationGuard(seqs, False)
+        before = snapshot(seqs, False)
         draft = self.drafter.propose(seqs, choices)
-        guard.check(self._label)
+        check_unchanged(seqs, before, self._label, False)
         check = validate_draft if t == 0 else check_draft
         check(draft, self._traits, seqs, self._context.vocab_size, drafter=self._label)
         if not draft.is_chain:

@@ -203,7 +203,7 @@ def parse_request(pool: DecoderPool, fields: Any, *, chat: bool) -> CompletionRe
             prompt,
             stream=secrets.randbelow(_SEED_LIMIT) if body.seed is None else body.seed,
             name=body.key,
-            most=_max_tokens(pool, body, len(prompt)),
+            max_new_tokens=_max_tokens(pool, body, len(prompt)),
             eos=() if body.ignore_eos else None,
         )
         for prompt in prompts

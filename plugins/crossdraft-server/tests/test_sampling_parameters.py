@@ -104,7 +104,7 @@ def test_batches_take_turns(tmp_path: Any) -> None:
     worker = Worker(DecoderPool(target, A, lambda sampling: None, build, 20, 60, ""), 99)
     queues = {A: ResponseCounter(9), B: ResponseCounter(10)}
     for sampling, count, tokens in ((B, 10, 20), (A, 9, 4)):
-        requests = [(Request((5 + i, 6), i, most=tokens, eos=()), Output(target.tokenizer)) for i in range(count)]
+        requests = [(Request((5 + i, 6), i, max_new_tokens=tokens, eos=()), Output(target.tokenizer)) for i in range(count)]
         worker.submit(queues[sampling], sampling, requests)
     worker.start()
     for queue in queues.values():
@@ -130,8 +130,8 @@ def test_prefill_of_long_prompts_is_interleaved(tmp_path: Any) -> None:
         return decoder
 
     worker, queue = Worker(DecoderPool(target, A, lambda sampling: None, build, 20, 96, ""), 9), ResponseCounter(2)
-    worker.submit(queue, A, [(Request((5, 6), most=20, eos=()), Output(target.tokenizer))])
-    worker.submit(queue, B, [(Request((5, 6) * 38, most=1, eos=()), Output(target.tokenizer))])
+    worker.submit(queue, A, [(Request((5, 6), max_new_tokens=20, eos=()), Output(target.tokenizer))])
+    worker.submit(queue, B, [(Request((5, 6) * 38, max_new_tokens=1, eos=()), Output(target.tokenizer))])
     worker.start()
     assert queue.finished.wait(60)
     worker.close()

@@ -1,11 +1,13 @@
-"""Checks of shapes, dtypes, devices and traits of drafts and verdicts, without reading values.
+"""Checks of every step, on the host: the structure of drafts and verdicts, then the outcome of each row.
 
-They run no operation on the device, so the loop makes them in every step. `validation` checks the values.
+Structure is shapes, dtypes, devices and traits, without reading values. The outcome is what the one copy of a step
+brings, see `step.to_host`. `validation` checks all values, in some steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,13 +15,17 @@ from torch import Tensor
 
 from ..contracts.draft import Draft, Sequences, Verdict
 from ..contracts.drafter import DraftTraits
-from ..errors import ContractError, UsageError
+from ..errors import ContractError, NumericalError, UsageError
 from ..util.static_trees import problem
+from .sequence import RowOutcome
 
 #: By field: axes, then dtypes.
 _Table = dict[str, tuple[Any, ...]]
 #: Allowed dtypes of q, and the allowed difference between the sum of a row and 1.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9}
+#: Error message for a q with NaN, and its advice.
+NOT_FINITE = "reported a q that is NaN or infinite"
+FINITE_Q = "every row of q must be finite, padding too, because verifiers multiply it by 0"
 #: Axes and dtypes of the tensors of a draft and of a verdict.
 _DRAFT: _Table = {
     "tokens": ("B N", torch.int64),
@@ -44,10 +50,14 @@ def check_draft(
     """Raise ContractError, naming the ``drafter``, for a draft whose structure breaks the contract."""
     if not isinstance(draft, Draft):
         raise broken(drafter, f"proposed a {type(draft).__name__}", "propose() must return a Draft")
-    _check_tensors(drafter, draft, _DRAFT, {"B": sequences.batch_size, "V": vocab_size}, sequences.device)
+    _check_tensors(drafter, draft, _DRAFT, {"B": len(sequences.history), "V": vocab_size}, sequences.device)
     who, n = drafter, draft.width
     if n > traits.nodes:
-        raise broken(who, f"drafted {n} nodes, more than traits.nodes = {traits.nodes}", "buffers are made for as many")
+        raise broken(
+            who,
+            f"drafted {n} nodes, more than traits.nodes = {traits.nodes}",
+            "buffers have traits.nodes slots; raise traits.nodes",
+        )
     if not 0 <= draft.probes <= n:
         raise broken(who, f"has {draft.probes} probes among {n} nodes", "probes are the last nodes of a draft")
     candidates = n - draft.probes
@@ -81,9 +91,78 @@ def check_verdict(draft: Draft, verdict: Verdict, *, verifier: str = "the verifi
     """Raise ContractError, naming the ``verifier``, for a verdict whose structure breaks the contract."""
     if not isinstance(verdict, Verdict):
         raise broken(verifier, f"returned a {type(verdict).__name__}", "verify() must return a Verdict")
-    _check_tensors(verifier, verdict, _VERDICT, {"B": draft.batch_size}, draft.tokens.device)
+    _check_tensors(verifier, verdict, _VERDICT, {"B": len(draft.tokens)}, draft.tokens.device)
     if verdict.path is None and draft.width and not draft.is_chain:
         raise broken(verifier, "verified a tree without verdict.path", "only chains may leave it None")
+
+
+def check_rows(
+    rows: Sequence[RowOutcome],
+    places: Mapping[int, str],
+    limits: Sequence[int],
+    vocab_size: int,
+    *,
+    drafter: str,
+    verifier: str,
+    on_error: str,
+) -> dict[int, str]:
+    """Return an error message per row with invalid numbers, of those in ``places``.
+
+    Args:
+        places: sequence and position of each occupied slot, for messages.
+        limits: ``sequences.limit``.
+        on_error: see `Decoder.run`.
+
+    Raises:
+        NumericalError: a row has invalid numbers, and ``on_error`` is "raise".
+        ContractError: an invalid count or token in another row.
+    """
+    failed = {}
+    for index, place in places.items():
+        row = rows[index]
+        if not row.target_finite or not row.drafter_finite:
+            who = drafter if row.target_finite else "the target"
+            advice = "try dtype float32, another attention implementation, or check the weights"
+            failed[index] = f"{who} produced NaN or infinite logits for {place}; {advice}"
+        elif not math.isfinite(row.q):
+            failed[index] = f"{drafter} {NOT_FINITE} for {place}; {FINITE_Q}"
+    if failed and on_error == "raise":
+        raise NumericalError(next(iter(failed.values())))
+    for index, place in places.items():
+        row, limit = rows[index], limits[index]
+        if index in failed:
+            continue
+        deepest = min(row.depth, len(row.tokens) - 1)
+        emitted = row.tokens[: max(row.tau, 0) + 1]
+        who, advice = verifier, "see the docstring of Verdict"
+        if not row.resume_matches:
+            who, what = drafter, "drafted other tokens than it fed to a fork"
+            advice = "draft.resume_from must be a fork that was fed the root and then the draft's tokens, in order"
+        elif row.depth > limit:
+            who, what = drafter, too_deep(row.depth, limit)
+            advice = "propose() must not exceed the limit of each row"
+        elif not 0 <= row.tau <= deepest:
+            what = accepted_too_many(row.tau, deepest)
+        elif min(emitted) < 0 or max(emitted) >= vocab_size:
+            what = emitted_outside(next(token for token in emitted if not 0 <= token < vocab_size), vocab_size)
+        elif not -1 < row.survival < row.depth + 2:
+            what = f"reported a survival that sums to {row.survival:.6g}"
+        else:
+            continue
+        raise broken(who, f"{what} in slot {index} ({place})", advice)
+    return failed
+
+
+def too_deep(depth: int, limit: int) -> str:
+    return f"drafted {depth} tokens deep, but sequences.limit allows {limit},"
+
+
+def emitted_outside(token: int, vocab_size: int) -> str:
+    return f"emitted the token {token}, outside of the vocabulary of {vocab_size},"
+
+
+def accepted_too_many(tau: int, depth: int) -> str:
+    return f"accepted {tau} tokens of a draft that is {depth} deep"
 
 
 def broken(who: str, what: str, advice: str) -> ContractError:
@@ -122,29 +201,19 @@ def _plain(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class MutationGuard:
-    """Check that a strategy does not modify ``sequences``. Host only.
+def snapshot(sequences: Sequences, contents: bool) -> dict[str, Any]:
+    """State of ``sequences`` for `check_unchanged`; with ``contents``, tokens are compared, not only their number."""
+    history = [(id(tokens), len(tokens), list(tokens) if contents else None) for tokens in sequences.history]
+    return {"limit": list(sequences.limit), "stream": list(sequences.stream), "history": history}
 
-    Args:
-        contents: compare the tokens of the histories, not only their lengths.
-    """
 
-    def __init__(self, sequences: Sequences, contents: bool):
-        self._sequences, self._contents = sequences, contents
-        self._before = self._snapshot()
-
-    def _snapshot(self) -> dict[str, list[Any]]:
-        now = self._sequences
-        history = [(id(tokens), len(tokens), list(tokens) if self._contents else None) for tokens in now.history]
-        return {"limit": list(now.limit), "stream": list(now.stream), "history": history}
-
-    def check(self, who: str) -> None:
-        """Raise ContractError, naming the strategy ``who``, if anything changed."""
-        for name, now in self._snapshot().items():
-            if (before := self._before[name]) != now:
-                values = "" if name == "history" else f" from {before} to {now}"
-                advice = "sequences are read-only: copy what you want to change"
-                raise broken(who, f"changed sequences.{name}{values}", advice)
+def check_unchanged(sequences: Sequences, before: Mapping[str, Any], who: str, contents: bool) -> None:
+    """Raise ContractError, naming the strategy ``who``, if ``sequences`` differ from the `snapshot` ``before``."""
+    for name, now in snapshot(sequences, contents).items():
+        if before[name] != now:
+            values = "" if name == "history" else f" from {before[name]} to {now}"
+            advice = "sequences are read-only: copy what you want to change"
+            raise broken(who, f"changed sequences.{name}{values}", advice)
 
 
 def check_prompt(name: str, prompt: Sequence[int], context_length: int | None) -> None:
