@@ -210,7 +210,10 @@ class Decoder:
             phrase = [random.randrange(self.target.vocab_size) for _ in range(min(WARM_UP_PERIOD, length))]
             prompt = [phrase[k % len(phrase)] for k in range(length)]
             requests.append(Request(prompt, i, WARM_UP_STREAM + i, "warm-up prompt"))
-        for waiting in (requests, [request._replace(prompt=request.prompt[:1], most=1) for request in requests]):
+        for waiting in (
+            requests,
+            [request._replace(prompt=request.prompt[:1], max_new_tokens=1) for request in requests],
+        ):
             with closing(self.steps(waiting)) as steps:
                 for count, _ in enumerate(steps, 1):
                     yield

@@ -256,10 +256,10 @@ def test_long_gap_without_drafts_is_fed_in_passes_that_fit(make: Callable, text:
     draft = {"gamma": GAMMA, "policy": {"name": "batch-size", "lengths": [[1, GAMMA], [3, 0]]}}
     loop = make("eagle3", draft, "greedy", 3)
     for row, most in enumerate((18, 16, 16)):
-        loop.start(row, START, row, row, most=most)
+        loop.start(row, START, row, row, max_new_tokens=most)
     for _ in range(16):
         loop.step()
-    loop.start(1, [3] * (loop.sequences.max_length - GAMMA - 5), 3, 1, most=4)
+    loop.start(1, [3] * (loop.sequences.max_length - GAMMA - 5), 3, 1, max_new_tokens=4)
     assert [r.steps[-1].tau for _ in range(2) for r in loop.step() if r.index == 0] == [1]
 
 

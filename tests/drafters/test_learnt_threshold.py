@@ -167,7 +167,7 @@ def test_length_depends_on_occupied_slots(tiny_model: Callable, decoder: Callabl
         on_step=lambda event: events.append((sum(p is not None for p in event.prompts), event.draft.width)),
     )
     for row, most in enumerate((3, 9, 30)):
-        loop.start(row, [5 + row, 7], row, row, most=most)
+        loop.start(row, [5 + row, 7], row, row, max_new_tokens=most)
     while loop.occupied:
         loop.step()
     assert {rows for rows, _ in events} == {1, 2, 3}
@@ -189,9 +189,9 @@ def test_long_gap_without_drafts_is_fed_in_passes_that_fit(tiny_model: Callable,
         drafting=tiny_model("llama", copy="drafting"),
     )
     for row, most in enumerate((60, 30, 30)):
-        loop.start(row, [5 + row, 7], row, row, most=most)
+        loop.start(row, [5 + row, 7], row, row, max_new_tokens=most)
     short = [response for _ in range(30) for response in loop.step()]
-    loop.start(1, [3] * 70, 3, 1, most=20)
+    loop.start(1, [3] * 70, 3, 1, max_new_tokens=20)
     long = [response for _ in range(6) for response in loop.step()]
     assert [response.index for response in (*short, *long)] == [1, 2, 3, 0]
     assert all(step.tau == step.nodes for response in long for step in response.steps)

@@ -137,7 +137,7 @@ def test_running_row_waits_for_one_pass_at_most(make_decoder: Callable) -> None:
     loop, log = make_decoder("chain", prefill_tokens=8, max_new_tokens=30), []
     loop.on_step = lambda event: log.append((len(loop.target.fed), [i for i in event.prompts if i is not None]))
     first = Request(PROMPTS[0], 0, 0)
-    later = [Request(PROMPTS[i], i, i, most=4) for i in (4, 1, 5)]
+    later = [Request(PROMPTS[i], i, i, max_new_tokens=4) for i in (4, 1, 5)]
     answers = {r.index: r.tokens for done in loop.steps([first, None, *later]) for r in done}
     fed = [count for count, _ in log]
     assert fed[0] == 1 and all(b - a <= 1 for a, b in pairwise(fed))

@@ -175,7 +175,7 @@ def test_no_recording_after_warm_up(
         for _ in range(3):
             next(steps)
         steps.close()
-        list(loop.steps(Request([3], i, 99 + i, most=1) for i in range(2)))
+        list(loop.steps(Request([3], i, 99 + i, max_new_tokens=1) for i in range(2)))
     own = [item for item in recorded if len(item)]
     before = [len(item) for item in own]
     with recording(None):

@@ -104,7 +104,9 @@ def test_batches_take_turns(tmp_path: Any) -> None:
     worker = Worker(DecoderPool(target, A, lambda sampling: None, build, 20, 60, ""), 99)
     queues = {A: ResponseCounter(9), B: ResponseCounter(10)}
     for sampling, count, tokens in ((B, 10, 20), (A, 9, 4)):
-        requests = [(Request((5 + i, 6), i, max_new_tokens=tokens, eos=()), Output(target.tokenizer)) for i in range(count)]
+        requests = [
+            (Request((5 + i, 6), i, max_new_tokens=tokens, eos=()), Output(target.tokenizer)) for i in range(count)
+        ]
         worker.submit(queues[sampling], sampling, requests)
     worker.start()
     for queue in queues.values():
