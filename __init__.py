@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from .framework.contracts.rng import StepRng, UniformStepRng, accept_each, draw_each, first_accepted
     from .framework.contracts.sampling import Sampling
     from .framework.contracts.steps import Chunk, Response, SequenceStep, StepEvent
-    from .framework.contracts.training import Batch, Search, SearchConfig, Text, Trainee, TrainingConfig
     from .framework.contracts.verifier import Verifier, VerifierTraits
     from .framework.engines.acceptance import Acceptance
     from .framework.engines.engine import Engine, Schedule, Settings
@@ -76,7 +75,6 @@ if TYPE_CHECKING:
     from .framework.models.resolve import from_directory, from_hub
     from .framework.models.tokenizer import load_tokenizer
     from .framework.recipe.prompts import Prompt, load_prompts
-    from .framework.training.losses import distil, overlap
     from .framework.util.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS, Limit
     from .framework.util.output_files import cache_dir
     from .framework.util.static_trees import TreeShape, tree_constant, tree_families
@@ -108,7 +106,6 @@ __all__ = [
     "Acceptance",
     "Argument",
     "Backend",
-    "Batch",
     "Checkpoint",
     "Chunk",
     "Command",
@@ -143,8 +140,6 @@ __all__ = [
     "Sampling",
     "Schedule",
     "Scores",
-    "Search",
-    "SearchConfig",
     "SequenceStep",
     "Sequences",
     "ServedCell",
@@ -155,10 +150,7 @@ __all__ = [
     "StepEvent",
     "StepRng",
     "StrategyConfig",
-    "Text",
     "TextDistribution",
-    "Trainee",
-    "TrainingConfig",
     "TreeShape",
     "UniformStepRng",
     "UnknownNameError",
@@ -175,7 +167,6 @@ __all__ = [
     "columns",
     "counting",
     "custom_generate",
-    "distil",
     "draw_each",
     "eager_on_cpu",
     "file_sha256",
@@ -191,7 +182,6 @@ __all__ = [
     "load_tokenizer",
     "make_verifier",
     "on_device",
-    "overlap",
     "own_path",
     "stream",
     "take_rows",
@@ -223,7 +213,6 @@ _HOME = {
     "Acceptance": ".framework.engines.acceptance",
     "Argument": ".framework.contracts.command",
     "Backend": ".framework.contracts.models",
-    "Batch": ".framework.contracts.training",
     "Checkpoint": ".framework.contracts.models",
     "Chunk": ".framework.contracts.steps",
     "Command": ".framework.contracts.command",
@@ -261,8 +250,6 @@ _HOME = {
     "ServerEvent": ".framework.engines.server",
     "ServerOptions": ".framework.engines.server",
     "Scores": ".framework.contracts.draft",
-    "Search": ".framework.contracts.training",
-    "SearchConfig": ".framework.contracts.training",
     "SequenceStep": ".framework.contracts.steps",
     "Sequences": ".framework.contracts.draft",
     "Settings": ".framework.engines.engine",
@@ -270,10 +257,7 @@ _HOME = {
     "StepEvent": ".framework.contracts.steps",
     "StepRng": ".framework.contracts.rng",
     "StrategyConfig": ".framework.contracts.drafter",
-    "Text": ".framework.contracts.training",
     "TextDistribution": ".framework.contracts.drafter",
-    "Trainee": ".framework.contracts.training",
-    "TrainingConfig": ".framework.contracts.training",
     "TreeShape": ".framework.util.static_trees",
     "UniformStepRng": ".framework.contracts.rng",
     "UnknownNameError": ".framework.errors",
@@ -290,7 +274,6 @@ _HOME = {
     "columns": ".framework.util.tensors",
     "counting": ".framework.util.tensors",
     "custom_generate": ".framework.api.custom_generate",
-    "distil": ".framework.training.losses",
     "draw_each": ".framework.contracts.rng",
     "eager_on_cpu": ".framework.util.tensors",
     "file_sha256": ".framework.models.digests",
@@ -306,7 +289,6 @@ _HOME = {
     "load_tokenizer": ".framework.models.tokenizer",
     "make_verifier": ".framework.api.build",
     "on_device": ".framework.util.tensors",
-    "overlap": ".framework.training.losses",
     "stream": ".framework.api.generate",
     "take_rows": ".framework.util.tensors",
     "tree_constant": ".framework.util.static_trees",

@@ -116,7 +116,7 @@ def record_vllm(python: Path, drafter: dict[str, Any], method: dict[str, Any], w
     if "model" in drafter:
         model = work / drafter["name"]
         options = ["--target", TARGET, "--dtype", "float32", "--out", str(model)]
-        crossdraft("export-model", drafter["name"], drafter["model"], *options)
+        crossdraft("train", "export", drafter["name"], drafter["model"], *options)
         config["model"] = str(model)
     (work / "serve.py").write_text(SERVE, encoding="utf-8")
     command = [str(python), str(work / "serve.py"), str(resolve(TARGET).path), json.dumps(config)]

@@ -249,7 +249,7 @@ def draft_model(engine: Engine, gamma: int) -> dict[str, Any]:
     path = engine.work / DRAFT_MODEL
     if not path.exists():
         crossdraft(
-            "export-model", "draft-model", DRAFT_MODEL, "--target", TARGET, "--dtype", "float32", "--out", str(path)
+            "train", "export", "draft-model", DRAFT_MODEL, "--target", TARGET, "--dtype", "float32", "--out", str(path)
         )
     config = {"method": "draft_model", "model": str(path), "num_speculative_tokens": gamma}
     return config | {"draft_sample_method": "probabilistic"}

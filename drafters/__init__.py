@@ -1,4 +1,4 @@
-"""The built-in drafters and their trainers, registered as plug-ins register theirs."""
+"""The built-in drafters, registered as plug-ins register theirs."""
 
 from ..framework.contracts.hookspecs import hookimpl
 
@@ -49,32 +49,9 @@ DRAFTERS = {
     ),
     "draft-model-dynamic-tree": ("draft_model.dynamic_tree:DraftModelDynamicTree", "the dynamic tree of EAGLE-2"),
 }
-TRAINERS = {
-    "disco": ("autoregressive.disco_training:DiscoTraining", "train the stop classifier of the policy disco"),
-    "draft-model": (
-        "draft_model.training:DraftModelTraining",
-        "distil a draft model from a few of the target's layers",
-    ),
-    "layer-skip": (
-        "self_speculation.layer_skip_training:LayerSkipSearch",
-        "search for the sublayers to skip when the target drafts for itself",
-    ),
-    "pass": ("self_speculation.pass_training:PassTraining", "train look-ahead embeddings for a frozen target"),
-    "medusa": ("heads.medusa.training:MedusaTraining", "train Medusa heads on the target's last hidden state"),
-    "eagle3": (
-        "heads.eagle3_training:Eagle3Training",
-        "train an EAGLE-3 head on features of three of the target's layers",
-    ),
-}
 
 
 @hookimpl
 def crossdraft_register_drafters(register):
     for name, (path, summary) in DRAFTERS.items():
-        register(name, f"{__name__}.{path}", summary=summary)
-
-
-@hookimpl
-def crossdraft_register_trainers(register):
-    for name, (path, summary) in TRAINERS.items():
         register(name, f"{__name__}.{path}", summary=summary)

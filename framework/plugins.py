@@ -33,7 +33,9 @@ KINDS += ("servers", "cell_runners", "samples", "launchers", "trackers", "comman
 """What can be registered; for each there is a hook ``crossdraft_register_<kind>``."""
 COMPANIONS = {("launchers", name): "crossdraft-cluster" for name in ("ray", "slurm")}
 COMPANIONS |= {("trackers", name): "crossdraft-cluster" for name in ("mlflow", "trackio")}
-COMPANIONS |= {("commands", "serve"): "crossdraft-server"}
+COMPANIONS |= {("commands", "serve"): "crossdraft-server", ("commands", "train"): "crossdraft-trainers"}
+_TRAINERS = ("disco", "draft-model", "eagle3", "layer-skip", "medusa", "pass")
+COMPANIONS |= {("trainers", name): "crossdraft-trainers" for name in _TRAINERS}
 """Names of distributions beside crossdraft, by kind; if one is not installed, its names are refused with the remedy."""
 _COMMAND = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
@@ -354,9 +356,7 @@ def _check_class(kind: str, name: str, registered: Any) -> None:
     if kind == "drafters":
         from .contracts.drafter import Drafter as base
     elif kind == "trainers":
-        from .contracts.training import SearchConfig, TrainingConfig
-
-        base = SearchConfig if isinstance(registered, type) and issubclass(registered, SearchConfig) else TrainingConfig
+        from .contracts.options import Options as base
     elif kind == "backends":
         from .contracts.models import Backend as base
     elif kind == "preparations":

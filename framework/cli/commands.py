@@ -45,8 +45,6 @@ _COMMANDS = {
         ),
     },
     "Extend": {
-        "train": ("train", "train a drafter for a target"),
-        "export-model": ("export_model", "write a trained drafter as a checkpoint that serving engines load"),
         "new": ("new:New", "create a plug-in package for a drafter, a verifier or prompts"),
         "list": ("list:command", "list drafters, verifiers, models, prompts, recipes, plug-ins and the environment"),
     },

@@ -45,7 +45,7 @@ def crossdraft_register_verifiers(register: Register) -> None:
 
 @hookspec
 def crossdraft_register_trainers(register: Register) -> None:
-    """Register kinds of training for ``crossdraft train``: subclasses of `crossdraft.TrainingConfig`."""
+    """Register kinds of training for ``crossdraft train``: subclasses of TrainingConfig of crossdraft_trainers."""
 
 
 @hookspec

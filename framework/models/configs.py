@@ -30,7 +30,7 @@ _COUNTS = ("num_experts", "num_local_experts", "num_experts_per_tok", "decoder_s
 SHARED = "crossdraft.json"
 COMPACT_WEIGHTS = "model-without-embedding.safetensors"
 INDEX = "model.safetensors.index.json"
-LEFT_OUT = "embedding-left-out-run-crossdraft-export-model.safetensors"
+LEFT_OUT = "embedding-left-out-run-crossdraft-train-export.safetensors"
 _MOST_POSITIONS = Limit(2**31 - 1, "positions are counted in 32 bits")
 
 

@@ -110,7 +110,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     pytest.importorskip("crossdraft_smollm2")
     root = tmp_path_factory.mktemp("servable")
     for kind in ("draft-model", "eagle3", "medusa"):
-        argv = ["export-model", kind, f"smollm2-{kind}", "--target", TARGET, "--dtype", "float32"]
+        argv = ["train", "export", kind, f"smollm2-{kind}", "--target", TARGET, "--dtype", "float32"]
         assert main([*argv, "--out", str(root / kind)]) == 0
     return {kind: str(root / kind) for kind in ("draft-model", "eagle3", "medusa")}
 

@@ -10,13 +10,11 @@ import transformers
 from tiny_architectures import tiny
 from torch import Tensor, nn
 
-from crossdraft.framework.contracts.training import Text
 from crossdraft.framework.errors import ModelError, UsageError
 from crossdraft.framework.lm.layer_surgery import Recorder, recorded
 from crossdraft.framework.lm.recurrent.recurrent_layers import SUPPORTED
 from crossdraft.framework.lm.slots.recomputing_lm import RecomputingLM
 from crossdraft.framework.lm.transformers_lm import TransformersLM
-from crossdraft.framework.training.features import Features
 
 TEXT, DEPTH = [3, 1, 4, 15, 9], 4
 #: The embedding, the layers' outputs, and the normed output, by several of their names.
@@ -50,15 +48,6 @@ def test_last_layer_is_not_the_final_norm(tiny_model: Callable, slots: Any) -> N
     torch.testing.assert_close(hidden, states[: len(TEXT)], atol=1e-5, rtol=1e-4)
     _, hidden = lm.forward(torch.tensor([[7, 8]]))
     torch.testing.assert_close(hidden[0], states[len(TEXT) :], atol=1e-5, rtol=1e-4)
-
-
-def test_texts_for_training_have_the_same_numbers(tiny_model: Callable) -> None:
-    model = tiny_model("llama", seed=2, num_hidden_layers=DEPTH)
-    numbers = tuple(i for i in NUMBERS if isinstance(i, int))
-    features = Features(SimpleNamespace(model=model, name="tiny"), numbers, 0.0)  # type: ignore[arg-type]
-    batch = features.batch([Text(TEXT[:2], TEXT[2:], "")], [None])
-    states = expected(plain(model, TEXT))[:, : len(numbers)]
-    torch.testing.assert_close(batch.hidden[0], states, atol=2e-2, rtol=2e-2)  # bfloat16
 
 
 @torch.inference_mode()

@@ -18,13 +18,10 @@ from tiny_models import make_tokenizer
 
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.contracts.training import Text
-from crossdraft.framework.errors import ModelError, UsageError
+from crossdraft.framework.errors import ModelError
 from crossdraft.framework.lm.slots.recomputing_lm import RecomputingLM
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 from crossdraft.framework.replay.teacher_forcing.scoring import context_factory, score_drafter
-from crossdraft.framework.training.features import Features, check_head
-from crossdraft.framework.training.writer import Writer
 
 #: Reasons why a model cannot be scored either.
 REFUSED = {
@@ -103,26 +100,3 @@ def test_replay(make: Callable[[], Any]) -> None:
         with torch.inference_mode():
             expected = [float(plain(model, whole[:n])[-1].log_softmax(-1)[whole[n]]) for n in ends]
         assert np.allclose(score.log_p, expected, atol=1e-3)
-
-
-def test_training_data() -> None:
-    """Answers of a target that has no slots otherwise."""
-    writer = Writer(loaded(make_model("bart", vocab_size=64)), batch_size=2, max_prompt=20, max_response=6, seed=0)
-    answers = dict(writer.answer([[5, 6, 7], [8, 9]], [0, 1], 0.0))
-    assert sorted(answers) == [0, 1] and all(0 < len(answer) <= 6 for answer in answers.values())
-
-
-@pytest.mark.parametrize("model_type", ["llama4_text", "mllama", "mamba", "bart"])
-def test_features_of_heads(model_type: str) -> None:
-    """Hidden states along a text; the decoders of the first two are found without ``get_decoder``."""
-    model = make_model(model_type)
-    check_head(loaded(model))
-    batch = Features(loaded(model), (1, -1), 1.0).batch([Text([5, 6, 7], [8, 9], "")], [None])
-    with torch.no_grad():
-        states = model(torch.tensor([[5, 6, 7, 8, 9]]), output_hidden_states=True).hidden_states
-    assert torch.allclose(batch.hidden[0, :, 0], states[1][0], rtol=0.02, atol=0.05)
-
-
-def test_features_of_layers_with_several_streams_are_refused() -> None:
-    with pytest.raises(UsageError, match="does not return one hidden state per token and layer"):
-        Features(loaded(make_model("gemma3n_text")), (0, -1), 1.0).batch([Text([5], [6, 7], "")], [None])

@@ -187,7 +187,7 @@ def test_shared_embedding_round_trip(student: Path, target: Path) -> None:
 
 
 def test_other_loaders_refuse_a_model_without_its_embedding(student: Path) -> None:
-    with pytest.raises(OSError, match="embedding-left-out-run-crossdraft-export-model"):
+    with pytest.raises(OSError, match="embedding-left-out-run-crossdraft-train-export"):
         AutoModelForCausalLM.from_pretrained(student)
     (student / COMPACT_WEIGHTS).unlink()
     with pytest.raises(ModelError, match=f"is incomplete: missing {COMPACT_WEIGHTS};"):

@@ -44,5 +44,5 @@ def test_every_requested_extra_exists() -> None:
         and getattr(call.func, "id", "") == "need"
         and isinstance(call.args[1], ast.Constant)
     }
-    assert {"html", "train", "search", "spread", "quantize"} <= used
+    assert {"html", "spread", "quantize"} <= used
     assert {extra for item in used for extra in item.split(",")} <= set(extras)

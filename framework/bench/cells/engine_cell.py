@@ -111,15 +111,16 @@ def _servable(config: CellConfig, directory: Path) -> str:
     if not isinstance(name, str) or not name:
         return ""
     resolved = resolve(name, heads=True)
-    if config.drafter.name not in plugins.entries("trainers"):
+    kind = "trainers", config.drafter.name
+    if kind[1] not in plugins.entries("trainers") and kind not in plugins.COMPANIONS:
         return str(resolved.path)
     from ...models.shared_embedding import shared_embedding_of
 
-    trainer = plugins.get("trainers", config.drafter.name)
     if config.drafter.name == "draft-model" and shared_embedding_of(resolved.path) is None:
         return str(resolved.path)
     from ...models.load import load_model
 
+    trainer = plugins.get(*kind)
     out = directory / "draft-model"
     out.mkdir(parents=True, exist_ok=True)
     trainer.export_servable(name, load_model(config.target, dtype=config.dtype, device="cpu"), out)

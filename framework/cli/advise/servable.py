@@ -17,6 +17,6 @@ def not_servable(name: str) -> str:
         return ""
     return (
         f"the directory of {name} lacks the token embedding, which it shares with {shared['model']}, so engines cannot "
-        f"load it; run crossdraft export-model draft-model {name} --target {shared['model']} --out DIR, and add "
+        f"load it; run crossdraft train export draft-model {name} --target {shared['model']} --out DIR, and add "
         "--draft-path DIR"
     )

@@ -193,7 +193,7 @@ def _evidence(drafter: Any) -> str:
         if shared is not None:
             return (
                 f"; {name} does not contain its embedding, which is that of {shared['model']}: run crossdraft "
-                "export-model"
+                "train export"
             )
     return "; compare the names of its tensors with those that the engine loads (crossdraft diagnose)"
 

@@ -1,1 +1,0 @@
-"""Training drafters against a frozen target."""

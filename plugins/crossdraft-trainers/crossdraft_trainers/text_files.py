@@ -1,0 +1,168 @@
+"""Reading and writing of texts as JSONL, with validation."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from crossdraft.framework.contracts.models import LoadedModel
+from crossdraft.framework.errors import UsageError
+
+from .contract import Text
+from .writer import Chat
+
+#: Maximum bytes of a line.
+MOST_LINE = 2**23
+
+
+def rows(path: Path, most: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield line numbers (from 1) and JSON objects of a file; the first ``most``, 0: all.
+
+    Raises:
+        UsageError: the file cannot be read, or a line is too long, not UTF-8, or not a JSON object.
+    """
+    count = 0
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while line := file.readline(MOST_LINE + 1):
+                number += 1
+                if len(line) > MOST_LINE:
+                    raise UsageError(f"{path}, line {number}: exceeds {MOST_LINE:,} bytes; give one text per line")
+                if not line.strip():
+                    continue
+                yield number, _row(path, number, line)
+                count += 1
+                if count == most:
+                    return
+    except OSError as error:
+        raise UsageError(f"cannot read texts {path}: {error.strerror}") from None
+    except ValueError as error:  # a NUL in the name
+        raise UsageError(f"cannot read texts {path}: {error}") from None
+    if not count:
+        raise UsageError(f"{path} does not contain texts; it needs one JSON object per line")
+
+
+def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}, line {number}: is not UTF-8 text (byte {error.start + 1} of the line)") from None
+    except (ValueError, RecursionError):
+        row = None
+    if not isinstance(row, dict):
+        raise UsageError(f"{path}, line {number}: not a JSON object")
+    return row
+
+
+def line_of(index: int, text: Text) -> bytes:
+    """Encode a text as a line for `read`."""
+    return json.dumps({**vars(text), "index": index}).encode() + b"\n"
+
+
+def read(path: Path, vocab_size: int, context: int | None) -> tuple[list[Text], list[int] | None]:
+    """Texts as `line_of` writes them, and their indices; None where lines have none, or not in order.
+
+    Args:
+        vocab_size: upper bound of token ids.
+        context: maximum tokens of a text; None: unlimited.
+
+    Raises:
+        UsageError: invalid line, with file, line and key.
+    """
+    texts, indices = [], []
+    for number, row in rows(path):
+        where = f"{path}, line {number}"
+        ids_of: list[list[int]] = []
+        for key in ("prompt", "response"):
+            ids = row.get(key)
+            if not isinstance(ids, list) or not ids or any(type(i) is not int or not 0 <= i < vocab_size for i in ids):
+                raise UsageError(
+                    f"{where}: '{key}' must be a non-empty list of the target's token ids, 0 to {vocab_size - 1}; give "
+                    "a file that crossdraft train wrote for this target"
+                )
+            ids_of.append(ids)
+        source = row.get("source")
+        if not isinstance(source, str):
+            raise UsageError(f"{where}: 'source' must be text")
+        text = Text(ids_of[0], ids_of[1], source)
+        if context is not None and len(text.ids) > context:
+            raise UsageError(
+                f"{where}: has {len(text.ids)} tokens, but the target's context length is {context}; remove the line"
+            )
+        texts.append(text)
+        indices.append(row.get("index"))
+    numbered = all(type(index) is int for index in indices)
+    if not numbered or indices != sorted(set(indices)) or indices[0] < 0:
+        return texts, None
+    return texts, indices
+
+
+def drop_half_line(path: Path) -> None:
+    """Remove an incomplete last line of a killed run; terminate a complete one that lacks its newline.
+
+    Raises:
+        OSError: the file cannot be read or written.
+    """
+    with path.open("r+b") as file:
+        end = file.seek(0, 2)
+        start = end
+        while start:  # to the newline before the last line
+            step = min(start, 2**16)
+            file.seek(start - step)
+            newline = file.read(step).rfind(b"\n") + 1
+            start -= step - newline
+            if newline:
+                break
+            if end - start > MOST_LINE:
+                return  # reading it raises the error
+        if start == end:
+            return
+        file.seek(start)
+        try:
+            complete = isinstance(json.loads(file.read(end - start)), dict)
+        except (ValueError, RecursionError):
+            complete = False
+        if complete:
+            file.write(b"\n")
+        else:
+            file.truncate(start)
+
+
+def read_finished(path: Path, target: LoadedModel, max_prompt: int, max_response: int, most: int = 0) -> list[Text]:
+    """Read finished texts: JSONL rows with ``prompt`` and ``response``, or ``question`` and ``answer`` (GSM8K).
+
+    GSM8K's calculator annotations (``<<3*4=12>>``) are removed. Longer prompts are skipped, longer responses truncated.
+
+    Args:
+        most: maximum number of rows; 0: all.
+
+    Raises:
+        UsageError: invalid row, with file and line, or all prompts are too long.
+    """
+    chat, texts, shortest = Chat(target, max_prompt), [], 0
+    for number, row in rows(path, most):
+        prompt, response = row.get("prompt", row.get("question")), row.get("response", row.get("answer"))
+        if not isinstance(prompt, str) or not isinstance(response, str):
+            raise UsageError(f"{path}, line {number}: needs 'prompt' and 'response' (or 'question' and 'answer')")
+        try:
+            (prompt + response).encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"{path}, line {number}: contains an unpaired surrogate; remove it") from None
+        ids = chat.conversation(prompt)
+        shortest = min(shortest or len(ids), len(ids))
+        answer = [*chat.encode(re.sub(r"<<.*?>>", "", response)), *target.eos_token_ids[:1]]
+        max_answer = (
+            max_response if target.context_length is None else min(max_response, target.context_length - len(ids))
+        )
+        if len(ids) <= chat.most and answer:
+            texts.append(Text(ids, answer[:max_answer], "finished"))
+    if not texts:
+        raise UsageError(
+            f"all prompts of {path} exceed --max-prompt {chat.most}: the shortest has {shortest} tokens with the chat "
+            "template; increase --max-prompt"
+        )
+    return texts
