@@ -165,22 +165,3 @@ def test_failed_outputs_are_removed(tmp_path: Path) -> None:
             file.write(b"half")
             raise error
         assert not list(tmp_path.iterdir())
-
-
-# -- training ---------------------------------------------------------------------------------------------------
-
-
-def test_train_keeps_other_files(tmp_path: Path, models: dict[str, str], refused: Any) -> None:
-    command = ["train", "draft-model", "--target", models["target"], "--out"]
-    before = (Path(models["target"]) / "model.safetensors").read_bytes()
-    for force in ([], ["--force"]):
-        refused([*command, models["target"], *force], "would overwrite the files of")
-    assert (Path(models["target"]) / "model.safetensors").read_bytes() == before
-    own = tmp_path / "mine"
-    own.mkdir()
-    (own / "README.md").write_text("a year's work", encoding="utf-8")
-    refused([*command, str(own)], "contains files not written by crossdraft train, such as README.md", "--force")
-    os.mkfifo(own / "texts.jsonl")
-    refused([*command, str(own), "--force"], "texts.jsonl: it is a device, a pipe or a socket")
-    assert (own / "README.md").read_text(encoding="utf-8") == "a year's work"
-    refused([*command, "/dev/null"], "give a directory")

@@ -85,7 +85,6 @@ def test_in_model(kind: str, name: str, models: dict[str, str], tmp_path: Path, 
     source = tmp_path / "f.jsonl"
     source.write_text('{"prompt": [1, 2], "tokens": [3, 4], "temperature": 0}\n', encoding="utf-8")
     for command in (
-        ["train", "draft-model", "--target", str(model), "--out", str(tmp_path / "out"), "--measure", "none"],
         ["cost", "--target", str(model)],
         ["replay", str(source), "--drafter", f"{{name: draft-model, model: {model}}}", "--target", models["target"]],
         ["certify", "--model", str(model), "--drafter", models["same"], "--prompt", "w5"],

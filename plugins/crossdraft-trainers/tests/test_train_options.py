@@ -62,6 +62,22 @@ def test_file_in_place_of_out_is_refused_and_kept(tmp_path: Path, capsys: Any) -
     assert file.read_text() == "mine"
 
 
+def test_other_files_are_kept(on_disk: Path, tmp_path: Path, capsys: Any) -> None:
+    before = (on_disk / "model.safetensors").read_bytes()
+    for force in ([], ["--force"]):
+        assert train("draft-model", on_disk, on_disk, *force) == 2
+        assert "would overwrite the files of" in capsys.readouterr().err
+    assert (on_disk / "model.safetensors").read_bytes() == before
+    (tmp_path / "README.md").write_text("a year's work")
+    assert train("draft-model", on_disk, tmp_path) == 2
+    err = capsys.readouterr().err
+    assert "contains files not written by crossdraft train, such as README.md" in err and "--force" in err
+    os.mkfifo(tmp_path / "texts.jsonl")
+    assert train("draft-model", on_disk, tmp_path, "--force") == 2
+    assert "texts.jsonl: it is a device, a pipe or a socket" in capsys.readouterr().err
+    assert (tmp_path / "README.md").read_text() == "a year's work"
+
+
 def test_directory_that_cannot_be_written_to_is_refused(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     def refused(*_: Any, **__: Any) -> Any:
         raise PermissionError(13, "Permission denied")
