@@ -30,8 +30,8 @@ from crossdraft.framework.advise.candidates import Candidate, imported, of_run
 from crossdraft.framework.advise.caveats import Remarks
 from crossdraft.framework.cli.advise.replay import acceptances
 from crossdraft.framework.cost.finished_cells import curves_of, statistics
+from crossdraft.framework.cost.load_run import read_run
 from crossdraft.framework.metrics.intervals import Estimate
-from crossdraft.framework.report.load_run import read_run
 from crossdraft.framework.runs.records import CellResult
 
 

@@ -43,6 +43,7 @@ from crossdraft.framework.cli.replay.candidates import candidates_of
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.cost.curve import CostCurve, Point
 from crossdraft.framework.cost.finished_cells import curves_of, statistics
+from crossdraft.framework.cost.load_run import read_run
 from crossdraft.framework.cost.served_cost import cost_tables
 from crossdraft.framework.engines import server
 from crossdraft.framework.engines.server import ServedResponse
@@ -51,7 +52,6 @@ from crossdraft.framework.recipe.prompts import load_prompts
 from crossdraft.framework.recipe.recipe import CellConfig
 from crossdraft.framework.replay.response import Response
 from crossdraft.framework.replay.responses import Reader
-from crossdraft.framework.report.load_run import read_run
 from crossdraft.framework.runs.records import CellResult
 from crossdraft.framework.simulate.arrivals import Arrival, ClosedLoop
 from crossdraft.framework.simulate.outcome import RequestTimes

@@ -36,9 +36,9 @@ from crossdraft.drafters.heads.eagle_weights import make_config
 from crossdraft.drafters.heads.medusa.weights import MedusaHeads, save_heads
 from crossdraft.framework.bench.matrix import load_recipe
 from crossdraft.framework.cli.main import main
+from crossdraft.framework.cost.load_run import read_run
 from crossdraft.framework.plugins import COMPANIONS, manager
 from crossdraft.framework.report import write
-from crossdraft.framework.report.load_run import read_run
 from crossdraft.framework.report.tables import terminal
 from crossdraft.framework.util.extras import importable
 

@@ -15,9 +15,9 @@ from pydantic import Field
 
 from .. import plugins
 from ..contracts.command import Argument, Command
+from ..cost.load_run import FinishedRun, read_runs
 from ..errors import UsageError, printable, quoted
 from ..report.comparison import compare_runs, comparison_text
-from ..report.load_run import FinishedRun, read_runs
 from ..util.estimate import change_text, percent_text
 from ..util.input_files import kind_of
 from ..util.table import Table

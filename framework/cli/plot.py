@@ -6,11 +6,10 @@ import argparse
 import re
 from pathlib import Path
 
+from ..cost.load_run import FinishedRun, read_runs, titles_of
 from ..errors import UsageError, printable
 from ..report.charts.charts import KINDS, draw_to
 from ..report.charts.style import FORMATS, MARK, WIDTHS
-from ..report.load_run import FinishedRun, read_runs
-from ..report.markdown import titles_of
 from ..report.metrics_text import no_speed_up
 from ..report.selection import finished_cells
 from ..util.output_files import check_output

@@ -6,9 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from ..cost.load_run import read_runs, titles_of
 from ..errors import UsageError, printable
-from ..report.load_run import read_runs
-from ..report.markdown import titles_of
 from ..report.pivot import hidden_keys, pivot, rendered, withheld_note
 from ..report.segments import with_segments
 from ..report.selection import finished_cells

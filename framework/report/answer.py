@@ -11,10 +11,10 @@ from ..util.estimate import estimate_text
 from .metrics_text import efficiency_text, no_speed_up
 
 if TYPE_CHECKING:
+    from ..cost.summary import Summary
     from ..metrics.cell_metrics import Metrics
     from ..metrics.intervals import Estimate
     from ..runs.records import CellResult
-    from .summary import Summary
 
 #: Title and summary of each run.
 SUMMARIES = Sequence[tuple[str, "Summary"]]

@@ -16,10 +16,10 @@ from ..util.table import Table
 from .metrics_text import clock_text, speed_up_text
 
 if TYPE_CHECKING:
+    from ..cost.summary import Summary
     from ..metrics.cell_metrics import Metrics
     from ..recipe.recipe import CellConfig
     from ..runs.records import CellResult
-    from .summary import Summary
 
 
 @dataclass

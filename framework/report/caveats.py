@@ -15,9 +15,9 @@ from ..util.estimate import estimate_text
 from .batch_sizes import drafts_chains
 
 if TYPE_CHECKING:
+    from ..cost.summary import Summary
     from ..metrics.cell_metrics import Metrics
     from ..runs.records import CellResult
-    from .summary import Summary
 
 
 def remarks_of(summary: Summary) -> list[list[str]]:

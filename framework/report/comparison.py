@@ -19,9 +19,9 @@ from .metrics_text import clock_text
 from .selection import shown
 
 if TYPE_CHECKING:
+    from ..cost.load_run import FinishedRun
     from ..recipe.recipe import CellConfig
     from ..runs.records import CellResult
-    from .load_run import FinishedRun
 
 #: Settings in which runs may differ as a whole, besides the models.
 _RUN_SETTINGS = (*RUN_KEYS, "device", "attn_implementation")

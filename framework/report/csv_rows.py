@@ -15,8 +15,8 @@ from ..util.table import Table
 
 if TYPE_CHECKING:
     from ..cost.prediction import Prediction
+    from ..cost.summary import Summary
     from ..runs.records import CellResult
-    from .summary import Summary
 
 #: Suffixes of other columns of block efficiency and speed-up.
 _TAKEN = (*ENDS, "_all_steps", "_expected", "_wall")

@@ -9,16 +9,15 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .. import plugins
+from ..cost.load_run import FinishedRun, portable, titles_of
 from ..models.cpu.threads import describe_threads
 from ..recipe.recipe import read_recipe
 from ..runs.labels import group_title, verifier_title
 from ..util.table import Table
-from .load_run import FinishedRun, portable
 from .metrics_text import speed_up_text
 from .segments import segment_tables
 from .tables import summary_markdown
@@ -45,19 +44,6 @@ def page(runs: Sequence[FinishedRun]) -> str:
     for title, run in zip(titles, runs, strict=True):
         parts += _section(title, run)
     return "\n\n".join(parts) + "\n"
-
-
-def titles_of(runs: Sequence[FinishedRun]) -> list[str]:
-    """Unique titles of runs: the name, else the directory name, else its path."""
-    names, directories = (
-        Counter(values) for values in ([r.name for r in runs], [r.summary.directory.name for r in runs])
-    )
-    titles = []
-    for run in runs:
-        directory = run.summary.directory
-        fallback = directory.name if directories[directory.name] == 1 else str(directory)
-        titles.append(run.name if names[run.name] == 1 else fallback)
-    return titles
 
 
 def _section(title: str, run: FinishedRun) -> list[str]:

@@ -18,8 +18,8 @@ from ..util.table import Table
 from .metrics_text import efficiency_text
 
 if TYPE_CHECKING:
+    from ..cost.load_run import FinishedRun
     from ..runs.records import CellResult
-    from .load_run import FinishedRun
 
 
 def with_segments(run: FinishedRun, requests: Sequence[str]) -> FinishedRun:

@@ -11,8 +11,8 @@ from ..recipe.recipe import RUN_KEYS, SAMPLING_KEYS
 from ..runs.labels import setting_of, verifier_title
 
 if TYPE_CHECKING:
+    from ..cost.load_run import FinishedRun
     from ..runs.records import CellResult
-    from .load_run import FinishedRun
 
 #: Keys of all cells; options of drafters and verifiers are further keys.
 NAMES = ("run", "drafter", "verifier")

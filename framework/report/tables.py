@@ -17,8 +17,8 @@ from .metrics_text import efficiency_text, rate_text, speed_up_text
 
 if TYPE_CHECKING:
     from ..cost.prediction import Prediction
+    from ..cost.summary import Summary
     from ..runs.records import CellResult
-    from .summary import Summary
 
 _COLUMNS: dict[str, Alignment] = {
     "drafter": "left",

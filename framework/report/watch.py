@@ -21,10 +21,10 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from ..cost.load_run import FinishedRun, read_runs
 from ..errors import CrossdraftError
 from ..util.loopback import LoopbackOnly
 from .html.document import html_page
-from .load_run import FinishedRun, read_runs
 
 _SCRIPT = """
 const frame = document.querySelector("iframe"), note = document.querySelector("p");

@@ -5,11 +5,11 @@ from __future__ import annotations
 from ..cost.curve import stored_curves
 from ..cost.finished_cells import used_curves
 from ..cost.served_cost import cost_tables
+from ..cost.summary import Summary
 from ..runs.records import Outcome
 from ..runs.run_directory import RunDirectory
 from .charts.charts import draw
 from .csv_rows import summary_csv
-from .summary import Summary
 from .tables import summary_markdown
 
 

@@ -16,12 +16,12 @@ from crossdraft.framework.bench.cells.conversations import blocks_of
 from crossdraft.framework.bench.matrix import expand, load_recipe
 from crossdraft.framework.bench.run import run
 from crossdraft.framework.cli import main as cli
+from crossdraft.framework.cost.load_run import read_run
+from crossdraft.framework.cost.summary import Summary
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.recipe.durations import seconds_of
 from crossdraft.framework.recipe.prompts import Prompt
-from crossdraft.framework.report.load_run import read_run
 from crossdraft.framework.report.markdown import page
-from crossdraft.framework.report.summary import Summary
 from crossdraft.framework.report.tables import brief
 from crossdraft.framework.runs.records import Outcome
 from crossdraft.framework.runs.state import state_of

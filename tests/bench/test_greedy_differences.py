@@ -10,11 +10,11 @@ from crossdraft.framework import plugins
 from crossdraft.framework.bench.matrix import load_recipe
 from crossdraft.framework.bench.run import run
 from crossdraft.framework.contracts.draft import Draft, Verdict
+from crossdraft.framework.cost.load_run import read_run
 from crossdraft.framework.models import rounding
 from crossdraft.framework.models.chat import encode
 from crossdraft.framework.models.load import load_model
 from crossdraft.framework.report.answer import best_of
-from crossdraft.framework.report.load_run import read_run
 from crossdraft.framework.report.tables import terminal
 from crossdraft.framework.report.write import write_summary
 

@@ -20,11 +20,11 @@ from crossdraft.framework.contracts.draft import Draft
 from crossdraft.framework.contracts.draft_kind import SINGLE_CHILD
 from crossdraft.framework.contracts.drafter import StrategyConfig
 from crossdraft.framework.contracts.verifier import VerifierTraits
+from crossdraft.framework.cost.load_run import read_run
 from crossdraft.framework.metrics.intervals import Estimate
 from crossdraft.framework.report import write
 from crossdraft.framework.report.answer import best_of
 from crossdraft.framework.report.charts.charts import draw
-from crossdraft.framework.report.load_run import read_run
 from crossdraft.framework.report.write import write_summary
 from crossdraft.framework.runs import certified_registry
 from crossdraft.framework.runs.marks import Mark, mark_of, mark_of_verifier

@@ -16,7 +16,7 @@ from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
 from crossdraft.framework.bench import group, provenance
 from crossdraft.framework.bench.cells.cell_runner import Cell
 from crossdraft.framework.contracts.draft import Draft
-from crossdraft.framework.report.load_run import read_run
+from crossdraft.framework.cost.load_run import read_run
 from crossdraft.framework.report.markdown import page
 from crossdraft.framework.runs.marks import Mark
 from crossdraft.framework.runs.run_directory import RunDirectory

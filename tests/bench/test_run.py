@@ -12,7 +12,7 @@ import torch
 from pyarrow import parquet
 from tiny_runs import ONE_GROUP, cells, output
 
-from crossdraft.framework.report.load_run import read_run
+from crossdraft.framework.cost.load_run import read_run
 from crossdraft.framework.runs.run_directory import FORMAT
 
 

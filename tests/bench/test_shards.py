@@ -9,8 +9,8 @@ import pytest
 from tiny_runs import output
 
 from crossdraft.framework.cli import main as cli
+from crossdraft.framework.cost.load_run import read_run, read_runs
 from crossdraft.framework.errors import UsageError
-from crossdraft.framework.report.load_run import read_run, read_runs
 from crossdraft.framework.runs.shards import Shard, merge_environments
 
 SETTINGS = ["drafters=[prompt-lookup]", "limit=2", "max_new_tokens=5"]

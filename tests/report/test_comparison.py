@@ -11,11 +11,11 @@ from html_runs import RECIPE, finished_run, on_disk
 
 from crossdraft.framework.bench.group import compare_group
 from crossdraft.framework.cli import main as cli
+from crossdraft.framework.cost.load_run import FinishedRun
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.metrics.cell_metrics import measure, prompts_of_pieces
 from crossdraft.framework.metrics.pieces import Piece
 from crossdraft.framework.report.comparison import compare_runs, comparison_text
-from crossdraft.framework.report.load_run import FinishedRun
 
 SOME = RECIPE | {"name": "some", "matrix": {"gamma": [3], "batch_size": [1, 4]}}
 

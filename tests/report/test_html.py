@@ -17,7 +17,7 @@ from crossdraft.framework.errors import UsageError
 from crossdraft.framework.metrics.cell_metrics import StepRecord
 from crossdraft.framework.metrics.intervals import Estimate
 from crossdraft.framework.report import answer as answers
-from crossdraft.framework.report import batch_sizes, caveats, load_run
+from crossdraft.framework.report import batch_sizes, caveats
 from crossdraft.framework.report.html import cell_table, plots, svg
 from crossdraft.framework.report.html.cell_table import table_of
 from crossdraft.framework.report.html.document import html_page
@@ -385,12 +385,3 @@ def test_settings_of_engines(tmp_path: Path) -> None:
         item["text"] or item["remarks"][0].startswith(f"not in {item['name']}: ") for item in offered[0].values()
     )
     assert "select" in text and 'id="settings-copy"' in text
-
-
-def test_note_that_follows_from_cells_stands_once(tmp_path: Path, monkeypatch: Any) -> None:
-    """The run's own remarks on them are dropped, as the cells are read again; its other notes are kept."""
-    path = on_disk(finished_run(tmp_path, SMALL))
-    monkeypatch.setattr(load_run, "remarks_of", lambda summary: [["note: this machine was busy"], []])
-    with (path / "summary.md").open("a", encoding="utf-8") as file:
-        file.write("\n- note: this machine was busy\n- note: no charts: no matplotlib\n")
-    assert load_run.read_run(path).remarks == ["- note: no charts: no matplotlib"]

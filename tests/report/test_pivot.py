@@ -11,9 +11,9 @@ from html_runs import RECIPE, finished_run, on_disk
 
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.constraint import Constraint
+from crossdraft.framework.cost.load_run import FinishedRun
 from crossdraft.framework.recipe.recipe import Strategy
 from crossdraft.framework.report.csv_rows import row_of
-from crossdraft.framework.report.load_run import FinishedRun
 from crossdraft.framework.report.pivot import hidden_keys, pivot, rendered
 from crossdraft.framework.report.selection import SelectedCell, finished_cells
 from crossdraft.framework.runs.labels import group_title

@@ -8,7 +8,9 @@ import pytest
 from cell_results import DRAFTERS, SERIES, outcome
 
 from crossdraft.framework.cost.curve import CostCurve, Point
+from crossdraft.framework.cost.load_run import FinishedRun
 from crossdraft.framework.cost.prediction import Prediction
+from crossdraft.framework.cost.summary import Summary
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.metrics.cell_metrics import CategoryMetrics, Estimate, StepRecord, measure
 from crossdraft.framework.metrics.component_times import FAULT, TOO_FEW
@@ -20,10 +22,8 @@ from crossdraft.framework.report.charts.style import style
 from crossdraft.framework.report.csv_rows import summary_csv
 from crossdraft.framework.report.html.cell_table import table_of
 from crossdraft.framework.report.html.plots import panels_of
-from crossdraft.framework.report.load_run import FinishedRun
 from crossdraft.framework.report.pivot import pivot, rendered, withheld_note
 from crossdraft.framework.report.selection import finished_cells
-from crossdraft.framework.report.summary import Summary
 from crossdraft.framework.report.tables import summary_markdown, terminal
 
 

@@ -10,12 +10,12 @@ import pytest
 
 from crossdraft.framework.bench.matrix import expand
 from crossdraft.framework.cli import main as cli
+from crossdraft.framework.cost.summary import Summary
 from crossdraft.framework.metrics.cell_metrics import StepRecord, measure
 from crossdraft.framework.metrics.intervals import Estimate
 from crossdraft.framework.metrics.pieces import Piece, wall_ratio
 from crossdraft.framework.recipe.recipe import Recipe
 from crossdraft.framework.report.csv_rows import summary_csv
-from crossdraft.framework.report.summary import Summary
 from crossdraft.framework.report.tables import summary_markdown
 from crossdraft.framework.runs.records import CellResult
 from crossdraft.framework.runs.run_directory import RunDirectory

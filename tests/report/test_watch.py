@@ -51,7 +51,7 @@ def test_page_follows_run(tmp_path: Path) -> None:
 
 
 def test_failed_cells_are_reported(tmp_path: Path) -> None:
-    from crossdraft.framework.report.load_run import read_runs
+    from crossdraft.framework.cost.load_run import read_runs
 
     run = finished_run(tmp_path / "run", SMALL)
     directory = RunDirectory(run.summary.directory)

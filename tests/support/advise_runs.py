@@ -6,11 +6,11 @@ from typing import Any
 
 from cost_curves import curve
 
+from crossdraft.framework.cost.summary import Summary
 from crossdraft.framework.metrics.cell_metrics import Estimate, StepRecord, measure
 from crossdraft.framework.metrics.pieces import Piece
 from crossdraft.framework.recipe.recipe import CellConfig, Recipe
 from crossdraft.framework.report.csv_rows import summary_csv
-from crossdraft.framework.report.summary import Summary
 from crossdraft.framework.report.tables import summary_markdown
 from crossdraft.framework.runs.records import CellResult
 from crossdraft.framework.runs.run_directory import RunDirectory

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from crossdraft.framework.cost.summary import Summary
 from crossdraft.framework.metrics.cell_metrics import Estimate, StepRecord, measure
 from crossdraft.framework.metrics.pieces import Piece
 from crossdraft.framework.recipe.recipe import CellConfig, Recipe
-from crossdraft.framework.report.summary import Summary
 from crossdraft.framework.runs.records import CellResult
 
 #: Drafters by the verifier that the cells below pair them with.

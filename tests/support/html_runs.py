@@ -8,11 +8,11 @@ from piece_results import made_piece
 
 from crossdraft.framework.bench.group import compare_group
 from crossdraft.framework.bench.matrix import expand
+from crossdraft.framework.cost.load_run import FinishedRun
+from crossdraft.framework.cost.summary import Summary
 from crossdraft.framework.metrics.cell_metrics import StepRecord, measure
 from crossdraft.framework.recipe.recipe import Recipe
 from crossdraft.framework.report.csv_rows import summary_csv
-from crossdraft.framework.report.load_run import FinishedRun
-from crossdraft.framework.report.summary import Summary
 from crossdraft.framework.report.tables import summary_markdown
 from crossdraft.framework.runs.records import CellResult
 from crossdraft.framework.runs.run_directory import RunDirectory

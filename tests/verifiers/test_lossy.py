@@ -12,10 +12,10 @@ from pydantic import ValidationError
 
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.draft import Draft
+from crossdraft.framework.cost.summary import Summary
 from crossdraft.framework.metrics.cell_metrics import StepRecord, measure
 from crossdraft.framework.metrics.pieces import Piece
 from crossdraft.framework.recipe.recipe import CellConfig, Recipe
-from crossdraft.framework.report.summary import Summary
 from crossdraft.framework.report.tables import summary_markdown, terminal
 from crossdraft.framework.runs.records import CellResult
 

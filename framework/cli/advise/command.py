@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from ...advise.candidates import Candidate, Machine
     from ...advise.caveats import Remarks
     from ...cost.curve import Curve
+    from ...cost.load_run import FinishedRun
     from ...engines.acceptance import Acceptance
     from ...engines.engine import Schedule, Settings
     from ...recipe.recipe import CellConfig
-    from ...report.load_run import FinishedRun
 
 CONTEXT = 1024
 
@@ -69,7 +69,7 @@ class Advise(AdviseOptions, Command):
 def _groups(args: AdviseOptions, remarks: Remarks) -> dict[str, list[Candidate]]:
     """The candidates, grouped by target and sampling parameters."""
     from ...advise.candidates import imported
-    from ...report.load_run import read_run
+    from ...cost.load_run import read_run
 
     runs = [source for source in args.sources if kind_of_source(source) == "directory"]
     texts = [source for source in args.sources if source not in runs]

@@ -222,8 +222,8 @@ def _run_report(options: Cost) -> dict[str, Any]:
     """Measured and predicted throughput of every cell of a run, and speed-ups at other batch sizes."""
     from ...cost.curve import stored_curves
     from ...cost.finished_cells import curves_of, predictions, statistics
+    from ...cost.load_run import read_run
     from ...cost.prediction import predict
-    from ...report.load_run import read_run
 
     results, curves = read_run(options.run_).summary.results, stored_curves()
     predicted = predictions(results, curves)
@@ -336,7 +336,7 @@ def _schedules(
 def _measured_pairs(options: Cost, context: float) -> tuple[dict[str, CellStatistics], int, list[str]]:
     """The pairs of a run, with their acceptance and without the seconds measured on this machine."""
     from ...cost.finished_cells import shorter_refusal, statistics
-    from ...report.load_run import read_run
+    from ...cost.load_run import read_run
 
     pairs: dict[str, CellStatistics] = {}
     remarks = ["verification and bookkeeping are free"]

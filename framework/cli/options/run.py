@@ -17,7 +17,7 @@ from ...util.input_files import kind_of, path_of
 from ...util.output_files import check_writable
 
 if TYPE_CHECKING:
-    from ...report.load_run import FinishedRun
+    from ...cost.load_run import FinishedRun
 
 
 class RunsOptions(Options):

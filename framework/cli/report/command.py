@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ...cost.load_run import FinishedRun, read_runs
 from ...errors import UsageError, printable
 from ...report.html import document
 from ...report.html.document import LIBRARIES, html_page
-from ...report.load_run import FinishedRun, read_runs
 from ...report.markdown import MARK, page
 from ...report.segments import with_segments
 from ...util.extras import need

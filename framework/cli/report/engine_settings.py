@@ -7,10 +7,9 @@ from typing import Any
 
 from ... import plugins
 from ...advise.candidates import acceptance_of
+from ...cost.load_run import FinishedRun, titles_of
 from ...engines.engine import Range, Schedule
 from ...errors import UsageError
-from ...report.load_run import FinishedRun
-from ...report.markdown import titles_of
 from ...runs.labels import group_title
 from ...runs.marks import mark_of
 

@@ -135,7 +135,7 @@ def _duration(text: str) -> str:
 
 
 def _print_partial(outcome: Outcome) -> None:
-    from ...report.summary import Summary
+    from ...cost.summary import Summary
     from ...report.tables import brief
 
     print_error(f"\n{brief(Summary.of(outcome, []))}")

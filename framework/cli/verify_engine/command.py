@@ -82,7 +82,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _finished(args: argparse.Namespace) -> tuple[Outcome, frozenset[str]]:
-    from ...report.load_run import read_run
+    from ...cost.load_run import read_run
 
     if args.settings or args.limit is not None or args.fresh or args.out != Path("runs") or args.allow_program:
         raise UsageError(

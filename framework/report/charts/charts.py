@@ -19,8 +19,8 @@ from .style import save, style
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from ...cost.summary import Summary
     from ...runs.records import CellResult
-    from ..summary import Summary
 
     Draw = Callable[[Sequence[CellResult], str], tuple[Figure, int] | None]
 

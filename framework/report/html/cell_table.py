@@ -17,10 +17,10 @@ from ..metrics_text import rate_text, speed_up_text
 from .svg import Axis, ticks
 
 if TYPE_CHECKING:
+    from ...cost.load_run import FinishedRun
     from ...metrics.cell_metrics import Metrics
     from ...metrics.intervals import Estimate
     from ...runs.records import CellResult
-    from ..load_run import FinishedRun
 
 RUNS = Sequence[tuple[str, "FinishedRun"]]
 

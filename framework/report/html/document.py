@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
+from ...cost.load_run import FinishedRun, titles_of
 from ...util.extras import need
 from ..answer import NOT_CERTIFIED, NOT_FASTER, best_of, headline_of
 from ..batch_sizes import multi_over_single
 from ..caveats import differences, remarks_of
-from ..load_run import FinishedRun
-from ..markdown import conditions, titles_of
+from ..markdown import conditions
 from .cell_table import certificates, table_of
 from .plots import PHASES, panels_of
 from .responses import responses_of

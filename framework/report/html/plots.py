@@ -22,8 +22,8 @@ from .heat_maps import heat_maps
 from .svg import WIDTH, Axis, Chart, Looks
 
 if TYPE_CHECKING:
+    from ...cost.load_run import FinishedRun
     from ...runs.records import CellResult
-    from ..load_run import FinishedRun
 
 RUNS = Sequence[tuple[str, "FinishedRun"]]
 PHASES = ("draft", "target", "verify", "rest")

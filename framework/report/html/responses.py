@@ -16,9 +16,9 @@ from ..batch_sizes import drafts_chains
 from .cell_table import cell_title
 
 if TYPE_CHECKING:
+    from ...cost.load_run import FinishedRun
     from ...metrics.cell_metrics import StepRecord
     from ...runs.records import CellResult
-    from ..load_run import FinishedRun
 
 #: Characters of JSON that all responses of a page may take.
 MOST_JSON = 300_000

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import Any
 from pydantic import BaseModel
 
 from .. import plugins
-from ..cost.curve import CostCurve
 from ..errors import UsageError
 from ..metrics.cell_metrics import SegmentMetrics
 from ..recipe.recipe import PromptSpec, read_recipe
@@ -25,7 +25,7 @@ from ..runs.state import FILE as STATE
 from ..runs.state import latest, state_of
 from ..util.input_files import read_text
 from ..util.limits import INDEX_BYTES
-from .caveats import remarks_of
+from .curve import CostCurve
 from .summary import Summary
 
 
@@ -142,10 +142,22 @@ def read_run(directory: Path, timed: bool = True, running: bool = False) -> Fini
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UsageError(f"cost_curves.json of the run {directory} is damaged; run its recipe again") from None
     summary, shard = Summary(recipe, directory, results, curves=curves), _optional(directory / FILE, ShardFile)
-    derived = {f"- {line}" for lines in remarks_of(summary) for line in lines}
-    stored = [line for line in remarks if line.startswith(_REMARKS) and line not in derived]
+    stored = [line for line in remarks if line.startswith(_REMARKS)]
     environment = _optional(directory / "environment.json", Environment)
     return FinishedRun(summary, environment, stored, tuple(shard.get("cells", ())), partial)
+
+
+def titles_of(runs: Sequence[FinishedRun]) -> list[str]:
+    """Unique titles of runs: the name, else the directory name, else its path."""
+    names, directories = (
+        Counter(values) for values in ([r.name for r in runs], [r.summary.directory.name for r in runs])
+    )
+    titles = []
+    for run in runs:
+        directory = run.summary.directory
+        fallback = directory.name if directories[directory.name] == 1 else str(directory)
+        titles.append(run.name if names[run.name] == 1 else fallback)
+    return titles
 
 
 def _optional(file: Path, schema: type[BaseModel]) -> dict[str, Any]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
-from ..cost.curve import CostCurve
-from ..cost.finished_cells import predictions
-from ..cost.prediction import Prediction
 from ..runs.labels import group_title
 from ..runs.records import CellResult, Outcome
+from .curve import CostCurve
+from .finished_cells import predictions
+from .prediction import Prediction
 
 
 @dataclass
