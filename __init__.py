@@ -75,10 +75,13 @@ if TYPE_CHECKING:
     from .framework.models.resolve import from_directory, from_hub
     from .framework.models.tokenizer import load_tokenizer
     from .framework.recipe.prompts import Prompt, load_prompts
+    from .framework.report.report import Report
+    from .framework.util.estimate import Estimate
     from .framework.util.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS, Limit
     from .framework.util.output_files import cache_dir
     from .framework.util.static_trees import TreeShape, tree_constant, tree_families
     from .framework.util.stored_code import own_path
+    from .framework.util.table import Table
     from .framework.util.tensors import Gathered, at_once, columns, counting, eager_on_cpu, on_device, take_rows
 
     __version__: str
@@ -121,6 +124,7 @@ __all__ = [
     "Drafter",
     "Engine",
     "EngineServer",
+    "Estimate",
     "Fork",
     "Gathered",
     "Launcher",
@@ -135,6 +139,7 @@ __all__ = [
     "NumericalError",
     "Prompt",
     "Register",
+    "Report",
     "ResolvedModel",
     "Response",
     "Sampling",
@@ -150,6 +155,7 @@ __all__ = [
     "StepEvent",
     "StepRng",
     "StrategyConfig",
+    "Table",
     "TextDistribution",
     "TreeShape",
     "UniformStepRng",
@@ -228,6 +234,7 @@ _HOME = {
     "Drafter": ".framework.contracts.drafter",
     "Engine": ".framework.engines.engine",
     "EngineServer": ".framework.engines.server",
+    "Estimate": ".framework.util.estimate",
     "Fork": ".framework.contracts.lm",
     "Gathered": ".framework.util.tensors",
     "Launcher": ".framework.contracts.launcher",
@@ -242,6 +249,7 @@ _HOME = {
     "NumericalError": ".framework.errors",
     "Prompt": ".framework.recipe.prompts",
     "Register": ".framework.contracts.hookspecs",
+    "Report": ".framework.report.report",
     "ResolvedModel": ".framework.contracts.models",
     "Response": ".framework.contracts.steps",
     "Sampling": ".framework.contracts.sampling",
@@ -257,6 +265,7 @@ _HOME = {
     "StepEvent": ".framework.contracts.steps",
     "StepRng": ".framework.contracts.rng",
     "StrategyConfig": ".framework.contracts.drafter",
+    "Table": ".framework.util.table",
     "TextDistribution": ".framework.contracts.drafter",
     "TreeShape": ".framework.util.static_trees",
     "UniformStepRng": ".framework.contracts.rng",

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 KINDS = ("drafters", "verifiers", "trainers", "models", "backends", "preparations", "prompts", "recipes", "engines")
 KINDS += ("servers", "cell_runners", "samples", "launchers", "trackers", "commands")
+KINDS += ("reports", "sections", "columns")
 """What can be registered; for each there is a hook ``crossdraft_register_<kind>``."""
 COMPANIONS = {("launchers", name): "crossdraft-cluster" for name in ("ray", "slurm")}
 COMPANIONS |= {("trackers", name): "crossdraft-cluster" for name in ("mlflow", "trackio")}
@@ -323,6 +324,7 @@ def _import(reference: str) -> Any:
 _METHODS = {
     "engines": ("Engine", ("read", "cannot", "scheduled", "export")),
     "servers": ("EngineServer", ("start", "complete", "stop")),
+    "reports": ("Report", ("render",)),
 }
 
 
@@ -341,6 +343,8 @@ def _check(kind: str, name: str, registered: Any) -> None:
     elif kind == "commands":
         if missing := [part for part in ("add_arguments", "main") if not callable(getattr(registered, part, None))]:
             raise ContractError(f"{quoted(registered)} is not a subclass of crossdraft.Command: no {missing[0]}")
+    elif kind in ("sections", "columns") and not callable(registered):
+        raise ContractError(f"a {_singular(kind)} is a function, not {quoted(registered)}")
     elif kind == "trackers" and not isinstance(registered, type):
         raise ContractError(f"a tracker is a class, not {quoted(registered)}")
     elif kind == "recipes" and not (isinstance(registered, Path) and registered.is_file()):

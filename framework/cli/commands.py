@@ -7,10 +7,8 @@ HEADINGS = ("Measure", "Prove", "Decide", "Serve", "Extend")
 _COMMANDS = {
     "Measure": {
         "run": ("run.command", "run a recipe: measure every cell of its matrix and write a report"),
-        "report": ("report.command", "write a Markdown or HTML report of finished runs"),
-        "runs": ("runs", "list runs and their progress"),
-        "plot": ("plot", "draw charts of finished runs"),
-        "table": ("table", "print a pivot table of finished runs as Markdown, LaTeX or CSV"),
+        "report": ("report:ReportCommand", "report finished runs: a page, tables, charts or all numbers"),
+        "runs": ("runs:Runs", "list runs and their progress"),
         "compare": ("compare:Compare", "compare two runs pair by pair, and fail if the acceptance length dropped"),
     },
     "Prove": {

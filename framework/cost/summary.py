@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from typing import Any
 
 from ..runs.labels import group_title
+from ..runs.plugin_columns import plugin_columns
 from ..runs.records import CellResult, Outcome
 from .curve import CostCurve
 from .finished_cells import predictions
@@ -41,3 +43,8 @@ class Summary(Outcome):
     def predicted(self) -> dict[str, Prediction]:
         """Predictions by cell hash, for finished cells whose models have a cost curve."""
         return predictions(self.results, self.curves)
+
+    @cached_property
+    def columns(self) -> dict[str, dict[str, Any]]:
+        """Columns of plug-ins: values by cell hash, see `plugin_columns`."""
+        return plugin_columns(self.results)

@@ -93,9 +93,7 @@ def compare_runs(a: FinishedRun, b: FinishedRun) -> Comparison:
     unmatched = [[r for r in side if not any(r is m for pair in matched for m in pair)] for side in drafting]
     matched += _match(unmatched[0], unmatched[1], lambda c: (_setting(c, keys), c.drafter.title, c.verifier.title))
     if not matched:
-        raise UsageError(
-            f"{names[0]} and {names[1]} have no pair in common; run crossdraft table to see the pairs of each"
-        )
+        raise UsageError(f"{names[0]} and {names[1]} have no pair in common; crossdraft report shows the pairs of each")
     for i, results in enumerate(drafting):
         cells = [r.config for r in runs[i].summary.results]
         only = [r for r in results if not any(r is pair[i] for pair in matched)]

@@ -10,11 +10,10 @@ from ..metrics.cell_metrics import ESTIMATES, SERVED, TIMES
 from ..recipe.recipe import OWN_ENGINE
 from ..runs.labels import is_lossless
 from ..runs.marks import mark_of
-from ..util.estimate import ENDS, spread
+from ..util.estimate import ENDS, Estimate, spread
 from ..util.table import Table
 
 if TYPE_CHECKING:
-    from ..cost.prediction import Prediction
     from ..cost.summary import Summary
     from ..runs.records import CellResult
 
@@ -24,12 +23,14 @@ _TAKEN = (*ENDS, "_all_steps", "_expected", "_wall")
 
 def summary_csv(summary: Summary) -> str:
     """A CSV row per cell; failed cells have their error."""
-    rows = (row_of(result, summary.predicted.get(result.config.hash)) for result in summary.results)
-    return Table.of(rows).csv() + "\n"
+    return Table.of(row_of(result, summary) for result in summary.results).csv() + "\n"
 
 
-def row_of(result: CellResult, predicted: Prediction | None) -> dict[str, Any]:
-    """A cell's row of ``summary.csv``; columns are documented in `metrics.columns`."""
+def row_of(result: CellResult, summary: Summary | None = None) -> dict[str, Any]:
+    """A cell's row of ``summary.csv``; columns are documented in `metrics.columns`.
+
+    ``summary``: the summary of its run, for predictions and for columns of plug-ins.
+    """
     config = result.config.model_dump(mode="json")
     row: dict[str, Any] = {"cell": result.config.hash}
     for kind in ("drafter", "verifier"):
@@ -63,8 +64,13 @@ def row_of(result: CellResult, predicted: Prediction | None) -> dict[str, Any]:
                 row |= spread(f"speed_up{suffix}", metrics.speed_up)
         else:
             row[key] = value
-    if predicted:
+    if summary is None:
+        return row
+    if predicted := summary.predicted.get(result.config.hash):
         row |= {"predicted_tokens_per_second": predicted.tokens_per_second, "predicted_speed_up": predicted.speed_up}
+    for name, values in summary.columns.items():
+        value = values.get(result.config.hash)
+        row |= spread(name, value) if isinstance(value, Estimate) else {name: value}
     return row
 
 

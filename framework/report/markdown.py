@@ -19,6 +19,7 @@ from ..recipe.recipe import read_recipe
 from ..runs.labels import group_title, verifier_title
 from ..util.table import Table
 from .metrics_text import speed_up_text
+from .sections import sections_of
 from .segments import segment_tables
 from .tables import summary_markdown
 
@@ -43,6 +44,7 @@ def page(runs: Sequence[FinishedRun]) -> str:
         parts.append("\n".join(f"- {link}: {q}".removesuffix(": ") for link, q in zip(links, questions, strict=True)))
     for title, run in zip(titles, runs, strict=True):
         parts += _section(title, run)
+    parts += sections_of(runs, "markdown")
     return "\n\n".join(parts) + "\n"
 
 

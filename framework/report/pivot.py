@@ -58,8 +58,7 @@ def pivot(cells: Sequence[SelectedCell], rows: Sequence[str], columns: Sequence[
     csv_rows = [
         (
             cell,
-            row_of(cell.result, cell.run.summary.predicted.get(cell.result.config.hash))
-            | columns_of(cell.run, cell.result),
+            row_of(cell.result, cell.run.summary) | columns_of(cell.run, cell.result),
         )
         for cell in cells
     ]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ..cost.load_run import titles_of
 from ..errors import UnknownNameError, UsageError, printable, quoted
 from ..recipe.recipe import RUN_KEYS, SAMPLING_KEYS
 from ..runs.labels import setting_of, verifier_title
@@ -86,6 +87,23 @@ def finished_cells(runs: Sequence[tuple[str, FinishedRun]], where: Sequence[str]
             if (of_pair and cell.result.config.is_baseline) or any(cell.matches(key, value) for value in values)
         ]
     return cells
+
+
+def selected_cells(runs: Sequence[FinishedRun]) -> list[SelectedCell]:
+    """The finished cells of runs."""
+    return finished_cells(list(zip(titles_of(runs), runs, strict=True)))
+
+
+def filtered_runs(runs: Sequence[FinishedRun], where: Sequence[str]) -> list[FinishedRun]:
+    """The runs with the cells that match ``where`` only, see `finished_cells`; runs without any are left out."""
+    if not where:
+        return list(runs)
+    cells = finished_cells(list(zip(titles_of(runs), runs, strict=True)), where)
+    filtered = []
+    for run in runs:
+        if results := [cell.result for cell in cells if cell.run is run]:
+            filtered.append(replace(run, summary=replace(run.summary, results=results)))
+    return filtered
 
 
 def check_keys(keys: Sequence[str], cells: Sequence[SelectedCell]) -> None:

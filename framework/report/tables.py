@@ -16,7 +16,6 @@ from .caveats import differences, remarks_of
 from .metrics_text import efficiency_text, rate_text, speed_up_text
 
 if TYPE_CHECKING:
-    from ..cost.prediction import Prediction
     from ..cost.summary import Summary
     from ..runs.records import CellResult
 
@@ -97,15 +96,16 @@ def _tables(summary: Summary) -> list[Table]:
     """The table of each group with finished cells."""
     tables = []
     for title, results in summary.groups:
-        cells = [_row(r, summary.predicted.get(r.config.hash)) for r in results if r.metrics is not None]
+        finished = [r for r in results if r.metrics is not None]
+        cells = [[*_row(r, summary), *(v.get(r.config.hash) for v in summary.columns.values())] for r in finished]
         if cells:
             hidden = [*(_OWN if results[0].config.engine else _SERVED), *([] if summary.predicted else ["predicted"])]
-            tables.append(Table(_COLUMNS, cells, title=title).without(*hidden))
+            tables.append(Table([*_COLUMNS.items(), *summary.columns], cells, title=title).without(*hidden))
     return tables
 
 
-def _row(result: CellResult, predicted: Prediction | None) -> tuple[str, ...]:
-    config, metrics = result.config, result.metrics
+def _row(result: CellResult, summary: Summary) -> tuple[str, ...]:
+    config, metrics, predicted = result.config, result.metrics, summary.predicted.get(result.config.hash)
     assert metrics is not None
     acceptance = [f"{p:.2f}".removeprefix("0") for p in metrics.acceptance]
     more = " …" if len(acceptance) > _MAX_DEPTHS else ""

@@ -10,21 +10,13 @@ import base64
 import hashlib
 from collections.abc import Callable, Sequence
 from html import escape
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
-import uvicorn
-from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
-from starlette.middleware import Middleware
-from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
-from starlette.routing import Route
-
-from ..cost.load_run import FinishedRun, read_runs
-from ..errors import CrossdraftError
-from ..util.loopback import LoopbackOnly
-from .html.document import html_page
+from ..cost.load_run import read_runs
+from ..errors import CrossdraftError, UsageError
+from ..util.loopback import is_loopback_header
+from .html.document import check_libraries, html_page
 
 _SCRIPT = """
 const frame = document.querySelector("iframe"), note = document.querySelector("p");
@@ -62,16 +54,33 @@ _WAITING = """<!DOCTYPE html>
 """
 
 
-class ReportServer:
-    """Serves the HTML report of the runs in ``directories``, rebuilt when cells finish.
+def watch(directories: Sequence[Path], port: int) -> None:
+    """Serve the report of runs on the loopback interface until Ctrl-C.
 
-    Args:
-        directories: of runs, which may be running or not started yet.
-        settings: the second argument of `html_page`, given the runs.
+    Raises:
+        UsageError: not the directory of a run, a port that is in use, or jinja2 is not installed.
     """
+    for directory in directories:
+        if not directory.is_dir():
+            raise UsageError(f"{directory} is not a directory; give a run directory, which crossdraft run prints")
+    check_libraries()
+    try:
+        server = report_server(directories, port)
+    except OSError as error:
+        raise UsageError(f"cannot listen on --port {port}: {error.strerror or error}") from None
+    with server:
+        print(f"crossdraft: http://127.0.0.1:{server.server_port} (press Ctrl-C to stop)", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print("crossdraft: server stopped")
 
-    def __init__(self, directories: Sequence[Path], settings: Callable[[Sequence[FinishedRun]], Any] = lambda runs: ()):
-        self._directories, self._settings = directories, settings
+
+class WatchedRuns:
+    """The HTML report of the runs in ``directories``, which may be running or not started yet."""
+
+    def __init__(self, directories: Sequence[Path]):
+        self._directories = directories
         self._cached = ("", "")
 
     def version(self) -> str:
@@ -86,44 +95,47 @@ class ReportServer:
         return hashlib.sha256(repr(cells).encode()).hexdigest()[:16] if cells else ""
 
     def page(self) -> str:
-        """The report of the finished cells, or a placeholder."""
+        """The report of the finished cells, made anew when cells finish, or a placeholder."""
         version = self.version()
         if not version or self._cached[0] != version:
             try:
-                runs = read_runs(self._directories, running=True)
-                self._cached = (version, html_page(runs, self._settings(runs)))
+                self._cached = (version, html_page(read_runs(self._directories, running=True)))
             except CrossdraftError as error:
                 return _WAITING.format(reason=escape(str(error)))
         return self._cached[1]
 
-    def application(self) -> Starlette:
-        """The ASGI application, with the paths ``/``, ``/page`` and ``/version``."""
 
-        async def frame(_: Request) -> Response:
-            digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
-            policy = (
-                f"default-src 'none'; frame-src 'self'; connect-src 'self'; style-src 'unsafe-inline'; "
-                f"script-src 'sha256-{digest}'"
-            )
-            return HTMLResponse(_FRAME.format(policy=policy, script=_SCRIPT))
+def report_server(directories: Sequence[Path], port: int) -> ThreadingHTTPServer:
+    """A server for 127.0.0.1 with the paths ``/``, ``/page`` and ``/version``; raises OSError if it cannot listen."""
+    runs = WatchedRuns(directories)
+    script = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
+    policy = (
+        "default-src 'none'; frame-src 'self'; connect-src 'self'; style-src 'unsafe-inline'; "
+        f"script-src 'sha256-{script}'"
+    )
+    paths: dict[str, tuple[str, Callable[[], str]]] = {
+        "/": ("text/html", lambda: _FRAME.format(policy=policy, script=_SCRIPT)),
+        "/page": ("text/html", runs.page),
+        "/version": ("text/plain", runs.version),
+    }
 
-        async def page(_: Request) -> Response:
-            return HTMLResponse(await run_in_threadpool(self.page), headers={"Cache-Control": "no-store"})
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            kind, content = paths.get(self.path.partition("?")[0], ("", None))
+            if not is_loopback_header(self.headers.get("Host", "")):
+                self.send_error(403, "the Host header must be localhost, 127.0.0.1 or [::1]")
+            elif content is None:
+                self.send_error(404)
+            else:
+                data = content().encode("utf-8")
+                self.send_response(200)
+                self.send_header("Content-Type", f"{kind}; charset=utf-8")
+                self.send_header("Cache-Control", "no-store")
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
 
-        async def version(_: Request) -> Response:
-            return PlainTextResponse(await run_in_threadpool(self.version), headers={"Cache-Control": "no-store"})
+        def log_message(self, format: str, *args: object) -> None:
+            pass  # requests are not logged
 
-        routes = [Route("/", frame), Route("/page", page), Route("/version", version)]
-        return Starlette(routes=routes, middleware=[Middleware(LoopbackOnly)])
-
-    def server(self) -> uvicorn.Server:
-        """A server; ``run(sockets=[..])`` returns at a signal."""
-        config = uvicorn.Config(
-            self.application(),
-            http="h11",
-            ws="none",
-            use_colors=False,
-            log_level="warning",
-            timeout_graceful_shutdown=1,
-        )
-        return uvicorn.Server(config)
+    return ThreadingHTTPServer(("127.0.0.1", port), Handler)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tabulate import tabulate
-
+from .. import plugins
 from ..metrics.columns import QUANTITIES, RESPONSE_KEYS, STEP_COLUMNS
 from ..recipe.recipe import Recipe
+from ..util.table import Table
 
 FILE = "README.md"
 _FILES = {
@@ -24,7 +24,7 @@ _FILES = {
     "step-cost-ENGINE-DRAFTER.csv, prefill-cost-ENGINE-DRAFTER.csv": "Seconds of whole steps and of prefills in an "
     "engine, for `crossdraft simulate --cost` and `--prefill-cost`; prefill-cost-ENGINE.csv is that of plain decoding.",
     "servers/": "Logs of the servers that were started for an engine.",
-    "*.png": "Charts; `crossdraft plot` also draws them as PDF and SVG.",
+    "*.png": "Charts; `crossdraft report --format pdf` and `svg` draw them, too.",
     "cells/DRAFTER_VERIFIER_T…_B…_HASH/": "A cell, named by drafter, verifier, temperature, batch size and the hash in "
     "summary.csv.",
     "  config.json": "Config of the cell, time of the measurement, and its conditions.",
@@ -46,12 +46,12 @@ def readme(name: str, recipe: Recipe, cells: int, prompts: int) -> str:
     ]
     settings = [[f"`{q.name}`", q.meaning] for q in QUANTITIES if q.setting]
     results = [[_columns(q.name, q.estimate), q.meaning] for q in QUANTITIES if not q.setting]
+    results += [[f"`{entry.name}`", entry.summary] for entry in plugins.entries("columns").values()]
     parts = [
         f"# {name}",
         *([_line(recipe.question)] if recipe.question else []),
         f"Results of `crossdraft run`: {about}",
-        "`crossdraft report`, `plot`, `table` and `compare` accept this directory; `crossdraft run` with the same "
-        "recipe resumes it.",
+        "`crossdraft report` and `compare` accept this directory; `crossdraft run` with the same recipe resumes it.",
         "## Files",
         _table("file", files),
         "## Columns of summary.csv",
@@ -73,7 +73,7 @@ def _columns(name: str, estimate: bool) -> str:
 
 
 def _table(header: str, rows: Iterable[list[str]]) -> str:
-    return tabulate(list(rows), headers=[header, "meaning"], tablefmt="github")
+    return Table([header, "meaning"], list(rows)).markdown()
 
 
 def _line(text: str) -> str:

@@ -64,7 +64,11 @@ def test_partial_report_lists_finished_cells(
     assert "**Partial results.** interrupted: 0 of 3 cells so far, and 3 on some of their prompts" in page
     assert "cut short after piece" in page
     assert len(rows(printed)) == 2 and rows(page)[:2] == rows(printed), "the table that the run printed"
-    for words in (["table", path], ["compare", path, other], ["plot", path, "--kind", "acceptance", "--format", "png"]):
+    for words in (
+        ["report", path, "--rows", "drafter"],
+        ["compare", path, other],
+        ["report", path, "--format", "png", "--kind", "acceptance", "--format", "png"],
+    ):
         _, err = command(*words)
         assert f"note: {run}: partial results, interrupted: " in err
     out, _ = command("replay", path, "--drafter", "{name: prompt-lookup, gamma: 3}", "--json")
@@ -80,7 +84,7 @@ def test_partial_report_lists_finished_cells(
 
 def test_page(interrupted: tuple[Path, str], tmp_path: Path, capsys: Any) -> None:
     pytest.importorskip("jinja2", reason="the extra html is not installed")
-    assert cli.main(["report", str(interrupted[0]), "--html", str(tmp_path / "page.html")]) == 0
+    assert cli.main(["report", str(interrupted[0]), "--format", "html", "--out", str(tmp_path / "page.html")]) == 0
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "note: interrupted: 0 of 3 cells so far" in text
     assert "<b>Partial results.</b> interrupted: 0 of 3 cells so far" in text

@@ -150,8 +150,13 @@ def test_marks_before_and_after_certificate(measured: Path, capsys: Any) -> None
         assert re.search(rf"BE liar \({suffix}\)", page.partition("Verifiers compared")[2])
         assert "liar " not in re.sub(rf"liar \({suffix}\)", "", page).replace("--verifier liar", "")
         for form in ("markdown", "latex", "csv"):
-            assert re.search(rf"liar \({suffix}\)", output(capsys, "table", str(measured), "--format", form))
-        assert re.search(rf"liar \({suffix}\)", output(capsys, "table", str(measured), "--where", "verifier=liar"))
+            assert re.search(
+                rf"liar \({suffix}\)", output(capsys, "report", str(measured), "--rows", "drafter", "--format", form)
+            )
+        assert re.search(
+            rf"liar \({suffix}\)",
+            output(capsys, "report", str(measured), "--rows", "drafter", "--where", "verifier=liar"),
+        )
 
         if mark == "not certified":
             assert cli.main(["certify", "--verifier", "liar", "--draft", "chain"]) == 1

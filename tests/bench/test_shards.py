@@ -78,7 +78,21 @@ def test_shards_are_run(bench: Any, tmp_path: Path, capsys: Any) -> None:
 
     outputs = []
     for directories in ([run], shards, [whole]):
-        assert cli.main(["table", *map(str, directories), "--cols", "batch_size", "--value", "mean_tau,tokens"]) == 0
+        assert (
+            cli.main(
+                [
+                    "report",
+                    *map(str, directories),
+                    "--rows",
+                    "drafter",
+                    "--cols",
+                    "batch_size",
+                    "--value",
+                    "mean_tau,tokens",
+                ]
+            )
+            == 0
+        )
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1] == outputs[2]
     assert cli.main(["compare", str(run), str(whole), "--json"]) == 0
@@ -149,9 +163,9 @@ def test_untimed_cells_are_marked_everywhere(bench: Any, tmp_path: Path, capsys:
         assert seconds and not any(seconds) and not any(piece["steps"] for piece in record["pieces"])
         assert record["metrics"]["speed_up"] is None and record["metrics"]["tokens_per_second"] == 0
     assert "not timed (--untimed)" in report(capsys, run)
-    assert cli.main(["table", str(run), "--value", "tokens_per_second"]) == 2
+    assert cli.main(["report", str(run), "--value", "tokens_per_second"]) == 2
     assert "'tokens_per_second'" in capsys.readouterr().err
-    assert cli.main(["table", str(run), "--value", "tokens"]) == 0 and "prompt-lookup" in capsys.readouterr().out
+    assert cli.main(["report", str(run), "--value", "tokens"]) == 0 and "prompt-lookup" in capsys.readouterr().out
     for command in (["cost", "--run", str(run)], ["advise", str(run)]):
         assert cli.main(command) == 2
         assert f"the run {run} was not timed (--untimed); run its recipe on a" in capsys.readouterr().err

@@ -45,8 +45,8 @@ def writers(run: Path, responses: Path) -> dict[str, list[str]]:
             "--out",
         ],
         "report": ["report", str(run), "--out"],
-        "page": ["report", str(run), "--html"],
-        "table": ["table", str(run), "--out"],
+        "page": ["report", str(run), "--format", "html", "--out"],
+        "table": ["report", str(run), "--rows", "drafter", "--out"],
     }
 
 
@@ -111,23 +111,22 @@ def test_same_command_again(writer: str, run: Path, responses: Path, refused: An
 
 
 def test_file_in_place_of_chart(run: Path, refused: Any, tmp_path: Path) -> None:
-    command = ["plot", str(run), "--kind", "acceptance", "--format", "png,pdf", "--out", str(tmp_path / "figures")]
+    command = ["report", str(run), "--kind", "acceptance", "--format", "pdf", "--out", str(tmp_path / "figures")]
     assert cli.main(command) == 0 and cli.main(command) == 0  # the formats bear the mark
     chart = tmp_path / "figures" / "small-acceptance.pdf"
-    for path in (tmp_path / "figures").iterdir():
-        path.write_bytes(path.read_bytes() if path == chart else b"mine")
-    refused(command, "small-acceptance.png: the file exists")
-    assert (tmp_path / "figures" / "small-acceptance.png").read_bytes() == b"mine"
+    chart.write_bytes(b"mine")
+    refused(command, "small-acceptance.pdf: the file exists")
+    assert chart.read_bytes() == b"mine"
     os.mkfifo(tmp_path / "fifo")
-    refused(["plot", str(run), "--out", str(tmp_path / "fifo")], "is not a directory")
+    refused(["report", str(run), "--format", "png", "--out", str(tmp_path / "fifo")], "is not a directory")
 
 
 def test_refused_before_work(run: Path, refused: Any, tmp_path: Path) -> None:
     """An unreadable run is rejected."""
     (run / "recipe.json").write_text("{", encoding="utf-8")
     (tmp_path / "mine").write_text("", encoding="utf-8")
-    for command in ("report", "table", "plot"):
-        refused([command, str(run), "--out", str(tmp_path / "mine")], f"--out {tmp_path / 'mine'}")
+    for form in ("markdown", "csv", "png"):
+        refused(["report", str(run), "--format", form, "--out", str(tmp_path / "mine")], f"--out {tmp_path / 'mine'}")
 
 
 # -- the writer -------------------------------------------------------------------------------------------------

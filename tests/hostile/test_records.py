@@ -45,7 +45,16 @@ def commands(run: Path, other: Path) -> list[list[str]]:
     path = str(run)
     return [
         ["report", path],
-        ["table", path, "--rows", "drafter", "--value", "block_efficiency,speed_up,tokens_per_second"],
+        [
+            "report",
+            path,
+            "--rows",
+            "drafter",
+            "--rows",
+            "drafter",
+            "--value",
+            "block_efficiency,speed_up,tokens_per_second",
+        ],
         ["compare", path, str(other)],
         ["runs", str(run.parent)],
         ["replay", path, "--drafter", "prompt-lookup", "--gamma", "1-2"],

@@ -52,9 +52,9 @@ def test_in_run(kind: str, name: str, run: Path, refused: Any) -> None:
     put(kind, file)
     for command in (
         ["report", str(run)],
-        ["table", str(run)],
+        ["report", str(run), "--rows", "drafter"],
         ["compare", str(run), str(run)],
-        ["plot", str(run)],
+        ["report", str(run), "--format", "png"],
         ["cost", "--run", str(run)],
         ["advise", str(run)],
     ):

@@ -242,20 +242,37 @@ def test_run_has_the_segments_of_its_replay(models: Any, write_prompts: Any, tmp
     capsys.readouterr()
     assert cli.main(["replay", str(cell), *drafter, *segment, "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
-    assert cli.main(["table", str(run), *segment, "--format", "csv"]) == 0
+    assert cli.main(["report", str(run), "--rows", "drafter", *segment, "--format", "csv"]) == 0
     (line,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
     for name in ("odd", "answer"):
         estimate, column = row["by_segment"][name]["block_efficiency"], f"block, block efficiency {name}"
         assert float(line[column]) == pytest.approx(estimate["value"])
         if estimate["low"] is not None:
-            assert float(line[f"{column} low"]) == pytest.approx(estimate["low"])
-    assert cli.main(["table", str(run), *segment, "--value", "tokens_odd,acceptance_1_odd", "--format", "csv"]) == 0
+            assert float(line[f"{column}_low"]) == pytest.approx(estimate["low"])
+    assert (
+        cli.main(
+            [
+                "report",
+                str(run),
+                "--rows",
+                "drafter",
+                *segment,
+                "--value",
+                "tokens_odd,acceptance_1_odd",
+                "--format",
+                "csv",
+            ]
+        )
+        == 0
+    )
     (line,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
     marginal = row["by_segment"]["odd"]["acceptance_marginal"][0]
     assert float(line["block, acceptance 1 odd"]) == pytest.approx(marginal)
     html = tmp_path / "report.html"
-    assert cli.main(["report", str(run), *segment, "--html", str(html), "--out", str(tmp_path / "report.md")]) == 0
-    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert cli.main(["report", str(run), *segment, "--format", "html", "--out", str(html)]) == 0
+    capsys.readouterr()
+    assert cli.main(["report", str(run), *segment]) == 0
+    text = capsys.readouterr().out
     expected = row["by_segment"]["odd"]["block_efficiency"]["value"]
-    assert "By segment of the responses" in text and "| odd       | " in text and f"{expected:.2f}" in text
+    assert "by segment of the responses" in text and "| odd       | " in text and f"{expected:.2f}" in text
     assert "Block efficiency by segment of responses" in html.read_text(encoding="utf-8")

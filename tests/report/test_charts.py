@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.metrics.cell_metrics import acceptance
-from crossdraft.framework.report.charts.charts import KINDS, draw, draw_to
+from crossdraft.framework.report.charts.charts import KINDS, chart, draw
 from crossdraft.framework.report.charts.pairs import front, rows_per_step
 from crossdraft.framework.report.charts.series import break_even
 from crossdraft.framework.report.charts.style import COLOURS, PLAIN, WIDTHS, marks, style
@@ -206,22 +206,20 @@ def test_names_are_not_tex(tmp_path: Path) -> None:
 
 
 def test_omitted_panels_are_noted(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("crossdraft.framework.report.charts.charts.save", lambda figure, path: None)
+    monkeypatch.setattr("crossdraft.framework.report.charts.charts.encoded", lambda figure, form: b"chart")
     measured = outcome(tmp_path, {1: {"token": 1.0, "block": 1.0}})
     measured.results = [cell(1, rule, 1.5, temperature=t / 20) for t in range(1, 15) for rule in ("token", "block")]
     drawn = KINDS["target_rows"].draw(measured.results, "page")
     assert drawn is not None and len(drawn[0].axes) == 12 and drawn[1] == 2
     assert "target_rows.png" in draw(measured)
-    assert "target_rows.png omits 2 panels; use crossdraft plot --where to draw them" in measured.notes
+    assert "target_rows.png omits 2 panels; crossdraft report --format png --where draws them" in measured.notes
 
 
 # -- files ----------------------------------------------------------------------------------------------------------
 
 
 def test_charts_of_run(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(
-        "crossdraft.framework.report.charts.charts.save", lambda figure, path: path.write_text("", "utf-8")
-    )
+    monkeypatch.setattr("crossdraft.framework.report.charts.charts.encoded", lambda figure, form: b"chart")
     assert draw(outcome(tmp_path, {1: {"token": 1.0}})) == []
     assert draw(outcome(tmp_path, {1: {}})) == []
     assert draw(outcome(tmp_path, {1: {"token": 1.0, "block": 1.0}})) == ["block_efficiency.png", "target_rows.png"]
@@ -236,9 +234,7 @@ def test_files_are_valid_and_reproducible(results: Sequence[CellResult], tmp_pat
     written: list[dict[str, bytes]] = []
     for size, forms in ((8, ("svg", "pdf")), (20, ("svg", "pdf", "png"))):
         matplotlib.rcParams["font.size"] = size  # the user's own settings do not matter
-        files = [tmp_path / f"{size}.{form}" for form in forms]
-        assert draw_to(cells, "acceptance", "column", files) == 0
-        written.append({file.suffix: file.read_bytes() for file in files})
+        written.append({f".{form}": chart(cells, "acceptance", "column", form)[0] for form in forms})
     svg, pdf, png = written[1].values()
     assert written[0] == {".svg": svg, ".pdf": pdf}
     assert png.startswith(b"\x89PNG")
@@ -257,16 +253,16 @@ def test_files_are_valid_and_reproducible(results: Sequence[CellResult], tmp_pat
 def test_command(tmp_path: Path, capsys: Any) -> None:
     run = on_disk(finished_run(tmp_path / "some-abc", SOME, tokens=12))
     out = tmp_path / "figures"
-    command = ["plot", str(run), "--kind", "target_rows,acceptance", "--format", "png"]
+    command = ["report", str(run), "--format", "png", "--kind", "target_rows,acceptance"]
     assert cli.main([*command, "--out", str(out), "--where", "batch_size=1,4", "--where", "drafter=draft-model"]) == 0
     files = [out / f"some-{kind}.png" for kind in ("target_rows", "acceptance")]
     assert capsys.readouterr().out == "".join(f"wrote {file}\n" for file in files)
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
-    assert cli.main(["plot", str(run), "--kind", "acceptance", "--format", "svg"]) == 0
+    assert cli.main(["report", str(run), "--format", "svg", "--kind", "acceptance"]) == 0
     assert (run / "acceptance.svg").is_file()
 
     def refused(*arguments: str) -> str:
-        assert cli.main(["plot", str(run), *arguments]) == 2
+        assert cli.main(["report", str(run), "--format", "png", *arguments]) == 2
         return capsys.readouterr().err.removeprefix("crossdraft: error: ").strip()
 
     assert refused("--kind", "throughput", "--where", "batch_size=1") == (
@@ -286,6 +282,5 @@ def test_command(tmp_path: Path, capsys: Any) -> None:
     assert refused("--out", str(tmp_path / "file")).endswith(
         "file is not a directory; give an existing or a new directory"
     )
-    with pytest.raises(SystemExit):
-        cli.main(["plot", str(run), "--format", "jpg"])
-    assert "'jpg' is not one of png, svg, pdf" in capsys.readouterr().err
+    assert refused("--format", "jpg").startswith("there is no report named 'jpg'")
+    assert "there is no kind of chart named 'heat'" in refused("--kind", "heat")

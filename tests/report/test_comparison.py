@@ -143,7 +143,7 @@ def test_incomparable_runs(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="the same ids, but different texts"):
         compare_runs(a, d)
     e = run_of(tmp_path / "e", drafters=[{"name": "eagle3", "model": "org/head"}], verifiers=["token"], exclude=[])
-    with pytest.raises(UsageError, match=r"have no pair in common; run crossdraft table to see the pairs of each"):
+    with pytest.raises(UsageError, match=r"have no pair in common; crossdraft report shows the pairs of each"):
         compare_runs(run_of(tmp_path / "f"), e)
 
 

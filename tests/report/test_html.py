@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from html_runs import SMALL, finished_run, on_disk
 
+from crossdraft.framework import plugins
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.metrics.cell_metrics import StepRecord
@@ -343,7 +344,7 @@ def test_user_names_are_escaped(tmp_path: Path) -> None:
     html = html_page([run])
     assert "alert(1)</script>" not in html and "<img" not in html and "onerror=alert(2)>" not in html
     actual = Page(html)
-    assert not any("onerror" in a for _, a in actual.elements) and len(actual.scripts) == 3
+    assert not any("onerror" in a for _, a in actual.elements) and len(actual.scripts) == 2
     assert (
         actual.rows[1][0].startswith(f"{EVIL} × token")
         and actual.data("responses")["cells"][0]["responses"][0]["text"] == EVIL
@@ -360,28 +361,24 @@ def test_missing_library_is_named(monkeypatch: Any, tmp_path: Path) -> None:
 def test_command_writes_page(tmp_path: Path, capsys: Any) -> None:
     run = on_disk(finished_run(tmp_path / "small-abc", SMALL, tokens=12))
     out = tmp_path / "out.html"
-    command = ["report", str(run), "--html", str(out)]
+    command = ["report", str(run), "--format", "html", "--out", str(out)]
     assert cli.main(command) == 0
     assert capsys.readouterr().out == f"wrote {out}\n"
     rows = Page(out.read_text(encoding="utf-8")).rows[1:3]
     assert [row[0] for row in rows] == [f"prompt-lookup × {name} ✓ lossless" for name in ("token", "block")]
-    assert cli.main([*command, "--out", str(out)]) == 2
-    assert "both name" in capsys.readouterr().err
 
 
 def test_settings_of_engines(tmp_path: Path) -> None:
-    """`crossdraft report --html` offers the settings that the engines' own formats write, or the reason why not."""
+    """The page offers the settings that the engines' own formats write, or the reason why not."""
     file = tmp_path / "page.html"
     run = on_disk(finished_run(tmp_path / "run", SMALL, tokens=12))
-    assert cli.main(["report", str(run), "--html", str(file)]) == 0
+    assert cli.main(["report", str(run), "--format", "html", "--out", str(file)]) == 0
     text = file.read_text(encoding="utf-8")
-    data = text.partition('<script type="application/json" id="data-settings">')[2].partition("</script>")[0]
-    pairs = json.loads(data)
-    assert [pair["title"] for pair in pairs] == [f"prompt-lookup × {r}, temperature 1" for r in ("token", "block")]
-    offered = [{item["name"]: item for item in pair["engines"]} for pair in pairs]
-    assert '"num_speculative_tokens": 3' in offered[0]["vllm"]["text"] and "block" not in offered[0]["vllm"]["text"]
-    assert "vLLM" in " ".join(offered[0]["vllm"]["remarks"])
-    assert all(
-        item["text"] or item["remarks"][0].startswith(f"not in {item['name']}: ") for item in offered[0].values()
-    )
-    assert "select" in text and 'id="settings-copy"' in text
+    section = text[text.index('<section class="added">') :].partition("</section>")[0]
+    assert re.findall("<h3>(.*)</h3>", section) == [f"prompt-lookup × {r}, temperature 1" for r in ("token", "block")]
+    first, second = section.split("<h3>")[1:]
+    offered = dict(re.findall("<h4>(.*)</h4>\n(.*(?:\n(?!<h4>).*)*)", first))
+    assert list(offered) == list(plugins.entries("engines"))
+    assert "&quot;num_speculative_tokens&quot;: 3" in offered["vllm"] and "block" not in offered["vllm"]
+    assert "option names of vLLM" in offered["vllm"] and "block" in second
+    assert all("<pre>" in text or f"not in {name}: " in text for name, text in offered.items())

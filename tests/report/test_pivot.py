@@ -1,4 +1,4 @@
-"""``crossdraft table``: values and positions as in ``summary.csv``, and escaping."""
+"""Pivot tables: values and positions as in ``summary.csv``, and escaping."""
 
 import csv
 import io
@@ -129,29 +129,28 @@ def test_invalid_tables(run: FinishedRun, tmp_path: Path, capsys: Any) -> None:
     directory = on_disk(FinishedRun(run.summary, {}, []))
 
     def refused(*arguments: str) -> str:
-        assert cli.main(["table", str(directory), *arguments]) == 2
+        assert cli.main(["report", str(directory), "--rows", "drafter", *arguments]) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.count("\n") == 1
         return err.removeprefix("crossdraft: error: ").strip()
 
-    crowded = refused("--rows", "drafter", "--cols", "verifier", "--where", "gamma=2")
+    crowded = refused("--cols", "verifier", "--where", "gamma=2")
     assert crowded == (
         "several cells have the same place in the table; they differ in batch_size: add batch_size to --rows or "
         "--cols, or select with --where batch_size=1"
     )
     assert "did you mean 'verifier'" in refused("--rows", "verifer")
     assert "did you mean 'speed_up'" in refused("--rows", "drafter,gamma,batch_size", "--value", "sped_up")
-    assert refused("--rows", "drafter", "--cols", "drafter").startswith("drafter occurs twice in --rows and --cols")
-    assert refused("--digits", "-1").startswith("--digits -1 is out of range")
+    assert refused("--cols", "drafter").startswith("drafter occurs twice in --rows and --cols")
     assert refused("--where", "drafter=none") == (
         "no cells to show: --where excludes all of them (plain decoding requires --baseline)"
     )
-    arguments = ["--rows", "drafter", "--cols", "verifier", "--where", "gamma=2", "--where", "batch_size=4"]
+    arguments = ["--cols", "verifier", "--where", "gamma=2", "--where", "batch_size=4"]
     out = tmp_path / "table.tex"
-    assert cli.main(["table", str(directory), *arguments, "--format", "latex", "--out", str(out)]) == 0
+    assert cli.main(["report", str(directory), *arguments, "--format", "latex", "--out", str(out)]) == 0
     assert capsys.readouterr().out == f"wrote {out}\n" and "tabular" in out.read_text(encoding="utf-8")
     plain = ["--value", "tokens_per_second", "--baseline", "--format", "csv"]
-    assert cli.main(["table", str(directory), *arguments, *plain]) == 0
+    assert cli.main(["report", str(directory), *arguments, *plain]) == 0
     header, *body = rows(capsys.readouterr().out)
     assert (
         header == ["drafter", "plain decoding", "token", "block", "spectr"]
@@ -163,5 +162,5 @@ def test_invalid_tables(run: FinishedRun, tmp_path: Path, capsys: Any) -> None:
     assert hidden_keys(pivot(cells, ["drafter"], ["verifier"], ["speed_up"]), cells) == ["batch_size"]
     assert hidden_keys(pivot(cells, ["drafter"], ["verifier", "batch_size"], ["speed_up"]), cells) == []
     # The same run twice: directories cannot distinguish them.
-    assert cli.main(["table", str(directory), str(directory), *arguments]) == 2
+    assert cli.main(["report", str(directory), str(directory), *arguments]) == 2
     assert "the same cell is in the table twice; give each run once" in capsys.readouterr().err

@@ -1,37 +1,60 @@
 """The server of ``report --watch``: its version and its page change as cells finish."""
 
 import json
+from collections.abc import Callable, Iterator
+from http.client import HTTPConnection
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 from html_runs import SMALL, finished_run
 
 from crossdraft.framework.cli import main as cli
+from crossdraft.framework.report.watch import WatchedRuns, report_server
 from crossdraft.framework.runs.run_directory import RunDirectory
 
 pytest.importorskip("jinja2", reason="the extra html is not installed")
-pytest.importorskip("starlette", reason="the extra serve is not installed")
 
 
-def test_page_follows_run(tmp_path: Path) -> None:
-    from starlette.testclient import TestClient
+@pytest.fixture
+def get() -> Iterator[Callable[..., tuple[int, str]]]:
+    """Status and text of a path of a server for the runs in a directory."""
+    servers = {}
 
-    from crossdraft.framework.report.watch import ReportServer
+    def get(directory: Path, path: str, host: str = "localhost") -> tuple[int, str]:
+        if directory not in servers:
+            servers[directory] = report_server([directory], 0)
+            Thread(target=servers[directory].serve_forever, daemon=True).start()
+        connection = HTTPConnection("127.0.0.1", servers[directory].server_port)
+        connection.request("GET", path, headers={"Host": host})
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode("utf-8")
 
+    yield get
+    for server in servers.values():
+        server.shutdown()
+        server.server_close()
+
+
+def test_page_follows_run(tmp_path: Path, get: Callable[..., tuple[int, str]]) -> None:
     run = finished_run(tmp_path / "run", SMALL)
     directory = RunDirectory(run.summary.directory)
     directory.path.mkdir()
     running = directory.locked()
     running.__enter__()
-    client = TestClient(ReportServer([directory.path]).application(), base_url="http://localhost")
-    assert client.get("/page", headers={"Host": "evil.example"}).status_code == 403, "DNS rebinding"
-    frame = client.get("/").text
+
+    def text(path: str) -> str:
+        return get(directory.path, path)[1]
+
+    assert get(directory.path, "/page", host="evil.example")[0] == 403, "DNS rebinding"
+    assert get(directory.path, "/other")[0] == 404
+    frame = text("/")
     assert "default-src 'none'" in frame and "http" not in frame.replace("http-equiv", "")
-    assert client.get("/version").text == "" and "has no recipe.json" in client.get("/page").text
+    assert text("/version") == "" and "has no recipe.json" in text("/page")
     directory.write_json("recipe.json", run.summary.recipe.model_dump(mode="json"))
     directory.write_json("state.json", {"state": "running", "cells": 3})
-    assert client.get("/version").text == "" and "no finished cell" in client.get("/page").text
+    assert text("/version") == "" and "no finished cell" in text("/page")
 
     plain, token, block = run.summary.results
     directory.save(plain)
@@ -39,15 +62,15 @@ def test_page_follows_run(tmp_path: Path) -> None:
     unfinished = directory.path / "cells" / ".aside.1"  # a cell that is being written
     unfinished.mkdir()
     (unfinished / "config.json").write_text("{")
-    first, page = client.get("/version").text, client.get("/page").text
+    first, page = text("/version"), text("/page?x")
     assert first and "running: 2 of 3 cells so far" in page
     assert '"token"' in json.dumps(page) or ">token<" in page
-    assert client.get("/version").text == first and client.get("/page").text == page
+    assert text("/version") == first and text("/page") == page
     directory.save(block)
-    assert client.get("/version").text != first
-    assert "running: 3 of 3 cells so far" in client.get("/page").text
+    assert text("/version") != first
+    assert "running: 3 of 3 cells so far" in text("/page")
     running.__exit__(None, None, None)
-    assert "interrupted: 3 of 3 cells so far" in ReportServer([directory.path]).page()
+    assert "interrupted: 3 of 3 cells so far" in WatchedRuns([directory.path]).page()
 
 
 def test_failed_cells_are_reported(tmp_path: Path) -> None:
@@ -70,9 +93,9 @@ def test_failed_cells_are_reported(tmp_path: Path) -> None:
     "arguments, message",
     [
         (["missing", "--watch"], "missing is not a directory"),
-        ([".", "--watch", "--html", "x.html"], "--watch does not write files"),
+        ([".", "--watch", "--out", "x.html"], "--out cannot be combined with --watch"),
         ([".", "--port", "1"], "--port requires --watch"),
-        ([".", "--watch", "--port", "70000"], "cannot listen"),
+        ([".", "--watch", "--port", "70000"], "--port 70000: should be less than or equal to 65535"),
     ],
 )
 def test_invalid_arguments(tmp_path: Path, monkeypatch: Any, capsys: Any, arguments: list[str], message: str) -> None:

@@ -56,6 +56,15 @@ def crossdraft_register_engines(register: Register) -> None:
 
 
 @hookimpl
+def crossdraft_register_sections(register: Register) -> None:
+    register(
+        "engine-settings",
+        "crossdraft.framework.advise.engine_settings:engine_settings",
+        summary="settings with which engines draft as the pairs did",
+    )
+
+
+@hookimpl
 def crossdraft_register_samples(register: Register) -> None:
     register(
         "engine",

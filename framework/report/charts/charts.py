@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...errors import UsageError, printable
+from ...util.output_files import replacing
 from .pairs import drafting, pair_list, target_rows
 from .series import acceptance, speed_up, throughput
-from .style import save, style
+from .style import encoded, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -74,30 +73,19 @@ def draw(summary: Summary) -> list[str]:
         kinds = ["block_efficiency", "target_rows", *kinds]
     names = []
     for kind in kinds:
-        omitted = draw_to(summary.results, kind, "page", [summary.directory / f"{kind}.png"])
-        if omitted is not None:
-            names.append(f"{kind}.png")
-            if omitted:
-                summary.notes.append(f"{kind}.png omits {omitted} panels; use crossdraft plot --where to draw them")
+        name = f"{kind}.png"
+        content, omitted = chart(summary.results, kind, "page", "png")
+        if content:
+            with replacing(summary.directory / name) as file:
+                file.write(content)
+            names.append(name)
+        if omitted:
+            summary.notes.append(f"{name} omits {omitted} panels; crossdraft report --format png --where draws them")
     return names
 
 
-def draw_to(results: Sequence[CellResult], kind: str, width: str, files: Sequence[Path]) -> int | None:
-    """Draw a chart into files, in the formats of their suffixes.
-
-    Returns:
-        the number of omitted panels or drafters; None if the required cells are missing and nothing was drawn.
-
-    Raises:
-        UsageError: a file cannot be written.
-    """
+def chart(results: Sequence[CellResult], kind: str, width: str, form: str) -> tuple[bytes, int]:
+    """A chart as a file of a format, empty if the required cells are missing, and the number of omitted panels."""
     with style():
         drawn = KINDS[kind].draw(results, width)
-        if drawn is None:
-            return None
-        for file in files:
-            try:
-                save(drawn[0], file)
-            except OSError as error:
-                raise UsageError(f"cannot write {printable(str(file))}: {error.strerror or error}") from None
-        return drawn[1]
+        return (b"", 0) if drawn is None else (encoded(drawn[0], form), drawn[1])

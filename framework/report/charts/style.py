@@ -9,12 +9,11 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from math import ceil
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import printable
-from ...util.output_files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,9 +21,8 @@ if TYPE_CHECKING:
 
     from ...metrics.intervals import Estimate
 
-FORMATS = ("png", "svg", "pdf")
 #: File metadata that marks charts, so that `util.output_files.check_output` recognises them.
-MARK = b"crossdraft plot"
+MARK = b"crossdraft report"
 #: Widths of a column and of a page of a two-column paper, in inches.
 WIDTHS = {"column": 3.4, "page": 7.0}
 #: Maximum number of panels in a figure.
@@ -227,13 +225,13 @@ def wrapped(parts: Sequence[str], width: int) -> str:
     return "\n".join(lines)
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Write a figure in the format of the path's suffix, reproducibly."""
-    extension = path.suffix[1:]
+def encoded(figure: Figure, form: str) -> bytes:
+    """A figure as a file of a format, reproducibly."""
     metadata: dict[str, Any] = {
         "pdf": {"CreationDate": None, "Creator": MARK.decode()},
         "svg": {"Date": None, "Creator": MARK.decode()},
         "png": {"Software": MARK.decode()},
-    }[extension]
-    with replacing(path) as file:
-        figure.savefig(file, format=extension, metadata=metadata)
+    }[form]
+    file = BytesIO()
+    figure.savefig(file, format=form, metadata=metadata)
+    return file.getvalue()

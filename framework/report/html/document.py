@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -19,34 +19,34 @@ from ..answer import NOT_CERTIFIED, NOT_FASTER, best_of, headline_of
 from ..batch_sizes import multi_over_single
 from ..caveats import differences, remarks_of
 from ..markdown import conditions
+from ..sections import sections_of
 from .cell_table import certificates, table_of
 from .plots import PHASES, panels_of
 from .responses import responses_of
 
-#: The library that lays the page out.
-LIBRARIES = ("jinja2",)
+#: Libraries that lay the page and its sections out.
+LIBRARIES = ("jinja2", "markdown_it")
 #: In the page's head: `util.output_files.check_output` recognises a page by it.
 MARK = b'content="crossdraft report"'
 
 
-def html_page(runs: Sequence[FinishedRun], settings: Sequence[Mapping[str, Any]] = ()) -> str:
-    """The page of these runs.
-
-    Args:
-        settings: settings of engines for each pair, to be copied: ``title``, and ``engines`` with ``name``, ``text``
-            and ``remarks``.
-
-    Raises:
-        UsageError: jinja2 is not installed.
-    """
+def check_libraries() -> None:
+    """Raise UsageError if a library of the page is not installed."""
     need("an HTML report", "html", *LIBRARIES)
+
+
+def html_page(runs: Sequence[FinishedRun]) -> str:
+    """The page of these runs. Raises UsageError if jinja2 or markdown-it-py is not installed."""
+    check_libraries()
     from jinja2 import Environment, StrictUndefined
+    from markdown_it import MarkdownIt
     from markupsafe import Markup
 
     sections = list(zip(titles_of(runs), runs, strict=True))
     panels, absent = panels_of(sections)
     responses = responses_of(sections)
     bests = best_of([(title, run.summary) for title, run in sections])
+    markdown = MarkdownIt("commonmark", {"html": False}).enable("table")  # tags in a text are text
     script = _asset("page.js")
     page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return page.from_string(_asset("page.html")).render(
@@ -64,7 +64,7 @@ def html_page(runs: Sequence[FinishedRun], settings: Sequence[Mapping[str, Any]]
         style=Markup(_asset("page.css")),
         script=Markup(script),
         svg=Markup,
-        data=[("responses", Markup(_inert(responses))), ("settings", Markup(_inert(list(settings))))],
+        responses_json=Markup(_inert(responses)),
         headline=headline_of(bests),
         bests=bests,
         not_faster=NOT_FASTER,
@@ -74,7 +74,7 @@ def html_page(runs: Sequence[FinishedRun], settings: Sequence[Mapping[str, Any]]
         phases=PHASES,
         absent=absent,
         responses=responses,
-        settings=settings,
+        sections=[Markup(markdown.render(text)) for text in sections_of(runs, "html")],
         certificates=certificates(sections),
         runs=[_about(title, run) for title, run in sections],
     )

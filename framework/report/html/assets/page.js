@@ -112,32 +112,38 @@
     showCell();
   }
 
-  // -- settings of engines ------------------------------------------------------------------------------------------------
+  // -- added sections: one part under an h3 at a time, and a button that copies each block -------------------------------
 
-  const settings = data("settings");
-  const [pair, engine, copy] = ["pair", "engine", "copy"].map((name) => one(`#settings-${name}`));
-  function showSettings() {
-    const { text, remarks } = settings[pair.value].engines[engine.value];
-    one("#settings-text").textContent = text;
-    one("#settings-text").hidden = copy.hidden = !text;
-    one("#settings-status").textContent = "";
-    one("#settings-remarks").replaceChildren(...remarks.map((remark) => element("li", remark)));
+  for (const section of every("section.added")) {
+    const parts = every("h3", section).map((heading) => {
+      const part = element("div", "");
+      for (let next; (next = heading.nextElementSibling) && next.tagName !== "H3";) part.append(next);
+      heading.replaceWith(part);
+      return { title: heading.textContent, part };
+    });
+    if (parts.length) {
+      const select = element("select", "");
+      select.setAttribute("aria-label", "shown");
+      select.append(...options(parts.map(({ title }) => title)));
+      const show = () => parts.forEach(({ part }, i) => { part.hidden = i !== Number(select.value); });
+      select.addEventListener("change", show);
+      parts[0].part.before(select);
+      show();
+    }
+    for (const block of every("pre", section)) {
+      const button = element("button", "copy");
+      button.type = "button";
+      button.addEventListener("click", async () => { button.textContent = await copied(block); });
+      block.before(button);
+    }
   }
-  async function copySettings() {
-    const place = one("#settings-text");
+  async function copied(block) {
     try {
-      await navigator.clipboard.writeText(place.textContent);
+      await navigator.clipboard.writeText(block.textContent);
     } catch { // an old browser, or one that keeps files from the clipboard
-      getSelection().selectAllChildren(place);
+      getSelection().selectAllChildren(block);
       if (!document.execCommand("copy")) return "select the text and copy it";
     }
     return "copied";
-  }
-  if (pair) {
-    pair.append(...options(settings.map(({ title }) => title)));
-    engine.append(...options(settings[0].engines.map(({ name }) => name)));
-    for (const select of [pair, engine]) select.addEventListener("change", showSettings);
-    copy.addEventListener("click", async () => { one("#settings-status").textContent = await copySettings(); });
-    showSettings();
   }
 })();

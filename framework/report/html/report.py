@@ -1,0 +1,22 @@
+"""The HTML page as a format of ``crossdraft report``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..report import Report
+from .document import MARK, html_page
+
+if TYPE_CHECKING:
+    from ...cost.load_run import FinishedRun
+
+
+class HtmlReport(Report):
+    """The page of `html_page`."""
+
+    name: ClassVar[str] = "html"
+    mark: ClassVar[bytes] = MARK
+
+    def render(self, runs: Sequence[FinishedRun], options: Any) -> str:
+        return html_page(runs)
