@@ -169,40 +169,12 @@ def plainly(heads_decoder: Callable, target: Any) -> Callable[[tuple], list[list
     return output
 
 
-@pytest.mark.parametrize(
-    "name, batch_size",
-    [
-        ("dspark", 8),
-        *[pytest.param(n, b, marks=pytest.mark.slow) for n in NAMES for b in (1, 8) if (n, b) != ("dspark", 8)],
-    ],
-)
-def test_temperature_zero_is_plain_decoding(
-    make: Callable, plainly: Callable, trained: Callable, text: list[int], name: str, batch_size: int
-) -> None:
-    prompts = (*PROMPTS, text[:6], text[:9], START[:2], [3], text[:12], [9, 9, 9])
-    expected = plainly(tuple(map(tuple, prompts)))
-    taus = set()
-    for response in make(name, "greedy", batch_size, model=trained(name)).run([list(p) for p in prompts]):
-        assert response.tokens == expected[response.index]
-        taus |= {r.tau for r in response.steps}
-    assert {0, DRAFTS[name]} <= taus
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_text_that_was_learnt_is_accepted_whole(make: Callable, trained: Callable, text: list[int], name: str) -> None:
     """Every token of every block: steps after the first live on features of accepted tokens."""
     (response,) = make(name, "greedy", 1, model=trained(name), max_new_tokens=16).run([START])
     assert response.tokens == text[len(START) : len(START) + 16]
     assert [r.tau for r in response.steps[:3]] == [DRAFTS[name]] * 3
-
-
-@pytest.mark.parametrize("name", ["dspark", *[pytest.param(n, marks=pytest.mark.slow) for n in ("dflash", "p-eagle")]])
-def test_samples_do_not_depend_on_batch_size(make: Callable, name: str) -> None:
-    many = [[2 + i, 9, 9, 2 + i, 9] + [4] * (i % 4) for i in range(5)]
-    outputs = [
-        {r.index: r.tokens for r in make(name, "block", b, temperature=8.0, max_new_tokens=6).run(many)} for b in (1, 4)
-    ]
-    assert outputs[0] == outputs[1]
 
 
 @pytest.mark.parametrize("name", NAMES)

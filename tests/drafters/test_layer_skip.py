@@ -46,7 +46,6 @@ def decoder(model: Any, options: Any, batch_size: int = 1, temperature: float = 
     return Decoder(lm, layer_skip, rule(), sampling=sampling, **loop)
 
 
-@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize(
     "options",
     [
@@ -55,10 +54,10 @@ def decoder(model: Any, options: Any, batch_size: int = 1, temperature: float = 
         {"skip_attention": [0, 2], "skip_mlp": [], "policy": {"name": "confidence", "threshold": 0.1}},
     ],
 )
-def test_greedy_text_is_transformers_own(deep: Any, batch_size: int, options: Any) -> None:
+def test_greedy_text_is_transformers_own(deep: Any, options: Any) -> None:
     expected = generated(deep, PROMPTS, NEW)
     events: list[Any] = []
-    loop = decoder(deep, options, batch_size, on_step=events.append)
+    loop = decoder(deep, options, 8, on_step=events.append)
     results = [r.tokens for r in sorted(loop.run(PROMPTS), key=lambda response: response.index)]
     assert results == expected
     used = [event.scores.resume_matches is not None for event in events if event.draft.width]

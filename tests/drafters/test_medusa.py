@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from crossdraft.drafters.heads.medusa.drafter import Medusa
 from crossdraft.drafters.heads.medusa.weights import MedusaHeads, save_heads
 from crossdraft.framework.contracts.draft import Draft
 from crossdraft.framework.contracts.models import Checkpoint
-from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import CrossdraftError, ModelError, UsageError
 
@@ -91,10 +89,11 @@ TREES_TRIED = {
 @pytest.mark.parametrize(
     "label, verifier, batch_size",
     [
-        *product(["chain", "path"], ["greedy", "token", "block", "greedy-block"], [3]),
-        *product(["choices", "best"], ["greedy", "sample-match", "traversal", "specinfer"], [3]),
-        *product(["short chain", "branching", "best node", "gaps"], ["greedy"], [3]),
-        *product(["chain", "choices", "gaps"], ["greedy"], [1]),
+        ("chain", "block", 3),
+        ("path", "greedy-block", 3),
+        ("choices", "traversal", 3),
+        ("best", "specinfer", 1),
+        ("gaps", "greedy", 3),
     ],
 )
 def test_temperature_zero_is_plain_decoding(
@@ -189,39 +188,6 @@ def test_features_are_head_inputs(family: str, tiny_model: Callable, heads_decod
                 distribution = fresh(torch.tensor([history])).logits[0, -2].softmax(-1)
             torch.testing.assert_close(draft.q[row, 0], distribution, atol=1e-4, rtol=1e-3)
         loop.step()
-
-
-MANY = tuple([2 + i, 9, 9, 2 + i, 9][: 1 + i % 5] + [4 + i] * (i % 4) for i in range(5))
-
-
-@pytest.mark.parametrize(
-    "options, verifier",
-    [
-        ({}, "block"),
-        ({"gamma": 2, "temperature": 0}, "token"),
-        ({"choices": TREE}, "sample-match"),
-        ({"nodes": 7}, "traversal"),
-    ],
-)
-def test_samples_do_not_depend_on_batch_size(
-    tiny_model: Callable, heads_decoder: Callable, trained: str, options: dict[str, Any], verifier: str
-) -> None:
-    def sampled(batch_size: int) -> dict[int, list[int]]:
-        loop = heads_decoder(
-            tiny_model("llama"),
-            "medusa",
-            {"model": trained, **options},
-            verifier,
-            batch_size=batch_size,
-            sampling=Sampling(temperature=1),
-            max_new_tokens=8,
-            rng=CounterRng(11),
-        )
-        return {r.index: r.tokens for r in loop.run(MANY)}
-
-    separate = sampled(1)
-    assert sampled(4) == separate
-    assert len({tuple(tokens) for tokens in separate.values()}) == len(MANY)
 
 
 def test_draft_stays_inside_context(tiny_model: Callable, heads_decoder: Callable, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from block_heads import random, written
 from draft_contexts import GivenContext
-from feature_heads import PROMPTS, taus_of
+from feature_heads import taus_of
 from torch import Tensor
 
 from crossdraft.drafters.heads.mlp_speculator import MlpSpeculator, read_speculator
@@ -115,34 +115,6 @@ def test_vocabulary_that_grew_or_was_cut() -> None:
             state, logits = speculator(stage, state, torch.tensor([token]))
             grown = torch.full((max(rows - V, 0),), -torch.inf)
             torch.testing.assert_close(logits[0], torch.cat([expected[:rows], grown]), atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 8])
-def test_temperature_zero_is_plain_decoding(
-    heads_decoder: Callable, target: Any, tmp_path: Path, batch_size: int
-) -> None:
-    prompts = [*PROMPTS, [3], [9, 9, 9]]
-    outputs = heads_decoder(target, "none", {}, "greedy", batch_size=1, max_new_tokens=8)
-    expected = {r.index: r.tokens for r in outputs.run(prompts)}
-    own = {"model": written(tmp_path / "speculator", CONFIG, tensors()), "policy": "heuristic"}
-    loop = heads_decoder(target, "mlp-speculator", own, "greedy", batch_size=batch_size, max_new_tokens=8)
-    assert {r.index: r.tokens for r in loop.run(prompts)} == expected
-
-
-@pytest.mark.parametrize("gamma", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_joint_distribution_of_two_steps_is_targets(
-    enumerate_model: Callable, tiny_model: Callable, tmp_path: Path, gamma: int
-) -> None:
-    exact = tiny_model("llama", seed=3, vocab_size=3, num_hidden_layers=2, copy="blocks").double()
-    torch.manual_seed(5)
-    arguments = {}
-    for i in range(2):
-        arguments |= {f"emb.{i}.weight": random(3, 6), f"head.{i}.weight": 3 * random(3, 6), f"ln.{i}.bias": random(6)}
-        arguments |= {f"proj.{i}.weight": random(6, 6 if i else 32), f"ln.{i}.weight": 1 + random(6)}
-    model = written(tmp_path / "speculator", {"n_predict": 2}, arguments)
-    own = {"model": model, "gamma": gamma}
-    certificate = enumerate_model(exact, "mlp-speculator", own, "token", prompt=[2, 0, 1], depth=gamma)
-    assert certificate.tv < 1e-6 and all(0.02 < tau < gamma for tau in certificate.expected_tau)
 
 
 @pytest.mark.parametrize(

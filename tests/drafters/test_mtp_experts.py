@@ -157,9 +157,8 @@ def test_only_mtp_module_is_read(target: Any, module: dict[str, Tensor], tmp_pat
     check_pairs(drafter, tokens, hidden, logits, features)
 
 
-@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_temperature_zero_is_plain_decoding(
-    heads_decoder: Callable, target: Any, module: dict[str, Tensor], tmp_path: Path, batch_size: int
+    heads_decoder: Callable, target: Any, module: dict[str, Tensor], tmp_path: Path
 ) -> None:
     prompts = [[5], [7, 8, 9, 7], list(range(11, 24))]
     plain = {
@@ -167,7 +166,7 @@ def test_temperature_zero_is_plain_decoding(
         for r in heads_decoder(target, "none", {}, "greedy", batch_size=1, max_new_tokens=6).run(prompts)
     }
     own = {"model": str(sharded(tmp_path / "whole", target, module)), "gamma": 2}
-    loop = heads_decoder(target, "mtp", own, "greedy", batch_size=batch_size, max_new_tokens=6)
+    loop = heads_decoder(target, "mtp", own, "greedy", batch_size=3, max_new_tokens=6)
     assert {r.index: r.tokens for r in loop.run(prompts)} == plain
 
 

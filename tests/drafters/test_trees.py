@@ -19,7 +19,6 @@ from crossdraft.drafters.autoregressive.trees import grow_dynamic
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.draft import Draft
 from crossdraft.framework.contracts.draft_kind import DELAYED_IID, DETERMINISTIC, IID
-from crossdraft.framework.contracts.rng import CounterRng
 
 NEW = 10
 #: The shortest prompt has no committed token before its root; prompts of different lengths end in different steps.
@@ -99,8 +98,8 @@ def plain(decoder: Callable, tiny_model: Callable) -> Callable[[str], dict[int, 
 @pytest.mark.parametrize(
     "family, label, verifier, batch_size",
     [
-        *(("llama", label, rule, 3) for label, (_, _, rules) in DRAFTS.items() for rule in rules),
-        *(("gpt2", label, rules[-1], 1) for label, (_, _, rules) in DRAFTS.items()),
+        (("llama", "gpt2")[i % 2], label, rules[i % len(rules)], 3)
+        for i, (label, (_, _, rules)) in enumerate(DRAFTS.items())
     ],
 )
 def test_temperature_zero_is_plain_decoding(
@@ -222,44 +221,6 @@ def test_draft_probs_match_fresh_model(decoder: Callable, tiny_model: Callable, 
 
 
 # -- temperature 1 --------------------------------------------------------------------------------------
-
-MANY = tuple([2 + i, 9, 9, 2 + i, 9] + [4] * (i % 4) for i in range(4))
-
-
-@pytest.mark.parametrize(
-    "label, verifier",
-    [
-        ("iid", "spectr"),
-        ("iid", "multipath-block"),
-        ("iid", "specinfer"),
-        ("branching", "traversal"),
-        ("greedy-siblings", "greedy-draft-optimal"),
-        ("gaps", "specinfer"),
-        ("dynamic", "sample-match"),
-        ("sequoia", "specinfer"),
-        ("opt-tree", "sample-match"),
-    ],
-)
-def test_samples_do_not_depend_on_batch_size(
-    decoder: Callable, tiny_model: Callable, label: str, verifier: str
-) -> None:
-    def sampled(batch_size: int) -> dict[int, list[int]]:
-        loop = make(
-            decoder,
-            tiny_model,
-            "llama",
-            label,
-            verifier,
-            batch_size,
-            temperature=1.0,
-            max_new_tokens=10,
-            rng=CounterRng(11),
-        )
-        return {r.index: r.tokens for r in loop.run(MANY)}
-
-    separate = sampled(1)
-    assert sampled(3) == separate
-    assert len({tuple(tokens) for tokens in separate.values()}) == len(MANY)
 
 
 # -- configuration --------------------------------------------------------------------------------------
