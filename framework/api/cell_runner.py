@@ -66,6 +66,11 @@ class CellRunner(ABC):
         """True if drafts depend on earlier sequences; such a cell decodes finished pieces again when it resumes."""
         return False
 
+    @property
+    def pace(self) -> float | None:
+        """Seconds per turn, from the steps of the current piece or warm-up; None if unknown."""
+        return None
+
     @abstractmethod
     def warm_up(self, length: int) -> None:
         """Run a few steps in every slot and discard them; prompts are ``length`` random tokens."""

@@ -12,10 +12,8 @@ from typing import Any
 
 from ..errors import UsageError
 from ..models.distributed import SPLIT
-from ..recipe.recipe import CellConfig, Recipe
-from ..runs.records import Outcome
+from ..recipe.recipe import Recipe
 from ..runs.shards import Shard
-from .cells.step_limit import StepLimit
 
 
 def log_to_stderr(line: str) -> None:
@@ -41,8 +39,6 @@ class RunConfig:
         log: receives progress messages, one line each; None for no messages.
         progress: show a bar on stderr if it is a terminal.
         debug: log the tracebacks of failed cells.
-        certify: called with the cells to measure and the step limit before models are loaded; raises to reject them.
-        on_partial: called with intermediate results during a run with a time budget.
         clock: returns seconds, for the time budget and estimates.
         launcher: name of a registered launcher that measures every group in its own process, or empty.
         launcher_options: options of the launcher.
@@ -68,8 +64,6 @@ class RunConfig:
     log: Callable[[str], None] | None = log_to_stderr
     progress: bool = False
     debug: bool = False
-    certify: Callable[[Sequence[CellConfig], StepLimit], None] | None = None
-    on_partial: Callable[[Outcome], None] | None = None
     clock: Callable[[], float] = time.monotonic
     launcher: str = ""
     launcher_options: Mapping[str, Any] = field(default_factory=dict)
@@ -81,11 +75,6 @@ class RunConfig:
             raise UsageError(
                 "--shard and --launcher cannot be combined: a launcher creates shards itself; remove one of them"
             )
-        for name, is_set in (("--workers", self.workers is not None), ("--launcher-option", self.launcher_options)):
-            if is_set and not self.launcher:
-                raise UsageError(f"{name} requires --launcher; without one, this process measures all groups")
-        if self.workers is not None and self.workers < 1:
-            raise UsageError(f"--workers {self.workers}: must be at least 1")
         if self.launcher and self.recipe.device == SPLIT:
             raise UsageError(
                 f"--launcher and device {SPLIT}: a launcher starts one process per group, but a split target needs "

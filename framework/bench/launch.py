@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,40 +28,9 @@ from ..runs.run_directory import RunDirectory
 from ..runs.shards import FILE, Shard, merge_environments
 from .cells.step_limit import StepLimit
 from .plan import Plan
-from .store import writing
 
 #: Seconds between two polls of the workers.
 POLL_INTERVAL = 0.2
-
-
-def launch(plan: Plan) -> Outcome:
-    """Measure every group of a plan in its own process and collect the results in the directory of the run.
-
-    Raises:
-        UsageError: an option is invalid, or the processes would share a device.
-        CrossdraftError: no group was measured; contains the errors of the processes.
-    """
-    config, recipe = plan.config, plan.config.recipe
-    device = recipe.device if isinstance(recipe.device, str) else SPREAD  # an explicit device map
-    backend = _make_launcher(config.launcher, config.launcher_options, device, not config.untimed)
-    try:
-        max_processes = _max_processes(backend, config.workers, not config.untimed)
-        if config.certify is not None:  # once, not in each process
-            config.certify(plan.cells, StepLimit(config.step_limit))
-        outcome = Outcome(recipe, plan.directory.path, skipped=plan.expansion.skipped, notes=plan.notes)
-        processes = f"one process each ({config.launcher}, {max_processes} at once)"
-        config.message(f"{recipe.name}: {len(plan.groups)} groups, {processes}")
-        for skipped in plan.expansion.skipped:
-            config.message(f"skipped: {skipped}")
-        with writing(outcome), plan.directory.locked():
-            plan.directory.write_json("recipe.json", recipe.model_dump(mode="json"))
-            plugins.notify("crossdraft_run_started", run=plan.about)
-            _Launch(plan, outcome, backend).run(max_processes)
-    finally:
-        backend.close()
-    if not outcome.results and not outcome.interrupted:
-        raise CrossdraftError(outcome.stopped)
-    return outcome
 
 
 def _make_launcher(name: str, options: Mapping[str, Any], device: str, timed: bool) -> Launcher:
@@ -93,27 +62,55 @@ def _max_processes(launcher: Launcher, workers: int | None, timed: bool) -> int:
     return workers or devices
 
 
-class _Launch:
-    """Processes and results of a run with a launcher."""
+class Launch:
+    """A run whose groups are measured in processes, each in its own, see `bench.run.Run`.
 
-    def __init__(self, plan: Plan, outcome: Outcome, launcher: Launcher):
-        self.plan, self.outcome, self.directory, self.launcher = plan, outcome, plan.directory, launcher
-        self.groups, self.fail_fast, self.log = plan.groups, plan.config.fail_fast, plan.config.message
+    Raises:
+        UsageError: an option is invalid, or the processes would share a device.
+    """
+
+    def __init__(self, plan: Plan, outcome: Outcome):
+        config, recipe = plan.config, plan.config.recipe
+        self.plan, self.outcome, self.directory, self.new = plan, outcome, plan.directory, plan.cells
+        self.groups, self.log = plan.groups, config.message
+        device = recipe.device if isinstance(recipe.device, str) else SPREAD  # an explicit device map
+        self.launcher = _make_launcher(config.launcher, config.launcher_options, device, not config.untimed)
+        try:
+            self.max_processes = _max_processes(self.launcher, config.workers, not config.untimed)
+            self.limit = StepLimit(config.step_limit)
+        except BaseException:
+            self.close()
+            raise
         self.results: dict[int, list[CellResult]] = {}
         self.lost: dict[int, str] = {}
         self.first_failure = False
         self.environments: list[dict[str, Any]] = []
 
-    def run(self, limit: int) -> None:
+    def close(self) -> None:
+        self.launcher.close()
+
+    def measure(self) -> Iterator[Outcome]:
+        """Measure the groups and collect the results in the directory of the run; yields nothing."""
+        config, recipe = self.plan.config, self.plan.config.recipe
+        processes = f"one process each ({config.launcher}, {self.max_processes} at once)"
+        self.log(f"{recipe.name}: {len(self.groups)} groups, {processes}")
+        for skipped in self.plan.expansion.skipped:
+            self.log(f"skipped: {skipped}")
+        with self.directory.locked():
+            self.directory.write_json("recipe.json", recipe.model_dump(mode="json"))
+            plugins.notify("crossdraft_run_started", run=self.plan.about)
+            self._run()
+        yield from ()
+
+    def _run(self) -> None:
         waiting, running = deque(range(len(self.groups))), dict[int, Worker]()
         try:
             while waiting or running:
-                while waiting and len(running) < limit:
+                while waiting and len(running) < self.max_processes:
                     k = waiting.popleft()
                     running[k] = self.launcher.start(self._work(k))
-                ended = {k: status for k, worker in running.items() if (status := worker.poll()) is not None}
+                ended = self._ended(running)
                 for k, status in ended.items():
-                    del running[k]
                     self._collect(k, status)
                 if self.first_failure:
                     self.outcome.stopped = "a cell failed; the run was stopped (--fail-fast)"
@@ -127,6 +124,13 @@ class _Launch:
         finally:
             self._end(running)
         self._write(cut_short=self.outcome.interrupted or bool(self.outcome.stopped))
+
+    def _ended(self, running: dict[int, Worker]) -> dict[int, str]:
+        """Remove the processes that have ended; return their exit statuses."""
+        ended = {k: status for k, worker in running.items() if (status := worker.poll()) is not None}
+        for k in ended:
+            del running[k]
+        return ended
 
     def _shard(self, k: int) -> Shard:
         return Shard(k + 1, len(self.groups))
@@ -148,7 +152,7 @@ class _Launch:
         group, source = self.groups[k].cells, RunDirectory(self._shard(k).directory(self.directory.path))
         head = source.read_json(FILE)
         finished = group[0].group in head.get("finished", ())
-        if not finished and self.fail_fast and (failed := head.get("failed")):
+        if not finished and self.plan.config.fail_fast and (failed := head.get("failed")):
             self.results[k] = [
                 CellResult(result, error=failed[result.hash]) for result in group if result.hash in failed
             ]
@@ -200,10 +204,7 @@ class _Launch:
             for worker in running.values():
                 worker.stop()
             while running:
-                for k, status in {
-                    k: status for k, worker in running.items() if (status := worker.poll()) is not None
-                }.items():
-                    del running[k]
+                for k, status in self._ended(running).items():
                     if self._shard(k).directory(self.directory.path).is_dir():
                         self._collect_silently(k, status)
                 time.sleep(POLL_INTERVAL / 4)

@@ -54,7 +54,7 @@ class Expansion:
     skipped: list[str] = field(default_factory=list)
 
     def groups(self) -> list[list[CellConfig]]:
-        """Cells by group, see `bench.group`."""
+        """Cells by group, see `bench.group_runner`."""
         groups: dict[str, list[CellConfig]] = {}
         for cell in self.cells:
             groups.setdefault(cell.group, []).append(cell)

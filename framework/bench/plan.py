@@ -24,7 +24,7 @@ from .provenance import changes, provenance
 
 @dataclass
 class PlannedGroup:
-    """A group of a run, see `bench.group`.
+    """A group of a run, see `bench.group_runner`.
 
     Attributes:
         cells: configs of the cells, the baseline first.
@@ -178,7 +178,7 @@ def _content(prompt: Prompt) -> dict[str, Any]:
     return content if prompt.constraint is None else {**content, "constraint": prompt.constraint.key}
 
 
-def plan(config: RunConfig) -> Plan:
+def make_plan(config: RunConfig) -> Plan:
     """Expand the recipe of a run and load its prompts; `Plan.look_up` adds the results on disk.
 
     Raises:

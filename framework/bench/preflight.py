@@ -1,15 +1,18 @@
 """Checks before a run: models, tokenizers, vocabularies, context lengths, draft heads.
 
-Every drafter of the recipe is built once per target, with one slot, and discarded; models it loads are kept.
+The first group is not checked here, but when it is opened: its drafters are built once. Every other drafter of another
+target is built with one slot and discarded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from .. import plugins
 from ..api.build import TargetContext, make_slots
+from ..api.cell_runner import Conversation
 from ..errors import ModelError, UsageError
 from ..models.chat import encode_text
 from ..models.placement import first_device
@@ -19,11 +22,22 @@ from ..recipe.recipe import CellConfig, Recipe
 from ..recipe.yaml_errors import KeyPath
 from ..runs.interrupts import user_interrupted
 from .cells.cell_runner import Models, drafter_of, lengths
-from .cells.conversations import Conversation, prepare
+from .cells.conversations import prepare
 
 
-def preflight(recipe: Recipe, cells: Sequence[CellConfig], prompts: Sequence[Prompt], models: Models) -> list[str]:
-    """Load the models of the cells and build each drafter once. Returns notes about the prompts.
+@contextmanager
+def placed(recipe: Recipe, place: KeyPath) -> Iterator[None]:
+    """Add the place in the recipe to a UsageError or ModelError."""
+    try:
+        yield
+    except (UsageError, ModelError) as error:
+        raise recipe.places.error(place, str(error), type(error)) from error
+
+
+def preflight(
+    recipe: Recipe, groups: Sequence[Sequence[CellConfig]], prompts: Sequence[Prompt], models: Models
+) -> list[str]:
+    """Check devices and engines of all groups, and load what groups after the first need. Returns notes for readers.
 
     Other errors than the following are raised again by the cells themselves: an error of a plug-in fails its cells
     only.
@@ -32,51 +46,52 @@ def preflight(recipe: Recipe, cells: Sequence[CellConfig], prompts: Sequence[Pro
         UsageError, ModelError: a model cannot be loaded, or a drafter does not fit its target; with the place in the
             recipe.
     """
-    built: set[tuple[str, ...]] = set()
-    notes: list[str] = []
-    prepared: dict[tuple[str, int], list[Conversation]] = {}
-    try:
-        if served := [cell for cell in cells if cell.engine is not None]:
-            plugins.get("cell_runners", "engine").check_cells(served)
-    except UsageError as error:
-        raise recipe.places.error(
-            ("matrix", "engine") if "engine" in recipe.matrix else ("engine",), str(error)
-        ) from None
+    cells = [cell for group in groups for cell in group]
     for cell in cells:
-        try:
+        with placed(recipe, ("device",)):
             first_device(cell.device)
-        except UsageError as error:
-            raise recipe.places.error(("device",), str(error)) from None
-        try:
-            if cell.engine is not None:
-                remarks = plugins.get("cell_runners", "engine").remarks(cell)
-                notes += [note for r in remarks if (note := f"{cell.engine.title}: {r}") not in notes]
-            target = models.target(cell)
-            prompts_key = (cell.target, cell.max_new_tokens)
-            if prompts_key not in prepared:
-                prepared[prompts_key] = prepare(prompts, target, cell.max_new_tokens)
-                notes += [note for note in _notes(prompts, target.tokenizer) if note not in notes]
-        except (UsageError, ModelError) as error:
-            raise recipe.places.error(("target",), str(error), type(error)) from error
-        key = (cell.target, cell.dtype, str(cell.max_new_tokens), cell.drafter.name, str(cell.drafter.config))
-        if key in built or cell.is_baseline or cell.engine is not None:
+    notes = _check_engines(recipe, [cell for cell in cells if cell.engine is not None])
+    built = {_drafter_key(cell) for group in groups[:1] for cell in group}
+    prepared: dict[str, list[Conversation]] = {}
+    for cell in cells:
+        if _drafter_key(cell) in built:
             continue
-        built.add(key)
-        sequence, slot = lengths(prepared[prompts_key], [cell], target.context_length)
+        built.add(_drafter_key(cell))
+        with placed(recipe, ("target",)):
+            target, key = models.target(cell), _target_key(cell)
+            if key not in prepared:
+                prepared[key] = prepare(prompts, target, cell.max_new_tokens)
+                notes += notes_on(prompts, target.tokenizer)
+        if cell.is_baseline or cell.engine is not None:
+            continue
+        sequence, slot = lengths(prepared[key], [cell], target.context_length)
         try:
-            lm = make_slots(target, 1, slot)
-            context = TargetContext.of(target, lm, cell.sampling, slot=slot, sequence=sequence, load=models.drafter)
-            drafter, config = drafter_of(cell)
-            drafter(config, context)
-        except (UsageError, ModelError) as error:
-            raise recipe.places.error(_place(recipe, cell), str(error), type(error)) from error
+            with placed(recipe, place_of(recipe, cell)):
+                lm = make_slots(target, 1, slot)
+                load = {"slot": slot, "sequence": sequence, "load": models.drafter}
+                drafter, config = drafter_of(cell)
+                drafter(config, TargetContext.of(target, lm, cell.sampling, **load))
+        except (UsageError, ModelError):
+            raise
         except BaseException as error:  # reported when the cell runs
             if isinstance(error, KeyboardInterrupt) and user_interrupted():
                 raise
-    return notes
+    return list(dict.fromkeys(notes))
 
 
-def _notes(prompts: Sequence[Prompt], tokenizer: Any) -> list[str]:
+def _check_engines(recipe: Recipe, cells: Sequence[CellConfig]) -> list[str]:
+    """Check cells that an engine decodes; return remarks on what it does differently."""
+    if not cells:
+        return []
+    runner = plugins.get("cell_runners", "engine")
+    with placed(recipe, ("matrix", "engine") if "engine" in recipe.matrix else ("engine",)):
+        runner.check_cells(cells)
+    with placed(recipe, ("target",)):
+        return [f"{cell.engine.title}: {text}" for cell in cells if cell.engine for text in runner.remarks(cell)]
+
+
+def notes_on(prompts: Sequence[Prompt], tokenizer: Any) -> list[str]:
+    """Notes for readers about the prompts."""
     if not hasattr(tokenizer, "__len__"):  # tokenizer of another backend: unknown vocabulary size
         return []
     first = [encode_text(tokenizer, prompt.turns[0], special=False) for prompt in prompts[:MAX_PROMPTS]]
@@ -84,9 +99,19 @@ def _notes(prompts: Sequence[Prompt], tokenizer: Any) -> list[str]:
     return [note] if note else []
 
 
-def _place(recipe: Recipe, cell: CellConfig) -> KeyPath:
-    """Place in the recipe of a cell's drafter, or of its model."""
+def place_of(recipe: Recipe, cell: CellConfig) -> KeyPath:
+    """Place in the recipe of a cell's drafter, or of its model; of the baseline that of the target."""
+    if cell.is_baseline:
+        return ("target",)
     named = [i for i, s in enumerate(recipe.drafters) if s.name == cell.drafter.name]
     model = cell.drafter.config.get("model")
     index = next((i for i in named if recipe.drafters[i].config.get("model") == model), named[0])
     return ("drafters", index, "model") if "model" in recipe.drafters[index].config else ("drafters", index)
+
+
+def _target_key(cell: CellConfig) -> str:
+    return str((cell.target, cell.dtype, cell.attn_implementation, cell.max_new_tokens, cell.engine))
+
+
+def _drafter_key(cell: CellConfig) -> str:
+    return f"{_target_key(cell)} {cell.drafter.name} {cell.drafter.config}"

@@ -1,96 +1,153 @@
-"""Progress of the cells under measurement, counted in prompts finished by a cell, and its pace."""
+"""Progress of a run: messages, a bar on a terminal, otherwise a line a minute, and estimates of the remaining time.
+
+Progress is counted in prompts finished by a cell. It is printed after each piece of prompts; only the first estimate of
+a slow run comes earlier, from a thread that reads the timings of the steps so far.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 import time
-from collections.abc import Callable
-from statistics import median_low
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from threading import Event, Lock, Thread
+from typing import Any
 
+from tqdm import tqdm
+
+from ..api.cell_runner import CellRunner
+from ..recipe.recipe import CellConfig
+from ..runs.labels import counted, duration, verifier_title
+from ..runs.records import CellResult
 from .budget import Budget
-from .events import (
-    CellStarted,
-    Event,
-    GroupsFinished,
-    PromptsFinished,
-    PromptsSkipped,
-    StepFinished,
-    WarmUpStarted,
-)
+from .plan import PlannedGroup
 
 #: Factor of the exponential moving average of the pace, applied whenever a cell finishes prompts.
 DECAY = 0.97
-#: Steps of warm-ups before their pace counts: the first ones compile and allocate.
-LEAST_STEPS = 3
+#: Seconds between two lines without a bar.
+LINE = 60.0
+#: Seconds after which the first estimate is printed even if no piece of prompts is finished.
+FIRST = 30.0
+#: Factor by which the pace must change for a new estimate.
+CHANGED = 1.5
+_BAR = "{percentage:3.0f} %|{bar}| {n_fmt}/{total_fmt} prompts{postfix}"
 
 
 class Progress:
-    """Number of finished prompts and seconds per turn.
+    """Number of finished prompts, seconds per turn, and their display: ``with Progress(...) as progress``.
 
     Args:
         cells: number of cells to measure.
         prompts: number of prompts of each cell.
-        turns: number of turns of each cell; by default one per prompt.
+        turns: number of turns of each cell.
+        message: receives the lines.
+        bar: show a bar on stderr if it is a terminal.
         clock: returns seconds; for tests.
+        budget: time budget of the run, or None.
 
     Attributes:
-        total: number of prompts over all cells.
-        done: number of finished prompts over all cells.
-        measured: True if a cell has finished prompts.
-        budget: time budget of the run, or None.
+        total, done: number of prompts over all cells, and of finished ones.
     """
 
     def __init__(
         self,
         cells: int,
         prompts: int,
-        turns: int | None = None,
+        turns: int,
+        message: Callable[[str], None],
+        *,
+        bar: bool = False,
         clock: Callable[[], float] = time.monotonic,
         budget: Budget | None = None,
     ):
-        self.total, self.done, self.measured = cells * prompts, 0, False
-        self._cells, self._prompts, self._clock, self.budget = cells, prompts, clock, budget
-        self._turns_per_prompt = (prompts if turns is None else turns) / max(prompts, 1)
+        self.total, self.done, self.budget = cells * prompts, 0, budget
+        self._cells, self._prompts, self._message, self._clock = cells, prompts, message, clock
+        self._turns_per_prompt = turns / max(prompts, 1)
         self._finished = 0  # prompts of finished groups
         self._turns = self._seconds = 0.0  # moving averages of turns and their seconds
-        self._started: float | None = None  # start of the current cell
-        self._partial_turns = 0.0  # turns of the current cell so far
-        self._in_warm_up = False
-        self._warm_paces: list[float] = []  # seconds per turn of each step of a warm-up
+        self._runner: CellRunner | None = None
+        self._started = self._last_line = clock()
+        self._current = ""  # title of the current cell
+        self._last_pace: float | None = None  # pace of the last estimate
+        self._last_estimate = 0.0  # time of the last estimate
+        self._lock, self._ended = Lock(), Event()
+        # None: tqdm disables the bar unless stderr is a terminal.
+        off, total, (columns, rows) = None if bar else True, self.total, _screen()
+        self._bar = tqdm(total=total, miniters=1, leave=False, disable=off, ncols=columns, nrows=rows, bar_format=_BAR)
 
-    def __call__(self, event: Event) -> None:
-        match event:
-            case WarmUpStarted() | CellStarted():
-                self._started, self._partial_turns = self._clock(), 0.0
-                self._in_warm_up = isinstance(event, WarmUpStarted)
-            case StepFinished(turns):
-                self._partial_turns += turns
-                if self._in_warm_up and self._started is not None:
-                    now = self._clock()
-                    if turns:
-                        self._warm_paces.append((now - self._started) / turns)
-                    self._started = now
-            case PromptsFinished(prompts, turns):
-                now = self._clock()
-                self.done += prompts
-                self._turns = DECAY * self._turns + turns
-                self._seconds = DECAY * self._seconds + now - (now if self._started is None else self._started)
-                self._started, self._partial_turns, self.measured = None, 0.0, True
-            case PromptsSkipped(prompts):
-                self.done += prompts
-            case GroupsFinished(results=results):  # the prompts of failed cells count as finished
-                self._finished += sum(r.prompts if r.planned else self._prompts for r in results if not r.reused)
-                self.done = self._finished
-            case _:
-                pass
+    def __enter__(self) -> Progress:
+        Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._bar.close()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(FIRST) and not self.estimate_early():
+            pass
+
+    # -- what happens ---------------------------------------------------------------------------------------
+
+    def message(self, line: str) -> None:
+        """Print a line above the bar."""
+        with hidden_bar():
+            self._message(line)
+
+    def start_group(self, group: PlannedGroup) -> None:
+        action = f"{'reusing' if group.stored else 'running'} {counted(len(group.cells), 'cell')}"
+        self.message(f"{group.title}: {action}{f', {group.reason}' if group.reason else ''}")
+
+    def start_cell(self, config: CellConfig, runner: CellRunner) -> None:
+        """Start the warm-up or a piece of a cell."""
+        pair = "plain decoding" if config.is_baseline else f"{config.drafter.title} × {verifier_title(config)}"
+        self._runner, self._started = runner, self._clock()
+        self._current = f"{pair}, batch size {config.batch_size}"
+        self._show()
+
+    def finish_cell(self, prompts: int, turns: int) -> None:
+        """Count the prompts of a piece that a cell has finished."""
+        self.done += prompts
+        self._turns = DECAY * self._turns + turns
+        self._seconds = DECAY * self._seconds + self._clock() - self._started
+        self._show()
+        if self._bar.disable and self._clock() - self._last_line >= LINE:
+            self._line(f"{100 * self.share:.0f} %: {self._current}; {self._left()}")
+
+    def finish_piece(self) -> None:
+        """Print the first estimate, or a new one if the pace has changed."""
+        pace = self.pace
+        if pace is None or not self._turns:
+            return
+        with self._lock:
+            if self._last_pace is None:
+                self._estimate(pace, "estimated from the first piece of prompts")
+            elif self._clock() - self._last_estimate >= LINE and not 1 / CHANGED <= pace / self._last_pace <= CHANGED:
+                faster = pace < self._last_pace
+                factor = self._last_pace / pace if faster else pace / self._last_pace
+                reason = f"steps are {factor:.1f} times as {'fast' if faster else 'slow'} as at the last estimate"
+                self._estimate(pace, reason)
+
+    def skip(self, prompts: int) -> None:
+        """Count prompts, over all cells, whose pieces were read from disk."""
+        self.done += prompts
+        self._show()
+
+    def finish_groups(self, results: Sequence[CellResult]) -> None:
+        """Count the prompts of groups; those of failed cells count as finished."""
+        self._finished += sum(r.prompts if r.planned else self._prompts for r in results if not r.reused)
+        self.done = self._finished
+        self._show()
+
+    # -- numbers ----------------------------------------------------------------------------------------------
 
     @property
     def pace(self) -> float | None:
         """Seconds per turn of a cell: recent average, or from the steps so far; None before the first of them."""
         if self._turns:
             return self._seconds / self._turns
-        if self._started is not None and not self._in_warm_up and self._partial_turns:
-            return (self._clock() - self._started) / self._partial_turns
-        return median_low(self._warm_paces) if len(self._warm_paces) >= LEAST_STEPS else None
+        return self._runner.pace if self._runner is not None else None
 
     @property
     def left(self) -> float | None:
@@ -107,6 +164,49 @@ class Progress:
         """Finished share, from 0 to 1."""
         return min(self.done / self.total, 1.0) if self.total else 1.0
 
-    def budget_warning(self, pace: float) -> str:
-        """Warning if the run does not fit its time budget at this pace, or empty."""
-        return self.budget.warning(pace, self._cells) if self.budget else ""
+    # -- display ----------------------------------------------------------------------------------------------
+
+    def estimate_early(self) -> bool:
+        """Print an estimate from the first steps; return False if they have no timings yet."""
+        with self._lock:
+            pace = self.pace
+            if self._last_pace is None and pace is not None and not self._ended.is_set():
+                self._estimate(pace, "estimated from the first steps")
+            return self._last_pace is not None
+
+    def _estimate(self, pace: float, reason: str) -> None:
+        """Print the remaining time, or the warning about the time budget."""
+        if not pace or not self._left():
+            return
+        self._last_pace, self._last_estimate = pace, self._clock()
+        text = self.budget.warning(pace, self._cells) if self.budget else ""
+        self._line(f"{text} ({reason})" if text else f"{self._left()}, {reason}")
+
+    def _left(self) -> str:
+        seconds = self.left
+        return "" if not seconds else f"about {duration(seconds)} left"
+
+    def _line(self, line: str) -> None:
+        self._last_line = self._clock()
+        self.message(line)
+
+    def _show(self) -> None:
+        if self._bar.disable:
+            return
+        self._bar.n = min(self.done, self.total)
+        self._bar.set_postfix_str(", ".join(text for text in (self._left(), self._current) if text), refresh=False)
+        self._bar.refresh()
+
+
+def hidden_bar() -> AbstractContextManager[Any]:
+    """Hide the bar while other output is printed."""
+    return tqdm.external_write_mode()
+
+
+def _screen() -> tuple[int, int]:
+    """Columns and rows of the terminal on stderr; defaults if it does not report them."""
+    try:
+        size = os.get_terminal_size(sys.stderr.fileno())
+    except (OSError, ValueError, AttributeError):
+        return 100, 24
+    return (size.columns or 101) - 1, size.lines or 24

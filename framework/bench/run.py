@@ -1,21 +1,27 @@
-"""Run of a recipe: plan, execute, store.
+"""Run of a recipe, in one direction: plan, measure, store, print.
 
-Groups are measured one by one (see `bench.group`); their events go to the progress, the store and the meter.
+::
+
+    with opened(make_plan(config)) as run:
+        for outcome in run.measure():  # the results so far, whenever a table is due
+            print(outcome)
+    print(run.outcome)
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from .. import plugins
 from ..errors import CrossdraftError, UsageError, printable
-from ..recipe.recipe import CellConfig, Recipe
+from ..recipe.recipe import Recipe
 from ..runs.interrupts import user_interrupted
-from ..runs.labels import counted, verifier_title
+from ..runs.labels import counted
 from ..runs.records import CellResult, Outcome
 from ..runs.state import Reporter
 from ..util.input_files import BROKEN, flaw
@@ -24,26 +30,12 @@ from .budget import Budget, fit_memory
 from .cells.cell_runner import Models
 from .cells.step_limit import StepLimit
 from .config import RunConfig
-from .events import (
-    BlocksFinished,
-    CellFailed,
-    Emit,
-    Event,
-    GroupInterrupted,
-    GroupsFinished,
-    GroupStarted,
-)
-from .group import Group
-from .launch import launch
-from .meter import Meter, hidden_bar
-from .plan import Plan, plan
+from .group_runner import FirstFailure, GroupRunner
+from .launch import Launch
+from .plan import Plan, make_plan
 from .preflight import preflight
-from .progress import Progress
+from .progress import Progress, hidden_bar
 from .store import Store, Unwritable, write_head, writing
-
-
-class FirstFailure(CrossdraftError):
-    """A failed cell that ends the run (``fail_fast``)."""
 
 
 def run(recipe: Recipe, out: Path | str = "runs", **options: Any) -> Outcome:
@@ -60,10 +52,44 @@ def run(recipe: Recipe, out: Path | str = "runs", **options: Any) -> Outcome:
             measured. Cells that fail while they are measured do not raise, see `Outcome.failed`.
         CrossdraftError: a launcher measured no group; contains the errors of its processes.
     """
-    config = RunConfig(recipe, Path(out), **options)
-    planned = plan(config)
+    with opened(make_plan(RunConfig(recipe, Path(out), **options))) as started:
+        for _ in started.measure():
+            pass
+    return started.outcome
+
+
+@contextmanager
+def opened(plan: Plan) -> Iterator[LocalRun | Launch]:
+    """Lock the directory of a run and find the results on disk; a launcher's run leaves that to its processes.
+
+    Raises:
+        UsageError: an option is invalid, or another process writes to the directory.
+        CrossdraftError: a launcher measured no group; contains the errors of its processes.
+    """
+    config = plan.config
     _check_out(config.out)
-    return (launch if config.launcher else execute)(planned)
+    outcome = Outcome(config.recipe, plan.directory.path, skipped=plan.expansion.skipped, notes=plan.notes)
+    if config.launcher:
+        launch = Launch(plan, outcome)
+        try:
+            with writing(outcome):
+                yield launch
+        finally:
+            launch.close()
+        if not outcome.results and not outcome.interrupted:
+            raise CrossdraftError(outcome.stopped)
+        return
+    limit, shard = StepLimit(config.step_limit), config.shard
+    part = f" (shard {shard} of {counted(len(plan.expansion.groups()), 'group')})" if shard else ""
+    cells, groups = counted(len(plan.cells), "cell"), counted(len(plan.groups), "group")
+    config.message(f"{config.recipe.name}: {cells} in {groups}{part}, {counted(len(plan.prompts), 'prompt')} each")
+    for skipped in plan.expansion.skipped:
+        config.message(f"skipped: {skipped}")
+    with writing(outcome), plan.directory.locked(), Reporter(plan.directory, len(plan.cells)) as state:
+        write_head(plan, outcome)
+        plugins.notify("crossdraft_run_started", run=plan.about)
+        plan.look_up()
+        yield LocalRun(plan, outcome, state, limit)
 
 
 def _check_out(out: Path) -> None:
@@ -78,169 +104,151 @@ def _check_out(out: Path) -> None:
     check_writable(out, about)
 
 
-def execute(plan: Plan) -> Outcome:
-    """Measure the groups of a plan that are not on disk.
+class LocalRun:
+    """A run in this process: in one go group by group, or block by block within a time budget.
 
-    Raises:
-        UsageError: something that the recipe names is invalid; raised before anything is measured.
+    Attributes:
+        outcome: its results; complete after `measure`.
+        new: cells to measure with the loop of this process.
+        limit: time limit of a step.
     """
-    config, recipe = plan.config, plan.config.recipe
-    models, limit = Models(config.trust_remote_code), StepLimit(config.step_limit)
-    _announce(plan)
-    outcome = Outcome(recipe, plan.directory.path, skipped=plan.expansion.skipped, notes=plan.notes)
-    with writing(outcome), plan.directory.locked(), Reporter(plan.directory, len(plan.cells)) as state:
-        write_head(plan, outcome)
-        plugins.notify("crossdraft_run_started", run=plan.about)
-        plan.look_up()
-        new = plan.new
-        if config.certify is not None:
-            config.certify([cell for cell in new if cell.engine is None], limit)
-        for note in preflight(recipe, new, plan.prompts, models):
-            outcome.notes.append(note)
-            config.message(f"note: {note}")
-        progress = _progress(plan, new)
-        store = Store(plan, outcome, state, progress)
-        with Meter(progress, config.message, config.progress, config.clock, config.debug) as meter:
+
+    def __init__(self, plan: Plan, outcome: Outcome, state: Reporter, limit: StepLimit):
+        self.plan, self.outcome, self.limit, self._state = plan, outcome, limit, state
+        self.new = [cell for cell in plan.new if cell.engine is None]
+
+    def measure(self) -> Iterator[Outcome]:
+        """Measure the cells; yield the results so far when a table is due. Closed early, the run is interrupted.
+
+        Raises:
+            UsageError, ModelError: something that the recipe names is invalid; raised before anything is measured.
+        """
+        plan, config, prompts = self.plan, self.plan.config, self.plan.prompts
+        models, turns = Models(config.trust_remote_code), sum(len(prompt.turns) for prompt in prompts)
+        groups = [group.cells for group in plan.groups if group.stored is None]
+        self._note(preflight(config.recipe, groups, prompts, models))
+        budget, recipe = None, config.recipe
+        if recipe.time is not None:
+            budget = Budget(recipe.time, prompts, plan.blocks, recipe.max_new_tokens, config.clock)
+        options: dict[str, Any] = {"bar": config.progress, "clock": config.clock, "budget": budget}
+        with Progress(len(plan.new), len(prompts), turns, config.message, **options) as progress:
+            store = Store(plan, self.outcome, self._state)
             try:
-                _Execution(plan, models, limit, outcome, progress, (progress, store, meter)).run()
+                yield from self._groups(store, progress, models, budget)
             except KeyboardInterrupt:  # finished results are kept and shown
                 if not user_interrupted():
                     raise
-                outcome.interrupted = True
+                self.outcome.interrupted = True
+            except GeneratorExit:
+                self.outcome.interrupted = True
             except (Unwritable, FirstFailure) as error:
-                outcome.stopped = str(error)
-        store.close()
-    return outcome
+                self.outcome.stopped = str(error)
+        store.close(progress.share)
 
+    def _note(self, notes: Sequence[str]) -> None:
+        for note in notes:
+            if note not in self.outcome.notes:
+                self.outcome.notes.append(note)
+                self.plan.config.message(f"note: {note}")
 
-def _announce(plan: Plan) -> None:
-    message, shard = plan.config.message, plan.config.shard
-    counts = [counted(len(plan.cells), "cell"), counted(len(plan.groups), "group")]
-    part = f" (shard {shard} of {counted(len(plan.expansion.groups()), 'group')})" if shard else ""
-    message(f"{plan.config.recipe.name}: {' in '.join(counts)}{part}, {counted(len(plan.prompts), 'prompt')} each")
-    for skipped in plan.expansion.skipped:
-        message(f"skipped: {skipped}")
-
-
-def _progress(plan: Plan, new: Sequence[CellConfig]) -> Progress:
-    """Create the progress, with the time budget if the recipe has one."""
-    recipe, prompts, clock, budget = plan.config.recipe, plan.prompts, plan.config.clock, None
-    if recipe.time is not None:
-        budget = Budget(recipe.time, prompts, plan.blocks, recipe.max_new_tokens, clock)
-    return Progress(len(new), len(prompts), sum(len(prompt.turns) for prompt in prompts), clock, budget)
-
-
-class _Execution:
-    """Measurement of the groups, in one go each, or block by block within a time budget."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        models: Models,
-        limit: StepLimit,
-        outcome: Outcome,
-        progress: Progress,
-        consumers: Sequence[Callable[[Event], None]],
-    ):
-        self.plan, self.models, self.limit, self.outcome, self.progress = plan, models, limit, outcome, progress
-        self.consumers = consumers
-
-    def emit(self, event: Event) -> None:
-        for consumer in self.consumers:
-            consumer(event)
-        if isinstance(event, CellFailed) and self.plan.config.fail_fast:
-            config = event.result.config
-            pair = f"{config.drafter.title} × {verifier_title(config)}"
-            raise FirstFailure(f"{pair} failed; the run was stopped (--fail-fast)")
-
-    def run(self) -> None:
-        groups: list[Group] = []
+    def _groups(self, store: Store, progress: Progress, models: Models, budget: Budget | None) -> Iterator[Outcome]:
+        waiting: list[GroupRunner] = []
+        strict = True  # the first group: preflight has checked the others
         for planned in self.plan.groups:
-            self.emit(GroupStarted(planned))
+            progress.start_group(planned)
+            if planned.discard:
+                store.directory.drop_group(planned.key)
             if planned.stored is not None:
-                self.emit(GroupsFinished([planned.key], planned.stored))
+                store.finish_groups([planned.key], planned.stored, progress.share)
                 continue
-            group = Group(planned, self.plan, self.models, self.limit, self.emit)
-            if self.progress.budget is None:
-                self._measure(group)
+            runner = GroupRunner(planned, self.plan, models, self.limit, store, progress, strict)
+            strict = False
+            if budget is None:
+                self._measure(runner, store, progress)
             else:
-                groups.append(group)
-        if self.progress.budget is not None and groups:
-            self._measure_within(self.progress.budget, groups)
+                waiting.append(runner)
+        if budget is not None and waiting:
+            yield from self._measure_within(budget, waiting, store, progress)
 
-    def _measure(self, group: Group) -> None:
-        complete = False
+    def _measure(self, runner: GroupRunner, store: Store, progress: Progress) -> None:
         try:
-            group.open()
-            group.advance(len(self.plan.blocks))
-            complete = group.complete
+            self._open(runner)
+            self._advance(runner, len(self.plan.blocks), store, progress)
         finally:
-            group.close()
-            group.settle()
-            if not complete:
-                _interrupted(group, f"piece {group.finished} of {group.pieces}", self.emit)
-        self.emit(GroupsFinished([group.planned.key], group.results if complete else []))
+            runner.close()
+            runner.settle()
+            if not runner.complete:
+                _interrupt(runner, f"piece {runner.finished} of {len(runner.pieces)}", store)
+        results = runner.results if runner.complete else []
+        progress.finish_groups(results)
+        store.finish_groups([runner.planned.key], results, progress.share)
 
-    def _measure_within(self, budget: Budget, groups: Sequence[Group]) -> None:
+    def _open(self, runner: GroupRunner) -> None:
+        runner.open()
+        self._note(runner.notes)
+
+    def _advance(self, runner: GroupRunner, blocks: int, store: Store, progress: Progress) -> None:
+        """Measure the pieces of a group until ``blocks`` blocks are finished."""
+        for number in runner.remaining(blocks):
+            store.add(runner.planned.key, number, runner.measure(number), progress.share)
+            progress.finish_piece()
+
+    def _measure_within(
+        self, budget: Budget, runners: Sequence[GroupRunner], store: Store, progress: Progress
+    ) -> Iterator[Outcome]:
         """Measure blocks in all groups while they fit the budget."""
-        blocks, on_partial = len(self.plan.blocks), self.plan.config.on_partial
-        opening = 0.0
-        budget.restart()
+        blocks, clock, opening = len(self.plan.blocks), self.plan.config.clock, 0.0
+        share_memory = fit_memory([runner.planned.cells[0] for runner in runners])
         try:
-            while (until := self._next(budget, groups, opening)) > budget.done:
+            self._open(runners[0])  # models are loaded and checked before the budget starts
+            budget.restart()
+            while True:
+                all_open = all(runner.running or not runner.alive for runner in runners)
+                cells = sum(runner.alive for runner in runners)
+                until = budget.next(cells, progress.pace, opening, all_open)
+                if until <= budget.done:
+                    break
                 if budget.done and budget.table_due(sys.stderr.isatty()):
-                    results = self._settle(budget, groups)
-                    self.emit(BlocksFinished(results))
-                    if on_partial is not None:
-                        with hidden_bar():
-                            on_partial(replace(self.outcome, results=[*self.outcome.results, *results]))
-                opening = self._advance(groups, until)
-                budget.done = min((group.blocks for group in groups if group.alive), default=blocks)
+                    results = self._settle(budget, runners)
+                    store.save(results)
+                    with hidden_bar():
+                        yield replace(self.outcome, results=[*self.outcome.results, *results])
+                opening = 0.0
+                for runner in runners:
+                    for other in runners:
+                        if other is not runner and not share_memory:
+                            other.close()
+                    start = clock()
+                    self._open(runner)
+                    opening += clock() - start
+                    self._advance(runner, until, store, progress)
+                budget.done = min((runner.blocks for runner in runners if runner.alive), default=blocks)
         except BaseException:
             done = budget.done
-            for group in groups:
-                group.settle(done or None)
-                position = f"block {done} of {blocks}" if done else f"piece {group.finished} of {group.pieces}"
-                _interrupted(group, position, self.emit)
+            for runner in runners:
+                runner.settle(done or None)
+                pieces = f"piece {runner.finished} of {len(runner.pieces)}"
+                _interrupt(runner, f"block {done} of {blocks}" if done else pieces, store)
             raise
         finally:
-            for group in groups:
-                group.close()
-        keys = [group.planned.key for group in groups]
-        self.emit(GroupsFinished(keys, self._settle(budget, groups), complete=budget.done == blocks))
+            for runner in runners:
+                runner.close()
+        results = self._settle(budget, runners)
+        progress.finish_groups(results)
+        keys = [runner.planned.key for runner in runners]
+        store.finish_groups(keys, results, progress.share, complete=budget.done == blocks)
 
-    def _next(self, budget: Budget, groups: Sequence[Group], opening: float) -> int:
-        all_open = all(group.is_open or not group.alive for group in groups)
-        return budget.next(sum(group.alive for group in groups), self.progress.pace, opening, all_open)
-
-    def _advance(self, groups: Sequence[Group], blocks: int) -> float:
-        """Measure until ``blocks`` blocks are finished. Returns the seconds that opening the groups took."""
-        clock, opening = self.plan.config.clock, 0.0
-        share_memory = fit_memory([group.configs[0] for group in groups])
-        for group in groups:
-            for other in groups:
-                if other is not group and not share_memory:
-                    other.close()
-            start = clock()
-            group.open()
-            opening += clock() - start
-            group.advance(blocks)
-        return opening
-
-    def _settle(self, budget: Budget, groups: Sequence[Group]) -> list[CellResult]:
+    def _settle(self, budget: Budget, runners: Sequence[GroupRunner]) -> list[CellResult]:
         """Results of the blocks finished by all groups."""
-        for group in groups:
-            group.settle(budget.done)
-        results = [result for group in groups for result in group.results]
+        results = [result for runner in runners for result in runner.settle(budget.done)]
         for result in results:
             cut = result.error is None and budget.done < len(self.plan.blocks)
             result.planned, result.budget = (len(self.plan.prompts), budget.text) if cut else (None, "")
         return results
 
 
-def _interrupted(group: Group, position: str, emit: Emit) -> None:
-    """Report the finished part of a group."""
-    cut_short = group.finished and not group.complete
-    note = f"{group.planned.settings}: cut short after {position}" if cut_short else ""
-    results = [result for result in group.results if result.metrics is not None or result.error is not None]
-    emit(GroupInterrupted(results, note))
+def _interrupt(runner: GroupRunner, position: str, store: Store) -> None:
+    """Add the finished part of a group to the results."""
+    cut_short = runner.finished and not runner.complete
+    note = f"{runner.planned.settings}: cut short after {position}" if cut_short else ""
+    store.interrupt([r for r in runner.results if r.metrics is not None or r.error is not None], note)

@@ -1,8 +1,8 @@
-"""Files and outcome of a run, written as its events arrive."""
+"""Files and outcome of a run, written as its groups are measured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -11,20 +11,10 @@ from ..errors import CrossdraftError, UsageError
 from ..runs.readme import FILE as README
 from ..runs.readme import readme
 from ..runs.records import CellResult, Outcome
+from ..runs.run_directory import PieceResult
 from ..runs.shards import FILE
 from ..runs.state import Reporter
-from .events import (
-    BlocksFinished,
-    Event,
-    GroupHead,
-    GroupInterrupted,
-    GroupsFinished,
-    GroupStarted,
-    PieceFinished,
-    PromptsFinished,
-)
 from .plan import Plan
-from .progress import Progress
 from .provenance import distinct
 
 
@@ -57,55 +47,55 @@ class Store:
     """Writer of the results of a run, to its directory, `Outcome` and ``state.json``.
 
     The directory must be locked. Reused results are stored at once, with the labels of this run.
-
-    Args:
-        progress: receives the events before this writer.
     """
 
-    def __init__(self, plan: Plan, outcome: Outcome, state: Reporter, progress: Progress):
-        self._plan, self._directory, self._outcome = plan, plan.directory, outcome
-        self._state, self._progress = state, progress
+    def __init__(self, plan: Plan, outcome: Outcome, state: Reporter):
+        self.directory = plan.directory
+        self._plan, self._outcome, self._state = plan, outcome, state
         self._finished: list[str] = []  # keys of groups
         self._counts = {"finished": 0, "failed": 0}
         for group in plan.groups:
             if group.stored is not None:
-                self._directory.adopt(group.source or self._directory, group.cells)
+                self.directory.adopt(group.source or self.directory, group.cells)
 
-    def __call__(self, event: Event) -> None:
-        match event:
-            case GroupStarted(group):
-                if group.discard:
-                    self._directory.drop_group(group.key)
-            case GroupHead(key, head, restart):
-                self._try(lambda: (self._directory.begin_group if restart else self._directory.save_head)(key, head))
-            case PieceFinished(key, number, results):
-                self._try(lambda: self._directory.save_piece(key, number, results))
-            case PromptsFinished():
-                self._state.update_progress(self._progress.share)
-            case BlocksFinished(results):
-                for result in results:
-                    self._save(result)
-            case GroupInterrupted(results, note):
-                self._outcome.notes += [note] if note else []
-                self._outcome.results += results
-                with suppress(OSError):  # the run may have ended because the disk is full
-                    self._directory.save_partial(results)
-            case GroupsFinished(keys, results, complete):
-                self._outcome.results += results
-                for result in results:
-                    if not result.reused:
-                        self._save(result)
-                    self._counts["finished" if result.error is None else "failed"] += 1
-                    if result.metrics is not None and not result.reused:
-                        plugins.notify("crossdraft_cell_finished", run=self._plan.about, cell=result.summary())
-                for key in keys if complete else ():
-                    self._directory.drop_group(key)
-                self._finished += keys
-                self._state.update(**self._counts, progress=self._progress.share)
-            case _:
-                pass
+    def save_head(self, key: str, head: dict[str, Any], restart: bool = False) -> None:
+        """Write the conditions of a group's pieces; ``restart`` removes the pieces on disk."""
+        self._try(lambda: (self.directory.begin_group if restart else self.directory.save_head)(key, head))
 
-    def close(self) -> None:
+    def add(self, key: str, number: int, results: Mapping[str, PieceResult], share: float) -> None:
+        """Add piece ``number`` (from 0) of a group, by cell hash; ``share`` is that of the finished run."""
+        self._try(lambda: self.directory.save_piece(key, number, results))
+        self._state.update_progress(share)
+
+    def save(self, results: Sequence[CellResult]) -> None:
+        """Write the results of cells, so far or final."""
+        for result in results:
+            self._try(lambda result=result: self.directory.save(result))
+
+    def interrupt(self, results: Sequence[CellResult], note: str) -> None:
+        """Add the results of a group that ends before its last piece, and a note for readers or an empty text."""
+        self._outcome.notes += [note] if note else []
+        self._outcome.results += results
+        with suppress(OSError):  # the run may have ended because the disk is full
+            self.directory.save_partial(results)
+
+    def finish_groups(
+        self, keys: Sequence[str], results: Sequence[CellResult], share: float, complete: bool = True
+    ) -> None:
+        """Add finished groups; not ``complete`` if a time budget ended them before their last block."""
+        self._outcome.results += results
+        for result in results:
+            if not result.reused:
+                self.save([result])
+            self._counts["finished" if result.error is None else "failed"] += 1
+            if result.metrics is not None and not result.reused:
+                plugins.notify("crossdraft_cell_finished", run=self._plan.about, cell=result.summary())
+        for key in keys if complete else ():
+            self.directory.drop_group(key)
+        self._finished += keys
+        self._state.update(**self._counts, progress=share)
+
+    def close(self, share: float) -> None:
         """Write the files of the end of a run."""
         outcome = self._outcome
         order = {cell.hash: i for i, cell in enumerate(self._plan.cells)}
@@ -113,18 +103,15 @@ class Store:
         cuts = sorted({result.cut for result in outcome.results} - {""})
         outcome.notes += [*cuts, *_notes_on(outcome.results)]
         note = outcome.stopped or "; ".join(cuts)
-        self._state.update(**self._counts, progress=self._progress.share, state=outcome.state, note=note)
+        self._state.update(**self._counts, progress=share, state=outcome.state, note=note)
         self._write_environment()
         _write_shard(self._plan, outcome, self._finished)
-
-    def _save(self, result: CellResult) -> None:
-        self._try(lambda: self._directory.save(result))
 
     def _try(self, write: Callable[[], Any]) -> None:
         try:
             write()
         except OSError as error:
-            raise Unwritable(f"cannot write to {self._directory.path}: {error.strerror or error}") from None
+            raise Unwritable(f"cannot write to {self.directory.path}: {error.strerror or error}") from None
 
     def _write_environment(self) -> None:
         """Write ``environment.json`` unless all results were reused."""
@@ -137,7 +124,7 @@ class Store:
         prompts = {"source": self._plan.config.recipe.prompts.source, "count": len(self._plan.prompts)}
         about = self._plan.environment | {"models": models, "prompts": prompts}
         about["conditions"] = distinct(result.provenance for result in results)
-        self._directory.write_json("environment.json", about)
+        self.directory.write_json("environment.json", about)
 
 
 def _notes_on(results: Sequence[CellResult]) -> list[str]:

@@ -6,7 +6,7 @@ from ..contracts.hookspecs import Register, hookimpl
 HEADINGS = ("Measure", "Prove", "Decide", "Serve", "Extend")
 _COMMANDS = {
     "Measure": {
-        "run": ("run.command", "run a recipe: measure every cell of its matrix and write a report"),
+        "run": ("run.command:RunRecipe", "run a recipe: measure every cell of its matrix and write a report"),
         "report": ("report:ReportCommand", "report finished runs: a page, tables, charts or all numbers"),
         "runs": ("runs:Runs", "list runs and their progress"),
         "compare": ("compare:Compare", "compare two runs pair by pair, and fail if the acceptance length dropped"),

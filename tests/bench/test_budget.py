@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,8 +14,10 @@ from tiny_runs import ONE_GROUP, cells, output
 from crossdraft.framework.bench import budget
 from crossdraft.framework.bench.cells.cell_runner import Cell
 from crossdraft.framework.bench.cells.conversations import blocks_of
+from crossdraft.framework.bench.config import RunConfig
 from crossdraft.framework.bench.matrix import expand, load_recipe
-from crossdraft.framework.bench.run import run
+from crossdraft.framework.bench.plan import make_plan
+from crossdraft.framework.bench.run import opened, run
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.cost.load_run import read_run
 from crossdraft.framework.cost.summary import Summary
@@ -33,9 +36,9 @@ TWO_GROUPS = ["matrix={batch_size: [1, 2]}", *SETTINGS[1:]]
 class Clock:
     """Fake clock that advances only while a cell decodes, by `price` seconds per turn."""
 
-    def __init__(self, monkeypatch: Any, price: float = 1.0, steps: float = 0.0):
+    def __init__(self, monkeypatch: Any, price: float = 1.0):
         self.now, self.price, self.order = 0.0, price, list[tuple[str, list[int]]]()
-        measured, add = Cell.run, Cell.warm_up
+        measured = Cell.run
 
         def run_(cell: Cell, piece: Any) -> Any:
             self.order.append((cell.config.drafter.name, [c.prompt.index for c in piece]))
@@ -43,21 +46,16 @@ class Clock:
             self.now += self.price * sum(len(c.prompt.turns) for c in piece)
             return result
 
-        def warm_up(cell: Cell, length: int) -> None:
-            on_step = cell._on_step
-
-            def slow() -> None:
-                self.now += steps
-                on_step()
-
-            cell._on_step = slow
-            add(cell, length)
-
         monkeypatch.setattr(Cell, "run", run_)
-        monkeypatch.setattr(Cell, "warm_up", warm_up)
 
     def __call__(self) -> float:
         return self.now
+
+
+def run_with_tables(recipe: Any, out: Path, show: Callable[[Outcome], Any], **options: Any) -> tuple[Outcome, list]:
+    """Outcome of a run, and what ``show`` returns for the results whenever a table is due."""
+    with opened(make_plan(RunConfig(recipe, out, **options))) as started:
+        return started.outcome, [show(outcome) for outcome in started.measure()]
 
 
 def prompts_of(outcome: Outcome) -> list[list[str]]:
@@ -71,13 +69,16 @@ def records(directory: Path) -> dict[str, Any]:
 
 def test_as_many_blocks_as_fit(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
     """Two cells, six prompts with eight turns: 16 s, of which 2 s per prompt of one turn and 4 s per prompt of two."""
-    clock, lines, shown = Clock(monkeypatch), list[str](), list[list[list[str]]]()
+    clock, lines = Clock(monkeypatch), list[str]()
     request = load_recipe(recipe, [*SETTINGS, "time=9s"])
 
-    def so_far(now: Outcome) -> None:
-        shown.append(prompts_of(now))
+    def show(now: Outcome) -> tuple[list[list[str]], str]:
+        return prompts_of(now), brief(Summary.of(now, []))
 
-    outcome = run(request, tmp_path / "runs", log=lines.append, on_partial=so_far, clock=clock)
+    outcome, tables = run_with_tables(request, tmp_path / "runs", show, log=lines.append, clock=clock)
+    shown, text = [prompts for prompts, _ in tables], tables[0][1]
+    assert text.startswith("so far, 1 of 6 prompts:\n\ntemperature 1, batch size 1")
+    assert "prompt-lookup" in text and "BE:" not in text
     assert outcome.exit_code == 0 and outcome.state == "finished" and 5 < clock.now <= 9
     own, other = prompts_of(outcome)
     n = len(own)
@@ -129,13 +130,9 @@ def test_run_ended_by_its_budget_is_finished_and_resumable(recipe: str, tmp_path
 def test_groups_have_same_prompts(recipe: str, tmp_path: Path, monkeypatch: Any, max_open: int) -> None:
     """Batch sizes 1 and 2, also if a group is closed while the other is measured."""
     monkeypatch.setattr(budget, "MAX_OPEN_SLOTS", max_open)
-    clock, shown = Clock(monkeypatch), list[list[list[str]]]()
     request = load_recipe(recipe, [*TWO_GROUPS, "time=26s"])
-
-    def so_far(now: Outcome) -> None:
-        shown.append(prompts_of(now))
-
-    outcome = run(request, tmp_path / "runs", log=None, clock=clock, on_partial=so_far)
+    clock = Clock(monkeypatch)
+    outcome, shown = run_with_tables(request, tmp_path / "runs", prompts_of, log=None, clock=clock)
     assert outcome.exit_code == 0 and len(outcome.results) == 4
     for item in (*shown, prompts_of(outcome)):
         first, *others = map(set, item)
@@ -146,13 +143,13 @@ def test_groups_have_same_prompts(recipe: str, tmp_path: Path, monkeypatch: Any,
 
 
 def test_first_block_is_measured_and_announced(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
-    """A step takes 8 s: the first estimate is printed within a minute, during the first piece."""
-    clock, lines = Clock(monkeypatch, price=0.0, steps=8.0), list[tuple[float, str]]()
+    """A turn takes 20 s: one block, and a warning after its first piece."""
+    lines: list[str] = []
     request = load_recipe(recipe, [*SETTINGS, "time=30s"])
-    outcome = run(request, tmp_path / "runs", log=lambda line: lines.append((clock.now, line)), clock=clock)
-    assert [len(request) for request in prompts_of(outcome)] == [1, 1] and clock.now > 60
-    (said_at, line), *_ = [(at, line) for at, line in lines if "time budget of 30s" in line]
-    assert said_at < 60 and line.startswith("the first table (1 prompt in each of 2 cells) takes about ")
+    outcome = run(request, tmp_path / "runs", log=lines.append, clock=Clock(monkeypatch, price=20.0))
+    assert [len(request) for request in prompts_of(outcome)] == [1, 1]
+    (line,) = [line for line in lines if "time budget of 30s" in line]
+    assert line.startswith("the first table (1 prompt in each of 2 cells) takes about ")
     assert "fewer drafters" in line and "(--time " in line
 
 
@@ -270,19 +267,3 @@ def test_from_command_line(bench: Any, tmp_path: Path) -> None:
     assert code == 0 and "so far, 1 of 6 prompts:\n\n" in err and "time budget" not in out and "resuming after" in err
     assert "so far" not in out
     assert "reusing 2 cells" in bench(*SETTINGS, flags=["--time", "none"])[2]
-
-
-def test_table_so_far(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
-    shown: list[str] = []
-    request = load_recipe(recipe, [*SETTINGS, "time=9s"])
-
-    def so_far(now: Outcome) -> None:
-        shown.append(brief(Summary.of(now, [])))
-
-    run(request, tmp_path / "runs", log=None, clock=Clock(monkeypatch), on_partial=so_far)
-    text = shown[0]
-    assert (
-        text.startswith("so far, 1 of 6 prompts:\n\ntemperature 1, batch size 1")
-        and "prompt-lookup" in text
-        and "BE:" not in text
-    )

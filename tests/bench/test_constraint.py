@@ -85,7 +85,7 @@ def test_prompts_have_constraints_of_their_own(recipe: str, tmp_path: Path, monk
     assert "the response to '1' was decoded under a constraint" in capsys.readouterr().err
     rows[1]["constraint"] = {"regex": "("}
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    assert main(["run", recipe, *options]) == 1
+    assert main(["run", recipe, *options]) == 2
     assert "prompt 2: the constraint's regex cannot be compiled" in capsys.readouterr().err
 
 

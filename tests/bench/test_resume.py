@@ -13,7 +13,7 @@ import pytest
 from tiny_runs import ONE_GROUP, cells, output
 
 from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
-from crossdraft.framework.bench import group, provenance
+from crossdraft.framework.bench import group_runner, provenance
 from crossdraft.framework.bench.cells.cell_runner import Cell
 from crossdraft.framework.contracts.draft import Draft
 from crossdraft.framework.cost.load_run import read_run
@@ -108,7 +108,8 @@ def test_interrupted_group_resumes_identically(
     (group,) = tmp_path.glob("runs/*/groups/*")
     kept = len(list(group.glob("[0-9]*.json")))
     if kept:
-        assert f"cut short after piece {kept} of 6" in out and "remembering" in out
+        (summary,) = tmp_path.glob("runs/*/summary.md")
+        assert f"cut short after piece {kept} of 6" in summary.read_text(encoding="utf-8") and "remembering" in out
     monkeypatch.setattr(provenance, "mark_of", lambda config: Mark("lossy"))
     code, out, err = bench(*SETTINGS, "drafters=[{name: remembering}, prompt-lookup]")
     assert code == 0 and (f"resuming after piece {kept} of 6" in err) == (kept > 0)
@@ -138,8 +139,8 @@ def test_group_keeps_its_threads_and_records_others(
     bench: Any, tmp_path: Path, undisturbed: dict[str, Any], monkeypatch: Any
 ) -> None:
     """A group resumed with another wait policy records both; a disturbance is reported once."""
-    monkeypatch.setattr(group, "choose_for_group", lambda lm, kept: dict(settings))
-    monkeypatch.setattr(group, "disturbance", lambda waited, seconds, number: f"disturbed, {number} threads")
+    monkeypatch.setattr(group_runner, "choose_for_group", lambda lm, kept: dict(settings))
+    monkeypatch.setattr(group_runner, "disturbance", lambda waited, seconds, number: f"disturbed, {number} threads")
     settings = {"number": 2, "most": 2, "wait_policy": "spin"}
     Remembering.kill_after = 40
     code, _, err = bench(*SETTINGS, "drafters=[{name: remembering}, prompt-lookup]")
@@ -185,8 +186,10 @@ def test_full_disk_keeps_complete_files(bench: Any, tmp_path: Path, monkeypatch:
         save(self, *arguments)
 
     monkeypatch.setattr(RunDirectory, "save_piece", full)
-    code, out, err = bench(*SETTINGS, "drafters=[prompt-lookup]")
-    assert code == 1 and "cut short after piece 3 of 6" in out and "stopped: cannot write to " in out
+    code, _, err = bench(*SETTINGS, "drafters=[prompt-lookup]")
+    (summary,) = tmp_path.glob("runs/*/summary.md")
+    text = summary.read_text(encoding="utf-8")
+    assert code == 1 and "cut short after piece 3 of 6" in text and "stopped: cannot write to " in text
     assert "Traceback" not in err and ": No space left on device" in err.splitlines()[-1]
     monkeypatch.undo()
     assert "resuming after piece 3 of 6" in bench(*SETTINGS, "drafters=[prompt-lookup]")[2]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from html_runs import RECIPE, finished_run, on_disk
 
-from crossdraft.framework.bench.group import compare_group
+from crossdraft.framework.bench.group_runner import compare_group
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.cost.load_run import FinishedRun
 from crossdraft.framework.errors import UsageError

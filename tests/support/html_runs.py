@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from piece_results import made_piece
 
-from crossdraft.framework.bench.group import compare_group
+from crossdraft.framework.bench.group_runner import compare_group
 from crossdraft.framework.bench.matrix import expand
 from crossdraft.framework.cost.load_run import FinishedRun
 from crossdraft.framework.cost.summary import Summary

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median_low
 from typing import Any
 
 from ... import plugins
@@ -29,6 +31,8 @@ from ...recipe.recipe import CellConfig
 from ...runs.run_directory import PieceResult
 from .. import memory
 
+#: Steps before their pace counts: the first ones compile and allocate.
+LEAST_STEPS = 3
 #: Unit, in tokens, of the sequence length in a step's shape.
 CONTEXT_STEP = 256
 
@@ -235,6 +239,14 @@ class Cell(CellRunner):
         return self.decoder.drafter.remembers(self.decoder.drafter.config)
 
     @property
+    def pace(self) -> float | None:
+        ends = [sum(timing.seconds.values()) for timing in self._steps.timings]
+        if len(ends) <= LEAST_STEPS:
+            return None
+        seconds = median_low([after - before for before, after in pairwise(ends)])
+        return seconds * self.config.max_new_tokens / self.config.batch_size
+
+    @property
     def _passes(self) -> int:
         passes = self.decoder.drafter.passes
         if isinstance(passes, bool) or not isinstance(passes, int):
@@ -244,6 +256,7 @@ class Cell(CellRunner):
     def warm_up(self, length: int) -> None:
         """Warm up the decoder; captures CUDA graphs for all widths up to the widest draft and all sequence lengths."""
         self._on_step()
+        self._steps.timings = self.decoder.timings = []
         with recording(CaptureLimits(depth=self.depth, nodes=positions(self.config) - 1)):
             for _ in self.decoder.warm_up(length, self.config.seed):
                 self._on_step()

@@ -1,4 +1,4 @@
-"""Prompts prepared for a target, and their division into blocks and pieces (see `bench.group`)."""
+"""Prompts prepared for a target, and their division into blocks and pieces (see `bench.group_runner`)."""
 
 from __future__ import annotations
 

@@ -2,124 +2,152 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from ... import plugins
+from pydantic import Field
+
+from ...contracts.command import Argument, Command
 from ...errors import UsageError, quoted
-from ..options.trust import add_program_argument, add_trust_argument, strings_in, trusted
+from ..options.trust import ProgramOptions, TrustOptions, strings_in
 from ..standard_streams import print_error, print_stored
 from .certificates import certify_missing
 from .tracking import tracking
 
 if TYPE_CHECKING:
-    from ...recipe.recipe import CellConfig, Recipe
+    from ...bench.config import RunConfig
+    from ...bench.plan import Plan
     from ...runs.records import Outcome
 
+_PARALLEL = "parallel runs"
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", help="a YAML file, or the name of an installed recipe (crossdraft list recipes)")
-    parser.add_argument(
-        "--set",
-        dest="settings",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a key of the recipe (repeatable), e.g. matrix.batch_size=[1,4] or drafters.0.gamma=6",
+
+class RunRecipe(ProgramOptions, TrustOptions, Command):
+    """Options of a run."""
+
+    name: ClassVar[str] = "run"
+
+    recipe: Annotated[str, Argument("recipe", positional=True)] = Field(
+        description="a YAML file, or the name of an installed recipe (crossdraft list recipes)"
     )
-    parser.add_argument("--limit", type=int, metavar="N", help="use the first N prompts; same as --set limit=N")
-    parser.add_argument(
-        "--time",
-        metavar="DURATION",
-        help="time budget, 90s, 5m or 2h: as many blocks of prompts as fit, the same for all pairs (none: no limit)",
+    set_: Annotated[tuple[str, ...], Argument("KEY=VALUE")] = Field(
+        (),
+        description="override a key of the recipe (repeatable), e.g. matrix.batch_size=[1,4] or drafters.0.gamma=6",
     )
-    parser.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="output directory (runs)")
-    parser.add_argument("--fresh", action="store_true", help="measure cells again that are on disk")
-    parser.add_argument("--retry-failed", action="store_true", help="measure groups with failed cells again")
-    parser.add_argument("--fail-fast", action="store_true", help="stop at the first failed cell")
-    parser.add_argument(
-        "--step-limit",
-        type=float,
-        metavar="SECONDS",
-        help="abort a cell if a step takes longer (default: no limit)",
+    limit: Annotated[int | None, Argument("N")] = Field(
+        None, ge=1, description="use the first N prompts; same as --set limit=N"
     )
-    parser.add_argument(
-        "--validate",
-        choices=("sampled", "always", "never"),
-        default="sampled",
-        help="check drafts and verdicts in some steps (sampled), in all (always), or never",
+    time: Annotated[str, Argument("DURATION")] = Field(
+        "",
+        description="time budget, 90s, 5m or 2h: as many blocks of prompts as fit, the same for all pairs (none: no "
+        "limit)",
     )
-    add_trust_argument(parser)
-    add_program_argument(parser)
-    parser.add_argument("--quiet", action="store_true", help="print the table only")
-    parser.add_argument(
-        "--track", action="append", default=[], metavar="NAME", help=f"experiment tracker: {_names('trackers')}"
+    out: Annotated[Path, Argument("DIR")] = Field(Path("runs"), description="output directory (runs)")
+    fresh: bool = Field(False, description="measure cells again that are on disk")
+    retry_failed: bool = Field(False, description="measure groups with failed cells again")
+    fail_fast: bool = Field(False, description="stop at the first failed cell")
+    step_limit: Annotated[float | None, Argument("SECONDS")] = Field(
+        None, gt=0, lt=1e6, description="abort a cell if a step takes longer (default: no limit)"
     )
-    machines = parser.add_argument_group(
-        "parallel runs", "measure the groups of a recipe in several processes (docs/machines.md)"
+    validate_: Literal["sampled", "always", "never"] = Field(
+        "sampled", description="check drafts and verdicts in some steps (sampled), in all (always), or never"
     )
-    machines.add_argument("--shard", metavar="K/N", help="measure only part K of N of the groups")
-    machines.add_argument("--launcher", metavar="NAME", help=f"start a process per group: {_names('launchers')}")
-    machines.add_argument(
-        "--workers", type=int, metavar="N", help="maximum number of processes (default: number of devices)"
+    quiet: bool = Field(False, description="print the table only")
+    track: Annotated[tuple[str, ...], Argument("NAME")] = Field(
+        (), description="experiment tracker (repeatable); see crossdraft list trackers"
     )
-    machines.add_argument(
-        "--launcher-option",
-        dest="launcher_options",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="launcher option (repeatable); see crossdraft list launchers NAME",
+    shard: Annotated[str, Argument("K/N", group=_PARALLEL)] = Field(
+        "", description="measure only part K of N of the groups of the recipe"
     )
-    machines.add_argument(
-        "--untimed",
-        action="store_true",
-        help="do not record times, for a device that is shared with other processes",
+    launcher: Annotated[str, Argument("NAME", group=_PARALLEL)] = Field(
+        "", description="start a process per group; see crossdraft list launchers"
+    )
+    workers: Annotated[int | None, Argument("N", group=_PARALLEL, requires="launcher")] = Field(
+        None, ge=1, description="maximum number of processes (default: number of devices)"
+    )
+    launcher_option: Annotated[tuple[str, ...], Argument("KEY=VALUE", group=_PARALLEL, requires="launcher")] = Field(
+        (), description="launcher option (repeatable); see crossdraft list launchers NAME"
+    )
+    untimed: Annotated[bool, Argument(group=_PARALLEL)] = Field(
+        False, description="do not record times, for a device that is shared with other processes"
     )
 
+    def run(self) -> int:
+        """Return 0; 1 if a cell failed or the disk is full; 130 if interrupted."""
+        config = self._config()
 
-def _names(kind: str) -> str:
-    return ", ".join(sorted(plugins.entries(kind)))
+        from transformers.utils import logging
+
+        from ...bench.plan import make_plan
+        from ...bench.run import opened
+        from ...report.tables import terminal
+        from ...report.write import write_summary
+        from ...runs.interrupts import Interrupts
+
+        logging.disable_progress_bar()  # the run has its own progress bar
+        plan = make_plan(config)
+        self.trusted(_models(plan))
+        with Interrupts(), tracking(self.track) as notify_finished:
+            with opened(plan) as started:
+                certify_missing(started.new, config.message, started.limit)
+                with closing(started.measure()) as tables:
+                    for outcome in tables:
+                        self._print_partial(outcome)
+            summary = write_summary(started.outcome)
+            notify_finished(summary)
+            print_stored(terminal(summary))
+            if summary.failed:
+                print_error(f"crossdraft: {len(summary.failed)} of {len(summary.results)} cells failed")
+            if summary.stopped:
+                print_error(f"crossdraft: error: {summary.stopped}")
+            return summary.exit_code
+
+    def _config(self) -> RunConfig:
+        from ...recipe.recipe import read_recipe
+
+        settings = [*self.set_, *([f"limit={self.limit}"] if self.limit is not None else [])]
+        if self.time:
+            settings.append(f"time={'null' if self.time == 'none' else _duration(self.time)}")
+        recipe = read_recipe(self.recipe, settings)  # before PyTorch is imported, so that errors are reported at once
+
+        from ...bench.config import RunConfig, log_to_stderr
+        from ...runs.shards import Shard
+
+        return RunConfig(
+            recipe,
+            self.out,
+            fresh=self.fresh,
+            retry_failed=self.retry_failed,
+            fail_fast=self.fail_fast,
+            step_limit=self.step_limit,
+            validate=self.validate_,
+            trust_remote_code=self.trust_remote_code,
+            allow_programs=self.allow_program,
+            shard=Shard.parse(self.shard) if self.shard else None,
+            untimed=self.untimed,
+            log=None if self.quiet else log_to_stderr,
+            progress=not self.quiet,
+            debug=self.debug,
+            launcher=self.launcher,
+            launcher_options=dict(map(_launcher_option, self.launcher_option)),
+            workers=self.workers,
+            command=["run", self.recipe, *(part for setting in settings for part in ("--set", setting))],
+        )
+
+    def _print_partial(self, outcome: Outcome) -> None:
+        if self.quiet:
+            return
+        from ...cost.summary import Summary
+        from ...report.tables import brief
+
+        print_error(f"\n{brief(Summary.of(outcome, []))}")
 
 
-def main(args: argparse.Namespace) -> int:
-    """Return 0; 1 if a cell failed or the disk is full; 130 if interrupted. Raises UsageError (exit status 2)."""
-    from ...recipe.recipe import read_recipe
-
-    settings = list(args.settings)
-    if args.limit is not None:
-        settings.append(f"limit={args.limit}")
-    if args.time is not None:
-        settings.append(f"time={'null' if args.time == 'none' else _duration(args.time)}")
-    recipe = read_recipe(args.recipe, settings)  # before PyTorch is imported, so that errors are reported at once
-
-    from transformers.utils import logging
-
-    from ...bench.matrix import expand
-    from ...report.tables import terminal
-    from ...report.write import write_summary
-    from ...runs.interrupts import Interrupts
-
-    logging.disable_progress_bar()  # the run has its own progress bar
-    cells = expand(recipe).cells
-    consent = trusted(args, _models(cells)) if args.trust_remote_code else frozenset()
-    with Interrupts(), tracking(args.track) as notify_finished:
-        outcome = _run(args, recipe, settings, consent)
-        summary = write_summary(outcome)
-        notify_finished(summary)
-        print_stored(terminal(summary))
-        if outcome.failed:
-            print_error(f"crossdraft: {len(outcome.failed)} of {len(outcome.results)} cells failed")
-        if summary.stopped:
-            print_error(f"crossdraft: error: {summary.stopped}")
-        return summary.exit_code
-
-
-def _models(cells: Iterable[CellConfig]) -> Iterator[str]:
-    """All strings in the cells that may be models."""
-    for cell in cells:
+def _models(plan: Plan) -> Iterator[str]:
+    """All strings in the cells of a plan that may be models."""
+    for cell in plan.expansion.cells:
         yield cell.target
         yield from strings_in(cell.drafter.config)
 
@@ -134,47 +162,8 @@ def _duration(text: str) -> str:
     return text
 
 
-def _print_partial(outcome: Outcome) -> None:
-    from ...cost.summary import Summary
-    from ...report.tables import brief
-
-    print_error(f"\n{brief(Summary.of(outcome, []))}")
-
-
-def _run(args: argparse.Namespace, recipe: Recipe, settings: list[str], consent: frozenset[str]) -> Outcome:
-    from ...bench.config import log_to_stderr
-    from ...bench.run import run
-    from ...runs.shards import Shard
-
-    options = {}
-    for text in args.launcher_options:
-        key, equals, value = text.partition("=")
-        if not (key and equals):
-            raise UsageError(f"--launcher-option {quoted(text)} is not KEY=VALUE")
-        options[key] = value
-    return run(
-        recipe,
-        args.out,
-        fresh=args.fresh,
-        retry_failed=args.retry_failed,
-        fail_fast=args.fail_fast,
-        step_limit=args.step_limit,
-        validate=args.validate,
-        trust_remote_code=consent,
-        allow_programs=args.allow_program,
-        shard=Shard.parse(args.shard) if args.shard else None,
-        untimed=args.untimed,
-        log=None if args.quiet else log_to_stderr,
-        progress=not args.quiet,
-        debug=args.debug,
-        certify=lambda cells, limit: certify_missing(cells, _discard if args.quiet else log_to_stderr, limit),
-        on_partial=None if args.quiet else _print_partial,
-        launcher=args.launcher or "",
-        launcher_options=options,
-        workers=args.workers,
-        command=["run", args.recipe, *(part for setting in settings for part in ("--set", setting))],
-    )
-
-
-def _discard(_: str) -> None:
-    """Ignore a message."""
+def _launcher_option(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise UsageError(f"--launcher-option {quoted(text)} is not KEY=VALUE")
+    return key, value

@@ -1,0 +1,430 @@
+"""Measurement of a group: its cells take turns on one target, piece by piece of the prompts.
+
+- A *cell* is one combination of settings, drafter and verifier.
+- A *group* contains the cells that differ only in drafter and verifier, with plain decoding as their baseline.
+- A *piece* is a small part of the prompts (one prompt at batch size 1). All cells of a group decode it back to back, in
+  random order, so that other load on the machine affects all of them. Finished pieces are written to disk at once, so
+  an interrupted group can resume. The steps at the end of a piece, when slots run empty, are its tail (see `Piece`).
+- A *block* consists of pieces and has the same prompts in all groups. A time budget ends a run after a block.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from itertools import accumulate
+from random import Random
+from statistics import median_low
+from typing import Any
+
+from .. import plugins
+from ..api.build import make_slots
+from ..api.cell_runner import CellRunner, Conversation
+from ..contracts.lm import LM
+from ..contracts.models import LoadedModel
+from ..errors import CrossdraftError, ModelError, UsageError, first_line
+from ..lm.cuda_graphs import recorded_nbytes
+from ..metrics.cell_metrics import compare, measure
+from ..metrics.intervals import LEAST_PIECES
+from ..models.cpu.threads import choose_for_group, describe_threads, disturbance, restored, set_threads
+from ..models.placement import input_device
+from ..recipe.recipe import CellConfig
+from ..recipe.yaml_errors import KeyPath
+from ..runs.interrupts import user_interrupted
+from ..runs.labels import is_lossless, verifier_title
+from ..runs.records import CellResult, cells_of
+from ..runs.run_directory import FORMAT, PieceResult
+from . import memory
+from .cells.cell_runner import Cell, Models, lengths, positions
+from .cells.conversations import compile_constraints, cut_pieces, prepare, turns_of
+from .cells.step_limit import StepLimit
+from .greedy_differences import agreement, decide
+from .plan import Plan, PlannedGroup
+from .preflight import notes_on, place_of, placed
+from .progress import Progress
+from .provenance import models_used
+from .store import Store
+
+logger = logging.getLogger(__name__)
+
+#: Maximum length of a warm-up prompt, in tokens.
+MAX_WARM_UP_TOKENS = 512
+
+
+class FirstFailure(CrossdraftError):
+    """A failed cell that ends the run (``fail_fast``)."""
+
+
+@dataclass
+class GroupCell:
+    """A cell of a group under measurement.
+
+    Attributes:
+        result: set by `GroupRunner.settle`, or at once if the cell fails.
+        runner: None while the group is closed, and after a failure.
+        depth: maximum depth of its drafts.
+        pieces: results of the finished pieces.
+    """
+
+    config: CellConfig
+    result: CellResult
+    runner: CellRunner | None = None
+    depth: int = 0
+    pieces: list[PieceResult] = field(default_factory=list)
+
+    def settle(self, count: int) -> None:
+        """Set the result of the first ``count`` pieces."""
+        result, pieces = self.result, self.pieces[:count]
+        result.records = [record for part in pieces for record in part.records]
+        result.responses = [response for part in pieces for response in part.responses]
+        result.pieces = [part.piece for part in pieces]
+        gamma = self.config.drafter.config.get("gamma")  # None: no fixed length
+        min_depth = min(gamma, self.depth) if isinstance(gamma, int) else 0
+        passes = sum(part.passes for part in pieces)
+        metrics = result.metrics = measure(result.records, result.pieces, passes, min_depth, self.depth)
+        metrics.missed_graphs = sum(part.missed_graphs for part in pieces)
+        metrics.peak_memory = max((part.peak_memory for part in pieces if part.peak_memory), default=None)
+        for part in pieces:
+            for name, numbers in part.other_traffic.items():
+                counted, own = metrics.other_traffic.get(name, (0.0, 0.0))
+                metrics.other_traffic[name] = (counted + numbers[0], own + numbers[1])
+
+
+class GroupRunner:
+    """Measurement of a group: builds its target and its decoders once, and decodes its pieces.
+
+    Args:
+        planned: its cells, the baseline first.
+        plan: plan of the run; its directory has the pieces of an interrupted group.
+        store, progress: receive the conditions of the pieces, and messages.
+        strict: raise errors of models and options instead of failing cells.
+
+    Attributes:
+        cells: the cells, with their results.
+        pieces: the pieces of the prompts, once the group was opened.
+        finished: number of finished pieces.
+        notes: notes for readers of the results.
+    """
+
+    def __init__(
+        self,
+        planned: PlannedGroup,
+        plan: Plan,
+        models: Models,
+        limit: StepLimit,
+        store: Store,
+        progress: Progress,
+        strict: bool = False,
+    ):
+        self.planned, self.plan, self.models, self.limit = planned, plan, models, limit
+        self.store, self.progress, self.strict = store, progress, strict
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self.cells = [
+            GroupCell(config, CellResult(config, measured=now, provenance=plan.provenance(config)))
+            for config in planned.cells
+        ]
+        self.pieces: list[Sequence[Conversation]] = []
+        self.finished = 0
+        self.notes: list[str] = []
+        self._target: tuple[LoadedModel, LM] | None = None  # and its slots, unless an engine decodes
+        self._slot = 0
+        self._measured: dict[str, PieceResult] = {}  # results of the last piece
+        self._threads: dict[str, Any] = {}
+        self._head: dict[str, Any] = {}  # conditions of the pieces
+        self._block_ends: list[int] = []  # number of finished pieces at the end of each block
+
+    @property
+    def results(self) -> list[CellResult]:
+        return [cell.result for cell in self.cells]
+
+    @property
+    def running(self) -> list[tuple[GroupCell, CellRunner]]:
+        """Cells that are built and have not failed."""
+        return [(cell, cell.runner) for cell in self.cells if cell.runner is not None]
+
+    @property
+    def alive(self) -> int:
+        """Number of cells that have not failed."""
+        return sum(cell.result.error is None for cell in self.cells)
+
+    @property
+    def complete(self) -> bool:
+        """True if all pieces are finished."""
+        return bool(self.pieces) and self.finished == len(self.pieces)
+
+    @property
+    def blocks(self) -> int:
+        """Number of finished blocks."""
+        return sum(end <= self.finished for end in self._block_ends)
+
+    def open(self) -> None:
+        """Build the cells and read the finished pieces from disk. Cells that fail are removed.
+
+        Raises:
+            UsageError, ModelError: an invalid model or option, with its place in the recipe, if ``strict``.
+            KeyboardInterrupt: the user interrupted the run.
+        """
+        if not self.running and self.alive:
+            with restored():  # the group sets its own number of threads
+                self._open()
+
+    def _open(self) -> None:
+        strict = self.strict and not self.pieces
+        first, recipe = self.cells[0].config, self.plan.config.recipe
+
+        def checked(place: KeyPath) -> AbstractContextManager[None]:
+            return placed(recipe, place) if strict else nullcontext()
+
+        try:
+            with checked(("target",)):
+                target = self.models.target(first)
+                conversations = prepare(self.plan.prompts, target, first.max_new_tokens)
+            sequence, self._slot = lengths(conversations, self.planned.cells, target.context_length)
+            lm = None if first.engine is not None else make_slots(target, first.batch_size, self._slot)
+            self._target = None if lm is None else (target, lm)
+            if lm is not None:
+                conversations = compile_constraints(conversations, target, lm.vocab_size)
+            threads = self.store.directory.group_head(self.planned.key).get("threads")
+            self._threads = choose_for_group(lm, threads[-1] if isinstance(threads, list) and threads else None)
+        except BaseException as error:
+            self._fail(self.cells, error, strict)
+            return
+        if strict:
+            self.notes = notes_on(self.plan.prompts, target.tokenizer)
+        typical = median_low([c.prompt_lens[0] for c in conversations])
+        warm_up = max(1, min(typical, MAX_WARM_UP_TOKENS, sequence - first.max_new_tokens))
+        mask_drafts = any(c.grammar is not None and c.grammar.mask_drafts for c in conversations)
+        for cell in self.cells:
+            if cell.result.error is None:
+
+                def build(config: CellConfig = cell.config) -> CellRunner:
+                    if lm is None:
+                        logs = self.store.directory.path / "servers" / config.hash
+                        runner_class = plugins.get("cell_runners", "engine")
+                        return runner_class(config, target, self._slot, logs, self.limit.restart)
+                    options = self.limit.restart, self.plan.config.validate, mask_drafts
+                    with checked(place_of(recipe, config)):
+                        return Cell(config, target, lm, self.models, sequence, self._slot, *options)
+
+                cell.runner = self._attempt(cell, build, strict and lm is not None)
+        for cell, runner in self.running:
+            cell.depth = runner.depth
+            self.progress.start_cell(cell.config, runner)
+            self._attempt(cell, lambda runner=runner: runner.warm_up(warm_up))
+        if self.pieces:  # opened again
+            self._replay()
+        else:
+            self._cut(conversations)
+
+    def _cut(self, conversations: Sequence[Conversation]) -> None:
+        """Divide the prompts into pieces, and read those of an earlier process."""
+        first, blocks = self.cells[0].config, self.plan.blocks
+        for cell in self.cells:
+            cell.result.provenance["models"] = models_used(cell.runner.models if cell.runner else {})
+        random, min_pieces = Random(first.seed), -(-LEAST_PIECES // len(blocks))
+        cuts = [cut_pieces([conversations[i] for i in block], first.batch_size, random, min_pieces) for block in blocks]
+        self.pieces = [piece for pieces in cuts for piece in pieces]
+        self._block_ends = list(accumulate(map(len, cuts)))
+        if self.running:
+            self._resume()
+            for cell in self.cells:
+                cell.result.provenance["decoding_threads"] = self._head["threads"]
+
+    def remaining(self, blocks: int) -> Iterator[int]:
+        """Numbers of the pieces (from 0) to measure until ``blocks`` blocks are finished.
+
+        A piece counts as finished when the next one is requested.
+        """
+        if not self.running:
+            return
+        with restored():
+            set_threads(self._threads["number"])
+            for number in range(self.finished, self._block_ends[blocks - 1]):
+                yield number
+                for cell in self.cells:
+                    if cell.config.hash in self._measured:
+                        cell.pieces.append(self._measured[cell.config.hash])
+                self.finished = number + 1
+                self._warn_if_disturbed()
+
+    def close(self) -> None:
+        """Free the cells; `open` builds them again."""
+        for cell, runner in self.running:
+            runner.close()
+            cell.runner = None
+        self._target = None
+
+    def settle(self, blocks: int | None = None) -> list[CellResult]:
+        """Set and return the results of the first ``blocks`` blocks, by default of all finished pieces."""
+        pieces = self.finished if blocks is None or not self._block_ends else self._block_ends[blocks - 1]
+        for cell in self.cells:
+            if cell.result.error is None and cell.pieces and pieces:
+                self._attempt(cell, lambda cell=cell: cell.settle(pieces))
+        compare_group(self.results)
+        return self.results
+
+    # -- pieces -------------------------------------------------------------------------------------------
+
+    def measure(self, number: int) -> dict[str, PieceResult]:
+        """Decode piece ``number`` with every cell, in random order. Returns the results by cell hash."""
+        piece, results = self.pieces[number], dict[str, PieceResult]()
+        order = self.running
+        Random(f"{self.planned.key} {number}").shuffle(order)
+        if number == 0:  # the first estimate of the duration uses plain decoding
+            order.sort(key=lambda item: not item[0].config.is_baseline)
+        for cell, runner in order:
+            self.progress.start_cell(cell.config, runner)
+            result = self._attempt(cell, lambda runner=runner: runner.run(piece))
+            self.progress.finish_cell(len(piece), turns_of(piece))
+            if result is not None:
+                result.piece = result.piece.untimed() if self.plan.config.untimed else result.piece
+                results[cell.config.hash] = result
+        self._decide_differences(piece, results)
+        self._measured = results
+        return results
+
+    def _decide_differences(self, piece: Sequence[Conversation], results: Mapping[str, PieceResult]) -> None:
+        """Compare greedy texts with plain decoding, see `greedy_differences`; an error of a model leaves them open."""
+        configs = [cell.config for cell in self.cells if cell.config.hash in results]
+        baseline = next((config for config in configs if config.is_baseline), None)
+        if self._target is None or baseline is None or baseline.sampling.temperature > 0:
+            return
+        lossless = [results[c.hash] for c in configs if not c.is_baseline and is_lossless(c)]
+        try:
+            decide(piece, lossless, results[baseline.hash], *self._target)
+        except (CrossdraftError, RuntimeError) as error:
+            self.progress.message(f"differences from plain decoding stay undecided: {error_message(error)}")
+
+    def _resume(self) -> None:
+        """Read the pieces of an earlier process, or start over if they do not match."""
+        key, message = self.planned.key, self.progress.message
+        conditions = {
+            cell.config.hash: {key: value for key, value in cell.result.provenance.items() if key != "mark"}
+            for cell in self.cells  # without the mark: see `changes`
+        }
+        pieces = [[c.prompt.index for c in piece] for piece in self.pieces]
+        identity = {"format": FORMAT, "cells": conditions, "pieces": pieces}
+        head = self.store.directory.group_head(key)
+        failed: Any = head.get("failed")
+        if not isinstance(failed, dict) or {name: head.get(name) for name in identity} != identity:
+            if head:
+                message("starting over: the pieces on disk were measured under other conditions")
+            self._head = {**identity, "measured": self.results[0].measured, "failed": self._failures()}
+            self._head["threads"] = [{"piece": 1, **self._threads}]
+            self.store.save_head(key, self._head, restart=True)
+            return
+        self._head = head
+        for cell in self.cells:
+            cell.result.measured = str(head.get("measured"))
+            if cell.runner is not None and cell.config.hash in failed:
+                self._fail([cell], CrossdraftError(str(failed[cell.config.hash])))
+        while (results := self.store.directory.load_piece(key, self.finished)) is not None:
+            if any(cell.config.hash not in results for cell, _ in self.running):
+                break
+            for cell, _ in self.running:
+                cell.pieces.append(results[cell.config.hash])
+            self.finished += 1
+        if self.finished:
+            message(f"resuming after piece {self.finished} of {len(self.pieces)}")
+            self.progress.skip(len(self.cells) * sum(map(len, self.pieces[: self.finished])))
+            self._replay()
+        self._record_threads()
+
+    def _record_threads(self) -> None:
+        """Record the threads of the next piece if they differ from those of the previous one."""
+        history = self._head.get("threads") if self.finished else None
+        history = [entry for entry in history if isinstance(entry, dict)] if isinstance(history, list) else []
+        current = {"piece": self.finished + 1, **self._threads}
+        if history and {**history[-1], "piece": current["piece"]} == current:
+            return
+        if history:
+            new, old = describe_threads(current), describe_threads(history[-1])
+            self.progress.message(f"threads from piece {current['piece']}: {new}; before: {old}")
+        self._head["threads"] = [*history, current]
+        self.store.save_head(self.planned.key, self._head)
+
+    def _warn_if_disturbed(self) -> None:
+        """Warn once a run if the threads of the last piece waited for processors used by other programs."""
+        last = [cell.pieces[-1].piece for cell, _ in self.running if cell.pieces]
+        steps = [step for piece in last for rows in piece.steps.values() for step in rows]
+        wait, seconds = sum(step[4] for step in steps) / 1e6, sum(sum(step[:4]) for step in steps) / 1e6
+        warning = disturbance(wait, seconds, self._threads["number"])
+        if warning and not self.plan.disturbed:
+            self.plan.disturbed = True
+            self.progress.message(warning)
+
+    def _replay(self) -> None:
+        """Decode finished pieces again, unmeasured, with the drafters that depend on earlier sequences."""
+        for cell, runner in self.running:
+            for piece in self.pieces[: self.finished] if runner.remembers else ():
+                if cell.runner is not None:
+                    self._attempt(cell, lambda runner=runner, piece=piece: runner.run(piece))
+
+    # -- failures ------------------------------------------------------------------------------------------
+
+    def _attempt(self, cell: GroupCell, action: Callable[[], Any], strict: bool = False) -> Any:
+        """Run an action for a cell and return its result; an error fails this cell only."""
+        try:
+            return action()
+        except BaseException as error:  # includes sys.exit in a plug-in
+            self._fail([cell], error, strict)
+        finally:
+            self.limit.stop()
+
+    def _fail(self, cells: Sequence[GroupCell], error: BaseException, strict: bool = False) -> None:
+        if isinstance(error, KeyboardInterrupt) and user_interrupted():
+            raise error
+        if strict and isinstance(error, UsageError | ModelError):
+            raise error
+        trace = "".join(traceback.format_exception(error))
+        for cell in cells:
+            if cell.runner is not None:
+                cell.runner.close()
+                cell.runner = None
+            result = cell.result
+            result.error, result.traceback, result.metrics = self._reason(error, cell.config), trace, None
+            logger.debug("cell %s failed", cell.config.hash, exc_info=error)
+            pair = f"{cell.config.drafter.title} × {verifier_title(cell.config)}"
+            self.progress.message(f"failed: {pair}: {result.error}")
+            if self.plan.config.debug:
+                self.progress.message(trace.rstrip())
+            if self.plan.config.fail_fast:
+                raise FirstFailure(f"{pair} failed; the run was stopped (--fail-fast)")
+        if self._head:
+            self._head["failed"] = self._failures()
+            self.store.save_head(self.planned.key, self._head)
+
+    def _failures(self) -> dict[str, str]:
+        return {result.config.hash: result.error for result in self.results if result.error is not None}
+
+    def _reason(self, error: BaseException, config: CellConfig) -> str:
+        """Reason of a failure; if memory ran out, with the memory that the cell needs."""
+        loaded = self.models.of(config)
+        if not memory.exhausted(error) or not loaded:
+            return error_message(error)
+        models = [model.model for model in loaded]
+        device = input_device(models[0])
+        available, recorded = memory.total(device), recorded_nbytes(device)
+        return memory.explain(models, config.batch_size, self._slot, positions(config), available, recorded)
+
+
+def compare_group(results: Sequence[CellResult]) -> None:
+    """Set the metrics that need all measured cells of a group, see `compare`."""
+    measured = [r for r in results if r.metrics is not None]
+    baseline = next((i for i, r in enumerate(measured) if r.config.is_baseline), None)
+    compare([r.metrics for r in measured if r.metrics], cells_of(measured), baseline)
+    if baseline is None:
+        return
+    expected = {(r["question_id"], r["turn"]): r["tokens"] for r in measured[baseline].responses}
+    for result in measured:
+        if result.config.sampling.temperature == 0:
+            agreement(result, expected)
+
+
+def error_message(error: BaseException) -> str:
+    """One-line message of an error, with its type unless it is a CrossdraftError."""
+    return str(error) if isinstance(error, CrossdraftError) else first_line(error).rstrip(": ")
