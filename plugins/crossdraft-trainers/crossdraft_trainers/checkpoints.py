@@ -8,24 +8,33 @@ from the step (and, with a time limit, from the time spent), so they have no sta
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, ValidationError
+from pydantic.dataclasses import dataclass
 from torch import Tensor
+from typing_extensions import TypedDict  # typing's needs Python 3.12 here
 
+from crossdraft.framework.contracts.options import fault
 from crossdraft.framework.errors import UsageError
 
 from .files import replace
 
-#: Keys and types of a log entry.
-_ENTRY = {"step": int, "minutes": float, "tokens": int, "held_out_acceptance": float, "positions": list}
+
+class Evaluation(TypedDict):
+    """An entry of the log."""
+
+    step: int
+    minutes: float
+    tokens: int
+    held_out_acceptance: float
+    positions: Annotated[list[float], Field(min_length=1)]
 
 
-@dataclass
+@dataclass(config=ConfigDict(arbitrary_types_allowed=True, strict=True, allow_inf_nan=False))
 class Checkpoint:
     """Training state.
 
@@ -41,11 +50,11 @@ class Checkpoint:
 
     student: dict[str, Tensor]
     optimizer: dict[str, Any]
-    step: int
-    seconds: float
-    tokens: int
-    tenth: int
-    log: list[dict[str, Any]]
+    step: NonNegativeInt
+    seconds: NonNegativeFloat
+    tokens: NonNegativeInt
+    tenth: NonNegativeInt
+    log: Annotated[list[Evaluation], Field(min_length=1)]
     made_with: dict[str, Any]
 
     def save(self, path: Path) -> None:
@@ -68,22 +77,22 @@ def load(path: Path, device: torch.device, made_with: dict[str, Any], free: set[
         state = torch.load(path, map_location=device, weights_only=True)
     except Exception:  # a damaged archive may raise anything
         raise _damaged(path, "cannot be read") from None
-    if not isinstance(state, dict) or (lacking := Checkpoint.__dataclass_fields__.keys() - state.keys()):
-        what = f"lacks {', '.join(sorted(lacking))}" if isinstance(state, dict) else "does not contain a mapping"
-        raise _damaged(path, what)
     try:
-        loaded = {**state, "log": json.loads(state["log"]), "made_with": json.loads(state["made_with"])}
-        _check_shape(loaded)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise _damaged(path, f"is not a checkpoint of crossdraft train: {error}") from None
-    stored = loaded["made_with"]
+        texts = {key: json.loads(state[key]) for key in ("log", "made_with")}
+        loaded = Checkpoint(**{key: state[key] for key in Checkpoint.__dataclass_fields__} | texts)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise _damaged(path, f"has another {'.'.join(map(str, problem['loc']))}: {fault(problem)}") from None
+    except (LookupError, TypeError, ValueError, RecursionError):
+        raise _damaged(path, "is not a checkpoint of crossdraft train") from None
+    stored = loaded.made_with
     shared_keys = stored.keys() & made_with.keys()
     equal = {key for key in shared_keys if stored[key] == made_with[key]}
     if differ := sorted((stored.keys() | made_with.keys()) - equal - free):
         raise UsageError(
             f"{path} was made with other options or texts ({', '.join(differ)}); use them again, or another --out"
         )
-    return Checkpoint(**{key: loaded[key] for key in Checkpoint.__dataclass_fields__})
+    return loaded
 
 
 def check_weights(path: Path, loaded: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -117,25 +126,6 @@ def load_optimizer(path: Path, optimizer: Any, loaded: dict[str, Any], weights: 
         raise _damaged(path, "does not contain a state of this optimizer")
     # Keep this run's options, which were compared before.
     optimizer.load_state_dict({"state": loaded["state"], "param_groups": own_state["param_groups"]})
-
-
-def _check_shape(state: dict[str, Any]) -> None:
-    """Raise ValueError or TypeError for a part of the wrong type."""
-    student, log = state["student"], state["log"]
-    if not isinstance(student, dict) or not all(isinstance(tensor, Tensor) for tensor in student.values()):
-        raise ValueError("student is not a dictionary of tensors")
-    for key in ("step", "tokens", "tenth"):
-        if type(state[key]) is not int or state[key] < 0:
-            raise ValueError(f"{key} is not a count")
-    if not isinstance(state["seconds"], int | float) or not 0 <= state["seconds"] < math.inf:
-        raise ValueError("seconds is not a duration")
-    if not isinstance(state["made_with"], dict) or not isinstance(state["optimizer"], dict):
-        raise ValueError("made_with or optimizer is not a mapping")
-    for entry in log if isinstance(log, list) and log else [None]:
-        if not isinstance(entry, dict) or entry.keys() != _ENTRY.keys():
-            raise ValueError("log is not a list of evaluations")
-        if not all(isinstance(entry[key], kind) for key, kind in _ENTRY.items()) or not entry["positions"]:
-            raise ValueError("log contains values of the wrong type")
 
 
 def _damaged(path: Path, what: str) -> UsageError:

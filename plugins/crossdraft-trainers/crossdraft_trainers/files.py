@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from crossdraft.framework.cli.options.run import output_folder
 from crossdraft.framework.errors import CrossdraftError, UsageError
 from crossdraft.framework.models.configs import COMPACT_WEIGHTS, INDEX, SHARED
 from crossdraft.framework.util.input_files import kind_of, path_of, refuse_special_files
@@ -63,24 +64,15 @@ def claim_directory(directory: Path) -> Iterator[None]:
     """
     from filelock import FileLock, Timeout
 
+    lock = FileLock(output_folder(directory) / ".lock", timeout=0)
     try:
-        if directory.exists() and not directory.is_dir():
-            raise UsageError(f"--out {directory}: is a file; give a directory, which is created if it does not exist")
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(directory / ".lock", timeout=0)
         lock.acquire()
-        try:
-            tempfile.TemporaryFile(dir=directory).close()
-        except OSError:
-            lock.release()
-            raise
     except Timeout:
         raise UsageError(
             f"--out {directory}: another crossdraft train is writing there; wait for it, or use another --out"
         ) from None
-    except (OSError, ValueError, NotImplementedError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise UsageError(f"--out {directory}: is not writable ({reason}); use another directory") from None
+    except (OSError, NotImplementedError) as error:
+        raise UsageError(f"--out {directory}: cannot be locked ({error}); use another directory") from None
     try:
         with writing(directory):
             for entry in list(directory.iterdir()):

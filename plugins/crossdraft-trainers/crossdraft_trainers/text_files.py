@@ -10,12 +10,11 @@ from typing import Any
 
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.errors import UsageError
+from crossdraft.framework.util.input_files import parse_json, read_lines
+from crossdraft.framework.util.limits import LINE_BYTES, RESPONSE_FILE_BYTES
 
 from .contract import Text
 from .writer import Chat
-
-#: Maximum bytes of a line.
-MOST_LINE = 2**23
 
 
 def rows(path: Path, most: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -25,37 +24,18 @@ def rows(path: Path, most: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
         UsageError: the file cannot be read, or a line is too long, not UTF-8, or not a JSON object.
     """
     count = 0
-    try:
-        with path.open("rb") as file:
-            number = 0
-            while line := file.readline(MOST_LINE + 1):
-                number += 1
-                if len(line) > MOST_LINE:
-                    raise UsageError(f"{path}, line {number}: exceeds {MOST_LINE:,} bytes; give one text per line")
-                if not line.strip():
-                    continue
-                yield number, _row(path, number, line)
-                count += 1
-                if count == most:
-                    return
-    except OSError as error:
-        raise UsageError(f"cannot read texts {path}: {error.strerror}") from None
-    except ValueError as error:  # a NUL in the name
-        raise UsageError(f"cannot read texts {path}: {error}") from None
+    for number, line in read_lines(path, RESPONSE_FILE_BYTES, LINE_BYTES, what="the texts"):
+        if not line.strip():
+            continue
+        row = parse_json(line, path, line=number)
+        if not isinstance(row, dict):
+            raise UsageError(f"{path}, line {number}: not a JSON object")
+        yield number, row
+        count += 1
+        if count == most:
+            return
     if not count:
         raise UsageError(f"{path} does not contain texts; it needs one JSON object per line")
-
-
-def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}, line {number}: is not UTF-8 text (byte {error.start + 1} of the line)") from None
-    except (ValueError, RecursionError):
-        row = None
-    if not isinstance(row, dict):
-        raise UsageError(f"{path}, line {number}: not a JSON object")
-    return row
 
 
 def line_of(index: int, text: Text) -> bytes:
@@ -117,7 +97,7 @@ def drop_half_line(path: Path) -> None:
             start -= step - newline
             if newline:
                 break
-            if end - start > MOST_LINE:
+            if end - start > LINE_BYTES:
                 return  # reading it raises the error
         if start == end:
             return

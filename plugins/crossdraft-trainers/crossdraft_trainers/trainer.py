@@ -77,7 +77,7 @@ class Trainer:
                 self.trainee.start_from(self.recipe.start_from)
         self.features = Features(target, self.trainee.hidden_layers, cache_gib)
         self.step, self.seconds, self.tokens, self.best = 0, 0.0, 0, 0.0
-        self.log: list[dict[str, Any]] = []
+        self.log: list[Any] = []
         self._tenth = -1  # progress at the last evaluation
         self._made_with: dict[str, Any] = {}
 
