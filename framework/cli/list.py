@@ -183,15 +183,14 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
 
 
 def _print_table(header: list[str], rows: list[list[str]]) -> None:
-    from tabulate import tabulate
+    from ..util.table import Table
 
     widths: list[int | None] = [None] * len(header)
     if sys.stdout.isatty() and len(header) > 2:  # a wrapped line cannot be searched in a file
         longest = max(range(len(header)), key=lambda i: max((len(row[i]) for row in rows), default=0))
         others = (max([len(title), *(len(row[i]) for row in rows)]) for i, title in enumerate(header) if i != longest)
         widths[longest] = max(shutil.get_terminal_size().columns - sum(others) - 2 * (len(header) - 1), 24)
-    print(tabulate(rows, headers=header, tablefmt="simple", disable_numparse=True, maxcolwidths=widths))
-    print()
+    print(Table(header, rows, widths=widths).text(), end="\n\n")
 
 
 def _print_json(value: Any) -> None:

@@ -14,6 +14,7 @@ from pydantic import Field
 from ...contracts.command import Argument, Command
 from ...errors import ModelError, UsageError
 from ...util.limits import MOST_LEVELS, MOST_NODES, MOST_POINTS, MOST_REPEATS
+from ...util.table import Table
 from ..options.machine import BatchSizes, Contexts, MachineOptions, Share
 from ..options.run import JsonOptions
 from ..options.trust import TrustOptions
@@ -419,6 +420,4 @@ def _merge(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    from tabulate import tabulate
-
-    return tabulate(rows, headers=list(header), tablefmt="simple", disable_numparse=True, stralign="right")
+    return Table([(name, "right") for name in header], rows).text()
