@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .framework.api.custom_generate import custom_generate
     from .framework.api.generate import generate, stream
     from .framework.bench.matrix import load_recipe
+    from .framework.bench.run import run
     from .framework.contracts.command import Argument, Command
     from .framework.contracts.constraint import Constraint
     from .framework.contracts.draft import DenseScores, Draft, Scores, Sequences, Verdict
@@ -58,10 +59,6 @@ if TYPE_CHECKING:
     from .framework.contracts.sampling import Sampling
     from .framework.contracts.steps import Chunk, Response, SequenceStep, StepEvent
     from .framework.contracts.verifier import Verifier, VerifierTraits
-    from .framework.engines.acceptance import Acceptance
-    from .framework.engines.engine import Engine, Schedule, Settings
-    from .framework.engines.engine_log import Source
-    from .framework.engines.server import EngineServer, ServedCell, ServerEvent, ServerOptions
     from .framework.errors import (
         ContractError,
         CrossdraftError,
@@ -106,7 +103,6 @@ __all__ = [
     "SAMPLED_SIBLINGS",
     "SINGLE_CHILD",
     "WITHOUT_REPLACEMENT",
-    "Acceptance",
     "Argument",
     "Backend",
     "Checkpoint",
@@ -122,8 +118,6 @@ __all__ = [
     "DraftModel",
     "DraftTraits",
     "Drafter",
-    "Engine",
-    "EngineServer",
     "Estimate",
     "Fork",
     "Gathered",
@@ -143,15 +137,9 @@ __all__ = [
     "ResolvedModel",
     "Response",
     "Sampling",
-    "Schedule",
     "Scores",
     "SequenceStep",
     "Sequences",
-    "ServedCell",
-    "ServerEvent",
-    "ServerOptions",
-    "Settings",
-    "Source",
     "StepEvent",
     "StepRng",
     "StrategyConfig",
@@ -189,6 +177,7 @@ __all__ = [
     "make_verifier",
     "on_device",
     "own_path",
+    "run",
     "stream",
     "take_rows",
     "tree_constant",
@@ -216,7 +205,6 @@ _HOME = {
     "SAMPLED_SIBLINGS": ".framework.contracts.draft_kind",
     "SINGLE_CHILD": ".framework.contracts.draft_kind",
     "WITHOUT_REPLACEMENT": ".framework.contracts.draft_kind",
-    "Acceptance": ".framework.engines.acceptance",
     "Argument": ".framework.contracts.command",
     "Backend": ".framework.contracts.models",
     "Checkpoint": ".framework.contracts.models",
@@ -232,8 +220,6 @@ _HOME = {
     "DraftModel": ".drafters.autoregressive.draft_model",
     "DraftTraits": ".framework.contracts.drafter",
     "Drafter": ".framework.contracts.drafter",
-    "Engine": ".framework.engines.engine",
-    "EngineServer": ".framework.engines.server",
     "Estimate": ".framework.util.estimate",
     "Fork": ".framework.contracts.lm",
     "Gathered": ".framework.util.tensors",
@@ -253,15 +239,9 @@ _HOME = {
     "ResolvedModel": ".framework.contracts.models",
     "Response": ".framework.contracts.steps",
     "Sampling": ".framework.contracts.sampling",
-    "Schedule": ".framework.engines.engine",
-    "ServedCell": ".framework.engines.server",
-    "ServerEvent": ".framework.engines.server",
-    "ServerOptions": ".framework.engines.server",
     "Scores": ".framework.contracts.draft",
     "SequenceStep": ".framework.contracts.steps",
     "Sequences": ".framework.contracts.draft",
-    "Settings": ".framework.engines.engine",
-    "Source": ".framework.engines.engine_log",
     "StepEvent": ".framework.contracts.steps",
     "StepRng": ".framework.contracts.rng",
     "StrategyConfig": ".framework.contracts.drafter",
@@ -298,6 +278,7 @@ _HOME = {
     "load_tokenizer": ".framework.models.tokenizer",
     "make_verifier": ".framework.api.build",
     "on_device": ".framework.util.tensors",
+    "run": ".framework.bench.run",
     "stream": ".framework.api.generate",
     "take_rows": ".framework.util.tensors",
     "tree_constant": ".framework.util.static_trees",

@@ -24,11 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
+from crossdraft_advisor.advise.candidates import Candidate, imported, of_run
+from crossdraft_advisor.advise.caveats import Remarks
+from crossdraft_advisor.commands.advise.replay import acceptances
 from tabulate import tabulate
 
-from crossdraft.framework.advise.candidates import Candidate, imported, of_run
-from crossdraft.framework.advise.caveats import Remarks
-from crossdraft.framework.cli.advise.replay import acceptances
 from crossdraft.framework.cost.finished_cells import curves_of, statistics
 from crossdraft.framework.cost.load_run import read_run
 from crossdraft.framework.metrics.intervals import Estimate

@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from crossdraft_advisor.replay.diagnosis import CLEAR
 from safetensors.torch import load_file, save_file
 from tabulate import tabulate
 
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.models.resolve import resolve
-from crossdraft.framework.replay.diagnosis import CLEAR
 
 TARGET = "smollm2-135m-instruct"
 Damage = Callable[[Path], None]

@@ -1,12 +1,12 @@
 """Recording of responses and speculative-decoding counters of vLLM or llama.cpp's server, as fixtures of the tests.
 
-    python benchmarks/engine_counters.py --vllm /path/to/vllm-env/bin/python --out tests/fixtures/engines
+    python benchmarks/engine_counters.py --vllm /path/to/vllm-env/bin/python --out DIR
     python benchmarks/engine_counters.py --llama-server PATH --gguf TARGET.gguf --draft-gguf DRAFT.gguf --out ...
 
 Each drafter serves the questions at temperature 0 in float32, 64 tokens each. A file holds the responses, the tokens
 that the target would emit past their end (``continuation``), the counters, and for drafters with a model, their
 agreement: at each token of a response, the number of drafted tokens that equal the text and its continuation, computed
-by crossdraft. So `tests/replay/test_counter_definitions.py` needs neither the engine nor a model. The GGUF files are
+by crossdraft. So `test_counter_definitions.py` needs neither the engine nor a model. The GGUF files are
 converted from the directories of the models by llama.cpp's ``convert_hf_to_gguf.py --outtype f32``.
 """
 
@@ -21,16 +21,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from crossdraft_advisor.commands.replay.candidates import candidates_of
+from crossdraft_advisor.engines.engine_log import Source
+from crossdraft_advisor.engines.prometheus import samples
+from crossdraft_advisor.replay.response import Response
 from llamacpp_server import served
 from transformers import AutoTokenizer
 from vllm_exports import QUESTIONS, TARGET, crossdraft
 
-from crossdraft.framework.cli.replay.candidates import candidates_of
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.engines.engine_log import Source
-from crossdraft.framework.engines.prometheus import samples
 from crossdraft.framework.models.resolve import resolve
-from crossdraft.framework.replay.response import Response
 
 TOKENS = 64
 #: The drafters of each engine: as in recipes, and the engine's own name.

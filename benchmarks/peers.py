@@ -36,11 +36,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from crossdraft_advisor.engines.engine_cell import EngineCell
 from tabulate import tabulate
 from transformers import __version__ as TRANSFORMERS
 
 from crossdraft.framework.api.generate import pair_decoder
-from crossdraft.framework.bench.cells.engine_cell import EngineCell
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.lm.cuda_graphs import CaptureLimits, recording

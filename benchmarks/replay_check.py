@@ -19,17 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from crossdraft_advisor.commands.replay.candidates import candidates_of
+from crossdraft_advisor.replay.aggregate import difference
+from crossdraft_advisor.replay.replay import ReplayResult, replay
+from crossdraft_advisor.replay.responses import Reader
 from tabulate import tabulate
 
 from crossdraft.framework.bench.config import log_to_stderr
 from crossdraft.framework.bench.matrix import load_recipe
 from crossdraft.framework.bench.run import run
-from crossdraft.framework.cli.replay.candidates import candidates_of
 from crossdraft.framework.metrics.cell_metrics import paired_difference, uncut_steps
 from crossdraft.framework.metrics.intervals import Estimate
-from crossdraft.framework.replay.aggregate import difference
-from crossdraft.framework.replay.replay import ReplayResult, replay
-from crossdraft.framework.replay.responses import Reader
 from crossdraft.framework.runs.records import CellResult
 from crossdraft.framework.runs.run_directory import cell_name
 

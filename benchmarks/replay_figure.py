@@ -18,16 +18,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from crossdraft_advisor.commands.baseline_responses import baseline_responses
+from crossdraft_advisor.commands.replay.candidates import candidates_of
+from crossdraft_advisor.replay.aggregate import Tally, difference
+from crossdraft_advisor.replay.replay import ReplayResult, replay
+from crossdraft_advisor.replay.responses import Reader
 from tabulate import tabulate
 
-from crossdraft.framework.cli.baseline_responses import baseline_responses
-from crossdraft.framework.cli.replay.candidates import candidates_of
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.cost.curve import Curve, stored_curves
 from crossdraft.framework.cost.prediction import CellStatistics, Prediction, predict
-from crossdraft.framework.replay.aggregate import Tally, difference
-from crossdraft.framework.replay.replay import ReplayResult, replay
-from crossdraft.framework.replay.responses import Reader
 from crossdraft.framework.report.charts.style import batch_axis, label, legend, marks, panels, save, style
 from crossdraft.framework.report.charts.style import entry as legend_entry
 from crossdraft.framework.util.estimate import estimate_text

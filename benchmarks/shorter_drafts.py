@@ -17,15 +17,15 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+from crossdraft_advisor.commands.baseline_responses import baseline_responses
+from crossdraft_advisor.commands.replay.candidates import candidates_of
+from crossdraft_advisor.engines.acceptance import Acceptance
+from crossdraft_advisor.replay.replay import replay
+from crossdraft_advisor.replay.responses import Reader
 from tabulate import tabulate
 
 from crossdraft.framework import plugins
-from crossdraft.framework.cli.baseline_responses import baseline_responses
-from crossdraft.framework.cli.replay.candidates import candidates_of
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.engines.acceptance import Acceptance
-from crossdraft.framework.replay.replay import replay
-from crossdraft.framework.replay.responses import Reader
 
 TARGET = "smollm2-135m-instruct"
 #: Categories with short prompts.

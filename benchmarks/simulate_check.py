@@ -34,31 +34,31 @@ from typing import Any
 
 import numpy as np
 import yaml
+from crossdraft_advisor.advise.cost_tables import read_cost_table
+from crossdraft_advisor.commands.replay.candidates import candidates_of
+from crossdraft_advisor.engines import server
+from crossdraft_advisor.engines.engine_cell import EngineCell, piece_of, without_weights
+from crossdraft_advisor.engines.server import ServedResponse
+from crossdraft_advisor.replay.response import Response
+from crossdraft_advisor.replay.responses import Reader
+from crossdraft_advisor.simulate.arrivals import Arrival, ClosedLoop
+from crossdraft_advisor.simulate.outcome import RequestTimes
+from crossdraft_advisor.simulate.policies import LengthSchedule
+from crossdraft_advisor.simulate.replica import EngineSettings, simulate
+from crossdraft_advisor.simulate.request import Pool, SimulatedRequest, make_requests, read_pool
+from crossdraft_advisor.simulate.step_cost import StepCost
 from tabulate import tabulate
 
-from crossdraft.framework.advise.cost_tables import read_cost_table
-from crossdraft.framework.bench.cells.engine_cell import EngineCell, piece_of, without_weights
 from crossdraft.framework.cli.main import main as crossdraft
-from crossdraft.framework.cli.replay.candidates import candidates_of
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.cost.curve import CostCurve, Point
 from crossdraft.framework.cost.finished_cells import curves_of, statistics
 from crossdraft.framework.cost.load_run import read_run
 from crossdraft.framework.cost.served_cost import cost_tables
-from crossdraft.framework.engines import server
-from crossdraft.framework.engines.server import ServedResponse
 from crossdraft.framework.models.chat import encode
 from crossdraft.framework.recipe.prompts import load_prompts
 from crossdraft.framework.recipe.recipe import CellConfig
-from crossdraft.framework.replay.response import Response
-from crossdraft.framework.replay.responses import Reader
 from crossdraft.framework.runs.records import CellResult
-from crossdraft.framework.simulate.arrivals import Arrival, ClosedLoop
-from crossdraft.framework.simulate.outcome import RequestTimes
-from crossdraft.framework.simulate.policies import LengthSchedule
-from crossdraft.framework.simulate.replica import EngineSettings, simulate
-from crossdraft.framework.simulate.request import Pool, SimulatedRequest, make_requests, read_pool
-from crossdraft.framework.simulate.step_cost import StepCost
 
 
 def waited() -> float:

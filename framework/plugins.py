@@ -37,6 +37,9 @@ COMPANIONS |= {("trackers", name): "crossdraft-cluster" for name in ("mlflow", "
 COMPANIONS |= {("commands", "serve"): "crossdraft-server", ("commands", "train"): "crossdraft-trainers"}
 _TRAINERS = ("disco", "draft-model", "eagle3", "layer-skip", "medusa", "pass")
 COMPANIONS |= {("trainers", name): "crossdraft-trainers" for name in _TRAINERS}
+_ADVISOR = ("advise", "certify-samples", "compare-texts", "diagnose", "replay", "simulate", "verify-engine")
+COMPANIONS |= {("commands", name): "crossdraft-advisor" for name in _ADVISOR}
+COMPANIONS |= {("cell_runners", "engine"): "crossdraft-advisor", ("servers", "openai"): "crossdraft-advisor"}
 """Names of distributions beside crossdraft, by kind; if one is not installed, its names are refused with the remedy."""
 _COMMAND = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
@@ -335,7 +338,7 @@ def _check(kind: str, name: str, registered: Any) -> None:
     elif kind in _METHODS:
         base, methods = _METHODS[kind]
         if not isinstance(registered, type) or not all(callable(getattr(registered, m, None)) for m in methods):
-            raise ContractError(f"{name!r} must be a subclass of crossdraft.{base}, not {quoted(registered)}")
+            raise ContractError(f"{name!r} must be a subclass of crossdraft_advisor.{base}, not {quoted(registered)}")
         if registered.name != name:
             raise ContractError(
                 f"{registered.__name__}.name is {registered.name!r}; it must be {name!r}, the registered name"

@@ -6,8 +6,3 @@ from ..contracts.hookspecs import Register, hookimpl
 @hookimpl
 def crossdraft_register_launchers(register: Register) -> None:
     register("local", f"{__name__}.local_launcher:Local", summary="local processes, one per device of this machine")
-
-
-@hookimpl
-def crossdraft_register_cell_runners(register: Register) -> None:
-    register("engine", f"{__name__}.cells.engine_cell:EngineCell", summary="cells of an engine's server")

@@ -346,6 +346,10 @@ class _Expander:
         if cell.constraint is not None:
             reason = "constraint is given, which only crossdraft's own loop supports; remove it or the engine"
             raise self.places.error(path, f"engine {cell.engine.name}: {reason}")
+        try:
+            plugins.get("cell_runners", "engine")
+        except UnknownNameError as error:
+            raise self.places.error(path, str(error), UnknownNameError) from None
         names = plugins.entries("servers")
         if cell.engine.name not in names:
             hint = "Engines are plug-ins, such as crossdraft-vllm and crossdraft-llamacpp."

@@ -16,31 +16,9 @@ _COMMANDS = {
             "certify.command:Certify",
             "check by exact enumeration that a pair preserves the target distribution",
         ),
-        "certify-samples": (
-            "certify_samples:CertifySamples",
-            "test an engine's draws against the target's distribution, or plan how many show a bias",
-        ),
-        "verify-engine": ("verify_engine.command", "check an engine's steps and text against replay and the target"),
-        "compare-texts": (
-            "compare_texts:CompareTexts",
-            "check if greedy texts differ by more than rounding",
-        ),
     },
     "Decide": {
-        "replay": ("replay.command", "compute the block efficiency of pairs on recorded responses, without decoding"),
-        "diagnose": (
-            "diagnose:Diagnose",
-            "find the cause of a low acceptance rate among common mistakes",
-        ),
         "cost": ("cost.command:Cost", "measure the latency of forward passes and predict speed-ups"),
-        "advise": (
-            "advise.command:Advise",
-            "recommend a drafter, verifier and draft length per batch size, and write settings",
-        ),
-        "simulate": (
-            "simulate.command:Simulate",
-            "simulate draft lengths under traffic: latency and goodput",
-        ),
     },
     "Extend": {
         "new": ("new:New", "create a plug-in package for a drafter, a verifier or prompts"),

@@ -75,12 +75,12 @@ def crossdraft_register_recipes(register: Register) -> None:
 
 @hookspec
 def crossdraft_register_engines(register: Register) -> None:
-    """Register subclasses of `crossdraft.Engine`, each under its own ``name``, for ``crossdraft advise``."""
+    """Register subclasses of `crossdraft_advisor.Engine`, each under its own ``name``, for ``crossdraft advise``."""
 
 
 @hookspec
 def crossdraft_register_servers(register: Register) -> None:
-    """Register subclasses of `crossdraft.EngineServer`, each under the name that a recipe gives as ``engine``."""
+    """Register subclasses of `crossdraft_advisor.EngineServer`, each under the ``engine`` of a recipe."""
 
 
 @hookspec

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from companions import has_command
 from tiny_runs import ONE_GROUP
 
 from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
@@ -71,9 +72,11 @@ def test_partial_report_lists_finished_cells(
     ):
         _, err = command(*words)
         assert f"note: {run}: partial results, interrupted: " in err
-    out, _ = command("replay", path, "--drafter", "{name: prompt-lookup, gamma: 3}", "--json")
-    parts = [len(file.read_text(encoding="utf-8").splitlines()) for file in run.glob("groups/*/cells/none*/*.jsonl")]
-    assert f'"responses": {parts[0]}' in out and "not finished" in out
+    if has_command("replay"):
+        out, _ = command("replay", path, "--drafter", "{name: prompt-lookup, gamma: 3}", "--json")
+        files = run.glob("groups/*/cells/none*/*.jsonl")
+        parts = [len(file.read_text(encoding="utf-8").splitlines()) for file in files]
+        assert f'"responses": {parts[0]}' in out and "not finished" in out
 
     Interrupting.after = 10**9
     assert bench(*SETTINGS)[0] == 0

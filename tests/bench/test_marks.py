@@ -11,11 +11,9 @@ from certificate_verifiers import AcceptAll
 from tiny_runs import ONE_GROUP, cells
 
 from crossdraft.drafters.draft_model.draft_model import DraftModelChain
-from crossdraft.framework.advise.candidates import of_run
 from crossdraft.framework.bench.matrix import load_recipe
 from crossdraft.framework.bench.run import run
 from crossdraft.framework.cli import main as cli
-from crossdraft.framework.cli.report.engine_settings import engine_settings
 from crossdraft.framework.contracts.draft import Draft
 from crossdraft.framework.contracts.draft_kind import SINGLE_CHILD
 from crossdraft.framework.contracts.drafter import StrategyConfig
@@ -172,7 +170,11 @@ def test_headline_needs_certified_pair(measured: Path) -> None:
     efficiency = {r.config.verifier.name: r.metrics.block_efficiency for r in results if r.metrics}
     assert efficiency["liar"] and efficiency["token"] and efficiency["liar"].value > efficiency["token"].value
     assert [best.pair.split()[-1] for best in best_of([("run", finished.summary)])] == ["token"]
-    assert {item["title"].partition(",")[0] for item in engine_settings([finished])} == {"prompt-lookup × token"}
+    of_run = pytest.importorskip("crossdraft_advisor.advise.candidates").of_run
+    from crossdraft_advisor.advise.engine_settings import engine_settings
+
+    pairs = re.findall("^### ([^,\n]*)", engine_settings([finished], "html") or "", re.MULTILINE)
+    assert set(pairs) == {"prompt-lookup × token"}
     result, notes = of_run(finished.summary.results, "run", finished.summary.curves)
     assert {item.acceptance.verifier for item in result} <= {"token"}
     assert "run: liar is omitted: not certified; run crossdraft certify --verifier liar" in notes

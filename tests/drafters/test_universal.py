@@ -24,8 +24,6 @@ from crossdraft.framework.contracts.draft import Sequences
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import ModelError, UsageError
-from crossdraft.framework.replay.response import Response as Recorded
-from crossdraft.framework.replay.teacher_forcing.scoring import score_drafter
 
 MODES = ["tli", "slem"]
 #: Ragged prompts: characters of several bytes, a mark of no token's, code, one token.
@@ -213,6 +211,9 @@ def test_sampled_draft_cannot_modify_target() -> None:
 
 
 def test_replay_equals_drafting() -> None:
+    score_drafter = pytest.importorskip("crossdraft_advisor.replay.teacher_forcing.scoring").score_drafter
+    from crossdraft_advisor.replay.response import Response as Recorded
+
     toy, new = W["W1"], 6
     make = lambda rows, *_: ToyContext(toy.target, toy.drafter, Sampling(), rows, words=toy.words)  # noqa: E731
     text = Recorded("", "", [0, 1], [2, 1, 1, 2, 0, 1][:new])

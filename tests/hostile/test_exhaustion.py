@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import errno
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from crossdraft.framework.cli import main as cli
 from crossdraft.framework.errors import UsageError
-from crossdraft.framework.simulate.arrivals import read_trace
 from crossdraft.framework.util import output_files
 from crossdraft.framework.util.input_files import read_bytes
 from crossdraft.framework.util.limits import Limit
@@ -62,34 +59,5 @@ def test_limit_of_the_process(error: Exception, words: str, monkeypatch: Any, re
     def run(command: Any) -> int:
         raise error
 
-    monkeypatch.setattr("crossdraft.framework.cli.certify_samples.CertifySamples.run", run)
-    assert "report it" not in refused(["certify-samples"], words, code=1)
-
-
-@pytest.mark.parametrize("value", ["1e-300", "1e-160", "0"])
-def test_share_that_is_too_small(value: str, refused: Any) -> None:
-    refused(["certify-samples", "x", "--deviation", value], f"--deviation {value}: should be greater than or equal to")
-    refused(["verify-engine", "x.yaml", "--deviation", value], "--deviation must be at least 1e-09")
-    assert cli.main(["certify-samples", "--questions", "10", "--score", "1e-9", "--deviation", "1e-9"]) == 0
-
-
-def test_replay_without_prompts(refused: Any, tmp_path: Path) -> None:
-    row = {"drafter": "a", "verifier": "b", "k": 1, "gamma": 2, "by_prompt": []}
-    file = tmp_path / "replay.json"
-    file.write_text(json.dumps({"prompt_ids": [], "rows": [row], "responses": 0}))
-    under = ("--fail-under", "0.95")
-    for words in (["compare", str(file), *under], ["compare", str(file), str(file), *under]):
-        refused(words, "replay.json is not the output of crossdraft replay --json", "prompt_ids is empty")
-
-
-def test_number_with_many_digits_in_a_trace(tmp_path: Path) -> None:
-    digits = "9" * 5000
-    for name, text in (
-        ("time.csv", f"TIMESTAMP,ContextTokens,GeneratedTokens\n{digits},5,5\n"),
-        ("tokens.csv", f"TIMESTAMP,ContextTokens,GeneratedTokens\n1,{digits},5\n"),
-        ("time.jsonl", f'{{"timestamp": {digits}, "input_length": 5, "output_length": 5}}\n'),
-        ("tokens.jsonl", f'{{"timestamp": 1, "input_length": 5, "output_length": {digits}}}\n'),
-    ):
-        (tmp_path / name).write_text(text)
-        with pytest.raises(UsageError, match=name):
-            read_trace(str(tmp_path / name))
+    monkeypatch.setattr("crossdraft.framework.cli.compare.Compare.run", run)
+    assert "report it" not in refused(["compare", "a", "b"], words, code=1)

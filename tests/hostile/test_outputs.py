@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from companions import has_command
 from html_runs import SMALL, finished_run, on_disk
 
 from crossdraft.framework.cli import main as cli
@@ -50,7 +51,7 @@ def writers(run: Path, responses: Path) -> dict[str, list[str]]:
     }
 
 
-WRITERS = ("replay", "report", "page", "table")
+WRITERS = ("report", "page", "table", *(["replay"] if has_command("replay") else []))
 
 
 def left_over(directory: Path) -> list[str]:

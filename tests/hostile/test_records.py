@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from companions import has_command
 from html_runs import SMALL, finished_run, on_disk
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -43,7 +44,7 @@ def run(tmp_path_factory: Any) -> Path:
 
 def commands(run: Path, other: Path) -> list[list[str]]:
     path = str(run)
-    return [
+    every = [
         ["report", path],
         [
             "report",
@@ -61,6 +62,7 @@ def commands(run: Path, other: Path) -> list[list[str]]:
         ["cost", "--run", path],
         ["advise", path],
     ]
+    return [command for command in every if has_command(command[0])]
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

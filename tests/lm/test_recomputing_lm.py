@@ -12,7 +12,6 @@ import transformers
 from architecture_checks import disagreement, plain
 from architecture_variants import variants
 from architecture_walk import NOT_MADE, TOLERANCE, TYPES
-from replay_fixtures import RecordedResponse, configured
 from tiny_architectures import tiny
 from tiny_models import make_tokenizer
 
@@ -21,7 +20,6 @@ from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import ModelError
 from crossdraft.framework.lm.slots.recomputing_lm import RecomputingLM
 from crossdraft.framework.lm.transformers_lm import TransformersLM
-from crossdraft.framework.replay.teacher_forcing.scoring import context_factory, score_drafter
 
 #: Reasons why a model cannot be scored either.
 REFUSED = {
@@ -85,6 +83,10 @@ def test_text_crosses_boundary_of_longrope() -> None:
 @pytest.mark.parametrize("make", [lambda: make_model("bloom"), lambda: longrope("phi3")], ids=["bloom", "longrope"])
 def test_replay(make: Callable[[], Any]) -> None:
     """Log P of recorded responses, and drafts of a drafter, with a target that `TransformersLM` refuses."""
+    pytest.importorskip("crossdraft_advisor")
+    from crossdraft_advisor.replay.teacher_forcing.scoring import context_factory, score_drafter
+    from replay_fixtures import RecordedResponse, configured
+
     model, sampling = make(), Sampling(temperature=1.0)
     with pytest.raises(ModelError):
         TransformersLM(model, 1, 64)

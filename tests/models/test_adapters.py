@@ -10,18 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from companions import needs_command
 from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB, make_tokenizer, save_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from crossdraft import generate
-from crossdraft.framework.bench.cells import engine_cell
 from crossdraft.framework.bench.matrix import load_recipe
 from crossdraft.framework.bench.provenance import changes, models_used
 from crossdraft.framework.cli.main import main
 from crossdraft.framework.contracts.models import ResolvedModel
 from crossdraft.framework.cost.roofline import read_shape
-from crossdraft.framework.engines.settings import needs_model
 from crossdraft.framework.errors import ModelError, UsageError
 from crossdraft.framework.models import adapters
 from crossdraft.framework.models.adapters import check_base
@@ -132,6 +131,7 @@ def test_adapter_decodes_as_target_and_as_draft_model(base: Path, adapter: Path,
             assert all(len(a.steps) < len(b.steps) for a, b in zip(drafted, plain, strict=True))
 
 
+@needs_command("replay")
 def test_replay_measures_drafter_of_adapted_target(base: Path, adapter: Path, tmp_path: Path, capsys: Any) -> None:
     file, target = tmp_path / "responses.jsonl", f"{base}+{adapter}"
     file.write_text('{"prompt": [7, 8, 9], "tokens": [5, 6, 7, 8], "finish_reason": "length"}\n')
@@ -145,6 +145,7 @@ def test_replay_measures_drafter_of_adapted_target(base: Path, adapter: Path, tm
     assert lengths[0] == pytest.approx([1, 1]) and max(lengths[1]) < 1
 
 
+@needs_command("replay")
 def test_replay_compares_adapters_of_one_base(base: Path, adapter: Path, tmp_path: Path, capsys: Any) -> None:
     other = save_adapter(tmp_path / "other", base, seed=2)
     targets = [str(base), f"{base}+{adapter}", f"{base}+{other}"]
@@ -310,6 +311,18 @@ def test_unsupported_use_raises(base: Path, adapter: Path, monkeypatch: Any) -> 
         UsageError, match=r"heads and initial checkpoints of training cannot have an adapter; use .*base"
     ):
         resolve(name, heads=True)
+    with pytest.raises(UsageError, match="is placed on several devices"):
+        load_model(name, device="spread")
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    with pytest.raises(ModelError, match=r"needs the package peft; .* 'crossdraft\[adapters\]'"):
+        load_model(name)
+
+
+def test_engines_refuse_adapters(base: Path, adapter: Path) -> None:
+    engine_cell = pytest.importorskip("crossdraft_advisor.engines.engine_cell")
+    from crossdraft_advisor.engines.settings import needs_model
+
+    name = f"{base}+{adapter}"
     served: Any = SimpleNamespace(target=name, is_baseline=True, engine=SimpleNamespace(name="vllm"))
     with pytest.raises(
         UsageError, match=r"the engine vllm loads the weights itself, without an adapter; use .*base, or"
@@ -318,11 +331,6 @@ def test_unsupported_use_raises(base: Path, adapter: Path, monkeypatch: Any) -> 
     drafted: Any = SimpleNamespace(model=name)
     with pytest.raises(UsageError, match="vllm does not merge an adapter into its draft model"):
         needs_model(served.engine, drafted)
-    with pytest.raises(UsageError, match="is placed on several devices"):
-        load_model(name, device="spread")
-    monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    with pytest.raises(ModelError, match=r"needs the package peft; .* 'crossdraft\[adapters\]'"):
-        load_model(name)
 
 
 def test_copied_base_is_recognised(base: Path, adapter: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import test_crossdraft_combine
 import test_crossdraft_ngram_cache
 import test_crossdraft_rest
 import test_crossdraft_suffix
+from companions import needs_command
 from crossdraft_ngram_cache.drafter import NgramCache
 from crossdraft_rest.datastore import build, tokenizer_sha256
 from test_crossdraft_by_shape import test_rules_that_cannot_be_wrapped  # noqa: F401
@@ -237,6 +238,7 @@ def test_retrieval_outputs_match_target(batch_size: int, target: Any, tmp_path: 
         assert sum(r.tau for response in responses for r in response.steps) > 10, drafter
 
 
+@needs_command("replay")
 def test_copying_drafter_is_replayed(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "responses.jsonl").write_text(
         '{"id": "a", "prompt": [5, 6, 7, 8, 5, 6], "tokens": [7, 8, 9, 9, 2], "finish_reason": "length"}\n'

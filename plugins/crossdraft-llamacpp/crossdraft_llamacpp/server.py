@@ -6,9 +6,10 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from crossdraft_advisor import EngineServer, ServerEvent, ServerOptions
 from pydantic import Field
 
-from crossdraft import EngineServer, ServerEvent, ServerOptions, UsageError
+from crossdraft import UsageError
 
 
 class LlamaServerOptions(ServerOptions):

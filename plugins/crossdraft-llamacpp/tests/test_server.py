@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from crossdraft_advisor import ServedCell
 from crossdraft_llamacpp.server import LlamaServer, LlamaServerOptions
 
-from crossdraft import Sampling, ServedCell
+from crossdraft import Sampling
 
 
 def test_warpers_have_the_order_of_transformers() -> None:

@@ -13,10 +13,10 @@ from text_models import SCHEMA, save_text_model
 pytest.importorskip("llguidance", reason="constraints need the extra constrain")
 openai = pytest.importorskip("openai", reason="the endpoint is tested with the openai client")
 
+from crossdraft_advisor.replay.responses import Reader  # noqa: E402
 from server_thread import RunningServer, serving  # noqa: E402
 
 from crossdraft.framework.models.tokenizer import load_tokenizer  # noqa: E402
-from crossdraft.framework.replay.responses import Reader  # noqa: E402
 
 WRITTEN = (
     "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"

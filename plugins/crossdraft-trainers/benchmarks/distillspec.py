@@ -19,19 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from crossdraft_advisor.commands.replay.candidates import candidates_of
+from crossdraft_advisor.replay.aggregate import difference
+from crossdraft_advisor.replay.replay import replay
+from crossdraft_advisor.replay.responses import Reader
 from tabulate import tabulate
 
 from crossdraft.framework.api.generate import generate
 from crossdraft.framework.cli.main import main as crossdraft
-from crossdraft.framework.cli.replay.candidates import candidates_of
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.metrics.intervals import Estimate
 from crossdraft.framework.models.chat import encode
 from crossdraft.framework.models.load import load_model
 from crossdraft.framework.recipe.prompts import load_prompts
-from crossdraft.framework.replay.aggregate import difference
-from crossdraft.framework.replay.replay import replay
-from crossdraft.framework.replay.responses import Reader
 
 METHODS = {
     "forward-kl": ["--divergence", "forward-kl"],

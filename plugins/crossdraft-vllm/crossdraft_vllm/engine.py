@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from crossdraft import Acceptance, Schedule, Settings, UsageError
-from crossdraft.framework.engines.builtin.vllm import Vllm
-from crossdraft.framework.engines.engine_log import Source
-from crossdraft.framework.engines.settings import length_remarks
-from crossdraft.framework.metrics.counter_definitions import DEFINITIONS, CounterDefinition
+from crossdraft_advisor import Acceptance, Schedule, Settings
+from crossdraft_advisor.engines.builtin.vllm import Vllm
+from crossdraft_advisor.engines.counter_definitions import DEFINITIONS, CounterDefinition
+from crossdraft_advisor.engines.engine_log import Source
+from crossdraft_advisor.engines.settings import length_remarks
+
+from crossdraft import UsageError
 
 from .settings import VARIABLE, parse_settings
 

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from crossdraft_advisor import EngineServer, ServerEvent, ServerOptions
 from pydantic import Field
 
-from crossdraft import EngineServer, ServerEvent, ServerOptions, UsageError
+from crossdraft import UsageError
 
 #: OpenMP library that vLLM's CPU build needs preloaded, relative to the environment.
 _OPENMP = Path("lib/libiomp5.so")

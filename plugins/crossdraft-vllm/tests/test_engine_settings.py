@@ -9,12 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from crossdraft_advisor import Acceptance, Schedule, ServedCell
+from crossdraft_advisor.engines.engine import Range
 from crossdraft_vllm.engine import VllmCrossdraft
 from crossdraft_vllm.server import VllmCrossdraftServer, VllmOptions
 from crossdraft_vllm.settings import VARIABLE, parse_settings
 
-from crossdraft import Acceptance, Sampling, Schedule, ServedCell
-from crossdraft.framework.engines.engine import Range
+from crossdraft import Sampling
 from crossdraft.framework.metrics.intervals import Estimate
 from crossdraft.framework.plugins import manager
 

@@ -1,0 +1,45 @@
+"""Engines that serve models beside crossdraft: recorded responses, advice on drafts, simulated traffic, diagnosis.
+
+The public names, for plug-ins that add engines; each is imported from its module when it is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .engines.acceptance import Acceptance
+    from .engines.engine import Engine, Schedule, Settings
+    from .engines.engine_log import Source
+    from .engines.server import EngineServer, ServedCell, ServerEvent, ServerOptions
+
+__all__ = [
+    "Acceptance",
+    "Engine",
+    "EngineServer",
+    "Schedule",
+    "ServedCell",
+    "ServerEvent",
+    "ServerOptions",
+    "Settings",
+    "Source",
+]
+
+_HOME = {
+    "Acceptance": ".engines.acceptance",
+    "Engine": ".engines.engine",
+    "EngineServer": ".engines.server",
+    "Schedule": ".engines.engine",
+    "ServedCell": ".engines.server",
+    "ServerEvent": ".engines.server",
+    "ServerOptions": ".engines.server",
+    "Settings": ".engines.engine",
+    "Source": ".engines.engine_log",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name], __name__), name)
+    globals()[name] = value  # the next access does not come through here
+    return value

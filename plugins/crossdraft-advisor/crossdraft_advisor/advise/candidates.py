@@ -1,0 +1,280 @@
+"""Candidates: pairs of drafter and verifier with their acceptance and the cost of their steps.
+
+Candidates are built from any list of `Acceptance` (`imported`), or from the cells of a finished run (`of_run`), which
+also record the width of each step, the passes of the draft model, and the time of verification and bookkeeping.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from pydantic import ValidationError
+
+from crossdraft.framework import plugins
+from crossdraft.framework.api.build import configured
+from crossdraft.framework.contracts.options import fault, permits
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.contracts.verifier import incompatible, not_shortenable
+from crossdraft.framework.cost.curve import CostCurve, Curve
+from crossdraft.framework.cost.finished_cells import curves_of, statistics
+from crossdraft.framework.cost.prediction import CellStatistics, Prediction, predict
+from crossdraft.framework.errors import UsageError
+from crossdraft.framework.metrics.cell_metrics import Metrics
+from crossdraft.framework.metrics.intervals import Estimate
+from crossdraft.framework.recipe.recipe import CellConfig
+from crossdraft.framework.runs.labels import group_title
+from crossdraft.framework.runs.marks import mark_of
+from crossdraft.framework.runs.records import CellResult
+
+from ..engines.acceptance import UNKNOWN_PAIR, Acceptance
+from ..engines.run_acceptance import acceptance_of
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A pair of drafter and verifier, with everything its speed depends on.
+
+    Attributes:
+        acceptance: acceptance of its drafts.
+        target, drafter: cost curves of the two models; without the latter, the draft time is taken from ``steps``.
+        steps: statistics of its steps by batch size (at least one); `speed_up` uses the nearest.
+        plain: statistics of plain decoding by batch size, if measured.
+        group: target and sampling parameters; only candidates of one group are comparable.
+        title: of the drafter.
+        measured: measured metrics by batch size, at its own draft length, if they have a speed-up.
+        overlap: see `predict`.
+    """
+
+    acceptance: Acceptance
+    target: Curve
+    drafter: Curve | None
+    steps: Mapping[int, CellStatistics]
+    plain: Mapping[int, CellStatistics]
+    group: str = ""
+    title: str = ""
+    measured: Mapping[int, Metrics] = field(default_factory=dict)
+    overlap: bool = False
+
+    @property
+    def pair(self) -> str:
+        """A key of the pair; equal for candidates that differ only in draft length."""
+        a = self.acceptance
+        options = {key: value for key, value in a.options.items() if key != "gamma"}
+        return json.dumps([a.drafter, a.model, a.verifier, options, a.chain], sort_keys=True, default=str)
+
+    @property
+    def gammas(self) -> tuple[int, ...]:
+        """The draft lengths whose acceptance is known, and which the drafter's options permit."""
+        longest = self.acceptance.gamma
+        if self.acceptance.refusal:
+            return (longest,)
+        permitted = tuple(n for n in range(1, longest + 1) if _permits(self.acceptance, n))
+        return permitted if longest in permitted else tuple(range(1, longest + 1))
+
+    def predict(self, batch_size: int, gamma: int, context: float | None = None) -> Prediction:
+        """Predict a step with drafts of ``gamma`` tokens and ``batch_size`` full rows.
+
+        Args:
+            context: context length of each row; by default as in ``steps``.
+
+        Raises:
+            UsageError: a cost curve with too few batch sizes or widths.
+        """
+        cell = _nearest(self.steps, batch_size)
+        if gamma != self.acceptance.gamma:
+            self.acceptance.cut(gamma)  # or refuse it
+            cell = cell.cut(gamma)
+        plain = _nearest(self.plain, batch_size) if self.plain else cell.plain()
+        cell, plain = cell.at(batch_size), plain.at(batch_size)
+        if context is not None:
+            cell, plain = replace(cell, context=context), replace(plain, context=context)
+        return predict(cell, self.target, self.drafter, plain, overlap=self.overlap)
+
+    def speed_up(self, batch_size: int, gamma: int, context: float | None = None) -> Estimate:
+        """Predicted speed-up over plain decoding; the interval includes the uncertainty of the acceptance only."""
+        value = self.predict(batch_size, gamma, context).speed_up
+        be = self.acceptance.cut(gamma).block_efficiency()
+        if be.low is None or be.high is None:
+            return Estimate(value)
+        return Estimate(value, value * be.low / be.value, value * be.high / be.value)
+
+
+def _permits(acceptance: Acceptance, gamma: int) -> bool:
+    """Return True if the options of the drafter permit drafts of ``gamma`` tokens; False for unknown drafters."""
+    if acceptance.drafter not in plugins.entries("drafters"):
+        return False
+    model = {"model": acceptance.model} if acceptance.model else {}
+    return permits(plugins.get("drafters", acceptance.drafter).Config, {**acceptance.options, **model}, gamma)
+
+
+def _nearest(steps: Mapping[int, CellStatistics], batch_size: int) -> CellStatistics:
+    """The statistics of the nearest batch size, in log scale."""
+    return steps[min(steps, key=lambda b: (max(b / batch_size, batch_size / b), b))]
+
+
+# -- from acceptance only --------------------------------------------------------------------------------------
+
+
+def of_pair(acceptance: Acceptance) -> Acceptance:
+    """Return the acceptance of an engine's drafts with ``refusal`` by the traits of its drafter and verifier.
+
+    Raises:
+        UsageError: the verifier cannot verify its drafts, or the drafts are trees, whose nodes engines do not count.
+    """
+    name, verifier, temperature = acceptance.drafter, acceptance.verifier, acceptance.temperature
+    if name not in plugins.entries("drafters") or (verifier and verifier not in plugins.entries("verifiers")):
+        return acceptance
+    cls = plugins.get("drafters", name)
+    options = {**acceptance.options, "gamma": acceptance.gamma, "model": acceptance.model or "unknown"}
+    try:
+        config = cls.Config(**{key: value for key, value in options.items() if key in cls.Config.model_fields})
+    except ValidationError as error:
+        return replace(acceptance, refusal=f"the options of drafter '{name}' are unknown: {fault(error.errors()[0])}")
+    rule = plugins.traits_of("verifiers", *configured("verifiers", verifier)) if verifier else None
+    if temperature is None:
+        temperature = 0.0 if rule is not None and rule.temperature_zero_only else 1.0
+    sampling = Sampling(temperature=temperature)
+    traits = plugins.traits_of("drafters", cls, config, sampling)
+    if rule is not None and (reason := incompatible(name, traits, verifier, rule, sampling)):
+        raise UsageError(f"{acceptance.source}: {reason}")
+    if not traits.is_chain:
+        raise UsageError(
+            f"{acceptance.source}: drafter '{name}' does not draft chains, and an engine's numbers lack the nodes of "
+            "its drafts, which determine the cost of a step; measure it with crossdraft run"
+        )
+    if acceptance.refusal != UNKNOWN_PAIR:
+        return acceptance
+    if rule is None:
+        return replace(acceptance, refusal="the verifier is unknown; name it as --verifier")
+    refusal = not_shortenable(name, traits, verifier, rule)
+    if not refusal and not (traits.always_drafts or acceptance.idle):
+        refusal = (
+            f"drafter '{name}' has steps without a draft, which are not counted here, so it gains less; replay "
+            f"responses instead: crossdraft advise --replay RESPONSES --drafter {name}"
+        )
+    return replace(acceptance, refusal=refusal)
+
+
+def imported(
+    acceptances: Iterable[Acceptance], target: Curve, drafter: Curve | None, context: float
+) -> list[Candidate]:
+    """Candidates from replayed or imported acceptance of chains, with one pass of the draft model per token.
+
+    Verification and bookkeeping are assumed to be free, as is drafting without a curve.
+    """
+    candidates = []
+    for acceptance in acceptances:
+        gamma, length = acceptance.gamma, 1 + sum(acceptance.marginal)
+        passes = gamma * (1 - acceptance.idle) if drafter is not None else 0
+        cell = CellStatistics(
+            1, 1, length, {gamma: 1.0}, context, passes, acceptance=acceptance.marginal, idle=acceptance.idle
+        )
+        temperature = acceptance.temperature
+        group = "temperature unknown" if temperature is None else f"temperature {temperature:g}"
+        group = ", ".join([*acceptance.setting, group])
+        title = acceptance.drafter or "drafts"
+        candidates.append(Candidate(acceptance, target, drafter, {1: cell}, {}, group, title))
+    return candidates
+
+
+# -- from a finished run ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine other than the one of a run, for which its pairs are evaluated.
+
+    Attributes:
+        target: cost curve of the target.
+        drafter: cost curve of a draft model by name; None if drafting is assumed to be free.
+    """
+
+    target: Curve
+    drafter: Callable[[str], Curve | None]
+
+
+def of_run(
+    results: Sequence[CellResult],
+    name: str,
+    curves: Iterable[CostCurve],
+    machine: Machine | None = None,
+    among: Iterable[CellConfig] = (),
+) -> tuple[list[Candidate], list[str]]:
+    """The candidates of a finished run, and notes on omitted cells.
+
+    Args:
+        name: of the run, shown to users.
+        curves: cost curves of the run's machine; curves of other models and devices are ignored.
+        machine: another machine; times measured in the run are then ignored.
+        among: cells of all runs; those of another target or other sampling parameters are of other groups.
+    """
+    curves, notes = list(curves), []
+    configs = [result.config for result in results]
+    others = [{"target": config.target, "sampling": config.sampling} for config in among]
+    configs += [own.model_copy(update=other) for own in configs[:1] for other in others]
+    pairs: dict[str, list[CellResult]] = {}
+    plain: dict[str, dict[int, CellStatistics]] = {}
+    for result in results:
+        config, cell = result.config, statistics(result)
+        group = group_title(config, configs, but="batch_size")
+        if cell is None or result.metrics is None:
+            notes.append(f"{name}: {config.drafter.title} × {config.verifier.title} failed and is omitted")
+        elif config.is_baseline:
+            plain.setdefault(group, {})[config.batch_size] = _without_times(cell, machine)
+        elif not (mark := mark_of(result)).headline:
+            advice = f"; run crossdraft certify --verifier {config.verifier.name}"
+            reason = f"{config.verifier.title} is omitted: {mark}"
+            notes.append(f"{name}: {reason}{advice if mark.kind == 'uncertified' else ''}")
+        elif result.metrics.block_efficiency is None or not result.metrics.acceptance:
+            notes.append(f"{name}: {config.drafter.title} drafted no tokens and is omitted")
+        else:
+            pairs.setdefault(config.model_copy(update={"batch_size": 1}).hash, []).append(result)
+    candidates = []
+    for cells in pairs.values():
+        result = max(cells, key=lambda cell: len(cell.records))
+        config = result.config
+        acceptance = acceptance_of(result, name)
+        if machine is None:
+            target, drafter = curves_of(result, curves)
+        else:
+            target = machine.target
+            drafter = machine.drafter(acceptance.model) if _has_model(result) else None
+        if target is None and config.engine is not None:
+            engine = config.engine.title
+            notes.append(
+                f"{name}: cells of {engine} are omitted; give responses of its plain decoding as --replay, and the "
+                "cost tables of that run as --cost and --draft-cost"
+            )
+            continue
+        if target is None:
+            notes.append(
+                f"{name}: {config.target} has no cost curve for the device and threads of the run; on that device, "
+                f"run crossdraft cost --target {config.target}"
+            )
+            continue
+        steps = {c.config.batch_size: _without_times(s, machine) for c in cells if (s := statistics(c)) is not None}
+        group = group_title(config, configs, but="batch_size")
+        title = config.drafter.name if acceptance.chain else _tree_title(config)
+        measured = {c.config.batch_size: c.metrics for c in cells if c.metrics is not None and c.metrics.speed_up}
+        if machine is not None:
+            measured = {}
+        candidates.append(Candidate(acceptance, target, drafter, steps, plain.get(group, {}), group, title, measured))
+    return candidates, list(dict.fromkeys(notes))
+
+
+def _tree_title(config: CellConfig) -> str:
+    """The title of a drafter of trees or several sequences, with the options of their shape."""
+    options = {key: value for key, value in config.drafter.config.items() if key not in ("gamma", "model")}
+    shape = ", ".join(f"{key} {value}" for key, value in options.items())
+    return f"{config.drafter.name} ({shape})" if shape else config.drafter.name
+
+
+def _has_model(result: CellResult) -> bool:
+    return result.metrics is not None and result.metrics.drafter_passes > 0
+
+
+def _without_times(cell: CellStatistics, machine: Machine | None) -> CellStatistics:
+    """Statistics without the times of the run's machine, if another machine is given."""
+    return cell if machine is None else replace(cell, draft_seconds=0.0, other_seconds=0.0)

@@ -1,0 +1,182 @@
+"""Remarks on a recommendation: what is measured, computed and assumed, and warnings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from crossdraft.framework.cost.curve import CostCurve
+from crossdraft.framework.cost.roofline import Roofline
+from crossdraft.framework.runs.records import CellResult
+
+from ..engines.acceptance import EACH_LENGTH, Acceptance
+from ..engines.engine import Engine, Settings
+from ..engines.engine_log import Source
+from .decision import EngineChoice, Step
+
+#: Fewer prompts or drafts than this raise a warning.
+_MIN_PIECES, _MIN_DRAFTS = 10, 300
+#: Settings in a benchmark's log.
+_RANDOM = re.compile(r"dataset[-_]name['\"]?\s*[=: ]\s*['\"]?random\b")
+_IGNORE_EOS = re.compile(r"ignore[-_]eos['\"]?\s*[=: ]\s*['\"]?(true|1)\b|--ignore-eos\b", re.IGNORECASE)
+
+
+@dataclass
+class Remarks:
+    """Remarks by kind, without duplicates, in order."""
+
+    measured: list[str] = field(default_factory=list)
+    computed: list[str] = field(default_factory=list)
+    assumed: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    settings: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """One line per remark, prefixed with its kind."""
+        kinds = {"measured": self.measured, "computed": self.computed, "assumed": self.assumed}
+        kinds |= {"settings": self.settings, "warning": self.warnings}
+        return [f"{kind}: {remark}" for kind, remarks in kinds.items() for remark in remarks]
+
+    def assume(self, remark: str) -> None:
+        _add(self.assumed, remark)
+
+    def warn(self, remark: str) -> None:
+        _add(self.warnings, remark)
+
+    # -- costs -------------------------------------------------------------------------------------------------
+
+    def free(self, *, drafting: bool) -> None:
+        """Note the costs that are assumed to be 0."""
+        self.assume("verification and bookkeeping are free")
+        if drafting:
+            self.assume("drafting is free; give the draft model as --draft-model, or its passes as --draft-cost")
+
+    def overlapped(self) -> None:
+        self.assume(
+            "drafting and verification overlap: a step takes at least as long as the longer of the two; after a "
+            "rejection the draft has to be repeated"
+        )
+
+    def of_roofline(self, target: Roofline) -> None:
+        memory, compute = target.efficiency
+        device = f"{target.devices} x {target.accelerator.name}"
+        _add(
+            self.computed,
+            f"passes of {target.shape.name} by the roofline of {device}, {100 * memory:.0f} % of its bandwidth and "
+            f"{100 * compute:.0f} % of its FLOP rate; engines are less efficient beyond B = 8 (docs/cost.md)",
+        )
+        if target.shape.experts:
+            self.assume(
+                f"the router of {target.shape.name} spreads tokens evenly over its {target.shape.experts} experts"
+            )
+
+    def of_curve(self, curve: CostCurve) -> None:
+        device = ", ".join(f"{key} {value}" for key, value in curve.device.items())
+        _add(self.measured, f"passes of {curve.model}, {curve.dtype}, {device}, {curve.measured}")
+
+    def of_tables(self, target: CostCurve, drafter: CostCurve | None) -> None:
+        for curve in (target, drafter):
+            if curve is not None:
+                _add(self.measured, f"passes of {curve.model}, from its table")
+
+    # -- acceptance --------------------------------------------------------------------------------------------
+
+    def of_source(self, source: Source) -> None:
+        """Warn about unrealistic traffic recorded in a log."""
+        if _RANDOM.search(source.text):
+            self.warn(f"{source.name} has random prompts; acceptance on real text will differ")
+        if _IGNORE_EOS.search(source.text):
+            self.warn(f"{source.name} ignores end-of-sequence tokens; the repetitive text after them raises acceptance")
+
+    def of_run(self, results: Sequence[CellResult], name: str, notes: Sequence[str], *, own_seconds: bool) -> None:
+        """Add remarks on a run; ``own_seconds``: the measured times of verification and bookkeeping are used."""
+        for note in notes:
+            self.warn(note)
+        if own_seconds:
+            _add(self.measured, f"{name}: verification, bookkeeping and drafting without a model, on its machine")
+            _add(self.computed, f"{name}: steps, from the cost curves of its machine")
+        responses = [response for result in results for response in result.responses]
+        if responses and all(response.get("finish_reason") == "length" for response in responses):
+            self.warn(f"{name}: all responses are truncated; acceptance may differ with a greater max_new_tokens")
+
+    def of_steps(self, steps: Sequence[Step]) -> None:
+        """Add remarks on the best pairs and the runners-up."""
+        for step in steps:
+            for choice in (step.best, step.runner_up):
+                if choice is not None:
+                    self._of_acceptance(choice.candidate.acceptance.cut(choice.gamma))
+            self._of_extrapolation(step)
+        self.assume("intervals include the uncertainty of the acceptance only, not of the costs")
+
+    def _of_acceptance(self, acceptance: Acceptance) -> None:
+        pair = " × ".join(filter(None, (acceptance.drafter, acceptance.verifier)))
+        of_pair = f" of {pair}" if pair else ""
+        _add(
+            self.measured if acceptance.longer is None else self.computed,
+            f"acceptance{of_pair} ({acceptance.source}): {acceptance.interval_assumes}",
+        )
+        if acceptance.longer is not None:
+            self.assume(
+                "shorter drafts: a drafted token is right or wrong wherever its step starts, and as often beyond the "
+                "measured positions as at the last one; intervals include the usual error of that (docs/advise.md)"
+            )
+        elif acceptance.refusal and acceptance.refusal != EACH_LENGTH and acceptance.gamma > 1:
+            fewer = f"drafts of fewer than {acceptance.gamma} tokens are left out"
+            self.warn(f"{acceptance.source}: {fewer}: {acceptance.refusal}")
+        for remark in acceptance.remarks:
+            kind, _, rest = remark.partition("assumed: ")
+            if rest and not kind:
+                self.assume(f"{acceptance.source}: {rest}")
+            else:
+                self.warn(f"{acceptance.source}: {remark}")
+        if acceptance.temperature is None:
+            self.warn(f"{acceptance.source} does not record the temperature; acceptance depends on it")
+        if acceptance.rows and acceptance.pieces != "windows of the log" and 1 < len(acceptance.rows) < _MIN_PIECES:
+            self.warn(f"{acceptance.source}: {len(acceptance.rows)} {acceptance.pieces} are few; use more")
+        if acceptance.drafts is not None and acceptance.drafts < _MIN_DRAFTS:
+            self.warn(f"{acceptance.source}: {acceptance.drafts:.0f} drafts are few; use more")
+
+    def _of_extrapolation(self, step: Step) -> None:
+        best = step.best
+        acceptance = best.candidate.acceptance
+        if step.draft and not acceptance.refusal and best.gamma == acceptance.gamma:
+            pair = " × ".join(filter(None, (acceptance.drafter, acceptance.verifier))) or "drafts"
+            self.warn(f"{pair}: drafts of more than {best.gamma} tokens were not measured and may be faster")
+        curve = best.candidate.target
+        if isinstance(curve, CostCurve) and step.batch_size > max(curve.batch_sizes):
+            self.warn(f"passes of {curve.model} are extrapolated beyond B = {max(curve.batch_sizes)}")
+
+    # -- an engine -----------------------------------------------------------------------------------------------
+
+    def of_schedule(self, choice: EngineChoice, engine: Engine, best: Mapping[int, Step]) -> None:
+        """Add remarks on the speed-up lost to the engine's limitations, by batch size."""
+        candidate = choice.candidate
+        acceptance = candidate.acceptance
+        if acceptance.point_mass is None and acceptance.temperature != 0 and choice.schedule.gamma:
+            unknown = f"{acceptance.source} does not record whether drafts were sampled or greedy"
+            _add(self.settings, f"{unknown}; {engine.name} uses its default")
+        for b, step in best.items():
+            actual, possible = choice.schedule.speed_ups[b], max(step.best.speed_up.value, 1.0)
+            if actual.value >= possible * (1 - 1e-9):
+                continue
+            other = step.best.candidate
+            pair = f"{other.title} × {other.acceptance.verifier or 'its verifier'} at gamma {step.best.gamma}"
+            if reason := choice.unsupported.get(other.pair):
+                reason = f"{engine.name} does not support {pair}: {reason}"
+            elif other.pair != candidate.pair:
+                reason = f"{pair} would be faster, but a server has one drafter"
+            else:
+                faster = pair if possible > 1 else "plain decoding"
+                reason = f"{faster} would be faster, but {engine.name} has one draft length"
+            _add(self.settings, f"B = {b}: {actual.value:.2f} instead of {possible:.2f}: {reason}")
+
+    def of_settings(self, engine: Engine, settings: Settings) -> None:
+        _add(self.settings, f"option names of {engine.read_from}")
+        for remark in settings.remarks:
+            _add(self.settings, remark)
+
+
+def _add(remarks: list[str], remark: str) -> None:
+    if remark not in remarks:
+        remarks.append(remark)

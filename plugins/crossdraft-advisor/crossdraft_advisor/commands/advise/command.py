@@ -1,0 +1,215 @@
+"""``crossdraft advise``: recommend drafters and draft lengths from acceptance and cost; export engine settings."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from crossdraft.framework import plugins
+from crossdraft.framework.contracts.command import Command
+from crossdraft.framework.errors import UsageError
+from crossdraft.framework.util.input_files import kind_of
+
+from .costs import Costs
+from .options import AdviseOptions
+from .servable import not_servable
+
+if TYPE_CHECKING:
+    from crossdraft.framework.cost.curve import Curve
+    from crossdraft.framework.cost.load_run import FinishedRun
+    from crossdraft.framework.recipe.recipe import CellConfig
+
+    from ...advise.candidates import Candidate, Machine
+    from ...advise.caveats import Remarks
+    from ...engines.acceptance import Acceptance
+    from ...engines.engine import Schedule, Settings
+
+CONTEXT = 1024
+
+
+class Advise(AdviseOptions, Command):
+    """Recommendation of a drafter, a verifier and a draft length for each batch size.
+
+    Raises:
+        UsageError: insufficient data, or options that cannot be combined.
+    """
+
+    name: ClassVar[str] = "advise"
+
+    def run(self) -> int:
+        from ...advise.caveats import Remarks
+        from ...advise.decision import decide
+        from .output import as_json, as_text, schedule_text
+
+        remarks = Remarks()
+        groups = _groups(self, remarks)
+        sizes = sorted(set(self.batch_size))
+        steps = {
+            title: [decide(candidates, b, c) for c in self.context or [None] for b in sizes]
+            for title, candidates in groups.items()
+        }
+        for steps_of_group in steps.values():
+            remarks.of_steps(steps_of_group)
+        settings, schedule = _settings(self, groups, sizes, remarks) if self.export else (None, None)
+        if self.json_:
+            print(json.dumps(as_json(steps, remarks, settings, schedule), indent=2))
+        elif schedule is not None and settings is not None:
+            print(settings.text)
+            print("\n".join(["", schedule_text(schedule), "", *remarks.lines()]), file=sys.stderr)
+        else:
+            print(as_text(steps, remarks))
+        return 0
+
+
+# -- candidates --------------------------------------------------------------------------------------------------
+
+
+def _groups(args: AdviseOptions, remarks: Remarks) -> dict[str, list[Candidate]]:
+    """The candidates, grouped by target and sampling parameters."""
+    from crossdraft.framework.cost.load_run import read_run
+
+    from ...advise.candidates import imported
+
+    runs = [source for source in args.sources if kind_of_source(source) == "directory"]
+    texts = [source for source in args.sources if source not in runs]
+    if args.since and len(texts) != 1:
+        raise UsageError("--since requires exactly one SOURCE, a later scrape of the same counters")
+    if runs and not texts and (args.drafter or args.verifier or args.gamma):
+        raise UsageError("--drafter, --verifier and --gamma are for an engine's numbers; a finished run has its own")
+    costs = args.costs(remarks)
+    candidates: list[Candidate] = []
+    finished = [read_run(Path(run)) for run in runs]
+    cells = [result.config for run in finished for result in run.summary.results]
+    for run in finished:
+        candidates += _run_candidates(run, cells, costs, remarks)
+    if args.replays:
+        from .replay import replayed_acceptances
+
+        acceptances = replayed_acceptances(args, remarks)
+    else:
+        acceptances = [acceptance for source in texts for acceptance in _read_acceptances(args, source, remarks)]
+    if acceptances:
+        if costs.target is None:
+            raise UsageError(
+                "the cost of the target is unknown: give --target with --on, --target measured by crossdraft cost, or "
+                "--cost FILE"
+            )
+        draft_curves = [_draft_curve(acceptance, costs, args.replays) for acceptance in acceptances]
+        remarks.free(drafting=not args.replays and costs.drafter is None)
+        context = (args.context or (CONTEXT,))[0]
+        for acceptance, curve in zip(acceptances, draft_curves, strict=True):
+            candidates += imported([acceptance], costs.target, curve, context)
+    if args.overlap:
+        remarks.overlapped()
+        candidates = [replace(candidate, overlap=True) for candidate in candidates]
+    groups: dict[str, list[Candidate]] = {}
+    for candidate in candidates:
+        if args.temperature is None or candidate.acceptance.temperature == args.temperature:
+            groups.setdefault(candidate.group, []).append(candidate)
+    if not groups:
+        where = "" if args.temperature is None else f" at temperature {args.temperature:g}"
+        reason = "; ".join(remarks.warnings) or f"the sources have no drafter{where}"
+        raise UsageError(f"no candidates: {reason}")
+    return groups
+
+
+def _draft_curve(acceptance: Acceptance, costs: Costs, replayed: bool) -> Curve | None:
+    """The cost curve of the draft model; None if the drafter has no model."""
+    if not replayed:
+        return costs.drafter
+    if not acceptance.model:
+        return None
+    return costs.drafter or costs.by_name(acceptance.model)
+
+
+def kind_of_source(source: str) -> str:
+    """``directory``, ``file`` or ``url``. Raises UsageError if the path does not exist."""
+    if source.startswith(("http://", "https://")):
+        return "url"
+    kind = kind_of(source)
+    if not kind:
+        raise UsageError(f"{source} does not exist; give a finished run, or an engine's log, metrics or responses")
+    return kind
+
+
+def _run_candidates(run: FinishedRun, cells: Sequence[CellConfig], costs: Costs, remarks: Remarks) -> list[Candidate]:
+    from crossdraft.framework.cost.curve import stored_curves
+
+    from ...advise.candidates import Machine, of_run
+
+    machine: Machine | None = None
+    if costs.target is not None:
+        machine = Machine(costs.target, costs.by_name)
+        remarks.free(drafting=False)
+    curves = [*run.summary.curves, *stored_curves()]
+    candidates, notes = of_run(run.summary.results, run.name, curves, machine, cells)
+    remarks.of_run(run.summary.results, run.name, notes, own_seconds=machine is None)
+    return candidates
+
+
+def _read_acceptances(args: AdviseOptions, source: str, remarks: Remarks) -> list[Acceptance]:
+    """Acceptances in a source, in the format of any engine, completed by the options."""
+    from ...advise.candidates import of_pair
+    from ...engines.formats import read_acceptances
+
+    content, acceptances = read_acceptances(source, args.since or None)
+    remarks.of_source(content)
+    fields = {"drafter": "".join(args.drafter), "verifier": "".join(args.verifier), "temperature": args.temperature}
+    fields |= {"model": args.draft_path or args.draft_model}
+    fields = {name: value for name, value in fields.items() if value not in (None, "")}
+    return [of_pair(replace(_with_rates(args, acceptance), **fields)) for acceptance in acceptances]
+
+
+def _with_rates(args: AdviseOptions, acceptance: Acceptance) -> Acceptance:
+    """Acceptance by position; if unknown, a constant rate with the same mean length."""
+    if acceptance.marginal:
+        if args.gamma is not None:
+            raise UsageError(f"--gamma: {acceptance.source} has the acceptance by position; remove --gamma")
+        return acceptance
+    if args.gamma is None:
+        raise UsageError(
+            f"{acceptance.source} has the mean acceptance length {acceptance.length:.2f} and not the draft length; "
+            "give it as --gamma"
+        )
+    return acceptance.with_constant_rate(args.gamma)
+
+
+# -- settings ----------------------------------------------------------------------------------------------------
+
+
+def _settings(
+    args: AdviseOptions, groups: dict[str, list[Candidate]], sizes: list[int], remarks: Remarks
+) -> tuple[Settings, Schedule]:
+    """Settings for the engine of --export and their schedule; adds remarks on its limitations and their cost."""
+    from ...advise.decision import decide, schedule_for
+    from ...engines.engine import Settings
+
+    if len(groups) > 1:
+        raise UsageError(
+            f"--export takes one group, and the sources have {'; '.join(groups)}; choose with --temperature, or give a "
+            "source with one of them"
+        )
+    ((_, candidates),) = groups.items()
+    engine = plugins.get("engines", args.export)()
+    context = args.context[0] if args.context else None
+    if args.draft_path:
+        candidates = [replace(c, acceptance=replace(c.acceptance, model=args.draft_path)) for c in candidates]
+    reasons = {c.pair: reason for c in candidates if (reason := not_servable(c.acceptance.model))}
+    for reason in dict.fromkeys(reasons.values()):
+        remarks.warn(f"left out: {reason}")
+    candidates = [c for c in candidates if c.pair not in reasons]
+    if not candidates:
+        raise UsageError(f"--export {args.export}: {'; '.join(dict.fromkeys(reasons.values()))}")
+    with plugins.guarded("engines", args.export, "cannot() or scheduled()"):
+        choice = schedule_for(candidates, engine, sizes, context)
+    remarks.of_schedule(choice, engine, {b: decide(candidates, b, context) for b in choice.schedule.speed_ups})
+    with plugins.guarded("engines", args.export, "export()"):
+        settings = engine.export(choice.schedule)
+    if not isinstance(settings, Settings):
+        raise plugins.unusable("engines", args.export, "export() must return crossdraft_advisor.Settings")
+    remarks.of_settings(engine, settings)
+    return settings, choice.schedule

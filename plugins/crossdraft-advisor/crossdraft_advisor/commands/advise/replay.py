@@ -1,0 +1,206 @@
+"""Acceptance for ``crossdraft advise`` from recorded or newly decoded responses, replayed with every drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from crossdraft.framework import plugins
+from crossdraft.framework.errors import UsageError
+
+from ..baseline_responses import baseline_responses, log
+from .servable import not_servable
+
+if TYPE_CHECKING:
+    from crossdraft.framework.contracts.sampling import Sampling
+
+    from ...advise.caveats import Remarks
+    from ...engines.acceptance import Acceptance
+    from ...replay.replay import Candidate
+    from ...replay.response import Response
+    from .options import AdviseOptions
+
+#: The greatest draft length that is replayed.
+MAX_GAMMA = 16
+#: Fewer tokens than this raise a warning.
+_MIN_TOKENS = 1000
+
+
+def replayed_acceptances(args: AdviseOptions, remarks: Remarks) -> list[Acceptance]:
+    """Replay every drafter with every compatible verifier at every draft length up to `MAX_GAMMA`.
+
+    Raises:
+        UsageError: responses, drafters or verifiers that cannot be replayed.
+    """
+    from crossdraft.framework.contracts.sampling import Sampling
+
+    from ...replay.replay import replay
+    from ...replay.responses import Reader
+    from ..replay.candidates import candidates_of
+    from ..replay.command import read_responses
+
+    consent = args.trusted([args.target or None], args.drafter)
+    sampling = None if args.temperature is None else Sampling(temperature=args.temperature)
+    name = " and ".join(args.replay)
+    sources = list(args.replay)
+    if args.prompts:
+        if sampling is None:
+            sampling = Sampling()
+            remarks.assume("responses are sampled at temperature 1; set --temperature for another")
+        path = baseline_responses(
+            args.target,
+            args.prompts,
+            sampling,
+            limit=args.responses,
+            most=args.max_new_tokens,
+            trust_remote_code=args.target in consent,
+        )
+        sources.append(str(path))
+        name = f"responses of {args.target} to {args.prompts}"
+    # Responses decoded here have the log-probabilities after temperature and truncation.
+    reader = Reader(
+        target=args.target,
+        sampling=sampling,
+        processed=not args.replay,
+        trust_remote_code=args.target in consent,
+    )
+    responses, sampling = read_responses(reader, sources, sampling, name)
+    candidates = candidates_of(
+        args.drafter,
+        args.verifier,
+        range(1, MAX_GAMMA + 1),
+        sampling=sampling,
+        target=args.target or reader.target,
+        trust_remote_code=consent,
+        drafter_options=_drafter_options(args, remarks),
+    )
+    if args.export:
+        candidates = _exportable(candidates, args, sampling, remarks)
+    pairs = sum(len(candidate.verifiers) for candidate in candidates)
+    log(f"replaying {len(candidates)} drafters, {pairs} pairs, gamma 1 to {MAX_GAMMA}, without decoding")
+    statistics = _Statistics()
+    result = replay(statistics.count(responses), candidates, by_prompt=True)
+    for assumption, count in reader.assumed.items():
+        remarks.assume(f"{count} responses {assumption}")
+    if result.log_p.warning:
+        remarks.warn(f"{name}: {result.log_p.warning}")
+    if result.tokens < _MIN_TOKENS:
+        remarks.warn(f"{name}: {result.tokens} tokens are few; replay more responses")
+    if statistics.truncated == result.responses:
+        remarks.warn(f"{name}: all responses are truncated; acceptance may differ for longer ones")
+    if statistics.random:
+        remarks.warn(f"{name}: prompts look like random tokens; acceptance on real text will differ")
+    temperature = None if sampling is None else sampling.temperature
+    return [
+        acceptance
+        for candidate in result.candidates
+        for acceptance in _of_candidate(candidate, name, temperature, sampling, remarks)
+    ]
+
+
+def _drafter_options(args: AdviseOptions, remarks: Remarks) -> Mapping[str, Mapping[str, Any]]:
+    """Options with which drafters draft as those of the engine of --export."""
+    definition = plugins.get("engines", args.export).counters if args.export else None
+    if definition is None:
+        return {}
+    for drafter, options in definition.drafter_options.items():
+        if any(drafter in text for text in args.drafter):
+            listed = ", ".join(f"{key}: {value}" for key, value in options.items())
+            remarks.assume(f"{drafter} drafts as in {definition.engine}, {listed}, unless its options set that")
+    return definition.drafter_options
+
+
+def _exportable(
+    candidates: list[Candidate], args: AdviseOptions, sampling: Sampling | None, remarks: Remarks
+) -> list[Candidate]:
+    """The candidates without the pairs that the engine of --export does not support, before anything is replayed.
+
+    Raises:
+        UsageError: it supports none of them.
+    """
+    from crossdraft.framework.contracts.sampling import Sampling
+
+    from ...engines.acceptance import Acceptance
+
+    engine, reasons = plugins.get("engines", args.export)(), []
+    for candidate in candidates:
+        cls, config = candidate.drafter
+        options = config.model_dump(exclude_unset=True, mode="json")
+        model, traits = str(options.get("model", "")), cls.traits(config, sampling or Sampling())
+        for verifier in list(candidate.verifiers):
+            acceptance = Acceptance(
+                (),
+                candidate.title,
+                length=1.0,
+                drafter=cls.name,
+                verifier=verifier,
+                model=args.draft_path or model,
+                temperature=None if sampling is None else sampling.temperature,
+                point_mass=traits.point_mass,
+                options={key: value for key, value in options.items() if key not in ("model", "gamma")},
+            )
+            with plugins.guarded("engines", args.export, "cannot()"):
+                reason = engine.cannot(acceptance) or not_servable(acceptance.model)
+            if reason:
+                reasons.append(f"{candidate.title} × {verifier} is left out: {engine.name}: {reason}")
+                del candidate.verifiers[verifier]
+    remarks.warnings += reasons
+    if not any(candidate.verifiers for candidate in candidates):
+        raise UsageError(f"--export {args.export}: no pair can be exported: {'; '.join(reasons)}")
+    return [candidate for candidate in candidates if candidate.verifiers]
+
+
+def _of_candidate(
+    candidate: Candidate, name: str, temperature: float | None, sampling: Sampling | None, remarks: Remarks
+) -> Iterator[Acceptance]:
+    from crossdraft.framework.contracts.sampling import Sampling
+
+    from ...engines.acceptance import EACH_LENGTH, Acceptance
+
+    cls, config = candidate.drafter
+    traits = cls.traits(config, sampling or Sampling())
+    options = config.model_dump(exclude_unset=True, mode="json")
+    if cls.name == "prompt-lookup":
+        options["match"] = config.match
+    for (verifier, k), tally in candidate.tallies.items():
+        if k > 1:
+            remarks.warn(
+                f"{candidate.title} × {verifier}: the cost of several sequences is not modelled; use crossdraft run"
+            )
+            continue
+        for gamma in candidate.gammas:
+            rows = tally.by_prompt(gamma)
+            if not rows[:, 0].sum():
+                remarks.warn(f"{name}: the responses are too short for drafts of {gamma} tokens")
+                break
+            yield Acceptance.from_rows(
+                rows.tolist(),
+                name,
+                drafter=cls.name,
+                verifier=verifier,
+                model=str(options.get("model", "")),
+                temperature=temperature,
+                point_mass=traits.point_mass,
+                idle=tally.row(gamma).idle,
+                refusal=EACH_LENGTH,
+                options={key: value for key, value in options.items() if key not in ("model", "gamma")},
+            )
+
+
+class _Statistics:
+    """Statistics of the replayed responses, collected while they are iterated."""
+
+    def __init__(self) -> None:
+        self.truncated = self._repeated = self._prompt = 0
+
+    def count(self, responses: Iterator[Response]) -> Iterator[Response]:
+        for response in responses:
+            self.truncated += not response.ended
+            self._prompt += len(response.prompt)
+            self._repeated += len(response.prompt) - len(set(response.prompt))
+            yield response
+
+    @property
+    def random(self) -> bool:
+        """True if tokens of the prompts hardly repeat, unlike in text."""
+        return self._prompt >= 500 and self._repeated < 0.05 * self._prompt

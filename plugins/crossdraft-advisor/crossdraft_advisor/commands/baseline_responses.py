@@ -1,0 +1,152 @@
+"""Responses of a target by plain decoding, cached on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from crossdraft.framework.errors import UsageError
+from crossdraft.framework.util.output_files import replace_text
+from crossdraft.framework.util.releases import release
+
+if TYPE_CHECKING:
+    from crossdraft.framework.contracts.sampling import Sampling
+
+#: Distributions whose code determines the responses.
+_RELEASES = ("crossdraft", "torch", "transformers", "tokenizers")
+#: Batch size, and the tokens per response that are decoded to estimate the duration.
+BATCH_SIZE, TIMED_TOKENS = 8, 4
+
+
+def baseline_responses(
+    target: str,
+    prompts: str,
+    sampling: Sampling,
+    *,
+    limit: int,
+    most: int,
+    chat: bool | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+) -> Path:
+    """Return a JSONL file of the target's responses to the first ``limit`` prompts of a source, decoded if not cached.
+
+    Cached ones are of the same model, options and `_RELEASES`, and their file is as it was written: its name
+    ends with its digest.
+
+    Args:
+        most: the maximum number of new tokens per response.
+        chat: see `models.chat.encode`.
+        dtype, device, trust_remote_code: see `load_model`.
+
+    Raises:
+        UsageError: prompts that cannot be read, or a file that cannot be written.
+    """
+    from crossdraft.framework.models.device import pick_device, pick_dtype
+    from crossdraft.framework.models.digests import model_sha256, settings_sha256, weights_sha256
+    from crossdraft.framework.models.resolve import resolve
+    from crossdraft.framework.recipe.prompts import load_prompts, refuse_constraints
+    from crossdraft.framework.util.output_files import cache_dir
+
+    rows = load_prompts(prompts, limit=limit)
+    refuse_constraints(rows, "plain decoding by this command")
+    texts = [prompt.turns[0] for prompt in rows]
+    names = [{"id": str(prompt.question_id), "category": prompt.category} for prompt in rows]
+    resolved = resolve(target)
+    key_parts = [
+        model_sha256(resolved),
+        settings_sha256(resolved.path),
+        texts,
+        names,
+        sampling.model_dump(),
+        most,
+        [str(pick_device(device)), str(pick_dtype(dtype, pick_device(device)))],
+        {name: release(name) for name in _RELEASES},
+        chat,
+    ]
+    key, folder = _digest(json.dumps(key_parts, sort_keys=True).encode()), cache_dir() / "responses"
+    for path in folder.glob(f"{key}-*.jsonl"):
+        if weights_sha256(path)[:16] == path.stem.partition("-")[2]:
+            log(f"using {len(rows)} cached responses of {target}: {path}")
+            return path
+        log(f"the cached responses {path} are damaged; decoding them again")
+    log(
+        f"decoding {len(rows)} responses of at most {most} tokens ({len(rows) * most} in total) with "
+        f"{target}, temperature {sampling.temperature:g}, without drafting"
+    )
+    options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+    responses = _decode(target, texts, sampling, most, chat, options)
+    for response, name in zip(responses, names, strict=True):
+        response |= name
+    text = "".join(json.dumps(response) + "\n" for response in responses)
+    path = folder / f"{key}-{_digest(text.encode())}.jsonl"
+    try:
+        replace_text(path, text)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
+    log(f"saved: {path}")
+    return path
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _decode(
+    name: str, texts: Sequence[str], sampling: Sampling, most: int, chat: bool | None, options: dict[str, Any]
+) -> list[dict[str, Any]]:
+    from crossdraft.framework.api.generate import pair_decoder
+    from crossdraft.framework.contracts.steps import raise_failed
+    from crossdraft.framework.models.chat import encode
+    from crossdraft.framework.models.load import load_model
+
+    target = load_model(name, **options)
+    ids = [encode(target.tokenizer, [text], chat=chat) for text in texts]
+
+    def decode(prompts: Sequence[Sequence[int]], tokens: int) -> list[Any]:
+        longest, rows = max(map(len, prompts)) + tokens, min(BATCH_SIZE, len(prompts))
+        decoder = pair_decoder(target, "none", None, longest, sampling=sampling, batch_size=rows, max_new_tokens=tokens)
+        responses = sorted(decoder.run(prompts, on_error="finish"), key=lambda response: response.index)
+        raise_failed(responses)
+        return responses
+
+    first = ids[:BATCH_SIZE]
+    decode(first, 1)  # warm up
+    short, long = (_timed(lambda n=n: decode(first, n)) for n in (1, 1 + TIMED_TOKENS))
+    batches = -(-len(ids) // BATCH_SIZE)
+    seconds = batches * (short + max(long - short, 0.0) / TIMED_TOKENS * (most - 1))
+    log(f"estimated time: {duration(seconds)} or less (from {TIMED_TOKENS} timed tokens)")
+    responses = decode(ids, most)
+    settings = sampling.model_dump()
+    return [
+        {
+            "prompt": list(prompt),
+            "tokens": response.tokens,
+            "finish_reason": response.finish_reason,
+            "logprobs": response.logprobs,
+            "max_tokens": most,
+            **settings,
+        }
+        for prompt, response in zip(ids, responses, strict=True)
+    ]
+
+
+def _timed(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"
+
+
+def log(message: str) -> None:
+    """Print a progress message on standard error."""
+    print(f"crossdraft: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,250 @@
+"""Candidates of a replay, built from the options: drafters, verifiers and length policies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.errors import UsageError
+from crossdraft.framework.util.limits import MOST_LISTED, MOST_REPLAYED
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from crossdraft.framework.api.build import Configured
+
+    from ...replay.replay import Candidate
+    from ...replay.response import Response
+    from ...replay.teacher_forcing.draft_scores import DraftScores
+    from ...replay.teacher_forcing.draft_traces import DraftTrace
+    from ...replay.teacher_forcing.lazy_models import Target
+
+#: Initial draft length of the heuristic policy, as in the drafters.
+INITIAL_LENGTH = 5
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A length policy: ``static``, ``oracle``, ``heuristic`` or ``confidence``, with its parameter."""
+
+    name: str
+    number: float = 0.0
+
+    @property
+    def title(self) -> str:
+        return self.name if self.name in ("static", "oracle") else f"{self.name} {self.number:g}"
+
+
+def policies_of(texts: Sequence[str]) -> list[Policy]:
+    """Parse ``static``, ``oracle``, ``heuristic[:START]`` and ``confidence:T[,T]``. Raises UsageError."""
+    parsed: list[Policy] = []
+    for text in texts:
+        name, colon, values = text.partition(":")
+        option = f"--policy {text}"
+        if name in ("static", "oracle") and not colon:
+            parsed.append(Policy(name))
+            continue
+        if name not in ("heuristic", "confidence") or (name == "confidence" and not values):
+            raise UsageError(f"{option} is not static, oracle, heuristic, heuristic:START or confidence:0.2,0.4")
+        for value in (values or str(INITIAL_LENGTH)).split(","):
+            try:
+                number = float(value)
+            except ValueError:
+                raise UsageError(f"{option}: {value!r} is not a number") from None
+            if name == "confidence" and not 0 < number < 1:
+                raise UsageError(f"{option}: a threshold must be between 0 and 1")
+            if name == "heuristic" and not (number == int(number) and 1 <= number <= MOST_REPLAYED):
+                raise UsageError(f"{option}: START must be an integer from 1 to {int(MOST_REPLAYED)}")
+            parsed.append(Policy(name, number))
+    if reason := MOST_LISTED.refusal(parsed):
+        raise UsageError(f"--policy is given {len(parsed)} times; {reason}")
+    return list(dict.fromkeys(parsed))
+
+
+def candidates_of(
+    drafters: Sequence[str],
+    verifiers: Sequence[str],
+    gammas: Sequence[int],
+    *,
+    ks: Sequence[int] = (),
+    sampling: Sampling | None,
+    target: str,
+    policies: Sequence[str] = ("static",),
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: Collection[str] = (),
+    drafter_options: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> list[Candidate]:
+    """Build the candidates, in the order of the options; models are loaded when responses are replayed.
+
+    Args:
+        drafters: names, or mappings as in recipes.
+        sampling: of the responses; None = unknown, an error for drafters with a model.
+        target: its name; empty if not required.
+        dtype, device, trust_remote_code: see `Target`.
+        drafter_options: defaults of an engine by drafter (`CounterDefinition.drafter_options`).
+
+    Raises:
+        UsageError: a drafter, verifier or policy that cannot be replayed.
+    """
+    from crossdraft.framework.api.build import configured
+    from crossdraft.framework.contracts.options import permits
+    from crossdraft.framework.recipe.recipe import Strategy
+
+    from ...replay.replay import Candidate, verifiers_for
+    from ...replay.teacher_forcing import model_free
+    from ...replay.teacher_forcing.scoring import ScoringRequest, with_gamma
+    from ...replay.teacher_forcing.shared_passes import SharedPasses
+
+    if reason := MOST_LISTED.refusal(drafters):
+        raise UsageError(f"--drafter is given {len(drafters)} times; {reason}")
+    parsed = policies_of(policies)
+    tops = any(policy.name == "confidence" for policy in parsed)
+    candidates: dict[str, Candidate] = {}
+    shared: SharedPasses | None = None
+    for text in drafters:
+        strategy = Strategy.parse(text, "--drafter")
+        title = strategy.title if strategy.title not in candidates else text
+        if title in candidates:
+            raise UsageError(f"--drafter {text} is given twice")
+        options = drafter_options.get(strategy.name, {})
+        cls, config = configured("drafters", {"name": strategy.name, **options, **strategy.config})
+        lengths = (config.gamma,) if "gamma" in strategy.config else tuple(gammas)
+        if max(lengths) > MOST_REPLAYED or min(lengths) < 1:
+            raise UsageError(f"--drafter {text}: gamma must be from 1 to {int(MOST_REPLAYED)}")
+        config = with_gamma(cls, config, max(lengths))
+        params = sampling or Sampling()
+        rules = verifiers_for(title, (cls, config), verifiers, ks or (getattr(config, "K", 1),), params)
+        depth, explicit = cls.traits(config, params).depth, config.model_dump(exclude_unset=True)
+        if not (
+            lengths := tuple(gamma for gamma in lengths if gamma <= depth and permits(cls.Config, explicit, gamma))
+        ):
+            raise UsageError(f"drafter '{title}' drafts at most {depth} tokens; reduce --gamma")
+        drafter: Configured = (cls, config)
+        drawn: Callable[[Iterable[Response]], Iterator[DraftTrace]] | None = None
+        scores_of: Callable[[], Callable[[Iterable[Response]], Iterator[DraftScores]]]
+        if free := model_free.is_model_free(cls, config, params):
+            scores_of = partial(_without_model, drafter, max(lengths), params)
+        else:
+            loading = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+            shared = shared or SharedPasses(_target(title, target, sampling, loading))
+            sequences = max((k for values in rules.values() for k in values), default=1)
+            index = shared.add(ScoringRequest(drafter, max(lengths), sequences if sequences > 1 else 0, tops))
+            scores_of = partial(shared.scores, index)
+            drawn = shared.samples(index)
+        build = partial(Candidate, drafter=drafter, verifiers=rules)
+        for policy in parsed:
+            name = title if policy.name == "static" else f"{title}, {policy.title}"
+            if policy.name in ("confidence", "heuristic"):
+                _check_policy(policy, title, drafter, params, free, rules)
+            if policy.name == "static":
+                random = drawn if drawn is not None and _has_random_length(drafter, params) else None
+                drafted = None if random is None else partial(_lengths, random)
+                candidates[name] = build(name, gammas=lengths, scores=scores_of(), lengths=drafted)
+            else:
+                candidates[name] = _with_policy(policy, build, name, max(lengths), scores_of(), drawn, drafter, params)
+    return list(candidates.values())
+
+
+def _with_policy(
+    policy: Policy,
+    build: Callable[..., Candidate],
+    name: str,
+    gamma: int,
+    scores_of: Callable[[Iterable[Response]], Iterator[DraftScores]],
+    drawn: Callable[[Iterable[Response]], Iterator[DraftTrace]] | None,
+    drafter: Configured,
+    sampling: Sampling,
+) -> Candidate:
+    """The candidate with a length policy, at the greatest draft length only."""
+    from ...replay.length_policies import confident, heuristic, oracle
+
+    if policy.name == "oracle":
+        return build(name, gammas=(gamma,), scores=scores_of, steps=oracle)
+    if policy.name == "heuristic":
+        start = min(int(policy.number), gamma)
+        return build(
+            name, gammas=(gamma,), scores=scores_of, steps=lambda scores, gammas: heuristic(scores, gammas[0], start)
+        )
+    point_mass = drafter[0].traits(drafter[1], sampling).point_mass
+
+    def lengths(draft: DraftScores | DraftTrace) -> np.ndarray:
+        assert draft.log_top is not None
+        return confident(draft.log_top if point_mass else draft.log_q, draft.log_top, policy.number)
+
+    def cut(texts: Iterable[Response]) -> Iterator[DraftScores]:
+        for draft in scores_of(texts):
+            yield replace(draft, lengths=_minimum(draft.lengths, lengths(draft)))
+
+    def free(texts: Iterable[Response]) -> Iterator[Any]:
+        assert drawn is not None
+        for draft in drawn(texts):
+            yield _minimum(draft.lengths, lengths(draft))
+
+    return build(name, gammas=(gamma,), scores=cut, lengths=free)
+
+
+def _minimum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    import numpy as np
+
+    return np.minimum(a, b)
+
+
+def _lengths(
+    drawn: Callable[[Iterable[Response]], Iterator[DraftTrace]], texts: Iterable[Response]
+) -> Iterator[np.ndarray]:
+    for walked in drawn(texts):
+        yield walked.lengths
+
+
+def _check_policy(
+    policy: Policy, title: str, drafter: Configured, sampling: Sampling, free: bool, rules: dict[str, tuple[int, ...]]
+) -> None:
+    """Raise UsageError for a policy that does not apply to the drafter."""
+    cls, config = drafter
+    own = getattr(getattr(config, "policy", None), "name", "static")
+    if own != "static":
+        raise UsageError(
+            f"--policy {policy.name}: drafter '{title}' has its own length policy {own}; remove one of them"
+        )
+    if any(k > 1 for ks in rules.values() for k in ks):
+        raise UsageError(
+            f"--policy {policy.name}: drafter '{title}' drafts several sequences of equal length; remove the policy"
+        )
+    heads = bool(cls.traits(config, sampling).hidden_layers)
+    if policy.name == "confidence" and (free or (heads and cls.traits(config, sampling).point_mass)):
+        raise UsageError(
+            f"--policy confidence: drafter '{title}' has no token probabilities in a replay; remove the policy"
+        )
+
+
+def _without_model(
+    drafter: Configured, depth: int, sampling: Sampling
+) -> Callable[[Iterable[Response]], Iterator[DraftScores]]:
+    from ...replay.teacher_forcing import model_free
+
+    return lambda texts: model_free.score_model_free(*drafter, texts, depth, sampling)
+
+
+def _target(title: str, name: str, sampling: Sampling | None, options: dict[str, Any]) -> Target:
+    from ...replay.teacher_forcing.lazy_models import Target
+
+    if sampling is None:
+        raise UsageError(
+            "the sampling parameters of the responses are unknown; set --temperature (and --top-k, --top-p, --min-p)"
+        )
+    if not name:
+        raise UsageError(f"drafter '{title}' requires --target MODEL, the target of the responses")
+    return Target(name, sampling, **options)
+
+
+def _has_random_length(drafter: Configured, sampling: Sampling) -> bool:
+    """True if the draft length may depend on the drawn tokens, according to traits and length policy."""
+    cls, config = drafter
+    traits = cls.traits(config, sampling)
+    policy = getattr(config, "policy", None)
+    return traits.is_chain and not traits.replayable and getattr(policy, "name", "") != "static"

@@ -1,0 +1,196 @@
+"""``crossdraft replay SOURCE... --target CHECKPOINT...``: one drafter along the checkpoints of a target in training.
+
+Each checkpoint is replayed on its own responses, as the formulas require, and compared with the first one on the same
+prompts. A drafter that reads hidden states reads those of each checkpoint; its own weights stay as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from crossdraft.framework.errors import UsageError
+from crossdraft.framework.metrics.gate import GateCheck, Sample, checked
+from crossdraft.framework.metrics.intervals import LEAST_PIECES, Estimate
+from crossdraft.framework.util.estimate import change_text, estimate_text, percent_text
+from crossdraft.framework.util.table import Table
+
+from ..baseline_responses import log
+from .output import prompt_names, verifier_title
+
+#: A drafter, verifier, number of sequences and draft length.
+Pair = tuple[str, str, int, int]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Acceptance of one pair at one checkpoint.
+
+    Attributes:
+        target, source: the checkpoint and its responses.
+        marginal: Pr(tau >= i), i = 1 .. gamma.
+        weights: the drafter has weights of its own, which can be refreshed.
+        change: to the first checkpoint; None for that one.
+        stale: the loss is larger than the limit and beyond its interval.
+    """
+
+    target: str
+    source: str
+    block_efficiency: Estimate
+    marginal: list[float]
+    weights: bool
+    change: GateCheck | None = None
+    stale: bool = False
+
+
+def checkpoints_of(args: argparse.Namespace, replayed: Callable[..., Any]) -> str:
+    """The table, or JSON, of all pairs at all checkpoints.
+
+    Args:
+        replayed: replays the responses of sources with a target.
+
+    Raises:
+        UsageError: another number of sources than targets, or an option that does not apply to several targets.
+    """
+    _check(args)
+    samples: dict[Pair, list[tuple[str, str, Sample, list[float], bool]]] = {}
+    notes: list[str] = []
+    for source, target in zip(args.sources, args.target, strict=True):
+        log(f"replaying {source} with {target}")
+        result, sampling, assumed = replayed(args, [source], target)
+        names = tuple(prompt_names(result.groups))
+        for candidate in result.candidates:
+            notes.append(f"{candidate.title}: {_shares(candidate.drafter, sampling)}")
+            gamma = candidate.gammas[-1]
+            for (verifier, k), tally in candidate.tallies.items():
+                key = (candidate.title, verifier, k, gamma)
+                sample = Sample(target, [(t, s) for t, s in tally.sums(gamma)[:, :2].tolist()], names)
+                weights = has_weights(candidate.drafter, sampling)
+                samples.setdefault(key, []).append((target, source, sample, tally.row(gamma).marginal, weights))
+        notes += [f"{source}, {count} responses: {assumption}" for assumption, count in assumed.items()]
+    pairs = {key: _compared(key, rows, args.drop) for key, rows in samples.items()}
+    return _as_json(pairs, args.drop) if args.json else _as_text(pairs, notes, args.drop)
+
+
+def _check(args: argparse.Namespace) -> None:
+    count = len(args.target)
+    if len(args.sources) != count:
+        raise UsageError(
+            f"--target is given {count} times for {len(args.sources)} sources; give each checkpoint one source, "
+            "its own responses, in the same order"
+        )
+    if len(set(args.target)) < count:
+        raise UsageError("--target names the same checkpoint twice; give each once")
+    for name, option in (("csv", "--csv"), ("out", "--out"), ("engine", "--as"), ("segment", "--segment")):
+        if getattr(args, name):
+            raise UsageError(f"{option} cannot be combined with several targets; replay them one by one, or use --json")
+
+
+def _compared(key: Pair, rows: Sequence[tuple[str, str, Sample, list[float], bool]], drop: float) -> list[Checkpoint]:
+    if empty := next((source for _, source, sample, *_ in rows if not len(sample.sums)), None):
+        raise UsageError(
+            f"{empty}: no step has room for a draft of {key[3]} tokens; give longer responses or a smaller --gamma"
+        )
+    first = rows[0][2]
+    results = []
+    for target, source, sample, marginal, weights in rows:
+        change = checked(first, sample, drop) if sample is not first else None
+        stale = False
+        if change is not None and change.half is not None:
+            stale = change.change.value <= -drop and change.change.value + change.half < 0
+        results.append(Checkpoint(target, source, sample.block_efficiency(), marginal, weights, change, stale))
+    return results
+
+
+def has_weights(drafter: Any, sampling: Any) -> bool:
+    """True if a drafter has weights of its own: a model, or a head on the target's hidden states."""
+    cls, config = drafter
+    return bool(cls.traits(config, sampling).hidden_layers or getattr(config, "model", None))
+
+
+def _shares(drafter: Any, sampling: Any) -> str:
+    """Parts of a checkpoint that a drafter uses."""
+    cls, config = drafter
+    if cls.traits(config, sampling).hidden_layers:
+        return "reads the hidden states of each checkpoint; its own weights stay"
+    if has_weights(drafter, sampling):
+        return "has weights of its own, and shares nothing with the checkpoints"
+    return "has no weights"
+
+
+# -- output ------------------------------------------------------------------------------------------------------
+
+
+def _first_stale(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
+    return next((checkpoint for checkpoint in checkpoints if checkpoint.stale), None)
+
+
+def _as_text(pairs: dict[Pair, list[Checkpoint]], notes: Sequence[str], drop: float) -> str:
+    columns = {"drafter": "left", "verifier": "left", "gamma": "right", "target": "left", "block efficiency": "left"}
+    columns |= {"Pr(tau >= 1)": "right", "change [95 %]": "left", "verdict": "left"}
+    rows, lines = [], []
+    for (drafter, verifier, k, gamma), checkpoints in pairs.items():
+        title = verifier_title(verifier, k)
+        for item in checkpoints:
+            cells = [drafter, title, str(gamma), item.target, estimate_text(item.block_efficiency)]
+            cells.append(f"{item.marginal[0]:.3f}" if item.marginal else "")
+            rows.append([*cells, "" if item.change is None else change_text(item.change.change), _verdict(item)])
+        lines.append(f"{drafter} × {title}: {_advice(checkpoints, drop)}")
+    first = next(iter(pairs.values()))
+    pairing = "the same prompts" if all(c.change.paired for c in first if c.change) else "independent responses"
+    parts = [
+        Table(columns, rows).text(),
+        f"change: of block efficiency against {first[0].target}, by the differences of {pairing}\n"
+        f"stale: lower by {percent_text(drop)} or more, and beyond the interval; ok: such a loss is excluded\n"
+        + "\n".join(dict.fromkeys(notes)),
+        "\n".join(lines),
+    ]
+    return "\n\n".join(parts)
+
+
+def _verdict(item: Checkpoint) -> str:
+    if item.change is None:
+        return ""
+    return "stale" if item.stale else "ok" if item.change.outcome == "pass" else "undecided"
+
+
+def _advice(checkpoints: Sequence[Checkpoint], drop: float) -> str:
+    stale = _first_stale(checkpoints)
+    if stale is not None and not stale.weights:
+        return (
+            f"the texts of {stale.target} are drafted worse, and the drafter has no weights to refresh; replay other "
+            "drafters there"
+        )
+    if stale is not None:
+        return f"refresh the drafter at {stale.target}"
+    unclear = [item.change for item in checkpoints if item.change is not None and _verdict(item) == "undecided"]
+    if not unclear:
+        return f"keep the drafter: a loss of {percent_text(drop)} is excluded at every checkpoint"
+    needed = max((change.needed or LEAST_PIECES) for change in unclear)
+    return f"a loss of {percent_text(drop)} is neither shown nor excluded; replay about {needed} prompts"
+
+
+def _as_json(pairs: dict[Pair, list[Checkpoint]], drop: float) -> str:
+    rows = []
+    for (drafter, verifier, k, gamma), checkpoints in pairs.items():
+        stale = _first_stale(checkpoints)
+        row: dict[str, Any] = {"drafter": drafter, "verifier": verifier, "k": k, "gamma": gamma}
+        row["stale_at"] = None if stale is None else stale.target
+        row["refresh_at"] = row["stale_at"] if stale is not None and stale.weights else None
+        row["checkpoints"] = [
+            {
+                "target": item.target,
+                "source": item.source,
+                "block_efficiency": asdict(item.block_efficiency),
+                "acceptance_marginal": item.marginal,
+                "change": None if item.change is None else asdict(item.change.change),
+                "paired": None if item.change is None else item.change.paired,
+                "verdict": _verdict(item),
+            }
+            for item in checkpoints
+        ]
+        rows.append(row)
+    return json.dumps({"drop": drop, "pairs": rows}, indent=2)

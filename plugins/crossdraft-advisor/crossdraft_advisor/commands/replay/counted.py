@@ -1,0 +1,289 @@
+"""``crossdraft replay SOURCE... --as ENGINE... --counted FILE...``: counters of engines against those of replay.
+
+The same pair in two engines has three numbers in each: what the engine counted, what it should have counted for its own
+responses by its own definition, and crossdraft's block efficiency of these responses, which has one definition.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from crossdraft.framework.errors import CrossdraftError, UsageError
+from crossdraft.framework.metrics.gate import GateCheck, Sample, checked
+from crossdraft.framework.recipe.recipe import Strategy
+from crossdraft.framework.util.estimate import change_text, estimate_text
+from crossdraft.framework.util.table import Table
+
+from ...engines.counter_definitions import DEFINITIONS
+from ...engines.formats import read_acceptances
+from ...engines.prometheus import drafted_tokens
+from ...replay.aggregate import Row
+from ...replay.count_causes import (
+    GREEDY,
+    TEMPLATE,
+    Cause,
+    Counted,
+    agrees,
+    differing,
+    draft_lengths,
+    first_cause,
+    missing_weights,
+    other_definitions,
+    past_end,
+)
+from ...replay.engine_counts import EngineCounts
+from ...replay.jsonl_formats import OTHER_TEMPLATE
+from ..baseline_responses import log
+from .checkpoints import has_weights
+from .output import prompt_names
+
+
+@dataclass
+class EngineCheck:
+    """Counters of one engine for one source.
+
+    Attributes:
+        counted: by the engine, in ``file``; reference: by replay, with the engine's definition.
+        row: crossdraft's own metrics of the same responses; ``sample``: by prompt.
+        cause: of a difference between counted and reference; None if they agree, or if no cause explains it.
+        prompts: hashes of the prompts' tokens by id.
+        options: with which the engine's drafter differs from crossdraft's default.
+        templates: responses whose prompt is not that of the target's chat template.
+    """
+
+    engine: str
+    source: str
+    file: str
+    counted: Counted
+    reference: EngineCounts
+    row: Row
+    sample: Sample
+    cause: Cause | None = None
+    prompts: dict[str, int] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    templates: int = 0
+
+    @property
+    def agrees(self) -> bool:
+        return agrees(self.counted, self.reference)
+
+
+def counted_of(args: argparse.Namespace, replayed: Callable[..., Any]) -> str:
+    """Compare the counters of each engine with replay: tables and causes, or JSON.
+
+    Args:
+        replayed: replays the responses of sources as an engine counts them.
+
+    Raises:
+        UsageError: the numbers of sources, engines and files differ, several drafters or lengths, or a file without
+            the counters.
+    """
+    _check(args)
+    checks = [_checked(args, replayed, *parts) for parts in zip(args.sources, args.engine, args.counted, strict=True)]
+    if args.json:
+        return json.dumps(
+            {"engines": [_json(check) for check in checks], "difference": _difference_json(checks)}, indent=2
+        )
+    return _text(checks)
+
+
+def _check(args: argparse.Namespace) -> None:
+    counts = {"sources": len(args.sources), "--as": len(args.engine), "--counted": len(args.counted)}
+    if len(set(counts.values())) > 1:
+        numbers = ", ".join(f"{count} {name}" for name, count in counts.items())
+        raise UsageError(f"got {numbers}; give each engine its responses as SOURCE, --as ENGINE, and --counted FILE")
+    if len(args.drafter) > 1 or len(args.verifier) > 1 or len(args.target) > 1:
+        raise UsageError("--counted is for one pair: give one --target, --drafter and --verifier")
+    for name, option in (("csv", "--csv"), ("out", "--out"), ("segment", "--segment")):
+        if getattr(args, name):
+            raise UsageError(f"{option} cannot be combined with --counted; remove one of them")
+
+
+def _checked(
+    args: argparse.Namespace, replayed: Callable[..., Any], source: str, engine: str, file: str
+) -> EngineCheck:
+    text, acceptances = read_acceptances(file)
+    if len(acceptances) > 1:
+        raise UsageError(f"{file} holds the counters of {len(acceptances)} models or draft lengths; give those of one")
+    drafted = drafted_tokens(DEFINITIONS[engine], text) if DEFINITIONS[engine].prefix else None
+    counted = Counted.of(acceptances[0], None if drafted is None else drafted.value)
+    target = "".join(args.target)
+    variants = list(other_definitions(DEFINITIONS[engine]))
+    prompts: dict[str, int] = {}
+    log(f"replaying {source} as {engine}")
+    result, sampling, assumed = replayed(
+        args,
+        [source],
+        target,
+        engine,
+        [definition for _, definition in variants],
+        note=lambda response: prompts.setdefault(response.id, hash(tuple(response.prompt))),
+    )
+    (candidate,) = result.candidates
+    verifier, gamma = _single(candidate, counted, file)
+    reference, tally = candidate.counts[verifier, gamma], candidate.tallies[verifier, 1]
+    sample = Sample(source, [(t, s) for t, s in tally.sums(gamma)[:, :2].tolist()], tuple(prompt_names(result.groups)))
+    check = EngineCheck(engine, source, file, counted, reference, tally.row(gamma), sample, prompts=prompts)
+    strategy = Strategy.parse(args.drafter[0], "--drafter")
+    defaults = DEFINITIONS[engine].drafter_options.get(strategy.name, {})
+    check.options = {key: value for key, value in defaults.items() if key not in strategy.config}
+    check.templates = assumed[OTHER_TEMPLATE]
+    if not check.agrees:
+        counts, drafter = candidate.variants[verifier, gamma], (candidate.drafter, sampling)
+        check.cause = (
+            _template(check)
+            or first_cause(counted, [(cause, each) for (cause, _), each in zip(variants, counts, strict=True)])
+            or past_end(counted, reference)
+            or draft_lengths(counted, reference)
+            or _greedy(args, replayed, check, sampling)
+            or (missing_weights(counted, reference, _evidence(candidate.drafter)) if has_weights(*drafter) else None)
+        )
+    return check
+
+
+def _single(candidate: Any, counted: Counted, file: str) -> tuple[str, int]:
+    """The verifier and draft length to compare. Raises UsageError for several verifiers or another draft length."""
+    if len(candidate.verifiers) > 1:
+        raise UsageError(f"--counted: give one --verifier of {', '.join(candidate.verifiers)}, as the engine verifies")
+    gamma = candidate.gammas[-1] if counted.total else len(counted.per_position)
+    if gamma not in candidate.gammas:
+        raise UsageError(f"{file} counted drafts of {gamma} tokens; set --gamma {gamma}")
+    return next(iter(candidate.verifiers)), gamma
+
+
+def _template(check: EngineCheck) -> Cause | None:
+    if not check.templates:
+        return None
+    return Cause(
+        TEMPLATE,
+        f"{check.templates} prompts differ from the messages in the target's chat template; request prompt token ids, "
+        "or set the engine's chat template",
+    )
+
+
+def _greedy(args: argparse.Namespace, replayed: Callable[..., Any], check: EngineCheck, sampling: Any) -> Cause | None:
+    """The cause if drafts of probability 1 give what the engine counted."""
+    strategy = Strategy.parse(args.drafter[0], "--drafter")
+    if sampling is None or not sampling.temperature or strategy.config.get("temperature") == 0:
+        return None
+    greedy = copy(args)
+    greedy.drafter = [json.dumps({"name": strategy.name, **strategy.config, "temperature": 0})]
+    try:
+        result, *_ = replayed(greedy, [check.source], "".join(args.target), check.engine)
+    except CrossdraftError:  # without that option
+        return None
+    (candidate,) = result.candidates
+    key = next(iter(candidate.verifiers)), check.reference.gamma
+    text = f"the drafts are greedy (temperature: 0), but the target samples at {sampling.temperature:g}"
+    return Cause(GREEDY, text) if agrees(check.counted, candidate.counts[key]) else None
+
+
+def _evidence(drafter: Any) -> str:
+    """A reason to expect missing weights, as a clause."""
+    from crossdraft.framework.models.resolve import resolve
+    from crossdraft.framework.models.shared_embedding import shared_embedding_of
+
+    name = getattr(drafter[1], "model", None)
+    if isinstance(name, str) and name:
+        shared = shared_embedding_of(resolve(name, heads=True).path)
+        if shared is not None:
+            return (
+                f"; {name} does not contain its embedding, which is that of {shared['model']}: run crossdraft "
+                "train export"
+            )
+    return "; compare the names of its tensors with those that the engine loads (crossdraft diagnose)"
+
+
+# -- output ------------------------------------------------------------------------------------------------------
+
+
+def _text(checks: Sequence[EngineCheck]) -> str:
+    deepest = max(check.reference.gamma for check in checks)
+    columns = {"engine": "left", "numbers": "left", "drafts": "right", "accepted": "right", "length": "right"}
+    columns |= {f"at {i}": "right" for i in range(1, deepest + 1)}
+    rows, lines = [], []
+    for check in checks:
+        counted, reference, row = check.counted, check.reference, check.row
+        rates = [] if counted.total else [f"{rate:.3f}" for rate in counted.rates]
+        rows.append([check.engine, "counted", *_cells(counted.drafts, float(counted.per_position.sum())), *rates])
+        rates = [f"{n / reference.drafts:.3f}" if reference.drafts else "" for n in reference.per_position]
+        rows.append([check.engine, "replayed", *_cells(reference.drafts, reference.accepted), *rates])
+        own = [f"{rate:.3f}" for rate in row.marginal]
+        rows.append([check.engine, "block efficiency", "", "", estimate_text(row.block_efficiency), *own])
+        lines.append(f"{check.engine}: {_verdict(check)}")
+    lines += _difference(checks)
+    table = Table(columns, rows).text()
+    legend = "replayed: from the engine's own responses, as it counts; block efficiency: of them, as crossdraft counts"
+    return "\n\n".join([table, legend, "\n".join(lines)])
+
+
+def _cells(drafts: float, accepted: float) -> list[str]:
+    length = f"{1 + accepted / drafts:.3f}" if drafts else ""
+    return [f"{drafts:.0f}", f"{accepted:.0f}", length]
+
+
+def _verdict(check: EngineCheck) -> str:
+    if check.agrees:
+        chance = " up to chance" if check.reference.random else ""
+        return f"counted as replayed{chance}"
+    if check.cause is None:
+        return "counted otherwise than replayed, and no cause explains it; run crossdraft verify-engine"
+    return f"counted otherwise than replayed: {check.cause.name}: {check.cause.text}"
+
+
+def _compared(checks: Sequence[EngineCheck]) -> tuple[GateCheck, list[Cause]] | None:
+    """Difference of the block efficiencies of the first two, and reasons why their counters differ."""
+    if len(checks) < 2 or not all(len(check.sample.sums) for check in checks[:2]):
+        return None
+    a, b = checks[:2]
+    causes = [Cause("definition of the counter", text) for text in differing(*(DEFINITIONS[c.engine] for c in (a, b)))]
+    both = a.prompts.keys() & b.prompts.keys()
+    if others := sum(a.prompts[name] != b.prompts[name] for name in both):
+        text = f"{others} of {len(both)} prompts have other tokens in {b.engine} than in {a.engine}"
+        causes.append(Cause(TEMPLATE, text))
+    for own, other in ((a, b), (b, a)):
+        options = own.options if own.options != other.options else {}
+        causes += [Cause("drafter", f"{own.engine} drafts with {key}: {value}") for key, value in options.items()]
+    return checked(a.sample, b.sample, 0.05), causes
+
+
+def _difference(checks: Sequence[EngineCheck]) -> list[str]:
+    compared = _compared(checks)
+    if compared is None:
+        return []
+    change, causes = compared
+    a, b = checks[:2]
+    lines = [
+        f"{b.engine} against {a.engine}: block efficiency {change_text(change.change)}"
+        + (", on the same prompts" if change.paired else ""),
+        f"{b.engine} against {a.engine}: counted length {b.counted.length - a.counted.length:+.3f}",
+    ]
+    return lines + [f"- {cause.name}: {cause.text}" for cause in causes]
+
+
+def _json(check: EngineCheck) -> dict[str, Any]:
+    reference = check.reference
+    return {
+        "engine": check.engine,
+        "source": check.source,
+        "counted": {"drafts": check.counted.drafts, "per_position": check.counted.per_position.tolist()},
+        "replayed": {"drafts": reference.drafts, "per_position": reference.per_position.tolist()},
+        "unknown_past_end": reference.unknown,
+        "block_efficiency": asdict(check.row.block_efficiency) if check.row.block_efficiency else None,
+        "acceptance_marginal": check.row.marginal,
+        "agrees": check.agrees,
+        "cause": asdict(check.cause) if check.cause else None,
+    }
+
+
+def _difference_json(checks: Sequence[EngineCheck]) -> dict[str, Any] | None:
+    compared = _compared(checks)
+    if compared is None:
+        return None
+    change, causes = compared
+    return {"change": asdict(change.change), "paired": change.paired, "causes": [asdict(cause) for cause in causes]}

@@ -1,0 +1,381 @@
+"""Checks of an engine's responses against the target and the drafter, without the engine."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from crossdraft.framework import plugins
+from crossdraft.framework.certificate.greedy_text import GreedyText, positions, token_gaps
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.errors import UsageError, printable
+from crossdraft.framework.models.rounding import tie_of
+
+from ...engines.response_checks import response_flaw
+
+if TYPE_CHECKING:
+    from crossdraft.framework.contracts.models import LoadedModel
+    from crossdraft.framework.contracts.steps import StepEvent
+    from crossdraft.framework.recipe.recipe import CellConfig
+    from crossdraft.framework.runs.records import CellResult
+
+    from ...engines.counter_definitions import CounterDefinition
+    from ...replay.engine_counts import EngineCounts
+    from ...replay.response import Response
+    from ...replay.served_steps import ServedSteps
+    from ...samples.sampler_verdict import Verdict
+
+#: Verdicts about steps are at this level.
+LEVEL = 1e-3
+#: Standard deviations of that level.
+_Z = 3.29
+#: Rounding error of a sum of probabilities.
+_ROUNDING = 1e-3
+
+
+@dataclass(frozen=True)
+class CounterCheck:
+    """Accepted tokens that the server counted, and those that replay expects by the engine's definition.
+
+    Attributes:
+        unknown: accepted tokens past the end of responses, at most; engines that count them do not return them.
+        deviation: standard deviation of ``accepted``.
+    """
+
+    accepted: float
+    expected: float
+    unknown: float
+    deviation: float
+
+    def bounds(self, z: float) -> tuple[float, float]:
+        """The expected range, with ``z`` standard deviations on either side."""
+        return self.expected - z * self.deviation, self.expected + self.unknown + z * self.deviation
+
+    @property
+    def agrees(self) -> bool:
+        """False if the counter is outside of the range at `LEVEL`."""
+        low, high = self.bounds(_Z)
+        return low - _ROUNDING <= self.accepted <= high + _ROUNDING
+
+
+@dataclass(frozen=True)
+class UnequalStep:
+    """A step that accepted another number of tokens than replay.
+
+    Attributes:
+        index: number of the response.
+        token: index of the step's first token in it.
+        emitted: tokens of the response from there on, at most one more than a draft has.
+        drafted: tokens that the drafter proposes there; empty if they depend on random numbers.
+        others: the other requests in the step, and those in the step before it, at whose end the engine drafted, each
+            with the token that it was at.
+    """
+
+    index: int
+    token: int
+    emitted: Sequence[int]
+    drafted: Sequence[int]
+    others: tuple[Sequence[str], Sequence[str]]
+
+
+@dataclass
+class CellCheck:
+    """Results of the checks of one cell; None for one that does not apply.
+
+    Attributes:
+        draws_to_show: if the check of the distribution failed, the number of draws after which the difference showed.
+        first: the first step that differs from replay.
+        other_traffic: see `Metrics.other_traffic`; the counters are not compared then.
+    """
+
+    config: CellConfig
+    steps: ServedSteps | None = None
+    counters: CounterCheck | None = None
+    distribution: Verdict | None = None
+    text: GreedyText | None = None
+    draws_to_show: int | None = None
+    first: UnequalStep | None = None
+    other_traffic: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def outcome(self) -> str:
+        """``yes``, ``no`` or ``undecided``."""
+        if self.text is not None and self.text.other:
+            return "no"
+        if self.steps is not None and (self.steps.equal < self.steps.decided or self.steps.p_value < LEVEL):
+            return "no"
+        if self.counters is not None and not self.counters.agrees:
+            return "no"
+        return "yes" if self.distribution is None else self.distribution.outcome
+
+
+def responses_of(cell: Path, config: CellConfig) -> list[Response]:
+    """Responses of a cell on disk."""
+    from ...replay.responses import Reader
+
+    return list(Reader(target=config.target, sampling=config.sampling).read([str(cell)]))
+
+
+def check_cell(
+    result: CellResult,
+    cell: Path,
+    scrapes: Path,
+    target: LoadedModel,
+    *,
+    deviation: float,
+    seed: int,
+    trust: Iterable[str],
+) -> CellCheck:
+    """Run all checks of a finished cell.
+
+    Args:
+        cell: its directory.
+        scrapes: directory of the server's counters.
+        target: the loaded target, in the dtype of the engine.
+        deviation: allowed total variation of the sampled tokens.
+        trust: models that may run their own Python code.
+
+    Raises:
+        UsageError: the drafter cannot be replayed.
+    """
+    config, responses = result.config, responses_of(cell, result.config)
+    check = CellCheck(config)
+    refuse_impossible(result, responses, target, cell)
+    if config.sampling.temperature == 0:
+        check.text = greedy_text(responses, target)
+    else:
+        check.distribution, check.draws_to_show = distribution(responses, target, config.sampling, deviation, seed)
+    if not config.is_baseline:
+        check.steps, counts, first = served_steps(result, responses, trust)
+        if result.metrics is not None:
+            check.other_traffic = result.metrics.other_traffic
+        accepted = None if check.other_traffic else counted(config, scrapes, len(responses))
+        if first is not None:
+            check.first = describe(result, responses, first, check.steps.unequal[0][1], target)
+        if accepted is not None and counts is not None:
+            deviation = math.sqrt(check.steps.variance)
+            check.counters = CounterCheck(accepted, counts.accepted, counts.unknown, deviation)
+    return check
+
+
+def refuse_impossible(result: CellResult, responses: Sequence[Response], target: LoadedModel, cell: Path) -> None:
+    """Raise UsageError for a recorded response that no server can return, see `response_checks`."""
+    config = result.config
+    size = target.model.get_output_embeddings().weight.shape[0]
+    for line, response, steps in zip(result.responses, responses, _emitted(result), strict=True):
+        most = config.max_new_tokens
+        if target.context_length is not None:
+            most = min(most, target.context_length - len(response.prompt))
+        flaw = response_flaw(
+            line["tokens"],
+            [len(line["tokens"]) - sum(steps), *steps],
+            line["finish_reason"],
+            gamma=result.metrics.depth if result.metrics else 0,
+            max_tokens=most,
+            end_tokens=target.eos_token_ids,
+            vocab_size=size,
+        )
+        if flaw:
+            name = printable(str(line["question_id"]))
+            raise UsageError(f"{cell}: the response to prompt {name!r} is impossible: {flaw}; measure the cell again")
+
+
+def describe(
+    result: CellResult, responses: Sequence[Response], index: int, token: int, target: LoadedModel
+) -> UnequalStep:
+    """Describe the step of response ``index`` that emitted ``token`` first: its draft, and the requests beside it."""
+    depth = result.metrics.depth if result.metrics else 1
+    response = responses[index]
+    return UnequalStep(
+        index,
+        token,
+        response.tokens[token : token + depth + 1],
+        drafted_tokens(result.config, target, [*response.prompt, *response.tokens[:token]], depth),
+        step_mates(result.responses, first_tokens(result), index, token),
+    )
+
+
+def drafted_tokens(config: CellConfig, target: LoadedModel, prefix: list[int], depth: int) -> list[int]:
+    """Tokens that a cell's drafter proposes after ``prefix`` at temperature 0; empty at other temperatures."""
+    from crossdraft.framework.api.generate import generate
+
+    if config.sampling.temperature:
+        return []
+    definition = _definition(config)
+    options = definition.drafter_options.get(config.drafter.name, {}) if definition is not None else {}
+    drafts: list[list[int]] = []
+
+    def record(event: StepEvent) -> None:
+        drafts.append(event.draft.tokens[0, : int(event.draft.count[0])].tolist())
+
+    drafter = {"name": config.drafter.name, **config.drafter.config, **options}
+    generate(target, [prefix], drafter=drafter, temperature=0, max_new_tokens=depth + 1, on_step=record)
+    return drafts[0]
+
+
+def first_tokens(result: CellResult) -> list[list[int]]:
+    """Index of the first token of every step, the prefill included, by response."""
+    emitted = _emitted(result)
+    return [
+        [0, *accumulate(steps[:-1], initial=len(line["tokens"]) - sum(steps))] if steps else [0]
+        for line, steps in zip(result.responses, emitted, strict=True)
+    ]
+
+
+def _emitted(result: CellResult) -> list[list[int]]:
+    """Tokens of every step after the prefill, by response."""
+    steps: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for record in result.records:
+        steps[record.question_id, record.turn].append(record.emitted)
+    return [steps[str(line["question_id"]), line["turn"]] for line in result.responses]
+
+
+def step_mates(
+    lines: Sequence[Mapping[str, Any]], firsts: Sequence[Sequence[int]], index: int, token: int
+) -> tuple[list[str], list[str]]:
+    """The other requests in the step of response ``index`` that emitted ``token`` first, and in the step before it.
+
+    The tokens of one step arrive at about the same time, within half of that step. Empty if times are unknown.
+
+    Args:
+        lines: responses as recorded, with ``arrivals``.
+        firsts: index of the first token of every step, by response.
+    """
+    arrivals = [line.get("arrivals", []) for line in lines]
+    if token not in firsts[index][1:] or len(arrivals[index]) != len(firsts[index]):
+        return [], []
+    step = firsts[index].index(token)
+    before, now = arrivals[index][step - 1 : step + 1]
+    sides: tuple[list[str], list[str]] = [], []
+    for side, moment in zip(sides, (now, before), strict=True):
+        for i, times in enumerate(arrivals):
+            if i == index or not times or len(times) != len(firsts[i]):
+                continue
+            distances = [abs(time - moment) for time in times]
+            k = distances.index(min(distances))
+            if distances[k] <= (now - before) / 2:
+                events = ["joins"] * (k == 0) + ["ends"] * (k == len(times) - 1) or [f"token {firsts[i][k]}"]
+                side.append(f"{lines[i]['question_id']} ({', '.join(events)})")
+    return sides
+
+
+def counted(config: CellConfig, scrapes: Path, responses: int) -> float | None:
+    """Accepted tokens between two scrapes of a server's counters; None if it has none, or they miss responses."""
+    from ...engines.engine_cell import AFTER, BEFORE, RESPONSES
+    from ...engines.engine_log import Source
+    from ...engines.prometheus import samples, since
+
+    definition = _definition(config)
+    try:
+        before, after = ((scrapes / name).read_text(encoding="utf-8") for name in (BEFORE, AFTER))
+    except FileNotFoundError:
+        return None
+    if definition is None or not after.startswith(f"{RESPONSES}{responses}\n"):
+        return None
+    names = {f"{definition.prefix}spec_decode_num_accepted_tokens_total"}
+    later, earlier = Source(after, str(scrapes / AFTER)), Source(before, str(scrapes / BEFORE))
+    series = since(samples(later, names), samples(earlier, names), later, earlier)
+    return sum(sample.value for sample in series.values()) if series else None
+
+
+def _definition(config: CellConfig) -> CounterDefinition | None:
+    """Definition of the counters of a cell's engine."""
+    assert config.engine is not None
+    settings = plugins.get("servers", config.engine.name).settings
+    return plugins.get("engines", settings)().counters_of(config.drafter.name) if settings else None
+
+
+def served_steps(
+    result: CellResult, responses: Sequence[Response], trust: Iterable[str]
+) -> tuple[ServedSteps, EngineCounts | None, int | None]:
+    """Compare the steps of a cell with replay; count them by the engine's definition, if there is one.
+
+    The first token of a response comes from the engine's prefill. The last value is the index of the first response
+    with a step that differs; None without one.
+    """
+    from crossdraft.framework.recipe.recipe import Strategy
+
+    from ...replay.acceptance_formulas import survival
+    from ...replay.engine_counts import EngineCounts
+    from ...replay.served_steps import ServedSteps
+    from ..replay.candidates import candidates_of
+
+    config = result.config
+    own = [i for i, response in enumerate(responses) if len(response.tokens) > 1]
+    later = [
+        replace(
+            response,
+            prompt=[*response.prompt, response.tokens[0]],
+            tokens=response.tokens[1:],
+            log_p=None,
+            most=None if response.most is None else response.most - 1,
+        )
+        for response in (responses[i] for i in own)
+    ]
+    records = defaultdict(list)
+    for record in result.records:
+        records[record.question_id, record.turn].append(record)
+    definition = _definition(config)
+    drafter = Strategy.model_validate({"name": config.drafter.name, **config.drafter.config})
+    (candidate,) = candidates_of(
+        [drafter.model_dump_json()],
+        [config.verifier.name],
+        [result.metrics.depth if result.metrics else 1],
+        sampling=config.sampling,
+        target=config.target,
+        dtype=config.dtype,
+        trust_remote_code=set(trust),
+        drafter_options=definition.drafter_options if definition is not None else {},
+    )
+    (verifier,) = candidate.verifiers
+    turns: dict[str, int] = defaultdict(int)
+    inferred = plugins.get("servers", config.engine.name).tokens_per_event if config.engine else False
+    steps = ServedSteps()
+    counts = None if definition is None else EngineCounts(definition, candidate.depth)
+    first: int | None = None
+    for i, response, scores in zip(own, later, candidate.scores(later), strict=True):
+        turn = turns[response.id]
+        turns[response.id] += 1
+        at_least = survival(verifier, scores)[1]
+        steps.add(response.id, records[response.id, turn], at_least, inferred)
+        if first is None and steps.unequal:
+            first = i
+        if counts is not None:  # no step starts at the prefill's token
+            padded, lengths = np.pad(at_least, ((1, 0), (0, 0))), np.pad(scores.lengths, (1, 0))
+            counts.add(padded, lengths, len(response.tokens) + 1, config.max_new_tokens)
+    return steps, counts, first
+
+
+def distribution(
+    responses: Sequence[Response], target: LoadedModel, sampling: Sampling, deviation: float, seed: int
+) -> tuple[Verdict, int | None]:
+    """Verdict on the later tokens of sampled responses, and the smallest number of draws that showed a difference."""
+    from ...samples.sampler_verdict import LEVEL as SHOWN
+    from ...samples.sampler_verdict import Evidence, PrefixDraws
+
+    evidence, shown = Evidence(seed), None
+    for probs, rows in positions([r.prompt for r in responses], [r.tokens for r in responses], target, sampling):
+        draws = [PrefixDraws(responses[i].where, [token], [1]) for i, _, token in rows]
+        later = [i for i, (_, t, _) in enumerate(rows) if t]
+        if later:
+            evidence.add(probs[later], [draws[i] for i in later])
+            if shown is None and evidence.verdict(deviation).p_value < SHOWN:
+                shown = evidence.draws
+    verdict = evidence.verdict(deviation)
+    return verdict, shown if verdict.outcome == "no" else None
+
+
+def greedy_text(responses: Sequence[Response], target: LoadedModel) -> GreedyText:
+    """Compare greedy responses with the target's argmax, given the tokens before."""
+    gaps = token_gaps([r.prompt for r in responses], [r.tokens for r in responses], target)
+    text, (_, tie) = GreedyText(), tie_of(target)
+    for response, of_response in zip(responses, gaps, strict=True):
+        text.add(response.id, of_response[:, 0], tie)
+    return text

@@ -1,0 +1,250 @@
+"""``crossdraft verify-engine RECIPE``: check that what an engine serves is what the target and the drafter define."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from crossdraft.framework.cli.options.trust import add_program_argument, add_trust_argument, trusted
+from crossdraft.framework.errors import UsageError
+from crossdraft.framework.util.limits import LEAST_DEVIATION
+
+if TYPE_CHECKING:
+    from crossdraft.framework.runs.records import Outcome
+
+    from .checks import CellCheck
+
+#: Exit codes; 2 is reserved for usage errors.
+EXIT = {"yes": 0, "no": 1, "undecided": 3}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "recipe",
+        help="a YAML file with an engine, or the name of an installed recipe; or the directory of a finished run, to "
+        "check its responses without sending requests",
+    )
+    parser.add_argument(
+        "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="override a key of the recipe"
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="use the first N prompts; same as --set limit=N")
+    parser.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="output directory (runs)")
+    parser.add_argument("--fresh", action="store_true", help="send requests again for cells that are on disk")
+    parser.add_argument(
+        "--deviation", type=float, default=0.05, help="allowed total variation of the sampled tokens (0.05)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the random positions within a token's share (0)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_trust_argument(parser)
+    add_program_argument(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Return 0 if every cell is verified, 1 if one is not, 3 if one needs more draws.
+
+    Raises:
+        UsageError: the recipe has no engine, or a drafter that cannot be replayed.
+    """
+    if not LEAST_DEVIATION <= args.deviation < 0.5:
+        raise UsageError(f"--deviation must be at least {LEAST_DEVIATION:g} and below 0.5, got {args.deviation:g}")
+    from crossdraft.framework.models.load import load_model
+    from crossdraft.framework.runs.run_directory import RunDirectory
+
+    from .checks import check_cell
+
+    if Path(args.recipe).is_dir():
+        outcome, consent = _finished(args)
+    else:
+        outcome, consent = _run(args)
+    failed = [f"{r.config.drafter.title} × {r.config.verifier.title}: {r.error}" for r in outcome.failed]
+    results = [r for r in outcome.results if r.config.engine is not None and r.metrics is not None]
+    if not results and not failed:
+        raise UsageError(f"{args.recipe}: no cell has an engine; add engine: {{name: vllm, ...}}")
+    directory, checks, loaded = RunDirectory(outcome.directory), [], {}
+    for result in results:
+        config = result.config
+        key = (config.target, config.dtype)
+        if key not in loaded:
+            loaded.clear()
+            loaded[key] = load_model(config.target, dtype=config.dtype, trust_remote_code=config.target in consent)
+        path = directory.cell_path(config.hash)
+        assert path is not None
+        print(f"checking {config.drafter.title} × {config.verifier.title}, {_sampling(config)}", file=sys.stderr)
+        scrapes = directory.path / "servers" / config.hash
+        checks.append(
+            check_cell(result, path, scrapes, loaded[key], deviation=args.deviation, seed=args.seed, trust=consent)
+        )
+    print(json.dumps(_json(checks, failed), indent=2) if args.json else _text(checks, failed))
+    outcomes = {check.outcome for check in checks} | ({"no"} if failed else set())
+    return EXIT["no" if "no" in outcomes else "undecided" if "undecided" in outcomes else "yes"]
+
+
+def _finished(args: argparse.Namespace) -> tuple[Outcome, frozenset[str]]:
+    from crossdraft.framework.cost.load_run import read_run
+
+    if args.settings or args.limit is not None or args.fresh or args.out != Path("runs") or args.allow_program:
+        raise UsageError(
+            f"{args.recipe} is a finished run: --set, --limit, --fresh, --out and --allow-program apply to recipes only"
+        )
+    summary = read_run(Path(args.recipe), timed=False, running=True).summary
+    return summary, trusted(args, [summary.recipe.target]) if args.trust_remote_code else frozenset()
+
+
+def _run(args: argparse.Namespace) -> tuple[Outcome, frozenset[str]]:
+    from crossdraft import load_recipe, run
+    from crossdraft.framework.runs.interrupts import Interrupts
+
+    settings = [*args.settings, *([f"limit={args.limit}"] if args.limit is not None else [])]
+    recipe = load_recipe(args.recipe, settings)
+    consent = trusted(args, [recipe.target]) if args.trust_remote_code else frozenset()
+    with Interrupts():
+        options = {"trust_remote_code": consent, "allow_programs": args.allow_program}
+        outcome = run(recipe, args.out, fresh=args.fresh, untimed=True, **options)
+    if outcome.interrupted or outcome.stopped:
+        raise UsageError(
+            f"the run was not finished: {outcome.stopped or 'interrupted'}; run the command again to resume"
+        )
+    return outcome, consent
+
+
+def _sampling(config: Any) -> str:
+    sampling = config.sampling
+    parts = [f"T = {sampling.temperature:g}"]
+    parts += [
+        f"{name} {value:g}"
+        for name, value, off in (
+            ("top-k", sampling.top_k, 0),
+            ("top-p", sampling.top_p, 1),
+            ("min-p", sampling.min_p, 0),
+        )
+        if value != off
+    ]
+    return ", ".join(parts)
+
+
+def _text(checks: list[CellCheck], failed: list[str]) -> str:
+    from tabulate import tabulate
+
+    table = [
+        {
+            "engine": check.config.engine.title if check.config.engine else "",
+            "drafter": check.config.drafter.title,
+            "verifier": check.config.verifier.title,
+            "sampling": _sampling(check.config),
+            "B": check.config.batch_size,
+            "steps as replayed": _steps(check),
+            "counted": _counters(check),
+            "text or distribution": _distribution(check),
+            "verdict": check.outcome,
+        }
+        for check in checks
+    ]
+    lines = [tabulate(table, headers="keys", tablefmt="simple", disable_numparse=True)] if table else []
+    for check in checks:
+        lines += _reasons(check)
+    lines += [f"failed: {text}" for text in failed]
+    return "\n".join(lines)
+
+
+def _steps(check: CellCheck) -> str:
+    steps = check.steps
+    if steps is None:
+        return "-"
+    if steps.decided == steps.steps:
+        return f"{steps.equal} of {steps.steps}"
+    return f"{steps.accepted:.0f} accepted, {steps.expected:.1f} expected (p = {steps.p_value:.2g})"
+
+
+def _counters(check: CellCheck) -> str:
+    counters = check.counters
+    if counters is None:
+        return "-"
+    low, high = counters.bounds(1.96)
+    expected = f"{low:.0f}" if high - low < 0.5 else f"{low:.0f} to {high:.0f}"
+    return f"{counters.accepted:.0f}, replay {expected}"
+
+
+def _distribution(check: CellCheck) -> str:
+    if (text := check.text) is not None:
+        ties = f", {text.tied} by ties" if text.tied else ""
+        return f"{text.equal + text.tied} of {text.equal + text.tied + len(text.other)} greedy{ties}"
+    verdict = check.distribution
+    assert verdict is not None
+    if verdict.outcome == "no":
+        return (
+            f"differs: p = {verdict.p_value:.2g}, mean log P {verdict.log_p:.2f}, expected {verdict.expected_log_p:.2f}"
+        )
+    return f"TV at most {verdict.tv_at_most:.3f} ({verdict.draws} draws)"
+
+
+def _reasons(check: CellCheck) -> list[str]:
+    config, lines = check.config, []
+    pair = f"{config.drafter.title} × {config.verifier.title}, {_sampling(config)}"
+    if check.steps is not None and check.steps.unequal:
+        name, token, tau, expected = check.steps.unequal[0]
+        lines.append(
+            f"{pair}: {len(check.steps.unequal)} steps differ from replay; the first is of prompt {name!r} at token "
+            f"{token}: {tau} accepted, {expected} in replay"
+        )
+        lines += _first_step(check)
+    elif check.steps is not None and check.outcome == "no" and check.steps.p_value < 1e-3:
+        lines.append(f"{pair}: the accepted tokens differ from replay by {check.steps.z:+.1f} standard errors")
+    if check.counters is not None and not check.counters.agrees:
+        low, high = check.counters.bounds(1.96)
+        lines.append(
+            f"{pair}: the server counted {check.counters.accepted:.0f} accepted tokens; by its definition replay "
+            f"expects {low:.1f} to {high:.1f}"
+        )
+    if check.other_traffic:
+        lines.append(f"{pair}: the counters are not compared, because the server served other requests, too")
+    if check.text is not None and check.text.other:
+        name, token, gap = check.text.other[0]
+        lines.append(
+            f"{pair}: {len(check.text.other)} responses are not the target's greedy text; the first differs at prompt "
+            f"{name!r}, token {token}, where another token is ahead by {gap:.3g} in the logits"
+        )
+    if check.draws_to_show is not None:
+        lines.append(f"{pair}: the difference shows after {check.draws_to_show} draws")
+    if check.distribution is not None and check.distribution.outcome == "undecided":
+        more = check.distribution.more_draws
+        lines.append(
+            f"{pair}: {more} more draws decide TV {check.distribution.deviation:g}; raise limit or max_new_tokens"
+        )
+    return lines
+
+
+def _first_step(check: CellCheck) -> list[str]:
+    """The draft of the first step that differs, the requests beside it, and its effect on the text."""
+    if (first := check.first) is None:
+        return []
+    drafted = " ".join(map(str, first.drafted)) or "unknown"
+    lines = [f"  the drafter proposes {drafted} there; the response continues {' '.join(map(str, first.emitted))}"]
+    now, before = (", ".join(names) or "none" for names in first.others)
+    if any(first.others):
+        lines.append(f"  other requests in that step: {now}; in the step before it, where engines draft: {before}")
+    if check.text is not None and not check.text.other:
+        lines.append("  the text is not affected: all responses are the target's greedy text")
+    return lines
+
+
+def _json(checks: list[CellCheck], failed: list[str]) -> dict[str, Any]:
+    rows = []
+    for check in checks:
+        row: dict[str, Any] = {"config": check.config.model_dump(mode="json"), "verdict": check.outcome}
+        if check.steps is not None:
+            steps = asdict(check.steps)
+            row["steps"] = steps | {
+                "at_least": check.steps.at_least.tolist(),
+                "expected_at_least": check.steps.expected_at_least.tolist(),
+                "p_value": check.steps.p_value,
+            }
+        row["counters"] = None if check.counters is None else asdict(check.counters)
+        row["text"] = None if check.text is None else asdict(check.text)
+        row["distribution"] = None if check.distribution is None else asdict(check.distribution)
+        row["first_unequal_step"] = None if check.first is None else asdict(check.first)
+        rows.append(row | {"draws_to_show": check.draws_to_show})
+    return {"cells": rows, "failed": failed}

@@ -1,0 +1,1 @@
+"""Built-in engines and servers, one file each."""

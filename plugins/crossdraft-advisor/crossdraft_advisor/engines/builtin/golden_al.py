@@ -1,0 +1,136 @@
+"""Golden acceptance-length curves: YAML of model, mode and draft length, as SemiAnalysis InferenceX publishes it.
+
+https://github.com/SemiAnalysisAI/InferenceX: golden_al_distribution/README.md. A value is the mean acceptance length,
+bonus token included, of drafts of that length, rounded to two decimals.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+from scipy.optimize import isotonic_regression
+
+from crossdraft.framework.util.limits import MOST_LEVELS
+
+from ..acceptance import EACH_LENGTH, Acceptance
+from ..engine import Engine, Schedule, Settings
+from ..engine_log import Source
+from .vllm import Vllm
+
+_MODEL = re.compile(r"([^\s#:][^:]*):\s*(?:#.*)?")
+_MODE = re.compile(r"\s+([^\W\d][\w.-]*):\s*(?:#.*)?")
+_LENGTH = re.compile(r"\s+(\d{1,9}):\s*([^\s#]+)\s*(?:#.*)?")
+_FACT = re.compile(r"\s+([\w.-]+):\s+(\S.*?)\s*")
+
+#: Lengths of one curve: draft length -> line and acceptance length.
+Curve = dict[int, tuple[int, float]]
+
+
+class GoldenAl(Engine):
+    name = "golden-al"
+    read_from = "InferenceX, golden_al_distribution, commit 0c66e113c639"
+    methods: ClassVar[Mapping[str, str]] = Vllm.methods
+
+    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
+        curves = {} if earlier is not None else _curves(source)
+        attributes: dict[str, Any] = {"model": _comment(source, r"draft[ -]model: *(\S+)")}
+        methods = [method for method in self.methods.values() if f"_{method}" in source.name]
+        attributes["drafter"] = self.ours(max(methods, key=len, default=""))
+        if temperature := _comment(source, r"temp(?:erature:)? +(\d+(?:\.\d+)?)\b"):
+            attributes["temperature"] = float(temperature)
+        acceptances = []
+        for (model, mode), curve in curves.items():
+            acceptances += _acceptances(source, curve, setting=(model, mode), **attributes)
+        return acceptances
+
+    def cannot(self, acceptance: Acceptance) -> str | None:
+        return None  # a curve of any pair
+
+    def scheduled(self, acceptance: Acceptance) -> bool:
+        return True  # it covers all lengths
+
+    def export(self, schedule: Schedule) -> Settings:
+        acceptance = schedule.acceptance
+        model, mode = acceptance.setting or ("target", "thinking_off")
+        lines = ["# Acceptance length, bonus token included, per number of speculative tokens; comments: 95 % interval"]
+        pair = " × ".join(filter(None, (acceptance.drafter, acceptance.verifier)))
+        temperature = "" if acceptance.temperature is None else f" | temperature: {acceptance.temperature:g}"
+        lines += [f"# {pair or 'drafts'}{temperature} | {acceptance.source} | {acceptance.interval_assumes}"]
+        if acceptance.model:
+            lines.append(f"# Draft model: {acceptance.model}")
+        lines += [f"{model}:", f"  {mode}:"]
+        for length in schedule.lengths or (acceptance,):
+            be = length.block_efficiency()
+            interval = "" if be.low is None or be.high is None else f" # [{be.low:.2f}, {be.high:.2f}]"
+            lines.append(f"    {length.gamma}: {be.value:.2f}{interval}")
+        remarks = (
+            () if acceptance.setting else ("replace target and thinking_off by the names of the model and its mode",)
+        )
+        return Settings("\n".join(lines), remarks)
+
+
+def _comment(source: Source, pattern: str) -> str:
+    """The first match in a comment or in ``_metadata``, or an empty string."""
+    for _, line in source.lines():
+        if line.lstrip().startswith(("#", "draft-model")) and (match := re.search(pattern, line, re.IGNORECASE)):
+            return match[1]
+    return ""
+
+
+def _curves(source: Source) -> dict[tuple[str, str], Curve]:
+    """Curves by model and mode; empty for another format. Raises UsageError for a damaged curve."""
+    curves: dict[tuple[str, str], Curve] = {}
+    model = mode = ""
+    for number, line in source.lines():
+        if not line.strip() or line.lstrip().startswith("#") or (_FACT.fullmatch(line) and model == "_metadata"):
+            continue
+        if match := _MODEL.fullmatch(line):
+            model, mode = match[1].strip("\"'"), ""
+        elif (match := _LENGTH.fullmatch(line)) and model and mode:
+            gamma = int(match[1])
+            value = source.number(match[2], number, f"the acceptance length at {gamma}")
+            curve = curves.setdefault((model, mode), {})
+            if gamma in curve:
+                raise source.error(number, f"the acceptance length at {gamma} is given twice; remove one of them")
+            if not gamma or MOST_LEVELS.refusal(gamma) or not 1 <= value <= gamma + 1:
+                raise source.error(
+                    number,
+                    f"drafts of {gamma} tokens cannot have the acceptance length {value:g}; it lies between 1 and the "
+                    "draft length plus 1, bonus token included",
+                )
+            curve[gamma] = (number, value)
+        elif (match := _MODE.fullmatch(line)) and model:
+            mode = match[1]
+        elif curves:
+            raise source.error(
+                number,
+                f"{line.strip()[:40]!r} is not a line of an acceptance-length curve; write a draft length with its "
+                "acceptance length, as in 2: 2.38, or remove the line",
+            )
+        else:
+            return {}
+    return curves
+
+
+def _acceptances(source: Source, curve: Curve, **attributes: Any) -> list[Acceptance]:
+    """One acceptance for each length, with exactly its published mean.
+
+    Its rates by position are the rises of the curve up to there, or a constant rate if lengths are missing or it falls.
+    """
+    acceptances = []
+    attributes["refusal"] = EACH_LENGTH
+    for gamma in sorted(curve):
+        line, length = curve[gamma]
+        if all(i in curve for i in range(1, gamma)):
+            rises = np.diff([1.0, *(curve[i][1] for i in range(1, gamma + 1))])
+            # Rates do not increase with the position; this keeps their sum.
+            marginal = isotonic_regression(rises, increasing=False).x
+            if marginal[-1] >= 0 and marginal[0] <= 1:
+                acceptances.append(Acceptance(tuple(marginal.tolist()), source.place(line), **attributes))
+                continue
+        acceptance = Acceptance((), source.place(line), length=length, **attributes)
+        acceptances.append(acceptance.with_constant_rate(gamma))
+    return acceptances

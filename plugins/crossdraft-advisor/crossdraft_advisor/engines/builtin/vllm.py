@@ -1,0 +1,183 @@
+"""vLLM: log lines, counters and per-request metrics; ``--speculative-config``.
+
+https://docs.vllm.ai: features/speculative_decoding; vllm/v1/spec_decode/metrics.py, vllm/config/speculative.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from ..acceptance import Acceptance
+from ..counter_definitions import DEFINITIONS
+from ..engine import Engine, Schedule, Settings
+from ..engine_log import Source
+from ..histograms import per_request
+from ..log_windows import Window, from_windows
+from ..prometheus import spec_decode
+from ..settings import (
+    length_remarks,
+    match_remarks,
+    needs_method,
+    needs_model,
+    ngram_sizes,
+    only_point_masses,
+    shell,
+)
+
+#: Methods that model runner V1 serves on every platform; they draft greedily, and block verification is ignored.
+_V1_METHODS = ("medusa",)
+_MARK = "SpecDecoding metrics: "
+#: Required fields of a log line; the last one shows that it is not truncated.
+_FIELDS = {
+    "mean": re.compile(r"Mean acceptance length: (\S+?),"),
+    "accepted": re.compile(r"(?<!Avg )Accepted: (\S+) tokens"),
+    "drafted": re.compile(r"Drafted: (\S+) tokens"),
+    "rates": re.compile(r"Per-position acceptance rate: ([^A-Z]*?),? ?(?=[A-Z]|$)"),
+    "end": re.compile(r"raft acceptance rate: (\S+?)%"),
+}
+
+
+class Vllm(Engine):
+    name = "vllm"
+    verifiers: ClassVar[tuple[str, ...]] = (*Engine.verifiers, "block")
+    read_from = "vLLM main, commit 002e77c1f0ef"
+    counters = DEFINITIONS["vllm"]
+    methods: ClassVar[Mapping[str, str]] = {
+        "draft-model": "draft_model",
+        "prompt-lookup": "ngram",
+        "eagle": "eagle",
+        "eagle3": "eagle3",
+        "medusa": "medusa",
+        "mtp": "mtp",
+    }
+
+    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
+        acceptances = spec_decode(DEFINITIONS["vllm"], source, earlier)
+        if earlier is not None:
+            return acceptances
+        acceptances += from_windows((_window(source, n, line) for n, line in source.lines() if _MARK in line), source)
+        acceptances += per_request(
+            source, "acceptance_histogram", "num_spec_steps", ("num_accepted_draft_tokens",), ("num_draft_tokens",)
+        )
+        return acceptances + _synthetic(source)
+
+    def cannot(self, acceptance: Acceptance) -> str | None:
+        reason = super().cannot(acceptance)
+        if reason is None and self.methods.get(acceptance.drafter) in _V1_METHODS:
+            reason = only_point_masses(acceptance, f"vLLM's {acceptance.drafter}")
+        return reason
+
+    def scheduled(self, acceptance: Acceptance) -> bool:
+        return True
+
+    def export(self, schedule: Schedule) -> Settings:
+        if not schedule.gamma:
+            return Settings("", ("start the server without --speculative-config",))
+        remarks = list(length_remarks(schedule))
+        if len(schedule.ranges) > 1:
+            remarks.append("vLLM ignores the schedule with --data-parallel-size above 1")
+        config = self._config(schedule)
+        if config.get("rejection_sample_method") == "block":
+            remarks.append(
+                "on CPUs, and with VLLM_USE_V2_MODEL_RUNNER=0, vLLM verifies token by token with greedy drafts "
+                "instead, without a warning; --export vllm-cpu predicts that"
+            )
+        remarks += match_remarks(schedule.acceptance, "vLLM")
+        return Settings(shell(["--speculative-config", json.dumps(config)]), tuple(remarks))
+
+    def _config(self, schedule: Schedule) -> dict[str, Any]:
+        acceptance = schedule.acceptance
+        method = needs_method(self, acceptance)
+        config: dict[str, Any] = {"method": method}
+        if method not in ("ngram", "mtp"):
+            config["model"] = needs_model(self, acceptance)
+        elif method == "mtp" and acceptance.model:
+            config["model"] = acceptance.model
+        config["num_speculative_tokens"] = schedule.gamma
+        if len(schedule.ranges) > 1:
+            lengths = [[r.low, r.high, r.gamma] for r in schedule.ranges]
+            config["num_speculative_tokens_per_batch_size"] = lengths
+        if method == "ngram":
+            config |= {f"prompt_lookup_{end}": n for end, n in ngram_sizes(acceptance).items()}
+        if schedule.greedy:
+            return config
+        if acceptance.verifier == "block" and acceptance.point_mass is not True:  # equal on point masses
+            config["rejection_sample_method"] = "block"
+        if schedule.sampled:
+            config["draft_sample_method"] = "probabilistic"
+        return config
+
+
+class VllmCpu(Vllm):
+    """vLLM on CPUs, whose model runner V1 ignores block verification."""
+
+    name = "vllm-cpu"
+
+    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
+        return []  # `Vllm` reads this format
+
+    def cannot(self, acceptance: Acceptance) -> str | None:
+        reason = super().cannot(acceptance)
+        if (
+            reason is None
+            and acceptance.verifier == "block"
+            and not (acceptance.point_mass or acceptance.temperature == 0)
+        ):
+            reason = (
+                "its model runner V1 verifies token by token and drafts greedily if block verification is requested"
+            )
+        return reason
+
+
+class VllmSynthetic(Vllm):
+    """vLLM with synthetic acceptance at the measured rates, to time a schedule without the drafter."""
+
+    name = "vllm-synthetic"
+
+    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
+        return []  # `Vllm` reads this format
+
+    def export(self, schedule: Schedule) -> Settings:
+        if not schedule.gamma:
+            return super().export(schedule)
+        config = self._config(schedule)
+        config |= {
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_rates": list(schedule.acceptance.marginal),
+        }
+        config.pop("draft_sample_method", None)
+        remarks = (
+            "the acceptance is synthetic: the output is not the target's",
+            "synthetic_acceptance_rates simulate Pr(tau >= i) itself, so the spread, too, is as measured; "
+            f"synthetic_acceptance_length {1 + sum(config['synthetic_acceptance_rates']):.2f} has the same mean, but "
+            "accepts one of two numbers of tokens",
+            "on CPUs, vLLM stops with an AssertionError at synthetic acceptance; use a GPU",
+        )
+        return Settings(shell(["--speculative-config", json.dumps(config)]), remarks)
+
+
+def _window(source: Source, number: int, line: str) -> Window:
+    """Parse a log line."""
+    part = line.partition(_MARK)[2]
+    matches = {key: pattern.search(part) for key, pattern in _FIELDS.items()}
+    if missing := [key for key, match in matches.items() if match is None]:
+        raise source.error(
+            number, f"the SpecDecoding metrics line has no {missing[0]}; it is truncated or of an unsupported version"
+        )
+    text = {key: match[1] for key, match in matches.items() if match}
+    accepted, drafted = (source.number(text[key], number, f"the {key} tokens") for key in ("accepted", "drafted"))
+    rates = [source.number(rate, number, "an acceptance rate", 1.0) for rate in text["rates"].split(", ")]
+    return Window(number, accepted, drafted, tuple(rates), source.number(text["mean"], number, "the mean length"))
+
+
+def _synthetic(source: Source) -> list[Acceptance]:
+    """The acceptance rates of a ``--speculative-config`` with synthetic acceptance."""
+    acceptances = []
+    for line, config in source.objects("synthetic_acceptance_rates"):
+        rates = source.rates(config, "synthetic_acceptance_rates", line)
+        attributes: dict[str, Any] = {"drafter": Vllm.ours(config.get("method")), "model": str(config.get("model", ""))}
+        acceptances.append(Acceptance(rates, source.place(line), **attributes))
+    return acceptances

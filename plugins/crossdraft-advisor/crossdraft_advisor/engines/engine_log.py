@@ -1,0 +1,139 @@
+"""Text sources: logs, metrics and files of engines, read from a path or a URL, with line numbers for errors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from crossdraft.framework.errors import UsageError, printable
+from crossdraft.framework.util.input_files import parse_json, path_of, read_text
+from crossdraft.framework.util.limits import METRICS_BYTES, MOST_NESTING
+
+from .http_response import HttpResponse, NetworkError
+
+#: The first line of a multi-line JSON value, but not a time stamp in brackets.
+_JSON_BEGINS = re.compile(r"[\[{]\s*([\[{\"]|$)")
+#: Characters that must be escaped in a URL.
+UNFIT = re.compile(r"[\x00-\x20\x7f]")
+#: Time limit in seconds for a complete HTTP response.
+TIMEOUT = 10.0
+
+
+@dataclass(frozen=True)
+class Source:
+    """A text and its name.
+
+    Attributes:
+        name: a path or URL, for messages.
+    """
+
+    text: str
+    name: str
+
+    @cached_property
+    def _lines(self) -> list[str]:
+        return self.text.split("\n")
+
+    @property
+    def count(self) -> int:
+        """The number of lines."""
+        return len(self._lines) - self.ended
+
+    @property
+    def ended(self) -> bool:
+        """True if the last line ends with a newline."""
+        return self.text.endswith("\n") or not self.text
+
+    def lines(self) -> Iterator[tuple[int, str]]:
+        """Line numbers, from 1, and lines."""
+        for number, line in enumerate(self._lines[: self.count], start=1):
+            yield number, line.removesuffix("\r")
+
+    def place(self, line: int) -> str:
+        return f"{self.name}:{line}"
+
+    def error(self, line: int, message: str) -> UsageError:
+        """A UsageError with file and line."""
+        return UsageError(f"{self.place(line)}: {message}")
+
+    def number(self, text: str, line: int, what: str, most: float = float("inf")) -> float:
+        """Parse a number from 0 to ``most``. Raises UsageError, for NaN as well."""
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not 0 <= value <= most or value == float("inf"):
+            bound = f" from 0 to {most:g}" if most < float("inf") else ""
+            raise self.error(line, f"{what} is {printable(text)[:40]}, which is not a number{bound}")
+        return value
+
+    def rates(self, fields: dict[str, Any], key: str, line: int) -> tuple[float, ...]:
+        """The rates by position under ``key``, one per speculative token. Raises UsageError."""
+        rates, n = fields[key], fields.get("num_speculative_tokens")
+        if not isinstance(rates, list) or not rates or not all(type(rate) in (int, float) for rate in rates):
+            raise self.error(line, f"{key} is not a list of numbers")
+        if n is not None and n != len(rates):
+            raise self.error(line, f"{key} has {len(rates)} entries, num_speculative_tokens is {n!r:.20}")
+        return tuple(map(float, rates))
+
+    def objects(self, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
+        """All JSON objects with ``key``, at any depth, and the line of each (1 if the text is one JSON value).
+
+        The text is one JSON value or has one per line, with the prefix ``data:`` in an event stream; lines without the
+        key are skipped.
+        """
+        quoted = f'"{key}"'
+        if quoted not in self.text:
+            return
+        if self._is_one_value():
+            for item in _objects_with(parse_json(self.text, self.name), key):
+                yield 1, item
+            return
+        for number, line in self.lines():
+            line = line.strip().removeprefix("data:").strip()
+            if quoted in line and line[:1] in ("{", "["):
+                for item in _objects_with(parse_json(line, self.name, line=number), key):
+                    yield number, item
+
+    def row_id(self, line: int) -> str:
+        """``custom_id``, or else ``id``, of the JSON object in a line; empty if it has none, or if all is one value."""
+        if self._is_one_value():
+            return ""
+        row = parse_json(self._lines[line - 1].strip().removeprefix("data:").strip(), self.name, line=line)
+        name = (row.get("custom_id") or row.get("id")) if isinstance(row, dict) else None
+        return name if isinstance(name, str) else ""
+
+    def _is_one_value(self) -> bool:
+        """True if a JSON value begins in the first line and does not end there."""
+        first = next((line.strip() for _, line in self.lines() if line.strip()), "")
+        return _JSON_BEGINS.match(first) is not None and (len(first) == 1 or first[-1] not in "}]")
+
+
+def _objects_with(value: Any, key: str) -> list[dict[str, Any]]:
+    """The objects in ``value`` that have ``key``, up to depth `MOST_NESTING`."""
+    objects, level = [], [value]
+    for _ in range(MOST_NESTING):
+        objects += [item for item in level if isinstance(item, dict) and key in item]
+        level = [v for item in level for v in (item.values() if isinstance(item, dict) else item)]
+        level = [item for item in level if isinstance(item, dict | list)]
+    return objects
+
+
+def read_source(source: str) -> Source:
+    """Read a file or an HTTP response. Raises UsageError."""
+    if not source.startswith(("http://", "https://")):
+        return Source(read_text(path_of(source), METRICS_BYTES), printable(source))
+    if flaw := UNFIT.search(source):
+        raise UsageError(f"{printable(source)} is not a valid URL: it has {flaw[0]!r}; write it as %{ord(flaw[0]):02X}")
+    try:
+        with HttpResponse(source, seconds=TIMEOUT, most=METRICS_BYTES) as response:
+            if response.status != 200:
+                raise NetworkError(response.error())
+            return Source(response.body().decode("utf-8"), printable(source))
+    except NetworkError as error:
+        raise UsageError(f"cannot read {printable(source)}: {error}; save it to a file and give the file") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"cannot read {printable(source)}: the response is not UTF-8 text: {error}") from None

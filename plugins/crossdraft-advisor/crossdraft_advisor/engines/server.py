@@ -1,0 +1,437 @@
+"""Servers of engines that a run measures: started for a cell, or reached by their URL.
+
+Servers are registered through the hook ``crossdraft_register_servers``, each under the name that a recipe gives as
+``engine``. A server speaks HTTP with server-sent events; subclasses describe its command line, its request and its
+events.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field, field_validator
+
+from crossdraft.framework.contracts.options import Options
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.errors import ModelError, UsageError, first_line, quoted
+from crossdraft.framework.util.input_files import parse_json
+from crossdraft.framework.util.limits import EVENT_BYTES
+
+from .http_response import HttpResponse, NetworkError, fetch, unfit
+from .response_checks import counts_flaw, response_flaw
+from .server_log import cause_of
+
+#: Seconds between two looks at a starting server.
+_POLL = 0.25
+#: Seconds that a server may take to stop before it is killed.
+_STOP = 30
+#: Seconds for a response that is not a stream.
+_BODY_SECONDS = 30.0
+
+
+class _UnknownToken(int):
+    """An id that no JSON of a server can equal by identity."""
+
+
+#: Token whose id the engine does not stream.
+UNKNOWN = _UnknownToken(-1)
+
+
+class ServerOptions(Options):
+    """Options of an engine in a recipe. Subclasses add their own."""
+
+    url: str = Field(default="", description="address of a running server, with speculation; by default one is started")
+    baseline_url: str = Field(default="", description="address of a server of the same engine without speculation")
+    model: str = Field(
+        default="", description="name or path of the target for the engine; by default that of the recipe"
+    )
+    args: list[str] = Field(default=[], description="further arguments of the server")
+    env: dict[str, str] = Field(default={}, description="further environment variables of the server")
+    start_seconds: float = Field(default=900, gt=0, description="maximum time until the server answers")
+    token_seconds: float = Field(default=300, gt=0, description="maximum time without a new token of a response")
+
+    @field_validator("url", "baseline_url")
+    @classmethod
+    def _address(cls, url: str) -> str:
+        if url and (reason := unfit(url)):
+            raise ValueError(f"is not the address of a server: {reason}; write it as http://host:8000")
+        return url
+
+
+@dataclass(frozen=True)
+class ServedCell:
+    """Settings of a cell for a server.
+
+    Attributes:
+        target: directory or file of the target.
+        dtype: of the target, or ``"auto"``.
+        batch_size: maximum number of concurrent requests.
+        length: maximum number of tokens of a sequence, prompt and two drafts included, within the target's context.
+        gamma: maximum number of drafted tokens per step; 0 without speculation.
+        flags: arguments that set up speculation, see `Engine.export`.
+        end_tokens: end-of-sequence ids of the target.
+        tokenizer: of the target.
+        vocab_size: number of token ids of the target; None if unknown.
+    """
+
+    target: Path
+    dtype: str
+    sampling: Sampling
+    seed: int
+    batch_size: int
+    length: int
+    gamma: int
+    flags: Sequence[str]
+    end_tokens: Sequence[int]
+    tokenizer: Any
+    vocab_size: int | None = None
+
+
+@dataclass
+class ServerEvent:
+    """One event of a streamed response.
+
+    Attributes:
+        tokens: new tokens; empty if the event has none. `UNKNOWN` if the engine streams text instead of token ids.
+        finish_reason: ``"stop"`` or ``"length"`` in the last event with tokens or after it, else None.
+        drafted, accepted: tokens of each step that drafted, in order, if the engine reports them for each request. A
+            single total each (`totals`) if it reports only their sums.
+        text: new text, if the engine streams text.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    drafted: list[int] | None = None
+    accepted: list[int] | None = None
+    totals: tuple[int, int] | None = None
+    text: str = ""
+
+
+@dataclass
+class ServedStep:
+    """Tokens that one step of the engine emitted, the first step being the prefill.
+
+    Attributes:
+        seconds: time of arrival since the request was sent.
+        tokens: number of tokens.
+        nodes: number of drafted tokens, set once the steps of the response are counted.
+    """
+
+    seconds: float
+    tokens: int
+    nodes: int = 0
+
+
+@dataclass
+class ServedResponse:
+    """Response of a server to one request.
+
+    Attributes:
+        tokens: generated tokens, a final end-of-sequence token included.
+        steps: steps in order; their tokens sum up to ``len(tokens)``.
+        sent: time at which the request was sent, of `time.perf_counter`.
+        drafted, accepted, totals: as in `ServerEvent`; None if unknown.
+    """
+
+    tokens: list[int]
+    steps: list[ServedStep]
+    finish_reason: str
+    sent: float
+    drafted: list[int] | None = None
+    accepted: list[int] | None = None
+    totals: tuple[int, int] | None = None
+
+
+class EngineServer(ABC):
+    """A server for one cell.
+
+    Attributes:
+        name: as registered.
+        settings: name of the `Engine` that writes the settings of drafters; empty if only running servers are measured.
+        path: path of the completions endpoint.
+        ready: path that answers with status 200 when the server is ready.
+        metrics: path of its Prometheus counters.
+        tokens_per_event: True if the server streams tokens one by one, so that the steps follow from arrival times and
+            the totals of the request.
+        executable: name of the option that names the program to start, if there is one.
+        harmless: options that neither start nor steer a program. All others need consent, see `program`.
+
+    Args:
+        options: validated options of the recipe.
+        directory: for the server's log.
+    """
+
+    name: ClassVar[str]
+    settings: ClassVar[str] = ""
+    Config: ClassVar[type[ServerOptions]] = ServerOptions
+    path: ClassVar[str] = "/v1/completions"
+    ready: ClassVar[str] = "/health"
+    metrics: ClassVar[str] = "/metrics"
+    tokens_per_event: ClassVar[bool] = False
+    executable: ClassVar[str] = ""
+    harmless: ClassVar[frozenset[str]] = frozenset({"url", "baseline_url", "model", "start_seconds", "token_seconds"})
+
+    def __init__(self, options: Any, cell: ServedCell, directory: Path):
+        self.options, self.cell, self.directory, self.log = options, cell, directory, directory / "server.log"
+        self.url = ""
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    def program(cls, options: ServerOptions) -> str:
+        """Return the program that needs consent, ``--allow-program``, because ``options`` start or steer it.
+
+        It is the value of the option `executable`, by default the engine's name; empty for engines that start nothing,
+        and for running servers whose options are all `harmless`.
+        """
+        if cls.start is EngineServer.start and cls.command is EngineServer.command:
+            return ""
+        if (options.url or options.baseline_url) and not cls.steering(options):
+            return ""
+        return str(getattr(options, cls.executable or "name", "") or cls.name)
+
+    @classmethod
+    def steering(cls, options: ServerOptions) -> dict[str, Any]:
+        """Return the options that are set and not `harmless`."""
+        fields = type(options).model_fields.items()
+        values = {key: (getattr(options, key), field) for key, field in fields if key not in cls.harmless}
+        return {
+            key: value
+            for key, (value, field) in values.items()
+            if field.is_required() or value != field.get_default(call_default_factory=True)
+        }
+
+    # -- what an engine defines ------------------------------------------------------------------------------
+
+    def command(self, port: int) -> list[str]:
+        """Return the command line of a server that listens on ``port`` of this host.
+
+        Raises:
+            UsageError: the engine cannot be started; only a URL is supported.
+        """
+        raise UsageError(f"engine {self.name}: give the url of a server that runs; crossdraft does not start this one")
+
+    def environment(self) -> dict[str, str]:
+        """Return environment variables of the server, beside those of this process."""
+        return {}
+
+    @abstractmethod
+    def body(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
+        """Return the JSON of a streaming request for the tokens ``prompt``.
+
+        Raises:
+            UsageError: the engine does not support the sampling parameters.
+        """
+
+    @abstractmethod
+    def event(self, data: Mapping[str, Any]) -> ServerEvent:
+        """Parse an event of the stream. Raises KeyError or TypeError for another format."""
+
+    # -- life ------------------------------------------------------------------------------------------------
+
+    @property
+    def given_url(self) -> str:
+        """URL of a running server for this cell, or empty."""
+        options = self.options
+        if not (options.url or options.baseline_url):
+            return ""
+        if url := options.url if self.cell.gamma else options.baseline_url:
+            return url.rstrip("/")
+        missing, kind = ("url", "with") if self.cell.gamma else ("baseline_url", "without")
+        raise UsageError(f"engine {self.name}: {missing} is missing; give the address of a server {kind} speculation")
+
+    def start(self) -> None:
+        """Start the server, or find the one of the URL; returns when it is ready.
+
+        Raises:
+            ModelError: it ends or does not answer; the message has the cause in its log.
+            UsageError: its executable does not exist, or the URL does not answer.
+        """
+        if url := self.given_url:
+            self.url = url
+            if not self._is_ready():
+                raise UsageError(f"engine {self.name}: {url}{self.ready} does not answer; check the address")
+            return
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command, self.url = self.command(port), f"http://127.0.0.1:{port}"
+        # `python -m` would import from the working directory, in which foreign files may lie.
+        environment = {"PYTHONSAFEPATH": "1", **os.environ, **self.environment(), **self.options.env}
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            log.write(f"$ {shlex.join(command)}\n".encode())
+            log.flush()
+            try:
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+                )
+            except OSError as error:
+                raise UsageError(f"engine {self.name}: cannot start {command[0]}: {error.strerror}") from None
+        deadline = time.monotonic() + self.options.start_seconds
+        while not self._is_ready():
+            if (code := self._process.poll()) is not None:
+                self._process = None
+                raise ModelError(
+                    f"the server of {self.name} ended with code {code} before it was ready{cause_of(self.log)}"
+                )
+            if time.monotonic() > deadline:
+                self.stop()
+                raise ModelError(
+                    f"the server of {self.name} was not ready within {self.options.start_seconds:g} s "
+                    f"(start_seconds){cause_of(self.log)}"
+                )
+            time.sleep(_POLL)
+
+    def stop(self) -> None:
+        """Stop the server if it was started here, and all its processes."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        for sign, patience in ((signal.SIGTERM, _STOP), (signal.SIGKILL, None)):
+            try:
+                os.killpg(process.pid, sign)
+            except ProcessLookupError:
+                break
+            try:
+                process.wait(patience)
+            except subprocess.TimeoutExpired:
+                continue
+        process.wait()
+
+    def _is_ready(self) -> bool:
+        try:
+            return self.get(self.ready, seconds=5)[0] == 200
+        except NetworkError:
+            return False
+
+    def scrape(self) -> str:
+        """Return the counters; empty if the server has none."""
+        try:
+            status, text = self.get(self.metrics)
+        except NetworkError:
+            return ""
+        return text if status == 200 else ""
+
+    def get(self, path: str, seconds: float = _BODY_SECONDS) -> tuple[int, str]:
+        """Send a GET request; returns the status and the body. Raises NetworkError."""
+        return fetch(self.url + path, seconds)
+
+    # -- requests --------------------------------------------------------------------------------------------
+
+    def complete(self, prompt: Sequence[int], max_tokens: int) -> ServedResponse:
+        """Send one request and read its response. May be called from several threads.
+
+        Raises:
+            ModelError: the server refuses the request, ends, answers in an unknown format, or with an impossible
+                response (see `response_checks`).
+        """
+        events: list[tuple[float, ServerEvent]] = []
+        emitted, seconds = 0, self.options.token_seconds
+        sent = time.perf_counter()
+        try:
+            body = self.body(prompt, max_tokens)
+            with HttpResponse(self.url + self.path, body, seconds=seconds, most=EVENT_BYTES) as stream:
+                if stream.status != 200:
+                    raise ModelError(f"the server of {self.name} refuses the request, {stream.error()}")
+                for data in _events(stream, self.name):
+                    now = time.perf_counter()
+                    if "error" in data:
+                        raise ModelError(f"the server of {self.name} reports: {quoted(data['error'], 300)}")
+                    event = self.event(data)
+                    events.append((now - sent, event))
+                    if event.tokens:
+                        emitted += len(event.tokens)
+                        if emitted > max_tokens:
+                            break
+                        stream.renew()
+        except NetworkError as error:
+            raise ModelError(f"the server of {self.name} broke off: {error}{cause_of(self.log)}") from None
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ModelError(
+                f"the server of {self.name} sent an event of an unknown format: {first_line(error)}; is {self.url} a "
+                f"server of {self.name}?"
+            ) from error
+        return self._response(events, sent, max_tokens)
+
+    def _response(self, events: Sequence[tuple[float, ServerEvent]], sent: float, max_tokens: int) -> ServedResponse:
+        last: dict[str, Any] = {}
+        for _, event in events:
+            if "finish_reason" in last and (event.tokens or event.finish_reason is not None):
+                raise self._impossible("tokens or a second finish reason after the end of the response")
+            values = {name: getattr(event, name) for name in ("finish_reason", "drafted", "accepted", "totals")}
+            last |= {name: value for name, value in values.items() if value is not None}
+        steps = [ServedStep(seconds, len(event.tokens)) for seconds, event in events if event.tokens]
+        tokens = [token for _, event in events for token in event.tokens]
+        text = "".join(event.text for _, event in events if isinstance(event.text, str))
+        if not tokens or ("finish_reason" not in last and len(tokens) <= max_tokens):
+            raise ModelError(f"the server of {self.name} sent a response without tokens or without a finish reason")
+        cell, finish_reason = self.cell, last.setdefault("finish_reason", None)
+        if all(token is UNKNOWN for token in tokens):
+            tokens = self._encoded(text, finish_reason)
+            if finish_reason == "stop" and sum(step.tokens for step in steps) == len(tokens) - 1:
+                steps.append(ServedStep(steps[-1].seconds, 1))  # the end-of-sequence token, which was not reported
+        flaw = response_flaw(
+            tokens,
+            [step.tokens for step in steps],
+            finish_reason,
+            gamma=cell.gamma,
+            max_tokens=max_tokens,
+            end_tokens=cell.end_tokens,
+            vocab_size=cell.vocab_size,
+        ) or counts_flaw(
+            last.get("drafted"), last.get("accepted"), last.get("totals"), emitted=len(tokens), gamma=cell.gamma
+        )
+        if flaw:
+            raise self._impossible(flaw)
+        response = ServedResponse(tokens, steps, sent=sent, **last)
+        if self.tokens_per_event and response.totals is not None:
+            response.steps = _grouped(steps, len(tokens) - response.totals[1])
+        return response
+
+    def _impossible(self, flaw: str) -> ModelError:
+        return ModelError(f"the server of {self.name} at {self.url} sent an impossible response: {flaw}")
+
+    def _encoded(self, text: str, finish_reason: Any) -> list[int]:
+        """Tokens of a text; the end-of-sequence token, which has no text, is appended."""
+        tokens = list(self.cell.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return [*tokens, self.cell.end_tokens[0]] if finish_reason == "stop" and self.cell.end_tokens else tokens
+
+
+def _events(stream: HttpResponse, name: str) -> Iterator[dict[str, Any]]:
+    """Parse the data lines of a stream of server-sent events, up to ``[DONE]`` or its end."""
+    rest = b""
+    while part := stream.read():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                text = line[5:].strip()
+                if text == b"[DONE]":
+                    return
+                data = parse_json(text.decode("utf-8"), f"the stream of {name}", error=ModelError)
+                if not isinstance(data, dict):
+                    raise TypeError(f"{text[:40]!r} is not an object")
+                yield data
+
+
+def _grouped(tokens: Sequence[ServedStep], steps: int) -> list[ServedStep]:
+    """Group single tokens into ``steps`` steps at the longest gaps between their arrivals.
+
+    Engines that stream tokens one by one send those of a step back to back.
+    """
+    gaps = sorted(range(1, len(tokens)), key=lambda i: tokens[i].seconds - tokens[i - 1].seconds, reverse=True)
+    starts = [0, *sorted(gaps[: max(steps, 1) - 1]), len(tokens)]
+    return [
+        ServedStep(tokens[end - 1].seconds, sum(step.tokens for step in tokens[start:end]))
+        for start, end in pairwise(starts)
+    ]

@@ -1,0 +1,115 @@
+"""Names of crossdraft-advisor, registered through the hooks that third parties use."""
+
+from crossdraft import Register, hookimpl
+
+_PACKAGE = "crossdraft_advisor"
+_ENGINES = f"{_PACKAGE}.engines.builtin"
+_COMMANDS = {
+    "Prove": {
+        "certify-samples": (
+            "certify_samples:CertifySamples",
+            "test an engine's draws against the target's distribution, or plan how many show a bias",
+        ),
+        "verify-engine": ("verify_engine:command", "check an engine's steps and text against replay and the target"),
+        "compare-texts": (
+            "compare_texts:CompareTexts",
+            "check if greedy texts differ by more than rounding",
+        ),
+    },
+    "Decide": {
+        "replay": ("replay:command", "compute the block efficiency of pairs on recorded responses, without decoding"),
+        "diagnose": ("diagnose:Diagnose", "find the cause of a low acceptance rate among common mistakes"),
+        "advise": (
+            "advise.command:Advise",
+            "recommend a drafter, verifier and draft length per batch size, and write settings",
+        ),
+        "simulate": ("simulate.command:Simulate", "simulate draft lengths under traffic: latency and goodput"),
+    },
+}
+
+
+@hookimpl
+def crossdraft_register_engines(register: Register) -> None:
+    register("vllm", f"{_ENGINES}.vllm:Vllm", summary="log, counters and responses; --speculative-config")
+    register(
+        "vllm-cpu", f"{_ENGINES}.vllm:VllmCpu", summary="--speculative-config for CPUs, without block verification"
+    )
+    register(
+        "vllm-synthetic",
+        f"{_ENGINES}.vllm:VllmSynthetic",
+        summary="--speculative-config with synthetic acceptance, to time a schedule",
+    )
+    register("sglang", f"{_ENGINES}.sglang:Sglang", summary="log, gauge and responses; --speculative-*")
+    register(
+        "sglang-synthetic",
+        f"{_ENGINES}.sglang:SglangSynthetic",
+        summary="--speculative-* with a simulated acceptance length, to time a draft length",
+    )
+    register("tensorrt-llm", f"{_ENGINES}.tensorrt_llm:TensorRtLlm", summary="speculative_config in YAML")
+    register(
+        "tensorrt-llm-synthetic",
+        f"{_ENGINES}.tensorrt_llm:TensorRtLlmSynthetic",
+        summary="speculative_config with a forced acceptance length, to time a draft length",
+    )
+    register(
+        "golden-al",
+        f"{_ENGINES}.golden_al:GoldenAl",
+        summary="golden acceptance-length curves of InferenceX, in YAML",
+    )
+    register(
+        "aiconfigurator",
+        f"{_ENGINES}.simulators:Aiconfigurator",
+        summary="--nextn and the mean of accepted tokens",
+    )
+    register(
+        "dynamo-mocker",
+        f"{_ENGINES}.simulators:DynamoMocker",
+        summary="conditional acceptance rates of Dynamo's mocker",
+    )
+    register(
+        "atom-synthetic",
+        f"{_ENGINES}.simulators:AtomSynthetic",
+        summary="--method with a forced acceptance length, to time a draft length",
+    )
+    register("llama.cpp", f"{_ENGINES}.llama_cpp:LlamaCpp", summary="log and counters; --spec-*")
+    register("transformers", f"{_ENGINES}.transformers:Transformers", summary="arguments of generate")
+    register(
+        "speculation-profile",
+        f"{_ENGINES}.speculation_profile:SpeculationProfile",
+        summary="speculation_profile.json, the acceptance stored with a draft checkpoint",
+    )
+
+
+@hookimpl
+def crossdraft_register_sections(register: Register) -> None:
+    register(
+        "engine-settings",
+        f"{_PACKAGE}.advise.engine_settings:engine_settings",
+        summary="settings with which engines draft as the pairs did",
+    )
+
+
+@hookimpl
+def crossdraft_register_samples(register: Register) -> None:
+    register(
+        "engine",
+        f"{_PACKAGE}.engines.gate_samples:samples_of",
+        summary="logs, metrics, responses, replay JSON",
+    )
+
+
+@hookimpl
+def crossdraft_register_servers(register: Register) -> None:
+    register("openai", f"{_ENGINES}.openai:OpenAiServer", summary="a server that runs, with /v1/completions")
+
+
+@hookimpl
+def crossdraft_register_cell_runners(register: Register) -> None:
+    register("engine", f"{_PACKAGE}.engines.engine_cell:EngineCell", summary="cells of an engine's server")
+
+
+@hookimpl
+def crossdraft_register_commands(register: Register) -> None:
+    for heading, commands in _COMMANDS.items():
+        for name, (reference, summary) in commands.items():
+            register(name, f"{_PACKAGE}.commands.{reference}", summary, heading)

@@ -1,0 +1,328 @@
+"""Replay of drafters and verifiers on recorded responses, in one pass.
+
+All candidates read the same responses, one window at a time. Only sums are kept; optionally, one Parquet row per token
+is written.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import dataclass, field, replace
+from itertools import islice, tee
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import parquet
+
+from crossdraft.framework import plugins
+from crossdraft.framework.api.build import Configured, configured
+from crossdraft.framework.contracts.draft_kind import INDEPENDENT_SEQUENCES
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.contracts.verifier import incompatible
+from crossdraft.framework.errors import ContractError, UsageError
+from crossdraft.framework.util.output_files import writing_output
+
+from ..engines.counter_definitions import CounterDefinition
+from .acceptance_formulas import IID_VERIFIERS, VERIFIERS, no_formula, point_mass_survival, survival
+from .aggregate import PromptGroups, Tally
+from .engine_counts import EngineCounts, with_continuation
+from .recorded_logprobs import RecordedLogP
+from .response import Response
+from .step_chain import StepAcceptance, Steps, expected_steps
+from .teacher_forcing.draft_scores import DraftScores
+
+#: Responses per window.
+WINDOW = 256
+#: Marker in the file's metadata, recognised by `util.output_files.check_output`.
+MARK = b"crossdraft replay"
+_POSITIONS = pa.schema(
+    [
+        ("response", pa.int64()),
+        ("prompt", pa.string()),
+        ("category", pa.string()),
+        ("position", pa.int64()),
+        ("token", pa.int64()),
+        ("drafter", pa.string()),
+        ("rule", pa.string()),
+        ("k", pa.int64()),
+        ("drafted", pa.int64()),
+        ("survival", pa.list_(pa.float64())),
+    ],
+    metadata={"generator": MARK},
+)
+
+
+@dataclass
+class Candidate:
+    """A drafter with the verifiers and draft lengths to replay it with.
+
+    Attributes:
+        title: name in tables.
+        drafter: class and config; its gamma is at least the largest of ``gammas``.
+        verifiers: name -> numbers of sequences K.
+        gammas: draft lengths.
+        scores: yields the `DraftScores` of each response, in order.
+        lengths: yields the number of drafted tokens of each response, int64 [T], if it depends on the sampled tokens;
+            None = `DraftScores.lengths`.
+        steps: computes `Steps` from acceptance; depends on the length policy.
+        tallies: results by verifier and K; ``by_segment``: those by segment of the responses, if it was requested.
+        counts: counters of an engine by verifier and draft length, if they were requested; ``variants``: those by
+            other definitions, in the order of the request.
+    """
+
+    title: str
+    drafter: Configured
+    verifiers: dict[str, tuple[int, ...]]
+    gammas: tuple[int, ...]
+    scores: Callable[[Iterable[Response]], Iterator[DraftScores]]
+    lengths: Callable[[Iterable[Response]], Iterator[np.ndarray]] | None = None
+    steps: Callable[[Sequence[StepAcceptance], Sequence[int]], Steps] = expected_steps
+    tallies: dict[tuple[str, int], Tally] = field(default_factory=dict)
+    by_segment: dict[tuple[str, int], Tally] = field(default_factory=dict)
+    counts: dict[tuple[str, int], EngineCounts] = field(default_factory=dict)
+    variants: dict[tuple[str, int], list[EngineCounts]] = field(default_factory=dict)
+
+    @property
+    def depth(self) -> int:
+        return max(self.gammas)
+
+    def tally(self, result: ReplayResult, verifier: str, k: int) -> Tally:
+        """Return the tally of a verifier and K, created on first use."""
+        return self.tallies.setdefault((verifier, k), Tally(result.groups, self.gammas, k, result.by_prompt))
+
+
+@dataclass
+class ReplayResult:
+    """Result of a replay: counts, candidates with their tallies, and the check of recorded log P.
+
+    ``segments``: prompts by segment, whose names take the place of categories; ``segment_tokens``: their tokens.
+    """
+
+    candidates: list[Candidate]
+    groups: PromptGroups
+    segments: PromptGroups = field(default_factory=PromptGroups)
+    segment_tokens: Counter[str] = field(default_factory=Counter)
+    responses: int = 0
+    tokens: int = 0
+    by_prompt: bool = False
+    log_p: RecordedLogP = field(default_factory=RecordedLogP)
+    definition: CounterDefinition | None = None
+    variants: Sequence[CounterDefinition] = ()
+
+
+def verifiers_for(
+    title: str, drafter: Configured, names: Sequence[str], ks: Sequence[int], sampling: Sampling
+) -> dict[str, tuple[int, ...]]:
+    """Verifiers to replay a drafter with -> numbers of sequences K; ``names``, by default all that are compatible.
+
+    Raises UsageError for an incompatible pair, and for a verifier or drafter that cannot be replayed.
+    """
+    cls, config = drafter
+    traits = plugins.traits_of("drafters", cls, config, sampling)
+    if traits.kind is None:
+        raise UsageError(f"drafter '{title}' does not draft with these options, so it cannot be replayed")
+    if INDEPENDENT_SEQUENCES not in traits.kind.capabilities:
+        raise UsageError(
+            f"drafter '{title}' drafts trees ('{traits.kind}'), which cannot be replayed; measure it with crossdraft "
+            "run"
+        )
+    multi = traits.kind.merged_sequences
+    if not names:
+        # All verifiers accept a point mass alike.
+        single = ("token",) if traits.point_mass else ("token", "block")
+        names = IID_VERIFIERS if multi else ("greedy",) if sampling.temperature == 0 else single
+    for name in names:
+        if name not in VERIFIERS:
+            plugins.get("verifiers", name)
+            raise UsageError(no_formula(name))
+        verifier, options = configured("verifiers", name)
+        if reason := incompatible(title, traits, name, plugins.traits_of("verifiers", verifier, options), sampling):
+            raise UsageError(reason)
+    return {name: tuple(ks) if multi else (1,) for name in dict.fromkeys(names)}
+
+
+def replay(
+    responses: Iterable[Response],
+    candidates: Sequence[Candidate],
+    out: Path | None = None,
+    by_prompt: bool = False,
+    definition: CounterDefinition | None = None,
+    variants: Sequence[CounterDefinition] = (),
+    segments: Callable[[Sequence[int], Sequence[int]], Sequence[str]] | None = None,
+) -> ReplayResult:
+    """Replay ``candidates`` on ``responses``, which are iterated once.
+
+    Args:
+        out: Parquet file with a row for each token, drafter, verifier and K: ``drafted`` tokens, and ``survival``,
+            Pr(tau >= i | the rest of the response) for i = 1, 2, .. of a step that starts there.
+        by_prompt: keep acceptance by prompt, see `Tally.by_prompt`.
+        definition: also compute the counters of this engine, see `Candidate.counts`.
+        variants: other definitions to compute the counters by, see `Candidate.variants`.
+        segments: the segment of each token of a response, from prompt and tokens, for `Candidate.by_segment`.
+
+    Raises:
+        UsageError: without responses, several sequences with ``definition``, and for errors of the sources and
+            candidates.
+    """
+    result = ReplayResult(
+        list(candidates), PromptGroups(), by_prompt=by_prompt, definition=definition, variants=variants
+    )
+    remaining, *others = tee(responses, 1 + 2 * len(candidates))
+    if definition is not None:
+        others = [
+            other if item.drafter[0].remembers(item.drafter[1]) else map(with_continuation, other)
+            for item in candidates
+            for other in (others.pop(0), others.pop(0))
+        ]
+    with ExitStack() as stack:
+        stack.enter_context(redirect_stdout(sys.stderr))  # plug-in code may print
+        sources = [_scores_and_lengths(item, *others[2 * i : 2 * i + 2]) for i, item in enumerate(candidates)]
+        del others  # an unread iterator would keep all responses alive
+        writer = None
+        if out is not None:
+            file = stack.enter_context(writing_output(out, "--out"))
+            writer = _Positions(stack.enter_context(parquet.ParquetWriter(file, _POSITIONS)))
+        while window := list(islice(remaining, WINDOW)):
+            numbers = [result.groups.number(item.category, item.id) for item in window]
+            labels = [np.array(segments(item.prompt, item.tokens)) for item in window] if segments is not None else None
+            for of_response in labels or ():
+                result.segment_tokens.update(of_response.tolist())
+            compared: dict[int, DraftScores] = {}
+            for candidate, source in zip(candidates, sources, strict=True):
+                scores = list(islice(source, len(window)))
+                if len(scores) != len(window):
+                    raise ContractError(
+                        f"drafter '{candidate.title}' returned {len(scores)} drafts for {len(window)} responses"
+                    )
+                _add(result, candidate, window, scores, numbers, labels, writer)
+                for i, (item, _) in enumerate(scores):
+                    if i not in compared or item.own_log_p is not None:
+                        compared[i] = item
+            for i, item in compared.items():
+                result.log_p.add(window[i], item)
+            result.responses += len(window)
+            result.tokens += sum(len(item.tokens) for item in window)
+    if not result.responses:
+        raise UsageError("the sources do not contain a response to replay")
+    return result
+
+
+def _scores_and_lengths(
+    candidate: Candidate, texts: Iterable[Response], responses_again: Iterable[Response]
+) -> Iterator[tuple[DraftScores, np.ndarray]]:
+    """`DraftScores` of a candidate for each response, and the number of drafted tokens at each position."""
+    if candidate.lengths is None:
+        del responses_again
+        return ((scores, scores.lengths) for scores in candidate.scores(texts))
+    return zip(candidate.scores(texts), candidate.lengths(responses_again), strict=True)
+
+
+def _add(
+    result: ReplayResult,
+    candidate: Candidate,
+    window: Sequence[Response],
+    scored: Sequence[tuple[DraftScores, np.ndarray]],
+    numbers: Sequence[int],
+    labels: Sequence[np.ndarray] | None,
+    writer: _Positions | None,
+) -> None:
+    scores, lengths = zip(*scored, strict=True)
+    sizes = [len(response.tokens) for response in window]  # scores may cover the continuations, too
+    own_lengths = [drafted[:size] for drafted, size in zip(lengths, sizes, strict=True)]
+    point_mass, steps, parts = point_mass_survival(scores), {}, {}
+    for verifier, ks in candidate.verifiers.items():
+        if point_mass is None:
+            steps, parts = {}, {}
+            at_least = [survival(verifier, item, ks) for item in scores]
+        else:  # all verifiers accept point masses alike, for any K
+            at_least = [dict.fromkeys(ks, item) for item in point_mass]
+        for k in ks:
+            if result.definition is not None:
+                _count(result, candidate, verifier, window, [item[k] for item in at_least], lengths)
+            if k not in steps:
+                acceptances = [
+                    StepAcceptance(values[k][: len(drafted)], drafted, response.limit)
+                    for values, drafted, response in zip(at_least, own_lengths, window, strict=True)
+                ]
+                steps[k] = candidate.steps(acceptances, candidate.gammas)
+                if labels is not None:
+                    parts[k] = list(_of_segments(result.segments, candidate, window, acceptances, labels))
+            candidate.tally(result, verifier, k).add(steps[k], numbers)
+            for part in parts.get(k, ()):
+                tally = Tally(result.segments, candidate.gammas, k)
+                candidate.by_segment.setdefault((verifier, k), tally).add(*part)
+            if writer is not None:
+                values = [item[k][:size] for item, size in zip(at_least, sizes, strict=True)]
+                writer.add(result.responses, candidate.title, verifier, k, window, own_lengths, values)
+
+
+def _of_segments(
+    groups: PromptGroups,
+    candidate: Candidate,
+    window: Sequence[Response],
+    acceptances: Sequence[StepAcceptance],
+    labels: Sequence[np.ndarray],
+) -> Iterator[tuple[Steps, list[int]]]:
+    """Steps of each segment, and the groups of their prompts; a step is of the segment of its first token."""
+    for name in dict.fromkeys(name for of_response in labels for name in of_response.tolist()):
+        rows = [i for i, of_response in enumerate(labels) if (of_response == name).any()]
+        steps = candidate.steps([replace(acceptances[i], starts=labels[i] == name) for i in rows], candidate.gammas)
+        yield steps, [groups.number(name, f"{window[i].category}: {window[i].id}") for i in rows]
+
+
+def _count(
+    result: ReplayResult,
+    candidate: Candidate,
+    verifier: str,
+    window: Sequence[Response],
+    at_least: Sequence[np.ndarray],
+    lengths: Sequence[np.ndarray],
+) -> None:
+    definition = result.definition
+    assert definition is not None
+    for gamma in candidate.gammas:
+        counts = candidate.counts.setdefault((verifier, gamma), EngineCounts(definition, gamma))
+        others = [EngineCounts(other, gamma) for other in result.variants]
+        for each in (counts, *candidate.variants.setdefault((verifier, gamma), others)):
+            for response, values, drafted in zip(window, at_least, lengths, strict=True):
+                each.add(values, drafted, len(response.tokens), response.limit)
+
+
+class _Positions:
+    """Parquet writer of the acceptance at every position."""
+
+    def __init__(self, writer: parquet.ParquetWriter):
+        self._writer = writer
+
+    def add(
+        self,
+        first: int,
+        drafter: str,
+        verifier: str,
+        k: int,
+        window: Sequence[Response],
+        lengths: Sequence[np.ndarray],
+        at_least: Sequence[np.ndarray],
+    ) -> None:
+        sizes = [len(response.tokens) for response in window]
+        n, depth = sum(sizes), at_least[0].shape[1]
+        values = pa.array(np.concatenate(at_least).ravel())
+        columns = {
+            "response": np.repeat(np.arange(first, first + len(window)), sizes),
+            "prompt": pa.array([response.id for response in window]).take(
+                pa.array(np.repeat(np.arange(len(window)), sizes))
+            ),
+            "category": [response.category for response, size in zip(window, sizes, strict=True) for _ in range(size)],
+            "position": np.concatenate([np.arange(size) for size in sizes]),
+            "token": np.concatenate([np.asarray(response.tokens, dtype=np.int64) for response in window]),
+            "drafter": [drafter] * n,
+            "rule": [verifier] * n,
+            "k": np.full(n, k),
+            "drafted": np.concatenate(lengths),
+            "survival": pa.ListArray.from_arrays(pa.array(np.arange(0, n * depth + 1, depth, dtype=np.int32)), values),
+        }
+        self._writer.write_table(pa.table(columns, schema=_POSITIONS))

@@ -1,0 +1,156 @@
+"""Recorded responses, and parsers of their values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.errors import UsageError, quoted
+from crossdraft.framework.models.tokenizer import TokenizerOf, load_tokenizer
+from crossdraft.framework.util.limits import MOST_TOKENS, MOST_WIDTH
+
+#: Smallest log-probability of a sampled token (engines write -9999 for minus infinity).
+MIN_LOG_P = -100.0
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One recorded response.
+
+    Attributes:
+        id: prompt id; confidence intervals are over prompts.
+        category: group of the prompt in tables.
+        prompt, tokens: token ids; ``tokens`` include the final end-of-sequence token.
+        log_p: float64 [T], log P of each token as sampled (after temperature and truncation); None if unknown.
+        ended: the last token is an end-of-sequence token.
+        most: maximum number of tokens of the request; None if unknown.
+        sampling: sampling parameters; None if unknown.
+        where: file and line, for error messages.
+        continuation: tokens that the target would emit past the end, for counters of engines (`engine_counts`).
+    """
+
+    id: str
+    category: str
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+    log_p: np.ndarray | None = None
+    ended: bool = False
+    most: int | None = None
+    sampling: Sampling | None = None
+    where: str = ""
+    continuation: Sequence[int] = ()
+
+    @property
+    def limit(self) -> int | None:
+        """Maximum length if known; a response without an end-of-sequence token was truncated at its length."""
+        return self.most if self.most is not None or self.ended else len(self.tokens)
+
+
+class UnknownTextError(UsageError):
+    """A response whose generated tokens cannot be determined; the others of its file can be replayed."""
+
+
+@dataclass
+class ParseContext:
+    """Settings and state shared by the parsers of responses.
+
+    Attributes:
+        target: model whose tokenizer encodes texts; empty if responses consist of token ids only.
+        sampling: default sampling parameters of the responses; None if unknown.
+        processed: log-probabilities in files are those after temperature and truncation.
+        trust_remote_code: allow the target's tokenizer to run custom Python code.
+        assumed: assumption -> number of responses that it was made for.
+        skipped: why responses were skipped -> a description of the first one.
+    """
+
+    target: str = ""
+    sampling: Sampling | None = None
+    processed: bool = False
+    trust_remote_code: bool = False
+    assumed: Counter[str] = field(default_factory=Counter)
+    skipped: dict[str, str] = field(default_factory=dict)
+    _tokenizer: TokenizerOf | None = None
+    _named: dict[str, int] | None = None
+
+    def tokenizer(self, where: str) -> TokenizerOf:
+        """Tokenizer of the target, loaded on first use. Raises UsageError without a target."""
+        if self._tokenizer is None:
+            if not self.target:
+                raise UsageError(f"{where}: a text needs a tokenizer; set --target MODEL, or record token ids")
+            self._tokenizer = load_tokenizer(self.target, trust_remote_code=self.trust_remote_code)
+        return self._tokenizer
+
+    def named(self, names: Sequence[str], where: str) -> list[int]:
+        """The tokens with these texts; empty if one is not the text of exactly one token of the vocabulary."""
+        if self._named is None:
+            tokenizer = self.tokenizer(where).tokenizer
+            texts = [str(text) for text in tokenizer.batch_decode([[token] for token in range(len(tokenizer))])]
+            counts = Counter(texts)
+            self._named = {text: token for token, text in enumerate(texts) if counts[text] == 1}
+        tokens = [self._named.get(name) for name in names]
+        return [token for token in tokens if token is not None] if None not in tokens else []
+
+    def skip(self, reason: str, response: str, count: int = 1) -> None:
+        """Count skipped responses; ``response`` describes one of them, for a remark."""
+        first = self.skipped.setdefault(reason, response)
+        self.assumed[f"skipped: {reason}; the first is {first}"] += count
+
+
+def describe(sampling: Sampling) -> str:
+    """Sampling parameters as text."""
+    params = sampling.model_dump(exclude_defaults=True) | {"temperature": sampling.temperature}
+    return ", ".join(f"{key} {value:g}" for key, value in sorted(params.items(), reverse=True))
+
+
+# -- values of a row -------------------------------------------------------------------------------------------
+
+
+def token_ids(values: Any, key: str, where: str) -> list[int]:
+    """Validate a list of token ids. Raises UsageError with the key."""
+    if not isinstance(values, list) or not set(map(type, values)) <= {int}:
+        raise UsageError(f"{where}: {key!r} must be a list of integer token ids")
+    if values and not 0 <= min(values) <= max(values) < MOST_WIDTH:
+        invalid = min(values) if min(values) < 0 else max(values)
+        raise UsageError(f"{where}: {key!r} contains {quoted(invalid)}, which is not a valid token id")
+    if reason := MOST_TOKENS.refusal(values):
+        raise UsageError(f"{where}: {key!r} has {len(values)} tokens; {reason}")
+    return values
+
+
+def log_probabilities(values: Any, key: str, count: int, where: str) -> np.ndarray:
+    """Validate ``count`` log-probabilities; returns float64. Raises UsageError with the key."""
+    if not isinstance(values, list) or not set(map(type, values)) <= {int, float, type(None)}:
+        raise UsageError(f"{where}: {key!r} must be a list of numbers, one per token of the response")
+    if len(values) != count:
+        raise UsageError(f"{where}: {key!r} has {len(values)} numbers, but the response has {count} tokens")
+    result = np.array(values, dtype=np.float64)  # null, the log-probability of a token that p excludes, is NaN
+    invalid = ~((result <= 1e-3) & (result >= MIN_LOG_P))
+    if invalid.any():
+        index = int(np.argmax(invalid))
+        raise UsageError(
+            f"{where}: {key!r} contains {values[index]!r} for token {index + 1}, which is not a valid natural "
+            f"log-probability of a sampled token; it must lie between {MIN_LOG_P:g} and 0"
+        )
+    return np.minimum(result, 0.0)
+
+
+def sampling_of(row: dict[str, Any], default: Sampling | None, where: str) -> Sampling | None:
+    """Sampling parameters of a row, by default ``given``. Raises UsageError if the two differ."""
+    fields = {key: row[key] for key in Sampling.model_fields if row.get(key) is not None}
+    if fields.get("top_k") == -1:  # off, in some engines
+        fields["top_k"] = 0
+    if not fields:
+        return default
+    try:
+        result = Sampling.model_validate(fields)
+    except ValidationError:
+        raise UsageError(f"{where}: invalid sampling parameters {', '.join(fields)}: {quoted(fields)}") from None
+    if default is not None and result != default:
+        raise UsageError(f"{where}: sampled at {describe(result)}, but the options request {describe(default)}")
+    return result

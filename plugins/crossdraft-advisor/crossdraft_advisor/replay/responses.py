@@ -1,0 +1,190 @@
+"""Sources of recorded responses, read lazily, one line at a time.
+
+- the directory of a finished run, or of one of its cells: the responses of plain decoding, or of that cell;
+- a JSONL file, one response per line (`jsonl_formats`);
+- a dataset of the ``datasets`` library, or a file of rows with a text: each text is split into prompt and response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from crossdraft.framework import plugins
+from crossdraft.framework.errors import UsageError, printable, quoted
+from crossdraft.framework.models.chat import encode, encode_text
+from crossdraft.framework.recipe.prompts import Prompt, rows
+from crossdraft.framework.runs.run_directory import RunDirectory, read_config
+from crossdraft.framework.util.input_files import kind_of, parse_json, path_of, read_lines
+from crossdraft.framework.util.limits import LINE_BYTES, RESPONSE_FILE_BYTES
+
+from .jsonl_formats import response_of
+from .response import ParseContext, Response, describe, log_probabilities, token_ids
+
+#: Assumption made for dataset texts.
+TEXTS = "texts of a dataset, assumed to be samples of the target"
+
+
+@dataclass
+class Reader(ParseContext):
+    """Reader of recorded responses; see `ParseContext`.
+
+    Attributes:
+        prompt_tokens, tokens: length of the prompt, and maximum length of the response, of a dataset text.
+        split, column: of a dataset.
+        limit: maximum number of responses; None = all.
+    """
+
+    prompt_tokens: int = 64
+    tokens: int = 128
+    split: str | None = None
+    column: str | None = None
+    limit: int | None = None
+
+    def read(self, sources: Sequence[str]) -> Iterator[Response]:
+        """Yield the responses of all sources. Raises UsageError with file and line."""
+        count = 0
+        for source in sources:
+            for response in self._source(source):
+                if not len(response.tokens):
+                    self.assumed["skipped: without tokens"] += 1
+                    continue
+                if not len(response.prompt):
+                    raise UsageError(f"{response.where}: the prompt is empty; it must have at least one token")
+                if self.limit is not None and count >= self.limit:
+                    return
+                count += 1
+                yield response
+        if not count and self.skipped:
+            raise UsageError(f"{next(iter(self.skipped.values()))}; no other response can be replayed")
+
+    def _source(self, source: str) -> Iterator[Response]:
+        kind = "" if source.startswith("hf:") else kind_of(source)
+        if kind == "directory":
+            path = path_of(source)
+            if (path / "cells").is_dir() or (path / "recipe.json").is_file():
+                yield from self._cell(self._baseline_cell(path))
+                return
+            if (path / "config.json").is_file() and (path / "responses.jsonl").is_file():
+                yield from self._cell(path)
+                return
+        if kind == "file" and self.column is None:
+            file = printable(source)
+            for number, line in read_lines(path_of(source), RESPONSE_FILE_BYTES, LINE_BYTES):
+                if line.strip():
+                    where = f"{file}:{number}"
+                    yield from response_of(self, parse_json(line, source, line=number), where)
+            return
+        yield from self._texts(source)
+
+    # -- the directory of a run ------------------------------------------------------------------------------
+
+    def _baseline_cell(self, run: Path) -> Path:
+        """The plain-decoding cell of a run with the requested sampling."""
+        cells = {}
+        for path in RunDirectory(run).cell_paths():
+            config, _ = read_config(path)
+            if config.is_baseline and (path / "responses.jsonl").exists():
+                cells[path] = config
+        matching = {path: c for path, c in cells.items() if self.sampling is None or c.sampling == self.sampling}
+        if not matching:
+            available = ", ".join(sorted({describe(c.sampling) for c in cells.values()})) or "none"
+            raise UsageError(
+                f"the run {run} does not have a finished plain-decoding cell with that sampling; available: {available}"
+            )
+        groups = {(c.target, c.sampling, c.max_new_tokens, c.seed) for c in matching.values()}
+        if len({(c.target, c.sampling) for c in matching.values()}) > 1:
+            available = ", ".join(sorted({f"{c.target} at {describe(c.sampling)}" for c in matching.values()}))
+            raise UsageError(
+                f"the run {run} has several plain-decoding cells: {available}; choose one with --temperature, or give "
+                "the directory of a cell"
+            )
+        if any(path.parent.parent != run for path in matching):
+            self.assumed["the run is not finished: its cells contain a part of the prompts"] += 1
+        if len(groups) > 1:
+            self.assumed["the run has several groups: responses are taken from the first"] += 1
+        return min(matching, key=lambda path: (matching[path].batch_size, path.name))
+
+    def _cell(self, path: Path) -> Iterator[Response]:
+        config, file = read_config(path)[0], path / "responses.jsonl"
+        if self.sampling is not None and config.sampling != self.sampling:
+            raise UsageError(
+                f"the cell {path} was sampled at {describe(config.sampling)}, not at {describe(self.sampling)}; "
+                "change the sampling options"
+            )
+        if config.constraint is not None:
+            raise _constrained(f"the cell {path}")
+        if self.target and config.target != self.target:
+            raise UsageError(f"the cell {path} was decoded by {config.target}, not by --target {self.target}")
+        self.target = config.target
+        prompts: dict[str, Prompt] = {}
+        answers: dict[str, list[str]] = {}
+        for number, line in read_lines(file, RESPONSE_FILE_BYTES, LINE_BYTES):
+            where = f"{printable(str(file))}:{number}"
+            row = parse_json(line, file, line=number)
+            if (
+                not isinstance(row, dict)
+                or not {"question_id", "turn", "tokens", "finish_reason", "text"} <= row.keys()
+            ):
+                raise UsageError(f"{where}: not a response record of a run; rerun the cell")
+            prompts = prompts or {str(prompt.question_id): prompt for prompt in config.prompts.load()}
+            name, turn = str(row["question_id"]), row["turn"]
+            prompt = prompts.get(name)
+            if prompt is None or not (isinstance(turn, int) and 0 <= turn < len(prompt.turns)):
+                raise UsageError(
+                    f"{where}: turn {turn} of {quoted(name)} is not in the run's prompts; the prompt file has changed"
+                )
+            if prompt.constraint is not None:
+                raise _constrained(f"{where}: the response to {quoted(name)}")
+            earlier = answers.setdefault(name, [])
+            tokenizer = self.tokenizer(where).tokenizer
+            ids = encode(tokenizer, prompt.turns[: turn + 1], earlier) if len(earlier) == turn else []
+            if len(prompt.turns) > 1:
+                earlier.append(str(row["text"]))
+            if len(ids) != row.get("prompt_tokens"):
+                if turn == 0:
+                    raise UsageError(
+                        f"{where}: the prompt {quoted(name)} has {len(ids)} tokens, but had "
+                        f"{row.get('prompt_tokens')} in the run; the prompts or the tokenizer have changed"
+                    )
+                self.assumed["skipped: later turns of conversations that the run truncated"] += 1
+                continue
+            tokens = token_ids(row["tokens"], "tokens", where)
+            log_p = (
+                None
+                if row.get("logprobs") is None
+                else log_probabilities(row["logprobs"], "logprobs", len(tokens), where)
+            )
+            ended = row["finish_reason"] == "stop"
+            most = config.max_new_tokens if ended else len(tokens)  # "length" may be that of the context
+            yield Response(name, prompt.category, ids, tokens, log_p, ended, most, config.sampling, where)
+
+    # -- texts -----------------------------------------------------------------------------------------------
+
+    def _texts(self, source: str) -> Iterator[Response]:
+        if not (source.startswith("hf:") or kind_of(source) or source in plugins.entries("prompts")):
+            raise UsageError(
+                f"responses {quoted(source)} do not exist; give a run, one of its cells, a JSONL file, a directory for "
+                "the datasets library, or hf:org/name"
+            )
+        self.tokenizer(source)  # before a data set is loaded
+        for where, row in rows(source, self.split, self.column):
+            texts = row.get("turns") if isinstance(row, dict) else None
+            text = texts[0] if isinstance(texts, list) and texts else row.get("text") if isinstance(row, dict) else None
+            if not isinstance(text, str):
+                raise UsageError(f"{where}: the row does not contain a text; set its column with --column NAME")
+            ids = encode_text(self.tokenizer(where).tokenizer, text, special=True)
+            start = self.prompt_tokens
+            response = ids[start : start + self.tokens]
+            if len(response) < self.tokens:
+                self.assumed[f"texts shorter than {start} + {self.tokens} tokens"] += 1
+            self.assumed[TEXTS] += 1
+            category = row.get("category") if isinstance(row.get("category"), str) else "all"
+            yield Response(where, str(category), ids[:start], response, None, False, None, self.sampling, where)
+
+
+def _constrained(what: str) -> UsageError:
+    return UsageError(
+        f"{what} was decoded under a constraint, which replay does not apply; run the recipe of the candidates instead"
+    )

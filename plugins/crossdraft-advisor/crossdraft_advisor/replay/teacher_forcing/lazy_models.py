@@ -1,0 +1,110 @@
+"""Lazily loaded target, and draft models that are loaded once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from copy import copy
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from crossdraft.framework.api.build import TargetContext, load_draft_model
+from crossdraft.framework.contracts.drafter import DraftContext
+from crossdraft.framework.contracts.models import TRANSFORMERS, Checkpoint, LoadedModel
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.errors import CrossdraftError
+from crossdraft.framework.models.checkpoint import load_checkpoint
+from crossdraft.framework.models.configs import read_config
+from crossdraft.framework.models.device import pick_device
+from crossdraft.framework.models.load import load_model
+from crossdraft.framework.models.resolve import resolve
+from crossdraft.framework.models.tokenizer import load_tokenizer
+
+from .scoring import MakeContext, context_factory
+
+
+class Target:
+    """The target ``name``, loaded on first use.
+
+    Args:
+        sampling: of the responses.
+        dtype, device: of the target and draft models, see `load_model`.
+        trust_remote_code: models that may run custom Python code.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        sampling: Sampling,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        trust_remote_code: Collection[str] = (),
+    ):
+        pick_device(device)  # validate now: the target may not be loaded at all
+        self.name, self.sampling, self._trusted = name, sampling, frozenset(trust_remote_code)
+        self._options: dict[str, Any] = {"dtype": dtype, "device": device}
+        self._draft_models: dict[tuple[str, bool], LoadedModel] = {}
+        self._heads: Callable[[str], Checkpoint] = load_checkpoint
+
+    @cached_property
+    def loaded(self) -> LoadedModel:
+        return load_model(self.name, trust_remote_code=self.name in self._trusted, **self._options)
+
+    def make(self, rows: int, longest: int, slack: int) -> DraftContext:
+        """A `MakeContext` over slots of the target."""
+        return context_factory(self.loaded, self.sampling, load=self._load, heads=self._heads)(rows, longest, slack)
+
+    def with_heads(self, change: Callable[[Checkpoint], Checkpoint]) -> Target:
+        """Return the same target, with ``change`` applied to heads as they are loaded."""
+        loaded, other = self.loaded, copy(self)
+        other.loaded, other._heads = loaded, lambda name: change(load_checkpoint(name))
+        return other
+
+    @cached_property
+    def without(self) -> MakeContext | None:
+        """A `MakeContext` with the target's tokenizer and sizes only; None if its files do not specify them."""
+        try:
+            resolved = resolve(self.name)
+            if resolved.backend != TRANSFORMERS:
+                return None
+            config = read_config(Path(resolved.path))
+            tokenizer_of = load_tokenizer(self.name, trust_remote_code=self.name in self._trusted)
+        except CrossdraftError:  # loading the target raises it, if needed
+            return None
+        nested = config.get("text_config")
+        text_config = nested if isinstance(nested, dict) else config
+        vocab, length = text_config.get("vocab_size"), text_config.get("max_position_embeddings")
+        if not isinstance(vocab, int):
+            return None
+        metadata = LoadedModel(
+            None, tokenizer_of.tokenizer, self.name, resolved.source, "", tokenizer_of.eos_token_ids, length
+        )
+        device = pick_device(self._options["device"])
+
+        def make(rows: int, longest: int, slack: int) -> DraftContext:
+            return TargetContext(
+                sampling=self.sampling,
+                batch_size=rows,
+                max_length=longest + slack,
+                vocab_size=vocab,
+                device=device,
+                target_name=self.name,
+                tokenizer=tokenizer_of.tokenizer,
+                loaded=metadata,
+                sequence=longest,
+                load=self._load,
+            )
+
+        return make
+
+    def _load(self, name: str, target: LoadedModel) -> LoadedModel:
+        """Load a draft model once, without a target if it is not loaded."""
+        key = name, target.model is None
+        if key not in self._draft_models:
+            trusted = name in self._trusted
+            if target.model is None:
+                self._draft_models[key] = load_model(name, trust_remote_code=trusted, **self._options)
+            else:
+                self._draft_models[key] = load_draft_model(name, target, trust_remote_code=trusted)
+        return self._draft_models[key]

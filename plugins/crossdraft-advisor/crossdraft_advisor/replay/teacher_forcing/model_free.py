@@ -1,0 +1,152 @@
+"""Scoring of model-free drafters on recorded responses, streamed, without a target.
+
+A drafter may implement a fast path, `Drafter.response_drafts`. Otherwise `propose` is called at every token, in slots
+that are started with the text so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, tee
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from crossdraft.framework import plugins
+from crossdraft.framework.contracts.draft import Sequences
+from crossdraft.framework.contracts.drafter import DraftContext, Drafter
+from crossdraft.framework.contracts.rng import CounterRng
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.errors import ModelError, UsageError
+
+from .draft_scores import DraftScores
+
+#: Texts per batch of comparisons.
+WINDOW = 64
+#: Slots of a drafter without a fast path: positions of one text.
+SLOTS = 64
+#: Nominal vocabulary size without a model.
+VOCABULARY = 2**24
+
+
+#: Prompt and response tokens.
+Pair = tuple[Sequence[int], Sequence[int]]
+
+
+class TokenText(Protocol):
+    """A recorded text as token ids."""
+
+    @property
+    def prompt(self) -> Sequence[int]: ...
+
+    @property
+    def tokens(self) -> Sequence[int]: ...
+
+
+def is_model_free(cls: type[Drafter], config: Any, sampling: Sampling) -> bool:
+    """True if the drafts are point-mass chains that do not need a model."""
+    traits = plugins.traits_of("drafters", cls, config, sampling)
+    if not traits.is_chain or not traits.point_mass or traits.hidden_layers or traits.adapts:
+        return False
+    try:
+        cls(config, _context(sampling, 1, 1))
+    except ModelError:  # it requested a model
+        return False
+    return True
+
+
+def score_model_free(
+    cls: type[Drafter], config: Any, texts: Iterable[TokenText], depth: int, sampling: Sampling
+) -> Iterator[DraftScores]:
+    """Yield the scores of a drafter with `is_model_free` for each text, ``depth`` tokens deep.
+
+    ``log_p`` is 0: the acceptance of a point mass does not depend on P.
+
+    Raises:
+        ContractError: the drafter fails, or returns invalid drafts.
+        UsageError: the drafter remembers earlier sequences and does not implement ``response_drafts``.
+    """
+    texts, texts_again = tee(texts)
+    pairs = ((text.prompt, text.tokens) for text in texts_again)
+    with plugins.guarded("drafters", cls.name, "response_drafts()"):
+        drafts = cls.response_drafts(config, pairs, depth)
+    if drafts is None:
+        if cls.remembers(config):
+            raise UsageError(
+                f"drafter '{cls.name}' remembers earlier sequences without implementing response_drafts, so "
+                "it cannot be replayed; measure it with crossdraft run, or, if it is stateless with these options, let "
+                "its classmethod remembers(config) return False"
+            )
+        drafts = _propose_drafts(cls, config, pairs, depth, sampling)
+    drafts, texts = iter(drafts), iter(texts)
+    while window := list(islice(texts, WINDOW)):
+        result = []
+        for text in window:
+            item, t = _next_draft(drafts, cls.name), len(text.tokens)
+            if not isinstance(item, np.ndarray) or item.shape != (t, depth) or item.dtype.kind != "i":
+                shape = f"int64 [{t}, {depth}]"
+                raise plugins.unusable("drafters", cls.name, f"response_drafts() must yield {shape} for each text")
+            result.append(item)
+        yield from score_chains(result, [text.tokens for text in window])
+
+
+def score_chains(drafts: Sequence[np.ndarray], responses: Sequence[Sequence[int]]) -> list[DraftScores]:
+    """`DraftScores` of point-mass drafts ``[T, depth]``, -1 past their end, one array per response."""
+    depth = drafts[0].shape[1]
+    sizes, separator = np.array([len(tokens) for tokens in responses]), np.full(depth, -2)
+    flat = np.concatenate([part for tokens in responses for part in (np.asarray(tokens, dtype=np.int64), separator)])
+    starts = np.arange(sizes.sum()) + np.repeat(depth * np.arange(len(sizes)), sizes)
+    all_drafts = np.concatenate(drafts)
+    log_q = np.where(all_drafts == flat[starts[:, None] + np.arange(depth)], 0.0, -np.inf)
+    lengths = np.logical_and.accumulate(all_drafts >= 0, axis=1).sum(1)
+    log_p, ends = np.zeros(len(all_drafts)), np.cumsum(sizes)
+    slices = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    return [DraftScores(log_q[part], lengths[part], log_p[part]) for part in slices]
+
+
+def _next_draft(drafts: Iterator[np.ndarray], name: str) -> np.ndarray | None:
+    """Next draft of a plug-in; the slow error guard is set up only after an error."""
+    try:
+        return next(drafts, None)
+    except BaseException as error:
+        with plugins.guarded("drafters", name, "response_drafts()"):
+            raise error
+
+
+def _context(sampling: Sampling, rows: int, length: int) -> DraftContext:
+    return DraftContext(sampling, rows, length, VOCABULARY, torch.device("cpu"))
+
+
+@torch.inference_mode()
+def _propose_drafts(
+    cls: type[Drafter],
+    config: Any,
+    texts: Iterable[tuple[Sequence[int], Sequence[int]]],
+    depth: int,
+    sampling: Sampling,
+) -> Iterator[np.ndarray]:
+    """Drafts of ``propose`` in slots that are started with the text so far."""
+    for prompt, response in texts:
+        whole, t = [*prompt, *response], len(response)
+        result = np.full((t, depth), -1)
+        for start in range(0, t, SLOTS):
+            positions = range(start, min(start + SLOTS, t))
+            rows = len(positions)
+            history = [whole[: len(prompt) + position] for position in positions]
+            length = len(whole) + depth + 1
+            tokens = torch.zeros(rows, length, dtype=torch.long)
+            for row, item in enumerate(history):
+                tokens[row, : len(item)] = torch.tensor(item)
+            sequences = Sequences(history, tokens, [depth] * rows, list(range(rows)))
+            with plugins.guarded("drafters", cls.name, "propose()"):
+                drafter = cls(config, _context(sampling, rows, length))
+                for row, item in enumerate(history):
+                    drafter.start(row, list(item))
+                rng = CounterRng(0).for_step(sequences.stream, [len(item) for item in history], sequences.device)
+                draft = drafter.propose(sequences, rng)
+            if draft.q is not None or not draft.is_chain or draft.width > depth:
+                raise plugins.unusable("drafters", cls.name, "propose() returned a draft that violates its traits")
+            width = draft.width
+            result[start : start + rows, :width] = torch.where(draft.valid, draft.tokens, -1).numpy()
+        yield result

@@ -1,0 +1,323 @@
+"""Teacher-forced scoring of drafters on recorded responses: see `DraftScores`.
+
+Any chain drafter can be scored through its public contract, third-party ones too: `trace_drafters` passes a random
+source that draws the recorded tokens. This takes one draft of G tokens at each token, batched over responses, and one
+target pass over each token. Heads need it, because their distribution depends on where the step started.
+
+If a token's distribution depends only on the tokens before it (`Drafter.text_distribution`), one pass of the draft
+model over the text suffices. The target is then needed only for log P, unless it was recorded, and for the sums that
+verifiers of several i.i.d. sequences need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from crossdraft.framework.api.build import Configured, TargetContext, make_slots
+from crossdraft.framework.contracts.draft_kind import INDEPENDENT_SEQUENCES
+from crossdraft.framework.contracts.drafter import DraftContext, Drafter, DraftTraits, TextDistribution
+from crossdraft.framework.contracts.models import LoadedModel
+from crossdraft.framework.contracts.options import fault
+from crossdraft.framework.contracts.rng import CounterRng
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.errors import ModelError, UsageError
+from crossdraft.framework.lm.slots.recomputing_lm import scoring_slots
+
+from ..response import Response
+from .draft_scores import DraftScores
+from .draft_traces import DraftTrace, TracedDrafter, context_length_of, not_replayable, trace_drafters
+from .text_distributions import TextScoring, score_texts
+
+#: Default draft depth.
+DEPTH = 16
+#: Maximum batch size, and bytes of the distributions of a step or chunk.
+ROWS, BYTES = 32, 512 * 2**20
+#: Maximum tokens per chunk.
+MAX_CHUNK = 64
+#: Batches that are sorted by length together.
+WINDOW = 8
+
+#: ``make(rows, longest, slack)``: a context over ``rows`` new slots of the target, each with capacity for the longest
+#: sequence and ``slack`` more tokens.
+MakeContext = Callable[[int, int, int], DraftContext]
+
+
+def context_factory(loaded: LoadedModel, sampling: Sampling, **more: Any) -> MakeContext:
+    """Return a `MakeContext` of a loaded target; ``more`` is passed to `TargetContext.of`."""
+
+    def make(rows: int, longest: int, slack: int) -> DraftContext:
+        slot = longest + slack
+        lm = scoring_slots(loaded, rows, slot, make_slots)
+        return TargetContext.of(loaded, lm, sampling, slot=slot, sequence=longest, **more)
+
+    return make
+
+
+@dataclass(frozen=True)
+class ScoringRequest:
+    """A drafter to score.
+
+    Attributes:
+        drafter: class and config. Its ``gamma``, if any, is set to ``depth``: shorter drafts are prefixes.
+        depth: G, the maximum draft length.
+        sequences: largest K for which `DraftScores.sums` are computed; 0 = no sums.
+        tops: compute `DraftScores.log_top`; for point masses, only of drafters with a `TextDistribution`.
+    """
+
+    drafter: Configured
+    depth: int = DEPTH
+    sequences: int = 0
+    tops: bool = False
+
+
+def score_drafter(
+    drafter: Configured,
+    texts: Sequence[Response],
+    make: MakeContext,
+    *,
+    depth: int = DEPTH,
+    sequences: int = 0,
+    tops: bool = False,
+    rows: int = ROWS,
+) -> Iterator[DraftScores]:
+    """`score_drafters` for one drafter, see `ScoringRequest`."""
+    for (scores,) in score_drafters([ScoringRequest(drafter, depth, sequences, tops)], texts, make, rows=rows):
+        yield scores
+
+
+def score_drafters(
+    requests: Sequence[ScoringRequest],
+    texts: Sequence[Response],
+    make: MakeContext,
+    *,
+    without: MakeContext | None = None,
+    rows: int = ROWS,
+) -> Iterator[list[DraftScores]]:
+    """Yield for each of ``texts``, in order, the scores of all drafters.
+
+    The target processes each text at most once: for log P, for `DraftScores.sums`, and for drafters that read its
+    hidden states.
+
+    Args:
+        make: see `MakeContext`; `context_factory` returns one for a loaded target.
+        without: the same without the target; used if log P is recorded (or 0), sums are not requested, and all drafters
+            have a `TextDistribution`.
+        rows: maximum batch size; reduced if the distributions exceed `BYTES`.
+
+    Raises:
+        UsageError: a drafter cannot be replayed, or a response is not valid for this target.
+        ModelError: a model requested by a drafter cannot be loaded.
+        NumericalError: NaN in the output of the target or a drafter.
+    """
+    # An online-learning drafter depends on the order of texts, so it is scored by itself.
+    online = [i for i, request in enumerate(requests) if _learns(request)]
+    parts = [[i for i in range(len(requests)) if i not in online], *([i] for i in online)]
+    parts = [part for part in parts if part]
+    scorers = [_Scorer([requests[i] for i in part], texts, make, without, rows) for part in parts]
+    order = [i for part in parts for i in part]
+    for batch in zip(*(scorer.each(scorer.score) for scorer in scorers), strict=True):
+        by_index = dict(zip(order, chain(*batch), strict=True))
+        yield [by_index[i] for i in range(len(requests))]
+
+
+def _learns(request: ScoringRequest) -> bool:
+    """True if its drafts may depend on earlier sequences."""
+    return request.drafter[0].remembers(request.drafter[1])
+
+
+def sample_drafts(
+    drafter: Configured,
+    texts: Sequence[Response],
+    make: MakeContext,
+    *,
+    depth: int = DEPTH,
+    seed: int = 0,
+    without: MakeContext | None = None,
+    rows: int = ROWS,
+) -> Iterator[DraftTrace]:
+    """Sample drafts of ``drafter`` at each token of each text: draft lengths, and log Q of the drafted tokens.
+
+    Needed for the number of drafted tokens if the draft length depends on them. Given the tokens before t, the event
+    that a step starts at t is independent of the draft there, so the sum over t of Pr(a step starts at t) times
+    `DraftTrace.lengths` is an unbiased estimate of the tokens drafted in a run.
+
+    Args and errors as of `score_drafters`; log P is not computed. ``seed``: of the sampling.
+    """
+    scorer = _Scorer([ScoringRequest(drafter, depth, tops=True)], texts, make, without, rows, needs_log_p=False)
+    rng = CounterRng(seed)
+
+    def sample(batch: Sequence[Response], indices: Sequence[int]) -> list[DraftTrace]:
+        return trace_drafters(scorer.traced_drafters(), scorer.context, batch, rng, indices)[0]
+
+    yield from scorer.each(sample)
+
+
+class _Scorer:
+    """Drafters constructed for some texts, over one set of target slots."""
+
+    def __init__(
+        self,
+        requests: Sequence[ScoringRequest],
+        texts: Sequence[Response],
+        make: MakeContext,
+        without: MakeContext | None,
+        rows: int,
+        needs_log_p: bool = True,
+    ):
+        depth = max(request.depth for request in requests)
+        if min(request.depth for request in requests) < 1 or rows < 1:
+            raise UsageError(f"a replay needs depth and rows of at least 1, not {depth} and {rows}")
+        self.requests, self.texts = requests, texts
+        configs = [with_gamma(*request.drafter, request.depth) for request in requests]
+        longest = max((len(text.prompt) + len(text.tokens) for text in texts), default=1)
+        target_free = without is not None and not any(request.sequences for request in requests)
+        metadata = without(1, longest, 1) if without is not None and target_free else make(1, longest, 1)
+        self.sampling = metadata.sampling
+        log_p_known = not needs_log_p or not self.sampling.temperature or all(text.log_p is not None for text in texts)
+        self.traits = [
+            _checked_traits(request.drafter[0], config, self.sampling)
+            for request, config in zip(requests, configs, strict=True)
+        ]
+        check(texts, metadata.vocab_size, context_length_of(metadata))
+        online = _learns(requests[0])
+        rows = 1 if online else min(rows, max(len(texts), 1), max(1, BYTES // (12 * depth * metadata.vocab_size)))
+        self.chunk = max(1, min(MAX_CHUNK, BYTES // (24 * rows * metadata.vocab_size)))
+        self._window = rows if online else WINDOW * rows
+        slack = 1 + max(self.chunk, *(traits.nodes for traits in self.traits))
+        self.drafters: list[Drafter] = []
+        self.text_distributions: list[TextDistribution | None] = []
+        target_free = target_free and log_p_known and not any(traits.hidden_layers for traits in self.traits)
+        if target_free and without is not None:
+            with suppress(ModelError):  # a drafter may require the loaded target
+                self._construct(configs, without(rows, longest, slack))
+        if not self.text_distributions or (self.context.target is None and None in self.text_distributions):
+            self._construct(configs, make(rows, longest, slack))
+        for request, distribution, traits in zip(requests, self.text_distributions, self.traits, strict=True):
+            name = request.drafter[0].name
+            if distribution is None and (
+                request.sequences or (traits.kind is not None and traits.kind.merged_sequences)
+            ):
+                raise not_replayable(name, "the distribution of its sequences depends on where a step starts")
+            if (
+                request.sequences
+                and distribution is not None
+                and not (distribution.sampling.temperature and self.sampling.temperature)
+            ):
+                raise UsageError(
+                    f"drafter '{name}' drafts one chain at temperature 0, not {request.sequences} sequences; use K = 1"
+                )
+
+    def _construct(self, configs: Sequence[Any], context: DraftContext) -> None:
+        self.context = context
+        self.drafters = [
+            request.drafter[0](config, context) for request, config in zip(self.requests, configs, strict=True)
+        ]
+        self.text_distributions = [drafter.text_distribution() for drafter in self.drafters]
+
+    def traced_drafters(self) -> list[TracedDrafter]:
+        pairs = zip(self.drafters, self.requests, strict=True)
+        return [TracedDrafter(drafter, request.depth, request.tops) for drafter, request in pairs]
+
+    def each(self, score_batch: Callable[[list[Response], list[int]], list[Any]]) -> Iterator[Any]:
+        """Yield ``score_batch(texts, indices)`` of every text, in order, in batches sorted by length."""
+        for start in range(0, len(self.texts), self._window):
+            window = range(start, min(start + self._window, len(self.texts)))
+            order = sorted(window, key=lambda index: len(self.texts[index].tokens))
+            results: dict[int, Any] = {}
+            for first in range(0, len(order), self.context.batch_size):
+                indices = order[first : first + self.context.batch_size]
+                results.update(zip(indices, score_batch([self.texts[i] for i in indices], indices), strict=True))
+            yield from (results[index] for index in window)
+
+    def score(self, batch: list[Response], indices: Sequence[int]) -> list[list[DraftScores]]:
+        """Scores of all drafters for each text."""
+        scores_of: dict[int, list[DraftScores]] = {}
+        traced = [i for i, distribution in enumerate(self.text_distributions) if distribution is None]
+        log_p = [self.recorded_log_p(text) for text in batch]
+        target_log_p: list[np.ndarray | None] = [None] * len(batch)
+        if traced:
+            drafters = self.traced_drafters()
+            traces = trace_drafters([drafters[i] for i in traced], self.context, batch)
+            if self.context.target is not None and self.sampling.temperature:
+                target_log_p = [None if p is None else trace.log_p for trace, p in zip(traces[0], log_p, strict=True)]
+            log_p = [trace.log_p if p is None else p for trace, p in zip(traces[0], log_p, strict=True)]
+            for i, own in zip(traced, traces, strict=True):
+                scores_of[i] = [
+                    DraftScores(trace.log_q, trace.lengths, p, log_top=trace.log_top, own_log_p=own_log_p)
+                    for trace, p, own_log_p in zip(own, log_p, target_log_p, strict=True)
+                ]
+        textual = [i for i in range(len(self.text_distributions)) if i not in traced]
+        if textual:
+            text_scores = score_texts([self._text_scoring(i) for i in textual], self.context, self.chunk, batch, log_p)
+            scores_of |= dict(zip(textual, text_scores, strict=True))
+        return [list(scores) for scores in zip(*(scores_of[i] for i in range(len(self.requests))), strict=True)]
+
+    def _text_scoring(self, i: int) -> TextScoring:
+        request, distribution = self.requests[i], self.text_distributions[i]
+        assert distribution is not None
+        return TextScoring(
+            request.drafter[0].name, distribution, self.traits[i].depth, request.depth, request.sequences, request.tops
+        )
+
+    def recorded_log_p(self, text: Response) -> np.ndarray | None:
+        """Recorded log P, or None; always 0 at temperature 0."""
+        if not self.sampling.temperature:
+            return np.zeros(len(text.tokens))
+        if text.log_p is None:
+            return None
+        log_p = np.asarray(text.log_p, dtype=np.float64)
+        if log_p.shape != (len(text.tokens),):
+            raise UsageError(f"{text.where}: log P has shape {list(log_p.shape)}, expected [{len(text.tokens)}]")
+        return log_p
+
+
+def _checked_traits(cls: type[Drafter], config: Any, sampling: Sampling) -> DraftTraits:
+    """Traits of the drafter. Raises UsageError if it cannot be replayed."""
+    traits = cls.traits(config, sampling)
+    if traits.adapts:
+        raise not_replayable(cls.name, "it adapts to the outcome of earlier steps")
+    if not traits.nested:
+        raise not_replayable(cls.name, "its shorter drafts are not prefixes of longer ones")
+    if traits.kind is not None and INDEPENDENT_SEQUENCES not in traits.kind.capabilities:
+        raise not_replayable(cls.name, f"it drafts trees ('{traits.kind}')")
+    if traits.temperature_zero_only and sampling.temperature:
+        raise UsageError(f"drafter '{cls.name}' requires temperature 0, not {sampling.temperature:g}")
+    return traits
+
+
+def with_gamma(cls: type[Drafter], config: Any, depth: int) -> Any:
+    """Return the config with ``gamma`` set to ``depth``, or to None (unlimited) if that is its default."""
+    field = cls.Config.model_fields.get("gamma")
+    if field is None:
+        return config
+    gamma = None if field.default is None else depth
+    try:
+        return cls.Config(**{**config.model_dump(exclude_unset=True), "gamma": gamma})
+    except ValidationError as error:
+        raise UsageError(f"drafter '{cls.name}' cannot draft {depth} tokens: {fault(error.errors()[0])}") from None
+
+
+def check(texts: Sequence[Response], vocab_size: int, context_length: int | None) -> None:
+    """Raise UsageError for a response that is too long or out of vocabulary for the target."""
+    for text in texts:
+        ids = [*text.prompt, *text.tokens]
+        if not len(text.prompt):
+            raise UsageError(f"{text.where}: the prompt is empty; it must have at least one token")
+        if context_length is not None and len(ids) > context_length:
+            raise UsageError(
+                f"{text.where}: prompt and response have {len(ids)} tokens, but the target's context length is "
+                f"{context_length}; remove this response"
+            )
+        if not 0 <= min(ids) <= max(ids) < vocab_size:
+            invalid = min(ids) if min(ids) < 0 else max(ids)
+            raise UsageError(
+                f"{text.where}: token {invalid} is outside of the target's vocabulary of {vocab_size}; set --target to "
+                "the model that generated the response"
+            )

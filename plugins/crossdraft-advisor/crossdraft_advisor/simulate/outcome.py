@@ -1,0 +1,187 @@
+"""Results of simulated policies: means over requests with intervals over independent simulations, and regret."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from crossdraft.framework.metrics.intervals import Estimate, estimate, ratio
+
+from .arrivals import ArrivalProcess
+from .policies import OracleLengths, StepPolicy
+from .replica import EngineSettings, Router, StepCounts, simulate
+from .request import Pool, SimulatedRequest, make_requests
+from .step_cost import StepCost
+
+#: Quantile of the columns ``..._p95``.
+QUANTILE = 0.95
+
+
+@dataclass(frozen=True)
+class ServiceLevel:
+    """A service-level objective of a request.
+
+    Attributes:
+        first_token_seconds: most seconds to the first token; None without a bound.
+        token_seconds: most seconds per token after the first.
+    """
+
+    first_token_seconds: float | None = None
+    token_seconds: float | None = None
+
+    def met(self, times: RequestTimes) -> np.ndarray:
+        """``[n]``, True for the requests that meet all bounds."""
+        good = np.ones(len(times.first), dtype=bool)
+        if self.first_token_seconds is not None:
+            good &= times.first <= self.first_token_seconds
+        if self.token_seconds is not None:
+            good &= times.later <= self.token_seconds * np.maximum(times.tokens - 1, 1)
+        return good
+
+
+@dataclass(frozen=True)
+class RequestTimes:
+    """Times of the requests of one simulation, ``[n]`` each.
+
+    Attributes:
+        first: seconds from arrival to the first token.
+        later: seconds from the first token to the last.
+        tokens: output lengths.
+        seconds: time from the first arrival to the last token of all requests.
+        counts: sums over the steps.
+    """
+
+    first: np.ndarray
+    later: np.ndarray
+    tokens: np.ndarray
+    seconds: float
+    counts: StepCounts
+
+    @classmethod
+    def of(cls, requests: Sequence[SimulatedRequest], counts: StepCounts) -> RequestTimes:
+        arrival, first, last = (np.array([getattr(r, key) for r in requests]) for key in ("arrival", "first", "last"))
+        tokens = np.array([r.output_tokens for r in requests])
+        return cls(first - arrival, last - first, tokens, float(last.max() - arrival.min()), counts)
+
+
+@dataclass(frozen=True)
+class PolicyResult:
+    """Result of one policy under one arrival process.
+
+    Attributes:
+        block_efficiency_all_steps: tokens per decoding row and step.
+        drafted_per_step: drafted tokens per decoding row and step.
+        batch_size: mean number of decoding rows of a step.
+        tokens_per_second: output tokens over the time from the first arrival to the last token.
+        first_token_seconds: mean seconds to the first token.
+        token_seconds: mean seconds per token after the first.
+        latency_seconds: mean seconds from arrival to the last token.
+        first_token_seconds_p95, token_seconds_p95: 95th percentiles over requests.
+        goodput: requests per second that meet the service level; None without one.
+        regret: relative excess of the mean latency over the oracle's; None for the oracle, and without it.
+    """
+
+    policy: str
+    arrivals: str
+    requests: int
+    block_efficiency_all_steps: float
+    drafted_per_step: float
+    batch_size: float
+    tokens_per_second: Estimate
+    first_token_seconds: Estimate
+    token_seconds: Estimate | None
+    latency_seconds: Estimate
+    first_token_seconds_p95: float
+    token_seconds_p95: float
+    goodput: Estimate | None
+    regret: Estimate | None
+
+
+def compare(
+    pool: Pool,
+    process: ArrivalProcess,
+    policies: Sequence[StepPolicy],
+    cost: StepCost,
+    settings: EngineSettings,
+    *,
+    requests: int,
+    seeds: int,
+    service_level: ServiceLevel | None = None,
+    replicas: int = 1,
+    router: Router = "round-robin",
+    on_simulation: Callable[[], object] = lambda: None,
+) -> list[PolicyResult]:
+    """Simulate every policy on the same arrivals, responses and random numbers, ``seeds`` times.
+
+    Args:
+        requests: of each simulation.
+        on_simulation: called after each simulation.
+
+    Raises:
+        UsageError: a cost curve with too few batch sizes or widths.
+    """
+    times: dict[str, list[RequestTimes]] = {policy.name: [] for policy in policies}
+    for seed in range(seeds):
+        for policy in policies:
+            random = np.random.default_rng(seed)
+            simulated = make_requests(pool, process.draw(requests, random), random)
+            counts = simulate(
+                simulated,
+                policy,
+                cost,
+                settings,
+                replicas=replicas,
+                router=router,
+                concurrency=process.concurrency,
+            )
+            times[policy.name].append(RequestTimes.of(simulated, counts))
+            on_simulation()
+    oracle = next((policy.name for policy in policies if isinstance(policy, OracleLengths)), None)
+    return [_result(policy.name, process.title, times, oracle, service_level) for policy in policies]
+
+
+def _result(
+    policy: str,
+    arrivals: str,
+    times: Mapping[str, Sequence[RequestTimes]],
+    oracle: str | None,
+    service_level: ServiceLevel | None,
+) -> PolicyResult:
+    own = times[policy]
+    counts = [t.counts for t in own]
+    rows = max(sum(c.rows for c in counts), 1)
+    first, later = np.concatenate([t.first for t in own]), np.concatenate([t.later for t in own])
+    tokens = np.concatenate([t.tokens for t in own])
+    longer = tokens > 1
+    regret = None
+    if oracle is not None and oracle != policy:
+        latencies = np.array([[_latency(t) for t in times[name]] for name in (policy, oracle)])
+        regret = estimate(lambda s: ratio(s) - 1, latencies.T, log=False)
+    return PolicyResult(
+        policy=policy,
+        arrivals=arrivals,
+        requests=len(first),
+        block_efficiency_all_steps=sum(c.emitted for c in counts) / rows,
+        drafted_per_step=sum(c.drafted for c in counts) / rows,
+        batch_size=rows / max(sum(c.steps for c in counts), 1),
+        tokens_per_second=_ratio([(t.tokens.sum(), t.seconds) for t in own]),
+        first_token_seconds=_ratio([(t.first.sum(), len(t.first)) for t in own]),
+        token_seconds=_ratio([(t.later.sum(), (t.tokens - 1).sum()) for t in own]) if longer.any() else None,
+        latency_seconds=_ratio([(_latency(t) * len(t.first), len(t.first)) for t in own]),
+        first_token_seconds_p95=float(np.quantile(first, QUANTILE)),
+        token_seconds_p95=float(np.quantile(later[longer] / (tokens[longer] - 1), QUANTILE)) if longer.any() else 0.0,
+        goodput=_ratio([(service_level.met(t).sum(), t.seconds) for t in own], log=False) if service_level else None,
+        regret=regret,
+    )
+
+
+def _latency(times: RequestTimes) -> float:
+    return float((times.first + times.later).mean())
+
+
+def _ratio(sums: Sequence[tuple[float, float]], log: bool = True) -> Estimate:
+    """Ratio of totals over simulations, with its interval; ``log``: see `estimate`."""
+    pieces = np.array([(b, a) for a, b in sums], dtype=float)  # the first column is the weight
+    return estimate(lambda s: s[..., 1] / s[..., 0], pieces, log=log, least=0.0)

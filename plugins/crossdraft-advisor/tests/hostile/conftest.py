@@ -1,0 +1,3 @@
+"""Fixtures of tests with hostile input."""
+
+from hostile_fixtures import in_time, refused, target  # noqa: F401

@@ -1,0 +1,17 @@
+"""Tests of the core that use a companion, if it is installed."""
+
+from __future__ import annotations
+
+import pytest
+
+from crossdraft.framework import plugins
+
+
+def has_command(name: str) -> bool:
+    """True if an installed distribution provides the command."""
+    return name in plugins.entries("commands")
+
+
+def needs_command(name: str) -> pytest.MarkDecorator:
+    """Skip a test unless an installed distribution provides the command."""
+    return pytest.mark.skipif(not has_command(name), reason=f"the companion with crossdraft {name} is not installed")
