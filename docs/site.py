@@ -43,7 +43,7 @@ def pages() -> Iterator[tuple[str, str]]:
     yield "index.md", re.sub(r"\]\(plugins\)", "](plugins.md)", re.sub(r"\]\(docs/", "](", readme))
     for package in sorted((ROOT / "plugins").iterdir()):
         if (package / "README.md").is_file():
-            yield f"packages/{package.name}.md", (package / "README.md").read_text(encoding="utf-8")
+            yield f"packages/{package.name}.md", _of_package((package / "README.md").read_text(encoding="utf-8"))
     yield "reference/commands.md", "\n\n".join(["# Commands", *map(_command, plugins.entries("commands"))]) + "\n"
     parts = [
         "# Keys of a recipe",
@@ -69,6 +69,12 @@ def pages() -> Iterator[tuple[str, str]]:
     tables = [what, f"| column | meaning |\n|---|---|\n{rows}", "## `crossdraft simulate --csv`"]
     tables.append(f"| column | meaning |\n|---|---|\n{simulated}")
     yield "reference/numbers.md", "\n\n".join(["# Every number", *tables]) + "\n"
+
+
+def _of_package(readme: str) -> str:
+    """The README of a package with its links as they are from ``packages/``; those to its own files become text."""
+    readme = readme.replace("](../../docs/", "](../").replace("](../../README.md)", "](../index.md)")
+    return re.sub(r"\[([^\]]+)\]\((?!\.\./|https?:|#)[^)]+\)", r"\1", readme)
 
 
 def _command(name: str) -> str:
