@@ -6,6 +6,7 @@ import ast
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,12 +27,10 @@ def test_all_that_is_missing_is_named() -> None:
     )
 
 
-def test_command_names_all_that_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: object) -> None:
-    for name in ("starlette", "uvicorn", "jinja2"):
-        monkeypatch.setitem(sys.modules, name, None)
+def test_command_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
     assert main(["report", "--watch", str(tmp_path)]) == 2
-    message = "needs the packages jinja2, starlette and uvicorn; install with"
-    assert message in capsys.readouterr().err  # type: ignore[attr-defined]
+    assert "needs the package jinja2; install with" in capsys.readouterr().err
 
 
 def test_every_requested_extra_exists() -> None:
