@@ -26,6 +26,7 @@ from ..runs.interrupts import user_interrupted
 from ..runs.records import CellResult, Outcome
 from ..runs.run_directory import RunDirectory
 from ..runs.shards import FILE, Shard, merge_environments
+from ..runs.state import Reporter
 from .cells.step_limit import StepLimit
 from .plan import Plan
 
@@ -96,10 +97,15 @@ class Launch:
         self.log(f"{recipe.name}: {len(self.groups)} groups, {processes}")
         for skipped in self.plan.expansion.skipped:
             self.log(f"skipped: {skipped}")
-        with self.directory.locked():
+        with self.directory.locked(), Reporter(self.directory, len(self.plan.cells)) as state:
             self.directory.write_json("recipe.json", recipe.model_dump(mode="json"))
             plugins.notify("crossdraft_run_started", run=self.plan.about)
             self._run()
+            failed, outcome = len(self.outcome.failed), self.outcome
+            counts = {"finished": len(outcome.results) - failed, "failed": failed}
+            state.update(
+                **counts, progress=len(self.results) / len(self.groups), state=outcome.state, note=outcome.stopped
+            )
         yield from ()
 
     def _run(self) -> None:
@@ -200,25 +206,19 @@ class Launch:
 
     def _end(self, running: dict[int, Worker]) -> None:
         """Stop the running processes; finished pieces stay on disk, finished groups are collected."""
+        self.log = lambda line: None
         try:
             for worker in running.values():
                 worker.stop()
             while running:
                 for k, status in self._ended(running).items():
                     if self._shard(k).directory(self.directory.path).is_dir():
-                        self._collect_silently(k, status)
+                        self._collect(k, status)
                 time.sleep(POLL_INTERVAL / 4)
         except BaseException:
             for worker in running.values():
                 worker.stop(force=True)
             raise
-
-    def _collect_silently(self, k: int, status: str) -> None:
-        log, self.log = self.log, lambda line: None
-        try:
-            self._collect(k, status)
-        finally:
-            self.log = log
 
     def _write(self, cut_short: bool) -> None:
         self.outcome.results = [result for k in sorted(self.results) for result in self.results[k]]

@@ -6,7 +6,6 @@ killed.
 
 from __future__ import annotations
 
-import csv
 import os
 import socket
 import time
@@ -22,8 +21,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from ..errors import UsageError, first_line, printable
 from ..util.input_files import read_text
-from ..util.limits import CONFIG_BYTES, INDEX_BYTES
-from .run_directory import LOCK, OWNER, RunDirectory
+from ..util.limits import CONFIG_BYTES
+from .run_directory import LOCK, RunDirectory
 
 FILE = "state.json"
 #: Seconds between two updates of the progress.
@@ -95,7 +94,7 @@ class Reporter:
 
 
 def state_of(path: Path) -> RunState:
-    """Return the state of the run in a directory, which may be of an older version.
+    """Return the state of the run in a directory.
 
     Raises:
         UsageError: the directory is not a run, or its files are not readable.
@@ -106,7 +105,7 @@ def state_of(path: Path) -> RunState:
         )
     locked = _is_locked(path)
     if not (path / FILE).is_file():
-        return _infer_state(path, locked)
+        return RunState("running" if locked else "finished" if (path / "summary.csv").is_file() else "interrupted")
     state = _read(path / FILE)
     if state.state != "running" or locked:
         return state if locked is not True else replace(state, state="running")
@@ -200,28 +199,3 @@ def _read(file: Path) -> RunState:
     except ValidationError:
         problem = "is damaged or was written by another version"
         raise UsageError(f"{printable(str(file))} {problem}; run the recipe again to rewrite it") from None
-
-
-def _infer_state(path: Path, locked: bool | None) -> RunState:
-    """Infer the state of a run without `FILE` from its other files."""
-    owner = RunDirectory(path).read_json(OWNER)
-    pid, host = owner.get("pid"), str(owner.get("host", ""))
-    about: dict[str, Any] = {"pid": pid if isinstance(pid, int) else None, "host": host}
-    if locked:
-        return RunState("running", started=str(owner.get("since", "")), **about)
-    if not (path / "summary.csv").is_file():
-        return RunState("interrupted", note="it was killed before it wrote summary.csv; rerun to resume", **about)
-    try:
-        rows = list(csv.DictReader(read_text(path / "summary.csv", INDEX_BYTES).splitlines()))
-        summary_lines = (
-            read_text(path / "summary.md", INDEX_BYTES).splitlines() if (path / "summary.md").is_file() else []
-        )
-    except csv.Error:
-        raise UsageError(f"summary.csv of the run {printable(str(path))} is damaged; run its recipe again") from None
-    failed = sum(bool(row.get("error")) for row in rows)
-    stopped = next((line.removeprefix("- stopped: ") for line in summary_lines if line.startswith("- stopped: ")), "")
-    interrupted = any(line.startswith("- interrupted: ") for line in summary_lines)
-    written = datetime.fromtimestamp((path / "summary.csv").stat().st_mtime, UTC).isoformat(timespec="seconds")
-    state: State = "interrupted" if interrupted else "stopped" if stopped else "finished"
-    cells = len(rows) if state == "finished" else None
-    return RunState(state, cells, len(rows) - failed, failed, updated=written, note=stopped, **about)

@@ -92,26 +92,6 @@ def test_reading_state_does_not_block(run: RunDirectory) -> None:
     assert runs_in(run.path.parent) == [run.path] == runs_in(run.path)
 
 
-def test_runs_of_older_versions(run: RunDirectory) -> None:
-    """State inferred from other files of runs without a state file."""
-    assert (state_of(run.path).state, state_of(run.path).cells) == ("interrupted", None)
-    assert "before it wrote summary.csv" in state_of(run.path).note
-    run.write_text("summary.csv", "cell,error\na,\nb,it broke\nc,\n")
-    run.write_text("summary.md", "# some\n")
-    result = state_of(run.path)
-    assert (result.state, result.cells, result.finished, result.failed) == ("finished", 3, 2, 1)
-    assert result.updated and not result.started
-    run.write_text("summary.md", "# some\n\n- stopped: cannot write to there: No space left on device\n")
-    assert (state_of(run.path).state, state_of(run.path).note) == (
-        "stopped",
-        "cannot write to there: No space left on device",
-    )
-    run.write_text("summary.md", "# some\n\n- interrupted: unfinished cells are missing; run again to resume\n")
-    assert (state_of(run.path).state, state_of(run.path).cells) == ("interrupted", None)
-    with run.locked():
-        assert state_of(run.path).state == "running"
-
-
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "{}", '{"state": "asleep"}', '{"state": "finished", "cells": "6"}', "\ufeff1"]
 )
