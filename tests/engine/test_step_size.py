@@ -1,20 +1,17 @@
 """Size of a step: the files and functions of crossdraft that one `Decoder.step` enters."""
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import crossdraft
+from entered_functions import entered_functions
+
 from crossdraft.framework import plugins
 
-ROOT = str(Path(crossdraft.__file__).parent)
 #: Most files, and most functions, of a step of a draft model and the verifier `token` at temperature 1 on a CPU.
 FILES, FUNCTIONS = 18, 90
 
 
 def test_step_enters_few_files_and_functions(tiny_model: Callable, decoder: Callable) -> None:
-    """Comprehensions are not counted: they are functions before Python 3.12 only."""
     drafter, verifier = plugins.get("drafters", "draft-model"), plugins.get("verifiers", "token")
     target, small = (tiny_model("llama", noise=noise, copy="step") for noise in (0.0, 0.3))
     options: dict[str, Any] = {"model": "small", "gamma": 3}
@@ -33,19 +30,8 @@ def test_step_enters_few_files_and_functions(tiny_model: Callable, decoder: Call
         loop.start(row, [5, 9, 3, 7], row, row)
     for _ in range(10):  # the first 8 steps validate values
         loop.step()
-    entered = set()
-
-    def count(frame: Any, event: str, _: Any) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(ROOT) and not code.co_name.endswith(("comp>", "genexpr>")):
-            entered.add((code.co_filename, code.co_qualname))
-
-    previous = sys.getprofile()
-    sys.setprofile(count)
-    try:
+    with entered_functions() as entered:
         loop.step()
-    finally:
-        sys.setprofile(previous)
     files = {file for file, _ in entered}
     assert FILES - 3 <= len(files) <= FILES, sorted(files)
     assert FUNCTIONS - 15 <= len(entered) <= FUNCTIONS, (len(entered), sorted(entered))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
     from ...bench.cells.step_limit import StepLimit
     from ...recipe.recipe import CellConfig
     from ...runs.certified_registry import CertificateRecord
+
+#: A strategy to certify: "verifier" or "drafter", class, config, and the function that certifies it.
+Task = tuple[str, Any, Any, Callable[[], "CertificateRecord | None"]]
 
 
 def certify_missing(cells: Iterable[CellConfig], log: Callable[[str], None], limit: StepLimit) -> None:
@@ -31,10 +35,9 @@ def certify_missing(cells: Iterable[CellConfig], log: Callable[[str], None], lim
     from ...runs import certified_registry
 
     start, certified, new = monotonic(), [], []
-    pairs = _pairs(cells)
     failure = ""
     with one_thread():
-        for kind, strategy, config, certify in (*_verifiers(pairs, limit), *_drafters(pairs)):
+        for kind, strategy, config, certify in _tasks(cells, limit):
             certificate = certified_registry.certificate(strategy, config)
             if certificate is None and (certificate := _guarded(certify, limit)) is not None:
                 new.append((strategy, config, certificate))
@@ -83,60 +86,35 @@ def _failure_message(kind: str, name: str, certificate: CertificateRecord) -> st
     )
 
 
-#: A strategy to certify: "verifier" or "drafter", class, config, and the function that certifies it.
-Task = tuple[str, Any, Any, Callable[[], "CertificateRecord | None"]]
-
-
-def _pairs(cells: Iterable[CellConfig]) -> list[tuple[tuple[Any, Any], tuple[Any, Any]]]:
-    """Drafter and verifier, as class and config, of each distinct pair whose verifier is declared lossless."""
+def _tasks(cells: Iterable[CellConfig], limit: StepLimit) -> list[Task]:
+    """Verifiers that are declared lossless, then drafters of plug-ins; crossdraft's tests certify its own drafters."""
     from ... import plugins
     from ...api.build import configured
 
-    pairs = {}
+    verifiers, drafters = dict[str, Task](), dict[str, Task]()
     for cell in cells:
         if cell.is_baseline:
             continue
-        key = str((cell.drafter.name, cell.drafter.config, cell.verifier.name, cell.verifier.config))
-        if key in pairs:
+        verifier, config = configured("verifiers", {**cell.verifier.config, "name": cell.verifier.name})
+        if not plugins.traits_of("verifiers", verifier, config).lossless:
             continue
-        drafter, verifier = (
-            configured(kind, {**strategy.config, "name": strategy.name})
-            for kind, strategy in (("drafters", cell.drafter), ("verifiers", cell.verifier))
-        )
-        if plugins.traits_of("verifiers", *verifier).lossless:
-            pairs[key] = drafter, verifier
-    return list(pairs.values())
+        certify = partial(_certify_verifier, verifier, config, limit)
+        verifiers.setdefault(f"{verifier.name} {config!r}", ("verifier", verifier, config, certify))
+        drafter, options = configured("drafters", {**cell.drafter.config, "name": cell.drafter.name})
+        if drafter.__module__.partition(".")[0] != "crossdraft":
+            certify = partial(_certify_drafter, drafter, options, verifier, config)
+            drafters.setdefault(f"{drafter.name} {options!r}", ("drafter", drafter, options, certify))
+    return [*verifiers.values(), *drafters.values()]
 
 
-def _verifiers(pairs: list[tuple[tuple[Any, Any], tuple[Any, Any]]], limit: StepLimit) -> Iterable[Task]:
+def _certify_verifier(verifier: Any, config: Any, limit: StepLimit) -> CertificateRecord:
     from ...certificate.outcomes import certify_quickly, outcome
 
-    tasks: dict[str, Task] = {}
-    for _, (verifier, config) in pairs:
-        key = f"{verifier.name} {config!r}"
-        tasks[key] = (
-            "verifier",
-            verifier,
-            config,
-            lambda verifier=verifier, config=config: outcome(certify_quickly(verifier, config, limit.restart)),
-        )
-    return tasks.values()
+    return outcome(certify_quickly(verifier, config, limit.restart))
 
 
-def _drafters(pairs: list[tuple[tuple[Any, Any], tuple[Any, Any]]]) -> Iterable[Task]:
-    """Tasks for drafters of plug-ins; built-in drafters are certified by crossdraft's tests."""
+def _certify_drafter(drafter: Any, options: Any, verifier: Any, config: Any) -> CertificateRecord | None:
     from ...certificate.outcomes import certify_drafter, outcome
 
-    tasks: dict[str, Task] = {}
-    for (drafter, config), (verifier, options) in pairs:
-        if drafter.__module__.partition(".")[0] == "crossdraft":
-            continue
-
-        def certify(
-            drafter: Any = drafter, config: Any = config, verifier: Any = verifier, options: Any = options
-        ) -> CertificateRecord | None:
-            row = certify_drafter(drafter, config, verifier, options)
-            return None if row is None else outcome([row])
-
-        tasks.setdefault(f"{drafter.name} {config!r}", ("drafter", drafter, config, certify))
-    return tasks.values()
+    row = certify_drafter(drafter, options, verifier, config)
+    return None if row is None else outcome([row])

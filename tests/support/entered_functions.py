@@ -1,0 +1,34 @@
+"""The functions of crossdraft that a block of code enters."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import crossdraft
+
+ROOT = Path(crossdraft.__file__).parent
+
+
+@contextmanager
+def entered_functions() -> Iterator[set[tuple[str, str]]]:
+    """Set of file and qualified name of each function, filled in the block.
+
+    Comprehensions are not counted: they are functions before Python 3.12 only.
+    """
+    entered = set[tuple[str, str]]()
+    root, tests = str(ROOT), str(ROOT / "tests")
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        own = code.co_filename.startswith(root) and not code.co_filename.startswith(tests)
+        if event == "call" and own and not code.co_name.endswith(("comp>", "genexpr>")):
+            entered.add((code.co_filename, code.co_qualname))
+
+    previous = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        yield entered
+    finally:
+        sys.setprofile(previous)
