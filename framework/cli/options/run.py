@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -58,26 +58,6 @@ class JsonOptions(Options):
     json_: Annotated[bool, Argument(exclusive="format")] = Field(False, description="print JSON")
 
 
-def add_runs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        type=Path,
-        metavar="RUN",
-        help="directory of a finished run, runs/NAME-HASH, or runs/latest; the shards of a run are merged",
-    )
-
-
-def add_where(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--where",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE,...",
-        help="filter cells, e.g. batch_size=1,8 or drafter=draft-model (repeatable)",
-    )
-
-
 def note_partial(runs: Iterable[FinishedRun]) -> None:
     """Print a note on standard error for each unfinished run."""
     for run in runs:
@@ -113,19 +93,3 @@ def output_folder(name: Path) -> Path:
         raise UsageError(f"{option} cannot be created: {error.strerror or error}") from None
     check_writable(folder, option)
     return folder
-
-
-def comma_list(known: Iterable[str] = ()) -> Callable[[str], list[str]]:
-    """An argparse type for comma-separated names, restricted to ``known`` if it is not empty."""
-    choices = list(known)
-
-    def parse(text: str) -> list[str]:
-        names = [name.strip() for name in text.split(",") if name.strip()]
-        for name in names:
-            if choices and name not in choices:
-                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(choices)}")
-        if not names:
-            raise argparse.ArgumentTypeError("the list is empty")
-        return list(dict.fromkeys(names))
-
-    return parse

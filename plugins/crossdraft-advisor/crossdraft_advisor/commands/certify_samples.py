@@ -18,10 +18,9 @@ from crossdraft.framework.errors import UsageError
 from crossdraft.framework.util.limits import LEAST_DEVIATION
 
 if TYPE_CHECKING:
-    from crossdraft.framework.certificate.token_tree import TokenTree
-
     from ..samples.foreign_samples import Decision, Distributions, Draws
     from ..samples.sampler_verdict import Verdict
+    from ..samples.token_tree import TokenTree
 
 #: Exit codes; 2 is reserved for usage errors.
 EXIT = {"yes": 0, "no": 1, "undecided": 3}
@@ -134,11 +133,11 @@ class CertifySamples(SamplingOptions, TrustOptions, Command):
     def _distributions(self, all_draws: Sequence[Draws], trees: Sequence[TokenTree]) -> Distributions:
         """The target's distribution at every position of the draws, from the file or from the model."""
         from crossdraft.framework.api.build import make_slots
-        from crossdraft.framework.certificate.token_tree import distributions
         from crossdraft.framework.models.chat import encode
         from crossdraft.framework.models.load import load_model
 
         from ..samples.foreign_samples import check_vocabulary, file_distributions
+        from ..samples.token_tree import distributions
 
         without = [draws for draws in all_draws if draws.probs is None]
         if not without:

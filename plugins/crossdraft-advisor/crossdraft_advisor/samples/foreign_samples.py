@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crossdraft.framework.certificate.token_tree import TokenTree
 from crossdraft.framework.errors import UsageError, quoted
 from crossdraft.framework.util.input_files import BROKEN, flaw, parse_json, read_lines
 from crossdraft.framework.util.limits import LINE_BYTES, MOST_WIDTH, PROMPT_FILE_BYTES
 
 from .equivalence import BATCH_ELEMENTS
 from .sampler_verdict import Evidence, PrefixDraws, Verdict
+from .token_tree import TokenTree
 
 #: Distributions ``[n, V]``, and (index of the prefix, node of its tree) of each.
 Distributions = Iterable[tuple[Tensor, list[tuple[int, int]]]]

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from crossdraft_advisor.samples.sampler_verdict import Evidence, PrefixDraws, _cell_ends
+from crossdraft_advisor.samples.token_tree import TokenTree, subtrees
 from simulated_samplers import ROWS, markov_decision, markov_sequences, power_law_probs, tempered, verdict_of
 from tiny_models import save_model
 from transformers import AutoModelForCausalLM
 
-from crossdraft.framework.certificate.token_tree import TokenTree, subtrees
 from crossdraft.framework.cli.main import main
 
 N = 20_000
@@ -236,8 +236,9 @@ def test_on_model(tmp_path: Path, capsys: Any) -> None:
 
 def test_distributions_of_tree_are_those_of_model(tmp_path: Path) -> None:
     """Prompts of several lengths, sequences that share beginnings, subtrees smaller than the trees."""
+    from crossdraft_advisor.samples import token_tree
+
     from crossdraft.framework.api.build import make_slots
-    from crossdraft.framework.certificate import token_tree
     from crossdraft.framework.contracts.sampling import Sampling
     from crossdraft.framework.models.load import load_model
 

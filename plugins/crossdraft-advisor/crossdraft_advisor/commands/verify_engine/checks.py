@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from crossdraft.framework import plugins
-from crossdraft.framework.certificate.greedy_text import GreedyText, positions, token_gaps
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import UsageError, printable
 from crossdraft.framework.models.rounding import tie_of
 
 from ...engines.response_checks import response_flaw
+from ...greedy_text import GreedyText, positions, token_gaps
 
 if TYPE_CHECKING:
     from crossdraft.framework.contracts.models import LoadedModel

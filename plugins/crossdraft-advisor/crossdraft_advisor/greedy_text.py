@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..contracts.models import LoadedModel
-from ..contracts.sampling import Sampling
+from crossdraft.framework.contracts.models import LoadedModel
+from crossdraft.framework.contracts.sampling import Sampling
 
 
 @dataclass
@@ -64,8 +64,9 @@ def positions(
     prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], target: LoadedModel, sampling: Sampling
 ) -> Iterable[tuple[Any, list[tuple[int, int, int]]]]:
     """Target distributions ``[n, V]``, and for each the index of the text, the index of the next token, and it."""
-    from ..api.build import make_slots
-    from .token_tree import TokenTree, distributions
+    from crossdraft.framework.api.build import make_slots
+
+    from .samples.token_tree import TokenTree, distributions
 
     trees = []
     for text in texts:
