@@ -28,7 +28,7 @@ from tabulate import tabulate
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.cost.curve import Curve, stored_curves
 from crossdraft.framework.cost.prediction import CellStatistics, Prediction, predict
-from crossdraft.framework.report.charts.style import batch_axis, label, legend, marks, panels, save, style
+from crossdraft.framework.report.charts.style import batch_axis, encoded, label, legend, marks, panels, style
 from crossdraft.framework.report.charts.style import entry as legend_entry
 from crossdraft.framework.util.estimate import estimate_text
 
@@ -145,7 +145,7 @@ def draw(by_temperature: dict[str, dict[Rule, Tally]], curves: tuple[Curve, Curv
         titles = [f"{what}, {kind}" for what in by_temperature for kind in ("by draft length", "by rows", "predicted")]
         label(figure, places, titles, "", "")
         legend(figure, [legend_entry(name, mark, line=True) for name, mark in styles.items()])
-        save(figure, file)
+        file.write_bytes(encoded(figure, file.suffix[1:]))
 
 
 def _axes(over_gamma: Axes, over_rows: Axes, over_sizes: Axes) -> None:

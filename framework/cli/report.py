@@ -57,8 +57,8 @@ class ReportCommand(RunsOptions, CellFilterOptions, SegmentOptions, ForceOptions
     no_intervals: Annotated[bool, Argument(group=_NUMBERS)] = Field(False, description="omit confidence intervals")
     kind: Annotated[tuple[str, ...], Argument("KIND,...", group=_CHARTS, commas=True)] = Field(
         (),
-        description="kinds of chart: block_efficiency, target_rows, speed_up, throughput, acceptance (default: all "
-        "that the cells allow)",
+        description="kinds of chart: block_efficiency, target_rows, speed_up, throughput, pareto, draft_length, "
+        "acceptance, category, segment, time (default: all that the cells allow)",
     )
     width: Annotated[Literal["column", "page"], Argument(group=_CHARTS)] = Field(
         "column", description="width in a two-column paper"

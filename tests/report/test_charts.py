@@ -15,6 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.metrics.cell_metrics import acceptance
 from crossdraft.framework.report.charts.charts import KINDS, chart, draw
+from crossdraft.framework.report.charts.draft_lengths import break_even_line
 from crossdraft.framework.report.charts.pairs import front, rows_per_step
 from crossdraft.framework.report.charts.series import break_even
 from crossdraft.framework.report.charts.style import COLOURS, PLAIN, WIDTHS, marks, style
@@ -135,6 +136,43 @@ def test_acceptance_by_position(results: Sequence[CellResult]) -> None:
         assert all(e.low is not None for e in actual)
 
 
+def test_front_of_throughput(tmp_path: Path) -> None:
+    """The certified points that no other one beats in both rates."""
+    measured = outcome(tmp_path, SERIES).results
+    chain, _ = figure("pareto", measured).axes
+    token, block = (lines(chain, COLOURS[i]) for i in (0, 1))
+    assert token == [([pytest.approx(x) for x in (15, 12, 10)], [pytest.approx(y) for y in (15, 48, 160)])]
+    (steps,) = [line for line in chain.lines if line.get_drawstyle() == "steps-pre"]
+    corners = list(zip(*steps.get_data(), strict=True))
+    assert corners == sorted(corners, key=lambda corner: -corner[0]) == sorted(corners, key=lambda corner: corner[1])
+    assert block and not any(x > a and y > b for x, y in corners for a, b in corners)
+
+
+def test_speed_ups_by_draft_length(tmp_path: Path) -> None:
+    measured = finished_run(tmp_path, RECIPE, tokens=12).summary.results
+    panels = {panel.get_title(): panel for panel in figure("draft_length", measured).axes if panel.axison}
+    assert "draft-model × block" in panels
+    panel = panels["draft-model × block"]
+    shown = {text.get_position(): float(text.get_text()) for text in panel.texts}
+    assert len(shown) == 8
+    for result in measured:
+        config = result.config
+        if (config.drafter.name, config.verifier.name) == ("draft-model", "block"):
+            place = [1, 4, 16, 32].index(config.batch_size), [2, 4].index(config.drafter.config["gamma"])
+            assert result.metrics is not None and result.metrics.speed_up is not None
+            assert shown[place] == round(result.metrics.speed_up.value, 2)
+    assert break_even_line({(2, 1): 1.2, (2, 4): 0.9, (4, 1): 0.8, (4, 4): 0.7}, [2, 4], [1, 4]) == [
+        ((0.5, -0.5), (0.5, 0.5)),
+        ((-0.5, 0.5), (0.5, 0.5)),
+    ]
+
+
+def test_shares_of_time(results: Sequence[CellResult]) -> None:
+    for panel in figure("time", results).axes[:3]:
+        bars = [bar for container in panel.containers for bar in container]
+        assert len(bars) == 4 * 6 and sum(bar.get_width() for bar in bars) == pytest.approx(600)
+
+
 @pytest.mark.parametrize(
     ("speed_ups", "expected"),
     [
@@ -173,18 +211,20 @@ def test_marks_are_distinct() -> None:
 
 @pytest.mark.parametrize("width", ["column", pytest.param("page", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_chart_text_is_visible(results: Sequence[CellResult], kind: str, width: str) -> None:
+def test_chart_text_is_visible(results: Sequence[CellResult], kind: str, width: str, tmp_path: Path) -> None:
+    if kind == "draft_length":
+        results = finished_run(tmp_path, RECIPE, tokens=12).summary.results
     drawn = figure(kind, results, width)
     canvas = FigureCanvasAgg(drawn)
     canvas.draw()
     renderer, whole = canvas.get_renderer(), drawn.bbox
-    (legend,) = [item.get_window_extent(renderer) for item in drawn.legends]
+    legends = [item.get_window_extent(renderer) for item in drawn.legends]
     outside = [drawn._supxlabel.get_window_extent(renderer)]
     outside += [drawn._supylabel.get_window_extent(renderer)] if drawn._supylabel else []
     panels = [panel.get_tightbbox(renderer) for panel in drawn.axes if panel.axison]
-    for box in (legend, *outside, *panels):
+    for box in (*legends, *outside, *panels):
         assert box.x0 >= whole.x0 - 1 and box.x1 <= whole.x1 + 1 and box.y0 >= whole.y0 - 1 and box.y1 <= whole.y1 + 1
-    boxes = [legend, *outside, *panels]
+    boxes = [*legends, *outside, *panels]
     for i, item in enumerate(boxes):
         for other in boxes[i + 1 :]:
             apart = (
@@ -234,7 +274,7 @@ def test_files_are_valid_and_reproducible(results: Sequence[CellResult], tmp_pat
     written: list[dict[str, bytes]] = []
     for size, forms in ((8, ("svg", "pdf")), (20, ("svg", "pdf", "png"))):
         matplotlib.rcParams["font.size"] = size  # the user's own settings do not matter
-        written.append({f".{form}": chart(cells, "acceptance", "column", form)[0] for form in forms})
+        written.append({f".{form}": chart(cells, KINDS["acceptance"], "column", form)[0] for form in forms})
     svg, pdf, png = written[1].values()
     assert written[0] == {".svg": svg, ".pdf": pdf}
     assert png.startswith(b"\x89PNG")
@@ -283,4 +323,4 @@ def test_command(tmp_path: Path, capsys: Any) -> None:
         "file is not a directory; give an existing or a new directory"
     )
     assert refused("--format", "jpg").startswith("there is no report named 'jpg'")
-    assert "there is no kind of chart named 'heat'" in refused("--kind", "heat")
+    assert "there is no kind of chart named 'pie'" in refused("--kind", "pie")

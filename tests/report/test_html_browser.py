@@ -30,7 +30,7 @@ def browser() -> Iterator[Any]:
 def test_forty_cells(browser: Any, tmp_path: Path, width: int) -> None:
     file = tmp_path / "page.html"
     text = html_page([finished_run(tmp_path)])
-    assert len(text.encode()) < 2**19
+    assert len(text.encode()) < 2**20
     file.write_text(text, encoding="utf-8", newline="\n")
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme="dark")
     page, requests, bad = context.new_page(), [], []
@@ -57,9 +57,10 @@ def test_forty_cells(browser: Any, tmp_path: Path, width: int) -> None:
         values = [float(text) for text in group.locator("td.speed_up .number").all_inner_texts()]
         assert len(values) == 10 and values == sorted(values, reverse=True)
 
-    assert page.locator(".panel figure:visible").count() == 7  # one chart of each panel
-    page.select_option("select[data-panel=time]", index=1)
-    assert "batch size 4" in page.locator("select[data-panel=time] option:checked").inner_text()
+    assert page.locator(".panel img:visible").count() == 9
+    assert page.evaluate("[...document.images].every((image) => image.naturalWidth > 0)")
+    page.select_option(".added select", index=1)
+    assert page.locator(".added pre:visible").count() > 3 and page.locator(".added button:visible").count() > 3
     page.select_option("#response-cell", index=3)
     assert page.locator("#response-tokens .token").count() == 128
     ground = "getComputedStyle(document.body).backgroundColor"

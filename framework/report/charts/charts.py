@@ -8,16 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ...util.output_files import replacing
-from .pairs import drafting, pair_list, target_rows
-from .series import acceptance, speed_up, throughput
+from ..batch_sizes import batch_size_series
+from ..metrics_text import no_speed_up
+from .draft_lengths import draft_lengths
+from .pairs import drafting, pair_list, target_rows, time_shares
+from .series import acceptance, by_segment, categories, pareto, speed_up, throughput
 from .style import encoded, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from ...cost.load_run import FinishedRun
     from ...cost.summary import Summary
     from ...runs.records import CellResult
 
@@ -33,11 +38,13 @@ class Kind:
         needs: required cells, for error messages.
         draw: returns the figure of cells at a width and the number of omitted panels or drafters; None if the required
             cells are missing.
+        note: explanation beside the chart.
     """
 
     shows: str
     needs: str
     draw: Draw
+    note: str = ""
 
 
 def _block_efficiency(results: Sequence[CellResult], width: str) -> tuple[Figure, int] | None:
@@ -51,13 +58,79 @@ def _speed_up(results: Sequence[CellResult], width: str) -> tuple[Figure, int] |
     )
 
 
+_INTERVALS = "Bars are 95 % intervals."
 KINDS = {
-    "block_efficiency": Kind("block efficiency by pair", "cells with a block efficiency", _block_efficiency),
-    "target_rows": Kind("block efficiency against target rows", "cells with a block efficiency", target_rows),
-    "speed_up": Kind("speed-up over batch size, or by pair", "cells with a speed-up", _speed_up),
-    "throughput": Kind("tokens/s over batch size, with break-even", "cells at several batch sizes", throughput),
-    "acceptance": Kind("acceptance by position in the draft", "cells that draft", acceptance),
+    "speed_up": Kind(
+        "speed-up over batch size, or by pair",
+        "cells with a speed-up",
+        _speed_up,
+        f"The dashed line at 1 is plain decoding. {_INTERVALS}",
+    ),
+    "throughput": Kind(
+        "tokens/s over batch size, with break-even",
+        "cells at several batch sizes",
+        throughput,
+        "The thick grey line is plain decoding, a ring is break-even.",
+    ),
+    "pareto": Kind(
+        "throughput against speed for one user",
+        "cells at several batch sizes",
+        pareto,
+        "A line is a pair, a point a batch size; plain decoding is the thick grey line. Up and to the right is better: "
+        "no certified pair lies beyond the thin grey steps. Withheld rates are left out; if all are, the axes are by "
+        "the clock, which ranks no pair.",
+    ),
+    "draft_length": Kind(
+        "speed-up by draft length and batch size",
+        "a pair that was measured with several gammas at several batch sizes",
+        draft_lengths,
+        "The heavy line is break-even: on its red side (below 1), drafting costs more than it gains.",
+    ),
+    "block_efficiency": Kind(
+        "block efficiency by pair", "cells with a block efficiency", _block_efficiency, _INTERVALS
+    ),
+    "target_rows": Kind(
+        "block efficiency against target rows",
+        "cells with a block efficiency",
+        target_rows,
+        f"The gain of a pair for the positions that the target evaluates in a step. {_INTERVALS}",
+    ),
+    "acceptance": Kind(
+        "acceptance by position in the draft",
+        "cells that draft",
+        acceptance,
+        f"Pr(τ ≥ i): the share of steps in which the first i drafted tokens were all accepted. {_INTERVALS}",
+    ),
+    "category": Kind(
+        "block efficiency by category of prompts", "prompts of several categories", categories, _INTERVALS
+    ),
+    "time": Kind(
+        "where the time goes",
+        "cells with measured times",
+        time_shares,
+        "Shares of the decoding time by the clock; draft includes the drafter's prefill.",
+    ),
 }
+
+
+def kinds_of(run: FinishedRun) -> dict[str, Kind]:
+    """The kinds of charts for a run: those by segment of the responses only if it has segments."""
+    if not run.segments:
+        return KINDS
+    draw = partial(by_segment, segments=run.segments)
+    return KINDS | {"segment": Kind("block efficiency by segment of responses", "steps in segments", draw, _INTERVALS)}
+
+
+def reason_missing(kind: str, results: Sequence[CellResult]) -> str:
+    """The reason why a chart cannot be drawn."""
+    missing = no_speed_up(results)
+    if missing.endswith("(--untimed)") and kind in ("speed_up", "throughput", "pareto", "draft_length", "time"):
+        return missing
+    if missing and kind in ("speed_up", "draft_length"):
+        return missing
+    if kind in ("throughput", "pareto") and batch_size_series(results):
+        return missing or "no pair was measured"
+    return f"it requires {KINDS[kind].needs if kind in KINDS else '--segment'}"
 
 
 def draw(summary: Summary) -> list[str]:
@@ -74,7 +147,7 @@ def draw(summary: Summary) -> list[str]:
     names = []
     for kind in kinds:
         name = f"{kind}.png"
-        content, omitted = chart(summary.results, kind, "page", "png")
+        content, omitted = chart(summary.results, KINDS[kind], "page", "png")
         if content:
             with replacing(summary.directory / name) as file:
                 file.write(content)
@@ -84,8 +157,11 @@ def draw(summary: Summary) -> list[str]:
     return names
 
 
-def chart(results: Sequence[CellResult], kind: str, width: str, form: str) -> tuple[bytes, int]:
-    """A chart as a file of a format, empty if the required cells are missing, and the number of omitted panels."""
-    with style():
-        drawn = KINDS[kind].draw(results, width)
+def chart(results: Sequence[CellResult], kind: Kind, width: str, form: str, outlines: bool = True) -> tuple[bytes, int]:
+    """A chart as a file of a format, empty if the required cells are missing, and the number of omitted panels.
+
+    ``outlines``: draw the text of SVG, else leave it to the viewer's fonts, in half the size.
+    """
+    with style(outlines):
+        drawn = kind.draw(results, width)
         return (b"", 0) if drawn is None else (encoded(drawn[0], form), drawn[1])

@@ -135,6 +135,42 @@ def target_rows(results: Sequence[CellResult], width: str) -> tuple[Figure, int]
     return figure, len(groups) - len(shown)
 
 
+#: Phases of a step and their colours.
+_PHASES = {"draft": "#5d3f8f", "target": "#b9a6dc", "verify": "#e0b23c", "rest": "#8b959e"}
+
+
+def time_shares(results: Sequence[CellResult], width: str) -> tuple[Figure, int] | None:
+    """Shares of the decoding time by phase, a bar per pair, with a panel per batch size and setting."""
+    cells = [r.config for r in results]
+    groups: dict[str, list[CellResult]] = {}
+    for result in results:
+        if result.metrics is not None and any(result.metrics.shares.values()):
+            groups.setdefault(group_title(result.config, cells), []).append(result)
+    if not groups:
+        return None
+    shown = dict(list(groups.items())[:MOST_PANELS])
+    rows = max(map(len, shown.values()))
+    figure, axes = panels(len(shown), width, _ROW * rows + 0.5, most=1 if width == "column" else 2, share_y=False)
+    for panel, group in zip(axes, shown.values(), strict=True):
+        left = [0.0] * len(group)
+        for phase, colour in _PHASES.items():
+            shares = [100 * r.metrics.shares.get(phase, 0.0) if r.metrics else 0.0 for r in group]
+            panel.barh(range(len(group)), shares, left=left, height=0.8, color=colour)
+            left = [a + b for a, b in zip(left, shares, strict=True)]
+        names = [
+            "plain decoding" if r.config.is_baseline else f"{r.config.drafter.title} × {verifier_title(r)}"
+            for r in group
+        ]
+        panel.set_yticks(range(len(group)), [text(name, 40) for name in names])
+        panel.set_ylim(rows - 0.5, -0.5)
+        panel.set_xlim(0, 100)
+        panel.tick_params(axis="y", length=0)
+        panel.grid(False, axis="y")
+    label(figure, axes, list(shown), "% of the decoding time", "")
+    legend(figure, [swatch(phase, Mark(colour, "s")) for phase, colour in _PHASES.items()])
+    return figure, len(groups) - len(shown)
+
+
 def rows_per_step(result: CellResult) -> float:
     """Positions that the target evaluates per step with all slots in use."""
     assert result.metrics is not None

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...cost.load_run import titles_of
 from ...errors import UnknownNameError, UsageError, printable
-from ..metrics_text import no_speed_up
 from ..report import Report
-from .charts import KINDS, chart
+from .charts import chart, kinds_of, reason_missing
 from .style import MARK
 
 if TYPE_CHECKING:
@@ -26,22 +25,25 @@ class Charts(Report):
     mark: ClassVar[bytes] = MARK
 
     def render(self, runs: Sequence[FinishedRun], options: Any) -> Iterator[tuple[Path, bytes]]:
+        known = {name for run in runs for name in kinds_of(run)}
         for kind in options.kind:
-            if kind not in KINDS:
-                raise UnknownNameError.among("kind of chart", kind, KINDS)
+            if kind not in known:
+                raise UnknownNameError.among("kind of chart", kind, known)
         written, undrawn = 0, []
         for title, run in zip(titles_of(runs), runs, strict=True):
             folder, prefix = run.summary.directory, ""
             if options.out is not None:
                 folder, prefix = Path(), re.sub(r"[^\w.-]+", "-", title).strip("-.") + "-"
-            for kind in options.kind or KINDS:
-                content, omitted = chart(run.summary.results, kind, options.width, self.name)
+            kinds = kinds_of(run)
+            for kind in options.kind or kinds:
+                if kind not in kinds:
+                    continue
+                content, omitted = chart(run.summary.results, kinds[kind], options.width, self.name)
                 if content:
                     yield folder / f"{prefix}{kind}.{self.name}", content
                     written += 1
                 elif options.kind:
-                    missing = no_speed_up(run.summary.results) if kind == "speed_up" else ""
-                    reason = missing or f"it requires {KINDS[kind].needs}"
+                    reason = reason_missing(kind, run.summary.results)
                     undrawn.append(f"{kind} cannot be drawn for run {printable(title)}: {reason}")
                 if omitted:
                     print(f"{kind} of {printable(title)} omits {omitted} panels; select cells with --where")

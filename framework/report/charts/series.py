@@ -5,18 +5,34 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...metrics.cell_metrics import acceptance as acceptance_of
 from ...runs.labels import group_title, verifier_title
+from ...runs.marks import mark_of
 from ..batch_sizes import Pair, Series, batch_size_series
-from .pairs import drafting
-from .style import MOST_PANELS, PLAIN, Mark, batch_axis, ends, entry, label, legend, marks, panels, plain_entry, visible
+from .pairs import drafting, front
+from .style import (
+    MOST_PANELS,
+    PLAIN,
+    Mark,
+    batch_axis,
+    ends,
+    entry,
+    label,
+    legend,
+    marks,
+    panels,
+    plain_entry,
+    text,
+    visible,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from ...metrics.cell_metrics import SegmentMetrics
     from ...metrics.intervals import Estimate
     from ...runs.records import CellResult
 
@@ -73,9 +89,7 @@ def throughput(results: Sequence[CellResult], width: str) -> tuple[Figure, int] 
         for i, (words, colour) in enumerate(remarks):  # rates grow with B, so this corner is free
             place = (0.97, 0.03 + 0.1 * i)
             panel.annotate(words, place, xycoords="axes fraction", ha="right", color=colour, fontsize=6.5)
-        if group.by_clock:
-            words = "by the clock: speed-ups are withheld"
-            panel.annotate(words, (0.03, 0.97), xycoords="axes fraction", va="top", color="0.4", fontsize=6.5)
+        _remark_on_clock(panel, group)
         batch_axis(panel, sorted(group.baselines))
         _rate_axis(panel)
     label(figure, axes, [title for title, _, _ in shown], "batch size", "tokens/s")
@@ -83,35 +97,104 @@ def throughput(results: Sequence[CellResult], width: str) -> tuple[Figure, int] 
     return figure, len(drawn) - len(shown)
 
 
+def pareto(results: Sequence[CellResult], width: str) -> tuple[Figure, int] | None:
+    """Tokens/s of the device against tokens/s of one user, a panel per drafter; a step line is the certified front.
+
+    Rates as in `throughput`. None if there is only one batch size.
+    """
+    drawn = _by_drafter(results, lambda pair, series: series.rates(pair.results))
+    if not drawn:
+        return None
+    shown = drawn[:MOST_PANELS]
+    styles = marks(pair.verifier for _, pairs, _ in drawn for pair in pairs)
+    figure, axes = panels(len(shown), width)
+    for panel, (_, pairs, group) in zip(axes, shown, strict=True):
+        plain = _per_user(group.rates(group.baselines))
+        panel.plot(list(plain), list(plain.values()), **PLAIN)
+        certified = list(plain.items())
+        for pair in group.pairs:
+            if all(mark_of(result).headline for result in pair.results.values()):
+                certified += _per_user(group.rates(pair.results)).items()
+        if not group.by_clock:
+            corners = [(-x, y) for x, y in front([(-x, y) for x, y in certified])]
+            panel.step([x for x, _ in corners], [y for _, y in corners], where="pre", color="0.75", linewidth=0.9)
+        for pair in pairs:
+            points, mark = _per_user(group.rates(pair.results)), styles[pair.verifier]
+            panel.plot(list(points), list(points.values()), linestyle=mark.dash, **mark.options)
+        _remark_on_clock(panel, group)
+        _rate_axis(panel)
+        panel.locator_params(axis="x", nbins=5)
+    label(figure, axes, [title for title, _, _ in shown], "tokens/s for one user", "tokens/s of the device")
+    legend(figure, [plain_entry(), *(entry(name, mark, line=True) for name, mark in styles.items())])
+    return figure, len(drawn) - len(shown)
+
+
 def acceptance(results: Sequence[CellResult], width: str) -> tuple[Figure, int] | None:
     """Pr(tau >= i) by position i with intervals, a panel per drafter, at the smallest batch size."""
+
+    def values(result: CellResult) -> dict[Any, Estimate]:
+        metrics = result.metrics
+        assert metrics is not None
+        return dict(enumerate(acceptance_of(result.records, metrics.depth, len(metrics.acceptance)), 1))
+
+    return _by_part(results, width, values, "position i in the draft", "Pr(τ ≥ i)")
+
+
+def categories(results: Sequence[CellResult], width: str) -> tuple[Figure, int] | None:
+    """Block efficiency by category of prompts with intervals, a panel per drafter, at the smallest batch size."""
+
+    def values(result: CellResult) -> dict[Any, Estimate]:
+        parts = result.metrics.by_category if result.metrics else {}
+        return {name: m.block_efficiency for name, m in parts.items() if m.block_efficiency and len(parts) > 1}
+
+    return _by_part(results, width, values, "category of prompts", "block efficiency")
+
+
+def by_segment(
+    results: Sequence[CellResult], width: str, segments: Mapping[str, Mapping[str, SegmentMetrics]]
+) -> tuple[Figure, int] | None:
+    """Block efficiency by segment of the responses, as `categories`; ``segments``: metrics by cell hash."""
+
+    def values(result: CellResult) -> dict[Any, Estimate]:
+        parts = segments.get(result.config.hash, {})
+        return {name: m.block_efficiency for name, m in parts.items() if m.block_efficiency}
+
+    return _by_part(results, width, values, "segment of responses", "block efficiency")
+
+
+def _by_part(
+    results: Sequence[CellResult], width: str, values: Callable[[CellResult], dict[Any, Estimate]], x: str, y: str
+) -> tuple[Figure, int] | None:
+    """Estimates by number, joined by lines, or by name, a panel per drafter, at the smallest batch size."""
     cells = [r.config for r in results]
-    drawn: dict[tuple[str, str], dict[str, CellResult]] = {}
+    drawn: dict[tuple[str, str], dict[str, dict[Any, Estimate]]] = {}
     for result in sorted(drafting(results), key=lambda r: r.config.batch_size):
-        if result.metrics is not None and result.metrics.acceptance:
+        if estimates := values(result):
             setting = group_title(result.config, cells, but="batch_size")
             lines = drawn.setdefault((result.config.drafter.title, setting), {})
-            lines.setdefault(verifier_title(result), result)
+            lines.setdefault(verifier_title(result), estimates)
     if not drawn:
         return None
     shown = dict(list(drawn.items())[:MOST_PANELS])
     styles = marks(verifier for lines in drawn.values() for verifier in lines)
+    all_estimates = [e for lines in shown.values() for line in lines.values() for e in line.values()]
     figure, axes = panels(len(shown), width)
     for panel, lines in zip(axes, shown.values(), strict=True):
-        longest = 1
-        for i, (verifier, result) in enumerate(lines.items()):
-            metrics = result.metrics
-            assert metrics is not None
-            estimates = acceptance_of(result.records, metrics.depth, len(metrics.acceptance))
+        parts = list(dict.fromkeys(part for line in lines.values() for part in line))
+        numbered = all(isinstance(part, int) for part in parts)
+        for i, (verifier, line) in enumerate(lines.items()):
             offset = _OFFSET * (i - (len(lines) - 1) / 2)
-            _line(panel, {k + offset: e for k, e in enumerate(estimates, 1)}, styles[verifier])
-            longest = max(longest, len(estimates))
-        panel.set_ylim(-0.03, 1.03)
-        panel.set_xlim(0.5, longest + 0.5)
-        panel.set_xticks(range(1, longest + 1, max(1, longest // 6)))
+            points = {parts.index(part) + 1 + offset: e for part, e in line.items()}
+            _line(panel, points, styles[verifier], joined=numbered)
+        panel.set_ylim(*((-0.03, 1.03) if numbered else visible(all_estimates)))
+        panel.set_xlim(0.5, len(parts) + 0.5)
+        if numbered:
+            panel.set_xticks(range(1, len(parts) + 1, max(1, len(parts) // 6)))
+        else:
+            panel.set_xticks(range(1, len(parts) + 1), [text(str(part), 24) for part in parts], rotation=30, ha="right")
     has_settings = len({setting for _, setting in drawn}) > 1
     titles = [f"{drafter}, {setting}" if has_settings else drafter for drafter, setting in shown]
-    label(figure, axes, titles, "position i in the draft", "Pr(τ ≥ i)")
+    label(figure, axes, titles, x, y)
     legend(figure, [entry(name, mark, line=True) for name, mark in styles.items()])
     return figure, len(drawn) - len(shown)
 
@@ -158,12 +241,24 @@ def _speed_ups(pair: Pair) -> dict[int, Estimate]:
     return {b: r.metrics.speed_up for b, r in sorted(pair.results.items()) if r.metrics and r.metrics.speed_up}
 
 
-def _line(panel: Axes, points: Mapping[float, Estimate], mark: Mark) -> None:
-    """Draw estimates with intervals, joined by a line."""
+def _line(panel: Axes, points: Mapping[float, Estimate], mark: Mark, joined: bool = True) -> None:
+    """Draw estimates with intervals, joined by a line if ``joined``."""
     lengths = [ends(e) for e in points.values()]
     bars = [[low for low, _ in lengths], [high for _, high in lengths]]
     values = [e.value for e in points.values()]
-    panel.errorbar(list(points), values, yerr=bars, linestyle=mark.dash, elinewidth=0.8, **mark.options)
+    dash = mark.dash if joined else ""
+    panel.errorbar(list(points), values, yerr=bars, linestyle=dash, elinewidth=0.8, **mark.options)
+
+
+def _per_user(rates: Mapping[int, float]) -> dict[float, float]:
+    """Rates of the device by rates of one user."""
+    return {rate / b: rate for b, rate in rates.items() if rate > 0}
+
+
+def _remark_on_clock(panel: Axes, series: Series) -> None:
+    if series.by_clock:
+        words = "by the clock: speed-ups are withheld"
+        panel.annotate(words, (0.03, 0.97), xycoords="axes fraction", va="top", color="0.4", fontsize=6.5)
 
 
 def _rate_axis(panel: Axes) -> None:

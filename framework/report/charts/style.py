@@ -62,7 +62,6 @@ _STYLE: Any = {
     "legend.columnspacing": 1.2,
     "text.parse_math": False,  # names are not TeX
     "pdf.fonttype": 42,  # TrueType fonts, as required by journals
-    "svg.fonttype": "path",  # outlines
     "svg.hashsalt": "crossdraft",
     "savefig.dpi": 300,
 }
@@ -95,13 +94,16 @@ def marks(names: Iterable[str]) -> dict[str, Mark]:
 
 
 @contextmanager
-def style() -> Iterator[None]:
-    """Matplotlib's defaults with `_STYLE`, ignoring the user's settings; create and save figures inside."""
+def style(outlines: bool = True) -> Iterator[None]:
+    """Matplotlib's defaults with `_STYLE`, ignoring the user's settings; create and save figures inside.
+
+    ``outlines``: draw the text of SVG.
+    """
     import matplotlib
 
     with matplotlib.rc_context(), warnings.catch_warnings():
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_STYLE)
+        matplotlib.rcParams.update(_STYLE | {"svg.fonttype": "path" if outlines else "none"})
         warnings.filterwarnings("ignore", message="Glyph .* missing from")  # missing glyphs are drawn as boxes
         yield
 
@@ -208,9 +210,10 @@ def batch_axis(panel: Axes, batch_sizes: Sequence[int]) -> None:
     panel.xaxis.set_major_formatter(FuncFormatter(lambda b, _: f"{b:g}"))
 
 
-def text(name: str) -> str:
-    """A name without control characters."""
-    return printable(name)
+def text(name: str, longest: int = 0) -> str:
+    """A name without control characters, shortened to ``longest`` characters unless that is 0."""
+    name = printable(name)
+    return f"{name[: longest - 1]}…" if longest and len(name) > longest else name
 
 
 def wrapped(parts: Sequence[str], width: int) -> str:

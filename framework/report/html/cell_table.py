@@ -15,7 +15,6 @@ from ...util.estimate import Estimate, estimate_text
 from ..answer import split_groups
 from ..charts.style import visible
 from ..metrics_text import rate_text, speed_up_text
-from .svg import Axis, ticks
 
 if TYPE_CHECKING:
     from ...cost.load_run import FinishedRun
@@ -93,19 +92,24 @@ class Group:
 class Scale:
     """The axis of a column's intervals, the same in every row."""
 
-    axis: Axis
+    low: float
+    high: float
 
     def percent(self, value: float) -> float:
-        return round(100 * min(max(self.axis.fraction(value), 0.0), 1.0), 2)
+        return round(100 * min(max((value - self.low) / (self.high - self.low), 0.0), 1.0), 2)
 
     @property
     def labels(self) -> list[tuple[str, float]]:
-        return [(label, self.percent(value)) for value, label in self.axis.labels.items()]
+        """At most about four round numbers and their places."""
+        from matplotlib.ticker import MaxNLocator
+
+        ticks = MaxNLocator(4, steps=[1, 2, 5, 10]).tick_values(self.low, self.high)
+        return [(f"{tick:g}", self.percent(tick)) for tick in ticks if self.low <= tick <= self.high]
 
     @property
     def grid(self) -> str:
         """CSS background with a line at each tick and a stronger one at 1."""
-        lines = [(self.percent(1.0), "--soft")] if self.axis.low <= 1.0 <= self.axis.high else []
+        lines = [(self.percent(1.0), "--soft")] if self.low <= 1.0 <= self.high else []
         lines += [(at, "--line") for _, at in self.labels]
         return ", ".join(f"linear-gradient(var({ink}), var({ink})) {at}% 0 / 1px 100% no-repeat" for at, ink in lines)
 
@@ -161,7 +165,7 @@ def table_of(runs: RUNS) -> Table:
     for key in ESTIMATES:
         if estimates := [e for row in rows if (e := row.values[key].estimate) is not None]:
             low, high = visible(estimates, 1.0) if key == "speed_up" else visible(estimates)
-            scales[key] = Scale(Axis(key, low, high, labels={t: f"{t:g}" for t in ticks(low, high, 4)}))
+            scales[key] = Scale(low, high)
     settings = [*shared, f"target {targets.pop()}"] if len(targets) == 1 else shared
     return Table(settings, columns, tables, scales)
 

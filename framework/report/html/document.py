@@ -1,6 +1,6 @@
 """One self-contained page of HTML from the records of finished runs, to be sent around and opened offline.
 
-Jinja2 lays it out and escapes all texts from records; charts are inline SVG. The page's policy forbids every request
+Jinja2 lays it out and escapes all texts from records; charts are images of SVG. The page's policy forbids every request
 and every script but its own, by its digest, so that a name in a record cannot run code.
 """
 
@@ -21,7 +21,7 @@ from ..caveats import differences, remarks_of
 from ..markdown import conditions
 from ..sections import sections_of
 from .cell_table import certificates, table_of
-from .plots import PHASES, panels_of
+from .panels import panels_of
 from .responses import responses_of
 
 #: Libraries that lay the page and its sections out.
@@ -71,7 +71,6 @@ def html_page(runs: Sequence[FinishedRun]) -> str:
         not_certified=NOT_CERTIFIED,
         table=table_of(sections),
         panels=panels,
-        phases=PHASES,
         absent=absent,
         responses=responses,
         sections=[Markup(markdown.render(text)) for text in sections_of(runs, "html")],

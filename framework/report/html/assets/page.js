@@ -25,17 +25,6 @@
     root.style.colorScheme = dark ? "light" : "dark";
   });
 
-  // -- one chart of each panel ------------------------------------------------------------------------------------------
-
-  for (const select of every("select[data-panel]")) {
-    const figures = every(`#panel-${select.dataset.panel} figure`);
-    const show = () => figures.forEach((figure, i) => { figure.hidden = i !== Number(select.value); });
-    every("figcaption", select.closest(".panel")).forEach((caption) => { caption.hidden = true; });
-    select.parentElement.hidden = false;
-    select.addEventListener("change", show);
-    show();
-  }
-
   // -- the table: filters, and a sort within each group -----------------------------------------------------------------
 
   const filters = every("select[data-filter]");

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ...runs.labels import group_title, verifier_title
-from .svg import Axis, Chart
+from .style import MOST_PANELS, label, panels
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from ...runs.records import CellResult
 
 
@@ -69,28 +72,30 @@ def break_even_line(
     return lines
 
 
-def heat_maps(results: Sequence[CellResult]) -> list[tuple[str, str]]:
-    """Title and chart of each map."""
-    return [(heat_map.title, _draw(heat_map)) for heat_map in maps_of(results)]
+def draft_lengths(results: Sequence[CellResult], width: str) -> tuple[Figure, int] | None:
+    """Speed-ups by gamma and batch size, a panel per pair and setting; None without a pair of several gammas."""
+    from matplotlib.colors import TwoSlopeNorm
 
-
-def _draw(heat_map: Map) -> str:
-    gammas, batch_sizes = heat_map.gammas, heat_map.batch_sizes
-    x, y = (
-        Axis(title, -0.5, len(values) - 0.5, labels={float(i): str(value) for i, value in enumerate(values)})
-        for title, values in (("batch size", batch_sizes), ("gamma", gammas))
-    )
-    chart = Chart(x, y, height=max(150, 60 + 44 * len(gammas)))
-    strongest = max((abs(value - 1) for value in heat_map.cells.values()), default=0.0) or 1.0
-    for (gamma, batch_size), value in heat_map.cells.items():
-        i, j = batch_sizes.index(batch_size), gammas.index(gamma)
-        left, top, right, bottom = chart.px(i - 0.49), chart.py(j + 0.48), chart.px(i + 0.49), chart.py(j - 0.48)
-        chart.add(
-            f'<path class="{"pays" if value >= 1 else "costs"}" d="M{left},{top}H{right}V{bottom}H{left}z" '
-            f'fill-opacity="{0.12 + 0.55 * abs(value - 1) / strongest:.2f}"/>'
-            f'<text class="value" x="{chart.px(i)}" y="{chart.py(j) + 5}" text-anchor="middle">{value:.2f}</text>'
-        )
-    for border in break_even_line(heat_map.cells, gammas, batch_sizes):
-        chart.path(border, "break-even")
-    pays = sum(value >= 1 for value in heat_map.cells.values())
-    return chart.svg(f"drafting pays in {pays} of {len(heat_map.cells)} combinations of gamma and batch size")
+    maps = maps_of(results)
+    if not maps:
+        return None
+    shown = maps[:MOST_PANELS]
+    most = max(abs(value - 1) for heat_map in shown for value in heat_map.cells.values()) or 1.0
+    rows = max(len(heat_map.gammas) for heat_map in shown)
+    figure, axes = panels(len(shown), width, max(0.22 * rows, 0.5) + 0.6, share_y=False)
+    for panel, heat_map in zip(axes, shown, strict=True):
+        gammas, batch_sizes = heat_map.gammas, heat_map.batch_sizes
+        values = [[heat_map.cells.get((gamma, b), math.nan) for b in batch_sizes] for gamma in gammas]
+        norm = TwoSlopeNorm(1.0, 1 - most, 1 + most)
+        panel.pcolormesh(range(len(batch_sizes)), range(len(gammas)), values, cmap="RdBu", norm=norm, alpha=0.7)
+        for (gamma, b), value in heat_map.cells.items():
+            panel.annotate(
+                f"{value:.2f}", (batch_sizes.index(b), gammas.index(gamma)), ha="center", va="center", fontsize=6
+            )
+        for (x0, y0), (x1, y1) in break_even_line(heat_map.cells, gammas, batch_sizes):
+            panel.plot((x0, x1), (y0, y1), color="#e69f00", linewidth=2.5, solid_capstyle="round")
+        panel.set_xticks(range(len(batch_sizes)), list(map(str, batch_sizes)))
+        panel.set_yticks(range(len(gammas)), list(map(str, gammas)))
+        panel.grid(False)
+    label(figure, axes, [heat_map.title for heat_map in shown], "batch size", "gamma")
+    return figure, len(maps) - len(shown)
