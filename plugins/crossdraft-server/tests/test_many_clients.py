@@ -67,10 +67,13 @@ def test_full_queue_rejects_requests(tmp_path: Any) -> None:
     name = save_model(tmp_path / "target")
     with serving("--target", name, "--slots", "1", "--max-new-tokens", "80", max_waiting=2) as running:
         client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
-        with pytest.raises(openai.InternalServerError, match="0 of at most 2 requests wait; retry later"):
-            client.completions.create(model=name, prompt=["w5", "w6", "w7"])
         connections = [connect(running, name) for _ in range(3)]
-        time.sleep(0.01)
+        for _ in range(200):
+            if running.health()["waiting"] == 2:
+                break
+            time.sleep(0.005)
+        with pytest.raises(openai.InternalServerError, match="of at most 2 requests wait; retry later"):
+            client.completions.create(model=name, prompt=["w5", "w6"])
         for connection in connections:
             connection.close()
         assert running.idle()

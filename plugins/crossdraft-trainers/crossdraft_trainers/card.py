@@ -15,6 +15,7 @@ from crossdraft.framework.models.chat import encode
 from crossdraft.framework.models.digests import weights_sha256
 from crossdraft.framework.models.resolve import resolve
 from crossdraft.framework.recipe.prompts import Prompt
+from crossdraft.framework.util.table import Table
 
 from .contract import Text, public
 from .files import replace_text
@@ -117,12 +118,12 @@ def write_card(
     ]
     parts = [f"# {title}", _wrapped(about), "\n".join(_wrapped(fact, "- ") for fact in facts)]
     if measured is not None:
-        rows = [[name, f"{be:.2f}", count] for name, (be, count) in measured.by_category.items()]
+        rows = [[name, be, count] for name, (be, count) in measured.by_category.items()]
         parts.append(_wrapped(f"Block efficiency (tokens emitted per target call after prefill): {measured.how}."))
-        parts.append(_table(["category", "BE", "prompts"], rows))
+        parts.append(Table(["category", "BE", "prompts"], rows).markdown())
     header = [f"held-out {trainee.measured}"] if positions == 1 else [f"token {i + 1}" for i in range(positions)]
     rows = [[e["step"], e["minutes"], e["tokens"], *(f"{a:.3f}" for a in e["positions"])] for e in log]
-    parts.append(_table(["step", "minutes", "tokens seen", *header], rows))
+    parts.append(Table(["step", "minutes", "tokens seen", *header], rows, digits=1).markdown())
     parts.append(f"Made with: `crossdraft {shlex.join(map(public, argv))}`")
     replace_text(path, "\n\n".join(parts) + "\n")
 
@@ -136,11 +137,6 @@ def _wrapped(text: str, bullet: str = "") -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def _names(files: Sequence[Any]) -> str:

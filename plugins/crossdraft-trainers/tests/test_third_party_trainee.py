@@ -31,7 +31,7 @@ def test_trainee_of_public_names_trains_and_resumes(
     argv += ["0.2", "--batch-tokens", "60", "--measure", questions, "--measure-limit", "2", "--measure-tokens", "4"]
     assert cli.main([*argv, "--out", str(tmp_path / "whole")]) == 0, capsys.readouterr().err
     assert "It reads responses of up to" in (tmp_path / "whole" / "README.md").read_text()
-    assert "| a | " in (tmp_path / "whole" / "README.md").read_text(), "drafted with it"
+    assert "| a  " in (tmp_path / "whole" / "README.md").read_text(), "drafted with it"
 
     original, steps = Trainer._train, []
 

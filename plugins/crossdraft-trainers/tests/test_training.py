@@ -209,7 +209,7 @@ def test_command_line_writes_texts_trains_and_writes_card(kind, on_disk, tmp_pat
     facts = json.loads((tmp_path / "training.json").read_text())
     assert facts["kind"] == kind and facts["steps"] > 0 and facts["log"][0]["step"] == 0
     assert load_model(str(on_disk), dtype="float32").sha256 in card
-    assert re.search(r"\| a \| [1-9]\.\d\d \| 2 \|\n\| b \| [1-9]\.\d\d \| 2 \|", card)
+    assert re.search(r"\| a +\| +[1-9]\.\d\d \| +2 \|\n\| b +\| +[1-9]\.\d\d \| +2 \|", card)
     assert str(tmp_path.parent) not in card, "a path of this machine"
     assert f"Made with: `crossdraft train {kind} --target {on_disk.name} --out {tmp_path.name}" in card
     assert "answers were sampled from the target at temperature 1" in " ".join(card.split())
