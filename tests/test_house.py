@@ -3,6 +3,7 @@
 import ast
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -146,3 +147,17 @@ def test_core_is_small() -> None:
     done = subprocess.run([sys.executable, str(ROOT / ".ci" / "count")], capture_output=True, text=True, check=True)
     lines, code, name = done.stdout.splitlines()[-1].split()
     assert name == "core" and int(lines) <= MOST_LINES and int(code) <= MOST_CODE, done.stdout
+
+
+def test_reading_order_leads_through_the_kernel() -> None:
+    """Every file that the page names exists, and no contract, no part of the loop and no verifier is left out."""
+    named = re.findall(
+        r"`((?:framework|drafters|verifiers)/[\w/]+\.py)`", (ROOT / "docs/reading-order.md").read_text("utf-8")
+    )
+    assert len(named) == len(set(named)) and all((ROOT / name).is_file() for name in named)
+    kernel = [*(ROOT / "framework/contracts").glob("*.py"), *(ROOT / "framework/engine").glob("*.py")]
+    kernel += (ROOT / "verifiers").glob("*.py")
+    missing = {
+        str(file.relative_to(ROOT)) for file in kernel if file.parent.name == "verifiers" or file.name != "__init__.py"
+    }
+    assert not missing - set(named)
