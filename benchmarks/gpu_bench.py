@@ -38,7 +38,7 @@ from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.engine.decoder import Decoder
 from crossdraft.framework.engine.stopwatch import Stopwatch
-from crossdraft.framework.lm.vocab_adapter import fitted
+from crossdraft.framework.lm.vocab_adapter import adapt_vocab
 from crossdraft.framework.models.chat import encode
 from crossdraft.framework.models.device import pick_device
 from crossdraft.framework.models.load import load_model
@@ -184,7 +184,7 @@ class GivenContext(TargetContext):
     """A target context without tokenizer checks, because random draft models have no tokenizer."""
 
     def load_lm(self, name: str, *, extra_tokens: int = 0, **_: Any) -> LM:
-        return fitted(
+        return adapt_vocab(
             make_slots(self.load_model(name), self.batch_size, self.max_length + extra_tokens), self.vocab_size
         )
 

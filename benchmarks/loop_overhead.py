@@ -33,7 +33,7 @@ from crossdraft.framework.api.generate import pair_decoder
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.engine.decoder import Decoder
-from crossdraft.framework.lm.cuda_graphs import Graphs
+from crossdraft.framework.lm.cuda_graphs import CudaGraphRunner
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 from crossdraft.framework.lm.vocab_adapter import FittedLM
 from crossdraft.framework.models.chat import encode
@@ -65,7 +65,7 @@ class ForwardClock:
     def watch(self, lm: TransformersLM) -> None:
         """Time the replays of its CUDA graphs too, masks included: module hooks do not run in a replay."""
         if lm.graphs.records:
-            lm.graphs = lm._buckets.graphs = cast(Graphs, _TimedGraphs(lm.graphs, lm, self))
+            lm.graphs = lm._buckets.graphs = cast(CudaGraphRunner, _TimedGraphs(lm.graphs, lm, self))
 
     def _enter(self, *_: Any) -> None:
         if self._depth == 0:
@@ -88,7 +88,7 @@ class ForwardClock:
 class _TimedGraphs:
     """The CUDA graphs of ``lm``, timed by ``clock``."""
 
-    graphs: Graphs
+    graphs: CudaGraphRunner
     lm: TransformersLM
     clock: ForwardClock
 

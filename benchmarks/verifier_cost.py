@@ -24,7 +24,7 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from crossdraft.drafters.autoregressive.trees import Shape, grow_static
+from crossdraft.drafters.autoregressive.trees import TreeTemplate, grow_static
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.draft import Draft
 from crossdraft.framework.contracts.draft_kind import CHAIN, GREEDY_DRAFT, IID, WITHOUT_REPLACEMENT, DraftKind
@@ -39,8 +39,8 @@ SHAPES: dict[str, tuple[DraftKind, int]] = {
     f"chain {GAMMA}": (CHAIN, GAMMA),
     f"iid 2 x {LENGTH}": (IID, 2 * LENGTH),
     f"iid 4 x {LENGTH}": (IID, 4 * LENGTH),
-    f"tree {list(BRANCHING)}": (WITHOUT_REPLACEMENT, Shape.branching(BRANCHING).nodes),
-    f"greedy tree {list(BRANCHING)}": (GREEDY_DRAFT, Shape.branching(BRANCHING).nodes),
+    f"tree {list(BRANCHING)}": (WITHOUT_REPLACEMENT, TreeTemplate.branching(BRANCHING).nodes),
+    f"greedy tree {list(BRANCHING)}": (GREEDY_DRAFT, TreeTemplate.branching(BRANCHING).nodes),
 }
 #: Time limits of the verifiers in softmaxes: at one row, and at eight or more. A softmax of one row takes as long as a
 #: few dozen small operations, and verifiers for trees consist of those.
@@ -117,7 +117,7 @@ class SyntheticLM:
             return self.drafter[new]
 
         siblings = "greedy" if drawn is GREEDY_DRAFT else "without-replacement"
-        tree, levels = Shape.branching(BRANCHING), len(BRANCHING)
+        tree, levels = TreeTemplate.branching(BRANCHING), len(BRANCHING)
         limit = torch.full((b,), levels, device=device)
         return grow_static(tree, levels, siblings, self.drafter[start], expand, Sampling(), limit, rng)[0]
 
@@ -147,7 +147,7 @@ def measure(
     for name in rules:
         rule = plugins.get("verifiers", name)
         verifiers[name] = rule()
-        if compiled and CompiledVerifier.takes(verifiers[name]):
+        if compiled and CompiledVerifier.supports(verifiers[name]):
             compilers[f"{name}, compiled"] = CompiledVerifier(rule())
             verifiers[f"{name}, compiled"] = compilers[f"{name}, compiled"].verifier
     times: dict[str, list[float]] = {name: [] for name in ("softmax", *verifiers)}

@@ -111,7 +111,7 @@ class MultipathBlock(Verifier):
 
 
 @dataclass
-class Path:
+class SequencePath:
     """A path of L levels in every row; entries outside of ``valid`` are meaningless.
 
     Attributes:
@@ -131,7 +131,7 @@ class DraftedSequences:
     """Nodes of K sequences, their parents, tokens and rows of q.
 
     Attributes:
-        positions: ``[B, K, L]``, as in `Path`.
+        positions: ``[B, K, L]``, as in `SequencePath`.
         length: ``[B]``, length of the sequences of a row.
     """
 
@@ -160,7 +160,7 @@ class DraftedSequences:
         other_rank, other_token = rank.transpose(1, 2), token.transpose(1, 2)
         return torch.where(rank == other_rank, token > other_token, rank > other_rank).sum(2)
 
-    def highest(self, rank: Tensor | None, members: Tensor | None, start: Tensor | None, first: int) -> Path:
+    def highest(self, rank: Tensor | None, members: Tensor | None, start: Tensor | None, first: int) -> SequencePath:
         """The path of the highest ``rank [B, K]`` among ``members [B, K]``, from level ``first`` of the draft.
 
         The path of a row begins at level ``start [B]`` of the draft.
@@ -177,7 +177,7 @@ class DraftedSequences:
         if start is not None:
             valid = valid & (counting(self.positions.shape[2], valid.device)[first:] >= start[:, None])
         parent, token, q_row = path.unbind(1)
-        return Path(nodes, parent, token, q_row, valid)
+        return SequencePath(nodes, parent, token, q_row, valid)
 
     def children_of(self, position: Tensor, token: Tensor) -> Tensor:
         """``[B, K, L]`` bool: the children of ``position [B]`` with ``token [B]``."""
@@ -187,11 +187,11 @@ class DraftedSequences:
 def verify_path(
     draft: Draft,
     p: Tensor,
-    path: Path,
+    path: SequencePath,
     members: Tensor | None,
     start: Tensor | None,
     first: int,
-    most: int,
+    max_sequences: int,
     active: Tensor | None,
     rng: StepRng,
     ended: Tensor | None = None,
@@ -204,7 +204,7 @@ def verify_path(
         the position ``[B]`` of the last accepted node, and the weights ``[B, V]`` of the next token. Rows that are not
         ``active [B]`` stop at ``ended [B]``, if given, with weights P.
     """
-    n = None if members is None or most == 1 else members.sum(1)
+    n = None if members is None or max_sequences == 1 else members.sum(1)
     levels, on_path = path.valid.shape[1], path.valid
 
     def verify_rows(rows: slice) -> tuple[Tensor, Tensor, Tensor]:
@@ -214,10 +214,10 @@ def verify_path(
             q = torch.zeros_like(target).scatter_(2, token[..., None], 1.0)
         else:
             q = take_rows(draft.q[rows], path.q_row[rows])
-        if most == 1:
+        if max_sequences == 1:
             qhat = q
         elif draft.kind.merged_sequences:
-            qhat = best_path_probs(target, q, token, valid, None if n is None else n[rows], most)
+            qhat = best_path_probs(target, q, token, valid, None if n is None else n[rows], max_sequences)
         else:
             qhat = torch.cat([better_of_two_probs(target[:, 0], q[:, 0])[:, None], q[:, 1:]], 1)
         growth = (
@@ -233,8 +233,8 @@ def verify_path(
     qhats, reached, h = zip(*map(verify_rows, pieces), strict=True)
     reached, h = concat(reached), concat(h)
     # The whole path: h_gamma = p_gamma, and a bonus token from P_gamma.
-    whole = reached[:, -1] if active is None else torch.where(active, reached[:, -1], 0.0)
-    coins = torch.cat([whole[:, None], torch.where(on_path[:, 1:] & on_path[:, :-1], h, 0.0)], 1)
+    entire = reached[:, -1] if active is None else torch.where(active, reached[:, -1], 0.0)
+    coins = torch.cat([entire[:, None], torch.where(on_path[:, 1:] & on_path[:, :-1], h, 0.0)], 1)
     # Random numbers do not depend on the width of the batch.
     numbers = [level * (level + 1) // 2 + first for level in range(first, first + levels)]
     accepted = accept_each(rng, coins, numbers)
@@ -321,7 +321,7 @@ def better_of_two_probs(p: Tensor, q: Tensor) -> Tensor:
     return torch.empty_like(sorted_q).scatter_(1, order, sorted_q * factor).to(q.dtype)
 
 
-def best_path_probs(p: Tensor, q: Tensor, y: Tensor, on_path: Tensor, n: Tensor | None, most: int) -> Tensor:
+def best_path_probs(p: Tensor, q: Tensor, y: Tensor, on_path: Tensor, n: Tensor | None, max_sequences: int) -> Tensor:
     """Qhat ``[B, L, V]`` of the path ``y [B, L]``, the highest-ranked of ``n [B]`` sequences (``None`` = ``most``).
 
     u^n - v^n = (u - v) sum_i u^i v^(n-1-i), so the factor J cancels with that of the denominator.
@@ -329,7 +329,7 @@ def best_path_probs(p: Tensor, q: Tensor, y: Tensor, on_path: Tensor, n: Tensor 
     Args:
         p, q: ``[B, L, V]``, the distributions at each token of the path.
         on_path: ``[B, L]`` bool, True for existing tokens.
-        most: maximum number of sequences of a row, at least 2.
+        max_sequences: maximum number of sequences of a row, at least 2.
     """
     order = ascending(quotient(p, q).flatten(0, 1)).view_as(q)
     sums = q.gather(2, order).cumsum(2, dtype=torch.float64)
@@ -349,7 +349,7 @@ def best_path_probs(p: Tensor, q: Tensor, y: Tensor, on_path: Tensor, n: Tensor 
     if n is not None:
         one_left = (n < 2)[:, None]
         top, bottom = choose(one_left, torch.ones_like(top), top), torch.where(one_left[..., None], 1.0, bottom)
-    for m in range(2, most):
+    for m in range(2, max_sequences):
         lo_power, a_power = lo_power * lo, a_power * a
         higher, lower = torch.addcmul(lo_power, hi, top), bottom + a_power
         if n is None:

@@ -55,8 +55,8 @@ class Traversal(Verifier):
         # A leaf keeps P; so does a node without mass, which ends the visit only by rounding.
         n = shares.shape[1]
         target, weights = take_rows(p, node + 1), take_rows(shares, (node + 1).clamp(max=n - 1))
-        whole = (weights.sum(1) <= 0) | (node + 1 >= n)
-        return stop_at(draft, node, rng.draw(choose(whole, target, weights)))
+        at_end = (weights.sum(1) <= 0) | (node + 1 >= n)
+        return stop_at(draft, node, rng.draw(choose(at_end, target, weights)))
 
     def shares_and_rests(self, draft: Draft, p: Tensor, shape: TreeShape | None) -> tuple[Tensor, Tensor]:
         """Shares ``[B, n, V]`` of the root and the first nodes, at least all with children; rests ``[B, N + 1]``."""

@@ -30,8 +30,8 @@ class BatchSizeLength(LengthPolicy):
         self._schedule = lengths
 
     def draft_lengths(self, limit: Sequence[int], rows: int) -> list[int]:
-        length = next((length for least, length in reversed(self._schedule) if rows >= least), self.gamma)
-        return [min(length, most) for most in limit]
+        length = next((length for first_size, length in reversed(self._schedule) if rows >= first_size), self.gamma)
+        return [min(length, bound) for bound in limit]
 
 
 class BatchSize(StrategyConfig):
@@ -44,10 +44,10 @@ class BatchSize(StrategyConfig):
 
     @model_validator(mode="after")
     def _ascending(self) -> Any:
-        least = [first for first, _ in self.lengths]
-        if not least or least != sorted(set(least)):
+        sizes = [first for first, _ in self.lengths]
+        if not sizes or sizes != sorted(set(sizes)):
             raise ValueError(
-                f"lengths holds the numbers of sequences {least}, which do not ascend; sort the pairs, no duplicates"
+                f"lengths holds the numbers of sequences {sizes}, which do not ascend; sort the pairs, no duplicates"
             )
         return self
 

@@ -161,7 +161,7 @@ class LengthPolicy:
             limit: ``sequences.limit``.
             rows: number of occupied slots.
         """
-        return [min(self.gamma, most) for most in limit]
+        return [min(self.gamma, bound) for bound in limit]
 
     def should_continue(self, logits: Tensor, q: Tensor, token: Tensor) -> Tensor:
         """``[B]`` bool: True to draft another token after ``token [B]``, drawn from ``q [B, V]``.

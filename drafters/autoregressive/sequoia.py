@@ -49,7 +49,7 @@ def best_tree(acceptance: tuple[float, ...], nodes: int, depth: int) -> tuple[Ch
         acceptance: for each child of an accepted node, the probability that it is the accepted one.
 
     Returns:
-        the nodes as lists of sibling ranks (see `Shape.choices`), and the expected number of accepted tokens.
+        the nodes as lists of sibling ranks (see `TreeTemplate.choices`), and the expected number of accepted tokens.
 
     Raises:
         ValueError: acceptance is not valid, or no tree has that many nodes.

@@ -40,7 +40,7 @@ SIBLING_KINDS = {
 
 
 @dataclass(frozen=True)
-class Shape:
+class TreeTemplate:
     """A static tree: per level, the parent of each node (index in its level) and the rank among siblings."""
 
     parents: tuple[tuple[int, ...], ...]
@@ -60,11 +60,11 @@ class Shape:
         sizes = [1, *map(len, self.ranks)]
         return tuple(tuple(map(level.count, range(width))) for width, level in zip(sizes, self.parents, strict=False))
 
-    def cut(self, levels: int) -> Shape:
-        return Shape(self.parents[:levels], self.ranks[:levels])
+    def cut(self, levels: int) -> TreeTemplate:
+        return TreeTemplate(self.parents[:levels], self.ranks[:levels])
 
     @classmethod
-    def branching(cls, children: Sequence[int]) -> Shape:
+    def branching(cls, children: Sequence[int]) -> TreeTemplate:
         """Build a tree with ``children[i]`` children per node of level i: ``[2, 2, 1]`` has 2 + 4 + 4 nodes.
 
         Raises:
@@ -83,7 +83,7 @@ class Shape:
         return cls(tuple(parents), tuple(ranks))
 
     @classmethod
-    def choices(cls, paths: Sequence[Sequence[int]], contiguous: bool = False) -> Shape:
+    def choices(cls, paths: Sequence[Sequence[int]], contiguous: bool = False) -> TreeTemplate:
         """Build a tree from Medusa's choice lists (T. Cai et al. 2024): a node is the list of ranks on its path.
 
         Raises:
@@ -115,16 +115,16 @@ class Shape:
         return cls(tuple(parents), tuple(ranks))
 
 
-def tree_shape(branching: Sequence[int] | None, choices: Choices | None, *, contiguous: bool = False) -> Shape:
+def tree_shape(branching: Sequence[int] | None, choices: Choices | None, *, contiguous: bool = False) -> TreeTemplate:
     """Build the tree of a config, from ``choices`` if given, else from ``branching``.
 
     Raises:
-        ValueError: they do not describe a tree, see `Shape`.
+        ValueError: they do not describe a tree, see `TreeTemplate`.
     """
     if choices is not None:
-        return Shape.choices(choices, contiguous=contiguous)
+        return TreeTemplate.choices(choices, contiguous=contiguous)
     assert branching is not None
-    return Shape.branching(branching)
+    return TreeTemplate.branching(branching)
 
 
 def check_size(nodes: int) -> None:
@@ -132,11 +132,11 @@ def check_size(nodes: int) -> None:
     check_most(MOST_NODES, nodes, "nodes")
 
 
-def check_most(limit: Limit, n: int, what: str) -> None:
-    """Raise ValueError if ``n``, the draft's number of ``what``, exceeds ``limit``."""
+def check_most(limit: Limit, n: int, name: str) -> None:
+    """Raise ValueError if ``n``, the draft's number of ``name``, exceeds ``limit``."""
     if reason := limit.refusal(n):
         count = n if n < 10**12 else "more than 10^12"
-        raise ValueError(f"the draft has {count} {what}; {reason}")
+        raise ValueError(f"the draft has {count} {name}; {reason}")
 
 
 def check_candidates(depth: int, top_k: int, nodes: int) -> None:
@@ -159,13 +159,13 @@ def max_expanded(depth: int, nodes: int) -> int:
     return sum(_width(nodes - level + 1, nodes) for level in range(1, min(depth - 1, nodes) + 1))
 
 
-def _width(n: int, most: int) -> int:
-    """Round a level's width up to a power of two, at most ``most``: one CUDA graph is captured per width."""
-    return min(1 << (n - 1).bit_length(), most) if n else 0
+def _width(n: int, widest: int) -> int:
+    """Round a level's width up to a power of two, at most ``widest``: one CUDA graph is captured per width."""
+    return min(1 << (n - 1).bit_length(), widest) if n else 0
 
 
 def grow_static(
-    tree: Shape,
+    tree: TreeTemplate,
     levels: int,
     siblings: Siblings,
     root: Tensor,
@@ -189,7 +189,7 @@ def grow_static(
     shape, b = tree.cut(levels), len(root)
     children = shape.children
     parents, depth, ancestor_mask, fed = (
-        tree_constant(children, what, root.device) for what in ("parents", "depth", "ancestor_mask", "fed")
+        tree_constant(children, constant, root.device) for constant in ("parents", "depth", "ancestor_mask", "fed")
     )
     logits, parent_first, first = root[:, None], -1, 0  # index of the first node of the parent level, of this level
     tokens, drawn, q_rows, finite = [], [], Gathered(shape.nodes), []
@@ -224,10 +224,10 @@ def _most_probable(
     logits: Tensor, level: Sequence[Family], parent_first: int, ranks: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choose the nodes of a level by their ``ranks``; arguments and results as in `_drawn`, without q."""
-    most = max(ranks) + 1
-    ranked = ordered(logits, most)
+    ranks_count = max(ranks) + 1
+    ranked = ordered(logits, ranks_count)
     scores = logits.gather(2, ranked)
-    offsets = [(parent - parent_first) * most for parent, nodes in level for _ in nodes]
+    offsets = [(parent - parent_first) * ranks_count for parent, nodes in level for _ in nodes]
     chosen = [offset + rank for offset, rank in zip(offsets, ranks, strict=True)]
     token, score = (columns(values.flatten(1), chosen) for values in (ranked, scores))
     return token, score > -torch.inf, ~scores[..., 0].isnan()  # a NaN is ranked first

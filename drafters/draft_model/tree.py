@@ -23,8 +23,8 @@ from ..autoregressive.sequoia import best_tree
 from ..autoregressive.trees import (
     SIBLING_KINDS,
     Choices,
-    Shape,
     Siblings,
+    TreeTemplate,
     check_most,
     grow_dynamic,
     grow_static,
@@ -131,7 +131,7 @@ class DraftModelTree(TreeDrafter):
                 return min(DEPTH if self.depth is None else self.depth, self.budget)
             return len(self.shape().ranks)
 
-        def shape(self) -> Shape:
+        def shape(self) -> TreeTemplate:
             """Build the static tree."""
             choices = self.choices
             if self.growth == "sequoia":

@@ -304,9 +304,9 @@ _ASSISTANTS = {
 def refuse_assistant(checkpoint: Checkpoint) -> None:
     """Raise ModelError for drafters that are not heads on features, by their ``model_type`` or architecture."""
     classes = str(checkpoint.config.get("architectures")).lower().replace("_", "")
-    for kind, words in _ASSISTANTS.items():
+    for kind, text in _ASSISTANTS.items():
         if checkpoint.config.get("model_type") == kind or kind.replace("_", "") in classes:
-            raise checkpoint.refused(f"they are {words}; this is not supported, use other heads")
+            raise checkpoint.refused(f"they are {text}; this is not supported, use other heads")
 
 
 def check(checkpoint: Checkpoint, layout: str) -> None:

@@ -44,7 +44,7 @@ from ...framework.util.limits import MOST_LEVELS
 from .blocks import BlockDrafter
 from .config_keys import check
 from .eagle_weights import biased, decoder_layer, layer_config, merged_config, renamed, shared, vocabulary
-from .feature_head import Head
+from .feature_head import HeadModule
 from .misconfigurations import (
     draft_vocabulary,
     other_embedding,
@@ -124,7 +124,7 @@ class BlockOutput:
         return (self.states,)
 
 
-class DFlashHead(Head):
+class DFlashHead(HeadModule):
     """The drafter of DFlash as a plain module.
 
     Args:
@@ -401,11 +401,11 @@ def _dflash2(checkpoint: Checkpoint, tensors: dict[str, Tensor], options: dict[s
     return {"convolution": (taps, group_size), "selector": selector}
 
 
-def _number(checkpoint: Checkpoint, key: str, least: int, most: int) -> int:
+def _number(checkpoint: Checkpoint, key: str, minimum: int, maximum: int) -> int:
     value = merged_config(checkpoint, "dflash_config").get(key)
-    if type(value) is not int or not least <= value <= most:
-        what = "config.json lacks" if value is None else f"config.json has {value!r:.80} for"
-        raise checkpoint.refused(f"{what} {key}, a whole number from {least} to {most}")
+    if type(value) is not int or not minimum <= value <= maximum:
+        fault = "config.json lacks" if value is None else f"config.json has {value!r:.80} for"
+        raise checkpoint.refused(f"{fault} {key}, a whole number from {minimum} to {maximum}")
     return value
 
 

@@ -69,8 +69,8 @@ def stacked(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], module: Mappi
         shapes = {"gate_proj": half, "up_proj": half, "down_proj": list(down.shape[1:])}
         names = [(i, kind) for i in range(len(gate_up)) for kind in shapes]
         if wrong := sorted(set(names) ^ parts.keys()):
-            what = "missing" if wrong[0] in names else f"of {len(gate_up)} experts, unexpected"
-            raise checkpoint.refused(f"{what} {prefix}.{wrong[0][0]}.{wrong[0][1]}.weight, and {len(wrong) - 1} more")
+            fault = "missing" if wrong[0] in names else f"of {len(gate_up)} experts, unexpected"
+            raise checkpoint.refused(f"{fault} {prefix}.{wrong[0][0]}.{wrong[0][1]}.weight, and {len(wrong) - 1} more")
         for (i, kind), tensor in parts.items():
             if list(tensor.shape) != shapes[kind]:
                 raise checkpoint.refused(

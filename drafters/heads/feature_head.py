@@ -35,7 +35,7 @@ class HeadOutput:
         return (self.features,)
 
 
-class Head(nn.Module):
+class HeadModule(nn.Module):
     """Base of the heads with decoder layers of their own.
 
     Attributes:
@@ -62,7 +62,7 @@ class Head(nn.Module):
         return self.lm_head
 
 
-class FeatureHead(Head, ABC):
+class FeatureHead(HeadModule, ABC):
     """Base of the heads that draft token by token; they run over whole sequences or, with a cache, incrementally."""
 
     def fuse(self, hidden: Tensor) -> Tensor:

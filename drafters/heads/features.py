@@ -28,8 +28,8 @@ from ..autoregressive.policies import POLICIES, Policy, Static
 from ..autoregressive.trees import (
     SIBLING_KINDS,
     Choices,
-    Shape,
     Siblings,
+    TreeTemplate,
     check_candidates,
     dynamic_slack,
     grow_dynamic,
@@ -96,7 +96,7 @@ class HeadConfig(StrategyConfig):
             self.shape()
         return self
 
-    def shape(self) -> Shape:
+    def shape(self) -> TreeTemplate:
         """Build the static tree."""
         return tree_shape(self.branching, self.choices, contiguous=self.siblings != "top-k")
 

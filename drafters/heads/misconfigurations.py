@@ -82,10 +82,10 @@ def rotary_embeddings(checkpoint: Checkpoint, target: Any) -> Iterator[Misconfig
     rope = base | section
     text = target.config.get_text_config()
     targets = getattr(text, "rope_parameters", None) or {}
-    kind, its_kind = (one.get("rope_type") or one.get("type") or "default" for one in (rope, targets))
+    kind, its_kind = (scaling.get("rope_type") or scaling.get("type") or "default" for scaling in (rope, targets))
 
     def trial(mistake: str, key: str, value: Any, parameters: dict[str, Any]) -> Misconfiguration:
-        parameters = {name: one for name, one in parameters.items() if one is not None}
+        parameters = {name: scaling for name, scaling in parameters.items() if scaling is not None}
         keys = {"rope_parameters": parameters, "rope_scaling": None, "partial_rotary_factor": None}
         change = _layer_change(checkpoint, rope_theta=parameters["rope_theta"], **keys)
         return Misconfiguration(mistake, f"write {key}: {value} into the heads' config.json", change=change)
@@ -186,9 +186,9 @@ def embedding_scales(checkpoint: Checkpoint, target: Any) -> Iterator[Misconfigu
     own = checkpoint.tensors.get(name)
     weight: Tensor = target.get_input_embeddings().weight if own is None else own
     root = math.sqrt(weight.shape[1])
-    for factor, words in ((root, "times"), (1 / root, "over")):
+    for factor, text in ((root, "times"), (1 / root, "over")):
         yield Misconfiguration(
-            f"the embedding lacks a scale: the heads were trained with it {words} the root of its width",
+            f"the embedding lacks a scale: the heads were trained with it {text} the root of its width",
             f"add the scaled embedding to the heads' tensors, as {name}",
             change=partial(_scaled, name=name, weight=weight, factor=factor),
         )
@@ -244,9 +244,9 @@ def eagle3_norms(checkpoint: Checkpoint, layers: int) -> Iterator[Misconfigurati
         )
     elif fc is not None:
         width = fc.shape[1] // layers
-        one = {"input_norm.weight": torch.ones(fc.shape[1], dtype=fc.dtype)}
+        ones_norm = {"input_norm.weight": torch.ones(fc.shape[1], dtype=fc.dtype)}
         each = {f"fc_norm.{i}.weight": torch.ones(width, dtype=fc.dtype) for i in range(layers)}
-        for how, norms in (("together", one), ("layer by layer", each)):
+        for how, norms in (("together", ones_norm), ("layer by layer", each)):
             yield Misconfiguration(
                 f"features are normed before fc, {how}",
                 f"add the norms to the heads' tensors, as {', '.join(norms)}",

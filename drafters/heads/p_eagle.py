@@ -122,6 +122,6 @@ def _mask_token(checkpoint: Checkpoint, rows: int) -> int:
     settings = merged_config(checkpoint, "dflash_config")
     token = next((settings[key] for key in _MASK_KEYS if settings.get(key) is not None), None)
     if type(token) is not int or not 0 <= token < rows:
-        what = f"config.json lacks {_MASK_KEYS[0]}" if token is None else f"config.json has mask token {token!r:.80}"
-        raise checkpoint.refused(f"{what}; the id of the mask token is a whole number from 0 to {rows - 1}")
+        fault = f"config.json lacks {_MASK_KEYS[0]}" if token is None else f"config.json has mask token {token!r:.80}"
+        raise checkpoint.refused(f"{fault}; the id of the mask token is a whole number from 0 to {rows - 1}")
     return token

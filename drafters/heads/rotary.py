@@ -34,9 +34,9 @@ def rope_parameters(checkpoint: Checkpoint, raw: Mapping[str, Any], kinds: list[
         if not isinstance(section, dict):
             raise checkpoint.refused(f"{key} is {section!r:.80} in config.json; it must be a mapping")
     key, section = next(iter(sections.items()), ("rope_parameters", {}))
-    if nested := {kind: one for kind, one in section.items() if isinstance(one, dict)}:
+    if nested := {kind: scaling for kind, scaling in section.items() if isinstance(scaling, dict)}:
         used = [nested.get(kind) for kind in kinds or ["full_attention"]]
-        if used[0] is None or any(one != used[0] for one in used):
+        if used[0] is None or any(scaling != used[0] for scaling in used):
             raise checkpoint.refused(f"{key} differs between their layers in config.json, which is not supported")
         section = used[0]
     rope = {name: value for name, value in section.items() if not name.startswith("mrope_")}

@@ -22,7 +22,7 @@ from ...framework.contracts.draft_kind import CHAIN, DETERMINISTIC
 from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
 from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
-from ..autoregressive.trees import Choices, Shape
+from ..autoregressive.trees import Choices, TreeTemplate
 
 #: The published tree of 80 nodes and six levels: number of children, of ranks 0, 1, .., of each inner node.
 _PUBLISHED: dict[tuple[int, ...], int] = {
@@ -59,9 +59,9 @@ class TokenRecycling(Drafter):
             default=WIDEST, ge=1, le=WIDEST, description="candidates kept per token, and number of ranks in the tree"
         )
 
-        def shape(self) -> Shape:
+        def shape(self) -> TreeTemplate:
             """Build the tree."""
-            return Shape.choices([path for path in PUBLISHED if max(path) < self.width][: self.nodes])
+            return TreeTemplate.choices([path for path in PUBLISHED if max(path) < self.width][: self.nodes])
 
     config: Config
 
@@ -141,7 +141,7 @@ class TokenRecycling(Drafter):
         self._candidates[torch.where(first[token] == order, token, spare)] = candidates
 
 
-def _starts(shape: Shape) -> list[int]:
+def _starts(shape: TreeTemplate) -> list[int]:
     """Index of the first node of each level's parent level; -1, the root, for the first level."""
     starts, total = [-1], 0
     for ranks in shape.ranks[:-1]:
@@ -159,8 +159,8 @@ def best(logits: Tensor, k: int) -> Tensor:
     blocks = v // _BLOCK
     offset = torch.arange(v, device=logits.device).expand(n, -1)
     if blocks > k:
-        whole = logits[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK))
-        chosen = whole.amax(2).topk(k, 1).indices
+        full_blocks = logits[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK))
+        chosen = full_blocks.amax(2).topk(k, 1).indices
         inside = torch.arange(_BLOCK, device=logits.device)
         rest = torch.arange(blocks * _BLOCK, v, device=logits.device).expand(n, -1)
         offset = torch.cat([(chosen[:, :, None] * _BLOCK + inside).flatten(1), rest], 1)

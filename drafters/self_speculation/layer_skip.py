@@ -63,12 +63,12 @@ class LayerSkip(ChainDrafter):
                 f"drafter '{self.name}' skips part of layer {invalid[0]}, but '{context.target_name}' has layers 0 to "
                 f"{depth - 1}; name some of these"
             )
-        whole = sorted(set(attention) & set(mlp))
-        layers = [layer for layer in range(depth or MOST_LEVELS) if layer not in whole]
+        skipped = sorted(set(attention) & set(mlp))
+        layers = [layer for layer in range(depth or MOST_LEVELS) if layer not in skipped]
         if not layers:
             raise ModelError(f"drafter '{self.name}' skips every layer of '{context.target_name}'; keep some")
         return target_of(context, self.name).fork(
-            layers, no_attention=set(attention) - set(whole), no_mlp=set(mlp) - set(whole)
+            layers, no_attention=set(attention) - set(skipped), no_mlp=set(mlp) - set(skipped)
         )
 
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:

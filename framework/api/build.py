@@ -42,7 +42,7 @@ from ..lm.cuda_graphs import runner_for
 from ..lm.tensor_parallel_lm import Tables
 from ..lm.trainable_lm import learner_of
 from ..lm.transformers_lm import TransformersLM
-from ..lm.vocab_adapter import fitted
+from ..lm.vocab_adapter import adapt_vocab
 from ..models.checkpoint import load_checkpoint
 from ..models.digests import file_sha256
 from ..models.load import load_model, same_tokenizer
@@ -263,7 +263,7 @@ class TargetContext(ModuleContext):
     def load_lm(self, name: str, *, extra_tokens: int = 0, ids: Tensor | None = None, unknown: int = 0) -> LM:
         loaded = self._checked_model(name, ids is None)
         lm = make_slots(loaded, self.batch_size, self.max_length + extra_tokens)
-        return masked(fitted(lm, self.vocab_size, ids, unknown), self.constraints, self.mask_drafts)
+        return masked(adapt_vocab(lm, self.vocab_size, ids, unknown), self.constraints, self.mask_drafts)
 
     def load_learner(self, name: str) -> Learner:
         return learner_of(self._checked_model(name), self.batch_size, self.max_length, self.vocab_size)

@@ -28,10 +28,10 @@ from ..engine.logits_processors import LogitsProcessors, Processor
 from ..errors import UsageError
 from .build import StrategyLike
 from .generate import check_ids, pair_decoder
-from .generate_args import checked_sampling, whole
+from .generate_args import as_int, checked_sampling
 
 
-class Setting(NamedTuple):
+class GenerationSetting(NamedTuple):
     """Treatment of a setting of transformers' ``generate``.
 
     Attributes:
@@ -45,16 +45,16 @@ class Setting(NamedTuple):
     neutral: tuple[Any, ...] = ()
 
 
-def _honoured(*names: str) -> dict[str, Setting]:
-    return dict.fromkeys(names, Setting("honoured"))
+def _honoured(*names: str) -> dict[str, GenerationSetting]:
+    return dict.fromkeys(names, GenerationSetting("honoured"))
 
 
-def _harmless(reason: str, *names: str) -> dict[str, Setting]:
-    return dict.fromkeys(names, Setting("harmless", reason))
+def _harmless(reason: str, *names: str) -> dict[str, GenerationSetting]:
+    return dict.fromkeys(names, GenerationSetting("harmless", reason))
 
 
-def _refused(reason: str, **neutral: tuple[Any, ...]) -> dict[str, Setting]:
-    return {name: Setting("refused", reason, values) for name, values in neutral.items()}
+def _refused(reason: str, **neutral: tuple[Any, ...]) -> dict[str, GenerationSetting]:
+    return {name: GenerationSetting("refused", reason, values) for name, values in neutral.items()}
 
 
 _BATCH = "it reads the whole batch, but crossdraft scores each text separately"
@@ -64,7 +64,7 @@ _MODE = "it requests another decoding method than sampling or greedy decoding"
 _DRAFTING = "it configures drafting by transformers, but the drafter of crossdraft drafts"
 
 #: Fields of the generation config.
-FIELDS: dict[str, Setting] = {
+FIELDS: dict[str, GenerationSetting] = {
     **_honoured(
         *("max_length", "max_new_tokens", "min_length", "min_new_tokens"),
         *("eos_token_id", "pad_token_id", "bos_token_id", "forced_bos_token_id", "forced_eos_token_id"),
@@ -113,7 +113,7 @@ FIELDS: dict[str, Setting] = {
 }
 
 #: Named arguments of transformers' ``generate``; its keywords are fields, or inputs of the model.
-ARGUMENTS: dict[str, Setting] = {
+ARGUMENTS: dict[str, GenerationSetting] = {
     **_honoured("self", "inputs", "generation_config", "custom_generate", "streamer", "logits_processor"),
     **_refused(_BATCH, prefix_allowed_tokens_fn=()),
     **_refused(_STOP, stopping_criteria=([],)),
@@ -125,7 +125,7 @@ ARGUMENTS: dict[str, Setting] = {
 _INPUTS = frozenset({"input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep"})
 #: Warpers of `Sampling` besides the temperature.
 _TOP = logits_process.TopKLogitsWarper | logits_process.TopPLogitsWarper | logits_process.MinPLogitsWarper
-_UNKNOWN = Setting("refused", "this version of crossdraft does not support it")
+_UNKNOWN = GenerationSetting("refused", "this version of crossdraft does not support it")
 
 
 def custom_generate(
@@ -186,7 +186,7 @@ def custom_generate(
         arguments.get("streamer"),
         LoadedModel(model, None, type(model).__name__, "given", "", ends, None),
     )
-    budget = whole("max_new_tokens", budget, 1)
+    budget = as_int("max_new_tokens", budget, 1)
     decoder = pair_decoder(
         target,
         drafter,
@@ -195,7 +195,7 @@ def custom_generate(
         sampling=sampling,
         batch_size=len(prompts),
         max_new_tokens=budget,
-        seed=_drawn_seed(sampling) if seed is None else whole("seed", seed),
+        seed=_drawn_seed(sampling) if seed is None else as_int("seed", seed),
         load=_no_model,
         on_step=None if streamer is None else _streamed(streamer, len(prompts)),
         processors=LogitsProcessors(_by_row(processors, len(prompts)), padding) if processors else None,
@@ -244,7 +244,7 @@ def sampling_of(config: GenerationConfig) -> Sampling:
 # -- settings that are refused ----------------------------------------------------------------------------
 
 
-def _check_setting(name: str, value: Any, setting: Setting) -> None:
+def _check_setting(name: str, value: Any, setting: GenerationSetting) -> None:
     if setting.effect == "refused" and value is not None and not any(_equal(value, v) for v in setting.neutral):
         _refuse(name, value, setting.reason)
 

@@ -231,7 +231,7 @@ def _prepare(model: str | LoadedModel, inputs: Any, options: StreamOptions, live
     constraints = per_input_constraints(options.constraint, len(texts))
     max_new_tokens, samplings = per_input_limits(options.max_new_tokens, len(texts)), options.samplings(len(texts))
     # Checked before anything is loaded.
-    pairs = {one: compatible_pair(options.drafter, options.verifier, one) for one in dict.fromkeys(samplings)}
+    pairs = {params: compatible_pair(options.drafter, options.verifier, params) for params in dict.fromkeys(samplings)}
     if not texts:
         return _Call([], [], live, options.on_step)
     target = load_model(model) if isinstance(model, str) else model
@@ -248,7 +248,7 @@ def _prepare(model: str | LoadedModel, inputs: Any, options: StreamOptions, live
     ]
 
     def decoder_of(sampling: Sampling) -> Decoder:
-        rows = [i for i, one in enumerate(samplings) if one == sampling]
+        rows = [i for i, params in enumerate(samplings) if params == sampling]
         return pair_decoder(
             target,
             *pairs[sampling],
@@ -273,7 +273,7 @@ def _prepare(model: str | LoadedModel, inputs: Any, options: StreamOptions, live
             requests[i] = requests[i]._replace(constraint=grammars[constraint.key])
     batches = []
     for sampling in pairs:
-        members = [request for request, one in zip(requests, samplings, strict=True) if one == sampling]
+        members = [request for request, params in zip(requests, samplings, strict=True) if params == sampling]
         outputs = [Output(target.tokenizer, options.stop, live=live) for _ in members]
         batches.append(_Batch(members, outputs, partial(decoder_of, sampling)))
     batches[0].decoder = lambda: first

@@ -71,10 +71,10 @@ class StreamOptions:
             raise UsageError(f"on_step={self.on_step!r} must be a function of a StepEvent")
         return replace(
             self,
-            batch_size=whole("batch_size", self.batch_size, 1),
-            seed=whole("seed", self.seed),
+            batch_size=as_int("batch_size", self.batch_size, 1),
+            seed=as_int("seed", self.seed),
             stop=stop_strings(self.stop),
-            prefill_tokens=whole("prefill_tokens", self.prefill_tokens, 0),
+            prefill_tokens=as_int("prefill_tokens", self.prefill_tokens, 0),
         )
 
     def samplings(self, inputs: int) -> list[Sampling]:
@@ -161,11 +161,11 @@ def checked_sampling(**parameters: Any) -> Sampling:
         raise UsageError(f"{first['loc'][0]}={first['input']!r} is not valid: {fault(first)}") from None
 
 
-def whole(name: str, value: Any, least: int | None = None) -> int:
-    """Convert an argument of any integer type; UsageError if it is not an integer of at least ``least``."""
+def as_int(name: str, value: Any, minimum: int | None = None) -> int:
+    """Convert an argument of any integer type; UsageError if it is not an integer of at least ``minimum``."""
     integer = _index(value)
-    if integer is None or (least is not None and integer < least):
-        raise UsageError(f"{name}={value!r} must be an integer{'' if least is None else f' of at least {least}'}")
+    if integer is None or (minimum is not None and integer < minimum):
+        raise UsageError(f"{name}={value!r} must be an integer{'' if minimum is None else f' of at least {minimum}'}")
     return integer
 
 
@@ -188,12 +188,12 @@ def checked_processors(processors: Any) -> LogitsProcessors | None:
 def per_input_limits(max_new_tokens: Any, inputs: int) -> list[int]:
     """``max_new_tokens`` of each input."""
     if not isinstance(max_new_tokens, Sequence) or isinstance(max_new_tokens, str):
-        return [whole("max_new_tokens", max_new_tokens, 1)] * inputs
+        return [as_int("max_new_tokens", max_new_tokens, 1)] * inputs
     if len(max_new_tokens) != inputs:
         raise UsageError(
             f"max_new_tokens has {len(max_new_tokens)} values for {inputs} inputs; give one number, or one per input"
         )
-    return [whole(f"max_new_tokens[{i}]", limit, 1) for i, limit in enumerate(max_new_tokens)]
+    return [as_int(f"max_new_tokens[{i}]", limit, 1) for i, limit in enumerate(max_new_tokens)]
 
 
 def check_streamer(streamer: Any, inputs: int) -> None:

@@ -21,7 +21,7 @@ from ..contracts.models import Checkpoint, LoadedModel
 from ..contracts.sampling import Sampling
 from ..engine.constrained_lm import masked
 from ..errors import ModelError
-from ..lm.vocab_adapter import fitted
+from ..lm.vocab_adapter import adapt_vocab
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class ToyContext(DraftContext):
         if self._words is not None and ids is None:
             raise ModelError(f"'{name}' cannot draft for 'toy': their vocabularies differ")
         lm: Any = TableLM(self._drafter, self.batch_size, start=self._start)
-        return masked(fitted(lm, self.vocab_size, ids, unknown), self.constraints, self.mask_drafts)
+        return masked(adapt_vocab(lm, self.vocab_size, ids, unknown), self.constraints, self.mask_drafts)
 
     def load_heads(self, name: str) -> Checkpoint:
         if name != "toy" or self._words is not None:

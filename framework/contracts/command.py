@@ -85,11 +85,11 @@ class _Option:
     def settings(self) -> dict[str, Any]:
         """Keyword arguments of ``add_argument``; the value stays text, which `parsed` converts."""
         form, default, required = self.form, self.default, self.default is PydanticUndefined
-        words = self.help
-        if not required and default not in (None, False, (), "") and not words.endswith(")"):
+        text = self.help
+        if not required and default not in (None, False, (), "") and not text.endswith(")"):
             shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
-            words += f" (default: {shown})"
-        settings: dict[str, Any] = {"help": words.replace("%", "%%"), "default": argparse.SUPPRESS}
+            text += f" (default: {shown})"
+        settings: dict[str, Any] = {"help": text.replace("%", "%%"), "default": argparse.SUPPRESS}
         if self.item is bool:
             return settings | {"action": "store_true"}
         if get_origin(self.item) is Literal:

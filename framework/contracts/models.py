@@ -93,7 +93,7 @@ class Backend(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def takes(self, path: Path) -> bool:
+    def supports(self, path: Path) -> bool:
         """Return True if the file or directory ``path`` is a model of this kind; load nothing."""
 
     @abstractmethod
@@ -107,7 +107,7 @@ class Backend(ABC):
         attn_implementation: str | None,
         share_with: LoadedModel | None,
     ) -> LoadedModel:
-        """Load a model for which `takes` returned True.
+        """Load a model for which `supports` returned True.
 
         Args:
             dtype, device: as the user wrote them, ``"auto"`` by default.

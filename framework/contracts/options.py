@@ -45,8 +45,8 @@ def fault(problem: Mapping[str, Any]) -> str:
     if (sentence := _FAULTS.get(problem["type"])) is None:  # raised by a validator
         return problem["msg"].removeprefix("Value error, ").replace("Input should", "should")
     context = problem.get("ctx", {})
-    whole = {key: int(value) for key, value in context.items() if isinstance(value, float) and value.is_integer()}
-    return sentence.format(**{**context, **whole})
+    integers = {key: int(value) for key, value in context.items() if isinstance(value, float) and value.is_integer()}
+    return sentence.format(**{**context, **integers})
 
 
 def permits(config: type[BaseModel], options: Mapping[str, Any], gamma: int) -> bool:

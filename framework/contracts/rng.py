@@ -94,15 +94,15 @@ def inverse_cdf(weights: Tensor, uniform: Tensor, within: Tensor) -> Tensor:
         weights = weights.float()
     if v <= SMALL:
         return _find(weights, uniform).clamp_(max=v - 1)
-    whole = v // BLOCK * BLOCK
-    sums = weights[..., :whole].unflatten(-1, (-1, BLOCK)).sum(-1)
-    if whole < v:
-        sums = torch.cat([sums, weights[..., whole:].sum(-1, keepdim=True)], -1)
+    end = v // BLOCK * BLOCK
+    sums = weights[..., :end].unflatten(-1, (-1, BLOCK)).sum(-1)
+    if end < v:
+        sums = torch.cat([sums, weights[..., end:].sum(-1, keepdim=True)], -1)
     # If weights are NaN or 0, the block is the extra last row, and the result is clamped.
     block = _find(sums, uniform)
     token, beyond = _blocks(v, BLOCK, weights.device)
     inside = weights.gather(-1, token[block])
-    if whole < v:
+    if end < v:
         inside.masked_fill_(beyond[block], 0.0)
     return torch.add(_find(inside, within), block, alpha=BLOCK).clamp_(max=v - 1)
 
@@ -267,8 +267,8 @@ class CounterStepRng(UniformStepRng):
         counter[1] = np.arange(streams, dtype=np.uint64)[:, None, None]
         counter[2] = position[:, None]
         counter[3] = stream[:, None]
-        words = philox4x32(counter, self._key)
-        high, low = words[0::2], words[1::2]
+        numbers = philox4x32(counter, self._key)
+        high, low = numbers[0::2], numbers[1::2]
         bits = (high << np.uint64(21)) ^ (low >> np.uint64(11))
         uniforms = np.moveaxis(bits, 0, -1).reshape(streams, len(stream), 2 * pairs) * 2.0**-53
         return torch.from_numpy(uniforms).to(self._device, non_blocking=True)

@@ -62,11 +62,11 @@ def check_draft(
         raise broken(who, f"has {draft.probes} probes among {n} nodes", "probes are the last nodes of a draft")
     candidates = n - draft.probes
     if draft.resume_from is not None and not draft.is_chain:
-        what = f"has resume_from and a draft '{draft.kind}'{' with probes' if draft.probes else ''}"
-        raise broken(who, what, "draft.resume_from is supported for chains only")
+        fault = f"has resume_from and a draft '{draft.kind}'{' with probes' if draft.probes else ''}"
+        raise broken(who, fault, "draft.resume_from is supported for chains only")
     if draft.q is not None and draft.q.shape[1] < (candidates if draft.q_index is None else min(candidates, 1)):
-        what = f"made draft.q of shape {list(draft.q.shape)}, too few rows for {candidates} nodes: a shape is off"
-        raise broken(who, what, "row i is the distribution of node i, unless draft.q_index is set")
+        fault = f"made draft.q of shape {list(draft.q.shape)}, too few rows for {candidates} nodes: a shape is off"
+        raise broken(who, fault, "row i is the distribution of node i, unless draft.q_index is set")
     if not candidates:
         return
     if draft.kind != traits.kind:
@@ -74,17 +74,17 @@ def check_draft(
         raise broken(who, f"made a draft '{draft.kind}', but traits.kind is '{traits.kind}'", advice)
     if (draft.q is None) != traits.point_mass:
         has = "without" if draft.q is None else "with"
-        what = f"made a draft {has} q, but traits.point_mass is {traits.point_mass}"
-        raise broken(who, what, "q is the distribution that tokens were drawn from; None = point masses")
+        fault = f"made a draft {has} q, but traits.point_mass is {traits.point_mass}"
+        raise broken(who, fault, "q is the distribution that tokens were drawn from; None = point masses")
     if draft.levels is not None and not 0 <= draft.levels <= traits.depth:
-        what = f"made a draft of {draft.levels} levels, deeper than traits.depth = {traits.depth}"
-        raise broken(who, what, "traits.levels must be the depth of the deepest draft")
+        fault = f"made a draft of {draft.levels} levels, deeper than traits.depth = {traits.depth}"
+        raise broken(who, fault, "traits.levels must be the depth of the deepest draft")
     if draft.children is not None and (reason := problem(draft.children, candidates)):
-        what = f"made draft.children, which {reason}"
-        raise broken(who, what, "it is the number of children of each node, level by level; None = a dynamic tree")
+        fault = f"made draft.children, which {reason}"
+        raise broken(who, fault, "it is the number of children of each node, level by level; None = a dynamic tree")
     if (draft.sequences is None) == draft.kind.merged_sequences:
-        what = f"made a draft '{draft.kind}' {'without' if draft.sequences is None else 'with'} draft.sequences"
-        raise broken(who, what, "only drafts of merged sequences have it; use Draft.iid")
+        fault = f"made a draft '{draft.kind}' {'without' if draft.sequences is None else 'with'} draft.sequences"
+        raise broken(who, fault, "only drafts of merged sequences have it; use Draft.iid")
 
 
 def check_verdict(draft: Draft, verdict: Verdict, *, verifier: str = "the verifier") -> None:
@@ -136,20 +136,20 @@ def check_rows(
         emitted = row.tokens[: max(row.tau, 0) + 1]
         who, advice = verifier, "see the docstring of Verdict"
         if not row.resume_matches:
-            who, what = drafter, "drafted other tokens than it fed to a fork"
+            who, fault = drafter, "drafted other tokens than it fed to a fork"
             advice = "draft.resume_from must be a fork that was fed the root and then the draft's tokens, in order"
         elif row.depth > limit:
-            who, what = drafter, too_deep(row.depth, limit)
+            who, fault = drafter, too_deep(row.depth, limit)
             advice = "propose() must not exceed the limit of each row"
         elif not 0 <= row.tau <= deepest:
-            what = accepted_too_many(row.tau, deepest)
+            fault = accepted_too_many(row.tau, deepest)
         elif min(emitted) < 0 or max(emitted) >= vocab_size:
-            what = emitted_outside(next(token for token in emitted if not 0 <= token < vocab_size), vocab_size)
+            fault = emitted_outside(next(token for token in emitted if not 0 <= token < vocab_size), vocab_size)
         elif not -1 < row.survival < row.depth + 2:
-            what = f"reported a survival that sums to {row.survival:.6g}"
+            fault = f"reported a survival that sums to {row.survival:.6g}"
         else:
             continue
-        raise broken(who, f"{what} in slot {index} ({place})", advice)
+        raise broken(who, f"{fault} in slot {index} ({place})", advice)
     return failed
 
 
@@ -165,8 +165,8 @@ def accepted_too_many(tau: int, depth: int) -> str:
     return f"accepted {tau} tokens of a draft that is {depth} deep"
 
 
-def broken(who: str, what: str, advice: str) -> ContractError:
-    return ContractError(f"{who} {what}; {advice}")
+def broken(who: str, fault: str, advice: str) -> ContractError:
+    return ContractError(f"{who} {fault}; {advice}")
 
 
 def _check_tensors(
@@ -180,21 +180,21 @@ def _check_tensors(
             continue
         expected = [sizes.get(axis, axis) for axis in axes.split()]
         if not isinstance(value, Tensor):
-            what = f"a {type(value).__name__}"
+            fault = f"a {type(value).__name__}"
         elif value.dim() != len(expected) or any(
             isinstance(size, int) and size != actual for size, actual in zip(expected, value.shape, strict=True)
         ):
-            what = f"of shape {list(value.shape)}, not [{', '.join(map(str, expected))}]: a shape is off"
+            fault = f"of shape {list(value.shape)}, not [{', '.join(map(str, expected))}]: a shape is off"
         elif value.dtype not in dtypes:
-            what = f"of dtype {_plain(value.dtype)}"
+            fault = f"of dtype {_plain(value.dtype)}"
         elif value.device != device:
-            what = f"on {value.device}"
+            fault = f"on {value.device}"
         else:
             if axes == "B N":
                 sizes["N"] = value.shape[1]
             continue
         advice = f"must be a tensor [{', '.join(axes.split())}] of {' or '.join(map(_plain, dtypes))} on {device}"
-        raise broken(who, f"made {name} {what}", f"{name} {advice}")
+        raise broken(who, f"made {name} {fault}", f"{name} {advice}")
 
 
 def _plain(dtype: torch.dtype) -> str:

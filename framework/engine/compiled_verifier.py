@@ -63,7 +63,7 @@ class CompiledVerifier:
     """
 
     def __init__(self, verifier: Verifier):
-        if not self.takes(verifier):
+        if not self.supports(verifier):
             raise ValueError(f"'{verifier.name}' keeps state on the host, which compiled code cannot read")
         self.verifier = verifier
         self.compiling = True
@@ -71,7 +71,7 @@ class CompiledVerifier:
         self._known: dict[Hashable, _Compiled | None] = {}
 
     @staticmethod
-    def takes(verifier: Verifier) -> bool:
+    def supports(verifier: Verifier) -> bool:
         """Return True if ``verifier`` can be compiled."""
         return (
             not verifier.traits(verifier.config).stateful

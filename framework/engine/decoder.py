@@ -105,7 +105,7 @@ class Decoder:
         verifier_traits = verifier.traits(verifier.config)
         self._lossless, self._stateful = verifier_traits.lossless, verifier_traits.stateful
         self.compiled_verifier = (
-            CompiledVerifier(verifier) if compile_verifier and CompiledVerifier.takes(verifier) else None
+            CompiledVerifier(verifier) if compile_verifier and CompiledVerifier.supports(verifier) else None
         )
         self._claim = drafter.claim = verifier.claim = object()
         #: Names in messages.

@@ -348,9 +348,9 @@ def validate_verdict(
     _raise_first(verifier, [replace(fault, bad=fault.bad & checked) for fault in faults], prompts)
 
 
-def _impossible(bad: Tensor, what: str) -> _Fault:
+def _impossible(bad: Tensor, message: str) -> _Fault:
     advice = "a lossless verifier must not emit such a token; fix it, or declare lossless=False"
-    return _Fault(bad, lambda row: f"{what} of target probability 0", advice)
+    return _Fault(bad, lambda row: f"{message} of target probability 0", advice)
 
 
 @dataclass(frozen=True)
@@ -359,13 +359,13 @@ class _Fault:
 
     Attributes:
         bad: ``[B]`` or ``[B, N]`` bool, True at violations.
-        what: the message, given the slot (and the node).
+        message: the message, given the slot (and the node).
         advice: how to fix it.
         error: the exception to raise.
     """
 
     bad: Tensor
-    what: Callable[..., str]
+    message: Callable[..., str]
     advice: str
     error: type[CrossdraftError] = ContractError
 
@@ -380,4 +380,4 @@ def _raise_first(who: str, faults: Sequence[_Fault], prompts: Sequence[str | Non
             row, *node = fault.bad.nonzero()[0].tolist()
             prompt = f" ({prompts[row]})" if prompts and prompts[row] else ""
             place = f"slot {row}{prompt}" + (f", node {node[0]}" if node else "")
-            raise fault.error(f"{who} {fault.what(row, *node)} in {place}; {fault.advice}")
+            raise fault.error(f"{who} {fault.message(row, *node)} in {place}; {fault.advice}")

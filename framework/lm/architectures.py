@@ -149,16 +149,16 @@ def _reasons(model: Any, config: Any, max_length: int | None, both_ropes: bool) 
         )
     recurrent = _recurrent(config)
     stateful = _stateful(model)
-    what = f"layers of type {', '.join(recurrent)}" if recurrent else "recurrent layers"
+    layers = f"layers of type {', '.join(recurrent)}" if recurrent else "recurrent layers"
     if stateful and not recurrent_modules(model):
         yield (
-            f"has {what}: crossdraft cannot reset their state when a draft is rejected, so speculative decoding "
+            f"has {layers}: crossdraft cannot reset their state when a draft is rejected, so speculative decoding "
             "would silently continue from rejected tokens; use a model whose layers are all attention"
         )
     if stateful and not SUPPORTED:
         yield (
-            f"has {what}, which are supported from transformers 5.23 on, but {transformers.__version__} is installed; "
-            "update it"
+            f"has {layers}, which are supported from transformers 5.23 on, but {transformers.__version__} is "
+            "installed; update it"
         )
     if (
         "sliding_attention" in kinds

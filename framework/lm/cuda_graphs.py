@@ -104,17 +104,17 @@ class _SharedBuffers:
     def buffer(self, name: Hashable, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor that shares memory only with tensors of the same ``name`` and dtype."""
         size, buffers = prod(shape), self._buffers.setdefault((name, dtype), [])
-        buffer = next((one for one in buffers if one.numel() >= size), None)
+        buffer = next((tensor for tensor in buffers if tensor.numel() >= size), None)
         if buffer is None:
             buffer = torch.empty(max(size, 2 * len(buffers[-1]) if buffers else 0), dtype=dtype, device=device)
             buffers.append(buffer)
         return buffer[:size].view(shape)
 
     def nbytes(self, device: torch.device) -> int:
-        return sum(one.nbytes for buffers in self._buffers.values() for one in buffers if one.device == device)
+        return sum(tensor.nbytes for buffers in self._buffers.values() for tensor in buffers if tensor.device == device)
 
 
-class Graphs:
+class CudaGraphRunner:
     """Calls functions of tensors; records a shape at its second call and replays it from then on (see `recording`).
 
     The first call of a shape is a warm-up, in which lazy allocations happen (a cache, a library's workspace); many
@@ -212,7 +212,10 @@ class Graphs:
         layouts: list[Any],
     ) -> _Recording:
         buffer = self._buffers.buffer
-        inputs = {name: buffer(name, one.shape, one.dtype, one.device).copy_(one) for name, one in tensors.items()}
+        inputs = {
+            name: buffer(name, tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
+            for name, tensor in tensors.items()
+        }
         outputs = tuple(None if layout is None else buffer(i, *layout) for i, layout in enumerate(layouts))
 
         def run() -> None:
@@ -224,7 +227,7 @@ class Graphs:
         return _Recording(inputs, outputs, recorder.record(run))
 
 
-_instances: WeakSet[Graphs] = WeakSet()
+_instances: WeakSet[CudaGraphRunner] = WeakSet()
 
 
 def recorded_nbytes(device: torch.device) -> int:
@@ -313,18 +316,18 @@ class CudaRecorder:
 _failed: list[torch.cuda.CUDAGraph] = []
 
 
-def runner_for(model: Any) -> Graphs:
+def runner_for(model: Any) -> CudaGraphRunner:
     """The caller of the passes of ``model``; records none on a CPU, over devices or processes, or if switched off."""
     name, devices = type(model).__name__, set(getattr(model, "hf_device_map", {}).values())
     if input_device(model).type != "cuda" or os.environ.get("CROSSDRAFT_CUDA_GRAPHS") == "0":
-        return Graphs(None, name)
+        return CudaGraphRunner(None, name)
     if len(devices) > 1:
         _warn_once(name, f"it is spread over {len(devices)} devices")
-        return Graphs(None, name)
+        return CudaGraphRunner(None, name)
     if any(hasattr(weight, "placements") for weight in model.parameters()):
         _warn_once(name, "it is split over several processes")
-        return Graphs(None, name)
-    return Graphs(CudaRecorder(model.device), name)
+        return CudaGraphRunner(None, name)
+    return CudaGraphRunner(CudaRecorder(model.device), name)
 
 
 @cache

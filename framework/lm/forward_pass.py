@@ -79,7 +79,8 @@ class ForwardPass:
         masks = AttentionMasks(config, model.dtype, device, max_length)
         if cache is None:
             caches = [preparation.new_cache(batch_size, max_length) for preparation in preparations]
-            cache = next((own for own in caches if own is not None), RaggedCache(batch_size, max_length))
+            own: list[KVCache] = [cache for cache in caches if cache is not None]
+            cache = own[0] if own else RaggedCache(batch_size, max_length)
         return cls(model, dims, masks, cache, preparations)
 
     def score(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .cuda_graphs import Graphs, Outputs, capture_limits
+from .cuda_graphs import CudaGraphRunner, Outputs, capture_limits
 from .forward_pass import ForwardPass
 
 #: Graphs attend over a multiple of this many slots (see `stepped`), or over all of them. PyTorch's kernels copy masks
@@ -22,19 +22,19 @@ BUCKET = 256
 MOST_GRAPHED = 4096
 
 
-def stepped(n: int, least: int) -> int:
-    """The smallest of 1, 2, .. 8, 10, 12, 14, 16, 20, 24, .. times ``least`` that is not below ``n``."""
-    step = least << max((-(-n // least)).bit_length() - 3, 0)
+def stepped(n: int, smallest: int) -> int:
+    """The smallest of 1, 2, .. 8, 10, 12, 14, 16, 20, 24, .. times ``smallest`` that is not below ``n``."""
+    step = smallest << max((-(-n // smallest)).bit_length() - 3, 0)
     return -(-n // step) * step
 
 
-def kv_lens(least: int, most: int) -> list[int]:
-    """All values of `stepped` for 1 to ``most``, longest first; the longest is ``most`` itself."""
-    length, shorter = stepped(1, least), []
-    while length < most:
+def kv_lens(smallest: int, largest: int) -> list[int]:
+    """All values of `stepped` for 1 to ``largest``, longest first; the longest is ``largest`` itself."""
+    length, shorter = stepped(1, smallest), []
+    while length < largest:
         shorter.append(length)
-        length = stepped(length + 1, least)
-    return [most, *reversed(shorter)]
+        length = stepped(length + 1, smallest)
+    return [largest, *reversed(shorter)]
 
 
 def widths(width: int, widest: int) -> list[int]:
@@ -69,7 +69,7 @@ class BucketedPasses:
         graphs: records and replays the passes.
     """
 
-    def __init__(self, forward_pass: ForwardPass, graphs: Graphs, batch_size: int, max_length: int):
+    def __init__(self, forward_pass: ForwardPass, graphs: CudaGraphRunner, batch_size: int, max_length: int):
         self.graphs = graphs
         self._pass, self._batch_size, self._max_length = forward_pass, batch_size, max_length
 

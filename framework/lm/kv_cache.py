@@ -50,7 +50,7 @@ class WritePlan:
         if device == self.slots.device:
             return self
         if device not in self._copies:
-            rows, parents = (None if one is None else one.to(device) for one in (self.rows, self.parents))
+            rows, parents = (None if tensor is None else tensor.to(device) for tensor in (self.rows, self.parents))
             self._copies[device] = replace(self, slots=self.slots.to(device), rows=rows, parents=parents)
         return self._copies[device]
 

@@ -34,7 +34,7 @@ from .ragged_lm import RaggedLM
 
 
 class _PartialPass(ForwardPass):
-    """Passes of some layers of ``whole``'s model, over its cache.
+    """Passes of some layers of the model of ``model_pass``, over its cache.
 
     Args:
         model: the layers, see `with_layers`.
@@ -45,13 +45,15 @@ class _PartialPass(ForwardPass):
 
     def __init__(
         self,
-        whole: ForwardPass,
+        model_pass: ForwardPass,
         model: Any,
         seam: Seam | None = None,
         embeddings: Tensor | None = None,
         head: bool = True,
     ):
-        super().__init__(model, whole.dims, whole.masks, whole.cache, whole.preparations, embeddings)
+        super().__init__(
+            model, model_pass.dims, model_pass.masks, model_pass.cache, model_pass.preparations, embeddings
+        )
         self._seam, self._head = seam, head
 
     def run(
@@ -68,10 +70,10 @@ class _PartialPass(ForwardPass):
 
 
 class _ResumedPass(ForwardPass):
-    """Passes of the last layers of ``whole``'s model, and its head, from the hidden states ``inputs["given"]`` on."""
+    """Passes of the last layers of a model, and its head, from the hidden states ``inputs["given"]`` on."""
 
-    def __init__(self, whole: ForwardPass, model: Any, seam: Seam):
-        super().__init__(model, whole.dims, whole.masks, whole.cache, whole.preparations)
+    def __init__(self, model_pass: ForwardPass, model: Any, seam: Seam):
+        super().__init__(model, model_pass.dims, model_pass.masks, model_pass.cache, model_pass.preparations)
         self._seam = seam
 
     def run(
@@ -90,24 +92,24 @@ class _ResumedPass(ForwardPass):
 class _PartialLM(RaggedLM):
     """Some layers of a model over the slots of the whole one."""
 
-    def __init__(self, whole: RaggedLM, forward_pass: ForwardPass):
-        super().__init__(forward_pass, whole.batch_size, whole.max_length, runner_for(forward_pass.model))
-        self._whole = whole
-        self.lengths = list(whole.lengths)
+    def __init__(self, full: RaggedLM, forward_pass: ForwardPass):
+        super().__init__(forward_pass, full.batch_size, full.max_length, runner_for(forward_pass.model))
+        self._full = full
+        self.lengths = list(full.lengths)
 
     def follow(self) -> None:
         """Take over the lengths of the whole model and drop all speculative nodes."""
-        self.lengths = list(self._whole.lengths)
+        self.lengths = list(self._full.lengths)
         self._drop_nodes()
 
 
 class _FirstLayers(_PartialLM):
     """The first ``count`` layers without the head."""
 
-    def __init__(self, whole: RaggedLM, count: int):
-        model = with_layers(whole.model, range(count))
+    def __init__(self, full: RaggedLM, count: int):
+        model = with_layers(full.model, range(count))
         seam = insert_seam(model, count - 1)
-        super().__init__(whole, _PartialPass(whole.forward_pass, model.get_decoder(), seam, head=False))
+        super().__init__(full, _PartialPass(full.forward_pass, model.get_decoder(), seam, head=False))
 
     def hidden_states(self, tokens: Tensor, nodes: int) -> Tensor:
         """``[B, W, H]`` behind these layers, of ``tokens [B, W]`` that follow ``nodes`` speculative nodes."""
@@ -121,9 +123,9 @@ class _FirstLayers(_PartialLM):
 class _LastLayers(_PartialLM):
     """All layers from ``first`` on, and the head."""
 
-    def __init__(self, whole: RaggedLM, first: int):
-        model = with_layers(whole.model, range(first, whole.forward_pass.dims.num_layers))
-        super().__init__(whole, _ResumedPass(whole.forward_pass, model, insert_seam(model, 0)))
+    def __init__(self, full: RaggedLM, first: int):
+        model = with_layers(full.model, range(first, full.forward_pass.dims.num_layers))
+        super().__init__(full, _ResumedPass(full.forward_pass, model, insert_seam(model, 0)))
 
     def logits(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """Logits ``[B, W, V]`` of the chain ``tokens [B, W]``, from its hidden states ``[B, W, H]`` on."""
@@ -146,7 +148,7 @@ class LayerFork(_PartialLM):
 
     def __init__(
         self,
-        whole: RaggedLM,
+        full: RaggedLM,
         layers: Sequence[int],
         no_attention: Collection[int] = (),
         no_mlp: Collection[int] = (),
@@ -154,23 +156,23 @@ class LayerFork(_PartialLM):
         embeddings: Tensor | None = None,
     ):
         skipped = {*no_attention, *no_mlp}
-        model = with_layers(whole.model, layers, no_attention, no_mlp)
-        has_values = whole.device.type != "meta"
-        if skipped and has_values and not parts_add_up(whole.model, min(skipped)):
+        model = with_layers(full.model, layers, no_attention, no_mlp)
+        has_values = full.device.type != "meta"
+        if skipped and has_values and not parts_add_up(full.model, min(skipped)):
             raise ModelError(
-                f"{type(whole.model).__name__} does more in a layer than add the outputs of attention and feed-forward "
+                f"{type(full.model).__name__} does more in a layer than add the outputs of attention and feed-forward "
                 "network, so neither can be skipped; skip whole layers"
             )
         # Leading layers that run exactly as in the whole model.
         shared = next((i for i, n in enumerate(layers) if n != i or n in skipped), len(layers))
-        resumable = embeddings is None and 0 < shared < whole.forward_pass.dims.num_layers
-        resumable = resumable and (splittable or (has_values and _can_split(whole.model, shared)))
-        self._first = _FirstLayers(whole, shared) if resumable else None
-        self._rest = _LastLayers(whole, shared) if resumable else None
+        resumable = embeddings is None and 0 < shared < full.forward_pass.dims.num_layers
+        resumable = resumable and (splittable or (has_values and _can_split(full.model, shared)))
+        self._first = _FirstLayers(full, shared) if resumable else None
+        self._rest = _LastLayers(full, shared) if resumable else None
         seam = insert_seam(model, shared - 1) if resumable else None
         if embeddings is not None:
             embeddings = _fitted_embeddings(model, embeddings)
-        super().__init__(whole, _PartialPass(whole.forward_pass, model, seam, embeddings))
+        super().__init__(full, _PartialPass(full.forward_pass, model, seam, embeddings))
         self._chain = True
         self._tokens: list[Tensor] = []
         self._hidden: list[Tensor] = []  # of each of these, behind the shared layers
@@ -250,18 +252,18 @@ def _can_split(model: Any, shared: int) -> bool:
     """
     results = _splittable.setdefault(model, {})
     if shared not in results:
-        whole = RaggedLM(ForwardPass.of(model, 1, TRIAL_LENGTH), 1, TRIAL_LENGTH)
-        ids = on_device([[(7 * i + 3) % whole.vocab_size for i in range(9)]], whole.device)
+        full_lm = RaggedLM(ForwardPass.of(model, 1, TRIAL_LENGTH), 1, TRIAL_LENGTH)
+        ids = on_device([[(7 * i + 3) % full_lm.vocab_size for i in range(9)]], full_lm.device)
         try:
-            whole.start(0, ids[0, :6].tolist())
-            expected = whole.forward(ids[:, 5:])[0]
-            whole.commit([0])
-            fork = LayerFork(whole, range(shared), splittable=True)
-            whole.register_fork(fork)
+            full_lm.start(0, ids[0, :6].tolist())
+            expected = full_lm.forward(ids[:, 5:])[0]
+            full_lm.commit([0])
+            fork = LayerFork(full_lm, range(shared), splittable=True)
+            full_lm.register_fork(fork)
             fork.forward(ids[:, 5:6])
             fork.commit([1])
             fork.forward(ids[:, 6:7])
-            results[shared] = close(whole.forward(ids[:, 5:], resume_from=fork)[0], expected, model.dtype)
+            results[shared] = close(full_lm.forward(ids[:, 5:], resume_from=fork)[0], expected, model.dtype)
         except (TypeError, ValueError, IndexError, KeyError, RuntimeError, AttributeError):
             results[shared] = False  # layers that pass on more than hidden states
     return results[shared]

@@ -136,12 +136,12 @@ def _without(layer: nn.Module, model: str, attention: bool, mlp: bool) -> nn.Mod
     if not attention and not mlp:
         return layer
     twin = _shallow(layer)
-    for skip, names, what in ((attention, _ATTENTION, "attention"), (mlp, _MLP, "feed-forward network")):
+    for skip, names, part in ((attention, _ATTENTION, "attention"), (mlp, _MLP, "feed-forward network")):
         matches = [name for name in names if isinstance(twin._modules.get(name), nn.Module)]
         if skip and len(matches) != 1:
-            raise ModelError(f"a layer of {model} does not have exactly one {what} module, so it cannot run without it")
+            raise ModelError(f"a layer of {model} does not have exactly one {part} module, so it cannot run without it")
         if skip:
-            twin._modules[matches[0]] = _Zeros(what == "attention")
+            twin._modules[matches[0]] = _Zeros(part == "attention")
     return twin
 
 
@@ -226,13 +226,13 @@ def resolved(layers: Sequence[float], count: int) -> list[int]:
 
 
 @contextmanager
-def recorded(model: Any, layers: Sequence[int], count: int) -> Iterator[Recorder]:
+def recorded(model: Any, layers: Sequence[int], count: int) -> Iterator[LastLayerRecorder]:
     """Within the context, record the last layer's output if ``layers`` has it: transformers returns it normed only.
 
     Raises:
         ModelError: it is requested of a model without one list of ``count`` layers.
     """
-    recorder = Recorder(count)
+    recorder = LastLayerRecorder(count)
     if not count or count not in layers:
         yield recorder
         return
@@ -249,7 +249,7 @@ def recorded(model: Any, layers: Sequence[int], count: int) -> Iterator[Recorder
         handle.remove()
 
 
-class Recorder:
+class LastLayerRecorder:
     """A forward hook of the last layer, for passes of the thread that made it."""
 
     def __init__(self, count: int):

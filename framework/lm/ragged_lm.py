@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import ModelError
 from ..util.tensors import on_device
-from .cuda_graphs import Graphs, runner_for
+from .cuda_graphs import CudaGraphRunner, runner_for
 from .forward_pass import ForwardPass
 from .graph_buckets import MOST_GRAPHED, BucketedPasses
 from .prompt_prefill import PromptPrefill
@@ -34,7 +34,9 @@ class RaggedLM:
         graphs: calls the passes; `runner_for` the model by default.
     """
 
-    def __init__(self, forward_pass: ForwardPass, batch_size: int, max_length: int, graphs: Graphs | None = None):
+    def __init__(
+        self, forward_pass: ForwardPass, batch_size: int, max_length: int, graphs: CudaGraphRunner | None = None
+    ):
         self.forward_pass = forward_pass
         self.model, self.cache = forward_pass.model, forward_pass.cache
         self.batch_size, self.max_length = batch_size, max_length
@@ -44,7 +46,7 @@ class RaggedLM:
         self.passes = 0
         self.hidden_layers: tuple[float, ...] = ()
         if not getattr(self.cache, "recordable", True):
-            graphs = Graphs(None, type(self.model).__name__)
+            graphs = CudaGraphRunner(None, type(self.model).__name__)
         #: Calls the passes, and records and replays them where that is possible.
         self.graphs = runner_for(self.model) if graphs is None else graphs
         self._buckets = BucketedPasses(forward_pass, self.graphs, batch_size, max_length)

@@ -187,8 +187,8 @@ def follow() -> int:
             continue
         except Exception as error:
             if "closed by peer" not in str(error):
-                where = f"process {distributed.rank() + 1} of {distributed.count()}"
-                print(f"crossdraft: error: {where}: {first_line(error)}", file=sys.stderr)
+                process = f"process {distributed.rank() + 1} of {distributed.count()}"
+                print(f"crossdraft: error: {process}: {first_line(error)}", file=sys.stderr)
             return 1
 
 

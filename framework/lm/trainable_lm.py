@@ -16,14 +16,14 @@ from ..contracts.drafter import Learner
 from ..contracts.models import TRANSFORMERS, LoadedModel
 from ..errors import ModelError
 from .transformers_lm import TransformersLM
-from .vocab_adapter import fitted
+from .vocab_adapter import adapt_vocab
 
 
 def learner_of(loaded: LoadedModel, batch_size: int, max_length: int, vocab_size: int) -> Learner:
     """``batch_size`` slots of a trainable copy of a loaded model, which shares the model's embedding and head.
 
     Args:
-        vocab_size: V, the number of logits, see `fitted`.
+        vocab_size: V, the number of logits, see `adapt_vocab`.
 
     Raises:
         ModelError: the model's backend has no gradients.
@@ -41,7 +41,7 @@ def learner_of(loaded: LoadedModel, batch_size: int, max_length: int, vocab_size
         weights = [w for w in module.parameters() if id(w) not in shared and w.is_floating_point()]
         for weight in weights:
             weight.requires_grad_(True)
-        lm = fitted(TransformersLM(module, batch_size, max_length), vocab_size, None, 0)
+        lm = adapt_vocab(TransformersLM(module, batch_size, max_length), vocab_size, None, 0)
     selects = "logits_to_keep" in inspect.signature(module.forward).parameters
     own = module.get_output_embeddings().weight.shape[0]
 

@@ -45,7 +45,7 @@ class TransformersBackend(Backend):
 
     name = TRANSFORMERS
 
-    def takes(self, path: Path) -> bool:
+    def supports(self, path: Path) -> bool:
         return (path / "config.json").is_file()
 
     def load(self, resolved: ResolvedModel, **options: Any) -> LoadedModel:

@@ -17,7 +17,7 @@ from .architectures import (
     text_config,
     trial,
 )
-from .cuda_graphs import Graphs
+from .cuda_graphs import CudaGraphRunner
 from .forward_pass import ForwardPass
 from .kv_cache import KVCache
 from .layer_subset import LayerFork
@@ -48,7 +48,7 @@ class TransformersLM(RaggedLM):
         batch_size: int,
         max_length: int,
         cache: KVCache | None = None,
-        graphs: Graphs | None = None,
+        graphs: CudaGraphRunner | None = None,
     ):
         check_model(model, max_length, needs_trial(model))
         if cache is not None and not isinstance(cache, RecurrentCache) and recurrent_modules(model):

@@ -69,7 +69,7 @@ class MappedLM(FittedLM):
         return logits[..., self._input_ids].masked_fill(self._ids < 0, -math.inf), hidden
 
 
-def fitted(lm: LM, vocab_size: int, ids: Tensor | None = None, unknown: int = 0) -> LM:
+def adapt_vocab(lm: LM, vocab_size: int, ids: Tensor | None = None, unknown: int = 0) -> LM:
     """``lm`` in the target's ids: unchanged, padded, or mapped (see `DraftContext.load_lm`)."""
     # Both delegate other attributes to ``lm``, which a type checker cannot see.
     if ids is not None:

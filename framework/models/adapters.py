@@ -46,14 +46,14 @@ def split_adapter(name: str) -> tuple[str, str]:
     return (base, adapter) if base and adapter else (name, "")
 
 
-def refuse_adapter(name: str, what: str) -> None:
+def refuse_adapter(name: str, unsupported: str) -> None:
     """Raise UsageError with the reason ``what`` if ``name`` has an adapter."""
     if kind_of(name):
         return
     base, adapter = split_adapter(name)
     if adapter:
         raise UsageError(
-            f"{printable(name)}: {what}; use {printable(base)}, or a directory with the merged weights, "
+            f"{printable(name)}: {unsupported}; use {printable(base)}, or a directory with the merged weights, "
             "load_model(NAME).model.save_pretrained(DIRECTORY)"
         )
 

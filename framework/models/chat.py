@@ -44,16 +44,16 @@ def encode(tokenizer: Any, turns: Sequence[str], answers: Sequence[str] = (), ch
 def encode_messages(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
-    most: int | None = None,
+    max_tokens: int | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[int]:
     """Encode messages (``role``, ``content``, ..) by the tokenizer's chat template, with the generation prompt.
 
-    ``most``: see `encode_text`; ``tools``, ``options``: see `render_messages`. Raises as `render_messages` does.
+    ``max_tokens``: see `encode_text`; ``tools``, ``options``: see `render_messages`. Raises as `render_messages` does.
     """
     text = render_messages(tokenizer, messages, tools, options)
-    return _bounded(tokenizer, text, most, add_special_tokens=False)
+    return _bounded(tokenizer, text, max_tokens, add_special_tokens=False)
 
 
 def render_messages(
@@ -130,26 +130,28 @@ def _joined(content: Any) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def encode_text(tokenizer: Any, text: str, *, special: bool, most: int | None = None) -> list[int]:
+def encode_text(tokenizer: Any, text: str, *, special: bool, max_tokens: int | None = None) -> list[int]:
     """Encode a text; ``special``: add special tokens. Raises as `encode` does.
 
-    ``most``: raise UsageError, without tokenizing the whole text, if it has far more tokens.
+    ``max_tokens``: raise UsageError, without tokenizing the whole text, if it has far more tokens.
     """
     if reason := flaw(text, BROKEN):
         raise UsageError(f"a text contains {reason}, which cannot be tokenized; remove it")
-    return _bounded(tokenizer, text, most, add_special_tokens=special)
+    return _bounded(tokenizer, text, max_tokens, add_special_tokens=special)
 
 
-def _bounded(tokenizer: Any, text: str, most: int | None, **options: Any) -> list[int]:
-    """Encode a text that is not far longer than ``most`` tokens.
+def _bounded(tokenizer: Any, text: str, max_tokens: int | None, **options: Any) -> list[int]:
+    """Encode a text that is not far longer than ``max_tokens`` tokens.
 
-    Prefixes of doubling length are tokenized first; a prefix with more than twice ``most`` tokens is an error. The
+    Prefixes of doubling length are tokenized first; a prefix with more than twice as many tokens is an error. The
     longest token does not bound the count for tokenizers that drop blanks or map unknown words to one token.
     """
-    size = _CHARS_PER_TOKEN * (most or 0)
+    size = _CHARS_PER_TOKEN * (max_tokens or 0)
     while 0 < size < len(text):
-        if len(_ids(tokenizer, text[:size], **options)) > 2 * (most or 0):
-            raise UsageError(f"a text of {len(text)} characters has more than the maximum of {most} tokens; shorten it")
+        if len(_ids(tokenizer, text[:size], **options)) > 2 * (max_tokens or 0):
+            raise UsageError(
+                f"a text of {len(text)} characters has more than the maximum of {max_tokens} tokens; shorten it"
+            )
         size *= 2
     return _ids(tokenizer, text, **options)
 
@@ -165,5 +167,5 @@ def _model_errors(tokenizer: Any, part: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        where = printable(str(getattr(tokenizer, "name_or_path", "") or "the model"))
-        raise ModelError(f"the {part} of {where} fails: {first_line(error)}") from error
+        model = printable(str(getattr(tokenizer, "name_or_path", "") or "the model"))
+        raise ModelError(f"the {part} of {model} fails: {first_line(error)}") from error

@@ -40,7 +40,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     return check_config(read_json(file, CONFIG_BYTES, error=ModelError), str(file))
 
 
-def check_config(config: dict[str, Any], where: str) -> dict[str, Any]:
+def check_config(config: dict[str, Any], source: str) -> dict[str, Any]:
     """Return ``config`` after checking its sizes, including nested configs (``text_config``)."""
     stack = [("", config)]
     while stack:
@@ -48,7 +48,7 @@ def check_config(config: dict[str, Any], where: str) -> dict[str, Any]:
         for key, value in nested.items():
             path = f"{prefix}{key}"
             if error := _error_of(key, value):
-                raise ModelError(f"{where}: {path} is {quoted(value)}; {error}")
+                raise ModelError(f"{source}: {path} is {quoted(value)}; {error}")
             if isinstance(value, dict):
                 stack.append((f"{path}.", value))
     return config
@@ -62,11 +62,11 @@ def _error_of(key: str, value: Any) -> str | None:
         return None
     if key in _COUNTS and value is False:
         return None
-    least = 0 if key in _COUNTS or key == "num_nextn_predict_layers" else 1
-    if type(value) is not int or value < least:
-        return f"it must be an integer of at least {least}"
-    most = MOST_LAYERS if key in _LAYERS else _MOST_POSITIONS if "position" in key or "window" in key else MOST_WIDTH
-    return most.refusal(value)
+    lowest = 0 if key in _COUNTS or key == "num_nextn_predict_layers" else 1
+    if type(value) is not int or value < lowest:
+        return f"it must be an integer of at least {lowest}"
+    highest = MOST_LAYERS if key in _LAYERS else _MOST_POSITIONS if "position" in key or "window" in key else MOST_WIDTH
+    return highest.refusal(value)
 
 
 def check_against_weights(directory: Path, config: dict[str, Any], *, without: tuple[str, ...] = ()) -> None:
@@ -90,12 +90,12 @@ def check_against_weights(directory: Path, config: dict[str, Any], *, without: t
                 shapes |= {name: shard.get_slice(name).get_shape() for name in shard.keys()}  # noqa: SIM118
     except Exception:
         return
-    where, longest = directory / "config.json", max((side for shape in shapes.values() for side in shape), default=0)
+    source, longest = directory / "config.json", max((side for shape in shapes.values() for side in shape), default=0)
     if layers > len(shapes):
-        raise ModelError(f"{where} has {layers} layers, but the weights have only {len(shapes)} tensors")
+        raise ModelError(f"{source} has {layers} layers, but the weights have only {len(shapes)} tensors")
     for key, size in config.items():
         if key in _SIDES and key not in without and size is not None and size > longest:
-            raise ModelError(f"{where} has {key} {size}, but the largest dimension of its weights is {longest}")
+            raise ModelError(f"{source} has {key} {size}, but the largest dimension of its weights is {longest}")
 
 
 def check_files(directory: Path) -> None:

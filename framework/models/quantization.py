@@ -29,11 +29,11 @@ def split(name: str) -> tuple[str, str]:
     return (stem, last) if stem and last in QUANTIZATIONS else (name, "")
 
 
-def refuse_quantized(name: str, what: str) -> None:
+def refuse_quantized(name: str, unsupported: str) -> None:
     """Raise UsageError with the reason ``what`` if the model is quantised."""
     stem, quantization = split(name)
     if quantization:
-        raise UsageError(f"{printable(name)}: {what}; use {printable(stem)}")
+        raise UsageError(f"{printable(name)}: {unsupported}; use {printable(stem)}")
 
 
 def quantizer() -> str:

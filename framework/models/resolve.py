@@ -46,8 +46,8 @@ def resolve(name: str, *, heads: bool = False) -> ResolvedModel:
     if quantization:
         resolved = resolve(stem, heads=heads)
         if heads or resolved.backend != TRANSFORMERS:
-            what = "heads and initial checkpoints of training" if heads else f"models of the backend {resolved.backend}"
-            refuse_quantized(name, f"{what} cannot be quantised on load")
+            kind = "heads and initial checkpoints of training" if heads else f"models of the backend {resolved.backend}"
+            refuse_quantized(name, f"{kind} cannot be quantised on load")
         if resolved.quantization:
             raise UsageError(f"{printable(name)} is quantised twice; remove one of the two suffixes")
         if resolved.adapter is not None:
@@ -79,8 +79,8 @@ def from_path(name: str, path: Path, source: str = "", *, heads: bool = False) -
     if not heads and kind_of(path / "config.json") != "file":
         for backend in plugins.entries("backends"):
             if backend != TRANSFORMERS and _accepts(backend, path):
-                what = "directory" if path.is_dir() else "file"
-                return ResolvedModel(name, path, source or f"{what} {path.resolve()}", backend=backend)
+                kind = "directory" if path.is_dir() else "file"
+                return ResolvedModel(name, path, source or f"{kind} {path.resolve()}", backend=backend)
     if kind_of(path) in ("file", "other"):
         raise UsageError(
             f"{printable(name)} is a file that is not supported by any installed backend; give a directory with "
@@ -127,9 +127,9 @@ def from_hub(name: str, hub_id: str, *, heads: bool = False) -> ResolvedModel:
 
 def _with_adapter(name: str, base: ResolvedModel, adapter: str, heads: bool) -> ResolvedModel:
     """Model ``base`` with an adapter: a directory, or a Hub id that is downloaded unless it is cached."""
-    what = "heads and initial checkpoints of training" if heads else f"models of the backend {base.backend}"
+    kind = "heads and initial checkpoints of training" if heads else f"models of the backend {base.backend}"
     if heads or base.backend != TRANSFORMERS:
-        refuse_adapter(name, f"{what} cannot have an adapter")
+        refuse_adapter(name, f"{kind} cannot have an adapter")
     if base.quantization or base.adapter is not None:
         already = "is quantised" if base.quantization else "has an adapter"
         raise UsageError(
@@ -185,8 +185,8 @@ def _download(hub_id: str, more: Iterable[str]) -> tuple[Path, str]:
 
 def _accepts(backend: str, path: Path) -> bool:
     backend_class = plugins.get("backends", backend)
-    with plugins.guarded("backends", backend, "takes()"):
-        return bool(backend_class().takes(path))
+    with plugins.guarded("backends", backend, "supports()"):
+        return bool(backend_class().supports(path))
 
 
 def _from_registered(name: str, heads: bool) -> ResolvedModel:

@@ -45,7 +45,7 @@ def fields() -> list[str]:
     return [name for name in vars(GenerationConfig()) if not name.startswith("_")]
 
 
-def names(table: dict[str, door.Setting], effect: str) -> list[str]:
+def names(table: dict[str, door.GenerationSetting], effect: str) -> list[str]:
     return [name for name, setting in table.items() if setting.effect == effect]
 
 

@@ -14,17 +14,17 @@ from crossdraft.framework.bench.cells import cell_runner
 from crossdraft.framework.bench.cells.cell_runner import Cell
 from crossdraft.framework.cli.cost import pass_timing
 from crossdraft.framework.lm import graph_buckets, layer_subset, ragged_lm
-from crossdraft.framework.lm.cuda_graphs import Graphs
+from crossdraft.framework.lm.cuda_graphs import CudaGraphRunner
 
 DRAFTERS = "drafters=[{{name: prompt-lookup, gamma: 6}}, {{name: draft-model, model: {same}, gamma: 3}}]"
 
 
 @pytest.fixture
-def recorded(monkeypatch: Any) -> list[Graphs]:
-    results: list[Graphs] = []
+def recorded(monkeypatch: Any) -> list[CudaGraphRunner]:
+    results: list[CudaGraphRunner] = []
 
-    def runner(model: Any) -> Graphs:
-        results.append(Graphs(Recorder(), type(model).__name__))
+    def runner(model: Any) -> CudaGraphRunner:
+        results.append(CudaGraphRunner(Recorder(), type(model).__name__))
         return results[-1]
 
     for module in (ragged_lm, layer_subset, build):
@@ -33,7 +33,7 @@ def recorded(monkeypatch: Any) -> list[Graphs]:
     return results
 
 
-def run(bench: Any, recorded: list[Graphs], monkeypatch: Any, models: dict[str, str]) -> tuple[int, int]:
+def run(bench: Any, recorded: list[CudaGraphRunner], monkeypatch: Any, models: dict[str, str]) -> tuple[int, int]:
     """Numbers of graphs captured before and during pieces."""
     measure, counts = Cell.run, [0, 0]
 
@@ -51,7 +51,7 @@ def run(bench: Any, recorded: list[Graphs], monkeypatch: Any, models: dict[str, 
 
 
 def test_no_recording_during_pieces(
-    bench: Any, recorded: list[Graphs], monkeypatch: Any, models: dict[str, str], tmp_path: Path
+    bench: Any, recorded: list[CudaGraphRunner], monkeypatch: Any, models: dict[str, str], tmp_path: Path
 ) -> None:
     warm_up, measured = run(bench, recorded, monkeypatch, models)
     assert warm_up > 0 and measured == 0
@@ -60,14 +60,14 @@ def test_no_recording_during_pieces(
 
 
 def test_warm_up_without_prediction_is_detected(
-    bench: Any, recorded: list[Graphs], monkeypatch: Any, models: dict[str, str]
+    bench: Any, recorded: list[CudaGraphRunner], monkeypatch: Any, models: dict[str, str]
 ) -> None:
     monkeypatch.setattr(cell_runner, "recording", lambda upcoming: nullcontext())
     assert run(bench, recorded, monkeypatch, models)[1] > 0
 
 
 def test_passes_without_a_graph_are_stored_and_noted(
-    bench: Any, recorded: list[Graphs], monkeypatch: Any, models: dict[str, str], tmp_path: Path
+    bench: Any, recorded: list[CudaGraphRunner], monkeypatch: Any, models: dict[str, str], tmp_path: Path
 ) -> None:
     """A warm-up that records nothing leaves every measured pass without a graph."""
     record = cell_runner.recording
@@ -81,7 +81,7 @@ def test_passes_without_a_graph_are_stored_and_noted(
     assert all(metrics["withheld"] and metrics["speed_up"] is None for metrics in stored)
 
 
-def test_costs_are_those_of_recorded_passes(tiny_model: Any, recorded: list[Graphs], monkeypatch: Any) -> None:
+def test_costs_are_those_of_recorded_passes(tiny_model: Any, recorded: list[CudaGraphRunner], monkeypatch: Any) -> None:
     """The first repetition captures all points; timed repetitions replay."""
     counts: list[int] = []
     advance = lambda n: counts.append(sum(item._recorder.recorded for item in recorded))  # type: ignore[union-attr] # noqa: E731

@@ -242,14 +242,14 @@ def test_graphs_replay_all_three_parts(deep: Any, monkeypatch: Any) -> None:
     """Drafting, what the first layers lack, and the rest: functions of tensors, so that a recording is right."""
     from fake_cuda_graphs import Recorder
 
-    from crossdraft.framework.lm.cuda_graphs import Graphs
+    from crossdraft.framework.lm.cuda_graphs import CudaGraphRunner
 
     reference = answers(decoder(deep, 2, 1.0, max_new_tokens=24))
     recorders = []
 
-    def runner_for(_: Any) -> Graphs:
+    def runner_for(_: Any) -> CudaGraphRunner:
         recorders.append(Recorder())
-        return Graphs(recorders[-1], "test")
+        return CudaGraphRunner(recorders[-1], "test")
 
     monkeypatch.setattr(layer_subset, "runner_for", runner_for)
     assert answers(decoder(deep, 2, 1.0, max_new_tokens=24)) == reference

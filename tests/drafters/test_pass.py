@@ -120,14 +120,14 @@ def test_embeddings_do_not_enter_cache(tiny_model: Callable) -> None:
 def test_graphs_replay_pass(tiny_model: Callable, monkeypatch: Any) -> None:
     from fake_cuda_graphs import Recorder
 
-    from crossdraft.framework.lm.cuda_graphs import Graphs
+    from crossdraft.framework.lm.cuda_graphs import CudaGraphRunner
 
     model = tiny_model("llama", copy="pass")
     reference, recorders = answers(decoder(model, 2, Sampling(), max_new_tokens=24)), []
 
-    def runner_for(_: Any) -> Graphs:
+    def runner_for(_: Any) -> CudaGraphRunner:
         recorders.append(Recorder())
-        return Graphs(recorders[-1], "test")
+        return CudaGraphRunner(recorders[-1], "test")
 
     monkeypatch.setattr(layer_subset, "runner_for", runner_for)
     assert answers(decoder(model, 2, Sampling(), max_new_tokens=24)) == reference

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from crossdraft.drafters.autoregressive.sequoia import best_tree
-from crossdraft.drafters.autoregressive.trees import Shape, grow_dynamic, max_expanded
+from crossdraft.drafters.autoregressive.trees import TreeTemplate, grow_dynamic, max_expanded
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.draft_kind import CHAIN, DETERMINISTIC
 from crossdraft.framework.contracts.sampling import Sampling
@@ -117,7 +117,7 @@ def programme(acceptance: list[Fraction], nodes: int, depth: int) -> Fraction:
 def test_larger_trees_are_those_of_programme(acceptance: list[int], nodes: int, depth: int) -> None:
     exact = [Fraction(n, 100) for n in acceptance]
     paths, expected = best_tree(tuple(map(float, exact)), nodes, depth)
-    assert len(Shape.choices(paths, contiguous=True).ranks) <= depth and len(paths) == nodes
+    assert len(TreeTemplate.choices(paths, contiguous=True).ranks) <= depth and len(paths) == nodes
     assert expected == pytest.approx(float(programme(exact, nodes, depth)), abs=1e-12)
 
 

@@ -384,11 +384,11 @@ def test_backend_that_fails_to_look(error: BaseException, install: Any, tmp_path
     from crossdraft.framework.errors import ContractError
     from crossdraft.framework.models.load import load_model
 
-    def takes(self: Any, path: Path) -> bool:
+    def supports(self: Any, path: Path) -> bool:
         raise error
 
-    members = {"name": "theirs", "takes": takes, "load": None, "slots": None}
+    members = {"name": "theirs", "supports": supports, "load": None, "slots": None}
     install("backends", ("theirs", type("Theirs", (Backend,), members)))
     (tmp_path / "x.gguf").touch()
-    with pytest.raises(ContractError, match=r"the backend 'theirs' of .* takes\(\) raised"):
+    with pytest.raises(ContractError, match=r"the backend 'theirs' of .* supports\(\) raised"):
         load_model(str(tmp_path / "x.gguf"))

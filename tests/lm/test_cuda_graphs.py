@@ -23,7 +23,7 @@ from crossdraft.framework.contracts.draft import Sequences
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.lm import cuda_graphs, graph_buckets, ragged_lm
-from crossdraft.framework.lm.cuda_graphs import Graphs
+from crossdraft.framework.lm.cuda_graphs import CudaGraphRunner
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 from crossdraft.framework.util.tensors import ancestor_mask
 
@@ -139,7 +139,7 @@ def test_heads_over_features_are_replayed(tiny_model: Callable, monkeypatch: Any
         return results
 
     plain, recorder = run(), Recorder()
-    monkeypatch.setattr(ragged_lm, "runner_for", lambda model: Graphs(recorder, "test"))
+    monkeypatch.setattr(ragged_lm, "runner_for", lambda model: CudaGraphRunner(recorder, "test"))
     for ours, other in zip(run(), plain, strict=True):
         torch.testing.assert_close(ours, other, atol=1e-4, rtol=1e-4)
     assert recorder.replayed > 6
@@ -167,7 +167,7 @@ def test_medusa_heads_are_replayed(tiny_model: Callable, tmp_path: Any, monkeypa
         return drafts
 
     plain, recorder = run(), Recorder()
-    monkeypatch.setattr(build, "runner_for", lambda model: Graphs(recorder, "test"))
+    monkeypatch.setattr(build, "runner_for", lambda model: CudaGraphRunner(recorder, "test"))
     for ours, other in zip(run(), plain, strict=True):
         assert torch.equal(ours.tokens, other.tokens)
         if not shape:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from crossdraft.framework import plugins
-from crossdraft.framework.lm.cuda_graphs import CaptureLimits, Graphs, recording
+from crossdraft.framework.lm.cuda_graphs import CaptureLimits, CudaGraphRunner, recording
 from crossdraft.framework.lm.kv_cache import KVCache, WritePlan
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
@@ -216,7 +216,7 @@ def test_recorded_passes_of_paged_cache(decode: Any) -> None:
     """Padded passes and warm-ups also write to slots that are not reserved."""
 
     def recorded(model: Any, batch_size: int, max_length: int) -> TransformersLM:
-        graphs = Graphs(Recorder(), "test")
+        graphs = CudaGraphRunner(Recorder(), "test")
         return TransformersLM(model, batch_size, max_length, PagedCache(batch_size), graphs)
 
     for drafter in ("draft-model", "draft-model-tree"):

@@ -17,8 +17,8 @@ from crossdraft.framework import plugins
 from crossdraft.framework.lm import cuda_graphs
 from crossdraft.framework.lm.cuda_graphs import (
     CaptureLimits,
+    CudaGraphRunner,
     CudaRecorder,
-    Graphs,
     missed_passes,
     recording,
     runner_for,
@@ -34,7 +34,7 @@ def double(constant: int, x: torch.Tensor, y: torch.Tensor | None = None) -> tup
 
 def test_repeated_shape_is_recorded() -> None:
     recorder = Recorder()
-    call = Graphs(recorder, "test")
+    call = CudaGraphRunner(recorder, "test")
     events = []
     for i in range(4):
         out, nothing = call(double, {"x": torch.full((2,), i)}, 1)
@@ -49,7 +49,7 @@ def test_repeated_shape_is_recorded() -> None:
 
 
 def test_inputs_may_be_expanded_views() -> None:
-    call, x = Graphs(Recorder(), "test"), torch.arange(2)
+    call, x = CudaGraphRunner(Recorder(), "test"), torch.arange(2)
     for i in range(3):
         assert call(double, {"x": (x + i).expand(3, 2)}, 0)[0].tolist() == [[2 * i, 2 * i + 2]] * 3  # type: ignore[union-attr]
 
@@ -57,7 +57,7 @@ def test_inputs_may_be_expanded_views() -> None:
 def test_least_recently_used_recording_makes_way(monkeypatch: Any) -> None:
     monkeypatch.setattr(cuda_graphs, "MOST_GRAPHS", 2)
     recorder = Recorder()
-    call = Graphs(recorder, "test")
+    call = CudaGraphRunner(recorder, "test")
     for size in (1, 1, 2, 2, 1, 3, 3):  # 3 takes the place of 2
         assert call(double, {"x": torch.ones(size)}, 0)[0].tolist() == [2] * size  # type: ignore[union-attr]
     assert (recorder.recorded, len(call)) == (3, 2)
@@ -70,7 +70,7 @@ def test_least_recently_used_recording_makes_way(monkeypatch: Any) -> None:
 def test_recordings_of_warm_ups_are_kept(monkeypatch: Any) -> None:
     """Neither another warm-up nor other calls take their place."""
     monkeypatch.setattr(cuda_graphs, "MOST_GRAPHS", 2)
-    call, missed = Graphs(Recorder(), "test"), missed_passes()
+    call, missed = CudaGraphRunner(Recorder(), "test"), missed_passes()
     for sizes in ((1, 2, 3), (3, 4, 5, 6)):
         with recording(CaptureLimits(depth=1, nodes=1)):
             for size in sizes:
@@ -151,7 +151,7 @@ def test_failed_recording_warns_once(
 
     class RefusedLM(TransformersLM):
         def __init__(self, *arguments: Any):
-            super().__init__(*arguments, graphs=Graphs(Refusing(), "LlamaForCausalLM"))
+            super().__init__(*arguments, graphs=CudaGraphRunner(Refusing(), "LlamaForCausalLM"))
 
     def run(lm: type[TransformersLM]) -> list:
         small, greedy = plugins.get("drafters", "draft-model"), plugins.get("verifiers", "greedy")

@@ -16,7 +16,7 @@ from crossdraft.framework import plugins
 from crossdraft.framework.api import build
 from crossdraft.framework.contracts.steps import Request
 from crossdraft.framework.lm import cuda_graphs, layer_subset, ragged_lm
-from crossdraft.framework.lm.cuda_graphs import CaptureLimits, Graphs, recorded_nbytes, recording
+from crossdraft.framework.lm.cuda_graphs import CaptureLimits, CudaGraphRunner, recorded_nbytes, recording
 from crossdraft.framework.lm.graph_buckets import at_width, kv_lens, stepped, wider, widths
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
@@ -64,7 +64,7 @@ def double(x: torch.Tensor) -> tuple[torch.Tensor]:
 def test_when_shapes_are_recorded(caplog: Any) -> None:
     cuda_graphs._warn_of_missed.cache_clear()
     recorder = Recorder()
-    call = Graphs(recorder, "test")
+    call = CudaGraphRunner(recorder, "test")
     with recording(CaptureLimits(0, 0)):
         assert call(double, {"x": torch.ones(2)})[0].tolist() == [2, 2]
         assert (recorder.recorded, recorder.replayed, len(call)) == (1, 0, 1)
@@ -85,7 +85,7 @@ def test_when_shapes_are_recorded(caplog: Any) -> None:
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=12))
 def test_recordings_share_buffers(sizes: list[int]) -> None:
     """They hold less than four times the largest inputs and outputs, and no call writes into what another returned."""
-    call, result = Graphs(Recorder(), "test"), []
+    call, result = CudaGraphRunner(Recorder(), "test"), []
     with recording(CaptureLimits(0, 0)):
         for size in sizes:
             call(double, {"x": torch.ones(size)})
@@ -100,7 +100,7 @@ def test_recordings_share_buffers(sizes: list[int]) -> None:
 
 def test_buffers_of_recordings_are_freed() -> None:
     before = recorded_nbytes(CPU)
-    call = Graphs(Recorder(), "test")
+    call = CudaGraphRunner(Recorder(), "test")
     with recording(CaptureLimits(0, 0)):
         call(double, {"x": torch.ones(1000)})
     assert recorded_nbytes(CPU) == before + 8000
@@ -112,12 +112,12 @@ def test_buffers_of_recordings_are_freed() -> None:
 
 
 @pytest.fixture
-def recorded(monkeypatch: Any) -> list[Graphs]:
+def recorded(monkeypatch: Any) -> list[CudaGraphRunner]:
     """Every model that is made from now on has graphs, which are appended here."""
-    results: list[Graphs] = []
+    results: list[CudaGraphRunner] = []
 
-    def runner(model: Any) -> Graphs:
-        results.append(Graphs(Recorder(), type(model).__name__))
+    def runner(model: Any) -> CudaGraphRunner:
+        results.append(CudaGraphRunner(Recorder(), type(model).__name__))
         return results[-1]
 
     for module in (ragged_lm, layer_subset, build):
@@ -141,7 +141,7 @@ CASES = [
 def test_no_recording_after_warm_up(
     tiny_model: Callable,
     decoder: Callable,
-    recorded: list[Graphs],
+    recorded: list[CudaGraphRunner],
     monkeypatch: Any,
     family: str,
     drafter: str,
@@ -187,10 +187,10 @@ def test_no_recording_after_warm_up(
 
 
 @pytest.mark.usefixtures("small_buckets")
-def test_width_between_two_is_padded_to_next(tiny_model: Callable, recorded: list[Graphs]) -> None:
+def test_width_between_two_is_padded_to_next(tiny_model: Callable, recorded: list[CudaGraphRunner]) -> None:
     """Logits and hidden states are those of the tokens alone, for chains, trees and trees in pieces."""
     lm = TransformersLM(tiny_model("llama"), 2, 64)
-    plain = TransformersLM(tiny_model("llama"), 2, 64, graphs=Graphs(None, "plain"))
+    plain = TransformersLM(tiny_model("llama"), 2, 64, graphs=CudaGraphRunner(None, "plain"))
     tree = torch.tensor([[-1, 0, 0, 1, 1], [-1, -1, 1, 2, 0]])
     for item in (lm, plain):
         item.hidden_layers = (-1,)
@@ -221,7 +221,7 @@ def test_width_between_two_is_padded_to_next(tiny_model: Callable, recorded: lis
 
 
 @pytest.mark.usefixtures("small_buckets")
-def test_no_padding_at_end_of_slot(tiny_model: Callable, recorded: list[Graphs]) -> None:
+def test_no_padding_at_end_of_slot(tiny_model: Callable, recorded: list[CudaGraphRunner]) -> None:
     """A padded pass would write behind the slot: one without a recording runs as it is."""
     lm = TransformersLM(tiny_model("llama"), 1, 16)
     with recording(CaptureLimits(3, 3)):
@@ -234,7 +234,7 @@ def test_no_padding_at_end_of_slot(tiny_model: Callable, recorded: list[Graphs])
 
 
 @pytest.mark.usefixtures("small_buckets")
-def test_inputs_that_index_positions_are_padded(tiny_model: Callable, recorded: list[Graphs]) -> None:
+def test_inputs_that_index_positions_are_padded(tiny_model: Callable, recorded: list[CudaGraphRunner]) -> None:
     """Pairs of any count are caught up with in a recorded width; logits and features are those of the pairs alone."""
     torch.manual_seed(3)
     head = MtpHead(tiny_model("llama")).eval()
@@ -252,7 +252,7 @@ def test_inputs_that_index_positions_are_padded(tiny_model: Callable, recorded: 
             lm.forget()
         return results
 
-    plain = TransformersLM(head, 2, 64, graphs=Graphs(None, "plain"))
+    plain = TransformersLM(head, 2, 64, graphs=CudaGraphRunner(None, "plain"))
     expected = run(FeatureLM(head, plain, 97), (4, 1, 3, 6, 2, 5))
     ours = TransformersLM(head, 2, 64)
     with recording(CaptureLimits(5, 5)):

@@ -11,7 +11,7 @@ from tiny_architectures import tiny
 from torch import Tensor, nn
 
 from crossdraft.framework.errors import ModelError, UsageError
-from crossdraft.framework.lm.layer_surgery import Recorder, recorded
+from crossdraft.framework.lm.layer_surgery import LastLayerRecorder, recorded
 from crossdraft.framework.lm.recurrent.recurrent_layers import SUPPORTED
 from crossdraft.framework.lm.slots.recomputing_lm import RecomputingLM
 from crossdraft.framework.lm.transformers_lm import TransformersLM
@@ -75,7 +75,7 @@ def test_models_without_one_list_of_layers_are_refused() -> None:
     with recorded(model, [3, -1], 4) as states:
         out = [torch.zeros(1, 2, 4), torch.ones(1, 2, 4)]
         assert states.select([1], out)[0] is out[1]
-    recorder = Recorder(1)
+    recorder = LastLayerRecorder(1)
     recorder(None, None, torch.zeros(1, 2, 3))
     for returned in (torch.zeros(1, 2, 4), torch.zeros(5, 1, 2, 3)):
         with pytest.raises(UsageError, match="does not return one hidden state per token and layer"):

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from crossdraft.framework.lm.cuda_graphs import Graphs
+from crossdraft.framework.lm.cuda_graphs import CudaGraphRunner
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 PROMPTS = ([5], [7, 8, 9, 7, 8, 9, 7, 8], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 11, 12, 13])
@@ -33,4 +33,4 @@ class Recorder:
 class ReplayingLM(TransformersLM):
     def __init__(self, *arguments: Any):
         self.recorder = Recorder()
-        super().__init__(*arguments, graphs=Graphs(self.recorder, "test"))
+        super().__init__(*arguments, graphs=CudaGraphRunner(self.recorder, "test"))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from verifier_traits import traits_of
 
-from crossdraft.drafters.autoregressive.trees import Shape, Siblings, grow_static
+from crossdraft.drafters.autoregressive.trees import TreeTemplate, Siblings, grow_static
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.draft import Draft, Verdict
 from crossdraft.framework.contracts.draft_kind import CHAIN, DETERMINISTIC, GREEDY_DRAFT, IID, WITHOUT_REPLACEMENT
@@ -101,7 +101,7 @@ class RandomLM:
             states = self.after(states, tokens[-1])
         return torch.stack(tokens, 2), torch.cat(distributions, 1)
 
-    def tree(self, siblings: Siblings, shape: Shape, limit: Tensor, rng: Any) -> Draft:
+    def tree(self, siblings: Siblings, shape: TreeTemplate, limit: Tensor, rng: Any) -> Draft:
         states = torch.zeros(self.b, 1, dtype=torch.long)
 
         def expand(tokens: Tensor, parents: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ def random_draft(
         tokens, q = lm.sequences(1 + seed % 3, depth)
         draft = Draft.iid(tokens, limit, q)
     else:
-        branching = Shape.branching(([2, 1, 1, 1] if shape == "pair" else [3, 2, 1, 1])[:depth])
+        branching = TreeTemplate.branching(([2, 1, 1, 1] if shape == "pair" else [3, 2, 1, 1])[:depth])
         siblings: Any = "without-replacement" if shape == "pair" else shape
         draft = lm.tree(siblings, branching, limit, shipped_rng(seed, range(b)))
     p = lm.target(draft).to(dtype)

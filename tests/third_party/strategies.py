@@ -311,7 +311,7 @@ class BigramBackend(Backend):
 
     name = "bigram"
 
-    def takes(self, path: Path) -> bool:
+    def supports(self, path: Path) -> bool:
         return path.suffix == ".bigram"
 
     def load(

@@ -90,6 +90,6 @@ def test_rule_that_keeps_its_state_to_itself_is_not_fused() -> None:
         def traits(cls, config: Any) -> VerifierTraits:
             return dataclasses.replace(super().traits(config), stateful=True)
 
-    assert not CompiledVerifier.takes(Private())
+    assert not CompiledVerifier.supports(Private())
     with pytest.raises(ValueError, match="'private' keeps state on the host"):
         CompiledVerifier(Private())

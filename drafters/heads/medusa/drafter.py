@@ -29,7 +29,7 @@ from ....framework.contracts.rng import StepRng
 from ....framework.contracts.sampling import Sampling
 from ....framework.errors import ContractError, ModelError, UsageError
 from ....framework.util.limits import MOST_LEVELS, MOST_NODES
-from ...autoregressive.trees import Choices, Shape, ordered, tree_shape
+from ...autoregressive.trees import Choices, TreeTemplate, ordered, tree_shape
 from ..feature_head import expand_vocab
 from ..feature_reader import last_state
 from ..misconfigurations import shifted_heads
@@ -126,7 +126,7 @@ class Medusa(Drafter):
             self.shape()
             return self
 
-        def shape(self) -> Shape | None:
+        def shape(self) -> TreeTemplate | None:
             """Build the tree, if it does not depend on the heads."""
             if self.branching is None and self.choices is None:
                 return None
@@ -152,7 +152,7 @@ class Medusa(Drafter):
         self._has_feature = [False] * context.batch_size
         self._tree = self.config.shape()
         if self.config.nodes is not None:
-            self._tree = Shape.choices(best_tree(_accuracies(checkpoint)[: len(self.heads)], self.config.nodes))
+            self._tree = TreeTemplate.choices(best_tree(_accuracies(checkpoint)[: len(self.heads)], self.config.nodes))
         if self._tree is not None:
             self.depth = len(self._tree.ranks)
             self._set_tree(self._tree)
@@ -191,7 +191,7 @@ class Medusa(Drafter):
     def misconfigurations(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterator[Misconfiguration]:
         return shifted_heads(heads)
 
-    def _set_tree(self, tree: Shape) -> None:
+    def _set_tree(self, tree: TreeTemplate) -> None:
         """Store parent, level and rank of each node, ``[N]`` each."""
         parents, levels, ranks, offset = [], [], [], 0
         for level, (level_parents, rank) in enumerate(zip(tree.parents, tree.ranks, strict=True)):
@@ -252,7 +252,7 @@ class Medusa(Drafter):
         """Logits ``[B, steps, rows]`` of the first ``steps`` heads, from ``features [B, H]``."""
         return (self.heads(features, steps).transpose(0, 1),)
 
-    def _most_probable(self, tree: Shape, logits: Tensor, limit: Tensor, not_ready: Tensor) -> Draft:
+    def _most_probable(self, tree: TreeTemplate, logits: Tensor, limit: Tensor, not_ready: Tensor) -> Draft:
         """Draft the first ``steps`` levels of the tree, with each head's tokens by rank."""
         b, steps, rows = logits.shape
         nodes = sum(map(len, tree.ranks[:steps]))

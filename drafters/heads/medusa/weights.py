@@ -261,14 +261,14 @@ def _renamed(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], Tensor | None, 
     return {name(key): t for key, t in tensors.items()}, token_map, True, shared
 
 
-def _check_count(checkpoint: Checkpoint, what: str, names: tuple[str, ...], count: int) -> None:
+def _check_count(checkpoint: Checkpoint, part: str, names: tuple[str, ...], count: int) -> None:
     """Raise ModelError if the config has, under one of ``names``, another number of heads or blocks than ``count``."""
     for name in names:
         configured = checkpoint.config.get(name)
         if isinstance(configured, int) and configured != count:
-            advice = f"; if the tensors are right, write heads: {count} in the recipe" if what == "head" else ""
+            advice = f"; if the tensors are right, write heads: {count} in the recipe" if part == "head" else ""
             raise checkpoint.refused(
-                f"their config has {configured} {what}{'s' * (configured != 1)} ({name}), but the tensors hold {count}"
+                f"their config has {configured} {part}{'s' * (configured != 1)} ({name}), but the tensors hold {count}"
                 f"{advice}"
             )
 

@@ -89,7 +89,7 @@ _FUNCTIONS = {"sdpa": (sdpa_attention_forward, _sdpa), FLEX: (flex_attention_for
 
 
 @contextmanager
-def own_attention(*_: object) -> Iterator[None]:
+def own_attention(cache: Any = None, visibility: Any = None) -> Iterator[None]:
     """Within the context, in this thread, models run `grouped_sdpa` for ``sdpa`` and `ragged_flex` for Flex."""
     _thread.passes = getattr(_thread, "passes", 0) + 1
     try:
@@ -106,7 +106,7 @@ class GroupedAttention(ModelPreparation):
     """
 
     name = "grouped-attention"
-    around_pass = staticmethod(own_attention)
+    around_pass = staticmethod(own_attention)  # type: ignore[assignment]
 
     @classmethod
     def prepare(cls, model: torch.nn.Module) -> GroupedAttention:

@@ -91,8 +91,8 @@ class CompiledLayers(ModelPreparation):
             if not isinstance(module, GradientCheckpointingLayer) or hasattr(module, "_runs_compiled"):
                 continue
             weights = list(module.parameters())
-            size = sum(one.numel() for one in weights)
-            float32_on_cpu = all(one.device.type == "cpu" and one.dtype == torch.float32 for one in weights)
+            size = sum(tensor.numel() for tensor in weights)
+            float32_on_cpu = all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 for tensor in weights)
             if float32_on_cpu and size >= LEAST_WEIGHTS and cache_argument(module.forward):
                 module.__class__ = _compiled_class(type(module))
 
@@ -174,8 +174,8 @@ class _Structure:
         groups: dict[int, list[SmallBatchLinear]] = {}
         for layer in layers.values():
             group = [layers.get(id(weight)) for weight in layer.siblings.weights] if layer.siblings else [layer]
-            whole = [one for one in group if one is not None]
-            members = whole if len(whole) == len(group) else [layer]
+            present = [linear for linear in group if linear is not None]
+            members = present if len(present) == len(group) else [layer]
             groups[id(members[0])] = members
         return list(groups.values())
 
@@ -183,10 +183,10 @@ class _Structure:
     def unpacked(self) -> dict[str, Tensor]:
         """Parameters and buffers by their full names, without the weights of `products`."""
         copied = {id(layer.weight) for group in self.products for layer in group}
-        return {name: tensor for name, tensor in self.whole.items() if id(tensor) not in copied}
+        return {name: tensor for name, tensor in self.weights.items() if id(tensor) not in copied}
 
     @cached_property
-    def whole(self) -> dict[str, Tensor]:
+    def weights(self) -> dict[str, Tensor]:
         """Parameters and buffers by their full names."""
         return {name: tensor for name, (_, _, tensor, _) in self.tensors.items()}
 
@@ -211,10 +211,10 @@ def _identity(layer: nn.Module) -> Form | None:
                 settings = {**config.to_dict(), "attention": config._attn_implementation, "_name_or_path": ""}
                 texts[id(config)] = repr(sorted(settings.items()))
             parts.append(texts[id(config)])
-    for name, one in (*layer.named_parameters(), *layer.named_buffers()):
-        if hasattr(one, "__tensor_flatten__") or one.device.type != "cpu":  # quantised, or split over processes
+    for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+        if hasattr(tensor, "__tensor_flatten__") or tensor.device.type != "cpu":  # quantised, or split over processes
             return None
-        parts.append((name, one.shape, one.dtype))
+        parts.append((name, tensor.shape, tensor.dtype))
     return tuple(parts)
 
 
@@ -246,14 +246,14 @@ def _compiled_output(layer: Any, args: Sequence[Any], options: dict[str, Any]) -
     if function is None and (not capture_limits() if known else len(structure.functions) == MOST_FORMS):
         return None
     groups = [] if call.single else structure.products
-    weights = [packed(*(one.weight for one in group)) for group in groups]
+    weights = [packed(*(linear.weight for linear in group)) for group in groups]
     if any(weight is None for weight in weights):
         return None
     if function is None:
         function = structure.functions[call.form] = _function(layer, structure.identity, call)
         if function is None:
             return None
-    others = structure.whole if call.single else structure.unpacked
+    others = structure.weights if call.single else structure.unpacked
     inputs: list[Any] = [*call.tensors, *weights, *others.values()]
     if call.form in structure.checked:
         return function(inputs)[0]
@@ -307,21 +307,21 @@ class _Call:
                     return None
                 form.append((key, value))
                 continue
-            for one in parts:
-                mask, shape = _is_mask(one), one.shape
+            for tensor in parts:
+                mask, shape = _is_mask(tensor), tensor.shape
                 if len(shape) < 2 or shape[0] not in (1, rows) or shape[2 if mask else 1] != width:
                     return None
-                if one.device.type != "cpu" or (mask and (shape[1] != 1 or shape[3] != plan.kv_len)):
+                if tensor.device.type != "cpu" or (mask and (shape[1] != 1 or shape[3] != plan.kv_len)):
                     return None
-                form.append((key, mask, one.dtype, shape[0] == 1, () if mask else shape[2:]))
+                form.append((key, mask, tensor.dtype, shape[0] == 1, () if mask else shape[2:]))
             tensors += parts
         buffers = [states.keys, states.values]
-        if any(one.dtype != torch.float32 or not one.is_contiguous() for one in (hidden, *buffers)):
+        if any(tensor.dtype != torch.float32 or not tensor.is_contiguous() for tensor in (hidden, *buffers)):
             return None
         if sum(map(_is_mask, tensors)) != 1:
             return None
         tensors += [plan.slots.expand(rows, -1), *buffers]
-        return cls(tuple(form), args, options, [one.contiguous() for one in tensors])
+        return cls(tuple(form), args, options, [tensor.contiguous() for tensor in tensors])
 
     @property
     def single(self) -> bool:
@@ -360,7 +360,7 @@ def _tensors(value: Any) -> list[Tensor] | None:
     """The tensors that an argument consists of; None if it is not a tensor, or a tuple of some."""
     if isinstance(value, Tensor):
         return [value]
-    is_tuple = type(value) is tuple and value and all(isinstance(one, Tensor) for one in value)
+    is_tuple = type(value) is tuple and value and all(isinstance(tensor, Tensor) for tensor in value)
     return list(value) if is_tuple else None
 
 
@@ -435,15 +435,15 @@ def _compile(layer: Any, call: _Call, path: Path) -> None:
     with torch.inference_mode(False), torch.no_grad(), own_attention():
         # A copy, as tracing replaces parameters, and other threads may run the layer. Its weights have no memory.
         tensors = [*layer.parameters(), *layer.buffers()]
-        twin = copy.deepcopy(layer, {id(one): torch.empty_like(one, device="meta") for one in tensors})
+        twin = copy.deepcopy(layer, {id(tensor): torch.empty_like(tensor, device="meta") for tensor in tensors})
         twin.__class__ = layer._runs_compiled
         structure = _Structure.of(twin)
         groups = [] if call.single else structure.products
-        others = structure.whole if call.single else structure.unpacked
+        others = structure.weights if call.single else structure.unpacked
         parts = {
-            id(one): (i, sum(before.out_features for before in group[:k]))
+            id(linear): (i, sum(before.out_features for before in group[:k]))
             for i, group in enumerate(groups)
-            for k, one in enumerate(group)
+            for k, linear in enumerate(group)
         }
         first, end = len(call.tensors), len(call.tensors) + len(groups)
 
@@ -473,13 +473,15 @@ def _compile(layer: Any, call: _Call, path: Path) -> None:
             zeros = [
                 torch.zeros(shape, dtype=t.dtype) for shape, t in zip(call.shapes(*sizes), call.tensors, strict=True)
             ]
-            weights = [torch.zeros(sum(len(one.weight) for one in group), group[0].in_features) for group in groups]
-            return [*zeros, *weights, *(torch.zeros(one.shape, dtype=one.dtype) for one in others.values())]
+            weights = [
+                torch.zeros(sum(len(linear.weight) for linear in group), group[0].in_features) for group in groups
+            ]
+            return [*zeros, *weights, *(torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in others.values())]
 
         traced, other = example(*_TRACED), example(*_OTHER)
         variable = [
-            {i: Dim.AUTO for i, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b}
-            for one, two in zip(traced, other, strict=True)
+            {i: Dim.AUTO for i, (a, b) in enumerate(zip(tensor.shape, two.shape, strict=True)) if a != b}
+            for tensor, two in zip(traced, other, strict=True)
         ]
         program = export_function(run, traced, variable)
         program.module()(*other)  # checks the conditions on sizes that tracing assumed

@@ -129,7 +129,7 @@ class Siblings:
             if (weight := packed(*weights)) is None:
                 return None
             bias = None if layer.bias is None else torch.cat(biases)
-            first, *others = packed_product(input, weight, bias).split([len(one) for one in weights], -1)
+            first, *others = packed_product(input, weight, bias).split([len(part) for part in weights], -1)
             _thread.pending = _Pending(self, input, others)
             return first
         pending: _Pending | None = getattr(_thread, "pending", None)
@@ -200,7 +200,7 @@ def packed(*weights: Tensor) -> Tensor | None:
     def drop(_: object) -> None:
         _copies.pop(key, None)
 
-    _copies[key] = _Copy(weight, [one._version for one in weights], [weakref.ref(one, drop) for one in weights])
+    _copies[key] = _Copy(weight, [part._version for part in weights], [weakref.ref(part, drop) for part in weights])
     return weight
 
 

@@ -240,7 +240,7 @@ class RecurrentCache(RaggedCache):
         return self._nodes(call, states, plan)
 
     def _nodes(self, call: _Call, states: _ModuleStates, plan: WritePlan) -> Any:
-        """All rows, one node at a time."""
+        """Run the module node by node for all rows."""
         states.reserve(self._first + call.shape[1])
         rows, parents = counting(self.num_rows, states.device), plan.to(states.device).parents
         outputs = []
@@ -277,9 +277,9 @@ class RecurrentCache(RaggedCache):
         if states.continues is None:
             count = min(call.shape[1], 8)
             try:
-                whole = call.run(slice(0, 1), slice(0, count), states.of(row))
+                together = call.run(slice(0, 1), slice(0, count), states.of(row))
                 steps = call.steps(slice(0, 1), count, states.of(row))
-                pairs = [(_first(whole[0]), _first(steps[0])), *zip(whole[1], steps[1], strict=True)]
+                pairs = [(_first(together[0]), _first(steps[0])), *zip(together[1], steps[1], strict=True)]
                 states.continues = all(a.shape == b.shape and close(a, b, a.dtype) for a, b in pairs)
             except (RuntimeError, ValueError, IndexError):
                 states.continues = False

@@ -139,10 +139,10 @@ def _refuse_acausal(lm: RecomputingLM) -> None:
     causal = True
     try:
         for ids in (varied, varied[:3] * longest):
-            whole = lm.run(ids[:longest], 0)[0]
+            logits = lm.run(ids[:longest], 0)[0]
             prefixes = {n: lm.run(ids[:n], 0)[0] for n in (5, longest // 2, longest - 3) if 0 < n < longest}
-            same = (close(whole[:n], part, lm.model.dtype) for n, part in prefixes.items())
-            causal &= len(whole) == longest and all(same)
+            same = (close(logits[:n], part, lm.model.dtype) for n, part in prefixes.items())
+            causal &= len(logits) == longest and all(same)
     except Exception as error:
         reason = str(error).partition("\n")[0]
         raise ModelError(f"{name} cannot run on a text only ({type(error).__name__}: {reason})") from error

@@ -105,11 +105,11 @@ def wait_policy() -> str:
 
 def settings() -> dict[str, Any]:
     """Maximum number of threads, wait policy and their origin, for ``crossdraft list env``."""
-    most, number = _threads(), next((name for name in NUMBER if name in os.environ), None)
+    max_threads, number = _threads(), next((name for name in NUMBER if name in os.environ), None)
     chosen = CHOSEN in os.environ
     return {
-        "most": most,
-        "number": number or ("torch.set_num_threads" if _set_by_user(most) else "measured before decoding"),
+        "most": max_threads,
+        "number": number or ("torch.set_num_threads" if _set_by_user(max_threads) else "measured before decoding"),
         "wait_policy": wait_policy(),
         "free_processors": float(os.environ[CHOSEN]) if chosen else None,
     }
@@ -119,7 +119,7 @@ def settings() -> dict[str, Any]:
 
 
 @dataclass
-class Choice:
+class ThreadChoice:
     """A number of threads, the time of its measurement (or None), and seconds until the next one."""
 
     number: int
@@ -131,7 +131,7 @@ class ThreadCount:
     """Number of threads for decoding with one target, measured on first use and again under contention.
 
     Args:
-        most: PyTorch's number of threads.
+        max_threads: PyTorch's number of threads.
         measure: returns seconds of repetitions of the same work, by number of threads; None fixes the number.
         waiting: wait counters; see `CpuWait`.
         choice: shared by all users of the target.
@@ -140,13 +140,13 @@ class ThreadCount:
 
     def __init__(
         self,
-        most: int,
+        max_threads: int,
         measure: Callable[[Sequence[int]], Mapping[int, Sequence[float]]] | None = None,
         waiting: CpuWait | None = None,
-        choice: Choice | None = None,
+        choice: ThreadChoice | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.most, self.choice = most, choice or Choice(most)
+        self.max_threads, self.choice = max_threads, choice or ThreadChoice(max_threads)
         self._measure, self._waiting, self._clock = measure, waiting, clock
         self._last_look = 0.0
 
@@ -158,20 +158,20 @@ class ThreadCount:
     @property
     def fixed(self) -> bool:
         """True if the number is fixed by the user or the system."""
-        return self._measure is None or self.most == 1
+        return self._measure is None or self.max_threads == 1
 
     def choose(self) -> None:
         """Measure and select the fastest number of threads."""
         if self._measure is None or self.fixed:
             return
         choice, previous = self.choice, self.number
-        choice.number = fastest(self._measure(candidates(self.most)), previous)
+        choice.number = fastest(self._measure(candidates(self.max_threads)), previous)
         unchanged = choice.number == previous and choice.measured is not None
         choice.patience = min(2 * choice.patience, MOST_PATIENCE) if unchanged else PATIENCE
         choice.measured = self._clock()
         if choice.number != previous:
             reason = "faster beside other programs" if choice.number < previous else "faster again"
-            logger.warning("crossdraft: decoding with %d of %d threads: %s", choice.number, self.most, reason)
+            logger.warning("crossdraft: decoding with %d of %d threads: %s", choice.number, self.max_threads, reason)
 
     def start(self) -> None:
         """Start reading the wait counters, until `stop`."""
@@ -192,7 +192,7 @@ class ThreadCount:
         waited = self._waiting.since() if self._waiting is not None else 0.0
         measured = self.choice.measured
         due = measured is None or self._clock() - measured >= self.choice.patience
-        if due and (waited > DISTURBED * passed or self.number < self.most):
+        if due and (waited > DISTURBED * passed or self.number < self.max_threads):
             self.choose()
         self._look()
 
@@ -223,9 +223,9 @@ class ThreadCount:
             self.stop()
 
 
-def candidates(most: int) -> list[int]:
+def candidates(max_threads: int) -> list[int]:
     """Numbers of threads to compare: all, half, a quarter, .. and one."""
-    numbers = [most]
+    numbers = [max_threads]
     while numbers[-1] > 1:
         numbers.append(numbers[-1] // 2)
     return numbers
@@ -240,18 +240,18 @@ def fastest(seconds: Mapping[int, Sequence[float]], current: int) -> int:
     return best if current not in medians or medians[best] * GAIN < medians[current] else current
 
 
-_choices: dict[tuple[Any, ...], Choice] = {}
+_choices: dict[tuple[Any, ...], ThreadChoice] = {}
 
 
 def thread_count(lm: Any) -> ThreadCount:
     """`ThreadCount` of a target; targets with equal layers share their choice."""
-    most = _threads()
-    layers = [] if most == 1 or _set_by_user(most) or distributed.count() > 1 else sampled_layers(lm)
+    max_threads = _threads()
+    layers = [] if max_threads == 1 or _set_by_user(max_threads) or distributed.count() > 1 else sampled_layers(lm)
     if not layers:
-        return ThreadCount(most)
-    key = (most, *((tuple(layer.weight.shape), layer.weight.dtype) for layer in layers))
-    choice = _choices.setdefault(key, Choice(most))
-    return ThreadCount(most, lambda numbers: measure_threads(layers, numbers), CpuWait(lm.device), choice)
+        return ThreadCount(max_threads)
+    key = (max_threads, *((tuple(layer.weight.shape), layer.weight.dtype) for layer in layers))
+    choice = _choices.setdefault(key, ThreadChoice(max_threads))
+    return ThreadCount(max_threads, lambda numbers: measure_threads(layers, numbers), CpuWait(lm.device), choice)
 
 
 def sampled_layers(lm: Any) -> list[nn.Linear]:
@@ -371,12 +371,12 @@ def choose_for_group(lm: Any, kept: Any) -> dict[str, Any]:
     """
     count = thread_count(lm)
     previous = kept.get("number") if isinstance(kept, Mapping) else None
-    if isinstance(previous, int) and not count.fixed and 1 <= previous <= count.most:
+    if isinstance(previous, int) and not count.fixed and 1 <= previous <= count.max_threads:
         count.choice.number = previous
     else:
         count.choose()
     set_threads(count.number)
-    return {"number": count.number, "most": count.most, "wait_policy": wait_policy()}
+    return {"number": count.number, "most": count.max_threads, "wait_policy": wait_policy()}
 
 
 def number_used(provenance: Mapping[str, Any]) -> int | None:

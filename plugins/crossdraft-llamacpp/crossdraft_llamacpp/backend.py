@@ -16,7 +16,7 @@ class LlamaCppBackend(Backend):
 
     name = "llama.cpp"
 
-    def takes(self, path: Path) -> bool:
+    def supports(self, path: Path) -> bool:
         return path.suffix.lower() == ".gguf" and path.is_file()
 
     def load(

@@ -361,7 +361,7 @@ def _encode_prompts(pool: DecoderPool, prompt: Any) -> list[list[int]]:
     for i, item in enumerate(prompts):
         if isinstance(item, str):
             check_text("prompt" if len(prompts) == 1 else f"prompt {i}", item)
-            item = encode_text(pool.target.tokenizer, item, special=True, most=pool.max_length)
+            item = encode_text(pool.target.tokenizer, item, special=True, max_tokens=pool.max_length)
         encoded.append(item)
     return encoded
 

@@ -102,7 +102,7 @@ class TrainingConfig(Options, ABC):
         """
         raise UsageError(f"{cls.name} has no layout that engines load; crossdraft itself uses {model} as it is")
 
-    def fitted(self, target: LoadedModel) -> Self:
+    def with_target_defaults(self, target: LoadedModel) -> Self:
         """A copy with defaults that depend on the target filled in."""
         return self
 

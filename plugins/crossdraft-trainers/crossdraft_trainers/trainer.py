@@ -66,7 +66,7 @@ class Trainer:
             )
         self.target, self.out = target, out
         self.device = target.model.device
-        self.recipe = recipe.fitted(target)
+        self.recipe = recipe.with_target_defaults(target)
         self.accelerator = _accelerator(self.device, precision)
         check_head(target)
         for parameter in target.model.parameters():

@@ -78,7 +78,7 @@ class DraftModelTraining(TrainingConfig):
     def others(self) -> list[str]:
         return [name.strip() for name in self.misses_of.split(",") if name.strip()]
 
-    def fitted(self, target: LoadedModel) -> Self:
+    def with_target_defaults(self, target: LoadedModel) -> Self:
         last = target.model.config.get_text_config().num_hidden_layers - 1
         return self if self.layers else self.model_copy(update={"layers": tuple(sorted({0, min(1, last), last}))})
 
@@ -146,8 +146,8 @@ class DraftModelTrainee(Trainee):
         if not chosen:
             return texts
         originals, result = [texts[i] for i in chosen], list(texts)
-        prompts, most = [text.prompt for text in originals], [len(text.response) for text in originals]
-        answers = own_answers(self.student, prompts, most, self.target.eos_token_ids)
+        prompts, limits = [text.prompt for text in originals], [len(text.response) for text in originals]
+        answers = own_answers(self.student, prompts, limits, self.target.eos_token_ids)
         for i, text, answer in zip(chosen, originals, answers, strict=True):
             result[i] = Text(text.prompt, answer, "student")
         return result

@@ -96,7 +96,7 @@ class Eagle3Training(TrainingConfig):
         0, description="inner size of the head's feed-forward layer (default: the target's)", ge=0, le=1_000_000
     )
 
-    def fitted(self, target: LoadedModel) -> Self:
+    def with_target_defaults(self, target: LoadedModel) -> Self:
         default = default_layers(target.model.config.get_text_config().num_hidden_layers)
         unroll = self.unroll or (3 if target.model.device.type == "cpu" else 5)
         return self.model_copy(update={"unroll": unroll, "layers": self.layers or default})

@@ -69,8 +69,8 @@ class LayerSkipTrials(Search):
 
     def suggest(self, trial: Any) -> dict[str, Any]:
         skipped = {
-            what: [i for i in range(self.depth) if trial.suggest_categorical(f"{what}.{i}", [False, True])]
-            for what in ("attention", "mlp")
+            part: [i for i in range(self.depth) if trial.suggest_categorical(f"{part}.{i}", [False, True])]
+            for part in ("attention", "mlp")
         }
         return {"layers": self.depth, "skip_attention": skipped["attention"], "skip_mlp": skipped["mlp"]}
 

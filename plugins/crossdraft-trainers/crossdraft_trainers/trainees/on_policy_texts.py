@@ -11,7 +11,7 @@ from torch import Tensor
 
 @torch.no_grad()
 def own_answers(
-    student: Any, prompts: Sequence[Sequence[int]], most: Sequence[int], eos: Sequence[int]
+    student: Any, prompts: Sequence[Sequence[int]], limits: Sequence[int], eos: Sequence[int]
 ) -> list[list[int]]:
     """Sample an answer to each prompt from the student at temperature 1, without truncation.
 
@@ -20,7 +20,7 @@ def own_answers(
     Args:
         student: a causal LM of transformers.
         prompts: token ids, not empty.
-        most: maximum length of each answer, at least 1, including the end-of-sequence token.
+        limits: maximum length of each answer, at least 1, including the end-of-sequence token.
         eos: ids that end an answer.
     """
     from transformers import GenerationConfig
@@ -36,7 +36,7 @@ def own_answers(
         top_p=1.0,
         num_beams=1,
         repetition_penalty=1.0,
-        max_new_tokens=max(most),
+        max_new_tokens=max(limits),
         eos_token_id=list(eos) or None,
         pad_token_id=0,
         bos_token_id=None,
@@ -48,7 +48,9 @@ def own_answers(
         output: Tensor = student.generate(tensors[0], attention_mask=tensors[1], generation_config=config)
     finally:
         student.train(training)
-    return [_until_end(answer[:longest], eos) for answer, longest in zip(output[:, width:].tolist(), most, strict=True)]
+    return [
+        _until_end(answer[:longest], eos) for answer, longest in zip(output[:, width:].tolist(), limits, strict=True)
+    ]
 
 
 def _until_end(answer: list[int], eos: Sequence[int]) -> list[int]:
