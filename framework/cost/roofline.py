@@ -43,7 +43,7 @@ _GATED += ("olmo2", "phi3", "qwen2", "qwen3", "smollm3", "gpt_oss", "mixtral", "
 _PLAIN = ("gpt2", "gpt_neox", "opt", "starcoder2")
 
 
-class Work(NamedTuple):
+class PassWork(NamedTuple):
     """Work of one device for a part of a pass."""
 
     bytes: float
@@ -178,7 +178,7 @@ class Shape:
         devices: int = 1,
         weight_bytes: float = _BFLOAT16,
         cache_bytes: float = _BFLOAT16,
-    ) -> dict[str, Work]:
+    ) -> dict[str, PassWork]:
         """Bytes and FLOPs of a pass by part, on one of ``devices`` tensor-parallel devices.
 
         Args:
@@ -203,7 +203,7 @@ class Shape:
         window = min(context, self.window) if self.window else context
         attended = (self.layers - self.window_layers) * (context + width) + self.window_layers * (window + width)
         cache = batch_size * attended * keys * cache_bytes
-        parts["attention"] = Work(cache + self.layers * n * 2 * queries * _BFLOAT16, 4 * n * attended * queries)
+        parts["attention"] = PassWork(cache + self.layers * n * 2 * queries * _BFLOAT16, 4 * n * attended * queries)
 
         dense = self.layers - self.moe_layers
         plain = self.matrices * self.hidden * self.intermediate / d
@@ -218,7 +218,7 @@ class Shape:
                 self.moe_layers, read_parameters, active_parameters * n, activations * n, weight_bytes
             )
             bytes_, flops = bytes_ + experts.bytes, flops + experts.flops
-        parts["mlp"] = Work(bytes_, flops)
+        parts["mlp"] = PassWork(bytes_, flops)
 
         outer_parameters = self._outer / d
         parts["head"] = self._times(
@@ -231,8 +231,8 @@ class Shape:
         return self.matrices * (self.hidden + intermediate / devices)
 
     @staticmethod
-    def _times(layers: int, weights: float, products: float, moved: float, weight_bytes: float) -> Work:
-        return Work(layers * (weights * weight_bytes + moved * _BFLOAT16), layers * 2 * products)
+    def _times(layers: int, weights: float, products: float, moved: float, weight_bytes: float) -> PassWork:
+        return PassWork(layers * (weights * weight_bytes + moved * _BFLOAT16), layers * 2 * products)
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class Difference(BaseModel):
     fault: bool
 
 
-class Response(BaseModel):
+class ResponseRecord(BaseModel):
     """A line of ``responses.jsonl``."""
 
     question_id: str | int | None = None
@@ -178,7 +178,7 @@ def read_responses(file: Path) -> list[dict[str, Any]]:
     for number, line in read_lines(file, RESPONSE_FILE_BYTES, LINE_BYTES, surrogates=True):
         if line:
             responses.append(parse_json(line, file, line=number))
-            check(responses[-1], Response, file, line=number)
+            check(responses[-1], ResponseRecord, file, line=number)
     return responses
 
 

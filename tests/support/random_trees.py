@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from verifier_traits import traits_of
 
-from crossdraft.drafters.autoregressive.trees import TreeTemplate, Siblings, grow_static
+from crossdraft.drafters.autoregressive.trees import Siblings, TreeTemplate, grow_static
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.draft import Draft, Verdict
 from crossdraft.framework.contracts.draft_kind import CHAIN, DETERMINISTIC, GREEDY_DRAFT, IID, WITHOUT_REPLACEMENT

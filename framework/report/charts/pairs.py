@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...runs.labels import group_title, verifier_title
 from ...runs.marks import mark_of
-from .style import MOST_PANELS, Mark, ends, entry, label, legend, marks, panels, swatch, text, visible
+from .style import MOST_PANELS, PointMark, ends, entry, label, legend, marks, panels, swatch, text, visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -113,7 +113,7 @@ def target_rows(results: Sequence[CellResult], width: str) -> tuple[Figure, int]
             points.append((x, estimate.value))
             certified += points[-1:] * mark_of(result).headline
             drafter, shape = colours[result.config.drafter.title], shapes[verifier_title(result)]
-            mark = Mark(drafter.colour, shape.marker, drafter.hollow)
+            mark = PointMark(drafter.colour, shape.marker, drafter.hollow)
             _point(panel, x, estimate.value, estimate, mark)
         corners = front(certified)
         right = max(x for x, _ in points)
@@ -130,7 +130,7 @@ def target_rows(results: Sequence[CellResult], width: str) -> tuple[Figure, int]
 
     handles = [Line2D([], [], label="plain decoding", **_PLAIN_POINT)]
     handles += [swatch(name, mark) for name, mark in colours.items()]
-    handles += [entry(name, Mark("0.3", mark.marker)) for name, mark in shapes.items()]
+    handles += [entry(name, PointMark("0.3", mark.marker)) for name, mark in shapes.items()]
     legend(figure, handles)
     return figure, len(groups) - len(shown)
 
@@ -167,7 +167,7 @@ def time_shares(results: Sequence[CellResult], width: str) -> tuple[Figure, int]
         panel.tick_params(axis="y", length=0)
         panel.grid(False, axis="y")
     label(figure, axes, list(shown), "% of the decoding time", "")
-    legend(figure, [swatch(phase, Mark(colour, "s")) for phase, colour in _PHASES.items()])
+    legend(figure, [swatch(phase, PointMark(colour, "s")) for phase, colour in _PHASES.items()])
     return figure, len(groups) - len(shown)
 
 
@@ -203,7 +203,7 @@ def _bands(drafters: Sequence[str], groups: Sequence[Iterable[tuple[str, str]]])
     return bands
 
 
-def _point(panel: Axes, x: float, y: float, estimate: Estimate, mark: Mark, across: bool = False) -> None:
+def _point(panel: Axes, x: float, y: float, estimate: Estimate, mark: PointMark, across: bool = False) -> None:
     """Draw a point with its interval, horizontal if ``across``."""
     low, high = ends(estimate)
     bar = {"xerr": [[low], [high]]} if across else {"yerr": [[low], [high]]}

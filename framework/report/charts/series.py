@@ -15,7 +15,7 @@ from .pairs import drafting, front
 from .style import (
     MOST_PANELS,
     PLAIN,
-    Mark,
+    PointMark,
     batch_axis,
     ends,
     entry,
@@ -241,7 +241,7 @@ def _speed_ups(pair: Pair) -> dict[int, Estimate]:
     return {b: r.metrics.speed_up for b, r in sorted(pair.results.items()) if r.metrics and r.metrics.speed_up}
 
 
-def _line(panel: Axes, points: Mapping[float, Estimate], mark: Mark, joined: bool = True) -> None:
+def _line(panel: Axes, points: Mapping[float, Estimate], mark: PointMark, joined: bool = True) -> None:
     """Draw estimates with intervals, joined by a line if ``joined``."""
     lengths = [ends(e) for e in points.values()]
     bars = [[low for low, _ in lengths], [high for _, high in lengths]]

@@ -68,7 +68,7 @@ _STYLE: Any = {
 
 
 @dataclass(frozen=True)
-class Mark:
+class PointMark:
     """Colour, marker and dash of a series; hollow if there are more series than markers."""
 
     colour: str
@@ -84,12 +84,12 @@ class Mark:
         return {"color": self.colour, "marker": self.marker, "markeredgecolor": "white", "markeredgewidth": 0.4}
 
 
-def marks(names: Iterable[str]) -> dict[str, Mark]:
+def marks(names: Iterable[str]) -> dict[str, PointMark]:
     """A mark per name, in order of first appearance."""
     result = {}
     for i, name in enumerate(dict.fromkeys(names)):
         hollow, dash = i // len(MARKERS) % 2 == 1, DASHES[i // len(COLOURS) % len(DASHES)]
-        result[name] = Mark(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], hollow, dash)
+        result[name] = PointMark(COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)], hollow, dash)
     return result
 
 
@@ -160,14 +160,14 @@ def legend(figure: Figure, handles: Sequence[Any]) -> None:
     figure.set_figheight(figure.get_figheight() + 0.15 * rows)
 
 
-def entry(name: str, mark: Mark, line: bool = False) -> Any:
+def entry(name: str, mark: PointMark, line: bool = False) -> Any:
     from matplotlib.lines import Line2D
 
     options: dict[str, Any] = mark.options | {"linestyle": mark.dash if line else ""}
     return Line2D([], [], label=text(name), **options)
 
 
-def swatch(name: str, mark: Mark) -> Any:
+def swatch(name: str, mark: PointMark) -> Any:
     """A legend entry for a colour."""
     from matplotlib.lines import Line2D
 

@@ -65,7 +65,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Row:
+class CellRow:
     """A cell that drafts."""
 
     drafter: str
@@ -85,7 +85,7 @@ class Group:
 
     title: str
     plain: str
-    rows: list[Row]
+    rows: list[CellRow]
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Table:
+class CellTable:
     """The table of all cells.
 
     Attributes:
@@ -130,7 +130,7 @@ class Table:
     scales: dict[str, Scale]
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[CellRow]:
         return [row for group in self.groups for row in group.rows]
 
     @property
@@ -145,7 +145,7 @@ class Table:
         return [(name, values) for name, values in distinct.items() if len(values) > 1]
 
 
-def table_of(runs: RUNS) -> Table:
+def table_of(runs: RUNS) -> CellTable:
     """The table of the finished cells of ``runs``."""
     shared, groups = split_groups([(title, run.summary) for title, run in runs])
     results = [result for *_, group_results in groups for result in group_results]
@@ -167,7 +167,7 @@ def table_of(runs: RUNS) -> Table:
             low, high = visible(estimates, 1.0) if key == "speed_up" else visible(estimates)
             scales[key] = Scale(low, high)
     settings = [*shared, f"target {targets.pop()}"] if len(targets) == 1 else shared
-    return Table(settings, columns, tables, scales)
+    return CellTable(settings, columns, tables, scales)
 
 
 def _added(summaries: Sequence[Summary]) -> dict[Column, dict[str, Any]]:
@@ -190,7 +190,7 @@ def _value(value: Any) -> Value:
     return _number(value, ".2f" if isinstance(value, float) else "")
 
 
-def _row(result: CellResult, batched: bool, added: Mapping[Column, Mapping[str, Any]]) -> Row:
+def _row(result: CellResult, batched: bool, added: Mapping[Column, Mapping[str, Any]]) -> CellRow:
     config, metrics = result.config, result.metrics
     assert metrics is not None
     same, draft = metrics.same_as_baseline, metrics.shares.get("draft", 0.0) if metrics.timed else None
@@ -205,7 +205,7 @@ def _row(result: CellResult, batched: bool, added: Mapping[Column, Mapping[str, 
         "same": _number(None if same is None else 100 * same, ".0f"),
     }
     values |= {column.key: _value(by_cell.get(config.hash)) for column, by_cell in added.items()}
-    return Row(config.drafter.title, config.verifier.title, mark_of(result), values)
+    return CellRow(config.drafter.title, config.verifier.title, mark_of(result), values)
 
 
 def _number(value: float | None, form: str) -> Value:
