@@ -50,6 +50,13 @@ NAMES = {
     "judge": "verify",
 }
 
+#: Further ones in the kernel, which is read most.
+KERNEL = ("framework/contracts", "framework/engine", "framework/lm", "framework/models", "framework/api")
+KERNEL += ("drafters", "verifiers")
+KERNEL_NAMES = NAMES | dict.fromkeys(
+    ("most", "least", "whole", "where", "what", "one", "words", "fitted"), "not a noun for one thing: name the value"
+)
+
 #: Beginnings of the names of tests: a test is called test_<subject>_<verb>_<object>.
 TEST_NAMES = re.compile(
     r"test_(what|which|how|whether|where|why|who|that|nothing|nobody|a|an|the)_"
@@ -112,9 +119,11 @@ def openings(path: Path) -> Iterator[str]:
 
 
 def names(path: Path) -> Iterator[str]:
-    """Bindings called by a word of `NAMES`."""
-    if path.stem in NAMES:
-        yield f"{path.relative_to(ROOT)}: {NAMES[path.stem]}"
+    """Bindings called by a word of `NAMES`, in the kernel of `KERNEL_NAMES`."""
+    file = path.relative_to(ROOT)
+    words = KERNEL_NAMES if file.as_posix().startswith(tuple(f"{folder}/" for folder in KERNEL)) else NAMES
+    if path.stem in words:
+        yield f"{file}: {words[path.stem]}"
     for node in nodes_of(path):
         bound = None
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
@@ -123,8 +132,8 @@ def names(path: Path) -> Iterator[str]:
             bound = node.arg
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             bound = node.id
-        if bound in NAMES:
-            yield f"{at(path, node)}: {bound}: {NAMES[bound]}"
+        if bound in words:
+            yield f"{at(path, node)}: {bound}: {words[bound]}"
 
 
 def unclear_tests(path: Path) -> Iterator[str]:

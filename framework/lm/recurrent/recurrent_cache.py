@@ -277,9 +277,9 @@ class RecurrentCache(RaggedCache):
         if states.continues is None:
             count = min(call.shape[1], 8)
             try:
-                together = call.run(slice(0, 1), slice(0, count), states.of(row))
+                joint = call.run(slice(0, 1), slice(0, count), states.of(row))
                 steps = call.steps(slice(0, 1), count, states.of(row))
-                pairs = [(_first(together[0]), _first(steps[0])), *zip(together[1], steps[1], strict=True)]
+                pairs = [(_first(joint[0]), _first(steps[0])), *zip(joint[1], steps[1], strict=True)]
                 states.continues = all(a.shape == b.shape and close(a, b, a.dtype) for a, b in pairs)
             except (RuntimeError, ValueError, IndexError):
                 states.continues = False
