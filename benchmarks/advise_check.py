@@ -26,7 +26,8 @@ from pathlib import Path
 import yaml
 from crossdraft_advisor.advise.candidates import Candidate, imported, of_run
 from crossdraft_advisor.advise.caveats import Remarks
-from crossdraft_advisor.commands.advise.replay import acceptances
+from crossdraft_advisor.commands.advise.options import AdviseOptions
+from crossdraft_advisor.commands.advise.replay import replayed_acceptances
 from tabulate import tabulate
 
 from crossdraft.framework.cost.finished_cells import curves_of, statistics
@@ -74,14 +75,12 @@ def replayed(directory: Path, results: Sequence[CellResult], temperature: float,
         name = yaml.safe_dump({"name": config.drafter.name, **options}, default_flow_style=True, width=10_000).strip()
         if name in by_key:
             continue
-        inputs = argparse.Namespace(
-            replay=[str(directory)],
-            prompts=None,
+        inputs = AdviseOptions(
+            replay=(str(directory),),
             target=config.target,
             temperature=temperature,
-            drafter=[name],
-            verifier=sorted(rules),
-            trust_remote_code=[],
+            drafter=(name,),
+            verifier=tuple(sorted(rules)),
         )
         target, drafter = curves_of(cell, curves)
         known = statistics(cell)
@@ -89,7 +88,7 @@ def replayed(directory: Path, results: Sequence[CellResult], temperature: float,
             raise SystemExit(
                 f"{directory} has no cost curve of {config.target}: run crossdraft cost --target {config.target}"
             )
-        by_key[name] = imported(acceptances(inputs, Remarks()), target, drafter, known.context)
+        by_key[name] = imported(replayed_acceptances(inputs, Remarks()), target, drafter, known.context)
     return [item for some in by_key.values() for item in some]
 
 

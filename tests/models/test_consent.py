@@ -146,7 +146,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("command", filter(has_command, COMMANDS))
+@pytest.mark.parametrize("command", list(filter(has_command, COMMANDS)))
 def test_every_command_has_consent_per_model(tmp_path: Path, command: str, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
     target, small, recipe = tmp_path / "target", tmp_path / "small", tmp_path / "recipe.yaml"

@@ -10,14 +10,20 @@ _COMMANDS = {
             "certify_samples:CertifySamples",
             "test an engine's draws against the target's distribution, or plan how many show a bias",
         ),
-        "verify-engine": ("verify_engine:command", "check an engine's steps and text against replay and the target"),
+        "verify-engine": (
+            "verify_engine.command:VerifyEngine",
+            "check an engine's steps and text against replay",
+        ),
         "compare-texts": (
             "compare_texts:CompareTexts",
             "check if greedy texts differ by more than rounding",
         ),
     },
     "Decide": {
-        "replay": ("replay:command", "compute the block efficiency of pairs on recorded responses, without decoding"),
+        "replay": (
+            "replay.command:Replay",
+            "compute the block efficiency of pairs on recorded responses",
+        ),
         "diagnose": ("diagnose:Diagnose", "find the cause of a low acceptance rate among common mistakes"),
         "advise": (
             "advise.command:Advise",

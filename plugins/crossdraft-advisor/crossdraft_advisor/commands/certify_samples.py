@@ -16,6 +16,7 @@ from crossdraft.framework.cli.options.trust import TrustOptions
 from crossdraft.framework.contracts.command import Argument, Command
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.util.limits import LEAST_DEVIATION
+from crossdraft.framework.util.table import Table
 
 if TYPE_CHECKING:
     from ..samples.foreign_samples import Decision, Distributions, Draws
@@ -98,8 +99,6 @@ class CertifySamples(SamplingOptions, TrustOptions, Command):
 
     def _plan(self) -> str:
         """The difference of scores that the task can show, and the draws that show or exclude the deviation."""
-        from crossdraft.framework.util.table import Table
-
         from ..samples.planning import POWER, ScorePlan, draws_to_exclude, draws_to_show
 
         assert self.questions is not None and self.score is not None
@@ -203,8 +202,6 @@ def _fields(verdict: Verdict) -> dict[str, Any]:
 
 
 def _print(decision: Decision) -> None:
-    from tabulate import tabulate
-
     verdict, first = decision.verdict, decision.first_tokens
     table = [
         {
@@ -217,7 +214,7 @@ def _print(decision: Decision) -> None:
         }
         for statistic in verdict.statistics
     ]
-    print(tabulate(table, headers="keys", tablefmt="simple", disable_numparse=True))
+    print(Table.of(table).text())
     print(
         f"{verdict.draws:,} draws after {verdict.prefixes:,} prefixes; mean log P of the drawn tokens "
         f"{verdict.log_p:.3f}, expected {verdict.expected_log_p:.3f}. TV is averaged over draws, bounds hold at 95 %."

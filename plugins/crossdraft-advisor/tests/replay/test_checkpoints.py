@@ -122,7 +122,6 @@ def test_all_assumptions_are_listed(checkpoints: list[tuple[str, str]], tmp_path
     [
         (1, [], "--target is given 4 times for 3 sources"),
         (0, ["--as", "vllm"], "--as cannot be combined with several targets"),
-        (0, ["--drop", "1.5"], "--drop must be above 0 and below 1, got 1.5"),
     ],
 )
 def test_unclear_requests_are_refused(

@@ -156,7 +156,6 @@ def test_many_prompts_are_grouped(tmp_path: Path, monkeypatch: Any) -> None:
         (["--drafter", "{name: prompt-lookup, gamma: 0}"], "gamma must be from 1 to 64"),
         (["--drafter", "{name: prompt-lookup, gama: 1}"], "key 'gama'"),
         (["--drafter", "prompt-lookup", "--drafter", "prompt-lookup"], "is given twice"),
-        (["--drafter", "prompt-lookup", "--limit", "0"], "--limit must be at least 1"),
         (["--drafter", "prompt-lookup", "--top-p", "0.5"], "require --temperature"),
         (["--drafter", "prompt-lookup", "--k", "1-3"], "--k 1-3: no drafter drafts several sequences"),
         (["--drafter", "prompt-lookup", "--drop", "0.1"], "--drop requires several --target"),

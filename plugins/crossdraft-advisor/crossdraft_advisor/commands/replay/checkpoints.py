@@ -6,7 +6,6 @@ prompts. A drafter that reads hidden states reads those of each checkpoint; its 
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from crossdraft.framework.util.estimate import change_text, estimate_text, perce
 from crossdraft.framework.util.table import Table
 
 from ..baseline_responses import log
+from .options import ReplayOptions
 from .output import prompt_names, verifier_title
 
 #: A drafter, verifier, number of sequences and draft length.
@@ -46,7 +46,7 @@ class Checkpoint:
     stale: bool = False
 
 
-def checkpoints_of(args: argparse.Namespace, replayed: Callable[..., Any]) -> str:
+def checkpoints_of(args: ReplayOptions, replayed: Callable[..., Any]) -> str:
     """The table, or JSON, of all pairs at all checkpoints.
 
     Args:
@@ -72,10 +72,10 @@ def checkpoints_of(args: argparse.Namespace, replayed: Callable[..., Any]) -> st
                 samples.setdefault(key, []).append((target, source, sample, tally.row(gamma).marginal, weights))
         notes += [f"{source}, {count} responses: {assumption}" for assumption, count in assumed.items()]
     pairs = {key: _compared(key, rows, args.drop) for key, rows in samples.items()}
-    return _as_json(pairs, args.drop) if args.json else _as_text(pairs, notes, args.drop)
+    return _as_json(pairs, args.drop) if args.json_ else _as_text(pairs, notes, args.drop)
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check(args: ReplayOptions) -> None:
     count = len(args.target)
     if len(args.sources) != count:
         raise UsageError(
@@ -84,9 +84,8 @@ def _check(args: argparse.Namespace) -> None:
         )
     if len(set(args.target)) < count:
         raise UsageError("--target names the same checkpoint twice; give each once")
-    for name, option in (("csv", "--csv"), ("out", "--out"), ("engine", "--as"), ("segment", "--segment")):
-        if getattr(args, name):
-            raise UsageError(f"{option} cannot be combined with several targets; replay them one by one, or use --json")
+    if args.as_:
+        raise UsageError("--as cannot be combined with several targets; replay them one by one")
 
 
 def _compared(key: Pair, rows: Sequence[tuple[str, str, Sample, list[float], bool]], drop: float) -> list[Checkpoint]:

@@ -6,10 +6,8 @@ responses by its own definition, and crossdraft's block efficiency of these resp
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -40,6 +38,7 @@ from ...replay.engine_counts import EngineCounts
 from ...replay.jsonl_formats import OTHER_TEMPLATE
 from ..baseline_responses import log
 from .checkpoints import has_weights
+from .options import ReplayOptions
 from .output import prompt_names
 
 
@@ -73,7 +72,7 @@ class EngineCheck:
         return agrees(self.counted, self.reference)
 
 
-def counted_of(args: argparse.Namespace, replayed: Callable[..., Any]) -> str:
+def counted_of(args: ReplayOptions, replayed: Callable[..., Any]) -> str:
     """Compare the counters of each engine with replay: tables and causes, or JSON.
 
     Args:
@@ -84,29 +83,24 @@ def counted_of(args: argparse.Namespace, replayed: Callable[..., Any]) -> str:
             the counters.
     """
     _check(args)
-    checks = [_checked(args, replayed, *parts) for parts in zip(args.sources, args.engine, args.counted, strict=True)]
-    if args.json:
+    checks = [_checked(args, replayed, *parts) for parts in zip(args.sources, args.as_, args.counted, strict=True)]
+    if args.json_:
         return json.dumps(
             {"engines": [_json(check) for check in checks], "difference": _difference_json(checks)}, indent=2
         )
     return _text(checks)
 
 
-def _check(args: argparse.Namespace) -> None:
-    counts = {"sources": len(args.sources), "--as": len(args.engine), "--counted": len(args.counted)}
+def _check(args: ReplayOptions) -> None:
+    counts = {"sources": len(args.sources), "--as": len(args.as_), "--counted": len(args.counted)}
     if len(set(counts.values())) > 1:
         numbers = ", ".join(f"{count} {name}" for name, count in counts.items())
         raise UsageError(f"got {numbers}; give each engine its responses as SOURCE, --as ENGINE, and --counted FILE")
     if len(args.drafter) > 1 or len(args.verifier) > 1 or len(args.target) > 1:
         raise UsageError("--counted is for one pair: give one --target, --drafter and --verifier")
-    for name, option in (("csv", "--csv"), ("out", "--out"), ("segment", "--segment")):
-        if getattr(args, name):
-            raise UsageError(f"{option} cannot be combined with --counted; remove one of them")
 
 
-def _checked(
-    args: argparse.Namespace, replayed: Callable[..., Any], source: str, engine: str, file: str
-) -> EngineCheck:
+def _checked(args: ReplayOptions, replayed: Callable[..., Any], source: str, engine: str, file: str) -> EngineCheck:
     text, acceptances = read_acceptances(file)
     if len(acceptances) > 1:
         raise UsageError(f"{file} holds the counters of {len(acceptances)} models or draft lengths; give those of one")
@@ -166,13 +160,13 @@ def _template(check: EngineCheck) -> Cause | None:
     )
 
 
-def _greedy(args: argparse.Namespace, replayed: Callable[..., Any], check: EngineCheck, sampling: Any) -> Cause | None:
+def _greedy(args: ReplayOptions, replayed: Callable[..., Any], check: EngineCheck, sampling: Any) -> Cause | None:
     """The cause if drafts of probability 1 give what the engine counted."""
     strategy = Strategy.parse(args.drafter[0], "--drafter")
     if sampling is None or not sampling.temperature or strategy.config.get("temperature") == 0:
         return None
-    greedy = copy(args)
-    greedy.drafter = [json.dumps({"name": strategy.name, **strategy.config, "temperature": 0})]
+    drafter = json.dumps({"name": strategy.name, **strategy.config, "temperature": 0})
+    greedy = args.model_copy(update={"drafter": (drafter,)})
     try:
         result, *_ = replayed(greedy, [check.source], "".join(args.target), check.engine)
     except CrossdraftError:  # without that option

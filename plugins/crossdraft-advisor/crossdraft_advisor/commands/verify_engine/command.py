@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from crossdraft.framework.cli.options.trust import add_program_argument, add_trust_argument, trusted
+from pydantic import Field
+
+from crossdraft.framework.cli.options.run import JsonOptions
+from crossdraft.framework.cli.options.trust import ProgramOptions, TrustOptions
+from crossdraft.framework.contracts.command import Argument, Command
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.util.limits import LEAST_DEVIATION
+from crossdraft.framework.util.table import Table
 
 if TYPE_CHECKING:
     from crossdraft.framework.runs.records import Outcome
@@ -20,95 +24,90 @@ if TYPE_CHECKING:
 
 #: Exit codes; 2 is reserved for usage errors.
 EXIT = {"yes": 0, "no": 1, "undecided": 3}
+#: Options of runs, which a finished one does not take.
+_RUN_OPTIONS = {"set_", "limit", "out", "fresh", "allow_program"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "recipe",
-        help="a YAML file with an engine, or the name of an installed recipe; or the directory of a finished run, to "
-        "check its responses without sending requests",
-    )
-    parser.add_argument(
-        "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="override a key of the recipe"
-    )
-    parser.add_argument("--limit", type=int, metavar="N", help="use the first N prompts; same as --set limit=N")
-    parser.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="output directory (runs)")
-    parser.add_argument("--fresh", action="store_true", help="send requests again for cells that are on disk")
-    parser.add_argument(
-        "--deviation", type=float, default=0.05, help="allowed total variation of the sampled tokens (0.05)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the random positions within a token's share (0)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    add_trust_argument(parser)
-    add_program_argument(parser)
-
-
-def main(args: argparse.Namespace) -> int:
-    """Return 0 if every cell is verified, 1 if one is not, 3 if one needs more draws.
+class VerifyEngine(TrustOptions, ProgramOptions, JsonOptions, Command):
+    """Check of an engine's steps, counters and text against replay and the target.
 
     Raises:
         UsageError: the recipe has no engine, or a drafter that cannot be replayed.
     """
-    if not LEAST_DEVIATION <= args.deviation < 0.5:
-        raise UsageError(f"--deviation must be at least {LEAST_DEVIATION:g} and below 0.5, got {args.deviation:g}")
-    from crossdraft.framework.models.load import load_model
-    from crossdraft.framework.runs.run_directory import RunDirectory
 
-    from .checks import check_cell
+    name: ClassVar[str] = "verify-engine"
 
-    if Path(args.recipe).is_dir():
-        outcome, consent = _finished(args)
-    else:
-        outcome, consent = _run(args)
-    failed = [f"{r.config.drafter.title} × {r.config.verifier.title}: {r.error}" for r in outcome.failed]
-    results = [r for r in outcome.results if r.config.engine is not None and r.metrics is not None]
-    if not results and not failed:
-        raise UsageError(f"{args.recipe}: no cell has an engine; add engine: {{name: vllm, ...}}")
-    directory, checks, loaded = RunDirectory(outcome.directory), [], {}
-    for result in results:
-        config = result.config
-        key = (config.target, config.dtype)
-        if key not in loaded:
-            loaded.clear()
-            loaded[key] = load_model(config.target, dtype=config.dtype, trust_remote_code=config.target in consent)
-        path = directory.cell_path(config.hash)
-        assert path is not None
-        print(f"checking {config.drafter.title} × {config.verifier.title}, {_sampling(config)}", file=sys.stderr)
-        scrapes = directory.path / "servers" / config.hash
-        checks.append(
-            check_cell(result, path, scrapes, loaded[key], deviation=args.deviation, seed=args.seed, trust=consent)
-        )
-    print(json.dumps(_json(checks, failed), indent=2) if args.json else _text(checks, failed))
-    outcomes = {check.outcome for check in checks} | ({"no"} if failed else set())
-    return EXIT["no" if "no" in outcomes else "undecided" if "undecided" in outcomes else "yes"]
+    recipe: Annotated[str, Argument("RECIPE", positional=True)] = Field(
+        description="a YAML file with an engine, or the name of an installed recipe; or the directory of a finished "
+        "run, to check its responses without sending requests"
+    )
+    set_: Annotated[tuple[str, ...], Argument("KEY=VALUE")] = Field((), description="override a key of the recipe")
+    limit: int | None = Field(None, description="use the first N prompts; same as --set limit=N")
+    out: Annotated[Path, Argument("DIR")] = Field(Path("runs"), description="output directory")
+    fresh: bool = Field(False, description="send requests again for cells that are on disk")
+    deviation: float = Field(
+        0.05, ge=LEAST_DEVIATION, lt=0.5, description="allowed total variation of the sampled tokens"
+    )
+    seed: int = Field(0, ge=0, description="of the random positions within a token's share (0)")
 
+    def run(self) -> int:
+        """Return 0 if every cell is verified, 1 if one is not, 3 if one needs more draws."""
+        from crossdraft.framework.models.load import load_model
+        from crossdraft.framework.runs.run_directory import RunDirectory
 
-def _finished(args: argparse.Namespace) -> tuple[Outcome, frozenset[str]]:
-    from crossdraft.framework.cost.load_run import read_run
+        from .checks import check_cell
 
-    if args.settings or args.limit is not None or args.fresh or args.out != Path("runs") or args.allow_program:
-        raise UsageError(
-            f"{args.recipe} is a finished run: --set, --limit, --fresh, --out and --allow-program apply to recipes only"
-        )
-    summary = read_run(Path(args.recipe), timed=False, running=True).summary
-    return summary, trusted(args, [summary.recipe.target]) if args.trust_remote_code else frozenset()
+        outcome, consent = self._finished() if Path(self.recipe).is_dir() else self._measured()
+        failed = [f"{r.config.drafter.title} × {r.config.verifier.title}: {r.error}" for r in outcome.failed]
+        results = [r for r in outcome.results if r.config.engine is not None and r.metrics is not None]
+        if not results and not failed:
+            raise UsageError(f"{self.recipe}: no cell has an engine; add engine: {{name: vllm, ...}}")
+        directory, checks, loaded = RunDirectory(outcome.directory), [], {}
+        for result in results:
+            config = result.config
+            key = (config.target, config.dtype)
+            if key not in loaded:
+                loaded.clear()
+                trust = config.target in consent
+                loaded[key] = load_model(config.target, dtype=config.dtype, trust_remote_code=trust)
+            path = directory.cell_path(config.hash)
+            assert path is not None
+            print(f"checking {config.drafter.title} × {config.verifier.title}, {_sampling(config)}", file=sys.stderr)
+            scrapes, options = (
+                directory.path / "servers" / config.hash,
+                {"deviation": self.deviation, "seed": self.seed},
+            )
+            checks.append(check_cell(result, path, scrapes, loaded[key], **options, trust=consent))
+        print(json.dumps(_json(checks, failed), indent=2) if self.json_ else _text(checks, failed))
+        outcomes = {check.outcome for check in checks} | ({"no"} if failed else set())
+        return EXIT["no" if "no" in outcomes else "undecided" if "undecided" in outcomes else "yes"]
 
+    def _finished(self) -> tuple[Outcome, frozenset[str]]:
+        from crossdraft.framework.cost.load_run import read_run
 
-def _run(args: argparse.Namespace) -> tuple[Outcome, frozenset[str]]:
-    from crossdraft import load_recipe, run
-    from crossdraft.framework.runs.interrupts import Interrupts
+        if self.model_fields_set & _RUN_OPTIONS:
+            raise UsageError(
+                f"{self.recipe} is a finished run: --set, --limit, --fresh, --out and --allow-program apply to recipes "
+                "only"
+            )
+        summary = read_run(Path(self.recipe), timed=False, running=True).summary
+        return summary, self.trusted([summary.recipe.target])
 
-    settings = [*args.settings, *([f"limit={args.limit}"] if args.limit is not None else [])]
-    recipe = load_recipe(args.recipe, settings)
-    consent = trusted(args, [recipe.target]) if args.trust_remote_code else frozenset()
-    with Interrupts():
-        options = {"trust_remote_code": consent, "allow_programs": args.allow_program}
-        outcome = run(recipe, args.out, fresh=args.fresh, untimed=True, **options)
-    if outcome.interrupted or outcome.stopped:
-        raise UsageError(
-            f"the run was not finished: {outcome.stopped or 'interrupted'}; run the command again to resume"
-        )
-    return outcome, consent
+    def _measured(self) -> tuple[Outcome, frozenset[str]]:
+        from crossdraft import load_recipe, run
+        from crossdraft.framework.runs.interrupts import Interrupts
+
+        settings = [*self.set_, *([f"limit={self.limit}"] if self.limit is not None else [])]
+        recipe = load_recipe(self.recipe, settings)
+        consent = self.trusted([recipe.target])
+        with Interrupts():
+            options = {"trust_remote_code": consent, "allow_programs": self.allow_program}
+            outcome = run(recipe, self.out, fresh=self.fresh, untimed=True, **options)
+        if outcome.interrupted or outcome.stopped:
+            raise UsageError(
+                f"the run was not finished: {outcome.stopped or 'interrupted'}; run the command again to resume"
+            )
+        return outcome, consent
 
 
 def _sampling(config: Any) -> str:
@@ -127,8 +126,6 @@ def _sampling(config: Any) -> str:
 
 
 def _text(checks: list[CellCheck], failed: list[str]) -> str:
-    from tabulate import tabulate
-
     table = [
         {
             "engine": check.config.engine.title if check.config.engine else "",
@@ -143,7 +140,7 @@ def _text(checks: list[CellCheck], failed: list[str]) -> str:
         }
         for check in checks
     ]
-    lines = [tabulate(table, headers="keys", tablefmt="simple", disable_numparse=True)] if table else []
+    lines = [Table.of(table).text()] if table else []
     for check in checks:
         lines += _reasons(check)
     lines += [f"failed: {text}" for text in failed]
