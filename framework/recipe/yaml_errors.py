@@ -20,38 +20,20 @@ from ..util.limits import MOST_NESTING, RECIPE_BYTES, Limit
 from .yaml_values import KeyPath, checked_value, yaml_value
 
 
-class _Place:
-    """Place of a value and of the values in it."""
-
-    __slots__ = ("children", "text")
-
-    def __init__(self, text: str = ""):
-        self.text = text
-        self.children: dict[str | int, _Place] = {}
-
-
 class Places:
     """Places of keys: ``recipe.yaml:12``, or the ``--set`` argument that set the key."""
 
-    def __init__(self, root: str = ""):
-        self._root = _Place(root)
+    def __init__(self, places: Mapping[KeyPath, str] | None = None):
+        self._places = dict(places or {})
 
     def put(self, path: KeyPath, place: str) -> None:
         """Set the place of `path`, and forget the places below it."""
-        at = self._root
-        for part in path[:-1]:
-            at = at.children.setdefault(part, _Place())
-        at.children[path[-1]] = _Place(place)
+        self._places = {key: text for key, text in self._places.items() if key[: len(path)] != path} | {path: place}
 
     def of(self, path: KeyPath) -> str:
         """Return the place of `path` or of its nearest known parent; empty for a recipe created in Python."""
-        at, place = self._root, self._root.text
-        for part in path:
-            if part not in at.children:
-                break
-            at = at.children[part]
-            place = at.text or place
-        return place
+        parents = (path[:n] for n in range(len(path), -1, -1))
+        return next((self._places[parent] for parent in parents if parent in self._places), "")
 
     def error(self, path: KeyPath, message: str, kind: type[CrossdraftError] = UsageError) -> Any:
         """Create an error about the value at `path`."""
@@ -77,13 +59,13 @@ def read_yaml(
         UsageError: the file is not readable, is not YAML, or contains values rejected by `yaml_value`; with the line.
     """
     text, file = read_text(path, RECIPE_BYTES, what=f"the {kind}"), printable(str(path))
-    places = Places(file)
-    data = yaml_value(text, lambda line: f"{file}:{line}", lambda path, line: places.put(path, f"{file}:{line}"))
+    places: dict[KeyPath, str] = {(): file}
+    data = yaml_value(text, lambda line: f"{file}:{line}", lambda path, line: places.update({path: f"{file}:{line}"}))
     if not isinstance(data, dict):
         raise UsageError(
             f"{file}: {'an' if kind[0] in 'aeiou' else 'a'} {kind} must be a mapping of keys to values ({keys})"
         )
-    return data, places
+    return data, Places(places)
 
 
 def override(data: dict[str, Any], places: Places, settings: Mapping[str, Any] | Iterable[str]) -> None:

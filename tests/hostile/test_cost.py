@@ -63,7 +63,7 @@ MACHINES: list[tuple[str, list[str]]] = [
     ("a: ROW\nb: ROW", ["contains 2 accelerators"]),
     ("{}", ["contains 0 accelerators"]),
     ("a: ROW\na: ROW", ["m.yaml:2: the key 'a' is given twice"]),
-    ("a: *x", ["is not defined above"]),
+    ("a: *x", ["undefined alias"]),
     ("a: &a [*a]", ["is used inside of its own anchor"]),
     ("a: " + "[" * 3000, ["nested too deeply"]),
     ("a: !!python/object:os.system {}", ["the tag '!!python/object:os.system'"]),
