@@ -37,7 +37,16 @@ COMPANIONS |= {("trackers", name): "crossdraft-cluster" for name in ("mlflow", "
 COMPANIONS |= {("commands", "serve"): "crossdraft-server", ("commands", "train"): "crossdraft-trainers"}
 _TRAINERS = ("disco", "draft-model", "eagle3", "layer-skip", "medusa", "pass")
 COMPANIONS |= {("trainers", name): "crossdraft-trainers" for name in _TRAINERS}
-_ADVISOR = ("advise", "certify-samples", "compare-texts", "diagnose", "replay", "simulate", "verify-engine")
+_ADVISOR = (
+    "advise",
+    "certify-model",
+    "certify-samples",
+    "compare-texts",
+    "diagnose",
+    "replay",
+    "simulate",
+    "verify-engine",
+)
 COMPANIONS |= {("commands", name): "crossdraft-advisor" for name in _ADVISOR}
 COMPANIONS |= {("cell_runners", "engine"): "crossdraft-advisor", ("servers", "openai"): "crossdraft-advisor"}
 """Names of distributions beside crossdraft, by kind; if one is not installed, its names are refused with the remedy."""

@@ -13,7 +13,7 @@ _COMMANDS = {
     },
     "Prove": {
         "certify": (
-            "certify.command:Certify",
+            "certify:Certify",
             "check by exact enumeration that a pair preserves the target distribution",
         ),
     },

@@ -265,12 +265,6 @@ def test_incompatible_pairs_are_counted_unless_requested(capsys: Any, named: str
     assert f"skipped pairs of draft and verifier: {pairs} incompatible" in err
 
 
-def test_bounds_of_real_model_are_refused(capsys: Any) -> None:
-    code, out, err = run(capsys, "--bounds --model some-model")
-    assert code == 2 and not out
-    assert "--bounds has no effect with --model" in err
-
-
 @pytest.mark.slow
 def test_largest_built_in_case(bounds_of: Found) -> None:
     own = bounds_of("G4", "iid-3")

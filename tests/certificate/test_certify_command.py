@@ -198,12 +198,6 @@ def test_toy_file_round_trip(capsys: Any, tmp_path: Path) -> None:
         ),
         ("--drafter draft-model --draft chain", "--draft chain has no effect with --drafter; remove it"),
         ("--drafter-option gamma=2", "--drafter-option gamma=2 has no effect without --drafter"),
-        ("--top-k 5", "--top-k 5 has no effect without --model"),
-        ("--model m --prompt x --drafter d --drafter-option a=1", "--drafter-option a=1 has no effect with --model"),
-        (
-            "--model m --prompt x --drafter d --gamma 1" + "0" * 30,
-            "--gamma must be from 1 to 64 with --model, got 10000",
-        ),
     ],
 )
 def test_usage_errors(capsys: Any, options: str, sentence: str) -> None:

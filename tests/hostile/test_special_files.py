@@ -89,7 +89,7 @@ def test_in_model(kind: str, name: str, models: dict[str, str], tmp_path: Path, 
     for command in (
         ["cost", "--target", str(model)],
         ["replay", str(source), "--drafter", f"{{name: draft-model, model: {model}}}", "--target", models["target"]],
-        ["certify", "--model", str(model), "--drafter", models["same"], "--prompt", "w5"],
+        ["certify-model", str(model), "--drafter", models["same"], "--prompt", "w5"],
     ):
         if not has_command(command[0]):
             continue

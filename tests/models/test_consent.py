@@ -137,7 +137,7 @@ def test_attention_is_not_fetched_from_repository(tmp_path: Path, key: str) -> N
 
 
 COMMANDS = {
-    "certify": "certify --model {target} --drafter {small} --prompt w5 --raw --draws 100",
+    "certify-model": "certify-model {target} --drafter {small} --prompt w5 --raw --draws 100",
     "cost": "cost --target {target} --drafter {small} --batch-size 1 --width 1 --context 8 --repeats 1",
     "run": "run {recipe} --out {out}",
     "replay": "replay {responses} --target {target} --drafter {drafter} --temperature 1 --gamma 1",

@@ -10,6 +10,10 @@ _COMMANDS = {
             "certify_samples:CertifySamples",
             "test an engine's draws against the target's distribution, or plan how many show a bias",
         ),
+        "certify-model": (
+            "certify_model:CertifyModel",
+            "test the first token of a real model against the target's distribution",
+        ),
         "verify-engine": (
             "verify_engine.command:VerifyEngine",
             "check an engine's steps and text against replay",

@@ -1,4 +1,4 @@
-"""``crossdraft certify --model``: goodness-of-fit test of the first token, see `certificate.first_token_check`."""
+"""``crossdraft certify-model``: goodness-of-fit test of the first token, see `samples.first_token_check`."""
 
 from __future__ import annotations
 
@@ -9,42 +9,77 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from ...errors import UsageError, quoted
-from ...util.output_files import check_output, writing_output
-from ..options.run import output_folder
+from pydantic import Field
+
+from crossdraft.framework.cli.options.run import ForceOptions, JsonOptions, output_folder
+from crossdraft.framework.cli.options.sampling import SamplingOptions
+from crossdraft.framework.cli.options.trust import TrustOptions
+from crossdraft.framework.contracts.command import Argument, Command
+from crossdraft.framework.errors import UsageError
+from crossdraft.framework.util.limits import MOST_SEED
+from crossdraft.framework.util.output_files import check_output, writing_output
 
 if TYPE_CHECKING:
-    from ...certificate.first_token_check import PromptDistributions, Result
-    from ...contracts.sampling import Sampling
-    from .options import CertifyOptions
+    from crossdraft.framework.contracts.sampling import Sampling
 
+    from ..samples.first_token_check import PromptDistributions, Result
 
 #: Tokens shown in a histogram, the target's most probable ones.
 SHOWN_TOKENS = 30
-#: Maximum draft length; a longer one runs out of time or memory.
-MAX_GAMMA = 64
 #: Marks output files, so that `util.output_files.check_output` recognises them.
-_MARK = "crossdraft certify"
+_MARK = "crossdraft certify-model"
 
 
-def run(options: CertifyOptions) -> int:
-    """Return 1 if a verifier that is declared lossless is rejected (p < 1e-6), or a control is not; else 0.
+class CertifyModel(SamplingOptions, TrustOptions, ForceOptions, JsonOptions, Command):
+    """Goodness-of-fit test of the first token of a real model."""
 
-    Raises:
-        UsageError: an invalid option, name or pair; if possible before a model is loaded.
-        ModelError: a model that cannot be loaded, or a draft model with another tokenizer.
-        NumericalError: a model that returns NaN.
-        ContractError: a strategy that violates its contract.
-    """
-    _check(options)
-    from ...certificate.first_token_check import REJECTED, check_counts, choose, sample
+    name: ClassVar[str] = "certify-model"
+
+    model: Annotated[str, Argument("MODEL", positional=True)] = Field(
+        description="target: a name, a directory or a Hub id"
+    )
+    drafter: Annotated[str, Argument("MODEL")] = Field(
+        description="draft model, which must share the target's tokenizer"
+    )
+    verifier: Annotated[tuple[str, ...], Argument("NAME")] = Field(
+        (), description="verifier to test (repeatable; default: all declared lossless)"
+    )
+    draft: Annotated[tuple[str, ...], Argument("LABEL")] = Field(
+        (),
+        description="label of crossdraft certify (repeatable; default: one that the verifier accepts)",
+    )
+    gamma: int = Field(1, ge=1, le=64, description="draft length; block and token verification agree for 1")
+    prompt: Annotated[tuple[str, ...], Argument("TEXT")] = Field((), description="prompt (repeatable)")
+    raw: bool = Field(False, description="do not apply the chat template")
+    draws: int = Field(1_000_000, ge=1, le=10**12, description="samples per prompt and verifier")
+    seed: Annotated[int, MOST_SEED] = Field(0, ge=0, description="random seed")
+    batch: int | None = Field(
+        None, ge=1, le=2**20, description="samples per batch (default: depends on the vocabulary size)"
+    )
+    dtype: str = Field("auto", description="dtype of the models")
+    device: str = Field("auto", description="device")
+    out: Annotated[Path | None, Argument("DIR")] = Field(None, description="directory for histograms (PNG) and JSON")
+
+    def run(self) -> int:
+        """Return 1 if a verifier that is declared lossless is rejected (p < 1e-6), or a control is not; else 0.
+
+        Raises:
+            UsageError: an invalid option, name or pair; if possible before a model is loaded.
+            ModelError: a model that cannot be loaded, or a draft model with another tokenizer.
+            NumericalError: a model that returns NaN.
+            ContractError: a strategy that violates its contract.
+        """
+        _check(self)
+        return _run(self)
+
+
+def _run(options: CertifyModel) -> int:
+    from ..samples.first_token_check import REJECTED, check_counts, choose, sample
 
     sampling, drafter = options.sampling, options.drafter
-    if not drafter:
-        raise UsageError(f"--drafter is missing: give a draft model that shares the tokenizer of {options.model}")
-    cases, skipped = choose(options.verifier, options.draft, drafter, options.gamma or 1)
+    cases, skipped = choose(options.verifier, options.draft, drafter, options.gamma)
     for reason in skipped:
         print(f"crossdraft: skipped: {reason}", file=sys.stderr)
     if not cases:
@@ -53,7 +88,7 @@ def run(options: CertifyOptions) -> int:
     prompts, decode = _prompts(options, drafter, sampling)
     from tqdm import tqdm
 
-    from ...contracts.rng import CounterRng
+    from crossdraft.framework.contracts.rng import CounterRng
 
     results_by_prompt, seconds = [], []
     total = len(prompts) * len(cases) * options.draws
@@ -79,7 +114,7 @@ def run(options: CertifyOptions) -> int:
         "written_by": _MARK,
         "model": options.model,
         "drafter": drafter,
-        "gamma": options.gamma or 1,
+        "gamma": options.gamma,
         "samples": options.draws,
         "seed": options.seed,
         "sampling": sampling.model_dump(),
@@ -102,13 +137,11 @@ def run(options: CertifyOptions) -> int:
     return 1 if any(result.bad for results in results_by_prompt for result in results) else 0
 
 
-def _check(options: CertifyOptions) -> None:
+def _check(options: CertifyModel) -> None:
     """Check the options before a model is loaded."""
     options.trusted([options.model, options.drafter])
     if not options.prompt or not all(options.prompt):
         raise UsageError("--prompt is missing or empty: give at least one text")
-    if options.gamma is not None and not 1 <= options.gamma <= MAX_GAMMA:
-        raise UsageError(f"--gamma must be from 1 to {MAX_GAMMA} with --model, got {quoted(options.gamma)}")
     if not options.temperature:
         raise UsageError("--temperature must be above 0 for a distribution that can be tested, got 0")
     if options.out:
@@ -120,13 +153,14 @@ def _check(options: CertifyOptions) -> None:
 
 
 def _prompts(
-    options: CertifyOptions, drafter: str, sampling: Sampling
+    options: CertifyModel, drafter: str, sampling: Sampling
 ) -> tuple[list[PromptDistributions], Callable[[int], str]]:
     """Both models' next-token distributions after every prompt, and a function that decodes a token."""
-    from ...api.build import TargetContext, load_draft_model, make_slots
-    from ...certificate.first_token_check import PromptDistributions, next_token_probs
-    from ...models.chat import encode
-    from ...models.load import load_model
+    from crossdraft.framework.api.build import TargetContext, load_draft_model, make_slots
+    from crossdraft.framework.models.chat import encode
+    from crossdraft.framework.models.load import load_model
+
+    from ..samples.first_token_check import PromptDistributions, next_token_probs
 
     consent = frozenset(options.trust_remote_code)
     target = load_model(
@@ -185,7 +219,7 @@ def _most_probable(prompt: PromptDistributions) -> list[int]:
 
 
 def _print_table(prompt: PromptDistributions, results: Sequence[Result], record: dict[str, Any], samples: int) -> None:
-    from ...util.table import Table
+    from crossdraft.framework.util.table import Table
 
     print(
         f"{prompt.text!r}: {samples:,} samples of the first token, {record['possible_tokens']:,} possible tokens; "

@@ -1,4 +1,4 @@
-"""``crossdraft certify --model``: its tables, JSON and histograms, and what it refuses."""
+"""``crossdraft certify-model``: its tables, JSON and histograms, and what it refuses."""
 
 import argparse
 import json
@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from crossdraft_advisor.commands.certify_model import CertifyModel
+from crossdraft_advisor.samples.first_token_check import next_token_probs
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 from wrong_verifiers import Inverted
 
-from crossdraft.framework.certificate.first_token_check import next_token_probs
-from crossdraft.framework.cli.certify.command import Certify
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import CrossdraftError, ModelError, NumericalError, UnknownNameError, UsageError
 
@@ -26,8 +26,8 @@ WORDS = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, 40)}}
 def run(capsys: Any, options: str, *more: str) -> tuple[int, str]:
     """Exit code and standard output of the command with these options."""
     parser = argparse.ArgumentParser()
-    Certify.add_arguments(parser)
-    code = Certify.main(parser.parse_args([*options.split(), *more]))
+    CertifyModel.add_arguments(parser)
+    code = CertifyModel.main(parser.parse_args([*options.split(), *more]))
     return code, capsys.readouterr().out
 
 
@@ -40,7 +40,7 @@ def pair(tmp_path: Path, tiny_model: Callable) -> list[str]:
         tiny_model("llama", vocab_size=len(WORDS), noise=noise).save_pretrained(tmp_path / name)
         fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
         fast.save_pretrained(tmp_path / name)
-    return ["--model", str(tmp_path / "target"), "--drafter", str(tmp_path / "drafter"), "--dtype", "float32"]
+    return [str(tmp_path / "target"), "--drafter", str(tmp_path / "drafter"), "--dtype", "float32"]
 
 
 def test_first_token_on_models(capsys: Any, pair: list[str], tiny_model: Callable) -> None:
@@ -78,7 +78,7 @@ def test_wrong_rule_fails_command(capsys: Any, install: Any, pair: list[str]) ->
 
 
 def test_drafter_equal_to_target_is_inconclusive(capsys: Any, pair: list[str]) -> None:
-    code, out = run(capsys, "--draws 2000 --prompt w5 --verifier token", *pair, "--drafter", pair[1])
+    code, out = run(capsys, "--draws 2000 --prompt w5 --verifier token", *pair, "--drafter", pair[0])
     assert code == 1
     assert "the control is not rejected" in out
 
@@ -98,14 +98,12 @@ def test_histograms(capsys: Any, pair: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options, error, sentence",
     [
-        ("--model m", UsageError, "--prompt is missing"),
-        ("--model m --prompt x", UsageError, "--drafter is missing: give a draft model that shares the tokenizer of m"),
-        ("--model m --drafter d --prompt x --gamma 0", UsageError, "--gamma must be from 1 to 64 with --model, got 0"),
-        ("--model m --drafter d --prompt x --temperature 0", UsageError, "--temperature must be above 0"),
-        ("--model m --drafter d --prompt x --verifier tokne", UnknownNameError, "did you mean 'token'"),
-        ("--model m --drafter d --prompt x --draft chian", UnknownNameError, "did you mean 'chain'"),
-        ("--model m --drafter d --prompt x --verifier greedy", UsageError, "nothing to test: all pairs were skipped"),
-        ("--model ./nowhere --drafter d --prompt x", UsageError, "model directory ./nowhere does not exist"),
+        ("m --drafter d", UsageError, "--prompt is missing"),
+        ("m --drafter d --prompt x --temperature 0", UsageError, "--temperature must be above 0"),
+        ("m --drafter d --prompt x --verifier tokne", UnknownNameError, "did you mean 'token'"),
+        ("m --drafter d --prompt x --draft chian", UnknownNameError, "did you mean 'chain'"),
+        ("m --drafter d --prompt x --verifier greedy", UsageError, "nothing to test: all pairs were skipped"),
+        ("./nowhere --drafter d --prompt x", UsageError, "model directory ./nowhere does not exist"),
     ],
 )
 def test_mistakes_are_sentences(capsys: Any, options: str, error: type[CrossdraftError], sentence: str) -> None:

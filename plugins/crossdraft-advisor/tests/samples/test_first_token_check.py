@@ -4,12 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from scipy.stats import chisquare
-from wrong_verifiers import AcceptsAll, Inverted, NoResidual
-
-from crossdraft.framework import plugins
-from crossdraft.framework.certificate import first_token_check
-from crossdraft.framework.certificate.first_token_check import (
+from crossdraft_advisor.samples import first_token_check
+from crossdraft_advisor.samples.first_token_check import (
     Case,
     PromptDistributions,
     check_counts,
@@ -17,7 +13,11 @@ from crossdraft.framework.certificate.first_token_check import (
     first_token,
     sample,
 )
-from crossdraft.framework.certificate.goodness_of_fit import Fit, goodness_of_fit
+from crossdraft_advisor.samples.goodness_of_fit import Fit, goodness_of_fit
+from scipy.stats import chisquare
+from wrong_verifiers import AcceptsAll, Inverted, NoResidual
+
+from crossdraft.framework import plugins
 from crossdraft.framework.contracts.draft import Draft, Verdict
 from crossdraft.framework.contracts.draft_kind import DETERMINISTIC
 from crossdraft.framework.contracts.rng import CounterRng

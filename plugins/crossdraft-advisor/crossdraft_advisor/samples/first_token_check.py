@@ -26,23 +26,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import plugins
-from ..contracts.draft import Sequences
-from ..contracts.lm import LM
-from ..contracts.sampling import Sampling
-from ..contracts.verifier import incompatible
-from ..errors import ContractError, NumericalError, UnknownNameError, UsageError
-from .drafts import DRAFTS
+from crossdraft.framework import plugins
+from crossdraft.framework.certificate.drafts import DRAFTS
+from crossdraft.framework.certificate.table_lm import ToyContext
+from crossdraft.framework.contracts.draft import Sequences
+from crossdraft.framework.contracts.lm import LM
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.contracts.verifier import incompatible
+from crossdraft.framework.errors import ContractError, NumericalError, UnknownNameError, UsageError
+
 from .goodness_of_fit import Fit, goodness_of_fit
-from .table_lm import ToyContext
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..contracts.draft import Draft, Verdict
-    from ..contracts.drafter import Drafter
-    from ..contracts.rng import RngSource
-    from ..contracts.verifier import Verifier
+    from crossdraft.framework.contracts.draft import Draft, Verdict
+    from crossdraft.framework.contracts.drafter import Drafter
+    from crossdraft.framework.contracts.rng import RngSource
+    from crossdraft.framework.contracts.verifier import Verifier
 
 #: p-value below which a distribution is rejected.
 REJECTED = 1e-6

@@ -9,21 +9,23 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from ... import plugins
-from ...certificate.drafts import DRAFTS, TRANSLATED, LabelledDrafter, NamedDrafter, named_drafter
-from ...contracts.command import Command
-from ...errors import ContractError, UnknownNameError, UsageError
-from . import model
-from .options import CertifyOptions, ModelOptions
+from pydantic import Field
+
+from .. import plugins
+from ..certificate.drafts import DRAFTS, TRANSLATED, LabelledDrafter, NamedDrafter, named_drafter
+from ..contracts.command import Argument, Command
+from ..errors import ContractError, UnknownNameError, UsageError
+from .options.run import JsonOptions
 
 if TYPE_CHECKING:
-    from ...certificate.bounds import Bounds
-    from ...certificate.rows import Row
-    from ...certificate.table_lm import Toy
-    from ...contracts.verifier import Verifier
-    from ...util.table import Table
+    from ..certificate.bounds import Bounds
+    from ..certificate.rows import Row
+    from ..certificate.table_lm import Toy
+    from ..contracts.verifier import Verifier
+    from ..util.table import Table
 
 #: Exit code of a strategy that raised, as of draws that are too few: the certificate is undecided.
 ERROR = 3
@@ -32,26 +34,62 @@ ERROR = 3
 Drafts = Mapping[str, LabelledDrafter | NamedDrafter]
 
 
-class Certify(CertifyOptions, Command):
-    """Certificate of pairs by enumeration, or of the first token of a real model by a test of its samples."""
+_LABELS = "; ".join(f"{label}: {kind.summary}" for label, kind in (DRAFTS | TRANSLATED).items())
+
+
+class Certify(JsonOptions, Command):
+    """Certificate of pairs by enumeration."""
 
     name: ClassVar[str] = "certify"
 
+    toy: Annotated[Path | None, Argument("FILE")] = Field(
+        None, description="JSON file of exact models (default: T0, G1 to G4, D6, W1 and W2, built in)"
+    )
+    verifier: Annotated[tuple[str, ...], Argument("NAME")] = Field(
+        (), description="verifier to certify (repeatable; default: all registered)"
+    )
+    draft: Annotated[tuple[str, ...], Argument("LABEL")] = Field(
+        (),
+        description="kind of draft (repeatable; default: all). " + _LABELS,
+    )
+    drafter: Annotated[str, Argument("NAME")] = Field(
+        "",
+        description="certify this registered drafter with every compatible verifier; a name, or a mapping as in "
+        "recipes: '{name: draft-model-tree, branching: [2, 1]}'. Its draft model is the toy's",
+    )
+    drafter_option: Annotated[tuple[str, ...], Argument("KEY=VALUE")] = Field(
+        (), description="option of --drafter, a YAML value (repeatable)"
+    )
+    steps: int | None = Field(
+        None,
+        ge=1,
+        description="number of consecutive steps (default: 1; 2 for stateful verifiers and with --drafter)",
+    )
+    gamma: int | None = Field(
+        None,
+        ge=0,
+        description="draft length, or maximum depth with --drafter (default: the toy's, or less if that takes minutes)",
+    )
+    bounds: bool = Field(
+        False,
+        description="also print upper bounds of E[tau] in the first step of lossless verification: for chains (single "
+        "draft), for verifiers that preserve the distribution of every step (LP), for any verifier (full information), "
+        "and the largest Pr(tau >= 1) (root)",
+    )
+    verbose: Annotated[bool, Argument(short="-v")] = Field(
+        False, description="print one row per pair and toy, and the reasons for skipped pairs"
+    )
+
     def run(self) -> int:
         """Return 1 if a pair that is declared lossless is not, 3 if one raised, so that it is not known; else 0."""
-        if self.model:
-            toys = ("toy", "steps", "drafter_option", "bounds")
-            self.refuse_given(toys, "with --model: it is for the exact toy models")
-            return model.run(self)
-        self.refuse_given(ModelOptions.model_fields, "without --model")
         return _enumerate(self)
 
 
 def _enumerate(options: Certify) -> int:
     """Certify the pairs on toys."""
-    from ...certificate.effort import check_joint_size
-    from ...certificate.toys import built_in_toys, read_toys, toys_of_two_vocabularies
-    from ...models.cpu.threads import one_thread
+    from ..certificate.effort import check_joint_size
+    from ..certificate.toys import built_in_toys, read_toys, toys_of_two_vocabularies
+    from ..models.cpu.threads import one_thread
 
     drafts, gamma = _drafts(options), options.gamma
     toys = read_toys(options.toy) if options.toy else [*built_in_toys(), *toys_of_two_vocabularies()]
@@ -87,7 +125,7 @@ def _enumerate(options: Certify) -> int:
 
 def _diagnosed(rows: list[Row], toys: Sequence[Toy], drafts: Drafts) -> list[Row]:
     """The rows, with a diagnosis in one failed row of each verifier."""
-    from ...certificate.rows import diagnosed
+    from ..certificate.rows import diagnosed
 
     result = list(rows)
     for verifier in dict.fromkeys(row.verifier for row in rows if row.failed):
@@ -99,7 +137,7 @@ def _diagnosed(rows: list[Row], toys: Sequence[Toy], drafts: Drafts) -> list[Row
 
 def _explanations(rows: Sequence[Row]) -> list[str]:
     """Lines that explain each failed verifier, and the place of each error."""
-    from ...certificate.outcomes import location
+    from ..certificate.outcomes import location
 
     lines = []
     for row in rows:
@@ -125,7 +163,7 @@ def _print_skipped(incompatible: Sequence[str], too_large: Sequence[str], verbos
 
 def _verdict(rows: Sequence[Row], of_drafter: bool) -> tuple[str, int]:
     """The last line of the output, and the exit code."""
-    from ...certificate.outcomes import location, worst_row
+    from ..certificate.outcomes import location, worst_row
 
     verifiers = dict.fromkeys(row.verifier for row in rows)
     wrong = [worst for verifier in verifiers if (worst := worst_row(_rows_of(verifier, rows)))]
@@ -186,7 +224,7 @@ def _rows(
     options: Certify, toys: Sequence[Toy], drafts: Drafts, verifiers: Sequence[type[Verifier]]
 ) -> tuple[list[Row], list[str], list[str]]:
     """Rows of all pairs that can be enumerated, and the reasons why others are incompatible or too large."""
-    from ...certificate.rows import CannotRun, PairTooLarge, certify_row, row_bounds
+    from ..certificate.rows import CannotRun, PairTooLarge, certify_row, row_bounds
 
     rows, incompatible, too_large = [], {}, {}
     for toy in toys:
@@ -248,10 +286,10 @@ def _remember(rows: Sequence[Row], complete: bool, named: Drafts) -> None:
     Failures are always stored, successes only if the table is ``complete``. With a named drafter, the certificate is
     the drafter's, from the rows of certified verifiers.
     """
-    from ...certificate.outcomes import outcome
-    from ...runs import certified_registry
-    from ...runs.marks import mark_of_verifier
-    from ...util.output_files import cache_dir
+    from ..certificate.outcomes import outcome
+    from ..runs import certified_registry
+    from ..runs.marks import mark_of_verifier
+    from ..util.output_files import cache_dir
 
     certificates = []
     for drafter in named.values():
@@ -270,8 +308,8 @@ def _remember(rows: Sequence[Row], complete: bool, named: Drafts) -> None:
 
 def _verifier_table(rows: list[Row], _: bool) -> Table:
     """One row per verifier."""
-    from ...certificate.outcomes import worst_row
-    from ...util.table import Table
+    from ..certificate.outcomes import worst_row
+    from ..util.table import Table
 
     table = []
     for verifier in dict.fromkeys(row.verifier for row in rows):
@@ -289,7 +327,7 @@ def _verifier_table(rows: list[Row], _: bool) -> Table:
 
 def _pair_table(rows: list[Row], with_bounds: bool) -> Table:
     """One row per pair and toy."""
-    from ...util.table import Table
+    from ..util.table import Table
 
     columns = ["toy", "draft", "verifier", "gamma", "steps", "TV", "E[tau] per step"]
     columns += ["single draft", "LP", "full information", "root"] * with_bounds + ["lossless"]
