@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ class Launch:
     def close(self) -> None:
         self.launcher.close()
 
-    def measure(self) -> Iterator[Outcome]:
+    def measure(self) -> Generator[Outcome, None, None]:
         """Measure the groups and collect the results in the directory of the run; yields nothing."""
         config, recipe = self.plan.config, self.plan.config.recipe
         processes = f"one process each ({config.launcher}, {self.max_processes} at once)"

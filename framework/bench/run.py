@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -117,7 +117,7 @@ class LocalRun:
         self.plan, self.outcome, self.limit, self._state = plan, outcome, limit, state
         self.new = [cell for cell in plan.new if cell.engine is None]
 
-    def measure(self) -> Iterator[Outcome]:
+    def measure(self) -> Generator[Outcome, None, None]:
         """Measure the cells; yield the results so far when a table is due. Closed early, the run is interrupted.
 
         Raises:

@@ -22,7 +22,7 @@ def test_run_and_its_records(bench: Any, tmp_path: Path) -> None:
     assert err.splitlines()[0] == "recipe: 16 cells in 4 groups, 6 prompts each"
     assert "group 2 of 4 (temperature 1, batch size 1): running 5 cells" in err
     assert "temperature 1, batch size 3\n" in out and "speed-up [95 %]" in out and "\ndetails" in out
-    *tables, remarks, _ = out.split("\n\n")
+    _, *tables, remarks, _ = out.split("\n\n")
     assert max(map(len, "\n".join(tables).splitlines())) <= 130 and len(remarks.splitlines()) == 3
 
     (directory,) = tmp_path.glob("runs/*")

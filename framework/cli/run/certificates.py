@@ -107,7 +107,7 @@ def _tasks(cells: Iterable[CellConfig], limit: StepLimit) -> list[Task]:
     return [*verifiers.values(), *drafters.values()]
 
 
-def _certify_verifier(verifier: Any, config: Any, limit: StepLimit) -> CertificateRecord:
+def _certify_verifier(verifier: Any, config: Any, limit: StepLimit) -> CertificateRecord | None:
     from ...certificate.outcomes import certify_quickly, outcome
 
     return outcome(certify_quickly(verifier, config, limit.restart))
