@@ -22,11 +22,11 @@ from crossdraft.framework.cost.finished_cells import curves_of, statistics
 from crossdraft.framework.cost.prediction import CellStatistics, Prediction, predict
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.metrics.cell_metrics import Metrics
-from crossdraft.framework.metrics.intervals import Estimate
 from crossdraft.framework.recipe.recipe import CellConfig
 from crossdraft.framework.runs.labels import group_title
 from crossdraft.framework.runs.marks import mark_of
 from crossdraft.framework.runs.records import CellResult
+from crossdraft.framework.util.estimate import Estimate
 
 from ..engines.acceptance import UNKNOWN_PAIR, Acceptance
 from ..engines.run_acceptance import acceptance_of

@@ -9,7 +9,7 @@ from functools import cache
 from itertools import pairwise
 
 from crossdraft.framework.errors import UsageError
-from crossdraft.framework.metrics.intervals import Estimate
+from crossdraft.framework.util.estimate import Estimate
 
 from ..engines.engine import Engine, Range, Schedule
 from .candidates import Candidate

@@ -182,11 +182,19 @@ def _check_tokens(responses: Sequence[Response], target: LoadedModel) -> None:
 
 
 def _text(results: Sequence[TextPair], target: LoadedModel, dtype: str, tie: float, near: int) -> str:
-    from crossdraft.framework.util.table import Table
+    from crossdraft.framework.util.table import Alignment, Table
 
     rows = [_row(result, target) for result in results if result.verdict != "equal"]
-    columns = {"response": "left", "token": "right", "A": "left", "B": "left", "gap A": "right", "gap B": "right"}
-    parts = [Table(columns | {"verdict": "left"}, rows[:MOST_LINES]).text()] if rows else []
+    columns: dict[str, Alignment] = {
+        "response": "left",
+        "token": "right",
+        "A": "left",
+        "B": "left",
+        "gap A": "right",
+        "gap B": "right",
+        "verdict": "left",
+    }
+    parts = [Table(columns, rows[:MOST_LINES]).text()] if rows else []
     counts = Counter(result.verdict for result in results)
     wrong = counts["A"] + counts["B"] + counts["both"]
     lines = [f"... and {len(rows) - MOST_LINES} more"] * (len(rows) > MOST_LINES)

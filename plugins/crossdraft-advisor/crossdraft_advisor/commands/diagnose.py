@@ -176,7 +176,7 @@ def _json(result: TrialResult) -> dict[str, Any]:
 
 def _print(results: Sequence[TrialResult], likely: Sequence[TrialResult], facts: Sequence[str]) -> None:
     from crossdraft.framework.util.estimate import estimate_text
-    from crossdraft.framework.util.table import Table
+    from crossdraft.framework.util.table import Alignment, Table
 
     from ..replay.diagnosis import inconclusive
 
@@ -196,7 +196,7 @@ def _print(results: Sequence[TrialResult], likely: Sequence[TrialResult], facts:
                 gain,
             ]
         )
-    columns = dict.fromkeys(("hypothesis", "accepted at 1, 2, ..", "BE", "gain [95 %]"), "left")
+    columns: dict[str, Alignment] = dict.fromkeys(("hypothesis", "accepted at 1, 2, ..", "BE", "gain [95 %]"), "left")
     print(Table(columns, rows, widths=(60, None, None, 60)).markdown())
     print()
     if base.reason:

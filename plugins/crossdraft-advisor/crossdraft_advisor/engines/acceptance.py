@@ -20,8 +20,9 @@ import numpy as np
 from scipy import optimize
 
 from crossdraft.framework.errors import UsageError
-from crossdraft.framework.metrics.intervals import LEAST_PIECES, Estimate, Noise, estimate, half_width
+from crossdraft.framework.metrics.intervals import LEAST_PIECES, Noise, estimate, half_width
 from crossdraft.framework.metrics.shorter_drafts import by_runs, shorter_drafts
+from crossdraft.framework.util.estimate import Estimate
 from crossdraft.framework.util.limits import MOST_LEVELS
 
 #: Standard deviation of the relative error of `shorter_drafts`: this share of its correction of a plain cut, and this

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from crossdraft.framework.metrics.intervals import Estimate
+from crossdraft.framework.util.estimate import Estimate
 
 from .acceptance import Acceptance
 from .counter_definitions import CounterDefinition

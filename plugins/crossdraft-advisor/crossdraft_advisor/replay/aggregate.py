@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from crossdraft.framework.metrics.intervals import Estimate, estimate, ratio, ratio_difference
+from crossdraft.framework.metrics.intervals import estimate, ratio, ratio_difference
+from crossdraft.framework.util.estimate import Estimate
 
 from .step_chain import Steps
 

@@ -14,7 +14,8 @@ from crossdraft.framework.api.build import Configured
 from crossdraft.framework.contracts.misconfiguration import Misconfiguration
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import CrossdraftError, UsageError
-from crossdraft.framework.metrics.intervals import LEAST_PIECES, Estimate, pieces_needed
+from crossdraft.framework.metrics.intervals import LEAST_PIECES, pieces_needed
+from crossdraft.framework.util.estimate import Estimate
 
 from .aggregate import Row, Tally, difference
 from .replay import Candidate, replay, verifiers_for

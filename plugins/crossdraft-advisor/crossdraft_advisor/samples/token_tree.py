@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from crossdraft.framework.contracts.draft import on_device
 from crossdraft.framework.contracts.lm import LM, prefill
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.engine.prefill import passes
 from crossdraft.framework.errors import NumericalError
 from crossdraft.framework.util.limits import PREFILL_TOKENS
+from crossdraft.framework.util.tensors import on_device
 
 #: Maximum nodes of a tree in the cache and in one pass, and number of slots.
 NODES, WIDTH, ROWS = 256, 64, 8

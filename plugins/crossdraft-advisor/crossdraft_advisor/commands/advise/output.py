@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from crossdraft.framework.metrics.intervals import Estimate
+    from crossdraft.framework.util.estimate import Estimate
 
     from ...advise.caveats import Remarks
     from ...advise.decision import Choice, Step

@@ -13,9 +13,9 @@ from typing import Any
 
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.metrics.gate import GateCheck, Sample, checked
-from crossdraft.framework.metrics.intervals import LEAST_PIECES, Estimate
-from crossdraft.framework.util.estimate import change_text, estimate_text, percent_text
-from crossdraft.framework.util.table import Table
+from crossdraft.framework.metrics.intervals import LEAST_PIECES
+from crossdraft.framework.util.estimate import Estimate, change_text, estimate_text, percent_text
+from crossdraft.framework.util.table import Alignment, Table
 
 from ..baseline_responses import log
 from .options import ReplayOptions
@@ -128,7 +128,13 @@ def _first_stale(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
 
 
 def _as_text(pairs: dict[Pair, list[Checkpoint]], notes: Sequence[str], drop: float) -> str:
-    columns = {"drafter": "left", "verifier": "left", "gamma": "right", "target": "left", "block efficiency": "left"}
+    columns: dict[str, Alignment] = {
+        "drafter": "left",
+        "verifier": "left",
+        "gamma": "right",
+        "target": "left",
+        "block efficiency": "left",
+    }
     columns |= {"Pr(tau >= 1)": "right", "change [95 %]": "left", "verdict": "left"}
     rows, lines = [], []
     for (drafter, verifier, k, gamma), checkpoints in pairs.items():

@@ -15,7 +15,7 @@ from crossdraft.framework.errors import CrossdraftError, UsageError
 from crossdraft.framework.metrics.gate import GateCheck, Sample, checked
 from crossdraft.framework.recipe.recipe import Strategy
 from crossdraft.framework.util.estimate import change_text, estimate_text
-from crossdraft.framework.util.table import Table
+from crossdraft.framework.util.table import Alignment, Table
 
 from ...engines.counter_definitions import DEFINITIONS
 from ...engines.formats import read_acceptances
@@ -198,7 +198,13 @@ def _evidence(drafter: Any) -> str:
 
 def _text(checks: Sequence[EngineCheck]) -> str:
     deepest = max(check.reference.gamma for check in checks)
-    columns = {"engine": "left", "numbers": "left", "drafts": "right", "accepted": "right", "length": "right"}
+    columns: dict[str, Alignment] = {
+        "engine": "left",
+        "numbers": "left",
+        "drafts": "right",
+        "accepted": "right",
+        "length": "right",
+    }
     columns |= {f"at {i}": "right" for i in range(1, deepest + 1)}
     rows, lines = [], []
     for check in checks:

@@ -8,10 +8,9 @@ from dataclasses import asdict
 from typing import Any
 
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.metrics.intervals import Estimate
 from crossdraft.framework.models.segments import ANSWER
-from crossdraft.framework.util.estimate import estimate_text, spread
-from crossdraft.framework.util.table import Table
+from crossdraft.framework.util.estimate import Estimate, estimate_text, spread
+from crossdraft.framework.util.table import Alignment, Table
 
 from ...engines.counter_definitions import CounterDefinition
 from ...replay.aggregate import MAX_GROUPS, PromptGroups, Row, Tally, difference, segment_difference
@@ -81,7 +80,12 @@ def tables(result: ReplayResult, sampling: Sampling | None, assumed: Mapping[str
 
 
 def _efficiency(result: ReplayResult) -> str:
-    columns = {"drafter": "left", "verifier": "left", "gamma": "right", "block efficiency": "left"}
+    columns: dict[str, Alignment] = {
+        "drafter": "left",
+        "verifier": "left",
+        "gamma": "right",
+        "block efficiency": "left",
+    }
     columns |= {"all steps": "right", "drafted per step": "right", "drafted per token": "right"}
     columns |= {"rows per token": "right"}
     columns |= {"vs first verifier": "left", "vs first drafter": "left", "vs shorter draft": "left"}
@@ -109,7 +113,7 @@ def _acceptance(result: ReplayResult) -> str:
             deepest = max(deepest, row.gamma)
             for name, values in (("marginal", row.marginal), ("conditional", row.conditional)):
                 rows.append([candidate.title, verifier_title(verifier, k), name, *(f"{value:.3f}" for value in values)])
-    columns = {"drafter": "left", "verifier": "left", "Pr(tau >= i)": "left"}
+    columns: dict[str, Alignment] = {"drafter": "left", "verifier": "left", "Pr(tau >= i)": "left"}
     columns |= {str(i): "right" for i in range(1, deepest + 1)}
     return Table(columns, rows).text()
 
@@ -117,7 +121,12 @@ def _acceptance(result: ReplayResult) -> str:
 def _engine_counts(result: ReplayResult, definition: CounterDefinition) -> str:
     ratios = {definition.length: "length", definition.rate: "rate", definition.tokens_per_step: "tokens_per_step"}
     ratios.pop("", None)
-    columns = {"drafter": "left", "verifier": "left", "gamma": "right", **dict.fromkeys(ratios, "right")}
+    columns: dict[str, Alignment] = {
+        "drafter": "left",
+        "verifier": "left",
+        "gamma": "right",
+        **dict.fromkeys(ratios, "right"),
+    }
     columns |= {"drafts": "right", "draft tokens": "right", "accepted": "right", "accepted by position": "left"}
     rows = []
     for candidate, verifier, _, gamma in keys(result):
@@ -155,7 +164,8 @@ def _engine_notes(result: ReplayResult, definition: CounterDefinition) -> list[s
 
 def _categories(result: ReplayResult) -> str:
     names = list(result.groups.by_category)
-    columns = {"drafter": "left", "verifier": "left", "gamma": "right"} | dict.fromkeys(names, "left")
+    columns: dict[str, Alignment] = {"drafter": "left", "verifier": "left", "gamma": "right"}
+    columns.update(dict.fromkeys(names, "left"))
     rows = []
     for candidate in result.candidates:
         gamma = candidate.gammas[-1]
@@ -166,7 +176,13 @@ def _categories(result: ReplayResult) -> str:
 
 
 def _segments(result: ReplayResult) -> str:
-    columns = {"drafter": "left", "verifier": "left", "gamma": "right", "segment": "left", "tokens": "right"}
+    columns: dict[str, Alignment] = {
+        "drafter": "left",
+        "verifier": "left",
+        "gamma": "right",
+        "segment": "left",
+        "tokens": "right",
+    }
     columns |= {"steps": "right", "block efficiency": "left", "Pr(tau >= 1)": "right", "vs answer": "left"}
     rows, total = [], sum(result.segment_tokens.values())
     for candidate in result.candidates:

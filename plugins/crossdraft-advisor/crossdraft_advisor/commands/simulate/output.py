@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from crossdraft.framework.metrics.columns import SIMULATION_COLUMNS
 from crossdraft.framework.util.estimate import Estimate, estimate_text, spread
-from crossdraft.framework.util.table import Table
+from crossdraft.framework.util.table import Alignment, Table
 
 if TYPE_CHECKING:
     from ...advise.caveats import Remarks
@@ -30,7 +30,13 @@ def as_text(title: str, results: Sequence[PolicyResult], remarks: Remarks) -> st
 
 def _table(rows: Sequence[PolicyResult]) -> str:
     goodput, regret = any(row.goodput for row in rows), any(row.regret for row in rows)
-    columns = {"policy": "left", "B": "right", "tok/step": "right", "tok/s": "right", "first token ms": "right"}
+    columns: dict[str, Alignment] = {
+        "policy": "left",
+        "B": "right",
+        "tok/step": "right",
+        "tok/s": "right",
+        "first token ms": "right",
+    }
     columns |= {"p95": "right", "ms/token": "right", "p95 ": "right"}
     columns |= {"goodput /s": "right"} if goodput else {}
     columns |= {"regret %": "right"} if regret else {}

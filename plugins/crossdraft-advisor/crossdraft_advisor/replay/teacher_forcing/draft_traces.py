@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from crossdraft.framework.api.build import TargetContext
-from crossdraft.framework.contracts.draft import DenseScores, Draft, Sequences, Verdict, on_device, take_rows
+from crossdraft.framework.contracts.draft import DenseScores, Draft, Sequences, Verdict
 from crossdraft.framework.contracts.drafter import DraftContext, Drafter, DraftTraits
 from crossdraft.framework.contracts.rng import RngSource, StepRng
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.engine.checks import check_draft, check_unchanged, snapshot
 from crossdraft.framework.engine.validation import validate_draft
 from crossdraft.framework.errors import NumericalError, UsageError
+from crossdraft.framework.util.tensors import on_device, take_rows
 
 from ..response import Response
 

@@ -6,8 +6,8 @@ from collections.abc import Generator, Sequence
 
 from torch import Tensor
 
-from crossdraft.framework.contracts.draft import on_device
 from crossdraft.framework.contracts.lm import LM
+from crossdraft.framework.util.tensors import on_device
 
 from ..response import Response
 

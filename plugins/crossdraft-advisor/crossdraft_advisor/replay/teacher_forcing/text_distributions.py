@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crossdraft.framework.contracts.draft import on_device
 from crossdraft.framework.contracts.drafter import DraftContext, TextDistribution
 from crossdraft.framework.errors import NumericalError
+from crossdraft.framework.util.tensors import on_device
 
 from ..response import Response
 from .draft_scores import DraftScores, shifted_windows
