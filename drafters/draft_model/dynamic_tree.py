@@ -18,6 +18,7 @@ from ...framework.contracts.drafter import DraftContext, DraftTraits, StrategyCo
 from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
 from ...framework.util.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS
+from ..autoregressive.draft_model import DraftModel
 from ..autoregressive.trees import check_candidates, dynamic_slack, grow_dynamic
 from .tree_drafter import TreeDrafter
 
@@ -46,7 +47,8 @@ class DraftModelDynamicTree(TreeDrafter):
     config: Config
 
     def __init__(self, config: Any, context: DraftContext):
-        super().__init__(config, context, config.model, dynamic_slack(config.depth, config.top_k, config.nodes))
+        slack = dynamic_slack(config.depth, config.top_k, config.nodes)
+        super().__init__(config, context, DraftModel(context.load_lm(config.model, extra_tokens=slack)))
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
@@ -54,17 +56,17 @@ class DraftModelDynamicTree(TreeDrafter):
 
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         depth = min(self.config.depth, max(sequences.limit))
-        self._fed_index = None
+        self.fed_index = None
         if depth == 0:
             return Draft.empty(sequences.batch_size, sequences.device)
         root, limit = self.model.root(sequences), on_device(sequences.limit, sequences.device)
         top_k = min(self.config.top_k, root.shape[1])
-        draft, self._fed_index = grow_dynamic(depth, top_k, self.config.nodes, root, self.model.forward, limit)
+        draft, self.fed_index = grow_dynamic(depth, top_k, self.config.nodes, root, self.model.forward, limit)
         return draft
 
     def observe(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
     ) -> None:
-        if self._fed_index is not None:
+        if self.fed_index is not None:
             # Only a leaf can be without feeding, so all accepted nodes except the last were fed.
-            self.model.commit(verdict, [max(tau - 1, 0) for tau in accepted], self._fed_index)
+            self.model.commit(verdict, [max(tau - 1, 0) for tau in accepted], self.fed_index)

@@ -9,7 +9,7 @@ Multi-Path Speculative Decoding", 2026.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -19,16 +19,17 @@ from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
 from ...framework.contracts.draft_kind import DELAYED_IID, IID
-from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig, TextDistribution
+from ...framework.contracts.drafter import DraftContext, DraftTraits, StrategyConfig, TextDistribution
 from ...framework.contracts.rng import StepRng, draw_each
 from ...framework.contracts.sampling import Sampling
 from ...framework.util.limits import MOST_SIBLINGS
 from ...framework.util.tensors import Gathered, counting
 from ..autoregressive.trees import check_size
 from .draft_model import ChainConfig, DraftModelChain
+from .tree_drafter import TreeDrafter
 
 
-class DraftModelIid(Drafter):
+class DraftModelIid(TreeDrafter):
     """K sequences of gamma tokens, from gamma passes over K tokens per slot. At temperature 0, or K = 1: one chain.
 
     With ``delay`` the first tokens are drawn once and common to all sequences, which branch after them.
@@ -58,12 +59,10 @@ class DraftModelIid(Drafter):
     config: Config
 
     def __init__(self, config: StrategyConfig, context: DraftContext):
-        super().__init__(config, context)
         self.chain = DraftModelChain(config, context)  # the case of one sequence
-        self.model, self.sampling = self.chain.model, self.chain.sampling
-        #: Of the last draft: positions of its nodes in the order of feeding ``[B, N]`` (None for a chain), levels fed.
-        self._fed_index: Tensor | None = None
-        self._levels = 0
+        super().__init__(config, context, self.chain.model)
+        self.sampling = self.chain.sampling
+        self._levels = 0  # of the last draft, that were fed
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
@@ -73,24 +72,11 @@ class DraftModelIid(Drafter):
         kind = DELAYED_IID if config.delay else IID
         return DraftTraits(kind=kind, point_mass=False, nodes=config.nodes, levels=config.gamma)
 
-    @property
-    def passes(self) -> int:
-        return self.model.passes
-
     def text_distribution(self) -> TextDistribution | None:
         return self.chain.text_distribution()
 
-    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
-        self.chain.prefill(prompts)
-
-    def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
-        self.chain.start(row, prompt)
-
-    def free(self, row: int, finish_reason: str | None = None) -> None:
-        self.chain.free(row)
-
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
-        self._fed_index = None
+        self.fed_index = None
         steps, k = min(self.config.gamma, max(sequences.limit)), self.config.K
         if k == 1 or self.sampling.temperature == 0 or steps == 0:
             return self.chain.propose(sequences, rng)
@@ -118,7 +104,7 @@ class DraftModelIid(Drafter):
         assert draft.sequences is not None
         slot = draft.sequences.remainder(draft.width + 1).flatten(1)  # -1 (past the end) maps to a spare column
         fed_index = torch.full((len(slot), draft.width + 1), -1, dtype=torch.long, device=slot.device)
-        self._fed_index = fed_index.scatter_(1, slot, _fed_order(k, steps, trunk, slot.device).expand_as(slot))[
+        self.fed_index = fed_index.scatter_(1, slot, _fed_order(k, steps, trunk, slot.device).expand_as(slot))[
             :, : draft.width
         ]
         self._levels = steps - 1
@@ -127,10 +113,10 @@ class DraftModelIid(Drafter):
     def observe(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
     ) -> None:
-        if self._fed_index is None:
+        if self.fed_index is None:
             self.chain.observe(sequences, draft, verdict, accepted, scores)
         else:
-            self.model.commit(verdict, accepted, self._fed_index, self._levels)
+            self.model.commit(verdict, accepted, self.fed_index, self._levels)
 
 
 def _first_position(level: int, trunk: int, k: int) -> int:

@@ -19,6 +19,7 @@ from ...framework.contracts.drafter import DraftContext, DraftTraits
 from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
 from ...framework.util.limits import MOST_LEVELS, MOST_NODES
+from ..autoregressive.draft_model import DraftModel
 from ..autoregressive.sequoia import best_tree
 from ..autoregressive.trees import (
     SIBLING_KINDS,
@@ -150,7 +151,7 @@ class DraftModelTree(TreeDrafter):
     def __init__(self, config: Any, context: DraftContext):
         self.shape = None if config.growth == "opt-tree" else config.shape()
         slack = max(max_expanded(config.levels, config.budget) - config.budget, 0) if self.shape is None else 0
-        super().__init__(config, context, config.model, slack)
+        super().__init__(config, context, DraftModel(context.load_lm(config.model, extra_tokens=slack)))
         self.sampling = context.sampling.at(config.temperature)
         self.siblings: Siblings = config.effective_siblings(context.sampling)
 
@@ -170,18 +171,18 @@ class DraftModelTree(TreeDrafter):
         )
 
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
-        own, self._fed_index = self.config, None
+        own, self.fed_index = self.config, None
         levels = min(own.levels if self.shape is None else len(self.shape.ranks), max(sequences.limit))
         if levels == 0:
             return Draft.empty(sequences.batch_size, sequences.device)
         root, limit = self.model.root(sequences), on_device(sequences.limit, sequences.device)
         if self.shape is None:
             threshold = THRESHOLD if own.threshold is None else own.threshold
-            draft, self._fed_index = grow_dynamic(
+            draft, self.fed_index = grow_dynamic(
                 levels, None, own.budget, root, self.model.forward, limit, threshold=threshold
             )
         else:
-            draft, self._fed_index = grow_static(
+            draft, self.fed_index = grow_static(
                 self.shape, levels, self.siblings, root, self.model.forward, self.sampling, limit, rng
             )
         self._levels = levels - 1
@@ -190,7 +191,7 @@ class DraftModelTree(TreeDrafter):
     def observe(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
     ) -> None:
-        if self._fed_index is not None:
+        if self.fed_index is not None:
             # In an OPT-Tree only a leaf can be without feeding, so all accepted nodes except the last were fed.
             fed = accepted if self.shape is not None else [max(tau - 1, 0) for tau in accepted]
-            self.model.commit(verdict, fed, self._fed_index, self._levels)
+            self.model.commit(verdict, fed, self.fed_index, self._levels)

@@ -1,4 +1,4 @@
-"""Base of drafters that draw a tree from a draft model."""
+"""Base of drafters that draw a tree, or several sequences, from a draft model."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from ..autoregressive.draft_model import DraftModel
 class TreeDrafter(Drafter):
     """A draft model, and the nodes of the last tree that it was fed.
 
-    Args:
-        name: of the model, see `DraftContext.load_lm`.
-        slack: nodes that are fed and not kept, at most.
+    Attributes:
+        fed_index: ``[B, N]``, see `DraftModel.commit`; None if the last draft needs none.
     """
 
-    def __init__(self, config: StrategyConfig, context: DraftContext, name: str, slack: int):
+    def __init__(self, config: StrategyConfig, context: DraftContext, model: DraftModel):
         super().__init__(config, context)
-        self.model = DraftModel(context.load_lm(name, extra_tokens=slack))
-        self._fed_index: Tensor | None = None
+        self.model = model
+        self.fed_index: Tensor | None = None
 
     @property
     def passes(self) -> int:

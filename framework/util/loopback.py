@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import socket
 from ipaddress import ip_address
-from typing import Any
 from urllib.parse import urlsplit
 
 from ..errors import UsageError
@@ -37,19 +36,3 @@ def is_loopback_header(header: str) -> bool:
         return is_loopback(urlsplit(f"//{header}").hostname or "")
     except ValueError:
         return False
-
-
-class LoopbackOnly:
-    """ASGI middleware that rejects requests whose Host header is not a loopback name."""
-
-    def __init__(self, app: Any):
-        self._app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        from starlette.datastructures import Headers
-        from starlette.responses import PlainTextResponse
-
-        app = self._app
-        if scope["type"] == "http" and not is_loopback_header(Headers(scope=scope).get("host", "")):
-            app = PlainTextResponse("the Host header must be localhost, 127.0.0.1 or [::1]", 403)
-        await app(scope, receive, send)
