@@ -20,7 +20,7 @@ from ..errors import UsageError, printable, quoted
 from ..report.comparison import compare_runs, comparison_text
 from ..util.estimate import change_text, percent_text
 from ..util.input_files import kind_of
-from ..util.table import Table
+from ..util.table import Alignment, Table
 from .options.run import JsonOptions, note_partial
 
 if TYPE_CHECKING:
@@ -181,8 +181,9 @@ def _as_json(checks: Sequence[GateCheck], remarks: Sequence[str], outcome: str) 
 
 
 def _table(checks: Sequence[GateCheck], drop: float) -> Table:
-    columns = ("pair", "baseline", "current", "change [95 %]", (checks[0].unit, "right"), ("detects", "right"))
-    columns += ((f"needed for {percent_text(drop)}", "right"), "verdict")
+    columns: dict[str, Alignment] = {"pair": "left", "baseline": "right", "current": "right", "change [95 %]": "left"}
+    columns |= {checks[0].unit: "right", "detects": "right", f"needed for {percent_text(drop)}": "right"}
+    columns["verdict"] = "left"
     rows = []
     for check in checks:
         current = None if check.current is None else check.current.value

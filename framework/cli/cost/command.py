@@ -226,6 +226,7 @@ def _run_report(options: Cost) -> dict[str, Any]:
     from ...cost.load_run import read_run
     from ...cost.prediction import predict
 
+    assert options.run_ is not None
     results, curves = read_run(options.run_).summary.results, stored_curves()
     predicted = predictions(results, curves)
     rows, data, missing = [], [], set()
@@ -278,6 +279,7 @@ def _roofline_report(options: Cost) -> dict[str, Any]:
     from ...cost.accelerators import accelerator
     from ...cost.roofline import Roofline, read_shape
 
+    assert options.on is not None
     device, context = accelerator(options.on), (options.context or [ROOFLINE_CONTEXT])[0]
     machine: dict[str, Any] = {"devices": options.devices, "weight_bytes": options.weight_bytes}
     machine |= {"cache_bytes": options.cache_bytes, "efficiency": options.efficiency}
@@ -341,6 +343,7 @@ def _measured_pairs(options: Cost, context: float) -> tuple[dict[str, CellStatis
 
     pairs: dict[str, CellStatistics] = {}
     remarks = ["verification and bookkeeping are free"]
+    assert options.run_ is not None
     for result in read_run(options.run_).summary.results:
         cell = statistics(result)
         if cell is None or result.config.is_baseline:

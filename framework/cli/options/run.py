@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -64,21 +63,6 @@ def note_partial(runs: Iterable[FinishedRun]) -> None:
         if run.partial:
             text = printable(f"{run.summary.directory}: partial results, {run.partial}")
             print(f"crossdraft: note: {text}", file=sys.stderr)
-
-
-def add_force(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--force", action="store_true", help="overwrite existing files that this command did not write")
-
-
-def add_segment(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--segment",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="acceptance by segment of the responses: think, tool, code, or NAME=REGEX; the first that matches a token "
-        "counts, and all others are the answer (repeatable)",
-    )
 
 
 def output_folder(name: Path) -> Path:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -35,7 +34,14 @@ class TrustOptions(Options):
         from ...recipe.recipe import Strategy
 
         options = [Strategy.parse(text, "--drafter").config for text in drafters]
-        return trusted(self, [*models, *strings_in(options)])
+        known = sorted({name for name in (*models, *strings_in(options)) if isinstance(name, str)})
+        for name in self.trust_remote_code:
+            if name not in known:
+                raise UsageError(
+                    f"--trust-remote-code {quoted(name)} is not a model of this command; its models: "
+                    f"{', '.join(map(quoted, known)) or 'none'}"
+                )
+        return frozenset(self.trust_remote_code)
 
 
 class ProgramOptions(Options):
@@ -48,28 +54,6 @@ class ProgramOptions(Options):
     )
 
 
-def add_trust_argument(parser: Any) -> None:
-    """Add the option to a parser or an argument group."""
-    parser.add_argument(
-        "--trust-remote-code",
-        action="append",
-        default=[],
-        metavar="MODEL",
-        help="allow this model to run Python code from its directory; read the code first (repeatable)",
-    )
-
-
-def add_program_argument(parser: Any) -> None:
-    """Add ``--allow-program``."""
-    parser.add_argument(
-        "--allow-program",
-        action="append",
-        default=[],
-        metavar="PROGRAM",
-        help="allow the recipe to start this program of an engine, with its arguments and environment (repeatable)",
-    )
-
-
 def strings_in(options: Any) -> Iterator[str]:
     """All strings in a drafter's options, any of which may be a model."""
     if isinstance(options, str):
@@ -77,35 +61,3 @@ def strings_in(options: Any) -> Iterator[str]:
     elif isinstance(options, dict | list):
         for value in options.values() if isinstance(options, dict) else options:
             yield from strings_in(value)
-
-
-def trusted_with_drafter(args: argparse.Namespace, target: str | Sequence[str] | None) -> frozenset[str]:
-    """`trusted` for a target, or several, and the models of ``--drafter``.
-
-    Raises:
-        UsageError: see `trusted`; a drafter that is not a name or a mapping.
-    """
-    from ...recipe.recipe import Strategy
-
-    if not args.trust_remote_code:
-        return frozenset()
-    drafters = [args.drafter] if isinstance(args.drafter, str) else args.drafter or []
-    options = [Strategy.parse(text, "--drafter").config for text in drafters]
-    targets = [target] if isinstance(target, str) else target or []
-    return trusted(args, [*filter(None, targets), *strings_in(options)])
-
-
-def trusted(args: argparse.Namespace | TrustOptions, models: Iterable[Any]) -> frozenset[str]:
-    """The models that may run their own code.
-
-    Raises:
-        UsageError: a model that is not among the ``models`` of the command (None items are skipped).
-    """
-    known = sorted({name for name in models if isinstance(name, str)})
-    for name in args.trust_remote_code:
-        if name not in known:
-            raise UsageError(
-                f"--trust-remote-code {quoted(name)} is not a model of this command; its models: "
-                f"{', '.join(map(quoted, known)) or 'none'}"
-            )
-    return frozenset(args.trust_remote_code)
