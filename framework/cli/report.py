@@ -106,9 +106,9 @@ class ReportCommand(RunsOptions, CellFilterOptions, SegmentOptions, ForceOptions
         runs = self._runs()
         with plugins.guarded("reports", self.format, "render()"):
             content = report.render(runs, self)
-            if not report.files and not isinstance(content, str):
-                raise TypeError(f"{quoted(content)} is not a text")
-        if report.files:
+            if report.files == isinstance(content, str):
+                raise TypeError(f"{quoted(content)} does not fit files = {report.files}")
+        if not isinstance(content, str):
             for path, data in self._files(content):
                 self._write(self._checked((out or Path()) / path, report), data)
         elif out is None:

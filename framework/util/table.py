@@ -7,11 +7,12 @@ import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from .estimate import Estimate, estimate_text, spread
 
-Alignment = Literal["left", "right"]
+#: "left" or "right".
+Alignment = str
 #: Formats of a table, each a method of `Table`.
 FORMATS = ("text", "markdown", "csv", "json", "latex")
 
@@ -115,7 +116,7 @@ class Table:
             for i, column in enumerate(columns)
         ]
         header, *body = [[_escaped(self._cell(cell), style) for cell in row] for row in (self.names, *rows)]
-        widths = {"maxcolwidths": list(self.widths)} if any(self.widths) else {}
+        widths: dict[str, Any] = {"maxcolwidths": list(self.widths)} if any(self.widths) else {}
         return tabulate(body, headers=header, tablefmt=style, disable_numparse=True, colalign=align, **widths)
 
     def _cell(self, cell: Any) -> str:
