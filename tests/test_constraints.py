@@ -58,8 +58,7 @@ def brought(extras: set[str], pinned: dict[str, str]) -> dict[str, str]:
                 continue
             results.setdefault(name, one[0])
             waiting += [(name, extra) for extra in ("", *sorted(requirement.extras))]
-    results.pop("crossdraft", None)
-    return results
+    return {name: by for name, by in results.items() if not name.startswith("crossdraft")}  # of this repository
 
 
 @pytest.mark.parametrize("lock", LOCKS)
@@ -80,7 +79,7 @@ def test_pins_satisfy_requirements(lock: str) -> None:
             lines += tomllib.loads(file.read_text(encoding="utf-8"))["project"]["dependencies"]
     for requirement in map(Requirement, lines):
         name = canonicalize_name(requirement.name)
-        if name != "crossdraft":
+        if not name.startswith("crossdraft"):  # of this repository
             assert requirement.specifier.contains(pinned[name]), f"{lock} pins {name} {pinned[name]}: {requirement}"
 
 

@@ -50,6 +50,8 @@ _BLOCK = re.compile(r"(?:^<!-- ([^\n]*) -->\n)?^```(\w*)([^\n]*)\n(.*?)^```$", r
 CODE = ("bash", "python", "sh", "toml", "yaml")
 #: Finished runs of quickstart, in the folders runs and again.
 RUNS = ROOT / "tests/fixtures/runs.tar.xz"
+#: Pages whose commands are of the core and whose files only a companion reads.
+READ_BY_COMPANIONS = ("gate.md",)
 #: The port that the pages name; tests take a free one.
 PORT = "8000"
 #: The model of a page about thinking.
@@ -226,7 +228,8 @@ def with_blocks() -> Iterator[Any]:
         examples = blocks(page)
         words = {command.split()[1] for block in examples for command in commands(block) if " " in command}
         if examples:
-            marks = [pytest.mark.companions] if any(("commands", word) in COMPANIONS for word in words) else []
+            needed = page.name in READ_BY_COMPANIONS or any(("commands", word) in COMPANIONS for word in words)
+            marks = [pytest.mark.companions] if needed else []
             yield pytest.param(page, marks=marks, id=page.name)
 
 

@@ -76,7 +76,7 @@ def test_no_unpickling() -> None:
         for file in files()
         for offence in offences(file.read_text(encoding="utf-8"))
         # A test may read what it has just written itself, with an AutoModel.
-        if not (file.is_relative_to(ROOT / "tests") and offence.endswith("without use_safetensors=True"))
+        if not ("tests" in file.relative_to(ROOT).parts and offence.endswith("without use_safetensors=True"))
     }
     assert results == ALLOWED
     assert len(files()) > 200  # the walk has seen the project

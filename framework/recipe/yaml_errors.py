@@ -98,9 +98,10 @@ def _parse(setting: str) -> tuple[str, Any, str]:
     try:
         return key, yaml_value(text, lambda line: place), place
     except UsageError as error:
-        if "this is not YAML" in str(error):
-            raise UsageError(f"{place}: the value is not YAML; it may need quotes for the shell") from None
-        raise
+        why = str(error)
+        if "this is not YAML" in why:
+            why = why.replace("this is not YAML", "the value is not YAML") + "; it may need quotes for the shell"
+        raise UsageError(why) from None
 
 
 def _short(setting: str) -> str:

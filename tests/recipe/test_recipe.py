@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from companions import needs_command
 
 from crossdraft.framework import plugins
 from crossdraft.framework.bench.matrix import expand, load_recipe
@@ -125,6 +126,7 @@ def test_labels(base: str) -> None:
     assert labels == {"none", "draft-model-tree growth=opt-tree nodes=15", "draft-model-tree branching=[3, 2]"}
 
 
+@needs_command("verify-engine")
 def test_labels_of_engines(base: str) -> None:
     """Tables of costs and series over batch sizes keep engines by their label, which is not part of a hash."""
     urls = [f"http://127.0.0.1:{port}/v1" for port in (1, 2)]
@@ -207,7 +209,7 @@ def test_set(base: str) -> None:
     "setting, sentence",
     [
         ("limit", "write --set key=value, as in --set matrix.batch_size=[1,4]"),
-        ("limit=[", "the value is not YAML; it may need quotes for the shell"),
+        ("limit=@", "the value is not YAML: found character '@' that cannot start any token; it may need quotes for the shell"),
         ("limit=0", "limit: should be greater than or equal to 1, not 0"),
         ("max_new_token=3", "unknown key 'max_new_token'; did you mean 'max_new_tokens'?"),
         ("temperature=1", "unknown key 'temperature'; put it under sampling, or under matrix with a list of values"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from companions import needs_command
 from html_runs import SMALL, finished_run, on_disk
 
 from crossdraft.framework import plugins
@@ -336,6 +337,7 @@ def test_command_writes_page(tmp_path: Path, capsys: Any) -> None:
     assert [row[0] for row in rows] == [f"prompt-lookup × {name} ✓ lossless" for name in ("token", "block")]
 
 
+@needs_command("advise")
 def test_settings_of_engines(tmp_path: Path) -> None:
     """The page offers the settings that the engines' own formats write, or the reason why not."""
     file = tmp_path / "page.html"
