@@ -28,10 +28,10 @@ from tabulate import tabulate
 from crossdraft.framework.api.generate import generate
 from crossdraft.framework.cli.main import main as crossdraft
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.metrics.intervals import Estimate
 from crossdraft.framework.models.chat import encode
 from crossdraft.framework.models.load import load_model
 from crossdraft.framework.recipe.prompts import load_prompts
+from crossdraft.framework.util.estimate import Estimate
 
 METHODS = {
     "forward-kl": ["--divergence", "forward-kl"],
