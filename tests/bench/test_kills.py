@@ -60,7 +60,7 @@ def test_killed_at_many_moments(tmp_path: Path, models: dict[str, str], recipe_f
                 # then there is nothing left to do.
                 if number != signal.SIGKILL and run.returncode != 130:
                     assert run.returncode in (0, -number) and outputs(tmp_path) == expected, err
-                    late += 1
+                    late += run.returncode == 0
                 kills += 1
                 now = pieces(tmp_path / "runs")
                 assert now >= kept, "a finished piece was lost"
@@ -72,5 +72,5 @@ def test_killed_at_many_moments(tmp_path: Path, models: dict[str, str], recipe_f
         assert not [path for path in (tmp_path / "runs").glob("*/cells/.*")]
         (tmp_path / "runs").rename(tmp_path / f"round {steps}")
         steps += 1
-    assert late <= MOMENTS // 10, "signals had no effect"
+    assert late <= MOMENTS // 5, "signals had no effect"
     print(f"{kills} kills in {steps} runs, each of which ended like the undisturbed one")
