@@ -64,7 +64,7 @@ def _max_processes(launcher: Launcher, workers: int | None, timed: bool) -> int:
 
 
 class Launch:
-    """A run whose groups are measured in processes, each in its own, see `bench.run.Run`.
+    """A run whose groups are measured in processes, each in its own, see `bench.run.LocalRun`.
 
     Raises:
         UsageError: an option is invalid, or the processes would share a device.

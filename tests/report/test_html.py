@@ -135,7 +135,7 @@ def test_only_pair_that_was_shown_to_be_faster_is_called_so(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("kind", ["lossy", "uncertified", "failed"])
 def test_no_other_pair_makes_headline(tmp_path: Path, kind: Any, monkeypatch: Any) -> None:
-    """However fast it is; and its mark stands beside its name in the table and the certificates."""
+    """A faster pair with a mark is not the headline; its mark stands beside its name in table and certificates."""
     run = finished_run(tmp_path, SMALL, tokens=12)
     block = run.summary.results[2]
     assert block.metrics is not None
@@ -202,7 +202,7 @@ def test_intervals_are_drawn_on_scale_of_header(tmp_path: Path) -> None:
 
 
 def test_charts_are_images(page: Page) -> None:
-    """Those of the kinds that the run has data for; the others have a reason."""
+    """Charts of the kinds that the run has data for, and a reason for each of the others."""
     assert "Acceptance by position in the draft" in page.headings
     assert "Block efficiency by category of prompts" in page.headings
     assert "Speed-up by draft length and batch size" not in page.headings

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from crossdraft.framework.util.estimate import Estimate
+from crossdraft.framework.util.estimate import estimate_text
+from crossdraft.framework.util.table import Table
 
+if TYPE_CHECKING:
     from ...advise.caveats import Remarks
     from ...advise.decision import Choice, Step
     from ...engines.engine import Schedule, Settings
@@ -25,8 +26,6 @@ def as_text(steps: Mapping[str, Sequence[Step]], remarks: Remarks) -> str:
 
 
 def _table(steps: Sequence[Step]) -> str:
-    from tabulate import tabulate
-
     contexts, measured = len({step.context for step in steps}) > 1, any(step.measured for step in steps)
     rows = []
     for step in steps:
@@ -47,19 +46,17 @@ def _table(steps: Sequence[Step]) -> str:
         "runner-up",
     ]
     header += ["measured best"] if measured else []
-    return tabulate(rows, headers=header, tablefmt="simple", disable_numparse=True)
+    return Table(header, rows).text()
 
 
 def schedule_text(schedule: Schedule) -> str:
     """The draft length and the predicted speed-up of exported settings, by batch size."""
-    from tabulate import tabulate
-
     acceptance = schedule.acceptance
     pair = f"{acceptance.drafter or 'drafts'} × {acceptance.verifier or '?'}"
-    rows = [[str(row["batch_size"]), str(row["gamma"]), _estimate(row["speed_up"])] for row in schedule_rows(schedule)]
-    return (
-        f"{pair}, with these settings\n\n{tabulate(rows, ['B', 'gamma', 'speed-up'], 'simple', disable_numparse=True)}"
-    )
+    rows = [
+        [str(row["batch_size"]), str(row["gamma"]), estimate_text(row["speed_up"])] for row in schedule_rows(schedule)
+    ]
+    return Table(["B", "gamma", "speed-up"], rows, title=f"{pair}, with these settings").text()
 
 
 def schedule_rows(schedule: Schedule) -> list[dict[str, Any]]:
@@ -74,7 +71,7 @@ def schedule_rows(schedule: Schedule) -> list[dict[str, Any]]:
 def _choice_cells(choice: Choice) -> list[str]:
     candidate = choice.candidate
     verifier = candidate.acceptance.verifier or "?"
-    return [candidate.title, verifier, str(choice.gamma), _estimate(choice.speed_up)]
+    return [candidate.title, verifier, str(choice.gamma), estimate_text(choice.speed_up)]
 
 
 def _runner_up(step: Step) -> str:
@@ -86,11 +83,6 @@ def _runner_up(step: Step) -> str:
 def _pair(choice: Choice) -> str:
     drafter, verifier, gamma, _ = _choice_cells(choice)
     return f"{drafter} × {verifier}, {gamma}: {choice.speed_up.value:.2f}"
-
-
-def _estimate(estimate: Estimate) -> str:
-    interval = "" if estimate.low is None else f" [{estimate.low:.2f}, {estimate.high:.2f}]"
-    return f"{estimate.value:.2f}{interval}"
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------
