@@ -136,8 +136,10 @@ def test_nan_in_drafting_model(bench: Any, models: dict[str, str]) -> None:
     assert "prompt-lookup  block" in out  # the others finished
 
 
-def test_models_that_do_not_fit(bench: Any, models: dict[str, str]) -> None:
+def test_models_that_do_not_fit(bench: Any, models: dict[str, str], tmp_path: Path, monkeypatch: Any) -> None:
     """Rejected before anything is measured, with the line in the recipe."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")  # what lies beside a checkout is unknown
     first = f"drafters.0={{name: draft-model, model: {models['same']}}}"
     code, out, err = bench(*ONE_GROUP, first, f"drafters.1.model={models['other']}")
     assert (code, out) == (1, "") and f"--set drafters.1.model={models['other']}: '{models['other']}'" in err

@@ -18,11 +18,12 @@ def entered_functions() -> Iterator[set[tuple[str, str]]]:
     Comprehensions are not counted: they are functions before Python 3.12 only.
     """
     entered = set[tuple[str, str]]()
-    root, tests = str(ROOT), str(ROOT / "tests")
+    environment = [sys.prefix] if Path(sys.prefix).is_relative_to(ROOT) else []  # inside the checkout
+    root, excluded = str(ROOT), (str(ROOT / "tests"), *environment)
 
     def count(frame: Any, event: str, _: Any) -> None:
         code = frame.f_code
-        own = code.co_filename.startswith(root) and not code.co_filename.startswith(tests)
+        own = code.co_filename.startswith(root) and not code.co_filename.startswith(excluded)
         if event == "call" and own and not code.co_name.endswith(("comp>", "genexpr>")):
             entered.add((code.co_filename, code.co_qualname))
 
