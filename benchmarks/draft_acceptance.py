@@ -131,7 +131,7 @@ def main() -> None:
         traversal = 1 + rules.split().index("traversal")
         for column, name in enumerate(rules.split(), 1):
             columns = [sums[shape][:, [0, column]], sums[shape][:, [0, traversal]], base]
-            items = [estimate(mean, columns[0], log=False, least=0.0)]
+            items = [estimate(mean, columns[0], log=False, minimum=0.0)]
             items += [estimate(difference, np.concatenate([columns[0], other], 1), log=False) for other in columns[1:]]
             rows.append([shape, name, *(estimate_text(item, digits=3) for item in items)])
     used = int((base[:, 0] > 0).sum())

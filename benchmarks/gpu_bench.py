@@ -196,9 +196,9 @@ class Bench:
         self.args = args
         self.device = pick_device(args.device)
         cuda = self.device.type == "cuda"
-        where = torch.cuda.get_device_name(self.device) if cuda else f"{torch.get_num_threads()} CPU threads"
+        place = torch.cuda.get_device_name(self.device) if cuda else f"{torch.get_num_threads()} CPU threads"
         remark = ", tiny models: meaningless numbers" if args.tiny else ""
-        self.report = Report(args.out, f"torch {torch.__version__}, transformers {TRANSFORMERS}, {where}{remark}")
+        self.report = Report(args.out, f"torch {torch.__version__}, transformers {TRANSFORMERS}, {place}{remark}")
 
     # -- models and prompts ---------------------------------------------------------------------------------
 
@@ -232,9 +232,9 @@ class Bench:
 
     def prompts(self, target: LoadedModel, count: int) -> list[Ids]:
         if target.tokenizer is None:
-            most, length = target.model.config.vocab_size, 8 if self.args.tiny else 128
+            maximum, length = target.model.config.vocab_size, 8 if self.args.tiny else 128
             generator = torch.Generator().manual_seed(0)
-            return torch.randint(most, (count, length), generator=generator).tolist()
+            return torch.randint(maximum, (count, length), generator=generator).tolist()
         results = [encode(target.tokenizer, prompt.turns[:1]) for prompt in load_prompts("builtin")]
         return list(islice(cycle(results), count))
 

@@ -33,14 +33,14 @@ class Endpoint:
     def __init__(self, url: str, native: bool, tokenizer: Any, ends: Sequence[int]):
         self.url, self.native, self.tokenizer, self.ends = url.rstrip("/"), native, tokenizer, ends
 
-    def answer(self, prompt: list[int], most: int) -> Answer:
+    def answer(self, prompt: list[int], maximum: int) -> Answer:
         body = {"prompt": prompt, "temperature": 0, "cache_prompt": False}
         start = time.perf_counter()
         if self.native:
-            output = self._post("/completion", body | {"n_predict": most, "return_tokens": True})
+            output = self._post("/completion", body | {"n_predict": maximum, "return_tokens": True})
             tokens, finish_reason = output["tokens"], "stop" if output["stop_type"] == "eos" else "length"
         else:
-            output = self._post("/v1/completions", body | {"max_tokens": most})
+            output = self._post("/v1/completions", body | {"max_tokens": maximum})
             choice = output["choices"][0]
             tokens, finish_reason = (
                 self.tokenizer(choice["text"], add_special_tokens=False)["input_ids"],

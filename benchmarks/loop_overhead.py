@@ -206,9 +206,9 @@ def main() -> None:
     target = load_model(args.model, dtype=args.dtype, device=args.device)
     small = load_model(args.drafter, dtype=target.model.dtype, device=target.model.device, share_with=target)
     prompts = [encode(target.tokenizer, p.turns[:1]) for p in load_prompts(args.prompts)[: max(args.batch)]]
-    where = torch.cuda.get_device_name() if target.model.device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    place = torch.cuda.get_device_name() if target.model.device.type == "cuda" else f"{torch.get_num_threads()} threads"
     print(
-        f"{target.name} ({str(target.model.dtype)[6:]}, {where}), {args.verifier}, temperature {args.temperature:g}, "
+        f"{target.name} ({str(target.model.dtype)[6:]}, {place}), {args.verifier}, temperature {args.temperature:g}, "
         f"gamma {args.gamma}, medians of {args.steps} steps; per cent of a step"
     )
     models, clocks = (target, small), (ForwardClock(target.model), ForwardClock(small.model))

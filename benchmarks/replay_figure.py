@@ -45,7 +45,7 @@ SHOWN = (1, 2, 4, 8, 16)
 
 def replayed(args: argparse.Namespace, sampling: Sampling) -> tuple[ReplayResult, dict[Rule, Tally]]:
     """Acceptance of all verifiers on the responses at one temperature."""
-    path = baseline_responses(args.target, args.prompts, sampling, limit=args.limit, most=args.max_new_tokens)
+    path = baseline_responses(args.target, args.prompts, sampling, limit=args.limit, maximum=args.max_new_tokens)
     ks = [int(k) for k in args.k.split(",")]
     common: dict[str, Any] = {"sampling": sampling, "target": args.target}
     chain = candidates_of([f"{{name: draft-model, model: {args.drafter}}}"], ["token", "block"], GAMMAS, **common)
@@ -94,7 +94,7 @@ def section(args: argparse.Namespace, sampling: Sampling, curves: tuple[Curve, C
     efficiency = [[title(r), *(estimate_text(t.row(g).block_efficiency) for g in SHOWN)] for r, t in tallies.items()]
     print(tabulate(efficiency, heads, tablefmt="github", disable_numparse=True))
     print("\nPaired differences of block efficiency, on the same texts:\n")
-    rows = [[what, *cells] for what, cells in differences(tallies)]
+    rows = [[subject, *cells] for subject, cells in differences(tallies)]
     print(tabulate(rows, ["", *heads[1:]], tablefmt="github", disable_numparse=True))
     print("\nTarget rows for each emitted token, at most:\n")
     rows = [[title(r), *(f"{t.row(g).target_rows_per_token:.2f}" for g in SHOWN)] for r, t in tallies.items()]
@@ -116,7 +116,7 @@ def draw(by_temperature: dict[str, dict[Rule, Tally]], curves: tuple[Curve, Curv
     rules = [rule for rule in next(iter(by_temperature.values())) if rule != ("spectr", 1) and rule != ("specinfer", 1)]
     styles = marks(title(rule) for rule in rules)
     with style():
-        figure, places = panels(3 * len(by_temperature), "page", height=2.1, most=3, share_y=False)
+        figure, places = panels(3 * len(by_temperature), "page", height=2.1, maximum=3, share_y=False)
         for i, (_, tallies) in enumerate(by_temperature.items()):
             over_gamma, over_rows, over_sizes = places[3 * i : 3 * i + 3]
             for rule in rules:
@@ -142,7 +142,9 @@ def draw(by_temperature: dict[str, dict[Rule, Tally]], curves: tuple[Curve, Curv
             ]
             over_sizes.plot(list(BATCH_SIZES), plain, color="0.72", linewidth=4, zorder=1)
             _axes(over_gamma, over_rows, over_sizes)
-        titles = [f"{what}, {kind}" for what in by_temperature for kind in ("by draft length", "by rows", "predicted")]
+        titles = [
+            f"{subject}, {kind}" for subject in by_temperature for kind in ("by draft length", "by rows", "predicted")
+        ]
         label(figure, places, titles, "", "")
         legend(figure, [legend_entry(name, mark, line=True) for name, mark in styles.items()])
         file.write_bytes(encoded(figure, file.suffix[1:]))

@@ -51,7 +51,7 @@ class Case(NamedTuple):
 def replayed(args: argparse.Namespace, temperature: float, longest: int) -> Iterator[tuple[str, str, Any, list[str]]]:
     """Drafter, verifier and tally of every pair, and the category of each of its prompts."""
     sampling = Sampling(temperature=temperature)
-    path = baseline_responses(TARGET, args.prompts, sampling, limit=args.limit, most=args.max_new_tokens)
+    path = baseline_responses(TARGET, args.prompts, sampling, limit=args.limit, maximum=args.max_new_tokens)
     for texts in (LOOKUPS, MODELS):
         drafters = [text for text in texts if text != "suffix" or text in plugins.entries("drafters")]
         candidates = candidates_of(drafters, [], range(1, longest + 1), sampling=sampling, target=TARGET)
@@ -69,11 +69,11 @@ def cases(tally: Any, categories: list[str], longest: list[int]) -> Iterator[Cas
     for subset in ("", *dict.fromkeys(categories)):
         rows = {gamma: tally.by_prompt(gamma) for gamma in range(1, max(longest) + 1)}
         rows = {gamma: sums[(names[: len(sums)] == subset) | (subset == "")] for gamma, sums in rows.items()}
-        for most in longest:
-            if not rows[most][:, 1:].sum():
+        for maximum in longest:
+            if not rows[maximum][:, 1:].sum():
                 continue
-            measured = Acceptance.from_rows(rows[most].tolist(), "replay", refusal="")
-            for gamma in range(1, most):
+            measured = Acceptance.from_rows(rows[maximum].tolist(), "replay", refusal="")
+            for gamma in range(1, maximum):
                 truth = float(1 + rows[gamma][:, 1:].sum() / rows[gamma][:, 0].sum())
                 derived, plain = measured.cut(gamma), 1 + sum(measured.marginal[:gamma])
                 be = derived.block_efficiency()

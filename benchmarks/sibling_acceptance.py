@@ -69,7 +69,7 @@ def main() -> None:
     )
     list(decoder.run(prompts))
     results = [
-        estimate(lambda sums: sums[..., 1] / sums[..., 0], counts[:, [0, k]], log=False, least=0.0, most=1.0)
+        estimate(lambda sums: sums[..., 1] / sums[..., 0], counts[:, [0, k]], log=False, minimum=0.0, maximum=1.0)
         for k in range(1, args.siblings + 1)
     ]
     rows = [[rank, item.value, item.low, item.high] for rank, item in enumerate(results, 1)]

@@ -101,13 +101,13 @@ def served(args: argparse.Namespace, config: CellConfig) -> Iterator[tuple[Engin
             cell.close()
 
 
-def closed_loop(cell: EngineCell, prompts: Sequence[list[int]], concurrency: int, most: int) -> list[ServedResponse]:
+def closed_loop(cell: EngineCell, prompts: Sequence[list[int]], concurrency: int, maximum: int) -> list[ServedResponse]:
     with ThreadPoolExecutor(concurrency) as pool:
-        return list(pool.map(lambda prompt: cell.server.complete(prompt, most), prompts))
+        return list(pool.map(lambda prompt: cell.server.complete(prompt, maximum), prompts))
 
 
 def open_loop(
-    cell: EngineCell, clock: Callable[[], float], prompts: Sequence[list[int]], arrivals: Sequence[float], most: int
+    cell: EngineCell, clock: Callable[[], float], prompts: Sequence[list[int]], arrivals: Sequence[float], maximum: int
 ) -> tuple[float, list[ServedResponse]]:
     """Send each prompt at its time. Returns the time of the first arrival, and the responses."""
     start, running = clock() + 0.05 - arrivals[0], []
@@ -117,7 +117,7 @@ def open_loop(
                 if isinstance(clock, CpuClock) and all(future.done() for future in running):
                     clock.skipped += max(start + arrival - clock(), 0)
                 time.sleep(0.001)
-            running.append(pool.submit(cell.server.complete, prompt, most))
+            running.append(pool.submit(cell.server.complete, prompt, maximum))
         return start + arrivals[0], [future.result() for future in running]
 
 
@@ -167,13 +167,13 @@ def run_server(args: argparse.Namespace) -> list[dict[str, Any]]:
         for name, config in configs.items():
             with served(args, config) as (cell, clock):
                 costs[name] = [measure_costs(cell, config, prompts, args)]
-                most = capacity(costs[name][0])
+                maximum = capacity(costs[name][0])
                 for load, chosen, gap in zip(args.loads, order, gaps, strict=True):
-                    arrivals, before = gap / (load * most), (waited(), time.perf_counter())
+                    arrivals, before = gap / (load * maximum), (waited(), time.perf_counter())
                     sent = [prompts[i] for i in chosen]
                     start, responses = open_loop(cell, clock, sent, arrivals, args.max_new_tokens)
                     share = (waited() - before[0]) / (time.perf_counter() - before[1])
-                    measured.append((name, load, load * most, start, arrivals, sent, responses, share))
+                    measured.append((name, load, load * maximum, start, arrivals, sent, responses, share))
                 costs[name].append(measure_costs(cell, config, prompts, args))
         for name, load, rate, start, arrivals, sent, responses, share in measured:
             row = {"repeat": repeat, "policy": name, "load": load, "rate": rate, "waited": share}
@@ -295,7 +295,7 @@ def run_loop(args: argparse.Namespace) -> list[dict[str, Any]]:
             recipe.write_text(
                 _RECIPE.format(
                     target=args.target, prompts=args.prompts, limit=args.limit,
-                    most=args.max_new_tokens, drafter=args.drafter_model, gamma=args.gamma, batch_sizes=sizes,
+                    maximum=args.max_new_tokens, drafter=args.drafter_model, gamma=args.gamma, batch_sizes=sizes,
                 ),
                 encoding="utf-8",
             )  # fmt: skip
@@ -356,7 +356,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.concurrency = sorted({b for b in (1, 2, 4, 8, 16) if b < args.slots} | {args.slots})
-    if args.what == "loop":
+    if args.subject == "loop":
         rows = run_loop(args)
         print(tabulate(rows, headers="keys", floatfmt=".3f"))
     else:

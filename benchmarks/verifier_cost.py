@@ -235,8 +235,8 @@ def main() -> None:
                     continue
                 rows += measure(shape, rules, lm, batch, args.repeats, device, args.compile)
                 print(f"{shape}, V = {vocab}, B = {batch}: done", flush=True)
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
-    print(f"\ntorch {torch.__version__}, {where}, {args.repeats} repeats, medians")
+    place = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    print(f"\ntorch {torch.__version__}, {place}, {args.repeats} repeats, medians")
     print(tabulate(rows, header, floatfmt=("", "", "", "", "", ".2f", ".2f", ".2f", ".2f", "")))
 
 

@@ -64,9 +64,9 @@ def pages() -> Iterator[tuple[str, str]]:
                 parts.append(_fields(found.Config))
         yield f"reference/{kind}.md", "\n\n".join(parts) + "\n"
     rows = "\n".join(f"| `{one.name}` | {_cell(one.meaning)} |" for one in QUANTITIES)
-    what = "Every column of `summary.csv`; estimates have their 95 % interval in `_low` and `_high`."
+    subject = "Every column of `summary.csv`; estimates have their 95 % interval in `_low` and `_high`."
     simulated = "\n".join(f"| `{name}` | {_cell(meaning)} |" for name, meaning in SIMULATION_COLUMNS.items())
-    tables = [what, f"| column | meaning |\n|---|---|\n{rows}", "## `crossdraft simulate --csv`"]
+    tables = [subject, f"| column | meaning |\n|---|---|\n{rows}", "## `crossdraft simulate --csv`"]
     tables.append(f"| column | meaning |\n|---|---|\n{simulated}")
     yield "reference/numbers.md", "\n\n".join(["# Every number", *tables]) + "\n"
 
@@ -109,8 +109,10 @@ def _fields(model: Any) -> str:
             shown = ", ".join(f"{key}: {value}" for key, value in given.items())
         else:
             shown = "" if default in (None, "", [], {}, ()) else str(default)
-        least, most = (next((getattr(m, end) for m in field.metadata if hasattr(m, end)), None) for end in ("ge", "le"))
-        bounds = "" if least is None else f"at least {least}" if most is None else f"{least} to {most}"
+        minimum, maximum = (
+            next((getattr(m, end) for m in field.metadata if hasattr(m, end)), None) for end in ("ge", "le")
+        )
+        bounds = "" if minimum is None else f"at least {minimum}" if maximum is None else f"{minimum} to {maximum}"
         words = "; ".join(part for part in (field.description or "", bounds) if part)
         rows.append(f"| `{name}` | {_type(field.annotation)} | {_cell(shown)} | {_cell(words)} |")
     return "| key | type | default | |\n|---|---|---|---|\n" + "\n".join(rows)

@@ -28,10 +28,10 @@ class UnknownNameError(UsageError):
     """A name that no installed package provides."""
 
     @classmethod
-    def among(cls, what: str, name: str, known: Iterable[str], hint: str = "") -> "UnknownNameError":
+    def among(cls, subject: str, name: str, known: Iterable[str], hint: str = "") -> "UnknownNameError":
         """Return the error for an unknown name, with the nearest known name and a list of the installed ones."""
         known = sorted(known)
-        sentence = f"there is no {what} named {quoted(name)}"
+        sentence = f"there is no {subject} named {quoted(name)}"
         nearest = difflib.get_close_matches(name[:_REPEATED], known, n=1, cutoff=0.5)
         sentence += f"; did you mean {nearest[0]!r}?" if nearest else "."
         sentence += f" Installed: {', '.join(known) or 'none'}."
@@ -55,13 +55,13 @@ class ModelError(CrossdraftError):
     """A model that cannot be found, downloaded or loaded."""
 
 
-def quoted(value: Any, most: int = _QUOTED) -> str:
-    """Single-line `repr`, truncated to ``most`` characters; never raises."""
+def quoted(value: Any, maximum: int = _QUOTED) -> str:
+    """Single-line `repr`, truncated to ``maximum`` characters; never raises."""
     try:
         text = printable(repr(value))
     except Exception:  # an integer with too many digits to print, or a failing __repr__
         text = f"<{type(value).__name__}>"
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+    return text if len(text) <= maximum else f"{text[: maximum - 1]}…"
 
 
 def printable(text: str) -> str:

@@ -23,7 +23,7 @@ import pluggy
 
 from .contracts import hookspecs
 from .errors import ContractError, CrossdraftError, UnknownNameError, UsageError, first_line, printable, quoted
-from .util.input_files import UNPRINTABLE, flaw
+from .util.input_files import UNPRINTABLE, describe_forbidden_char
 from .util.limits import MOST_NAME
 
 logger = logging.getLogger(__name__)
@@ -158,14 +158,19 @@ class Manager(pluggy.PluginManager):
         entries: list[Entry] = []
 
         def register(name: str, reference: Any, summary: str = "", heading: str = "") -> None:
-            if not isinstance(name, str) or not name or name != name.strip() or flaw(name, UNPRINTABLE):
+            if (
+                not isinstance(name, str)
+                or not name
+                or name != name.strip()
+                or describe_forbidden_char(name, UNPRINTABLE)
+            ):
                 raise ContractError(f"{quoted(name)} is not a name for one of its {kind}")
-            if reason := MOST_NAME.refusal(name):
+            if reason := MOST_NAME.violation(name):
                 raise ContractError(f"{quoted(name)} is too long a name for one of its {kind}; {reason}")
             if isinstance(reference, str) and not all(reference.partition(":")):
                 raise ContractError(f"the reference of {name!r}, {quoted(reference)}, is not 'module:object'")
             for part, text in (("summary", summary), ("heading", heading)):
-                if not isinstance(text, str) or flaw(text, UNPRINTABLE):
+                if not isinstance(text, str) or describe_forbidden_char(text, UNPRINTABLE):
                     raise ContractError(f"the {part} of {name!r}, {quoted(text)}, is not a line of text")
             if kind == "commands" and not _COMMAND.fullmatch(name):
                 raise ContractError(

@@ -134,7 +134,7 @@ def check_size(nodes: int) -> None:
 
 def check_most(limit: Limit, n: int, name: str) -> None:
     """Raise ValueError if ``n``, the draft's number of ``name``, exceeds ``limit``."""
-    if reason := limit.refusal(n):
+    if reason := limit.violation(n):
         count = n if n < 10**12 else "more than 10^12"
         raise ValueError(f"the draft has {count} {name}; {reason}")
 

@@ -110,7 +110,7 @@ class Lookahead(Drafter):
 
         @model_validator(mode="after")
         def _size(self) -> Any:
-            if reason := MOST_NODES.refusal(self.nodes()):
+            if reason := MOST_NODES.violation(self.nodes()):
                 raise ValueError(f"window, ngram and guesses make drafts of {self.nodes()} nodes; {reason}")
             return self
 

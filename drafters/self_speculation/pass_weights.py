@@ -64,7 +64,7 @@ def read_embeddings(checkpoint: Checkpoint, *, size: int | None, sha256: str) ->
         )
     if not len(embeddings):
         raise checkpoint.refused("they are empty")
-    if reason := MOST_LEVELS.refusal(len(embeddings)):
+    if reason := MOST_LEVELS.violation(len(embeddings)):
         raise checkpoint.refused(f"they are {len(embeddings)}, and {reason}")
     if not embeddings.isfinite().all():
         raise checkpoint.refused(f"{KEY} holds numbers that are not finite")

@@ -218,7 +218,7 @@ class _Expander:
                 verifier=Strategy(name="greedy" if sampling.temperature == 0 else "token"),
             )
         except ValidationError as error:
-            raise explain(error, self.places, where=places) from None
+            raise explain(error, self.places, renamed=places) from None
         self._check_model(cell.target, places.get(("target",), ("target",)))
         cell = self._check_engine(cell, places.get(("engine",), ("engine",)))
         if cell.dtype != "auto":
@@ -243,7 +243,7 @@ class _Expander:
             with plugins.guarded(side.kind, name, "its Config", (CrossdraftError, ValidationError)):
                 config = Config(**{**side.strategy.config, **options})
         except ValidationError as error:
-            raise explain(error, self.places, where=places, models={(): Config}, owner=side.title) from None
+            raise explain(error, self.places, renamed=places, models={(): Config}, owner=side.title) from None
         except ContractError as error:
             raise self.places.error(side.path, str(error), ContractError) from error.__cause__
         # Only a config field, not another attribute named model.
@@ -358,7 +358,7 @@ class _Expander:
         try:
             config = Config(**cell.engine.config)
         except ValidationError as error:
-            raise explain(error, self.places, where={(): path}, models={(): Config}, owner=cell.engine.name) from None
+            raise explain(error, self.places, renamed={(): path}, models={(): Config}, owner=cell.engine.name) from None
         engine = cell.engine.model_copy(update={"config": config.model_dump(mode="json")})
         return cell.model_copy(update={"engine": engine})
 
@@ -405,7 +405,7 @@ class _Expander:
         outer = prod(rows.get(key, 1) for key in (*RUN_KEYS, *SAMPLING_KEYS))
         pairs = itertools.product(drafters, self.verifiers)
         inner = sum(prod(rows.get(key, 1) for key in drafter.fields | verifier.fields) for drafter, verifier in pairs)
-        if reason := MOST_CELLS.refusal(outer * (inner + 1)):
+        if reason := MOST_CELLS.violation(outer * (inner + 1)):
             raise self.places.error(("matrix",), f"the recipe has {outer * (inner + 1)} cells; {reason}")
 
     def _check_duplicate(self, first: tuple[_Side, _Side], second: tuple[_Side, _Side]) -> None:

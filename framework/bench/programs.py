@@ -32,11 +32,11 @@ def check_programs(recipe: Recipe, cells: Iterable[CellConfig], allowed: Iterabl
             programs.setdefault(
                 program, f"engine {engine.name} starts {quoted(program)}{settings and f' with {settings}'}"
             )
-    for program, what in programs.items():
+    for program, subject in programs.items():
         if program not in allowed:
             reason = "a recipe cannot start or steer programs by itself"
             cure = f"if you trust this, add --allow-program {shlex.quote(program)}"
-            raise recipe.places.error(("engine",), f"{what}: {reason}; {cure}")
+            raise recipe.places.error(("engine",), f"{subject}: {reason}; {cure}")
     if unknown := sorted(allowed - programs.keys()):
         raise UsageError(
             f"--allow-program {quoted(unknown[0])} is not a program of this recipe; its programs: "

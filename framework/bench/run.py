@@ -24,7 +24,7 @@ from ..runs.interrupts import user_interrupted
 from ..runs.labels import counted
 from ..runs.records import CellResult, Outcome
 from ..runs.state import Reporter
-from ..util.input_files import BROKEN, flaw
+from ..util.input_files import BROKEN, describe_forbidden_char
 from ..util.output_files import check_writable
 from .budget import Budget, fit_memory
 from .cells.cell_runner import Models
@@ -95,7 +95,7 @@ def opened(plan: Plan) -> Iterator[LocalRun | Launch]:
 def _check_out(out: Path) -> None:
     """Create the parent of the run's directory. Raises UsageError if records with its name cannot be stored there."""
     about = f"--out {printable(str(out))}"
-    if (reason := flaw(str(out.absolute()), BROKEN)) is not None:
+    if (reason := describe_forbidden_char(str(out.absolute()), BROKEN)) is not None:
         raise UsageError(f"{about}: its full name is not UTF-8, it contains {reason}; name another directory")
     try:
         out.mkdir(parents=True, exist_ok=True)

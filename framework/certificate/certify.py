@@ -281,9 +281,9 @@ class _Scripts:
     def __bool__(self) -> bool:
         return bool(self._open)
 
-    def take(self, most: int) -> tuple[np.ndarray, Enumeration]:
-        """Pop at most ``most`` rows: their origins, and the random source that follows their scripts."""
-        batches, remaining = [], most
+    def take(self, maximum: int) -> tuple[np.ndarray, Enumeration]:
+        """Pop at most ``maximum`` rows: their origins, and the random source that follows their scripts."""
+        batches, remaining = [], maximum
         while self._open and remaining:
             origin, weight, scripts = self._open.pop()
             if len(origin) > remaining:
@@ -396,7 +396,9 @@ class _Pair:
                 "length or the number of steps"
             )
         start = len(self.toy.prompt) - 1
-        context = ToyContext(self.toy.target, self.toy.drafter, self.sampling, batch, start=start, words=self.toy.words)
+        context = ToyContext(
+            self.toy.target, self.toy.drafter, self.sampling, batch, start=start, token_texts=self.toy.token_texts
+        )
         # An invalid verifier must not raise: its deviation is measured. Shapes and counts are checked nevertheless.
         options = {"rng": rng, "on_step": self._on_step, "validate": "never", "constraint": self.constraint}
         verifier = self.verifier()

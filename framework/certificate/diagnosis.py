@@ -77,22 +77,22 @@ class Diagnosis:
     """Result of `diagnose`.
 
     Attributes:
-        where: place of the error.
+        location: place of the error.
         cause: the mistake, empty if no formula fits.
         counterexample: None if the pair is too large to be enumerated path by path.
     """
 
-    where: str
+    location: str
     cause: str = ""
     counterexample: Counterexample | None = None
 
     @property
     def summary(self) -> str:
-        return self.cause or f"error {self.where}"
+        return self.cause or f"error {self.location}"
 
     def lines(self) -> list[str]:
         """The diagnosis as lines of text."""
-        lines = [f"where: {self.where}"] if self.where else []
+        lines = [f"where: {self.location}"] if self.location else []
         if self.cause:
             lines.append(f"mistake: {self.cause}")
         if self.counterexample is not None:
@@ -231,12 +231,12 @@ def diagnose(
         return Diagnosis(", ".join(filter(None, ["not located: the pair is too large to list its paths", scope])))
     rows = sampling.probs(toy.target.log()).numpy()
     located = _Located(toy, rows, failures[0][1])
-    where, example = located.where(), located.counterexample(label, sampling.temperature)
+    location, example = located.location(), located.counterexample(label, sampling.temperature)
     cause = ""
     if located.kinds:
         largest = _Located(toy, rows, failures[-1][1])
         cause = _cause([emission for _, emission in largest.emissions()], largest.step or 0, largest)
-    return Diagnosis("; ".join(filter(None, [where, scope])), cause, example)
+    return Diagnosis("; ".join(filter(None, [location, scope])), cause, example)
 
 
 class _Located:
@@ -317,7 +317,7 @@ class _Located:
             probability, before = probability * float(self._probs(before)[token]), (*before, token)
         return probability
 
-    def where(self) -> str:
+    def location(self) -> str:
         kinds = self.kinds or [CORRECTION]
         names = {
             ACCEPTED: "in the acceptance: drafted tokens are accepted too often, which no residual can repair",
@@ -380,8 +380,8 @@ def _outcome(kind: str, emission: Emission, index: int) -> str:
         later = f" (child {siblings.index(node) + 1} of {len(siblings)})" if len(siblings) > 1 else ""
         return f"node {node}{later} with token {emission.draft.tokens[node]} is accepted"
     if kind == BONUS:
-        what = f"all of {accepted} is accepted" if accepted else "there is nothing to accept"
-        return f"{what}, and token {emission.token} is the bonus token"
+        subject = f"all of {accepted} is accepted" if accepted else "there is nothing to accept"
+        return f"{subject}, and token {emission.token} is the bonus token"
     rejected = [emission.draft.tokens[n] for n in emission.draft.children(emission.nodes[-1] if emission.nodes else -1)]
     first = f"{accepted} is accepted, " if accepted else ""
     return f"{first}{rejected} is rejected, and token {emission.token} is emitted instead"

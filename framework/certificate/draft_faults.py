@@ -72,7 +72,7 @@ def check_independence_on(
     start, longest = len(toy.prompt) - 1, max(lengths, default=0)
 
     def context(rows: int) -> DraftContext:
-        return ToyContext(toy.target, toy.drafter, sampling, rows, start=start, words=toy.words)
+        return ToyContext(toy.target, toy.drafter, sampling, rows, start=start, token_texts=toy.token_texts)
 
     prompts = [[*toy.prompt, *(token % toy.vocab_size for token in range(row))] for row in range(_ROWS)]
     check_independence(context, lambda context: build(context, longest), prompts, longest, who)
@@ -182,18 +182,18 @@ def check_q(toy: Toy, build: DrafterFactory, lengths: Sequence[int], sampling: S
     after = f"after the drafted tokens {list(context[0])}"
     if context[1]:
         after += f", sibling of {list(context[1])}"
-    where = (
+    place = (
         f"toy '{toy.name}', temperature {sampling.temperature:g}{f', top-k {sampling.top_k}' if sampling.top_k else ''}"
     )
     if dropped.worst() is None:
         raise FaultError(
             f"{who}: a token was dropped depending on its value: {after}, token {token} is kept with probability "
-            f"{drawn:.4g}, but q is {reported:.4g}, with which it was drawn ({where}). Keep every token that was "
+            f"{drawn:.4g}, but q is {reported:.4g}, with which it was drawn ({place}). Keep every token that was "
             "looked at, or decide before drawing"
         )
     raise FaultError(
         f"{who}: q is not the distribution that tokens are drawn from: {after}, token {token} is drawn with "
-        f"probability {drawn:.4g}, but q is {reported:.4g} ({where}){hint}. Report the probabilities after "
+        f"probability {drawn:.4g}, but q is {reported:.4g} ({place}){hint}. Report the probabilities after "
         "temperature, top-k and top-p"
     )
 

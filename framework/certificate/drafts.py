@@ -211,7 +211,7 @@ def refusal(drafter: NamedDrafter, toy: Toy) -> str:
             reason = "it reads the target's hidden states"
         else:
             with torch.inference_mode():
-                drafter.build(ToyContext(toy.target, toy.drafter, sampling, 1, words=toy.words), 1)
+                drafter.build(ToyContext(toy.target, toy.drafter, sampling, 1, token_texts=toy.token_texts), 1)
     except CrossdraftError as error:
         reason = str(error)
     except Exception as error:  # third-party code may raise anything

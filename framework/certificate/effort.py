@@ -55,25 +55,25 @@ def paths(traits: DraftTraits, vocab_size: int, depth: int) -> float:
     return (drawn_nodes(traits, vocab_size, depth) + min(depth, traits.depth) + 1) * math.log2(vocab_size)
 
 
-def draft_length(cost: Cost, longest: int, most: float) -> int | None:
-    """Largest draft length up to ``longest`` with at most ``most`` paths per step; ``None`` if 0 exceeds them."""
-    fit = [n for n in range(min(longest, MAX_OUTPUT_LEN) + 1) if cost(n) <= math.log2(most)]
+def draft_length(cost: Cost, longest: int, maximum: float) -> int | None:
+    """Largest draft length up to ``longest`` with at most ``maximum`` paths per step; ``None`` if 0 exceeds them."""
+    fit = [n for n in range(min(longest, MAX_OUTPUT_LEN) + 1) if cost(n) <= math.log2(maximum)]
     return max(fit, default=None)
 
 
-def draft_lengths(cost: Cost, longest: int, steps: int, most: float) -> list[int] | None:
-    """Draft length of each step if the paths of steps multiply, with at most ``most`` paths in total.
+def draft_lengths(cost: Cost, longest: int, steps: int, maximum: float) -> list[int] | None:
+    """Draft length of each step if the paths of steps multiply, with at most ``maximum`` paths in total.
 
     Later steps first get `LATER_STEP_LEN` tokens (or as many as fit), then the first step as many as fit, and so on.
     ``None`` if drafts of one token exceed the limit.
     """
-    available = math.log2(most) + 1e-9
+    available = math.log2(maximum) + 1e-9
     fitting = (n for n in range(min(LATER_STEP_LEN, longest), min(1, longest) - 1, -1) if cost(n) * steps <= available)
-    if (least := next(fitting, None)) is None:
+    if (minimum := next(fitting, None)) is None:
         return None
     lengths = []
     for left in range(steps - 1, -1, -1):
-        budget = available - cost(least) * left  # later steps get at least this length
+        budget = available - cost(minimum) * left  # later steps get at least this length
         lengths.append(max(n for n in range(min(longest, MAX_OUTPUT_LEN) + 1) if cost(n) <= budget))
         available -= cost(lengths[-1])
     return lengths
@@ -85,15 +85,15 @@ def unmerged_lengths(
     vocab_size: int,
     longest: int,
     steps: int,
-    most: float = DEFAULT_REPLAYED,
+    maximum: float = DEFAULT_REPLAYED,
 ) -> list[int] | None:
     """:func:`draft_lengths` with one drafter for all steps of a path.
 
     ``remembers``: the drafter remembers earlier sequences (`Drafter.remembers`), so each path needs its own drafter.
     """
     if remembers:
-        most = min(most, DEFAULT_UNBATCHED)
-    return draft_lengths(lambda n: paths(traits, vocab_size, n), longest, steps, most)
+        maximum = min(maximum, DEFAULT_UNBATCHED)
+    return draft_lengths(lambda n: paths(traits, vocab_size, n), longest, steps, maximum)
 
 
 def check_joint_size(name: str, vocab_size: int, steps: int, gamma: int) -> None:

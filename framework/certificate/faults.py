@@ -166,15 +166,18 @@ def _at(frame: FrameType) -> str:
 
 
 def _host_states() -> dict[str, Any]:
-    _, words, position, *_ = np.random.get_state(legacy=True)
-    return {"numpy.random": (int(position), int(words[0]), int(words[-1])), "random": hash(random.getstate())}
+    _, token_texts, position, *_ = np.random.get_state(legacy=True)
+    return {
+        "numpy.random": (int(position), int(token_texts[0]), int(token_texts[-1])),
+        "random": hash(random.getstate()),
+    }
 
 
 def outside_of_rng(who: str, sites: Sequence[str] = ()) -> str:
     """The message about random numbers that a strategy draws by itself."""
-    where = f": {'; '.join(sites)}" if sites else ": equal inputs and equal decisions of rng give different results"
+    place = f": {'; '.join(sites)}" if sites else ": equal inputs and equal decisions of rng give different results"
     return (
-        f"{who} takes random numbers outside of rng{where}. Take every random number from rng (rng.accept, rng.draw), "
+        f"{who} takes random numbers outside of rng{place}. Take every random number from rng (rng.accept, rng.draw), "
         "which the certificate enumerates and a seed reproduces"
     )
 

@@ -33,7 +33,7 @@ class Toy:
         gamma: draft length.
         target, drafter: ``[V + 1, V]`` float64; row x holds the probabilities after token x, row V those of the first
             token.
-        words: texts of the target's and the drafter's tokens if the vocabularies differ; then the drafter's V may
+        token_texts: texts of the target's and the drafter's tokens if the vocabularies differ; then the drafter's V may
             differ, and its first token follows row x like the others.
     """
 
@@ -41,7 +41,7 @@ class Toy:
     gamma: int
     target: Tensor
     drafter: Tensor
-    words: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+    token_texts: tuple[tuple[str, ...], tuple[str, ...]] | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -153,8 +153,8 @@ class ToyContext(DraftContext):
     Args:
         target, drafter: tables, see `TableLM`.
         max_length: of the slots, in tokens.
-        start: of both models, see `TableLM`; with ``words``, of the target only.
-        words: see `Toy`.
+        start: of both models, see `TableLM`; with ``token_texts``, of the target only.
+        token_texts: see `Toy`.
     """
 
     def __init__(
@@ -165,10 +165,10 @@ class ToyContext(DraftContext):
         batch_size: int,
         max_length: int = 256,
         start: int | None = None,
-        words: tuple[tuple[str, ...], tuple[str, ...]] | None = None,
+        token_texts: tuple[tuple[str, ...], tuple[str, ...]] | None = None,
     ):
-        self._drafter, self._words = drafter, words
-        self._start = start if words is None else None
+        self._drafter, self._words = drafter, token_texts
+        self._start = start if token_texts is None else None
         super().__init__(
             sampling=sampling,
             batch_size=batch_size,
@@ -177,7 +177,7 @@ class ToyContext(DraftContext):
             device=target.device,
             target=TableLM(target, batch_size, fork=drafter, start=start),
             target_name="toy",
-            tokenizer=None if words is None else tokenizer_of(words[0]),
+            tokenizer=None if token_texts is None else tokenizer_of(token_texts[0]),
         )
 
     def load_model(self, name: str) -> LoadedModel:
@@ -213,12 +213,12 @@ class ToyContext(DraftContext):
 
 
 @cache
-def tokenizer_of(words: tuple[str, ...]) -> Any:
+def tokenizer_of(token_texts: tuple[str, ...]) -> Any:
     """A transformers tokenizer whose token i is ``words[i]``; texts are encoded in as few tokens as possible."""
     from tokenizers import Tokenizer, decoders
     from tokenizers.models import Unigram
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer: Any = Tokenizer(Unigram([(word, -1.0) for word in words]))
+    tokenizer: Any = Tokenizer(Unigram([(word, -1.0) for word in token_texts]))
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)

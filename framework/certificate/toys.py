@@ -36,7 +36,7 @@ def read_toys(path: Path) -> list[Toy]:
     Raises:
         UsageError: missing file, invalid JSON or invalid tables, with their position.
     """
-    content = read_bytes(path, LARGEST_FILE, what="toy file")
+    content = read_bytes(path, LARGEST_FILE, subject="toy file")
     try:
         entries = json.loads(content)
     except RecursionError:
@@ -64,71 +64,75 @@ def toys_of_two_vocabularies() -> list[Toy]:
 def _toy(name: str, entry: Any, file: str) -> Toy:
     if not name or not name.isprintable():
         raise UsageError(f"{file}: the name {name!a} is empty or not printable; rename the toy")
-    where = f"{file}: {name}"
+    place = f"{file}: {name}"
     model = entry.get("model") if isinstance(entry, dict) else None
     if not isinstance(model, dict):
-        raise UsageError(f'{where} has no "model" object')
+        raise UsageError(f'{place} has no "model" object')
     keys = ("V", "gamma", "target_start", "target_rows", "draft_start", "draft_rows")
     if missing := [key for key in keys if key not in model]:
-        raise UsageError(f"{where}.model lacks {', '.join(missing)}")
+        raise UsageError(f"{place}.model lacks {', '.join(missing)}")
     vocab, gamma = model["V"], model["gamma"]
     if not _is_integer(vocab, 1) or not _is_integer(gamma, 0):
-        raise UsageError(f"{where}.model: V must be a positive integer and gamma a non-negative one")
+        raise UsageError(f"{place}.model: V must be a positive integer and gamma a non-negative one")
     if (vocab + 1) * vocab > LARGEST_TABLE:
         raise UsageError(
-            f"{where}.model: V = {reprlib.repr(vocab)} is too large: a table has (V + 1) V entries, at most "
+            f"{place}.model: V = {reprlib.repr(vocab)} is too large: a table has (V + 1) V entries, at most "
             f"{LARGEST_TABLE:,} are allowed"
         )
 
-    words = _words(model, vocab, where)
+    token_texts = _words(model, vocab, place)
 
     def table(kind: str) -> torch.Tensor:
         rows, vocab = model[f"{kind}_rows"], sizes[kind]
         if not isinstance(rows, list) or len(rows) != vocab:
-            raise UsageError(f"{where}.model.{kind}_rows must have V = {vocab} rows")
+            raise UsageError(f"{place}.model.{kind}_rows must have V = {vocab} rows")
         named = [(f"{kind}_rows[{i}]", row) for i, row in enumerate(rows)] + [(f"{kind}_start", model[f"{kind}_start"])]
-        return torch.tensor([_probs(row, vocab, f"{where}.model.{key}") for key, row in named], dtype=torch.float64)
+        return torch.tensor([_probs(row, vocab, f"{place}.model.{key}") for key, row in named], dtype=torch.float64)
 
-    sizes = {"target": vocab, "draft": vocab if words is None else len(words[1])}
-    return Toy(name, gamma, table("target"), table("draft"), words)
+    sizes = {"target": vocab, "draft": vocab if token_texts is None else len(token_texts[1])}
+    return Toy(name, gamma, table("target"), table("draft"), token_texts)
 
 
-def _words(model: dict[str, Any], vocab: int, where: str) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+def _words(model: dict[str, Any], vocab: int, place: str) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
     """Token texts of target and drafter; None without them."""
     keys = ("target_tokens", "draft_tokens")
     if not any(key in model for key in keys):
         return None
     token_lists = []
     for key in keys:
-        words = model.get(key)
-        if not isinstance(words, list) or not words or not all(isinstance(word, str) and word for word in words):
-            raise UsageError(f"{where}.model.{key} must be a list of texts; {' and '.join(keys)} go together")
-        if len(set(words)) != len(words) or (len(words) + 1) * len(words) > LARGEST_TABLE:
+        token_texts = model.get(key)
+        if (
+            not isinstance(token_texts, list)
+            or not token_texts
+            or not all(isinstance(word, str) and word for word in token_texts)
+        ):
+            raise UsageError(f"{place}.model.{key} must be a list of texts; {' and '.join(keys)} go together")
+        if len(set(token_texts)) != len(token_texts) or (len(token_texts) + 1) * len(token_texts) > LARGEST_TABLE:
             raise UsageError(
-                f"{where}.model.{key} must be distinct texts, so few that (V + 1) V is at most {LARGEST_TABLE:,}"
+                f"{place}.model.{key} must be distinct texts, so few that (V + 1) V is at most {LARGEST_TABLE:,}"
             )
-        token_lists.append(tuple(words))
+        token_lists.append(tuple(token_texts))
     if len(token_lists[0]) != vocab:
-        raise UsageError(f"{where}.model.target_tokens must have V = {vocab} texts")
+        raise UsageError(f"{place}.model.target_tokens must have V = {vocab} texts")
     return token_lists[0], token_lists[1]
 
 
-def _is_integer(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_integer(value: Any, minimum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
-def _probs(row: Any, vocab: int, where: str) -> list[float]:
+def _probs(row: Any, vocab: int, place: str) -> list[float]:
     try:
         if not isinstance(row, list):
             raise TypeError
         exact = [_number(value) for value in row]
     except (TypeError, ValueError, OverflowError, ZeroDivisionError):
         raise UsageError(
-            f'{where} must be a list of numbers or fractions such as "1/3", got {reprlib.repr(row)}'
+            f'{place} must be a list of numbers or fractions such as "1/3", got {reprlib.repr(row)}'
         ) from None
     total = sum(exact, Fraction(0))
     if len(exact) != vocab or any(value < 0 for value in exact) or abs(total - 1) > Fraction(1, 10**9):
-        raise UsageError(f"{where} must hold V = {vocab} probabilities that sum to 1, got {reprlib.repr(row)}")
+        raise UsageError(f"{place} must hold V = {vocab} probabilities that sum to 1, got {reprlib.repr(row)}")
     return [float(value / total) for value in exact]
 
 

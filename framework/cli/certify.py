@@ -229,7 +229,7 @@ def _rows(
     rows, incompatible, too_large = [], {}, {}
     for toy in toys:
         for label, kind in drafts.items():
-            if kind.translated != (toy.words is not None):
+            if kind.translated != (toy.token_texts is not None):
                 if options.toy and (options.draft or options.drafter):
                     need = "requires" if kind.translated else "does not support"
                     incompatible[f"toy {toy.name}: {label} {need} a drafter with another vocabulary"] = None

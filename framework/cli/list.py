@@ -80,7 +80,7 @@ def _describe(kind: str, name: str, as_json: bool) -> int:
     lines, options = [f"{name}: {entry.summary} ({entry.provider})"], []
     if kind == "recipes":
         facts |= {"path": str(value)}
-        lines += [f"file: {value}", "", read_text(value, RECIPE_BYTES, what="the recipe").rstrip()]
+        lines += [f"file: {value}", "", read_text(value, RECIPE_BYTES, subject="the recipe").rstrip()]
     elif value is not None:
         with plugins.guarded(kind, name, "its Config"):
             options = [_option(key, field) for key, field in value.Config.model_fields.items()]
@@ -95,7 +95,7 @@ def _describe(kind: str, name: str, as_json: bool) -> int:
             mark = mark_of_verifier(value, config)
             facts |= {"lossless": traits.lossless, "mark": str(mark), "drafts": traits.kinds}
             kinds = ", ".join(traits.kinds)
-            lines.append(f"{' '.join([str(mark), mark.where]).rstrip()}; verifies drafts: {kinds}")
+            lines.append(f"{' '.join([str(mark), mark.place]).rstrip()}; verifies drafts: {kinds}")
     if as_json:
         _print_json(facts)
         return 0

@@ -92,16 +92,16 @@ def _system_message(error: BaseException) -> str:
         return "an input contains a number with too many digits; --debug shows where"
     if not isinstance(error, OSError) or errno.errorcode.get(error.errno or 0) not in _SYSTEM:
         return ""
-    where = printable(str(error.filename)) if error.filename is not None else "standard output or a file"
-    return f"{where}: {error.strerror}"
+    place = printable(str(error.filename)) if error.filename is not None else "standard output or a file"
+    return f"{place}: {error.strerror}"
 
 
 def _bug_message(error: BaseException) -> str:
     """The type, message and location of an unexpected error."""
     message = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".rstrip(": ")
     frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return f"{message}{where}; --debug shows the traceback; please report it"
+    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{message}{place}; --debug shows the traceback; please report it"
 
 
 def _parser(chosen: str) -> argparse.ArgumentParser:

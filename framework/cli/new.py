@@ -100,11 +100,11 @@ def check_name(kind: str, name: str) -> None:
         raise UsageError(
             f"{quoted(name)} is not a valid name; use lower-case letters, digits and single hyphens: my-drafter"
         )
-    if reason := MOST_NAME.refusal(name):
+    if reason := MOST_NAME.violation(name):
         raise UsageError(f"the name has {len(name)} characters; {reason}")
     if entry := plugins.entries(KINDS[kind]).get(name):
-        what = "prompt set" if kind == "prompts" else kind
-        raise UsageError(f"{what} {name!r} is already provided by {entry.provider}; choose another name")
+        subject = "prompt set" if kind == "prompts" else kind
+        raise UsageError(f"{subject} {name!r} is already provided by {entry.provider}; choose another name")
     replacements = spellings(name)
     module, cls = replacements["example_name"], replacements["ExampleName"]
     if keyword.iskeyword(module) or keyword.iskeyword(cls):

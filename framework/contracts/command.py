@@ -134,7 +134,7 @@ class _Option:
     def check(self, value: Any) -> None:
         """Raise UsageError if a number exceeds the limit in the annotation."""
         for number in value if isinstance(value, tuple) else (value,):
-            if self.limit is not None and number is not None and (reason := self.limit.refusal(number)):
+            if self.limit is not None and number is not None and (reason := self.limit.violation(number)):
                 raise UsageError(f"{self.label} {_shown(number)} is too large; {reason}")
 
 

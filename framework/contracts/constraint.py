@@ -41,7 +41,7 @@ class Constraint(Options):
         if self.choice is not None:
             if not self.choice or "" in self.choice:
                 raise ValueError("choice must be a list of texts, none of them empty")
-            if reason := MOST_CHOICES.refusal(self.choice):
+            if reason := MOST_CHOICES.violation(self.choice):
                 raise ValueError(f"choice has {len(self.choice)} texts; {reason}")
         if isinstance(self.json_schema, str):
             try:
@@ -56,7 +56,7 @@ class Constraint(Options):
             size = len(json.dumps(language, ensure_ascii=False).encode("utf-8", "surrogatepass"))
         except (TypeError, ValueError) as error:
             raise ValueError(f"json_schema is not JSON: {error}") from None
-        if reason := CONSTRAINT_BYTES.refusal(size):
+        if reason := CONSTRAINT_BYTES.violation(size):
             raise ValueError(f"{self.kind} has {size} bytes; {reason}")
         return self
 

@@ -94,7 +94,7 @@ class DraftTraits:
         """Return the reason why these traits are invalid, as a message; None if they are valid."""
         if self.kind is not None and not isinstance(self.kind, DraftKind):
             return f"kind={quoted(self.kind)}, which is not a DraftKind ({', '.join(DRAFT_KINDS)}, or one of your own)"
-        if not _is_count(self.nodes) or MOST_NODES.refusal(self.nodes):
+        if not _is_count(self.nodes) or MOST_NODES.violation(self.nodes):
             return f"nodes={quoted(self.nodes)}, which is not a number of nodes from 0 to {int(MOST_NODES)}"
         if self.levels is not None and not (_is_count(self.levels) and self.levels <= self.nodes):
             return f"levels={quoted(self.levels)}, which is not a depth from 0 to nodes = {self.nodes}"
@@ -243,7 +243,7 @@ class DraftContext:
         Raises:
             UsageError: the file does not exist or does not hold a JSON object.
         """
-        return read_json(settings_file(name), CONFIG_BYTES, what="the settings")
+        return read_json(settings_file(name), CONFIG_BYTES, subject="the settings")
 
     def slots(self, module: nn.Module, *, extra_tokens: int = 0) -> LM:
         """B slots of a drafter's own module with the interface of a causal LM of transformers.

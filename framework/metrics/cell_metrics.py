@@ -255,7 +255,7 @@ def block_efficiency(records: Sequence[StepRecord]) -> Estimate | None:
     if not records:
         return None
     sums = sums_by_prompt(records)
-    return estimate(ratio, np.array([sums[prompt] for prompt in sorted(sums)]), least=1.0)
+    return estimate(ratio, np.array([sums[prompt] for prompt in sorted(sums)]), minimum=1.0)
 
 
 def acceptance(records: Sequence[StepRecord], depth: int, positions: int) -> list[Estimate]:
@@ -271,7 +271,9 @@ def acceptance(records: Sequence[StepRecord], depth: int, positions: int) -> lis
         row[1 : record.tau + 1] += 1
     sums, estimates = np.array([rows[prompt] for prompt in sorted(rows)]), []
     for i in range(1, positions + 1):
-        estimates.append(estimate(lambda s: s[..., 1] / s[..., 0], sums[:, [0, i]], log=False, least=0.0, most=1.0))
+        estimates.append(
+            estimate(lambda s: s[..., 1] / s[..., 0], sums[:, [0, i]], log=False, minimum=0.0, maximum=1.0)
+        )
     return estimates
 
 

@@ -51,7 +51,7 @@ class Sample:
         rows: tokens and steps of each independent piece.
         names: of the pieces, to pair them by; empty if unknown.
         unit: of a piece: "prompts", "windows of the log".
-        whole: the value with an interval from another source, if there are fewer than `LEAST_PIECES` pieces.
+        overall: the value with an interval from another source, if there are fewer than `LEAST_PIECES` pieces.
         remark: an assumption for the reader.
         sampling: known sampling parameters of the responses.
     """
@@ -60,7 +60,7 @@ class Sample:
     rows: Sequence[tuple[float, float]]
     names: tuple[str, ...] = ()
     unit: str = "prompts"
-    whole: Estimate | None = None
+    overall: Estimate | None = None
     remark: str = ""
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
@@ -72,16 +72,16 @@ class Sample:
 
     def block_efficiency(self) -> Estimate:
         """Tokens per step, with an interval if known."""
-        if self.whole is not None:
-            return self.whole
-        return estimate(ratio, self.sums, least=1.0)
+        if self.overall is not None:
+            return self.overall
+        return estimate(ratio, self.sums, minimum=1.0)
 
     def noise(self) -> Noise | None:
         """Variance of the block efficiency; None if unknown."""
-        if self.whole is not None:
-            if self.whole.low is None or self.whole.high is None:
+        if self.overall is not None:
+            if self.overall.low is None or self.overall.high is None:
                 return None
-            half = (self.whole.high - self.whole.low) / 2
+            half = (self.overall.high - self.overall.low) / 2
             return Noise((half / _quantile(math.inf)) ** 2, math.inf)
         return jackknife(ratio, self.sums) if len(self.sums) >= LEAST_PIECES else None
 
@@ -170,7 +170,7 @@ def checked(baseline: Sample, current: Sample, limit: float) -> GateCheck:
             )
     paired = _paired(baseline, current)
     if paired is not None:
-        before, after = (estimate(ratio, paired[:, columns], least=1.0) for columns in (slice(2, 4), slice(0, 2)))
+        before, after = (estimate(ratio, paired[:, columns], minimum=1.0) for columns in (slice(2, 4), slice(0, 2)))
         pieces, difference = len(paired), ratio_difference(paired)
     else:
         before, after = baseline.block_efficiency(), current.block_efficiency()

@@ -39,8 +39,8 @@ def estimate(
     *,
     log: bool = True,
     value: float | None = None,
-    least: float = -np.inf,
-    most: float = np.inf,
+    minimum: float = -np.inf,
+    maximum: float = np.inf,
     noise: Sequence[Noise] = (),
 ) -> Estimate:
     """Estimate a statistic of the totals of independent pieces, with its interval.
@@ -69,7 +69,7 @@ def estimate(
     if not half:
         return Estimate(point)
     low, high = (point * float(np.exp(s * half)) if log else point + s * half for s in (-1, 1))
-    return Estimate(point, max(low, least), min(high, most))
+    return Estimate(point, max(low, minimum), min(high, maximum))
 
 
 def half_width(errors: Sequence[Noise]) -> float:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import ModelError, UsageError, first_line, printable
-from ..util.input_files import BROKEN, flaw, parse_json
+from ..util.input_files import BROKEN, describe_forbidden_char, parse_json
 
 #: Characters per token of the limit, above which a text is tokenized in parts; longer than most tokens.
 _CHARS_PER_TOKEN = 16
@@ -28,7 +28,7 @@ def encode(tokenizer: Any, turns: Sequence[str], answers: Sequence[str] = (), ch
         ModelError: the chat template or tokenizer fails.
     """
     for turn in turns:
-        if reason := flaw(turn, BROKEN):
+        if reason := describe_forbidden_char(turn, BROKEN):
             raise UsageError(f"a text contains {reason}, which cannot be tokenized; remove it")
     if bool(getattr(tokenizer, "chat_template", None)) if chat is None else chat:
         messages = []
@@ -79,7 +79,7 @@ def render_messages(
         text = tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=generation_prompt, **variables
         )
-    if reason := flaw(text, _HALVES):
+    if reason := describe_forbidden_char(text, _HALVES):
         raise UsageError(f"a message contains {reason}, which cannot be tokenized; remove it")
     return text
 
@@ -135,7 +135,7 @@ def encode_text(tokenizer: Any, text: str, *, special: bool, max_tokens: int | N
 
     ``max_tokens``: raise UsageError, without tokenizing the whole text, if it has far more tokens.
     """
-    if reason := flaw(text, BROKEN):
+    if reason := describe_forbidden_char(text, BROKEN):
         raise UsageError(f"a text contains {reason}, which cannot be tokenized; remove it")
     return _bounded(tokenizer, text, max_tokens, add_special_tokens=special)
 

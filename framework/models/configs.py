@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ModelError, quoted
-from ..util.input_files import UNPRINTABLE, flaw, kind_of, read_json
+from ..util.input_files import UNPRINTABLE, describe_forbidden_char, kind_of, read_json
 from ..util.limits import CONFIG_BYTES, INDEX_BYTES, MOST_LAYERS, MOST_WIDTH, Limit
 
 #: Config keys of the number of layers, and of matrix sizes.
@@ -66,7 +66,7 @@ def _error_of(key: str, value: Any) -> str | None:
     if type(value) is not int or value < lowest:
         return f"it must be an integer of at least {lowest}"
     highest = MOST_LAYERS if key in _LAYERS else _MOST_POSITIONS if "position" in key or "window" in key else MOST_WIDTH
-    return highest.refusal(value)
+    return highest.violation(value)
 
 
 def check_against_weights(directory: Path, config: dict[str, Any], *, without: tuple[str, ...] = ()) -> None:
@@ -116,7 +116,12 @@ def weight_map(index: Path) -> dict[str, str]:
     if not isinstance(files, dict) or not files:
         raise ModelError(f"{index}: weight_map, the mapping from weights to files, is missing or empty")
     for weight, shard in files.items():
-        if not isinstance(shard, str) or flaw(shard, UNPRINTABLE) or Path(shard).name != shard or len(shard) > 255:
+        if (
+            not isinstance(shard, str)
+            or describe_forbidden_char(shard, UNPRINTABLE)
+            or Path(shard).name != shard
+            or len(shard) > 255
+        ):
             raise ModelError(
                 f"{index}: the file of the weight {quoted(weight)} is {quoted(shard)}; it must be a file name in the "
                 "same directory"

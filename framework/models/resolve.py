@@ -115,7 +115,7 @@ def check_entries(path: Path) -> None:
     refuse_special_files(path, error=ModelError)
     for pattern in _READ_WHOLE:
         for file in path.glob(pattern):
-            if file.is_file() and (reason := SETTINGS_BYTES.refusal(size := file.stat().st_size)):
+            if file.is_file() and (reason := SETTINGS_BYTES.violation(size := file.stat().st_size)):
                 raise ModelError(f"cannot read {printable(str(file))}: it has {size} bytes; {reason}")
 
 

@@ -32,7 +32,7 @@ from ..errors import UnknownNameError, UsageError, first_line, printable, quoted
 from ..util.input_files import (
     BROKEN,
     UNPRINTABLE,
-    flaw,
+    describe_forbidden_char,
     kind_of,
     open_file,
     parse_json,
@@ -301,7 +301,7 @@ def _numbered(rows: Iterable[Located]) -> Iterator[tuple[str, Prompt]]:
     without_question = truncated = 0  # numbers of recorded conversations
     try:
         for index, (place, row) in enumerate(rows):
-            if reason := MOST_PROMPTS.refusal(index + 1):
+            if reason := MOST_PROMPTS.violation(index + 1):
                 raise UsageError(f"{place}: too many prompts; {reason}; set a limit")
             prompt = _prompt(place, row, index)
             if prompt is None:
@@ -344,7 +344,7 @@ def _prompt(place: str, row: Any, index: int) -> Prompt | None:
     if len(turns) > MOST_TURNS and key not in FORMS:
         raise UsageError(f"{place}: {len(turns)} turns; the maximum is {MOST_TURNS}")
     for turn, text in enumerate(turns, 1):
-        if reason := flaw(text, BROKEN):
+        if reason := describe_forbidden_char(text, BROKEN):
             raise UsageError(f"{place}: turn {turn} contains {reason}, which tokenizers cannot encode")
         if _WITHHELD in text:
             raise UsageError(
@@ -384,9 +384,9 @@ def _name(place: str, key: str, value: Any, alternative: str = "") -> str:
     """Validate a short printable text."""
     if not isinstance(value, str):
         raise UsageError(f"{place}: {key!r} must be a text{alternative and ' '}{alternative}, not {quoted(value)}")
-    if reason := flaw(value, UNPRINTABLE):
+    if reason := describe_forbidden_char(value, UNPRINTABLE):
         raise UsageError(f"{place}: {key!r} contains {reason}, which is not printable: {quoted(value)}")
-    if reason := MOST_NAME.refusal(value):
+    if reason := MOST_NAME.violation(value):
         raise UsageError(f"{place}: {key!r} has {len(value)} characters; {reason}")
     return value
 
@@ -398,7 +398,7 @@ def _reference(place: str, row: Mapping[str, Any]) -> tuple[str, ...] | None:
     texts = [row[key]] if isinstance(row[key], str) else row[key]
     if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
         raise UsageError(f"{place}: {key!r} must be a text or a list of texts, not {quoted(row[key])}")
-    if reason := next((reason for text in texts if (reason := flaw(text, BROKEN))), None):
+    if reason := next((reason for text in texts if (reason := describe_forbidden_char(text, BROKEN))), None):
         raise UsageError(f"{place}: {key!r} contains {reason}, which cannot be written to a file")
     return tuple(texts)
 

@@ -39,7 +39,7 @@ from ..contracts.constraint import Constraint
 from ..contracts.options import Options, fault
 from ..contracts.sampling import Sampling
 from ..errors import UnknownNameError, UsageError, printable, quoted
-from ..util.input_files import UNPRINTABLE, flaw, kind_of, path_of
+from ..util.input_files import UNPRINTABLE, describe_forbidden_char, kind_of, path_of
 from ..util.limits import (
     MOST_EXCLUDED,
     MOST_LISTED,
@@ -74,7 +74,7 @@ OWN_ENGINE = "crossdraft"
 
 
 def _printable(name: str) -> str:
-    if reason := flaw(name, UNPRINTABLE):
+    if reason := describe_forbidden_char(name, UNPRINTABLE):
         raise ValueError(f"contains {reason}; a name must be printable text on one line")
     return name
 
@@ -310,8 +310,8 @@ class Recipe(Options):
     @classmethod
     def _short(cls, value: list[Strategy]) -> list[Strategy]:
         # Not in Strategy: labels of cells contain the options that differ, and may be longer.
-        if long := next((strategy.label for strategy in value if MOST_NAME.refusal(strategy.label)), None):
-            raise ValueError(f"the label {quoted(long, 30)} is too long; {MOST_NAME.refusal(long)}")
+        if long := next((strategy.label for strategy in value if MOST_NAME.violation(strategy.label)), None):
+            raise ValueError(f"the label {quoted(long, 30)} is too long; {MOST_NAME.violation(long)}")
         return value
 
     @property

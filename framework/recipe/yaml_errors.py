@@ -58,7 +58,7 @@ def read_yaml(
     Raises:
         UsageError: the file is not readable, is not YAML, or contains values rejected by `yaml_value`; with the line.
     """
-    text, file = read_text(path, RECIPE_BYTES, what=f"the {kind}"), printable(str(path))
+    text, file = read_text(path, RECIPE_BYTES, subject=f"the {kind}"), printable(str(path))
     places: dict[KeyPath, str] = {(): file}
     data = yaml_value(text, lambda line: f"{file}:{line}", lambda path, line: places.update({path: f"{file}:{line}"}))
     if not isinstance(data, dict):
@@ -76,7 +76,7 @@ def override(data: dict[str, Any], places: Places, settings: Mapping[str, Any] |
         parsed = [_parse(setting) for setting in settings]
     for key, value, place in parsed:
         parts = key.split(".")
-        if reason := MOST_NESTING.refusal(parts):
+        if reason := MOST_NESTING.violation(parts):
             raise UsageError(f"{place}: the key has {len(parts)} parts; {reason}")
         places.put(_set(data, parts, value, place, places), place)
 
@@ -156,7 +156,7 @@ def explain(
     error: ValidationError,
     places: Places,
     *,
-    where: Mapping[KeyPath, KeyPath] | None = None,
+    renamed: Mapping[KeyPath, KeyPath] | None = None,
     models: Mapping[KeyPath, type[BaseModel]] | None = None,
     hints: Mapping[str, str] | None = None,
     owner: str = "the recipe",
@@ -164,17 +164,17 @@ def explain(
     """Convert pydantic errors to a UsageError, one line each, with places.
 
     Args:
-        where: paths of the validated model -> paths of the recipe, if they differ.
+        renamed: paths of the validated model -> paths of the recipe, if they differ.
         models: models by path, for suggestions of keys.
         hints: messages for unknown keys, instead of suggestions.
         owner: owner of the keys, for messages.
     """
-    where, models, hints = where or {}, models or {}, hints or {}
+    renamed, models, hints = renamed or {}, models or {}, hints or {}
     lines, problems = [], error.errors()
     for problem in problems[:5]:
         loc: KeyPath = problem["loc"]
-        prefix = next((k for k in (loc[:n] for n in range(len(loc), -1, -1)) if k in where), None)
-        path = loc if prefix is None else (*where[prefix], *loc[len(prefix) :])
+        prefix = next((k for k in (loc[:n] for n in range(len(loc), -1, -1)) if k in renamed), None)
+        path = loc if prefix is None else (*renamed[prefix], *loc[len(prefix) :])
         lines.append(str(places.error(path, _message(problem, loc, path, models, hints, owner))))
     more = f"\n... and {len(problems) - 5} more" if len(problems) > 5 else ""
     return UsageError("\n".join(lines) + more)

@@ -15,14 +15,14 @@ from typing import Any
 import yaml
 
 from ..errors import UsageError, quoted
-from ..util.input_files import CONTROL, flaw
+from ..util.input_files import CONTROL, describe_forbidden_char
 from ..util.limits import MOST_DIGITS, MOST_NESTING, MOST_VALUES
 
 _TAG = "tag:yaml.org,2002:"
 _TEXT, _MERGE = f"{_TAG}str", f"{_TAG}merge"
 #: Numbers with a surprising meaning in YAML 1.1: ``010`` is 8, ``1:30`` is 90.
 _AMBIGUOUS = re.compile(r"[-+]?0[0-9_]+|.*:.*")
-_TOO_DEEP = f"this is nested too deeply; {MOST_NESTING.refusal(MOST_NESTING + 1)}"
+_TOO_DEEP = f"this is nested too deeply; {MOST_NESTING.violation(MOST_NESTING + 1)}"
 #: Path to a value: keys of mappings and positions in lists.
 KeyPath = tuple[str | int, ...]
 
@@ -70,7 +70,7 @@ def yaml_value(
     Raises:
         UsageError: the text is not YAML, or contains values that options cannot have; with the place.
     """
-    if reason := flaw(text, CONTROL):
+    if reason := describe_forbidden_char(text, CONTROL):
         line = 1 + text.count("\n", 0, CONTROL.search(text).start())  # type: ignore[union-attr]
         raise UsageError(f"{at(line)}: {reason} is not allowed in YAML")
     try:
@@ -104,7 +104,7 @@ class _Values:
     def value(self, node: Any, path: KeyPath) -> Any:
         """The value of a node; aliases are copied, so that later changes affect one place only."""
         self.count += 1
-        if reason := MOST_VALUES.refusal(self.count):
+        if reason := MOST_VALUES.violation(self.count):
             raise self.error(node, f"{self.count} values, those repeated by aliases included; {reason}")
         if isinstance(node, yaml.ScalarNode):
             return self.scalar(node)
@@ -161,14 +161,14 @@ class _Values:
         convert, text = _CONVERT.get(node.tag), node.value
         if convert is None and node.tag not in (_TEXT, _MERGE):
             raise self.tag_error(node)
-        if reason := flaw(text, CONTROL):
+        if reason := describe_forbidden_char(text, CONTROL):
             raise self.error(node, f"{reason} is not allowed in an option: {quoted(text)}")
         if convert is None:
             return text
         if node.tag in (f"{_TAG}int", f"{_TAG}float"):
             if _AMBIGUOUS.fullmatch(text):
                 raise self.error(node, f"{quoted(text)} is an ambiguous number; write a plain decimal number")
-            if reason := MOST_DIGITS.refusal(text):
+            if reason := MOST_DIGITS.violation(text):
                 raise self.error(node, f"the number {quoted(text, 20)} has {len(text)} digits; {reason}")
         try:
             value = convert(self.loader, node)
@@ -193,7 +193,7 @@ def checked_value(value: Any, place: str) -> Any:
         for item in level:
             if isinstance(item, dict) and not all(isinstance(key, str) for key in item):
                 raise UsageError(f"{place}: keys must be texts")
-            if isinstance(item, str) and (reason := flaw(item, CONTROL)):
+            if isinstance(item, str) and (reason := describe_forbidden_char(item, CONTROL)):
                 raise UsageError(f"{place}: {reason} is not allowed in an option: {quoted(item)}")
             if isinstance(item, float) and not math.isfinite(item):
                 raise UsageError(f"{place}: {item} is not a finite number")
@@ -202,7 +202,7 @@ def checked_value(value: Any, place: str) -> Any:
         containers = [item for item in level if isinstance(item, dict | list | tuple)]
         level = [part for item in containers for part in ((*item, *item.values()) if isinstance(item, dict) else item)]
         count += len(level)
-        if reason := MOST_VALUES.refusal(count):
+        if reason := MOST_VALUES.violation(count):
             raise UsageError(f"{place}: {count} values; {reason}")
         if not level:
             return value

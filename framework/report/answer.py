@@ -106,8 +106,8 @@ def best_of(runs: SUMMARIES) -> list[Best]:
         result = max(certified, key=lambda r: _order(r.metrics))
         metrics = result.metrics
         assert metrics is not None
-        where = ", ".join(str(result.provenance[key]) for key in ("device", "dtype") if key in result.provenance)
-        conditions = ", ".join(filter(None, (f"target {result.config.target}", where, f"{result.prompts} prompts")))
+        place = ", ".join(str(result.provenance[key]) for key in ("device", "dtype") if key in result.provenance)
+        conditions = ", ".join(filter(None, (f"target {result.config.target}", place, f"{result.prompts} prompts")))
         key = "speed_up" if metrics.speed_up else "block_efficiency"
         rivals = sum(r is not result and _overlap(getattr(r.metrics, key), getattr(metrics, key)) for r in certified)
         pair = f"{result.config.drafter.title} × {result.config.verifier.title}"

@@ -96,7 +96,7 @@ def _marks(results: Sequence[CellResult]) -> list[str]:
         name = key.rpartition(" ")[0]
         if mark.kind == "failed":
             lines.append(
-                f"{mark}: '{name}' is declared lossless, but changes the target's distribution {mark.where}".rstrip()
+                f"{mark}: '{name}' is declared lossless, but changes the target's distribution {mark.place}".rstrip()
             )
         elif mark.kind == "uncertified":
             engine = name.removeprefix("engine ")
@@ -269,12 +269,12 @@ def _faults(results: Sequence[CellResult]) -> list[str]:
         metrics = _greedy(result)
         if metrics is not None and metrics.faults:
             first = next(r for r in result.responses if (r.get("difference") or {}).get("fault"))
-            where = f"prompt {first['question_id']!r}, token {first['difference']['token']}"
+            place = f"prompt {first['question_id']!r}, token {first['difference']['token']}"
             gap = first["difference"]["gap"]
             reason = "the text ends early" if gap is None else f"the logits differ by {gap:.2g}"
             lines.append(
                 f"FAULT: {metrics.faults} of {metrics.sequences} responses of {_pair(result)} (batch size "
-                f"{result.config.batch_size}) are not those of plain decoding, beyond rounding; the first at {where}: "
+                f"{result.config.batch_size}) are not those of plain decoding, beyond rounding; the first at {place}: "
                 f"{reason}"
             )
     return lines

@@ -37,12 +37,12 @@ class CertificateRecord:
     Attributes:
         tv: maximum total variation from the target's distribution.
         lossless: False if the strategy claims to be lossless but is not.
-        where: toy model and drafts with the maximum total variation.
+        place: toy model and drafts with the maximum total variation.
     """
 
     tv: float
     lossless: bool = True
-    where: str = ""
+    place: str = ""
 
 
 def certificate(
@@ -69,7 +69,7 @@ def remember(outcomes: Iterable[tuple[type[Any], Any, CertificateRecord]]) -> No
     Strategies whose code is not in a file are skipped, because changes could not be detected.
     """
     new = [
-        {**_key(strategy, options), "tv": record.tv, "lossless": record.lossless, "where": record.where}
+        {**_key(strategy, options), "tv": record.tv, "lossless": record.lossless, "where": record.place}
         for strategy, options, record in outcomes
     ]
     if new := [entry for entry in new if entry["sha256"]]:

@@ -23,12 +23,12 @@ class Mark:
 
     Attributes:
         tv: for kind "failed", the maximum total variation from the target's distribution.
-        where: toy model and drafts with the maximum total variation.
+        place: toy model and drafts with the maximum total variation.
     """
 
     kind: Kind
     tv: float | None = None
-    where: str = ""
+    place: str = ""
 
     def __str__(self) -> str:
         if self.kind == "failed":
@@ -48,19 +48,19 @@ class Mark:
         return self.kind == "certified"
 
     def to_json(self) -> dict[str, Any]:
-        return {"kind": self.kind, "tv": self.tv, "where": self.where}
+        return {"kind": self.kind, "tv": self.tv, "where": self.place}
 
     @classmethod
     def from_json(cls, data: Any) -> Mark | None:
         """Parse the mark of a record; None if it is missing or invalid."""
         if not isinstance(data, Mapping):
             return None
-        kind, tv, where = data.get("kind"), data.get("tv"), data.get("where")
-        where = where if isinstance(where, str) else ""
+        kind, tv, place = data.get("kind"), data.get("tv"), data.get("where")
+        place = place if isinstance(place, str) else ""
         if kind in ("certified", "uncertified", "lossy"):
             return cls(kind)
         if kind == "failed" and isinstance(tv, float) and math.isfinite(tv):
-            return cls(kind, tv, where)
+            return cls(kind, tv, place)
         return None
 
 
@@ -106,4 +106,4 @@ def mark_of_verifier(verifier: type[Any], options: Any) -> Mark:
 def _from_record(record: certified_registry.CertificateRecord | None) -> Mark | None:
     if record is None:
         return None
-    return Mark("certified") if record.lossless else Mark("failed", record.tv, record.where)
+    return Mark("certified") if record.lossless else Mark("failed", record.tv, record.place)

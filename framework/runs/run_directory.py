@@ -293,8 +293,8 @@ def read_config(path: Path) -> tuple[CellConfig, dict[str, Any]]:
         return CellConfig.model_validate(head["config"]), head
     except ValidationError as error:
         key = ".".join(map(str, ("config", *error.errors()[0]["loc"])))
-        what = "the file is damaged or was written by another version; run its recipe again"
-        raise UsageError(f"{printable(str(file))}: {printable(key)}: {what}") from None
+        subject = "the file is damaged or was written by another version; run its recipe again"
+        raise UsageError(f"{printable(str(file))}: {printable(key)}: {subject}") from None
 
 
 def read_cell(path: Path, config: CellConfig | None = None) -> CellResult:

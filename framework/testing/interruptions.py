@@ -29,8 +29,8 @@ def interrupted(decoder: Decoder, place: Place) -> Iterator[None]:
     operations: list[int] = []  # of the first call
 
     def call(*arguments: Any, **more: Any) -> Any:
-        most = operations[0] // 2 if operations and place == "drafter" else None
-        with _Counted(most) as counted:
+        maximum = operations[0] // 2 if operations and place == "drafter" else None
+        with _Counted(maximum) as counted:
             out = own(*arguments, **more)
         if operations:
             raise Interrupted
@@ -45,11 +45,11 @@ def interrupted(decoder: Decoder, place: Place) -> Iterator[None]:
 
 
 class _Counted(TorchDispatchMode):
-    """Counter of tensor operations; raises `Interrupted` after ``most``."""
+    """Counter of tensor operations; raises `Interrupted` after ``maximum``."""
 
-    def __init__(self, most: int | None):
+    def __init__(self, maximum: int | None):
         super().__init__()
-        self.operations, self._most = 0, most
+        self.operations, self._most = 0, maximum
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._most is not None and self.operations >= self._most:

@@ -29,7 +29,7 @@ CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff
 UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
-def flaw(text: str, refused: re.Pattern[str]) -> str | None:
+def describe_forbidden_char(text: str, refused: re.Pattern[str]) -> str | None:
     """A description of the first character of ``text`` that matches ``refused``; None if there is no match."""
     match = refused.search(text)
     if match is None:
@@ -86,69 +86,69 @@ def refuse_special_files(directory: Path, *, below: bool = False, error: type[Cr
 # -- text ------------------------------------------------------------------------------------------------------
 
 
-def open_file(path: Path, most: Limit, *, what: str = "", error: type[CrossdraftError] = UsageError) -> BinaryIO:
-    """Open a regular file of at most ``most`` bytes for reading, without waiting for a writer.
+def open_file(path: Path, maximum: Limit, *, subject: str = "", error: type[CrossdraftError] = UsageError) -> BinaryIO:
+    """Open a regular file of at most ``maximum`` bytes for reading, without waiting for a writer.
 
     Args:
-        what: kind of file, for the message: "the recipe".
+        subject: kind of file, for the message: "the recipe".
         error: raised if it is not a regular file, is too large or cannot be opened.
     """
-    about = _about(path, what)
+    about = _about(path, subject)
     try:
-        _check(path.stat(), most, about, error)
+        _check(path.stat(), maximum, about, error)
         # The file may have been replaced since: a pipe is opened without blocking, and checked again.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except (OSError, ValueError) as reason:
         raise error(f"cannot read {about}: {_reason(reason)}") from None
     try:
-        _check(os.fstat(descriptor), most, about, error)
+        _check(os.fstat(descriptor), maximum, about, error)
     except BaseException:
         os.close(descriptor)
         raise
     return os.fdopen(descriptor, "rb")
 
 
-def read_bytes(path: Path, most: Limit, *, what: str = "", error: type[CrossdraftError] = UsageError) -> bytes:
+def read_bytes(path: Path, maximum: Limit, *, subject: str = "", error: type[CrossdraftError] = UsageError) -> bytes:
     """The bytes of a file; see `open_file`."""
-    about = _about(path, what)
+    about = _about(path, subject)
     try:
-        with open_file(path, most, what=what, error=error) as opened:
+        with open_file(path, maximum, subject=subject, error=error) as opened:
             # Not `read(most + 1)`, which takes the memory of the limit; files in /proc report no size.
             size = os.fstat(opened.fileno()).st_size
             data = opened.read(size + 1)
-            while len(data) > size and len(data) <= most and (more := opened.read(2**20)):
+            while len(data) > size and len(data) <= maximum and (more := opened.read(2**20)):
                 data += more
     except OSError as reason:
         raise error(f"cannot read {about}: {_reason(reason)}") from None
     except MemoryError:
         raise error(f"cannot read {about}: it does not fit into the memory that this process may use") from None
-    if reason := most.refusal(data):  # files in /proc report no size
+    if reason := maximum.violation(data):  # files in /proc report no size
         raise error(f"cannot read {about}: it has more bytes than its size; {reason}")
     return data
 
 
 def read_text(
     path: Path,
-    most: Limit,
+    maximum: Limit,
     *,
-    what: str = "",
+    subject: str = "",
     error: type[CrossdraftError] = UsageError,
     surrogates: bool = False,
 ) -> str:
     """The text of a file, without a byte order mark.
 
     Args:
-        most: limit on its bytes.
-        what: kind of file, for the message: "the recipe".
+        maximum: limit on its bytes.
+        subject: kind of file, for the message: "the recipe".
         error: raised if it cannot be read, is too large or is not UTF-8.
         surrogates: accept halves of surrogate pairs, which `replace_text` writes.
     """
-    data = read_bytes(path, most, what=what, error=error)
-    return _decoded(data, _about(path, what), error, surrogates=surrogates)
+    data = read_bytes(path, maximum, subject=subject, error=error)
+    return _decoded(data, _about(path, subject), error, surrogates=surrogates)
 
 
 def read_lines(
-    path: Path, most: Limit, line: Limit, *, what: str = "", surrogates: bool = False
+    path: Path, maximum: Limit, line: Limit, *, subject: str = "", surrogates: bool = False
 ) -> Iterator[tuple[int, str]]:
     """Yield the lines of a file and their numbers, from 1, one at a time. Raises UsageError.
 
@@ -156,28 +156,28 @@ def read_lines(
         most, line: limits on the bytes of the file and of a line.
         surrogates: see `read_text`.
     """
-    about = _about(path, what)
+    about = _about(path, subject)
     try:
-        with open_file(path, most, what=what) as opened:
+        with open_file(path, maximum, subject=subject) as opened:
             number = 0
             while data := opened.readline(line + 1):
                 number += 1
-                if reason := line.refusal(data):
+                if reason := line.violation(data):
                     raise UsageError(f"{about}:{number}: the line is too long (in bytes, {reason})")
                 yield number, _decoded(data.rstrip(b"\r\n"), about, UsageError, number, surrogates)
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {about}: {_reason(error)}") from None
 
 
-def _about(path: Path, what: str) -> str:
-    return f"{what} {printable(str(path))}".lstrip()
+def _about(path: Path, subject: str) -> str:
+    return f"{subject} {printable(str(path))}".lstrip()
 
 
-def _check(status: os.stat_result, most: Limit, about: str, error: type[CrossdraftError]) -> None:
+def _check(status: os.stat_result, maximum: Limit, about: str, error: type[CrossdraftError]) -> None:
     if not stat.S_ISREG(status.st_mode):
         kind = "a directory" if stat.S_ISDIR(status.st_mode) else _SPECIAL
         raise error(f"cannot read {about}: it is {kind}, not a file")
-    if reason := most.refusal(status.st_size):
+    if reason := maximum.violation(status.st_size):
         raise error(f"cannot read {about}: it has {status.st_size} bytes; {reason}")
 
 
@@ -203,19 +203,19 @@ def _reason(error: OSError | ValueError) -> str:
 
 def read_json(
     path: Path,
-    most: Limit,
+    maximum: Limit,
     *,
-    what: str = "",
+    subject: str = "",
     error: type[CrossdraftError] = UsageError,
     surrogates: bool = False,
 ) -> dict[str, Any]:
     """The object in a JSON file, nested at most `MOST_NESTING` levels deep; see `read_text`."""
-    text = read_text(path, most, what=what, error=error, surrogates=surrogates)
+    text = read_text(path, maximum, subject=subject, error=error, surrogates=surrogates)
     root = parse_json(text, path, error=error)
     if not isinstance(root, dict):
-        raise error(f"{_about(path, what)}: it must hold a JSON object, not {_json_kind(root)}")
+        raise error(f"{_about(path, subject)}: it must hold a JSON object, not {_json_kind(root)}")
     if nested_too_deeply(root):
-        raise error(f"{_about(path, what)}: it is nested more than {MOST_NESTING} deep")
+        raise error(f"{_about(path, subject)}: it is nested more than {MOST_NESTING} deep")
     return root
 
 
@@ -250,7 +250,7 @@ def parse_json(
 
 
 def _integer(digits: str) -> int:
-    if reason := MOST_DIGITS.refusal(digits.lstrip("-")):
+    if reason := MOST_DIGITS.violation(digits.lstrip("-")):
         raise ValueError(f"the number {quoted(digits, 20)} has {len(digits)} digits; {reason}")
     return int(digits)
 

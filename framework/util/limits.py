@@ -14,12 +14,12 @@ class Limit(int):
 
     why: str
 
-    def __new__(cls, most: int, why: str) -> Limit:
-        limit = super().__new__(cls, most)
+    def __new__(cls, maximum: int, why: str) -> Limit:
+        limit = super().__new__(cls, maximum)
         limit.why = why
         return limit
 
-    def refusal(self, n: int | Sized) -> str | None:
+    def violation(self, n: int | Sized) -> str | None:
         """``"the maximum is <limit>: <why>"`` if ``n``, or its length, exceeds the limit; else None."""
         n = n if isinstance(n, int) else len(n)
         return f"the maximum is {int(self)}: {self.why}" if n > self else None

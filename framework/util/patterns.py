@@ -25,7 +25,7 @@ def compile_pattern(text: str, *, lines: bool = False) -> Any:
     Raises:
         ValueError: it is not valid, too long or nested too deeply; the message is the reason.
     """
-    if reason := MOST_PATTERN.refusal(text):
+    if reason := MOST_PATTERN.violation(text):
         raise ValueError(f"it has {len(text)} characters; {reason}")
     try:
         return regex.compile(text, regex.DOTALL | regex.MULTILINE if lines else 0)

@@ -67,8 +67,8 @@ def own_path(path: Path, variable: str) -> Path:
         if status.st_uid == os.getuid():
             trust = "" if above else " if you trust what is in it, remove it otherwise"
             cure = f"chmod go-w {printable(str(part))}{trust}, or {cure}"
-        where = printable(str(part)) + (f", above {printable(str(path))}," if above else "")
-        raise ForeignCodeError(f"code is not loaded from {where} because it {cause}; {cure}")
+        place = printable(str(part)) + (f", above {printable(str(path))}," if above else "")
+        raise ForeignCodeError(f"code is not loaded from {place} because it {cause}; {cure}")
     return resolved
 
 

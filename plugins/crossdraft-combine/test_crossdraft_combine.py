@@ -93,17 +93,19 @@ def path(tree: list[tuple[int, int]], node: int) -> tuple[int, ...] | None:
 
 
 @given(st.lists(trees(), min_size=1, max_size=3), st.integers(1, 12))
-def test_merged_tree_is_one(drafts: list[list[tuple[int, int]]], most: int) -> None:
-    result = merge_trees(drafts, most)
+def test_merged_tree_is_one(drafts: list[list[tuple[int, int]]], maximum: int) -> None:
+    result = merge_trees(drafts, maximum)
     tree = list(zip(result.tokens, result.parents, strict=True))
-    assert len(tree) <= most and len(set(tree)) == len(tree) and all(parent < i for i, (_, parent) in enumerate(tree))
+    assert (
+        len(tree) <= maximum and len(set(tree)) == len(tree) and all(parent < i for i, (_, parent) in enumerate(tree))
+    )
     paths = set()
     for item, places in zip(drafts, result.indices, strict=True):
         for node, place in enumerate(places):
             expected = path(item, node)
             paths.add(expected)
             assert place < 0 or path(tree, place) == expected, "a node is where its path leads"
-            assert place >= 0 or expected is None or len(tree) == most, "what is left out had no room"
+            assert place >= 0 or expected is None or len(tree) == maximum, "what is left out had no room"
     assert {path(tree, i) for i in range(len(tree))} <= paths
 
 

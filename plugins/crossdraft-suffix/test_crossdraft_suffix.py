@@ -42,7 +42,7 @@ def history(*pieces: list[int], capacity: int = 1000, depth: int = 6, occurrence
 
 def matches(texts: History, tail: list[int], factor: float) -> list[tuple[list[int], np.ndarray]]:
     """Match length and continuation of each occurrence, per chain with matches."""
-    results = [texts.matches(chain, tail, int(factor * chain.most)) for chain in texts.chains(tail)]
+    results = [texts.matches(chain, tail, int(factor * chain.maximum)) for chain in texts.chains(tail)]
     return [item for item in results if item[0]]
 
 

@@ -200,9 +200,9 @@ def test_every_beginning_is_balanced_sample(sizes: list[int]) -> None:
     categories: Counter[str] = Counter()
     for block in blocks:
         categories.update(pool[i].category for i in block)
-        most = 2 * max(map(len, blocks))
+        maximum = 2 * max(map(len, blocks))
         assert all(
-            abs(categories[c] - categories.total() * share / 6) < most for c, share in (("a", 1), ("b", 2), ("c", 3))
+            abs(categories[c] - categories.total() * share / 6) < maximum for c, share in (("a", 1), ("b", 2), ("c", 3))
         )
 
 

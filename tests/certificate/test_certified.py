@@ -212,7 +212,7 @@ def test_failure_is_noted_whatever_part_it_is_of(
     install("verifiers", (wrong.name, wrong))
     assert cli.main(["certify", "--verifier", "match", "--draft", "chain"]) == 1
     mark = mark_of_verifier(wrong, wrong.Config())
-    assert mark.kind == "failed" and mark.tv and mark.tv > 0.1 and mark.where == "on toy 'T0' with draft 'chain'"
+    assert mark.kind == "failed" and mark.tv and mark.tv > 0.1 and mark.place == "on toy 'T0' with draft 'chain'"
     assert f"(TV up to {mark.tv:.2g} on toy 'T0' with draft 'chain'): " in capsys.readouterr().out.splitlines()[-1]
     mended = loaded(Path(sys.modules[match.__module__].__file__ or ""), MATCH)
     assert mark_of_verifier(mended, mended.Config()) == Mark("uncertified")

@@ -60,21 +60,21 @@ EXIT = {"lossless": 0, "FAILED": 1, "ERROR": 3}
 
 @pytest.mark.parametrize("verifier", cases(faulty_verifiers))
 def test_verifiers_mistake_is_named(capsys: Any, install: Callable, toys: str, verifier: Any) -> None:
-    verdict, words = faulty_verifiers.FAULTY.get(verifier, ("lossless", []))
+    verdict, token_texts = faulty_verifiers.FAULTY.get(verifier, ("lossless", []))
     install("verifiers", (verifier.name, verifier))
     drafts = [f"--draft={label}" for label in DRAFTS_OF.get(verifier, CHAINS)]
     code, out = answer(capsys, "--verifier", verifier.name, "--toy", toys, *drafts)
     assert out.splitlines()[-1].startswith(f"{verdict}: ") and code == EXIT[verdict], out
-    assert not [word for word in words if word not in out], out
+    assert not [word for word in token_texts if word not in out], out
 
 
 @pytest.mark.parametrize("drafter", cases(faulty_drafters))
 def test_drafters_mistake_is_named(capsys: Any, install: Callable, toys: str, drafter: Any) -> None:
-    verdict, words = faulty_drafters.FAULTY.get(drafter, ("lossless", []))
+    verdict, token_texts = faulty_drafters.FAULTY.get(drafter, ("lossless", []))
     install("drafters", (drafter.name, drafter))
     code, out = answer(capsys, "--drafter", drafter.name, "--verifier", "token", "--toy", toys)
     assert out.splitlines()[-1].startswith(f"{verdict}: ") and code == EXIT[verdict], out
-    assert not [word for word in words if word not in out], out
+    assert not [word for word in token_texts if word not in out], out
 
 
 def test_counterexample_is_smallest(capsys: Any, install: Callable, toys: str) -> None:

@@ -31,10 +31,10 @@ def written(directory: Path, **changes: Any) -> Path:
 
 def test_drafter_has_as_many_rows_as_tokens(tmp_path: Path) -> None:
     (toy,) = read_toys(written(tmp_path))
-    assert toy.words == (("a", "b"), ("b", "c", "a"))
+    assert toy.token_texts == (("a", "b"), ("b", "c", "a"))
     assert toy.target.shape == (3, 2) and toy.drafter.shape == (4, 3)
-    assert all(toy.words is None for toy in built_in_toys())
-    assert [toy.name for toy in toys_of_two_vocabularies() if toy.words] == ["W1", "W2"]
+    assert all(toy.token_texts is None for toy in built_in_toys())
+    assert [toy.name for toy in toys_of_two_vocabularies() if toy.token_texts] == ["W1", "W2"]
 
 
 @pytest.mark.parametrize(

@@ -119,8 +119,8 @@ def test_uniformity(varying: str) -> None:
         "pairs along the index": cell(u[:, 0], 16) * 16 + cell(u[:, 1], 16),
         f"pairs along the {varying}": cell(u[:-1, 2], 16) * 16 + cell(u[1:, 2], 16),
     }
-    counts = {what: np.bincount(cells.ravel(), minlength=256) for what, cells in looked_at.items()}
-    p = {what: chisquare(count).pvalue for what, count in counts.items()}
+    counts = {subject: np.bincount(cells.ravel(), minlength=256) for subject, cells in looked_at.items()}
+    p = {subject: chisquare(count).pvalue for subject, count in counts.items()}
     assert min(p.values()) > 1e-4, p
 
 

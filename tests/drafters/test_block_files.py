@@ -191,8 +191,8 @@ REFUSED: dict[str, tuple[str, Any, Any, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_mismatched_tensors_raise(target: Any, what: str) -> None:
-    name, tensors, config, options, sentence = REFUSED[what]
+def test_mismatched_tensors_raise(target: Any, subject: str) -> None:
+    name, tensors, config, options, sentence = REFUSED[subject]
     with pytest.raises(ModelError, match=sentence):
         load(target, name, tensors, config, **options)
 

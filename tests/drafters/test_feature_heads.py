@@ -223,8 +223,8 @@ def test_long_gap_without_drafts_is_fed_in_passes_that_fit(make: Callable, text:
     """A row that lacks more pairs than fit behind the longest sequence."""
     draft = {"gamma": GAMMA, "policy": {"name": "batch-size", "lengths": [[1, GAMMA], [3, 0]]}}
     loop = make("eagle3", draft, "greedy", 3)
-    for row, most in enumerate((18, 16, 16)):
-        loop.start(row, START, row, row, max_new_tokens=most)
+    for row, maximum in enumerate((18, 16, 16)):
+        loop.start(row, START, row, row, max_new_tokens=maximum)
     for _ in range(16):
         loop.step()
     loop.start(1, [3] * (loop.sequences.max_length - GAMMA - 5), 3, 1, max_new_tokens=4)

@@ -43,14 +43,14 @@ def responses(decoder: Callable, tiny_model: Callable) -> Callable[..., list[Res
     return run
 
 
-def expected(response: Response, start: int, most: int) -> list[int]:
+def expected(response: Response, start: int, maximum: int) -> list[int]:
     """Expected length of each draft, from the outcome of the ones before it."""
     length, left, lengths = start, NEW, []
     for r in response.steps:
         drafted = min(length, left - 1)
         lengths.append(drafted)
         if drafted:
-            length = min(drafted + 2, most) if r.tau == drafted else max(length - 1, 1)
+            length = min(drafted + 2, maximum) if r.tau == drafted else max(length - 1, 1)
         left -= r.emitted
     return lengths
 

@@ -166,14 +166,14 @@ def test_length_depends_on_occupied_slots(tiny_model: Callable, decoder: Callabl
         drafting=tiny_model("llama", noise=0.05),
         on_step=lambda event: events.append((sum(p is not None for p in event.prompts), event.draft.width)),
     )
-    for row, most in enumerate((3, 9, 30)):
-        loop.start(row, [5 + row, 7], row, row, max_new_tokens=most)
+    for row, maximum in enumerate((3, 9, 30)):
+        loop.start(row, [5 + row, 7], row, row, max_new_tokens=maximum)
     while loop.occupied:
         loop.step()
     assert {rows for rows, _ in events} == {1, 2, 3}
-    most = {1: 4, 2: 1, 3: 0}
-    assert all(width <= most[rows] for rows, width in events)
-    assert all(any(width == most[rows] for n, width in events if n == rows) for rows in most)
+    maximum = {1: 4, 2: 1, 3: 0}
+    assert all(width <= maximum[rows] for rows, width in events)
+    assert all(any(width == maximum[rows] for n, width in events if n == rows) for rows in maximum)
 
 
 def test_long_gap_without_drafts_is_fed_in_passes_that_fit(tiny_model: Callable, decoder: Callable) -> None:
@@ -188,8 +188,8 @@ def test_long_gap_without_drafts_is_fed_in_passes_that_fit(tiny_model: Callable,
         max_length=96,
         drafting=tiny_model("llama", copy="drafting"),
     )
-    for row, most in enumerate((60, 30, 30)):
-        loop.start(row, [5 + row, 7], row, row, max_new_tokens=most)
+    for row, maximum in enumerate((60, 30, 30)):
+        loop.start(row, [5 + row, 7], row, row, max_new_tokens=maximum)
     short = [response for _ in range(30) for response in loop.step()]
     loop.start(1, [3] * 70, 3, 1, max_new_tokens=20)
     long = [response for _ in range(6) for response in loop.step()]

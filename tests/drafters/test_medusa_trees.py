@@ -40,8 +40,8 @@ def test_best_tree_has_most_accepted_tokens(nodes: int) -> None:
     assert len(result) == len(set(result)) == nodes
     assert all(not path[:-1] or path[:-1] in result for path in result)
     # A parent is never worth less than its child, so the most valuable paths are a tree, and no tree has more.
-    most = sum(sorted(map(value, paths), reverse=True)[:nodes])
-    assert sum(map(value, result)) == pytest.approx(most)
+    maximum = sum(sorted(map(value, paths), reverse=True)[:nodes])
+    assert sum(map(value, result)) == pytest.approx(maximum)
 
 
 def test_best_tree_omits_useless_nodes() -> None:

@@ -48,9 +48,9 @@ def plain(t: dict[str, Tensor], config: dict[str, Any], hidden: Tensor, tokens: 
     def rms(x: Tensor) -> Tensor:
         return x / (x.square().mean() + 1e-6).sqrt()
 
-    def getter(name: str, stage: int, what: str = "weight") -> Tensor:
-        own = f"speculator.{name}.{stage}.{what}"
-        return t[own] if own in t else t[f"speculator.{name}.{1 if name == 'proj' else 0}.{what}"]
+    def getter(name: str, stage: int, subject: str = "weight") -> Tensor:
+        own = f"speculator.{name}.{stage}.{subject}"
+        return t[own] if own in t else t[f"speculator.{name}.{1 if name == 'proj' else 0}.{subject}"]
 
     state, out = rms(hidden) / math.sqrt(2) if config["scale_input"] else hidden, []
     kept = 0.5 ** (0.5 / STAGES)

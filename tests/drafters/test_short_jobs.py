@@ -46,7 +46,7 @@ def test_short_jobs(root: Path, drafter: dict[str, Any]) -> None:
     target = crossdraft.load_model(str(root / "target"), dtype="float32", device="cpu")
     if model := drafter.get("model"):
         drafter = {**drafter, "model": str(root / model.replace("TARGET", "target"))}
-    for most in (1, 2, 3, 8, 16):
-        options: dict[str, Any] = {"temperature": 0, "max_new_tokens": most, "batch_size": 2}
+    for maximum in (1, 2, 3, 8, 16):
+        options: dict[str, Any] = {"temperature": 0, "max_new_tokens": maximum, "batch_size": 2}
         drafted, plain = (crossdraft.generate(target, PROMPTS, drafter=d, **options) for d in (drafter, "none"))
         assert [r.tokens for r in drafted] == [r.tokens for r in plain]

@@ -101,7 +101,7 @@ def test_highest_ranked_tokens_are_drafted() -> None:
     assert nodes(steps.propose()) == [(7, -1), (8, -1)] and steps.propose().width == 2
 
 
-def test_rejected_nodes_teach_as_well_and_nearest_to_root_counts() -> None:
+def test_rejected_nodes_update_matrix_shallowest_wins() -> None:
     steps = Steps([[3, 5]], nodes=6, width=2)
     steps.observe(steps.propose(), [[[7, 8]]], [7])
     steps.observe(steps.propose(), [[[5, 9]]], [5])

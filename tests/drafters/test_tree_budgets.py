@@ -84,8 +84,8 @@ def test_no_tree_of_as_many_nodes_accepts_more(acceptance: list[Fraction], nodes
     paths, expected = best_tree(ranks, nodes, depth)
     result = nested(paths)
     assert result in allowed and len(paths) == nodes
-    most = max(accepted(tree, acceptance) for tree in allowed)
-    assert accepted(result, acceptance) == pytest.approx(most, abs=1e-12)  # of equals, floats may choose any
+    maximum = max(accepted(tree, acceptance) for tree in allowed)
+    assert accepted(result, acceptance) == pytest.approx(maximum, abs=1e-12)  # of equals, floats may choose any
     ways = list(outcomes(result, acceptance))
     assert sum(probability for probability, _ in ways) == 1
     assert expected == pytest.approx(float(sum(probability * tau for probability, tau in ways)), abs=1e-12)
@@ -219,9 +219,9 @@ def test_tree_is_most_probable_one(
         assert len(set(kept)) == len(kept)
         assert set(kept) == set(most_probable(worth, nodes, last))
         for node, prefix in enumerate(kept):
-            where = int(place[row, node])
-            assert where == -1 or lm.fed[row][where] == prefix
-            assert where >= 0 or not any(other[:-1] == prefix for other in kept)
+            parent = int(place[row, node])
+            assert parent == -1 or lm.fed[row][parent] == prefix
+            assert parent >= 0 or not any(other[:-1] == prefix for other in kept)
 
 
 def test_row_does_not_see_its_neighbours() -> None:

@@ -24,7 +24,7 @@ LIMITS = [
 
 @pytest.mark.parametrize("drafter, options, verifier, most, unrecorded", LIMITS)
 def test_step_launches_little_and_waits_once(
-    tiny_model: Callable, decoder: Callable, drafter: str, options: Any, verifier: str, most: int, unrecorded: int
+    tiny_model: Callable, decoder: Callable, drafter: str, options: Any, verifier: str, maximum: int, unrecorded: int
 ) -> None:
     target, small = (tiny_model("llama", vocab_size=VOCAB, noise=noise, copy="launches") for noise in (0.0, 0.3))
     drafting = plugins.get("drafters", drafter)
@@ -46,7 +46,7 @@ def test_step_launches_little_and_waits_once(
     for _ in range(3):
         with Launches(target, small) as counted:
             loop.step()
-        assert counted.work.total() <= most, counted.work.most_common()
+        assert counted.work.total() <= maximum, counted.work.most_common()
         assert counted.work.total() - counted.recorded <= unrecorded
         assert counted.reads == {"tolist": 1}
 

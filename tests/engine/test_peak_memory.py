@@ -36,7 +36,7 @@ def test_step_peak_memory(
     options: Any,
     verifier: str,
     temperature: float,
-    most: float,
+    maximum: float,
 ) -> None:
     peaks = []
     for vocab in VOCABS:
@@ -70,7 +70,7 @@ def test_step_peak_memory(
         gc.collect()
         assert memory.held < 0.1 * memory.peak, "what a step made outlives it"
     per_entry = (peaks[1] - peaks[0]) / (VOCABS[1] - VOCABS[0]) / B / 61
-    assert 5 < per_entry <= most
+    assert 5 < per_entry <= maximum
 
 
 def test_allocated_memory_is_counted() -> None:
@@ -94,9 +94,9 @@ def test_distributions_are_chunked(monkeypatch: pytest.MonkeyPatch) -> None:
     for sampling in (Sampling(), Sampling(temperature=0.7, top_k=9, top_p=0.8)):
         whole = sampling.probs(logits)
         assert whole.dtype == torch.float32 and sampling.probs(logits.double()).dtype == torch.float64
-        for most in (1, 80, 599):
+        for maximum in (1, 80, 599):
             with monkeypatch.context() as patch:
-                patch.setattr(tensors, "AT_ONCE", most)
+                patch.setattr(tensors, "AT_ONCE", maximum)
                 assert torch.equal(sampling.probs(logits), whole)
                 assert sampling.probs(logits[:0]).shape == (0, 5, 40)
 
@@ -112,7 +112,7 @@ def test_chunked_verification_is_equal(
     drafter: str,
     options: Any,
     verifier: str,
-    least: int,
+    minimum: int,
 ) -> None:
     """The same tokens and log P; a rule with state is evaluated on the whole batch."""
     target, small = (tiny_model("llama", vocab_size=40, noise=noise, copy="pieces") for noise in (0.0, 0.3))
@@ -139,5 +139,5 @@ def test_chunked_verification_is_equal(
             )
             responses = sorted(loop.run([[3], [4, 5], [6, 7, 8], [9]]), key=lambda one: one.index)
             results.append([(one.tokens, one.logprobs, one.steps) for one in responses])
-            assert min(widths) == (least if large == 1 else 3)
+            assert min(widths) == (minimum if large == 1 else 3)
     assert results[0] == results[1]

@@ -72,7 +72,7 @@ def outputs(loop: Decoder) -> list[Any]:
 )
 def test_tokens_are_those_of_prompts_prefilled_one_by_one(make_decoder: Callable, pair: str, family: str) -> None:
     """Prompts that share a pass, or wait while others decode and are prefilled in chunks of 24 tokens."""
-    separate, batched, pieces = (make_decoder(pair, family, prefill_tokens=most) for most in (0, 1024, 24))
+    separate, batched, pieces = (make_decoder(pair, family, prefill_tokens=maximum) for maximum in (0, 1024, 24))
     assert outputs(batched) == outputs(separate) == outputs(pieces)
     fed = [loop.target.fed for loop in (separate, batched, pieces)]  # type: ignore[attr-defined]
     assert all(rows == 1 for rows, _ in fed[0]) and any(rows > 2 for rows, _ in fed[1])
@@ -124,8 +124,8 @@ def test_hidden_states_of_no_other_layer_are_kept(tiny_model: Callable, family: 
 
 
 def test_eight_short_prompts_are_one_pass_of_each_model(make_decoder: Callable) -> None:
-    for most, count in ((1024, 1), (0, 8)):
-        loop = make_decoder("chain", batch_size=8, prefill_tokens=most)
+    for maximum, count in ((1024, 1), (0, 8)):
+        loop = make_decoder("chain", batch_size=8, prefill_tokens=maximum)
         finished = list(loop.run([prompt[:8] * 2 for prompt in PROMPTS if len(prompt) > 1]))
         assert len(finished) == 8
         assert len(loop.target.fed) == len(loop.drafter.model.lm.fed) == count
@@ -172,12 +172,12 @@ def test_model_that_cannot_share_passes_begins_as_ever(make_decoder: Callable) -
 
 
 @pytest.mark.parametrize("most", [4, 30, 1000])
-def test_passes_respect_token_limit(most: int) -> None:
+def test_passes_respect_token_limit(maximum: int) -> None:
     lengths = {row: length - 1 for row, length in enumerate(LENGTHS)}
     stored: dict[int, int] = {}
-    for step in passes(lengths, most):
+    for step in passes(lengths, maximum):
         new = _new(step, stored)
-        assert len(new) * max(new) <= most
+        assert len(new) * max(new) <= maximum
         assert len(step) == 1 or not any(row in stored for row in step)
         stored |= step
     assert stored == lengths

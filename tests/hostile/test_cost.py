@@ -179,12 +179,12 @@ DAMAGE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-def test_damaged_curve_is_left_out(what: str, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+def test_damaged_curve_is_left_out(subject: str, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     """A damaged curve in the cache: runs continue without a prediction."""
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path))
     whole, path = curve(sha256="other"), save_curve(curve())
     save_curve(whole)
-    damage = DAMAGE[what]
+    damage = DAMAGE[subject]
     if callable(damage):
         data = json.loads(path.read_text(encoding="utf-8"))
         damage(data)

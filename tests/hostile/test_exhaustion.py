@@ -41,10 +41,10 @@ def test_reading_takes_the_memory_of_the_file(tmp_path: Path, monkeypatch: Any) 
     file = tmp_path / "file"
     file.write_bytes(b"abc")
     assert read_bytes(file, Limit(2**60, "a petabyte")) == b"abc"  # not `read(2**60)`
-    for path, most in (("/proc/self/status", 2**20), ("/proc/self/status", 10)):
+    for path, maximum in (("/proc/self/status", 2**20), ("/proc/self/status", 10)):
         if Path(path).exists():  # it reports a size of 0
-            with pytest.raises(UsageError, match="maximum is 10") if most == 10 else monkeypatch.context():
-                assert b"Name:" in read_bytes(Path(path), Limit(most, "small"))
+            with pytest.raises(UsageError, match="maximum is 10") if maximum == 10 else monkeypatch.context():
+                assert b"Name:" in read_bytes(Path(path), Limit(maximum, "small"))
 
 
 @pytest.mark.parametrize(

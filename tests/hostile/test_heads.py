@@ -58,8 +58,8 @@ def written(directory: Path, tensors: dict[str, Tensor], config: Any) -> Path:
 
 
 @pytest.mark.parametrize("what", MEDUSA)
-def test_medusa(what: str, target: Any, tmp_path: Path) -> None:
-    more, config, words = MEDUSA[what]
+def test_medusa(subject: str, target: Any, tmp_path: Path) -> None:
+    more, config, words = MEDUSA[subject]
     directory = written(tmp_path / "heads", Weights().v01() | more, config)
     with pytest.raises(ModelError) as caught:
         read_heads(load_checkpoint(str(directory)), target)
@@ -86,8 +86,8 @@ EAGLE: dict[str, tuple[dict[str, Tensor], dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("what", EAGLE)
-def test_eagle(what: str, target: Any, tmp_path: Path) -> None:
-    more, changes, words = EAGLE[what]
+def test_eagle(subject: str, target: Any, tmp_path: Path) -> None:
+    more, changes, words = EAGLE[subject]
     make_head("eagle", target).save(tmp_path / "heads")
     config = json.loads((tmp_path / "heads" / "config.json").read_text(encoding="utf-8"))
     tensors = load_file(tmp_path / "heads" / "model.safetensors")
@@ -113,9 +113,9 @@ FILES: dict[str, tuple[str, bytes, list[str]]] = {
 
 
 @pytest.mark.parametrize("what", FILES)
-def test_files(what: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_files(subject: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    name, content, words = FILES[what]
+    name, content, words = FILES[subject]
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ModelError) as caught:

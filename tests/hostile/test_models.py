@@ -177,8 +177,8 @@ def test_config(key: str, value: Any, words: list[str], directory: Path) -> None
 
 
 @pytest.mark.parametrize("what", FILES)
-def test_files(what: str, directory: Path) -> None:
-    files, words = FILES[what]
+def test_files(subject: str, directory: Path) -> None:
+    files, words = FILES[subject]
     spoil(directory, files)
     refusal(directory, *words)
 

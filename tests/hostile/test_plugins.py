@@ -80,8 +80,8 @@ def manager(tmp_path: Path, monkeypatch: Any) -> Callable[[dict[str, str]], None
 
 
 @pytest.mark.parametrize("what", MODULES)
-def test_module(what: str, manager: Any, capsys: Any) -> None:
-    source, words = MODULES[what]
+def test_module(subject: str, manager: Any, capsys: Any) -> None:
+    source, words = MODULES[subject]
     manager({"theirs": source, "zz_fine": "HOOK register('zz-fine', 'a:b')"})
     assert cli.main(["list", "plugins", "--json"]) == 0
     broken = json.loads(capsys.readouterr().out)["broken"]
@@ -127,9 +127,9 @@ DISTRIBUTIONS: dict[str, tuple[bytes, bytes | None, list[str]]] = {
 
 
 @pytest.mark.parametrize("what", DISTRIBUTIONS)
-def test_malformed_distribution(what: str, monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
+def test_malformed_distribution(subject: str, monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
     """It is a line in ``crossdraft list plugins``, and affects neither others nor libraries with plug-ins of their own."""
-    points, metadata, words = DISTRIBUTIONS[what]
+    points, metadata, words = DISTRIBUTIONS[subject]
     directory = tmp_path / "theirs-1.dist-info"
     directory.mkdir()
     (directory / "entry_points.txt").write_bytes(points)
@@ -300,15 +300,15 @@ def recipe(tmp_path: Path, target: str, monkeypatch: Any) -> str:
 
 
 @pytest.mark.parametrize("what", DRAFTERS)
-def test_drafter(what: str, refused: Any, recipe: str, install: Any) -> None:
-    cls, words = DRAFTERS[what]
+def test_drafter(subject: str, refused: Any, recipe: str, install: Any) -> None:
+    cls, words = DRAFTERS[subject]
     install("drafters", ("theirs", cls))
     refused(["run", recipe], "the drafter 'theirs' of test-drafters-0 (in this process) is unusable", *words, code=1)
 
 
 @pytest.mark.parametrize("what", DRAFTERS)
-def test_drafter_in_list(what: str, install: Any, capsys: Any) -> None:
-    install("drafters", ("theirs", DRAFTERS[what][0]))
+def test_drafter_in_list(subject: str, install: Any, capsys: Any) -> None:
+    install("drafters", ("theirs", DRAFTERS[subject][0]))
     assert cli.main(["list"]) == 0
     code = cli.main(["list", "drafters", "theirs", "--json"])
     out, err = capsys.readouterr()
@@ -357,8 +357,8 @@ VERIFIERS: dict[str, tuple[Any, list[str]]] = {
 
 
 @pytest.mark.parametrize("what", VERIFIERS)
-def test_verifier(what: str, refused: Any, recipe: str, install: Any) -> None:
-    cls, words = VERIFIERS[what]
+def test_verifier(subject: str, refused: Any, recipe: str, install: Any) -> None:
+    cls, words = VERIFIERS[subject]
     install("verifiers", ("theirs", cls))
     setting = ["--set", "drafters=[prompt-lookup]", "--set", "verifiers=[theirs]"]
     refused(["run", recipe, *setting], "the verifier 'theirs' of test-verifiers-0", *words, code=1)

@@ -88,8 +88,8 @@ def recipe(tmp_path: Path, target: str) -> str:
 
 
 @pytest.mark.parametrize("what", ROWS)
-def test_row(what: str, refused: Any, recipe: str, tmp_path: Path) -> None:
-    row, words = ROWS[what]
+def test_row(subject: str, refused: Any, recipe: str, tmp_path: Path) -> None:
+    row, words = ROWS[subject]
     (tmp_path / "p.jsonl").write_bytes(FINE + row)
     outputs = refused(["run", recipe], "p.jsonl", *words)
     assert "p.jsonl:2" in outputs or "(line 2)" in outputs
@@ -109,8 +109,8 @@ FILES: dict[str, tuple[bytes, list[str]]] = {
 
 
 @pytest.mark.parametrize("what", FILES)
-def test_file(what: str, refused: Any, recipe: str, tmp_path: Path) -> None:
-    content, words = FILES[what]
+def test_file(subject: str, refused: Any, recipe: str, tmp_path: Path) -> None:
+    content, words = FILES[subject]
     (tmp_path / "p.jsonl").write_bytes(content)
     refused(["run", recipe], *words)
 
@@ -220,8 +220,8 @@ SOURCES: dict[str, tuple[Any, int, list[str]]] = {
 
 
 @pytest.mark.parametrize("what", SOURCES)
-def test_source(what: str, refused: Any, recipe: str, install: Any) -> None:
-    source, code, words = SOURCES[what]
+def test_source(subject: str, refused: Any, recipe: str, install: Any) -> None:
+    source, code, words = SOURCES[subject]
     install("prompts", ("theirs", source))
     refused(
         ["run", recipe, "--set", "prompts=theirs"],

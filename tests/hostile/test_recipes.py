@@ -163,8 +163,8 @@ TEXTS: dict[str, tuple[str, int, list[str]]] = {
 
 
 @pytest.mark.parametrize("what", TEXTS)
-def test_recipe(what: str, refused: Any, target: str, tmp_path: Path) -> None:
-    text, line, words = TEXTS[what]
+def test_recipe(subject: str, refused: Any, target: str, tmp_path: Path) -> None:
+    text, line, words = TEXTS[subject]
     file = tmp_path / "recipe.yaml"
     file.write_text(BASE.replace("TARGET", target) + text, encoding="utf-8", newline="")
     refused(["run", str(file)], *([f"recipe.yaml:{line}: "] if line else ["recipe.yaml"]), *words)
@@ -262,8 +262,8 @@ FILES: dict[str, tuple[bytes, list[str]]] = {
 
 
 @pytest.mark.parametrize("what", FILES)
-def test_files(what: str, refused: Any, tmp_path: Path) -> None:
-    content, words = FILES[what]
+def test_files(subject: str, refused: Any, tmp_path: Path) -> None:
+    content, words = FILES[subject]
     (tmp_path / "recipe.yaml").write_bytes(content)
     refused(["run", str(tmp_path / "recipe.yaml")], "recipe.yaml", *words)
 

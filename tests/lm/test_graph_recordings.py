@@ -91,7 +91,7 @@ class _Synchronising:
 
     def __init__(self, monkeypatch: Any):
         self.mode: Any = 0
-        self.capturing = self.most = 0
+        self.capturing = self.maximum = 0
         monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: self.mode)
         monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: setattr(self, "mode", mode))
         monkeypatch.setattr(torch.cuda, "graph", self.capture)
@@ -112,7 +112,7 @@ class _Synchronising:
     def capture(self, graph: Any, **options: Any) -> Iterator[None]:
         assert options["capture_error_mode"] == "thread_local"
         self.capturing += 1
-        self.most = max(self.most, self.capturing)
+        self.maximum = max(self.maximum, self.capturing)
         time.sleep(0.02)
         yield
         self.capturing -= 1
@@ -132,7 +132,7 @@ def test_warm_ups_and_captures_do_not_affect_other_threads(monkeypatch: Any, rec
             recorder.warm_up(lambda: (warm_up(), device.wait())[1])
         assert device.mode == 0 and not recwarn.list
         list(pool.map(lambda _: CudaRecorder(torch.device("cpu")).record(lambda: None), range(4)))
-    assert device.most == 1
+    assert device.maximum == 1
 
 
 @pytest.mark.parametrize("when", ["warm_up", "record"])

@@ -34,10 +34,10 @@ def test_steps() -> None:
 
 
 @given(st.integers(1, 100_000), st.integers(1, 300), st.integers(0, 5000))
-def test_step_is_near_and_among_kv_lens(n: int, least: int, more: int) -> None:
-    step = stepped(n, least)
-    assert n <= step < max(n + least, 1.25 * n + least) and step % least == 0 and stepped(step, least) == step
-    assert min(step, n + more) in kv_lens(least, n + more)
+def test_step_is_near_and_among_kv_lens(n: int, minimum: int, more: int) -> None:
+    step = stepped(n, minimum)
+    assert n <= step < max(n + minimum, 1.25 * n + minimum) and step % minimum == 0 and stepped(step, minimum) == step
+    assert min(step, n + more) in kv_lens(minimum, n + more)
 
 
 def test_widths() -> None:
@@ -146,7 +146,7 @@ def test_no_recording_after_warm_up(
     family: str,
     drafter: str,
     options: dict,
-    most: tuple[int, int],
+    maximum: tuple[int, int],
 ) -> None:
     """Three steps of prompts that are none of those measured; then ragged rows, refilled slots, short last drafts."""
     rules = {
@@ -170,7 +170,7 @@ def test_no_recording_after_warm_up(
         return {r.index: r.tokens for r in loop.run(PROMPTS)}
 
     loop = make()
-    with recording(CaptureLimits(*most)):
+    with recording(CaptureLimits(*maximum)):
         steps = loop.steps(Request([3, 4, 3, 4, 3, 4], i, 99 + i) for i in range(2))
         for _ in range(3):
             next(steps)

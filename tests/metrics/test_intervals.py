@@ -114,12 +114,12 @@ def test_student_t_of_three_equal_pieces() -> None:
 def test_interval_is_clamped() -> None:
     sums = np.array([[10.0, 10.0], [10.0, 10.0], [16.0, 10.0]])  # tokens, steps: no step emits less than one
     free = estimate(lambda s: s[..., 0] / s[..., 1], sums)
-    result = estimate(lambda s: s[..., 0] / s[..., 1], sums, least=1.0)
+    result = estimate(lambda s: s[..., 0] / s[..., 1], sums, minimum=1.0)
     assert free.low is not None and free.low < 1 and (result.value, result.low, result.high) == (1.2, 1.0, free.high)
-    assert estimate(lambda s: s[..., 0] / s[..., 1], sums, least=1.0, most=1.3).high == 1.3
+    assert estimate(lambda s: s[..., 0] / s[..., 1], sums, minimum=1.0, maximum=1.3).high == 1.3
 
 
-def test_as_many_pieces_as_were_foreseen_give_interval_that_was_wanted() -> None:
+def test_planned_pieces_reach_requested_interval() -> None:
     """Mean half widths of 6 pieces, and of the `pieces_needed` for a quarter of that."""
     rng = np.random.default_rng(0)
 

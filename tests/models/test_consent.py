@@ -46,12 +46,12 @@ def edit(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def marked(directory: Path, where: str = "") -> Path:
-    """A model that needs code of its own; the file that the code would leave. ``where``: whose code that is."""
+def marked(directory: Path, place: str = "") -> Path:
+    """A model that needs code of its own; the file that the code would leave. ``place``: whose code that is."""
     save_model(directory)
     marker, kind = directory.with_suffix(".ran"), f"marked-{directory.name}"
     (directory / "marked.py").write_text(CODE.format(marker=str(marker), kind=kind))
-    code = {"AutoConfig": f"{where}marked.MarkedConfig", "AutoModelForCausalLM": f"{where}marked.MarkedForCausalLM"}
+    code = {"AutoConfig": f"{place}marked.MarkedConfig", "AutoModelForCausalLM": f"{place}marked.MarkedForCausalLM"}
     edit(directory / "config.json", model_type=kind, auto_map=code)
     return marker
 

@@ -26,7 +26,7 @@ def target(tmp_path_factory: Any) -> str:
 
 @pytest.mark.parametrize("device", [HALF, "spread"], ids=["disk", "spread"])
 def test_spread_target_matches_whole_one(target: str, device: Any) -> None:
-    whole, spread = (load_model(target, device=where, dtype="float32") for where in ("cpu", device))
+    whole, spread = (load_model(target, device=place, dtype="float32") for place in ("cpu", device))
     for drafter in ("prompt-lookup", {"name": "draft-model", "model": target, "gamma": 2}):
         outputs = [generate(item, PROMPTS, drafter=drafter, max_new_tokens=12, seed=3) for item in (whole, spread)]
         assert [r.tokens for r in outputs[0]] == [r.tokens for r in outputs[1]]
@@ -46,11 +46,11 @@ def test_layers_of_spread_target_are_not_run_separately(target: str) -> None:
 def test_indices_follow_keys_and_values_to_their_device() -> None:
     """PyTorch takes an index on the device of what is indexed; a device without values is one that is elsewhere."""
     cache = RaggedCache(2, 8)
-    states = {where: torch.zeros(2, 1, 2, 4, device=where) for where in ("cpu", "meta")}
+    states = {place: torch.zeros(2, 1, 2, 4, device=place) for place in ("cpu", "meta")}
     plan = WritePlan(torch.tensor([[1, 2], [3, 4]]), 5)
-    for layer, where in enumerate(("cpu", "meta")):
-        keys, _ = cache.begin_pass(plan).update(states[where], states[where], layer)
-        assert keys.device.type == where
+    for layer, place in enumerate(("cpu", "meta")):
+        keys, _ = cache.begin_pass(plan).update(states[place], states[place], layer)
+        assert keys.device.type == place
     copied = plan.to(torch.device("meta"))
     assert copied.slots.device.type == "meta"
     assert plan.to(torch.device("meta")) is copied  # once a pass, not once a layer

@@ -26,8 +26,8 @@ def run(tmp_path_factory: Any) -> FinishedRun:
     return finished_run(tmp_path_factory.mktemp("some"), SOME, tokens=24)
 
 
-def pairs(run: FinishedRun, *where: str) -> list[SelectedCell]:
-    return [cell for cell in finished_cells([("some", run)], where) if not cell.result.config.is_baseline]
+def pairs(run: FinishedRun, *place: str) -> list[SelectedCell]:
+    return [cell for cell in finished_cells([("some", run)], place) if not cell.result.config.is_baseline]
 
 
 def rows(text: str) -> list[list[str]]:

@@ -51,9 +51,9 @@ def run_in(folder: Path) -> Path:
     return result
 
 
-def wait_for(what: Callable[[], Any], process: subprocess.Popen[str]) -> Any:
+def wait_for(subject: Callable[[], Any], process: subprocess.Popen[str]) -> Any:
     for _ in range(1000):
-        if result := what():
+        if result := subject():
             return result
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)

@@ -118,11 +118,11 @@ def first_step(decoder: Decoder) -> None:
     decoder.step()
 
 
-def at(name: str, where: Any, value: Any) -> Callable:
+def at(name: str, place: Any, value: Any) -> Callable:
     """Put ``value`` into a field of the draft or verdict."""
 
     def change(group: Any, _: Any) -> None:
         setattr(group, name, getattr(group, name).clone())
-        getattr(group, name)[where] = value
+        getattr(group, name)[place] = value
 
     return change

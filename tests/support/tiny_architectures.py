@@ -184,9 +184,9 @@ def _representative(lists: list[Any], depth: int) -> list[int]:
     for values in lists:
         kinds = dict.fromkeys(map(str, values))
         for value in kinds if len(kinds) <= 4 else ():
-            where = [i for i, other in enumerate(values) if str(other) == value]
-            if not chosen & set(where):
-                chosen.add(where[0])
+            place = [i for i, other in enumerate(values) if str(other) == value]
+            if not chosen & set(place):
+                chosen.add(place[0])
     chosen |= set([i for i in range(depth) if i not in chosen][: max(0, 2 - len(chosen))])
     return sorted(chosen)
 

@@ -96,7 +96,7 @@ class Cost(TrustOptions, MachineOptions, JsonOptions, Command):
         if self.on and len(self.context) > 1:
             raise UsageError("--context takes one value with --on")
         points = len(self.batch_size or [1]) * len(self.width or [1]) * len(self.context or [1])
-        if reason := MOST_POINTS.refusal(points):
+        if reason := MOST_POINTS.violation(points):
             raise UsageError(f"--batch-size, --width and --context together are {points} points; {reason}")
 
 

@@ -72,16 +72,16 @@ def _guarded(certify: Callable[[], CertificateRecord | None], limit: StepLimit) 
 
 
 def _failure_message(kind: str, name: str, certificate: CertificateRecord) -> str:
-    if certificate.where.startswith(kind):  # a fault, not a total variation
-        return f"{certificate.where}. Run crossdraft certify --{kind} {name} for details"
-    where = f"TV {certificate.tv:.2g} {certificate.where}".rstrip()
+    if certificate.place.startswith(kind):  # a fault, not a total variation
+        return f"{certificate.place}. Run crossdraft certify --{kind} {name} for details"
+    place = f"TV {certificate.tv:.2g} {certificate.place}".rstrip()
     if kind == "verifier":
         return (
-            f"verifier '{name}' is declared lossless, but changes the target distribution ({where}); fix it, or "
+            f"verifier '{name}' is declared lossless, but changes the target distribution ({place}); fix it, or "
             f"declare lossless=False in its traits. Run crossdraft certify --verifier {name} for details"
         )
     return (
-        f"drafter '{name}' changes the target distribution under a certified verifier ({where}): its q is not the "
+        f"drafter '{name}' changes the target distribution under a certified verifier ({place}): its q is not the "
         f"distribution that its tokens are drawn from; fix it. Run crossdraft certify --drafter {name} for details"
     )
 

@@ -186,7 +186,7 @@ class ThreadCount:
             self._waiting.close()
 
     def step(self) -> None:
-        """Measure again if threads waited for processors, or are fewer than `most`; called after each step."""
+        """Measure again if threads waited for processors, or are fewer than `maximum`; called after each step."""
         if self.fixed or (passed := self._clock() - self._last_look) < INTERVAL:
             return
         waited = self._waiting.since() if self._waiting is not None else 0.0

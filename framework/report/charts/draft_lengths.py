@@ -80,13 +80,13 @@ def draft_lengths(results: Sequence[CellResult], width: str) -> tuple[Figure, in
     if not maps:
         return None
     shown = maps[:MOST_PANELS]
-    most = max(abs(value - 1) for heat_map in shown for value in heat_map.cells.values()) or 1.0
+    maximum = max(abs(value - 1) for heat_map in shown for value in heat_map.cells.values()) or 1.0
     rows = max(len(heat_map.gammas) for heat_map in shown)
     figure, axes = panels(len(shown), width, max(0.22 * rows, 0.5) + 0.6, share_y=False)
     for panel, heat_map in zip(axes, shown, strict=True):
         gammas, batch_sizes = heat_map.gammas, heat_map.batch_sizes
         values = [[heat_map.cells.get((gamma, b), math.nan) for b in batch_sizes] for gamma in gammas]
-        norm = TwoSlopeNorm(1.0, 1 - most, 1 + most)
+        norm = TwoSlopeNorm(1.0, 1 - maximum, 1 + maximum)
         panel.pcolormesh(range(len(batch_sizes)), range(len(gammas)), values, cmap="RdBu", norm=norm, alpha=0.7)
         for (gamma, b), value in heat_map.cells.items():
             panel.annotate(

@@ -56,7 +56,9 @@ def pair_list(
     styles = marks(verifier for group in groups for _, verifier in group)
 
     rows = max(bottom for _, bottom in bands.values())
-    figure, panels_of = panels(len(shown), width, _ROW * rows + 0.35, most=1 if width == "column" else 3, share_x=True)
+    figure, panels_of = panels(
+        len(shown), width, _ROW * rows + 0.35, maximum=1 if width == "column" else 3, share_x=True
+    )
     estimates: list[Estimate] = []
     for panel, group in zip(panels_of, groups, strict=True):
         panel.axvline(1.0, color="0.55", linewidth=0.8, linestyle="--", zorder=1)
@@ -150,7 +152,7 @@ def time_shares(results: Sequence[CellResult], width: str) -> tuple[Figure, int]
         return None
     shown = dict(list(groups.items())[:MOST_PANELS])
     rows = max(map(len, shown.values()))
-    figure, axes = panels(len(shown), width, _ROW * rows + 0.5, most=1 if width == "column" else 2, share_y=False)
+    figure, axes = panels(len(shown), width, _ROW * rows + 0.5, maximum=1 if width == "column" else 2, share_y=False)
     for panel, group in zip(axes, shown.values(), strict=True):
         left = [0.0] * len(group)
         for phase, colour in _PHASES.items():

@@ -109,18 +109,18 @@ def style(outlines: bool = True) -> Iterator[None]:
 
 
 def panels(
-    count: int, width: str, height: float = _PANEL_HEIGHT, most: int = 0, share_x: bool = False, share_y: bool = True
+    count: int, width: str, height: float = _PANEL_HEIGHT, maximum: int = 0, share_x: bool = False, share_y: bool = True
 ) -> tuple[Figure, list[Axes]]:
     """A figure with ``count`` panels.
 
     Args:
         width: a key of `WIDTHS`.
         height: of a row of panels, in inches.
-        most: maximum panels per row; 0 = 2 in a column, 4 on a page.
+        maximum: maximum panels per row; 0 = 2 in a column, 4 on a page.
     """
     from matplotlib.figure import Figure
 
-    across = min(count, most or (2 if width == "column" else 4))
+    across = min(count, maximum or (2 if width == "column" else 4))
     if across > 1 and count > across:  # balance the rows
         across = ceil(count / ceil(count / across))
     rows = ceil(count / across)

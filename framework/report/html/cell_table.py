@@ -247,7 +247,7 @@ def certificates(runs: RUNS) -> list[dict[str, Any]]:
             digest = str(source.get("sha256") or "")
             installed = source_of(plugins.get("verifiers", config.verifier.name))["sha256"]
             mark = mark_of(result)
-            state = "changes the target's distribution" if mark.kind == "lossy" else f"{mark} {mark.where}".rstrip()
+            state = "changes the target's distribution" if mark.kind == "lossy" else f"{mark} {mark.place}".rstrip()
             if digest and digest != installed:
                 state += " (other code than is installed here)"
             code = " ".join(str(source.get(key) or "") for key in ("distribution", "version")).strip()

@@ -91,7 +91,7 @@ def _about(title: str, run: FinishedRun) -> dict[str, Any]:
         "remarks": remarks,
         "differences": differences(run.summary),
         "gains": multi_over_single(run.summary),
-        "conditions": [(what, text.strip("`")) for what, text in conditions(run)],
+        "conditions": [(subject, text.strip("`")) for subject, text in conditions(run)],
     }
 
 

@@ -151,6 +151,6 @@ def _tokenizer(target: str) -> Any:
         files.append(try_to_load_from_cache(name, "tokenizer.json", revision=revision or None))
     for file in (Path(file) for file in files if isinstance(file, str | Path)):
         with suppress(Exception):  # not readable, or not a tokenizer: the page shows ids
-            if file.is_file() and not SETTINGS_BYTES.refusal(file.stat().st_size):
+            if file.is_file() and not SETTINGS_BYTES.violation(file.stat().st_size):
                 return Tokenizer.from_file(str(file))
     return None

@@ -20,12 +20,12 @@ class MergedTree:
     indices: list[list[int]] = field(default_factory=list)
 
 
-def merge_trees(trees: Sequence[Sequence[tuple[int, int]]], most: int) -> MergedTree:
+def merge_trees(trees: Sequence[Sequence[tuple[int, int]]], maximum: int) -> MergedTree:
     """Merge trees round-robin, one node each; nodes with the same path of tokens are one.
 
     Args:
         trees: token and parent of each node, parents first; token -1 = invalid node.
-        most: maximum number of nodes of the result.
+        maximum: maximum number of nodes of the result.
     """
     result = MergedTree(indices=[[-1] * len(tree) for tree in trees])
     nodes: dict[tuple[int, int], int] = {}
@@ -38,7 +38,7 @@ def merge_trees(trees: Sequence[Sequence[tuple[int, int]]], most: int) -> Merged
             if token < 0 or (parent >= 0 and merged_parent < 0):
                 continue
             if (merged_parent, token) not in nodes:
-                if len(result.tokens) == most:
+                if len(result.tokens) == maximum:
                     continue
                 nodes[merged_parent, token] = len(result.tokens)
                 result.tokens.append(token)

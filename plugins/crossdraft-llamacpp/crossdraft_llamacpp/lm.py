@@ -69,14 +69,14 @@ class LlamaLM:
         self.vocab_size, self.context_length = model.vocab_size, model.context_length or None
         self.device = torch.device("cpu")
         self.passes = 0
-        most = api.llama_max_parallel_sequences()
-        if batch_size > most:
-            raise ModelError(f"llama.cpp holds at most {most} sequences, not {batch_size}; use a smaller batch size")
+        maximum = api.llama_max_parallel_sequences()
+        if batch_size > maximum:
+            raise ModelError(f"llama.cpp holds at most {maximum} sequences, not {batch_size}; use a smaller batch size")
         options = api.llama_context_default_params()
         # llama.cpp aborts the process if the context has fewer tokens than sequences.
-        options.n_ctx = max(batch_size * max_length, most)
-        options.n_batch = options.n_ubatch = max(CHUNK, most)
-        options.n_seq_max = most
+        options.n_ctx = max(batch_size * max_length, maximum)
+        options.n_batch = options.n_ubatch = max(CHUNK, maximum)
+        options.n_seq_max = maximum
         options.n_threads = options.n_threads_batch = torch.get_num_threads()
         options.kv_unified = True  # sequences share cells
         options.swa_full = True  # tokens outside a sliding window are needed again after a rollback
@@ -89,9 +89,9 @@ class LlamaLM:
             )
         weakref.finalize(self, api.llama_free, self._context)
         self._memory = api.llama_get_memory(self._context)
-        self._batch = api.llama_batch_init(CHUNK, 0, most)
+        self._batch = api.llama_batch_init(CHUNK, 0, maximum)
         weakref.finalize(self, api.llama_batch_free, self._batch)
-        self._free = list(range(most - 1, -1, -1))  # unused sequences, the next one last
+        self._free = list(range(maximum - 1, -1, -1))  # unused sequences, the next one last
         self._slots: list[_Slot] = []
         for _ in range(batch_size):
             main = self._free.pop()

@@ -102,7 +102,7 @@ class Plain:
         self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
         return self.feed(tokens)
 
-    def greedy(self, prompt: Sequence[int], most: int, ends: Sequence[int]) -> tuple[list[int], list[np.ndarray]]:
+    def greedy(self, prompt: Sequence[int], maximum: int, ends: Sequence[int]) -> tuple[list[int], list[np.ndarray]]:
         """Tokens of its greedy sampler, and the logits of each token."""
         if prompt[:-1]:  # the last token by itself, so that its pass is like those that follow
             self.logits(prompt[:-1])
@@ -110,7 +110,7 @@ class Plain:
         else:
             distributions = [self.logits(prompt)]
         output = [int(self.api.llama_sampler_sample(self.sampler, self.context, -1))]
-        while len(output) < most and output[-1] not in ends:
+        while len(output) < maximum and output[-1] not in ends:
             distributions.append(self.feed(output[-1:]))
             output.append(int(self.api.llama_sampler_sample(self.sampler, self.context, -1)))
         return output, distributions

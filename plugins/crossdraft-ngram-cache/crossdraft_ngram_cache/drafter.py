@@ -89,10 +89,10 @@ class NgramCache(Drafter):
             if history:
                 self._count(row, history)
 
-    def guess(self, history: Sequence[int], most: int) -> list[int]:
-        """Return at most ``most`` likely next tokens after ``history``."""
+    def guess(self, history: Sequence[int], maximum: int) -> list[int]:
+        """Return at most ``maximum`` likely next tokens after ``history``."""
         tail, tokens = list(history[-self.config.max_ngram :]), []
-        while len(tokens) < most and (token := self._follower(tail)) is not None:
+        while len(tokens) < maximum and (token := self._follower(tail)) is not None:
             tokens.append(token)
             tail = [*tail, token][-self.config.max_ngram :]
         return tokens

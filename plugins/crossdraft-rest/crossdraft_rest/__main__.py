@@ -61,19 +61,19 @@ def _build(args: argparse.Namespace) -> str:
 
 
 def _encoded(tokenizer: Any, texts: Iterable[tuple[str, str]]) -> Iterator[list[int]]:
-    for where, text in texts:
+    for place, text in texts:
         try:
             yield tokenizer(text, add_special_tokens=False)["input_ids"]
         except Exception as error:  # e.g. half a surrogate pair
-            raise UsageError(f"{where}: the text cannot be tokenized: {type(error).__name__}: {error}") from None
+            raise UsageError(f"{place}: the text cannot be tokenized: {type(error).__name__}: {error}") from None
 
 
-def _first(documents: Iterable[Sequence[int]], most: int | None) -> Iterator[Sequence[int]]:
-    """Yield documents up to ``most`` tokens; None = all."""
+def _first(documents: Iterable[Sequence[int]], maximum: int | None) -> Iterator[Sequence[int]]:
+    """Yield documents up to ``maximum`` tokens; None = all."""
     count = 0
     for document in documents:
-        if most is not None and count + len(document) >= most:
-            yield document[: most - count]
+        if maximum is not None and count + len(document) >= maximum:
+            yield document[: maximum - count]
             return
         count += len(document)
         yield document

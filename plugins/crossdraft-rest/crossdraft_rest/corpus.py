@@ -25,9 +25,9 @@ def texts(corpus: str, column: str = "text", split: str = "train") -> Iterator[t
     Raises:
         UsageError: the corpus does not exist, or a row has no text; the message has file and line.
     """
-    for where, row in rows(corpus, split):
+    for place, row in rows(corpus, split):
         if isinstance(row, str):
-            yield where, row
+            yield place, row
             continue
         value = row.get(column)
         parts = value if isinstance(value, list) else [value]
@@ -35,16 +35,16 @@ def texts(corpus: str, column: str = "text", split: str = "train") -> Iterator[t
             text = part.get("content") if isinstance(part, dict) else part
             if not isinstance(text, str):
                 columns = ", ".join(map(str, list(row)[:8])) or "nothing"
-                raise UsageError(f"{where}: no text in column {column!r}; it has {columns}: name another with --column")
-            yield where, text
+                raise UsageError(f"{place}: no text in column {column!r}; it has {columns}: name another with --column")
+            yield place, text
 
 
 def ids(corpus: str, split: str = "train") -> Iterator[Sequence[int]]:
     """Yield the lists ``tokens`` of the rows of a corpus. Raises UsageError with file and line."""
-    for where, row in rows(corpus, split):
+    for place, row in rows(corpus, split):
         tokens = row.get("tokens") if isinstance(row, dict) else None
         if not isinstance(tokens, list) or any(type(token) is not int or token < 0 for token in tokens):
-            raise UsageError(f"{where}: 'tokens' must be a list of token ids")
+            raise UsageError(f"{place}: 'tokens' must be a list of token ids")
         yield tokens
 
 

@@ -156,12 +156,12 @@ class Datastore:
         start = int(self.suffixes[i])
         return self.tokens[start : start + size].tolist()
 
-    def continuations(self, size: int, ranks: range, most: int, depth: int) -> np.ndarray:
-        """int32 ``[n, depth]``: sorted continuations of at most ``most`` of the occurrences that `find` returned.
+    def continuations(self, size: int, ranks: range, maximum: int, depth: int) -> np.ndarray:
+        """int32 ``[n, depth]``: sorted continuations of at most ``maximum`` of the occurrences that `find` returned.
 
         More occurrences are sampled at equal distances. `END` marks the end of a document.
         """
-        n = min(len(ranks), most)
+        n = min(len(ranks), maximum)
         chosen = ranks.start + np.arange(n) * len(ranks) // n
         index = self.suffixes[chosen].astype(np.int64)[:, None] + size + np.arange(depth)
         return np.where(index < len(self.tokens), self.tokens[np.minimum(index, len(self.tokens) - 1)], END)

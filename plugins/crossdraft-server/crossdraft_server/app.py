@@ -173,7 +173,7 @@ async def _read_body(http: HttpRequest) -> bytes:
 
 
 def _check_size(size: int) -> None:
-    if reason := BODY_BYTES.refusal(size):
+    if reason := BODY_BYTES.violation(size):
         raise InvalidRequestError(f"the request body has too many bytes: {reason}", status=413)
 
 

@@ -186,7 +186,7 @@ def _matching(
     i: int,
     text: Tokens,
     end: int,
-    most: int,
+    maximum: int,
     places: NDArray[np.int64],
     k: int,
     count: int,
@@ -194,14 +194,14 @@ def _matching(
 ) -> int:
     """Keep the positions ``places[k, :count]`` of a chain that match the context of ``text[:end]``.
 
-    Returns their number; ``lengths`` is filled with the numbers of matching tokens, at most ``most``.
+    Returns their number; ``lengths`` is filled with the numbers of matching tokens, at most ``maximum``.
     """
     capacity = len(ring)
     lap, oldest = total - total % capacity, max(0, total - capacity)
     result = 0
     for j in range(count):
         place = places[k, j]
-        length, longest = 0, min(most, place - oldest)
+        length, longest = 0, min(maximum, place - oldest)
         while length < longest and ring[_slot(place - 1 - length, lap, capacity)] == text[end - 1 - length]:
             length += 1
         if length >= SIZES[i]:  # others only have the same hash
@@ -212,12 +212,12 @@ def _matching(
 
 @compiled()
 def matches(
-    links: Links, i: int, text: Tokens, end: int, most: int, occurrences: int, places: Tokens, lengths: Tokens
+    links: Links, i: int, text: Tokens, end: int, maximum: int, occurrences: int, places: Tokens, lengths: Tokens
 ) -> int:
     """Find the occurrences of the context of size ``SIZES[i]`` at the end of ``text[:end]``, the latest first.
 
     Args:
-        most: maximum length of a match.
+        maximum: maximum length of a match.
         occurrences: maximum number of positions of the chain.
         places, lengths: ``[occurrences]``, output: the start of each continuation, and the length of the match.
 
@@ -229,7 +229,7 @@ def matches(
     ends, now, active, counts = work
     ends[0] = end
     _follow_chains(before, head, total[0], i, text, ends, 1, now, active, many, counts)
-    return _matching(ring, total[0], i, text, end, most, many, 0, counts[0], lengths)
+    return _matching(ring, total[0], i, text, end, maximum, many, 0, counts[0], lengths)
 
 
 @compiled(forceinline=True)
@@ -259,19 +259,19 @@ def _best_path(
         for a in range(alive):
             after = places[a] + drafted
             follows[a] = ring[_slot(after, lap, capacity)] if after < total else END
-        best, most = END, 0
+        best, maximum = END, 0
         for a in range(alive):
-            if alive - a <= most:  # no later token can be more frequent
+            if alive - a <= maximum:  # no later token can be more frequent
                 break
             if follows[a] != END:
                 count = 0
                 for b in range(a, alive):
                     count += follows[b] == follows[a]
-                if count > most:
-                    best, most = follows[a], count
-        if not most:
+                if count > maximum:
+                    best, maximum = follows[a], count
+        if not maximum:
             break
-        probability *= most / alive
+        probability *= maximum / alive
         if alive > 1 and probability < min_prob:
             break
         kept = 0
@@ -314,25 +314,25 @@ def _chains(
     ring, before, head, tail, total = links
     # Allocate once and inline the helpers: reference counting of arrays would dominate.
     places = np.empty((step, occurrences), dtype=np.int64)
-    ends, now, active, counts, asking, most = np.empty((6, step), dtype=np.int64)
+    ends, now, active, counts, asking, maximum = np.empty((6, step), dtype=np.int64)
     lengths, starts, follows = np.empty((3, occurrences), dtype=np.int64)
     tokens = np.empty(best.shape[1], dtype=np.int64)
     for t in range(0, len(scores), step):
         n = min(step, len(scores) - t)
         for a in range(n):
-            most[a], drafted[t + a] = min(first + t + a, depth), 0
+            maximum[a], drafted[t + a] = min(first + t + a, depth), 0
         for i in range(len(head) - 1, -1, -1):
             active_count = 0
             for a in range(n):
                 # Probabilities are at most 1, so a budget up to the best score cannot win.
-                if SIZES[i] <= most[a] and int(factor * most[a]) > scores[t + a]:
+                if SIZES[i] <= maximum[a] and int(factor * maximum[a]) > scores[t + a]:
                     asking[active_count], ends[active_count] = t + a, first + t + a
                     active_count += 1
             _follow_chains(before, head, total[0], i, text, ends, active_count, now, active, places, counts)
             for k in range(active_count):
                 a = asking[k]
-                longest = int(most[a - t])
-                most[a - t] = SIZES[i] - 1
+                longest = int(maximum[a - t])
+                maximum[a - t] = SIZES[i] - 1
                 result = _matching(ring, total[0], i, text, ends[k], longest, places, k, counts[k], lengths)
                 if not result:
                     continue

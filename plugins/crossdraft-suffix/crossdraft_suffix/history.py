@@ -29,11 +29,11 @@ class Chain:
 
     Attributes:
         number: index of the context's size in `SIZES`.
-        most: maximum length of a match in this chain; longer matches are in the chains of longer contexts.
+        maximum: maximum length of a match in this chain; longer matches are in the chains of longer contexts.
     """
 
     number: int
-    most: int
+    maximum: int
 
 
 class History:
@@ -78,11 +78,11 @@ class History:
 
     def chains(self, tail: Sequence[int]) -> list[Chain]:
         """Chains of the contexts at the end of ``tail``, the longest first."""
-        chains, most = [], min(len(tail), self.depth)
+        chains, maximum = [], min(len(tail), self.depth)
         for i in reversed(range(len(self.links.head))):
-            if SIZES[i] <= most:
-                chains.append(Chain(i, most))
-                most = SIZES[i] - 1
+            if SIZES[i] <= maximum:
+                chains.append(Chain(i, maximum))
+                maximum = SIZES[i] - 1
         return chains
 
     def matches(self, chain: Chain, tail: Sequence[int], longest: int) -> tuple[list[int], np.ndarray]:
@@ -97,7 +97,7 @@ class History:
         """
         positions, lengths = np.empty((2, self.occurrences), dtype=np.int64)
         text = np.asarray(tail, dtype=np.int64)
-        arguments = (self.links, chain.number, text, len(text), chain.most, self.occurrences, positions, lengths)
+        arguments = (self.links, chain.number, text, len(text), chain.maximum, self.occurrences, positions, lengths)
         n = compiled.matches(*arguments)
         index = positions[:n, None] + np.arange(longest)
         # The ring holds old or no tokens beyond the end of the text.

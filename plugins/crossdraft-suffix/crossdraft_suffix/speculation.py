@@ -54,7 +54,7 @@ def speculate(
     for history in histories:
         for chain in history.chains(tail):
             # Probabilities are at most 1, so a budget up to the best score cannot win.
-            if (longest := int(factor * chain.most)) <= best.score:
+            if (longest := int(factor * chain.maximum)) <= best.score:
                 break
             lengths, continuations = history.matches(chain, tail, longest)
             rows = continuations.tolist()

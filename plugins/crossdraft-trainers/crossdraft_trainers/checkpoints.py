@@ -128,5 +128,5 @@ def load_optimizer(path: Path, optimizer: Any, loaded: dict[str, Any], weights: 
     optimizer.load_state_dict({"state": loaded["state"], "param_groups": own_state["param_groups"]})
 
 
-def _damaged(path: Path, what: str) -> UsageError:
-    return UsageError(f"{path} is damaged: it {what}; delete it to start over, or use another --out")
+def _damaged(path: Path, subject: str) -> UsageError:
+    return UsageError(f"{path} is damaged: it {subject}; delete it to start over, or use another --out")

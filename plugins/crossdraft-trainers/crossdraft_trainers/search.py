@@ -162,7 +162,7 @@ class Searcher:
     def _resume(self, study: Any, made_with: Mapping[str, Any]) -> None:
         if not self.file.exists():
             return
-        result = read_json(self.file, CONFIG_BYTES, what="the trials")
+        result = read_json(self.file, CONFIG_BYTES, subject="the trials")
         try:
             differ = sorted(key for key in made_with if result["made_with"].get(key) != made_with[key])
             self._trials, self.log, self.settings = list(result["trials"]), list(result["log"]), dict(result["best"])

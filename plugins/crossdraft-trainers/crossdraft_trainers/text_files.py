@@ -17,14 +17,14 @@ from .contract import Text
 from .writer import Chat
 
 
-def rows(path: Path, most: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield line numbers (from 1) and JSON objects of a file; the first ``most``, 0: all.
+def rows(path: Path, maximum: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield line numbers (from 1) and JSON objects of a file; the first ``maximum``, 0: all.
 
     Raises:
         UsageError: the file cannot be read, or a line is too long, not UTF-8, or not a JSON object.
     """
     count = 0
-    for number, line in read_lines(path, RESPONSE_FILE_BYTES, LINE_BYTES, what="the texts"):
+    for number, line in read_lines(path, RESPONSE_FILE_BYTES, LINE_BYTES, subject="the texts"):
         if not line.strip():
             continue
         row = parse_json(line, path, line=number)
@@ -32,7 +32,7 @@ def rows(path: Path, most: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
             raise UsageError(f"{path}, line {number}: not a JSON object")
         yield number, row
         count += 1
-        if count == most:
+        if count == maximum:
             return
     if not count:
         raise UsageError(f"{path} does not contain texts; it needs one JSON object per line")
@@ -55,23 +55,23 @@ def read(path: Path, vocab_size: int, context: int | None) -> tuple[list[Text], 
     """
     texts, indices = [], []
     for number, row in rows(path):
-        where = f"{path}, line {number}"
+        place = f"{path}, line {number}"
         ids_of: list[list[int]] = []
         for key in ("prompt", "response"):
             ids = row.get(key)
             if not isinstance(ids, list) or not ids or any(type(i) is not int or not 0 <= i < vocab_size for i in ids):
                 raise UsageError(
-                    f"{where}: '{key}' must be a non-empty list of the target's token ids, 0 to {vocab_size - 1}; give "
+                    f"{place}: '{key}' must be a non-empty list of the target's token ids, 0 to {vocab_size - 1}; give "
                     "a file that crossdraft train wrote for this target"
                 )
             ids_of.append(ids)
         source = row.get("source")
         if not isinstance(source, str):
-            raise UsageError(f"{where}: 'source' must be text")
+            raise UsageError(f"{place}: 'source' must be text")
         text = Text(ids_of[0], ids_of[1], source)
         if context is not None and len(text.ids) > context:
             raise UsageError(
-                f"{where}: has {len(text.ids)} tokens, but the target's context length is {context}; remove the line"
+                f"{place}: has {len(text.ids)} tokens, but the target's context length is {context}; remove the line"
             )
         texts.append(text)
         indices.append(row.get("index"))
@@ -112,19 +112,19 @@ def drop_half_line(path: Path) -> None:
             file.truncate(start)
 
 
-def read_finished(path: Path, target: LoadedModel, max_prompt: int, max_response: int, most: int = 0) -> list[Text]:
+def read_finished(path: Path, target: LoadedModel, max_prompt: int, max_response: int, maximum: int = 0) -> list[Text]:
     """Read finished texts: JSONL rows with ``prompt`` and ``response``, or ``question`` and ``answer`` (GSM8K).
 
     GSM8K's calculator annotations (``<<3*4=12>>``) are removed. Longer prompts are skipped, longer responses truncated.
 
     Args:
-        most: maximum number of rows; 0: all.
+        maximum: maximum number of rows; 0: all.
 
     Raises:
         UsageError: invalid row, with file and line, or all prompts are too long.
     """
     chat, texts, shortest = Chat(target, max_prompt), [], 0
-    for number, row in rows(path, most):
+    for number, row in rows(path, maximum):
         prompt, response = row.get("prompt", row.get("question")), row.get("response", row.get("answer"))
         if not isinstance(prompt, str) or not isinstance(response, str):
             raise UsageError(f"{path}, line {number}: needs 'prompt' and 'response' (or 'question' and 'answer')")
@@ -138,11 +138,11 @@ def read_finished(path: Path, target: LoadedModel, max_prompt: int, max_response
         max_answer = (
             max_response if target.context_length is None else min(max_response, target.context_length - len(ids))
         )
-        if len(ids) <= chat.most and answer:
+        if len(ids) <= chat.maximum and answer:
             texts.append(Text(ids, answer[:max_answer], "finished"))
     if not texts:
         raise UsageError(
-            f"all prompts of {path} exceed --max-prompt {chat.most}: the shortest has {shortest} tokens with the chat "
-            "template; increase --max-prompt"
+            f"all prompts of {path} exceed --max-prompt {chat.maximum}: the shortest has {shortest} tokens with the "
+            "chat template; increase --max-prompt"
         )
     return texts

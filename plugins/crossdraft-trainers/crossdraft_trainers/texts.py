@@ -102,7 +102,7 @@ def write(
         "questions": hashlib.sha256(json.dumps(list(questions)).encode()).hexdigest(),
         "invented": invented,
         "temperatures": list(temperatures),
-        "max_prompt": writer.chat.most,
+        "max_prompt": writer.chat.maximum,
         "max_response": writer.max_response,
         "seed": writer.seed,
     }
@@ -199,7 +199,7 @@ def _write_batch(
         source = "invented" if question is None else "given"
         if (question := question or invented.get(index)) is not None:
             prompt = writer.chat.conversation(question)
-            if len(prompt) <= writer.chat.most:
+            if len(prompt) <= writer.chat.maximum:
                 prompts[index] = Text(prompt, [], source)
     pending, done = list(prompts), {}
     for temperature in dict.fromkeys(temperatures):
@@ -214,16 +214,16 @@ def _write_batch(
 
 def _questions_that_fit(writer: Writer, questions: Sequence[str]) -> list[str]:
     """Given questions that fit, shuffled; logs how many are too long. Raises UsageError if all are."""
-    most = writer.chat.most
+    maximum = writer.chat.maximum
     sizes = [len(writer.chat.conversation(question)) for question in questions]
-    if long := [question for question, size in zip(questions, sizes, strict=True) if size > most]:
+    if long := [question for question, size in zip(questions, sizes, strict=True) if size > maximum]:
         first = f"{long[0][:60]!r}{'...' * (len(long[0]) > 60)}"
         if len(long) == len(questions):
             raise UsageError(
-                f"all questions exceed --max-prompt {most}: the shortest has {min(sizes)} tokens with the chat "
+                f"all questions exceed --max-prompt {maximum}: the shortest has {min(sizes)} tokens with the chat "
                 f"template, the first is {first}; increase --max-prompt"
             )
-        _log(f"{len(long)} of {len(questions)} questions are longer than {most} tokens and skipped, such as {first}")
+        _log(f"{len(long)} of {len(questions)} questions are longer than {maximum} tokens and skipped, such as {first}")
     order = list(questions)
     random.Random(writer.seed).shuffle(order)
     return order

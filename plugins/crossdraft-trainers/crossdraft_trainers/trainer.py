@@ -295,7 +295,7 @@ def _digest(texts: Sequence[Text]) -> str:
 
 @contextmanager
 def _seeded(seed: int, key: int | str, device: torch.device) -> Iterator[None]:
-    """Seed PyTorch, NumPy and Python by the seed and ``what``; restores their states on exit."""
+    """Seed PyTorch, NumPy and Python by the seed and ``subject``; restores their states on exit."""
     number = int.from_bytes(hashlib.sha256(f"{seed} {key}".encode()).digest()[:4])
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

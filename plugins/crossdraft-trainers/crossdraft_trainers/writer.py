@@ -38,12 +38,14 @@ class Chat:
         self.target = target
         max_length = target.context_length
         #: Maximum prompt length in tokens, with at least one token left for an answer.
-        self.most = max_prompt if max_length is None else min(max_prompt, max_length - 1)
-        if (shortest := len(self.conversation(""))) >= self.most:
-            what = f"--max-prompt {max_prompt}" if self.most == max_prompt else f"the context of {max_length} tokens"
+        self.maximum = max_prompt if max_length is None else min(max_prompt, max_length - 1)
+        if (shortest := len(self.conversation(""))) >= self.maximum:
+            subject = (
+                f"--max-prompt {max_prompt}" if self.maximum == max_prompt else f"the context of {max_length} tokens"
+            )
             raise UsageError(
-                f"{what}: the empty chat template of {target.name} has {shortest} tokens, so questions do not fit; set "
-                f"--max-prompt to more than {shortest + 1}"
+                f"{subject}: the empty chat template of {target.name} has {shortest} tokens, so questions do not fit; "
+                f"set --max-prompt to more than {shortest + 1}"
             )
 
     def conversation(self, question: str) -> list[int]:
@@ -86,7 +88,7 @@ class Writer:
         self.chat = Chat(target, max_prompt)
         self.target, self.seed, self.max_response = target, seed, max_response
         self.batch_size, self._opening = batch_size, self.chat.opening()
-        max_length = max(self.chat.most + max_response, len(self._opening) + MOST_INVENTED) + 2
+        max_length = max(self.chat.maximum + max_response, len(self._opening) + MOST_INVENTED) + 2
         if target.context_length is not None:
             max_length = min(max_length, target.context_length + 2)
         self._lm = scoring_slots(target, batch_size, max_length, make_slots)
@@ -114,7 +116,7 @@ class Writer:
         return self._decode(prompts, indices, temperature, self.max_response, 2 * self.seed + 1)
 
     def _decode(
-        self, prompts: Sequence[list[int]], indices: Sequence[int], temperature: float, most: int, seed: int
+        self, prompts: Sequence[list[int]], indices: Sequence[int], temperature: float, maximum: int, seed: int
     ) -> Generator[tuple[int, list[int]]]:
         lm, sampling = self._lm, Sampling(temperature=temperature)
         context = TargetContext.of(self.target, lm, sampling, slot=self._length, sequence=self._length)
@@ -123,7 +125,7 @@ class Writer:
             configured("drafters", "none"),
             configured("verifiers", "token"),
             eos=self.target.eos_token_ids,
-            max_new_tokens=most,
+            max_new_tokens=maximum,
             rng=CounterRng(seed),
         )
         run: Any = decoder.run(prompts, streams=indices)

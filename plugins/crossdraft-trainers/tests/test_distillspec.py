@@ -32,10 +32,10 @@ def texts() -> tuple[list[Text], list[Text]]:
     return split([Text(row[: 3 + i % 3], row[3 + i % 3 :], "given") for i, row in enumerate(rows)], 0.2)
 
 
-def drawn(student: Any, prompts: list[list[int]], most: list[int], eos: int) -> list[list[int]]:
+def drawn(student: Any, prompts: list[list[int]], maximum: list[int], eos: int) -> list[list[int]]:
     """The same as `own_answers`, a whole pass for every token and row, and random numbers in the same order."""
     output: list[list[int]] = [[] for _ in prompts]
-    for _ in range(max(most)):
+    for _ in range(max(maximum)):
         if all(eos in answer for answer in output):
             break
         distributions = [
@@ -44,21 +44,21 @@ def drawn(student: Any, prompts: list[list[int]], most: list[int], eos: int) -> 
         for answer, token in zip(output, torch.multinomial(torch.stack(distributions), 1)[:, 0].tolist(), strict=True):
             answer.append(0 if eos in answer else token)  # what pads a row that ended
     cut = [answer[: answer.index(eos) + 1] if eos in answer else answer for answer in output]
-    return [answer[:longest] for answer, longest in zip(cut, most, strict=True)]
+    return [answer[:longest] for answer, longest in zip(cut, maximum, strict=True)]
 
 
 @torch.no_grad()
 def test_responses_follow_full_student_distribution(target: LoadedModel) -> None:
     student = student_of(target.model, (0, 2))
-    prompts, most = [[4, 9, 3], [7], [5, 5, 5, 8]], [9, 12, 4]
+    prompts, maximum = [[4, 9, 3], [7], [5, 5, 5, 8]], [9, 12, 4]
     eos = 11
     for seed in range(3):
         torch.manual_seed(seed)
-        result = own_answers(student.train(), prompts, most, [eos])
+        result = own_answers(student.train(), prompts, maximum, [eos])
         assert student.training, "it is as it was"
         torch.manual_seed(seed)
-        assert result == drawn(student.eval(), prompts, most, eos)
-    assert all(1 <= len(answer) <= longest for answer, longest in zip(result, most, strict=True))
+        assert result == drawn(student.eval(), prompts, maximum, eos)
+    assert all(1 <= len(answer) <= longest for answer, longest in zip(result, maximum, strict=True))
 
 
 def test_on_policy_texts_are_students_of_that_step(

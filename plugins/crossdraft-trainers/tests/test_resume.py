@@ -76,13 +76,13 @@ def moments(monkeypatch: Any, die_at: int) -> list[str]:
         if len(passed) == die_at:
             raise Killed(name)
 
-    def around(owner: Any, name: str, what: str) -> None:
+    def around(owner: Any, name: str, subject: str) -> None:
         original = getattr(owner, name)
 
         def watched(*args: Any, **more: Any) -> Any:
-            moment(f"before {what}")
+            moment(f"before {subject}")
             result = original(*args, **more)
-            moment(f"after {what}")
+            moment(f"after {subject}")
             return result
 
         monkeypatch.setattr(owner, name, watched)

@@ -296,7 +296,7 @@ def test_finished_texts_fit_into_context(chat_target: LoadedModel, tmp_path: Pat
         '{"question": "w4 w5", "answer": "w6 <<1+1=2>> w7 w8 w9"}\n{"prompt": "w4", "response": ""}\nno JSON'
     )
     small = replace(chat_target, context_length=7)
-    first, second = read_finished(file, small, 40, 8, most=2)
+    first, second = read_finished(file, small, 40, 8, maximum=2)
     assert first.response == [6, 7, 8] and len(first.ids) == 7
     assert second.response == [1] and second.source == "finished"
 

@@ -106,7 +106,7 @@ def test_prompt_that_cannot_fit_ends_at_once(on_disk: Path, tmp_path: Path, caps
 
 
 @pytest.mark.parametrize(
-    ("kind", "where"),
+    ("kind", "moment"),
     [
         (signal.SIGTERM, "load"),
         (signal.SIGHUP, "write"),
@@ -116,14 +116,14 @@ def test_prompt_that_cannot_fit_ends_at_once(on_disk: Path, tmp_path: Path, caps
     ],
 )
 def test_signal_prints_resume_hint(
-    kind: signal.Signals, where: str, on_disk: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+    kind: signal.Signals, moment: str, on_disk: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     place = {
         "load": "crossdraft.framework.models.load.load_model",
         "write": "crossdraft_trainers.texts.line_of",
         "step": "crossdraft_trainers.trainer.Trainer._train",
         "export": "crossdraft_trainers.trainer.Trainer.export",
-    }[where]
+    }[moment]
     module, _, name = place.rpartition(".")
     owner = cli_module(module)
     original, calls = getattr(owner, name), []

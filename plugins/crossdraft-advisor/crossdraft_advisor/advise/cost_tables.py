@@ -25,7 +25,7 @@ def read_cost_table(name: str) -> CostCurve:
     """
     path = path_of(name)
     if path.suffix == ".json":
-        data = read_json(path, CONFIG_BYTES, what="the cost curve")
+        data = read_json(path, CONFIG_BYTES, subject="the cost curve")
         try:
             return CostCurve.from_json(data)
         except (ValueError, KeyError, TypeError) as error:
@@ -34,7 +34,7 @@ def read_cost_table(name: str) -> CostCurve:
 
 
 def _from_csv(path: Path) -> CostCurve:
-    reader = csv.reader(read_text(path, CONFIG_BYTES, what="the cost table").splitlines())
+    reader = csv.reader(read_text(path, CONFIG_BYTES, subject="the cost table").splitlines())
     try:
         rows = [(reader.line_num, row) for row in reader]
     except csv.Error as error:
@@ -44,25 +44,25 @@ def _from_csv(path: Path) -> CostCurve:
         raise UsageError(f"{path}:1: a cost table must begin with the line {','.join(_COLUMNS)}")
     points: dict[tuple[int, int, int], Point] = {}
     for number, row in rows[1:]:
-        where = f"{path}:{number}"
+        place = f"{path}:{number}"
         if not row:
             continue
         if len(row) != len(_COLUMNS):
-            raise UsageError(f"{where}: the line has {len(row)} values; {len(_COLUMNS)} are required")
+            raise UsageError(f"{place}: the line has {len(row)} values; {len(_COLUMNS)} are required")
         try:
             b, width, context = (int(cell) for cell in row[:3])
             seconds = float(row[3])
         except ValueError:
-            raise UsageError(f"{where}: {','.join(row)[:60]} is not three integers and seconds") from None
+            raise UsageError(f"{place}: {','.join(row)[:60]} is not three integers and seconds") from None
         if not (0 < b <= MOST_TOKENS and 0 < width <= MOST_TOKENS and 0 <= context <= MOST_TOKENS):
-            raise UsageError(f"{where}: batch size {b}, width {width} and context {context} are out of range")
+            raise UsageError(f"{place}: batch size {b}, width {width} and context {context} are out of range")
         if not 0 < seconds < math.inf:
-            raise UsageError(f"{where}: {row[3].strip()} seconds is not a positive time")
+            raise UsageError(f"{place}: {row[3].strip()} seconds is not a positive time")
         if (b, width, context) in points:
-            raise UsageError(f"{where}: this combination is a duplicate")
+            raise UsageError(f"{place}: this combination is a duplicate")
         points[b, width, context] = Point(b, width, context, seconds, seconds, seconds)
-        if reason := MOST_POINTS.refusal(len(points)):
-            raise UsageError(f"{where}: too many points; {reason}")
+        if reason := MOST_POINTS.violation(len(points)):
+            raise UsageError(f"{place}: too many points; {reason}")
     if not points:
         raise UsageError(f"{path} has no lines after the header")
     try:

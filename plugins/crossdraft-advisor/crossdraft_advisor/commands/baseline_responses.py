@@ -29,7 +29,7 @@ def baseline_responses(
     sampling: Sampling,
     *,
     limit: int,
-    most: int,
+    maximum: int,
     chat: bool | None = None,
     dtype: str = "auto",
     device: str = "auto",
@@ -41,7 +41,7 @@ def baseline_responses(
     ends with its digest.
 
     Args:
-        most: the maximum number of new tokens per response.
+        maximum: the maximum number of new tokens per response.
         chat: see `models.chat.encode`.
         dtype, device, trust_remote_code: see `load_model`.
 
@@ -65,7 +65,7 @@ def baseline_responses(
         texts,
         names,
         sampling.model_dump(),
-        most,
+        maximum,
         [str(pick_device(device)), str(pick_dtype(dtype, pick_device(device)))],
         {name: release(name) for name in _RELEASES},
         chat,
@@ -77,11 +77,11 @@ def baseline_responses(
             return path
         log(f"the cached responses {path} are damaged; decoding them again")
     log(
-        f"decoding {len(rows)} responses of at most {most} tokens ({len(rows) * most} in total) with "
+        f"decoding {len(rows)} responses of at most {maximum} tokens ({len(rows) * maximum} in total) with "
         f"{target}, temperature {sampling.temperature:g}, without drafting"
     )
     options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-    responses = _decode(target, texts, sampling, most, chat, options)
+    responses = _decode(target, texts, sampling, maximum, chat, options)
     for response, name in zip(responses, names, strict=True):
         response |= name
     text = "".join(json.dumps(response) + "\n" for response in responses)
@@ -99,7 +99,7 @@ def _digest(data: bytes) -> str:
 
 
 def _decode(
-    name: str, texts: Sequence[str], sampling: Sampling, most: int, chat: bool | None, options: dict[str, Any]
+    name: str, texts: Sequence[str], sampling: Sampling, maximum: int, chat: bool | None, options: dict[str, Any]
 ) -> list[dict[str, Any]]:
     from crossdraft.framework.api.generate import pair_decoder
     from crossdraft.framework.contracts.steps import raise_failed
@@ -120,9 +120,9 @@ def _decode(
     decode(first, 1)  # warm up
     short, long = (_timed(lambda n=n: decode(first, n)) for n in (1, 1 + TIMED_TOKENS))
     batches = -(-len(ids) // BATCH_SIZE)
-    seconds = batches * (short + max(long - short, 0.0) / TIMED_TOKENS * (most - 1))
+    seconds = batches * (short + max(long - short, 0.0) / TIMED_TOKENS * (maximum - 1))
     log(f"estimated time: {duration(seconds)} or less (from {TIMED_TOKENS} timed tokens)")
-    responses = decode(ids, most)
+    responses = decode(ids, maximum)
     settings = sampling.model_dump()
     return [
         {
@@ -130,7 +130,7 @@ def _decode(
             "tokens": response.tokens,
             "finish_reason": response.finish_reason,
             "logprobs": response.logprobs,
-            "max_tokens": most,
+            "max_tokens": maximum,
             **settings,
         }
         for prompt, response in zip(ids, responses, strict=True)

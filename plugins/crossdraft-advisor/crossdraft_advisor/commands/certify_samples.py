@@ -102,10 +102,10 @@ class CertifySamples(SamplingOptions, TrustOptions, Command):
         from ..samples.planning import POWER, ScorePlan, draws_to_exclude, draws_to_show
 
         assert self.questions is not None and self.score is not None
-        most, bias = 2 * self.score * (1 - self.score), self.deviation
-        if self.changed is not None and self.changed > most * (1 + 1e-9):
+        limit, bias = 2 * self.score * (1 - self.score), self.deviation
+        if self.changed is not None and self.changed > limit * (1 + 1e-9):
             raise UsageError(
-                f"--changed must be at most {most:g}, got {self.changed:g}: with {self.score:g} of the answers right, "
+                f"--changed must be at most {limit:g}, got {self.changed:g}: with {self.score:g} of the answers right, "
                 "no more grades differ between two runs of one server; correct it or --score, or remove --changed"
             )
         plan = ScorePlan(self.questions, self.score, self.changed)
@@ -145,12 +145,12 @@ class CertifySamples(SamplingOptions, TrustOptions, Command):
             return file_distributions(all_draws)
         if not self.model:
             raise UsageError(
-                f"{without[0].where}: the line has a prefix and no distribution (probs); give the target as --model"
+                f"{without[0].place}: the line has a prefix and no distribution (probs); give the target as --model"
             )
         if len(without) < len(all_draws):
             example = next(draws for draws in all_draws if draws.probs is not None)
             raise UsageError(
-                f"{example.where}: this line has a distribution (probs), {without[0].where} a prefix; use separate "
+                f"{example.place}: this line has a distribution (probs), {without[0].place} a prefix; use separate "
                 "files"
             )
         loaded = load_model(
@@ -162,19 +162,19 @@ class CertifySamples(SamplingOptions, TrustOptions, Command):
             if isinstance(tokens, str):
                 tokens = encode(loaded.tokenizer, [tokens], chat=False if self.raw else None)
             if not tokens:
-                raise UsageError(f"{draws.where}: the prompt has no tokens")
+                raise UsageError(f"{draws.place}: the prompt has no tokens")
             # The last token of a sequence is not fed.
             length = len(tokens) + max(map(len, draws.sequences), default=1) - 1
             if loaded.context_length is not None and length > loaded.context_length:
                 raise UsageError(
-                    f"{draws.where}: {length} tokens exceed the context length of {loaded.name}, "
+                    f"{draws.place}: {length} tokens exceed the context length of {loaded.name}, "
                     f"{loaded.context_length}"
                 )
             prompts.append(tokens)
         size = make_slots(loaded, 1, 1).vocab_size
         for draws, tokens in zip(all_draws, prompts, strict=True):
             if max(tokens) >= size:
-                raise UsageError(f"{draws.where}: token {max(tokens)} is outside the vocabulary of {size} tokens")
+                raise UsageError(f"{draws.place}: token {max(tokens)} is outside the vocabulary of {size} tokens")
             check_vocabulary(draws, size)
 
         def make(rows: int, length: int) -> Any:
@@ -197,7 +197,7 @@ def _as_json(decision: Decision) -> dict[str, Any]:
 def _fields(verdict: Verdict) -> dict[str, Any]:
     fields = asdict(verdict)
     del fields["outcome"]
-    fields["by_prefix"] = [{"prefix": where, "draws": n, "p_value": p} for where, n, p in verdict.by_prefix]
+    fields["by_prefix"] = [{"prefix": place, "draws": n, "p_value": p} for place, n, p in verdict.by_prefix]
     return fields
 
 

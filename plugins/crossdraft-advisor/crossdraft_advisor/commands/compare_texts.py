@@ -99,10 +99,10 @@ def _responses(source: str, target: str, trust: bool) -> dict[str, Response]:
     for number, response in enumerate(Reader(target=target, trust_remote_code=trust).read([source]), 1):
         if response.sampling is not None and response.sampling.temperature != 0:
             raise UsageError(
-                f"{response.where}: sampled at temperature {response.sampling.temperature:g}, so texts differ by "
+                f"{response.place}: sampled at temperature {response.sampling.temperature:g}, so texts differ by "
                 "chance; give greedy responses, or test draws with crossdraft certify-samples"
             )
-        name = f"line {number}" if response.id == response.where else response.id
+        name = f"line {number}" if response.id == response.place else response.id
         turns[name] += 1
         responses[name if turns[name] == 1 else f"{name}, {turns[name]}"] = response
     if not responses:
@@ -165,15 +165,15 @@ def _check_tokens(responses: Sequence[Response], target: LoadedModel) -> None:
 
     size = make_slots(target, 1, 1).vocab_size
     for response in responses:
-        if (most := max(*response.prompt, *response.tokens)) >= size:
+        if (token := max(*response.prompt, *response.tokens)) >= size:
             raise UsageError(
-                f"{response.where}: token {most} is outside the vocabulary of {target.name}, {size} tokens; give the "
+                f"{response.place}: token {token} is outside the vocabulary of {target.name}, {size} tokens; give the "
                 "target of these responses"
             )
         length = len(response.prompt) + len(response.tokens) - 1
         if target.context_length is not None and length > target.context_length:
             raise UsageError(
-                f"{response.where}: {length} tokens exceed the context length of {target.name}, "
+                f"{response.place}: {length} tokens exceed the context length of {target.name}, "
                 f"{target.context_length}; give shorter responses"
             )
 

@@ -84,7 +84,7 @@ class Acceptance:
     remarks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if reason := MOST_LEVELS.refusal(self.gamma):
+        if reason := MOST_LEVELS.violation(self.gamma):
             raise UsageError(f"{self.source}: acceptance at {self.gamma} positions; {reason}")
         for i, rate in enumerate(self.marginal, start=1):
             if not 0 <= rate <= 1:  # NaN too
@@ -179,7 +179,7 @@ class Acceptance:
     def block_efficiency(self) -> Estimate:
         """Mean tokens per step, bonus included, with a 95 % interval under `interval_assumes`."""
         value = 1 + sum(self.marginal) if self.marginal else float(self.length or 1.0)
-        measured, most = self.longer or self, 1.0 + self.gamma if self.marginal else math.inf
+        measured, maximum = self.longer or self, 1.0 + self.gamma if self.marginal else math.inf
         model = [self.model_error()] if self.longer is not None else []
 
         def statistic(sums: np.ndarray) -> np.ndarray:
@@ -187,7 +187,7 @@ class Acceptance:
             return 1 + (rates if self.longer is None else shorter_drafts(rates, self.gamma)).sum(-1)
 
         if len(measured.rows) >= LEAST_PIECES:
-            return estimate(statistic, np.array(measured.rows), value=value, least=1.0, most=most, noise=model)
+            return estimate(statistic, np.array(measured.rows), value=value, minimum=1.0, maximum=maximum, noise=model)
         if measured.drafts is None or not self.marginal:
             return Estimate(value)
         # Drafts that accept 0, 1, .. tokens, as independent pieces, and half a draft more of each (Jeffreys): what none
@@ -199,7 +199,7 @@ class Acceptance:
         slopes = (np.log(statistic((1 - 1e-6) * at_least + step)) - math.log(value)) / 1e-6
         sampling = Noise(float((shares * slopes**2).sum()) / measured.drafts, math.inf)
         half = half_width([sampling, *model])
-        return Estimate(value, max(value * math.exp(-half), 1.0), min(value * math.exp(half), most))
+        return Estimate(value, max(value * math.exp(-half), 1.0), min(value * math.exp(half), maximum))
 
     def model_error(self) -> Noise:
         """Variance of the logarithm of the block efficiency by the model of shorter drafts; 0 if it was measured."""

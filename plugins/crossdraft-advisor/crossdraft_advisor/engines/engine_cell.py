@@ -161,14 +161,14 @@ class EngineCell(EngineRunner):
         cls = plugins.get("servers", engine.name)
         flags, _ = served_flags(config, directory)
         # vLLM drafts for no row of a batch if the longest one, its draft and another draft do not fit.
-        most = length + (self.depth + 1 if self.depth else 0)
+        maximum = length + (self.depth + 1 if self.depth else 0)
         served = ServedCell(
             target=resolve(config.target).path,
             dtype=config.dtype,
             sampling=config.sampling,
             seed=config.seed,
             batch_size=config.batch_size,
-            length=most if self._context is None else min(most, self._context),
+            length=maximum if self._context is None else min(maximum, self._context),
             gamma=self.depth,
             flags=flags,
             end_tokens=target.eos_token_ids,

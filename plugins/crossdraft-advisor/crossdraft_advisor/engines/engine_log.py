@@ -59,15 +59,15 @@ class Source:
         """A UsageError with file and line."""
         return UsageError(f"{self.place(line)}: {message}")
 
-    def number(self, text: str, line: int, what: str, most: float = float("inf")) -> float:
-        """Parse a number from 0 to ``most``. Raises UsageError, for NaN as well."""
+    def number(self, text: str, line: int, subject: str, maximum: float = float("inf")) -> float:
+        """Parse a number from 0 to ``maximum``. Raises UsageError, for NaN as well."""
         try:
             value = float(text)
         except ValueError:
             value = float("nan")
-        if not 0 <= value <= most or value == float("inf"):
-            bound = f" from 0 to {most:g}" if most < float("inf") else ""
-            raise self.error(line, f"{what} is {printable(text)[:40]}, which is not a number{bound}")
+        if not 0 <= value <= maximum or value == float("inf"):
+            bound = f" from 0 to {maximum:g}" if maximum < float("inf") else ""
+            raise self.error(line, f"{subject} is {printable(text)[:40]}, which is not a number{bound}")
         return value
 
     def rates(self, fields: dict[str, Any], key: str, line: int) -> tuple[float, ...]:
@@ -129,7 +129,7 @@ def read_source(source: str) -> Source:
     if flaw := UNFIT.search(source):
         raise UsageError(f"{printable(source)} is not a valid URL: it has {flaw[0]!r}; write it as %{ord(flaw[0]):02X}")
     try:
-        with HttpResponse(source, seconds=TIMEOUT, most=METRICS_BYTES) as response:
+        with HttpResponse(source, seconds=TIMEOUT, maximum=METRICS_BYTES) as response:
             if response.status != 200:
                 raise NetworkError(response.error())
             return Source(response.body().decode("utf-8"), printable(source))

@@ -40,15 +40,15 @@ def samples_of(name: str) -> list[Sample]:
 
 def _sample(acceptance: Acceptance) -> Sample:
     rows = [(row[0] + sum(row[1:]), row[0]) for row in acceptance.rows]
-    whole, remark = None, ""
+    overall, remark = None, ""
     if len(rows) < LEAST_PIECES:
-        whole = acceptance.block_efficiency()
-        if whole.low is not None:
+        overall = acceptance.block_efficiency()
+        if overall.low is not None:
             remark = "assumed: independent drafts, on the same prompts in both; logs and responses need no assumption"
     gamma = f", gamma {acceptance.gamma}" if acceptance.gamma else ""
     pair = " × ".join(filter(None, (acceptance.drafter, acceptance.verifier))) or "drafts"
     sampling = {} if acceptance.temperature is None else {"temperature": acceptance.temperature}
-    return Sample(pair + gamma, rows, acceptance.names, acceptance.pieces, whole, remark, sampling)
+    return Sample(pair + gamma, rows, acceptance.names, acceptance.pieces, overall, remark, sampling)
 
 
 def _replayed(data: dict[str, Any], name: str) -> list[Sample]:

@@ -40,7 +40,7 @@ def per_request(
         if sum(counts) != n or sum(i * c for i, c in enumerate(counts)) != total:
             raise source.error(line, f"{histogram} does not match {steps} {n:g} and {total:g} accepted tokens")
         gamma = max(len(counts) - 1, int(-(-tokens // n)))
-        if reason := MOST_LEVELS.refusal(gamma):
+        if reason := MOST_LEVELS.violation(gamma):
             raise source.error(line, f"drafts of {gamma} tokens are too long; {reason}")
         counts = counts + [0] * (gamma + 1 - len(counts))
         by_gamma.setdefault(gamma, []).append((n, *(float(sum(counts[i:])) for i in range(1, gamma + 1))))

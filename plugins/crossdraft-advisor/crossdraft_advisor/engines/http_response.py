@@ -59,7 +59,7 @@ def unfit(url: str) -> str | None:
 
 def fetch(url: str, seconds: float) -> tuple[int, str]:
     """Send a GET request; returns the status and the body. Raises NetworkError."""
-    with HttpResponse(url, seconds=seconds, most=METRICS_BYTES) as response:
+    with HttpResponse(url, seconds=seconds, maximum=METRICS_BYTES) as response:
         return response.status, response.body().decode("utf-8", "replace")
 
 
@@ -115,8 +115,8 @@ class HttpResponse:
         NetworkError: the server cannot be reached, or does not answer in time.
     """
 
-    def __init__(self, url: str, body: Any = None, *, seconds: float, most: Limit):
-        self._seconds, self._most = seconds, most
+    def __init__(self, url: str, body: Any = None, *, seconds: float, maximum: Limit):
+        self._seconds, self._most = seconds, maximum
         self._parts: Queue[Any] = Queue(_PARTS)
         self._closed = threading.Event()
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
@@ -147,7 +147,7 @@ class HttpResponse:
         """
         part: bytes = self._next()
         self._received += len(part)
-        if reason := self._most.refusal(self._received):
+        if reason := self._most.violation(self._received):
             raise NetworkError(f"the response is too large; in bytes, {reason}")
         return part
 

@@ -36,22 +36,22 @@ class Window(NamedTuple):
         """
         gamma, rates = len(self.rates), np.array(self.rates)
         low, high = np.maximum(rates - _RATE_ERROR, 0.0), np.minimum(rates + _RATE_ERROR, 1.0)
-        least, most = max(low.sum(), self.mean - 1 - _LENGTH_ERROR), min(high.sum(), self.mean - 1 + _LENGTH_ERROR)
-        if least > most:
+        lower, upper = max(low.sum(), self.mean - 1 - _LENGTH_ERROR), min(high.sum(), self.mean - 1 + _LENGTH_ERROR)
+        if lower > upper:
             raise source.error(
                 self.line, f"the mean length {self.mean:g} is not 1 + the sum of the rates, {1 + rates.sum():.3f}"
             )
         drafts = float(math.ceil(self.drafted / gamma - 1e-9))  # if all drafts are full
         fewest, greatest = np.ceil(drafts * low - 1e-9), np.floor(drafts * high + 1e-9)
         if not ((fewest <= greatest).all() and fewest.sum() <= self.accepted <= greatest.sum()):
-            few = max(drafts, self.accepted / most if self.accepted else 0.0)
-            many = min(self.drafted, self.accepted / least) if least > 0 else self.drafted
+            few = max(drafts, self.accepted / upper if self.accepted else 0.0)
+            many = min(self.drafted, self.accepted / lower) if lower > 0 else self.drafted
             if self.accepted > self.drafted or few > many * (1 + 1e-9):
                 raise source.error(
                     self.line,
                     f"{self.accepted:g} accepted and {self.drafted:g} drafted tokens are inconsistent with the rates",
                 )
-            drafts = min(max(self.accepted / (rates.sum() or most), few), many)
+            drafts = min(max(self.accepted / (rates.sum() or upper), few), many)
             fewest, greatest = drafts * low, drafts * high
         share = (self.accepted - fewest.sum()) / max((greatest - fewest).sum(), 1e-9)
         return (drafts, *(fewest + min(max(share, 0.0), 1.0) * (greatest - fewest)).tolist())

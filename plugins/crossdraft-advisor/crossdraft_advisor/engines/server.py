@@ -341,7 +341,7 @@ class EngineServer(ABC):
         sent = time.perf_counter()
         try:
             body = self.body(prompt, max_tokens)
-            with HttpResponse(self.url + self.path, body, seconds=seconds, most=EVENT_BYTES) as stream:
+            with HttpResponse(self.url + self.path, body, seconds=seconds, maximum=EVENT_BYTES) as stream:
                 if stream.status != 200:
                     raise ModelError(f"the server of {self.name} refuses the request, {stream.error()}")
                 for data in _events(stream, self.name):

@@ -62,10 +62,10 @@ def match_remarks(acceptance: Acceptance, engine: str, *, shortest: bool = False
     return tuple(remarks)
 
 
-def shell(words: Sequence[str]) -> str:
+def shell(arguments: Sequence[str]) -> str:
     """A quoted command line with one flag per line."""
     lines: list[str] = []
-    for word in words:
+    for word in arguments:
         if word.startswith("--") or not lines:
             lines.append(shlex.quote(word))
         else:

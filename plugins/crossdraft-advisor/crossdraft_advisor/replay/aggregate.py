@@ -148,7 +148,7 @@ class Tally:
             gamma=gamma,
             category=category,
             tokens=float(total[_TOKENS]),
-            block_efficiency=estimate(ratio, sums[:, : _COUNTED + 1], least=1.0) if total[_COUNTED] else None,
+            block_efficiency=estimate(ratio, sums[:, : _COUNTED + 1], minimum=1.0) if total[_COUNTED] else None,
             block_efficiency_all_steps=float(total[_TOKENS] / total[_STEPS]),
             steps=float(total[_STEPS]),
             drafted=float(drafted),

@@ -89,9 +89,9 @@ def agrees(counted: Counted, counts: EngineCounts) -> bool:
     if counted.draft_tokens is not None and not _agrees_in_tokens(counted, counts):
         return False
     if not counts.random:
-        most = 0.5 + _ROUNDING * counts.drafts
+        bound = 0.5 + _ROUNDING * counts.drafts
         differences = [counted.drafts - counts.drafts, *(counted.per_position - ours)]
-        return bool(np.abs(differences).max() <= most)
+        return bool(np.abs(differences).max() <= bound)
     rates = ours / counts.drafts
     spread = np.maximum(rates * (1 - rates), 1 / counts.drafts) if not counted.total else rates * (1 + rates)
     errors = np.sqrt(spread * (1 / counts.drafts + 1 / counted.drafts))
@@ -173,9 +173,9 @@ def missing_weights(counted: Counted, counts: EngineCounts, evidence: str = "") 
     for i, (expected, actual) in enumerate(zip(counts.per_position, counted.per_position, strict=True), 1):
         ours, theirs = expected / max(before[0], 1e-9), actual / max(before[1], 1e-9)
         if expected >= _LEAST and theirs < _COLLAPSED * ours:
-            where = "the draft's weights are" if i == 1 else f"the weights of position {i} and later ones are"
+            place = "the draft's weights are" if i == 1 else f"the weights of position {i} and later ones are"
             rates = f"at position {i} {100 * theirs:.0f} % are accepted instead of {100 * ours:.0f} %"
-            return Cause(INCOMPLETE, f"{rates}: {where} missing or others{evidence}")
+            return Cause(INCOMPLETE, f"{rates}: {place} missing or others{evidence}")
         before = float(expected), float(actual)
     return None
 

@@ -184,11 +184,11 @@ def _has_role(message: Any) -> bool:
     return isinstance(message, dict) and isinstance(message.get("role"), str)
 
 
-def _checked(message: Mapping[str, Any], what: str) -> dict[str, Any]:
+def _checked(message: Mapping[str, Any], subject: str) -> dict[str, Any]:
     try:
         return template_message(message)
     except UsageError as error:
-        raise UsageError(f"{what}: {error}") from None
+        raise UsageError(f"{subject}: {error}") from None
 
 
 def _text_of(parts: Any) -> str:

@@ -22,7 +22,7 @@ import numpy as np
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import UsageError, quoted
 from crossdraft.framework.models.chat import encode_messages, encode_text
-from crossdraft.framework.util.input_files import UNPRINTABLE, flaw
+from crossdraft.framework.util.input_files import UNPRINTABLE, describe_forbidden_char
 from crossdraft.framework.util.limits import MOST_NAME, MOST_TOKENS
 
 from .generated_text import GENERATED_KEYS, ChatRequest, Message
@@ -48,10 +48,10 @@ FINISH_REASONS = {
 _FEW_IDS, _FEW_TOKENS, _FEW_OF_TEXT = 1, 3, 0.02
 
 
-def response_of(context: ParseContext, row: Any, where: str) -> Iterator[Response]:
+def response_of(context: ParseContext, row: Any, place: str) -> Iterator[Response]:
     """Yield the responses of one line. Raises UsageError with line and key."""
     if not isinstance(row, dict):
-        raise UsageError(f"{where}: a response is a JSON object, not {type(row).__name__}")
+        raise UsageError(f"{place}: a response is a JSON object, not {type(row).__name__}")
     body, request = row, row
     if isinstance(row.get("response"), dict):
         body = row["response"].get("body", row["response"])
@@ -59,85 +59,85 @@ def response_of(context: ParseContext, row: Any, where: str) -> Iterator[Respons
         request = request.get("body", request) if isinstance(request, dict) else request
         if not isinstance(body, dict) or not isinstance(request, dict) or "choices" not in body:
             raise UsageError(
-                f"{where}: 'response' is an object without 'choices'; it must be a text or a response of an "
+                f"{place}: 'response' is an object without 'choices'; it must be a text or a response of an "
                 "OpenAI-compatible endpoint"
             )
     if "choices" in body:
-        yield from _choices(context, row, body, request, where)
+        yield from _choices(context, row, body, request, place)
     else:
-        yield from _plain(context, row, where)
+        yield from _plain(context, row, place)
 
 
-def _plain(context: ParseContext, row: dict[str, Any], where: str) -> Iterator[Response]:
-    ended, request = _ended(context, row, where), _request(row, where)
-    prompt = _prompt(context, request, row, where)
+def _plain(context: ParseContext, row: dict[str, Any], place: str) -> Iterator[Response]:
+    ended, request = _ended(context, row, place), _request(row, place)
+    prompt = _prompt(context, request, row, place)
     ids = row.get("tokens") is not None
     if ids:
-        tokens = token_ids(row["tokens"], "tokens", where)
-        lacks_end = ended and context.target and tokens and tokens[-1] not in context.tokenizer(where).eos_token_ids
+        tokens = token_ids(row["tokens"], "tokens", place)
+        lacks_end = ended and context.target and tokens and tokens[-1] not in context.tokenizer(place).eos_token_ids
         if ended and not context.target:
             context.assumed[WITH_END] += 1
     else:
         if not isinstance(row.get("response"), str):
-            raise UsageError(f"{where}: the response is missing; set 'response' (text) or 'tokens' (token ids)")
+            raise UsageError(f"{place}: the response is missing; set 'response' (text) or 'tokens' (token ids)")
         try:
-            text = _text(context, _fields(row, row["response"]), request, bool(ended), where)
+            text = _text(context, _fields(row, row["response"]), request, bool(ended), place)
         except UnknownTextError as error:
             context.skip("whose generated tokens are unknown", str(error))
             return
-        tokens, lacks_end = _encoded(context, text, where), ended
+        tokens, lacks_end = _encoded(context, text, place), ended
     recorded = row.get("logprobs")
     if lacks_end and isinstance(recorded, list) and len(recorded) == len(tokens):
         context.assumed[WITHOUT_END] += 1
         ended = False
     elif lacks_end:
-        tokens = _with_end(context, tokens, where)
-    sampling = sampling_of(row, context.sampling, where)
+        tokens = _with_end(context, tokens, place)
+    sampling = sampling_of(row, context.sampling, place)
     log_p = None
     if recorded is not None:
-        log_p = _as_sampled(context, log_probabilities(recorded, "logprobs", len(tokens), where), sampling)
-    most = _most(row, where)
-    if ids and _exceeds(context, tokens, most, where):
+        log_p = _as_sampled(context, log_probabilities(recorded, "logprobs", len(tokens), place), sampling)
+    maximum = _most(row, place)
+    if ids and _exceeds(context, tokens, maximum, place):
         return
     # Truncated at its length, for instance by the context length; or of another tokenization than the sampled one.
-    most = None if ended is False or len(tokens) > (most or 0) else most
-    name, category = _name(row, "id", where) or where, _name(row, "category", where) or "all"
+    maximum = None if ended is False or len(tokens) > (maximum or 0) else maximum
+    name, category = _name(row, "id", place) or place, _name(row, "category", place) or "all"
     continuation = row.get("continuation")
-    continuation = () if continuation is None else token_ids(continuation, "continuation", where)
-    if _is_as_counted(context, row, [tokens], ids=ids, cut=not ended, where=where):
-        yield Response(name, category, prompt, tokens, log_p, bool(ended), most, sampling, where, continuation)
+    continuation = () if continuation is None else token_ids(continuation, "continuation", place)
+    if _is_as_counted(context, row, [tokens], ids=ids, cut=not ended, place=place):
+        yield Response(name, category, prompt, tokens, log_p, bool(ended), maximum, sampling, place, continuation)
 
 
 def _choices(
-    context: ParseContext, row: dict[str, Any], body: dict[str, Any], fields: dict[str, Any], where: str
+    context: ParseContext, row: dict[str, Any], body: dict[str, Any], fields: dict[str, Any], place: str
 ) -> Iterator[Response]:
     choices = body["choices"]
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
-        raise UsageError(f"{where}: 'choices' must be a list of objects")
-    sampling, most, request = (
-        sampling_of(fields, context.sampling, where),
-        _most(fields, where),
-        _request(fields, where),
+        raise UsageError(f"{place}: 'choices' must be a list of objects")
+    sampling, maximum, request = (
+        sampling_of(fields, context.sampling, place),
+        _most(fields, place),
+        _request(fields, place),
     )
     prompt_ids = body.get("prompt_token_ids")
     for choice in choices:
         prompt_ids = choice.get("prompt_token_ids") if prompt_ids is None else prompt_ids
     prompt = (
-        _prompt(context, request, fields, where)
+        _prompt(context, request, fields, place)
         if prompt_ids is None
-        else token_ids(prompt_ids, "prompt_token_ids", where)
+        else token_ids(prompt_ids, "prompt_token_ids", place)
     )
     if request.messages is not None and context.target:
         usage = body.get("usage")
         size = usage.get("prompt_tokens") if isinstance(usage, dict) else None
-        templated = prompt if prompt_ids is None else _prompt(context, request, fields, where)
+        templated = prompt if prompt_ids is None else _prompt(context, request, fields, place)
         if templated != prompt or (isinstance(size, int) and size != len(templated)):
             context.assumed[OTHER_TEMPLATE] += len(choices)
-    name = _name(row, "custom_id", where) or _name(row, "id", where) or _name(body, "id", where) or where
-    category = _name(row, "category", where) or "all"
+    name = _name(row, "custom_id", place) or _name(row, "id", place) or _name(body, "id", place) or place
+    category = _name(row, "category", place) or "all"
     responses = []
     for i, choice in enumerate(choices):
-        choice_where = f"{where}, choices[{i}]"
+        choice_where = f"{place}, choices[{i}]"
         ended = _ended(context, choice, choice_where)
         pieces, values = _logprobs(choice, choice_where)
         try:
@@ -153,22 +153,22 @@ def _choices(
         elif ended and tokens and tokens[-1] not in context.tokenizer(choice_where).eos_token_ids:
             context.assumed[WITHOUT_END] += 1
             ended = False
-        if choice.get("token_ids") is not None and _exceeds(context, tokens, most, choice_where):
+        if choice.get("token_ids") is not None and _exceeds(context, tokens, maximum, choice_where):
             continue
-        limit = most if ended and len(tokens) <= (most or 0) else None
+        limit = maximum if ended and len(tokens) <= (maximum or 0) else None
         responses.append(Response(name, category, prompt, tokens, log_p, bool(ended), limit, sampling, choice_where))
     ids = all(choice.get("token_ids") is not None for choice in choices)
     cut = not all(response.ended for response in responses)
     every = [response.tokens for response in responses]
-    if len(responses) < len(choices) or _is_as_counted(context, body, every, ids=ids, cut=cut, where=where):
+    if len(responses) < len(choices) or _is_as_counted(context, body, every, ids=ids, cut=cut, place=place):
         yield from responses
 
 
-def _exceeds(context: ParseContext, tokens: Sequence[int], most: int | None, where: str) -> bool:
+def _exceeds(context: ParseContext, tokens: Sequence[int], maximum: int | None, place: str) -> bool:
     """True if recorded tokens are more than the request permitted; they are counted as skipped."""
-    if most is None or len(tokens) <= most:
+    if maximum is None or len(tokens) <= maximum:
         return False
-    context.skip("with more tokens than max_tokens", f"{where}: {len(tokens)} tokens, but max_tokens is {most}")
+    context.skip("with more tokens than max_tokens", f"{place}: {len(tokens)} tokens, but max_tokens is {maximum}")
     return True
 
 
@@ -179,7 +179,7 @@ def _is_as_counted(
     *,
     ids: bool,
     cut: bool,
-    where: str,
+    place: str,
 ) -> bool:
     """True if the choices have the tokens that the server counted, but for a few; else they are counted as skipped.
 
@@ -193,14 +193,14 @@ def _is_as_counted(
     if (counted := usage.get(key)) is None:
         return True
     if type(counted) is not int or counted < 0:
-        raise UsageError(f"{where}: 'usage.{key}' is {quoted(counted)}; it must be a number of tokens")
+        raise UsageError(f"{place}: 'usage.{key}' is {quoted(counted)}; it must be a number of tokens")
     size = sum(map(len, choices))
     difference = abs(counted - size)
     few = _FEW_IDS if ids else _FEW_TOKENS + _FEW_OF_TEXT * counted
     if difference > few * len(choices):
         context.skip(
             "with more or fewer tokens than the server counted",
-            f"{where}: {size} tokens would be replayed, but usage.{key} is {counted}; record token ids",
+            f"{place}: {size} tokens would be replayed, but usage.{key} is {counted}; record token ids",
             len(choices),
         )
         return False
@@ -217,19 +217,19 @@ def _choice_tokens(
     pieces: list[str] | None,
     request: ChatRequest,
     ended: bool,
-    where: str,
+    place: str,
 ) -> list[int]:
     if choice.get("token_ids") is not None:
-        return token_ids(choice["token_ids"], "token_ids", where)
+        return token_ids(choice["token_ids"], "token_ids", place)
     if pieces and all(piece.startswith("token_id:") and piece[9:].isdecimal() for piece in pieces):
-        return token_ids([int(piece[9:19]) for piece in pieces], "logprobs", where)
+        return token_ids([int(piece[9:19]) for piece in pieces], "logprobs", place)
     fields = choice.get("message")
     if not isinstance(fields, dict):
         fields = _fields(choice, choice["text"]) if isinstance(choice.get("text"), str) else {}
     if pieces is None:
-        return _encoded(context, _text(context, fields, request, ended, where), where)
-    message = _message(fields, where)
-    result = context.tokenizer(where)
+        return _encoded(context, _text(context, fields, request, ended, place), place)
+    message = _message(fields, place)
+    result = context.tokenizer(place)
     names = [str(result.tokenizer.decode([end])) for end in result.eos_token_ids]
     whole = "" if any(map(_is_partial, pieces)) else "".join(pieces)
     complete = _contains(whole, message.texts(request))
@@ -237,7 +237,7 @@ def _choice_tokens(
     texts += [whole] if complete else []
     count = 0
     for text in texts:
-        tokens = _encode(context, text, where)
+        tokens = _encode(context, text, place)
         count = count or len(tokens)
         if len(pieces) == len(tokens) + 1:  # the end-of-sequence token is not part of the text
             ends = dict(zip(names, result.eos_token_ids, strict=True))
@@ -249,10 +249,10 @@ def _choice_tokens(
         ):
             context.assumed[RETOKENIZED] += 1
             return tokens
-    if complete and (tokens := context.named(pieces, where)):
+    if complete and (tokens := context.named(pieces, place)):
         return tokens
     raise UsageError(
-        f"{where}: the {count} tokens of the text differ from the {len(pieces)} tokens with "
+        f"{place}: the {count} tokens of the text differ from the {len(pieces)} tokens with "
         "log-probabilities; request token ids from the server (vLLM: return_token_ids, or "
         "return_tokens_as_token_ids), or set --target to the model that generated it"
     )
@@ -273,16 +273,16 @@ def _contains(text: str, parts: Sequence[str]) -> bool:
     return True
 
 
-def _text(context: ParseContext, fields: Mapping[str, Any], request: ChatRequest, ended: bool, where: str) -> str:
+def _text(context: ParseContext, fields: Mapping[str, Any], request: ChatRequest, ended: bool, place: str) -> str:
     """The generated text of a message. Raises UnknownTextError if it does not follow from the message."""
-    message = _message(fields, where)
+    message = _message(fields, place)
     if not (message.thinking or message.calls):
         return message.content
-    target = context.tokenizer(where)
+    target = context.tokenizer(place)
     try:
         text = message.generated(request, target, ended=ended)
     except UsageError as error:
-        raise UnknownTextError(str(_at(error, where))) from None
+        raise UnknownTextError(str(_at(error, place))) from None
     context.assumed["with thinking or calls in fields of their own, put together by the target's chat template"] += 1
     return text
 
@@ -292,17 +292,17 @@ def _fields(row: Mapping[str, Any], text: str) -> dict[str, Any]:
     return {**{key: row.get(key) for key in GENERATED_KEYS}, "content": text}
 
 
-def _message(fields: Mapping[str, Any], where: str) -> Message:
+def _message(fields: Mapping[str, Any], place: str) -> Message:
     try:
         message = Message.parse(fields)
     except UsageError as error:
-        raise UnknownTextError(f"{where}: {error}") from None
+        raise UnknownTextError(f"{place}: {error}") from None
     if message is None and "content" not in fields:
-        raise UsageError(f"{where}: the choice is empty; it needs 'token_ids', 'text' or 'message.content'")
+        raise UsageError(f"{place}: the choice is empty; it needs 'token_ids', 'text' or 'message.content'")
     return message or Message()
 
 
-def _logprobs(choice: Mapping[str, Any], where: str) -> tuple[list[str] | None, list[Any] | None]:
+def _logprobs(choice: Mapping[str, Any], place: str) -> tuple[list[str] | None, list[Any] | None]:
     """Tokens of a choice as texts, and their log-probabilities."""
     result = choice.get("logprobs")
     if result is None:
@@ -315,7 +315,7 @@ def _logprobs(choice: Mapping[str, Any], where: str) -> tuple[list[str] | None, 
         if isinstance(values, list) and len(values) == len(pieces) and all(isinstance(piece, str) for piece in pieces):
             return pieces, values
     raise UsageError(
-        f"{where}: 'logprobs' has an unknown format; it must be that of a chat completion (content: token, logprob) or "
+        f"{place}: 'logprobs' has an unknown format; it must be that of a chat completion (content: token, logprob) or "
         "of a completion (tokens, token_logprobs)"
     )
 
@@ -340,85 +340,85 @@ def _as_sampled(context: ParseContext, values: np.ndarray, sampling: Sampling | 
     return None
 
 
-def _request(fields: Mapping[str, Any], where: str) -> ChatRequest:
+def _request(fields: Mapping[str, Any], place: str) -> ChatRequest:
     try:
         return ChatRequest.parse(fields)
     except UsageError as error:
-        raise UsageError(f"{where}: {error}") from None
+        raise UsageError(f"{place}: {error}") from None
 
 
-def _prompt(context: ParseContext, request: ChatRequest, row: Mapping[str, Any], where: str) -> list[int]:
+def _prompt(context: ParseContext, request: ChatRequest, row: Mapping[str, Any], place: str) -> list[int]:
     prompt = row.get("prompt")
     try:
         if request.messages is not None:
-            tokenizer = context.tokenizer(where).tokenizer
+            tokenizer = context.tokenizer(place).tokenizer
             return encode_messages(tokenizer, request.messages, tools=request.tools, options=request.options)
         if isinstance(prompt, str):
-            return encode_text(context.tokenizer(where).tokenizer, prompt, special=True)
+            return encode_text(context.tokenizer(place).tokenizer, prompt, special=True)
     except UsageError as error:
-        raise _at(error, where) from None
+        raise _at(error, place) from None
     if isinstance(prompt, list):
-        return token_ids(prompt, "prompt", where)
-    raise UsageError(f"{where}: the prompt is missing; set 'prompt' (text or token ids) or 'messages'")
+        return token_ids(prompt, "prompt", place)
+    raise UsageError(f"{place}: the prompt is missing; set 'prompt' (text or token ids) or 'messages'")
 
 
-def _encoded(context: ParseContext, text: str, where: str) -> list[int]:
-    result = _encode(context, text, where)
+def _encoded(context: ParseContext, text: str, place: str) -> list[int]:
+    result = _encode(context, text, place)
     context.assumed[RETOKENIZED] += 1
     return result
 
 
-def _encode(context: ParseContext, text: str, where: str) -> list[int]:
-    tokenizer = context.tokenizer(where).tokenizer
+def _encode(context: ParseContext, text: str, place: str) -> list[int]:
+    tokenizer = context.tokenizer(place).tokenizer
     try:
         return encode_text(tokenizer, text, special=False)
     except UsageError as error:
-        raise _at(error, where) from None
+        raise _at(error, place) from None
 
 
-def _with_end(context: ParseContext, tokens: list[int], where: str) -> list[int]:
+def _with_end(context: ParseContext, tokens: list[int], place: str) -> list[int]:
     """``tokens`` with the tokenizer's end-of-sequence token appended."""
-    result = context.tokenizer(where)
+    result = context.tokenizer(place)
     end = result.tokenizer.eos_token_id
     if end is None:
         raise UsageError(
-            f"{where}: finish_reason is stop, but {result.model} does not define an end-of-sequence token; give "
+            f"{place}: finish_reason is stop, but {result.model} does not define an end-of-sequence token; give "
             "'tokens'"
         )
     context.assumed["with finish_reason stop, with the tokenizer's end-of-sequence token appended"] += 1
     return [*tokens, int(end)]
 
 
-def _at(error: UsageError, where: str) -> UsageError:
-    return error if where in str(error) else UsageError(f"{where}: {error}")
+def _at(error: UsageError, place: str) -> UsageError:
+    return error if place in str(error) else UsageError(f"{place}: {error}")
 
 
-def _ended(context: ParseContext, row: Mapping[str, Any], where: str) -> bool | None:
+def _ended(context: ParseContext, row: Mapping[str, Any], place: str) -> bool | None:
     """True if the response ended with an end-of-sequence token; None if unknown."""
     value = row.get("finish_reason")
     value = value.get("type") if isinstance(value, dict) else value  # SGLang
     if value is None:
         return None
     if not isinstance(value, str):
-        raise UsageError(f"{where}: 'finish_reason' is {quoted(value)}; it must be a text, such as stop or length")
+        raise UsageError(f"{place}: 'finish_reason' is {quoted(value)}; it must be a text, such as stop or length")
     if value.lower() not in FINISH_REASONS:
         context.assumed[f"with the unknown finish_reason {quoted(value, 20)}, treated as truncated there"] += 1
     # A text as vLLM's stop_reason is the stop text that ended the response.
     return FINISH_REASONS.get(value.lower(), False) and not isinstance(row.get("stop_reason"), str)
 
 
-def _most(row: Mapping[str, Any], where: str) -> int | None:
+def _most(row: Mapping[str, Any], place: str) -> int | None:
     value = next((row[key] for key in ("max_tokens", "max_completion_tokens") if row.get(key) is not None), None)
     if value is not None and (type(value) is not int or not 0 < value <= MOST_TOKENS):
-        raise UsageError(f"{where}: 'max_tokens' is {quoted(value)}; it must be a positive number of tokens")
+        raise UsageError(f"{place}: 'max_tokens' is {quoted(value)}; it must be a positive number of tokens")
     return value
 
 
-def _name(row: Mapping[str, Any], key: str, where: str) -> str:
+def _name(row: Mapping[str, Any], key: str, place: str) -> str:
     value = row.get(key)
     value = str(value) if type(value) is int else value
     if value is None:
         return ""
-    if not isinstance(value, str) or flaw(value, UNPRINTABLE) or MOST_NAME.refusal(value):
-        raise UsageError(f"{where}: {key!r} is {quoted(value)}; it must be a short, single-line text")
+    if not isinstance(value, str) or describe_forbidden_char(value, UNPRINTABLE) or MOST_NAME.violation(value):
+        raise UsageError(f"{place}: {key!r} is {quoted(value)}; it must be a short, single-line text")
     return value

@@ -76,21 +76,21 @@ def _heuristic(
         bonus = np.arange(1, depth + 1) <= t - 1 - start  # an accepted last token has no bonus token
         for length in np.flatnonzero(reached[start]):
             weight, n = reached[start, length], int(min(length, max_draft_len, response.lengths[start]))
-            most = min(n, t - start)  # acceptable tokens
-            tau = at_least[start, : most + 1] - np.append(at_least[start, 1 : most + 1], 0)
-            ends = start + 1 + np.arange(most + 1)
+            maximum = min(n, t - start)  # acceptable tokens
+            tau = at_least[start, : maximum + 1] - np.append(at_least[start, 1 : maximum + 1], 0)
+            ends = start + 1 + np.arange(maximum + 1)
             shorter = max(1, length - FEWER) if n else length
             whole = max(1, min(n + MORE, gamma)) if n else length
             reached[ends[:n], shorter] += weight * tau[:n]
             reached[ends[n:], whole] += weight * tau[n:]
             if response.starts is not None and not response.starts[start]:
                 continue
-            survival = response.survival[start] * (np.arange(1, depth + 1) <= most)
+            survival = response.survival[start] * (np.arange(1, depth + 1) <= maximum)
             emits = weight * (1 + (survival * bonus).sum())
             tokens += emits
             steps += weight
             drafted += weight * n
-            taken += weight * at_least[start, 1 : most + 1].sum()
+            taken += weight * at_least[start, 1 : maximum + 1].sum()
             if max_draft_len >= gamma:
                 counted += weight
                 emitted += emits

@@ -29,9 +29,9 @@ class Response:
         prompt, tokens: token ids; ``tokens`` include the final end-of-sequence token.
         log_p: float64 [T], log P of each token as sampled (after temperature and truncation); None if unknown.
         ended: the last token is an end-of-sequence token.
-        most: maximum number of tokens of the request; None if unknown.
+        maximum: maximum number of tokens of the request; None if unknown.
         sampling: sampling parameters; None if unknown.
-        where: file and line, for error messages.
+        place: file and line, for error messages.
         continuation: tokens that the target would emit past the end, for counters of engines (`engine_counts`).
     """
 
@@ -41,15 +41,15 @@ class Response:
     tokens: Sequence[int]
     log_p: np.ndarray | None = None
     ended: bool = False
-    most: int | None = None
+    maximum: int | None = None
     sampling: Sampling | None = None
-    where: str = ""
+    place: str = ""
     continuation: Sequence[int] = ()
 
     @property
     def limit(self) -> int | None:
         """Maximum length if known; a response without an end-of-sequence token was truncated at its length."""
-        return self.most if self.most is not None or self.ended else len(self.tokens)
+        return self.maximum if self.maximum is not None or self.ended else len(self.tokens)
 
 
 class UnknownTextError(UsageError):
@@ -78,18 +78,18 @@ class ParseContext:
     _tokenizer: TokenizerOf | None = None
     _named: dict[str, int] | None = None
 
-    def tokenizer(self, where: str) -> TokenizerOf:
+    def tokenizer(self, place: str) -> TokenizerOf:
         """Tokenizer of the target, loaded on first use. Raises UsageError without a target."""
         if self._tokenizer is None:
             if not self.target:
-                raise UsageError(f"{where}: a text needs a tokenizer; set --target MODEL, or record token ids")
+                raise UsageError(f"{place}: a text needs a tokenizer; set --target MODEL, or record token ids")
             self._tokenizer = load_tokenizer(self.target, trust_remote_code=self.trust_remote_code)
         return self._tokenizer
 
-    def named(self, names: Sequence[str], where: str) -> list[int]:
+    def named(self, names: Sequence[str], place: str) -> list[int]:
         """The tokens with these texts; empty if one is not the text of exactly one token of the vocabulary."""
         if self._named is None:
-            tokenizer = self.tokenizer(where).tokenizer
+            tokenizer = self.tokenizer(place).tokenizer
             texts = [str(text) for text in tokenizer.batch_decode([[token] for token in range(len(tokenizer))])]
             counts = Counter(texts)
             self._named = {text: token for token, text in enumerate(texts) if counts[text] == 1}
@@ -111,36 +111,36 @@ def describe(sampling: Sampling) -> str:
 # -- values of a row -------------------------------------------------------------------------------------------
 
 
-def token_ids(values: Any, key: str, where: str) -> list[int]:
+def token_ids(values: Any, key: str, place: str) -> list[int]:
     """Validate a list of token ids. Raises UsageError with the key."""
     if not isinstance(values, list) or not set(map(type, values)) <= {int}:
-        raise UsageError(f"{where}: {key!r} must be a list of integer token ids")
+        raise UsageError(f"{place}: {key!r} must be a list of integer token ids")
     if values and not 0 <= min(values) <= max(values) < MOST_WIDTH:
         invalid = min(values) if min(values) < 0 else max(values)
-        raise UsageError(f"{where}: {key!r} contains {quoted(invalid)}, which is not a valid token id")
-    if reason := MOST_TOKENS.refusal(values):
-        raise UsageError(f"{where}: {key!r} has {len(values)} tokens; {reason}")
+        raise UsageError(f"{place}: {key!r} contains {quoted(invalid)}, which is not a valid token id")
+    if reason := MOST_TOKENS.violation(values):
+        raise UsageError(f"{place}: {key!r} has {len(values)} tokens; {reason}")
     return values
 
 
-def log_probabilities(values: Any, key: str, count: int, where: str) -> np.ndarray:
+def log_probabilities(values: Any, key: str, count: int, place: str) -> np.ndarray:
     """Validate ``count`` log-probabilities; returns float64. Raises UsageError with the key."""
     if not isinstance(values, list) or not set(map(type, values)) <= {int, float, type(None)}:
-        raise UsageError(f"{where}: {key!r} must be a list of numbers, one per token of the response")
+        raise UsageError(f"{place}: {key!r} must be a list of numbers, one per token of the response")
     if len(values) != count:
-        raise UsageError(f"{where}: {key!r} has {len(values)} numbers, but the response has {count} tokens")
+        raise UsageError(f"{place}: {key!r} has {len(values)} numbers, but the response has {count} tokens")
     result = np.array(values, dtype=np.float64)  # null, the log-probability of a token that p excludes, is NaN
     invalid = ~((result <= 1e-3) & (result >= MIN_LOG_P))
     if invalid.any():
         index = int(np.argmax(invalid))
         raise UsageError(
-            f"{where}: {key!r} contains {values[index]!r} for token {index + 1}, which is not a valid natural "
+            f"{place}: {key!r} contains {values[index]!r} for token {index + 1}, which is not a valid natural "
             f"log-probability of a sampled token; it must lie between {MIN_LOG_P:g} and 0"
         )
     return np.minimum(result, 0.0)
 
 
-def sampling_of(row: dict[str, Any], default: Sampling | None, where: str) -> Sampling | None:
+def sampling_of(row: dict[str, Any], default: Sampling | None, place: str) -> Sampling | None:
     """Sampling parameters of a row, by default ``given``. Raises UsageError if the two differ."""
     fields = {key: row[key] for key in Sampling.model_fields if row.get(key) is not None}
     if fields.get("top_k") == -1:  # off, in some engines
@@ -150,7 +150,7 @@ def sampling_of(row: dict[str, Any], default: Sampling | None, where: str) -> Sa
     try:
         result = Sampling.model_validate(fields)
     except ValidationError:
-        raise UsageError(f"{where}: invalid sampling parameters {', '.join(fields)}: {quoted(fields)}") from None
+        raise UsageError(f"{place}: invalid sampling parameters {', '.join(fields)}: {quoted(fields)}") from None
     if default is not None and result != default:
-        raise UsageError(f"{where}: sampled at {describe(result)}, but the options request {describe(default)}")
+        raise UsageError(f"{place}: sampled at {describe(result)}, but the options request {describe(default)}")
     return result

@@ -51,7 +51,7 @@ class Reader(ParseContext):
                     self.assumed["skipped: without tokens"] += 1
                     continue
                 if not len(response.prompt):
-                    raise UsageError(f"{response.where}: the prompt is empty; it must have at least one token")
+                    raise UsageError(f"{response.place}: the prompt is empty; it must have at least one token")
                 if self.limit is not None and count >= self.limit:
                     return
                 count += 1
@@ -73,8 +73,8 @@ class Reader(ParseContext):
             file = printable(source)
             for number, line in read_lines(path_of(source), RESPONSE_FILE_BYTES, LINE_BYTES):
                 if line.strip():
-                    where = f"{file}:{number}"
-                    yield from response_of(self, parse_json(line, source, line=number), where)
+                    place = f"{file}:{number}"
+                    yield from response_of(self, parse_json(line, source, line=number), place)
             return
         yield from self._texts(source)
 
@@ -121,44 +121,44 @@ class Reader(ParseContext):
         prompts: dict[str, Prompt] = {}
         answers: dict[str, list[str]] = {}
         for number, line in read_lines(file, RESPONSE_FILE_BYTES, LINE_BYTES):
-            where = f"{printable(str(file))}:{number}"
+            place = f"{printable(str(file))}:{number}"
             row = parse_json(line, file, line=number)
             if (
                 not isinstance(row, dict)
                 or not {"question_id", "turn", "tokens", "finish_reason", "text"} <= row.keys()
             ):
-                raise UsageError(f"{where}: not a response record of a run; rerun the cell")
+                raise UsageError(f"{place}: not a response record of a run; rerun the cell")
             prompts = prompts or {str(prompt.question_id): prompt for prompt in config.prompts.load()}
             name, turn = str(row["question_id"]), row["turn"]
             prompt = prompts.get(name)
             if prompt is None or not (isinstance(turn, int) and 0 <= turn < len(prompt.turns)):
                 raise UsageError(
-                    f"{where}: turn {turn} of {quoted(name)} is not in the run's prompts; the prompt file has changed"
+                    f"{place}: turn {turn} of {quoted(name)} is not in the run's prompts; the prompt file has changed"
                 )
             if prompt.constraint is not None:
-                raise _constrained(f"{where}: the response to {quoted(name)}")
+                raise _constrained(f"{place}: the response to {quoted(name)}")
             earlier = answers.setdefault(name, [])
-            tokenizer = self.tokenizer(where).tokenizer
+            tokenizer = self.tokenizer(place).tokenizer
             ids = encode(tokenizer, prompt.turns[: turn + 1], earlier) if len(earlier) == turn else []
             if len(prompt.turns) > 1:
                 earlier.append(str(row["text"]))
             if len(ids) != row.get("prompt_tokens"):
                 if turn == 0:
                     raise UsageError(
-                        f"{where}: the prompt {quoted(name)} has {len(ids)} tokens, but had "
+                        f"{place}: the prompt {quoted(name)} has {len(ids)} tokens, but had "
                         f"{row.get('prompt_tokens')} in the run; the prompts or the tokenizer have changed"
                     )
                 self.assumed["skipped: later turns of conversations that the run truncated"] += 1
                 continue
-            tokens = token_ids(row["tokens"], "tokens", where)
+            tokens = token_ids(row["tokens"], "tokens", place)
             log_p = (
                 None
                 if row.get("logprobs") is None
-                else log_probabilities(row["logprobs"], "logprobs", len(tokens), where)
+                else log_probabilities(row["logprobs"], "logprobs", len(tokens), place)
             )
             ended = row["finish_reason"] == "stop"
-            most = config.max_new_tokens if ended else len(tokens)  # "length" may be that of the context
-            yield Response(name, prompt.category, ids, tokens, log_p, ended, most, config.sampling, where)
+            maximum = config.max_new_tokens if ended else len(tokens)  # "length" may be that of the context
+            yield Response(name, prompt.category, ids, tokens, log_p, ended, maximum, config.sampling, place)
 
     # -- texts -----------------------------------------------------------------------------------------------
 
@@ -169,22 +169,23 @@ class Reader(ParseContext):
                 "the datasets library, or hf:org/name"
             )
         self.tokenizer(source)  # before a data set is loaded
-        for where, row in rows(source, self.split, self.column):
+        for place, row in rows(source, self.split, self.column):
             texts = row.get("turns") if isinstance(row, dict) else None
             text = texts[0] if isinstance(texts, list) and texts else row.get("text") if isinstance(row, dict) else None
             if not isinstance(text, str):
-                raise UsageError(f"{where}: the row does not contain a text; set its column with --column NAME")
-            ids = encode_text(self.tokenizer(where).tokenizer, text, special=True)
+                raise UsageError(f"{place}: the row does not contain a text; set its column with --column NAME")
+            ids = encode_text(self.tokenizer(place).tokenizer, text, special=True)
             start = self.prompt_tokens
             response = ids[start : start + self.tokens]
             if len(response) < self.tokens:
                 self.assumed[f"texts shorter than {start} + {self.tokens} tokens"] += 1
             self.assumed[TEXTS] += 1
             category = row.get("category") if isinstance(row.get("category"), str) else "all"
-            yield Response(where, str(category), ids[:start], response, None, False, None, self.sampling, where)
+            yield Response(place, str(category), ids[:start], response, None, False, None, self.sampling, place)
 
 
-def _constrained(what: str) -> UsageError:
+def _constrained(subject: str) -> UsageError:
     return UsageError(
-        f"{what} was decoded under a constraint, which replay does not apply; run the recipe of the candidates instead"
+        f"{subject} was decoded under a constraint, which replay does not apply; run the recipe of the candidates "
+        "instead"
     )

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from crossdraft.framework.errors import UsageError, quoted
-from crossdraft.framework.util.input_files import BROKEN, flaw, parse_json, read_lines
+from crossdraft.framework.util.input_files import BROKEN, describe_forbidden_char, parse_json, read_lines
 from crossdraft.framework.util.limits import LINE_BYTES, MOST_WIDTH, PROMPT_FILE_BYTES
 
 from .equivalence import BATCH_ELEMENTS
@@ -35,14 +35,14 @@ class Draws:
     """Draws after one prefix.
 
     Attributes:
-        where: file and line.
+        place: file and line.
         prefix: text, or token ids; empty if the file contains the distribution.
         counts: next token -> number of draws.
         sequences: drawn token ids, one list per draw.
         probs: float64 [V], next-token distribution from the file, or None.
     """
 
-    where: str
+    place: str
     prefix: str | list[int]
     counts: Counter[int] = field(default_factory=Counter)
     sequences: list[list[int]] = field(default_factory=list)
@@ -87,29 +87,29 @@ def read_draws(path: Path) -> list[Draws]:
     for number, line in read_lines(path, PROMPT_FILE_BYTES, LINE_BYTES):
         if not line.strip():
             continue
-        where = f"{path}:{number}"
+        place = f"{path}:{number}"
         row = parse_json(line, path, line=number)
         if not isinstance(row, dict):
-            raise UsageError(f"{where}: a line must be a JSON object")
+            raise UsageError(f"{place}: a line must be a JSON object")
         if unknown := sorted(set(row) - {"prompt", "prefix", "probs", "counts", "samples"}):
             raise UsageError(
-                f"{where}: unknown key {quoted(unknown[0])}; allowed keys: prompt, prefix, probs, counts, samples"
+                f"{place}: unknown key {quoted(unknown[0])}; allowed keys: prompt, prefix, probs, counts, samples"
             )
         prefix_keys = [key for key in ("prompt", "prefix", "probs") if key in row]
         if len(prefix_keys) != 1 or ("counts" in row) == ("samples" in row):
-            raise UsageError(f"{where}: give one of prompt, prefix and probs, and one of counts and samples")
-        draws = _prefix(where, prefix_keys[0], row[prefix_keys[0]])
+            raise UsageError(f"{place}: give one of prompt, prefix and probs, and one of counts and samples")
+        draws = _prefix(place, prefix_keys[0], row[prefix_keys[0]])
         key = (prefix_keys[0], draws.probs.tobytes() if draws.probs is not None else repr(draws.prefix))
         draws = draws_by_key.setdefault(key, draws)
         if "counts" in row:
-            _counts(where, row["counts"], draws)
+            _counts(place, row["counts"], draws)
         else:
-            _samples(where, row["samples"], draws)
+            _samples(place, row["samples"], draws)
     if not draws_by_key:
         raise UsageError(f"{path} is empty; it needs one JSON object per line")
     for draws in draws_by_key.values():
         if draws.probs is not None and draws.sequences:
-            raise UsageError(f"{draws.where}: samples with probs must be single tokens, not sequences")
+            raise UsageError(f"{draws.place}: samples with probs must be single tokens, not sequences")
         if draws.probs is not None:
             check_vocabulary(draws, len(draws.probs))
     return list(draws_by_key.values())
@@ -118,21 +118,21 @@ def read_draws(path: Path) -> list[Draws]:
 def check_vocabulary(draws: Draws, size: int) -> None:
     """Raise UsageError for a drawn token beyond a vocabulary."""
     if draws.largest >= size:
-        raise UsageError(f"{draws.where}: token {draws.largest} is outside of the vocabulary of {size}")
+        raise UsageError(f"{draws.place}: token {draws.largest} is outside of the vocabulary of {size}")
 
 
-def _prefix(where: str, key: str, value: Any) -> Draws:
+def _prefix(place: str, key: str, value: Any) -> Draws:
     if key == "prompt":
         if not isinstance(value, str) or not value:
-            raise UsageError(f"{where}: prompt must be a text")
-        if reason := flaw(value, BROKEN):
-            raise UsageError(f"{where}: prompt contains {reason}, which cannot be tokenized; remove it")
-        return Draws(where, value)
+            raise UsageError(f"{place}: prompt must be a text")
+        if reason := describe_forbidden_char(value, BROKEN):
+            raise UsageError(f"{place}: prompt contains {reason}, which cannot be tokenized; remove it")
+        return Draws(place, value)
     if key == "prefix":
         if not isinstance(value, list) or not value:
-            raise UsageError(f"{where}: prefix must be a non-empty list of token ids")
-        return Draws(where, [_token_id(where, "prefix", token) for token in value])
-    error = UsageError(f"{where}: probs must be a list of at least two probabilities that sum to 1")
+            raise UsageError(f"{place}: prefix must be a non-empty list of token ids")
+        return Draws(place, [_token_id(place, "prefix", token) for token in value])
+    error = UsageError(f"{place}: probs must be a list of at least two probabilities that sum to 1")
     if not isinstance(value, list) or len(value) < 2 or not set(map(type, value)) <= {int, float}:
         raise error
     try:
@@ -142,40 +142,40 @@ def _prefix(where: str, key: str, value: Any) -> Draws:
     total = probs.sum()
     if not (probs >= 0).all() or not abs(total - 1) <= 1e-3:
         raise error
-    return Draws(where, [], probs=probs / total)
+    return Draws(place, [], probs=probs / total)
 
 
-def _token_id(where: str, key: str, value: Any) -> int:
+def _token_id(place: str, key: str, value: Any) -> int:
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10:  # keys of JSON objects
         value = int(value)
     if type(value) is not int or not 0 <= value < MOST_WIDTH:
-        raise UsageError(f"{where}: {key} contains {quoted(value)}, which is not a valid token id")
+        raise UsageError(f"{place}: {key} contains {quoted(value)}, which is not a valid token id")
     return value
 
 
-def _counts(where: str, counts: Any, draws: Draws) -> None:
+def _counts(place: str, counts: Any, draws: Draws) -> None:
     if not isinstance(counts, dict) or not counts:
-        raise UsageError(f"{where}: counts must map token ids to numbers of draws")
+        raise UsageError(f"{place}: counts must map token ids to numbers of draws")
     for token, n in counts.items():
         if type(n) is not int or not 0 <= n < 2**53:
             raise UsageError(
-                f"{where}: counts has {quoted(n)} for token {quoted(token)}, which is not a valid number of draws"
+                f"{place}: counts has {quoted(n)} for token {quoted(token)}, which is not a valid number of draws"
             )
-        draws.counts[_token_id(where, "counts", token)] += n
+        draws.counts[_token_id(place, "counts", token)] += n
     if not draws.counts.total():
-        raise UsageError(f"{where}: counts must have at least one draw")
+        raise UsageError(f"{place}: counts must have at least one draw")
 
 
-def _samples(where: str, samples: Any, draws: Draws) -> None:
+def _samples(place: str, samples: Any, draws: Draws) -> None:
     if not isinstance(samples, list) or not samples:
-        raise UsageError(f"{where}: samples must be a list of token ids, or of lists of token ids")
+        raise UsageError(f"{place}: samples must be a list of token ids, or of lists of token ids")
     for sample in samples:
         if isinstance(sample, list):
             if not sample:
-                raise UsageError(f"{where}: samples contains an empty sequence")
-            draws.sequences.append([_token_id(where, "samples", token) for token in sample])
+                raise UsageError(f"{place}: samples contains an empty sequence")
+            draws.sequences.append([_token_id(place, "samples", token) for token in sample])
         else:
-            draws.counts[_token_id(where, "samples", sample)] += 1
+            draws.counts[_token_id(place, "samples", sample)] += 1
 
 
 # -- testing ---------------------------------------------------------------------------------------------------
@@ -226,9 +226,9 @@ def decide(
         for row, (i, node) in enumerate(places):
             counts = trees[i].counts[node]
             if node == 0 and not include_first:
-                _append(rows[1], chosen[1], row, draws_list[i].where, firsts[i])
+                _append(rows[1], chosen[1], row, draws_list[i].place, firsts[i])
                 counts = draws_list[i].counts
-            _append(rows[0], chosen[0], row, draws_list[i].where, counts)
+            _append(rows[0], chosen[0], row, draws_list[i].place, counts)
         for evidence, draws, selected in zip((tested, first_evidence), rows, chosen, strict=True):
             if draws:
                 evidence.add(probs if len(selected) == len(probs) else probs[selected], draws)
@@ -241,7 +241,7 @@ def decide(
     )
 
 
-def _append(rows: list[PrefixDraws], chosen: list[int], row: int, where: str, counts: Counter[int]) -> None:
+def _append(rows: list[PrefixDraws], chosen: list[int], row: int, place: str, counts: Counter[int]) -> None:
     if counts.total():
-        rows.append(PrefixDraws(where, list(counts.keys()), list(counts.values())))
+        rows.append(PrefixDraws(place, list(counts.keys()), list(counts.values())))
         chosen.append(row)

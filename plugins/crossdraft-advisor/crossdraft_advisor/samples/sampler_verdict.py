@@ -37,7 +37,7 @@ CELLS, DRAWS_PER_CELL = 16, 5
 class PrefixDraws:
     """Draws after one prefix: ``counts[i]`` draws of token ``tokens[i]``."""
 
-    where: str
+    place: str
     tokens: Sequence[int]
     counts: Sequence[int]
 
@@ -183,7 +183,7 @@ class Evidence:
             cell = np.searchsorted(ends, rank[span], side="right")
             mass = np.diff(reached[r][ends - 1], prepend=0.0)
             row = np.bincount(cell, counts[span], len(ends))
-            self._rows.append((draws[r].where, row, mass, more))
+            self._rows.append((draws[r].place, row, mass, more))
 
     # -- the verdict ---------------------------------------------------------------------------------------------
 
@@ -273,11 +273,11 @@ class Evidence:
         if rows is None:
             return []
         lines = zip(self._rows, rows.draws, rows.p_values, strict=True)
-        return [(where, int(n), float(p)) for (where, *_), n, p in lines]
+        return [(place, int(n), float(p)) for (place, *_), n, p in lines]
 
     def _worst(self) -> tuple[str, int]:
-        where, n, _ = min(self._by_prefix(self._row_cells()), key=lambda line: line[2])
-        return where, n
+        place, n, _ = min(self._by_prefix(self._row_cells()), key=lambda line: line[2])
+        return place, n
 
 
 def _cell_ends(reached: np.ndarray, mass: float) -> np.ndarray:

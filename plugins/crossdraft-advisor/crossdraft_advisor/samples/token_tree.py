@@ -68,8 +68,8 @@ class Subtree:
     is_output: list[bool]
 
 
-def subtrees(tree: TokenTree, most: int) -> Iterator[Subtree]:
-    """Split a tree, depth first, into subtrees of at most ``most`` nodes, each with the path from the prompt."""
+def subtrees(tree: TokenTree, maximum: int) -> Iterator[Subtree]:
+    """Split a tree, depth first, into subtrees of at most ``maximum`` nodes, each with the path from the prompt."""
     children: list[list[int]] = [[] for _ in tree.tokens]
     for node, parent in enumerate(tree.parents[1:], 1):
         children[parent].append(node)
@@ -78,7 +78,7 @@ def subtrees(tree: TokenTree, most: int) -> Iterator[Subtree]:
     stack = [0]
     while stack:
         node = stack.pop()
-        if len(part.nodes) >= most:
+        if len(part.nodes) >= maximum:
             yield part
             positions, part, path = {}, Subtree([], [], []), []
             above = tree.parents[node]
@@ -120,16 +120,16 @@ def distributions(
     deepest = max(tree.depth for tree in trees)
     longest = max(map(len, prompts))
     largest = max(len(tree.tokens) for tree in trees)
-    most = min(largest, max(NODES, 2 * deepest))
+    maximum = min(largest, max(NODES, 2 * deepest))
     if context_length is not None:
-        most = max(deepest, min(most, context_length - longest + 1))
+        maximum = max(deepest, min(maximum, context_length - longest + 1))
     rows = min(ROWS, len(trees))
-    lm = make(rows, longest + most)
+    lm = make(rows, longest + maximum)
     width = max(1, min(WIDTH, BYTES // (4 * rows * lm.vocab_size)))
     for first in range(0, len(order), rows):
         group = order[first : first + rows]
         _prefill(lm, [prompts[i] for i in group])
-        cuts = [subtrees(trees[i], most) for i in group]
+        cuts = [subtrees(trees[i], maximum) for i in group]
         while any(parts := [next(cut, None) for cut in cuts]):
             yield from _score(lm, group, [prompts[i][-1] for i in group], trees, parts, width, sampling, label)
         for row in range(len(group)):

@@ -144,22 +144,22 @@ def read_trace(name: str, limit: int | None = None, unit: str | None = None) -> 
     path = path_of(name)
     file, arrivals = printable(str(path)), []
     reader: _TraceReader | None = None
-    for number, line in read_lines(path, RESPONSE_FILE_BYTES, LINE_BYTES, what="the trace"):
+    for number, line in read_lines(path, RESPONSE_FILE_BYTES, LINE_BYTES, subject="the trace"):
         if not line.strip():
             continue
         if len(arrivals) == limit:
             break
-        where = f"{file}:{number}"
-        if reason := MOST_REQUESTS.refusal(len(arrivals) + 1):
-            raise UsageError(f"{where}: too many requests, {reason}; use --requests")
+        place = f"{file}:{number}"
+        if reason := MOST_REQUESTS.violation(len(arrivals) + 1):
+            raise UsageError(f"{place}: too many requests, {reason}; use --requests")
         if reader is None and not line.lstrip().startswith(("{", "[")):
-            reader = _TraceReader(unit, _header(line, where))
+            reader = _TraceReader(unit, _header(line, place))
             continue
         reader = reader or _TraceReader(unit)
-        row = parse_json(line, path, line=number) if reader.header is None else _cells(line, reader.header, where)
-        arrival = reader.arrival(row, where)
+        row = parse_json(line, path, line=number) if reader.header is None else _cells(line, reader.header, place)
+        arrival = reader.arrival(row, place)
         if arrivals and arrival.seconds < arrivals[-1].seconds:
-            raise UsageError(f"{where}: the request arrives before the previous one; sort the trace by time")
+            raise UsageError(f"{place}: the request arrives before the previous one; sort the trace by time")
         arrivals.append(arrival)
     if not arrivals:
         raise UsageError(f"{file} does not contain a request; give a trace with at least one")
@@ -167,30 +167,30 @@ def read_trace(name: str, limit: int | None = None, unit: str | None = None) -> 
     return ArrivalTrace(path.name, tuple(arrivals), reader.times)
 
 
-def _header(line: str, where: str) -> list[str]:
+def _header(line: str, place: str) -> list[str]:
     """The column names of a CSV trace. Raises UsageError for a line that is neither a header nor JSON."""
-    header = [cell.strip() for cell in _csv(line, where)]
+    header = [cell.strip() for cell in _csv(line, place)]
     if not any(set(columns) <= set(header) for columns in _COLUMNS) or len(set(header)) < len(header):
         known = ", or ".join(",".join(columns) for columns in _COLUMNS)
         raise UsageError(
-            f"{where}: a trace must begin with a JSON object, or with a line of different column names, among them "
+            f"{place}: a trace must begin with a JSON object, or with a line of different column names, among them "
             f"{known}; rename the columns"
         )
     return header
 
 
-def _cells(line: str, header: list[str], where: str) -> dict[str, str]:
-    cells = _csv(line, where)
+def _cells(line: str, header: list[str], place: str) -> dict[str, str]:
+    cells = _csv(line, place)
     if len(cells) != len(header):
-        raise UsageError(f"{where}: the line has {len(cells)} values; {', '.join(header)} are required")
+        raise UsageError(f"{place}: the line has {len(cells)} values; {', '.join(header)} are required")
     return {key: cell.strip() for key, cell in zip(header, cells, strict=True)}
 
 
-def _csv(line: str, where: str) -> list[str]:
+def _csv(line: str, place: str) -> list[str]:
     try:
         return next(csv.reader([line], strict=True))
     except csv.Error as error:
-        raise UsageError(f"{where}: not valid CSV: {first_line(error)}") from None
+        raise UsageError(f"{place}: not valid CSV: {first_line(error)}") from None
 
 
 class _TraceReader:
@@ -206,26 +206,26 @@ class _TraceReader:
         self._given, self._unit = unit, unit
         self._first: int | float | datetime | None = None
 
-    def arrival(self, row: Any, where: str) -> Arrival:
+    def arrival(self, row: Any, place: str) -> Arrival:
         """The arrival of a request; its seconds are counted from the first one. Raises UsageError."""
         if not isinstance(row, dict):
-            raise UsageError(f"{where}: a request is a JSON object, not {type(row).__name__}")
+            raise UsageError(f"{place}: a request is a JSON object, not {type(row).__name__}")
         columns = max(_COLUMNS, key=lambda keys: len(row.keys() & set(keys)))
         if missing := [key for key in columns if key not in row]:
-            raise UsageError(f"{where}: {missing[0]!r} is missing; a request has {', '.join(columns)}")
+            raise UsageError(f"{place}: {missing[0]!r} is missing; a request has {', '.join(columns)}")
         time, *lengths = columns
-        moment = self._time(row[time], time, where)
+        moment = self._time(row[time], time, place)
         if isinstance(moment, datetime):
-            self._check_date(moment, f"{where}: {time!r} {quoted(row[time])}")
+            self._check_date(moment, f"{place}: {time!r} {quoted(row[time])}")
         else:
-            self._check_number(moment, row, f"{where}: {time!r} {quoted(row[time])}")
+            self._check_number(moment, row, f"{place}: {time!r} {quoted(row[time])}")
         if self._first is None:
             self._first = moment
         gap: Any = moment - self._first  # type: ignore[operator]  # of one kind, as was checked
         seconds = gap.total_seconds() if isinstance(gap, timedelta) else gap / TIME_UNITS[self._unit or "s"]
-        return Arrival(seconds, *(self._tokens(row[key], key, where) for key in lengths))
+        return Arrival(seconds, *(self._tokens(row[key], key, place) for key in lengths))
 
-    def _time(self, cell: Any, key: str, where: str) -> int | float | datetime:
+    def _time(self, cell: Any, key: str, place: str) -> int | float | datetime:
         value: Any = cell
         if isinstance(value, str) and (match := _DATE.fullmatch(value)):
             try:
@@ -233,60 +233,60 @@ class _TraceReader:
             except ValueError:
                 pass  # the 31st of June
         elif isinstance(value, str) and self.header is not None and _NUMBER.fullmatch(value):
-            value = int(value) if value.isdecimal() and not MOST_DIGITS.refusal(value) else float(value)
+            value = int(value) if value.isdecimal() and not MOST_DIGITS.violation(value) else float(value)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise UsageError(
-                f"{where}: {key!r} {quoted(cell)} is not a time; give a number, at least 0, or a date such as "
+                f"{place}: {key!r} {quoted(cell)} is not a time; give a number, at least 0, or a date such as "
                 "2023-11-16 18:17:03.97, with or without an offset such as +00:00"
             )
         return value
 
-    def _check_date(self, moment: datetime, what: str) -> None:
+    def _check_date(self, moment: datetime, subject: str) -> None:
         if self._given:
-            raise UsageError(f"{what} is a date, which --time-unit {self._given} does not apply to; remove it")
+            raise UsageError(f"{subject} is a date, which --time-unit {self._given} does not apply to; remove it")
         if self._first is None:
             self.times = (
                 "dates with an offset from UTC" if moment.tzinfo else "dates without an offset, as if all had the same"
             )
         elif not isinstance(self._first, datetime):
-            raise UsageError(f"{what} is a date, but the first time is a number; write all times alike")
+            raise UsageError(f"{subject} is a date, but the first time is a number; write all times alike")
         elif (moment.tzinfo is None) != (self._first.tzinfo is None):
             raise UsageError(
-                f"{what} and the first time differ in that only one has an offset from UTC; add it to all or none"
+                f"{subject} and the first time differ in that only one has an offset from UTC; add it to all or none"
             )
 
-    def _check_number(self, moment: int | float, row: Mapping[str, Any], what: str) -> None:
+    def _check_number(self, moment: int | float, row: Mapping[str, Any], subject: str) -> None:
         if isinstance(self._first, datetime):
-            raise UsageError(f"{what} is a number, but the first time is a date; write all times alike")
+            raise UsageError(f"{subject} is a number, but the first time is a date; write all times alike")
         unit, trace = next((_MARKS[key] for key in _MARKS if key in row), (None, ""))
         if self._given:
             self.times = self.times or f"numbers in {self._given} (--time-unit)"
             return
         if self._unit is None and unit is None:
             raise UsageError(
-                f"{what} has an unknown unit: the keys are not those of a published trace with numbers as times; set "
-                f"--time-unit to one of {', '.join(TIME_UNITS)}"
+                f"{subject} has an unknown unit: the keys are not those of a published trace with numbers as times; "
+                f"set --time-unit to one of {', '.join(TIME_UNITS)}"
             )
         self._unit = self._unit or unit
         self.times = self.times or f"numbers in {unit}, as in {trace}"
         if unit not in (None, self._unit):
             raise UsageError(
-                f"{what} is in {unit} as in {trace}, but earlier ones are in {self._unit}; set --time-unit if all are "
-                "in one unit"
+                f"{subject} is in {unit} as in {trace}, but earlier ones are in {self._unit}; set --time-unit if all "
+                "are in one unit"
             )
         if self._unit == "ms" and not float(moment).is_integer():
             raise UsageError(
-                f"{what} is not a whole number of milliseconds, as in {trace or 'earlier requests'}; set --time-unit "
-                "to s if it is in seconds, or to ms"
+                f"{subject} is not a whole number of milliseconds, as in {trace or 'earlier requests'}; set "
+                "--time-unit to s if it is in seconds, or to ms"
             )
 
-    def _tokens(self, value: Any, key: str, where: str) -> int:
+    def _tokens(self, value: Any, key: str, place: str) -> int:
         if self.header is not None and isinstance(value, str) and value.isascii() and value.isdecimal():
             digits = value.lstrip("0") or "0"
             value = int(digits) if len(digits) < 20 else value
         if type(value) is not int or not 1 <= value <= MOST_TOKENS:
             raise UsageError(
-                f"{where}: {key!r} {quoted(value)} is not a number of tokens; give an integer from 1 to "
+                f"{place}: {key!r} {quoted(value)} is not a number of tokens; give an integer from 1 to "
                 f"{int(MOST_TOKENS)}"
             )
         return value

@@ -185,4 +185,4 @@ def _latency(times: RequestTimes) -> float:
 def _ratio(sums: Sequence[tuple[float, float]], log: bool = True) -> Estimate:
     """Ratio of totals over simulations, with its interval; ``log``: see `estimate`."""
     pieces = np.array([(b, a) for a, b in sums], dtype=float)  # the first column is the weight
-    return estimate(lambda s: s[..., 1] / s[..., 0], pieces, log=log, least=0.0)
+    return estimate(lambda s: s[..., 1] / s[..., 0], pieces, log=log, minimum=0.0)

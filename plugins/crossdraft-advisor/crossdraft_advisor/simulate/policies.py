@@ -48,7 +48,7 @@ class LengthSchedule:
         self, rows: Sequence[SimulatedRequest], longest: Sequence[int], cost: StepCost, context: float
     ) -> list[int]:
         gamma = self.thresholds[bisect_right(self.thresholds, (len(rows), 1 << 30)) - 1][1]
-        return [min(gamma, most) for most in longest]
+        return [min(gamma, maximum) for maximum in longest]
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ class DraftBudget:
         self, rows: Sequence[SimulatedRequest], longest: Sequence[int], cost: StepCost, context: float
     ) -> list[int]:
         probs = []
-        for i, (row, most) in enumerate(zip(rows, longest, strict=True)):
+        for i, (row, maximum) in enumerate(zip(rows, longest, strict=True)):
             rate = (PRIOR_TOKENS * self.prior + row.accepted) / (PRIOR_TOKENS + row.tested)
             prob = 1.0
-            for depth in range(most):
+            for depth in range(maximum):
                 prob *= rate
                 probs.append((-prob, depth, i))
         probs.sort()
@@ -95,7 +95,7 @@ class OracleLengths:
     def lengths(
         self, rows: Sequence[SimulatedRequest], longest: Sequence[int], cost: StepCost, context: float
     ) -> list[int]:
-        accepted = [min(row.accepts[row.emitted], most) for row, most in zip(rows, longest, strict=True)]
+        accepted = [min(row.accepts[row.emitted], maximum) for row, maximum in zip(rows, longest, strict=True)]
         best, best_rate = [0] * len(rows), len(rows) / cost.seconds([0] * len(rows), context)
         for depth in range(1, max(accepted) + 1):
             lengths = [min(n, depth) for n in accepted]
@@ -138,7 +138,7 @@ def parse_policy(text: str, pool: Pool, cost: StepCost, batch_size: int) -> Step
         raise UsageError(f"--policy {quoted(text)} is not a policy; give {_FORMS}")
     number = int(value[:12])
     if name == "budget":
-        if reason := MOST_NODES.refusal(-(-number // MOST_ROWS)):
+        if reason := MOST_NODES.violation(-(-number // MOST_ROWS)):
             raise UsageError(f"--policy {text} has too many tokens; {reason}")
         return DraftBudget(text, number, pool.acceptance)
     _check_length(text, number, pool)

@@ -56,7 +56,7 @@ def test_cached_responses_are_those_of_the_prompts_and_the_template(
     monkeypatch.setattr(baseline_responses, "_decode", lambda name, texts, *rest: [{} for _ in texts])
 
     def categories() -> tuple[Path, set[str]]:
-        path = baseline_responses.baseline_responses(str(target), str(prompts), Sampling(), limit=3, most=2)
+        path = baseline_responses.baseline_responses(str(target), str(prompts), Sampling(), limit=3, maximum=2)
         return path, {json.loads(line)["category"] for line in path.read_text(encoding="utf-8").splitlines()}
 
     prompts = Path(write_prompts(tmp_path / "mine.jsonl", n=3))
@@ -82,7 +82,7 @@ def test_damaged_and_outdated_responses_are_decoded_again(
     prompts = write_prompts(tmp_path / "mine.jsonl", n=3)
 
     def responses() -> Path:
-        return baseline_responses.baseline_responses(models["target"], str(prompts), Sampling(), limit=3, most=2)
+        return baseline_responses.baseline_responses(models["target"], str(prompts), Sampling(), limit=3, maximum=2)
 
     path = responses()
     whole = path.read_bytes()

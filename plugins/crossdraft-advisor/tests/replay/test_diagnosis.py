@@ -64,7 +64,7 @@ def text(target: Target) -> list[int]:
 def responses(text: list[int]) -> list[Response]:
     """The text from several places on."""
     starts = range(len(START), len(START) + 4)
-    return [Response(str(i), "", text[:i], text[i:], where=f"text from {i}") for i in starts]
+    return [Response(str(i), "", text[:i], text[i:], place=f"text from {i}") for i in starts]
 
 
 @pytest.fixture(scope="module")

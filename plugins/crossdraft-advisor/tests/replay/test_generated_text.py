@@ -109,7 +109,7 @@ def test_text_is_that_of_the_chat_template(
     ):
         read(tmp_path, template, row)
     responses, _, reading = read(tmp_path, template, row, chat({"content": "no"}))
-    assert len(responses) == 1 and any("skipped: with more or fewer tokens" in what for what in reading.assumed)
+    assert len(responses) == 1 and any("skipped: with more or fewer tokens" in subject for subject in reading.assumed)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_unknown_text_is_skipped_with_its_reason(
     with pytest.raises(UsageError, match=rf"responses.jsonl:1.*{sentence}"):
         read(tmp_path, template, chat(message, **fields))
     (one,), _, reading = read(tmp_path, template, chat(message, **fields), chat({"content": "no"}))
-    assert one.where.endswith(":2, choices[0]") and len(reading.skipped) == 1
+    assert one.place.endswith(":2, choices[0]") and len(reading.skipped) == 1
 
 
 def test_log_probabilities_hold_the_whole_text(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_every_finish_reason_is_an_end_or_a_cut(tmp_path: Path, reason: Any) -> 
     )
     ends = FINISH_REASONS.get(key, False)
     assert (one.tokens, one.ended, one.limit) == ([7, 5, 2], ends, 9 if ends else 3)
-    assert any("unknown finish_reason 'maybe', treated as truncated" in what for what in reading.assumed) == (
+    assert any("unknown finish_reason 'maybe', treated as truncated" in subject for subject in reading.assumed) == (
         key == "maybe"
     )
     row["choices"][0] |= {"finish_reason": "stop", "stop_reason": "\n\n", "token_ids": [7, 5]}
@@ -212,7 +212,7 @@ def test_ids_are_as_many_as_the_server_counted(tmp_path: Path, tokens: int, mess
     for one in (row | plain, row | {"choices": [choice]}):
         result, _, reading = read(tmp_path, PLAIN, one, {"prompt": [5], "tokens": [5]})
         assert len(result) == (1 if message == "skipped" else 2)
-        assert any("server counted" in what and message in what for what in reading.assumed) == bool(message)
+        assert any("server counted" in subject and message in subject for subject in reading.assumed) == bool(message)
     with pytest.raises(UsageError, match=r"3 tokens, but max_tokens is 2"):
         read(tmp_path, PLAIN, {"prompt": [5], "max_tokens": 2} | plain)
     with pytest.raises(UsageError, match=r"3 tokens, but max_tokens is 2"):

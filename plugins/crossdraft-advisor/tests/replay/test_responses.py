@@ -52,7 +52,7 @@ def test_texts_are_tokenized(read: Any) -> None:
     (first, second), reader = read(*rows)
     assert first.tokens == [7, 8, 2] and first.ended and first.limit == 9  # with the token that ended it
     assert second.prompt == [3, 5, 4] and second.limit == 1
-    assert any("retokenized" in what for what in reader.assumed)
+    assert any("retokenized" in subject for subject in reader.assumed)
     with pytest.raises(UsageError, match=r"responses.jsonl:1: a text needs a tokenizer; set --target"):
         read(rows[0], tokenizer=False)
 
@@ -197,7 +197,7 @@ def test_texts_of_data_set_are_cut(tmp_path: Path) -> None:
     result = list(reader.read([str(tmp_path / "texts")]))
     assert [len(item.prompt) for item in result] == [4, 4] and [len(item.tokens) for item in result] == [10, 10]
     assert result[1].tokens == [10 + i for i in range(10)] and result[1].limit == 10
-    assert any("assumed to be samples" in what for what in reader.assumed)
+    assert any("assumed to be samples" in subject for subject in reader.assumed)
     reader.limit = None
     assert len({item.id for item in reader.read([str(tmp_path / name) for name in ("texts", "more")])}) == 6
     with pytest.raises(UsageError, match="no column 'words'"):

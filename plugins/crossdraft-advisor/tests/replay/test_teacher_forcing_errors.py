@@ -32,7 +32,7 @@ class Uniform(Drafter):
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         q = torch.full((sequences.batch_size, 2, V), 1 / V)
         tokens = torch.stack([self.token(q[:, i], rng, i) for i in range(2)], 1)
-        return Draft.chain(tokens, [min(2, most) for most in sequences.limit], None if self.point_mass else q)
+        return Draft.chain(tokens, [min(2, maximum) for maximum in sequences.limit], None if self.point_mass else q)
 
     def token(self, q: torch.Tensor, rng: StepRng, i: int) -> torch.Tensor:
         return rng.draw(q, "draft", i)
@@ -177,8 +177,8 @@ def test_draft_ends_with_context(target: Any) -> None:
     text = RecordedResponse([1] * 18, [2, 3, 4, 5, 6, 7])
     for drafter in (plain(Uniform), configured("draft-model", model="x")):
         (result,) = replay(drafter, target, [text])
-        most = 2 if drafter[0] is Uniform else 4
-        assert result.lengths.tolist() == [min(most, 24 - (18 + t) - 1) for t in range(6)]
+        maximum = 2 if drafter[0] is Uniform else 4
+        assert result.lengths.tolist() == [min(maximum, 24 - (18 + t) - 1) for t in range(6)]
 
 
 def test_memory_that_outlives_sequence_is_taught_in_order(target: Any) -> None:

@@ -100,12 +100,12 @@ def test_prompts_get_numbers_of_their_own() -> None:
 
 def test_impossible_tokens_have_no_effect() -> None:
     """Left out of the vocabulary or not, wherever they stand: the same samples."""
-    where = torch.tensor([3, 5, 6, 7, 20, 21, 30, 33, 47, 49])
-    p, q = (torch.zeros(60, dtype=torch.float64).scatter_(0, where, probs) for probs in (P, Q))
+    place = torch.tensor([3, 5, 6, 7, 20, 21, 30, 33, 47, 49])
+    p, q = (torch.zeros(60, dtype=torch.float64).scatter_(0, place, probs) for probs in (P, Q))
     for item in (case("token"), case("multipath-block", "iid-2"), case("specinfer", "tree-wor-2-1")):
         (dense,) = sample(P, Q, [item], 5000, rng=CounterRng(2))
         (sparse,) = sample(p, q, [item], 5000, rng=CounterRng(2))
-        assert torch.equal(sparse[where], dense)
+        assert torch.equal(sparse[place], dense)
         assert int(sparse.sum()) == 5000
 
 

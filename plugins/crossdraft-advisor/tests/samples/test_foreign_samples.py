@@ -153,14 +153,14 @@ def test_cells_hold_at_least_their_mass() -> None:
 
 
 @pytest.mark.parametrize("most", [4, 7, 100])
-def test_token_tree_is_cut_into_subtrees_that_score_every_node_once(most: int) -> None:
+def test_token_tree_is_cut_into_subtrees_that_score_every_node_once(maximum: int) -> None:
     random, tree, sequences = np.random.default_rng(3), TokenTree(), []
     for _ in range(40):
         sequences.append(random.integers(0, 3, random.integers(1, 5)).tolist())
         tree.add(sequences[-1])
     paths: dict[int, list[int]] = {}
-    for part in subtrees(tree, most):
-        assert len(part.nodes) <= most
+    for part in subtrees(tree, maximum):
+        assert len(part.nodes) <= maximum
         for i, (node, parent, expected) in enumerate(zip(part.nodes, part.parents, part.is_output, strict=True)):
             assert parent < i and (parent >= 0) == (node > 0)
             assert parent < 0 or part.nodes[parent] == tree.parents[node]

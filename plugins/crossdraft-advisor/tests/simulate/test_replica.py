@@ -215,11 +215,11 @@ def test_replicas_share_nothing_but_arrivals(router: Any) -> None:
 
 def test_least_loaded_router_waits_less_than_turns() -> None:
     pool = make_pool([response([0.0], tokens) for tokens in (2, 40)])
-    turns, least = (
+    turns, minimum = (
         results(pool, GammaArrivals(0.15), ["off"], StepCost(Linear(1.0)), 1, replicas=4, router=router)[0]
         for router in ("round-robin", "least-loaded")
     )
-    assert least.first_token_seconds.high < turns.first_token_seconds.low
+    assert minimum.first_token_seconds.high < turns.first_token_seconds.low
 
 
 def test_trace_lengths_repeat_acceptance_of_response() -> None:

@@ -39,7 +39,7 @@ class RecordedResponse(Response):
 
     def __init__(self, prompt: Sequence[int], tokens: Sequence[int], log_p: Sequence[float] | None = None):
         known = None if log_p is None else np.array(log_p)
-        super().__init__("q1", "", prompt, tokens, known, where="answers.jsonl:7")
+        super().__init__("q1", "", prompt, tokens, known, place="answers.jsonl:7")
 
 
 def making(

@@ -111,8 +111,8 @@ def _groups(args: AdviseOptions, remarks: Remarks) -> dict[str, list[Candidate]]
         if args.temperature is None or candidate.acceptance.temperature == args.temperature:
             groups.setdefault(candidate.group, []).append(candidate)
     if not groups:
-        where = "" if args.temperature is None else f" at temperature {args.temperature:g}"
-        reason = "; ".join(remarks.warnings) or f"the sources have no drafter{where}"
+        place = "" if args.temperature is None else f" at temperature {args.temperature:g}"
+        reason = "; ".join(remarks.warnings) or f"the sources have no drafter{place}"
         raise UsageError(f"no candidates: {reason}")
     return groups
 

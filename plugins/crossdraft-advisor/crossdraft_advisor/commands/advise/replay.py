@@ -52,7 +52,7 @@ def replayed_acceptances(args: AdviseOptions, remarks: Remarks) -> list[Acceptan
             args.prompts,
             sampling,
             limit=args.responses,
-            most=args.max_new_tokens,
+            maximum=args.max_new_tokens,
             trust_remote_code=args.target in consent,
         )
         sources.append(str(path))

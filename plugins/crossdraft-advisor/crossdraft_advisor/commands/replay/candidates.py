@@ -60,7 +60,7 @@ def policies_of(texts: Sequence[str]) -> list[Policy]:
             if name == "heuristic" and not (number == int(number) and 1 <= number <= MOST_REPLAYED):
                 raise UsageError(f"{option}: START must be an integer from 1 to {int(MOST_REPLAYED)}")
             parsed.append(Policy(name, number))
-    if reason := MOST_LISTED.refusal(parsed):
+    if reason := MOST_LISTED.violation(parsed):
         raise UsageError(f"--policy is given {len(parsed)} times; {reason}")
     return list(dict.fromkeys(parsed))
 
@@ -100,7 +100,7 @@ def candidates_of(
     from ...replay.teacher_forcing.scoring import ScoringRequest, with_gamma
     from ...replay.teacher_forcing.shared_passes import SharedPasses
 
-    if reason := MOST_LISTED.refusal(drafters):
+    if reason := MOST_LISTED.violation(drafters):
         raise UsageError(f"--drafter is given {len(drafters)} times; {reason}")
     parsed = policies_of(policies)
     tops = any(policy.name == "confidence" for policy in parsed)

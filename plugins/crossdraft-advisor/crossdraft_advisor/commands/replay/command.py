@@ -142,7 +142,7 @@ def _noted(responses: Iterable[Response], note: Callable[[Response], None]) -> I
         yield response
 
 
-def _numbers(option: str, text: str, most: Any) -> tuple[int, ...]:
+def _numbers(option: str, text: str, maximum: Any) -> tuple[int, ...]:
     """Parse ``1-4,8`` into 1, 2, 3, 4, 8, sorted and without duplicates."""
     numbers: set[int] = set()
     for part in text.split(","):
@@ -152,7 +152,7 @@ def _numbers(option: str, text: str, most: Any) -> tuple[int, ...]:
         low, high = int(match[1]), int(match[2] or match[1])
         if not 1 <= low <= high:
             raise UsageError(f"{option}: {part.strip()} is not a range of positive numbers")
-        if reason := most.refusal(high):
+        if reason := maximum.violation(high):
             raise UsageError(f"{option}: {high} is too large; {reason}")
         numbers |= set(range(low, high + 1))
     return tuple(sorted(numbers))
@@ -181,6 +181,6 @@ def _same_sampling(responses: Iterable[Response], sampling: Sampling | None) -> 
     for response in responses:
         if response.sampling is not None and response.sampling != sampling:
             raise UsageError(
-                f"{response.where}: sampling parameters differ from those of earlier responses; replay them separately"
+                f"{response.place}: sampling parameters differ from those of earlier responses; replay them separately"
             )
         yield response

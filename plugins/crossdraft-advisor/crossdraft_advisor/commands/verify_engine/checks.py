@@ -170,15 +170,15 @@ def refuse_impossible(result: CellResult, responses: Sequence[Response], target:
     config = result.config
     size = target.model.get_output_embeddings().weight.shape[0]
     for line, response, steps in zip(result.responses, responses, _emitted(result), strict=True):
-        most = config.max_new_tokens
+        maximum = config.max_new_tokens
         if target.context_length is not None:
-            most = min(most, target.context_length - len(response.prompt))
+            maximum = min(maximum, target.context_length - len(response.prompt))
         flaw = response_flaw(
             line["tokens"],
             [len(line["tokens"]) - sum(steps), *steps],
             line["finish_reason"],
             gamma=result.metrics.depth if result.metrics else 0,
-            max_tokens=most,
+            max_tokens=maximum,
             end_tokens=target.eos_token_ids,
             vocab_size=size,
         )
@@ -315,7 +315,7 @@ def served_steps(
             prompt=[*response.prompt, response.tokens[0]],
             tokens=response.tokens[1:],
             log_p=None,
-            most=None if response.most is None else response.most - 1,
+            maximum=None if response.maximum is None else response.maximum - 1,
         )
         for response in (responses[i] for i in own)
     ]
@@ -362,7 +362,7 @@ def distribution(
 
     evidence, shown = Evidence(seed), None
     for probs, rows in positions([r.prompt for r in responses], [r.tokens for r in responses], target, sampling):
-        draws = [PrefixDraws(responses[i].where, [token], [1]) for i, _, token in rows]
+        draws = [PrefixDraws(responses[i].place, [token], [1]) for i, _, token in rows]
         later = [i for i, (_, t, _) in enumerate(rows) if t]
         if later:
             evidence.add(probs[later], [draws[i] for i in later])

@@ -95,7 +95,7 @@ def _curves(source: Source) -> dict[tuple[str, str], Curve]:
             curve = curves.setdefault((model, mode), {})
             if gamma in curve:
                 raise source.error(number, f"the acceptance length at {gamma} is given twice; remove one of them")
-            if not gamma or MOST_LEVELS.refusal(gamma) or not 1 <= value <= gamma + 1:
+            if not gamma or MOST_LEVELS.violation(gamma) or not 1 <= value <= gamma + 1:
                 raise source.error(
                     number,
                     f"drafts of {gamma} tokens cannot have the acceptance length {value:g}; it lies between 1 and the "

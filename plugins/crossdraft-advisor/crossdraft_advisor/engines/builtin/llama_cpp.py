@@ -56,16 +56,16 @@ class LlamaCpp(Engine):
         sizes = ngram_sizes(acceptance)
         if acceptance.drafter == "ngram-simple":
             sizes = dict.fromkeys(sizes, int(acceptance.options.get("n", 3)))
-        words = ["--spec-type", method]
+        arguments = ["--spec-type", method]
         if method == "ngram-simple":
             # Its draft length is the size of the m-gram; the lookup n-gram has a fixed size.
-            words += ["--spec-ngram-simple-size-n", str(sizes["max"])]
-            words += ["--spec-ngram-simple-size-m", str(schedule.gamma)]
+            arguments += ["--spec-ngram-simple-size-n", str(sizes["max"])]
+            arguments += ["--spec-ngram-simple-size-m", str(schedule.gamma)]
         elif acceptance.model or method != "draft-mtp":
-            words += ["--model-draft", needs_model(self, acceptance)]
-        words += ["--spec-draft-n-max", str(schedule.gamma)]
+            arguments += ["--model-draft", needs_model(self, acceptance)]
+        arguments += ["--spec-draft-n-max", str(schedule.gamma)]
         if method != "ngram-simple":
-            words += ["--spec-draft-p-min", "0"]  # full-length drafts, as measured
+            arguments += ["--spec-draft-p-min", "0"]  # full-length drafts, as measured
         remarks = list(length_remarks(schedule))
         if method == "ngram-simple" and sizes["min"] != sizes["max"]:
             remarks.append(
@@ -76,7 +76,7 @@ class LlamaCpp(Engine):
                 f"it drops drafts that are shorter than the looked-up suffix: with {schedule.gamma} tokens after "
                 f"{sizes['max']} it never drafts; use max_ngram: {schedule.gamma} or less"
             )
-        return Settings(shell(words), tuple(remarks))
+        return Settings(shell(arguments), tuple(remarks))
 
 
 def _windows(source: Source) -> Iterator[Window]:

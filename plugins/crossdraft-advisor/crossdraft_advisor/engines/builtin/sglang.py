@@ -68,23 +68,23 @@ class Sglang(Engine):
             return Settings("", ("start the server without --speculative-algorithm",))
         acceptance = schedule.acceptance
         method = needs_method(self, acceptance)
-        words = ["--speculative-algorithm", method]
+        arguments = ["--speculative-algorithm", method]
         if acceptance.model or method not in ("NGRAM", "NEXTN"):
-            words += ["--speculative-draft-model-path", needs_model(self, acceptance)]
+            arguments += ["--speculative-draft-model-path", needs_model(self, acceptance)]
         if method == "NGRAM":
             # A chain has breadth 1; the number of draft tokens includes the last committed token.
-            words += [
+            arguments += [
                 "--speculative-num-draft-tokens",
                 str(schedule.gamma + 1),
                 "--speculative-ngram-max-bfs-breadth",
                 "1",
             ]
         else:
-            words += ["--speculative-num-steps", str(schedule.gamma), "--speculative-eagle-topk", "1"]
-            words += ["--speculative-num-draft-tokens", str(schedule.gamma + 1)]
+            arguments += ["--speculative-num-steps", str(schedule.gamma), "--speculative-eagle-topk", "1"]
+            arguments += ["--speculative-num-draft-tokens", str(schedule.gamma + 1)]
         if schedule.sampled:
-            words += ["--speculative-use-rejection-sampling"]
-        text, remarks = shell(words), list(length_remarks(schedule))
+            arguments += ["--speculative-use-rejection-sampling"]
+        text, remarks = shell(arguments), list(length_remarks(schedule))
         if method == "NGRAM" and acceptance.options:
             remarks.append(
                 "NGRAM looks up the texts of all requests; the acceptance was measured on each request's own"

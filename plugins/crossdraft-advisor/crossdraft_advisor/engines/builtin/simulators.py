@@ -81,8 +81,8 @@ class AtomSynthetic(Engine):
             return Settings("", ("start the server without --method",))
         acceptance = schedule.acceptance
         method = needs_method(self, acceptance)
-        words = ["--method", method, "--num-speculative-tokens", str(schedule.gamma)]
+        arguments = ["--method", method, "--num-speculative-tokens", str(schedule.gamma)]
         if acceptance.model or method == "eagle3":
-            words += ["--draft-model", needs_model(self, acceptance)]
-        words += ["--spec-decode-acceptance-length", f"{1 + sum(acceptance.marginal):.2f}"]
-        return Settings(shell(words), (*synthetic_remarks(acceptance), *length_remarks(schedule)))
+            arguments += ["--draft-model", needs_model(self, acceptance)]
+        arguments += ["--spec-decode-acceptance-length", f"{1 + sum(acceptance.marginal):.2f}"]
+        return Settings(shell(arguments), (*synthetic_remarks(acceptance), *length_remarks(schedule)))

@@ -306,14 +306,14 @@ class _TraceBuffers:
             if not finite[:n, row].all():
                 position = int(np.argmin(finite[:n, row]))
                 raise NumericalError(
-                    f"drafter '{name}' produced NaN or infinite numbers at token {position} of {text.where}; try dtype "
+                    f"drafter '{name}' produced NaN or infinite numbers at token {position} of {text.place}; try dtype "
                     "float32, another attention implementation, or check the weights"
                 )
             if self._follow and not follows_text[:n, row].all():
                 raise not_replayable(name, "its tokens differ from the draws of its random source")
             if temperature and np.isnan(log_p[:n, row]).any():
                 position = int(np.argmax(np.isnan(log_p[:n, row])))
-                raise NumericalError(f"the target produced NaN at token {position} of {text.where}; try dtype float32")
+                raise NumericalError(f"the target produced NaN at token {position} of {text.place}; try dtype float32")
             row_log_p = log_p[:n, row] if temperature else np.zeros(n)
             row_log_q = mask_past_end(log_q[:n, row]) if self._follow else log_q[:n, row]
             result.append(

@@ -274,7 +274,7 @@ class _Scorer:
             return None
         log_p = np.asarray(text.log_p, dtype=np.float64)
         if log_p.shape != (len(text.tokens),):
-            raise UsageError(f"{text.where}: log P has shape {list(log_p.shape)}, expected [{len(text.tokens)}]")
+            raise UsageError(f"{text.place}: log P has shape {list(log_p.shape)}, expected [{len(text.tokens)}]")
         return log_p
 
 
@@ -309,15 +309,15 @@ def check(texts: Sequence[Response], vocab_size: int, context_length: int | None
     for text in texts:
         ids = [*text.prompt, *text.tokens]
         if not len(text.prompt):
-            raise UsageError(f"{text.where}: the prompt is empty; it must have at least one token")
+            raise UsageError(f"{text.place}: the prompt is empty; it must have at least one token")
         if context_length is not None and len(ids) > context_length:
             raise UsageError(
-                f"{text.where}: prompt and response have {len(ids)} tokens, but the target's context length is "
+                f"{text.place}: prompt and response have {len(ids)} tokens, but the target's context length is "
                 f"{context_length}; remove this response"
             )
         if not 0 <= min(ids) <= max(ids) < vocab_size:
             invalid = min(ids) if min(ids) < 0 else max(ids)
             raise UsageError(
-                f"{text.where}: token {invalid} is outside of the target's vocabulary of {vocab_size}; set --target to "
+                f"{text.place}: token {invalid} is outside of the target's vocabulary of {vocab_size}; set --target to "
                 "the model that generated the response"
             )

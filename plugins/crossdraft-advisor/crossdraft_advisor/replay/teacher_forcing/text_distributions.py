@@ -25,13 +25,13 @@ class TextScoring:
     """A drafter to score from its text distribution.
 
     Attributes:
-        name: of the drafter; ``most``: its maximum draft length.
+        name: of the drafter; ``maximum``: its maximum draft length.
         depth, sequences, tops: see `scoring.ScoringRequest`.
     """
 
     name: str
     distribution: TextDistribution
-    most: int
+    maximum: int
     depth: int
     sequences: int
     tops: bool
@@ -114,7 +114,7 @@ def score_texts(
             for label, values in ((f"drafter '{request.name}'", log_q), ("the target", computed)):
                 if values is not None and np.isnan(values).any():
                     at = int(np.argmax(np.isnan(values)))
-                    raise NumericalError(f"{label} produced NaN at token {at} of {text.where}; try dtype float32")
+                    raise NumericalError(f"{label} produced NaN at token {at} of {text.place}; try dtype float32")
             own_log_p = None if recorded is None else computed
             if recorded is None:
                 assert computed is not None
@@ -135,9 +135,9 @@ def _draft_scores(
     log_p: np.ndarray,
 ) -> DraftScores:
     """`DraftScores` of a text from the ``log_q [T]`` of its tokens."""
-    depth, n, most = request.depth, len(log_q), min(request.depth, request.most)
+    depth, n, maximum = request.depth, len(log_q), min(request.depth, request.maximum)
     ends = range(len(text.prompt), len(text.prompt) + n)
-    lengths = np.array([max_draft_len(most, end, context_length) for end in ends], dtype=np.int64)
+    lengths = np.array([max_draft_len(maximum, end, context_length) for end in ends], dtype=np.int64)
     if scorer.stops:
         lengths = np.minimum(
             lengths, _tokens_until(torch.cat(scorer.stops, 1)[row, :n].cpu().numpy(), request.distribution.keeps_last)
