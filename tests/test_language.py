@@ -46,6 +46,7 @@ NAMES = {
         ("again", "ahead", "along", "alone", "beside", "here", "together", "several"),
         "an adverb or a preposition: name the value",
     ),
+    **dict.fromkeys(("most", "least", "what"), "not a noun for one thing: name the value"),
     "ask": "code does not speak: request",
     "judge": "verify",
 }
@@ -54,7 +55,7 @@ NAMES = {
 KERNEL = ("framework/contracts", "framework/engine", "framework/lm", "framework/models", "framework/api")
 KERNEL += ("drafters", "verifiers")
 KERNEL_NAMES = NAMES | dict.fromkeys(
-    ("most", "least", "whole", "where", "what", "one", "words", "fitted"), "not a noun for one thing: name the value"
+    ("whole", "where", "one", "words", "fitted"), "not a noun for one thing: name the value"
 )
 
 #: Beginnings of the names of tests: a test is called test_<subject>_<verb>_<object>.

@@ -153,7 +153,7 @@ def read_lines(
     """Yield the lines of a file and their numbers, from 1, one at a time. Raises UsageError.
 
     Args:
-        most, line: limits on the bytes of the file and of a line.
+        maximum, line: limits on the bytes of the file and of a line.
         surrogates: see `read_text`.
     """
     about = _about(path, subject)

@@ -190,7 +190,7 @@ REFUSED: dict[str, tuple[str, Any, Any, dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("subject", REFUSED)
 def test_mismatched_tensors_raise(target: Any, subject: str) -> None:
     name, tensors, config, options, sentence = REFUSED[subject]
     with pytest.raises(ModelError, match=sentence):

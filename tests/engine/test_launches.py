@@ -22,7 +22,7 @@ LIMITS = [
 ]
 
 
-@pytest.mark.parametrize("drafter, options, verifier, most, unrecorded", LIMITS)
+@pytest.mark.parametrize("drafter, options, verifier, maximum, unrecorded", LIMITS)
 def test_step_launches_little_and_waits_once(
     tiny_model: Callable, decoder: Callable, drafter: str, options: Any, verifier: str, maximum: int, unrecorded: int
 ) -> None:

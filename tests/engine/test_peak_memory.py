@@ -25,7 +25,7 @@ LIMITS = [
 
 
 @pytest.mark.parametrize(
-    "drafter, options, verifier, temperature, most",
+    "drafter, options, verifier, temperature, maximum",
     [row if row[2] == "block" else pytest.param(*row, marks=pytest.mark.slow) for row in LIMITS],
 )
 def test_step_peak_memory(

@@ -171,7 +171,7 @@ def test_model_that_cannot_share_passes_begins_as_ever(make_decoder: Callable) -
     assert loop.batch_steps == separate.batch_steps and sorted(loop.target.fed) == sorted(separate.target.fed)
 
 
-@pytest.mark.parametrize("most", [4, 30, 1000])
+@pytest.mark.parametrize("maximum", [4, 30, 1000])
 def test_passes_respect_token_limit(maximum: int) -> None:
     lengths = {row: length - 1 for row, length in enumerate(LENGTHS)}
     stored: dict[int, int] = {}

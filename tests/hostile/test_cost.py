@@ -178,7 +178,7 @@ DAMAGE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("what", DAMAGE)
+@pytest.mark.parametrize("subject", DAMAGE)
 def test_damaged_curve_is_left_out(subject: str, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     """A damaged curve in the cache: runs continue without a prediction."""
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path))

@@ -57,7 +57,7 @@ def written(directory: Path, tensors: dict[str, Tensor], config: Any) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("what", MEDUSA)
+@pytest.mark.parametrize("subject", MEDUSA)
 def test_medusa(subject: str, target: Any, tmp_path: Path) -> None:
     more, config, words = MEDUSA[subject]
     directory = written(tmp_path / "heads", Weights().v01() | more, config)
@@ -85,7 +85,7 @@ EAGLE: dict[str, tuple[dict[str, Tensor], dict[str, Any], list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", EAGLE)
+@pytest.mark.parametrize("subject", EAGLE)
 def test_eagle(subject: str, target: Any, tmp_path: Path) -> None:
     more, changes, words = EAGLE[subject]
     make_head("eagle", target).save(tmp_path / "heads")
@@ -112,7 +112,7 @@ FILES: dict[str, tuple[str, bytes, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("what", FILES)
+@pytest.mark.parametrize("subject", FILES)
 def test_files(subject: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     name, content, words = FILES[subject]

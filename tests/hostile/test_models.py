@@ -176,7 +176,7 @@ def test_config(key: str, value: Any, words: list[str], directory: Path) -> None
     refusal(directory, *words)
 
 
-@pytest.mark.parametrize("what", FILES)
+@pytest.mark.parametrize("subject", FILES)
 def test_files(subject: str, directory: Path) -> None:
     files, words = FILES[subject]
     spoil(directory, files)

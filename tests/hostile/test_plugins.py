@@ -79,7 +79,7 @@ def manager(tmp_path: Path, monkeypatch: Any) -> Callable[[dict[str, str]], None
     return make
 
 
-@pytest.mark.parametrize("what", MODULES)
+@pytest.mark.parametrize("subject", MODULES)
 def test_module(subject: str, manager: Any, capsys: Any) -> None:
     source, words = MODULES[subject]
     manager({"theirs": source, "zz_fine": "HOOK register('zz-fine', 'a:b')"})
@@ -126,7 +126,7 @@ DISTRIBUTIONS: dict[str, tuple[bytes, bytes | None, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("what", DISTRIBUTIONS)
+@pytest.mark.parametrize("subject", DISTRIBUTIONS)
 def test_malformed_distribution(subject: str, monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
     """It is a line in ``crossdraft list plugins``, and affects neither others nor libraries with plug-ins of their own."""
     points, metadata, words = DISTRIBUTIONS[subject]
@@ -299,14 +299,14 @@ def recipe(tmp_path: Path, target: str, monkeypatch: Any) -> str:
     return str(file)
 
 
-@pytest.mark.parametrize("what", DRAFTERS)
+@pytest.mark.parametrize("subject", DRAFTERS)
 def test_drafter(subject: str, refused: Any, recipe: str, install: Any) -> None:
     cls, words = DRAFTERS[subject]
     install("drafters", ("theirs", cls))
     refused(["run", recipe], "the drafter 'theirs' of test-drafters-0 (in this process) is unusable", *words, code=1)
 
 
-@pytest.mark.parametrize("what", DRAFTERS)
+@pytest.mark.parametrize("subject", DRAFTERS)
 def test_drafter_in_list(subject: str, install: Any, capsys: Any) -> None:
     install("drafters", ("theirs", DRAFTERS[subject][0]))
     assert cli.main(["list"]) == 0
@@ -356,7 +356,7 @@ VERIFIERS: dict[str, tuple[Any, list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", VERIFIERS)
+@pytest.mark.parametrize("subject", VERIFIERS)
 def test_verifier(subject: str, refused: Any, recipe: str, install: Any) -> None:
     cls, words = VERIFIERS[subject]
     install("verifiers", ("theirs", cls))

@@ -87,7 +87,7 @@ def recipe(tmp_path: Path, target: str) -> str:
     return str(file)
 
 
-@pytest.mark.parametrize("what", ROWS)
+@pytest.mark.parametrize("subject", ROWS)
 def test_row(subject: str, refused: Any, recipe: str, tmp_path: Path) -> None:
     row, words = ROWS[subject]
     (tmp_path / "p.jsonl").write_bytes(FINE + row)
@@ -108,7 +108,7 @@ FILES: dict[str, tuple[bytes, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("what", FILES)
+@pytest.mark.parametrize("subject", FILES)
 def test_file(subject: str, refused: Any, recipe: str, tmp_path: Path) -> None:
     content, words = FILES[subject]
     (tmp_path / "p.jsonl").write_bytes(content)
@@ -219,7 +219,7 @@ SOURCES: dict[str, tuple[Any, int, list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", SOURCES)
+@pytest.mark.parametrize("subject", SOURCES)
 def test_source(subject: str, refused: Any, recipe: str, install: Any) -> None:
     source, code, words = SOURCES[subject]
     install("prompts", ("theirs", source))

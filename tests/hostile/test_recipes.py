@@ -162,7 +162,7 @@ TEXTS: dict[str, tuple[str, int, list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", TEXTS)
+@pytest.mark.parametrize("subject", TEXTS)
 def test_recipe(subject: str, refused: Any, target: str, tmp_path: Path) -> None:
     text, line, words = TEXTS[subject]
     file = tmp_path / "recipe.yaml"
@@ -261,7 +261,7 @@ FILES: dict[str, tuple[bytes, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("what", FILES)
+@pytest.mark.parametrize("subject", FILES)
 def test_files(subject: str, refused: Any, tmp_path: Path) -> None:
     content, words = FILES[subject]
     (tmp_path / "recipe.yaml").write_bytes(content)

@@ -137,7 +137,7 @@ CASES = [
 
 
 @pytest.mark.usefixtures("small_buckets")
-@pytest.mark.parametrize("family, drafter, options, most", CASES)
+@pytest.mark.parametrize("family, drafter, options, maximum", CASES)
 def test_no_recording_after_warm_up(
     tiny_model: Callable,
     decoder: Callable,

@@ -58,7 +58,7 @@ class ConstraintCompiler:
     def _compile(self, constraint: Constraint) -> TokenGrammar:
         source, trial = llguidance_source(constraint), self._idle.get()
         try:
-            reason = trial.violation(source)
+            reason = trial.refusal(source)
         finally:
             self._idle.put(trial)
         if reason:

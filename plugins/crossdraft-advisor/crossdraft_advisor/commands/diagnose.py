@@ -132,7 +132,7 @@ def _responses(args: Diagnose, sampling: Sampling, chat: bool | None = None) -> 
     from ..replay.responses import Reader
 
     name, consent = args.target, args.target in args.trust_remote_code
-    limits = {"limit": args.responses, "most": args.max_new_tokens}
+    limits = {"limit": args.responses, "maximum": args.max_new_tokens}
     options = {"chat": chat, "dtype": args.dtype, "device": args.device, "trust_remote_code": consent}
     path = baseline_responses(name, args.prompts, sampling, **limits, **options)
     return list(Reader(target=name, sampling=sampling, processed=True).read([str(path)]))

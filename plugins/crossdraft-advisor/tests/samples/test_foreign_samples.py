@@ -152,7 +152,7 @@ def test_cells_hold_at_least_their_mass() -> None:
         assert ends[-1] == 300 and (shares >= mass - 1e-9).all() and len(ends) <= 1 / mass + 1e-9
 
 
-@pytest.mark.parametrize("most", [4, 7, 100])
+@pytest.mark.parametrize("maximum", [4, 7, 100])
 def test_token_tree_is_cut_into_subtrees_that_score_every_node_once(maximum: int) -> None:
     random, tree, sequences = np.random.default_rng(3), TokenTree(), []
     for _ in range(40):
