@@ -102,7 +102,7 @@ def test_distributions_are_chunked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "drafter, options, verifier, least",
+    "drafter, options, verifier, minimum",
     [("draft-model-iid", {"gamma": 2, "K": 2}, "multipath-block", 1), ("draft-model", {"gamma": 2}, "greedy-block", 3)],
 )
 def test_chunked_verification_is_equal(
