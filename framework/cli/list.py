@@ -46,6 +46,12 @@ def list_names(args: argparse.Namespace) -> int:
         header = [kind, *(["mark"] if marks else []), "", "from"]
         rows = [[e.name, *([marks[e.name]] if marks else []), e.summary, e.provider] for e in entries]
         _print_table(header, rows)
+        missing: dict[str, list[str]] = {}
+        for (of_kind, name), companion in plugins.COMPANIONS.items():
+            if of_kind == kind and name not in plugins.entries(kind):
+                missing.setdefault(companion, []).append(name)
+        for companion, names in missing.items():
+            print(f"pip install {companion} adds {', '.join(names)}\n")
     if not args.kind:  # marks need the classes, which import PyTorch
         print("run crossdraft list verifiers to see which are certified lossless, not certified, FAILED or lossy")
     return 0

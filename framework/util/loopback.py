@@ -1,4 +1,4 @@
-"""Sockets of HTTP servers, loopback addresses, and the Host header that a server on the loopback interface accepts.
+"""Loopback addresses, and the Host header that a server on the loopback interface accepts.
 
 DNS rebinding makes the name of a web page resolve to this machine, so that the page counts as the same site and can
 read responses. Its requests carry that name in the Host header, so any name that is not a loopback name is rejected.
@@ -6,20 +6,8 @@ read responses. Its requests carry that name in the Host header, so any name tha
 
 from __future__ import annotations
 
-import socket
 from ipaddress import ip_address
 from urllib.parse import urlsplit
-
-from ..errors import UsageError
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises UsageError if the address cannot be bound."""
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except (OSError, OverflowError) as error:
-        raise UsageError(f"cannot listen on --host {host} --port {port}: {error}") from None
 
 
 def is_loopback(host: str) -> bool:

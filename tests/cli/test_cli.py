@@ -182,6 +182,12 @@ def test_unknown_names_exit_with_2(monkeypatch: Any, capsys: Any) -> None:
         assert capsys.readouterr().err.startswith(f"crossdraft: error: {message}")
 
 
+def test_list_names_companions_that_are_not_installed(monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setitem(plugins.COMPANIONS, ("prompts", "fleet"), "crossdraft-fleet")
+    assert cli.main(["list", "prompts"]) == 0
+    assert "pip install crossdraft-fleet adds fleet" in capsys.readouterr().out
+
+
 #: Commands that only print, and what their output contains.
 LIGHT = {
     "--help": "certify",

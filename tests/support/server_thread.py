@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from crossdraft_server.app import server
-from crossdraft_server.command import Serve
+from crossdraft_server.command import Serve, listen
 from crossdraft_server.decoder_pool import DecoderPool
 
 from crossdraft.framework.contracts.command import parsed
-from crossdraft.framework.util.loopback import listen
 
 
 class RunningServer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from functools import cache
 from typing import TYPE_CHECKING, Annotated
 
@@ -67,7 +68,7 @@ class Serve(SamplingOptions, TrustOptions, Command):
 
     def run(self) -> int:
         """Return 0 after Ctrl-C or SIGTERM. Raises UsageError for a port in use."""
-        from crossdraft.framework.util.loopback import is_loopback, listen
+        from crossdraft.framework.util.loopback import is_loopback
 
         from .app import server
 
@@ -158,3 +159,12 @@ class Serve(SamplingOptions, TrustOptions, Command):
         names = f"drafter {pair[0][0].name}, verifier {pair[1][0].name}"
         title = f"{target.name}, {names}, temperature {sampling.temperature:g}"
         return DecoderPool(target, sampling, check, build, self.max_new_tokens, max_length, title)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket. Raises UsageError if the address cannot be bound."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        raise UsageError(f"cannot listen on --host {host} --port {port}: {error}") from None
