@@ -23,13 +23,13 @@ from crossdraft_advisor.commands.replay.candidates import candidates_of
 from crossdraft_advisor.replay.aggregate import Tally, difference
 from crossdraft_advisor.replay.replay import ReplayResult, replay
 from crossdraft_advisor.replay.responses import Reader
+from crossdraft_page.charts.style import batch_axis, encoded, label, legend, marks, panels, style
+from crossdraft_page.charts.style import entry as legend_entry
 from tabulate import tabulate
 
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.cost.curve import Curve, stored_curves
 from crossdraft.framework.cost.prediction import CellStatistics, Prediction, predict
-from crossdraft.framework.report.charts.style import batch_axis, encoded, label, legend, marks, panels, style
-from crossdraft.framework.report.charts.style import entry as legend_entry
 from crossdraft.framework.util.estimate import estimate_text
 
 if TYPE_CHECKING:

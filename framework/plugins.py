@@ -48,6 +48,7 @@ _ADVISOR = (
     "verify-engine",
 )
 COMPANIONS |= {("commands", name): "crossdraft-advisor" for name in _ADVISOR}
+COMPANIONS |= {("reports", name): "crossdraft-page" for name in ("html", "pdf", "png", "svg")}
 COMPANIONS |= {("cell_runners", "engine"): "crossdraft-advisor", ("servers", "openai"): "crossdraft-advisor"}
 """Names of distributions beside crossdraft, by kind; if one is not installed, its names are refused with the remedy."""
 _COMMAND = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
@@ -339,9 +340,9 @@ def _import(reference: str) -> Any:
 
 #: Base class and required methods of kinds whose base class this layer does not import.
 _METHODS = {
-    "engines": ("Engine", ("read", "cannot", "scheduled", "export")),
-    "servers": ("EngineServer", ("start", "complete", "stop")),
-    "reports": ("Report", ("render",)),
+    "engines": ("crossdraft_advisor.Engine", ("read", "cannot", "scheduled", "export")),
+    "servers": ("crossdraft_advisor.EngineServer", ("start", "complete", "stop")),
+    "reports": ("crossdraft.Report", ("render",)),
 }
 
 
@@ -352,7 +353,7 @@ def _check(kind: str, name: str, registered: Any) -> None:
     elif kind in _METHODS:
         base, methods = _METHODS[kind]
         if not isinstance(registered, type) or not all(callable(getattr(registered, m, None)) for m in methods):
-            raise ContractError(f"{name!r} must be a subclass of crossdraft_advisor.{base}, not {quoted(registered)}")
+            raise ContractError(f"{name!r} must be a subclass of {base}, not {quoted(registered)}")
         if registered.name != name:
             raise ContractError(
                 f"{registered.__name__}.name is {registered.name!r}; it must be {name!r}, the registered name"

@@ -214,7 +214,7 @@ def place(tmp_path: Path, monkeypatch: Any, models: Any) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.setattr(write, "draw", lambda summary: [])  # charts take seconds, and tests/report draws them
+    monkeypatch.setattr(write, "notify", lambda *_, **__: None)  # charts take seconds
     (tmp_path / "my-prompts.jsonl").write_text(
         '{"prompt": "w5 w6 w7 w5 w6"}\n{"prompt": "w9 w8 w9"}\n', encoding="utf-8"
     )
@@ -228,7 +228,9 @@ def with_blocks() -> Iterator[Any]:
         examples = blocks(page)
         words = {command.split()[1] for block in examples for command in commands(block) if " " in command}
         if examples:
+            formats = {word for block in examples for line in commands(block) for word in line.split()}
             needed = page.name in READ_BY_COMPANIONS or any(("commands", word) in COMPANIONS for word in words)
+            needed |= any(("reports", word) in COMPANIONS for word in formats)
             marks = [pytest.mark.companions] if needed else []
             yield pytest.param(page, marks=marks, id=page.name)
 

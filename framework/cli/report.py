@@ -95,9 +95,7 @@ class ReportCommand(RunsOptions, CellFilterOptions, SegmentOptions, ForceOptions
                 the cells do not allow.
         """
         if self.watch:
-            from ..report.watch import watch
-
-            watch(self.runs, self.port)
+            plugins.get("reports", "html")().watch(self.runs, self.port)
             return 0
         report = self._report()
         out = None

@@ -142,6 +142,15 @@ def crossdraft_cell_finished(run: Mapping[str, Any], cell: Mapping[str, Any]) ->
 
 
 @hookspec
+def crossdraft_summary_written(summary: Any) -> None:
+    """Called when the tables of a run are on disk.
+
+    Write charts into ``summary.directory``, and append their names to ``summary.charts`` and remarks to
+    ``summary.notes``: ``summary.md`` is written again with both.
+    """
+
+
+@hookspec
 def crossdraft_run_finished(run: Mapping[str, Any], outcome: Mapping[str, Any]) -> None:
     """Called when a run has ended and its files are complete.
 

@@ -1,6 +1,6 @@
 """Descriptions of the columns of a run's files.
 
-Used by the README of a run, the hovers of the HTML report, charts and pivot tables.
+Used by the README of a run, the hovers of the HTML report and pivot tables.
 """
 
 from __future__ import annotations

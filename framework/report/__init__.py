@@ -1,1 +1,1 @@
-"""Reports of runs: tables, charts, Markdown and HTML pages."""
+"""Reports of runs: tables, Markdown, CSV and JSON."""

@@ -4,14 +4,10 @@ from ..contracts.hookspecs import Register, hookimpl
 
 _FORMATS = {
     "markdown": ("formats:MarkdownReport", "everything on one page; with --rows, --cols or --value a table"),
-    "html": ("html.report:HtmlReport", "one self-contained page for a browser"),
     "text": ("formats:TextReport", "the tables that crossdraft run prints; with --rows, --cols or --value a table"),
     "csv": ("formats:CsvReport", "all numbers of all cells; with --rows, --cols or --value a table"),
     "json": ("formats:JsonReport", "as csv, a list of objects"),
     "latex": ("formats:LatexReport", "a table for booktabs"),
-    "png": ("charts.report:PngCharts", "charts for the screen"),
-    "svg": ("charts.report:SvgCharts", "charts as outlines"),
-    "pdf": ("charts.report:PdfCharts", "charts for papers"),
 }
 
 

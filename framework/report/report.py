@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ..errors import UsageError
+
 
 class Report(ABC):
     """A format of ``crossdraft report``, registered through ``crossdraft_register_reports``."""
@@ -25,6 +27,10 @@ class Report(ABC):
     files: ClassVar[bool] = False
     #: Text in every file of the format; a file with it is replaced without ``--force``.
     mark: ClassVar[bytes] = b""
+
+    def watch(self, directories: Sequence[Path], port: int) -> None:
+        """Serve the report of runs on this machine while they are running, until Ctrl-C (``--watch``)."""
+        raise UsageError(f"--watch is not an option of --format {self.name}; remove one of them")
 
     @abstractmethod
     def render(self, runs: Sequence[Any], options: Any) -> str | Iterator[tuple[Path, bytes]]:

@@ -1,4 +1,4 @@
-"""Write the summary of a run: cost curves, tables and charts."""
+"""Write the summary of a run: cost curves and tables."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from ..cost.curve import stored_curves
 from ..cost.finished_cells import used_curves
 from ..cost.served_cost import cost_tables
 from ..cost.summary import Summary
+from ..plugins import notify
 from ..runs.records import Outcome
 from ..runs.run_directory import RunDirectory
-from .charts.charts import draw
 from .csv_rows import summary_csv
 from .tables import summary_markdown
 
 
 def write_summary(outcome: Outcome) -> Summary:
-    """Write ``summary.csv``, ``summary.md`` and charts, with predictions from this machine's cost curves.
+    """Write ``summary.csv``, ``summary.md`` and files of plug-ins, with predictions from this machine's cost curves.
 
     If the files cannot be written, `Outcome.stopped` is set and the summary is returned.
     """
@@ -27,10 +27,7 @@ def write_summary(outcome: Outcome) -> Summary:
         directory.write_text("summary.md", summary_markdown(summary))
         for name, table in cost_tables(outcome.results).items():
             directory.write_text(name, table)
-        try:  # last, so that an error does not affect the tables
-            summary.charts = draw(summary)
-        except Exception as error:
-            summary.notes.append(f"no charts: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+        notify("crossdraft_summary_written", summary=summary)  # last, so that an error does not affect the tables
         if summary.charts or summary.notes:
             directory.write_text("summary.md", summary_markdown(summary))
     except OSError as error:

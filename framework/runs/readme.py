@@ -24,7 +24,7 @@ _FILES = {
     "step-cost-ENGINE-DRAFTER.csv, prefill-cost-ENGINE-DRAFTER.csv": "Seconds of whole steps and of prefills in an "
     "engine, for `crossdraft simulate --cost` and `--prefill-cost`; prefill-cost-ENGINE.csv is that of plain decoding.",
     "servers/": "Logs of the servers that were started for an engine.",
-    "*.png": "Charts; `crossdraft report --format pdf` and `svg` draw them, too.",
+    "*.png": "Charts, if crossdraft-page is installed; `crossdraft report --format pdf` and `svg` draw them, too.",
     "cells/DRAFTER_VERIFIER_T…_B…_HASH/": "A cell, named by drafter, verifier, temperature, batch size and the hash in "
     "summary.csv.",
     "  config.json": "Config of the cell, time of the measurement, and its conditions.",

@@ -20,9 +20,7 @@ from crossdraft.framework.contracts.drafter import StrategyConfig
 from crossdraft.framework.contracts.verifier import VerifierTraits
 from crossdraft.framework.cost.load_run import read_run
 from crossdraft.framework.metrics.intervals import Estimate
-from crossdraft.framework.report import write
 from crossdraft.framework.report.answer import best_of
-from crossdraft.framework.report.charts.charts import draw
 from crossdraft.framework.report.write import write_summary
 from crossdraft.framework.runs import certified_registry
 from crossdraft.framework.runs.marks import Mark, mark_of, mark_of_verifier
@@ -67,9 +65,8 @@ SETTINGS = [*ONE_GROUP[:-1], "verifiers=[token, liar, honest]", "drafters=[{name
 
 
 @pytest.fixture
-def measured(recipe: str, tmp_path: Path, install: Any, monkeypatch: Any) -> Path:
+def measured(recipe: str, tmp_path: Path, install: Any) -> Path:
     """Directory of a run with the false claim, from the Python interface, which does not certify."""
-    monkeypatch.setattr(write, "draw", draw)
     install("verifiers", ("liar", Liar, "accepts anything"), ("honest", Honest))
     result = run(load_recipe(recipe, SETTINGS), tmp_path / "runs", log=None)
     assert not result.failed
@@ -182,8 +179,7 @@ def test_headline_needs_certified_pair(measured: Path) -> None:
 
 
 def test_html_page(measured: Path) -> None:
-    pytest.importorskip("jinja2", reason="the extra html is not installed")
-    from crossdraft.framework.report.html.document import html_page
+    html_page = pytest.importorskip("crossdraft_page.html.document").html_page
 
     finished = read_run(measured)
     liar = next(r for r in finished.summary.results if r.config.verifier.name == "liar")
@@ -203,8 +199,8 @@ def test_html_page(measured: Path) -> None:
 
 
 def test_legends_of_charts(measured: Path) -> None:
-    from crossdraft.framework.report.charts.charts import KINDS
-    from crossdraft.framework.report.charts.style import style
+    kinds = pytest.importorskip("crossdraft_page.charts.charts").KINDS
+    from crossdraft_page.charts.style import style
 
     results = read_run(measured).summary.results
     for result in results:  # on a busy machine speed-ups are withheld
@@ -212,7 +208,7 @@ def test_legends_of_charts(measured: Path) -> None:
             result.metrics.speed_up, result.metrics.withheld = Estimate(1.5, 1.4, 1.6), ""
     for kind in ("block_efficiency", "target_rows", "speed_up", "acceptance"):
         with style():
-            drawn = KINDS[kind].draw(results, "page")
+            drawn = kinds[kind].draw(results, "page")
         assert drawn is not None
         words = {text.get_text() for item in drawn[0].legends for text in item.get_texts()}
         assert {"token", "liar (not certified)", "honest (lossy)"} <= words

@@ -173,9 +173,11 @@ def test_invalid_arguments_exit_with_2() -> None:
 
 def test_unknown_names_exit_with_2(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setitem(plugins.COMPANIONS, ("commands", "fleet"), "crossdraft-fleet")
+    monkeypatch.setitem(plugins.COMPANIONS, ("reports", "epub"), "crossdraft-epub")
     for argv, message in {
         "reprot": "there is no command named 'reprot'; did you mean 'report'?",
         "fleet": "the command 'fleet' is part of crossdraft-fleet; pip install crossdraft-fleet",
+        "report run --format epub": "the report 'epub' is part of crossdraft-epub; pip install crossdraft-epub",
         "list drafter": "there is no kind of plug-in named 'drafter'; did you mean 'drafters'?",
     }.items():
         assert cli.main(argv.split()) == 2

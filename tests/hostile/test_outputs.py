@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from companions import has_command
+from companions import has_command, has_format, needs_page
 from html_runs import SMALL, finished_run, on_disk
 
 from crossdraft.framework.cli import main as cli
@@ -51,7 +51,7 @@ def writers(run: Path, responses: Path) -> dict[str, list[str]]:
     }
 
 
-WRITERS = ("report", "page", "table", *(["replay"] if has_command("replay") else []))
+WRITERS = ("report", "table", *["page"] * has_format("html"), *["replay"] * has_command("replay"))
 
 
 def left_over(directory: Path) -> list[str]:
@@ -111,6 +111,7 @@ def test_same_command_again(writer: str, run: Path, responses: Path, refused: An
     assert stat.S_IMODE(out.stat().st_mode) == 0o666 & ~umask
 
 
+@needs_page
 def test_file_in_place_of_chart(run: Path, refused: Any, tmp_path: Path) -> None:
     command = ["report", str(run), "--kind", "acceptance", "--format", "pdf", "--out", str(tmp_path / "figures")]
     assert cli.main(command) == 0 and cli.main(command) == 0  # the formats bear the mark
@@ -126,7 +127,7 @@ def test_refused_before_work(run: Path, refused: Any, tmp_path: Path) -> None:
     """An unreadable run is rejected."""
     (run / "recipe.json").write_text("{", encoding="utf-8")
     (tmp_path / "mine").write_text("", encoding="utf-8")
-    for form in ("markdown", "csv", "png"):
+    for form in ("markdown", "csv", *["png"] * has_format("png")):
         refused(["report", str(run), "--format", form, "--out", str(tmp_path / "mine")], f"--out {tmp_path / 'mine'}")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from companions import has_command
+from companions import has_command, has_format
 from html_runs import SMALL, finished_run, on_disk
 
 from crossdraft.framework.cli import main as cli
@@ -55,7 +55,7 @@ def test_in_run(kind: str, name: str, run: Path, refused: Any) -> None:
         ["report", str(run)],
         ["report", str(run), "--rows", "drafter"],
         ["compare", str(run), str(run)],
-        ["report", str(run), "--format", "png"],
+        *[["report", str(run), "--format", "png"]] * has_format("png"),
         ["cost", "--run", str(run)],
         ["advise", str(run)],
     ):

@@ -10,7 +10,6 @@ from crossdraft.framework.cost.prediction import Prediction
 from crossdraft.framework.metrics.cell_metrics import SERVED
 from crossdraft.framework.metrics.columns import ENDS, QUANTITIES, STEP_COLUMNS, quantity_of
 from crossdraft.framework.report.csv_rows import summary_csv
-from crossdraft.framework.report.html.cell_table import COLUMNS
 from crossdraft.framework.runs import run_directory
 from crossdraft.framework.runs.readme import readme
 
@@ -43,9 +42,3 @@ def test_readme_describes_every_column() -> None:
         meaning = STEP_COLUMNS[column].replace("|", "\\|")
         assert any(line.startswith(f"| `{column}`") and meaning in line for line in lines)
     assert set(run_directory._STEPS.names) == set(STEP_COLUMNS)
-
-
-def test_page_uses_same_descriptions() -> None:
-    meanings = {quantity.meaning for quantity in QUANTITIES}
-    own = [column.key for column in COLUMNS if column.meaning not in meanings]
-    assert own == ["pair", "per_user", "first"]  # columns that are missing or different in the CSV

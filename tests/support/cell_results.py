@@ -53,3 +53,16 @@ SERIES = {
     4: {"token": 1.2, "block": 1.3, "spectr": 1.1, "specinfer": 0.8},
     16: {"token": 1.0, "block": 0.8, "spectr": 0.7, "specinfer": 0.7},
 }
+
+
+def withhold(finished: Summary, reason: str, verifier: str, batch_size: int = 0) -> None:
+    """Withhold the speed-ups of a verifier, at all batch sizes or one."""
+    for result in finished.results:
+        metrics, config = result.metrics, result.config
+        assert metrics is not None
+        metrics.undisturbed = 0.1
+        if metrics.speed_up is not None:
+            metrics.speed_up_wall = metrics.speed_up.value
+        drafts = config.verifier.name == verifier and not config.is_baseline
+        if drafts and config.batch_size in (batch_size or config.batch_size,):
+            metrics.speed_up, metrics.withheld = None, reason

@@ -12,6 +12,15 @@ def has_command(name: str) -> bool:
     return name in plugins.entries("commands")
 
 
+def has_format(name: str) -> bool:
+    """True if an installed distribution provides the format of ``crossdraft report``."""
+    return name in plugins.entries("reports")
+
+
 def needs_command(name: str) -> pytest.MarkDecorator:
     """Skip a test unless an installed distribution provides the command."""
     return pytest.mark.skipif(not has_command(name), reason=f"the companion with crossdraft {name} is not installed")
+
+
+#: Skips a test unless crossdraft-page is installed.
+needs_page = pytest.mark.skipif(not has_format("html"), reason="crossdraft-page is not installed")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..charts.charts import chart, kinds_of, reason_missing
 
 if TYPE_CHECKING:
-    from ...cost.load_run import FinishedRun
+    from crossdraft.framework.cost.load_run import FinishedRun
 
 RUNS = Sequence[tuple[str, "FinishedRun"]]
 

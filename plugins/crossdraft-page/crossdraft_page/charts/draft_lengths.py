@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ...runs.labels import group_title, verifier_title
+from crossdraft.framework.runs.labels import group_title, verifier_title
+
 from .style import MOST_PANELS, label, panels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from ...runs.records import CellResult
+    from crossdraft.framework.runs.records import CellResult
 
 
 @dataclass

@@ -13,13 +13,13 @@ from io import BytesIO
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from ...errors import printable
+from crossdraft.framework.errors import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from ...metrics.intervals import Estimate
+    from crossdraft.framework.metrics.intervals import Estimate
 
 #: File metadata that marks charts, so that `util.output_files.check_output` recognises them.
 MARK = b"crossdraft report"

@@ -9,16 +9,17 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...models.tokenizer import decode_tokens
-from ...util.limits import SETTINGS_BYTES
-from ...util.output_files import cache_dir
-from ..batch_sizes import drafts_chains
+from crossdraft.framework.models.tokenizer import decode_tokens
+from crossdraft.framework.report.batch_sizes import drafts_chains
+from crossdraft.framework.util.limits import SETTINGS_BYTES
+from crossdraft.framework.util.output_files import cache_dir
+
 from .cell_table import cell_title
 
 if TYPE_CHECKING:
-    from ...cost.load_run import FinishedRun
-    from ...metrics.cell_metrics import StepRecord
-    from ...runs.records import CellResult
+    from crossdraft.framework.cost.load_run import FinishedRun
+    from crossdraft.framework.metrics.cell_metrics import StepRecord
+    from crossdraft.framework.runs.records import CellResult
 
 #: Characters of JSON that all responses of a page may take.
 MOST_JSON = 300_000

@@ -6,17 +6,18 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from ...runs.labels import group_title, verifier_title
-from ...runs.marks import mark_of
+from crossdraft.framework.runs.labels import group_title, verifier_title
+from crossdraft.framework.runs.marks import mark_of
+
 from .style import MOST_PANELS, PointMark, ends, entry, label, legend, marks, panels, swatch, text, visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from ...metrics.cell_metrics import Metrics
-    from ...metrics.intervals import Estimate
-    from ...runs.records import CellResult
+    from crossdraft.framework.metrics.cell_metrics import Metrics
+    from crossdraft.framework.metrics.intervals import Estimate
+    from crossdraft.framework.runs.records import CellResult
 
 #: Height of a pair in a list of pairs, in inches.
 _ROW = 0.125

@@ -7,6 +7,11 @@ from typing import Any
 import matplotlib
 import pytest
 from cell_results import SERIES, cell, outcome
+from crossdraft_page.charts.charts import KINDS, chart, draw
+from crossdraft_page.charts.draft_lengths import break_even_line
+from crossdraft_page.charts.pairs import front, rows_per_step
+from crossdraft_page.charts.series import break_even
+from crossdraft_page.charts.style import COLOURS, PLAIN, WIDTHS, marks, style
 from html_runs import RECIPE, finished_run, on_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,11 +19,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.metrics.cell_metrics import acceptance
-from crossdraft.framework.report.charts.charts import KINDS, chart, draw
-from crossdraft.framework.report.charts.draft_lengths import break_even_line
-from crossdraft.framework.report.charts.pairs import front, rows_per_step
-from crossdraft.framework.report.charts.series import break_even
-from crossdraft.framework.report.charts.style import COLOURS, PLAIN, WIDTHS, marks, style
+from crossdraft.framework.report.write import write_summary
 from crossdraft.framework.runs.records import CellResult
 
 #: Two drafters with three rules at three batch sizes.
@@ -246,7 +247,7 @@ def test_names_are_not_tex(tmp_path: Path) -> None:
 
 
 def test_omitted_panels_are_noted(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("crossdraft.framework.report.charts.charts.encoded", lambda figure, form: b"chart")
+    monkeypatch.setattr("crossdraft_page.charts.charts.encoded", lambda figure, form: b"chart")
     measured = outcome(tmp_path, {1: {"token": 1.0, "block": 1.0}})
     measured.results = [cell(1, rule, 1.5, temperature=t / 20) for t in range(1, 15) for rule in ("token", "block")]
     drawn = KINDS["target_rows"].draw(measured.results, "page")
@@ -259,13 +260,33 @@ def test_omitted_panels_are_noted(tmp_path: Path, monkeypatch: Any) -> None:
 
 
 def test_charts_of_run(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("crossdraft.framework.report.charts.charts.encoded", lambda figure, form: b"chart")
+    monkeypatch.setattr("crossdraft_page.charts.charts.encoded", lambda figure, form: b"chart")
     assert draw(outcome(tmp_path, {1: {"token": 1.0}})) == []
     assert draw(outcome(tmp_path, {1: {}})) == []
     assert draw(outcome(tmp_path, {1: {"token": 1.0, "block": 1.0}})) == ["block_efficiency.png", "target_rows.png"]
     names = [f"{kind}.png" for kind in ("block_efficiency", "target_rows", "speed_up", "throughput")]
     assert draw(outcome(tmp_path, {1: {"token": 1.0}, 2: {"token": 1.0}})) == names
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+
+
+@pytest.mark.parametrize("font", ["", "no font"])
+def test_run_draws_charts_after_its_tables(tmp_path: Path, monkeypatch: Any, font: str) -> None:
+    """Charts are shown in ``summary.md``; an error costs no table."""
+
+    def encode(figure: Any, form: str) -> bytes:
+        if font:
+            raise RuntimeError(font)
+        return b"chart"
+
+    monkeypatch.setattr("crossdraft_page.charts.charts.encoded", encode)
+    summary = write_summary(outcome(tmp_path, {1: {"token": 1.0, "block": 1.0}}))
+    text = (tmp_path / "summary.md").read_text(encoding="utf-8")
+    assert "| draft-model" in text and (tmp_path / "summary.csv").is_file()
+    assert ("![target rows](target_rows.png)" in text, "note: no charts: RuntimeError: no font" in text) == (
+        not font,
+        bool(font),
+    )
+    assert summary.charts == ([] if font else ["block_efficiency.png", "target_rows.png"])
 
 
 @pytest.mark.slow

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..report import Report
+from crossdraft.framework.report.report import Report
+
 from .document import MARK, html_page
 
 if TYPE_CHECKING:
-    from ...cost.load_run import FinishedRun
+    from crossdraft.framework.cost.load_run import FinishedRun
 
 
 class HtmlReport(Report):
@@ -17,6 +19,11 @@ class HtmlReport(Report):
 
     name: ClassVar[str] = "html"
     mark: ClassVar[bytes] = MARK
+
+    def watch(self, directories: Sequence[Path], port: int) -> None:
+        from ..watch import watch
+
+        watch(directories, port)
 
     def render(self, runs: Sequence[FinishedRun], options: Any) -> str:
         return html_page(runs)

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from ...metrics.cell_metrics import acceptance as acceptance_of
-from ...runs.labels import group_title, verifier_title
-from ...runs.marks import mark_of
-from ..batch_sizes import Pair, Series, batch_size_series
+from crossdraft.framework.metrics.cell_metrics import acceptance as acceptance_of
+from crossdraft.framework.report.batch_sizes import Pair, Series, batch_size_series
+from crossdraft.framework.runs.labels import group_title, verifier_title
+from crossdraft.framework.runs.marks import mark_of
+
 from .pairs import drafting, front
 from .style import (
     MOST_PANELS,
@@ -32,9 +33,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from ...metrics.cell_metrics import SegmentMetrics
-    from ...metrics.intervals import Estimate
-    from ...runs.records import CellResult
+    from crossdraft.framework.metrics.cell_metrics import SegmentMetrics
+    from crossdraft.framework.metrics.intervals import Estimate
+    from crossdraft.framework.runs.records import CellResult
 
 #: Offset between the bars of two series: in powers of two for batch sizes, in positions for positions.
 _OFFSET = 0.09

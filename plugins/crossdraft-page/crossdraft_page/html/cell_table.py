@@ -6,21 +6,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ... import plugins
-from ...metrics.columns import meaning
-from ...runs.code_digest import source_of
-from ...runs.labels import group_title, verifier_title
-from ...runs.marks import Mark, mark_of
-from ...util.estimate import Estimate, estimate_text
-from ..answer import split_groups
+from crossdraft.framework import plugins
+from crossdraft.framework.metrics.columns import meaning
+from crossdraft.framework.report.answer import split_groups
+from crossdraft.framework.report.metrics_text import rate_text, speed_up_text
+from crossdraft.framework.runs.code_digest import source_of
+from crossdraft.framework.runs.labels import group_title, verifier_title
+from crossdraft.framework.runs.marks import Mark, mark_of
+from crossdraft.framework.util.estimate import Estimate, estimate_text
+
 from ..charts.style import visible
-from ..metrics_text import rate_text, speed_up_text
 
 if TYPE_CHECKING:
-    from ...cost.load_run import FinishedRun
-    from ...cost.summary import Summary
-    from ...metrics.cell_metrics import Metrics
-    from ...runs.records import CellResult
+    from crossdraft.framework.cost.load_run import FinishedRun
+    from crossdraft.framework.cost.summary import Summary
+    from crossdraft.framework.metrics.cell_metrics import Metrics
+    from crossdraft.framework.runs.records import CellResult
 
 RUNS = Sequence[tuple[str, "FinishedRun"]]
 

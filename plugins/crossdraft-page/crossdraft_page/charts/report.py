@@ -7,14 +7,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...cost.load_run import titles_of
-from ...errors import UnknownNameError, UsageError, printable
-from ..report import Report
+from crossdraft.framework.cost.load_run import titles_of
+from crossdraft.framework.errors import UnknownNameError, UsageError, printable
+from crossdraft.framework.report.report import Report
+
 from .charts import chart, kinds_of, reason_missing
 from .style import MARK
 
 if TYPE_CHECKING:
-    from ...cost.load_run import FinishedRun
+    from crossdraft.framework.cost.load_run import FinishedRun
 
 
 class Charts(Report):

@@ -4,32 +4,29 @@ import base64
 import hashlib
 import json
 import re
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 from companions import needs_command
+from crossdraft_page.charts import pairs
+from crossdraft_page.charts.charts import KINDS
+from crossdraft_page.html import cell_table
+from crossdraft_page.html.cell_table import COLUMNS, table_of
+from crossdraft_page.html.document import html_page
+from crossdraft_page.html.responses import _tokenizer, origins, token_texts
 from html_runs import SMALL, finished_run, on_disk
 
 from crossdraft.framework import plugins
 from crossdraft.framework.cli import main as cli
-from crossdraft.framework.errors import UsageError
 from crossdraft.framework.metrics.cell_metrics import StepRecord
+from crossdraft.framework.metrics.columns import QUANTITIES
 from crossdraft.framework.metrics.intervals import Estimate
 from crossdraft.framework.report import answer as answers
 from crossdraft.framework.report import batch_sizes, caveats
-from crossdraft.framework.report.charts import pairs
-from crossdraft.framework.report.charts.charts import KINDS
-from crossdraft.framework.report.html import cell_table
-from crossdraft.framework.report.html.cell_table import table_of
-from crossdraft.framework.report.html.document import html_page
-from crossdraft.framework.report.html.responses import _tokenizer, origins, token_texts
 from crossdraft.framework.runs import labels
 from crossdraft.framework.runs.marks import Mark
-
-pytest.importorskip("jinja2", reason="the extra html is not installed")
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
 
@@ -320,11 +317,10 @@ def test_user_names_are_escaped(tmp_path: Path) -> None:
     )
 
 
-def test_missing_library_is_named(monkeypatch: Any, tmp_path: Path) -> None:
-    run = finished_run(tmp_path, SMALL, tokens=12)
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(UsageError, match=r"an HTML report needs the package jinja2; .* 'crossdraft\[html\]'"):
-        html_page([run])
+def test_columns_have_descriptions_of_summary() -> None:
+    meanings = {quantity.meaning for quantity in QUANTITIES}
+    own = [column.key for column in COLUMNS if column.meaning not in meanings]
+    assert own == ["pair", "per_user", "first"]  # columns that are missing or different in the CSV
 
 
 def test_command_writes_page(tmp_path: Path, capsys: Any) -> None:

@@ -8,13 +8,11 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from crossdraft_page.watch import WatchedRuns, report_server
 from html_runs import SMALL, finished_run
 
 from crossdraft.framework.cli import main as cli
-from crossdraft.framework.report.watch import WatchedRuns, report_server
 from crossdraft.framework.runs.run_directory import RunDirectory
-
-pytest.importorskip("jinja2", reason="the extra html is not installed")
 
 
 @pytest.fixture

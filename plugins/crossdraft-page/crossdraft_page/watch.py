@@ -13,10 +13,11 @@ from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from ..cost.load_run import read_runs
-from ..errors import CrossdraftError, UsageError
-from ..util.loopback import is_loopback_header
-from .html.document import check_libraries, html_page
+from crossdraft.framework.cost.load_run import read_runs
+from crossdraft.framework.errors import CrossdraftError, UsageError
+from crossdraft.framework.util.loopback import is_loopback_header
+
+from .html.document import html_page
 
 _SCRIPT = """
 const frame = document.querySelector("iframe"), note = document.querySelector("p");
@@ -58,12 +59,11 @@ def watch(directories: Sequence[Path], port: int) -> None:
     """Serve the report of runs on the loopback interface until Ctrl-C.
 
     Raises:
-        UsageError: not the directory of a run, a port that is in use, or jinja2 is not installed.
+        UsageError: not the directory of a run, or a port that is in use.
     """
     for directory in directories:
         if not directory.is_dir():
             raise UsageError(f"{directory} is not a directory; give a run directory, which crossdraft run prints")
-    check_libraries()
     try:
         server = report_server(directories, port)
     except OSError as error:

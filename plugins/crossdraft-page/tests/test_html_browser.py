@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crossdraft_page.html.document import html_page
 from html_runs import finished_run
-
-from crossdraft.framework.report.html.document import html_page
 
 pytestmark = pytest.mark.slow
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -13,31 +13,23 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from ...cost.load_run import FinishedRun, titles_of
-from ...util.extras import need
-from ..answer import NOT_CERTIFIED, NOT_FASTER, best_of, headline_of
-from ..batch_sizes import multi_over_single
-from ..caveats import differences, remarks_of
-from ..markdown import conditions
-from ..sections import sections_of
+from crossdraft.framework.cost.load_run import FinishedRun, titles_of
+from crossdraft.framework.report.answer import NOT_CERTIFIED, NOT_FASTER, best_of, headline_of
+from crossdraft.framework.report.batch_sizes import multi_over_single
+from crossdraft.framework.report.caveats import differences, remarks_of
+from crossdraft.framework.report.markdown import conditions
+from crossdraft.framework.report.sections import sections_of
+
 from .cell_table import certificates, table_of
 from .panels import panels_of
 from .responses import responses_of
 
-#: Libraries that lay the page and its sections out.
-LIBRARIES = ("jinja2", "markdown_it")
 #: In the page's head: `util.output_files.check_output` recognises a page by it.
 MARK = b'content="crossdraft report"'
 
 
-def check_libraries() -> None:
-    """Raise UsageError if a library of the page is not installed."""
-    need("an HTML report", "html", *LIBRARIES)
-
-
 def html_page(runs: Sequence[FinishedRun]) -> str:
-    """The page of these runs. Raises UsageError if jinja2 or markdown-it-py is not installed."""
-    check_libraries()
+    """The page of these runs."""
     from jinja2 import Environment, StrictUndefined
     from markdown_it import MarkdownIt
     from markupsafe import Markup

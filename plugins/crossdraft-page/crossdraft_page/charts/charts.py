@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ...util.output_files import replacing
-from ..batch_sizes import batch_size_series
-from ..metrics_text import no_speed_up
+from crossdraft.framework.report.batch_sizes import batch_size_series
+from crossdraft.framework.report.metrics_text import no_speed_up
+from crossdraft.framework.util.output_files import replacing
+
 from .draft_lengths import draft_lengths
 from .pairs import drafting, pair_list, target_rows, time_shares
 from .series import acceptance, by_segment, categories, pareto, speed_up, throughput
@@ -22,9 +23,9 @@ from .style import encoded, style
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from ...cost.load_run import FinishedRun
-    from ...cost.summary import Summary
-    from ...runs.records import CellResult
+    from crossdraft.framework.cost.load_run import FinishedRun
+    from crossdraft.framework.cost.summary import Summary
+    from crossdraft.framework.runs.records import CellResult
 
     Draw = Callable[[Sequence[CellResult], str], tuple[Figure, int] | None]
 
