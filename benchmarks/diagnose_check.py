@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from crossdraft_advisor.replay.diagnosis import CLEAR
+from crossdraft_advisor.diagnosis.trials import CLEAR
 from safetensors.torch import load_file, save_file
 from tabulate import tabulate
 

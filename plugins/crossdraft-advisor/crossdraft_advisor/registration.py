@@ -28,7 +28,7 @@ _COMMANDS = {
             "replay.command:Replay",
             "compute the block efficiency of pairs on recorded responses",
         ),
-        "diagnose": ("diagnose:Diagnose", "find the cause of a low acceptance rate among common mistakes"),
+        "diagnose": ("diagnose.command:Diagnose", "find the cause of a low acceptance rate among common mistakes"),
         "advise": (
             "advise.command:Advise",
             "recommend a drafter, verifier and draft length per batch size, and write settings",

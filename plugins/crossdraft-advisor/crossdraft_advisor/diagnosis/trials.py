@@ -17,12 +17,12 @@ from crossdraft.framework.errors import CrossdraftError, UsageError
 from crossdraft.framework.metrics.intervals import LEAST_PIECES, pieces_needed
 from crossdraft.framework.util.estimate import Estimate
 
-from .aggregate import Row, Tally, difference
-from .replay import Candidate, replay, verifiers_for
-from .response import Response
-from .teacher_forcing.lazy_models import Target
-from .teacher_forcing.scoring import ScoringRequest, with_gamma
-from .teacher_forcing.shared_passes import SharedPasses
+from ..replay.aggregate import Row, Tally, difference
+from ..replay.replay import Candidate, replay, verifiers_for
+from ..replay.response import Response
+from ..replay.teacher_forcing.lazy_models import Target
+from ..replay.teacher_forcing.scoring import ScoringRequest, with_gamma
+from ..replay.teacher_forcing.shared_passes import SharedPasses
 
 #: Relative increase of accepted tokens per step above which a misconfiguration is a likely cause.
 CLEAR = 0.2

@@ -8,39 +8,46 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from crossdraft.framework.cli.options.run import JsonOptions
 from crossdraft.framework.cli.options.sampling import SamplingOptions
 from crossdraft.framework.cli.options.trust import TrustOptions
 from crossdraft.framework.contracts.command import Argument, Command
-from crossdraft.framework.errors import quoted
+from crossdraft.framework.errors import UsageError, quoted
 from crossdraft.framework.util.limits import MOST_PROMPTS, MOST_REPLAYED, MOST_TOKENS
 
-from .baseline_responses import baseline_responses, duration, log
+from ..baseline_responses import baseline_responses, duration, log
 
 if TYPE_CHECKING:
     from crossdraft.framework.api.build import Configured
     from crossdraft.framework.contracts.models import LoadedModel
     from crossdraft.framework.contracts.sampling import Sampling
 
-    from ..replay.diagnosis import Trial, TrialResult
-    from ..replay.response import Response
-    from ..replay.teacher_forcing.lazy_models import Target
+    from ...diagnosis.trials import Trial, TrialResult
+    from ...replay.response import Response
+    from ...replay.teacher_forcing.lazy_models import Target
+
+_COUNTERS = "what an engine counted (without a model)"
 
 
 class Diagnose(SamplingOptions, TrustOptions, JsonOptions, Command):
-    """Trials of common mistakes, one at a time.
+    """The cause of a low acceptance rate: from counters, or by trials of common mistakes on responses.
 
     Raises:
-        UsageError: a drafter that cannot be replayed.
+        UsageError: options that cannot be combined; a drafter that cannot be replayed.
     """
 
     name: ClassVar[str] = "diagnose"
 
-    target: Annotated[str, Argument("MODEL")] = Field(description="target model")
-    drafter: Annotated[str, Argument("NAME")] = Field(
-        description="drafter: a name, or a mapping as in recipes: '{name: eagle3, model: my-heads}'"
+    counters: Annotated[tuple[str, ...], Argument("SOURCE", group=_COUNTERS)] = Field(
+        (),
+        description="log, metrics or responses of an engine, or a mapping with the circumstances: "
+        "'{source: FILE, temperature: 0, batch_size: 1, context: 512}' (one, or two to compare)",
+    )
+    target: Annotated[str, Argument("MODEL", requires="drafter")] = Field("", description="target model")
+    drafter: Annotated[str, Argument("NAME", requires="target")] = Field(
+        "", description="drafter: a name, or a mapping as in recipes: '{name: eagle3, model: my-heads}'"
     )
     prompts: Annotated[str, Argument("SOURCE")] = Field("builtin", description="prompts")
     responses: Annotated[int, MOST_PROMPTS] = Field(16, ge=1, description="number of prompts to decode")
@@ -49,12 +56,28 @@ class Diagnose(SamplingOptions, TrustOptions, JsonOptions, Command):
     dtype: str = Field("auto", description="dtype of the models")
     device: str = Field("auto", description="device of the models")
 
+    @model_validator(mode="after")
+    def _has_an_input(self) -> Diagnose:
+        if not self.target and not self.counters:
+            raise UsageError(
+                "diagnose requires --counters (what an engine counted), or --target and --drafter (models to replay)"
+            )
+        return self
+
     def run(self) -> int:
+        if not self.target:
+            from .counters import signatures_of
+
+            print(signatures_of(self.counters, {}, self.json_))
+            return 0
+        return self._replayed()
+
+    def _replayed(self) -> int:
         from crossdraft.framework.api.build import configured
         from crossdraft.framework.recipe.recipe import Strategy
 
-        from ..replay.diagnosis import inconclusive, likely_causes, responses_needed, run_trials
-        from ..replay.teacher_forcing.lazy_models import Target
+        from ...diagnosis.trials import inconclusive, likely_causes, responses_needed, run_trials
+        from ...replay.teacher_forcing.lazy_models import Target
 
         strategy = Strategy.parse(self.drafter, "--drafter")
         drafter = configured("drafters", {"name": strategy.name, **strategy.config})
@@ -89,8 +112,8 @@ class Diagnose(SamplingOptions, TrustOptions, JsonOptions, Command):
 def _trials(args: Diagnose, drafter: Configured, target: Target, options: dict[str, Any]) -> Iterator[Trial]:
     from crossdraft.framework.contracts.misconfiguration import Misconfiguration
 
-    from ..replay.diagnosis import Trial, greedy_drafts
-    from ..replay.teacher_forcing.lazy_models import Target
+    from ...diagnosis.trials import Trial, greedy_drafts
+    from ...replay.teacher_forcing.lazy_models import Target
 
     responses = _responses(args, target.sampling)
     yield Trial(Misconfiguration("", ""), target, responses)
@@ -129,7 +152,7 @@ def _has_heads(drafter: Configured) -> bool:
 
 
 def _responses(args: Diagnose, sampling: Sampling, chat: bool | None = None) -> list[Response]:
-    from ..replay.responses import Reader
+    from ...replay.responses import Reader
 
     name, consent = args.target, args.target in args.trust_remote_code
     limits = {"limit": args.responses, "maximum": args.max_new_tokens}
@@ -178,7 +201,7 @@ def _print(results: Sequence[TrialResult], likely: Sequence[TrialResult], facts:
     from crossdraft.framework.util.estimate import estimate_text
     from crossdraft.framework.util.table import Alignment, Table
 
-    from ..replay.diagnosis import inconclusive
+    from ...diagnosis.trials import inconclusive
 
     base, rows = results[0], []
     ordered = sorted(results[1:], key=lambda r: -1.0 if r.gain is None else r.gain.value, reverse=True)
@@ -232,7 +255,7 @@ def _too_few(results: Sequence[TrialResult]) -> str:
     """The conclusion if the intervals are too wide."""
     from crossdraft.framework.metrics.intervals import LEAST_PIECES
 
-    from ..replay.diagnosis import inconclusive, responses_needed
+    from ...diagnosis.trials import inconclusive, responses_needed
 
     open_questions, needed = inconclusive(results), responses_needed(results)
     advice = f"about {needed} are needed" if needed else f"at least {LEAST_PIECES} are needed"

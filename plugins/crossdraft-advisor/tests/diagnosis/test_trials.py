@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from crossdraft_advisor.replay.aggregate import PromptGroups, Tally
-from crossdraft_advisor.replay.diagnosis import (
+from crossdraft_advisor.diagnosis.trials import (
     Trial,
     TrialResult,
     greedy_drafts,
@@ -19,6 +18,7 @@ from crossdraft_advisor.replay.diagnosis import (
     responses_needed,
     run_trials,
 )
+from crossdraft_advisor.replay.aggregate import PromptGroups, Tally
 from crossdraft_advisor.replay.response import Response
 from crossdraft_advisor.replay.teacher_forcing.lazy_models import Target
 from feature_heads import LAYERS, SHAPE, START, make_head, overfit

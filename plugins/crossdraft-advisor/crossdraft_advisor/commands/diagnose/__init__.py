@@ -1,0 +1,1 @@
+"""``crossdraft diagnose``: the likely cause of a low acceptance rate."""

@@ -1,0 +1,130 @@
+"""``crossdraft diagnose --counters``: the shape of acceptance by position against the catalogue of signatures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from crossdraft.framework.contracts.options import fault
+from crossdraft.framework.errors import UsageError
+from crossdraft.framework.recipe.yaml_values import yaml_value
+from crossdraft.framework.util.table import Alignment, Table
+
+from ...diagnosis.hypothesis import NONE, Assessment, assess
+from ...diagnosis.signatures import CIRCUMSTANCES, CounterSource, counts_of, in_order, signatures
+from ...engines.acceptance import Acceptance
+from ...engines.formats import read_acceptances
+
+#: Share of the likelihood from which on a hypothesis is named alone.
+CLEAR_SHARE = 0.9
+
+
+def parse_source(text: str) -> CounterSource:
+    """Parse ``FILE`` or ``{source: FILE, temperature: 0, batch_size: 1, context: 512}``. Raises UsageError."""
+    data: Any = yaml_value(text, lambda line: "--counters") if text.lstrip().startswith("{") else {"source": text}
+    try:
+        return CounterSource.model_validate(data)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise UsageError(f"--counters {text}: key {'.'.join(map(str, problem['loc']))!r}: {fault(problem)}") from None
+
+
+def read_counters(texts: Sequence[str]) -> list[tuple[CounterSource, Acceptance]]:
+    """The acceptance in each source of ``--counters``, in their order for signatures. Raises UsageError."""
+    counted: list[tuple[CounterSource, Acceptance]] = []
+    for text in texts:
+        source = parse_source(text)
+        _, acceptances = read_acceptances(source.source)
+        chosen = [item for item in acceptances if source.gamma in (None, item.gamma)]
+        if len(chosen) != 1:
+            lengths = ", ".join(str(item.gamma or "unknown") for item in acceptances)
+            raise UsageError(
+                f"--counters {source.source}: {len(acceptances)} drafters or draft lengths ({lengths}); choose one "
+                f"with '{{source: {source.source}, gamma: N}}', or give a file of one"
+            )
+        counted.append((source.model_copy(update={"gamma": chosen[0].gamma}), chosen[0]))
+    return in_order(counted)
+
+
+def signatures_of(texts: Sequence[str], names: Mapping[str, str], as_json: bool) -> str:
+    """The catalogue of signatures with their likelihoods, as text or JSON.
+
+    Args:
+        names: placeholder in the command lines of checks -> the value that is known.
+    """
+    if len(texts) > 2:
+        raise UsageError(f"--counters compares one or two sources, not {len(texts)}; give the two that differ most")
+    counted = read_counters(texts)
+    sources = [source for source, _ in counted]
+    reference = counted[0][1]
+    labels = [item.source for _, item in counted] if len(counted) > 1 else [""]
+    counts = [counts_of(item, label, reference) for (_, item), label in zip(counted, labels, strict=True)]
+    assessments = assess(list(signatures(sources, reference.gamma)), counts)
+    checks = {"FILE": sources[-1].source, **names}
+    if as_json:
+        return json.dumps({"hypotheses": [assessment_json(item, checks) for item in assessments]})
+    return "\n\n".join([_sources(counted), likelihoods(assessments), _conclusion(assessments, sources, checks)])
+
+
+def _sources(counted: Sequence[tuple[CounterSource, Acceptance]]) -> str:
+    columns: dict[str, Alignment] = {"counted": "left", "drafts": "right", "go on at 1, 2, ..": "left"}
+    rows = []
+    for source, acceptance in counted:
+        conditions = ", ".join(
+            f"{key.replace('_', ' ')} {value:g}"
+            for key in CIRCUMSTANCES
+            if key != "gamma" and (value := getattr(source, key)) is not None
+        )
+        drafts = "unknown" if acceptance.drafts is None else f"{acceptance.drafts:.0f}"
+        rates = " ".join(f"{rate:.2f}" for rate in acceptance.conditional)
+        rows.append([f"{acceptance.source}{f' ({conditions})' if conditions else ''}", drafts, rates])
+    return Table(columns, rows).text()
+
+
+def likelihoods(assessments: Sequence[Assessment]) -> str:
+    """Table of hypotheses with their likelihoods."""
+    columns: dict[str, Alignment] = {"hypothesis": "left", "likelihood": "right", "log L": "right", "against": "left"}
+    rows = [
+        [item.hypothesis.name, f"{100 * item.share:.1f} %", f"{item.log_likelihood:.1f}", item.against]
+        for item in assessments
+    ]
+    return Table(columns, rows, widths=(60, None, None, 60)).text()
+
+
+def _conclusion(assessments: Sequence[Assessment], sources: Sequence[CounterSource], checks: Mapping[str, str]) -> str:
+    best, second = assessments[:2]
+    lines = []
+    if best.share < CLEAR_SHARE:
+        lines.append(f"Not decided between '{best.hypothesis.name}' and '{second.hypothesis.name}'.")
+    elif best.hypothesis is NONE:
+        lines.append("None of the signatures fits: the counters may mix several models, lengths or circumstances.")
+    else:
+        lines.append(f"Most likely: {best.hypothesis.name} ({best.hypothesis.meaning}).")
+    commands = dict.fromkeys(check_of(item, checks) for item in (best, second)[: 1 + (best.share < CLEAR_SHARE)])
+    lines += [f"Next check: {command}" for command in commands if command]
+    if len(sources) == 1:
+        names = ", ".join(f"'{item.name}'" for item in CIRCUMSTANCES.values())
+        lines.append(
+            f"Not examined, because they need a second source (--counters '{{source: FILE2, batch_size: 1}}'): {names}."
+        )
+    return "\n".join(lines)
+
+
+def check_of(assessment: Assessment, checks: Mapping[str, str]) -> str:
+    """The command line of the next check, with known values for placeholders."""
+    words = assessment.hypothesis.check.split(" ")
+    return " ".join(checks.get(word, word) for word in words)
+
+
+def assessment_json(assessment: Assessment, checks: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "name": assessment.hypothesis.name,
+        "meaning": assessment.hypothesis.meaning,
+        "likelihood": assessment.share,
+        "log_likelihood": assessment.log_likelihood,
+        "against": assessment.against,
+        "check": check_of(assessment, checks),
+    }

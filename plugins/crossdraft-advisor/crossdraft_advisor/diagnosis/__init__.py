@@ -1,0 +1,1 @@
+"""Hypotheses about low acceptance, and their likelihoods given what an engine counted."""

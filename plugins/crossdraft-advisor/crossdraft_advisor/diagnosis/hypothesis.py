@@ -1,0 +1,272 @@
+"""Hypotheses about the acceptance by position that a server counted, and their likelihood.
+
+Let n_i be the number of drafts of which at least i tokens were accepted (n_0 = drafts), and h_i the conditional
+acceptance rate at position i. Then n_i is binomial: n_(i-1) trials with probability h_i. Rates of one drafter differ by
+more than that from text to text, so the trials count as e_i, 1 / e_i = 1 / n_(i-1) + 1 / `PRECISION`:
+
+    log L_i(h) = e_i (f_i log(h / f_i) + (1 - f_i) log((1 - h) / (1 - f_i))),    f_i = n_i / n_(i-1)
+
+A hypothesis is a distribution of the curve x_i = logit h_i (a mixture of `Curve`s, each a Markov chain over positions).
+If two sources were counted under different circumstances, the second has logit h_i = x_i + o_i + s at all positions: o
+is what follows from the draft lengths, s the shift, with a distribution of the hypothesis, too. The likelihood of a
+hypothesis is the integral over both, by the forward recursion on a grid of x (and of s):
+
+    L = sum_s p(s) sum_x a_K(x, s),    a_i(x, s) = prod_sources L_i(x + o_i + s) * sum_y p_i(x | y) a_(i-1)(y, s)
+
+`assess` divides it by the sum over all hypotheses, which include `NONE`: independent rates, each uniform from 0 to 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+from scipy.special import expit, logit, logsumexp, xlogy
+
+#: Trials as which arbitrarily many drafts count: rates of one drafter differ by about 0.03 between texts.
+PRECISION = 300.0
+#: Grid of x = logit h.
+GRID = np.linspace(-7.0, 7.0, 281)
+_STEP = float(GRID[1] - GRID[0])
+_RATES = expit(GRID)
+#: Bounds of the interval of an expected rate.
+_LOW, _HIGH = 0.025, 0.975
+#: Log-likelihood below that of independent rates, from which on a rate is evidence against a hypothesis.
+_AGAINST = -math.log(3.0)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Counters of one source.
+
+    Attributes:
+        label: shown to users.
+        at_least: n_0, .., n_K: drafts, and those of which at least 1, .., K tokens were accepted.
+        offset: [K], o_i: the difference of logit h_i that follows from another draft length.
+    """
+
+    label: str
+    at_least: tuple[float, ...]
+    offset: tuple[float, ...] = ()
+
+    @property
+    def gamma(self) -> int:
+        return len(self.at_least) - 1
+
+    def rate(self, position: int) -> float:
+        """f_i; 0 if no draft reached the position."""
+        before = self.at_least[position - 1]
+        return self.at_least[position] / before if before else 0.0
+
+    def log_likelihood(self, position: int, shifts: np.ndarray) -> np.ndarray:
+        """Return log L_i, ``[shifts, GRID]``; 0 beyond the last position."""
+        if position > self.gamma or not self.at_least[position - 1]:
+            return np.zeros((len(shifts), len(GRID)))
+        f, trials = self.rate(position), 1 / (1 / self.at_least[position - 1] + 1 / PRECISION)
+        offset = self.offset[position - 1] if self.offset else 0.0
+        x = GRID + offset + shifts[:, None]
+        best = xlogy(f, f) + xlogy(1 - f, 1 - f)
+        return trials * (f * -np.logaddexp(0, -x) + (1 - f) * -np.logaddexp(0, x) - best)
+
+
+class Curve:
+    """Independent rates, each uniform from 0 to 1; base of the other distributions of a curve."""
+
+    def prior(self, position: int, before: np.ndarray) -> np.ndarray:
+        """Distribution over `GRID` of x at a position, from that at the position before (``[shifts, GRID]``)."""
+        return _normal(_RATES * (1 - _RATES)) * before.sum(-1, keepdims=True)
+
+
+@dataclass(frozen=True)
+class Level:
+    """A normal distribution of x, cut to rates from ``low`` to ``high``."""
+
+    center: float = 0.85
+    spread: float = 0.8
+    low: float = 0.0
+    high: float = 1.0
+
+    def on_grid(self) -> np.ndarray:
+        return _level(self.center, self.spread, self.low, self.high)
+
+
+@dataclass(frozen=True)
+class Walk(Curve):
+    """Rates that change little from position to position.
+
+    Attributes:
+        first: x at the first position.
+        step: standard deviation of the change of x from one position to the next.
+        turn: position (> 1) at which the rates continue from ``after``, with steps of `TURNED`; 0 = none.
+    """
+
+    first: Level
+    step: float = 0.35
+    turn: int = 0
+    after: Level = Level()
+
+    def prior(self, position: int, before: np.ndarray) -> np.ndarray:
+        if position in (1, self.turn):
+            level = self.first if position == 1 else self.after
+            return level.on_grid() * before.sum(-1, keepdims=True)
+        return before @ _kernel(TURNED if self.turn and position > self.turn else self.step)
+
+
+#: Standard deviation of the change of x from one position to the next behind a turn, where few drafts arrive.
+TURNED = 1.5
+
+
+@dataclass(frozen=True)
+class Known(Curve):
+    """Rates of a replay: x_i is normal around logit ``rates[i]``, with the standard deviation ``errors[i]``."""
+
+    rates: tuple[float, ...]
+    errors: tuple[float, ...]
+
+    def prior(self, position: int, before: np.ndarray) -> np.ndarray:
+        if position > len(self.rates):
+            return super().prior(position, before)
+        center = float(np.clip(logit(self.rates[position - 1]), GRID[0], GRID[-1]))
+        return Level(center, self.errors[position - 1]).on_grid() * before.sum(-1, keepdims=True)
+
+
+@dataclass(frozen=True)
+class Shift:
+    """Distribution of the shift s: normal with ``spread`` if ``fall`` is 0; else of at least ``fall`` downwards."""
+
+    spread: float = 0.2
+    fall: float = 0.0
+    both: bool = False
+
+    def grid(self) -> tuple[np.ndarray, np.ndarray]:
+        """Values and probabilities."""
+        if not self.fall:
+            values = np.linspace(-2.5, 2.5, 11) * self.spread
+            return values, _normal(np.exp(-0.5 * (values / self.spread) ** 2))
+        values = -self.fall - np.linspace(0.0, 5.0, 26)
+        weights = np.exp((values + self.fall) / self.spread)
+        if self.both:
+            values, weights = np.concatenate([values, -values]), np.concatenate([weights, weights])
+        return values, _normal(weights)
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A possible state of a server.
+
+    Attributes:
+        name: shown to users.
+        meaning: likely reasons, or the cure.
+        check: the next cheapest check, a command line.
+        curves: mixture of the distributions of the curve, equally likely.
+        shift: of the second source.
+    """
+
+    name: str
+    meaning: str
+    check: str
+    curves: Sequence[Curve]
+    shift: Shift = field(default_factory=Shift)
+
+
+NONE = Hypothesis(
+    "none of these",
+    "the counters have a shape that is not in the catalogue",
+    "",
+    (Curve(),),
+    Shift(2.0),
+)
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """A hypothesis given the counters.
+
+    Attributes:
+        log_likelihood: log L.
+        share: of the likelihood of all hypotheses.
+        against: the rate that it explains worst, in words; empty if none is evidence against it.
+    """
+
+    hypothesis: Hypothesis
+    log_likelihood: float
+    against: str
+    share: float = 0.0
+
+
+def assess(hypotheses: Sequence[Hypothesis], sources: Sequence[Counts]) -> list[Assessment]:
+    """The hypotheses and `NONE` with their likelihoods, the most likely first."""
+    assessments = [_assessment(hypothesis, sources) for hypothesis in (*hypotheses, NONE)]
+    total = logsumexp([assessment.log_likelihood for assessment in assessments])
+    shares = [
+        Assessment(j.hypothesis, j.log_likelihood, j.against, math.exp(j.log_likelihood - total)) for j in assessments
+    ]
+    return sorted(shares, key=lambda assessment: assessment.share, reverse=True)
+
+
+def _assessment(hypothesis: Hypothesis, sources: Sequence[Counts]) -> Assessment:
+    results = [_forward(curve, hypothesis.shift, sources) for curve in hypothesis.curves]
+    likelihood = float(logsumexp([value for value, _ in results])) - math.log(len(results))
+    return Assessment(hypothesis, likelihood, max(results)[1])
+
+
+def _forward(curve: Curve, shift: Shift, sources: Sequence[Counts]) -> tuple[float, str]:
+    """Return log L of a curve, and the strongest evidence against it in words."""
+    values, weights = shift.grid() if len(sources) > 1 else (np.zeros(1), np.ones(1))
+    mass, scale = weights[:, None] * np.full(len(GRID), 1 / len(GRID)), 0.0
+    worst, against = _AGAINST, ""
+    for position in range(1, max(source.gamma for source in sources) + 1):
+        mass = curve.prior(position, mass)
+        mass /= mass.sum()
+        for number, source in enumerate(sources):
+            shifts = values if number else np.zeros(1)
+            term = source.log_likelihood(position, shifts)
+            surprise = _log_sum(mass, term) - _log_sum(_UNIFORM, source.log_likelihood(position, np.zeros(1)))
+            if position <= source.gamma and surprise < worst:
+                worst, against = surprise, _surprise(source, position, mass, shifts)
+            peak = np.max(np.where(mass > 0, term, -np.inf))
+            mass = mass * np.exp(np.maximum(term - peak, -700.0))
+            scale += peak + math.log(mass.sum())
+            mass /= mass.sum()
+    return scale, against
+
+
+def _surprise(source: Counts, position: int, mass: np.ndarray, shifts: np.ndarray) -> str:
+    offset = source.offset[position - 1] if source.offset else 0.0
+    x = np.broadcast_to(GRID + offset + shifts[:, None], mass.shape).ravel()
+    order = np.argsort(x)
+    below = np.cumsum(mass.ravel()[order])
+    low, high = (float(expit(x[order][np.searchsorted(below, q * below[-1])])) for q in (_LOW, _HIGH))
+    label = f"{source.label}: " if source.label else ""
+    return f"{label}{source.rate(position):.2f} go on at position {position}; {low:.2f} to {high:.2f} expected"
+
+
+def _log_sum(mass: np.ndarray, term: np.ndarray) -> float:
+    """Logarithm of the mean of exp(term) over ``mass``."""
+    peak = float(term.max())
+    return peak + math.log(max(float((mass * np.exp(term - peak)).sum()), 1e-300))
+
+
+def _normal(weights: np.ndarray) -> np.ndarray:
+    return weights / weights.sum()
+
+
+_UNIFORM = _normal(_RATES * (1 - _RATES))
+
+
+@cache
+def _level(center: float, spread: float, low: float, high: float) -> np.ndarray:
+    """`Level` on `GRID`; at least half a grid step wide."""
+    log_weights = -0.5 * ((GRID - center) / max(spread, _STEP / 2)) ** 2
+    weights = np.exp(log_weights - log_weights.max()) * (np.clip(_RATES, low, high) == _RATES)
+    return _normal(weights)
+
+
+@cache
+def _kernel(step: float) -> np.ndarray:
+    """``[from, to]``: normal changes of x with the standard deviation ``step``."""
+    weights = np.exp(-0.5 * ((GRID[:, None] - GRID) / step) ** 2)
+    return weights / weights.sum(-1, keepdims=True)

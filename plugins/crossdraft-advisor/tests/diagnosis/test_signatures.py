@@ -1,0 +1,161 @@
+"""``crossdraft diagnose --counters``: likelihoods of the signatures, exactly and on counters with a known fault."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from crossdraft_advisor.diagnosis.hypothesis import (
+    GRID,
+    NONE,
+    PRECISION,
+    Counts,
+    Curve,
+    Hypothesis,
+    Known,
+    Level,
+    Shift,
+    Walk,
+    assess,
+)
+from scipy.special import expit
+
+from crossdraft.framework.cli import main as cli
+
+SIGNATURES = {
+    "healthy": [0.762, 0.616, 0.513, 0.424, 0.364, 0.309, 0.272, 0.237],
+    "lower at all positions": [0.2, 0.05, 0.012, 0.003],
+    "nothing at any position": [0.027, 0.0, 0.0, 0.0],
+    "the first position only": [0.72, 0.09, 0.01, 0.0],
+    "a cliff": [0.72, 0.5, 0.35, 0.02, 0.0],
+    "low first, then high": [0.3, 0.21, 0.18, 0.16],
+    "none of these": [0.5, 0.35, 0.1, 0.099, 0.098, 0.01],
+}
+COMPARED = {
+    "healthy": ("temperature", [0.68, 0.45, 0.3]),
+    "only above temperature 0": ("temperature", [0.4, 0.15, 0.05]),
+    "only in batches": ("batch_size", [0.35, 0.12, 0.04]),
+    "falls with the context length": ("context", [0.45, 0.2, 0.08]),
+}
+
+
+def scrape(path: Path, marginal: list[float], drafts: int = 4000) -> str:
+    stem = "vllm:spec_decode_num_"
+    numbers = [round(drafts * rate) for rate in marginal]
+    lines = [f"{stem}drafts_total {drafts}", f"{stem}draft_tokens_total {drafts * len(marginal)}"]
+    lines.append(f"{stem}accepted_tokens_total {sum(numbers)}")
+    lines += [f'{stem}accepted_tokens_per_pos_total{{position="{i}"}} {n}' for i, n in enumerate(numbers)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def diagnosed(capsys: Any, *sources: str) -> list[dict[str, Any]]:
+    argv = [word for source in sources for word in ("--counters", source)]
+    assert cli.main(["diagnose", *argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["hypotheses"]
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_each_shape_is_recognised(name: str, tmp_path: Path, capsys: Any) -> None:
+    first, *others = diagnosed(capsys, scrape(tmp_path / "a.txt", SIGNATURES[name]))
+    assert first["name"] == name and first["likelihood"] > 0.9
+    assert sum(item["likelihood"] for item in (first, *others)) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_two_sources_show_what_one_does_not(name: str, tmp_path: Path, capsys: Any) -> None:
+    key, marginal = COMPARED[name]
+    files = scrape(tmp_path / "a.txt", [0.7, 0.48, 0.33]), scrape(tmp_path / "b.txt", marginal)
+    sources = [f"{{source: {file}, {key}: {value}}}" for file, value in zip(files, (0, 1), strict=True)]
+    sources = [text.replace("batch_size: 0", "batch_size: 8") for text in sources]
+    if key == "batch_size":
+        sources = [f"{{source: {files[1]}, batch_size: 8}}", f"{{source: {files[0]}, batch_size: 1}}"]
+    first, *_ = diagnosed(capsys, *sources)
+    assert first["name"] == name and first["likelihood"] > 0.9
+    if name != "healthy":
+        healthy = next(item for item in diagnosed(capsys, *sources) if item["name"] == "healthy")
+        assert files[1] in healthy["against"] and "expected" in healthy["against"]
+
+
+def test_shorter_drafts_are_compared_with_what_follows_from_longer_ones(tmp_path: Path, capsys: Any) -> None:
+    """A real pair at K = 8 and K = 1: its rate at position 1 differs, as that of a sound drafter does."""
+    long = scrape(tmp_path / "8.txt", SIGNATURES["healthy"], 11_043)
+    assert diagnosed(capsys, long, scrape(tmp_path / "1.txt", [0.834], 26_407))[0]["name"] == "healthy"
+    assert (
+        diagnosed(capsys, long, scrape(tmp_path / "0.txt", [0.3], 26_407))[0]["name"] == "depends on the draft length"
+    )
+
+
+def test_few_drafts_decide_nothing(tmp_path: Path, capsys: Any) -> None:
+    assert cli.main(["diagnose", "--counters", scrape(tmp_path / "a.txt", [0.5, 0.25], 4)]) == 0
+    out = capsys.readouterr().out
+    assert "Not decided between" in out and "Not examined, because they need a second source" in out
+
+
+def test_likelihood_is_the_integral_over_curve_and_shift() -> None:
+    """Against sums over all paths, on every tenth point of the grid."""
+    sources = [Counts("a", (50.0, 30.0, 12.0)), Counts("b", (40.0, 12.0, 3.0), (0.1, -0.2))]
+    curve, shift = Walk(Level(0.5, 0.7, 0.2, 0.9), 0.6), Shift(0.5)
+    (assessment, none) = sorted(assess([Hypothesis("h", "", "", (curve,), shift)], sources), key=_is_none)
+    values, weights = shift.grid()
+    start = np.full((1, len(GRID)), 1 / len(GRID))
+    total = 0.0
+    for value, weight in zip(values, weights, strict=True):
+        terms = [
+            sum(
+                source.log_likelihood(i, np.array([value if number else 0.0]))[0]
+                for number, source in enumerate(sources)
+            )
+            for i in (1, 2)
+        ]
+        first = curve.prior(1, start)[0] * np.exp(terms[0])
+        kernel = curve.prior(2, np.eye(len(GRID)))
+        total += weight * float(first @ kernel @ np.exp(terms[1]))
+    assert assessment.log_likelihood == pytest.approx(math.log(total), abs=1e-9)
+    assert none.hypothesis is NONE
+
+
+def _is_none(assessment: Any) -> bool:
+    return assessment.hypothesis is NONE
+
+
+def test_term_is_a_binomial_with_limited_trials() -> None:
+    trials = 1 / (1 / 60 + 1 / PRECISION)
+    source = Counts("", (60.0, 24.0))
+    term = source.log_likelihood(1, np.zeros(1))[0]
+    h = expit(GRID)
+    expected = trials * (0.4 * np.log(h / 0.4) + 0.6 * np.log((1 - h) / 0.6))
+    assert np.allclose(term, expected) and abs(expit(GRID[term.argmax()]) - 0.4) < 0.01
+    assert not source.log_likelihood(2, np.zeros(1)).any()
+
+
+def test_distributions_sum_to_one() -> None:
+    start = np.full((1, len(GRID)), 1 / len(GRID))
+    level = Level(0.8, 0.5)
+    for curve in (Curve(), Walk(level), Walk(level, turn=2), Known((0.5, 0.0), (0.1, 0.2))):
+        for position in (1, 2, 3):
+            start = curve.prior(position, start)
+            assert start.sum() == pytest.approx(1)
+    for shift in (Shift(), Shift(1.0, fall=0.7), Shift(1.0, fall=0.7, both=True)):
+        assert shift.grid()[1].sum() == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "diagnose requires --counters"),
+        (["--target", "m"], "--target requires --drafter"),
+        (["--counters", "{source: a, heat: 3}"], "key 'heat': is unknown"),
+        (["--counters", "missing.log"], "missing.log"),
+        (["--counters", "FILE", "--counters", "FILE", "--counters", "FILE"], "one or two sources, not 3"),
+        (["--counters", "{source: FILE, gamma: 3}"], "1 drafters or draft lengths (4); choose one"),
+    ],
+)
+def test_unclear_requests_are_refused(argv: list[str], message: str, tmp_path: Path, capsys: Any) -> None:
+    file = scrape(tmp_path / "a.txt", SIGNATURES["nothing at any position"])
+    assert cli.main(["diagnose", *[word.replace("FILE", file) for word in argv]]) == 2
+    assert message in capsys.readouterr().err
