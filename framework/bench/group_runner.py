@@ -34,7 +34,7 @@ from ..models.cpu.threads import choose_for_group, describe_threads, disturbance
 from ..models.placement import input_device
 from ..recipe.recipe import CellConfig
 from ..recipe.yaml_errors import KeyPath
-from ..runs.interrupts import user_interrupted
+from ..runs.interrupts import propagate_interrupt
 from ..runs.labels import is_lossless, verifier_title
 from ..runs.records import CellResult, cells_of
 from ..runs.run_directory import FORMAT, PieceResult
@@ -376,8 +376,7 @@ class GroupRunner:
             self.limit.stop()
 
     def _fail(self, cells: Sequence[GroupCell], error: BaseException, strict: bool = False) -> None:
-        if isinstance(error, KeyboardInterrupt) and user_interrupted():
-            raise error
+        propagate_interrupt(error)
         if strict and isinstance(error, UsageError | ModelError):
             raise error
         trace = "".join(traceback.format_exception(error))

@@ -20,7 +20,7 @@ from ..recipe.prompts import Prompt
 from ..recipe.random_tokens import MAX_PROMPTS, warning
 from ..recipe.recipe import CellConfig, Recipe
 from ..recipe.yaml_errors import KeyPath
-from ..runs.interrupts import user_interrupted
+from ..runs.interrupts import propagate_interrupt
 from .cells.cell_runner import Models, drafter_of, lengths
 from .cells.conversations import prepare
 
@@ -74,8 +74,7 @@ def preflight(
         except (UsageError, ModelError):
             raise
         except BaseException as error:  # reported when the cell runs
-            if isinstance(error, KeyboardInterrupt) and user_interrupted():
-                raise
+            propagate_interrupt(error)
     return list(dict.fromkeys(notes))
 
 

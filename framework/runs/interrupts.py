@@ -74,6 +74,12 @@ def user_interrupted() -> bool:
     return _active is None or _active.count > 0
 
 
+def propagate_interrupt(error: BaseException) -> None:
+    """Raise KeyboardInterrupt if a signal caused `error`: native code may have replaced it by an error of its own."""
+    if user_interrupted() and (isinstance(error, KeyboardInterrupt) or _active is not None):
+        raise KeyboardInterrupt from error
+
+
 @contextmanager
 def _handled(handler: Callable[..., None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # Python handles signals in the main thread only

@@ -1,5 +1,7 @@
 """A faulty strategy fails only its own cell."""
 
+import os
+import signal
 import sys
 import time
 from typing import Any
@@ -115,10 +117,26 @@ def test_verifier_that_quits(bench: Any, install: Any) -> None:
     assert "prompt-lookup  token" in out
 
 
-def test_second_signal_waits_for_summary(capsys: Any) -> None:
-    import os
-    import signal
+class Swallowing(Token):
+    """Like native code that runs Python: an exception raised in it becomes one of its own."""
 
+    name = "swallowing"
+
+    def verify(self, draft: Any, p: Any, rng: Any) -> Any:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except KeyboardInterrupt as error:
+            raise RuntimeError("KeyboardInterrupt: <EMPTY MESSAGE>") from error
+        return super().verify(draft, p, rng)
+
+
+def test_signal_inside_of_native_code_ends_the_run(bench: Any, install: Any) -> None:
+    install("verifiers", ("swallowing", Swallowing))
+    code, _, err = bench(*ONE_GROUP[:-1], "verifiers=[swallowing, token]", "drafters=[prompt-lookup]", "limit=2")
+    assert code == 130 and "failed:" not in err
+
+
+def test_second_signal_waits_for_summary(capsys: Any) -> None:
     with interrupts.Interrupts():
         assert not interrupts.user_interrupted()
         with pytest.raises(KeyboardInterrupt):

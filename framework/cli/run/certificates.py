@@ -58,14 +58,13 @@ def certify_missing(cells: Iterable[CellConfig], log: Callable[[str], None], lim
 
 def _guarded(certify: Callable[[], CertificateRecord | None], limit: StepLimit) -> CertificateRecord | None:
     """The certificate, or None if the strategy raised; its cells report the error."""
-    from ...runs.interrupts import user_interrupted
+    from ...runs.interrupts import propagate_interrupt
 
     try:
         limit.restart()
         return certify()
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) and user_interrupted():
-            raise
+        propagate_interrupt(error)
         return None
     finally:
         limit.stop()
