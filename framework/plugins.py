@@ -49,6 +49,8 @@ _ADVISOR = (
 )
 COMPANIONS |= {("commands", name): "crossdraft-advisor" for name in _ADVISOR}
 COMPANIONS |= {("reports", name): "crossdraft-page" for name in ("html", "pdf", "png", "svg")}
+COMPANIONS |= {("preparations", name): "crossdraft-layers" for name in ("compiled-layers", "recurrent-layers")}
+COMPANIONS |= {("preparations", "small-batch-linear"): "crossdraft-layers"}
 COMPANIONS |= {("cell_runners", "engine"): "crossdraft-advisor", ("servers", "openai"): "crossdraft-advisor"}
 """Names of distributions beside crossdraft, by kind; if one is not installed, its names are refused with the remedy."""
 _COMMAND = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")

@@ -141,6 +141,10 @@ class ModelPreparation(ABC):
             an instance if the passes of the model need `new_cache` or `around_pass`, otherwise None.
         """
 
+    @classmethod
+    def prepare_head(cls, model: nn.Module) -> None:
+        """Change layers of ``model``, the head of a drafter, whose calls have no cache."""
+
     def new_cache(self, batch_size: int, max_length: int) -> Any:
         """Return the `KVCache` that the model requires; None if any one fits."""
         return None

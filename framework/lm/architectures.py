@@ -17,12 +17,15 @@ import torch
 import transformers
 from transformers.modeling_utils import PreTrainedModel
 
+from .. import plugins
 from ..contracts.draft import on_device
 from ..errors import ModelError
 from ..util.cache_argument import cache_argument
 from .attention.flex import FLEX, refusals
 from .attention.sparse import indexers, selected_keys
-from .recurrent.recurrent_layers import SUPPORTED, recurrent_modules
+
+#: True if transformers keeps recurrent states, and numbers and selects layers, as this package expects.
+RECENT = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
 
 _EXACT = """
 AfmoeForCausalLM Apertus1p5TextForCausalLM ApertusForCausalLM ArceeForCausalLM AriaTextForCausalLM AXK1ForCausalLM
@@ -46,7 +49,7 @@ PersimmonForCausalLM Phi3ForCausalLM Phi4MultimodalForCausalLM PhiForCausalLM Ph
 Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM RoCBertForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM
 SolarOpenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM VaultGemmaForCausalLM XGLMForCausalLM YoutuForCausalLM
 """
-#: Classes with recurrent layers; from transformers 5.23 on, see `recurrent_layers`.
+#: Classes with recurrent layers, by crossdraft-layers; from transformers 5.23 on.
 _RECURRENT = """
 BailingHybridForCausalLM BambaForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM GraniteMoeHybridForCausalLM
 Inkling2ForCausalLM InklingForCausalLM JambaForCausalLM KimiLinearForCausalLM LaraMiniForCausalLM Lfm2MoeForCausalLM
@@ -59,7 +62,7 @@ _SPARSE = """
 AXK2ForCausalLM DeepseekV32ForCausalLM Dots3NoteForCausalLM GlmMoeDsaForCausalLM HYV4ForCausalLM
 """
 #: Classes whose logits in ragged batches of chains and trees equal those of transformers; the tests check all of them.
-EXACT = frozenset(_EXACT.split() + ((_RECURRENT + _SPARSE).split() if SUPPORTED else []))
+EXACT = frozenset(_EXACT.split() + ((_RECURRENT + _SPARSE).split() if RECENT else []))
 #: Those of them that have recurrent layers, in some configurations at least.
 RECURRENT = frozenset({*_RECURRENT.split(), "Lfm2ForCausalLM"})
 #: Classes that go through the trial: older versions of transformers give them no causal mask, or, of Dory, not every
@@ -68,6 +71,8 @@ BY_TRIAL = frozenset(
     {"BigBirdForCausalLM", "DogeForCausalLM", "DoryForCausalLM", "MegatronBertForCausalLM", "RemBertForCausalLM"}
 )
 
+#: The preparation of models with recurrent layers.
+RECURRENT_LAYERS = "recurrent-layers"
 #: Layers that cache keys and values by position, so rejected tokens can be dropped.
 _ROLLBACK_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 #: Layers that read no other token; some models list them among the others.
@@ -110,15 +115,18 @@ def _recurrent(config: Any) -> list[str]:
     return sorted(_layer_types(config) - _ROLLBACK_LAYERS - _STATELESS_LAYERS - _SPARSE_LAYERS)
 
 
-def _stateful(model: Any) -> bool:
-    return bool(_recurrent(text_config(model)) or getattr(model, "_is_stateful", False))
+def recurrent_layers(model: Any) -> str:
+    """Describe the recurrent layers of ``model``; empty without any."""
+    if kinds := _recurrent(text_config(model)):
+        return f"layers of type {', '.join(kinds)}"
+    return "recurrent layers" if getattr(model, "_is_stateful", False) else ""
 
 
 def attends(model: Any) -> bool:
     """False for a model that is recurrent throughout: it takes no cache of keys, no masks and no positions."""
     positions = "position_ids" in inspect.signature(model.forward).parameters
     cached = cache_argument(model.forward) == "past_key_values" or positions
-    return cached or not _stateful(model) or bool(_layer_types(text_config(model)) & _ROLLBACK_LAYERS)
+    return cached or not recurrent_layers(model) or bool(_layer_types(text_config(model)) & _ROLLBACK_LAYERS)
 
 
 def refuse_unsupported(model: Any, max_length: int | None = None, both_ropes: bool = False) -> None:
@@ -142,24 +150,19 @@ def _reasons(model: Any, config: Any, max_length: int | None, both_ropes: bool) 
         )
     kinds = _layer_types(config)
     sparse = sorted(kinds & _SPARSE_LAYERS)
-    if sparse and not (SUPPORTED and indexers(model)):
+    if sparse and not (RECENT and indexers(model)):
         yield (
             f"has layers of type {', '.join(sparse)}: they select keys with a further cache, which has one length for "
             "all rows and is not supported; use a model whose layers are all plain attention"
         )
-    recurrent = _recurrent(config)
-    stateful = _stateful(model)
-    layers = f"layers of type {', '.join(recurrent)}" if recurrent else "recurrent layers"
-    if stateful and not recurrent_modules(model):
-        yield (
-            f"has {layers}: crossdraft cannot reset their state when a draft is rejected, so speculative decoding "
-            "would silently continue from rejected tokens; use a model whose layers are all attention"
-        )
-    if stateful and not SUPPORTED:
+    layers = recurrent_layers(model)
+    if layers and not RECENT:
         yield (
             f"has {layers}, which are supported from transformers 5.23 on, but {transformers.__version__} is "
             "installed; update it"
         )
+    if layers and RECURRENT_LAYERS not in plugins.entries("preparations"):
+        yield f"has {layers}: {plugins.unknown('preparations', RECURRENT_LAYERS)}"
     if (
         "sliding_attention" in kinds
         and getattr(config, "use_sliding_window", True) is not False

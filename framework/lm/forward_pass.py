@@ -9,21 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
 from .. import plugins
 from ..contracts.models import ModelPreparation
+from ..errors import ModelError
 from ..models.placement import input_device
 from ..util.cache_argument import cache_argument
-from .architectures import attends, text_config
+from .architectures import RECENT, attends, text_config
 from .attention_masks import AttentionMasks, Visibility
 from .cuda_graphs import Outputs
 from .kv_cache import KVCache, RaggedCache, WritePlan
 from .layer_surgery import recorded, resolved
-
-#: True if ``output_hidden_states`` takes a selection of layers; transformers before 5.23 numbers them differently.
-SELECTS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
 
 
 @dataclass
@@ -77,10 +74,15 @@ class ForwardPass:
             device=device,
         )
         masks = AttentionMasks(config, model.dtype, device, max_length)
+        caches = [preparation.new_cache(batch_size, max_length) for preparation in preparations]
+        own: list[KVCache] = [cache for cache in caches if cache is not None]
         if cache is None:
-            caches = [preparation.new_cache(batch_size, max_length) for preparation in preparations]
-            own: list[KVCache] = [cache for cache in caches if cache is not None]
             cache = own[0] if own else RaggedCache(batch_size, max_length)
+        elif own and not isinstance(cache, type(own[0])):
+            raise ModelError(
+                f"{type(model).__name__} needs a {type(own[0]).__name__} and got a {type(cache).__name__}, which does "
+                "not keep the states of its layers; pass such a cache, or no cache"
+            )
         return cls(model, dims, masks, cache, preparations)
 
     def score(
@@ -142,7 +144,7 @@ class ForwardPass:
         extra: dict[str, Any] = dict(inputs)
         if layers:
             selected = resolved(layers, self.dims.num_layers)
-            extra["output_hidden_states"] = selected if SELECTS else True
+            extra["output_hidden_states"] = selected if RECENT else True  # older ones number them differently
         if self._keep_logits and not want_logits:
             extra["logits_to_keep"] = 1  # 0 means all of them
         cache = self.cache.begin_pass(plan)
@@ -169,8 +171,8 @@ class ForwardPass:
         return torch.where(index[..., None] < 0, own, self.embeddings[index.clamp(min=0)])
 
 
-def prepare(model: Any) -> list[ModelPreparation]:
-    """Run all registered preparations on ``model``; return those that its passes need.
+def prepare(model: Any, is_head: bool = False) -> list[ModelPreparation]:
+    """Run all registered preparations on ``model``, or on the head of a drafter; return those that its passes need.
 
     Raises:
         ContractError: a preparation of a plug-in fails; names the plug-in.
@@ -178,6 +180,7 @@ def prepare(model: Any) -> list[ModelPreparation]:
     prepared = []
     for name in plugins.entries("preparations"):
         cls = plugins.get("preparations", name)
-        with plugins.guarded("preparations", name, "prepare()"):
-            prepared.append(cls.prepare(model))
+        method = cls.prepare_head if is_head else cls.prepare
+        with plugins.guarded("preparations", name, f"{method.__name__}()"):
+            prepared.append(method(model))
     return [preparation for preparation in prepared if preparation is not None]

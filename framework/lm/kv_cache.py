@@ -69,7 +69,8 @@ class KVCache(Protocol):
     A pass may attend over slots that were never reserved or written (short rows beside longer ones), and may write
     beyond the reserved slots (padding of graph buckets). The mask hides both; the values read must be finite.
 
-    A cache whose tensors have no fixed addresses sets ``recordable = False``; its passes run without graphs.
+    A cache whose tensors have no fixed addresses sets ``recordable = False``; its passes run without graphs. One that
+    holds recurrent states sets ``forkable = False``: a fork with some of the layers would overwrite them.
     """
 
     def reserve(self, row: int, length: int) -> None:

@@ -23,12 +23,6 @@ def crossdraft_register_backends(register: Register) -> None:
 
 #: Name: (``module:class`` in this package, summary for ``crossdraft list``).
 PREPARATIONS = {
-    "small-batch-linear": (
-        "cpu.small_batch_linear:SmallBatchLayers",
-        "faster products of few rows on a CPU in float32",
-    ),
-    "compiled-layers": ("cpu.compiled_layers:CompiledLayers", "decoder layers compiled for a CPU in float32"),
-    "recurrent-layers": ("recurrent.recurrent_cache:RecurrentLayers", "states of recurrent layers by node"),
     "sparse-attention": ("attention.sparse:SelectAll", "indexers of sparse attention select all keys"),
     "grouped-attention": ("attention.sdpa:GroupedAttention", "attention that reads shared keys in place"),
 }

@@ -22,8 +22,6 @@ from .forward_pass import ForwardPass
 from .kv_cache import KVCache
 from .layer_subset import LayerFork
 from .ragged_lm import RaggedLM
-from .recurrent.recurrent_cache import RecurrentCache
-from .recurrent.recurrent_layers import recurrent_modules
 from .slots.longrope_lm import LongRopeLM
 
 
@@ -31,11 +29,10 @@ class TransformersLM(RaggedLM):
     """B slots of a transformers causal LM; see :class:`~crossdraft.framework.contracts.lm.LM` for the protocol.
 
     Args:
-        model: a loaded ``*ForCausalLM``; put in eval mode, and on a CPU in float32 its linear layers get a faster
-            product for few rows (see ``cpu/small_batch_linear.py``).
+        model: a loaded ``*ForCausalLM``; put in eval mode and prepared, see `ModelPreparation`.
         batch_size: number of slots.
         max_length: longest sequence a slot will hold, speculative nodes included, in tokens.
-        cache: a `KVCache` for ``batch_size`` rows of ``max_length`` slots; a new `RaggedCache` by default.
+        cache: a `KVCache` for ``batch_size`` rows of ``max_length`` slots; a new one by default.
         graphs: calls the passes, see `RaggedLM`.
 
     Raises:
@@ -51,11 +48,6 @@ class TransformersLM(RaggedLM):
         graphs: CudaGraphRunner | None = None,
     ):
         check_model(model, max_length, needs_trial(model))
-        if cache is not None and not isinstance(cache, RecurrentCache) and recurrent_modules(model):
-            raise ModelError(
-                f"{type(model).__name__} has recurrent layers, whose states a {type(cache).__name__} does not keep; "
-                "pass a RecurrentCache, or no cache"
-            )
         super().__init__(ForwardPass.of(model, batch_size, max_length, cache), batch_size, max_length, graphs)
 
     def fork(
@@ -66,7 +58,7 @@ class TransformersLM(RaggedLM):
         no_mlp: Collection[int] = (),
         embeddings: Tensor | None = None,
     ) -> LayerFork:
-        if isinstance(self.cache, RecurrentCache):
+        if not getattr(self.cache, "forkable", True):
             raise ModelError(
                 f"{type(self.model).__name__} has recurrent layers, whose states a fork with some of the layers would "
                 "overwrite; use a drafter with a model of its own"

@@ -1,4 +1,4 @@
-"""The argument by which models and layers of transformers receive their cache, which release 5.24 renamed."""
+"""Signatures of models and layers of transformers: the argument for the cache, which release 5.24 renamed."""
 
 from __future__ import annotations
 
@@ -20,3 +20,10 @@ def cache_argument(forward: Callable[..., Any]) -> str:
 def _name(function: Callable[..., Any]) -> str:
     parameters = inspect.signature(function).parameters
     return next((name for name in NAMES if name in parameters), "")
+
+
+@cache
+def plain_signature(cls: type) -> inspect.Signature:
+    """Signature of the ``forward`` behind that of the first base of ``cls``, without ``self``."""
+    signature = inspect.signature(cls.__mro__[2].forward)  # type: ignore[attr-defined]
+    return signature.replace(parameters=list(signature.parameters.values())[1:])

@@ -13,8 +13,6 @@ from transformers.utils import logging as transformers_logging
 from crossdraft import LoadedModel, custom_generate, generate
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.lm.attention import sdpa
-from crossdraft.framework.lm.cpu import small_batch_linear
-from crossdraft.framework.lm.cpu.small_batch_linear import SmallBatchLinear
 from crossdraft.framework.lm.layer_surgery import own_modules
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 from crossdraft.framework.models import load
@@ -67,7 +65,6 @@ def test_users_model_stays_as_it_is(model: Any, drafter: str) -> None:
     loaded = LoadedModel(model, None, "mine", "", "", (), None)
     assert generate(loaded, [PROMPTS[0]], drafter=drafter, temperature=0, max_new_tokens=8)[0].tokens == want
     assert same(state(model), before) and model.training
-    assert not any(isinstance(module, SmallBatchLinear) for module in model.modules())
 
 
 class Failing:
@@ -85,10 +82,7 @@ def test_hidden_states_leave_no_hooks(model: Any) -> None:
     assert len(model(torch.tensor([[3, 4]]), output_hidden_states=True).hidden_states) == 3  # once a layer
 
 
-def test_modules_of_their_own_share_weights_and_are_still_fast(
-    tiny_model: Callable, family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(small_batch_linear, "LEAST_WEIGHTS", 1)
+def test_modules_of_their_own_share_weights(tiny_model: Callable, family: str) -> None:
     model, ids = tiny_model(family), torch.tensor([[3, 4, 5, 3, 4]])
     twin = own_modules(model)
     assert type(twin) is type(model) and twin is not model
@@ -100,9 +94,6 @@ def test_modules_of_their_own_share_weights_and_are_still_fast(
     assert twin.get_output_embeddings() is not model.get_output_embeddings()
     with torch.no_grad():
         assert torch.equal(twin(ids).logits, model(ids).logits)
-    lm = TransformersLM(twin, 1, 16)
-    plain = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-    assert all(type(lm.model.get_submodule(name)) is SmallBatchLinear for name in plain)
 
 
 def test_modules_that_stand_in_two_places_or_hold_each_other() -> None:

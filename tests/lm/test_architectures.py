@@ -90,7 +90,6 @@ def test_right_or_refused_by_version_of_transformers(model_type: str) -> None:
         ("roberta", "", "RobertaForCausalLM counts positions from its padding token's id"),
         ("xlnet", "", "XLNetLMHeadModel takes no cache"),
         ("bart", "", "BartForCausalLM takes no position_ids"),
-        ("inkling_text", "scaled attention", "InklingForCausalLM scales its attention from position 16 on"),
         (
             "deepseek_v32",
             "",
@@ -99,8 +98,6 @@ def test_right_or_refused_by_version_of_transformers(model_type: str) -> None:
     ],
 )
 def test_refused_by_name(model_type: str, label: str, sentence: str) -> None:
-    if not architectures.SUPPORTED and model_type == "inkling_text":
-        pytest.skip("needs transformers 5.23")
     with pytest.raises(ModelError, match=f"^{sentence}"):
         TransformersLM(model_of(model_type, label), 2, 64)
 
@@ -113,10 +110,18 @@ def test_encoder_decoder_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
 
 
 def test_recurrent_layers_need_a_recent_transformers(monkeypatch: Any) -> None:
-    monkeypatch.setattr(architectures, "SUPPORTED", False)
+    monkeypatch.setattr(architectures, "RECENT", False)
     with pytest.raises(
         ModelError, match=r"^Lfm2ForCausalLM has layers of type conv, .* from transformers 5\.23 on, but"
     ):
+        TransformersLM(model_of("lfm2"), 2, 64)
+
+
+def test_recurrent_layers_need_their_companion(monkeypatch: Any) -> None:
+    monkeypatch.setattr(architectures, "RECENT", True)
+    monkeypatch.setattr(architectures.plugins, "entries", lambda kind: {})
+    sentence = r"^Lfm2ForCausalLM has layers of type conv: .* part of crossdraft-layers; pip install crossdraft-layers$"
+    with pytest.raises(ModelError, match=sentence):
         TransformersLM(model_of("lfm2"), 2, 64)
 
 
@@ -259,7 +264,7 @@ def test_known_models_have_no_trial(monkeypatch: Any) -> None:
 
 
 def test_page_lists_classes_that_are_exact() -> None:
-    if not architectures.SUPPORTED:
+    if not architectures.RECENT:
         pytest.skip("the page is of a later transformers")
     exact = PAGE.read_text(encoding="utf-8").partition("## Exact\n")[2].partition("## ")[0]
     assert set(re.findall(r"^- `(\w+)`: ", exact, re.M)) == EXACT | BY_TRIAL

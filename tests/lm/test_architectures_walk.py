@@ -7,12 +7,13 @@ import pytest
 import transformers
 from architecture_checks import greedy
 from architecture_walk import NOT_MADE, PAGE, SAME, TYPES, class_name, outcome, outcomes, page
+from companions import needs_recurrent_layers
 from oracle_trees import NEW, PROMPTS, OracleTrees, drafter_class, verifier_class
 from tiny_architectures import noisy, tiny
 
 from crossdraft.framework.lm.architectures import BY_TRIAL, EXACT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs_recurrent_layers]
 
 
 @pytest.mark.parametrize("model_type", TYPES)

@@ -15,9 +15,9 @@ from oracle_trees import OracleTrees, drafter_class, verifier_class
 from tiny_architectures import noisy, tiny
 
 from crossdraft.framework.errors import ModelError
+from crossdraft.framework.lm.architectures import RECENT
 from crossdraft.framework.lm.forward_pass import ForwardPass
 from crossdraft.framework.lm.ragged_lm import RaggedLM
-from crossdraft.framework.lm.recurrent.recurrent_layers import SUPPORTED
 from crossdraft.framework.lm.slots.longrope_lm import LongRopeLM
 from crossdraft.framework.lm.transformers_lm import TransformersLM, model_slots
 
@@ -32,9 +32,9 @@ def make_model(model_type: str = "phi3") -> Any:
     return tiny(config_class, **variants(config_class)["rope longrope"])
 
 
-@pytest.mark.parametrize("model_type", ["phi3", "phimoe", "gemma3_text", "llama4_text", "qwen3_next"])
+@pytest.mark.parametrize("model_type", ["phi3", "phimoe", "gemma3_text", "llama4_text"])
 def test_logits_match_the_model(model_type: str) -> None:
-    if not SUPPORTED and model_type in ("gemma3_text", "qwen3_next"):
+    if not RECENT and model_type == "gemma3_text":
         pytest.skip("needs transformers 5.23")
     """Chains, then trees in two pieces; a slot changes hands behind the boundary."""
     assert disagreement(make_model(model_type), steps=8, chains=4) < TOLERANCE

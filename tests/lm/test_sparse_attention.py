@@ -16,14 +16,14 @@ from tiny_architectures import tiny
 from tiny_models import generated
 
 from crossdraft.framework.errors import ModelError
+from crossdraft.framework.lm.architectures import RECENT
 from crossdraft.framework.lm.attention import sparse
 from crossdraft.framework.lm.attention.sparse import indexers, selected_keys
-from crossdraft.framework.lm.recurrent.recurrent_layers import SUPPORTED
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 FOUR = [*PROMPTS, [40, 41, 42, 43, 44]]
 FEW = ["deepseek_v32", "minimax_m3_vl_text"]
-pytestmark = pytest.mark.skipif(not SUPPORTED, reason="needs transformers 5.23")
+pytestmark = pytest.mark.skipif(not RECENT, reason="needs transformers 5.23")
 #: Model types, and the variant in which the indexers select all of 64 keys.
 SPARSE = {name: next(label for label in OWN[name] if "all keys" in label) for name in OWN if "doge" not in name
           and any("all keys" in label for label in OWN[name])}  # fmt: skip

@@ -22,7 +22,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from crossdraft.framework.errors import ModelError
 from crossdraft.framework.lm import graph_buckets
 from crossdraft.framework.lm.architectures import BY_TRIAL, EXACT, RECURRENT
-from crossdraft.framework.lm.recurrent.recurrent_layers import recurrent_modules
 from crossdraft.framework.lm.transformers_lm import model_slots
 
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
@@ -89,7 +88,7 @@ def outcomes(model_type: str) -> dict[str, str]:
     more = variants(config_class) if results[""] == SAME else {}
     for label, changes in (OWN.get(model_type, {}) | more).items():
         results[label] = outcome(model_type, changes)
-    if results[""] == SAME and not recurrent_modules(tiny(config_class)):
+    if results[""] == SAME and class_name(model_type) not in RECURRENT:
         results["recorded"] = outcome(model_type, {}, RecordedLM)
     return {label: result for label, result in results.items() if result is not None}
 

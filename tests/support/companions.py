@@ -24,3 +24,9 @@ def needs_command(name: str) -> pytest.MarkDecorator:
 
 #: Skips a test unless crossdraft-page is installed.
 needs_page = pytest.mark.skipif(not has_format("html"), reason="crossdraft-page is not installed")
+
+
+#: Skips a test unless the preparation of hybrid models is installed.
+needs_recurrent_layers = pytest.mark.skipif(
+    "recurrent-layers" not in plugins.entries("preparations"), reason="the companion crossdraft-layers is not installed"
+)

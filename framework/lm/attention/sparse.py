@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...contracts.models import ModelPreparation
-from ...util.cache_argument import cache_argument
-from ..recurrent.recurrent_layers import plain_signature
+from ...util.cache_argument import cache_argument, plain_signature
 
 
 def _all_keys(module: Any, arguments: Mapping[str, Any], kv_len: int) -> Tensor:

@@ -22,11 +22,14 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.cache_utils import Cache
 
-from ...contracts.models import ModelPreparation
-from ...util.cache_argument import cache_argument
-from ...util.tensors import counting, on_device
-from ..kv_cache import RaggedCache, WritePlan
-from ..layer_surgery import close
+from crossdraft.framework.contracts.models import ModelPreparation
+from crossdraft.framework.errors import ModelError
+from crossdraft.framework.lm.architectures import recurrent_layers
+from crossdraft.framework.lm.kv_cache import RaggedCache, WritePlan
+from crossdraft.framework.lm.layer_surgery import close
+from crossdraft.framework.util.cache_argument import cache_argument
+from crossdraft.framework.util.tensors import counting, on_device
+
 from .recurrent_layers import Adapter, extend_modules, keep_states, recurrent_modules
 
 #: Arguments that hide padding from recurrent modules; rows run without padding instead.
@@ -149,7 +152,7 @@ class RecurrentCache(RaggedCache):
         committed: by row, the number of tokens behind which its state is kept.
     """
 
-    recordable = False
+    recordable = forkable = False
 
     def __init__(self, batch_size: int, max_length: int):
         super().__init__(batch_size, max_length)
@@ -302,8 +305,17 @@ class RecurrentLayers(ModelPreparation):
 
     @classmethod
     def prepare(cls, model: Any) -> RecurrentLayers | None:
+        """Raises ModelError for a model with recurrent layers that have no adapter."""
         extend_modules(model)
-        return cls(model) if recurrent_modules(model) or type(model).__name__ == "MiniMaxForCausalLM" else None
+        if recurrent_modules(model) or type(model).__name__ == "MiniMaxForCausalLM":
+            return cls(model)
+        if layers := recurrent_layers(model):
+            raise ModelError(
+                f"{type(model).__name__} has {layers}: crossdraft cannot reset their state when a draft is rejected, "
+                "so speculative decoding would silently continue from rejected tokens; use a model whose layers are "
+                "all attention"
+            )
+        return None
 
     def new_cache(self, batch_size: int, max_length: int) -> RecurrentCache:
         return self._cache(batch_size, max_length)

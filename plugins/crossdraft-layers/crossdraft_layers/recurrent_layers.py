@@ -7,7 +7,6 @@ transformers' own, on their reference path in PyTorch if the fast kernels are no
 
 from __future__ import annotations
 
-import inspect
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -17,15 +16,11 @@ from functools import cache
 from typing import Any, Protocol
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import cache_utils
 
-from ...errors import ModelError
-from ...util.cache_argument import cache_argument
-
-#: True if transformers keeps recurrent states as the adapters expect; earlier releases differ from model to model.
-SUPPORTED = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
+from crossdraft.framework.errors import ModelError
+from crossdraft.framework.util.cache_argument import cache_argument, plain_signature
 
 #: Calls ``forward`` of a module with ``arguments``, from ``states`` (None = the start of a text) on; returns its output
 #: and the states after its last token.
@@ -265,13 +260,6 @@ class _Stateful:
         arguments = dict(plain_signature(type(self)).bind(*args, **kwargs).arguments)
         arguments |= arguments.pop("kwargs", {})
         return current[0].run(self.recurrent_index, self, ADAPTERS[type(self).__name__], plain, arguments)
-
-
-@cache
-def plain_signature(cls: type) -> inspect.Signature:
-    """Signature of the ``forward`` behind that of the first base of ``cls``, without ``self``."""
-    signature = inspect.signature(cls.__mro__[2].forward)  # type: ignore[attr-defined]
-    return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 class _RelativeByRow:

@@ -6,18 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
-
-from crossdraft.framework.lm.cpu import small_batch_linear
-from crossdraft.framework.lm.cpu.small_batch_linear import (
+from crossdraft_layers import small_batch_linear
+from crossdraft_layers.small_batch_linear import (
     MOST_ROWS,
     SmallBatchLinear,
     packed,
     packed_nbytes,
     speed_up_small_batches,
 )
+from torch import Tensor, nn
+from torch.nn import functional
+
 from crossdraft.framework.lm.layer_surgery import own_modules
+from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 packs = pytest.mark.skipif(not small_batch_linear._available(), reason="oneDNN has no kernels for this processor")
 
@@ -251,8 +252,9 @@ def test_siblings_with_replaced_parameters_use_them(name: str, products: list[in
 
 def test_logits_are_those_of_the_plain_layers(tiny_model: Callable, family: str) -> None:
     model = tiny_model(family, copy="packed")
-    fast = own_modules(model)
-    speed_up_small_batches(fast)
+    fast = TransformersLM(own_modules(model), 1, 16).model
+    plain = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    assert all(type(fast.get_submodule(name)) is SmallBatchLinear for name in plain)
     for rows in (1, 2, 4, 8):
         ids = torch.arange(3, 3 + rows)[None]
         expected = model(ids).logits

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from crossdraft_layers import compiled_layers, small_batch_linear
 from torch import Tensor, nn
 
-from crossdraft.framework.lm.cpu import compiled_layers, small_batch_linear
 from crossdraft.framework.lm.cuda_graphs import CaptureLimits, recording
 from crossdraft.framework.lm.layer_surgery import own_modules
 from crossdraft.framework.lm.transformers_lm import TransformersLM

@@ -12,24 +12,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from architecture_checks import disagreement, plain
+from architecture_variants import OWN, variants
 from architecture_walk import TOLERANCE, TYPES, class_name
+from crossdraft_layers.recurrent_cache import RecurrentCache
 from oracle_trees import NEW, PROMPTS, OracleTrees, drafter_class, verifier_class
 from scipy.stats import chisquare
 from tiny_architectures import noisy, tiny
 from tiny_models import generated
+from transformers import CONFIG_MAPPING
 
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.errors import ModelError
 from crossdraft.framework.lm import prompt_prefill
+from crossdraft.framework.lm.architectures import RECENT
 from crossdraft.framework.lm.architectures import RECURRENT as RECURRENT_CLASSES
 from crossdraft.framework.lm.kv_cache import RaggedCache
-from crossdraft.framework.lm.recurrent.recurrent_cache import RecurrentCache
-from crossdraft.framework.lm.recurrent.recurrent_layers import SUPPORTED
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
-pytestmark = pytest.mark.skipif(not SUPPORTED, reason="needs transformers 5.23")
+pytestmark = pytest.mark.skipif(not RECENT, reason="needs transformers 5.23")
 
 #: One for each way in which a module keeps its states; all others are slow.
 FEW = ["qwen3_next", "nemotron_h", "lfm2", "minimax", "recurrent_gemma", "rwkv", "xlstm", "inkling_text"]
@@ -46,7 +47,7 @@ FOUR = [*PROMPTS, [40, 41, 42, 43, 44]]
 
 @cache
 def _tiny(model_type: str, **changes: Any) -> Any:
-    return tiny(transformers.CONFIG_MAPPING[model_type], **changes)
+    return tiny(CONFIG_MAPPING[model_type], **changes)
 
 
 def make_model(model_type: str, **changes: Any) -> Any:
@@ -160,12 +161,24 @@ def test_nan_ends_with_its_sequence() -> None:
     assert (logits - expected).abs().max() < TOLERANCE * expected.std()
 
 
+def test_longrope_and_recurrent_layers() -> None:
+    model = tiny(CONFIG_MAPPING["qwen3_next"], **variants(CONFIG_MAPPING["qwen3_next"])["rope longrope"])
+    assert disagreement(model, steps=8, chains=4) < TOLERANCE
+
+
+def test_longer_slots_than_exact_are_refused() -> None:
+    model = tiny(CONFIG_MAPPING["inkling_text"], **OWN["inkling_text"]["scaled attention"])
+    with pytest.raises(ModelError, match=r"^InklingForCausalLM scales its attention from position 16 on"):
+        TransformersLM(model, 2, 64)
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("model_type", ["qwen3_next", "falcon_h1", "mamba2", "recurrent_gemma"])
 def test_hidden_states_of_heads(model_type: str) -> None:
+    """State L is that before the final norm, which transformers does not return."""
     model, text = make_model(model_type), [7, 8, 9, 10, 11]
     lm = TransformersLM(model, 1, 64)
-    lm.hidden_layers = (0, 1, -1)
+    lm.hidden_layers = (0, 1, -1, model.config.num_hidden_layers)
     prompt = lm.start(0, text)
     assert prompt is not None
     _, nodes = lm.forward(torch.tensor([[11, 3]]))
@@ -173,7 +186,11 @@ def test_hidden_states_of_heads(model_type: str) -> None:
     output = make_model(model_type)(torch.tensor([[*text, 3]]), use_cache=False, output_hidden_states=True)
     expected = torch.stack([output.hidden_states[i][0] for i in (0, 1, -1)], 1)
     actual = torch.cat([prompt, nodes[0]])
-    assert (actual - expected).abs().max() < TOLERANCE * expected.std()
+    assert (actual[:, :3] - expected).abs().max() < TOLERANCE * expected.std()
+    norm = next(
+        m for n, m in model.get_decoder().named_children() if n in ("norm", "norm_f", "final_layernorm", "final_norm")
+    )
+    torch.testing.assert_close(norm(actual[:, 3]), actual[:, 2], atol=1e-5, rtol=1e-4)
 
 
 def test_step_is_one_pass() -> None:
@@ -213,7 +230,7 @@ def test_states_in_unknown_modules_are_refused(tiny_model: Callable) -> None:
 
 
 def test_other_caches_are_refused() -> None:
-    with pytest.raises(ModelError, match="has recurrent layers, whose states a RaggedCache does not keep"):
+    with pytest.raises(ModelError, match="needs a RecurrentCache and got a RaggedCache, which does not keep"):
         TransformersLM(make_model("lfm2"), 2, 16, RaggedCache(2, 16))
 
 

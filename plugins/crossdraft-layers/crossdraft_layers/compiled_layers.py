@@ -38,16 +38,17 @@ from torch.func import functional_call
 from torch.nn import functional
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ...contracts.models import ModelPreparation
-from ...models.device import cpu_model
-from ...util.cache_argument import cache_argument
-from ...util.compilation import TensorFunction, export_function, load_package, package_program
-from ...util.output_files import cache_dir
-from ...util.stored_code import ForeignCodeError, own_directory
-from ..attention import sdpa
-from ..attention.sdpa import in_own_attention, own_attention
-from ..cuda_graphs import capture_limits
-from ..kv_cache import RaggedCache
+from crossdraft.framework.contracts.models import ModelPreparation
+from crossdraft.framework.lm.attention import sdpa
+from crossdraft.framework.lm.attention.sdpa import in_own_attention, own_attention
+from crossdraft.framework.lm.cuda_graphs import capture_limits
+from crossdraft.framework.lm.kv_cache import RaggedCache
+from crossdraft.framework.models.device import cpu_model
+from crossdraft.framework.util.cache_argument import cache_argument
+from crossdraft.framework.util.compilation import TensorFunction, export_function, load_package, package_program
+from crossdraft.framework.util.output_files import cache_dir
+from crossdraft.framework.util.stored_code import ForeignCodeError, own_directory
+
 from . import small_batch_linear
 from .small_batch_linear import SmallBatchLinear, packed, packed_linear, replaced_products
 

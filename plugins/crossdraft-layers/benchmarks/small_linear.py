@@ -1,10 +1,10 @@
 """Float32 products and passes over a few rows on a CPU, relative to one row.
 
-    python benchmarks/small_linear.py [--model smollm2-135m-instruct] [--threads 2]
+    python plugins/crossdraft-layers/benchmarks/small_linear.py [--model smollm2-135m-instruct] [--threads 2]
 
 Layers: `functional.linear`, the product ``(W x^T)^T`` of layers without a packed copy, and packed weights (see
-`lm/cpu/small_batch_linear.py`), relative to `functional.linear` of one row; weights rotate so that they do not stay in
-cache. Passes: a whole model with each of the three, and with compiled layers (`lm/cpu/compiled_layers.py`), relative to
+`small_batch_linear.py`), relative to `functional.linear` of one row; weights rotate so that they do not stay in
+cache. Passes: a whole model with each of the three, and with compiled layers (`compiled_layers.py`), relative to
 its own pass over one token; then each gain over the one before.
 
 Kernels are measured in turn. Each ratio is one of medians, followed by one of minima. With one thread, times are its
@@ -20,12 +20,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from crossdraft_layers import compiled_layers, small_batch_linear
+from crossdraft_layers.small_batch_linear import SmallBatchLinear, packed, packed_product, transposed_product
 from tabulate import tabulate
 from torch import nn
 from torch.nn import functional
 
-from crossdraft.framework.lm.cpu import compiled_layers, small_batch_linear
-from crossdraft.framework.lm.cpu.small_batch_linear import SmallBatchLinear, packed, packed_product, transposed_product
 from crossdraft.framework.lm.cuda_graphs import CaptureLimits, recording
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 from crossdraft.framework.models.load import load_model

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...contracts.models import ModelPreparation
+from crossdraft.framework.contracts.models import ModelPreparation
 
 logger = logging.getLogger(__name__)
 
@@ -241,6 +241,8 @@ class SmallBatchLayers(ModelPreparation):
     @classmethod
     def prepare(cls, model: nn.Module) -> None:
         speed_up_small_batches(model)
+
+    prepare_head = prepare
 
 
 def speed_up_small_batches(model: nn.Module) -> None:

@@ -1,0 +1,22 @@
+"""Decoder layers for crossdraft: compiled ones for CPUs, recurrent ones of hybrid models."""
+
+from crossdraft import hookimpl
+
+
+@hookimpl
+def crossdraft_register_preparations(register):
+    register(
+        "small-batch-linear",
+        f"{__name__}.small_batch_linear:SmallBatchLayers",
+        summary="faster products of few rows on a CPU in float32",
+    )
+    register(
+        "compiled-layers",
+        f"{__name__}.compiled_layers:CompiledLayers",
+        summary="decoder layers compiled for a CPU in float32",
+    )
+    register(
+        "recurrent-layers",
+        f"{__name__}.recurrent_cache:RecurrentLayers",
+        summary="states of recurrent layers by node",
+    )
