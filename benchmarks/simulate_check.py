@@ -6,8 +6,8 @@
     python benchmarks/simulate_check.py loop --prompts PROMPTS.jsonl [--batch-sizes 1,4,16]
 
 ``server``: a server with and one without the draft model. On each, closed loops of 1, 2, .. requests give the cost
-tables that `crossdraft run` writes (`cost.served_cost`); then the same requests arrive at each rate (a share of the
-closed loop's capacity), and the costs are measured again. The simulation gets the arrivals, the prompts, the mean
+tables that `crossdraft run` writes (`engines.served_cost`); then the same requests arrive at each rate (a share of
+the closed loop's capacity), and the costs are measured again. The simulation gets the arrivals, the prompts, the mean
 tables, and the acceptance of the responses by replay, and nothing of the measured traffic.
 
 ``loop``: cost curves by `crossdraft cost`, then a run of plain decoding and of a draft model at several batch sizes.
@@ -38,6 +38,7 @@ from crossdraft_advisor.advise.cost_tables import read_cost_table
 from crossdraft_advisor.commands.replay.candidates import candidates_of
 from crossdraft_advisor.engines import server
 from crossdraft_advisor.engines.engine_cell import EngineCell, piece_of, without_weights
+from crossdraft_advisor.engines.served_cost import cost_tables
 from crossdraft_advisor.engines.server import ServedResponse
 from crossdraft_advisor.replay.response import Response
 from crossdraft_advisor.replay.responses import Reader
@@ -54,7 +55,6 @@ from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.cost.curve import CostCurve, Point
 from crossdraft.framework.cost.finished_cells import curves_of, statistics
 from crossdraft.framework.cost.load_run import read_run
-from crossdraft.framework.cost.served_cost import cost_tables
 from crossdraft.framework.models.chat import encode
 from crossdraft.framework.recipe.prompts import load_prompts
 from crossdraft.framework.recipe.recipe import CellConfig

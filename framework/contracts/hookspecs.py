@@ -145,7 +145,7 @@ def crossdraft_cell_finished(run: Mapping[str, Any], cell: Mapping[str, Any]) ->
 def crossdraft_summary_written(summary: Any) -> None:
     """Called when the tables of a run are on disk.
 
-    Write charts into ``summary.directory``, and append their names to ``summary.charts`` and remarks to
+    Write further files into ``summary.directory``. Append names of charts to ``summary.charts`` and remarks to
     ``summary.notes``: ``summary.md`` is written again with both.
     """
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ..cost.curve import stored_curves
 from ..cost.finished_cells import used_curves
-from ..cost.served_cost import cost_tables
 from ..cost.summary import Summary
 from ..plugins import notify
 from ..runs.records import Outcome
@@ -25,8 +24,6 @@ def write_summary(outcome: Outcome) -> Summary:
         directory.write_json("cost_curves.json", {"curves": [curve.to_json() for curve in summary.curves]})
         directory.write_text("summary.csv", summary_csv(summary))
         directory.write_text("summary.md", summary_markdown(summary))
-        for name, table in cost_tables(outcome.results).items():
-            directory.write_text(name, table)
         notify("crossdraft_summary_written", summary=summary)  # last, so that an error does not affect the tables
         if summary.charts or summary.notes:
             directory.write_text("summary.md", summary_markdown(summary))

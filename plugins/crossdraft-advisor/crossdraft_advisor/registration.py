@@ -1,5 +1,7 @@
 """Names of crossdraft-advisor, registered through the hooks that third parties use."""
 
+from typing import Any
+
 from crossdraft import Register, hookimpl
 
 _PACKAGE = "crossdraft_advisor"
@@ -116,6 +118,18 @@ def crossdraft_register_servers(register: Register) -> None:
 @hookimpl
 def crossdraft_register_cell_runners(register: Register) -> None:
     register("engine", f"{_PACKAGE}.engines.engine_cell:EngineCell", summary="cells of an engine's server")
+
+
+@hookimpl
+def crossdraft_summary_written(summary: Any) -> None:
+    """Write the cost tables of the engines of a run into its directory."""
+    if any(result.config.engine is not None for result in summary.results):
+        from crossdraft.framework.runs.run_directory import RunDirectory
+
+        from .engines.served_cost import cost_tables
+
+        for name, table in cost_tables(summary.results).items():
+            RunDirectory(summary.directory).write_text(name, table)
 
 
 @hookimpl

@@ -12,17 +12,16 @@ pytest.importorskip("crossdraft_server", reason="its endpoint is the engine")
 
 from crossdraft_advisor.commands.verify_engine.checks import CellCheck, CounterCheck, counted, step_mates
 from crossdraft_advisor.engines.engine_cell import AFTER, BEFORE, RESPONSES, piece_of, served_flags
+from crossdraft_advisor.engines.served_cost import cost_tables
 from crossdraft_advisor.engines.server import ServedResponse, ServedStep, _grouped
 from engine_server import Script, engine_server, steps
 from server_thread import serving
 
 from crossdraft.framework import plugins
 from crossdraft.framework.cli import main as cli
-from crossdraft.framework.cost.served_cost import cost_tables
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.metrics.pieces import Piece
 from crossdraft.framework.recipe.recipe import CellConfig
-from crossdraft.framework.report import write
 from crossdraft.framework.runs.records import CellResult
 
 DRAFTER = "{name: prompt-lookup, gamma: 4, min_ngram: 1, max_ngram: 2}"
@@ -52,7 +51,6 @@ def other(tmp_path_factory: Any) -> str:
 @pytest.fixture(autouse=True)
 def own_place(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(write, "draw", lambda summary: [])
 
 
 @pytest.fixture
@@ -89,6 +87,7 @@ def test_engine_has_own_columns_beside_cells_of_the_loop(
     assert cli.main(["run", recipe(*servers), "--out", str(tmp_path / "runs")]) == 0
     output = capsys.readouterr().out
     assert "engine openai" in output and "first token ms" in output and "verify-engine" in output
+    assert list(tmp_path.glob("runs/*/cost-openai*.csv")), "the tables that crossdraft simulate reads"
     metrics = rows(tmp_path / "runs")
     own, served = metrics["crossdraft", "prompt-lookup"], metrics["openai", "prompt-lookup"]
     assert served["same_as_baseline"] == own["same_as_baseline"] == 1

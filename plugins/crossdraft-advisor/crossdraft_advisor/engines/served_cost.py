@@ -24,7 +24,7 @@ import numpy as np
 from scipy import stats
 
 if TYPE_CHECKING:
-    from ..runs.records import CellResult
+    from crossdraft.framework.runs.records import CellResult
 
 #: Minimum number of steps of a number of positions.
 LEAST_STEPS = 8
