@@ -146,8 +146,8 @@ def _samples_of_run(name: str) -> list[Sample]:
     cells, samples = [result.config for result in results], []
     for result in results:
         config = result.config
-        if result.metrics and not config.is_baseline:
-            sums = sums_by_prompt(uncut_steps(result.records, result.metrics.depth))
+        if metrics := result.drafting:
+            sums = sums_by_prompt(uncut_steps(result.records, metrics.depth))
             title = f"{config.drafter.title} × {config.verifier.title}, {group_title(config, cells)}"
             samples.append(Sample(title, list(sums.values()), tuple(map(str, sums))))
     return samples

@@ -99,17 +99,14 @@ def best_of(runs: SUMMARIES) -> list[Best]:
     """
     best = []
     for group, setting, results in split_groups(runs)[1]:
-        certified = [r for r in results if r.metrics and not r.config.is_baseline and mark_of(r).headline]
-        certified = [r for r in certified if r.metrics is not None and not r.metrics.faults]
+        certified = [(r, m) for r in results if (m := r.drafting) and mark_of(r).headline and not m.faults]
         if not certified:
             continue
-        result = max(certified, key=lambda r: _order(r.metrics))
-        metrics = result.metrics
-        assert metrics is not None
+        result, metrics = max(certified, key=lambda cell: _order(cell[1]))
         place = ", ".join(str(result.provenance[key]) for key in ("device", "dtype") if key in result.provenance)
         conditions = ", ".join(filter(None, (f"target {result.config.target}", place, f"{result.prompts} prompts")))
         key = "speed_up" if metrics.speed_up else "block_efficiency"
-        rivals = sum(r is not result and _overlap(getattr(r.metrics, key), getattr(metrics, key)) for r in certified)
+        rivals = sum(m is not metrics and _overlap(getattr(m, key), getattr(metrics, key)) for _, m in certified)
         pair = f"{result.config.drafter.title} × {result.config.verifier.title}"
         plain = next((r.metrics for r in results if r.config.is_baseline), None)
         missing = no_speed_up(results)
@@ -126,8 +123,7 @@ def answer_line(summary: Summary) -> str:
     """The answer of a run in one line; empty without finished pairs."""
     best = headline_of(best_of([("", summary)]))
     if best is None:
-        drafts = any(r.metrics and not r.config.is_baseline for r in summary.results)
-        return f"answer: unknown, {NOT_CERTIFIED}" if drafts else ""
+        return f"answer: unknown, {NOT_CERTIFIED}" if any(r.drafting for r in summary.results) else ""
     if best.speed_up is None:
         return f"answer: unknown, {best.missing}; greatest BE: {best.by_efficiency}"
     words = f"{best.pair}, {estimate_text(best.speed_up)} × plain decoding ({best.setting})"
@@ -136,9 +132,8 @@ def answer_line(summary: Summary) -> str:
     return f"answer: {NOT_FASTER}; best: {words}"
 
 
-def _order(metrics: Metrics | None) -> tuple[bool, float, float]:
+def _order(metrics: Metrics) -> tuple[bool, float, float]:
     """Sort key: shown to be faster than plain decoding, then speed-up, then block efficiency."""
-    assert metrics is not None
     speed_up, efficiency = metrics.speed_up, metrics.block_efficiency
     faster = speed_up is not None and (speed_up.low or 0.0) > 1
     return faster, speed_up.value if speed_up else -1.0, efficiency.value if efficiency else -1.0

@@ -10,7 +10,7 @@ from ..errors import UsageError, printable
 from ..metrics.cell_metrics import counted_steps, paired_difference, prompts_of_pieces
 from ..metrics.component_times import ComponentTimes, Withheld, speed_up_ratio
 from ..recipe.recipe import RUN_KEYS
-from ..runs.labels import group_title, setting_of, verifier_title
+from ..runs.labels import group_title, pair_title, setting_of, verifier_title
 from ..runs.marks import mark_of
 from ..runs.records import cells_of
 from ..util.estimate import Estimate, estimate_text
@@ -87,7 +87,7 @@ def compare_runs(a: FinishedRun, b: FinishedRun) -> Comparison:
         raise UsageError(f"{names[0]} is given twice; give two different runs")
     _check_prompts(runs)
     comparison = Comparison((names[0], names[1]))
-    drafting = [[r for r in run.summary.results if r.metrics and not r.config.is_baseline] for run in runs]
+    drafting = [[r for r in run.summary.results if r.drafting] for run in runs]
     keys = _setting_keys(drafting, comparison.remarks)
     matched = _match(drafting[0], drafting[1], lambda c: (_setting(c, keys), *_pair(c)))
     unmatched = [[r for r in side if not any(r is m for pair in matched for m in pair)] for side in drafting]
@@ -97,7 +97,7 @@ def compare_runs(a: FinishedRun, b: FinishedRun) -> Comparison:
     for i, results in enumerate(drafting):
         cells = [r.config for r in runs[i].summary.results]
         only = [r for r in results if not any(r is pair[i] for pair in matched)]
-        comparison.only[i].extend(f"{_title(r)} ({group_title(r.config, cells)})" for r in only)
+        comparison.only[i].extend(f"{pair_title(r)} ({group_title(r.config, cells)})" for r in only)
     cells, order = [first.config for first, _ in matched], [id(result) for result in drafting[0]]
     for first, second in sorted(matched, key=lambda pair: order.index(id(pair[0]))):
         comparison.pairs.append(_difference(first, second, runs, cells))
@@ -261,7 +261,3 @@ def _same_pieces(first: CellResult, second: CellResult, runs: Sequence[FinishedR
         cells += [result, *(r for r in _group(result, run) if r.config.is_baseline)]
     pieces = {tuple(prompts_of_pieces(r.records, r.pieces)) for r in cells}
     return cells if len(cells) == 4 and len(pieces) == 1 else None
-
-
-def _title(result: CellResult) -> str:
-    return f"{result.config.drafter.title} × {verifier_title(result)}"

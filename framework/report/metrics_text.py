@@ -34,7 +34,7 @@ def efficiency_text(metrics: Metrics | CategoryMetrics | SegmentMetrics) -> str:
 
 def no_speed_up(results: Iterable[CellResult]) -> str:
     """The reason why none of the pairs has a speed-up; empty if one has, or without pairs."""
-    measured = [r.metrics for r in results if r.metrics is not None and not r.config.is_baseline]
+    measured = [metrics for r in results if (metrics := r.drafting)]
     if not measured or any(metrics.speed_up for metrics in measured):
         return ""
     if not any(metrics.timed for metrics in measured):

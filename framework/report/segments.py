@@ -29,7 +29,7 @@ def with_segments(run: FinishedRun, requests: Sequence[str]) -> FinishedRun:
         UsageError: an invalid request, see `Segments.parse`.
         ModelError: the tokenizer of the target cannot be loaded.
     """
-    drafting = [r for r in run.summary.results if r.metrics is not None and not r.config.is_baseline]
+    drafting = [r for r in run.summary.results if r.drafting]
     if not requests or not drafting:
         return run
     by_target: dict[str, tuple[Segments, list[int]]] = {}

@@ -134,10 +134,10 @@ def _by_category(summary: Summary) -> list[Table]:
     for title, results in summary.groups:
         rows = []
         for result in results:
-            if result.config.is_baseline or result.metrics is None:
+            if result.drafting is None:
                 continue
-            by_category = result.metrics.by_category
-            withheld = "withheld" if result.metrics.withheld else ""
+            by_category = result.drafting.by_category
+            withheld = "withheld" if result.drafting.withheld else ""
             intervals = all(m.block_efficiency and m.block_efficiency.low for m in by_category.values())
             unmixed = withheld or any(m.speed_up for m in by_category.values())
             if len(by_category) < 2 or not (intervals and unmixed):

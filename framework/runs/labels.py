@@ -50,6 +50,12 @@ def verifier_title(cell: CellConfig | CellResult) -> str:
     return config.verifier.title + ("" if config.is_baseline else mark_of(cell).suffix)
 
 
+def pair_title(cell: CellConfig | CellResult) -> str:
+    """Title of a cell's drafter and verifier, with the verifier's mark unless it is certified."""
+    config = cell if isinstance(cell, CellConfig) else cell.config
+    return f"{config.drafter.title} × {verifier_title(cell)}"
+
+
 def is_lossless(config: CellConfig) -> bool:
     """Return True if the verifier of a cell claims to be lossless."""
     verifier = plugins.get("verifiers", config.verifier.name)

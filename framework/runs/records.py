@@ -46,6 +46,11 @@ class CellResult:
         return len({record.prompt for record in self.records})
 
     @property
+    def drafting(self) -> Metrics | None:
+        """Metrics of a finished cell that drafts; None for failed cells and plain decoding."""
+        return None if self.config.is_baseline else self.metrics
+
+    @property
     def cut(self) -> str:
         """Note on a time budget that ended the cell early, or empty."""
         if self.planned is None:

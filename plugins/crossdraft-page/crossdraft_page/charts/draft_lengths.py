@@ -40,16 +40,14 @@ def maps_of(results: Sequence[CellResult]) -> list[Map]:
     for result in results:
         config = result.config
         gamma = config.drafter.config.get("gamma")
-        if result.metrics is None or result.metrics.speed_up is None or config.is_baseline:
-            continue
-        if not isinstance(gamma, int):
+        if result.drafting is None or result.drafting.speed_up is None or not isinstance(gamma, int):
             continue
         without = {key: value for key, value in config.drafter.config.items() if key != "gamma"}
         same = {"batch_size": 1, "drafter": config.drafter.model_copy(update={"config": without, "label": ""})}
         drafter = config.drafter.title.replace(f" gamma={gamma}", "")
         title = f"{drafter} × {verifier_title(result)}, {group_title(config, cells, but='batch_size')}"
         heat_map = by_key.setdefault(config.model_copy(update=same).hash, Map(title))
-        heat_map.cells[gamma, config.batch_size] = result.metrics.speed_up.value
+        heat_map.cells[gamma, config.batch_size] = result.drafting.speed_up.value
     return [m for m in by_key.values() if len(m.gammas) > 1 and len(m.batch_sizes) > 1]
 
 

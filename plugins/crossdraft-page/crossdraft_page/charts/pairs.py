@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from crossdraft.framework.runs.labels import group_title, verifier_title
+from crossdraft.framework.runs.labels import group_title, pair_title, verifier_title
 from crossdraft.framework.runs.marks import mark_of
 
 from .style import MOST_PANELS, PointMark, ends, entry, label, legend, marks, panels, swatch, text, visible
@@ -29,7 +29,7 @@ _PLAIN_POINT: dict[str, Any] = {"marker": "x", "markersize": 5, "color": "0.45",
 
 
 def drafting(results: Sequence[CellResult]) -> list[CellResult]:
-    return [r for r in results if r.metrics is not None and not r.config.is_baseline]
+    return [r for r in results if r.drafting]
 
 
 def pair_list(
@@ -160,10 +160,7 @@ def time_shares(results: Sequence[CellResult], width: str) -> tuple[Figure, int]
             shares = [100 * r.metrics.shares.get(phase, 0.0) if r.metrics else 0.0 for r in group]
             panel.barh(range(len(group)), shares, left=left, height=0.8, color=colour)
             left = [a + b for a, b in zip(left, shares, strict=True)]
-        names = [
-            "plain decoding" if r.config.is_baseline else f"{r.config.drafter.title} × {verifier_title(r)}"
-            for r in group
-        ]
+        names = ["plain decoding" if r.config.is_baseline else pair_title(r) for r in group]
         panel.set_yticks(range(len(group)), [text(name, 40) for name in names])
         panel.set_ylim(rows - 0.5, -0.5)
         panel.set_xlim(0, 100)

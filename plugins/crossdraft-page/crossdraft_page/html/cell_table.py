@@ -11,7 +11,7 @@ from crossdraft.framework.metrics.columns import meaning
 from crossdraft.framework.report.answer import split_groups
 from crossdraft.framework.report.metrics_text import rate_text, speed_up_text
 from crossdraft.framework.runs.code_digest import source_of
-from crossdraft.framework.runs.labels import group_title, verifier_title
+from crossdraft.framework.runs.labels import group_title, pair_title
 from crossdraft.framework.runs.marks import Mark, mark_of
 from crossdraft.framework.util.estimate import Estimate, estimate_text
 
@@ -155,7 +155,7 @@ def table_of(runs: RUNS) -> CellTable:
     tables = []
     added = _added([run.summary for _, run in runs])
     for title, _, group_results in groups:
-        drafting = [r for r in group_results if r.metrics is not None and not r.config.is_baseline]
+        drafting = [r for r in group_results if r.drafting]
         rows = [_row(r, batched, added) for r in drafting]
         plain = next((rate_text(r.metrics) for r in group_results if r.config.is_baseline and r.metrics), "")
         if rows or plain:
@@ -228,8 +228,7 @@ def _estimate(estimate: Estimate | None, all_cut: bool = False) -> Value:
 def cell_title(title: str, run: FinishedRun, result: CellResult, with_run: bool) -> str:
     """A cell in words: its run, if there are several, its pair and its group."""
     configs = [r.config for r in run.summary.results]
-    pair = f"{result.config.drafter.title} × {verifier_title(result)}"
-    return ", ".join([*([title] if with_run else []), pair, group_title(result.config, configs)])
+    return ", ".join([*([title] if with_run else []), pair_title(result), group_title(result.config, configs)])
 
 
 # -- certificates -------------------------------------------------------------------------------------------------

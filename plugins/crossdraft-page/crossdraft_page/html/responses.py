@@ -45,7 +45,7 @@ def responses_of(runs: Sequence[tuple[str, FinishedRun]]) -> dict[str, Any]:
         (cell_title(title, run, result, len(runs) > 1), result)
         for title, run in runs
         for result in run.summary.results
-        if result.metrics is not None and not result.config.is_baseline
+        if result.drafting
     ]
     total = max((len(result.responses) for _, result in cells), default=0)
     columns: list[dict[str, Any]] = [{"title": title, "responses": []} for title, _ in cells]
