@@ -35,13 +35,13 @@ def lint(root: Path, inside: Path) -> subprocess.CompletedProcess:
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """The package in a folder of its own, to be spoilt."""
-    for part in ("framework", "drafters", "verifiers", "recipes"):
+    for part in ("framework", "drafters", "verifiers", "recipes", "testing"):
         ignore = shutil.ignore_patterns("__pycache__", "*.yaml", "*.jsonl")
         shutil.copytree(ROOT / part, tmp_path / "crossdraft" / part, ignore=ignore)
     for companion in sorted(set(COMPANIONS.values())):
         module = companion.replace("-", "_")
         shutil.copytree(ROOT / "plugins" / companion / module, tmp_path / module)
-    for file in ("__init__.py", "__main__.py", "testing.py", "pyproject.toml"):
+    for file in ("__init__.py", "__main__.py", "pyproject.toml"):
         shutil.copy(ROOT / file, tmp_path / "crossdraft" / file)
     return tmp_path
 

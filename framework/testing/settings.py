@@ -125,8 +125,9 @@ class TinyContext(ModuleContext):
         noisy = copy.deepcopy(self.target_model)
         generator = torch.Generator().manual_seed(3)
         for weight in noisy.parameters():
-            if weight.dim() > 1 and weight.device.type == "cpu":
-                weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=generator)
+            if weight.dim() > 1 and weight.device.type != "meta":
+                noise = torch.randn(weight.shape, generator=generator).to(weight.device)  # equal on all devices
+                weight += 0.1 * weight.std() * noise
         return TransformersLM(noisy, self.batch_size, self.max_length + extra_tokens)
 
     def load_heads(self, name: str) -> Checkpoint:
