@@ -14,7 +14,7 @@ from crossdraft.framework.cli.options.run import JsonOptions
 from crossdraft.framework.cli.options.sampling import SamplingOptions
 from crossdraft.framework.cli.options.trust import TrustOptions
 from crossdraft.framework.contracts.command import Argument, Command
-from crossdraft.framework.errors import UsageError, quoted
+from crossdraft.framework.errors import UsageError
 from crossdraft.framework.util.limits import MOST_PROMPTS, MOST_REPLAYED, MOST_TOKENS
 
 from ..baseline_responses import baseline_responses, duration, log
@@ -49,6 +49,9 @@ class Diagnose(SamplingOptions, TrustOptions, JsonOptions, Command):
     drafter: Annotated[str, Argument("NAME", requires="target")] = Field(
         "", description="drafter: a name, or a mapping as in recipes: '{name: eagle3, model: my-heads}'"
     )
+    files: Annotated[bool, Argument(requires="drafter")] = Field(
+        False, description="how engines read the keys of the heads' config.json; no model is run"
+    )
     prompts: Annotated[str, Argument("SOURCE")] = Field("builtin", description="prompts")
     responses: Annotated[int, MOST_PROMPTS] = Field(16, ge=1, description="number of prompts to decode")
     max_new_tokens: Annotated[int, MOST_TOKENS] = Field(64, ge=1, description="maximum tokens per response")
@@ -74,13 +77,20 @@ class Diagnose(SamplingOptions, TrustOptions, JsonOptions, Command):
 
     def _replayed(self) -> int:
         from crossdraft.framework.api.build import configured
+        from crossdraft.framework.models.checkpoint import load_checkpoint
         from crossdraft.framework.recipe.recipe import Strategy
 
         from ...diagnosis.trials import inconclusive, likely_causes, responses_needed, run_trials
         from ...replay.teacher_forcing.lazy_models import Target
+        from .files import target_facts
 
         strategy = Strategy.parse(self.drafter, "--drafter")
         drafter = configured("drafters", {"name": strategy.name, **strategy.config})
+        if self.files:
+            from .files import files_of
+
+            print(files_of(drafter, self.target, self.json_))
+            return 0
         options = {"device": self.device, "trust_remote_code": self.trusted([self.target], [self.drafter])}
         target = Target(self.target, self.sampling, dtype=self.dtype, **options)
         trials = list(_trials(self, drafter, target, options))
@@ -91,7 +101,9 @@ class Diagnose(SamplingOptions, TrustOptions, JsonOptions, Command):
             if len(results) == 1:
                 seconds = time.perf_counter() - start
                 log(f"trying {len(trials) - 1} common mistakes, about {duration(seconds)} each")
-        likely, facts = likely_causes(results), _facts(drafter, target.loaded)
+        likely, facts = likely_causes(results), []
+        if _has_heads(drafter):
+            facts = target_facts(load_checkpoint(drafter[1].model), target.name, target.loaded.sha256)
         if results[0].warning:
             facts.append(results[0].warning)
         if self.json_:
@@ -159,28 +171,6 @@ def _responses(args: Diagnose, sampling: Sampling, chat: bool | None = None) -> 
     options = {"chat": chat, "dtype": args.dtype, "device": args.device, "trust_remote_code": consent}
     path = baseline_responses(name, args.prompts, sampling, **limits, **options)
     return list(Reader(target=name, sampling=sampling, processed=True).read([str(path)]))
-
-
-def _facts(drafter: Configured, target: LoadedModel) -> list[str]:
-    """Findings from files: a target other than the one that the heads were trained for."""
-    from crossdraft.framework.models.resolve import resolve
-    from crossdraft.framework.util.input_files import read_json
-    from crossdraft.framework.util.limits import CONFIG_BYTES
-
-    if not _has_heads(drafter):
-        return []
-    path = resolve(drafter[1].model, heads=True).path / "training.json"
-    training = read_json(path, CONFIG_BYTES) if path.is_file() else {}
-    digest = training.get("target_sha256") if isinstance(training, dict) else None
-    if not isinstance(digest, str) or not digest:
-        return ["the heads do not record the target checkpoint that they were trained for"]
-    if digest == target.sha256:
-        return []
-    theirs, ours = ("+".join(part[:12] for part in sha256.split("+")) for sha256 in (digest, target.sha256))
-    return [
-        f"the heads were trained for a target with SHA-256 {quoted(theirs)}, but {target.name} has "
-        f"{quoted(ours)}; use the target that they were trained for"
-    ]
 
 
 def _json(result: TrialResult) -> dict[str, Any]:

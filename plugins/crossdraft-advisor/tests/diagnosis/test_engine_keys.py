@@ -1,0 +1,78 @@
+"""``crossdraft diagnose --files``: the table of engines, and what it finds in a head."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from crossdraft_advisor.diagnosis.engine_keys import engine_keys
+from pydantic import ValidationError
+from safetensors.torch import save_file
+from tiny_models import save_model
+
+from crossdraft.framework.cli import main as cli
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: Any) -> str:
+    return save_model(tmp_path_factory.mktemp("files") / "target")
+
+
+def head(path: Path, **config: Any) -> str:
+    path.mkdir()
+    save_file({"embed_tokens.weight": torch.zeros(4, 2)}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return f"{{name: eagle3, model: {path}}}"
+
+
+def test_keys_that_an_engine_does_not_read_are_named(target: str, tmp_path: Path, capsys: Any) -> None:
+    drafter = head(tmp_path / "head", norm_before_residual=True, transformer_layer_config={"attention_bias": True})
+    argv = ["diagnose", "--files", "--target", target, "--drafter", drafter]
+    assert cli.main([*argv, "--json"]) == 0
+    keys = json.loads(capsys.readouterr().out)["keys"]
+    misread = {(item["key"], item["engine"]) for item in keys if item["misread"]}
+    assert misread == {
+        ("norm_before_residual", "sglang"),
+        ("norm_before_residual", "tensorrt-llm"),
+        ("attention_bias", "sglang"),
+        ("attention_bias", "llama.cpp"),
+        ("embed_tokens.weight", "tensorrt-llm"),
+    }
+    assert cli.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "sglang would misread norm_before_residual: false for true (sgl-project/sglang" in out
+    assert "do not record the target checkpoint" in out and "transformers 5.24.0 does not load" in out
+
+
+def test_keys_that_an_earlier_commit_did_not_read_are_named(target: str, tmp_path: Path, capsys: Any) -> None:
+    drafter = head(tmp_path / "head", fc_norm=True)
+    assert cli.main(["diagnose", "--files", "--target", target, "--drafter", drafter]) == 0
+    assert "vllm at commit 00bd1493b3e8 did not read fc_norm; later ones do" in capsys.readouterr().out
+
+
+def test_drafters_without_facts_are_refused(target: str, capsys: Any) -> None:
+    argv = ["diagnose", "--files", "--target", target, "--drafter", "prompt-lookup"]
+    assert cli.main(argv) == 2
+    assert "no facts about how engines read heads of 'prompt-lookup' (known: eagle3, dflash)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fact", "message"),
+    [
+        ({"where": "f"}, "either reads: true or uses"),
+        ({"where": "f", "reads": True, "uses": 1}, "either reads: true or uses"),
+        ({"reads": True}, "where"),
+    ],
+)
+def test_table_is_checked(fact: dict[str, Any], message: str) -> None:
+    table = engine_keys().model_dump(exclude_unset=True)
+    table["keys"]["eagle3"] = {"fc_norm": {"neutral": False, "vllm": fact}}
+    table["keys"].pop("dflash")
+    with pytest.raises(ValidationError, match=message):
+        type(engine_keys()).model_validate(table)
+    table["keys"]["eagle3"]["fc_norm"] = {"lmdeploy": {"where": "f", "reads": True}}
+    with pytest.raises(ValidationError, match="lmdeploy has no source"):
+        type(engine_keys()).model_validate(table)
