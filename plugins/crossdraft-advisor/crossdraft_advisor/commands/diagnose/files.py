@@ -85,8 +85,8 @@ def _table(heads: Checkpoint, name: str, treatments: Sequence[Reading]) -> str:
     by_key = {(reading.key, reading.engine): reading for reading in treatments}
     rows = []
     for key, facts in engine_keys().keys[name].items():
-        value, given = (value_of(heads, key, neutral) for neutral in (facts.neutral, None))
-        shown = json.dumps(value) if given is not None else f"absent ({json.dumps(value)})"
+        value, own = (value_of(heads, key, neutral) for neutral in (facts.neutral, None))
+        shown = json.dumps(value) if own is not None else f"absent ({json.dumps(value)})"
         readings = (by_key.get((key, engine)) for engine in engines)
         rows.append([key, shown[:24], *(_cell(reading) for reading in readings)])
     return Table(columns, rows).text()
