@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -13,6 +13,7 @@ from pydantic import Field
 
 from ...contracts.command import Argument, Command
 from ...errors import ModelError, UsageError
+from ...util.estimate import Estimate
 from ...util.limits import MOST_LEVELS, MOST_NODES, MOST_POINTS, MOST_REPEATS
 from ...util.table import Table
 from ..options.machine import BatchSizes, Contexts, MachineOptions, Share
@@ -72,13 +73,13 @@ class Cost(TrustOptions, MachineOptions, JsonOptions, Command):
     def run(self) -> int:
         """Raises UsageError (exit status 2) for options that cannot be combined, unknown names or missing curves."""
         self._check()
-        if self.on:
-            report = _roofline_report(self)
-        elif self.target:
-            report = _measured_report(self)
-        else:
-            report = _run_report(self)
-        print(json.dumps(report["json"], indent=2) if self.json_ else "\n\n".join(report["text"]))
+        parts = _modelled(self) if self.on else _measured(self) if self.target else _of_run(self)
+        data: dict[str, Any] = {}
+        texts = []
+        for values, text in parts:
+            data |= values
+            texts += [text] * bool(text)
+        print(json.dumps(data, indent=2) if self.json_ else "\n\n".join(texts))
         return 0
 
     def _check(self) -> None:
@@ -100,10 +101,14 @@ class Cost(TrustOptions, MachineOptions, JsonOptions, Command):
             raise UsageError(f"--batch-size, --width and --context together are {points} points; {reason}")
 
 
+#: Parts of a report: keys of the JSON object, and a paragraph of the text.
+Parts = Iterator[tuple[Mapping[str, Any], str]]
+
+
 # -- this machine -----------------------------------------------------------------------------------------------
 
 
-def _measured_report(options: Cost) -> dict[str, Any]:
+def _measured(options: Cost) -> Parts:
     """Measure the target and the draft model, or load their stored curves; add predictions if requested."""
     from ...cost.curve import BATCH_SIZES, CONTEXTS, WIDTHS
 
@@ -116,24 +121,28 @@ def _measured_report(options: Cost) -> dict[str, Any]:
         if name:
             curve, loaded = _curve(options, name, loaded, batch_sizes, grid, contexts)
             curves.append(curve)
-    text = [_curve_table(curve) for curve in curves]
-    if options.drafter:
-        text.append(_ratio_table(*curves))
-    report: dict[str, Any] = {"json": {"curves": [curve.to_json() for curve in curves]}, "text": text}
+    yield {"curves": [curve.to_json() for curve in curves]}, "\n\n".join(map(_curve_table, curves))
+    target, drafter, context = curves[0], curves[1] if options.drafter else None, contexts[-1]
+    if drafter:
+        passes = [[1e3 * curve.seconds(b, 1, context) for curve in curves] for b in target.batch_sizes]
+        rows = [
+            [str(b), f"{seconds:.1f}", f"{step:.1f}", f"{step / seconds:.2f}"]
+            for b, (seconds, step) in zip(target.batch_sizes, passes, strict=True)
+        ]
+        title = f"context {context}: a draft step relative to a target pass over one token"
+        yield {}, _table(["B", "target ms", "draft step ms", "ratio"], rows, title)
     if options.run_:
-        report = _merge(report, _run_report(options))
+        yield from _of_run(options)
     elif options.acceptance or options.gamma:
-        chains, gamma, remarks = _chains(options, contexts[-1])
-        target, drafter = curves[0], curves[1] if options.drafter else None
-        predictions = _by_batch_size(chains, gamma, target, drafter, options.batch_size or batch_sizes, contexts[-1])
-        text.append(f"context {contexts[-1]}")
-        report = _merge(report, predictions | {"text": [*predictions["text"], *remarks, *_free(options)]})
-        report = _merge(report, _schedules(options, target, drafter, options.batch_size or batch_sizes, contexts[-1]))
-    return report
+        chains, gamma, remarks = _chains(options, context)
+        yield {}, f"context {context}"
+        yield from _by_batch_size(chains, gamma, target, drafter, options.batch_size or batch_sizes, context)
+        yield from (({}, remark) for remark in [*remarks, _free(options)])
+        yield _schedules(options, target, drafter, options.batch_size or batch_sizes, context)
 
 
-def _free(options: Cost) -> list[str]:
-    return [] if options.drafter else ["without --drafter, drafting is free"]
+def _free(options: Cost) -> str:
+    return "" if options.drafter else "without --drafter, drafting is free"
 
 
 def _curve(
@@ -191,35 +200,22 @@ def _measure(options: Cost, loaded: Any, batch_sizes: list[int], widths: list[in
 
 def _curve_table(curve: CostCurve) -> str:
     """Medians and quartiles in milliseconds, with rows by context and B, columns by W."""
-    cells = {(p.batch_size, p.context, p.width): p for p in curve.points}
-    rows = []
-    for context in curve.contexts:
-        for b in curve.batch_sizes:
-            points = [cells[b, context, width] for width in curve.widths]
-            times = [f"{1e3 * p.median:.1f} [{1e3 * p.low:.1f}, {1e3 * p.high:.1f}]" for p in points]
-            rows.append([str(context), str(b), *times])
+    points = {(p.batch_size, p.context, p.width): Estimate(p.median, p.low, p.high).scaled(1e3) for p in curve.points}
+    rows = [
+        [str(context), str(b), *(points[b, context, width] for width in curve.widths)]
+        for context in curve.contexts
+        for b in curve.batch_sizes
+    ]
     device = ", ".join(f"{key} {value}" for key, value in curve.device.items())
-    head = (
-        f"{curve.model}, {curve.dtype}, {device}: ms per pass, median of {curve.repeats} [quartiles], {curve.measured}"
-    )
-    return f"{head}\n\n{_table(['context', 'B', *(f'W = {width}' for width in curve.widths)], rows)}"
-
-
-def _ratio_table(target: CostCurve, drafter: CostCurve) -> str:
-    context = target.contexts[-1]
-    rows = []
-    for b in target.batch_sizes:
-        target_pass, step = target.seconds(b, 1, context), drafter.seconds(b, 1, context)
-        rows.append([str(b), f"{1e3 * target_pass:.1f}", f"{1e3 * step:.1f}", f"{step / target_pass:.2f}"])
-    return f"context {context}: a draft step relative to a target pass over one token\n\n" + _table(
-        ["B", "target ms", "draft step ms", "ratio"], rows
-    )
+    passes = f"ms per pass, median of {curve.repeats} [quartiles], {curve.measured}"
+    header = ["context", "B", *(f"W = {width}" for width in curve.widths)]
+    return _table(header, rows, f"{curve.model}, {curve.dtype}, {device}: {passes}", digits=1)
 
 
 # -- a finished run ---------------------------------------------------------------------------------------------
 
 
-def _run_report(options: Cost) -> dict[str, Any]:
+def _of_run(options: Cost) -> Parts:
     """Measured and predicted throughput of every cell of a run, and speed-ups at other batch sizes."""
     from ...cost.curve import stored_curves
     from ...cost.finished_cells import curves_of, predictions, statistics
@@ -229,26 +225,25 @@ def _run_report(options: Cost) -> dict[str, Any]:
     assert options.run_ is not None
     results, curves = read_run(options.run_).summary.results, stored_curves()
     predicted = predictions(results, curves)
-    rows, data, missing = [], [], set()
+    rows, cells, missing = [], [], set()
     for result in results:
         prediction = predicted.get(result.config.hash)
         if prediction is None or result.metrics is None:
             missing.add(result.config.target)
             continue
         measured, ratio = result.metrics.tokens_per_second, result.metrics.speed_up
-        off = prediction.tokens_per_second / measured - 1
-        row = {"cell": result.config.hash, "measured": measured, "predicted": prediction.tokens_per_second, "off": off}
-        row |= {"speed_up": ratio.value if ratio else None, "predicted_speed_up": prediction.speed_up}
-        line = [*_pair(result), f"{measured:.1f}", f"{prediction.tokens_per_second:.1f}", f"{100 * off:+.0f}"]
-        line += [f"{ratio.value:.2f}" if ratio else "", f"{prediction.speed_up:.2f}"]
+        cell = {"cell": result.config.hash, "measured": measured, "predicted": prediction.tokens_per_second}
+        cell |= {"off": prediction.tokens_per_second / measured - 1}
+        cell |= {"speed_up": ratio.value if ratio else None, "predicted_speed_up": prediction.speed_up}
+        speed_ups: dict[int, float] = {}
         if options.batch_size:
-            (target, drafter), cell = curves_of(result, curves), statistics(result)
-            assert target is not None and cell is not None
-            speed_ups = [predict(cell.at(b), target, drafter).speed_up for b in options.batch_size]
-            row["by_batch_size"] = dict(zip(options.batch_size, speed_ups, strict=True))
-            line += [f"{speed_up:.2f}" for speed_up in speed_ups]
-        rows.append(line)
-        data.append(row)
+            (target, drafter), pair = curves_of(result, curves), statistics(result)
+            assert target is not None and pair is not None
+            speed_ups = {b: predict(pair.at(b), target, drafter).speed_up for b in options.batch_size}
+            cell["by_batch_size"] = speed_ups
+        rates = [f"{cell['measured']:.1f}", f"{cell['predicted']:.1f}", f"{100 * cell['off']:+.0f}"]
+        rows.append([*_pair(result), *rates, cell["speed_up"], prediction.speed_up, *speed_ups.values()])
+        cells.append(cell)
     if not rows:
         names = ", ".join(sorted(missing)) or "its target"
         raise UsageError(
@@ -256,12 +251,10 @@ def _run_report(options: Cost) -> dict[str, Any]:
             f"crossdraft cost --target {next(iter(sorted(missing)), 'MODEL')}"
         )
     header = ["drafter", "verifier", "T", "B", "tok/s", "predicted", "off %", "speed-up", "predicted"]
-    header += [f"at B = {b}" for b in options.batch_size or ()]
-    text = [_table(header, rows)]
-    error = 100 * median(abs(row["off"]) for row in data)
-    text.append(f"median error of the predicted tok/s: {error:.0f} % over {len(data)} cells")
-    text += [f"{name} has no cost curve; run crossdraft cost --target {name}" for name in sorted(missing)]
-    return {"json": {"cells": data}, "text": text}
+    yield {"cells": cells}, _table([*header, *(f"at B = {b}" for b in options.batch_size or ())], rows)
+    error = 100 * median(abs(cell["off"]) for cell in cells)
+    yield {}, f"median error of the predicted tok/s: {error:.0f} % over {len(cells)} cells"
+    yield from (({}, f"{name} has no cost curve; run crossdraft cost --target {name}") for name in sorted(missing))
 
 
 def _pair(result: CellResult) -> list[str]:
@@ -274,38 +267,34 @@ def _pair(result: CellResult) -> list[str]:
 # -- another machine --------------------------------------------------------------------------------------------
 
 
-def _roofline_report(options: Cost) -> dict[str, Any]:
+def _modelled(options: Cost) -> Parts:
     """Roofline predictions for a target and a draft model on a named accelerator."""
     from ...cost.accelerators import accelerator
     from ...cost.roofline import Roofline, read_shape
 
     assert options.on is not None
     device, context = accelerator(options.on), (options.context or [ROOFLINE_CONTEXT])[0]
-    machine: dict[str, Any] = {"devices": options.devices, "weight_bytes": options.weight_bytes}
-    machine |= {"cache_bytes": options.cache_bytes, "efficiency": options.efficiency}
+    machine: dict[str, Any] = options.model_dump(include={"devices", "weight_bytes", "cache_bytes", "efficiency"})
     target = Roofline(read_shape(options.target), device, **machine)
     drafter = Roofline(read_shape(options.drafter), device, **machine) if options.drafter else None
     batch_sizes = options.batch_size or list(ROOFLINE_BATCH_SIZES)
     pairs, gamma, remarks = (_measured_pairs if options.run_ else _chains)(options, context)
-    report = _by_batch_size(pairs, gamma, target, drafter, batch_sizes, context)
-    if not options.run_:
-        report = _merge(report, _schedules(options, target, drafter, batch_sizes, context))
-
     shape, (memory, compute) = target.shape, options.efficiency
-    head = (
+    held = {b: sum(r.memory_bytes(b, context) for r in (target, drafter) if r) for b in batch_sizes}
+    about = {"target": shape.name, "accelerator": device.name, "devices": options.devices, "context": context}
+    yield (
+        about | {"bytes_held": held},
         f"{shape.name} ({shape.parameters / 1e9:.2f} G parameters in matrix products) on {options.devices} x "
         f"{device.name}, context {context}\nroofline at {100 * memory:.0f} % of the bandwidth and "
-        f"{100 * compute:.0f} % of the FLOP rate of: {device.source}"
+        f"{100 * compute:.0f} % of the FLOP rate of: {device.source}",
     )
-    report["text"].insert(0, head)
-    bytes_held = [sum(r.memory_bytes(b, context) for r in (target, drafter) if r) for b in batch_sizes]
-    report["text"].append("\n".join([*remarks, *_free(options)]))
-    if full := [b for b, bytes_ in zip(batch_sizes, bytes_held, strict=True) if bytes_ > device.memory]:
+    yield from _by_batch_size(pairs, gamma, target, drafter, batch_sizes, context)
+    if not options.run_:
+        yield _schedules(options, target, drafter, batch_sizes, context)
+    yield {}, "\n".join(filter(None, [*remarks, _free(options)]))
+    if full := [b for b, bytes_ in held.items() if bytes_ > device.memory]:
         size = f"{device.memory / 1e9:.0f} GB"
-        report["text"].append(f"weights and KV cache exceed the device memory of {size} from B = {full[0]} on")
-    report["json"] |= {"target": shape.name, "accelerator": device.name, "devices": options.devices, "context": context}
-    report["json"]["bytes_held"] = dict(zip(batch_sizes, bytes_held, strict=True))
-    return report
+        yield {}, f"weights and KV cache exceed the device memory of {size} from B = {full[0]} on"
 
 
 # -- predictions by batch size ----------------------------------------------------------------------------------
@@ -322,7 +311,7 @@ def _chains(options: Cost, context: float) -> tuple[dict[str, CellStatistics], i
 
 def _schedules(
     options: Cost, target: Curve, drafter: Curve | None, batch_sizes: Sequence[int], context: float
-) -> dict[str, Any]:
+) -> tuple[Mapping[str, Any], str]:
     """The best draft length per batch size, by acceptance rate, as options of the length policy ``batch-size``."""
     from ...cost.prediction import schedule
 
@@ -332,8 +321,8 @@ def _schedules(
         for a in options.acceptance or ACCEPTANCE
     }
     lines = [f"{name}: policy: {{name: batch-size, lengths: {lengths}}}" for name, lengths in schedules.items()]
-    text = "\n".join([f"best draft lengths up to {gamma}, as [from batch size, length]:", *lines])
-    return {"json": {"schedule": schedules}, "text": [text]}
+    title = f"best draft lengths up to {gamma}, as [from batch size, length]:"
+    return {"schedule": schedules}, "\n".join([title, *lines])
 
 
 def _measured_pairs(options: Cost, context: float) -> tuple[dict[str, CellStatistics], int, list[str]]:
@@ -369,58 +358,36 @@ def _by_batch_size(
     drafter: Curve | None,
     batch_sizes: Sequence[int],
     context: float,
-) -> dict[str, Any]:
+) -> Parts:
     """Seconds per pass and speed-up of every pair by batch size, and where drafting stops paying."""
     from ...cost.prediction import predict, stops_paying
 
     speed_ups = {
-        name: [predict(cell.at(b), target, drafter).speed_up for b in batch_sizes] for name, cell in pairs.items()
+        name: {b: predict(cell.at(b), target, drafter).speed_up for b in batch_sizes} for name, cell in pairs.items()
     }
-    passes = [[target.seconds(b, width, context) for width in (1, gamma + 1)] for b in batch_sizes]
-    steps = [drafter.seconds(b, 1, context) if drafter else None for b in batch_sizes]
+    passes = {b: {width: target.seconds(b, width, context) for width in (1, gamma + 1)} for b in batch_sizes}
+    steps = {b: drafter.seconds(b, 1, context) for b in batch_sizes} if drafter else None
+    rows = []
+    for b in batch_sizes:
+        seconds = [*passes[b].values(), *([steps[b]] if steps else [])]
+        values = [by_size[b] for by_size in speed_ups.values()]
+        rows.append([str(b), *(f"{1e3 * s:.2f}" for s in seconds), *(f"{v:.2f}{' <' * (v < 1)}" for v in values)])
+    legend = "T(W): a pass over W tokens per row, B rows. Other columns: speed-up over plain decoding; <: below 1"
+    header = ["B", "T(1) ms", f"T({gamma + 1}) ms", *(["draft step ms"] if steps else []), *speed_ups]
+    data = {"gamma": gamma, "target_seconds": passes, "draft_step_seconds": steps, "speed_up": speed_ups}
+    yield data, f"{_table(header, rows)}\n\n{legend}"
 
-    def by_batch_size(values: Sequence[Any]) -> dict[int, Any]:
-        return dict(zip(batch_sizes, values, strict=True))
-
-    report = {
-        "gamma": gamma,
-        "target_seconds": by_batch_size([dict(zip((1, gamma + 1), both, strict=True)) for both in passes]),
-        "draft_step_seconds": by_batch_size(steps) if drafter else None,
-        "speed_up": {name: by_batch_size(values) for name, values in speed_ups.items()},
-        "stops_paying": {name: stops_paying(batch_sizes, values) for name, values in speed_ups.items()},
-    }
-    text = [_speed_up_table(batch_sizes, gamma, passes, steps, speed_ups)]
+    stops = {name: stops_paying(list(values), list(values.values())) for name, values in speed_ups.items()}
     lines = []
-    for name, below in report["stops_paying"].items():
+    for name, below in stops.items():
         if below is None:
             lines.append(f"{name} pays at all listed batch sizes")
         elif below == min(batch_sizes):
             lines.append(f"{name} does not pay at any listed batch size")
         else:
             lines.append(f"{name} stops paying at B = {below}")
-    return {"json": report, "text": [*text, "\n".join(lines)]}
+    yield {"stops_paying": stops}, "\n".join(lines)
 
 
-def _speed_up_table(
-    batch_sizes: Sequence[int],
-    gamma: int,
-    passes: Sequence[Sequence[float]],
-    steps: Sequence[float | None],
-    speed_ups: Mapping[str, Sequence[float]],
-) -> str:
-    draft_times = [f"{1e3 * step:.2f}" for step in steps if step is not None]
-    header = ["B", "T(1) ms", f"T({gamma + 1}) ms", *(["draft step ms"] if draft_times else []), *speed_ups]
-    rows = []
-    for i, b in enumerate(batch_sizes):
-        cells = [f"{values[i]:.2f}{'' if values[i] >= 1 else ' <'}" for values in speed_ups.values()]
-        rows.append([str(b), *(f"{1e3 * seconds:.2f}" for seconds in passes[i]), *draft_times[i : i + 1], *cells])
-    legend = "T(W): a pass over W tokens per row, B rows. Other columns: speed-up over plain decoding; <: below 1"
-    return f"{_table(header, rows)}\n\n{legend}"
-
-
-def _merge(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    return {"json": first["json"] | second["json"], "text": first["text"] + second["text"]}
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return Table([(name, "right") for name in header], rows).text()
+def _table(header: Sequence[str], rows: Sequence[Sequence[Any]], title: str = "", digits: int = 2) -> str:
+    return Table([(name, "right") for name in header], rows, title=title, digits=digits).text()
