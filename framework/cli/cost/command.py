@@ -280,10 +280,10 @@ def _modelled(options: Cost) -> Parts:
     batch_sizes = options.batch_size or list(ROOFLINE_BATCH_SIZES)
     pairs, gamma, remarks = (_measured_pairs if options.run_ else _chains)(options, context)
     shape, (memory, compute) = target.shape, options.efficiency
-    held = {b: sum(r.memory_bytes(b, context) for r in (target, drafter) if r) for b in batch_sizes}
+    sizes = {b: sum(r.memory_bytes(b, context) for r in (target, drafter) if r) for b in batch_sizes}
     about = {"target": shape.name, "accelerator": device.name, "devices": options.devices, "context": context}
     yield (
-        about | {"bytes_held": held},
+        about | {"bytes_held": sizes},
         f"{shape.name} ({shape.parameters / 1e9:.2f} G parameters in matrix products) on {options.devices} x "
         f"{device.name}, context {context}\nroofline at {100 * memory:.0f} % of the bandwidth and "
         f"{100 * compute:.0f} % of the FLOP rate of: {device.source}",
@@ -292,7 +292,7 @@ def _modelled(options: Cost) -> Parts:
     if not options.run_:
         yield _schedules(options, target, drafter, batch_sizes, context)
     yield {}, "\n".join(filter(None, [*remarks, _free(options)]))
-    if full := [b for b, bytes_ in held.items() if bytes_ > device.memory]:
+    if full := [b for b, bytes_ in sizes.items() if bytes_ > device.memory]:
         size = f"{device.memory / 1e9:.0f} GB"
         yield {}, f"weights and KV cache exceed the device memory of {size} from B = {full[0]} on"
 
