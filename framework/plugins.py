@@ -29,7 +29,7 @@ from .util.limits import MOST_NAME
 logger = logging.getLogger(__name__)
 
 KINDS = ("drafters", "verifiers", "trainers", "models", "backends", "preparations", "prompts", "recipes", "engines")
-KINDS += ("servers", "cell_runners", "samples", "launchers", "trackers", "commands")
+KINDS += ("acceptance_formats", "servers", "cell_runners", "samples", "launchers", "trackers", "commands")
 KINDS += ("reports", "sections", "columns")
 """What can be registered; for each there is a hook ``crossdraft_register_<kind>``."""
 COMPANIONS = {("launchers", name): "crossdraft-cluster" for name in ("ray", "slurm")}
@@ -342,7 +342,8 @@ def _import(reference: str) -> Any:
 
 #: Base class and required methods of kinds whose base class this layer does not import.
 _METHODS = {
-    "engines": ("crossdraft_advisor.Engine", ("read", "cannot", "scheduled", "export")),
+    "engines": ("crossdraft_advisor.Engine", ("cannot", "scheduled", "export")),
+    "acceptance_formats": ("crossdraft_advisor.AcceptanceFormat", ("read",)),
     "servers": ("crossdraft_advisor.EngineServer", ("start", "complete", "stop")),
     "reports": ("crossdraft.Report", ("render",)),
 }

@@ -79,6 +79,11 @@ def crossdraft_register_engines(register: Register) -> None:
 
 
 @hookspec
+def crossdraft_register_acceptance_formats(register: Register) -> None:
+    """Register subclasses of `crossdraft_advisor.AcceptanceFormat`, each under its own ``name``: readers of a log."""
+
+
+@hookspec
 def crossdraft_register_servers(register: Register) -> None:
     """Register subclasses of `crossdraft_advisor.EngineServer`, each under the ``engine`` of a recipe."""
 

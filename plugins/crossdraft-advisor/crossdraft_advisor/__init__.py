@@ -10,10 +10,12 @@ if TYPE_CHECKING:
     from .engines.acceptance import Acceptance
     from .engines.engine import Engine, Schedule, Settings
     from .engines.engine_log import Source
+    from .engines.formats import AcceptanceFormat
     from .engines.server import EngineServer, ServedCell, ServerEvent, ServerOptions
 
 __all__ = [
     "Acceptance",
+    "AcceptanceFormat",
     "Engine",
     "EngineServer",
     "Schedule",
@@ -26,6 +28,7 @@ __all__ = [
 
 _HOME = {
     "Acceptance": ".engines.acceptance",
+    "AcceptanceFormat": ".engines.formats",
     "Engine": ".engines.engine",
     "EngineServer": ".engines.server",
     "Schedule": ".engines.engine",

@@ -38,11 +38,31 @@ _COMMANDS = {
         "simulate": ("simulate.command:Simulate", "simulate draft lengths under traffic: latency and goodput"),
     },
 }
+_FORMATS = {
+    "vllm": ("vllm:VllmFormat", "log, counters, and a configuration with synthetic acceptance"),
+    "sglang": ("sglang:SglangFormat", "log and gauge"),
+    "llama.cpp": ("llama_cpp:LlamaCppFormat", "log, counters and timings of responses"),
+    "response-statistics": (
+        "responses:ResponseStatistics",
+        "statistics of each response: vLLM, TensorRT-LLM, AIPerf's profile_export.jsonl",
+    ),
+    "sglang-responses": ("responses:SglangResponses", "meta_info of each response"),
+    "tensorrt-llm-iterations": ("responses:IterationStats", "statistics of each iteration"),
+    "vllm-bench": ("benchmarks:VllmBench", "vllm bench serve: table and JSON"),
+    "sglang-bench": ("benchmarks:SglangBench", "sglang.bench_serving: table and JSONL; /server_info"),
+    "speculators": ("benchmarks:Speculators", "acceptance_analysis.txt"),
+    "spec-bench": ("benchmarks:SpecBench", "answers of Spec-Bench and EAGLE"),
+    "golden-al": ("golden_al:GoldenAlCurves", "golden acceptance-length curves of InferenceX, in YAML"),
+    "speculation-profile": (
+        "speculation_profile:SpeculationProfileRates",
+        "speculation_profile.json, the acceptance stored with a draft checkpoint",
+    ),
+}
 
 
 @hookimpl
 def crossdraft_register_engines(register: Register) -> None:
-    register("vllm", f"{_ENGINES}.vllm:Vllm", summary="log, counters and responses; --speculative-config")
+    register("vllm", f"{_ENGINES}.vllm:Vllm", summary="--speculative-config")
     register(
         "vllm-cpu", f"{_ENGINES}.vllm:VllmCpu", summary="--speculative-config for CPUs, without block verification"
     )
@@ -51,7 +71,7 @@ def crossdraft_register_engines(register: Register) -> None:
         f"{_ENGINES}.vllm:VllmSynthetic",
         summary="--speculative-config with synthetic acceptance, to time a schedule",
     )
-    register("sglang", f"{_ENGINES}.sglang:Sglang", summary="log, gauge and responses; --speculative-*")
+    register("sglang", f"{_ENGINES}.sglang:Sglang", summary="--speculative-*")
     register(
         "sglang-synthetic",
         f"{_ENGINES}.sglang:SglangSynthetic",
@@ -83,13 +103,19 @@ def crossdraft_register_engines(register: Register) -> None:
         f"{_ENGINES}.simulators:AtomSynthetic",
         summary="--method with a forced acceptance length, to time a draft length",
     )
-    register("llama.cpp", f"{_ENGINES}.llama_cpp:LlamaCpp", summary="log and counters; --spec-*")
+    register("llama.cpp", f"{_ENGINES}.llama_cpp:LlamaCpp", summary="--spec-*")
     register("transformers", f"{_ENGINES}.transformers:Transformers", summary="arguments of generate")
     register(
         "speculation-profile",
         f"{_ENGINES}.speculation_profile:SpeculationProfile",
         summary="speculation_profile.json, the acceptance stored with a draft checkpoint",
     )
+
+
+@hookimpl
+def crossdraft_register_acceptance_formats(register: Register) -> None:
+    for name, (reference, summary) in _FORMATS.items():
+        register(name, f"{_ENGINES}.{reference}", summary=summary)
 
 
 @hookimpl

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 from crossdraft_advisor import Acceptance, Schedule, Settings
 from crossdraft_advisor.engines.builtin.vllm import Vllm
 from crossdraft_advisor.engines.counter_definitions import DEFINITIONS, CounterDefinition
-from crossdraft_advisor.engines.engine_log import Source
 from crossdraft_advisor.engines.settings import length_remarks
 
 from crossdraft import UsageError
@@ -25,9 +24,6 @@ class VllmCrossdraft(Vllm):
     name = "vllm-crossdraft"
     counters: ClassVar[CounterDefinition] = replace(DEFINITIONS["vllm"], drafter_options={})
     methods: ClassVar[Mapping[str, str]] = {name: how for name, how in Vllm.methods.items() if how != "ngram"}
-
-    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
-        return []  # `Vllm` reads this format
 
     def counters_of(self, drafter: str) -> CounterDefinition:
         """`Proposer` cuts drafts at the maximum length."""

@@ -26,6 +26,7 @@ _IGNORE_EOS = re.compile(r"ignore[-_]eos['\"]?\s*[=: ]\s*['\"]?(true|1)\b|--igno
 class Remarks:
     """Remarks by kind, without duplicates, in order."""
 
+    read: list[str] = field(default_factory=list)
     measured: list[str] = field(default_factory=list)
     computed: list[str] = field(default_factory=list)
     assumed: list[str] = field(default_factory=list)
@@ -34,7 +35,7 @@ class Remarks:
 
     def lines(self) -> list[str]:
         """One line per remark, prefixed with its kind."""
-        kinds = {"measured": self.measured, "computed": self.computed, "assumed": self.assumed}
+        kinds = {"read": self.read, "measured": self.measured, "computed": self.computed, "assumed": self.assumed}
         kinds |= {"settings": self.settings, "warning": self.warnings}
         return [f"{kind}: {remark}" for kind, remarks in kinds.items() for remark in remarks]
 
@@ -82,8 +83,12 @@ class Remarks:
 
     # -- acceptance --------------------------------------------------------------------------------------------
 
-    def of_source(self, source: Source) -> None:
-        """Warn about unrealistic traffic recorded in a log."""
+    def of_source(self, source: Source, acceptances: Sequence[Acceptance]) -> None:
+        """Add what was read and skipped, and warn about unrealistic traffic recorded in a log."""
+        for acceptance in acceptances:
+            _add(self.read, f"{acceptance.source}, as {acceptance.format}")
+        if source.skipped:
+            self.warn(f"{len(source.skipped)} records are skipped; the first is {source.skipped[0]}")
         if _RANDOM.search(source.text):
             self.warn(f"{source.name} has random prompts; acceptance on real text will differ")
         if _IGNORE_EOS.search(source.text):

@@ -47,6 +47,7 @@ class Acceptance:
         pieces: the unit of a row: "prompts", "windows of the log".
         names: ids of the rows, by which those of two sources are paired; empty if unknown.
         length: mean tokens per step, bonus included, if the marginals are unknown.
+        draft_length: maximum draft length, if it is known and the marginals are not.
         drafter, verifier: names as in recipes; empty if unknown.
         model: the draft model; empty if none or unknown.
         temperature: of the target; None if unknown.
@@ -57,6 +58,7 @@ class Acceptance:
         idle: share of the counted steps without a draft.
         refusal: the reason why the acceptance of shorter drafts does not follow, see `cut`; empty if it does.
         longer: the measured acceptance of longer drafts that this one is derived from; None if this one is measured.
+        format: name of the format that it was read in, and the meaning of its numbers; empty if it was not read.
         remarks: caveats for the reader.
 
     Raises:
@@ -70,6 +72,7 @@ class Acceptance:
     pieces: str = "prompts"
     names: tuple[str, ...] = ()
     length: float | None = None
+    draft_length: int | None = None
     drafter: str = ""
     verifier: str = ""
     model: str = ""
@@ -81,6 +84,7 @@ class Acceptance:
     idle: float = 0.0
     refusal: str = UNKNOWN_PAIR
     longer: Acceptance | None = None
+    format: str = ""
     remarks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

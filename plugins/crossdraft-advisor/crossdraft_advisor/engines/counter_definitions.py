@@ -54,6 +54,13 @@ class CounterDefinition:
     generated: str = ""
     finished: str = ""
 
+    @property
+    def meaning(self) -> str:
+        """The steps and the accepted tokens that are counted."""
+        steps = "all steps after the prefill" if self.idle_steps else "steps with a draft"
+        past = "counted" if self.accepted == "all" else "not counted"
+        return f"{steps}; tokens accepted past the end of a response are {past}"
+
 
 DEFINITIONS: dict[str, CounterDefinition] = {
     definition.engine: definition

@@ -1,4 +1,4 @@
-"""The interface of serving engines for `crossdraft advise`: acceptance to read, settings to write.
+"""The interface of serving engines for `crossdraft advise`: the settings with which they draft.
 
 Engines are registered through the hook ``crossdraft_register_engines``.
 """
@@ -14,7 +14,6 @@ from crossdraft.framework.util.estimate import Estimate
 
 from .acceptance import Acceptance
 from .counter_definitions import CounterDefinition
-from .engine_log import Source
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class Settings:
 
 
 class Engine(ABC):
-    """A serving engine, or a file format for acceptance.
+    """A serving engine, or a file format of acceptance that is written.
 
     Attributes:
         name: as registered.
@@ -90,17 +89,6 @@ class Engine(ABC):
     verifiers: ClassVar[tuple[str, ...]] = ("token", "greedy", "sample-match")
     most_sequences: ClassVar[int | None] = None
     counters: ClassVar[CounterDefinition | None] = None
-
-    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
-        """Read the acceptance in a source; empty if it is not in one of this engine's formats.
-
-        Args:
-            earlier: an earlier scrape of the same counters, to subtract.
-
-        Raises:
-            UsageError: the source is in one of the formats and invalid.
-        """
-        return []
 
     @classmethod
     def ours(cls, method: Any) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from crossdraft.framework.errors import UsageError, printable
-from crossdraft.framework.util.input_files import parse_json, path_of, read_text
+from crossdraft.framework.util.input_files import parse_json, path_of, read_bytes
 from crossdraft.framework.util.limits import METRICS_BYTES, MOST_NESTING
 
 from .http_response import HttpResponse, NetworkError
@@ -18,6 +20,8 @@ from .http_response import HttpResponse, NetworkError
 _JSON_BEGINS = re.compile(r"[\[{]\s*([\[{\"]|$)")
 #: Characters that must be escaped in a URL.
 UNFIT = re.compile(r"[\x00-\x20\x7f]")
+#: Colours and other control sequences of terminals.
+ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|[@-_])")
 #: Time limit in seconds for a complete HTTP response.
 TIMEOUT = 10.0
 
@@ -28,10 +32,20 @@ class Source:
 
     Attributes:
         name: a path or URL, for messages.
+        skipped: messages about records that could not be read.
     """
 
     text: str
     name: str
+    skipped: list[str] = field(default_factory=list, compare=False)
+
+    @contextmanager
+    def skipping(self) -> Iterator[None]:
+        """Skip a record that raises UsageError; its message is kept."""
+        try:
+            yield
+        except UsageError as error:
+            self.skipped.append(str(error))
 
     @cached_property
     def _lines(self) -> list[str]:
@@ -58,6 +72,10 @@ class Source:
     def error(self, line: int, message: str) -> UsageError:
         """A UsageError with file and line."""
         return UsageError(f"{self.place(line)}: {message}")
+
+    def skip(self, line: int, message: str) -> None:
+        """Count a record as skipped."""
+        self.skipped.append(f"{self.place(line)}: {message}")
 
     def number(self, text: str, line: int, subject: str, maximum: float = float("inf")) -> float:
         """Parse a number from 0 to ``maximum``. Raises UsageError, for NaN as well."""
@@ -89,14 +107,20 @@ class Source:
         if quoted not in self.text:
             return
         if self._is_one_value():
-            for item in _objects_with(parse_json(self.text, self.name), key):
+            for item in self._objects_in(self.text, None, key):
                 yield 1, item
             return
         for number, line in self.lines():
             line = line.strip().removeprefix("data:").strip()
             if quoted in line and line[:1] in ("{", "["):
-                for item in _objects_with(parse_json(line, self.name, line=number), key):
+                for item in self._objects_in(line, number, key):
                     yield number, item
+
+    def _objects_in(self, text: str, line: int | None, key: str) -> list[dict[str, Any]]:
+        """The objects with ``key`` of a JSON value; none if it is damaged, which is counted as skipped."""
+        with self.skipping():
+            return _objects_with(parse_json(text, self.name, **({} if line is None else {"line": line})), key)
+        return []
 
     def row_id(self, line: int) -> str:
         """``custom_id``, or else ``id``, of the JSON object in a line; empty if it has none, or if all is one value."""
@@ -123,17 +147,28 @@ def _objects_with(value: Any, key: str) -> list[dict[str, Any]]:
 
 
 def read_source(source: str) -> Source:
-    """Read a file or an HTTP response. Raises UsageError."""
+    """Read a file or an HTTP response, without its colours.
+
+    Bytes that are not UTF-8 are replaced: llama.cpp logs tokens that are parts of characters.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
     if not source.startswith(("http://", "https://")):
-        return Source(read_text(path_of(source), METRICS_BYTES), printable(source))
+        data = read_bytes(path_of(source), METRICS_BYTES)
+        return Source(_text_of(data), printable(source))
     if flaw := UNFIT.search(source):
         raise UsageError(f"{printable(source)} is not a valid URL: it has {flaw[0]!r}; write it as %{ord(flaw[0]):02X}")
     try:
         with HttpResponse(source, seconds=TIMEOUT, maximum=METRICS_BYTES) as response:
             if response.status != 200:
                 raise NetworkError(response.error())
-            return Source(response.body().decode("utf-8"), printable(source))
+            return Source(_text_of(response.body()), printable(source))
     except NetworkError as error:
         raise UsageError(f"cannot read {printable(source)}: {error}; save it to a file and give the file") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"cannot read {printable(source)}: the response is not UTF-8 text: {error}") from None
+
+
+def _text_of(data: bytes) -> str:
+    # PowerShell redirects as UTF-16.
+    encoding = "utf-16" if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
+    return ESCAPES.sub("", data.decode(encoding, "replace"))

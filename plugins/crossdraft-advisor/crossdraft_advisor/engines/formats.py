@@ -1,16 +1,77 @@
-"""Acceptance from a source in the format of any engine."""
+"""Formats in which acceptance is recorded: logs, counters, responses and benchmarks of engines.
+
+Formats are registered through the hook ``crossdraft_register_acceptance_formats``, each a subclass of
+`AcceptanceFormat`. Every source is read in every format. A record that is damaged, idle or failed is skipped and
+counted; a source is refused only if none of its records can be read.
+"""
 
 from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import ClassVar
 
 from crossdraft.framework import plugins
 from crossdraft.framework.errors import UsageError
 
 from .acceptance import Acceptance
+from .counter_definitions import CounterDefinition
 from .engine_log import Source, read_source
+
+#: Sources of other commands, and the command that reads them.
+_OTHERS = (
+    (
+        re.compile(r'"(choices|messages|conversations|completion|resps|token_ids)"\s*:'),
+        "it has responses without counts of accepted tokens: compute their acceptance with crossdraft replay, or "
+        "crossdraft advise --replay",
+    ),
+    (
+        re.compile(r'"(input_length|output_length|chat_id)"\s*:|ContextTokens|Request tokens'),
+        "it is a trace of arrivals, for crossdraft simulate --trace",
+    ),
+    (
+        re.compile(r"SpecDecoding|spec_decode|speculative|Decode batch|print_timing", re.IGNORECASE),
+        "it is of an engine, but nothing was drafted in it: send requests, and leave the statistics switched on "
+        "(vLLM: without --disable-log-stats)",
+    ),
+)
+
+
+class AcceptanceFormat(ABC):
+    """A format in which acceptance is recorded.
+
+    Attributes:
+        name: as registered.
+        counters: definition of the engine's counters, if they are of one.
+        definition: meaning of an accepted token and of a step, without ``counters``.
+        subtracts: an earlier source is subtracted; other formats are not read with an earlier one.
+    """
+
+    name: ClassVar[str]
+    counters: ClassVar[CounterDefinition | None] = None
+    definition: ClassVar[str] = ""
+    subtracts: ClassVar[bool] = False
+
+    @abstractmethod
+    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
+        """Read the acceptance in a source; empty if it is not in this format.
+
+        Args:
+            earlier: an earlier source to subtract, if the format `subtracts`.
+
+        Raises:
+            UsageError: no record of the format can be read. Otherwise records that cannot be read are skipped, see
+                `Source.skipping`.
+        """
+
+    def meaning(self) -> str:
+        """The definition by which tokens count as accepted."""
+        return self.definition or (self.counters.meaning if self.counters is not None else "")
 
 
 def read_acceptances(name: str, since: str | None = None) -> tuple[Source, list[Acceptance]]:
-    """Read a file or URL; return its text and every acceptance in it.
+    """Read a file or URL; return its text, which has the skipped records, and every acceptance in it.
 
     Args:
         since: an earlier scrape of the same counters, to subtract.
@@ -19,16 +80,31 @@ def read_acceptances(name: str, since: str | None = None) -> tuple[Source, list[
         UsageError: the source cannot be read, is invalid, or has no acceptance.
     """
     source = read_source(name)
-    earlier = read_source(since) if since else None
+    return source, acceptances_in(source, read_source(since) if since else None)
+
+
+def acceptances_in(source: Source, earlier: Source | None = None) -> list[Acceptance]:
+    """Every acceptance in a source, see `read_acceptances`."""
     acceptances: list[Acceptance] = []
-    for engine in plugins.entries("engines"):
-        reader = plugins.get("engines", engine)()
-        with plugins.guarded("engines", engine, "read()"):
+    for entry in plugins.entries("acceptance_formats"):
+        reader = plugins.get("acceptance_formats", entry)()
+        if earlier is not None and not reader.subtracts:
+            continue
+        with plugins.guarded("acceptance_formats", entry, "read()"):
             items = list(reader.read(source, earlier))
         if not all(isinstance(item, Acceptance) for item in items):
-            raise plugins.unusable("engines", engine, "read() must return a list of crossdraft_advisor.Acceptance")
-        acceptances += items
+            raise plugins.unusable(
+                "acceptance_formats", entry, "read() must return a list of crossdraft_advisor.Acceptance"
+            )
+        acceptances += [replace(item, format=f"{reader.name}: {reader.meaning()}") for item in items]
     if not acceptances:
-        kind = "two scrapes of counters" if earlier else "a log, metrics or responses"
-        raise UsageError(f"{name} has no acceptance in a known format of {kind} (see crossdraft list engines)")
-    return source, acceptances
+        if source.skipped:
+            raise UsageError(source.skipped[0])
+        if earlier is not None:
+            raise UsageError(f"{source.name} has no acceptance in a known format of two scrapes of counters")
+        reason = next((reason for mark, reason in _OTHERS if mark.search(source.text)), "")
+        raise UsageError(
+            f"{source.name} has no acceptance in a known format of a log, metrics or responses (see crossdraft list "
+            f"acceptance_formats){reason and '; ' + reason}"
+        )
+    return acceptances

@@ -67,7 +67,12 @@ def from_windows(
             by_gamma.setdefault(len(window.rates), []).append(window)
     acceptances = []
     for gamma, group in by_gamma.items():
-        rows = [window.row(source) for window in group]
+        rows = []
+        for window in group:
+            with source.skipping():
+                rows.append(window.row(source))
+        if not rows:
+            continue
         drafts, drafted = sum(row[0] for row in rows), sum(window.drafted for window in group)
         remarks: tuple[str, ...] = ()
         if drafted < drafts * gamma * (1 - 1e-9):

@@ -98,11 +98,13 @@ def since(
 def spec_decode(definition: CounterDefinition, source: Source, earlier: Source | None = None) -> list[Acceptance]:
     """Acceptance per model, summed over engines, from the four counters; empty if they are missing.
 
+    A model whose counters are 0 or inconsistent is skipped.
+
     Args:
         earlier: an earlier scrape of the same server, to subtract.
 
     Raises:
-        UsageError: counters that are inconsistent or 0.
+        UsageError: a damaged scrape.
     """
     stem = f"{definition.prefix}spec_decode_num_"
     drafts_name, tokens_name, accepted_name, position_name = (
@@ -127,11 +129,12 @@ def spec_decode(definition: CounterDefinition, source: Source, earlier: Source |
         of_model = models.setdefault(label_values.get("model_name", ""), {}).setdefault(name, {})
         total = of_model.get(position, Sample(0.0, 0))
         of_model[position] = Sample(total.value + sample.value, sample.line, total.rounding + sample.rounding)
-    return [
-        _acceptance(model, counters, source, definition, drafts_name, tokens_name, accepted_name, position_name)
-        for model, counters in models.items()
-        if counters.keys() & names
-    ]
+    acceptances, counter_names = [], (drafts_name, tokens_name, accepted_name, position_name)
+    for model, counters in models.items():
+        if counters.keys() & names:
+            with source.skipping():
+                acceptances.append(_acceptance(model, counters, source, definition, *counter_names))
+    return acceptances
 
 
 def drafted_tokens(definition: CounterDefinition, source: Source) -> Sample | None:

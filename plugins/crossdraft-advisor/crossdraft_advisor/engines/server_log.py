@@ -12,11 +12,12 @@ from pathlib import Path
 
 from crossdraft.framework.errors import printable
 
+from .engine_log import ESCAPES
+
 #: Bytes at the end of a log that are read, lines that are shown, and characters of a line.
 _BYTES, _LINES, _LENGTH = 2**24, 12, 500
 #: Lines of a message that continue the last one of a traceback.
 _MORE = 4
-_ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|[@-_])")
 _TRACEBACK = "Traceback (most recent call last):"
 #: Process, as vLLM writes it before every line.
 _PROCESS = re.compile(r"\([A-Za-z][\w ]*pid=\d+\) ?")
@@ -50,7 +51,7 @@ def cause_of(log: Path) -> str:
             skipped = sum(file.read(size - _BYTES).count(b"\n") for _ in range(size > _BYTES))
     except OSError:
         return ""
-    lines = [_ESCAPES.sub("", line).rstrip() for line in text.split("\n")]
+    lines = [ESCAPES.sub("", line).rstrip() for line in text.split("\n")]
     start = max((i for i, line in enumerate(lines) if line.startswith("$ ")), default=-1) + 1  # of this start
     cause = _of_traceback(lines, start) or _of_errors(lines, start)
     if not cause:

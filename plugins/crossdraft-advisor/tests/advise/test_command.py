@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from advise_runs import GOOD, POOR, cell, curves, write_run
-from crossdraft_advisor import Acceptance, Engine
+from crossdraft_advisor import Acceptance, AcceptanceFormat, Engine
 from crossdraft_advisor.advise.candidates import of_pair
 from crossdraft_advisor.advise.cost_tables import read_cost_table
 from crossdraft_advisor.engines.acceptance import UNKNOWN_PAIR
@@ -349,19 +349,21 @@ def test_engines_of_plug_ins_keep_their_contract(place: Path, capsys: Any, insta
         name = "theirs"
         read_from = "1.0"
         methods: ClassVar[dict[str, str]] = {"draft-model": "s"}
-        reading: ClassVar[Any] = []
-
-        def read(self, inputs: Any, before: Any = None) -> Any:
-            return self.reading
 
         def export(self, schedule: Any) -> Any:
             return "--flags"
+
+    class Lists(AcceptanceFormat):
+        name = "lists"
+
+        def read(self, source: Any, earlier: Any = None) -> Any:
+            return [0.5]
 
     install("engines", ("theirs", Theirs))
     costs = ("--cost", "passes.csv", "--batch-size", "1", *SAID)
     code, _, err = advise(capsys, "vllm.log", *costs, "--export", "theirs")
     assert code == 1 and "the engine 'theirs'" in err and "must return crossdraft_advisor.Settings" in err
-    Theirs.reading = [0.5]
+    install("acceptance_formats", ("lists", Lists))
     code, _, err = advise(capsys, "vllm.log", *costs)
     assert code == 1 and "must return a list of crossdraft_advisor.Acceptance" in err
 

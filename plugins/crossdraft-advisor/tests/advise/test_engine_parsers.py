@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 from crossdraft_advisor import Acceptance, Schedule, Source
 from crossdraft_advisor.engines.engine import Range
+from crossdraft_advisor.engines.engine_log import read_source
+from crossdraft_advisor.engines.formats import acceptances_in
 
 from crossdraft import load_model
 from crossdraft.framework import plugins
@@ -213,8 +215,7 @@ def test_log_and_counters_of_llama_server_are_read(tmp_path: Path) -> None:
     finally:
         process.terminate()
         process.wait(60)
-    engine = plugins.get("engines", "llama.cpp")()
-    (counted,) = engine.read(Source(scrape, "metrics"))
-    (logged,) = engine.read(Source((tmp_path / "log").read_text(encoding="utf-8", errors="replace"), "log"))
+    (counted,) = acceptances_in(Source(scrape, "metrics"))
+    (logged,) = acceptances_in(read_source(str(tmp_path / "log")))
     assert counted.marginal == pytest.approx(logged.marginal, abs=1e-3)
     assert counted.drafts == pytest.approx(logged.drafts, rel=1e-3)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from crossdraft_advisor import Acceptance, Engine, Schedule, Settings, Source
 from crossdraft_advisor.engines.engine import Range
+from crossdraft_advisor.engines.formats import acceptances_in
 from engine_schemas import LlamaCpp, Sglang, trt, vllm
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -195,7 +196,7 @@ def test_round_trips(writer: str, reader: str, conditional: list[float]) -> None
     acceptance = Acceptance.from_conditional(conditional, "here", drafter="eagle3", model="org/head", temperature=1.0)
     text = engine(writer).export(Schedule(acceptance, (Range(1, 8, acceptance.gamma),), {1: Estimate(2.0)})).text
     text = text if reader != "vllm" else vllm(text).model_dump_json(exclude_none=True)
-    (result,) = engine(reader).read(Source(text, "again"))
+    (result,) = acceptances_in(Source(text, "again"))
     assert result.marginal == pytest.approx(acceptance.marginal, abs=1e-12)
     assert (result.drafter, result.model) == ("eagle3", "org/head")
 

@@ -157,11 +157,12 @@ def _read_acceptances(args: AdviseOptions, source: str, remarks: Remarks) -> lis
     from ...engines.formats import read_acceptances
 
     content, acceptances = read_acceptances(source, args.since or None)
-    remarks.of_source(content)
+    remarks.of_source(content, acceptances)
     fields = {"drafter": "".join(args.drafter), "verifier": "".join(args.verifier), "temperature": args.temperature}
     fields |= {"model": args.draft_path or args.draft_model}
     fields = {name: value for name, value in fields.items() if value not in (None, "")}
-    return [of_pair(replace(_with_rates(args, acceptance), **fields)) for acceptance in acceptances]
+    named = [acceptance for acceptance in acceptances if acceptance.drafter in args.drafter]
+    return [of_pair(replace(_with_rates(args, acceptance), **fields)) for acceptance in named or acceptances]
 
 
 def _with_rates(args: AdviseOptions, acceptance: Acceptance) -> Acceptance:
@@ -170,12 +171,13 @@ def _with_rates(args: AdviseOptions, acceptance: Acceptance) -> Acceptance:
         if args.gamma is not None:
             raise UsageError(f"--gamma: {acceptance.source} has the acceptance by position; remove --gamma")
         return acceptance
-    if args.gamma is None:
+    gamma = args.gamma or acceptance.draft_length
+    if gamma is None:
         raise UsageError(
             f"{acceptance.source} has the mean acceptance length {acceptance.length:.2f} and not the draft length; "
             "give it as --gamma"
         )
-    return acceptance.with_constant_rate(args.gamma)
+    return acceptance.with_constant_rate(gamma)
 
 
 # -- settings ----------------------------------------------------------------------------------------------------

@@ -145,11 +145,8 @@ def _count(value: float) -> str:
 
 def _engine_notes(result: ReplayResult, definition: CounterDefinition) -> list[str]:
     source = "as measured" if definition.measured else "as read from its source code"
-    steps = "all steps after the prefill" if definition.idle_steps else "steps with a draft"
-    past = "counted" if definition.accepted == "all" else "not counted"
     notes = [
-        f"counters as of {definition.engine} {definition.version}, {source}: of {steps}; tokens accepted past the end "
-        f"of a response are {past} (docs/engines.md)"
+        f"counters as of {definition.engine} {definition.version}, {source}: of {definition.meaning} (docs/engines.md)"
     ]
     unknown = max(
         (counts.unknown for candidate in result.candidates for counts in candidate.counts.values()), default=0

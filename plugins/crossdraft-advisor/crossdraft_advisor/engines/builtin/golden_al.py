@@ -18,6 +18,7 @@ from crossdraft.framework.util.limits import MOST_LEVELS
 from ..acceptance import EACH_LENGTH, Acceptance
 from ..engine import Engine, Schedule, Settings
 from ..engine_log import Source
+from ..formats import AcceptanceFormat
 from .vllm import Vllm
 
 _MODEL = re.compile(r"([^\s#:][^:]*):\s*(?:#.*)?")
@@ -33,18 +34,6 @@ class GoldenAl(Engine):
     name = "golden-al"
     read_from = "InferenceX, golden_al_distribution, commit 0c66e113c639"
     methods: ClassVar[Mapping[str, str]] = Vllm.methods
-
-    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
-        curves = {} if earlier is not None else _curves(source)
-        attributes: dict[str, Any] = {"model": _comment(source, r"draft[ -]model: *(\S+)")}
-        methods = [method for method in self.methods.values() if f"_{method}" in source.name]
-        attributes["drafter"] = self.ours(max(methods, key=len, default=""))
-        if temperature := _comment(source, r"temp(?:erature:)? +(\d+(?:\.\d+)?)\b"):
-            attributes["temperature"] = float(temperature)
-        acceptances = []
-        for (model, mode), curve in curves.items():
-            acceptances += _acceptances(source, curve, setting=(model, mode), **attributes)
-        return acceptances
 
     def cannot(self, acceptance: Acceptance) -> str | None:
         return None  # a curve of any pair
@@ -70,6 +59,25 @@ class GoldenAl(Engine):
             () if acceptance.setting else ("replace target and thinking_off by the names of the model and its mode",)
         )
         return Settings("\n".join(lines), remarks)
+
+
+class GoldenAlCurves(AcceptanceFormat):
+    """Curves of `GoldenAl`: an acceptance for each model, mode and draft length."""
+
+    name = "golden-al"
+    definition = "mean acceptance length, bonus token included, at each draft length"
+
+    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
+        curves = _curves(source)
+        attributes: dict[str, Any] = {"model": _comment(source, r"draft[ -]model: *(\S+)")}
+        methods = [method for method in GoldenAl.methods.values() if f"_{method}" in source.name]
+        attributes["drafter"] = GoldenAl.ours(max(methods, key=len, default=""))
+        if temperature := _comment(source, r"temp(?:erature:)? +(\d+(?:\.\d+)?)\b"):
+            attributes["temperature"] = float(temperature)
+        acceptances = []
+        for (model, mode), curve in curves.items():
+            acceptances += _acceptances(source, curve, setting=(model, mode), **attributes)
+        return acceptances
 
 
 def _comment(source: Source, pattern: str) -> str:

@@ -6,25 +6,35 @@ https://github.com/ggml-org/llama.cpp: docs/speculative.md, common/arg.cpp, tool
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import ClassVar
 
 from ..acceptance import Acceptance
-from ..counter_definitions import DEFINITIONS
+from ..counter_definitions import DEFINITIONS, PREFILL_TOKENS
 from ..engine import Engine, Schedule, Settings
 from ..engine_log import Source
+from ..formats import AcceptanceFormat
 from ..log_windows import Window, from_windows
 from ..prometheus import spec_decode
 from ..settings import length_remarks, needs_method, needs_model, ngram_sizes, only_point_masses, shell
+from ..step_counts import StepCounts, acceptances_of, count
 
-_MARK = "draft acceptance = "
+_MARK = re.compile(r"draft acceptance(?: rate)? = ")
 _LINE = re.compile(
-    r"draft acceptance = \S+ \(\s*(\d+) accepted /\s*(\d+) generated\), mean (?:acceptance length|len) =\s*(\S+?)"
-    r"(?:, acceptance rate per position = \(([^()]*)\))?\s*"
+    r"draft acceptance(?: rate)? = \S+ \(\s*(\d{1,15}) accepted /\s*(\d{1,15}) generated\)"
+    r"(?:, mean (?:acceptance length|len) =\s*([^\s,]+))?"
+    r"(?:, acceptance rate per position = \(([^()]*)\))?\s*$"
 )
 #: Later versions log the rates on a separate line.
 _RATES = re.compile(r"acc per pos = \(([^()]*)\)\s*")
+#: Generated tokens of a request, logged before its draft acceptance.
+_EVALUATED = re.compile(r"(?<!prompt )eval time =\s*\S+ ms /\s*(\d{1,15}) tokens")
+#: Counters of a drafter since the start of the server.
+_STATISTICS = re.compile(r"statistics\s+([\w-]{1,40}): (#calls.*)")
+_COUNTER = re.compile(r"#(gen drafts|gen tokens|acc tokens) =\s*(\d{1,15})\b")
+_POSITIONS = re.compile(r"#acc rate/pos = \(([^()]*)\)")
 
 
 class LlamaCpp(Engine):
@@ -38,12 +48,6 @@ class LlamaCpp(Engine):
         "eagle3": "draft-eagle3",
         "mtp": "draft-mtp",
     }
-
-    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
-        acceptances = spec_decode(DEFINITIONS["llama.cpp"], source, earlier)
-        if earlier is not None:
-            return acceptances
-        return acceptances + from_windows(_windows(source), source, "responses")
 
     def cannot(self, acceptance: Acceptance) -> str | None:
         return super().cannot(acceptance) or only_point_masses(acceptance, self.name)
@@ -79,16 +83,109 @@ class LlamaCpp(Engine):
         return Settings(shell(arguments), tuple(remarks))
 
 
-def _windows(source: Source) -> Iterator[Window]:
-    for (number, line), (_, after) in pairwise([*source.lines(), (0, "")]):
-        if _MARK not in line:
+class LlamaCppFormat(AcceptanceFormat):
+    """Counters of llama.cpp, lines of its log, and timings of its responses."""
+
+    name = "llama.cpp"
+    counters = DEFINITIONS["llama.cpp"]
+    subtracts = True
+
+    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
+        acceptances = spec_decode(DEFINITIONS["llama.cpp"], source, earlier)
+        if earlier is not None:
+            return acceptances
+        statistics = _statistics(source)
+        if len(statistics) > 1:  # the lines of requests are of all drafters
+            return [*acceptances, *statistics]
+        requests = _requests(source)
+        return [*acceptances, *(requests or statistics), *_timings(source)]
+
+
+def _requests(source: Source) -> list[Acceptance]:
+    """Lines of finished requests, with rates by position, a mean length or neither."""
+    windows, counts, evaluated, first, last = [], [], 0.0, 0, 0
+    lines = [*source.lines(), (0, "")]
+    for (number, line), (_, after) in pairwise(lines):
+        if match := _EVALUATED.search(line):
+            evaluated = float(match[1])
+        if not (mark := _MARK.search(line)):
             continue
-        match, rates = _LINE.fullmatch(line[line.index(_MARK) :]), _RATES.search(after)
-        if match is None:
-            raise source.error(number, "the draft acceptance line is truncated or of an unsupported version")
-        text = match[4] if match[4] is not None else rates[1] if rates else None
-        if text is None:
-            raise source.error(number, "the rates per position are missing; log with -lv 4, or use /metrics")
-        rates_by_position = tuple(source.number(rate, number, "an acceptance rate", 1.0) for rate in text.split(", "))
-        mean = source.number(match[3], number, "the mean acceptance length")
-        yield Window(number, float(match[1]), float(match[2]), rates_by_position, mean)
+        with source.skipping():
+            match, by_position = _LINE.match(line, mark.start()), _RATES.search(after)
+            if match is None:
+                raise source.error(number, "the draft acceptance line is truncated or of an unsupported version")
+            accepted, drafted = float(match[1]), float(match[2])
+            text = match[4] if match[4] is not None else by_position[1] if by_position else None
+            mean = source.number(match[3], number, "the mean acceptance length") if match[3] else None
+            if text is not None and mean is not None:
+                rates = tuple(source.number(rate, number, "an acceptance rate", 1.0) for rate in text.split(", "))
+                windows.append(Window(number, accepted, drafted, rates, mean))
+                continue
+            if mean is not None and mean > 1:
+                steps = accepted / (mean - 1)
+            elif evaluated > accepted:  # a step emits its accepted tokens and one more; the first is the prefill's
+                steps = evaluated - PREFILL_TOKENS - accepted
+            else:
+                raise source.error(
+                    number, "the number of steps is unknown; log with -lv 4 for rates by position, or use /metrics"
+                )
+            counts.append(StepCounts(steps, accepted))
+            first, last = first or number, number
+    remark = "without rates by position; log with -lv 4, or use /metrics"
+    place = f"{source.name}:{first}" + (f"-{last}" if last > first else "")
+    return [
+        *from_windows(windows, source, "responses"),
+        *acceptances_of(counts, place, "responses", remarks=(remark,)),
+    ]
+
+
+def _statistics(source: Source) -> list[Acceptance]:
+    """The last counters of each drafter that drafted; those of an earlier start are added."""
+    counters: dict[str, list[tuple[int, dict[str, float], str]]] = {}
+    for number, line in source.lines():
+        if not (match := _STATISTICS.search(line)):
+            continue
+        with source.skipping():
+            values = {key: source.number(text, number, f"#{key}") for key, text in _COUNTER.findall(match[2])}
+            if not {"gen drafts", "gen tokens", "acc tokens"} <= values.keys():
+                raise source.error(number, "the statistics line is truncated or of an unsupported version")
+            starts = counters.setdefault(match[1].replace("_", "-"), [])
+            if starts and values["gen drafts"] >= starts[-1][1]["gen drafts"]:
+                starts.pop()
+            by_position = _POSITIONS.search(match[2])
+            starts.append((number, values, by_position[1] if by_position else ""))
+    acceptances: list[Acceptance] = []
+    for name, starts in counters.items():
+        counts, place = [], source.place(starts[-1][0])
+        for number, values, text in starts:
+            drafts, drafted, accepted = (values[key] for key in ("gen drafts", "gen tokens", "acc tokens"))
+            with source.skipping():
+                rates = [source.number(rate, number, "an acceptance rate", 1.0) for rate in text.split(", ") if rate]
+                if accepted > drafted:
+                    raise source.error(number, f"{accepted:g} accepted of {drafted:g} drafted tokens are inconsistent")
+                scale = accepted / (drafts * sum(rates)) if sum(rates) and drafts else 1.0
+                at_least = tuple(min(drafts * rate * scale, drafts) for rate in rates)
+                counts.append(StepCounts(drafts, accepted, at_least, drafted))
+        drafter = LlamaCpp.ours(name) or LlamaCpp.ours(f"{name}-simple") or name
+        acceptances += acceptances_of(counts, f"{place}, {name}", "runs", drafter=drafter)
+    if len(acceptances) > 1:
+        names = ", ".join(acceptance.drafter for acceptance in acceptances)
+        remark = f"the server has several drafters, {names}, each of which drafts where those before it do not"
+        acceptances = [replace(acceptance, remarks=(*acceptance.remarks, remark)) for acceptance in acceptances]
+    return acceptances
+
+
+def _timings(source: Source) -> list[Acceptance]:
+    """Timings of responses: all steps after the prefill, with and without a draft."""
+    counts = []
+    for line, fields in source.objects("draft_n_accepted"):
+        with source.skipping():
+            tokens, drafted, accepted = (
+                count(source, line, fields, key) for key in ("predicted_n", "draft_n", "draft_n_accepted")
+            )
+            steps = tokens - PREFILL_TOKENS - accepted
+            if accepted > drafted or (drafted and steps < 1):
+                raise source.error(line, f"{accepted:g} accepted of {drafted:g} drafted tokens in {tokens:g} tokens")
+            if drafted:
+                counts.append(StepCounts(steps, accepted, name=source.row_id(line)))
+    return acceptances_of(counts, source.name, "responses")

@@ -11,25 +11,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import ClassVar
 
 from ..acceptance import Acceptance
-from ..counter_definitions import DEFINITIONS, PREFILL_TOKENS
+from ..counter_definitions import DEFINITIONS
 from ..engine import Engine, Schedule, Settings
 from ..engine_log import Source
-from ..histograms import per_request
+from ..formats import AcceptanceFormat
 from ..prometheus import samples
 from ..settings import length_remarks, needs_method, needs_model, only_point_masses, shell, synthetic_remarks
+from ..step_counts import StepCounts, acceptances_of
 
 _GAUGE = "sglang:spec_accept_length"
 _LINE = re.compile(r"Decode batch\b")
 _LENGTH = re.compile(r"accept len: ([^,\s]*)(,?)")
 _RUNNING = re.compile(r"#running-req: (\d{1,9}),")
-#: Keys of a response, latest names first: steps that accepted 0, 1, .. drafted tokens; all accepted; all drafted.
-_HISTOGRAMS = ("spec_correct_drafts_histogram", "spec_accept_histogram")
-_ACCEPTED = ("spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num")
-_DRAFTED = ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_token_num")
 #: Algorithms with adaptive steps and with rejection sampling of sampled drafts.
 _EAGLE = ("EAGLE", "EAGLE3", "NEXTN")
 
@@ -45,13 +41,6 @@ class Sglang(Engine):
         "eagle3": "EAGLE3",
         "mtp": "NEXTN",
     }
-
-    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
-        if earlier is not None:
-            return []  # a gauge is not a counter
-        histogram = next((key for key in _HISTOGRAMS if f'"{key}"' in source.text), "")
-        responses = per_request(source, histogram, "spec_verify_ct", _ACCEPTED, _DRAFTED) if histogram else []
-        return [*_log(source), *_gauge(source), *(responses or _lengths(source))]
 
     def cannot(self, acceptance: Acceptance) -> str | None:
         if reason := super().cannot(acceptance):
@@ -103,9 +92,6 @@ class SglangSynthetic(Sglang):
 
     name = "sglang-synthetic"
 
-    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
-        return []  # `Sglang` reads this format
-
     def scheduled(self, acceptance: Acceptance) -> bool:
         return False  # one length for all draft lengths
 
@@ -127,6 +113,16 @@ class SglangSynthetic(Sglang):
         return Settings(text, (*synthetic_remarks(acceptance), shared, default, *settings.remarks))
 
 
+class SglangFormat(AcceptanceFormat):
+    """Lines of SGLang's log, and its gauge."""
+
+    name = "sglang"
+    counters = DEFINITIONS["sglang"]
+
+    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
+        return [*_log(source), *_gauge(source)]
+
+
 def _log(source: Source) -> list[Acceptance]:
     """Log lines of decoding batches, which cover equal numbers of steps and are weighted by running requests."""
     rows, first, last, idle = [], 0, 0, 0
@@ -135,60 +131,37 @@ def _log(source: Source) -> list[Acceptance]:
         length = _LENGTH.search(line) if mark else None
         if length is None:
             continue
-        running = _RUNNING.search(line)
-        if not running or not length[2]:
-            raise source.error(number, "the decode batch line is truncated or of an unsupported version")
-        mean, n = source.number(length[1], number, "the accept len", 4096), float(running[1])
-        if not mean or not n:
-            idle += 1
-            continue
-        if mean < 1:
-            raise source.error(number, f"an accept len of {mean:g} does not include the bonus token")
-        rows.append((n, n * (mean - 1)))
-        first, last = first or number, number
+        with source.skipping():
+            running = _RUNNING.search(line)
+            if not running or not length[2]:
+                raise source.error(number, "the decode batch line is truncated or of an unsupported version")
+            mean, n = source.number(length[1], number, "the accept len", 4096), float(running[1])
+            if not mean or not n:
+                idle += 1
+                continue
+            if mean < 1:
+                raise source.error(number, f"an accept len of {mean:g} does not include the bonus token")
+            rows.append((n, n * (mean - 1)))
+            first, last = first or number, number
     if not rows:
         return []
     remarks = ["windows are weighted by their running requests"]
     if idle:
         remarks.append(f"windows without drafts are omitted: {idle}")
-    return [_from_lengths(rows, f"{source.name}:{first}-{last}", "windows of the log", tuple(remarks))]
+    counts = [StepCounts(steps, accepted) for steps, accepted in rows]
+    return acceptances_of(counts, f"{source.name}:{first}-{last}", "windows of the log", remarks=tuple(remarks))
 
 
 def _gauge(source: Source) -> list[Acceptance]:
     lengths = []
     for sample in samples(source, {_GAUGE}).values():
         if sample.value < 1:
-            raise source.error(sample.line, f"{_GAUGE} is {sample.value:g}: nothing has been drafted")
-        lengths.append(sample.value)
+            source.skip(sample.line, f"{_GAUGE} is {sample.value:g}: nothing has been drafted")
+        else:
+            lengths.append(sample.value)
     if not lengths:
         return []
-    remark = f"{_GAUGE} covers only the time just before the scrape; prefer a log or responses"
-    return [Acceptance((), source.name, length=sum(lengths) / len(lengths), remarks=(remark,))]
-
-
-def _lengths(source: Source) -> list[Acceptance]:
-    """Responses without a histogram: accepted tokens per target call.
-
-    The first token is the prefill's, so `spec_accept_length`, which divides all tokens by the calls, is not read.
-    """
-    rows, names = [], []
-    for line, fields in source.objects("spec_verify_ct"):
-        steps, tokens = fields["spec_verify_ct"], fields.get("completion_tokens")
-        accepted = next((fields[key] for key in _ACCEPTED if key in fields), None)
-        if accepted is None and type(tokens) is int and type(steps) is int:
-            accepted = tokens - PREFILL_TOKENS - steps if steps else 0
-        if type(steps) is not int or type(accepted) is not int or min(steps, accepted) < 0 or (accepted and not steps):
-            counts = f"{tokens!r:.30} tokens, {accepted!r:.30} of them accepted drafts,"
-            raise source.error(line, f"{counts} in {steps!r:.30} target calls (spec_verify_ct) are inconsistent")
-        if steps:
-            rows.append((float(steps), float(accepted)))
-            names.append(source.row_id(line))
-    acceptance = _from_lengths(rows, f"{source.name}, {len(rows)} responses", "responses") if rows else None
-    return [replace(acceptance, names=tuple(names))] if acceptance is not None else []
-
-
-def _from_lengths(
-    rows: list[tuple[float, float]], source: str, pieces: str, remarks: tuple[str, ...] = ()
-) -> Acceptance:
-    steps, accepted = (sum(column) for column in zip(*rows, strict=True))
-    return Acceptance((), source, rows=tuple(rows), pieces=pieces, length=1 + accepted / steps, remarks=remarks)
+    remarks = [f"{_GAUGE} covers only the time just before the scrape; prefer a log or responses"]
+    if len(lengths) > 1:
+        remarks.append(f"the mean of {len(lengths)} ranks, as if all took equally many steps")
+    return [Acceptance((), source.name, length=sum(lengths) / len(lengths), remarks=tuple(remarks))]

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from ..acceptance import Acceptance
 from ..engine import Engine, Schedule, Settings
 from ..engine_log import Source
+from ..formats import AcceptanceFormat
 from .vllm import Vllm
 
 #: Tolerance for rounded rates.
@@ -22,11 +23,6 @@ class SpeculationProfile(Engine):
     name = "speculation-profile"
     read_from = "schema 1.0, Model Optimizer main, commit 095124e9d582"
     methods: ClassVar[Mapping[str, str]] = Vllm.methods  # profiles use vLLM's names
-
-    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
-        if earlier is not None:
-            return []
-        return [self._profile(source, line, fields) for line, fields in source.objects("conditional_accept_rates")]
 
     def scheduled(self, acceptance: Acceptance) -> bool:
         return True  # its rates cover all lengths
@@ -53,6 +49,20 @@ class SpeculationProfile(Engine):
         }
         return Settings(json.dumps(profile, indent=2))
 
+
+class SpeculationProfileRates(AcceptanceFormat):
+    """Rates of a profile, by position."""
+
+    name = "speculation-profile"
+    definition = "marginal rates, Pr(tau >= i), or conditional ones"
+
+    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
+        acceptances = []
+        for line, fields in source.objects("conditional_accept_rates"):
+            with source.skipping():
+                acceptances.append(self._profile(source, line, fields))
+        return acceptances
+
     def _profile(self, source: Source, line: int, fields: dict[str, Any]) -> Acceptance:
         if fields.get("measured") is False:
             raise source.error(line, "the profile is not measured")
@@ -62,7 +72,7 @@ class SpeculationProfile(Engine):
             raise source.error(line, "the profile has no acceptance rates, as for block verification")
         place = source.place(line)
         attributes: dict[str, Any] = {
-            "drafter": self.ours(fields.get("method")),
+            "drafter": SpeculationProfile.ours(fields.get("method")),
             "drafts": _steps(source, line, fields),
         }
         if fields.get("accept_length_model", "chain_analytic") != "chain_analytic":

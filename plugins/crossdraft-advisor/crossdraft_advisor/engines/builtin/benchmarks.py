@@ -1,0 +1,200 @@
+"""Results of benchmarks: ``vllm bench serve``, SGLang's, speculators', and those of Spec-Bench and EAGLE."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from crossdraft.framework.util.limits import MOST_LEVELS
+
+from ..acceptance import Acceptance
+from ..counter_definitions import DEFINITIONS
+from ..engine_log import Source
+from ..formats import AcceptanceFormat
+from ..step_counts import StepCounts, acceptances_of, count
+
+#: Rounding error of a rate in per cent with two decimals.
+_PER_CENT = 5.1e-5
+#: Rates are rounded to this share in JSON.
+_RATE = 5.1e-4
+_LABELS = {
+    "Acceptance length": "length",
+    "Drafts": "drafts",
+    "Draft tokens": "drafted",
+    "Accepted tokens": "accepted",
+}
+_FIELD = re.compile(r"\s*(Acceptance length|Drafts|Draft tokens|Accepted tokens):\s+(\S+)\s*$")
+_POSITION = re.compile(r"\s*Position (\d{1,4}):\s+(\S+)\s*$")
+_MEAN = re.compile(r"^\s*(?:Accept length:|avg_spec_accept_length=)\s*(\S+?)\s*$")
+_WEIGHTED = re.compile(r"Weighted (?:per-position )?acceptance rates:\s*(?:\[([^\]]*)\])?\s*$", re.IGNORECASE)
+_BRACKETS = re.compile(r"\s*\[([^\]]*)\]\s*")
+
+
+class VllmBench(AcceptanceFormat):
+    """``vllm bench serve``: its table and its JSON, from the difference of the server's counters."""
+
+    name = "vllm-bench"
+    counters = DEFINITIONS["vllm"]
+
+    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
+        acceptances: list[Acceptance] = []
+        for line, values, rates in (*_tables(source), *_results(source)):
+            with source.skipping():
+                acceptances += _run(source, line, values, rates)
+        return acceptances
+
+
+def _tables(source: Source) -> list[tuple[int, dict[str, float], list[float]]]:
+    """Line, values and rates by position of each table."""
+    tables: list[tuple[int, dict[str, float], list[float]]] = []
+    for number, line in source.lines():
+        with source.skipping():
+            if match := _FIELD.search(line):
+                name = _LABELS[match[1]]
+                if not tables or name in tables[-1][1] or tables[-1][2]:
+                    tables.append((number, {}, []))
+                tables[-1][1][name] = source.number(match[2], number, match[1])
+            elif match := _POSITION.search(line):
+                position, rate = int(match[1]), source.number(match[2], number, f"position {match[1]}", 100) / 100
+                if not tables or position < len(tables[-1][2]):
+                    tables.append((number, {}, []))
+                if position != len(tables[-1][2]):
+                    raise source.error(number, f"position {len(tables[-1][2])} is missing before it")
+                tables[-1][2].append(rate)
+    return tables
+
+
+def _results(source: Source) -> list[tuple[int, dict[str, float], list[float]]]:
+    results = []
+    for line, fields in source.objects("spec_decode_acceptance_length"):
+        with source.skipping():
+            length = fields["spec_decode_acceptance_length"]
+            if length is None:
+                continue
+            names = {"drafts": "num_drafts", "drafted": "draft_tokens", "accepted": "accepted_tokens"}
+            values = {
+                ours: count(source, line, fields, f"spec_decode_{theirs}")
+                for ours, theirs in names.items()
+                if fields.get(f"spec_decode_{theirs}") is not None
+            }
+            values["length"] = source.number(str(length), line, "the acceptance length")
+            key = "spec_decode_per_position_acceptance_rates"
+            results.append((line, values, list(source.rates(fields, key, line)) if fields.get(key) else []))
+    return results
+
+
+def _run(source: Source, line: int, values: Mapping[str, float], rates: list[float]) -> list[Acceptance]:
+    """The acceptance of one run. Raises UsageError if its numbers are inconsistent."""
+    drafts, accepted, drafted = (values.get(key) for key in ("drafts", "accepted", "drafted"))
+    length = values.get("length")
+    if drafts is not None and not drafts:
+        raise source.error(line, "nothing was drafted in this run")
+    if rates:
+        total = sum(rates) if drafts is None or accepted is None else accepted / drafts
+        if abs(total - sum(rates)) > len(rates) * _RATE or (length and abs(length - 1 - sum(rates)) > 0.006 + _RATE):
+            raise source.error(line, f"the rates sum to {sum(rates):.4f}, but {total:.4f} tokens a draft were accepted")
+        if drafts is None:
+            return [Acceptance(tuple(rates), source.place(line))]
+        counts = [drafts * rate * (total / sum(rates) if sum(rates) else 1.0) for rate in rates]
+        at_least = tuple(min(n, drafts) for n in counts)
+        return acceptances_of([StepCounts(drafts, sum(at_least), at_least, drafted)], source.place(line), "runs")
+    if drafts and accepted is not None:
+        gamma = int(drafted / drafts) if drafted and (drafted / drafts).is_integer() else 0
+        return acceptances_of([StepCounts(drafts, accepted, gamma=gamma)], source.place(line), "runs")
+    if not length:
+        return []
+    return [Acceptance((), source.place(line), length=length)]
+
+
+class SglangBench(AcceptanceFormat):
+    """SGLang's ``bench_serving``: its table and its JSONL, from the server's mean since its start."""
+
+    name = "sglang-bench"
+    definition = "tokens per step, bonus included, the mean since the start of the server"
+
+    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
+        lengths = [(number, match[1]) for number, line in source.lines() if (match := _MEAN.match(line))]
+        for key in ("accept_length", "avg_spec_accept_length"):
+            for line, fields in source.objects(key):
+                if type(fields[key]) in (int, float) and fields[key]:
+                    lengths.append((line, str(fields[key])))
+        acceptances = []
+        for line, text in lengths:
+            with source.skipping():
+                length = source.number(text, line, "the accept length", MOST_LEVELS + 1)
+                if length < 1:
+                    raise source.error(line, f"an accept length of {length:g} does not include the bonus token")
+                acceptances.append(Acceptance((), source.place(line), length=length))
+        return acceptances
+
+
+class Speculators(AcceptanceFormat):
+    """``acceptance_analysis.txt`` of speculators, which averages the windows of vLLM's log."""
+
+    name = "speculators"
+    counters = DEFINITIONS["vllm"]
+
+    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
+        lines, acceptances = dict(source.lines()), []
+        for number, line in lines.items():
+            if not (match := _WEIGHTED.search(line)):
+                continue
+            with source.skipping():
+                # NumPy breaks long lists into lines.
+                text = " ".join(lines.get(number + i, "") for i in range(1, 9)) if match[1] is None else f"[{match[1]}]"
+                brackets = _BRACKETS.match(text)
+                if brackets is None:
+                    raise source.error(number, "the rates are missing; are the lines after it complete?")
+                words = brackets[1].replace(",", " ").split()
+                rates = [source.number(word, number, "an acceptance rate", 1.0) for word in words]
+                acceptances.append(Acceptance(tuple(rates), source.place(number)))
+        return acceptances
+
+
+class SpecBench(AcceptanceFormat):
+    """Answers of Spec-Bench and EAGLE: tokens of every step, or numbers of steps and tokens of every turn."""
+
+    name = "spec-bench"
+    definition = "tokens per step, bonus included, of all steps of a response"
+
+    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
+        counts: list[StepCounts] = []
+        for line, fields in source.objects("accept_lengths"):
+            with source.skipping():
+                lengths = fields["accept_lengths"]
+                if not isinstance(lengths, list) or not all(type(n) is int and n >= 0 for n in lengths):
+                    raise source.error(line, "accept_lengths is not a list of numbers of tokens")
+                if reason := MOST_LEVELS.violation(max(lengths, default=0)):
+                    raise source.error(line, f"a step of {max(lengths)} tokens is too long; {reason}")
+                taus = [max(n - 1, 0) for n in lengths]
+                at_least = tuple(float(sum(tau >= i for tau in taus)) for i in range(1, max(taus, default=0) + 1))
+                counts.append(StepCounts(len(taus), sum(taus), at_least, name=source.row_id(line)))
+        if counts:
+            longest = max(1, *(len(item.at_least) for item in counts))
+            counts = [replace(item, at_least=item.at_least or (0.0,), gamma=longest) for item in counts]
+            remark = f"the draft length is not recorded; no step accepted more than {longest} tokens"
+            reason = "its drafts may be trees, and their length is not recorded"
+            return acceptances_of(counts, source.name, "responses", remarks=(remark,), refusal=reason)
+        for key in ("decoding_steps", "idxs"):
+            for line, fields in source.objects(key):
+                with source.skipping():
+                    if (item := _turns(source, line, fields, key)) is not None:
+                        counts.append(item)
+        return acceptances_of(counts, source.name, "responses")
+
+
+def _turns(source: Source, line: int, fields: Mapping[str, Any], key: str) -> StepCounts | None:
+    """Steps and tokens of all turns; EAGLE's ``idxs`` are the indices of the last steps."""
+    steps, tokens = fields[key], fields.get("new_tokens")
+    numbers = [steps, tokens]
+    if not all(isinstance(n, list) and all(type(i) is int and i >= 0 for i in n) for n in numbers):
+        raise source.error(line, f"{key} and new_tokens are not two lists of counts")
+    assert isinstance(tokens, list)
+    if len(steps) != len(tokens):
+        raise source.error(line, f"{key} has {len(steps)} turns, new_tokens has {len(tokens)}")
+    total = sum(steps) + (len(steps) if key == "idxs" else 0)
+    if sum(tokens) < total:
+        raise source.error(line, f"{sum(tokens)} tokens in {total} steps are inconsistent")
+    return StepCounts(total, sum(tokens) - total, name=source.row_id(line)) if total else None

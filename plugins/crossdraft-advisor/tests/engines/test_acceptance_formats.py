@@ -1,0 +1,178 @@
+"""Formats of acceptance: own samples of the shape of each engine's and tool's files, whole and damaged."""
+
+import json
+from typing import Any
+
+import pytest
+from crossdraft_advisor import Acceptance, AcceptanceFormat, Source
+from crossdraft_advisor.engines.engine_log import read_source
+from crossdraft_advisor.engines.formats import acceptances_in
+
+from crossdraft.framework import plugins
+from crossdraft.framework.errors import ContractError, UsageError
+
+LLAMA_OLD = """\
+[7] 1.02.003 I slot print_timing: id  0 | task 4 |
+[7] prompt eval time =     100.00 ms /    40 tokens (    2.50 ms per token,   400.00 tokens per second)
+[7]        eval time =    1000.00 ms /    61 tokens (   16.39 ms per token,    61.00 tokens per second)
+[7]       total time =    1100.00 ms /   101 tokens
+[7] draft acceptance rate = 0.50000 (   40 accepted /    80 generated)
+"""
+LLAMA_MEAN = "9.1 I slot print_timing: id 0 | task 1 | draft acceptance = 0.75000 ( 150 accepted / 200 generated)"
+STATISTICS = "1.2 I statistics {}: #calls(b,g,a) = 1 20 20, #gen drafts = {}, #acc drafts = 9, #gen tokens = {}, "
+STATISTICS += "#acc tokens = {}{}, dur(b,g,a) = 0.1, 0.2, 0.3 ms\n"
+BENCH = """\
+---------------Speculative Decoding---------------
+Acceptance rate (%):                     45.00
+Acceptance length:                       1.90
+Drafts:                                  1000
+Draft tokens:                            2000
+Accepted tokens:                         900
+Per-position acceptance (%):
+  Position 0:                            60.00
+  Position 1:                            30.00
+==================================================
+"""
+BENCH_JSON: dict[str, Any] = {
+    "backend": "vllm",
+    "spec_decode_acceptance_rate": 45.0,
+    "spec_decode_acceptance_length": 1.9,
+    "spec_decode_num_drafts": 1000,
+    "spec_decode_draft_tokens": 2000,
+    "spec_decode_accepted_tokens": 900,
+    "spec_decode_per_position_acceptance_rates": [0.6, 0.3],
+}
+TENSORRT: dict[str, Any] = {
+    "total_accepted_draft_tokens": 9,
+    "total_draft_tokens": 30,
+    "num_spec_steps": 10,
+    "acceptance_histogram": [5, 2, 2, 1],
+    "num_spec_tokens": 3,
+}
+AIPERF: dict[str, Any] = {
+    "engine": "vllm",
+    "num_accepted_draft_tokens": 9,
+    "num_draft_tokens": 30,
+    "num_spec_steps": 10,
+    "acceptance_histogram": {"0": 5, "1": 2, "2": 2, "3": 1},
+    "num_spec_tokens": 3,
+}
+ITERATION = {"numDraftTokens": 30, "numAcceptedTokens": 9, "numRequestsWithDraftTokens": 10, "acceptanceLength": 1.9}
+SPEC_BENCH = {"index": 0, "turns": ["..."], "decoding_steps": [10], "new_tokens": [19], "wall_time": [0.5]}
+FIRST = "INFO 02-11 14:50:38 metrics.py:477] Speculative metrics: Draft acceptance rate: 0.550, System efficiency: "
+FIRST += "0.2, Number of speculative tokens: 3, Number of accepted tokens: {}, Number of draft tokens: {}, Number of "
+FIRST += "emitted tokens: {}.\n"
+WINDOW = "SpecDecoding metrics: Mean acceptance length: 1.90, Accepted throughput: 9.00 tokens/s, Drafted throughput: "
+WINDOW += "20.00 tokens/s, Accepted: 900 tokens, Drafted: 2000 tokens, Per-position acceptance rate: 0.600, 0.300, Avg "
+WINDOW += "Draft acceptance rate: 45.0%\n"
+EARLY = "SpecDecoding metrics: Draft acceptance rate: 45.0%, Mean acceptance length: 1.90, Accepted: 900 tokens, "
+EARLY += "Drafted: 2000 tokens, Per-position acceptance rate: 0.600, 0.300\n"
+GAUGE = 'sglang:spec_accept_length{{dp_rank="{}"}} {}\n'
+TIMINGS = {"timings": {"predicted_n": 20, "draft_n": 30, "draft_n_accepted": 9}}
+
+
+def text_of(*objects: Any) -> str:
+    return "".join(json.dumps(item) + "\n" for item in objects)
+
+
+@pytest.mark.parametrize(
+    "name, text, length, gamma, drafts",
+    [
+        ("llama.cpp", LLAMA_OLD, 1 + 40 / 20, 0, None),
+        ("llama.cpp", LLAMA_MEAN + ", mean len =  4.00\n", 4, 0, None),
+        ("llama.cpp", STATISTICS.format("draft_simple", 20, 60, 30, ""), 2.5, 3, None),
+        ("llama.cpp", STATISTICS.format("draft-mtp", 20, 40, 18, ", #acc rate/pos = (0.6, 0.3)"), 1.9, 2, 20),
+        ("llama.cpp", text_of(TIMINGS, TIMINGS), 1.9, 0, None),
+        ("vllm-bench", BENCH, 1.9, 2, 1000),
+        ("vllm-bench", "Acceptance length: 1.90\nPosition 0: 60.00\nPosition 1: 30.00\n", 1.9, 2, None),
+        ("vllm-bench", text_of(BENCH_JSON), 1.9, 2, 1000),
+        ("vllm-bench", json.dumps([{"run": 1} | BENCH_JSON], indent=1), 1.9, 2, 1000),
+        ("vllm-bench", text_of(BENCH_JSON | {"spec_decode_per_position_acceptance_rates": []}), 1.9, 2, None),
+        ("vllm-bench", text_of({"spec_decode_acceptance_length": 1.9}), 1.9, 0, None),
+        ("vllm", "\x1b[32mINFO\x1b[0m 05-06 06:11:23 [metrics.py:101] " + WINDOW, 1.9, 2, 1000),
+        ("vllm", "2026-05-06T06:11:23Z pod-7 (EngineCore_DP0 pid=3) INFO 05-06 [metrics.py:86] " + EARLY, 1.9, 2, 1000),
+        ("vllm", FIRST.format(8, 30, 12) + FIRST.format(20, 60, 38), 1.9, 3, None),
+        ("sglang", GAUGE.format(0, 1.8) + GAUGE.format(1, 2.0) + GAUGE.format(2, 0.0), 1.9, 0, None),
+        ("sglang-bench", "Concurrency:      1.0\nAccept length:                           1.90\n", 1.9, 0, None),
+        ("sglang-bench", text_of({"backend": "sglang", "completed": 3, "accept_length": 1.9}), 1.9, 0, None),
+        ("sglang-bench", text_of({"internal_states": [{"avg_spec_accept_length": 1.9}]}), 1.9, 0, None),
+        ("response-statistics", text_of({"choices": [{"speculative_decoding": TENSORRT}]}), 1.9, 3, 10),
+        ("response-statistics", text_of({"metadata": {}, "spec_decode_acceptance": AIPERF}), 1.9, 3, 10),
+        ("tensorrt-llm-iterations", text_of([{"iter": 1, "specDecodingStats": ITERATION}]), 1.9, 3, None),
+        ("sglang-responses", text_of({"meta_info": {"completion_tokens": 20, "spec_verify_ct": 10}}), 1.9, 0, None),
+        ("speculators", "Weighted per-position acceptance rates:\n[0.6  0.3]\n", 1.9, 2, None),
+        ("speculators", "Weighted acceptance rates: [0.6 0.3]\n", 1.9, 2, None),
+        (
+            "spec-bench",
+            text_of({"choices": [SPEC_BENCH | {"accept_lengths": [1, 1, 2, 2, 2, 3, 3, 2, 2, 1]}]}),
+            1.9,
+            2,
+            10,
+        ),
+        ("spec-bench", text_of({"choices": [SPEC_BENCH]}), 1.9, 0, None),
+        ("spec-bench", text_of({"choices": [{"turns": ["..."], "idxs": [9], "new_tokens": [19]}]}), 1.9, 0, None),
+    ],
+)
+def test_formats(name: str, text: str, length: float, gamma: int, drafts: float | None, tmp_path: Any) -> None:
+    """Every format is read from a file with a broken byte before it, with its length, draft length and drafts."""
+    prefix = b"" if text.startswith(("{", "[")) else b"D slot | next token: 9904 '\xe2\x82'\n"
+    (tmp_path / "file").write_bytes(prefix + text.encode())
+    (acceptance,) = acceptances_in(read_source(str(tmp_path / "file")))
+    assert acceptance.format.startswith(f"{name}: ")
+    assert acceptance.block_efficiency().value == pytest.approx(length, abs=1e-3)
+    assert (acceptance.gamma or acceptance.draft_length or 0) == gamma
+    assert acceptance.drafts == (None if drafts is None else pytest.approx(drafts))
+
+
+DAMAGED = {
+    "llama.cpp": (LLAMA_MEAN + ", mean len =  4.00\n", LLAMA_MEAN[:-9] + "\n"),
+    "vllm": (WINDOW, WINDOW[:120] + "\n"),
+    "vllm-bench": (text_of(BENCH_JSON), text_of(BENCH_JSON | {"spec_decode_num_drafts": 0})),
+    "sglang": (GAUGE.format(0, 1.9), GAUGE.format(1, 0.0)),
+    "sglang-bench": (text_of({"accept_length": 1.9}), text_of({"accept_length": 0.5})),
+    "response-statistics": (text_of(TENSORRT), text_of(TENSORRT | {"num_spec_steps": 11})),
+    "sglang-responses": (text_of({"spec_verify_ct": 3, "completion_tokens": 9}), text_of({"spec_verify_ct": None})),
+    "tensorrt-llm-iterations": (text_of(ITERATION), text_of(ITERATION | {"numAcceptedTokens": 31})),
+    "spec-bench": (text_of(SPEC_BENCH), text_of(SPEC_BENCH | {"new_tokens": [2]})),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_records_do_not_refuse_a_file(name: str) -> None:
+    good, bad = DAMAGED[name]
+    (expected,) = acceptances_in(Source(good, "log"))
+    for text in (good + bad, bad + good, good + '{"num_spec_steps": 3, "accept_len\n'):
+        source = Source(text, "log")
+        (acceptance,) = acceptances_in(source)
+        assert len(source.skipped) == 1 and source.skipped[0].startswith("log:")
+        assert acceptance.block_efficiency().value == pytest.approx(expected.block_efficiency().value)
+    with pytest.raises(UsageError, match="log:"):
+        acceptances_in(Source(bad, "log"))
+
+
+def test_several_drafters_of_llama_cpp() -> None:
+    """Each has its own acceptance; counters that start again are those of another start."""
+    lines = [STATISTICS.format("ngram_mod", 2, 64, 10, ""), STATISTICS.format("draft-mtp", 20, 40, 18, "")]
+    lines += [STATISTICS.format("ngram-map-k", 0, 0, 0, ""), STATISTICS.format("draft-mtp", 10, 20, 12, "")]
+    ngram, mtp = acceptances_in(Source(LLAMA_OLD + "".join(lines), "log"))
+    assert (ngram.drafter, ngram.length, ngram.draft_length) == ("ngram-mod", 6, 32)
+    assert (mtp.drafter, mtp.length, mtp.draft_length) == ("mtp", 2, 2)
+    assert "several drafters, ngram-mod, mtp" in mtp.remarks[-1]
+
+
+class Theirs(AcceptanceFormat):
+    name = "theirs"
+    definition = "steps of our server"
+
+    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
+        lines = [line.split()[1:] for _, line in source.lines() if line.startswith("accepted ")]
+        return [Acceptance(tuple(map(float, rates)), source.name) for rates in lines]
+
+
+def test_formats_of_plug_ins(install: Any) -> None:
+    install("acceptance_formats", ("theirs", Theirs))
+    (acceptance,) = acceptances_in(Source("accepted 0.8 0.6\n", "log"))
+    assert acceptance.marginal == (0.8, 0.6) and acceptance.format == "theirs: steps of our server"
+    install("acceptance_formats", ("odd", object()))
+    with pytest.raises(ContractError, match=r"crossdraft_advisor\.AcceptanceFormat"):
+        plugins.get("acceptance_formats", "odd")
