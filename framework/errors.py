@@ -55,6 +55,11 @@ class ModelError(CrossdraftError):
     """A model that cannot be found, downloaded or loaded."""
 
 
+def message_of(error: BaseException) -> str:
+    """The message of an error of crossdraft; the first line of a foreign one, with its type."""
+    return str(error) if isinstance(error, CrossdraftError) else first_line(error).rstrip(": ")
+
+
 def quoted(value: Any, maximum: int = _QUOTED) -> str:
     """Single-line `repr`, truncated to ``maximum`` characters; never raises."""
     try:

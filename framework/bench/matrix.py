@@ -102,19 +102,16 @@ class _Side:
     path: KeyPath
     strategy: Strategy
     cls: Any
+    #: Config keys that the matrix may set; sampling and run keys take precedence.
+    fields: set[str]
     paired: int = 0
     refused: list[str] = field(default_factory=list)
-    #: Resolved strategies by the indices of their matrix values.
-    resolved: dict[str, _Resolved] = field(default_factory=dict)
+    #: Resolved strategies by the places of their matrix values.
+    resolved: dict[tuple[KeyPath, ...], _Resolved] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
         return f"{self.kind.removesuffix('s')} '{self.strategy.name}'"
-
-    @property
-    def fields(self) -> set[str]:
-        """Config keys that the matrix may set; sampling and run keys take precedence."""
-        return set(self.cls.Config.model_fields) - {*RUN_KEYS, *SAMPLING_KEYS}
 
 
 @dataclass
@@ -133,10 +130,10 @@ class _Expander:
         self.verifiers = [self._side("verifiers", i, s) for i, s in enumerate(recipe.verifiers)]
         fields = set().union(*(side.fields for side in (*self.drafters, *self.verifiers)))
         self.matrix_keys = {*SAMPLING_KEYS, *RUN_KEYS, *fields}
-        self.value_index: dict[str, int] = {}  # index of the current value of each matrix key
 
     def expand(self) -> Expansion:
-        self._check_prompts()
+        with self.places.at(("prompts",)):
+            check_source(self.recipe.prompts.source)
         self._check_labels()
         self._check_matrix()
         self._check_exclude()
@@ -147,16 +144,16 @@ class _Expander:
         refusals: list[tuple[str, str, float]] = []  # reason, pair and temperature
         measured: dict[str, set[float]] = {}  # temperatures by pair
         excluded: set[int] = set()  # entries of exclude that matched
-        for run_point in self._points([*RUN_KEYS, *SAMPLING_KEYS]):
-            base = self._baseline(run_point)
+        for run_point, places in self._points([*RUN_KEYS, *SAMPLING_KEYS]):
+            base = self._baseline(run_point, places)
             if not drafters and (matching := self._excluding(base)):
                 excluded |= matching
                 continue
             group = {base.hash: base}
             sides: dict[str, tuple[_Side, _Side]] = {}
             for drafter, verifier in itertools.product(drafters, self.verifiers):
-                for point in self._points(sorted(drafter.fields | verifier.fields)):
-                    pair = self._resolved(drafter, point), self._resolved(verifier, point)
+                for point, places in self._points(sorted(drafter.fields | verifier.fields)):
+                    pair = self._resolved(drafter, point, places), self._resolved(verifier, point, places)
                     cell = base.model_copy(update={"drafter": pair[0].strategy, "verifier": pair[1].strategy})
                     if matching := self._excluding(cell):
                         excluded |= matching
@@ -187,24 +184,23 @@ class _Expander:
 
     def _side(self, kind: str, index: int, strategy: Strategy) -> _Side:
         names = plugins.entries(kind)
-        if strategy.name not in names:
-            raise self._unknown((kind, index), kind.removesuffix("s"), strategy.name, names)
-        return _Side(kind, (kind, index), strategy, plugins.get(kind, strategy.name))
+        with self.places.at((kind, index)):
+            if strategy.name not in names:
+                raise UnknownNameError.among(kind.removesuffix("s"), strategy.name, names)
+        cls = plugins.get(kind, strategy.name)
+        fields = set(cls.Config.model_fields) - {*RUN_KEYS, *SAMPLING_KEYS}
+        return _Side(kind, (kind, index), strategy, cls, fields)
 
-    def _points(self, keys: Iterable[str]) -> Iterator[dict[str, Any]]:
-        """Every combination of the matrix rows among `keys`, the first key slowest."""
+    def _points(self, keys: Iterable[str]) -> Iterator[tuple[dict[str, Any], dict[KeyPath, KeyPath]]]:
+        """Every combination of the matrix rows among `keys`, the first key slowest; and places in the recipe by key."""
         names = [key for key in keys if key in self.recipe.matrix]
         for values in itertools.product(*(enumerate(self.recipe.matrix[name]) for name in names)):
-            self.value_index |= {name: i for name, (i, _) in zip(names, values, strict=True)}
-            yield {name: value for name, (_, value) in zip(names, values, strict=True)}
+            items = [(name, i, value) for name, (i, value) in zip(names, values, strict=True)]
+            yield {name: value for name, _, value in items}, {(name,): ("matrix", name, i) for name, i, _ in items}
 
-    def _in_matrix(self, keys: Iterable[str]) -> dict[KeyPath, KeyPath]:
-        """Places in the recipe of keys of the current point, for errors."""
-        return {(key,): ("matrix", key, self.value_index[key]) for key in keys}
-
-    def _baseline(self, point: Mapping[str, Any]) -> CellConfig:
+    def _baseline(self, point: Mapping[str, Any], places: Mapping[KeyPath, KeyPath]) -> CellConfig:
         """Cell of plain decoding at a point of the run and sampling keys."""
-        recipe, places = self.recipe, self._in_matrix(point)
+        recipe = self.recipe
         keys = (*RUN_KEYS, "device", "attn_implementation")
         run = {key: point.get(key, getattr(recipe, key)) for key in keys}
         sampled = {key: point[key] for key in SAMPLING_KEYS if key in point}
@@ -219,49 +215,39 @@ class _Expander:
             )
         except ValidationError as error:
             raise explain(error, self.places, renamed=places) from None
-        self._check_model(cell.target, places.get(("target",), ("target",)))
-        cell = self._check_engine(cell, places.get(("engine",), ("engine",)))
-        if cell.dtype != "auto":
-            try:
+        with self.places.at(places.get(("target",), ("target",))):
+            _check_model(cell.target)
+        with self.places.at(places.get(("dtype",), ("dtype",))):
+            if cell.dtype != "auto":
                 pick_dtype(cell.dtype, torch.device("cpu"))
-            except UsageError as error:
-                raise self.places.error(places.get(("dtype",), ("dtype",)), str(error)) from None
-        return cell
+        return self._with_engine(cell, places.get(("engine",), ("engine",)))
 
-    def _resolved(self, side: _Side, point: Mapping[str, Any]) -> _Resolved:
-        """Return the strategy with its complete config, validated by its class."""
-        options = {key: value for key, value in point.items() if key in side.fields}
-        at = json.dumps({key: self.value_index[key] for key in options})
-        if at not in side.resolved:
-            side.resolved[at] = self._configured(side, options)
-        return side.resolved[at]
-
-    def _configured(self, side: _Side, options: Mapping[str, Any]) -> _Resolved:
-        places = {(): side.path} | self._in_matrix(options)
+    def _resolved(self, side: _Side, point: Mapping[str, Any], places: Mapping[KeyPath, KeyPath]) -> _Resolved:
+        """Return the strategy with its complete config, validated by its class and as JSON."""
+        own = {(key,): places[(key,)] for key in point if key in side.fields}
+        if (known := side.resolved.get(tuple(own.values()))) is not None:
+            return known
         name, Config = side.strategy.name, side.cls.Config
-        try:
-            with plugins.guarded(side.kind, name, "its Config", (CrossdraftError, ValidationError)):
-                config = Config(**{**side.strategy.config, **options})
-        except ValidationError as error:
-            raise explain(error, self.places, renamed=places, models={(): Config}, owner=side.title) from None
-        except ContractError as error:
-            raise self.places.error(side.path, str(error), ContractError) from error.__cause__
-        # Only a config field, not another attribute named model.
-        if "model" in Config.model_fields and isinstance(model := config.model, str):
-            self._check_model(model, places.get(("model",), (*side.path, "model")))
-        return _Resolved(side.strategy.model_copy(update={"config": self._plain(side, config)}), config)
-
-    def _plain(self, side: _Side, config: Any) -> dict[str, Any]:
-        """Return a config as JSON, checked to survive a round trip."""
-        try:
-            with plugins.guarded(side.kind, side.strategy.name, "its Config, written as JSON and read again,", ()):
+        options = {**side.strategy.config, **{key: point[key] for (key,) in own}}
+        with self.places.at(side.path, ContractError):
+            try:
+                with plugins.guarded(side.kind, name, "its Config", (CrossdraftError, ValidationError)):
+                    config = Config(**options)
+            except ValidationError as error:
+                renamed: dict[KeyPath, KeyPath] = {(): side.path, **own}
+                raise explain(error, self.places, renamed=renamed, models={(): Config}, owner=side.title) from None
+            with plugins.guarded(side.kind, name, "its Config, written as JSON and read again,", ()):
                 plain = config.model_dump(mode="json")
                 parsed = type(config)(**json.loads(json.dumps(plain, allow_nan=False)))
                 if parsed != config:
                     raise ValueError(f"{config} becomes {parsed}")
-        except ContractError as error:
-            raise self.places.error(side.path, str(error), ContractError) from error.__cause__
-        return plain
+        # Only a config field, not another attribute named model.
+        if "model" in Config.model_fields and isinstance(model := config.model, str):
+            with self.places.at(own.get(("model",), (*side.path, "model"))):
+                _check_model(model)
+        resolved = _Resolved(side.strategy.model_copy(update={"config": plain}), config)
+        side.resolved[tuple(own.values())] = resolved
+        return resolved
 
     def _incompatible(
         self, drafter: _Side, verifier: _Side, pair: tuple[_Resolved, _Resolved], cell: CellConfig
@@ -285,10 +271,8 @@ class _Expander:
     def _traits(self, side: _Side, resolved: _Resolved, sampling: Sampling | None = None) -> Any:
         if sampling not in resolved.traits:
             args = () if sampling is None else (sampling,)
-            try:
+            with self.places.at(side.path, ContractError):
                 resolved.traits[sampling] = plugins.traits_of(side.kind, side.cls, resolved.config, *args)
-            except ContractError as error:
-                raise self.places.error(side.path, str(error), ContractError) from error.__cause__
         return resolved.traits[sampling]
 
     def _excluding(self, cell: CellConfig) -> set[int]:
@@ -297,16 +281,6 @@ class _Expander:
         return {i for i, entry in entries if all(_matches(cell, key, value) for key, value in entry.items())}
 
     # -- checks ----------------------------------------------------------------------------------------------
-
-    def _unknown(self, path: KeyPath, kind: str, name: str, names: Iterable[str], hint: str = "") -> CrossdraftError:
-        error = UnknownNameError.among(kind, name, names, hint)
-        return self.places.error(path, str(error), UnknownNameError)
-
-    def _check_prompts(self) -> None:
-        try:
-            check_source(self.recipe.prompts.source)
-        except UsageError as error:
-            raise self.places.error(("prompts",), str(error), type(error)) from None
 
     def _check_labels(self) -> None:
         """Raise UsageError for a label in use for another drafter or verifier: results would share a name."""
@@ -318,86 +292,63 @@ class _Expander:
                     message = f"{dotted(side.path)} has the same name in tables as {dotted(first.path)}, {first.title}"
                     raise self.places.error(side.path, f"{message}: {quoted(side.strategy.title)}; change its label")
 
-    def _check_model(self, name: str, path: KeyPath) -> None:
-        """Check that `name` is a possible model name, path or Hub id; it is not loaded."""
-        names = plugins.entries("models")
-        try:
-            if name in names or (name and kind_of(name)):
-                return
-            name, quantization = split(name)
-            if quantization:
-                return self._check_model(name, path)
-            name, adapter = split_adapter(name)
-            if adapter:
-                if not kind_of(adapter) and "/" not in adapter:
-                    raise UsageError(f"the adapter {quoted(adapter)} is neither a directory nor a Hub id (org/name)")
-                return self._check_model(name, path)
-        except UsageError as error:
-            raise self.places.error(path, str(error)) from None
-        if name.startswith(("/", ".", "~")) or name.count("/") > 1:
-            raise self.places.error(path, f"model directory {printable(name)} does not exist")
-        if "/" not in name:
-            raise self._unknown(path, "model", name, names, "Or give a directory, or a Hub id (org/name).")
-
-    def _check_engine(self, cell: CellConfig, path: KeyPath) -> CellConfig:
+    def _with_engine(self, cell: CellConfig, path: KeyPath) -> CellConfig:
         """Check the name and the options of the engine; returns the cell with all options."""
         if cell.engine is None:
             return cell
-        if cell.constraint is not None:
-            reason = "constraint is given, which only crossdraft's own loop supports; remove it or the engine"
-            raise self.places.error(path, f"engine {cell.engine.name}: {reason}")
-        try:
+        name = cell.engine.name
+        with self.places.at(path):
+            if cell.constraint is not None:
+                raise UsageError(
+                    f"engine {name}: constraint is given, which only crossdraft's own loop supports; remove it or the "
+                    "engine"
+                )
             plugins.get("cell_runners", "engine")
-        except UnknownNameError as error:
-            raise self.places.error(path, str(error), UnknownNameError) from None
-        names = plugins.entries("servers")
-        if cell.engine.name not in names:
-            hint = "Engines are plug-ins, such as crossdraft-vllm and crossdraft-llamacpp."
-            raise self._unknown(path, "engine", cell.engine.name, [OWN_ENGINE, *names], hint)
-        Config = plugins.get("servers", cell.engine.name).Config
+            if name not in (names := plugins.entries("servers")):
+                hint = "Engines are plug-ins, such as crossdraft-vllm and crossdraft-llamacpp."
+                raise UnknownNameError.among("engine", name, [OWN_ENGINE, *names], hint)
+        Config = plugins.get("servers", name).Config
         try:
             config = Config(**cell.engine.config)
         except ValidationError as error:
-            raise explain(error, self.places, renamed={(): path}, models={(): Config}, owner=cell.engine.name) from None
+            raise explain(error, self.places, renamed={(): path}, models={(): Config}, owner=name) from None
         engine = cell.engine.model_copy(update={"config": config.model_dump(mode="json")})
         return cell.model_copy(update={"engine": engine})
 
     def _check_matrix(self) -> None:
         for key, values in self.recipe.matrix.items():
-            path = ("matrix", key)
-            if key not in self.matrix_keys:
-                message = f"unknown key {key!r} in matrix: no drafter or verifier of this recipe has this option"
-                raise self.places.error(path, message + suggest(key, self.matrix_keys))
-            if not values:
-                raise self.places.error(path, f"{dotted(path)} is an empty list; add a value or remove the key")
+            with self.places.at(("matrix", key)):
+                if key not in self.matrix_keys:
+                    message = f"unknown key {key!r} in matrix: no drafter or verifier of this recipe has this option"
+                    raise UsageError(message + suggest(key, self.matrix_keys))
+                if not values:
+                    raise UsageError(f"{dotted(('matrix', key))} is an empty list; add a value or remove the key")
 
     def _check_exclude(self) -> None:
         keys = {"drafter", "verifier", *self.matrix_keys}
         for i, entry in enumerate(self.recipe.exclude):
-            if not entry:
-                message = f"exclude[{i}] is empty and would match every cell; add a key or remove it"
-                raise self.places.error(("exclude", i), message)
+            with self.places.at(("exclude", i)):
+                if not entry:
+                    raise UsageError(f"exclude[{i}] is empty and would match every cell; add a key or remove it")
             for key, value in entry.items():
-                path = ("exclude", i, key)
-                if key not in keys:
-                    raise self.places.error(path, f"unknown key {key!r} in exclude{suggest(key, keys)}")
-                options = value if isinstance(value, list) else [value]
-                if key == "constraint":
-                    for option in options:
-                        try:
-                            checked_constraint(option, dotted(path))
-                        except UsageError as error:
-                            raise self.places.error(path, str(error)) from None
-                if key not in ("drafter", "verifier"):
-                    continue
-                sides = self.drafters if key == "drafter" else self.verifiers
-                names = {*plugins.entries(f"{key}s"), *(s.strategy.label for s in sides if s.strategy.label)}
-                for name in options:
-                    if not isinstance(name, str):
-                        message = f"{dotted(path)} must be a name or a list of names, not {quoted(name)}"
-                        raise self.places.error(path, message)
-                    if name not in names:
-                        raise self._unknown(path, key, name, names)
+                with self.places.at(("exclude", i, key)):
+                    if key not in keys:
+                        raise UsageError(f"unknown key {key!r} in exclude{suggest(key, keys)}")
+                    self._check_excluded(f"exclude[{i}].{key}", key, value if isinstance(value, list) else [value])
+
+    def _check_excluded(self, name: str, key: str, options: list[Any]) -> None:
+        """Check the values of a key of an entry of ``exclude``."""
+        if key == "constraint":
+            for option in options:
+                checked_constraint(option, name)
+        if key in ("drafter", "verifier"):
+            sides = self.drafters if key == "drafter" else self.verifiers
+            names = {*plugins.entries(f"{key}s"), *(s.strategy.label for s in sides if s.strategy.label)}
+            for option in options:
+                if not isinstance(option, str):
+                    raise UsageError(f"{name} must be a name or a list of names, not {quoted(option)}")
+                if option not in names:
+                    raise UnknownNameError.among(key, option, names)
 
     def _check_count(self, drafters: list[_Side]) -> None:
         """Check the number of cells before creating them."""
@@ -423,6 +374,25 @@ class _Expander:
                 raise self.places.error(side.path, f"{side.title} has no compatible partner: {side.refused[0]}{hint}")
         if len(self.verifiers) == 1 and skipped:  # with a single verifier every pair is explicit
             raise self.places.error(self.verifiers[0].path, f"{skipped[0]}, or exclude these cells")
+
+
+def _check_model(name: str) -> None:
+    """Raise UsageError unless ``name`` may be a model name, path or Hub id; it is not loaded."""
+    names = plugins.entries("models")
+    if name in names or (name and kind_of(name)):
+        return
+    base, quantization = split(name)
+    if quantization:
+        return _check_model(base)
+    base, adapter = split_adapter(name)
+    if adapter:
+        if not kind_of(adapter) and "/" not in adapter:
+            raise UsageError(f"the adapter {quoted(adapter)} is neither a directory nor a Hub id (org/name)")
+        return _check_model(base)
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise UsageError(f"model directory {printable(name)} does not exist")
+    if "/" not in name:
+        raise UnknownNameError.among("model", name, names, "Or give a directory, or a Hub id (org/name).")
 
 
 def _skipped(refusals: Sequence[tuple[str, str, float]], measured: Mapping[str, Collection[float]]) -> list[str]:

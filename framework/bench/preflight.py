@@ -6,8 +6,7 @@ target is built with one slot and discarded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from .. import plugins
@@ -25,15 +24,6 @@ from .cells.cell_runner import Models, drafter_of, lengths
 from .cells.conversations import prepare
 
 
-@contextmanager
-def placed(recipe: Recipe, place: KeyPath) -> Iterator[None]:
-    """Add the place in the recipe to a UsageError or ModelError."""
-    try:
-        yield
-    except (UsageError, ModelError) as error:
-        raise recipe.places.error(place, str(error), type(error)) from error
-
-
 def preflight(
     recipe: Recipe, groups: Sequence[Sequence[CellConfig]], prompts: Sequence[Prompt], models: Models
 ) -> list[str]:
@@ -48,7 +38,7 @@ def preflight(
     """
     cells = [cell for group in groups for cell in group]
     for cell in cells:
-        with placed(recipe, ("device",)):
+        with recipe.places.at(("device",)):
             first_device(cell.device)
     notes = _check_engines(recipe, [cell for cell in cells if cell.engine is not None])
     built = {_drafter_key(cell) for group in groups[:1] for cell in group}
@@ -57,7 +47,7 @@ def preflight(
         if _drafter_key(cell) in built:
             continue
         built.add(_drafter_key(cell))
-        with placed(recipe, ("target",)):
+        with recipe.places.at(("target",)):
             target, key = models.target(cell), _target_key(cell)
             if key not in prepared:
                 prepared[key] = prepare(prompts, target, cell.max_new_tokens)
@@ -66,7 +56,7 @@ def preflight(
             continue
         sequence, slot = lengths(prepared[key], [cell], target.context_length)
         try:
-            with placed(recipe, place_of(recipe, cell)):
+            with recipe.places.at(place_of(recipe, cell)):
                 lm = make_slots(target, 1, slot)
                 load = {"slot": slot, "sequence": sequence, "load": models.drafter}
                 drafter, config = drafter_of(cell)
@@ -83,9 +73,9 @@ def _check_engines(recipe: Recipe, cells: Sequence[CellConfig]) -> list[str]:
     if not cells:
         return []
     runner = plugins.get("cell_runners", "engine")
-    with placed(recipe, ("matrix", "engine") if "engine" in recipe.matrix else ("engine",)):
+    with recipe.places.at(("matrix", "engine") if "engine" in recipe.matrix else ("engine",)):
         runner.check_cells(cells)
-    with placed(recipe, ("target",)):
+    with recipe.places.at(("target",)):
         return [f"{cell.engine.title}: {text}" for cell in cells if cell.engine for text in runner.remarks(cell)]
 
 

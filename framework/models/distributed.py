@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..errors import CrossdraftError, ModelError, UsageError, first_line
+from ..errors import ModelError, UsageError, message_of
 
 if TYPE_CHECKING:
     import torch
@@ -172,7 +172,7 @@ def _first_error(error: Exception | None) -> str:
     """First error message over all processes, "" if all succeeded; a collective call."""
     from torch import distributed
 
-    message = "" if error is None else str(error) if isinstance(error, CrossdraftError) else first_line(error)
+    message = "" if error is None else message_of(error)
     messages: list[Any] = [None] * count()
     distributed.all_gather_object(messages, message)
     return next((f"{text} (process {i + 1} of {count()})" for i, text in enumerate(messages) if text), "")

@@ -191,18 +191,22 @@ def _engine(value: Any) -> Any:
 EngineChoice = Annotated[Strategy | None, BeforeValidator(_engine)]
 
 
-class CellConfig(Options):
-    """Complete config of a cell. Two cells are equal if their configs are equal except for labels."""
+class RunSettings(Options):
+    """Settings of a cell, and of a recipe if its matrix does not vary them."""
 
-    target: Name = Field(min_length=1)
-    engine: EngineChoice = None
-    dtype: Name = "auto"
-    device: Device = "auto"
-    attn_implementation: Name | None = None
-    prompts: PromptSpec = PromptSpec(name="builtin")
-    max_new_tokens: int = Field(default=128, ge=1, le=MOST_TOKENS)
-    batch_size: int = Field(default=1, ge=1, le=MOST_ROWS)
-    seed: int = Field(default=0, ge=0, le=MOST_SEED)
+    target: Name = Field(min_length=1, description="name, directory or Hub id of the target model")
+    engine: EngineChoice = Field(
+        default=None, description="crossdraft's own loop, or an engine: a name, or a mapping of name and options"
+    )
+    dtype: Name = Field(default="auto", description="dtype of target and draft models")
+    device: Device = Field(
+        default="auto", description="cpu, cuda, cuda:1, ..; spread, a device map or tp for several devices"
+    )
+    attn_implementation: Name | None = Field(default=None, description="attention of the target; transformers' default")
+    prompts: PromptSpec = Field(default=PromptSpec(name="builtin"), description="a name, a file, or a mapping")
+    max_new_tokens: int = Field(default=128, ge=1, le=MOST_TOKENS, description="maximum number of tokens of a response")
+    batch_size: int = Field(default=1, ge=1, le=MOST_ROWS, description="sequences decoded in one batch")
+    seed: int = Field(default=0, ge=0, le=MOST_SEED, description="seed of all random numbers")
     compile_verifier: bool = Field(default=False, description="compile the verify step")
     prefill_tokens: int = Field(
         default=PREFILL_TOKENS,
@@ -210,8 +214,15 @@ class CellConfig(Options):
         le=MOST_TOKENS,
         description="maximum number of tokens of a prefill pass shared by prompts; 0 = one prompt per pass",
     )
-    constraint: Constraint | None = None
-    sampling: Sampling = Sampling.model_validate({})
+    constraint: Constraint | None = Field(
+        default=None, description="language of the responses: a mapping with json_schema, regex, grammar or choice"
+    )
+    sampling: Sampling = Field(default=Sampling.model_validate({}), description="temperature, top_k, top_p, min_p")
+
+
+class CellConfig(RunSettings):
+    """Complete config of a cell. Two cells are equal if their configs are equal except for labels."""
+
     drafter: Strategy
     verifier: Strategy
 
@@ -235,18 +246,13 @@ class CellConfig(Options):
         config = self.model_dump(mode="json")
         for kind in ("drafter", "verifier", "engine"):
             (config[kind] or {}).pop("label", None)
-        for name in (
-            "engine",
-            "compile_verifier",
-            "prefill_tokens",
-            "constraint",
-        ):  # newer than the hashes of stored runs
+        for name in ("engine", "compile_verifier", "prefill_tokens", "constraint"):  # newer than hashes of stored runs
             if config[name] == type(self).model_fields[name].default:
                 del config[name]
         return config
 
 
-class Recipe(Options):
+class Recipe(RunSettings):
     """A comparison, see the module docstring. `crossdraft.load_recipe` reads one from a file."""
 
     name: str = Field(
@@ -257,35 +263,11 @@ class Recipe(Options):
     )
     description: str = Field(default="", description="description for reports")
     question: str = Field(default="", description="question that the recipe answers")
-    target: Name = Field(min_length=1, description="name, directory or Hub id of the target model")
-    engine: EngineChoice = Field(
-        default=None, description="crossdraft's own loop, or an engine: a name, or a mapping of name and options"
-    )
-    prompts: PromptSpec = Field(default=PromptSpec(name="builtin"), description="a name, a file, or a mapping")
     limit: int | None = Field(default=None, ge=1, le=MOST_PROMPTS, description="use only the first prompts")
     time: Duration | None = Field(
         default=None,
         description="time budget (90s, 5m, 2h): measures as many blocks of prompts as fit, the same for all pairs",
     )
-    max_new_tokens: int = Field(default=128, ge=1, le=MOST_TOKENS, description="maximum number of tokens of a response")
-    batch_size: int = Field(default=1, ge=1, le=MOST_ROWS, description="sequences decoded in one batch")
-    seed: int = Field(default=0, ge=0, le=MOST_SEED, description="seed of all random numbers")
-    dtype: Name = Field(default="auto", description="dtype of target and draft models")
-    device: Device = Field(
-        default="auto", description="cpu, cuda, cuda:1, ..; spread, a device map or tp for several devices"
-    )
-    attn_implementation: Name | None = Field(default=None, description="attention of the target; transformers' default")
-    compile_verifier: bool = Field(default=False, description="compile the verify step")
-    prefill_tokens: int = Field(
-        default=PREFILL_TOKENS,
-        ge=0,
-        le=MOST_TOKENS,
-        description="maximum number of tokens of a prefill pass shared by prompts; 0 = one prompt per pass",
-    )
-    constraint: Constraint | None = Field(
-        default=None, description="language of the responses: a mapping with json_schema, regex, grammar or choice"
-    )
-    sampling: Sampling = Field(default=Sampling.model_validate({}), description="temperature, top_k, top_p, min_p")
     drafters: list[Strategy] = Field(
         min_length=1, max_length=MOST_LISTED, description="names, or mappings of name, label and options"
     )
@@ -332,10 +314,8 @@ def read_recipe(name: str | Path, overrides: Mapping[str, Any] | Iterable[str] =
     data, places = read_yaml(path)
     override(data, places, overrides)
     data.setdefault("name", re.sub(r"[^\w.-]", "-", path.stem)[:MOST_NAME])
-    try:
+    with places.at(("prompts",)):
         _resolve_prompt_file(data, path)
-    except UsageError as error:
-        raise places.error(("prompts",), str(error)) from None
     try:
         recipe = Recipe.model_validate(data)
     except ValidationError as error:

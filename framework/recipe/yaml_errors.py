@@ -6,7 +6,8 @@ A key set by ``--set key=value`` overrides the file; errors about it contain tha
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from annotated_types import Le
 from pydantic import BaseModel, ValidationError
 
 from ..contracts.options import fault
-from ..errors import CrossdraftError, UsageError, printable, quoted
+from ..errors import CrossdraftError, ModelError, UsageError, printable, quoted
 from ..util.input_files import read_text
 from ..util.limits import MOST_NESTING, RECIPE_BYTES, Limit
 from .yaml_values import KeyPath, checked_value, yaml_value
@@ -34,6 +35,17 @@ class Places:
         """Return the place of `path` or of its nearest known parent; empty for a recipe created in Python."""
         parents = (path[:n] for n in range(len(path), -1, -1))
         return next((self._places[parent] for parent in parents if parent in self._places), "")
+
+    @contextmanager
+    def at(self, path: KeyPath, kind: type[CrossdraftError] | None = None) -> Iterator[None]:
+        """Add the place of `path` to errors of this ``kind``, by default to UsageError and ModelError."""
+        try:
+            yield
+        except CrossdraftError as error:
+            place = self.of(path)
+            if not place or not isinstance(error, kind or UsageError | ModelError):
+                raise
+            raise type(error)(f"{place}: {error}") from error
 
     def error(self, path: KeyPath, message: str, kind: type[CrossdraftError] = UsageError) -> Any:
         """Create an error about the value at `path`."""
