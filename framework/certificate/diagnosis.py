@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -125,9 +126,6 @@ class Node:
     def is_chain(self) -> bool:
         return self.parents == tuple(range(-1, len(self.parents) - 1))
 
-    def path(self, tau: int, path: Sequence[int] | None) -> list[int]:
-        return list(range(tau)) if path is None else list(path[:tau])
-
     def children(self, node: int) -> list[int]:
         return [child for child, parent in enumerate(self.parents) if parent == node]
 
@@ -150,36 +148,26 @@ class Emission:
         return [*(self.draft.tokens[node] for node in self.nodes), self.token]
 
 
-class _Events:
-    """Emissions of recorded steps, each batch copied to the host once."""
-
-    def __init__(self) -> None:
-        self._batches: dict[int, tuple[StepEvent, list[Emission]]] = {}
-
-    def of(self, event: StepEvent, row: int) -> Emission:
-        if id(event) not in self._batches:
-            self._batches[id(event)] = event, list(self._read(event))
-        return self._batches[id(event)][1][row]
-
-    @staticmethod
-    def _read(event: StepEvent) -> Iterator[Emission]:
-        draft, p = event.draft.candidates, event.scores.p.double().numpy()
-        lengths, tokens = event.verdict.length.tolist(), event.verdict.token.tolist()
-        paths = None if event.verdict.path is None else event.verdict.path.tolist()
-        q = _q(draft, p.shape[2])
-        valid = draft.valid.numpy()
-        all_tokens, all_parents = draft.tokens.numpy(), draft.parents.numpy()
-        for row, (tau, token) in enumerate(zip(lengths, tokens, strict=True)):
-            kept = np.flatnonzero(valid[row])
-            number = {-1: -1, **{int(node): i for i, node in enumerate(kept)}}
-            nodes = Node(
-                tuple(all_tokens[row, kept].tolist()),
-                tuple(number[int(parent)] for parent in all_parents[row, kept]),
-                p[row, [0, *(kept + 1)]],
-                q[row, kept],
-            )
-            path = range(tau) if paths is None else paths[row][:tau]
-            yield Emission(nodes, tuple(number[node] for node in path), token)
+def _emissions(event: StepEvent) -> list[Emission]:
+    """Emissions of the rows of a recorded step, copied to the host once."""
+    draft, p = event.draft.candidates, event.scores.p.double().numpy()
+    lengths, last_tokens = event.verdict.length.tolist(), event.verdict.token.tolist()
+    paths = None if event.verdict.path is None else event.verdict.path.tolist()
+    q, valid = _q(draft, p.shape[2]), draft.valid.numpy()
+    tokens, parents = draft.tokens.numpy(), draft.parents.numpy()
+    emissions = []
+    for row, (tau, token) in enumerate(zip(lengths, last_tokens, strict=True)):
+        kept = np.flatnonzero(valid[row])
+        number = {-1: -1, **{int(node): i for i, node in enumerate(kept)}}
+        node = Node(
+            tuple(tokens[row, kept].tolist()),
+            tuple(number[int(parent)] for parent in parents[row, kept]),
+            p[row, [0, *(kept + 1)]],
+            q[row, kept],
+        )
+        path = range(tau) if paths is None else paths[row][:tau]
+        emissions.append(Emission(node, tuple(number[i] for i in path), token))
+    return emissions
 
 
 def _q(draft: Draft, vocab_size: int) -> np.ndarray:
@@ -212,7 +200,7 @@ def diagnose(
         sampling: of the target.
         scope: where it fails and where it does not, see `scope_of`.
     """
-    failures: list[tuple[list[int], list[Path]]] = []
+    failures: list[list[Path]] = []
     steps, longest = len(lengths), max(lengths, default=0)
     sizes = [*range(1, longest + 1)] if longest else [0]
     for size in sizes:
@@ -224,18 +212,17 @@ def diagnose(
         except TooLargeError:
             break
         if not result.lossless:
-            failures.append((list(lengths), paths))
+            failures.append(paths)
         if len(failures) == 2 or len(paths) * toy.vocab_size**2 > MOST_PATHS:
             break
     if not failures:
         return Diagnosis(", ".join(filter(None, ["not located: the pair is too large to list its paths", scope])))
     rows = sampling.probs(toy.target.log()).numpy()
-    located = _Located(toy, rows, failures[0][1])
+    located = _Located(toy, rows, failures[0])
     location, example = located.location(), located.counterexample(label, sampling.temperature)
     cause = ""
     if located.kinds:
-        largest = _Located(toy, rows, failures[-1][1])
-        cause = _cause([emission for _, emission in largest.emissions()], largest.step or 0, largest)
+        cause = _cause(_Located(toy, rows, failures[-1]))
     return Diagnosis("; ".join(filter(None, [location, scope])), cause, example)
 
 
@@ -248,8 +235,9 @@ class _Located:
     """
 
     def __init__(self, toy: Toy, rows: np.ndarray, paths: Sequence[Path]):
-        self.toy, self._rows, self._paths = toy, rows, paths
-        self._events = _Events()
+        self.toy, self._rows = toy, rows
+        batches = {id(event): _emissions(event) for event in {id(e): e for p in paths for e in p.steps}.values()}
+        self.emissions = [(path, [batches[id(event)][path.row] for event in path.steps]) for path in paths]
         self.kinds: list[str] = []
         self.step: int | None = None
         self.after: tuple[int, ...] = ()
@@ -258,16 +246,12 @@ class _Located:
             if self._locate(position):
                 break
 
-    def emissions(self) -> Iterator[tuple[Path, list[Emission]]]:
-        for path in self._paths:
-            yield path, [self._events.of(event, path.row) for event in path.steps]
-
     def _probs(self, after: tuple[int, ...]) -> np.ndarray:
         return self._rows[after[-1] if after else self.toy.vocab_size]
 
     def _at(self, position: int) -> Iterator[tuple[Path, int, str, Emission, int]]:
         """Path, step, kind, emission and index in it, of the token at a position of each path that emits it."""
-        for path, emissions in self.emissions():
+        for path, emissions in self.emissions:
             start = 0
             for step, emission in enumerate(emissions):
                 n = len(emission.nodes) + 1
@@ -398,34 +382,40 @@ def _norm(weights: np.ndarray) -> np.ndarray:
     return weights / weights.sum() if weights.sum() > 0 else weights
 
 
-#: Probability of accepting token i of a chain: (draft, i) -> h. The first is right.
-_ACCEPTANCE: dict[str, Callable[[Node, int], float]] = {
-    "": lambda d, i: _ratio(d.p[i][d.tokens[i]], d.q[i][d.tokens[i]]),
-    "min(1, Q/P): P and Q are exchanged": lambda d, i: _ratio(d.q[i][d.tokens[i]], d.p[i][d.tokens[i]]),
-    "1: every token is accepted": lambda d, i: 1.0,
-    "P, so Q is ignored": lambda d, i: float(d.p[i][d.tokens[i]]),
-    "Q, so P is ignored": lambda d, i: float(d.q[i][d.tokens[i]]),
-    "1 if P >= Q, else 0": lambda d, i: float(d.p[i][d.tokens[i]] >= d.q[i][d.tokens[i]]),
-    "1 if P > 0, else 0": lambda d, i: float(d.p[i][d.tokens[i]] > 0),
-    "1 if the token is the argmax of P, else 0": lambda d, i: float(d.p[i].argmax() == d.tokens[i]),
-    "1 if the token is the argmax of Q, else 0": lambda d, i: float(d.q[i].argmax() == d.tokens[i]),
-    "min(1, P/Q) with P after the token: the position of p is off by one": lambda d, i: _ratio(
-        d.p[i + 1][d.tokens[i]], d.q[i][d.tokens[i]]
-    ),
-    "min(1, P/Q) with P of the position before: the position of p is off by one": lambda d, i: _ratio(
-        d.p[max(i - 1, 0)][d.tokens[i]], d.q[i][d.tokens[i]]
-    ),
-    "min(1, P/Q) with P at the root for every token": lambda d, i: _ratio(d.p[0][d.tokens[i]], d.q[i][d.tokens[i]]),
-    "min(1, P/Q) with Q of the next node": lambda d, i: _ratio(
-        d.p[i][d.tokens[i]], d.q[min(i + 1, len(d.q) - 1)][d.tokens[i]]
-    ),
-    "min(1, P/Q) with Q of the node before": lambda d, i: _ratio(d.p[i][d.tokens[i]], d.q[max(i - 1, 0)][d.tokens[i]]),
-    "min(1, P/Q) with Q of the first node for every token": lambda d, i: _ratio(
-        d.p[i][d.tokens[i]], d.q[0][d.tokens[i]]
-    ),
-    "min(1, P/Q) with Q of the last node for every token": lambda d, i: _ratio(
-        d.p[i][d.tokens[i]], d.q[-1][d.tokens[i]]
-    ),
+def _residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    return _norm((p - q).clip(0))
+
+
+def _one_hot(size: int, token: int) -> np.ndarray:
+    return np.eye(size)[token]
+
+
+def _argmax(weights: np.ndarray) -> np.ndarray:
+    return _one_hot(len(weights), int(weights.argmax()))
+
+
+#: Probability of accepting token t, that of node i of a chain: (draft, i, t) -> h. The first is right.
+_ACCEPTANCE: dict[str, Callable[[Node, int, int], float]] = {
+    "": lambda d, i, t: _ratio(d.p[i, t], d.q[i, t]),
+    "min(1, Q/P): P and Q are exchanged": lambda d, i, t: _ratio(d.q[i, t], d.p[i, t]),
+    "1: every token is accepted": lambda d, i, t: 1.0,
+    "P, so Q is ignored": lambda d, i, t: d.p[i, t],
+    "Q, so P is ignored": lambda d, i, t: d.q[i, t],
+    "1 if P >= Q, else 0": lambda d, i, t: d.p[i, t] >= d.q[i, t],
+    "1 if P > 0, else 0": lambda d, i, t: d.p[i, t] > 0,
+    "1 if the token is the argmax of P, else 0": lambda d, i, t: d.p[i].argmax() == t,
+    "1 if the token is the argmax of Q, else 0": lambda d, i, t: d.q[i].argmax() == t,
+} | {
+    f"min(1, P/Q) with {reason}": lambda d, i, t, at=at: _ratio(d.p[at(d, i)[0], t], d.q[at(d, i)[1], t])
+    for reason, at in {  # positions of P and Q
+        "P after the token: the position of p is off by one": lambda d, i: (i + 1, i),
+        "P of the position before: the position of p is off by one": lambda d, i: (max(i - 1, 0), i),
+        "P at the root for every token": lambda d, i: (0, i),
+        "Q of the next node": lambda d, i: (i, min(i + 1, len(d.q) - 1)),
+        "Q of the node before": lambda d, i: (i, max(i - 1, 0)),
+        "Q of the first node for every token": lambda d, i: (i, 0),
+        "Q of the last node for every token": lambda d, i: (i, -1),
+    }.items()
 }
 
 
@@ -433,25 +423,25 @@ def _prefix(coins: Sequence[bool]) -> int:
     return next((i for i, coin in enumerate(coins) if not coin), len(coins))
 
 
+def _last(coins: Sequence[bool]) -> int:
+    return max((i + 1 for i, coin in enumerate(coins) if coin), default=0)
+
+
 #: Number of accepted tokens from one coin a token. The first is right.
 _COUNT: dict[str, Callable[[Sequence[bool]], int]] = {
     "": _prefix,
     "tokens after a rejection count as accepted (a sum of coins instead of their cumulative product)": sum,
-    "the last accepted coin counts, whatever was rejected before it": lambda coins: max(
-        (i + 1 for i, coin in enumerate(coins) if coin), default=0
-    ),
-    "one token too many is accepted: the rejected token stays (off by one)": lambda coins: min(
-        _prefix(coins) + 1, len(coins)
-    ),
-    "one token too few is accepted (off by one)": lambda coins: max(_prefix(coins) - 1, 0),
+    "the last accepted coin counts, whatever was rejected before it": _last,
+    "one token too many is accepted: the rejected token stays (off by one)": lambda c: min(_prefix(c) + 1, len(c)),
+    "one token too few is accepted (off by one)": lambda c: max(_prefix(c) - 1, 0),
 }
 
 #: Distribution of the token after tau < n accepted tokens: (draft, tau) -> [V]. The first is right.
-_RESIDUAL: dict[str, Callable[[Node, int], np.ndarray]] = {
-    "": lambda d, k: _norm((d.p[k] - d.q[k]).clip(0)),
+_CORRECTION: dict[str, Callable[[Node, int], np.ndarray]] = {
+    "": lambda d, k: _residual(d.p[k], d.q[k]),
     "P itself, not from the residual norm(max(P - Q, 0))": lambda d, k: d.p[k],
     "Q": lambda d, k: d.q[k],
-    "norm(max(Q - P, 0)): P and Q are exchanged": lambda d, k: _norm((d.q[k] - d.p[k]).clip(0)),
+    "norm(max(Q - P, 0)): P and Q are exchanged": lambda d, k: _residual(d.q[k], d.p[k]),
     "norm(|P - Q|): it lacks the maximum with 0": lambda d, k: _norm(abs(d.p[k] - d.q[k])),
     "P without the drafted token, which is right for point masses only": lambda d, k: _norm(
         d.p[k] * (np.arange(len(d.p[k])) != d.tokens[k])
@@ -459,61 +449,58 @@ _RESIDUAL: dict[str, Callable[[Node, int], np.ndarray]] = {
     "P of the next position": lambda d, k: d.p[k + 1],
     "P at the root": lambda d, k: d.p[0],
     "P of the last position": lambda d, k: d.p[-1],
-    "norm(max(P - Q, 0)) with P of the next position": lambda d, k: _norm((d.p[k + 1] - d.q[k]).clip(0)),
-    "norm(max(P - Q, 0)) with P at the root": lambda d, k: _norm((d.p[0] - d.q[k]).clip(0)),
-    "norm(max(P - Q, 0)) with Q of the next node": lambda d, k: _norm((d.p[k] - d.q[min(k + 1, len(d.q) - 1)]).clip(0)),
-    "norm(max(P - Q, 0)) with Q of the node before": lambda d, k: _norm((d.p[k] - d.q[max(k - 1, 0)]).clip(0)),
-    "norm(max(P - Q, 0)) with Q of the first node": lambda d, k: _norm((d.p[k] - d.q[0]).clip(0)),
-    "norm(max(P - Q, 0)) of the first position": lambda d, k: _norm((d.p[0] - d.q[0]).clip(0)),
-    "norm(max(P - Q, 0)) of the last position": lambda d, k: _norm((d.p[len(d.q) - 1] - d.q[-1]).clip(0)),
-    "the argmax of P": lambda d, k: np.eye(len(d.p[k]))[d.p[k].argmax()],
-    "the argmax of Q": lambda d, k: np.eye(len(d.q[k]))[d.q[k].argmax()],
-    "the argmax of P - Q": lambda d, k: np.eye(len(d.q[k]))[(d.p[k] - d.q[k]).argmax()],
-    "the rejected token": lambda d, k: np.eye(len(d.q[k]))[d.tokens[k]],
-    "a uniform distribution": lambda d, k: np.full(len(d.p[k]), 1 / len(d.p[k])),
-    "a constant, token 0": lambda d, k: np.eye(len(d.p[k]))[0],
+    "norm(max(P - Q, 0)) with P of the next position": lambda d, k: _residual(d.p[k + 1], d.q[k]),
+    "norm(max(P - Q, 0)) with P at the root": lambda d, k: _residual(d.p[0], d.q[k]),
+    "norm(max(P - Q, 0)) with Q of the next node": lambda d, k: _residual(d.p[k], d.q[min(k + 1, len(d.q) - 1)]),
+    "norm(max(P - Q, 0)) with Q of the node before": lambda d, k: _residual(d.p[k], d.q[max(k - 1, 0)]),
+    "norm(max(P - Q, 0)) with Q of the first node": lambda d, k: _residual(d.p[k], d.q[0]),
+    "norm(max(P - Q, 0)) of the first position": lambda d, k: _residual(d.p[0], d.q[0]),
+    "norm(max(P - Q, 0)) of the last position": lambda d, k: _residual(d.p[len(d.q) - 1], d.q[-1]),
+    "the argmax of P": lambda d, k: _argmax(d.p[k]),
+    "the argmax of Q": lambda d, k: _argmax(d.q[k]),
+    "the argmax of P - Q": lambda d, k: _argmax(d.p[k] - d.q[k]),
+    "the rejected token": lambda d, k: _one_hot(d.q.shape[1], d.tokens[k]),
+    "a uniform distribution": lambda d, k: np.full(d.p.shape[1], 1 / d.p.shape[1]),
+    "a constant, token 0": lambda d, k: _one_hot(d.p.shape[1], 0),
 }
 
-#: Distribution of the bonus token after n nodes: draft -> [V]. The first is right.
-_BONUS: dict[str, Callable[[Node], np.ndarray]] = {
-    "": lambda d: d.p[-1],
-    "P of the position before the last token, p[b, n - 1] instead of p[b, n]": lambda d: d.p[max(len(d.p) - 2, 0)],
-    "P at the root, p[b, 0] instead of p[b, n]": lambda d: d.p[0],
-    "Q of the last token": lambda d: d.q[-1] if len(d.q) else d.p[-1],
-    "norm(max(P - Q, 0)) with Q of the last token": lambda d: (
-        _norm((d.p[-1] - d.q[-1]).clip(0)) if len(d.q) else d.p[-1]
-    ),
-    "norm(max(P - Q, 0)) of the last token": lambda d: _norm((d.p[-2] - d.q[-1]).clip(0)) if len(d.q) else d.p[-1],
-    "the argmax of P": lambda d: np.eye(len(d.p[-1]))[d.p[-1].argmax()],
-    "the argmax of Q": lambda d: np.eye(len(d.q[-1]))[d.q[-1].argmax()] if len(d.q) else d.p[-1],
-    "the last drafted token": lambda d: np.eye(len(d.p[-1]))[d.tokens[-1]] if d.tokens else d.p[-1],
-    "a uniform distribution": lambda d: np.full(len(d.p[-1]), 1 / len(d.p[-1])),
-    "a constant, token 0": lambda d: np.eye(len(d.p[-1]))[0],
+#: Distribution of the bonus token after n nodes: (draft, n) -> [V]; of no node, it is P. The first is right.
+_BONUS: dict[str, Callable[[Node, int], np.ndarray]] = {
+    "": lambda d, n: d.p[-1],
+    "P of the position before the last token, p[b, n - 1] instead of p[b, n]": lambda d, n: d.p[n - 1],
+    "P at the root, p[b, 0] instead of p[b, n]": lambda d, n: d.p[0],
+    "Q of the last token": lambda d, n: d.q[-1],
+    "norm(max(P - Q, 0)) with Q of the last token": lambda d, n: _residual(d.p[-1], d.q[-1]),
+    "norm(max(P - Q, 0)) of the last token": lambda d, n: _residual(d.p[-2], d.q[-1]),
+    "the argmax of P": lambda d, n: _argmax(d.p[-1]),
+    "the argmax of Q": lambda d, n: _argmax(d.q[-1]),
+    "the last drafted token": lambda d, n: _one_hot(d.p.shape[1], d.tokens[-1]),
+    "a uniform distribution": lambda d, n: np.full(d.p.shape[1], 1 / d.p.shape[1]),
+    "a constant, token 0": lambda d, n: _one_hot(d.p.shape[1], 0),
 }
+#: Formulas of the bonus token that need no node.
+_WITHOUT_NODES = {"the argmax of P", "a uniform distribution", "a constant, token 0"}
+
+#: Chains of a step, each after one output: the draft, and the mass of its outcomes ``[V]`` by tau.
+_Cases = list[tuple[Node, dict[int, np.ndarray]]]
 
 
-def _cause(paths: Sequence[list[Emission]], step: int, located: _Located) -> str:
+def _cause(located: _Located) -> str:
     """Name the mistake by the first formulas that fit the outcomes of a step on chains; empty if none fits."""
-    vocab = located.toy.vocab_size
-    taus: dict[Any, dict[int, np.ndarray]] = {}
-    drafts: dict[Any, Node] = {}
-    for (path, emissions), _ in zip(located.emissions(), paths, strict=True):
+    step, cases = located.step or 0, dict[Any, tuple[Node, dict[int, np.ndarray]]]()
+    for path, emissions in located.emissions:
         if step >= len(emissions):
             continue
-        emission = emissions[step]
-        if not emission.draft.is_chain:
+        draft, nodes, token = emissions[step].draft, emissions[step].nodes, emissions[step].token
+        if not draft.is_chain:
             return ""
         before = sum(len(e.nodes) + 1 for e in emissions[:step])
-        key = path.output[:before], emission.draft
-        drafts[key] = emission.draft
-        masses = taus.setdefault(key, {})
-        masses.setdefault(len(emission.nodes), np.zeros(vocab))[emission.token] += path.weight
-    acceptance = _fitting_acceptance(taus, drafts)
-    residual = _fitting_tokens(taus, drafts, bonus=False)
-    bonus = _fitting_tokens(taus, drafts, bonus=True)
-    causes = []
-    if ACCEPTED in located.kinds or acceptance is None or acceptance:
-        causes.append(acceptance or "")
+        _, masses = cases.setdefault((path.output[:before], draft), (draft, {}))
+        masses.setdefault(len(nodes), np.zeros(located.toy.vocab_size))[token] += path.weight
+    acceptance = _fitting_acceptance(list(cases.values()))
+    causes = [acceptance or ""]
+    residual = _fitting_tokens(list(cases.values()), bonus=False)
+    bonus = _fitting_tokens(list(cases.values()), bonus=True)
     if residual and (CORRECTION in located.kinds or ACCEPTED in located.kinds):
         causes.append(f"after a rejection the token is drawn from {residual}")
     if bonus and BONUS in located.kinds:
@@ -521,44 +508,44 @@ def _cause(paths: Sequence[list[Emission]], step: int, located: _Located) -> str
     return "; ".join(filter(None, causes))
 
 
-def _fitting_acceptance(taus: dict[Any, dict[int, np.ndarray]], drafts: dict[Any, Node]) -> str | None:
+def _fitting_acceptance(cases: _Cases) -> str | None:
     """The mistake in the number of accepted tokens; empty if it is that of token verification, None if none fits."""
-    measured = {
-        key: np.array([masses[tau].sum() if tau in masses else 0.0 for tau in range(len(drafts[key].tokens) + 1)])
-        for key, masses in taus.items()
-    }
+    measured = []
+    for draft, masses in cases:
+        taus = np.array([masses[tau].sum() if tau in masses else 0.0 for tau in range(len(draft.tokens) + 1)])
+        if taus.sum():
+            measured.append((draft, taus / taus.sum()))
     for count_name, count in _COUNT.items():
         for name, h in _ACCEPTANCE.items():
-            if all(
-                abs(_taus(drafts[key], h, count) - m / m.sum()).max() <= FIT for key, m in measured.items() if m.sum()
-            ):
+            if all(abs(_taus(draft, h, count) - taus).max() <= FIT for draft, taus in measured):
                 parts = [f"drafted tokens are accepted with probability {name}" if name else "", count_name]
                 return "; ".join(filter(None, parts))
     return None
 
 
-def _taus(draft: Node, h: Callable[[Node, int], float], count: Callable[[Sequence[bool]], int]) -> np.ndarray:
+def _taus(draft: Node, h: Callable[[Node, int, int], float], count: Callable[[Sequence[bool]], int]) -> np.ndarray:
     """``[n + 1]``: the probability of each number of accepted tokens."""
     n = len(draft.tokens)
-    result, probs = np.zeros(n + 1), [h(draft, i) for i in range(n)]
-    for number in range(2**n):
-        coins = [bool(number >> i & 1) for i in range(n)]
+    result, probs = np.zeros(n + 1), [float(h(draft, i, token)) for i, token in enumerate(draft.tokens)]
+    for coins in product((False, True), repeat=n):
         result[count(coins)] += np.prod([p if coin else 1 - p for p, coin in zip(probs, coins, strict=True)])
     return result
 
 
-def _fitting_tokens(taus: dict[Any, dict[int, np.ndarray]], drafts: dict[Any, Node], *, bonus: bool) -> str | None:
+def _fitting_tokens(cases: _Cases, *, bonus: bool) -> str | None:
     """The formula of the bonus token or of the correction; empty if it is right, None if none fits."""
-    cases = [
-        (drafts[key], tau, mass / mass.sum())
-        for key, masses in taus.items()
+    measured = [
+        (draft, tau, mass / mass.sum())
+        for draft, masses in cases
         for tau, mass in masses.items()
-        if mass.sum() > 0 and (tau == len(drafts[key].tokens)) == bonus
+        if mass.sum() > 0 and (tau == len(draft.tokens)) == bonus
     ]
-    formulas: dict[str, Callable[[Node, int], np.ndarray]] = _RESIDUAL
-    if bonus:
-        formulas = {name: lambda draft, tau, formula=formula: formula(draft) for name, formula in _BONUS.items()}
-    for name, formula in formulas.items():
-        if cases and all(abs(formula(draft, tau) - measured).max() <= FIT for draft, tau, measured in cases):
+
+    def fits(name: str, formula: Callable[[Node, int], np.ndarray], draft: Node, tau: int, drawn: np.ndarray) -> bool:
+        applies = not bonus or draft.tokens or name in _WITHOUT_NODES
+        return abs((formula(draft, tau) if applies else draft.p[-1]) - drawn).max() <= FIT
+
+    for name, formula in (_BONUS if bonus else _CORRECTION).items():
+        if measured and all(fits(name, formula, *case) for case in measured):
             return name
     return None
