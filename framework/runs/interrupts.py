@@ -36,42 +36,37 @@ def deferred_interrupt() -> Iterator[threading.Event]:
         yield stop
 
 
-class Interrupts:
-    """Context manager for a run: the first signal raises KeyboardInterrupt, so that partial results are saved.
+#: Number of signals in the block of `saving_interrupts`; None outside of it.
+_signals: int | None = None
+
+
+@contextmanager
+def saving_interrupts() -> Iterator[None]:
+    """Let a run end on the first signal: it raises KeyboardInterrupt, so that partial results are saved.
 
     The second signal prints a message only, the third raises KeyboardInterrupt again. `user_interrupted`
     distinguishes signals from a KeyboardInterrupt raised by a plug-in.
     """
+    global _signals
 
-    def __init__(self) -> None:
-        self.count = 0
-        self._handling = _handled(self._handle)
-
-    def __enter__(self) -> Interrupts:
-        global _active
-        self._handling.__enter__()
-        if threading.current_thread() is threading.main_thread():
-            _active = self
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        global _active
-        self._handling.__exit__(None, None, None)
-        _active = None
-
-    def _handle(self, *_: object) -> None:
-        self.count += 1
-        if self.count != 2:
+    def interrupt(*_: object) -> None:
+        global _signals
+        _signals = (_signals or 0) + 1
+        if _signals != 2:
             raise KeyboardInterrupt
         print("crossdraft: saving partial results; press Ctrl-C again to quit now", file=sys.stderr, flush=True)
 
-
-_active: Interrupts | None = None
+    _signals = 0 if threading.current_thread() is threading.main_thread() else None
+    try:
+        with _handled(interrupt):
+            yield
+    finally:
+        _signals = None
 
 
 def user_interrupted() -> bool:
-    """Return True if a KeyboardInterrupt comes from a signal. Always True outside of `Interrupts`."""
-    return _active is None or _active.count > 0
+    """Return True if a KeyboardInterrupt comes from a signal. Always True outside of `saving_interrupts`."""
+    return _signals != 0
 
 
 def propagate_interrupt(error: BaseException) -> None:

@@ -56,6 +56,17 @@ class Head(BaseModel):
     budget: str = ""
 
 
+class GroupHead(BaseModel):
+    """``group.json``: conditions of the pieces of a group under measurement."""
+
+    format: int
+    cells: dict[str, dict[str, Any]]
+    pieces: list[list[int]]
+    measured: str
+    failed: dict[str, str]
+    threads: list[dict[str, Any]]
+
+
 class Difference(BaseModel):
     """First difference of a greedy response from plain decoding; see `bench.greedy_differences`."""
 

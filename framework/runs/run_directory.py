@@ -37,7 +37,7 @@ from ..recipe.recipe import CellConfig
 from ..util.input_files import open_file, read_json, refuse_special_files
 from ..util.limits import CONFIG_BYTES, INDEX_BYTES, TABLE_BYTES
 from ..util.output_files import replace_text
-from .record_schema import Head, Provenance, check, read_numbers, read_responses
+from .record_schema import GroupHead, Head, Provenance, check, read_checked, read_numbers, read_responses
 from .records import CellResult
 
 logger = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class RunDirectory:
             lock.release()
 
     def write_json(self, name: str, value: Any) -> None:
-        self.write_text(name, _json(value))
+        self.write_text(name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
     def write_text(self, name: str, text: str) -> None:
         """Write a file of the run atomically and durably."""
@@ -156,16 +156,14 @@ class RunDirectory:
 
     # -- groups under measurement --------------------------------------------------------------------------
 
-    def begin_group(self, group: str, head: dict[str, Any]) -> None:
-        """Remove the pieces of a group and write its conditions, ``head``."""
-        self.drop_group(group)
-        self.write_json(f"groups/{group}/group.json", head)
-
     def group_head(self, group: str) -> dict[str, Any]:
-        """Read the conditions of a group's pieces; empty if the group has no pieces."""
-        return self.read_json(f"groups/{group}/group.json")
+        """Read the conditions of a group's pieces; empty if the group has no pieces, or the file is damaged."""
+        with suppress(UsageError):
+            return read_checked(self.path / f"groups/{group}/group.json", GroupHead)
+        return {}
 
     def save_head(self, group: str, head: dict[str, Any]) -> None:
+        """Write the conditions of a group's pieces."""
         self.write_json(f"groups/{group}/group.json", head)
 
     def save_piece(self, group: str, number: int, cells: Mapping[str, PieceResult]) -> None:
@@ -208,41 +206,39 @@ class RunDirectory:
             return []
         return [self.path / "cells" / name for name in sorted(names) if name == cell or name.endswith(f"_{cell}")]
 
-    def _replace(self, cell: str, temporary: Path, name: str) -> None:
-        for path in self._paths(cell):
-            shutil.rmtree(path, ignore_errors=True)
-        temporary.rename(self.path / "cells" / name)
-
-    def save(self, result: CellResult) -> None:
-        """Write a finished or failed cell, replacing an earlier result."""
-        name, cells = cell_name(result.config), self.path / "cells"
-        temporary = _temporary_directory(cells)
-        directory = RunDirectory(temporary)
+    @contextmanager
+    def _replacing(self, config: CellConfig) -> Iterator[Path]:
+        """A directory with an unpredictable name, which replaces that of a cell when the block ends."""
+        cells = self.path / "cells"
+        temporary = cells / f".{secrets.token_hex(8)}"
+        temporary.mkdir(parents=True)
         try:
-            head = {"format": FORMAT, "hash": result.config.hash, "measured": result.measured, "error": result.error}
-            if result.planned is not None:
-                head |= {"planned": result.planned, "budget": result.budget}
-            head |= {"provenance": result.provenance, "config": result.config.model_dump(mode="json")}
-            directory.write_json("config.json", head)
-            if result.metrics is None:
-                directory.write_text("error.txt", f"{result.error}\n\n{result.traceback}")
-            else:
-                self._save_numbers(temporary, result)
-            self._replace(result.config.hash, temporary, name)
+            yield temporary
+            for path in self._paths(config.hash):
+                shutil.rmtree(path, ignore_errors=True)
+            temporary.rename(cells / cell_name(config))
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
-    def _save_numbers(self, temporary: Path, result: CellResult) -> None:
-        directory = RunDirectory(temporary)
-        assert result.metrics is not None
-        cell = {"cell": result.config.hash}
-        rows = [vars(record) | cell for record in result.records]
-        parquet.write_table(pa.Table.from_pylist(rows, schema=_STEPS), temporary / "steps.parquet")
-        lines = (json.dumps(response, ensure_ascii=False) + "\n" for response in result.responses)
-        directory.write_text("responses.jsonl", "".join(lines))
-        metrics = json.dumps(result.metrics.to_json(), indent=2, ensure_ascii=False)
-        pieces = ",\n".join(json.dumps(vars(piece), ensure_ascii=False) for piece in result.pieces)
-        directory.write_text("metrics.json", f'{{"metrics": {metrics},\n"pieces": [\n{pieces}\n]}}\n')
+    def save(self, result: CellResult) -> None:
+        """Write a finished or failed cell, replacing an earlier result."""
+        head = {"format": FORMAT, "hash": result.config.hash, "measured": result.measured, "error": result.error}
+        if result.planned is not None:
+            head |= {"planned": result.planned, "budget": result.budget}
+        head |= {"provenance": result.provenance, "config": result.config.model_dump(mode="json")}
+        with self._replacing(result.config) as path:
+            directory = RunDirectory(path)
+            directory.write_json("config.json", head)
+            if result.metrics is None:
+                directory.write_text("error.txt", f"{result.error}\n\n{result.traceback}")
+                return
+            rows = [vars(record) | {"cell": result.config.hash} for record in result.records]
+            parquet.write_table(pa.Table.from_pylist(rows, schema=_STEPS), path / "steps.parquet")
+            lines = (json.dumps(response, ensure_ascii=False) + "\n" for response in result.responses)
+            directory.write_text("responses.jsonl", "".join(lines))
+            metrics = json.dumps(result.metrics.to_json(), indent=2, ensure_ascii=False)
+            pieces = ",\n".join(json.dumps(vars(piece), ensure_ascii=False) for piece in result.pieces)
+            directory.write_text("metrics.json", f'{{"metrics": {metrics},\n"pieces": [\n{pieces}\n]}}\n')
 
     def load(self, config: CellConfig) -> CellResult | None:
         """Read the result of a cell; None if it is missing or unreadable."""
@@ -265,13 +261,9 @@ class RunDirectory:
             if other is self and head == stored:
                 continue
             refuse_special_files(source)
-            temporary = _temporary_directory(self.path / "cells")
-            try:
+            with self._replacing(config) as temporary:
                 shutil.copytree(source, temporary, dirs_exist_ok=True)
                 RunDirectory(temporary).write_json("config.json", head)
-                self._replace(config.hash, temporary, cell_name(config))
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)
 
 
 def read_config(path: Path) -> tuple[CellConfig, dict[str, Any]]:
@@ -349,15 +341,3 @@ def cell_name(config: CellConfig) -> str:
     titles = [re.sub(r"[^A-Za-z0-9.=+]+", "-", part)[:_MAX_TITLE].strip("-.") or "unnamed" for part in pair]
     setting = [f"T{config.sampling.temperature:g}", f"B{config.batch_size}"]
     return "_".join([*titles, *setting, config.hash])
-
-
-def _temporary_directory(folder: Path) -> Path:
-    """Create a directory with an unpredictable name, to be renamed when it is complete."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f".{secrets.token_hex(8)}"
-    path.mkdir()
-    return path
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

@@ -95,12 +95,12 @@ class VerifyEngine(TrustOptions, ProgramOptions, JsonOptions, Command):
 
     def _measured(self) -> tuple[Outcome, frozenset[str]]:
         from crossdraft import load_recipe, run
-        from crossdraft.framework.runs.interrupts import Interrupts
+        from crossdraft.framework.runs.interrupts import saving_interrupts
 
         settings = [*self.set_, *([f"limit={self.limit}"] if self.limit is not None else [])]
         recipe = load_recipe(self.recipe, settings)
         consent = self.trusted([recipe.target])
-        with Interrupts():
+        with saving_interrupts():
             options = {"trust_remote_code": consent, "allow_programs": self.allow_program}
             outcome = run(recipe, self.out, fresh=self.fresh, untimed=True, **options)
         if outcome.interrupted or outcome.stopped:
