@@ -13,6 +13,7 @@ from typing import Any
 from ..errors import UsageError
 from ..models.distributed import SPLIT
 from ..recipe.recipe import Recipe
+from ..runs.records import Outcome
 from ..runs.shards import Shard
 
 
@@ -37,6 +38,7 @@ class RunConfig:
         shard: measure only this part of the groups, in its own directory, see `runs.shards`.
         untimed: discard times, for a device shared with other processes.
         log: receives progress messages, one line each; None for no messages.
+        table: receives the results so far whenever a time budget makes a table due.
         progress: show a bar on stderr if it is a terminal.
         debug: log the tracebacks of failed cells.
         clock: returns seconds, for the time budget and estimates.
@@ -62,6 +64,7 @@ class RunConfig:
     shard: Shard | None = None
     untimed: bool = False
     log: Callable[[str], None] | None = log_to_stderr
+    table: Callable[[Outcome], object] | None = None
     progress: bool = False
     debug: bool = False
     clock: Callable[[], float] = time.monotonic

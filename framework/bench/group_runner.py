@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import accumulate
@@ -26,14 +26,14 @@ from ..api.build import make_slots
 from ..api.cell_runner import CellRunner, Conversation
 from ..contracts.lm import LM
 from ..contracts.models import LoadedModel
-from ..errors import CrossdraftError, ModelError, UsageError, first_line
+from ..errors import CrossdraftError, ModelError, UsageError, message_of
 from ..lm.cuda_graphs import recorded_nbytes
 from ..metrics.cell_metrics import compare, measure
 from ..metrics.intervals import LEAST_PIECES
 from ..models.cpu.threads import choose_for_group, describe_threads, disturbance, restored, set_threads
 from ..models.placement import input_device
 from ..recipe.recipe import CellConfig
-from ..recipe.yaml_errors import KeyPath
+from ..recipe.yaml_errors import Places
 from ..runs.interrupts import propagate_interrupt
 from ..runs.labels import is_lossless, verifier_title
 from ..runs.records import CellResult, cells_of
@@ -44,7 +44,7 @@ from .cells.conversations import compile_constraints, cut_pieces, prepare, turns
 from .cells.step_limit import StepLimit
 from .greedy_differences import agreement, decide
 from .plan import Plan, PlannedGroup
-from .preflight import notes_on, place_of, placed
+from .preflight import notes_on, place_of
 from .progress import Progress
 from .provenance import models_used
 from .store import Store
@@ -132,7 +132,6 @@ class GroupRunner:
         self.notes: list[str] = []
         self._target: tuple[LoadedModel, LM] | None = None  # and its slots, unless an engine decodes
         self._slot = 0
-        self._measured: dict[str, PieceResult] = {}  # results of the last piece
         self._threads: dict[str, Any] = {}
         self._head: dict[str, Any] = {}  # conditions of the pieces
         self._block_ends: list[int] = []  # number of finished pieces at the end of each block
@@ -170,17 +169,13 @@ class GroupRunner:
         """
         if not self.running and self.alive:
             with restored():  # the group sets its own number of threads
-                self._open()
+                self._open(self.strict and not self.pieces)
 
-    def _open(self) -> None:
-        strict = self.strict and not self.pieces
+    def _open(self, strict: bool) -> None:
         first, recipe = self.cells[0].config, self.plan.config.recipe
-
-        def checked(place: KeyPath) -> AbstractContextManager[None]:
-            return placed(recipe, place) if strict else nullcontext()
-
+        places = recipe.places if strict else Places()
         try:
-            with checked(("target",)):
+            with places.at(("target",)):
                 target = self.models.target(first)
                 conversations = prepare(self.plan.prompts, target, first.max_new_tokens)
             sequence, self._slot = lengths(conversations, self.planned.cells, target.context_length)
@@ -189,7 +184,7 @@ class GroupRunner:
             if lm is not None:
                 conversations = compile_constraints(conversations, target, lm.vocab_size)
             threads = self.store.directory.group_head(self.planned.key).get("threads")
-            self._threads = choose_for_group(lm, threads[-1] if isinstance(threads, list) and threads else None)
+            self._threads = choose_for_group(lm, threads[-1] if threads else None)
         except BaseException as error:
             self._fail(self.cells, error, strict)
             return
@@ -199,22 +194,23 @@ class GroupRunner:
         warm_up = max(1, min(typical, MAX_WARM_UP_TOKENS, sequence - first.max_new_tokens))
         mask_drafts = any(c.grammar is not None and c.grammar.mask_drafts for c in conversations)
         for cell in self.cells:
-            if cell.result.error is None:
-
-                def build(config: CellConfig = cell.config) -> CellRunner:
-                    if lm is None:
-                        logs = self.store.directory.path / "servers" / config.hash
-                        runner_class = plugins.get("cell_runners", "engine")
-                        return runner_class(config, target, self._slot, logs, self.limit.restart)
-                    options = self.limit.restart, self.plan.config.validate, mask_drafts
-                    with checked(place_of(recipe, config)):
-                        return Cell(config, target, lm, self.models, sequence, self._slot, *options)
-
-                cell.runner = self._attempt(cell, build, strict and lm is not None)
+            if cell.result.error is not None:
+                continue
+            with self._attempt(cell, strict and lm is not None):
+                config, restart = cell.config, self.limit.restart
+                if lm is None:
+                    logs = self.store.directory.path / "servers" / config.hash
+                    engine_runner = plugins.get("cell_runners", "engine")
+                    cell.runner = engine_runner(config, target, self._slot, logs, restart)
+                else:
+                    options = restart, self.plan.config.validate, mask_drafts
+                    with places.at(place_of(recipe, config)):
+                        cell.runner = Cell(config, target, lm, self.models, sequence, self._slot, *options)
         for cell, runner in self.running:
             cell.depth = runner.depth
             self.progress.start_cell(cell.config, runner)
-            self._attempt(cell, lambda runner=runner: runner.warm_up(warm_up))
+            with self._attempt(cell):
+                runner.warm_up(warm_up)
         if self.pieces:  # opened again
             self._replay()
         else:
@@ -234,20 +230,19 @@ class GroupRunner:
             for cell in self.cells:
                 cell.result.provenance["decoding_threads"] = self._head["threads"]
 
-    def remaining(self, blocks: int) -> Iterator[int]:
-        """Numbers of the pieces (from 0) to measure until ``blocks`` blocks are finished.
-
-        A piece counts as finished when the next one is requested.
-        """
+    def advance(self, blocks: int) -> None:
+        """Measure and store pieces until ``blocks`` blocks are finished."""
         if not self.running:
             return
         with restored():
             set_threads(self._threads["number"])
             for number in range(self.finished, self._block_ends[blocks - 1]):
-                yield number
+                results = self._measure(number)
+                self.store.add(self.planned.key, number, results, self.progress.share)
+                self.progress.finish_piece()
                 for cell in self.cells:
-                    if cell.config.hash in self._measured:
-                        cell.pieces.append(self._measured[cell.config.hash])
+                    if cell.config.hash in results:
+                        cell.pieces.append(results[cell.config.hash])
                 self.finished = number + 1
                 self._warn_if_disturbed()
 
@@ -263,13 +258,14 @@ class GroupRunner:
         pieces = self.finished if blocks is None or not self._block_ends else self._block_ends[blocks - 1]
         for cell in self.cells:
             if cell.result.error is None and cell.pieces and pieces:
-                self._attempt(cell, lambda cell=cell: cell.settle(pieces))
+                with self._attempt(cell):
+                    cell.settle(pieces)
         compare_group(self.results)
         return self.results
 
     # -- pieces -------------------------------------------------------------------------------------------
 
-    def measure(self, number: int) -> dict[str, PieceResult]:
+    def _measure(self, number: int) -> dict[str, PieceResult]:
         """Decode piece ``number`` with every cell, in random order. Returns the results by cell hash."""
         piece, results = self.pieces[number], dict[str, PieceResult]()
         order = self.running
@@ -278,13 +274,13 @@ class GroupRunner:
             order.sort(key=lambda item: not item[0].config.is_baseline)
         for cell, runner in order:
             self.progress.start_cell(cell.config, runner)
-            result = self._attempt(cell, lambda runner=runner: runner.run(piece))
-            self.progress.finish_cell(len(piece), turns_of(piece))
-            if result is not None:
-                result.piece = result.piece.untimed() if self.plan.config.untimed else result.piece
+            with self._attempt(cell):
+                result = runner.run(piece)
+                if self.plan.config.untimed:
+                    result.piece = result.piece.untimed()
                 results[cell.config.hash] = result
+            self.progress.finish_cell(len(piece), turns_of(piece))
         self._decide_differences(piece, results)
-        self._measured = results
         return results
 
     def _decide_differences(self, piece: Sequence[Conversation], results: Mapping[str, PieceResult]) -> None:
@@ -297,7 +293,7 @@ class GroupRunner:
         try:
             decide(piece, lossless, results[baseline.hash], *self._target)
         except (CrossdraftError, RuntimeError) as error:
-            self.progress.message(f"differences from plain decoding stay undecided: {error_message(error)}")
+            self.progress.message(f"differences from plain decoding stay undecided: {message_of(error)}")
 
     def _resume(self) -> None:
         """Read the pieces of an earlier process, or start over if they do not match."""
@@ -309,19 +305,19 @@ class GroupRunner:
         pieces = [[c.prompt.index for c in piece] for piece in self.pieces]
         identity = {"format": FORMAT, "cells": conditions, "pieces": pieces}
         head = self.store.directory.group_head(key)
-        failed: Any = head.get("failed")
-        if not isinstance(failed, dict) or {name: head.get(name) for name in identity} != identity:
+        if {name: head.get(name) for name in identity} != identity:
             if head:
                 message("starting over: the pieces on disk were measured under other conditions")
             self._head = {**identity, "measured": self.results[0].measured, "failed": self._failures()}
             self._head["threads"] = [{"piece": 1, **self._threads}]
-            self.store.save_head(key, self._head, restart=True)
+            self.store.directory.drop_group(key)
+            self.store.directory.save_head(key, self._head)
             return
         self._head = head
         for cell in self.cells:
-            cell.result.measured = str(head.get("measured"))
-            if cell.runner is not None and cell.config.hash in failed:
-                self._fail([cell], CrossdraftError(str(failed[cell.config.hash])))
+            cell.result.measured = head["measured"]
+            if cell.runner is not None and cell.config.hash in head["failed"]:
+                self._fail([cell], CrossdraftError(head["failed"][cell.config.hash]))
         while (results := self.store.directory.load_piece(key, self.finished)) is not None:
             if any(cell.config.hash not in results for cell, _ in self.running):
                 break
@@ -336,8 +332,7 @@ class GroupRunner:
 
     def _record_threads(self) -> None:
         """Record the threads of the next piece if they differ from those of the previous one."""
-        history = self._head.get("threads") if self.finished else None
-        history = [entry for entry in history if isinstance(entry, dict)] if isinstance(history, list) else []
+        history = self._head["threads"] if self.finished else []
         current = {"piece": self.finished + 1, **self._threads}
         if history and {**history[-1], "piece": current["piece"]} == current:
             return
@@ -345,7 +340,7 @@ class GroupRunner:
             new, old = describe_threads(current), describe_threads(history[-1])
             self.progress.message(f"threads from piece {current['piece']}: {new}; before: {old}")
         self._head["threads"] = [*history, current]
-        self.store.save_head(self.planned.key, self._head)
+        self.store.directory.save_head(self.planned.key, self._head)
 
     def _warn_if_disturbed(self) -> None:
         """Warn once a run if the threads of the last piece waited for processors used by other programs."""
@@ -362,14 +357,16 @@ class GroupRunner:
         for cell, runner in self.running:
             for piece in self.pieces[: self.finished] if runner.remembers else ():
                 if cell.runner is not None:
-                    self._attempt(cell, lambda runner=runner, piece=piece: runner.run(piece))
+                    with self._attempt(cell):
+                        runner.run(piece)
 
     # -- failures ------------------------------------------------------------------------------------------
 
-    def _attempt(self, cell: GroupCell, action: Callable[[], Any], strict: bool = False) -> Any:
-        """Run an action for a cell and return its result; an error fails this cell only."""
+    @contextmanager
+    def _attempt(self, cell: GroupCell, strict: bool = False) -> Iterator[None]:
+        """Run a part of a cell's measurement; an error ends the block and fails this cell only."""
         try:
-            return action()
+            yield
         except BaseException as error:  # includes sys.exit in a plug-in
             self._fail([cell], error, strict)
         finally:
@@ -395,7 +392,7 @@ class GroupRunner:
                 raise FirstFailure(f"{pair} failed; the run was stopped (--fail-fast)")
         if self._head:
             self._head["failed"] = self._failures()
-            self.store.save_head(self.planned.key, self._head)
+            self.store.directory.save_head(self.planned.key, self._head)
 
     def _failures(self) -> dict[str, str]:
         return {result.config.hash: result.error for result in self.results if result.error is not None}
@@ -404,7 +401,7 @@ class GroupRunner:
         """Reason of a failure; if memory ran out, with the memory that the cell needs."""
         loaded = self.models.of(config)
         if not memory.exhausted(error) or not loaded:
-            return error_message(error)
+            return message_of(error)
         models = [model.model for model in loaded]
         device = input_device(models[0])
         available, recorded = memory.total(device), recorded_nbytes(device)
@@ -422,8 +419,3 @@ def compare_group(results: Sequence[CellResult]) -> None:
     for result in measured:
         if result.config.sampling.temperature == 0:
             agreement(result, expected)
-
-
-def error_message(error: BaseException) -> str:
-    """One-line message of an error, with its type unless it is a CrossdraftError."""
-    return str(error) if isinstance(error, CrossdraftError) else first_line(error).rstrip(": ")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections import deque
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,15 +70,17 @@ class Launch:
         UsageError: an option is invalid, or the processes would share a device.
     """
 
-    def __init__(self, plan: Plan, outcome: Outcome):
+    state: Reporter
+
+    def __init__(self, plan: Plan, outcome: Outcome, limit: StepLimit):
         config, recipe = plan.config, plan.config.recipe
-        self.plan, self.outcome, self.directory, self.new = plan, outcome, plan.directory, plan.cells
+        self.plan, self.outcome, self.limit = plan, outcome, limit
+        self.directory, self.new = plan.directory, plan.cells
         self.groups, self.log = plan.groups, config.message
         device = recipe.device if isinstance(recipe.device, str) else SPREAD  # an explicit device map
         self.launcher = _make_launcher(config.launcher, config.launcher_options, device, not config.untimed)
         try:
             self.max_processes = _max_processes(self.launcher, config.workers, not config.untimed)
-            self.limit = StepLimit(config.step_limit)
         except BaseException:
             self.close()
             raise
@@ -90,25 +92,12 @@ class Launch:
     def close(self) -> None:
         self.launcher.close()
 
-    def measure(self) -> Generator[Outcome, None, None]:
-        """Measure the groups and collect the results in the directory of the run; yields nothing."""
-        config, recipe = self.plan.config, self.plan.config.recipe
-        processes = f"one process each ({config.launcher}, {self.max_processes} at once)"
-        self.log(f"{recipe.name}: {len(self.groups)} groups, {processes}")
-        for skipped in self.plan.expansion.skipped:
-            self.log(f"skipped: {skipped}")
-        with self.directory.locked(), Reporter(self.directory, len(self.plan.cells)) as state:
-            self.directory.write_json("recipe.json", recipe.model_dump(mode="json"))
-            plugins.notify("crossdraft_run_started", run=self.plan.about)
-            self._run()
-            failed, outcome = len(self.outcome.failed), self.outcome
-            counts = {"finished": len(outcome.results) - failed, "failed": failed}
-            state.update(
-                **counts, progress=len(self.results) / len(self.groups), state=outcome.state, note=outcome.stopped
-            )
-        yield from ()
+    @property
+    def processes(self) -> str:
+        return f"one process each ({self.plan.config.launcher}, {self.max_processes} at once)"
 
-    def _run(self) -> None:
+    def measure(self) -> None:
+        """Measure the groups and collect the results in the directory of the run."""
         waiting, running = deque(range(len(self.groups))), dict[int, Worker]()
         try:
             while waiting or running:
@@ -130,6 +119,10 @@ class Launch:
         finally:
             self._end(running)
         self._write(cut_short=self.outcome.interrupted or bool(self.outcome.stopped))
+        failed, outcome = len(self.outcome.failed), self.outcome
+        counts = {"finished": len(outcome.results) - failed, "failed": failed}
+        progress = len(self.results) / len(self.groups)
+        self.state.update(**counts, progress=progress, state=outcome.state, note=outcome.stopped)
 
     def _ended(self, running: dict[int, Worker]) -> dict[int, str]:
         """Remove the processes that have ended; return their exit statuses."""

@@ -90,7 +90,12 @@ class Plan:
 
     @cached_property
     def _prompts_digest(self) -> str:
-        return digest([_content(prompt) for prompt in self.prompts])
+        contents = []
+        for prompt in self.prompts:
+            content = asdict(replace(prompt, constraint=None))
+            del content["constraint"]  # present only if there is one
+            contents.append(content | ({"constraint": prompt.constraint.key} if prompt.constraint else {}))
+        return digest(contents)
 
     @property
     def about(self) -> dict[str, Any]:
@@ -169,13 +174,6 @@ class Plan:
             text = "; ".join(list(changed)[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
             return None, f"measured again because of changes: {text}"
         return results, ""
-
-
-def _content(prompt: Prompt) -> dict[str, Any]:
-    """Fields of a prompt as JSON; without ``constraint`` if it is None."""
-    content = asdict(replace(prompt, constraint=None))
-    del content["constraint"]
-    return content if prompt.constraint is None else {**content, "constraint": prompt.constraint.key}
 
 
 def make_plan(config: RunConfig) -> Plan:

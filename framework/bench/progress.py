@@ -10,9 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from threading import Event, Lock, Thread
-from typing import Any
 
 from tqdm import tqdm
 
@@ -92,7 +90,7 @@ class Progress:
 
     def message(self, line: str) -> None:
         """Print a line above the bar."""
-        with hidden_bar():
+        with tqdm.external_write_mode():
             self._message(line)
 
     def start_group(self, group: PlannedGroup) -> None:
@@ -196,11 +194,6 @@ class Progress:
         self._bar.n = min(self.done, self.total)
         self._bar.set_postfix_str(", ".join(text for text in (self._left(), self._current) if text), refresh=False)
         self._bar.refresh()
-
-
-def hidden_bar() -> AbstractContextManager[Any]:
-    """Hide the bar while other output is printed."""
-    return tqdm.external_write_mode()
 
 
 def _screen() -> tuple[int, int]:

@@ -32,37 +32,26 @@ def provenance(config: CellConfig, environment: Mapping[str, Any], prompts: str,
         prompts: digest of the prompts.
         timed: False if times are discarded.
     """
-    device = first_device(config.device)
+    device, user_threads = first_device(config.device), settings()
     cuda = device.type == "cuda"
+    runner = plugins.get("cell_runners", "engine").__module__ if config.engine else f"{__package__}.cells.cell_runner"
+    automatic = user_threads["free_processors"] is not None
     hardware = torch.cuda.get_device_name(device) if cuda else environment["cpu"]["model"]
     return {
         "crossdraft": environment["versions"]["crossdraft"],
-        "code": code_sha256([_runner_module(config)]),
+        "code": code_sha256([runner]),
         **{library: environment["versions"][library] for library in LIBRARIES},
         "drafter": _source("drafters", config.drafter),
         "verifier": _source("verifiers", config.verifier),
         "mark": mark_of(config).to_json(),
-        **({"engine": _server(config.engine)} if config.engine else {}),
+        **({"engine": source_of(plugins.get("servers", config.engine.name))} if config.engine else {}),
         "device": f"{device.type} ({hardware}){describe_placement(config.device)}",
-        **_threads(),
+        # Those of the user; the number chosen for a group is stored as decoding_threads.
+        "threads": user_threads["most"],
+        "wait_policy": "measured" if automatic else user_threads["wait_policy"],
         "dtype": str(pick_dtype(config.dtype, device)).removeprefix("torch."),
         "prompts": prompts,
         **({} if timed else {"timed": False}),
-    }
-
-
-def _runner_module(config: CellConfig) -> str:
-    """Module of the class that measures a cell."""
-    return plugins.get("cell_runners", "engine").__module__ if config.engine else f"{__package__}.cells.cell_runner"
-
-
-def _threads() -> dict[str, Any]:
-    """Thread settings of the user. The number chosen for a group is stored as ``decoding_threads``."""
-    configured_threads = settings()
-    automatic = configured_threads["free_processors"] is not None
-    return {
-        "threads": configured_threads["most"],
-        "wait_policy": "measured" if automatic else configured_threads["wait_policy"],
     }
 
 
@@ -82,10 +71,6 @@ def _source(kind: str, strategy: Strategy) -> dict[str, str]:
     cls, options = configured(kind, {**strategy.config, "name": strategy.name})
     with plugins.guarded(kind, cls.name, "wrapped()"):
         return source_of(cls, *cls.wrapped(options))
-
-
-def _server(engine: Strategy) -> dict[str, str]:
-    return source_of(plugins.get("servers", engine.name))
 
 
 def models_used(digests: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

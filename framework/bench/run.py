@@ -3,23 +3,24 @@
 ::
 
     with opened(make_plan(config)) as run:
-        for outcome in run.measure():  # the results so far, whenever a table is due
-            print(outcome)
+        run.measure()
     print(run.outcome)
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from .. import plugins
 from ..errors import CrossdraftError, UsageError, printable
-from ..recipe.recipe import Recipe
+from ..recipe.recipe import CellConfig, Recipe
 from ..runs.interrupts import user_interrupted
 from ..runs.labels import counted
 from ..runs.records import CellResult, Outcome
@@ -34,8 +35,8 @@ from .group_runner import FirstFailure, GroupRunner
 from .launch import Launch
 from .plan import Plan, make_plan
 from .preflight import preflight
-from .progress import Progress, hidden_bar
-from .store import Store, Unwritable, write_head, writing
+from .progress import Progress
+from .store import Store, unwritable, write_head, writing
 
 
 def run(recipe: Recipe, out: Path | str = "runs", **options: Any) -> Outcome:
@@ -53,8 +54,7 @@ def run(recipe: Recipe, out: Path | str = "runs", **options: Any) -> Outcome:
         CrossdraftError: a launcher measured no group; contains the errors of its processes.
     """
     with opened(make_plan(RunConfig(recipe, Path(out), **options))) as started:
-        for _ in started.measure():
-            pass
+        started.measure()
     return started.outcome
 
 
@@ -68,28 +68,27 @@ def opened(plan: Plan) -> Iterator[LocalRun | Launch]:
     """
     config = plan.config
     _check_out(config.out)
-    outcome = Outcome(config.recipe, plan.directory.path, skipped=plan.expansion.skipped, notes=plan.notes)
-    if config.launcher:
-        launch = Launch(plan, outcome)
-        try:
-            with writing(outcome):
-                yield launch
-        finally:
-            launch.close()
-        if not outcome.results and not outcome.interrupted:
-            raise CrossdraftError(outcome.stopped)
-        return
-    limit, shard = StepLimit(config.step_limit), config.shard
-    part = f" (shard {shard} of {counted(len(plan.expansion.groups()), 'group')})" if shard else ""
+    outcome, limit = Outcome(config.recipe, plan.directory.path, notes=plan.notes), StepLimit(config.step_limit)
+    outcome.skipped = plan.expansion.skipped
+    shard = f" (shard {config.shard} of {counted(len(plan.expansion.groups()), 'group')})" if config.shard else ""
     cells, groups = counted(len(plan.cells), "cell"), counted(len(plan.groups), "group")
-    config.message(f"{config.recipe.name}: {cells} in {groups}{part}, {counted(len(plan.prompts), 'prompt')} each")
-    for skipped in plan.expansion.skipped:
-        config.message(f"skipped: {skipped}")
-    with writing(outcome), plan.directory.locked(), Reporter(plan.directory, len(plan.cells)) as state:
-        write_head(plan, outcome)
-        plugins.notify("crossdraft_run_started", run=plan.about)
-        plan.look_up()
-        yield LocalRun(plan, outcome, state, limit)
+    run = Launch(plan, outcome, limit) if config.launcher else LocalRun(plan, outcome, limit)
+    try:
+        part = f", {run.processes}" if isinstance(run, Launch) else shard
+        config.message(f"{config.recipe.name}: {cells} in {groups}{part}, {counted(len(plan.prompts), 'prompt')} each")
+        for skipped in plan.expansion.skipped:
+            config.message(f"skipped: {skipped}")
+        with writing(outcome), plan.directory.locked(), Reporter(plan.directory, len(plan.cells)) as run.state:
+            write_head(plan, outcome)
+            plugins.notify("crossdraft_run_started", run=plan.about)
+            if not config.launcher:
+                plan.look_up()
+            yield run
+    finally:
+        if isinstance(run, Launch):
+            run.close()
+    if config.launcher and not outcome.results and not outcome.interrupted:
+        raise CrossdraftError(outcome.stopped)
 
 
 def _check_out(out: Path) -> None:
@@ -109,16 +108,22 @@ class LocalRun:
 
     Attributes:
         outcome: its results; complete after `measure`.
-        new: cells to measure with the loop of this process.
         limit: time limit of a step.
+        state: state of the run, for other processes.
     """
 
-    def __init__(self, plan: Plan, outcome: Outcome, state: Reporter, limit: StepLimit):
-        self.plan, self.outcome, self.limit, self._state = plan, outcome, limit, state
-        self.new = [cell for cell in plan.new if cell.engine is None]
+    state: Reporter
 
-    def measure(self) -> Generator[Outcome, None, None]:
-        """Measure the cells; yield the results so far when a table is due. Closed early, the run is interrupted.
+    def __init__(self, plan: Plan, outcome: Outcome, limit: StepLimit):
+        self.plan, self.outcome, self.limit = plan, outcome, limit
+
+    @property
+    def new(self) -> list[CellConfig]:
+        """Cells to measure with the loop of this process."""
+        return [cell for cell in self.plan.new if cell.engine is None]
+
+    def measure(self) -> None:
+        """Measure the cells.
 
         Raises:
             UsageError, ModelError: something that the recipe names is invalid; raised before anything is measured.
@@ -132,16 +137,16 @@ class LocalRun:
             budget = Budget(recipe.time, prompts, plan.blocks, recipe.max_new_tokens, config.clock)
         options: dict[str, Any] = {"bar": config.progress, "clock": config.clock, "budget": budget}
         with Progress(len(plan.new), len(prompts), turns, config.message, **options) as progress:
-            store = Store(plan, self.outcome, self._state)
+            store = Store(plan, self.outcome, self.state)
             try:
-                yield from self._groups(store, progress, models, budget)
+                self._measure_groups(store, progress, models, budget)
             except KeyboardInterrupt:  # finished results are kept and shown
                 if not user_interrupted():
                     raise
                 self.outcome.interrupted = True
-            except GeneratorExit:
-                self.outcome.interrupted = True
-            except (Unwritable, FirstFailure) as error:
+            except OSError as error:
+                self.outcome.stopped = unwritable(self.outcome, error)
+            except FirstFailure as error:
                 self.outcome.stopped = str(error)
         store.close(progress.share)
 
@@ -151,7 +156,7 @@ class LocalRun:
                 self.outcome.notes.append(note)
                 self.plan.config.message(f"note: {note}")
 
-    def _groups(self, store: Store, progress: Progress, models: Models, budget: Budget | None) -> Iterator[Outcome]:
+    def _measure_groups(self, store: Store, progress: Progress, models: Models, budget: Budget | None) -> None:
         waiting: list[GroupRunner] = []
         strict = True  # the first group: preflight has checked the others
         for planned in self.plan.groups:
@@ -161,58 +166,34 @@ class LocalRun:
             if planned.stored is not None:
                 store.finish_groups([planned.key], planned.stored, progress.share)
                 continue
-            runner = GroupRunner(planned, self.plan, models, self.limit, store, progress, strict)
+            waiting.append(GroupRunner(planned, self.plan, models, self.limit, store, progress, strict))
             strict = False
             if budget is None:
-                self._measure(runner, store, progress)
-            else:
-                waiting.append(runner)
-        if budget is not None and waiting:
-            yield from self._measure_within(budget, waiting, store, progress)
+                self._measure(waiting, store, progress)
+                waiting.clear()
+        if waiting:
+            self._measure(waiting, store, progress, budget)
 
-    def _measure(self, runner: GroupRunner, store: Store, progress: Progress) -> None:
-        try:
-            self._open(runner)
-            self._advance(runner, len(self.plan.blocks), store, progress)
-        finally:
-            runner.close()
-            runner.settle()
-            if not runner.complete:
-                _interrupt(runner, f"piece {runner.finished} of {len(runner.pieces)}", store)
-        results = runner.results if runner.complete else []
-        progress.finish_groups(results)
-        store.finish_groups([runner.planned.key], results, progress.share)
-
-    def _open(self, runner: GroupRunner) -> None:
-        runner.open()
-        self._note(runner.notes)
-
-    def _advance(self, runner: GroupRunner, blocks: int, store: Store, progress: Progress) -> None:
-        """Measure the pieces of a group until ``blocks`` blocks are finished."""
-        for number in runner.remaining(blocks):
-            store.add(runner.planned.key, number, runner.measure(number), progress.share)
-            progress.finish_piece()
-
-    def _measure_within(
-        self, budget: Budget, runners: Sequence[GroupRunner], store: Store, progress: Progress
-    ) -> Iterator[Outcome]:
-        """Measure blocks in all groups while they fit the budget."""
-        blocks, clock, opening = len(self.plan.blocks), self.plan.config.clock, 0.0
+    def _measure(
+        self, runners: Sequence[GroupRunner], store: Store, progress: Progress, budget: Budget | None = None
+    ) -> None:
+        """Measure all blocks of groups, or those that fit a budget: a block in all groups before the next one."""
+        blocks, clock, opening, done = len(self.plan.blocks), self.plan.config.clock, 0.0, 0
         share_memory = fit_memory([runner.planned.cells[0] for runner in runners])
         try:
             self._open(runners[0])  # models are loaded and checked before the budget starts
-            budget.restart()
-            while True:
-                all_open = all(runner.running or not runner.alive for runner in runners)
-                cells = sum(runner.alive for runner in runners)
-                until = budget.next(cells, progress.pace, opening, all_open)
-                if until <= budget.done:
-                    break
-                if budget.done and budget.table_due(sys.stderr.isatty()):
-                    results = self._settle(budget, runners)
-                    store.save(results)
-                    with hidden_bar():
-                        yield replace(self.outcome, results=[*self.outcome.results, *results])
+            if budget is not None:
+                budget.restart()
+            while done < blocks:
+                until = blocks
+                if budget is not None:
+                    all_open = all(runner.running or not runner.alive for runner in runners)
+                    cells = sum(runner.alive for runner in runners)
+                    until = budget.next(cells, progress.pace, opening, all_open)
+                    if until <= done:
+                        break
+                    if done and budget.table_due(sys.stderr.isatty()):
+                        self._show([*self.outcome.results, *self._settle(runners, done)], store)
                 opening = 0.0
                 for runner in runners:
                     for other in runners:
@@ -221,10 +202,11 @@ class LocalRun:
                     start = clock()
                     self._open(runner)
                     opening += clock() - start
-                    self._advance(runner, until, store, progress)
-                budget.done = min((runner.blocks for runner in runners if runner.alive), default=blocks)
+                    runner.advance(until)
+                done = min((runner.blocks for runner in runners if runner.alive), default=blocks)
+                if budget is not None:
+                    budget.done = done
         except BaseException:
-            done = budget.done
             for runner in runners:
                 runner.settle(done or None)
                 pieces = f"piece {runner.finished} of {len(runner.pieces)}"
@@ -233,17 +215,32 @@ class LocalRun:
         finally:
             for runner in runners:
                 runner.close()
-        results = self._settle(budget, runners)
+        results = self._settle(runners, done)
         progress.finish_groups(results)
         keys = [runner.planned.key for runner in runners]
-        store.finish_groups(keys, results, progress.share, complete=budget.done == blocks)
+        store.finish_groups(keys, results, progress.share, complete=done == blocks)
 
-    def _settle(self, budget: Budget, runners: Sequence[GroupRunner]) -> list[CellResult]:
-        """Results of the blocks finished by all groups."""
-        results = [result for runner in runners for result in runner.settle(budget.done)]
+    def _open(self, runner: GroupRunner) -> None:
+        runner.open()
+        self._note(runner.notes)
+
+    def _show(self, results: list[CellResult], store: Store) -> None:
+        """Store the results so far, and print their table above the bar."""
         for result in results:
-            cut = result.error is None and budget.done < len(self.plan.blocks)
-            result.planned, result.budget = (len(self.plan.prompts), budget.text) if cut else (None, "")
+            if not result.reused:
+                store.directory.save(result)
+        if self.plan.config.table is None:
+            return
+        with tqdm.external_write_mode():
+            self.plan.config.table(replace(self.outcome, results=results))
+
+    def _settle(self, runners: Sequence[GroupRunner], done: int) -> list[CellResult]:
+        """Results of the blocks finished by all groups."""
+        results = [result for runner in runners for result in runner.settle(done)]
+        for result in results:
+            cut = result.error is None and done < len(self.plan.blocks)
+            budget = str(self.plan.config.recipe.time)
+            result.planned, result.budget = (len(self.plan.prompts), budget) if cut else (None, "")
         return results
 
 

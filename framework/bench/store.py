@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from .. import plugins
-from ..errors import CrossdraftError, UsageError
+from ..errors import UsageError
 from ..runs.readme import FILE as README
 from ..runs.readme import readme
 from ..runs.records import CellResult, Outcome
@@ -18,20 +18,19 @@ from .plan import Plan
 from .provenance import distinct
 
 
-class Unwritable(CrossdraftError):
-    """A failure to write to the run directory, which stops the run."""
-
-
 @contextmanager
 def writing(outcome: Outcome) -> Iterator[None]:
     """Turn a write error into the reason why the run stopped, or into a UsageError before the first result."""
     try:
         yield
     except OSError as error:
-        reason = f"cannot write to {outcome.directory}: {error.strerror or error}"
         if not outcome.results:
-            raise UsageError(reason) from None
-        outcome.stopped = reason
+            raise UsageError(unwritable(outcome, error)) from None
+        outcome.stopped = unwritable(outcome, error)
+
+
+def unwritable(outcome: Outcome, error: OSError) -> str:
+    return f"cannot write to {outcome.directory}: {error.strerror or error}"
 
 
 def write_head(plan: Plan, outcome: Outcome) -> None:
@@ -58,19 +57,10 @@ class Store:
             if group.stored is not None:
                 self.directory.adopt(group.source or self.directory, group.cells)
 
-    def save_head(self, key: str, head: dict[str, Any], restart: bool = False) -> None:
-        """Write the conditions of a group's pieces; ``restart`` removes the pieces on disk."""
-        self._try(lambda: (self.directory.begin_group if restart else self.directory.save_head)(key, head))
-
     def add(self, key: str, number: int, results: Mapping[str, PieceResult], share: float) -> None:
         """Add piece ``number`` (from 0) of a group, by cell hash; ``share`` is that of the finished run."""
-        self._try(lambda: self.directory.save_piece(key, number, results))
+        self.directory.save_piece(key, number, results)
         self._state.update_progress(share)
-
-    def save(self, results: Sequence[CellResult]) -> None:
-        """Write the results of cells, so far or final."""
-        for result in results:
-            self._try(lambda result=result: self.directory.save(result))
 
     def interrupt(self, results: Sequence[CellResult], note: str) -> None:
         """Add the results of a group that ends before its last piece, and a note for readers or an empty text."""
@@ -86,7 +76,7 @@ class Store:
         self._outcome.results += results
         for result in results:
             if not result.reused:
-                self.save([result])
+                self.directory.save(result)
             self._counts["finished" if result.error is None else "failed"] += 1
             if result.metrics is not None and not result.reused:
                 plugins.notify("crossdraft_cell_finished", run=self._plan.about, cell=result.summary())
@@ -106,12 +96,6 @@ class Store:
         self._state.update(**self._counts, progress=share, state=outcome.state, note=note)
         self._write_environment()
         _write_shard(self._plan, outcome, self._finished)
-
-    def _try(self, write: Callable[[], Any]) -> None:
-        try:
-            write()
-        except OSError as error:
-            raise Unwritable(f"cannot write to {self.directory.path}: {error.strerror or error}") from None
 
     def _write_environment(self) -> None:
         """Write ``environment.json`` unless all results were reused."""

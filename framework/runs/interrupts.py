@@ -71,7 +71,7 @@ def user_interrupted() -> bool:
 
 def propagate_interrupt(error: BaseException) -> None:
     """Raise KeyboardInterrupt if a signal caused `error`: native code may have replaced it by an error of its own."""
-    if user_interrupted() and (isinstance(error, KeyboardInterrupt) or _active is not None):
+    if _signals or (user_interrupted() and isinstance(error, KeyboardInterrupt)):
         raise KeyboardInterrupt from error
 
 

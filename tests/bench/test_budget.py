@@ -14,10 +14,8 @@ from tiny_runs import ONE_GROUP, cells, output
 from crossdraft.framework.bench import budget
 from crossdraft.framework.bench.cells.cell_runner import Cell
 from crossdraft.framework.bench.cells.conversations import blocks_of
-from crossdraft.framework.bench.config import RunConfig
 from crossdraft.framework.bench.matrix import expand, load_recipe
-from crossdraft.framework.bench.plan import make_plan
-from crossdraft.framework.bench.run import opened, run
+from crossdraft.framework.bench.run import run
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.cost.load_run import read_run
 from crossdraft.framework.cost.summary import Summary
@@ -54,8 +52,9 @@ class Clock:
 
 def run_with_tables(recipe: Any, out: Path, show: Callable[[Outcome], Any], **options: Any) -> tuple[Outcome, list]:
     """Outcome of a run, and what ``show`` returns for the results whenever a table is due."""
-    with opened(make_plan(RunConfig(recipe, out, **options))) as started:
-        return started.outcome, [show(outcome) for outcome in started.measure()]
+    shown: list[Any] = []
+    outcome = run(recipe, out, table=lambda outcome: shown.append(show(outcome)), **options)
+    return outcome, shown
 
 
 def prompts_of(outcome: Outcome) -> list[list[str]]:
@@ -91,6 +90,16 @@ def test_as_many_blocks_as_fit(recipe: str, tmp_path: Path, monkeypatch: Any) ->
         line.startswith("all 6 prompts take about ") and "within the time budget of 9s; to measure" in line
         for line in lines
     )
+
+
+def test_interrupt_while_a_table_is_printed(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
+    def interrupt(outcome: Outcome) -> None:
+        raise KeyboardInterrupt
+
+    clock, request = Clock(monkeypatch), load_recipe(recipe, [*SETTINGS, "time=9s"])
+    outcome, _ = run_with_tables(request, tmp_path / "runs", interrupt, log=None, clock=clock)
+    assert outcome.interrupted and all(result.metrics for result in outcome.results)
+    assert any("cut short after block 1 of" in note for note in outcome.notes)
 
 
 def test_run_ended_by_its_budget_is_finished_and_resumable(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:

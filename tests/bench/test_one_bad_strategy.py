@@ -137,7 +137,7 @@ def test_signal_inside_of_native_code_ends_the_run(bench: Any, install: Any) -> 
 
 
 def test_second_signal_waits_for_summary(capsys: Any) -> None:
-    with interrupts.Interrupts():
+    with interrupts.saving_interrupts():
         assert not interrupts.user_interrupted()
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median_low
 from typing import Any
@@ -19,7 +18,6 @@ from ...contracts.lm import LM
 from ...contracts.models import LoadedModel
 from ...contracts.rng import CounterRng
 from ...contracts.steps import Request, Response
-from ...engine.decoder import Decoder
 from ...engine.stopwatch import StepTiming
 from ...errors import ContractError
 from ...lm.cuda_graphs import CaptureLimits, missed_passes, recording
@@ -102,49 +100,37 @@ def positions(config: CellConfig) -> int:
     return slot_length(0, [drafter_of(config)], config.sampling)
 
 
-class _Steps:
-    """Measurement of a piece: the timings of its steps, read from the decoder, and the CPU time lost in each."""
+def _piece(timings: Sequence[StepTiming], waits: Sequence[float], before: Mapping[str, float]) -> Piece:
+    """Sum up the steps of a piece. If no step had all slots in use, none belongs to the tail.
 
-    def __init__(self, decoder: Decoder):
-        self._decoder, self._contention = decoder, CpuWait(decoder.target.device)
-        self.timings: list[StepTiming] = []
-        self._waits: list[float] = []
-
-    def start(self) -> None:
-        """Start a piece; `stop` must follow, also after an error."""
-        self.timings = self._decoder.timings = []
-        self._waits, self._before = [], dict(self._decoder.stopwatch.seconds)
-        self._contention.start()
-
-    def stop(self) -> None:
-        self._decoder.timings = None
-        self._contention.close()
-
-    def read(self) -> None:
-        """Read the waiting time of the last step, if there was one since the last call."""
-        if len(self.timings) > len(self._waits):
-            self._waits.append(self._contention.since())
-
-    def piece(self) -> Piece:
-        """Sum up the steps. If no step had all slots in use, none belongs to the tail."""
-        full, partial = list[_Step](), list[_Step]()
-        before, slots = self._before, dict[int, tuple[int, int]]()
-        for timing, waited in zip(self.timings, self._waits, strict=True):
-            seconds = {phase: now - before[phase] for phase, now in timing.seconds.items()}
-            step = _Step(timing, seconds, waited, _prefilled(timing, slots))
-            before = timing.seconds
-            (partial if None in timing.prompts else full).append(step)
-        counted, tail = (full, partial) if full else (partial, [])
-        steps: dict[str, list[list[int]]] = {}
-        for step in counted:
-            steps.setdefault(step.shape, []).append(step.row)
-        return Piece(
-            emitted=sum(step.emitted for step in counted),
-            seconds={phase: sum(step.seconds[phase] for step in counted) for phase in before},
-            tail_emitted=sum(step.emitted for step in tail),
-            tail_seconds=sum(s for step in tail for phase, s in step.seconds.items() if phase != PREFILL),
-            steps=steps,
-        )
+    Args:
+        waits: CPU time lost in each step.
+        before: seconds of the stopwatch before the first step.
+    """
+    full, partial = list[Any](), list[Any]()  # emitted tokens, seconds by phase, shape and row of each step
+    slots: dict[int, tuple[int, int]] = {}
+    for timing, waited in zip(timings, waits, strict=True):
+        seconds = {phase: now - before[phase] for phase, now in timing.seconds.items()}
+        before, total = timing.seconds, sum(seconds.values())
+        # Split in proportion with the target's prefill before the step.
+        wait = waited * (1 - seconds[PREFILL] / total) if total else 0.0
+        times = [*(seconds[phase] for phase in ("draft", "target", "verify", "rest")), wait]
+        row = [round(1e6 * s) for s in times]
+        if prefilled := _prefilled(timing, slots):
+            row += [prefilled, round(1e6 * seconds["draft_prefill"])]
+        shape = f"{timing.width} {max(timing.lengths) // CONTEXT_STEP}{' resumed' if timing.resumed else ''}"
+        (partial if None in timing.prompts else full).append((sum(timing.emitted), seconds, shape, row))
+    counted, tail = (full, partial) if full else (partial, [])
+    steps: dict[str, list[list[int]]] = {}
+    for _, _, shape, row in counted:
+        steps.setdefault(shape, []).append(row)
+    return Piece(
+        emitted=sum(emitted for emitted, *_ in counted),
+        seconds={phase: sum(seconds[phase] for _, seconds, *_ in counted) for phase in before},
+        tail_emitted=sum(emitted for emitted, *_ in tail),
+        tail_seconds=sum(s for _, seconds, *_ in tail for phase, s in seconds.items() if phase != PREFILL),
+        steps=steps,
+    )
 
 
 def _prefilled(timing: StepTiming, slots: dict[int, tuple[int, int]]) -> int:
@@ -155,32 +141,6 @@ def _prefilled(timing: StepTiming, slots: dict[int, tuple[int, int]]) -> int:
             tokens += length - emitted if slots.get(row) != (prompt, length - emitted) else 0
             slots[row] = prompt, length
     return tokens
-
-
-@dataclass(frozen=True)
-class _Step:
-    timing: StepTiming
-    seconds: Mapping[str, float]
-    waited: float
-    prefilled: int
-
-    @property
-    def shape(self) -> str:
-        resumed = " resumed" if self.timing.resumed else ""
-        return f"{self.timing.width} {max(self.timing.lengths) // CONTEXT_STEP}{resumed}"
-
-    @property
-    def emitted(self) -> int:
-        return sum(self.timing.emitted)
-
-    @property
-    def row(self) -> list[int]:
-        """Row of `Piece.steps`. The waiting time is split in proportion with the target's prefill before the step."""
-        total = sum(self.seconds.values())
-        wait = self.waited * (1 - self.seconds[PREFILL] / total) if total else 0.0
-        times = [self.seconds[phase] for phase in ("draft", "target", "verify", "rest")] + [wait]
-        row = [round(1e6 * s) for s in times]
-        return [*row, self.prefilled, round(1e6 * self.seconds["draft_prefill"])] if self.prefilled else row
 
 
 class Cell(CellRunner):
@@ -231,7 +191,9 @@ class Cell(CellRunner):
             mask_drafts=mask_drafts,
             validate=validate,
         )
-        self._steps = _Steps(self.decoder)
+        self._contention = CpuWait(lm.device)
+        self._timings: list[StepTiming] = []
+        self._waits: list[float] = []  # CPU time lost in each step
         self.depth = drafter.traits(options, config.sampling).depth
 
     @property
@@ -240,7 +202,7 @@ class Cell(CellRunner):
 
     @property
     def pace(self) -> float | None:
-        ends = [sum(timing.seconds.values()) for timing in self._steps.timings]
+        ends = [sum(timing.seconds.values()) for timing in self._timings]
         if len(ends) <= LEAST_STEPS:
             return None
         seconds = median_low([after - before for before, after in pairwise(ends)])
@@ -256,7 +218,7 @@ class Cell(CellRunner):
     def warm_up(self, length: int) -> None:
         """Warm up the decoder; captures CUDA graphs for all widths up to the widest draft and all sequence lengths."""
         self._on_step()
-        self._steps.timings = self.decoder.timings = []
+        self._timings = self.decoder.timings = []
         with recording(CaptureLimits(depth=self.depth, nodes=positions(self.config) - 1)):
             for _ in self.decoder.warm_up(length, self.config.seed):
                 self._on_step()
@@ -265,12 +227,15 @@ class Cell(CellRunner):
     def _measured(self, result: PieceResult) -> Iterator[None]:
         passes, missed = self._passes, missed_passes()
         memory.start(self.lm.device)
-        self._steps.start()
+        self._timings = self.decoder.timings = []
+        self._waits, before = [], dict(self.decoder.stopwatch.seconds)
+        self._contention.start()
         try:
             yield
         finally:
-            self._steps.stop()
-        result.piece = self._steps.piece()
+            self.decoder.timings = None
+            self._contention.close()
+        result.piece = _piece(self._timings, self._waits, before)
         result.passes, result.peak_memory = self._passes - passes, memory.peak(self.lm.device)
         result.missed_graphs = missed_passes() - missed
 
@@ -285,7 +250,8 @@ class Cell(CellRunner):
         self._on_step()
         with recording(None), closing(self.decoder.steps(requests)) as steps:
             for finished in steps:
-                self._steps.read()
+                if len(self._timings) > len(self._waits):
+                    self._waits.append(self._contention.since())
                 self._on_step()
                 responses += finished
         return sorted(responses, key=lambda response: response.index)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -84,17 +83,15 @@ class RunRecipe(ProgramOptions, TrustOptions, Command):
         from ...bench.run import opened
         from ...report.tables import terminal
         from ...report.write import write_summary
-        from ...runs.interrupts import Interrupts
+        from ...runs.interrupts import saving_interrupts
 
         logging.disable_progress_bar()  # the run has its own progress bar
         plan = make_plan(config)
         self.trusted(_models(plan))
-        with Interrupts(), tracking(self.track) as notify_finished:
+        with saving_interrupts(), tracking(self.track) as notify_finished:
             with opened(plan) as started:
                 certify_missing(started.new, config.message, started.limit)
-                with closing(started.measure()) as tables:
-                    for outcome in tables:
-                        self._print_partial(outcome)
+                started.measure()
             summary = write_summary(started.outcome)
             notify_finished(summary)
             print_stored(terminal(summary))
@@ -128,6 +125,7 @@ class RunRecipe(ProgramOptions, TrustOptions, Command):
             shard=Shard.parse(self.shard) if self.shard else None,
             untimed=self.untimed,
             log=None if self.quiet else log_to_stderr,
+            table=None if self.quiet else _print_partial,
             progress=not self.quiet,
             debug=self.debug,
             launcher=self.launcher,
@@ -136,13 +134,12 @@ class RunRecipe(ProgramOptions, TrustOptions, Command):
             command=["run", self.recipe, *(part for setting in settings for part in ("--set", setting))],
         )
 
-    def _print_partial(self, outcome: Outcome) -> None:
-        if self.quiet:
-            return
-        from ...cost.summary import Summary
-        from ...report.tables import brief
 
-        print_error(f"\n{brief(Summary.of(outcome, []))}")
+def _print_partial(outcome: Outcome) -> None:
+    from ...cost.summary import Summary
+    from ...report.tables import brief
+
+    print_error(f"\n{brief(Summary.of(outcome, []))}")
 
 
 def _models(plan: Plan) -> Iterator[str]:
