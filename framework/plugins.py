@@ -314,16 +314,18 @@ def traits_of(kind: str, cls: Any, config: Any, *sampling: Any) -> Any:
     return traits
 
 
-def notify(hook: str, **arguments: Any) -> None:
-    """Call the notification `hook` of every plug-in; errors are logged, not raised."""
+def notify(hook: str, **arguments: Any) -> Any:
+    """Call `hook` of every plug-in; errors are logged, not raised. Returns the last result that is not None."""
+    results = []
     for implementation in getattr(manager().hook, hook).get_hookimpls():
         try:
             with redirect_stdout(sys.stderr):
-                implementation.function(*[arguments[argument] for argument in implementation.argnames])
+                results.append(implementation.function(*[arguments[name] for name in implementation.argnames]))
         except KeyboardInterrupt:
             raise
         except BaseException as error:
             logger.warning("crossdraft: %s of %s: %s", hook, implementation.plugin_name, first_line(error))
+    return next((result for result in reversed(results) if result is not None), None)
 
 
 def _import(reference: str) -> Any:

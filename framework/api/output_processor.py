@@ -9,7 +9,7 @@ from typing import Any
 
 from ..contracts.steps import Chunk, Request, Response, StepEvent
 from ..engine.decoder import Decoder
-from ..models.cpu.threads import thread_count
+from ..models.threads import thread_count
 from .detokenizer import Detokenizer, decode_text
 
 

@@ -10,7 +10,7 @@ import torch
 from ..api.cell_runner import Conversation
 from ..contracts.lm import LM
 from ..contracts.models import LoadedModel
-from ..models.rounding import tie_of
+from ..models.device import tie_of
 from ..runs.records import CellResult
 from ..runs.run_directory import PieceResult
 

@@ -30,8 +30,8 @@ from ..errors import CrossdraftError, ModelError, UsageError, message_of
 from ..lm.cuda_graphs import recorded_nbytes
 from ..metrics.cell_metrics import compare, measure
 from ..metrics.intervals import LEAST_PIECES
-from ..models.cpu.threads import choose_for_group, describe_threads, disturbance, restored, set_threads
 from ..models.placement import input_device
+from ..models.threads import choose_for_group, describe_threads, disturbance, restored, set_threads
 from ..recipe.recipe import CellConfig
 from ..recipe.yaml_errors import Places
 from ..runs.interrupts import propagate_interrupt

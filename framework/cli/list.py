@@ -164,11 +164,11 @@ def list_plugins(args: argparse.Namespace) -> int:
 
 
 def show_environment(args: argparse.Namespace) -> int:
-    from ..models.cpu import threads
     from ..models.environment import describe
+    from ..models.threads import thread_count
 
     environment = describe()
-    environment["cpu"]["threads"]["decoding"] = threads.example()
+    environment["cpu"]["threads"]["decoding"] = thread_count().describe()
     if args.json:
         _print_json(environment)
     else:

@@ -21,7 +21,6 @@ from typing import Any
 from .. import plugins
 from ..errors import CrossdraftError, printable
 from ..models import distributed
-from ..models.cpu import threads
 from ..runs.interrupts import interrupting
 from . import standard_streams
 from .commands import HEADINGS
@@ -126,7 +125,7 @@ def _parser(chosen: str) -> argparse.ArgumentParser:
         raise plugins.unknown("commands", chosen, "crossdraft --help describes them.")
     command = plugins.get("commands", chosen)
     if getattr(command, "loads_models", True):
-        threads.choose_wait_policy()  # before PyTorch is loaded
+        plugins.notify("crossdraft_command_started")
     subparser = subparsers.add_parser(chosen, description=_sentence(entries[chosen].summary))
     with plugins.guarded("commands", chosen, "add_arguments()"):
         command.add_arguments(subparser)

@@ -133,6 +133,19 @@ def crossdraft_register_columns(register: Register) -> None:
 
 
 @hookspec
+def crossdraft_command_started() -> None:
+    """Called when a command that loads models starts, before PyTorch is loaded."""
+
+
+@hookspec
+def crossdraft_thread_count(lm: Any) -> Any:
+    """Return the `models.threads.ThreadCount` of the slots ``lm`` of a target, or None for PyTorch's number of threads.
+
+    ``lm`` is None if an engine decodes, and for ``crossdraft list env``.
+    """
+
+
+@hookspec
 def crossdraft_run_started(run: Mapping[str, Any]) -> None:
     """Called when a run starts.
 

@@ -13,7 +13,7 @@ from ..contracts.verifier import not_shortenable
 from ..errors import UsageError
 from ..metrics.cell_metrics import StepRecord
 from ..metrics.pieces import Piece
-from ..models.cpu.threads import number_used
+from ..models.threads import number_used
 from ..recipe.recipe import CellConfig
 from ..runs.records import CellResult
 from .curve import CostCurve, find_curve, stored_curves

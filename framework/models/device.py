@@ -1,4 +1,4 @@
-"""Selection of device and dtype, and CPU features."""
+"""Selection of device and dtype, rounding of dtypes, and CPU features."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from ..errors import UsageError, quoted
 if TYPE_CHECKING:
     import torch
 
+    from ..contracts.models import LoadedModel
+
 #: Supported device types.
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "sve", "bf16")
+#: Largest difference of two logits that the rounding of another implementation can turn around, by dtype.
+TIE = {"float32": 1e-3, "float16": 0.06, "bfloat16": 0.5}
 
 
 @cache
@@ -77,3 +81,10 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     if result in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         return result
     raise UsageError(f"unknown dtype {quoted(dtype)}; use auto, float32, bfloat16 or float16")
+
+
+def tie_of(target: LoadedModel) -> tuple[str, float]:
+    """The dtype of a loaded target, and its `TIE`: the largest one for a backend whose models have no parameters."""
+    parameters = getattr(target.model, "parameters", None)
+    dtype = str(next(parameters()).dtype).removeprefix("torch.") if parameters is not None else "unknown"
+    return dtype, TIE.get(dtype, max(TIE.values()))

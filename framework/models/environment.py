@@ -12,7 +12,7 @@ from typing import Any
 
 from ..util.output_files import cache_dir
 from ..util.releases import release
-from .cpu import threads
+from . import threads
 from .device import cpu_features, cpu_model, pick_device, pick_dtype
 
 PACKAGES = ("crossdraft", "torch", "transformers", "datasets", "tokenizers", "safetensors", "huggingface-hub")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import plugins
 from ..cost.load_run import FinishedRun, portable, titles_of
-from ..models.cpu.threads import describe_threads
+from ..models.threads import describe_threads
 from ..recipe.recipe import read_recipe
 from ..runs.labels import group_title, verifier_title
 from ..util.table import Table

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ..models.cpu.threads import one_thread
+from ..models.threads import one_thread
 
 
 class OneThread:

@@ -11,7 +11,7 @@ from crossdraft.framework.bench.matrix import load_recipe
 from crossdraft.framework.bench.run import run
 from crossdraft.framework.contracts.draft import Draft, Verdict
 from crossdraft.framework.cost.load_run import read_run
-from crossdraft.framework.models import rounding
+from crossdraft.framework.models import device
 from crossdraft.framework.models.chat import encode
 from crossdraft.framework.models.load import load_model
 from crossdraft.framework.report.answer import best_of
@@ -38,7 +38,7 @@ def test_differences_are_decided(
 ) -> None:
     install("verifiers", ("shifted", Shifted))
     if explained:
-        monkeypatch.setitem(rounding.TIE, "float32", 1e9)
+        monkeypatch.setitem(device.TIE, "float32", 1e9)
     drafter = f"drafters=[{{name: draft-model, model: {models['narrow']}, gamma: 1}}]"
     outcome = run(load_recipe(recipe, [*SETTINGS, drafter]), tmp_path / "runs", log=None, validate="never")
     assert not outcome.failed, outcome.failed[0].traceback

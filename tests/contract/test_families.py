@@ -12,7 +12,7 @@ import pytest
 import torch
 from head_checkpoints import write_heads
 
-from crossdraft.framework.models.cpu.threads import one_thread
+from crossdraft.framework.models.threads import one_thread
 from crossdraft.testing import DrafterContract, TinyModel
 
 HEADS = {"medusa", "eagle", "eagle3", "mtp", "dspark", "dflash", "p-eagle", "mlp-speculator", "pass"}

@@ -22,11 +22,11 @@ from ...engine.stopwatch import StepTiming
 from ...errors import ContractError
 from ...lm.cuda_graphs import CaptureLimits, missed_passes, recording
 from ...metrics.pieces import PREFILL, Piece
-from ...models.cpu.contention import CpuWait
 from ...models.grammar import compile_constraint
 from ...models.load import load_model
 from ...recipe.recipe import CellConfig
 from ...runs.run_directory import PieceResult
+from ...util.contention import CpuWait
 from .. import memory
 
 #: Steps before their pace counts: the first ones compile and allocate.

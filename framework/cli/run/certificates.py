@@ -31,7 +31,7 @@ def certify_missing(cells: Iterable[CellConfig], log: Callable[[str], None], lim
     Raises:
         ContractError: a strategy that is declared lossless changes the target distribution.
     """
-    from ...models.cpu.threads import one_thread
+    from ...models.threads import one_thread
     from ...runs import certified_registry
 
     start, certified, new = monotonic(), [], []

@@ -1,6 +1,20 @@
-"""Decoder layers for crossdraft: compiled ones for CPUs, recurrent ones of hybrid models."""
+"""Decoder layers for crossdraft: compiled ones and threads for CPUs, recurrent ones of hybrid models."""
 
 from crossdraft import hookimpl
+
+
+@hookimpl
+def crossdraft_command_started():
+    from .threads import choose_wait_policy
+
+    choose_wait_policy()
+
+
+@hookimpl
+def crossdraft_thread_count(lm):
+    from .threads import thread_count
+
+    return thread_count(lm)
 
 
 @hookimpl

@@ -69,8 +69,8 @@ class CompareTexts(TrustOptions, JsonOptions, Command):
 
     def run(self) -> int:
         """Return 0 if all texts are the target's, up to ties, 1 if one is not, 3 if prompts or lengths differ."""
+        from crossdraft.framework.models.device import tie_of
         from crossdraft.framework.models.load import load_model
-        from crossdraft.framework.models.rounding import tie_of
 
         trust = self.target in self.trusted([self.target])
         sides = [_responses(source, self.target, trust) for source in (self.a, self.b)]

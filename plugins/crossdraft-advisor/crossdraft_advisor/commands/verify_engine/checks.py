@@ -15,7 +15,7 @@ import numpy as np
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import UsageError, printable
-from crossdraft.framework.models.rounding import tie_of
+from crossdraft.framework.models.device import tie_of
 
 from ...engines.response_checks import response_flaw
 from ...greedy_text import GreedyText, positions, token_gaps

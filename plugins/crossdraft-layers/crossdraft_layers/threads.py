@@ -2,7 +2,7 @@
 
 OpenMP threads synchronise after every matrix product. By default they spin for milliseconds until all have arrived;
 beside a busy program they spin for a thread without a core. Two remedies: passive waiting (`choose_wait_policy`), which
-OpenMP reads once, when PyTorch is loaded; and fewer threads (`ThreadCount`), which can change at any time.
+OpenMP reads once, when PyTorch is loaded; and fewer threads (`MeasuredThreads`), which can change at any time.
 
 User settings are never changed: the environment variables in `NUMBER` and `POLICY`, and a number set by
 `torch.set_num_threads` that differs from the numbers of cores and hardware threads.
@@ -15,14 +15,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .. import distributed
-from ..device import lines_of, pick_device, pick_dtype
-from .contention import CpuWait
+from crossdraft.framework.models import distributed
+from crossdraft.framework.models.device import lines_of, pick_device, pick_dtype
+from crossdraft.framework.models.threads import CHOSEN, DISTURBED, NUMBER, POLICY, ThreadCount, restored, set_threads
+from crossdraft.framework.util.contention import CpuWait
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,13 +30,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-#: Environment variables of the number of threads, and of the wait policy.
-NUMBER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT")
-POLICY = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 #: Settings of passive waiting, of OpenMP and of libgomp.
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
-#: Variable that marks a wait policy as chosen by crossdraft, for child processes; its value is the free processors.
-CHOSEN = "CROSSDRAFT_FREE_PROCESSORS"
 #: Minimum speed-up for another number of threads.
 GAIN = 1.15
 #: Seconds of a measurement after `LEAST` repetitions of every number, and maximum repetitions.
@@ -47,8 +42,6 @@ HOPELESS = 3
 SAMPLE = 64 << 20
 #: Seconds between reads of the wait counters.
 INTERVAL = 0.5
-#: Share of time, summed over threads, above which waiting for processors counts as contention.
-DISTURBED = 0.1
 #: Minimum and maximum seconds between measurements of a target; the interval doubles while nothing changes.
 PATIENCE, MOST_PATIENCE = 5.0, 120.0
 
@@ -96,25 +89,6 @@ def _times(lines: Iterable[str], names: set[str]) -> dict[str, list[int]]:
     return {name: list(map(int, times[:8])) for name, *times in filter(None, fields) if name in names}
 
 
-def wait_policy() -> str:
-    """Wait policy: ``passive``, ``spin``, or the user's variables."""
-    if CHOSEN in os.environ:
-        return "passive" if "OMP_WAIT_POLICY" in os.environ else "spin"
-    return " ".join(f"{name}={os.environ[name]}" for name in POLICY if name in os.environ) or "spin"
-
-
-def settings() -> dict[str, Any]:
-    """Maximum number of threads, wait policy and their origin, for ``crossdraft list env``."""
-    max_threads, number = _threads(), next((name for name in NUMBER if name in os.environ), None)
-    chosen = CHOSEN in os.environ
-    return {
-        "most": max_threads,
-        "number": number or ("torch.set_num_threads" if _set_by_user(max_threads) else "measured before decoding"),
-        "wait_policy": wait_policy(),
-        "free_processors": float(os.environ[CHOSEN]) if chosen else None,
-    }
-
-
 # -- the number of threads -----------------------------------------------------------------------------------------
 
 
@@ -127,7 +101,7 @@ class ThreadChoice:
     patience: float = PATIENCE
 
 
-class ThreadCount:
+class MeasuredThreads(ThreadCount):
     """Number of threads for decoding with one target, measured on first use and again under contention.
 
     Args:
@@ -146,13 +120,15 @@ class ThreadCount:
         choice: ThreadChoice | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
+        super().__init__()
         self.max_threads, self.choice = max_threads, choice or ThreadChoice(max_threads)
         self._measure, self._waiting, self._clock = measure, waiting, clock
+        if self.origin not in NUMBER:
+            self.origin = "torch.set_num_threads" if _set_by_user(max_threads) else "measured before decoding"
         self._last_look = 0.0
 
     @property
     def number(self) -> int:
-        """Threads to decode with."""
         return self.choice.number
 
     @property
@@ -160,9 +136,12 @@ class ThreadCount:
         """True if the number is fixed by the user or the system."""
         return self._measure is None or self.max_threads == 1
 
-    def choose(self) -> None:
-        """Measure and select the fastest number of threads."""
+    def choose(self, kept: int | None = None) -> None:
+        """Measure and select the fastest number of threads, unless one was ``kept``."""
         if self._measure is None or self.fixed:
+            return
+        if kept is not None:
+            self.choice.number = kept
             return
         choice, previous = self.choice, self.number
         choice.number = fastest(self._measure(candidates(self.max_threads)), previous)
@@ -202,7 +181,6 @@ class ThreadCount:
         self._last_look = self._clock()
 
     def applied(self, steps: Iterable[T]) -> Iterator[T]:
-        """Yield the items of ``steps``, each computed with this number of threads; it is reset between items."""
         if self.fixed:
             yield from steps
             return
@@ -221,6 +199,18 @@ class ThreadCount:
                 yield item
         finally:
             self.stop()
+
+    def describe(self) -> str:
+        import torch
+
+        device = pick_device("auto")
+        if device.type != "cpu" or self.max_threads == 1 or self.origin != "measured before decoding":
+            return str(self.max_threads)
+        dtype = pick_dtype("auto", device)
+        layers = [torch.nn.Linear(1024, 1024, bias=False, dtype=dtype) for _ in range(32)]
+        seconds = measure_threads(layers, candidates(self.max_threads))
+        medians = ", ".join(f"{number}: {median(times) * 1e3:.1f} ms" for number, times in seconds.items())
+        return f"{fastest(seconds, self.max_threads)} ({medians})"
 
 
 def candidates(max_threads: int) -> list[int]:
@@ -243,15 +233,17 @@ def fastest(seconds: Mapping[int, Sequence[float]], current: int) -> int:
 _choices: dict[tuple[Any, ...], ThreadChoice] = {}
 
 
-def thread_count(lm: Any) -> ThreadCount:
-    """`ThreadCount` of a target; targets with equal layers share their choice."""
-    max_threads = _threads()
+def thread_count(lm: Any) -> MeasuredThreads:
+    """`MeasuredThreads` of a target; targets with equal layers share their choice."""
+    import torch
+
+    max_threads = torch.get_num_threads()
     layers = [] if max_threads == 1 or _set_by_user(max_threads) or distributed.count() > 1 else sampled_layers(lm)
     if not layers:
-        return ThreadCount(max_threads)
+        return MeasuredThreads(max_threads)
     key = (max_threads, *((tuple(layer.weight.shape), layer.weight.dtype) for layer in layers))
     choice = _choices.setdefault(key, ThreadChoice(max_threads))
-    return ThreadCount(max_threads, lambda numbers: measure_threads(layers, numbers), CpuWait(lm.device), choice)
+    return MeasuredThreads(max_threads, lambda numbers: measure_threads(layers, numbers), CpuWait(lm.device), choice)
 
 
 def sampled_layers(lm: Any) -> list[nn.Linear]:
@@ -300,53 +292,6 @@ def is_hopeless(seconds: Mapping[int, Sequence[float]], number: int) -> bool:
     return bool(seconds[number]) and min(seconds[number]) > HOPELESS * best
 
 
-def example() -> str:
-    """Number of threads for a small model on this machine now, with the measurements."""
-    import torch
-
-    device = pick_device("auto")
-    current = settings()
-    if device.type != "cpu" or current["most"] == 1 or current["number"] != "measured before decoding":
-        return str(current["most"])
-    dtype = pick_dtype("auto", device)
-    layers = [torch.nn.Linear(1024, 1024, bias=False, dtype=dtype) for _ in range(32)]
-    seconds = measure_threads(layers, candidates(current["most"]))
-    medians = ", ".join(f"{number}: {median(times) * 1e3:.1f} ms" for number, times in seconds.items())
-    return f"{fastest(seconds, current['most'])} ({medians})"
-
-
-@contextmanager
-def restored() -> Iterator[None]:
-    """Restore PyTorch's number of threads on exit."""
-    previous = _threads()
-    try:
-        yield
-    finally:
-        set_threads(previous)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Use one thread, for models so tiny that more threads are slower."""
-    with restored():
-        set_threads(1)
-        yield
-
-
-def _threads() -> int:
-    import torch
-
-    return torch.get_num_threads()
-
-
-def set_threads(number: int) -> None:
-    """Set PyTorch's number of threads if it differs."""
-    import torch
-
-    if torch.get_num_threads() != number:
-        torch.set_num_threads(number)
-
-
 def _set_by_user(number: int) -> bool:
     """True if the number of threads is not PyTorch's default, or a variable sets it."""
     processors = _processors()
@@ -358,50 +303,3 @@ def _processors() -> set[int]:
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
-
-
-# -- the cells of a group ------------------------------------------------------------------------------------------
-
-
-def choose_for_group(lm: Any, kept: Any) -> dict[str, Any]:
-    """Set PyTorch's number of threads for all cells of a group; returns it with the wait policy.
-
-    Args:
-        kept: result of an earlier process for the group; its number is reused, so that cells compare.
-    """
-    count = thread_count(lm)
-    previous = kept.get("number") if isinstance(kept, Mapping) else None
-    if isinstance(previous, int) and not count.fixed and 1 <= previous <= count.max_threads:
-        count.choice.number = previous
-    else:
-        count.choose()
-    set_threads(count.number)
-    return {"number": count.number, "most": count.max_threads, "wait_policy": wait_policy()}
-
-
-def number_used(provenance: Mapping[str, Any]) -> int | None:
-    """Number of threads that a cell was measured with; None if unknown or changed on resume."""
-    used = provenance.get("decoding_threads")
-    numbers = {group.get("number") for group in used if isinstance(group, dict)} if isinstance(used, list) else set()
-    return next(iter(numbers or {provenance.get("threads")})) if len(numbers) <= 1 else None
-
-
-def describe_threads(group: Mapping[str, Any]) -> str:
-    """Format a result of `choose_for_group`; empty for anything else."""
-    if not {"number", "most", "wait_policy"} <= group.keys():
-        return ""
-    return f"{group['number']} of {group['most']}, {group['wait_policy']}"
-
-
-def disturbance(waited: float, seconds: float, number: int) -> str:
-    """Warning for a group whose threads waited for processors; empty without contention.
-
-    Args:
-        waited: seconds of waiting during ``seconds`` of decoding.
-    """
-    if number == 1 or waited <= DISTURBED * seconds:
-        return ""
-    return (
-        f"threads waited {waited / seconds:.0%} of the time for processors used by other programs; this group keeps "
-        f"its {number} threads, so that its cells compare; interrupt and run again for passive waiting"
-    )

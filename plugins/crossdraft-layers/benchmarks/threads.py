@@ -1,6 +1,7 @@
 """Plain decoding on a CPU beside busy neighbours: threads that spin, threads that wait passively, one thread.
 
-    python benchmarks/threads.py [--model smollm2-135m-instruct] [--neighbours 0 1 2] [--repeats 9] [--tokens 16]
+    python plugins/crossdraft-layers/benchmarks/threads.py [--model smollm2-135m-instruct] [--neighbours 0 1 2]
+        [--repeats 9] [--tokens 16]
 
 One process for each setting holds the model, because the wait policy is read when PyTorch is loaded. In each
 repetition the settings decode the same number of tokens one after the other, in random order. A neighbour is a process

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from crossdraft.framework.models.cpu import contention
-from crossdraft.framework.models.cpu.contention import CpuWait
+from crossdraft.framework.util import contention
+from crossdraft.framework.util.contention import CpuWait
 
 CPU = torch.device("cpu")
 needs_linux = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the system does not count it")

@@ -1,1 +1,0 @@
-"""Number of CPU threads, and contention for processors."""
