@@ -29,7 +29,16 @@ from .util.limits import MOST_NAME
 logger = logging.getLogger(__name__)
 
 KINDS = ("drafters", "verifiers", "trainers", "models", "backends", "preparations", "prompts", "recipes", "engines")
-KINDS += ("acceptance_formats", "servers", "cell_runners", "samples", "launchers", "trackers", "commands")
+KINDS += (
+    "acceptance_formats",
+    "response_formats",
+    "servers",
+    "cell_runners",
+    "samples",
+    "launchers",
+    "trackers",
+    "commands",
+)
 KINDS += ("reports", "sections", "columns")
 """What can be registered; for each there is a hook ``crossdraft_register_<kind>``."""
 COMPANIONS = {("launchers", name): "crossdraft-cluster" for name in ("ray", "slurm")}
@@ -346,6 +355,7 @@ def _import(reference: str) -> Any:
 _METHODS = {
     "engines": ("crossdraft_advisor.Engine", ("cannot", "scheduled", "export")),
     "acceptance_formats": ("crossdraft_advisor.AcceptanceFormat", ("read",)),
+    "response_formats": ("crossdraft_advisor.ResponseFormat", ("rows",)),
     "servers": ("crossdraft_advisor.EngineServer", ("start", "complete", "stop")),
     "reports": ("crossdraft.Report", ("render",)),
 }

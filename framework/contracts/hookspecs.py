@@ -84,6 +84,11 @@ def crossdraft_register_acceptance_formats(register: Register) -> None:
 
 
 @hookspec
+def crossdraft_register_response_formats(register: Register) -> None:
+    """Register subclasses of `crossdraft_advisor.ResponseFormat`, each under its own ``name``, for replay."""
+
+
+@hookspec
 def crossdraft_register_servers(register: Register) -> None:
     """Register subclasses of `crossdraft_advisor.EngineServer`, each under the ``engine`` of a recipe."""
 

@@ -12,12 +12,14 @@ if TYPE_CHECKING:
     from .engines.engine_log import Source
     from .engines.formats import AcceptanceFormat
     from .engines.server import EngineServer, ServedCell, ServerEvent, ServerOptions
+    from .replay.response_formats import ResponseFormat
 
 __all__ = [
     "Acceptance",
     "AcceptanceFormat",
     "Engine",
     "EngineServer",
+    "ResponseFormat",
     "Schedule",
     "ServedCell",
     "ServerEvent",
@@ -31,6 +33,7 @@ _HOME = {
     "AcceptanceFormat": ".engines.formats",
     "Engine": ".engines.engine",
     "EngineServer": ".engines.server",
+    "ResponseFormat": ".replay.response_formats",
     "Schedule": ".engines.engine",
     "ServedCell": ".engines.server",
     "ServerEvent": ".engines.server",

@@ -58,6 +58,12 @@ _FORMATS = {
         "speculation_profile.json, the acceptance stored with a draft checkpoint",
     ),
 }
+_RESPONSES = {
+    "sglang-generate": ("SglangGenerate", "responses of SGLang's /generate"),
+    "llama.cpp-completion": ("LlamaCppCompletion", "responses of llama.cpp's /completion"),
+    "lm-eval": ("LmEvalSamples", "samples that lm-eval logs"),
+    "sharegpt": ("ShareGpt", "conversations in the format of ShareGPT"),
+}
 
 
 @hookimpl
@@ -116,6 +122,12 @@ def crossdraft_register_engines(register: Register) -> None:
 def crossdraft_register_acceptance_formats(register: Register) -> None:
     for name, (reference, summary) in _FORMATS.items():
         register(name, f"{_ENGINES}.{reference}", summary=summary)
+
+
+@hookimpl
+def crossdraft_register_response_formats(register: Register) -> None:
+    for name, (reference, summary) in _RESPONSES.items():
+        register(name, f"{_PACKAGE}.replay.response_formats:{reference}", summary=summary)
 
 
 @hookimpl

@@ -52,10 +52,16 @@ def response_of(context: ParseContext, row: Any, place: str) -> Iterator[Respons
     """Yield the responses of one line. Raises UsageError with line and key."""
     if not isinstance(row, dict):
         raise UsageError(f"{place}: a response is a JSON object, not {type(row).__name__}")
-    body, request = row, row
+    name, body, request = row.get("custom_id"), row, row
+    if isinstance(name, str) and isinstance(row.get("body"), dict) and "response" not in row:
+        context.requests[name] = row["body"]
+        return
+    if (failure := _failure(row)) is not None:
+        context.skip("that failed", f"{place}: {failure}")
+        return
     if isinstance(row.get("response"), dict):
         body = row["response"].get("body", row["response"])
-        request = row.get("request", row)
+        request = row.get("request", context.requests.get(name, row) if isinstance(name, str) else row)
         request = request.get("body", request) if isinstance(request, dict) else request
         if not isinstance(body, dict) or not isinstance(request, dict) or "choices" not in body:
             raise UsageError(
@@ -66,6 +72,19 @@ def response_of(context: ParseContext, row: Any, place: str) -> Iterator[Respons
         yield from _choices(context, row, body, request, place)
     else:
         yield from _plain(context, row, place)
+
+
+def _failure(row: Mapping[str, Any]) -> str | None:
+    """The reason why a request failed, as OpenAI's API and batches report it; None if it did not."""
+    response = row.get("response") if isinstance(row.get("response"), dict) else {}
+    body = response.get("body")
+    parts = [row, response, body if isinstance(body, dict) else {}]
+    error = next((part["error"] for part in parts if part.get("error")), None)
+    status = response.get("status_code")
+    if error is None and not (type(status) is int and status >= 400):
+        return None
+    message = error.get("message", error) if isinstance(error, dict) else error
+    return ", ".join([*([f"status {status}"] if status else []), *([quoted(message)] if message else [])])
 
 
 def _plain(context: ParseContext, row: dict[str, Any], place: str) -> Iterator[Response]:
@@ -359,7 +378,10 @@ def _prompt(context: ParseContext, request: ChatRequest, row: Mapping[str, Any],
         raise _at(error, place) from None
     if isinstance(prompt, list):
         return token_ids(prompt, "prompt", place)
-    raise UsageError(f"{place}: the prompt is missing; set 'prompt' (text or token ids) or 'messages'")
+    raise UsageError(
+        f"{place}: the prompt is missing; set 'prompt' (text or token ids) or 'messages', or give the input of an "
+        "OpenAI batch before its output"
+    )
 
 
 def _encoded(context: ParseContext, text: str, place: str) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,10 @@ class Response:
         return self.maximum if self.maximum is not None or self.ended else len(self.tokens)
 
 
+class OptionsError(UsageError):
+    """Options that do not fit any response of a file, such as a missing target."""
+
+
 class UnknownTextError(UsageError):
     """A response whose generated tokens cannot be determined; the others of its file can be replayed."""
 
@@ -67,6 +71,8 @@ class ParseContext:
         trust_remote_code: allow the target's tokenizer to run custom Python code.
         assumed: assumption -> number of responses that it was made for.
         skipped: why responses were skipped -> a description of the first one.
+        requests: custom_id -> request of an OpenAI batch, for responses that do not have it.
+        seen: keys of samples that are not to be read again.
     """
 
     target: str = ""
@@ -75,6 +81,8 @@ class ParseContext:
     trust_remote_code: bool = False
     assumed: Counter[str] = field(default_factory=Counter)
     skipped: dict[str, str] = field(default_factory=dict)
+    requests: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    seen: set[str] = field(default_factory=set)
     _tokenizer: TokenizerOf | None = None
     _named: dict[str, int] | None = None
 
@@ -82,7 +90,7 @@ class ParseContext:
         """Tokenizer of the target, loaded on first use. Raises UsageError without a target."""
         if self._tokenizer is None:
             if not self.target:
-                raise UsageError(f"{place}: a text needs a tokenizer; set --target MODEL, or record token ids")
+                raise OptionsError(f"{place}: a text needs a tokenizer; set --target MODEL, or record token ids")
             self._tokenizer = load_tokenizer(self.target, trust_remote_code=self.trust_remote_code)
         return self._tokenizer
 
@@ -152,5 +160,5 @@ def sampling_of(row: dict[str, Any], default: Sampling | None, place: str) -> Sa
     except ValidationError:
         raise UsageError(f"{place}: invalid sampling parameters {', '.join(fields)}: {quoted(fields)}") from None
     if default is not None and result != default:
-        raise UsageError(f"{place}: sampled at {describe(result)}, but the options request {describe(default)}")
+        raise OptionsError(f"{place}: sampled at {describe(result)}, but the options request {describe(default)}")
     return result

@@ -1,26 +1,31 @@
 """Sources of recorded responses, read lazily, one line at a time.
 
 - the directory of a finished run, or of one of its cells: the responses of plain decoding, or of that cell;
-- a JSONL file, one response per line (`jsonl_formats`);
+- a file of responses, JSONL or one JSON value, in the plain format or OpenAI's (`jsonl_formats`), or in one that is
+  converted to it (`response_formats`). An object that cannot be read is skipped and counted;
 - a dataset of the ``datasets`` library, or a file of rows with a text: each text is split into prompt and response.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import codecs
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from crossdraft.framework import plugins
 from crossdraft.framework.errors import UsageError, printable, quoted
 from crossdraft.framework.models.chat import encode, encode_text
 from crossdraft.framework.recipe.prompts import Prompt, rows
 from crossdraft.framework.runs.run_directory import RunDirectory, read_config
-from crossdraft.framework.util.input_files import kind_of, parse_json, path_of, read_lines
+from crossdraft.framework.util.input_files import kind_of, open_file, parse_json, path_of, read_lines, read_text
 from crossdraft.framework.util.limits import LINE_BYTES, RESPONSE_FILE_BYTES
 
 from .jsonl_formats import response_of
-from .response import ParseContext, Response, describe, log_probabilities, token_ids
+from .response import OptionsError, ParseContext, Response, describe, log_probabilities, token_ids
+from .response_formats import plain_rows
 
 #: Assumption made for dataset texts.
 TEXTS = "texts of a dataset, assumed to be samples of the target"
@@ -51,7 +56,8 @@ class Reader(ParseContext):
                     self.assumed["skipped: without tokens"] += 1
                     continue
                 if not len(response.prompt):
-                    raise UsageError(f"{response.place}: the prompt is empty; it must have at least one token")
+                    self.skip("that cannot be read", f"{response.place}: the prompt is empty; it needs a token")
+                    continue
                 if self.limit is not None and count >= self.limit:
                     return
                 count += 1
@@ -70,11 +76,14 @@ class Reader(ParseContext):
                 yield from self._cell(path)
                 return
         if kind == "file" and self.column is None:
-            file = printable(source)
-            for number, line in read_lines(path_of(source), RESPONSE_FILE_BYTES, LINE_BYTES):
-                if line.strip():
-                    place = f"{file}:{number}"
-                    yield from response_of(self, parse_json(line, source, line=number), place)
+            for place, parse in _rows(path_of(source)):
+                try:
+                    for row in plain_rows(parse(), self, place):
+                        yield from response_of(self, row, place)
+                except OptionsError:
+                    raise
+                except UsageError as error:
+                    self.skip("that cannot be read", str(error))
             return
         yield from self._texts(source)
 
@@ -182,6 +191,39 @@ class Reader(ParseContext):
             self.assumed[TEXTS] += 1
             category = row.get("category") if isinstance(row.get("category"), str) else "all"
             yield Response(place, str(category), ids[:start], response, None, False, None, self.sampling, place)
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The place of each object of a file, and a function that parses it: JSONL, or one JSON value, perhaps a list."""
+    file = printable(str(path))
+    with open_file(path, RESPONSE_FILE_BYTES) as lines:
+        first = next((text for text in iter(lambda: lines.readline(LINE_BYTES + 1), b"") if text.strip()), b"").strip()
+    if first.startswith(b"[") or (first.startswith(b"{") and not first.endswith(b"}")):
+        try:
+            value = parse_json(read_text(path, RESPONSE_FILE_BYTES), path)
+        except UsageError:
+            value = None  # a truncated first line of JSONL
+        for i, item in enumerate(value if isinstance(value, list) else [value] if value else []):
+            yield f"{file}, item {i + 1}", partial(_same, item)
+        if value is not None:
+            return
+    with open_file(path, RESPONSE_FILE_BYTES) as lines:
+        for number, data in enumerate(iter(lambda: lines.readline(LINE_BYTES + 1), b""), start=1):
+            if reason := LINE_BYTES.violation(data):
+                raise UsageError(f"{file}:{number}: the line is too long (in bytes, {reason})")
+            if text := data.strip().removeprefix(codecs.BOM_UTF8):
+                yield f"{file}:{number}", partial(_parsed, text, path, number)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _parsed(data: bytes, path: Path, line: int) -> Any:
+    try:
+        return parse_json(data.decode(), path, line=line)
+    except UnicodeDecodeError:
+        raise UsageError(f"{printable(str(path))}:{line}: the line is not UTF-8 text") from None
 
 
 def _constrained(subject: str) -> UsageError:

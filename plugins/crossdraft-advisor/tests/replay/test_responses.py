@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ def test_completions_with_server_fields(read: Any) -> None:
     ("row", "output"),
     [
         ("{", "responses.jsonl:2: not JSON"),
-        ("[1]", "responses.jsonl:2: a response is a JSON object, not list"),
+        ("[1]", "responses.jsonl:2: a response is a JSON object"),
         ({"prompt": [1]}, "responses.jsonl:2: the response is missing"),
         ({"tokens": [1]}, "responses.jsonl:2: the prompt is missing"),
         ({"prompt": [], "tokens": [1]}, "responses.jsonl:2: the prompt is empty"),
@@ -181,9 +182,17 @@ def test_completions_with_server_fields(read: Any) -> None:
         (chat(message={}, logprobs=None) | REQUEST, "the choice is empty"),
     ],
 )
-def test_invalid_response_is_refused_with_its_line(read: Any, row: Any, output: str) -> None:
-    with pytest.raises(UsageError, match=output):
-        read({"prompt": [1], "tokens": [1]}, row, sampling=Sampling())
+def test_invalid_response_is_skipped_with_its_line(read: Any, row: Any, output: str) -> None:
+    """Another response of the file is read; without one, or if the options contradict a response, it is refused."""
+    fine = {"prompt": [1], "tokens": [1]}
+    if "the options request" in output:
+        with pytest.raises(UsageError, match=output):
+            read(fine, row, sampling=Sampling())
+        return
+    responses, context = read(fine, row, sampling=Sampling())
+    assert len(responses) == 1 and re.search(output, next(iter(context.skipped.values())))
+    with pytest.raises(UsageError, match=output.replace("jsonl:2", "jsonl.*")):
+        read(row, sampling=Sampling())
 
 
 def test_texts_of_data_set_are_cut(tmp_path: Path) -> None:
