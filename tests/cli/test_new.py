@@ -124,6 +124,7 @@ def test_installed_package_passes_its_tests(kind: str, tmp_path: Path) -> None:
 
 
 @needs_setuptools
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "kind", ["drafter", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("verifier", "prompts"))]
 )

@@ -12,7 +12,7 @@ import pytest
 from tiny_runs import RECIPE
 
 CROSSDRAFT = f"'{sys.executable}' -m crossdraft"
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="a POSIX shell")
+pytestmark = [pytest.mark.thorough, pytest.mark.skipif(os.name != "posix", reason="a POSIX shell")]
 
 
 @pytest.fixture(autouse=True)

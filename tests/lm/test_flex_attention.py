@@ -20,6 +20,8 @@ from crossdraft.framework.lm import attention_masks, cuda_graphs, prompt_prefill
 from crossdraft.framework.lm.attention import flex as flex_attention
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
+pytestmark = pytest.mark.thorough
+
 TREE = [-1, 0, 0, 1, 2]
 
 

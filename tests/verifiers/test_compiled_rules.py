@@ -16,6 +16,8 @@ from crossdraft.framework.engine import compiled_verifier
 from crossdraft.framework.engine.compiled_verifier import MOST_SHAPES, CompiledVerifier
 from crossdraft.framework.util import compilation
 
+pytestmark = pytest.mark.thorough
+
 
 def fused_as_usual(name: str, shape: str, seeds: Sequence[int], vocab: int) -> int:
     """Check a fused rule against the rule itself, every draft in two steps; returns how many shapes were compiled."""
