@@ -13,14 +13,15 @@ hypothesis is the integral over both, by the forward recursion on a grid of x (a
 
     L = sum_s p(s) sum_x a_K(x, s),    a_i(x, s) = prod_sources L_i(x + o_i + s) * sum_y p_i(x | y) a_(i-1)(y, s)
 
-`assess` divides it by the sum over all hypotheses, which include `NONE`: independent rates, each uniform from 0 to 1.
+`assess` divides it, times the prior, by the sum over all hypotheses, which include `NONE`: independent rates, each
+uniform from 0 to 1.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
@@ -46,11 +47,13 @@ class Counts:
         label: shown to users.
         at_least: n_0, .., n_K: drafts, and those of which at least 1, .., K tokens were accepted.
         offset: [K], o_i: the difference of logit h_i that follows from another draft length.
+        precision: trials as which arbitrarily many drafts count.
     """
 
     label: str
     at_least: tuple[float, ...]
     offset: tuple[float, ...] = ()
+    precision: float = PRECISION
 
     @property
     def gamma(self) -> int:
@@ -65,7 +68,7 @@ class Counts:
         """Return log L_i, ``[shifts, GRID]``; 0 beyond the last position."""
         if position > self.gamma or not self.at_least[position - 1]:
             return np.zeros((len(shifts), len(GRID)))
-        f, trials = self.rate(position), 1 / (1 / self.at_least[position - 1] + 1 / PRECISION)
+        f, trials = self.rate(position), 1 / (1 / self.at_least[position - 1] + 1 / self.precision)
         offset = self.offset[position - 1] if self.offset else 0.0
         x = GRID + offset + shifts[:, None]
         best = xlogy(f, f) + xlogy(1 - f, 1 - f)
@@ -163,6 +166,7 @@ class Hypothesis:
         check: the next cheapest check, a command line.
         curves: mixture of the distributions of the curve, equally likely.
         shift: of the second source.
+        prior: weight of the hypothesis before anything was counted.
     """
 
     name: str
@@ -170,6 +174,7 @@ class Hypothesis:
     check: str
     curves: Sequence[Curve]
     shift: Shift = field(default_factory=Shift)
+    prior: float = 1.0
 
 
 NONE = Hypothesis(
@@ -187,7 +192,7 @@ class Assessment:
 
     Attributes:
         log_likelihood: log L.
-        share: of the likelihood of all hypotheses.
+        share: of the likelihood of all hypotheses, each times its prior.
         against: the rate that it explains worst, in words; empty if none is evidence against it.
     """
 
@@ -200,11 +205,10 @@ class Assessment:
 def assess(hypotheses: Sequence[Hypothesis], sources: Sequence[Counts]) -> list[Assessment]:
     """The hypotheses and `NONE` with their likelihoods, the most likely first."""
     assessments = [_assessment(hypothesis, sources) for hypothesis in (*hypotheses, NONE)]
-    total = logsumexp([assessment.log_likelihood for assessment in assessments])
-    shares = [
-        Assessment(j.hypothesis, j.log_likelihood, j.against, math.exp(j.log_likelihood - total)) for j in assessments
-    ]
-    return sorted(shares, key=lambda assessment: assessment.share, reverse=True)
+    logs = np.array([item.log_likelihood + math.log(item.hypothesis.prior) for item in assessments])
+    shares = np.exp(logs - logsumexp(logs)).tolist()
+    results = [replace(item, share=share) for item, share in zip(assessments, shares, strict=True)]
+    return sorted(results, key=lambda assessment: assessment.share, reverse=True)
 
 
 def _assessment(hypothesis: Hypothesis, sources: Sequence[Counts]) -> Assessment:

@@ -18,7 +18,8 @@ from .hypothesis import TURNED, Counts, Hypothesis, Level, Shift, Walk
 _USUAL, _HIGH, _WEAK = Level(0.85, 0.8, low=0.4), Level(2.0, 0.8, low=0.75), Level(-1.0, 0.9, low=0.06, high=0.4)
 _NOTHING, _FALLEN = Level(-4.0, 1.5, high=0.06), Level(-2.5, 1.5, high=0.3)
 _HEADS = "crossdraft diagnose --target TARGET --drafter DRAFTER"
-_MATCH, _FILES = _HEADS, f"{_HEADS} --files"
+_FILES = f"{_HEADS} --files"
+_MATCH = f"{_HEADS} --replay responses.jsonl --counters FILE --as ENGINE"
 _HEALTHY = (Walk(_USUAL), Walk(_USUAL, 0.1))
 #: Drafts of a source that does not have their number.
 _MANY = 1e9

@@ -10,14 +10,19 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from crossdraft.framework.api.build import Configured
 from crossdraft.framework.contracts.misconfiguration import Misconfiguration
+from crossdraft.framework.contracts.models import Checkpoint
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import CrossdraftError, UsageError
 from crossdraft.framework.metrics.intervals import LEAST_PIECES, pieces_needed
 from crossdraft.framework.util.estimate import Estimate
 
+from ..engines.counter_definitions import CounterDefinition
 from ..replay.aggregate import Row, Tally, difference
+from ..replay.engine_counts import EngineCounts
 from ..replay.replay import Candidate, replay, verifiers_for
 from ..replay.response import Response
 from ..replay.teacher_forcing.lazy_models import Target
@@ -44,6 +49,7 @@ class TrialResult:
     Attributes:
         tally: of drafts of gamma tokens; None if the trial failed, see ``reason``.
         warning: about the recorded log-probabilities of the responses.
+        counts: the counters of an engine for these drafts, if they were requested.
         gain: increase of block efficiency over the drafter as configured, with an interval over prompts; None for the
             drafter itself, and if either block efficiency is missing.
     """
@@ -54,17 +60,21 @@ class TrialResult:
     gain: Estimate | None = None
     reason: str = ""
     warning: str | None = None
+    counts: EngineCounts | None = None
 
     @property
     def row(self) -> Row | None:
         return None if self.tally is None else self.tally.row(self.gamma)
 
 
-def run_trials(drafter: Configured, trials: Sequence[Trial], gamma: int) -> Iterator[TrialResult]:
+def run_trials(
+    drafter: Configured, trials: Sequence[Trial], gamma: int, definition: CounterDefinition | None = None
+) -> Iterator[TrialResult]:
     """Replay ``trials``: the first is the drafter as configured, the others are compared with it by prompt.
 
     Args:
         gamma: draft length; heads with fewer tokens draft their maximum.
+        definition: also compute the counters of this engine.
 
     Raises:
         UsageError: the drafter cannot be replayed or does not draft chains.
@@ -73,7 +83,7 @@ def run_trials(drafter: Configured, trials: Sequence[Trial], gamma: int) -> Iter
     first: Tally | None = None
     for number, trial in enumerate(trials):
         try:
-            gamma, tally, warning = _tally(drafter, trial, gamma)
+            gamma, tally, warning, counts = _tally(drafter, trial, gamma, definition)
         except CrossdraftError as error:
             if number == 0 and (
                 isinstance(error, UsageError) or all(result.misconfiguration.change is None for result in trials)
@@ -83,7 +93,7 @@ def run_trials(drafter: Configured, trials: Sequence[Trial], gamma: int) -> Iter
             continue
         gain = difference(tally, gamma, first, gamma) if first is not None else None
         first = tally if number == 0 else first
-        yield TrialResult(trial.misconfiguration, gamma, tally, gain, warning=warning)
+        yield TrialResult(trial.misconfiguration, gamma, tally, gain, warning=warning, counts=counts)
 
 
 def likely_causes(results: Sequence[TrialResult]) -> list[TrialResult]:
@@ -162,7 +172,37 @@ def greedy_drafts(drafter: Configured, sampling: Sampling) -> Iterator[Misconfig
         )
 
 
-def _tally(drafter: Configured, trial: Trial, gamma: int) -> tuple[int, Tally, str | None]:
+def engine_misreadings(drafter: Configured, sampling: Sampling, heads: Checkpoint | None) -> Iterator[Misconfiguration]:
+    """Yield further mistakes that engines make with any drafter, or with any heads."""
+    if sampling.temperature and getattr(drafter[1], "temperature", 0) is None:
+        yield Misconfiguration("the engine drafts greedily", "set its draft sampling", {"temperature": 0})
+    if heads is None:
+        return
+    d2t = heads.tensors.get("d2t")
+    if d2t is not None and d2t.bool().any():
+        yield Misconfiguration(
+            "the vocabulary map d2t is not applied",
+            "use an engine that reads d2t",
+            change=lambda loaded: loaded.with_tensors({"d2t": torch.zeros_like(d2t)}, ("t2d",)),
+        )
+    yield Misconfiguration(
+        "the heads are quantised to 4 bits", "serve them in the precision of their files", change=_quantized
+    )
+
+
+def _quantized(heads: Checkpoint) -> Checkpoint:
+    """Matrices rounded to 16 levels in each row."""
+    rounded = {}
+    for name, tensor in heads.tensors.items():
+        if tensor.dim() == 2 and tensor.is_floating_point():
+            scale = tensor.abs().amax(1, keepdim=True).clamp_min(1e-12) / 7.5
+            rounded[name] = ((tensor / scale - 0.5).round() + 0.5) * scale
+    return heads.with_tensors(rounded)
+
+
+def _tally(
+    drafter: Configured, trial: Trial, gamma: int, definition: CounterDefinition | None
+) -> tuple[int, Tally, str | None, EngineCounts | None]:
     cls, options = drafter
     sampling = trial.target.sampling
     config = cls.Config(**{**options.model_dump(exclude_unset=True), **trial.misconfiguration.options})
@@ -176,5 +216,5 @@ def _tally(drafter: Configured, trial: Trial, gamma: int) -> tuple[int, Tally, s
     index = passes.add(ScoringRequest((cls, config), gamma))
     verifier = next(iter(verifiers_for(cls.name, (cls, config), (), (1,), sampling)))
     candidate = Candidate(cls.name, (cls, config), {verifier: (1,)}, (gamma,), passes.scores(index))
-    results = replay(trial.responses, [candidate])
-    return gamma, candidate.tallies[verifier, 1], results.log_p.warning
+    results = replay(trial.responses, [candidate], definition=definition)
+    return gamma, candidate.tallies[verifier, 1], results.log_p.warning, candidate.counts.get((verifier, gamma))

@@ -24,6 +24,7 @@ class EngineCounts:
         unknown: drafted tokens past the end of responses whose acceptance is unknown, because the continuation of the
             response is not recorded; they count as rejected.
         random: acceptance is not deterministic, so the counters of an engine differ from these by chance.
+        by_response: drafts, and counted steps that accepted at least 1, .., gamma tokens, of each response.
     """
 
     definition: CounterDefinition
@@ -36,6 +37,7 @@ class EngineCounts:
     responses: int = 0
     unknown: float = 0.0
     random: bool = False
+    by_response: list[np.ndarray] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.per_position = np.zeros(self.gamma)
@@ -87,9 +89,11 @@ class EngineCounts:
             ends_draft = (drafted == size - t) & (definition.accepted == "until_end")
             at_least = at_least * (i <= (size - 1 - t + ends_draft)[:, None])
         self.random = self.random or bool(((at_least > 1e-6) & (at_least < 1 - 1e-6)).any())
+        accepted = counted @ at_least
+        self.by_response.append(np.concatenate([[counted.sum()], accepted]))
         self.drafts += float(counted.sum())
         self.draft_tokens += float((visited * drafted).sum())
-        self.per_position += counted @ at_least
+        self.per_position += accepted
         self.steps += float(visited.sum())
         self.tokens += size
         self.responses += 1

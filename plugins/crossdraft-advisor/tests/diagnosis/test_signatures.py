@@ -23,6 +23,7 @@ from crossdraft_advisor.diagnosis.hypothesis import (
     assess,
 )
 from scipy.special import expit
+from scrapes import scrape_rates
 
 from crossdraft.framework.cli import main as cli
 
@@ -43,16 +44,6 @@ COMPARED = {
 }
 
 
-def scrape(path: Path, marginal: list[float], drafts: int = 4000) -> str:
-    stem = "vllm:spec_decode_num_"
-    numbers = [round(drafts * rate) for rate in marginal]
-    lines = [f"{stem}drafts_total {drafts}", f"{stem}draft_tokens_total {drafts * len(marginal)}"]
-    lines.append(f"{stem}accepted_tokens_total {sum(numbers)}")
-    lines += [f'{stem}accepted_tokens_per_pos_total{{position="{i}"}} {n}' for i, n in enumerate(numbers)]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return str(path)
-
-
 def diagnosed(capsys: Any, *sources: str) -> list[dict[str, Any]]:
     argv = [word for source in sources for word in ("--counters", source)]
     assert cli.main(["diagnose", *argv, "--json"]) == 0
@@ -61,7 +52,7 @@ def diagnosed(capsys: Any, *sources: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_each_shape_is_recognised(name: str, tmp_path: Path, capsys: Any) -> None:
-    first, *others = diagnosed(capsys, scrape(tmp_path / "a.txt", SIGNATURES[name]))
+    first, *others = diagnosed(capsys, scrape_rates(tmp_path / "a.txt", SIGNATURES[name]))
     assert first["name"] == name and first["likelihood"] > 0.9
     assert sum(item["likelihood"] for item in (first, *others)) == pytest.approx(1)
 
@@ -69,7 +60,7 @@ def test_each_shape_is_recognised(name: str, tmp_path: Path, capsys: Any) -> Non
 @pytest.mark.parametrize("name", COMPARED)
 def test_two_sources_show_what_one_does_not(name: str, tmp_path: Path, capsys: Any) -> None:
     key, marginal = COMPARED[name]
-    files = scrape(tmp_path / "a.txt", [0.7, 0.48, 0.33]), scrape(tmp_path / "b.txt", marginal)
+    files = scrape_rates(tmp_path / "a.txt", [0.7, 0.48, 0.33]), scrape_rates(tmp_path / "b.txt", marginal)
     sources = [f"{{source: {file}, {key}: {value}}}" for file, value in zip(files, (0, 1), strict=True)]
     sources = [text.replace("batch_size: 0", "batch_size: 8") for text in sources]
     if key == "batch_size":
@@ -83,15 +74,16 @@ def test_two_sources_show_what_one_does_not(name: str, tmp_path: Path, capsys: A
 
 def test_shorter_drafts_are_compared_with_what_follows_from_longer_ones(tmp_path: Path, capsys: Any) -> None:
     """A real pair at K = 8 and K = 1: its rate at position 1 differs, as that of a sound drafter does."""
-    long = scrape(tmp_path / "8.txt", SIGNATURES["healthy"], 11_043)
-    assert diagnosed(capsys, long, scrape(tmp_path / "1.txt", [0.834], 26_407))[0]["name"] == "healthy"
+    long = scrape_rates(tmp_path / "8.txt", SIGNATURES["healthy"], 11_043)
+    assert diagnosed(capsys, long, scrape_rates(tmp_path / "1.txt", [0.834], 26_407))[0]["name"] == "healthy"
     assert (
-        diagnosed(capsys, long, scrape(tmp_path / "0.txt", [0.3], 26_407))[0]["name"] == "depends on the draft length"
+        diagnosed(capsys, long, scrape_rates(tmp_path / "0.txt", [0.3], 26_407))[0]["name"]
+        == "depends on the draft length"
     )
 
 
 def test_few_drafts_decide_nothing(tmp_path: Path, capsys: Any) -> None:
-    assert cli.main(["diagnose", "--counters", scrape(tmp_path / "a.txt", [0.5, 0.25], 4)]) == 0
+    assert cli.main(["diagnose", "--counters", scrape_rates(tmp_path / "a.txt", [0.5, 0.25], 4)]) == 0
     out = capsys.readouterr().out
     assert "Not decided between" in out and "Not examined, because they need a second source" in out
 
@@ -156,6 +148,6 @@ def test_distributions_sum_to_one() -> None:
     ],
 )
 def test_unclear_requests_are_refused(argv: list[str], message: str, tmp_path: Path, capsys: Any) -> None:
-    file = scrape(tmp_path / "a.txt", SIGNATURES["nothing at any position"])
+    file = scrape_rates(tmp_path / "a.txt", SIGNATURES["nothing at any position"])
     assert cli.main(["diagnose", *[word.replace("FILE", file) for word in argv]]) == 2
     assert message in capsys.readouterr().err

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from crossdraft_advisor.diagnosis.matching import CONFIGURED, match
 from crossdraft_advisor.diagnosis.trials import (
     Trial,
     TrialResult,
@@ -18,6 +19,8 @@ from crossdraft_advisor.diagnosis.trials import (
     responses_needed,
     run_trials,
 )
+from crossdraft_advisor.engines.acceptance import Acceptance
+from crossdraft_advisor.engines.counter_definitions import DEFINITIONS
 from crossdraft_advisor.replay.aggregate import PromptGroups, Tally
 from crossdraft_advisor.replay.response import Response
 from crossdraft_advisor.replay.teacher_forcing.lazy_models import Target
@@ -229,16 +232,38 @@ def test_mistake_is_named(
         Misconfiguration("", ""),
         *drafter[0].misconfigurations(drafter[1], load_checkpoint(str(path)), target.loaded.model),
     ]
-    result = list(run_trials(drafter, [Trial(item, target, responses) for item in misconfigurations], 4))
+    trials = [Trial(item, target, responses) for item in misconfigurations]
+    result = list(run_trials(drafter, trials, 4, DEFINITIONS["vllm"]))
     assert len(result) == len(misconfigurations) > 1
     likely = likely_causes(result)
     assert likely and likely[0].misconfiguration.mistake.startswith(sentence)
     # Without the mistake the head predicts the text, so nothing is reported.
     assert likely[0].row is not None and likely[0].row.block_efficiency is not None
     assert likely[0].row.block_efficiency.value > 3.5
+    # A server that reads the heads in the right way has the counters of that trial.
+    for item in (likely[0], *(result[:1] if result[0].counts is not None else ())):
+        matched = match(result, counted(item))
+        assert matched.own and matched.assessments[0].hypothesis.name in alike(result, item)
     as_it_is = result[0].row
     if as_it_is is not None and as_it_is.block_efficiency is not None:
         assert as_it_is.block_efficiency.value < likely[0].row.block_efficiency.value - 0.5
+
+
+def counted(result: TrialResult) -> Acceptance:
+    """Counters of a server that computes as in a trial."""
+    assert result.counts is not None
+    return Acceptance.from_rows([(result.counts.drafts, *result.counts.per_position)], "scrape.txt")
+
+
+def alike(results: list[TrialResult], result: TrialResult) -> list[str]:
+    """Names of the trials with the same counters."""
+    return [
+        item.misconfiguration.mistake or CONFIGURED
+        for item in results
+        if item.counts is not None
+        and result.counts is not None
+        and np.abs(item.counts.per_position - result.counts.per_position).max() < 2
+    ]
 
 
 def test_sound_heads_have_no_findings(target: Target, responses: list[Response], trained: Callable[..., Path]) -> None:

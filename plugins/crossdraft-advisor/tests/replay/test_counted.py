@@ -12,6 +12,7 @@ import pytest
 from crossdraft_advisor.engines.counter_definitions import DEFINITIONS
 from crossdraft_advisor.replay.count_causes import Counted, agrees, missing_weights
 from crossdraft_advisor.replay.engine_counts import EngineCounts
+from scrapes import scrape
 from tiny_models import save_model
 from transformers import AutoTokenizer
 
@@ -22,17 +23,6 @@ FIXTURE = Path(__file__).parents[1] / "fixtures" / "vllm-ngram.json"
 RECORDED = json.loads(FIXTURE.read_text(encoding="utf-8"))
 FILE = "responses.jsonl"
 NGRAM = json.dumps(RECORDED["drafter"])
-
-
-def scrape(path: Path, drafts: float, per_position: Any, tokens: float | None = None, engine: str = "vllm") -> str:
-    stem = f"{DEFINITIONS[engine].prefix}spec_decode_num_"
-    numbers = [round(n) for n in per_position]
-    lines = [f"{stem}drafts_total {round(drafts)}"]
-    lines += [] if tokens is None else [f"{stem}draft_tokens_total {round(tokens)}"]
-    lines.append(f"{stem}accepted_tokens_total {sum(numbers)}")
-    lines += [f'{stem}accepted_tokens_per_pos_total{{position="{i}"}} {n}' for i, n in enumerate(numbers)]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return str(path)
 
 
 def responses(path: Path, continuation: bool = True) -> str:

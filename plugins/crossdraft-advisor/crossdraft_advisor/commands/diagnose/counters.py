@@ -84,12 +84,12 @@ def _sources(counted: Sequence[tuple[CounterSource, Acceptance]]) -> str:
     return Table(columns, rows).text()
 
 
-def likelihoods(assessments: Sequence[Assessment]) -> str:
-    """Table of hypotheses with their likelihoods."""
+def likelihoods(assessments: Sequence[Assessment], limit: int | None = None) -> str:
+    """Table of the ``limit`` most likely hypotheses."""
     columns: dict[str, Alignment] = {"hypothesis": "left", "likelihood": "right", "log L": "right", "against": "left"}
     rows = [
         [item.hypothesis.name, f"{100 * item.share:.1f} %", f"{item.log_likelihood:.1f}", item.against]
-        for item in assessments
+        for item in assessments[:limit]
     ]
     return Table(columns, rows, widths=(60, None, None, 60)).text()
 

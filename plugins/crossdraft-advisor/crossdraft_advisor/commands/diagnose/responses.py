@@ -1,0 +1,277 @@
+"""``crossdraft diagnose`` on responses: trials of common mistakes, and the one that gives what a server counted."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from crossdraft.framework.api.build import Configured
+from crossdraft.framework.contracts.misconfiguration import Misconfiguration
+from crossdraft.framework.contracts.models import TRANSFORMERS, Checkpoint
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.errors import UsageError
+from crossdraft.framework.metrics.intervals import LEAST_PIECES
+from crossdraft.framework.models.checkpoint import load_checkpoint
+from crossdraft.framework.util.estimate import estimate_text
+from crossdraft.framework.util.table import Alignment, Table
+
+from ...diagnosis.hypothesis import NONE
+from ...diagnosis.matching import CONFIGURED, Match, match
+from ...diagnosis.trials import (
+    Trial,
+    TrialResult,
+    engine_misreadings,
+    greedy_drafts,
+    inconclusive,
+    likely_causes,
+    responses_needed,
+    run_trials,
+)
+from ...engines.counter_definitions import DEFINITIONS
+from ...replay.response import Response
+from ...replay.responses import Reader
+from ...replay.teacher_forcing.lazy_models import Target
+from ..baseline_responses import baseline_responses, duration, log
+from ..replay.command import read_responses
+from .command import Diagnose
+from .counters import CLEAR_SHARE, assessment_json, likelihoods, read_counters
+from .files import target_facts
+
+#: Ratio of shares up to which another reading is not distinguished from the most likely one.
+_ALIKE = 10.0
+
+
+def replayed_of(args: Diagnose, drafter: Configured) -> str:
+    """Replay the drafter with mistakes undone, one at a time: text or JSON.
+
+    Raises:
+        UsageError: a drafter that cannot be replayed, or sources that cannot be read.
+    """
+    counted = read_counters(args.counters)
+    if len(counted) > 1:
+        raise UsageError("--counters with a target takes one source; give the one of the replayed responses")
+    definition = DEFINITIONS[args.as_] if counted else None
+    options = {"device": args.device, "trust_remote_code": args.trusted([args.target], [args.drafter])}
+    recorded, sampling = _recorded(args)
+    target = Target(args.target, sampling, dtype=args.dtype, **options)
+    heads = load_checkpoint(drafter[1].model) if _has_heads(drafter) else None
+    trials = list(_trials(args, drafter, target, heads, recorded, options))
+    gamma = counted[0][1].gamma if counted else args.gamma
+    results: list[TrialResult] = []
+    start = time.perf_counter()
+    for result in run_trials(drafter, trials, gamma, definition):
+        results.append(result)
+        if len(results) == 1:
+            seconds = time.perf_counter() - start
+            log(f"trying {len(trials) - 1} common mistakes, about {duration(seconds)} each")
+    facts = [] if heads is None else target_facts(heads, target.name, target.loaded.sha256)
+    if results[0].warning:
+        facts.append(results[0].warning)
+    matched = match(results, counted[0][1]) if counted else None
+    likely = likely_causes(results)
+    if args.json_:
+        return _report(results, likely, facts, matched)
+    parts = [_table(results)] if matched is None else [likelihoods(matched.assessments, 12), _matched(matched)]
+    lines = _conclusion(results, likely, facts, matched is None)
+    return "\n\n".join([*parts, *(["\n".join(lines)] if lines else [])])
+
+
+def _recorded(args: Diagnose) -> tuple[list[Response] | None, Sampling]:
+    """The responses of ``--replay``, None without them, and the sampling parameters."""
+    if not args.replay:
+        return None, args.sampling
+    stated = args.sampling if args.model_fields_set & Sampling.model_fields.keys() else None
+    limit = args.responses if "responses" in args.model_fields_set else None
+    consent = args.target in args.trust_remote_code
+    reader = Reader(target=args.target, sampling=stated, trust_remote_code=consent, limit=limit)
+    responses, sampling = read_responses(reader, args.replay, stated)
+    if sampling is None:
+        raise UsageError("--replay: the responses do not record their sampling parameters; give --temperature")
+    return list(responses), sampling
+
+
+def _report(
+    results: Sequence[TrialResult], likely: Sequence[TrialResult], facts: Sequence[str], matched: Match | None
+) -> str:
+    open_questions = [result.misconfiguration.mistake for result in inconclusive(results)]
+    report: dict[str, Any] = {
+        "facts": facts,
+        "likely": list(map(_json, likely)),
+        "tried": list(map(_json, results)),
+        "inconclusive": open_questions,
+        "responses_needed": responses_needed(results) if open_questions else None,
+    }
+    if matched is not None:
+        report["hypotheses"] = [assessment_json(item, {}) for item in matched.assessments]
+        report["own_responses"] = matched.own
+    return json.dumps(report)
+
+
+def _matched(matched: Match) -> str:
+    """The most likely reading in words, against the drafter as configured."""
+    best = matched.assessments[0]
+    name, results = best.hypothesis.name, matched.results
+    texts = "the counted responses" if matched.own else "other responses than the counted ones"
+    lines = [f"Replayed: {texts}."]
+    if best.hypothesis is NONE:
+        lines.append(f"None of the {len(results)} readings gives what the server counted.")
+    elif name not in results:
+        lines.append(f"No reading gives what the server counted; its shape: {name} ({best.hypothesis.meaning}).")
+    else:
+        position, counted = _telling_position(matched, name), matched.counted
+        rate = counted.at_least[position] / counted.at_least[0]
+        gives = estimate_text(matched.marginal(name, position), digits=3)
+        if name == CONFIGURED:
+            lines.append(f"The server computes what the files define: {rate:.3f} at position {position} ({gives}).")
+        else:
+            lines.append(
+                f"Your server's {rate:.3f} at position {position} is what this drafter gives if {name} ({gives})"
+                + (
+                    f"; as configured it would be {estimate_text(matched.marginal(CONFIGURED, position), digits=3)}."
+                    if CONFIGURED in results
+                    else "."
+                )
+            )
+            lines.append(
+                "Check how the engine reads the files (--files). If the files are wrong instead, the cure is: "
+                f"{best.hypothesis.meaning}."
+            )
+    alike = [item.hypothesis.name for item in matched.assessments[1:] if item.share * _ALIKE > best.share]
+    if best.share < CLEAR_SHARE and alike:
+        lines.append(f"Not distinguished from it by these counters: {'; '.join(alike[:4])}.")
+    if matched.unknown:
+        lines.append(f"{matched.unknown} readings could not be replayed.")
+    return "\n".join(lines)
+
+
+def _telling_position(matched: Match, name: str) -> int:
+    """The position at which a reading differs most from the drafter as configured; 1 if they are the same."""
+    ours, theirs = (matched.results.get(key) for key in (CONFIGURED, name))
+    if ours is None or theirs is None or ours.counts is None or theirs.counts is None:
+        return 1
+    rates = [result.per_position / result.drafts for result in (ours.counts, theirs.counts)]
+    return int(abs(rates[0] - rates[1]).argmax()) + 1
+
+
+def _trials(
+    args: Diagnose,
+    drafter: Configured,
+    target: Target,
+    heads: Checkpoint | None,
+    recorded: Sequence[Response] | None,
+    options: dict[str, Any],
+) -> Iterator[Trial]:
+    cls, config = drafter
+    responses = _responses(args, target.sampling) if recorded is None else recorded
+    yield Trial(Misconfiguration("", ""), target, responses)
+    suspects = list(greedy_drafts(drafter, target.sampling))
+    if heads is not None and target.loaded.backend == TRANSFORMERS:
+        suspects += cls.misconfigurations(config, heads, target.loaded.model)
+    if args.counters:
+        suspects += engine_misreadings(drafter, target.sampling, heads)
+    yield from (Trial(suspect, target, responses) for suspect in suspects)
+    if recorded is None and getattr(target.loaded.tokenizer, "chat_template", None):
+        raw = _responses(args, target.sampling, chat=False)
+        mistake = "the drafter was trained without the chat template of the prompts"
+        yield Trial(Misconfiguration(mistake, "send prompts as plain text, or train it on conversations"), target, raw)
+    precision = str(target.loaded.model.dtype).removeprefix("torch.")
+    if precision != "float32":
+        exact = Target(args.target, target.sampling, dtype="float32", **options)
+        mistake = f"{precision} is not precise enough for the drafter or the target"
+        # The recorded log-probabilities are those at the lower precision.
+        unknown = [replace(response, log_p=None) for response in responses]
+        yield Trial(Misconfiguration(mistake, "run them with --dtype float32"), exact, unknown)
+
+
+def _has_heads(drafter: Configured) -> bool:
+    """True if the drafter loads heads, which read the target's hidden states."""
+    cls, config = drafter
+    return bool(cls.traits(config, Sampling()).hidden_layers) and isinstance(getattr(config, "model", None), str)
+
+
+def _responses(args: Diagnose, sampling: Sampling, chat: bool | None = None) -> list[Response]:
+    name, consent = args.target, args.target in args.trust_remote_code
+    limits = {"limit": args.responses, "maximum": args.max_new_tokens}
+    options = {"chat": chat, "dtype": args.dtype, "device": args.device, "trust_remote_code": consent}
+    path = baseline_responses(name, args.prompts, sampling, **limits, **options)
+    return list(Reader(target=name, sampling=sampling, processed=True).read([str(path)]))
+
+
+def _json(result: TrialResult) -> dict[str, Any]:
+    row = result.row
+    fields: dict[str, Any] = {
+        "mistake": result.misconfiguration.mistake,
+        "cure": result.misconfiguration.cure,
+        "reason": result.reason,
+    }
+    if row is not None and row.block_efficiency is not None:
+        fields |= {"gamma": row.gamma, "marginal": row.marginal, "block_efficiency": row.block_efficiency.value}
+    if result.gain is not None:
+        fields |= {"gain": result.gain.value, "gain_low": result.gain.low, "gain_high": result.gain.high}
+    return fields
+
+
+def _table(results: Sequence[TrialResult]) -> str:
+    base, rows = results[0], []
+    ordered = sorted(results[1:], key=lambda r: -1.0 if r.gain is None else r.gain.value, reverse=True)
+    for result in (base, *ordered):
+        row = result.row
+        if result.gain:
+            gain = estimate_text(result.gain, "+")
+        else:
+            gain = "" if result is base else result.reason[:60] or "-"
+        rows.append(
+            [
+                result.misconfiguration.mistake or "none (as configured)",
+                " ".join(f"{value:.2f}" for value in row.marginal) if row else "-",
+                f"{row.block_efficiency.value:.2f}" if row and row.block_efficiency else "-",
+                gain,
+            ]
+        )
+    columns: dict[str, Alignment] = dict.fromkeys(("hypothesis", "accepted at 1, 2, ..", "BE", "gain [95 %]"), "left")
+    return Table(columns, rows, widths=(60, None, None, 60)).markdown()
+
+
+def _conclusion(
+    results: Sequence[TrialResult], likely: Sequence[TrialResult], facts: Sequence[str], final: bool
+) -> list[str]:
+    """Lines about the drafter itself; ``final``: with the likely causes, if no counters decide."""
+    base, lines = results[0], []
+    if base.reason:
+        lines.append(f"The drafter does not draft as configured: {base.reason}")
+    elif base.tally is not None and len(base.tally.categories) > 1:
+        parts = ((name, base.tally.row(base.gamma, name)) for name in base.tally.categories)
+        rates = ", ".join(f"{name} {row.marginal[0]:.2f}" for name, row in parts if row.marginal)
+        lines.append(f"Acceptance rate of the first drafted token, by category: {rates}")
+    lines += [f"Note: {fact}." for fact in facts]
+    if not final:
+        return lines
+    if not likely and base.reason:
+        lines.append(f"None of the {len(results) - 1} common mistakes explains this error; fix it first.")
+    elif not likely and inconclusive(results):
+        lines.append(_too_few(results))
+    elif not likely:
+        lines.append(
+            f"None of the {len(results) - 1} common mistakes explains it: every interval excludes a clear gain. "
+            "Train the drafter longer or on similar prompts, or use another drafter."
+        )
+    for number, result in enumerate(likely, 1):
+        first = "Most likely" if number == 1 else f"{number}. Possibly"
+        row = result.row
+        assert row is not None and row.block_efficiency is not None
+        lines.append(
+            f"{first}: {result.misconfiguration.mistake} (BE {row.block_efficiency.value:.2f}). "
+            f"Fix: {result.misconfiguration.cure}."
+        )
+    return lines
+
+
+def _too_few(results: Sequence[TrialResult]) -> str:
+    """The conclusion if the intervals are too wide."""
+    open_questions, needed = inconclusive(results), responses_needed(results)
+    advice = f"about {needed} are needed" if needed else f"at least {LEAST_PIECES} are needed"
+    few = f"too few to confirm or exclude {len(open_questions)} of the {len(results) - 1} common mistakes"
+    return f"No conclusion: the responses are {few}; {advice} (--responses{f' {needed}' if needed else ''})."

@@ -1,0 +1,131 @@
+"""``crossdraft diagnose --counters .. --target ..``: the reading that gives what a server counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from crossdraft_advisor.diagnosis.matching import CONFIGURED, match
+from crossdraft_advisor.diagnosis.trials import TrialResult, engine_misreadings
+from crossdraft_advisor.engines.acceptance import Acceptance
+from crossdraft_advisor.engines.counter_definitions import DEFINITIONS
+from crossdraft_advisor.replay.engine_counts import EngineCounts
+from replay_fixtures import configured
+from scrapes import scrape, scrape_rates
+from tiny_models import save_model
+
+from crossdraft import generate, load_model
+from crossdraft.framework.cli import main as cli
+from crossdraft.framework.contracts.misconfiguration import Misconfiguration
+from crossdraft.framework.contracts.sampling import Sampling
+
+RATES = {"": [0.61, 0.4, 0.25], "a": [0.027, 0.002, 0.0], "b": [0.5, 0.2, 0.05]}
+
+
+def result(mistake: str, rates: list[float], responses: int = 100) -> TrialResult:
+    """A trial whose responses have ten drafts each."""
+    counts = EngineCounts(DEFINITIONS["vllm"], len(rates))
+    draws = np.random.default_rng(len(mistake)).binomial(10, rates[0], responses)
+    for first in draws:
+        row = np.array([10.0, *(first * rate / rates[0] for rate in rates)])
+        counts.by_response.append(row)
+    total = np.sum(counts.by_response, 0)
+    counts.drafts, counts.per_position = float(total[0]), total[1:]
+    return TrialResult(Misconfiguration(mistake, f"undo {mistake}"), len(rates), counts=counts)
+
+
+def counted(rates: list[float], drafts: int = 800) -> Acceptance:
+    return Acceptance.from_rows([(drafts, *(round(drafts * rate) for rate in rates))], "scrape.txt")
+
+
+@pytest.mark.parametrize("mistake", RATES)
+def test_reading_of_server_is_named(mistake: str) -> None:
+    results = [result(name, rates) for name, rates in RATES.items()]
+    matched = match(results, counted(RATES[mistake]))
+    best = matched.assessments[0]
+    assert best.hypothesis.name == (mistake or CONFIGURED) and best.share > 0.9
+    estimate = matched.marginal(best.hypothesis.name, 1)
+    assert estimate.low is not None and estimate.high is not None
+    assert estimate.low < RATES[mistake][0] < estimate.high
+
+
+def test_none_fits_is_an_answer() -> None:
+    results = [result(name, rates) for name, rates in RATES.items()]
+    best = match(results, counted([0.8, 0.75, 0.74], 5000)).assessments[0]
+    assert best.hypothesis.name == "none of these" and best.share > 0.9
+    best = match(results, counted([0.7, 0.02, 0.0], 5000)).assessments[0]
+    assert best.hypothesis.name == "the first position only"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: Any) -> dict[str, str]:
+    """A target with sampled responses, and a draft model that is nearly the target."""
+    root = tmp_path_factory.mktemp("served")
+    target = save_model(root / "target", seed=3)
+    model = load_model(target, dtype="float32", device="cpu")
+    draft = load_model(save_model(root / "near", seed=3), dtype="float32", device="cpu").model
+    draft.lm_head.weight.data *= 0.7
+    draft.save_pretrained(root / "near")
+    prompts = [[5 + i, 6, 7] for i in range(24)]
+    texts = generate(model, prompts, max_new_tokens=32, temperature=1.0, seed=1, batch_size=24)
+    rows = [
+        {"id": str(i), "prompt": p, "tokens": r.tokens, "finish_reason": "length", "temperature": 1.0}
+        for i, (p, r) in enumerate(zip(prompts, texts, strict=True))
+    ]
+    (root / "responses.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return {"target": target, "near": str(root / "near"), "source": str(root / "responses.jsonl")}
+
+
+@pytest.mark.parametrize("temperature", ["null", "0"])
+def test_command_names_how_the_server_drafts(
+    temperature: str, served: dict[str, str], tmp_path: Path, capsys: Any
+) -> None:
+    """The server drafts as configured, or greedily although the draft model is to be sampled."""
+    pair = ["--target", served["target"], "--dtype", "float32", "--device", "cpu"]
+    drafter = f"{{name: draft-model, model: {served['near']}, gamma: 2, temperature: TEMPERATURE}}"
+    server = drafter.replace("TEMPERATURE", temperature)
+    argv = ["replay", served["source"], "--drafter", server, "--verifier", "token", "--as", "vllm", "--json", *pair]
+    assert cli.main(argv) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    counts = row["counters"]
+    file = scrape(tmp_path / "scrape.txt", counts["drafts"], counts["accepted_per_position"])
+    argv = ["diagnose", *pair, "--drafter", drafter.replace("TEMPERATURE", "null"), "--replay", served["source"]]
+    argv += ["--counters", file, "--as", "vllm"]
+    assert cli.main([*argv, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    name = CONFIGURED if temperature == "null" else "the engine drafts greedily"
+    assert report["own_responses"] and report["hypotheses"][0]["name"] == name
+    assert cli.main(argv) == 0
+    out = capsys.readouterr().out
+    if temperature == "null":
+        assert "The server computes what the files define" in out
+    else:
+        assert "is what this drafter gives if the engine drafts greedily" in out and "as configured it would be" in out
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--counters", "FILE"], "--counters with a target requires --as"),
+        (["--counters", "FILE", "--as", "lmdeploy"], "--counters with a target requires --as"),
+        (["--as", "vllm"], "--as requires --counters"),
+        (["--counters", "FILE", "--counters", "FILE", "--as", "vllm"], "takes one source"),
+    ],
+)
+def test_unclear_requests_are_refused(
+    more: list[str], message: str, served: dict[str, str], tmp_path: Path, capsys: Any
+) -> None:
+    file = scrape_rates(tmp_path / "a.txt", [0.5, 0.2])
+    argv = ["--target", served["target"], "--drafter", f"{{name: draft-model, model: {served['near']}}}"]
+    assert cli.main(["diagnose", *argv, *[word.replace("FILE", file) for word in more]]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_misreadings_of_engines() -> None:
+    drafter = configured("draft-model", model="any")
+    (greedy,) = engine_misreadings(drafter, Sampling(temperature=1.0), None)
+    assert greedy.options == {"temperature": 0}
+    assert not list(engine_misreadings(drafter, Sampling(temperature=0), None))
