@@ -43,6 +43,9 @@ KINDS += ("reports", "sections", "columns")
 """What can be registered; for each there is a hook ``crossdraft_register_<kind>``."""
 COMPANIONS = {("launchers", name): "crossdraft-cluster" for name in ("ray", "slurm")}
 COMPANIONS |= {("trackers", name): "crossdraft-cluster" for name in ("mlflow", "trackio")}
+_DRAFTERS = ("dflash", "dspark", "early-exit", "jacobi", "layer-skip", "lookahead", "mlp-speculator", "mtp", "online")
+_DRAFTERS += ("p-eagle", "pass", "token-recycling", "universal")
+COMPANIONS |= {("drafters", name): "crossdraft-drafters" for name in _DRAFTERS}
 COMPANIONS |= {("commands", "serve"): "crossdraft-server", ("commands", "train"): "crossdraft-trainers"}
 _TRAINERS = ("disco", "draft-model", "eagle3", "layer-skip", "medusa", "pass")
 COMPANIONS |= {("trainers", name): "crossdraft-trainers" for name in _TRAINERS}

@@ -72,16 +72,22 @@ WRONG_IMPORTS = [
         "crossdraft.drafters.none -> crossdraft.framework.engine.decoder",
     ),
     (
-        "drafters/heads/mtp.py",
+        "drafters/heads/eagle.py",
         "from ..draft_model import draft_model",
         "families of drafters are independent BROKEN",
-        "crossdraft.drafters.heads.mtp -> crossdraft.drafters.draft_model.draft_model",
+        "crossdraft.drafters.heads.eagle -> crossdraft.drafters.draft_model.draft_model",
     ),
     (
         "../crossdraft_cluster/numbers.py",
         "from crossdraft.framework.bench import run",
         "companions import the kernel, not the lab BROKEN",
         "crossdraft_cluster.numbers -> crossdraft.framework.bench.run",
+    ),
+    (
+        "../crossdraft_drafters/online.py",
+        "import crossdraft_trainers",
+        "companions are independent, and trainers import the drafters that they train BROKEN",
+        "crossdraft_drafters.online -> crossdraft_trainers",
     ),
 ]
 

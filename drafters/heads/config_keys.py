@@ -41,24 +41,24 @@ class Key(NamedTuple):
 Keys = Mapping[str, "Key | Keys"]
 
 
-def _read(*names: str) -> dict[str, Key]:
+def read_keys(*names: str) -> dict[str, Key]:
     return dict.fromkeys(names, Key("read"))
 
 
-def _none(reason: str, *names: str) -> dict[str, Key]:
+def unused_keys(reason: str, *names: str) -> dict[str, Key]:
     return dict.fromkeys(names, Key("none", reason))
 
 
-def _refused(reason: str, **neutral: tuple[Any, ...]) -> dict[str, Key]:
+def refused_keys(reason: str, **neutral: tuple[Any, ...]) -> dict[str, Key]:
     return {name: Key("refused", reason, values) for name, values in neutral.items()}
 
 
-def _ignored(reason: str, **neutral: tuple[Any, ...]) -> dict[str, Key]:
+def ignored_keys(reason: str, **neutral: tuple[Any, ...]) -> dict[str, Key]:
     return {name: Key("ignored", reason, values) for name, values in neutral.items()}
 
 
 #: Keys of any ``config.json``.
-_BOOKKEEPING = _none(
+_BOOKKEEPING = unused_keys(
     "it describes the file, the tokenizer, training or serving",
     *("_name_or_path", "name_or_path", "transformers_version", "auto_map", "torch_dtype", "dtype", "use_cache"),
     *("initializer_range", "initializer_factor", "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"),
@@ -76,38 +76,49 @@ _BOOKKEEPING = _none(
     *("base_model_name_or_path", "target_model", "target_model_type", "target_model_name_or_path", "version"),
 )
 _TARGET = "it describes the target, whose values are used"
-_TENSORS = "the tensors decide it"
+DECIDED_BY_TENSORS = "the tensors decide it"
 _ENGINES = "neither trainers nor serving engines apply it to heads"
-_QUANTIZED = _none(
+_QUANTIZED = unused_keys(
     "quantised tensors are refused, or dequantised for 'mtp'", "quantization_config", "compression_config"
 )
 _SPECULATORS = {
-    **_read("speculators_model_type"),
-    **_none("it describes the file", "speculators_version", "has_no_defaults_at_init"),
-    "speculators_config": _none(
+    **read_keys("speculators_model_type"),
+    **unused_keys("it describes the file", "speculators_version", "has_no_defaults_at_init"),
+    "speculators_config": unused_keys(
         "it describes how the file is served", "algorithm", "proposal_methods", "default_proposal_method", "verifier"
     ),
 }
 _ROPE = {
-    **_read("type", "rope_type", "rope_theta", "factor", "partial_rotary_factor", "attention_factor"),
-    **_read("original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
-    **_read("mscale", "mscale_all_dim", "truncate", "short_factor", "long_factor"),
-    **_read("full_attention", "sliding_attention"),
-    **_none("the three positions of text are equal", "mrope_section", "mrope_interleaved"),
-    **_none("it describes how the target was trained", "finetuned"),
+    **read_keys("type", "rope_type", "rope_theta", "factor", "partial_rotary_factor", "attention_factor"),
+    **read_keys("original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
+    **read_keys("mscale", "mscale_all_dim", "truncate", "short_factor", "long_factor"),
+    **read_keys("full_attention", "sliding_attention"),
+    **unused_keys("the three positions of text are equal", "mrope_section", "mrope_interleaved"),
+    **unused_keys("it describes how the target was trained", "finetuned"),
 }
 #: Keys of decoder layers, which `layer_config` reads.
-_LAYERS: dict[str, Any] = {
-    **_read("hidden_size", "intermediate_size", "intermediate_size_mlp", "num_attention_heads", "num_key_value_heads"),
-    **_read("head_dim", "rms_norm_eps", "hidden_act", "hidden_activation", "max_position_embeddings", "model_type"),
-    **_read("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "tie_word_embeddings"),
-    **_read("rope_theta", "partial_rotary_factor", "original_max_position_embeddings", *INTERLEAVED),
+LAYERS: dict[str, Any] = {
+    **read_keys(
+        "hidden_size", "intermediate_size", "intermediate_size_mlp", "num_attention_heads", "num_key_value_heads"
+    ),
+    **read_keys("head_dim", "rms_norm_eps", "hidden_act", "hidden_activation", "max_position_embeddings", "model_type"),
+    **read_keys("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "tie_word_embeddings"),
+    **read_keys("rope_theta", "partial_rotary_factor", "original_max_position_embeddings", *INTERLEAVED),
     "rope_parameters": _ROPE,
     "rope_scaling": _ROPE,
-    **_none(_TENSORS, "num_hidden_layers", "attention_bias", "mlp_bias", "qkv_bias", "bias", "qk_norm", "use_qk_norm"),
-    **_none(_TENSORS, "vocab_size", "draft_vocab_size", "norm_type"),
-    **_none(_TARGET, "num_target_layers", "target_hidden_size", "target_vocab_size", "target_layer_count"),
-    **_none(
+    **unused_keys(
+        DECIDED_BY_TENSORS,
+        "num_hidden_layers",
+        "attention_bias",
+        "mlp_bias",
+        "qkv_bias",
+        "bias",
+        "qk_norm",
+        "use_qk_norm",
+    ),
+    **unused_keys(DECIDED_BY_TENSORS, "vocab_size", "draft_vocab_size", "norm_type"),
+    **unused_keys(_TARGET, "num_target_layers", "target_hidden_size", "target_vocab_size", "target_layer_count"),
+    **unused_keys(
         "it describes experts of the target; heads with experts are refused by their tensors",
         *("num_experts", "num_local_experts", "num_experts_per_tok", "n_routed_experts", "n_shared_experts", "n_group"),
         *("moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob", "decoder_sparse_step"),
@@ -120,87 +131,65 @@ _LAYERS: dict[str, Any] = {
             "interleave_moe_layer_step",
         ),
     ),
-    **_none(
+    **unused_keys(
         "heads with latent attention are refused by their tensors",
         *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     ),
-    **_refused(
+    **refused_keys(
         "it scales parts of the layers, which is not supported",
         **dict.fromkeys(("residual_multiplier", "embedding_multiplier", "scale_emb"), (1,)),
         **dict.fromkeys(("attention_multiplier", "scale_depth", "dim_model_base"), ()),
     ),
-    **_refused("logits divided by it are not supported", logits_scaling=(1,)),
-    **_refused("other layers than Llama's are not supported", clip_qkv=(), alibi=(False,), parallel_attn=(False,)),
-    **_ignored(_ENGINES, attn_logit_softcapping=(0,), query_pre_attn_scalar=(), attention_chunk_size=()),
+    **refused_keys("logits divided by it are not supported", logits_scaling=(1,)),
+    **refused_keys("other layers than Llama's are not supported", clip_qkv=(), alibi=(False,), parallel_attn=(False,)),
+    **ignored_keys(_ENGINES, attn_logit_softcapping=(0,), query_pre_attn_scalar=(), attention_chunk_size=()),
 }
-_CAUSAL = _refused("attention that is not causal is not supported", is_causal=(True,))
+_CAUSAL = refused_keys("attention that is not causal is not supported", is_causal=(True,))
 _AUTOREGRESSIVE = {
-    **_LAYERS,
+    **LAYERS,
     **_CAUSAL,
-    **_read("logit_scale"),
-    **_ignored("SGLang applies it to heads, their trainers and vLLM do not", final_logit_softcapping=(0,)),
+    **read_keys("logit_scale"),
+    **ignored_keys("SGLang applies it to heads, their trainers and vLLM do not", final_logit_softcapping=(0,)),
 }
 _EAGLE_CONFIG = {
-    **_read("eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state"),
-    **_refused(
+    **read_keys("eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state"),
+    **refused_keys(
         "such layers are not supported",
         use_mtp_layernorm=(False,),
         next_layer_regular=(True,),
         parallel_draft_step=(0, 1),
     ),
-    **_none("it is used with parallel_draft_step", "parallel_draft_heads_num_layers"),
-    **_none(_TENSORS, "use_input_layernorm_in_first_layer", "use_last_layernorm", "has_lm_head", "draft_vocab_size"),
-}
-_EAGLE3 = {
-    **_AUTOREGRESSIVE,
-    "eagle_config": _EAGLE_CONFIG,
-    **_read("eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state", "norm_before_residual", "norm_output"),
-    **_read("norm_before_fc", "fc_norm"),
-    **_none("it decides only how the file was trained", "embed_requires_grad", "ttt_length", "num_depths"),
-    **_none(_TENSORS, "num_aux_hidden_states"),
-    **_refused("P-EAGLE heads are read by 'p-eagle'", parallel_drafting=(False,)),
-}
-_BLOCK_OPTIONS: dict[str, Any] = {
-    **_read("mask_token_id", "block_size", "target_layer_ids", "aux_hidden_state_layer_ids", "sample_from_anchor"),
-    **_read("shift_label", "causal", "input_embedding_scale"),
-    **_refused("only the whole text is attended", use_swa=(False,)),
-    **_none("it is used with use_swa", "swa_window_size"),
-    **_refused("such attention is not supported", attention_sink_bias=(False,), add_swa_attention_sink_bias=(False,)),
-    **_refused("heads without features of the target are not supported", use_aux_hidden_state=(True,)),
-    **_refused("it changes the logits, which is not supported", output_multiplier=(1,), final_logit_softcapping=(0,)),
-    **_refused("Domino heads are not supported", emb_dim=(), gru_hidden_dim=(), pure_draft_prefix_len=(0,)),
-    **_none("it is decided by the sizes", "attention_mode"),
-    **_none(
-        "it decides only how the file was trained",
-        *("num_anchors", "loss_decay_gamma", "confidence_head_alpha", "markov_head_alpha", "max_anchors"),
+    **unused_keys("it is used with parallel_draft_step", "parallel_draft_heads_num_layers"),
+    **unused_keys(
+        DECIDED_BY_TENSORS,
+        "use_input_layernorm_in_first_layer",
+        "use_last_layernorm",
+        "has_lm_head",
+        "draft_vocab_size",
     ),
 }
-_BLOCKS = {
-    **_LAYERS,
-    **_BLOCK_OPTIONS,
-    **_read("is_causal", "logit_scale"),
-    **_none("sliding layers are refused", "sliding_window_non_causal"),
-}
-_DFLASH = {
-    **_read("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
-    **_refused("DSpark heads are read by 'dspark'", markov_rank=(0,), enable_confidence_head=(False,)),
-    **_none("it is used with a Markov head", "markov_head_type", "confidence_head_with_markov", "use_confidence_head"),
-    "projector_type": Key("refused", "other heads on DFlash's layers are not supported", ("dflash", "dflash2")),
-}
-_DSPARK = {
-    **_read("markov_head_type"),
-    **_none(_TENSORS, "markov_rank", "enable_confidence_head", "use_confidence_head", "confidence_head_with_markov"),
-    "projector_type": Key("refused", "other heads on DFlash's layers are not supported", ("dspark",)),
+EAGLE3 = {
+    **_AUTOREGRESSIVE,
+    "eagle_config": _EAGLE_CONFIG,
+    **read_keys("eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state", "norm_before_residual", "norm_output"),
+    **read_keys("norm_before_fc", "fc_norm"),
+    **unused_keys("it decides only how the file was trained", "embed_requires_grad", "ttt_length", "num_depths"),
+    **unused_keys(DECIDED_BY_TENSORS, "num_aux_hidden_states"),
+    **refused_keys("P-EAGLE heads are read by 'p-eagle'", parallel_drafting=(False,)),
 }
 
 
-def _file(keys: Keys) -> dict[str, Any]:
+def file_keys(keys: Keys) -> dict[str, Any]:
     """The table of a whole file: ``keys``, those of any file, and the nested config of speculators."""
-    return {**_BOOKKEEPING, **_QUANTIZED, **_SPECULATORS, **_read("architectures"), **keys}
+    return {**_BOOKKEEPING, **_QUANTIZED, **_SPECULATORS, **read_keys("architectures"), **keys}
 
 
-def _nested(keys: Keys) -> dict[str, Any]:
-    return {**_file(keys), "transformer_layer_config": {**_BOOKKEEPING, **_read("architectures"), **_AUTOREGRESSIVE}}
+def nested_keys(keys: Keys) -> dict[str, Any]:
+    """`file_keys`, and the nested config of decoder layers."""
+    return {
+        **file_keys(keys),
+        "transformer_layer_config": {**_BOOKKEEPING, **read_keys("architectures"), **_AUTOREGRESSIVE},
+    }
 
 
 class Layout(NamedTuple):
@@ -220,75 +209,41 @@ class Layout(NamedTuple):
 #: By drafter; those of EAGLE-1 are EAGLE-2's, too.
 LAYOUTS: dict[str, Layout] = {
     "eagle": Layout(
-        _nested(
+        nested_keys(
             {
                 **_AUTOREGRESSIVE,
                 "eagle_config": {
                     **_EAGLE_CONFIG,
-                    **_none("EAGLE-1 reads the last state", "eagle_aux_hidden_state_layer_ids"),
-                    **_refused("EAGLE-3 heads are read by 'eagle3'", use_aux_hidden_state=(False,)),
+                    **unused_keys("EAGLE-1 reads the last state", "eagle_aux_hidden_state_layer_ids"),
+                    **refused_keys("EAGLE-3 heads are read by 'eagle3'", use_aux_hidden_state=(False,)),
                 },
-                **_none(_TENSORS, "add_para_norm", "layernorms", "fusion_bias", "transformer_layer_architecture"),
+                **unused_keys(
+                    DECIDED_BY_TENSORS, "add_para_norm", "layernorms", "fusion_bias", "transformer_layer_architecture"
+                ),
             }
         ),
         ("eagle", "hass"),
     ),
-    "eagle3": Layout(_nested(_EAGLE3), ("eagle3",)),
-    "p-eagle": Layout(
-        _nested(
-            {
-                **_EAGLE3,
-                **_read("mask_token_id", "ptd_token_id", "pard_token", "parallel_drafting"),
-                "dflash_config": _read("mask_token_id", "ptd_token_id", "pard_token"),
-                **_none("it decides only how the file was trained", "down_sample_ratio", "down_sample_ratio_min"),
-            }
-        ),
-        ("peagle",),
-    ),
-    "dflash": Layout(
-        _nested({**_BLOCKS, **_DFLASH, "dflash_config": {**_BLOCK_OPTIONS, **_DFLASH}}), ("dflash", "dflash2")
-    ),
-    "dspark": Layout(_nested({**_BLOCKS, **_DSPARK, "dflash_config": {**_BLOCK_OPTIONS, **_DSPARK}}), ("dspark",)),
-    "mtp": Layout(
-        _file(
-            {
-                **_none(_TENSORS, "mtp_use_dedicated_embeddings"),
-                **_none("the first module drafts every token", "num_nextn_predict_layers", "mtp_num_hidden_layers"),
-                **_none("it decides only how the module was trained", "mtp_loss_weight", "mtp_loss_scaling_factor"),
-                **_none("it describes the target, whose layers are used", "transformer_layer_config"),
-            }
-        ),
-        ("mtp",),
-        ("mtp_", "speculators_"),
-    ),
+    "eagle3": Layout(nested_keys(EAGLE3), ("eagle3",)),
     "medusa": Layout(
-        _file(
+        file_keys(
             {
-                **_read("medusa_num_heads", "medusa_num_layers", "num_heads", "num_hidden_layers", "medusa_accuracies"),
-                **_read("truncated_vocab_size", "vocab_size", "original_lm_head", "medusa_fc_bias", "logit_scale"),
-                **_none(_TENSORS, "hidden_size", "medusa_hidden_size"),
-                **_none("it decides only how heads are served", "medusa_choices", "num_lookahead_tokens"),
-                **_none("it decides only how heads were trained", "medusa_lr_multiplier", "medusa_heads_coefficient"),
-                **_none("it decides only how heads were trained", "medusa_decay_coefficient", "medusa_only_heads"),
+                **read_keys(
+                    "medusa_num_heads", "medusa_num_layers", "num_heads", "num_hidden_layers", "medusa_accuracies"
+                ),
+                **read_keys("truncated_vocab_size", "vocab_size", "original_lm_head", "medusa_fc_bias", "logit_scale"),
+                **unused_keys(DECIDED_BY_TENSORS, "hidden_size", "medusa_hidden_size"),
+                **unused_keys("it decides only how heads are served", "medusa_choices", "num_lookahead_tokens"),
+                **unused_keys(
+                    "it decides only how heads were trained", "medusa_lr_multiplier", "medusa_heads_coefficient"
+                ),
+                **unused_keys(
+                    "it decides only how heads were trained", "medusa_decay_coefficient", "medusa_only_heads"
+                ),
             }
         ),
         (),
         ("medusa",),
-    ),
-    "mlp-speculator": Layout(
-        _file(
-            {
-                **_read("n_predict", "tie_weights", "scale_input", "model_type"),
-                **_none(_TENSORS, "emb_dim", "inner_dim", "vocab_size", "hidden_size"),
-                **_none("it decides only how drafts are searched", "n_candidates", "top_k_tokens_per_head"),
-                **_none("it decides only how heads are served", "num_lookahead_tokens"),
-                **_refused(
-                    "stages with gates are not supported",
-                    **dict.fromkeys(("tie_lstm_embs", "proj_dim", "input_hidden_dim", "emb_input_dim"), ()),
-                    method=("sum_rnn",),
-                ),
-            }
-        ),
     ),
 }
 #: Keys of writers of EAGLE-3 heads for whom ``norm_output`` means that the normed output is fed back.
@@ -309,13 +264,16 @@ def refuse_assistant(checkpoint: Checkpoint) -> None:
             raise checkpoint.refused(f"they are {text}; this is not supported, use other heads")
 
 
-def check(checkpoint: Checkpoint, layout: str) -> None:
+def check(checkpoint: Checkpoint, layout: str, layouts: Mapping[str, Layout] = LAYOUTS) -> None:
     """Check every key of ``config.json`` by the table of ``layout``; log one remark for keys without effect here.
+
+    Args:
+        layouts: tables by drafter.
 
     Raises:
         ModelError: a key requests a computation that is not supported.
     """
-    own, config = LAYOUTS[layout], checkpoint.config
+    own, config = layouts[layout], checkpoint.config
     algorithm = config.get("speculators_model_type")
     if algorithm is not None and own.algorithms and algorithm not in own.algorithms:
         raise checkpoint.refused(

@@ -226,7 +226,7 @@ def read_head(
     Args:
         target: a causal LM of transformers; its embedding is used if the checkpoint has none.
         layers: the hidden states that the head reads, if not `LAYERS`.
-        make: `Eagle3Head` or a subclass.
+        make: `Eagle3Head`, or a subclass, whose config keys the caller has checked.
 
     Raises:
         ModelError: not an EAGLE-3 head, names or shapes do not fit, or the head was trained on other hidden states.
@@ -236,9 +236,10 @@ def read_head(
         raise checkpoint.refused(
             "they are not EAGLE-3 heads: they have neither midlayer.hidden_norm nor layers.0.hidden_norm"
         )
-    if make is Eagle3Head and "mask_hidden" in tensors:
-        raise checkpoint.refused("they are P-EAGLE heads (mask_hidden); use drafter 'p-eagle'")
-    check(checkpoint, "eagle3" if make is Eagle3Head else "p-eagle")
+    if make is Eagle3Head:
+        if "mask_hidden" in tensors:
+            raise checkpoint.refused("they are P-EAGLE heads (mask_hidden); use drafter 'p-eagle'")
+        check(checkpoint, "eagle3")
     config = layer_config(checkpoint, tensors)
     tables = vocabulary(checkpoint, tensors, target, config.hidden_size)
     width = _feature_size(checkpoint, target, layers)

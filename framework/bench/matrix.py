@@ -183,10 +183,9 @@ class _Expander:
     # -- expansion -------------------------------------------------------------------------------------------
 
     def _side(self, kind: str, index: int, strategy: Strategy) -> _Side:
-        names = plugins.entries(kind)
         with self.places.at((kind, index)):
-            if strategy.name not in names:
-                raise UnknownNameError.among(kind.removesuffix("s"), strategy.name, names)
+            if strategy.name not in plugins.entries(kind):
+                raise plugins.unknown(kind, strategy.name)
         cls = plugins.get(kind, strategy.name)
         fields = set(cls.Config.model_fields) - {*RUN_KEYS, *SAMPLING_KEYS}
         return _Side(kind, (kind, index), strategy, cls, fields)

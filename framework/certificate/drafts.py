@@ -24,10 +24,11 @@ class LabelledDrafter:
     drafter: str
     options: Callable[[int], dict[str, Any]]
     summary: str
+
     #: Drafts depend on the last token only, so states with equal last tokens are merged.
-    markov: bool = True
+    markov = True
     #: For toys with two vocabularies (`Toy.words`) only.
-    translated: bool = False
+    translated = False
 
     def config(self, gamma: int) -> tuple[type[Drafter], Any]:
         """Class and validated config of the drafter."""
@@ -94,25 +95,6 @@ DRAFTS: dict[str, LabelledDrafter] = {
         "draft-model-tree",
         lambda gamma: _grown_tree(gamma, "opt-tree", {"threshold": 0}),
         "OPT-Tree's tree of gamma + 1 nodes: the most probable ones, so its shape varies",
-    ),
-}
-
-
-#: ``--draft`` for toys with two vocabularies.
-TRANSLATED: dict[str, LabelledDrafter] = {
-    "tli": LabelledDrafter(
-        "universal",
-        lambda gamma: {"model": "toy", "mode": "tli", "gamma": gamma, "temperature": 1},
-        "a chain sampled by a drafter with another vocabulary, from the shared tokens",
-        markov=False,
-        translated=True,
-    ),
-    "slem": LabelledDrafter(
-        "universal",
-        lambda gamma: {"model": "toy", "mode": "slem", "gamma": gamma},
-        "the most probable text of a drafter with another vocabulary, retokenized for the target",
-        markov=False,
-        translated=True,
     ),
 }
 

@@ -24,8 +24,8 @@ _OTHER_SAMPLING = ((0.0, 0), (0.6, 2))
 #: Largest V ** gamma of such toys (for named drafters), and largest V ** (gamma + 1) of one to compare formulas on.
 _SMALL, _SMALL_NAMED, _LARGE = 4, 9, 81
 #: Labels of drafts without q, and of chains.
-POINT_MASSES = frozenset({"point-mass", "tree-top-2-1", "tree-opt", "slem"})
-CHAINS = frozenset({"chain", "point-mass", "stop-early", "tli", "slem"})
+POINT_MASSES = frozenset({"point-mass", "tree-top-2-1", "tree-opt"})
+CHAINS = frozenset({"chain", "point-mass", "stop-early"})
 
 
 @dataclass(frozen=True)

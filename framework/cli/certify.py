@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field
 
 from .. import plugins
-from ..certificate.drafts import DRAFTS, TRANSLATED, LabelledDrafter, NamedDrafter, named_drafter
+from ..certificate.drafts import DRAFTS, LabelledDrafter, NamedDrafter, named_drafter
 from ..contracts.command import Argument, Command
 from ..errors import ContractError, UnknownNameError, UsageError
 from .options.run import JsonOptions
@@ -34,7 +34,7 @@ ERROR = 3
 Drafts = Mapping[str, LabelledDrafter | NamedDrafter]
 
 
-_LABELS = "; ".join(f"{label}: {kind.summary}" for label, kind in (DRAFTS | TRANSLATED).items())
+_LABELS = "; ".join(f"{label}: {kind.summary}" for label, kind in DRAFTS.items())
 
 
 class Certify(JsonOptions, Command):
@@ -210,11 +210,10 @@ def _rows_of(verifier: type[Verifier], rows: Sequence[Row]) -> list[Row]:
 def _drafts(options: Certify) -> Drafts:
     if not options.drafter:
         options.refuse_given(["drafter_option"], "without --drafter")
-        known = DRAFTS | TRANSLATED
         for label in options.draft:
-            if label not in known:
-                raise UnknownNameError.among("draft label", label, known)
-        return {label: known[label] for label in options.draft or known}
+            if label not in DRAFTS:
+                raise UnknownNameError.among("draft label", label, DRAFTS)
+        return {label: DRAFTS[label] for label in options.draft or DRAFTS}
     options.refuse_given(["draft"], "with --drafter")
     drafter = named_drafter(options.drafter, options.drafter_option)
     return {drafter.label: drafter}

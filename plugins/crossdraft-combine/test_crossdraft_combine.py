@@ -17,6 +17,7 @@ from crossdraft.testing import DrafterContract
 
 LOOKUP = {"name": "prompt-lookup", "gamma": 3}
 MODEL = {"name": "draft-model", "model": "toy", "gamma": 2}
+TREE = {"name": "draft-model-dynamic-tree", "model": "toy", "depth": 2, "top_k": 2, "nodes": 4}
 
 
 class TestLookupElseModel(DrafterContract):
@@ -37,9 +38,8 @@ class TestModelElseModel(DrafterContract):
 
 class TestLookupElseTree(DrafterContract):
     drafter = Combine
-    options = {"drafters": [{**LOOKUP, "min_ngram": 2}, {"name": "token-recycling", "nodes": 5}]}  # noqa: RUF012
+    options = {"drafters": [{**LOOKUP, "min_ngram": 2}, TREE]}  # noqa: RUF012
     asks_device = True
-    remembers = True
 
 
 class TestMerged(DrafterContract):
@@ -54,12 +54,11 @@ class TestMergedTrees(DrafterContract):
         "mode": "merge",
         "nodes": 5,
         "drafters": [
-            {"name": "token-recycling", "nodes": 4},
+            TREE,
             {"name": "draft-model-tree", "model": "toy", "branching": [2, 1], "siblings": "top-k"},
         ],
     }
     asks_device = True
-    remembers = True
 
 
 # -- merging ---------------------------------------------------------------------------------------------------
@@ -120,8 +119,8 @@ def test_traits_follow_from_parts() -> None:
     chain = traits(1, LOOKUP, MODEL)
     assert (chain.kind, chain.point_mass, chain.nodes, chain.depth) == (CHAIN, False, 3, 3)
     assert traits(0, LOOKUP, MODEL).point_mass
-    tree = traits(1, LOOKUP, {"name": "token-recycling", "nodes": 9})
-    assert (tree.kind, tree.point_mass, tree.nodes, tree.adapts) == (DETERMINISTIC, True, 9, True)
+    tree = traits(1, LOOKUP, {**TREE, "top_k": 3, "nodes": 9})
+    assert (tree.kind, tree.point_mass, tree.nodes, tree.adapts) == (DETERMINISTIC, True, 9, False)
     both = traits(0, LOOKUP, MODEL, mode="merge", nodes=2)
     assert (both.kind, both.nodes, both.depth) == (DETERMINISTIC, 2, 2)
 
@@ -137,7 +136,7 @@ def test_traits_follow_from_parts() -> None:
         ([LOOKUP, {"name": "medusa", "model": "m"}], {}, "cannot use 'medusa': it reads the target's hidden states"),
         ([LOOKUP, "none"], {}, "cannot use 'none': it never drafts"),
         ([LOOKUP, {"name": "draft-model-iid", "model": "m"}], {}, "cannot use 'draft-model-iid': it drafts 'iid'"),
-        (["token-recycling", MODEL], {}, "cannot use a tree together with a sampled chain"),
+        ([TREE, MODEL], {}, "cannot use a tree together with a sampled chain"),
     ],
 )
 def test_incompatible_drafters_raise(drafters: Any, options: Any, sentence: str) -> None:
@@ -146,9 +145,9 @@ def test_incompatible_drafters_raise(drafters: Any, options: Any, sentence: str)
 
 
 def test_results_depend_on_code_of_all_parts() -> None:
-    inner = {"name": "combine", "drafters": [LOOKUP, "token-recycling"]}
+    inner = {"name": "combine", "drafters": [LOOKUP, TREE]}
     result = Combine.wrapped(Combine.Config(drafters=(MODEL, inner)))
-    assert [cls.name for cls in result] == ["draft-model", "combine", "prompt-lookup", "token-recycling"]
+    assert [cls.name for cls in result] == ["draft-model", "combine", "prompt-lookup", "draft-model-dynamic-tree"]
 
 
 def test_options_are_checked_at_once() -> None:

@@ -11,7 +11,7 @@ import faulty_drafters
 import faulty_verifiers
 import pytest
 
-from crossdraft.framework.certificate.drafts import DRAFTS, TRANSLATED
+from crossdraft.framework.certificate.drafts import DRAFTS
 from crossdraft.framework.cli import main as cli
 from crossdraft.testing import DrafterContract
 
@@ -90,7 +90,7 @@ def test_counterexample_is_smallest(capsys: Any, install: Callable, toys: str) -
 def test_labels_of_scope_exist() -> None:
     from crossdraft.framework.certificate import rows
 
-    assert not (rows.POINT_MASSES | rows.CHAINS) - {*DRAFTS, *TRANSLATED}
+    assert not (rows.POINT_MASSES | rows.CHAINS) - {*DRAFTS}
 
 
 def test_only_one_test_reports_reset_without_remembers() -> None:

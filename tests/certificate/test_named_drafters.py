@@ -339,4 +339,4 @@ def test_models_that_were_not_named_are_toys() -> None:
     assert named_drafter("draft-model").options.model == "toy"
     assert named_drafter("{name: draft-model, model: mine}").options.model == "mine"
     with pytest.raises(UsageError, match="cannot be enumerated"):
-        named_drafter("mtp")
+        named_drafter("eagle")

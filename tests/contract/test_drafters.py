@@ -3,14 +3,10 @@
 from typing import Any
 
 import pytest
-import torch
 from token_automata import Automaton
 
-from crossdraft.framework.certificate.table_lm import ToyContext
-from crossdraft.framework.certificate.toys import toys_of_two_vocabularies
-from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.engine.decoder import Decoder
-from crossdraft.testing import DrafterContract, TinyModel, Toys
+from crossdraft.testing import DrafterContract
 
 
 class TestNone(DrafterContract):
@@ -35,19 +31,6 @@ class TestGrammar(DrafterContract):
 class TestPromptLookup(DrafterContract):
     drafter = "prompt-lookup"
     options = {"gamma": 3}
-
-
-class TestTokenRecycling(DrafterContract):
-    drafter = "token-recycling"
-    options = {"nodes": 6, "width": 3}
-    remembers = True
-
-
-@pytest.mark.slow
-class TestTokenRecyclingChain(DrafterContract):
-    drafter = "token-recycling"
-    options = {"width": 1}
-    remembers = True
 
 
 class TestDraftModel(DrafterContract):
@@ -78,15 +61,6 @@ class TestConfidencePolicyBefore(DrafterContract):
 class TestHeuristicPolicy(DrafterContract):
     drafter = "draft-model"
     options = {"model": "toy", "gamma": 3, "policy": "heuristic"}
-
-
-@pytest.mark.slow
-class TestOnline(DrafterContract):
-    """Each step changes what the next one draws from."""
-
-    drafter = "online"
-    options = {"model": "toy", "gamma": 3, "every": 1, "learning_rate": 0.05}
-    remembers = True
 
 
 class TestIid(DrafterContract):
@@ -135,25 +109,6 @@ class TestDynamicTree(DrafterContract):
     options = {"model": "toy", "depth": 3, "top_k": 2, "nodes": 5}
 
 
-class TestEarlyExit(DrafterContract):
-    drafter = "early-exit"
-    options = {"exit_layer": 2, "gamma": 3}
-    setting = TinyModel()
-
-
-@pytest.mark.slow
-class TestEarlyExitOnTables(DrafterContract):
-    drafter = "early-exit"
-    options = {"gamma": 3}
-
-
-@pytest.mark.slow
-class TestLayerSkip(DrafterContract):
-    drafter = "layer-skip"
-    options = {"skip_attention": (1, 2), "skip_mlp": (2, 3), "gamma": 3}
-    setting = TinyModel()
-
-
 @pytest.mark.slow
 class TestLearntThresholdPolicy(DrafterContract):
     drafter = "draft-model"
@@ -167,56 +122,3 @@ class TestBatchSizePolicy(DrafterContract):
     drafter = "draft-model"
     options = {"model": "toy", "gamma": 3, "policy": {"name": "batch-size", "lengths": [[1, 3], [2, 2], [3, 1]]}}
     remembers = True  # a sequence's drafts depend on how many there are beside it
-
-
-class OtherTokens(Toys):
-    """The target of `Toys`, whose drafter has six tokens, four of them the target's."""
-
-    words = (("a", "b", " a", " b", "ba"), ("b", " a", "ab", "a", "ba", " "))
-    drafts = 6_000  # its rows are read on the host, one by one
-    toys = property(lambda self: toys_of_two_vocabularies())
-
-    def context(self, batch_size: int, sampling: Sampling, device: str = "cpu") -> ToyContext:
-        generator = torch.Generator().manual_seed(5)
-        tables = [
-            (1.5 * torch.randn(n + 1, n, generator=generator, dtype=torch.float64)).softmax(-1).to(device)
-            for n in map(len, self.words)
-        ]
-        return ToyContext(*tables, sampling, batch_size, words=self.words)
-
-
-class TestUniversal(DrafterContract):
-    drafter = "universal"
-    options = {"model": "toy", "gamma": 3}
-    setting = OtherTokens()
-
-
-@pytest.mark.slow
-class TestUniversalText(DrafterContract):
-    drafter = "universal"
-    options = {"model": "toy", "gamma": 3, "mode": "slem"}
-    setting = OtherTokens()
-    asks_device = True
-
-
-@pytest.mark.slow
-class TestUniversalUnderConfidence(DrafterContract):
-    drafter = "universal"
-    options = {"model": "toy", "gamma": 3, "policy": {"name": "confidence", "threshold": 0.35}}
-    setting = OtherTokens()
-    asks_device = True
-
-
-class TestPass(DrafterContract):
-    drafter = "pass"
-    options = {"model": "toy", "gamma": 3}
-
-
-class TestJacobi(DrafterContract):
-    drafter = "jacobi"
-    options = {"gamma": 3}
-
-
-class TestLookahead(DrafterContract):
-    drafter = "lookahead"
-    options = {"window": 3, "ngram": 3, "guesses": 2, "from_prompt": True}

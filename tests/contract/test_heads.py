@@ -6,37 +6,17 @@ from typing import Any
 import pytest
 import torch
 from head_checkpoints import write_heads
+from head_contract import Heads
 
-from crossdraft.testing import DrafterContract, TinyModel
+from crossdraft.testing import TinyModel
 
 
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory: Any) -> Path:
     """Directories with heads of every kind."""
     root = tmp_path_factory.mktemp("heads")
-    write_heads(root, TinyModel.model(), mask_token=12, target_ids=torch.tensor([0, 1, 2, 3, 4, 5, 7, 8, 11]))
+    write_heads(root, TinyModel.model(), target_ids=torch.tensor([0, 1, 2, 3, 4, 5, 7, 8, 11]))
     return root
-
-
-class Heads(DrafterContract):
-    """Options are completed with the directory of the heads."""
-
-    setting = TinyModel()
-    #: Of the heads, if not the drafter's name.
-    directory = ""
-
-    @pytest.fixture(autouse=True)
-    def _model(self, heads: Path) -> None:
-        self.use(heads)
-
-    @classmethod
-    def use(cls, heads: Path) -> None:
-        cls.options = {**cls.options, "model": str(heads / (cls.directory or str(cls.drafter)))}
-
-
-@pytest.mark.slow  # the quicker one is on tables
-class TestPass(Heads):
-    drafter = "pass"
 
 
 class TestMedusa(Heads):
@@ -84,45 +64,3 @@ class TestEagle3(Heads):
 class TestEagle3DynamicTree(Heads):
     drafter = "eagle3"
     options = {"tree": "dynamic", "depth": 3, "top_k": 2, "nodes": 5, "layers": [2, 3, 1]}
-
-
-@pytest.mark.slow  # as EAGLE-3
-class TestMtp(Heads):
-    drafter = "mtp"
-    options = {"gamma": 2}
-
-
-@pytest.mark.slow  # as EAGLE-3
-class TestDSpark(Heads):
-    drafter = "dspark"
-    options = {"layers": [1, 2, 3], "gamma": 3}
-
-
-@pytest.mark.slow
-class TestDSparkUntilItExpectsLittle(Heads):
-    drafter = "dspark"
-    options = {"layers": [1, 2, 3], "gamma": 3, "confidence": 0.5}
-    asks_device = True
-
-
-@pytest.mark.slow
-class TestDFlash(Heads):
-    drafter = "dflash"
-    options = {"layers": [1, 2, 3], "gamma": 3}
-
-
-@pytest.mark.slow
-class TestDFlash2(Heads):
-    drafter, directory = "dflash", "dflash-2"
-    options = {"layers": [1, 2, 3], "gamma": 3}
-
-
-@pytest.mark.slow
-class TestPEagle(Heads):
-    drafter = "p-eagle"
-    options = {"layers": [1, 2, 3], "gamma": 3}
-
-
-@pytest.mark.slow
-class TestMlpSpeculator(Heads):
-    drafter = "mlp-speculator"

@@ -1,4 +1,4 @@
-"""Shared behaviour of `eagle`, `eagle3` and `mtp`: pairs, trees, and features that are fed again.
+"""Shared behaviour of `eagle` and `eagle3`: pairs, trees, and features that are fed again.
 
 The heads are trained here, in a second or two each, on one text of a tiny random target: they are right on that text,
 and now and then on others.
@@ -81,7 +81,7 @@ def plain(heads_decoder: Callable, target: Any) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize(
     "name, draft",
-    [("eagle3", "chain"), ("eagle3", "branching"), ("eagle3", "dynamic"), ("eagle", "chain"), ("mtp", "chain")],
+    [("eagle3", "chain"), ("eagle3", "branching"), ("eagle3", "dynamic"), ("eagle", "chain")],
 )
 def test_text_that_was_learnt_is_accepted_whole(make: Callable, text: list[int], name: str, draft: str) -> None:
     """Every draft token of every step: steps after the first live on features that were fed again."""
@@ -109,7 +109,6 @@ def test_slip_by_one_feature_is_seen(make: Callable, name: str) -> None:
         ("eagle3", "dynamic"),
         ("eagle", "chain"),
         ("eagle", "dynamic"),
-        ("mtp", "chain"),
     ],
 )
 def test_draft_probs_match_fresh_head(make: Callable, target: Any, name: str, kind: str) -> None:
@@ -184,7 +183,6 @@ def test_draft_probs_match_fresh_head(make: Callable, target: Any, name: str, ki
         ("eagle3", "drawn", "specinfer", 3),
         ("eagle3", "dynamic", "greedy", 3),
         ("eagle", "chain", "block", 1),
-        ("mtp", "chain", "token", 3),
     ],
 )
 def test_temperature_zero_is_plain_decoding(
@@ -294,12 +292,12 @@ def test_config_errors_are_sentences(options: dict[str, Any], sentence: str) -> 
 
 
 def test_target_without_features_is_error(trained: Callable, target: Any) -> None:
-    cls, slots = plugins.get("drafters", "mtp"), TransformersLM(target, 1, 64)
+    cls, slots = plugins.get("drafters", "eagle"), TransformersLM(target, 1, 64)
     with pytest.raises(
-        ModelError, match=r"drafter 'mtp' reads the features of its target .* is not a transformers model"
+        ModelError, match=r"drafter 'eagle' reads the features of its target .* is not a transformers model"
     ):
-        cls(cls.Config(model=trained("mtp")), GivenContext(slots, Sampling(), 64))
-    drafter = cls(cls.Config(model=trained("mtp")), GivenContext(slots, Sampling(), 64, target_model=target))
+        cls(cls.Config(model=trained("eagle")), GivenContext(slots, Sampling(), 64))
+    drafter = cls(cls.Config(model=trained("eagle")), GivenContext(slots, Sampling(), 64, target_model=target))
     with pytest.raises(
         ContractError, match=r"needs the target's hidden states of layers \(-1,\), but .* returned none"
     ):

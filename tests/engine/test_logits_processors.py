@@ -54,9 +54,11 @@ def test_settings_of_transformers(target: LoadedModel, options: dict[str, Any]) 
     assert "forced_bos_token_id" in options or plain.tolist() != expected.tolist(), "this setting shows nothing here"
 
 
-@pytest.mark.parametrize("drafter", ["none", "prompt-lookup", {"name": "token-recycling", "nodes": 6, "width": 3}])
+@pytest.mark.parametrize("drafter", ["none", "prompt-lookup", {"name": "draft-model-dynamic-tree", "nodes": 6}])
 def test_processors_receive_path_of_each_node(target: LoadedModel, drafter: Any) -> None:
     """Log P of emitted tokens is that of the processed distribution after their prefix, for any drafter."""
+    if isinstance(drafter, dict):
+        drafter = {**drafter, "model": target.name}
     processors = [lp.RepetitionPenaltyLogitsProcessor(1.7), lp.NoRepeatNGramLogitsProcessor(2)]
     sampling = Sampling(temperature=0.8, top_k=20)
     distribution: dict[str, Any] = {"temperature": 0.8, "top_k": 20, "seed": 3, "ignore_eos": True}

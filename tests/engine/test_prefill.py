@@ -19,6 +19,7 @@ from crossdraft.framework.errors import UsageError
 from crossdraft.framework.lm.forward_pass import SELECTS
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
+pytestmark = pytest.mark.usefixtures("third_party")
 #: Ragged; two have nothing to prefill but the root, some outgrow a window of 8, one what a pass may feed below.
 LENGTHS = [2, 23, 1, 9, 40, 5, 9, 1, 14, 3]
 PROMPTS = [[(5 + 7 * i + 3 * j * j) % 90 for j in range(length)] for i, length in enumerate(LENGTHS)]
@@ -27,7 +28,7 @@ PAIRS = {
     "chain": (*CHAIN, "block"),
     "iid": ("draft-model-iid", {"model": "noisy", "gamma": 2, "K": 2}, "spectr"),
     "tree": ("draft-model-tree", {"model": "noisy", "branching": [2, 2]}, "traversal"),
-    "fork": ("early-exit", {"exit_layer": 1, "gamma": 3}, "token"),
+    "fork": ("first-layers", {"layers": (0,), "gamma": 3}, "token"),
 }
 
 
@@ -202,8 +203,8 @@ def test_drafter_overriding_start_does_not_prefill() -> None:
     chain = drafter_class("draft-model")
     reads_another_text = type("ReadsAnotherText", (chain,), {"start": chain.start})
     does_both = type("DoesBoth", (reads_another_text,), {"start": chain.start, "prefill": chain.prefill})
-    likes = {chain: True, drafter_class("early-exit"): True, does_both: True, reads_another_text: False}
-    likes |= {drafter_class("universal"): False, drafter_class("prompt-lookup"): False, drafter_class("eagle3"): False}
+    likes = {chain: True, drafter_class("first-layers"): False, does_both: True, reads_another_text: False}
+    likes |= {drafter_class("prompt-lookup"): False, drafter_class("eagle3"): False}
     assert {drafter: prefills(drafter) for drafter in likes} == likes
 
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from draft_contexts import GivenContext
 from fake_cuda_graphs import NEW, PROMPTS, Recorder, ReplayingLM
+from feature_heads import make_head
 
 from crossdraft.drafters.heads.feature_head import FeatureLM
 from crossdraft.drafters.heads.medusa.drafter import Medusa
 from crossdraft.drafters.heads.medusa.weights import MedusaHeads, save_heads
-from crossdraft.drafters.heads.mtp import MtpHead
 from crossdraft.framework import plugins
 from crossdraft.framework.api import build
 from crossdraft.framework.contracts.draft import Sequences
@@ -122,7 +122,7 @@ def test_tree_grown_in_pieces_is_replayed(tiny_model: Callable) -> None:
 def test_heads_over_features_are_replayed(tiny_model: Callable, monkeypatch: Any) -> None:
     """Their features and the positions whose logits are kept are inputs of the recorded pass like the tokens."""
     torch.manual_seed(3)
-    head = MtpHead(tiny_model("llama")).eval()
+    head = make_head("eagle", tiny_model("llama")).eval()
     features = torch.randn(6, 2, 4, 32)
 
     def run() -> list[torch.Tensor]:

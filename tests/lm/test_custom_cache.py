@@ -15,6 +15,7 @@ from crossdraft.framework.lm.cuda_graphs import CaptureLimits, CudaGraphRunner, 
 from crossdraft.framework.lm.kv_cache import KVCache, WritePlan
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
+pytestmark = pytest.mark.usefixtures("third_party")
 MAX_LENGTH = 128
 BLOCK = 16
 
@@ -159,7 +160,7 @@ DRAFTERS = {
     "draft-model": {"model": "noisy", "gamma": 3},
     "draft-model-tree": {"model": "noisy", "branching": (2, 2, 1)},
     "draft-model-dynamic-tree": {"model": "noisy", "depth": 3, "top_k": 2, "nodes": 6},
-    "early-exit": {"exit_layer": 1, "gamma": 3},
+    "first-layers": {"layers": (0,), "gamma": 3},
 }
 RULES = {"draft-model-tree": "traversal", "draft-model-dynamic-tree": "sample-match"}
 

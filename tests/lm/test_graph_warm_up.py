@@ -7,11 +7,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from fake_cuda_graphs import NEW, PROMPTS, Recorder
+from feature_heads import make_head
 from hypothesis import given
 from hypothesis import strategies as st
 
 from crossdraft.drafters.heads.feature_head import FeatureLM
-from crossdraft.drafters.heads.mtp import MtpHead
 from crossdraft.framework import plugins
 from crossdraft.framework.api import build
 from crossdraft.framework.contracts.steps import Request
@@ -20,6 +20,7 @@ from crossdraft.framework.lm.cuda_graphs import CaptureLimits, CudaGraphRunner, 
 from crossdraft.framework.lm.graph_buckets import at_width, kv_lens, stepped, wider, widths
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
+pytestmark = pytest.mark.usefixtures("third_party")
 CPU = torch.device("cpu")
 
 
@@ -132,7 +133,7 @@ CASES = [
     ("mistral-sliding", "draft-model-tree", {"model": "noisy", "branching": (2, 2, 1)}, (3, 10)),
     ("gpt2", "draft-model-dynamic-tree", {"model": "noisy", "depth": 3, "top_k": 2, "nodes": 6}, (3, 6)),
     ("llama", "draft-model-iid", {"model": "noisy", "gamma": 3, "K": 2}, (3, 6)),
-    ("llama", "early-exit", {"exit_layer": 1, "gamma": 3}, (3, 3)),
+    ("llama", "first-layers", {"layers": (0,), "gamma": 3}, (3, 3)),
 ]
 
 
@@ -237,7 +238,7 @@ def test_no_padding_at_end_of_slot(tiny_model: Callable, recorded: list[CudaGrap
 def test_inputs_that_index_positions_are_padded(tiny_model: Callable, recorded: list[CudaGraphRunner]) -> None:
     """Pairs of any count are caught up with in a recorded width; logits and features are those of the pairs alone."""
     torch.manual_seed(3)
-    head = MtpHead(tiny_model("llama")).eval()
+    head = make_head("eagle", tiny_model("llama")).eval()
     features = torch.randn(2, 6, 32)
 
     def run(lm: FeatureLM, widths: tuple[int, ...]) -> list[torch.Tensor]:

@@ -36,11 +36,12 @@ def test_spread_target_matches_whole_one(target: str, device: Any) -> None:
         assert input_device(spread.model) == torch.device("cpu")
 
 
+@pytest.mark.usefixtures("third_party")
 def test_layers_of_spread_target_are_not_run_separately(target: str) -> None:
     """Its hooks would run all of them without a word."""
     spread = load_model(target, device=HALF, dtype="float32")
     with pytest.raises(ModelError, match="its layers cannot be run alone"):
-        generate(spread, PROMPTS, drafter={"name": "early-exit", "exit_layer": 1}, max_new_tokens=4)
+        generate(spread, PROMPTS, drafter={"name": "first-layers", "layers": [0]}, max_new_tokens=4)
 
 
 def test_indices_follow_keys_and_values_to_their_device() -> None:

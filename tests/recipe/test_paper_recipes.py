@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import crossdraft_drafters
 import crossdraft_ngram_cache
 import crossdraft_suffix
 import pytest
@@ -38,11 +39,11 @@ SHIPPED = sorted(name for name, entry in plugins.entries("recipes").items() if e
 
 @pytest.fixture(autouse=True)
 def smollm2() -> Any:
-    """Names of the SmolLM2 pack and of the drafters of two packages, which need not be installed.
+    """Names of the SmolLM2 pack and of the drafters of three packages, which need not be installed.
 
     A model is only a name until it is loaded.
     """
-    packages = {"ngram-cache": crossdraft_ngram_cache, "suffix": crossdraft_suffix}
+    packages = {"ngram-cache": crossdraft_ngram_cache, "suffix": crossdraft_suffix, "jacobi": crossdraft_drafters}
     missing = [package for name, package in packages.items() if name not in plugins.entries("drafters")]
     pack = {"smollm2-135m-instruct", "smollm2-draft-model", "smollm2-medusa", "smollm2-eagle3"}
     names = pack - plugins.entries("models").keys()

@@ -17,6 +17,12 @@ def has_format(name: str) -> bool:
     return name in plugins.entries("reports")
 
 
+def needs_drafter(name: str) -> pytest.MarkDecorator:
+    """Skip a test unless an installed distribution provides the drafter."""
+    installed = name in plugins.entries("drafters")
+    return pytest.mark.skipif(not installed, reason=f"the companion with the drafter {name} is not installed")
+
+
 def needs_command(name: str) -> pytest.MarkDecorator:
     """Skip a test unless an installed distribution provides the command."""
     return pytest.mark.skipif(not has_command(name), reason=f"the companion with crossdraft {name} is not installed")

@@ -10,7 +10,6 @@ from transformers import DynamicCache
 from crossdraft.drafters.heads.eagle import EagleHead
 from crossdraft.drafters.heads.eagle3 import Eagle3Head
 from crossdraft.drafters.heads.eagle_weights import make_config
-from crossdraft.drafters.heads.mtp import MtpHead
 
 GAMMA, NEW = 3, 12
 #: Hidden states of a target with four layers that the EAGLE-3 heads here read.
@@ -19,7 +18,7 @@ SHAPE = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_ke
 START = [7, 8, 9, 7]
 #: The shortest prompt has no feature before its root; prompts of different lengths end in different steps.
 PROMPTS = ([5], START, [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 11, 12, 13])
-NAMES = ("eagle3", "eagle", "mtp")
+NAMES = ("eagle3", "eagle")
 DRAFTS: dict[str, dict[str, Any]] = {
     "chain": {"gamma": GAMMA},
     "branching": {"tree": "static", "branching": [2, 2, 1]},
@@ -32,8 +31,6 @@ DRAFTS: dict[str, dict[str, Any]] = {
 
 def make_head(name: str, target: Any, ids: Tensor | None = None, shape: Any = None) -> Any:
     embedding, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
-    if name == "mtp":
-        return MtpHead(target)
     config = make_config(**(SHAPE if shape is None else shape))
     if name == "eagle":
         return EagleHead(config, embedding, head)

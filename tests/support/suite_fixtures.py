@@ -37,6 +37,16 @@ os.environ["CROSSDRAFT_COMPILED_LAYERS"] = "0"  # compiling takes longer than a 
 torch.set_num_threads(1)  # the models are tiny: threads cost more than they gain
 
 
+@pytest.fixture(scope="module")
+def third_party() -> Iterator[Any]:
+    """The strategies of tests/third_party, registered; ``first-layers`` is a drafter of the target's own layers."""
+    import strategies
+
+    manager().register(strategies, "third-party")
+    yield strategies
+    manager().unregister(strategies)
+
+
 @pytest.fixture(scope="session")
 def golden() -> dict[str, Any]:
     """Golden values by toy, fractions as strings: E[tau] per step, Pr(tau = i); h, p, residual per draft."""

@@ -100,7 +100,11 @@ class FirstLayers(Drafter):
             logits = self.model.forward(tokens[-1][:, None])[:, 0]
         sampled = self.context.sampling.temperature > 0
         length = on_device(sequences.limit, sequences.device).clamp(max=steps)
-        return Draft.chain(torch.stack(tokens, 1), length, torch.stack(distributions, 1) if sampled else None)
+        draft = Draft.chain(torch.stack(tokens, 1), length, torch.stack(distributions, 1) if sampled else None)
+        layers = getattr(self.config, "layers", ())
+        if layers and layers == tuple(range(len(layers))):
+            draft.resume_from = self.model.lm
+        return draft
 
     def observe(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores

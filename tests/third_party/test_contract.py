@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,9 @@ import crossdraft
 from crossdraft.framework.api.build import load_draft_model
 from crossdraft.framework.bench.matrix import expand, load_recipe
 from crossdraft.framework.bench.run import run
-from crossdraft.framework.plugins import manager
 from crossdraft.testing import DrafterContract, TinyModel, VerifierContract
 
-
-@pytest.fixture(autouse=True, scope="module")
-def installed() -> Iterator[None]:
-    manager().register(strategies, "third-party")
-    yield
-    manager().unregister(strategies)
+pytestmark = pytest.mark.usefixtures("third_party")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +52,7 @@ def test_package_imports_only_crossdraft() -> None:
     assert not [module for module in modules if module and module.startswith("crossdraft.")]
 
 
-@pytest.mark.slow  # as early-exit, among the built-in ones
+@pytest.mark.slow
 class TestFirstLayers(DrafterContract):
     drafter = "first-layers"
     setting = TinyModel()

@@ -10,6 +10,7 @@ from typing import Any
 
 import crossdraft_by_shape
 import crossdraft_combine
+import crossdraft_drafters
 import crossdraft_ngram_cache
 import crossdraft_rest
 import crossdraft_suffix
@@ -84,6 +85,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "drafters": {
         "combine": crossdraft_combine,
+        "jacobi": crossdraft_drafters,
         "ngram-cache": crossdraft_ngram_cache,
         "rest": crossdraft_rest,
         "suffix": crossdraft_suffix,
@@ -231,7 +233,6 @@ def test_retrieval_outputs_match_target(batch_size: int, target: Any, tmp_path: 
         {"name": "suffix", "factor": 4, "tree": True},
         {"name": "rest", "datastore": str(tmp_path / "d")},
         {"name": "rest", "datastore": str(tmp_path / "d"), "tree": False},
-        {"name": "token-recycling"},
     ):
         responses = crossdraft.generate(target, prompts, drafter=drafter, **arguments)
         assert [response.tokens for response in responses] == separate, drafter
@@ -257,6 +258,5 @@ def test_copying_drafter_is_replayed(tmp_path: Path, capsys: Any) -> None:
         for drafter in ("{name: suffix, factor: 2, memory: 0}", "{name: suffix, factor: 2}", rest)
     )
     assert own < memory < datastore, "the second answer is the first one's, and both are in the datastore"
-    for tree in ("{name: suffix, tree: true}", "token-recycling"):
-        code, out = replayed(tree)
-        assert code == 2 and "drafts trees ('deterministic'), which cannot be replayed" in out.err
+    code, out = replayed("{name: suffix, tree: true}")
+    assert code == 2 and "drafts trees ('deterministic'), which cannot be replayed" in out.err

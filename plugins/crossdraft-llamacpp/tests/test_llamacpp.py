@@ -17,11 +17,11 @@ pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
 
 import crossdraft_llamacpp
+from crossdraft_drafters.self_speculation.pass_weights import save_embeddings
 from crossdraft_llamacpp.lm import CHUNK, LlamaLM
 from tiny_gguf import SPECIAL, VOCAB, WORDS, Plain, save_gguf
 
 import crossdraft
-from crossdraft.drafters.self_speculation.pass_weights import save_embeddings
 from crossdraft.framework.bench.matrix import load_recipe
 from crossdraft.framework.bench.run import run
 from crossdraft.framework.plugins import entries, manager

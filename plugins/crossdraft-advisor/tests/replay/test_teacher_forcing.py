@@ -14,13 +14,13 @@ from crossdraft_advisor.replay.step_chain import StepAcceptance
 from crossdraft_advisor.replay.step_chain import expected_steps as steps_of
 from crossdraft_advisor.replay.teacher_forcing.draft_traces import TeacherForcingStepRng
 from crossdraft_advisor.replay.teacher_forcing.scoring import ScoringRequest, score_drafter, score_drafters
+from crossdraft_drafters.self_speculation.pass_weights import save_embeddings
 from feature_heads import LAYERS, make_head
 from medusa_heads import MEDUSA, Weights
 from replay_fixtures import RecordedResponse, Run, configured, fresh, making, run
 from safetensors.torch import save_file
 
 from crossdraft import Drafter
-from crossdraft.drafters.self_speculation.pass_weights import save_embeddings
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
-from crossdraft.drafters.self_speculation.layer_skip import KIND
-from crossdraft.drafters.self_speculation.own_layers import depth_of
+from crossdraft_drafters.self_speculation.layer_skip import KIND
+from crossdraft_drafters.self_speculation.own_layers import depth_of
+
 from crossdraft.framework.contracts.lm import LM
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.errors import UsageError

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from crossdraft_drafters.self_speculation.pass_weights import read_embeddings, save_embeddings
 from pydantic import Field
 from torch import Tensor, nn
 
-from crossdraft.drafters.self_speculation.pass_weights import read_embeddings, save_embeddings
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.models.checkpoint import load_checkpoint
