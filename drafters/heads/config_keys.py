@@ -1,9 +1,9 @@
 """Keys of the published heads' ``config.json``: those that change what a head computes, and those that do not.
 
-`check` goes through a config by the table of its layout in `LAYOUTS`. A key is read; or has no effect, because the
-tensors decide it or because it concerns training or serving; or is refused, because it selects another computation;
-or is ignored with a remark, because no engine applies it to heads although its name promises a computation. A key that
-is not listed is named in a remark.
+`check` goes through a config by the table of its layout, which is the attribute ``layout`` of the drafter. A key is
+read; or has no effect, because the tensors decide it or because it concerns training or serving; or is refused, because
+it selects another computation; or is ignored with a remark, because no engine applies it to heads although its name
+promises a computation. A key that is not listed is named in a remark.
 
 Sources: the authors' releases of each method; SpecForge; vllm-project/speculators; NVIDIA Model-Optimizer and NeMo
 Automodel; the head models of vLLM and SGLang, which serve files of all of them.
@@ -264,32 +264,29 @@ def refuse_assistant(checkpoint: Checkpoint) -> None:
             raise checkpoint.refused(f"they are {text}; this is not supported, use other heads")
 
 
-def check(checkpoint: Checkpoint, layout: str, layouts: Mapping[str, Layout] = LAYOUTS) -> None:
+def check(checkpoint: Checkpoint, drafter: str, layout: Layout) -> None:
     """Check every key of ``config.json`` by the table of ``layout``; log one remark for keys without effect here.
-
-    Args:
-        layouts: tables by drafter.
 
     Raises:
         ModelError: a key requests a computation that is not supported.
     """
-    own, config = layouts[layout], checkpoint.config
+    config = checkpoint.config
     algorithm = config.get("speculators_model_type")
-    if algorithm is not None and own.algorithms and algorithm not in own.algorithms:
+    if algorithm is not None and layout.algorithms and algorithm not in layout.algorithms:
         raise checkpoint.refused(
-            f"config.json has {algorithm!r:.80} for speculators_model_type, which drafter '{layout}' does not read"
+            f"config.json has {algorithm!r:.80} for speculators_model_type, which drafter '{drafter}' does not read"
         )
     remarks = []
-    for path, key, value in _walk(config, own.keys):
+    for path, key, value in _walk(config, layout.keys):
         if key is None:
-            if not own.prefixes or path.startswith(own.prefixes):
+            if not layout.prefixes or path.startswith(layout.prefixes):
                 remarks.append(f"{path} is not known")
         elif key.effect in ("refused", "ignored") and value is not None and value not in key.neutral:
             if key.effect == "refused":
                 raise checkpoint.refused(f"config.json has {value!r:.80} for {path}: {key.reason}")
             remarks.append(f"{path} is not applied ({key.reason})")
     if remarks:
-        _remark(f"the heads '{checkpoint.name}', read as {layout}: of their config.json {', '.join(remarks)}")
+        _remark(f"the heads '{checkpoint.name}', read as {drafter}: of their config.json {', '.join(remarks)}")
 
 
 def _walk(config: Mapping[str, Any], keys: Keys, prefix: str = "") -> Iterator[tuple[str, Key | None, Any]]:

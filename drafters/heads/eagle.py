@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ...framework.util.cache_argument import cache_argument
-from .config_keys import check
+from .config_keys import LAYOUTS, check
 from .eagle_weights import (
     biased,
     config_json,
@@ -129,6 +129,7 @@ class Eagle(FeatureDrafter):
     """
 
     name = "eagle"
+    layout = LAYOUTS["eagle"]
 
     @classmethod
     def misconfigurations(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterator[Misconfiguration]:
@@ -144,7 +145,7 @@ class Eagle(FeatureDrafter):
         tensors = renamed(checkpoint)
         if is_eagle3(tensors):
             raise checkpoint.refused("they are EAGLE-3 heads (hidden_norm in the first layer); use drafter 'eagle3'")
-        check(checkpoint, "eagle")
+        check(checkpoint, self.name, self.layout)
         config = layer_config(checkpoint, tensors)
         width = target.get_input_embeddings().weight.shape[1]
         if width != config.hidden_size:

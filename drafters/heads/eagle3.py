@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from ...framework.util.cache_argument import cache_argument
-from .config_keys import FEEDS_NORMED, check, remark
+from .config_keys import FEEDS_NORMED, LAYOUTS, check, remark
 from .eagle_weights import (
     biased,
     config_json,
@@ -186,6 +186,7 @@ class Eagle3(FeatureDrafter):
     """
 
     name = "eagle3"
+    layout = LAYOUTS["eagle3"]
 
     class Config(HeadConfig):
         layers: tuple[int, ...] | None = Field(
@@ -239,7 +240,7 @@ def read_head(
     if make is Eagle3Head:
         if "mask_hidden" in tensors:
             raise checkpoint.refused("they are P-EAGLE heads (mask_hidden); use drafter 'p-eagle'")
-        check(checkpoint, "eagle3")
+        check(checkpoint, Eagle3.name, Eagle3.layout)
     config = layer_config(checkpoint, tensors)
     tables = vocabulary(checkpoint, tensors, target, config.hidden_size)
     width = _feature_size(checkpoint, target, layers)

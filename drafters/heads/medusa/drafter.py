@@ -30,6 +30,7 @@ from ....framework.contracts.sampling import Sampling
 from ....framework.errors import ContractError, ModelError, UsageError
 from ....framework.util.limits import MOST_LEVELS, MOST_NODES
 from ...autoregressive.trees import Choices, TreeTemplate, ordered, tree_shape
+from ..config_keys import LAYOUTS
 from ..feature_head import expand_vocab
 from ..feature_reader import last_state
 from ..misconfigurations import shifted_heads
@@ -87,6 +88,7 @@ class Medusa(Drafter):
     """
 
     name = "medusa"
+    layout = LAYOUTS["medusa"]
 
     class Config(StrategyConfig):
         model: str = Field(description="name, directory or Hub id of heads made for the target")

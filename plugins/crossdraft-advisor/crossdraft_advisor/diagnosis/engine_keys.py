@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from pydantic import Field, model_validator
 
+from crossdraft.framework import plugins
 from crossdraft.framework.contracts.models import Checkpoint
 from crossdraft.framework.contracts.options import Options
 
@@ -138,11 +139,10 @@ def readings(heads: Checkpoint, drafter: str) -> Iterator[Reading]:
 
 def further_keys(config: Mapping[str, Any], drafter: str) -> Iterator[tuple[str, Any]]:
     """Yield the other keys of a config that change what the head computes, and their values."""
-    from crossdraft.drafters.heads.config_keys import LAYOUTS
-
-    if drafter in LAYOUTS:
+    layout = getattr(plugins.get("drafters", drafter), "layout", None)
+    if layout is not None:
         known = engine_keys().keys[drafter]
-        for path, value in _read(config, LAYOUTS[drafter].keys):
+        for path, value in _read(config, layout.keys):
             if path.removeprefix(f"{_NESTED}.") not in known:
                 yield path, value
 

@@ -279,6 +279,7 @@ class DFlash(BlockDrafter):
     """
 
     name = "dflash"
+    layout = LAYOUTS["dflash"]
 
     def __init__(self, config: StrategyConfig, context: DraftContext):
         super().__init__(config, context)
@@ -312,7 +313,7 @@ class DFlash(BlockDrafter):
         tensors = renamed(checkpoint)
         if any(key.startswith(DSPARK) for key in tensors):
             raise checkpoint.refused("they are DSpark heads (markov_head, confidence_head); use drafter 'dspark'")
-        check(checkpoint, "dflash", LAYOUTS)
+        check(checkpoint, self.name, self.layout)
         options = backbone(checkpoint, tensors, self.context.target_model, self.config.layers)
         options |= _dflash2(checkpoint, tensors, options)
         head = DFlashHead(**options)

@@ -131,6 +131,7 @@ class DSpark(DFlash):
     """
 
     name = "dspark"
+    layout = LAYOUTS["dspark"]
 
     class Config(BlockConfig):
         confidence: float | None = Field(
@@ -163,7 +164,7 @@ class DSpark(DFlash):
         tensors = renamed(checkpoint)
         if not any(key.startswith(DSPARK) for key in tensors):
             raise checkpoint.refused("they have neither markov_head nor confidence_head; use drafter 'dflash'")
-        check(checkpoint, "dspark", LAYOUTS)
+        check(checkpoint, self.name, self.layout)
         options = backbone(checkpoint, tensors, target, self.config.layers)
         rank, width = (_width(tensors, key) for key in ("markov_head.markov_w1", "confidence_head.proj"))
         kind = next((kind for kind, key in _KINDS.items() if key in tensors), "vanilla")

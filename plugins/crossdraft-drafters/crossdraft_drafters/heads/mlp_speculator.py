@@ -104,6 +104,7 @@ class MlpSpeculator(Drafter):
     """
 
     name = "mlp-speculator"
+    layout = LAYOUTS["mlp-speculator"]
 
     class Config(StrategyConfig):
         model: str = Field(description="name, directory or Hub id of a speculator made for the target")
@@ -218,7 +219,7 @@ def read_speculator(checkpoint: Checkpoint, vocab_size: int, size: int) -> Specu
     indices = [checkpoint.number(match[2], key) for key in tensors if (match := _STAGE.fullmatch(key))]
     if not indices:
         raise checkpoint.refused("they are not an MLP speculator: emb.0.weight is missing")
-    check(checkpoint, "mlp-speculator", LAYOUTS)
+    check(checkpoint, MlpSpeculator.name, MlpSpeculator.layout)
     if type(stages) is not int or not max(indices) < stages <= MOST_LEVELS:
         raise checkpoint.refused(
             f"config.json has {stages!r:.80} for n_predict, the number of stages, not {max(indices) + 1}"

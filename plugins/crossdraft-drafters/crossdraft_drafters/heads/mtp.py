@@ -168,6 +168,7 @@ class Mtp(FeatureDrafter):
     """
 
     name = "mtp"
+    layout = LAYOUTS["mtp"]
 
     @classmethod
     def misconfigurations(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterator[Misconfiguration]:
@@ -184,7 +185,7 @@ class Mtp(FeatureDrafter):
                 "they lack a module of multi-token prediction: they have "
                 "neither mtp.* nor mtp_layers.0.* nor model.layers.{L}.eh_proj"
             )
-        check(checkpoint, "mtp", LAYOUTS)
+        check(checkpoint, self.name, self.layout)
         tensors = dequantized(checkpoint, tensors)
         tables = vocabulary(checkpoint, tensors, target, target.get_input_embeddings().weight.shape[1])
         head = MtpHead(target, tables.embedding, tables.head, target_ids=tables.ids, logit_scale=tables.scale)

@@ -55,6 +55,7 @@ class PEagle(BlockDrafter):
     """
 
     name = "p-eagle"
+    layout = LAYOUTS["p-eagle"]
 
     class Config(BlockConfig):
         layers: tuple[int, ...] | None = Field(
@@ -83,7 +84,7 @@ class PEagle(BlockDrafter):
         if name is None:
             raise checkpoint.refused("they lack mask_hidden, the feature of masked positions; use drafter 'eagle3'")
         flat = checkpoint.with_tensors({name: checkpoint.tensors[name].reshape(-1)})
-        check(flat, "p-eagle", LAYOUTS)
+        check(flat, self.name, self.layout)
         head = read_head(flat, target, self.config.layers, PEagleHead)
         assert isinstance(head, PEagleHead)
         self._mask = _mask_token(checkpoint, len(head.embed_tokens.weight))
