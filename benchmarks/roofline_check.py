@@ -30,12 +30,12 @@ from dataclasses import replace
 from functools import partial
 from statistics import median
 
+from crossdraft_advisor.roofline.accelerators import accelerator
+from crossdraft_advisor.roofline.roofline import EFFICIENCY, Roofline, Shape
 from tabulate import tabulate
 
-from crossdraft.framework.cost.accelerators import accelerator
 from crossdraft.framework.cost.curve import Curve
 from crossdraft.framework.cost.prediction import CellStatistics, predict, stops_paying
-from crossdraft.framework.cost.roofline import EFFICIENCY, Roofline, Shape
 
 #: Context length in tokens: not published; MT-bench and short answers come to a few hundred.
 CONTEXT = 512

@@ -39,7 +39,7 @@ KINDS += (
     "trackers",
     "commands",
 )
-KINDS += ("reports", "sections", "columns")
+KINDS += ("reports", "sections", "columns", "machines")
 """What can be registered; for each there is a hook ``crossdraft_register_<kind>``."""
 COMPANIONS = {("launchers", name): "crossdraft-cluster" for name in ("ray", "slurm")}
 COMPANIONS |= {("trackers", name): "crossdraft-cluster" for name in ("mlflow", "trackio")}
@@ -64,6 +64,7 @@ COMPANIONS |= {("reports", name): "crossdraft-page" for name in ("html", "pdf", 
 COMPANIONS |= {("preparations", name): "crossdraft-layers" for name in ("compiled-layers", "recurrent-layers")}
 COMPANIONS |= {("preparations", "small-batch-linear"): "crossdraft-layers"}
 COMPANIONS |= {("cell_runners", "engine"): "crossdraft-advisor", ("servers", "openai"): "crossdraft-advisor"}
+COMPANIONS |= {("machines", "roofline"): "crossdraft-advisor"}
 """Names of distributions beside crossdraft, by kind; if one is not installed, its names are refused with the remedy."""
 _COMMAND = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
@@ -379,7 +380,7 @@ def _check(kind: str, name: str, registered: Any) -> None:
     elif kind == "commands":
         if missing := [part for part in ("add_arguments", "main") if not callable(getattr(registered, part, None))]:
             raise ContractError(f"{quoted(registered)} is not a subclass of crossdraft.Command: no {missing[0]}")
-    elif kind in ("sections", "columns") and not callable(registered):
+    elif kind in ("sections", "columns", "machines") and not callable(registered):
         raise ContractError(f"a {_singular(kind)} is a function, not {quoted(registered)}")
     elif kind == "trackers" and not isinstance(registered, type):
         raise ContractError(f"a tracker is a class, not {quoted(registered)}")

@@ -50,8 +50,8 @@ _BLOCK = re.compile(r"(?:^<!-- ([^\n]*) -->\n)?^```(\w*)([^\n]*)\n(.*?)^```$", r
 CODE = ("bash", "python", "sh", "toml", "yaml")
 #: Finished runs of quickstart, in the folders runs and again.
 RUNS = ROOT / "tests/fixtures/runs.tar.xz"
-#: Pages whose commands are of the core and whose files only a companion reads.
-READ_BY_COMPANIONS = ("gate.md",)
+#: Pages whose commands are of the core and whose files or machines only a companion reads.
+READ_BY_COMPANIONS = ("cost.md", "gate.md")
 #: The port that the pages name; tests take a free one.
 PORT = "8000"
 #: The model of a page about thinking.

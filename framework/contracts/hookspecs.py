@@ -104,6 +104,15 @@ def crossdraft_register_cell_runners(register: Register) -> None:
 
 
 @hookspec
+def crossdraft_register_machines(register: Register) -> None:
+    """Register models of passes on machines that are not at hand, for ``crossdraft cost --on``.
+
+    Each is a function of the options (`cli.options.machine`) and the name of a model that returns a
+    `cost.curve.ModelledCurve`; its name is ``roofline``.
+    """
+
+
+@hookspec
 def crossdraft_register_launchers(register: Register) -> None:
     """Register subclasses of `crossdraft.Launcher`, each under its own ``name``, for ``crossdraft run --launcher``."""
 

@@ -1,7 +1,6 @@
 """Measured cost of passes: seconds for W tokens in each of B rows with C tokens in their caches.
 
-`bench.pass_timing` measures a `CostCurve`; this module interpolates and stores it. `roofline.Roofline` implements the
-same protocol. Times are in seconds.
+`cli.cost.pass_timing` measures a `CostCurve`; this module interpolates and stores it. Times are in seconds.
 """
 
 from __future__ import annotations
@@ -37,6 +36,28 @@ class Curve(Protocol):
 
     def seconds(self, batch_size: float, width: float, context: float) -> float:
         """Seconds of a pass over ``width`` tokens in each of ``batch_size`` rows with ``context`` tokens each."""
+        ...
+
+
+class ModelledCurve(Curve, Protocol):
+    """Protocol for passes of a model on a machine that is not at hand, see ``crossdraft_register_machines``."""
+
+    @property
+    def memory(self) -> float:
+        """Memory of a device in bytes."""
+        ...
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Names of the model and the machine, for JSON output."""
+        ...
+
+    def description(self, context: float) -> str:
+        """The model, the machine and assumptions, for readers."""
+        ...
+
+    def memory_bytes(self, batch_size: float, context: float) -> float:
+        """Bytes of weights and cache on one device."""
         ...
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from crossdraft.framework import plugins
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.cli.cost import pass_timing
 from crossdraft.framework.cli.cost.pass_timing import measure_passes
@@ -62,31 +63,11 @@ def config_file(tmp_path: Path) -> str:
     return str(file)
 
 
-def test_roofline_from_command_line(config_file: str, capsys: Any) -> None:
-    options = ["--on", "h100", "--devices", "8", "--gamma", "4", "--acceptance", "0.7", "--batch-size", "1,64,2048"]
-    assert cli.main(["cost", "--target", config_file, *options]) == 0
-    out = capsys.readouterr().out
-    assert "llama-70b (69.50 G parameters in matrix products) on 8 x h100, context 1024" in out
-    assert "a = 0.7 stops paying at B = 2048" in out
-    assert "weights and KV cache exceed the device memory of 80 GB from B = 2048 on" in out
-    assert "without --drafter, drafting is free" in out
-    assert "a = 0.7: policy: {name: batch-size, lengths: [[1, 4], [64, 3], [2048, 1]]}" in out
-
-    assert cli.main(["cost", "--target", config_file, *options, "--drafter", config_file, "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
-    slow = record["speed_up"]["a = 0.7"]["1"]
-    pass_timing, step = record["target_seconds"]["1"], record["draft_step_seconds"]["1"]
-    assert step == pass_timing["1"]  # the drafter is the target
-    assert slow == pytest.approx((1 - 0.7**5) / 0.3 * pass_timing["1"] / (pass_timing["5"] + 4 * step))
-    assert record["stops_paying"] == {"a = 0.7": 1}
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ([], "cost requires --target"),
         (["--on", "h100"], "cost requires --target"),
-        (["--target", "X", "--on", "h1000"], "there is no accelerator named 'h1000'; did you mean 'h100'"),
         (["--target", "X", "--on", "h100", "--context", "1,2"], "--context takes one value with --on"),
         (["--target", "X", "--run", "R", "--acceptance", "0.5"], "--acceptance 0.5 has no effect with --run"),
         (["--run", "R", "--gamma", "2"], "--gamma 2 has no effect without --target"),
@@ -160,6 +141,8 @@ def test_from_measuring_to_run_and_back(
     assert cli.main(page) == 0 and "predicted" in capsys.readouterr().out
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
 
+    if "roofline" not in plugins.entries("machines"):
+        return
     config = str(Path(models["target"]) / "config.json")
     assert cli.main([*arguments, "--target", config, "--on", "l4", "--batch-size", "1,8", "--json"]) == 0
     elsewhere = json.loads(capsys.readouterr().out)

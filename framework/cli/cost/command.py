@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from ... import plugins
 from ...contracts.command import Argument, Command
 from ...errors import ModelError, UsageError
 from ...util.estimate import Estimate
@@ -21,7 +22,7 @@ from ..options.run import JsonOptions
 from ..options.trust import TrustOptions
 
 if TYPE_CHECKING:
-    from ...cost.curve import CostCurve, Curve
+    from ...cost.curve import CostCurve, Curve, ModelledCurve
     from ...cost.prediction import CellStatistics
     from ...runs.records import CellResult
 
@@ -268,32 +269,21 @@ def _pair(result: CellResult) -> list[str]:
 
 
 def _modelled(options: Cost) -> Parts:
-    """Roofline predictions for a target and a draft model on a named accelerator."""
-    from ...cost.accelerators import accelerator
-    from ...cost.roofline import Roofline, read_shape
-
-    assert options.on is not None
-    device, context = accelerator(options.on), (options.context or [ROOFLINE_CONTEXT])[0]
-    machine: dict[str, Any] = options.model_dump(include={"devices", "weight_bytes", "cache_bytes", "efficiency"})
-    target = Roofline(read_shape(options.target), device, **machine)
-    drafter = Roofline(read_shape(options.drafter), device, **machine) if options.drafter else None
+    """Predictions for a target and a draft model on a named accelerator, which is not at hand."""
+    modelled = plugins.get("machines", "roofline")
+    context = (options.context or [ROOFLINE_CONTEXT])[0]
+    target: ModelledCurve = modelled(options, options.target)
+    drafter: ModelledCurve | None = modelled(options, options.drafter) if options.drafter else None
     batch_sizes = options.batch_size or list(ROOFLINE_BATCH_SIZES)
     pairs, gamma, remarks = (_measured_pairs if options.run_ else _chains)(options, context)
-    shape, (memory, compute) = target.shape, options.efficiency
     sizes = {b: sum(r.memory_bytes(b, context) for r in (target, drafter) if r) for b in batch_sizes}
-    about = {"target": shape.name, "accelerator": device.name, "devices": options.devices, "context": context}
-    yield (
-        about | {"bytes_held": sizes},
-        f"{shape.name} ({shape.parameters / 1e9:.2f} G parameters in matrix products) on {options.devices} x "
-        f"{device.name}, context {context}\nroofline at {100 * memory:.0f} % of the bandwidth and "
-        f"{100 * compute:.0f} % of the FLOP rate of: {device.source}",
-    )
+    yield target.facts | {"context": context, "bytes_held": sizes}, target.description(context)
     yield from _by_batch_size(pairs, gamma, target, drafter, batch_sizes, context)
     if not options.run_:
         yield _schedules(options, target, drafter, batch_sizes, context)
     yield {}, "\n".join(filter(None, [*remarks, _free(options)]))
-    if full := [b for b, bytes_ in sizes.items() if bytes_ > device.memory]:
-        size = f"{device.memory / 1e9:.0f} GB"
+    if full := [b for b, bytes_ in sizes.items() if bytes_ > target.memory]:
+        size = f"{target.memory / 1e9:.0f} GB"
         yield {}, f"weights and KV cache exceed the device memory of {size} from B = {full[0]} on"
 
 

@@ -159,6 +159,11 @@ def crossdraft_register_cell_runners(register: Register) -> None:
 
 
 @hookimpl
+def crossdraft_register_machines(register: Register) -> None:
+    register("roofline", f"{_PACKAGE}.roofline.roofline:modelled", summary="passes on accelerators, by the roofline")
+
+
+@hookimpl
 def crossdraft_summary_written(summary: Any) -> None:
     """Write the cost tables of the engines of a run into its directory."""
     if any(result.config.engine is not None for result in summary.results):

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from crossdraft.framework.cost.curve import CostCurve
-from crossdraft.framework.cost.roofline import Roofline
 from crossdraft.framework.runs.records import CellResult
 
 from ..engines.acceptance import EACH_LENGTH, Acceptance
 from ..engines.engine import Engine, Settings
 from ..engines.engine_log import Source
+from ..roofline.roofline import Roofline
 from .decision import EngineChoice, Step
 
 #: Fewer prompts or drafts than this raise a warning.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -80,18 +80,12 @@ class CostOptions(MachineOptions):
         return Costs(None, None, lambda _: None)
 
     def _roofline(self, remarks: Remarks) -> Costs:
-        from crossdraft.framework.cost.accelerators import accelerator
-        from crossdraft.framework.cost.roofline import Roofline, read_shape
+        from ...roofline.roofline import modelled
 
-        assert self.on is not None
-        device = accelerator(self.on)
-        options: dict[str, Any] = {"devices": self.devices, "weight_bytes": self.weight_bytes}
-        options |= {"cache_bytes": self.cache_bytes, "efficiency": self.efficiency}
-        target = Roofline(read_shape(self.target), device, **options)
-        drafter = None
+        target, drafter = modelled(self, self.target), None
         if self.draft_model:
-            shape = read_shape(self.draft_model)
-            drafter = Roofline(replace(shape, vocab=self.draft_vocab or shape.vocab), device, **options)
+            drafter = modelled(self, self.draft_model)
+            drafter = replace(drafter, shape=replace(drafter.shape, vocab=self.draft_vocab or drafter.shape.vocab))
         remarks.of_roofline(target)
 
         def by_name(name: str) -> Curve | None:
@@ -99,7 +93,7 @@ class CostOptions(MachineOptions):
             if drafter is not None:
                 return drafter
             try:
-                return Roofline(read_shape(name), device, **options)
+                return modelled(self, name)
             except UsageError:
                 pass
             except Exception as error:  # heads have configs that the roofline does not support

@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
-from crossdraft.framework.cost.accelerators import Accelerator, accelerator, accelerators
-from crossdraft.framework.cost.roofline import (
+from crossdraft_advisor.roofline.accelerators import Accelerator, accelerator, accelerators
+from crossdraft_advisor.roofline.roofline import (
     ALL_REDUCE_LATENCY,
     Roofline,
     Shape,
     read_shape,
 )
+from tiny_models import save_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from crossdraft.framework.cli import main as cli
 from crossdraft.framework.errors import ModelError, UnknownNameError, UsageError
 
 DEVICE = Accelerator("toy", bandwidth=1e9, flops=1e12, memory=1e9, link=1e8, source="made up")
@@ -211,3 +213,38 @@ def test_invalid_shape_is_reported(tmp_path: Path, tiny_model: Any) -> None:
         file.write_text(text, encoding="utf-8")
         with pytest.raises(ModelError, match=message):
             read_shape(str(file))
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> str:
+    config = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
+              "num_key_value_heads": 8, "intermediate_size": 28672, "vocab_size": 128256}  # fmt: skip
+    file = tmp_path / "llama-70b.json"
+    file.write_text(json.dumps(config), encoding="utf-8")
+    return str(file)
+
+
+def test_roofline_from_command_line(config_file: str, capsys: Any) -> None:
+    options = ["--on", "h100", "--devices", "8", "--gamma", "4", "--acceptance", "0.7", "--batch-size", "1,64,2048"]
+    assert cli.main(["cost", "--target", config_file, *options]) == 0
+    out = capsys.readouterr().out
+    assert "llama-70b (69.50 G parameters in matrix products) on 8 x h100, context 1024" in out
+    assert "a = 0.7 stops paying at B = 2048" in out
+    assert "weights and KV cache exceed the device memory of 80 GB from B = 2048 on" in out
+    assert "without --drafter, drafting is free" in out
+    assert "a = 0.7: policy: {name: batch-size, lengths: [[1, 4], [64, 3], [2048, 1]]}" in out
+
+    assert cli.main(["cost", "--target", config_file, *options, "--drafter", config_file, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    slow = record["speed_up"]["a = 0.7"]["1"]
+    pass_timing, step = record["target_seconds"]["1"], record["draft_step_seconds"]["1"]
+    assert step == pass_timing["1"]  # the drafter is the target
+    assert slow == pytest.approx((1 - 0.7**5) / 0.3 * pass_timing["1"] / (pass_timing["5"] + 4 * step))
+    assert record["stops_paying"] == {"a = 0.7": 1}
+
+
+def test_adapter_keeps_shape_and_quantized_names_are_refused(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base")
+    assert read_shape(f"{base}+{tmp_path / 'adapter'}") == read_shape(base)
+    with pytest.raises(UsageError, match="--weight-bytes"):
+        read_shape(f"{base}@int8")

@@ -8,9 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..errors import UnknownNameError, UsageError, quoted
-from ..recipe.yaml_errors import Places, read_yaml
-from ..util.input_files import path_of
+from crossdraft.framework.errors import UnknownNameError, UsageError, quoted
+from crossdraft.framework.recipe.yaml_errors import Places, read_yaml
+from crossdraft.framework.util.input_files import path_of
 
 
 @dataclass(frozen=True)

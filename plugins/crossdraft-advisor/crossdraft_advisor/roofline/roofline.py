@@ -19,14 +19,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .. import plugins
-from ..errors import ModelError, UsageError, first_line, printable, quoted
-from ..models.adapters import split_adapter
-from ..models.configs import check_config
-from ..models.quantization import refuse_quantized
-from ..util.input_files import kind_of, path_of, read_json
-from ..util.limits import CONFIG_BYTES
-from .accelerators import Accelerator
+from crossdraft.framework import plugins
+from crossdraft.framework.cli.options.machine import MachineOptions
+from crossdraft.framework.errors import ModelError, UsageError, first_line, printable, quoted
+from crossdraft.framework.models.adapters import split_adapter
+from crossdraft.framework.models.configs import check_config
+from crossdraft.framework.models.quantization import refuse_quantized
+from crossdraft.framework.util.input_files import kind_of, path_of, read_json
+from crossdraft.framework.util.limits import CONFIG_BYTES
+
+from .accelerators import Accelerator, accelerator
 
 #: Assumed efficiency of a pass: shares of the stated memory bandwidth and FLOP rate.
 EFFICIENCY = (0.8, 0.7)
@@ -260,6 +262,26 @@ class Roofline:
             if not 0 < getattr(self, name) < math.inf:
                 raise UsageError(f"{name.replace('_', ' ')} must be a positive number, not {getattr(self, name)}")
 
+    @property
+    def memory(self) -> float:
+        """Memory of a device in bytes."""
+        return self.accelerator.memory
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Names for JSON output."""
+        return {"target": self.shape.name, "accelerator": self.accelerator.name, "devices": self.devices}
+
+    def description(self, context: float) -> str:
+        """Model, machine and assumptions, for readers."""
+        memory, compute = self.efficiency
+        parameters = f"{self.shape.parameters / 1e9:.2f} G parameters in matrix products"
+        shares = f"{100 * memory:.0f} % of the bandwidth and {100 * compute:.0f} % of the FLOP rate"
+        return (
+            f"{self.shape.name} ({parameters}) on {self.devices} x {self.accelerator.name}, context {context}\n"
+            f"roofline at {shares} of: {self.accelerator.source}"
+        )
+
     def seconds(self, batch_size: float, width: float, context: float) -> float:
         """Seconds of a pass over ``width`` tokens in each of ``batch_size`` rows with ``context`` tokens each.
 
@@ -305,6 +327,14 @@ class Roofline:
         )
 
 
+def modelled(options: MachineOptions, model: str) -> Roofline:
+    """The roofline of a model on the machine of ``--on``. Raises as `accelerator` and `read_shape` do."""
+    assert options.on is not None
+    device = accelerator(options.on)
+    machine: dict[str, Any] = options.model_dump(include={"devices", "weight_bytes", "cache_bytes", "efficiency"})
+    return Roofline(read_shape(model), device, **machine)
+
+
 def read_shape(name: str) -> Shape:
     """Read the shape of a model: a ``config.json``, a model directory, or a registered name. Loads no weights.
 
@@ -316,7 +346,7 @@ def read_shape(name: str) -> Shape:
         name, _ = split_adapter(name)  # a merged adapter leaves the shape as it is
         path = path_of(name)
     if name in plugins.entries("models") and not kind_of(path):
-        from ..models.resolve import resolve
+        from crossdraft.framework.models.resolve import resolve
 
         path = resolve(name).path
     directory = kind_of(path) == "directory"

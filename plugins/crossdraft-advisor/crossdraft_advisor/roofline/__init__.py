@@ -1,0 +1,1 @@
+"""Roofline model of passes on accelerators that are not at hand."""
