@@ -41,7 +41,7 @@ KINDS += (
 )
 KINDS += ("reports", "sections", "columns", "machines")
 """What can be registered; for each there is a hook ``crossdraft_register_<kind>``."""
-COMPANIONS = {("launchers", name): "crossdraft-cluster" for name in ("ray", "slurm")}
+COMPANIONS = {("launchers", name): "crossdraft-cluster" for name in ("local", "ray", "slurm")}
 COMPANIONS |= {("trackers", name): "crossdraft-cluster" for name in ("mlflow", "trackio")}
 _DRAFTERS = ("dflash", "dspark", "early-exit", "jacobi", "layer-skip", "lookahead", "mlp-speculator", "mtp", "online")
 _DRAFTERS += ("p-eagle", "pass", "token-recycling", "universal")
@@ -65,6 +65,7 @@ COMPANIONS |= {("preparations", name): "crossdraft-layers" for name in ("compile
 COMPANIONS |= {("preparations", "small-batch-linear"): "crossdraft-layers"}
 COMPANIONS |= {("cell_runners", "engine"): "crossdraft-advisor", ("servers", "openai"): "crossdraft-advisor"}
 COMPANIONS |= {("machines", "roofline"): "crossdraft-advisor"}
+COMPANIONS |= {("cell_runners", "launcher"): "crossdraft-cluster"}
 """Names of distributions beside crossdraft, by kind; if one is not installed, its names are refused with the remedy."""
 _COMMAND = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 

@@ -388,7 +388,7 @@ def test_pages_are_found() -> None:
 @pytest.mark.parametrize(
     "option, package",
     [
-        ("--launcher local", "crossdraft"),
+        ("--launcher local", "crossdraft_cluster"),
         ("--launcher ray", "ray"),
         ("--launcher slurm", "submitit"),
         ("--track mlflow", "mlflow"),

@@ -88,16 +88,3 @@ class RunConfig:
         """Log a line."""
         if self.log is not None:
             self.log(line)
-
-    def shard_command(self, shard: Shard) -> tuple[str, ...]:
-        """Arguments of ``crossdraft`` for the process that measures a shard."""
-        command = [*self.command, "--validate", self.validate]
-        for name in sorted(self.trust_remote_code):
-            command += ["--trust-remote-code", name]
-        for program in sorted(self.allow_programs):
-            command += ["--allow-program", program]
-        if self.step_limit is not None:
-            command += ["--step-limit", str(self.step_limit)]
-        switches = ("fresh", "retry_failed", "fail_fast", "untimed", "debug")
-        command += [f"--{switch.replace('_', '-')}" for switch in switches if getattr(self, switch)]
-        return (*command, "--out", str(self.out), "--shard", str(shard))

@@ -32,7 +32,6 @@ from .cells.cell_runner import Models
 from .cells.step_limit import StepLimit
 from .config import RunConfig
 from .group_runner import FirstFailure, GroupRunner
-from .launch import Launch
 from .plan import Plan, make_plan
 from .preflight import preflight
 from .progress import Progress
@@ -59,7 +58,7 @@ def run(recipe: Recipe, out: Path | str = "runs", **options: Any) -> Outcome:
 
 
 @contextmanager
-def opened(plan: Plan) -> Iterator[LocalRun | Launch]:
+def opened(plan: Plan) -> Iterator[LocalRun]:
     """Lock the directory of a run and find the results on disk; a launcher's run leaves that to its processes.
 
     Raises:
@@ -72,9 +71,12 @@ def opened(plan: Plan) -> Iterator[LocalRun | Launch]:
     outcome.skipped = plan.expansion.skipped
     shard = f" (shard {config.shard} of {counted(len(plan.expansion.groups()), 'group')})" if config.shard else ""
     cells, groups = counted(len(plan.cells), "cell"), counted(len(plan.groups), "group")
-    run = Launch(plan, outcome, limit) if config.launcher else LocalRun(plan, outcome, limit)
+    run: Any = LocalRun(plan, outcome, limit)
+    if config.launcher:
+        plugins.get("launchers", config.launcher)
+        run = plugins.get("cell_runners", "launcher")(plan, outcome, limit)
     try:
-        part = f", {run.processes}" if isinstance(run, Launch) else shard
+        part = f", {run.processes}" if config.launcher else shard
         config.message(f"{config.recipe.name}: {cells} in {groups}{part}, {counted(len(plan.prompts), 'prompt')} each")
         for skipped in plan.expansion.skipped:
             config.message(f"skipped: {skipped}")
@@ -85,7 +87,7 @@ def opened(plan: Plan) -> Iterator[LocalRun | Launch]:
                 plan.look_up()
             yield run
     finally:
-        if isinstance(run, Launch):
+        if config.launcher:
             run.close()
     if config.launcher and not outcome.results and not outcome.interrupted:
         raise CrossdraftError(outcome.stopped)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from companions import needs_launchers
 from in_process_launcher import fresh
 from tiny_runs import ONE_GROUP
 
@@ -56,6 +57,7 @@ def test_run_that_ends_early_is_finished_too(bench: Any, models: dict[str, str])
     assert bench(*SETTINGS, "limit=-1", flags=["--track", "recorder"])[0] == 2 and TOLD == []
 
 
+@needs_launchers
 def test_launched_run_is_tracked_by_parent(bench: Any, install: Any) -> None:
     install("launchers", ("here", fresh()))
     flags = ["--launcher", "here", "--track", "recorder"]

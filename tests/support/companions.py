@@ -36,3 +36,8 @@ needs_page = pytest.mark.skipif(not has_format("html"), reason="crossdraft-page 
 needs_recurrent_layers = pytest.mark.skipif(
     "recurrent-layers" not in plugins.entries("preparations"), reason="the companion crossdraft-layers is not installed"
 )
+
+#: Skips a test unless runs with a launcher are installed.
+needs_launchers = pytest.mark.skipif(
+    "launcher" not in plugins.entries("cell_runners"), reason="the companion crossdraft-cluster is not installed"
+)

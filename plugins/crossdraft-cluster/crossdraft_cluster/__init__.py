@@ -1,12 +1,18 @@
-"""Launchers of clusters and experiment trackers for crossdraft."""
+"""Launchers of processes and experiment trackers for crossdraft."""
 
 from crossdraft import hookimpl
 
 
 @hookimpl
 def crossdraft_register_launchers(register):
+    register("local", f"{__name__}.local:Local", summary="local processes, one per device of this machine")
     register("ray", f"{__name__}.ray_cluster:Ray", summary="tasks of a Ray cluster")
     register("slurm", f"{__name__}.slurm:Slurm", summary="jobs of a Slurm cluster, through submitit")
+
+
+@hookimpl
+def crossdraft_register_cell_runners(register):
+    register("launcher", f"{__name__}.launched_run:Launch")
 
 
 @hookimpl

@@ -17,18 +17,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from .. import plugins
-from ..contracts.launcher import Launcher, Work, Worker
-from ..contracts.options import fault
-from ..errors import CrossdraftError, UsageError, printable
-from ..models.placement import SPREAD
-from ..runs.interrupts import user_interrupted
-from ..runs.records import CellResult, Outcome
-from ..runs.run_directory import RunDirectory
-from ..runs.shards import FILE, Shard, merge_environments
-from ..runs.state import Reporter
-from .cells.step_limit import StepLimit
-from .plan import Plan
+from crossdraft.framework import plugins
+from crossdraft.framework.contracts.launcher import Launcher, Work, Worker
+from crossdraft.framework.contracts.options import fault
+from crossdraft.framework.errors import CrossdraftError, UsageError, printable
+from crossdraft.framework.models.placement import SPREAD
+from crossdraft.framework.runs.interrupts import user_interrupted
+from crossdraft.framework.runs.records import CellResult, Outcome
+from crossdraft.framework.runs.run_directory import RunDirectory
+from crossdraft.framework.runs.shards import FILE, Shard, merge_environments
+from crossdraft.framework.runs.state import Reporter
 
 #: Seconds between two polls of the workers.
 POLL_INTERVAL = 0.2
@@ -63,6 +61,20 @@ def _max_processes(launcher: Launcher, workers: int | None, timed: bool) -> int:
     return workers or devices
 
 
+def _command(config: Any, shard: Shard) -> tuple[str, ...]:
+    """Arguments of ``crossdraft`` for the process that measures a shard of a run with this `RunConfig`."""
+    command = [*config.command, "--validate", config.validate]
+    for name in sorted(config.trust_remote_code):
+        command += ["--trust-remote-code", name]
+    for program in sorted(config.allow_programs):
+        command += ["--allow-program", program]
+    if config.step_limit is not None:
+        command += ["--step-limit", str(config.step_limit)]
+    switches = ("fresh", "retry_failed", "fail_fast", "untimed", "debug")
+    command += [f"--{switch.replace('_', '-')}" for switch in switches if getattr(config, switch)]
+    return (*command, "--out", str(config.out), "--shard", str(shard))
+
+
 class Launch:
     """A run whose groups are measured in processes, each in its own, see `bench.run.LocalRun`.
 
@@ -72,7 +84,7 @@ class Launch:
 
     state: Reporter
 
-    def __init__(self, plan: Plan, outcome: Outcome, limit: StepLimit):
+    def __init__(self, plan: Any, outcome: Outcome, limit: Any):
         config, recipe = plan.config, plan.config.recipe
         self.plan, self.outcome, self.limit = plan, outcome, limit
         self.directory, self.new = plan.directory, plan.cells
@@ -142,7 +154,7 @@ class Launch:
         RunDirectory(directory).write_json(FILE, {})  # replaces that of an earlier process
         log = directory.parent / f"{directory.name}.log"
         log.write_text("", encoding="utf-8")
-        arguments = self.plan.config.shard_command(self._shard(k))
+        arguments = _command(self.plan.config, self._shard(k))
         self.log(f"{self._title(k)}: starting")
         return Work(self._title(k), arguments, Path.cwd(), log.absolute())
 

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from crossdraft_cluster import local
 from in_process_launcher import fresh
 from tiny_runs import output
 
-from crossdraft.framework.bench import local_launcher
 from crossdraft.framework.contracts.launcher import LauncherConfig, Work, exit_status
 
 SETTINGS = ["drafters=[prompt-lookup]", "limit=2", "max_new_tokens=5"]
@@ -170,14 +170,14 @@ def test_each_local_process_has_device(tmp_path: Path, monkeypatch: Any) -> None
 
     codes: dict[str, int | None] = {"a": None, "b": None, "c": None}
     monkeypatch.setattr(Work, "start", start)
-    launcher = local_launcher.Local(LauncherConfig(), "auto", True)
+    launcher = local.Local(LauncherConfig(), "auto", True)
     assert launcher.devices() == 2
     workers = {t: launcher.start(Work(t, (), tmp_path, tmp_path / "log")) for t in "ab"}
     codes["b"] = 0
     assert [workers[t].poll() for t in "abb"] == [None, "ended with exit code 0", "ended with exit code 0"]
     launcher.start(Work("c", (), tmp_path, tmp_path / "log"))
     assert arguments == ["3", "GPU-b", "GPU-b"]
-    assert local_launcher.Local(LauncherConfig(), "cuda:1", True).devices() == 1  # whichever it is, it is one
+    assert local.Local(LauncherConfig(), "cuda:1", True).devices() == 1  # whichever it is, it is one
 
 
 def test_every_process_has_time_budget(bench: Any, tmp_path: Path, launcher: Any) -> None:

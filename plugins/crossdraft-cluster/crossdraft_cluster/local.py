@@ -7,7 +7,7 @@ import subprocess
 from collections import Counter
 from typing import Any
 
-from ..contracts.launcher import Launcher, Work, Worker, exit_status
+from crossdraft.framework.contracts.launcher import Launcher, Work, Worker, exit_status
 
 
 class Local(Launcher):
