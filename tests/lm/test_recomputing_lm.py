@@ -84,8 +84,8 @@ def test_text_crosses_boundary_of_longrope() -> None:
 def test_replay(make: Callable[[], Any]) -> None:
     """Log P of recorded responses, and drafts of a drafter, with a target that `TransformersLM` refuses."""
     pytest.importorskip("crossdraft_advisor")
-    from crossdraft_advisor.replay.teacher_forcing.scoring import context_factory, score_drafter
-    from replay_fixtures import RecordedResponse, configured
+    from crossdraft_advisor.replay.teacher_forcing.scoring import context_factory
+    from replay_fixtures import RecordedResponse, configured, score_drafter
 
     model, sampling = make(), Sampling(temperature=1.0)
     with pytest.raises(ModelError):

@@ -216,8 +216,9 @@ def test_sampled_draft_cannot_modify_target() -> None:
 
 
 def test_replay_equals_drafting() -> None:
-    score_drafter = pytest.importorskip("crossdraft_advisor.replay.teacher_forcing.scoring").score_drafter
+    pytest.importorskip("crossdraft_advisor")
     from crossdraft_advisor.replay.response import Response as Recorded
+    from replay_fixtures import score_drafter
 
     toy, new = W["W1"], 6
     make = lambda rows, *_: ToyContext(toy.target, toy.drafter, Sampling(), rows, token_texts=toy.token_texts)  # noqa: E731

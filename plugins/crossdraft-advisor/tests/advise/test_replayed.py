@@ -169,3 +169,13 @@ def test_export_is_priced_with_the_engines_own_drafts(tmp_path: Path, capsys: An
 def test_incompatible_options(capsys: Any, options: list[str], message: str) -> None:
     assert cli.main(["advise", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_config_of_the_target_is_enough_for_token_ids(models: dict[str, str], tmp_path: Path, capsys: Any) -> None:
+    """Drafters without a model need the cost of the target only."""
+    row = {"prompt": [5, 6, 7, 5, 6], "tokens": [7, 5, 6, 7, 5, 2], "finish_reason": "stop"}
+    (tmp_path / "responses.jsonl").write_text(f"{json.dumps(row)}\n" * 4, encoding="utf-8")
+    (tmp_path / "config.json").write_bytes((Path(models["target"]) / "config.json").read_bytes())
+    options = ["--replay", tmp_path / "responses.jsonl", "--target", tmp_path / "config.json", "--on", "h100"]
+    result, _ = advised(capsys, *options, "--temperature", 0, "--drafter", "prompt-lookup", "--batch-size", 1)
+    assert result["advice"][0]["best"]["drafter"] == "prompt-lookup"

@@ -11,8 +11,8 @@ from crossdraft_advisor.replay.acceptance_formulas import survival
 from crossdraft_advisor.replay.length_policies import confident, heuristic
 from crossdraft_advisor.replay.step_chain import StepAcceptance
 from crossdraft_advisor.replay.step_chain import expected_steps as steps_of
-from crossdraft_advisor.replay.teacher_forcing.scoring import sample_drafts, score_drafter
-from replay_fixtures import Run, configured, making, run
+from crossdraft_advisor.replay.teacher_forcing.scoring import sample_drafts
+from replay_fixtures import Run, configured, making, run, score_drafter
 
 from crossdraft import Drafter
 from crossdraft.drafters.autoregressive import policies

@@ -7,8 +7,8 @@ import pytest
 import strategies
 import torch
 from crossdraft_advisor.replay.teacher_forcing.draft_traces import TracedDrafter, trace_drafters
-from crossdraft_advisor.replay.teacher_forcing.scoring import sample_drafts, score_drafter
-from replay_fixtures import RecordedResponse, configured, making
+from crossdraft_advisor.replay.teacher_forcing.scoring import sample_drafts
+from replay_fixtures import RecordedResponse, configured, making, score_drafter
 
 from crossdraft import Draft, Drafter, DraftTraits, Sampling, Sequences, StepRng
 from crossdraft.framework.contracts.draft_kind import CHAIN

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from crossdraft_advisor.replay.response import Response
 from crossdraft_advisor.replay.step_chain import StepAcceptance
-from crossdraft_advisor.replay.teacher_forcing.scoring import MakeContext
+from crossdraft_advisor.replay.teacher_forcing.draft_scores import DraftScores
+from crossdraft_advisor.replay.teacher_forcing.scoring import DEPTH, ROWS, MakeContext, ScoringRequest, score_drafters
 from draft_contexts import GivenContext
 
 from crossdraft.framework import plugins
@@ -150,3 +151,18 @@ def random_acceptance(seed: int, t: int, depth: int, limit: int | None) -> StepA
     lengths = random.integers(0, depth + 1, t)
     inside = np.arange(depth) < np.minimum(lengths, t - np.arange(t))[:, None]
     return StepAcceptance(np.where(inside, random.random((t, depth)).cumprod(1), 0), lengths, limit)
+
+
+def score_drafter(
+    drafter: Any,
+    texts: Sequence[Any],
+    make: MakeContext,
+    *,
+    depth: int = DEPTH,
+    sequences: int = 0,
+    tops: bool = False,
+    rows: int = ROWS,
+) -> Iterator[DraftScores]:
+    """`score_drafters` for one drafter, see `ScoringRequest`."""
+    for (scores,) in score_drafters([ScoringRequest(drafter, depth, sequences, tops)], texts, make, rows=rows):
+        yield scores

@@ -59,7 +59,8 @@ def replayed_acceptances(args: AdviseOptions, remarks: Remarks) -> list[Acceptan
         name = f"responses of {args.target} to {args.prompts}"
     # Responses decoded here have the log-probabilities after temperature and truncation.
     reader = Reader(
-        target=args.target,
+        # A config.json has no tokenizer; token ids and drafters without a model need none.
+        target="" if args.target.endswith(".json") else args.target,
         sampling=sampling,
         processed=not args.replay,
         trust_remote_code=args.target in consent,

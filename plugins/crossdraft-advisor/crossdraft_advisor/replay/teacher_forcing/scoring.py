@@ -77,21 +77,6 @@ class ScoringRequest:
     tops: bool = False
 
 
-def score_drafter(
-    drafter: Configured,
-    texts: Sequence[Response],
-    make: MakeContext,
-    *,
-    depth: int = DEPTH,
-    sequences: int = 0,
-    tops: bool = False,
-    rows: int = ROWS,
-) -> Iterator[DraftScores]:
-    """`score_drafters` for one drafter, see `ScoringRequest`."""
-    for (scores,) in score_drafters([ScoringRequest(drafter, depth, sequences, tops)], texts, make, rows=rows):
-        yield scores
-
-
 def score_drafters(
     requests: Sequence[ScoringRequest],
     texts: Sequence[Response],
