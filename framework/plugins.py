@@ -61,8 +61,8 @@ _ADVISOR = (
 )
 COMPANIONS |= {("commands", name): "crossdraft-advisor" for name in _ADVISOR}
 COMPANIONS |= {("reports", name): "crossdraft-page" for name in ("html", "pdf", "png", "svg")}
-COMPANIONS |= {("preparations", name): "crossdraft-layers" for name in ("compiled-layers", "recurrent-layers")}
-COMPANIONS |= {("preparations", "small-batch-linear"): "crossdraft-layers"}
+_LAYERS = ("compiled-layers", "longrope", "recurrent-layers", "small-batch-linear")
+COMPANIONS |= {("preparations", name): "crossdraft-layers" for name in _LAYERS}
 COMPANIONS |= {("cell_runners", "engine"): "crossdraft-advisor", ("servers", "openai"): "crossdraft-advisor"}
 COMPANIONS |= {("machines", "roofline"): "crossdraft-advisor"}
 COMPANIONS |= {("cell_runners", "launcher"): "crossdraft-cluster"}
@@ -409,7 +409,7 @@ def _check_class(kind: str, name: str, registered: Any) -> None:
         from .contracts.verifier import Verifier as base
     if not (isinstance(registered, type) and issubclass(registered, base)):
         raise ContractError(f"{registered!r} is not a subclass of crossdraft.{base.__name__}")
-    if missing := sorted(registered.__abstractmethods__):
+    if missing := sorted(getattr(registered, "__abstractmethods__", ())):
         raise ContractError(f"{registered.__name__} does not define {', '.join(missing)}")
     if kind in ("drafters", "verifiers"):
         from .contracts.drafter import StrategyConfig

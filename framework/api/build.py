@@ -38,7 +38,7 @@ from ..engine.logits_processors import LogitsProcessors
 from ..engine.stopwatch import Stopwatch
 from ..errors import CrossdraftError, ModelError, UsageError
 from ..lm.cuda_graphs import runner_for
-from ..lm.forward_pass import prepare
+from ..lm.forward_pass import each_preparation
 from ..lm.tensor_parallel_lm import Tables
 from ..lm.trainable_lm import learner_of
 from ..lm.transformers_lm import TransformersLM
@@ -215,7 +215,7 @@ class ModuleContext(DraftContext):
         return TransformersLM(module, self.batch_size, self.max_length + extra_tokens)
 
     def runner(self, module: nn.Module) -> Runner:
-        prepare(module, is_head=True)
+        list(each_preparation("prepare_head", module))
         return runner_for(module)
 
 

@@ -22,7 +22,7 @@ from ..engine.checks import check_prompt
 from ..engine.decoder import Decoder
 from ..errors import UsageError
 from ..lm.layer_surgery import own_modules
-from ..lm.slots.recomputing_lm import scoring_slots
+from ..lm.recomputing_lm import scoring_slots
 from ..models.grammar import compile_constraint
 from ..models.load import load_model
 from .build import (

@@ -123,7 +123,7 @@ class Backend(ABC):
         """``batch_size`` slots of ``max_length`` tokens each, speculative ones included."""
 
 
-class ModelPreparation(ABC):
+class ModelPreparation:
     """A change to the modules of loaded transformers models, for passes over a ragged cache.
 
     Registered through ``crossdraft_register_preparations``. Each registered class is offered every model that gets
@@ -133,13 +133,18 @@ class ModelPreparation(ABC):
     name: ClassVar[str]
 
     @classmethod
-    @abstractmethod
+    def slots(cls, model: nn.Module, batch_size: int, max_length: int) -> LM | None:
+        """Return slots of ``model`` if a `TransformersLM` of that length does not support it, otherwise None."""
+        return None
+
+    @classmethod
     def prepare(cls, model: nn.Module) -> ModelPreparation | None:
         """Change modules of ``model``, which may have been prepared before.
 
         Returns:
             an instance if the passes of the model need `new_cache` or `around_pass`, otherwise None.
         """
+        return None
 
     @classmethod
     def prepare_head(cls, model: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -171,16 +171,19 @@ class ForwardPass:
         return torch.where(index[..., None] < 0, own, self.embeddings[index.clamp(min=0)])
 
 
-def prepare(model: Any, is_head: bool = False) -> list[ModelPreparation]:
-    """Run all registered preparations on ``model``, or on the head of a drafter; return those that its passes need.
+def prepare(model: Any) -> list[ModelPreparation]:
+    """Run all registered preparations on ``model``; return those that its passes need."""
+    return [preparation for preparation in each_preparation("prepare", model) if preparation is not None]
+
+
+def each_preparation(method: str, *arguments: Any) -> Iterator[Any]:
+    """Call a class method of every registered preparation; yield the results.
 
     Raises:
         ContractError: a preparation of a plug-in fails; names the plug-in.
     """
-    prepared = []
     for name in plugins.entries("preparations"):
         cls = plugins.get("preparations", name)
-        method = cls.prepare_head if is_head else cls.prepare
-        with plugins.guarded("preparations", name, f"{method.__name__}()"):
-            prepared.append(method(model))
-    return [preparation for preparation in prepared if preparation is not None]
+        with plugins.guarded("preparations", name, f"{method}()"):
+            result = getattr(cls, method)(*arguments)
+        yield result

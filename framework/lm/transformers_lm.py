@@ -7,22 +7,20 @@ from typing import Any
 
 from torch import Tensor
 
+from ..contracts.lm import LM
 from ..errors import ModelError
 from .architectures import (
     TRIAL_LENGTH,
-    longrope_boundary,
     needs_trial,
-    outgrows_longrope,
     refuse_unsupported,
     text_config,
     trial,
 )
 from .cuda_graphs import CudaGraphRunner
-from .forward_pass import ForwardPass
+from .forward_pass import ForwardPass, each_preparation
 from .kv_cache import KVCache
 from .layer_subset import LayerFork
 from .ragged_lm import RaggedLM
-from .slots.longrope_lm import LongRopeLM
 
 
 class TransformersLM(RaggedLM):
@@ -73,15 +71,12 @@ class TransformersLM(RaggedLM):
         return fork
 
 
-def model_slots(model: Any, batch_size: int, max_length: int) -> TransformersLM | LongRopeLM:
-    """Slots of a whole model: a `LongRopeLM` if its texts may outgrow the short frequencies of longrope."""
-    config = text_config(model)
-    if not outgrows_longrope(config, max_length):
-        return TransformersLM(model, batch_size, max_length)
-    check_model(model, max_length, needs_trial(model), both_ropes=True)
-    boundary = longrope_boundary(config)
-    assert boundary is not None
-    return LongRopeLM(model, batch_size, max_length, boundary)
+def model_slots(model: Any, batch_size: int, max_length: int) -> LM:
+    """Slots of a whole model: those of the first preparation that returns some, or a `TransformersLM`."""
+    for slots in each_preparation("slots", model, batch_size, max_length):
+        if slots is not None:
+            return slots
+    return TransformersLM(model, batch_size, max_length)
 
 
 def check_model(model: Any, max_length: int, untried: bool, both_ropes: bool = False) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from crossdraft.framework.errors import ModelError, UsageError
 from crossdraft.framework.lm.layer_surgery import LastLayerRecorder, recorded
-from crossdraft.framework.lm.slots.recomputing_lm import RecomputingLM
+from crossdraft.framework.lm.recomputing_lm import RecomputingLM
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 TEXT, DEPTH = [3, 1, 4, 15, 9], 4

@@ -18,7 +18,7 @@ from tiny_models import make_tokenizer
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import ModelError
-from crossdraft.framework.lm.slots.recomputing_lm import RecomputingLM
+from crossdraft.framework.lm.recomputing_lm import RecomputingLM
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 #: Reasons why a model cannot be scored either.

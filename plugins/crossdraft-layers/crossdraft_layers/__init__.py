@@ -34,3 +34,4 @@ def crossdraft_register_preparations(register):
         f"{__name__}.recurrent_cache:RecurrentLayers",
         summary="states of recurrent layers by node",
     )
+    register("longrope", f"{__name__}.longrope:LongRope", summary="texts with the long frequencies of longrope")

@@ -11,7 +11,7 @@ from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import UsageError
-from crossdraft.framework.lm.slots.recomputing_lm import scoring_slots
+from crossdraft.framework.lm.recomputing_lm import scoring_slots
 
 #: Maximum tokens of a generated question.
 MOST_INVENTED = 48

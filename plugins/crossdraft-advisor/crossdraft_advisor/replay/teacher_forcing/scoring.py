@@ -28,7 +28,7 @@ from crossdraft.framework.contracts.options import fault
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import ModelError, UsageError
-from crossdraft.framework.lm.slots.recomputing_lm import scoring_slots
+from crossdraft.framework.lm.recomputing_lm import scoring_slots
 
 from ..response import Response
 from .draft_scores import DraftScores

@@ -11,6 +11,7 @@ import transformers
 from architecture_checks import at_ends, disagreement
 from architecture_variants import ORIGINAL, variants
 from architecture_walk import TOLERANCE
+from crossdraft_layers.longrope import LongRopeLM
 from oracle_trees import OracleTrees, drafter_class, verifier_class
 from tiny_architectures import noisy, tiny
 
@@ -18,7 +19,6 @@ from crossdraft.framework.errors import ModelError
 from crossdraft.framework.lm.architectures import RECENT
 from crossdraft.framework.lm.forward_pass import ForwardPass
 from crossdraft.framework.lm.ragged_lm import RaggedLM
-from crossdraft.framework.lm.slots.longrope_lm import LongRopeLM
 from crossdraft.framework.lm.transformers_lm import TransformersLM, model_slots
 
 NEW = 14

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from ...contracts.lm import LM, Fork
-from ...contracts.models import TRANSFORMERS, LoadedModel
-from ...errors import ModelError
-from ...models.placement import input_device
-from ...util.tensors import on_device, parent_lists
-from ..architectures import longrope_boundary, text_config
-from ..layer_surgery import close, recorded, resolved
+from ..contracts.lm import LM, Fork
+from ..contracts.models import TRANSFORMERS, LoadedModel
+from ..errors import ModelError
+from ..models.placement import input_device
+from ..util.tensors import on_device, parent_lists
+from .architectures import longrope_boundary, text_config
+from .layer_surgery import close, recorded, resolved
 
 
 class RecomputingLM:

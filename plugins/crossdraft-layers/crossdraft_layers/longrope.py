@@ -19,11 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...contracts.lm import Fork
-from ...errors import ModelError
-from ...util.tensors import ancestor_mask, on_device
-from ..forward_pass import ForwardPass
-from ..ragged_lm import RaggedLM
+from crossdraft.framework.contracts.lm import Fork
+from crossdraft.framework.contracts.models import ModelPreparation
+from crossdraft.framework.errors import ModelError
+from crossdraft.framework.lm.architectures import longrope_boundary, needs_trial, outgrows_longrope, text_config
+from crossdraft.framework.lm.forward_pass import ForwardPass
+from crossdraft.framework.lm.ragged_lm import RaggedLM
+from crossdraft.framework.lm.transformers_lm import check_model
+from crossdraft.framework.util.tensors import ancestor_mask, on_device
 
 _thread = threading.local()
 
@@ -189,3 +192,18 @@ class LongRopeLM:
 
     def _drop_nodes(self) -> None:
         self._calls, self._fed = [], 0
+
+
+class LongRope(ModelPreparation):
+    """`LongRopeLM` for models whose texts may outgrow the short frequencies."""
+
+    name = "longrope"
+
+    @classmethod
+    def slots(cls, model: Any, batch_size: int, max_length: int) -> LongRopeLM | None:
+        config = text_config(model)
+        boundary = longrope_boundary(config)
+        if boundary is None or not outgrows_longrope(config, max_length):
+            return None
+        check_model(model, max_length, needs_trial(model), both_ropes=True)
+        return LongRopeLM(model, batch_size, max_length, boundary)

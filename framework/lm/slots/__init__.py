@@ -1,1 +1,0 @@
-"""Slots of models that one ragged cache does not suffice for."""
