@@ -158,11 +158,11 @@ def draw(summary: Summary) -> list[str]:
     return names
 
 
-def chart(results: Sequence[CellResult], kind: Kind, width: str, form: str, outlines: bool = True) -> tuple[bytes, int]:
+def chart(results: Sequence[CellResult], kind: Kind, width: str, form: str, inline: str = "") -> tuple[bytes, int]:
     """A chart as a file of a format, empty if the required cells are missing, and the number of omitted panels.
 
-    ``outlines``: draw the text of SVG, else leave it to the viewer's fonts, in half the size.
+    ``inline``: of SVG in a page, a name that no other chart of the page has; its text is left to the viewer's fonts.
     """
-    with style(outlines):
+    with style(inline):
         drawn = kind.draw(results, width)
         return (b"", 0) if drawn is None else (encoded(drawn[0], form), drawn[1])

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from crossdraft.framework.runs.labels import group_title, pair_title, verifier_title
 from crossdraft.framework.runs.marks import mark_of
+from crossdraft.framework.util.estimate import estimate_text
 
-from .style import MOST_PANELS, PointMark, ends, entry, label, legend, marks, panels, swatch, text, visible
+from .style import MOST_PANELS, PointMark, ends, entry, label, legend, marks, panels, set_tips, swatch, text, visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,7 +72,8 @@ def pair_list(
                 assert estimate is not None
                 estimates.append(estimate)
                 y = (top + bottom - len(pairs)) / 2 + i + 0.5
-                _point(panel, estimate.value, y, estimate, styles[pair[1]], across=True)
+                tip = f"{' × '.join(pair)}: {estimate_text(estimate)}"
+                _point(panel, estimate.value, y, estimate, styles[pair[1]], tip, across=True)
     centres = {text(drafter): (top + bottom) / 2 for drafter, (top, bottom) in bands.items()}
     for panel in panels_of:
         panel.set_yticks(list(centres.values()), list(centres))
@@ -117,7 +119,8 @@ def target_rows(results: Sequence[CellResult], width: str) -> tuple[Figure, int]
             certified += points[-1:] * mark_of(result).headline
             drafter, shape = colours[result.config.drafter.title], shapes[verifier_title(result)]
             mark = PointMark(drafter.colour, shape.marker, drafter.hollow)
-            _point(panel, x, estimate.value, estimate, mark)
+            tip = f"{pair_title(result)}: {estimate_text(estimate)} from {x:.1f} rows"
+            _point(panel, x, estimate.value, estimate, mark, tip)
         corners = front(certified)
         right = max(x for x, _ in points)
         xs, ys = [x for x, _ in corners], [y for _, y in corners]
@@ -158,7 +161,9 @@ def time_shares(results: Sequence[CellResult], width: str) -> tuple[Figure, int]
         left = [0.0] * len(group)
         for phase, colour in _PHASES.items():
             shares = [100 * r.metrics.shares.get(phase, 0.0) if r.metrics else 0.0 for r in group]
-            panel.barh(range(len(group)), shares, left=left, height=0.8, color=colour)
+            bars = panel.barh(range(len(group)), shares, left=left, height=0.8, color=colour)
+            for bar, share in zip(bars, shares, strict=True):
+                set_tips(bar, [f"{phase}: {share:.0f} %"])
             left = [a + b for a, b in zip(left, shares, strict=True)]
         names = ["plain decoding" if r.config.is_baseline else pair_title(r) for r in group]
         panel.set_yticks(range(len(group)), [text(name, 40) for name in names])
@@ -203,11 +208,14 @@ def _bands(drafters: Sequence[str], groups: Sequence[Iterable[tuple[str, str]]])
     return bands
 
 
-def _point(panel: Axes, x: float, y: float, estimate: Estimate, mark: PointMark, across: bool = False) -> None:
-    """Draw a point with its interval, horizontal if ``across``."""
+def _point(
+    panel: Axes, x: float, y: float, estimate: Estimate, mark: PointMark, tip: str, across: bool = False
+) -> None:
+    """Draw a point with its interval, horizontal if ``across``, and its tooltip."""
     low, high = ends(estimate)
     bar = {"xerr": [[low], [high]]} if across else {"yerr": [[low], [high]]}
-    panel.errorbar(x, y, **bar, linestyle="", elinewidth=0.9, zorder=3, **mark.options)  # type: ignore[arg-type]
+    drawn = panel.errorbar(x, y, **bar, linestyle="", elinewidth=0.9, zorder=3, **mark.options)  # type: ignore[arg-type]
+    set_tips(drawn.lines[0], [tip])
 
 
 def _title(setting: str, results: Sequence[CellResult] | object) -> str:

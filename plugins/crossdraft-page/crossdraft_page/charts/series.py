@@ -11,6 +11,7 @@ from crossdraft.framework.metrics.cell_metrics import acceptance as acceptance_o
 from crossdraft.framework.report.batch_sizes import Pair, Series, batch_size_series
 from crossdraft.framework.runs.labels import group_title, verifier_title
 from crossdraft.framework.runs.marks import mark_of
+from crossdraft.framework.util.estimate import estimate_text
 
 from .pairs import drafting, front
 from .style import (
@@ -25,6 +26,7 @@ from .style import (
     marks,
     panels,
     plain_entry,
+    set_tips,
     text,
     visible,
 )
@@ -55,7 +57,8 @@ def speed_up(results: Sequence[CellResult], width: str) -> tuple[Figure, int] | 
         for i, pair in enumerate(pairs):
             offset = 2 ** (_OFFSET * (i - (len(pairs) - 1) / 2))
             points = {b * offset: e for b, e in _speed_ups(pair).items()}
-            _line(panel, points, styles[pair.verifier])
+            tips = [f"{pair.verifier}, B = {b}: {estimate_text(e)} ×" for b, e in _speed_ups(pair).items()]
+            _line(panel, points, styles[pair.verifier], tips)
         batch_axis(panel, sorted(group.baselines))
         panel.set_ylim(*visible(estimates, 1.0))
     label(figure, axes, [title for title, _, _ in shown], "batch size", "speed-up over plain decoding")
@@ -81,7 +84,8 @@ def throughput(results: Sequence[CellResult], width: str) -> tuple[Figure, int] 
         remarks = []
         for pair in pairs:
             rates, mark = group.rates(pair.results), styles[pair.verifier]
-            panel.plot(list(rates), list(rates.values()), linestyle=mark.dash, **mark.options)
+            (line,) = panel.plot(list(rates), list(rates.values()), linestyle=mark.dash, **mark.options)
+            set_tips(line, [f"{pair.verifier}, B = {b}: {rate:.1f} tokens/s" for b, rate in rates.items()])
             if (at := break_even(pair.speed_ups)) is not None:
                 panel.plot(at, _between(plain, at), "o", markersize=8, markerfacecolor="none", color=mark.colour)
                 remarks.append((f"B ≈ {at:.1f}", mark.colour))
@@ -120,8 +124,11 @@ def pareto(results: Sequence[CellResult], width: str) -> tuple[Figure, int] | No
             corners = [(-x, y) for x, y in front([(-x, y) for x, y in certified])]
             panel.step([x for x, _ in corners], [y for _, y in corners], where="pre", color="0.75", linewidth=0.9)
         for pair in pairs:
-            points, mark = _per_user(group.rates(pair.results)), styles[pair.verifier]
-            panel.plot(list(points), list(points.values()), linestyle=mark.dash, **mark.options)
+            rates, mark = group.rates(pair.results), styles[pair.verifier]
+            points = _per_user(rates)
+            (line,) = panel.plot(list(points), list(points.values()), linestyle=mark.dash, **mark.options)
+            users = [f"{rate:.1f} tokens/s, {rate / b:.1f} for one user" for b, rate in rates.items() if rate > 0]
+            set_tips(line, [f"{pair.verifier}, B = {b}: {words}" for b, words in zip(rates, users, strict=False)])
         _remark_on_clock(panel, group)
         _rate_axis(panel)
         panel.locator_params(axis="x", nbins=5)
@@ -186,7 +193,8 @@ def _by_part(
         for i, (verifier, line) in enumerate(lines.items()):
             offset = _OFFSET * (i - (len(lines) - 1) / 2)
             points = {parts.index(part) + 1 + offset: e for part, e in line.items()}
-            _line(panel, points, styles[verifier], joined=numbered)
+            tips = [f"{verifier}, {part}: {estimate_text(e)}" for part, e in line.items()]
+            _line(panel, points, styles[verifier], tips, joined=numbered)
         panel.set_ylim(*((-0.03, 1.03) if numbered else visible(all_estimates)))
         panel.set_xlim(0.5, len(parts) + 0.5)
         if numbered:
@@ -242,13 +250,16 @@ def _speed_ups(pair: Pair) -> dict[int, Estimate]:
     return {b: r.metrics.speed_up for b, r in sorted(pair.results.items()) if r.metrics and r.metrics.speed_up}
 
 
-def _line(panel: Axes, points: Mapping[float, Estimate], mark: PointMark, joined: bool = True) -> None:
-    """Draw estimates with intervals, joined by a line if ``joined``."""
+def _line(
+    panel: Axes, points: Mapping[float, Estimate], mark: PointMark, tips: Sequence[str], joined: bool = True
+) -> None:
+    """Draw estimates with intervals and tooltips, joined by a line if ``joined``."""
     lengths = [ends(e) for e in points.values()]
     bars = [[low for low, _ in lengths], [high for _, high in lengths]]
     values = [e.value for e in points.values()]
     dash = mark.dash if joined else ""
-    panel.errorbar(list(points), values, yerr=bars, linestyle=dash, elinewidth=0.8, **mark.options)
+    drawn = panel.errorbar(list(points), values, yerr=bars, linestyle=dash, elinewidth=0.8, **mark.options)
+    set_tips(drawn.lines[0], tips)
 
 
 def _per_user(rates: Mapping[int, float]) -> dict[float, float]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from crossdraft.framework.errors import printable
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -94,16 +95,17 @@ def marks(names: Iterable[str]) -> dict[str, PointMark]:
 
 
 @contextmanager
-def style(outlines: bool = True) -> Iterator[None]:
+def style(inline: str = "") -> Iterator[None]:
     """Matplotlib's defaults with `_STYLE`, ignoring the user's settings; create and save figures inside.
 
-    ``outlines``: draw the text of SVG.
+    ``inline``: see `charts.chart`.
     """
     import matplotlib
 
     with matplotlib.rc_context(), warnings.catch_warnings():
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_STYLE | {"svg.fonttype": "path" if outlines else "none"})
+        svg = {"svg.fonttype": "none", "svg.hashsalt": inline} if inline else {}
+        matplotlib.rcParams.update(_STYLE | svg)
         warnings.filterwarnings("ignore", message="Glyph .* missing from")  # missing glyphs are drawn as boxes
         yield
 
@@ -179,6 +181,11 @@ def plain_entry() -> Any:
     from matplotlib.lines import Line2D
 
     return Line2D([], [], label="plain decoding", **PLAIN)
+
+
+def set_tips(artist: Artist, tips: Iterable[str]) -> None:
+    """Set the tooltips of an artist's points, or of a bar, for `svg.inline_svg`."""
+    artist.set_gid("tip:" + "\n".join(map(text, tips)))
 
 
 def ends(estimate: Estimate) -> tuple[float, float]:

@@ -1,13 +1,13 @@
-"""The charts of the page: those of `charts.KINDS` as images in the page."""
+"""The charts of the page: those of `charts.KINDS` as SVG in the page."""
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..charts.charts import chart, kinds_of, reason_missing
+from ..charts.svg import inline_svg
 
 if TYPE_CHECKING:
     from crossdraft.framework.cost.load_run import FinishedRun
@@ -20,7 +20,7 @@ class Panel:
     """Charts of one kind.
 
     Attributes:
-        figures: title of the run, description and ``data:`` URL of each chart.
+        figures: title of the run, description and SVG of each chart.
     """
 
     title: str
@@ -37,13 +37,11 @@ def panels_of(runs: RUNS) -> tuple[list[Panel], list[tuple[str, str]]]:
         title = kind.shows[0].upper() + kind.shows[1:]
         figures, omitted = [], 0
         for run_title, run in runs:
-            content, left_out = chart(
-                run.summary.results, kinds_of(run).get(name, kind), "column", "svg", outlines=False
-            )
+            words = f"{title}, {run_title}"
+            content, left_out = chart(run.summary.results, kinds_of(run).get(name, kind), "column", "svg", words)
             omitted += left_out
             if content:
-                url = f"data:image/svg+xml;base64,{base64.b64encode(content).decode()}"
-                figures.append((run_title if len(runs) > 1 else "", f"{title}, {run_title}", url))
+                figures.append((run_title if len(runs) > 1 else "", words, inline_svg(content.decode("utf-8"))))
         if figures:
             more = f" {omitted} more are left out; crossdraft report --where selects cells." if omitted else ""
             panels.append(Panel(title, kind.note + more, figures))
