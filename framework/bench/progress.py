@@ -90,6 +90,7 @@ class Progress:
 
     def message(self, line: str) -> None:
         """Print a line above the bar."""
+        self._last_line = self._clock()
         with tqdm.external_write_mode():
             self._message(line)
 
@@ -111,7 +112,7 @@ class Progress:
         self._seconds = DECAY * self._seconds + self._clock() - self._started
         self._show()
         if self._bar.disable and self._clock() - self._last_line >= LINE:
-            self._line(f"{100 * self.share:.0f} %: {self._current}; {self._left()}")
+            self.message(f"{100 * self.share:.0f} %: {self._current}; {self._left()}")
 
     def finish_piece(self) -> None:
         """Print the first estimate, or a new one if the pace has changed."""
@@ -178,15 +179,11 @@ class Progress:
             return
         self._last_pace, self._last_estimate = pace, self._clock()
         text = self.budget.warning(pace, self._cells) if self.budget else ""
-        self._line(f"{text} ({reason})" if text else f"{self._left()}, {reason}")
+        self.message(f"{text} ({reason})" if text else f"{self._left()}, {reason}")
 
     def _left(self) -> str:
         seconds = self.left
         return "" if not seconds else f"about {duration(seconds)} left"
-
-    def _line(self, line: str) -> None:
-        self._last_line = self._clock()
-        self.message(line)
 
     def _show(self) -> None:
         if self._bar.disable:

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from .. import plugins
 from ..errors import CrossdraftError, UsageError, printable
-from ..recipe.recipe import CellConfig, Recipe
+from ..recipe.recipe import Recipe
 from ..runs.interrupts import user_interrupted
 from ..runs.labels import counted
 from ..runs.records import CellResult, Outcome
@@ -119,11 +119,6 @@ class LocalRun:
     def __init__(self, plan: Plan, outcome: Outcome, limit: StepLimit):
         self.plan, self.outcome, self.limit = plan, outcome, limit
 
-    @property
-    def new(self) -> list[CellConfig]:
-        """Cells to measure with the loop of this process."""
-        return [cell for cell in self.plan.new if cell.engine is None]
-
     def measure(self) -> None:
         """Measure the cells.
 
@@ -183,7 +178,8 @@ class LocalRun:
         blocks, clock, opening, done = len(self.plan.blocks), self.plan.config.clock, 0.0, 0
         share_memory = fit_memory([runner.planned.cells[0] for runner in runners])
         try:
-            self._open(runners[0])  # models are loaded and checked before the budget starts
+            runners[0].open()  # models are loaded and checked before the budget starts
+            self._note(runners[0].notes)
             if budget is not None:
                 budget.restart()
             while done < blocks:
@@ -202,7 +198,7 @@ class LocalRun:
                         if other is not runner and not share_memory:
                             other.close()
                     start = clock()
-                    self._open(runner)
+                    runner.open()
                     opening += clock() - start
                     runner.advance(until)
                 done = min((runner.blocks for runner in runners if runner.alive), default=blocks)
@@ -221,10 +217,6 @@ class LocalRun:
         progress.finish_groups(results)
         keys = [runner.planned.key for runner in runners]
         store.finish_groups(keys, results, progress.share, complete=done == blocks)
-
-    def _open(self, runner: GroupRunner) -> None:
-        runner.open()
-        self._note(runner.notes)
 
     def _show(self, results: list[CellResult], store: Store) -> None:
         """Store the results so far, and print their table above the bar."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from itertools import pairwise
+from operator import attrgetter
 from statistics import median_low
 from typing import Any
 
@@ -254,4 +255,4 @@ class Cell(CellRunner):
                     self._waits.append(self._contention.since())
                 self._on_step()
                 responses += finished
-        return sorted(responses, key=lambda response: response.index)
+        return sorted(responses, key=attrgetter("index"))

@@ -74,7 +74,8 @@ def blocks_of(prompts: Sequence[Prompt], batch_sizes: Iterable[int], random: Ran
     """
     position = {id(prompt): i for i, prompt in enumerate(prompts)}
     pieces = list(cut_pieces([Conversation(prompt, ()) for prompt in prompts], max(batch_sizes), random))
-    pieces.insert(0, pieces.pop(min(range(len(pieces)), key=lambda i: turns_of(pieces[i]))))
+    turns = [turns_of(piece) for piece in pieces]
+    pieces.insert(0, pieces.pop(turns.index(min(turns))))
     return [[position[id(conversation.prompt)] for conversation in piece] for piece in pieces]
 
 
@@ -96,7 +97,11 @@ def cut_pieces(
         mixed = [c for members in categories.values() for c in members]
         result = [mixed[i::pieces] for i in range(pieces)]  # all categories in each piece
     else:
-        result = [piece for members in categories.values() for piece in _slices(members, len(members) // full_size)]
+        result = []
+        for members in categories.values():
+            pieces = len(members) // full_size
+            edges = [i * len(members) // pieces for i in range(pieces + 1)]
+            result += [members[a:b] for a, b in pairwise(edges)]
     return _balanced(result, random)
 
 
@@ -115,8 +120,3 @@ def _balanced(pieces: Sequence[Sequence[Conversation]], random: Random) -> list[
         for k, piece in enumerate(members)
     ]
     return [piece for _, piece in sorted(ranked, key=lambda conversation: conversation[0])]
-
-
-def _slices(conversations: Sequence[Conversation], pieces: int) -> list[Sequence[Conversation]]:
-    edges = [i * len(conversations) // pieces for i in range(pieces + 1)]
-    return [conversations[a:b] for a, b in pairwise(edges)]

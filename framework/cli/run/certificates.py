@@ -92,7 +92,7 @@ def _tasks(cells: Iterable[CellConfig], limit: StepLimit) -> list[Task]:
 
     verifiers, drafters = dict[str, Task](), dict[str, Task]()
     for cell in cells:
-        if cell.is_baseline:
+        if cell.is_baseline or cell.engine is not None:
             continue
         verifier, config = configured("verifiers", {**cell.verifier.config, "name": cell.verifier.name})
         if not plugins.traits_of("verifiers", verifier, config).lossless:

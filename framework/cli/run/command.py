@@ -90,7 +90,7 @@ class RunRecipe(ProgramOptions, TrustOptions, Command):
         self.trusted(_models(plan))
         with saving_interrupts(), tracking(self.track) as notify_finished:
             with opened(plan) as started:
-                certify_missing(started.new, config.message, started.limit)
+                certify_missing(plan.new, config.message, started.limit)
                 started.measure()
             summary = write_summary(started.outcome)
             notify_finished(summary)

@@ -87,7 +87,7 @@ class Launch:
     def __init__(self, plan: Any, outcome: Outcome, limit: Any):
         config, recipe = plan.config, plan.config.recipe
         self.plan, self.outcome, self.limit = plan, outcome, limit
-        self.directory, self.new = plan.directory, plan.cells
+        self.directory = plan.directory
         self.groups, self.log = plan.groups, config.message
         device = recipe.device if isinstance(recipe.device, str) else SPREAD  # an explicit device map
         self.launcher = _make_launcher(config.launcher, config.launcher_options, device, not config.untimed)
