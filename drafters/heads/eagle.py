@@ -13,7 +13,6 @@ embeddings, before the layer, and before the head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,19 +35,10 @@ from .eagle_weights import (
 )
 from .feature_head import FeatureHead
 from .features import FeatureDrafter
-from .misconfigurations import (
-    embedding_scales,
-    other_embedding,
-    other_logits,
-    other_window,
-    rotary_embeddings,
-    swapped_inputs,
-)
 from .rotary import Rotary, by_halves
 
 if TYPE_CHECKING:
-    from ...framework.contracts.misconfiguration import Misconfiguration
-    from ...framework.contracts.models import Checkpoint
+    pass
 
 
 class EagleHead(FeatureHead):
@@ -130,15 +120,6 @@ class Eagle(FeatureDrafter):
 
     name = "eagle"
     layout = LAYOUTS["eagle"]
-
-    @classmethod
-    def misconfigurations(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterator[Misconfiguration]:
-        yield from swapped_inputs(heads, "fc.weight")
-        yield from rotary_embeddings(heads, target_model)
-        yield from other_embedding(heads)
-        yield from other_logits(heads, target_model)
-        yield from other_window(heads)
-        yield from embedding_scales(heads, target_model)
 
     def load(self) -> EagleHead:
         checkpoint, target = self.context.load_heads(self.config.model), self.context.target_model

@@ -11,7 +11,7 @@ most frequent tokens; q is 0 elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,20 +36,9 @@ from .eagle_weights import (
 )
 from .feature_head import FeatureHead
 from .features import FeatureDrafter, HeadConfig
-from .misconfigurations import (
-    draft_vocabulary,
-    eagle3_norms,
-    other_embedding,
-    other_last_state,
-    other_layers,
-    other_logits,
-    other_window,
-    rotary_embeddings,
-)
 from .rotary import Rotary, by_halves
 
 if TYPE_CHECKING:
-    from ...framework.contracts.misconfiguration import Misconfiguration
     from ...framework.contracts.models import Checkpoint
 
 #: Low, middle and high features, as the authors count them: the inputs of layers 2, L // 2 and L - 3.
@@ -200,19 +189,6 @@ class Eagle3(FeatureDrafter):
     @classmethod
     def layers(cls, config: Any) -> tuple[float, ...]:
         return LAYERS if config.layers is None else config.layers
-
-    @classmethod
-    def misconfigurations(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterator[Misconfiguration]:
-        depth = target_model.config.get_text_config().num_hidden_layers
-        read = _resolved(config.layers, depth)
-        yield from other_layers(read, depth)
-        yield from other_last_state(read, depth)
-        yield from eagle3_norms(heads, len(read))
-        yield from rotary_embeddings(heads, target_model)
-        yield from draft_vocabulary(heads)
-        yield from other_embedding(heads)
-        yield from other_logits(heads, target_model)
-        yield from other_window(heads)
 
     def load(self) -> Eagle3Head:
         target = self.context.target_model

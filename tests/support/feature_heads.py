@@ -31,6 +31,10 @@ DRAFTS: dict[str, dict[str, Any]] = {
 
 def make_head(name: str, target: Any, ids: Tensor | None = None, shape: Any = None) -> Any:
     embedding, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
+    if name == "mtp":
+        from crossdraft_drafters.heads.mtp import MtpHead  # of a companion
+
+        return MtpHead(target)
     config = make_config(**(SHAPE if shape is None else shape))
     if name == "eagle":
         return EagleHead(config, embedding, head)

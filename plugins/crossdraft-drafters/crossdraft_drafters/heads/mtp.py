@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,6 @@ from crossdraft.drafters.heads.config_keys import check, refuse_assistant
 from crossdraft.drafters.heads.eagle_weights import shared, vocabulary, write
 from crossdraft.drafters.heads.feature_head import FeatureHead
 from crossdraft.drafters.heads.features import FeatureDrafter
-from crossdraft.drafters.heads.misconfigurations import other_embedding, swapped_inputs
 from crossdraft.framework.errors import ModelError
 from crossdraft.framework.util.cache_argument import cache_argument
 
@@ -34,8 +33,7 @@ from .config_keys import LAYOUTS
 from .experts import dequantized, stacked
 
 if TYPE_CHECKING:
-    from crossdraft.framework.contracts.misconfiguration import Misconfiguration
-    from crossdraft.framework.contracts.models import Checkpoint
+    pass
 
 #: DeepSeek's names, under ``model.layers.{L}``, L the number of the target's layers; Qwen's, under ``mtp``; and those
 #: of vllm-project/speculators, under ``mtp_layers.0``.
@@ -169,12 +167,6 @@ class Mtp(FeatureDrafter):
 
     name = "mtp"
     layout = LAYOUTS["mtp"]
-
-    @classmethod
-    def misconfigurations(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterator[Misconfiguration]:
-        for name in ("fc.weight", "eh_proj.weight"):
-            yield from swapped_inputs(heads, name)
-        yield from other_embedding(heads)
 
     def load(self) -> MtpHead:
         checkpoint, target = self.context.load_heads(self.config.model), self.context.target_model

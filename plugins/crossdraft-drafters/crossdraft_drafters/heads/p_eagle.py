@@ -9,7 +9,7 @@ the pairs before it. Tokens are not conditioned on each other: their distributio
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from crossdraft.drafters.heads.config_keys import check
-from crossdraft.drafters.heads.eagle3 import LAYERS, Eagle3, Eagle3Head, read_head
+from crossdraft.drafters.heads.eagle3 import LAYERS, Eagle3Head, read_head
 from crossdraft.drafters.heads.eagle_weights import merged_config
 from crossdraft.framework.contracts.draft import Sequences, on_device
 from crossdraft.framework.util.limits import MOST_LEVELS
@@ -27,7 +27,6 @@ from .blocks import BlockConfig, BlockDrafter
 from .config_keys import LAYOUTS
 
 if TYPE_CHECKING:
-    from crossdraft.framework.contracts.misconfiguration import Misconfiguration
     from crossdraft.framework.contracts.models import Checkpoint
 
 #: Config keys of the mask token's id: that of speculators, then those of serving engines.
@@ -73,10 +72,6 @@ class PEagle(BlockDrafter):
     @classmethod
     def layers(cls, config: Any) -> tuple[float, ...]:
         return LAYERS if config.layers is None else config.layers
-
-    @classmethod
-    def misconfigurations(cls, config: Any, heads: Checkpoint, target_model: Any) -> Iterator[Misconfiguration]:
-        return Eagle3.misconfigurations(config, heads, target_model)
 
     def load(self) -> PEagleHead:
         checkpoint, target = self.context.load_heads(self.config.model), self.context.target_model

@@ -20,6 +20,7 @@ from crossdraft.framework.util.table import Alignment, Table
 
 from ...diagnosis.hypothesis import NONE
 from ...diagnosis.matching import CONFIGURED, Match, match
+from ...diagnosis.misconfigurations import misconfigurations
 from ...diagnosis.trials import (
     Trial,
     TrialResult,
@@ -169,7 +170,7 @@ def _trials(
     yield Trial(Misconfiguration("", ""), target, responses)
     suspects = list(greedy_drafts(drafter, target.sampling))
     if heads is not None and target.loaded.backend == TRANSFORMERS:
-        suspects += cls.misconfigurations(config, heads, target.loaded.model)
+        suspects += misconfigurations(cls, config, heads, target.loaded.model)
     if args.counters:
         suspects += engine_misreadings(drafter, target.sampling, heads)
     yield from (Trial(suspect, target, responses) for suspect in suspects)

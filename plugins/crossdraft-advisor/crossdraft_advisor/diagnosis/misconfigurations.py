@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...framework.contracts.misconfiguration import Misconfiguration
-from ...framework.contracts.models import Checkpoint
-from .config_keys import FEEDS_NORMED
-from .rotary import INTERLEAVED, interleaved
+from crossdraft.drafters.heads.config_keys import FEEDS_NORMED
+from crossdraft.drafters.heads.rotary import INTERLEAVED, interleaved
+from crossdraft.framework.contracts.misconfiguration import Misconfiguration
+from crossdraft.framework.contracts.models import Checkpoint
 
 #: Rotary bases of published models.
 _BASES = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0)
@@ -32,7 +32,7 @@ MOST_PERMUTED = 3
 _MEDUSA = re.compile(r"((?:medusa_heads?\.)?(?:blocks\.|lm_heads\.)?)(\d+)(\..+)")
 
 
-def other_layers(read: Sequence[int], depth: int) -> Iterator[Misconfiguration]:
+def _other_layers(read: Sequence[int], depth: int) -> Iterator[Misconfiguration]:
     """Yield other ids than ``read`` for a target of ``depth`` layers: off by one, or (if few) permuted."""
     for offset in (1, -1):
         layers = tuple(i + offset for i in read)
@@ -53,7 +53,7 @@ def other_layers(read: Sequence[int], depth: int) -> Iterator[Misconfiguration]:
             )
 
 
-def other_last_state(read: Sequence[int], depth: int) -> Iterator[Misconfiguration]:
+def _other_last_state(read: Sequence[int], depth: int) -> Iterator[Misconfiguration]:
     """Yield the last layer's output before the final norm in place of that after it, and the reverse."""
     for state, other, side in ((depth, -1, "after"), (-1, depth, "before")):
         if state in read:
@@ -72,7 +72,7 @@ def _layer_change(checkpoint: Checkpoint, **keys: Any) -> Callable[[Checkpoint],
     return methodcaller("with_config", **change)
 
 
-def rotary_embeddings(checkpoint: Checkpoint, target: Any) -> Iterator[Misconfiguration]:
+def _rotary_embeddings(checkpoint: Checkpoint, target: Any) -> Iterator[Misconfiguration]:
     """Yield other rotary embeddings of the heads: bases, and the target's scaling, share of channels and pairs."""
     nested = checkpoint.config.get("transformer_layer_config")
     raw = nested if isinstance(nested, dict) and nested else checkpoint.config
@@ -117,7 +117,7 @@ def rotary_embeddings(checkpoint: Checkpoint, target: Any) -> Iterator[Misconfig
     )
 
 
-def other_logits(checkpoint: Checkpoint, target: Any) -> Iterator[Misconfiguration]:
+def _other_logits(checkpoint: Checkpoint, target: Any) -> Iterator[Misconfiguration]:
     """Yield other scales of the logits: the target's, and none."""
     current = checkpoint.config.get("logit_scale")
     current = 1.0 if current is None else current
@@ -130,7 +130,7 @@ def other_logits(checkpoint: Checkpoint, target: Any) -> Iterator[Misconfigurati
             )
 
 
-def other_window(checkpoint: Checkpoint) -> Iterator[Misconfiguration]:
+def _other_window(checkpoint: Checkpoint, target: Any) -> Iterator[Misconfiguration]:
     """Yield layers that attend to the whole text instead of a window."""
     nested = checkpoint.config.get("transformer_layer_config")
     raw = nested if isinstance(nested, dict) and nested else checkpoint.config
@@ -143,7 +143,7 @@ def other_window(checkpoint: Checkpoint) -> Iterator[Misconfiguration]:
         )
 
 
-def draft_vocabulary(checkpoint: Checkpoint) -> Iterator[Misconfiguration]:
+def _draft_vocabulary(checkpoint: Checkpoint, target: Any) -> Iterator[Misconfiguration]:
     """Yield ``d2t`` read as the target's ids instead of offsets."""
     d2t = checkpoint.tensors.get("d2t")
     if d2t is None or d2t.dim() != 1 or d2t.is_floating_point():
@@ -161,7 +161,7 @@ def _name(checkpoint: Checkpoint, key: str) -> str:
     return f"model.{key}" if f"model.{key}" in checkpoint.tensors else key
 
 
-def other_embedding(checkpoint: Checkpoint) -> Iterator[Misconfiguration]:
+def _other_embedding(checkpoint: Checkpoint, target: Any) -> Iterator[Misconfiguration]:
     """Yield the target's embedding instead of the heads' own, and the other one of them as output head."""
     name = _name(checkpoint, _EMBEDDING)
     if name not in checkpoint.tensors:
@@ -180,7 +180,7 @@ def other_embedding(checkpoint: Checkpoint) -> Iterator[Misconfiguration]:
         )
 
 
-def embedding_scales(checkpoint: Checkpoint, target: Any) -> Iterator[Misconfiguration]:
+def _embedding_scales(checkpoint: Checkpoint, target: Any) -> Iterator[Misconfiguration]:
     """Yield other scales of the embedding; heads that norm it are invariant."""
     name = _name(checkpoint, _EMBEDDING)
     own = checkpoint.tensors.get(name)
@@ -198,9 +198,9 @@ def _scaled(heads: Checkpoint, name: str, weight: Tensor, factor: float) -> Chec
     return heads.with_tensors({name: weight.detach().cpu() * factor})
 
 
-def swapped_inputs(checkpoint: Checkpoint, name: str) -> Iterator[Misconfiguration]:
-    """Yield the projection ``name`` of [embedding; feature] with its halves swapped."""
-    for key in [key for key in checkpoint.tensors if key.endswith(name)]:
+def _swapped_inputs(checkpoint: Checkpoint, target: Any) -> Iterator[Misconfiguration]:
+    """Yield the projection of [embedding; feature] with its halves swapped."""
+    for key in [key for key in checkpoint.tensors if key.endswith(("fc.weight", "eh_proj.weight"))]:
         weight = checkpoint.tensors[key]
         if weight.dim() == 2:
             halves = torch.cat(list(weight.chunk(2, 1))[::-1], 1)
@@ -211,7 +211,7 @@ def swapped_inputs(checkpoint: Checkpoint, name: str) -> Iterator[Misconfigurati
             )
 
 
-def eagle3_norms(checkpoint: Checkpoint, layers: int) -> Iterator[Misconfiguration]:
+def _eagle3_norms(checkpoint: Checkpoint, layers: int) -> Iterator[Misconfiguration]:
     """Yield heads with and without norms of the features of ``layers`` layers, and with another residual."""
     config = checkpoint.config
     before = bool(config.get("norm_before_residual", False))
@@ -254,7 +254,7 @@ def eagle3_norms(checkpoint: Checkpoint, layers: int) -> Iterator[Misconfigurati
             )
 
 
-def shifted_heads(checkpoint: Checkpoint) -> Iterator[Misconfiguration]:
+def _shifted_heads(checkpoint: Checkpoint, target: Any) -> Iterator[Misconfiguration]:
     """Yield Medusa heads without the first one, which predicts the target's own next token if heads are off by one."""
     matches = {key: match for key in checkpoint.tensors if (match := _MEDUSA.fullmatch(key))}
     indices = {int(match[2]) for match in matches.values()}
@@ -278,3 +278,33 @@ def shifted_heads(checkpoint: Checkpoint) -> Iterator[Misconfiguration]:
         "leave out the first head, and number the others from 0",
         change=change,
     )
+
+
+#: Functions of the heads and the target that yield misconfigurations, by drafter.
+_OF_LAYERS = (_rotary_embeddings, _draft_vocabulary, _other_embedding, _other_logits)
+_TRIED: dict[str, tuple[Callable[[Checkpoint, Any], Iterator[Misconfiguration]], ...]] = {
+    "medusa": (_shifted_heads,),
+    "eagle": (_swapped_inputs, _rotary_embeddings, _other_embedding, _other_logits, _other_window, _embedding_scales),
+    "mtp": (_swapped_inputs, _other_embedding),
+    "eagle3": (*_OF_LAYERS, _other_window),
+    "p-eagle": (*_OF_LAYERS, _other_window),
+    "dflash": _OF_LAYERS,
+    "dspark": _OF_LAYERS,
+}
+
+
+def misconfigurations(drafter: Any, config: Any, heads: Checkpoint, target: Any) -> Iterator[Misconfiguration]:
+    """Yield common misconfigurations of published heads, then those that the class of the drafter adds."""
+    if drafter.name in ("eagle3", "p-eagle", "dflash", "dspark"):
+        depth = target.config.get_text_config().num_hidden_layers
+        read = [
+            int(i * depth) if isinstance(i, float) else i if i == -1 else i % (depth + 1)
+            for i in drafter.layers(config)
+        ]
+        yield from _other_layers(read, depth)
+        yield from _other_last_state(read, depth)
+        if drafter.name in ("eagle3", "p-eagle"):
+            yield from _eagle3_norms(heads, len(read))
+    for tried in _TRIED.get(drafter.name, ()):
+        yield from tried(heads, target)
+    yield from drafter.misconfigurations(config, heads, target)
