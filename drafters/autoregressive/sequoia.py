@@ -15,10 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from heapq import heappop, heappush
 
 from ...framework.util.limits import MOST_SIBLINGS
-from .trees import Choices, check_most
+from .trees import Choices, best_paths, check_most
 
 
 def check_acceptance(acceptance: Sequence[float]) -> None:
@@ -65,17 +64,5 @@ def best_tree(acceptance: tuple[float, ...], nodes: int, depth: int) -> tuple[Ch
         raise ValueError(
             f"depth {depth} and {len(acceptance)} siblings of acceptance above 0 give {capacity} nodes, not {nodes}"
         )
-    # Heap of nodes whose parent and earlier siblings are taken: the most valuable first, ties by the upper level.
-    frontier: list[tuple[float, int, tuple[int, ...], float]] = [(-acceptance[0], 1, (0,), 1.0)]
-    choices: list[tuple[int, ...]] = []
-    values: list[float] = []
-    while len(choices) < nodes:
-        minus, level, path, parent = heappop(frontier)
-        choices.append(path)
-        values.append(-minus)
-        if level < depth:
-            heappush(frontier, (minus * acceptance[0], level + 1, (*path, 0), -minus))
-        if path[-1] + 1 < len(acceptance):
-            sibling = path[-1] + 1
-            heappush(frontier, (-parent * acceptance[sibling], level, (*path[:-1], sibling), parent))
-    return tuple(choices), math.fsum(values)
+    choices = best_paths([acceptance] * depth, nodes)
+    return choices, math.fsum(math.prod(acceptance[rank] for rank in path) for path in choices)

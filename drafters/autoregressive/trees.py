@@ -6,12 +6,13 @@ result is the draft and, for every node, its position in the order of feeding (-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heappop, heappush
 from itertools import accumulate
 from operator import mul
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,13 +22,11 @@ from ...framework.contracts.draft_kind import CHAIN, DETERMINISTIC, GREEDY_DRAFT
 from ...framework.contracts.rng import StepRng, draw_each
 from ...framework.contracts.sampling import Sampling
 from ...framework.util.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS, Limit
-from ...framework.util.static_trees import TreeShape, tree_constant, tree_families
+from ...framework.util.static_trees import Family, TreeShape, tree_constant, tree_families
 from ...framework.util.tensors import Gathered, columns
 
 #: ``expand(tokens [B, W], parents [B, W]) -> logits [B, W, V]``; parents index the nodes fed so far, -1 = the root.
 Expand = Callable[[Tensor, Tensor], Tensor]
-#: A node and its children.
-Family = tuple[int, list[int]]
 #: Nodes as lists of the sibling ranks that lead to them.
 Choices = tuple[tuple[int, ...], ...]
 #: How the children of one node are chosen.
@@ -125,6 +124,44 @@ def tree_shape(branching: Sequence[int] | None, choices: Choices | None, *, cont
         return TreeTemplate.choices(choices, contiguous=contiguous)
     assert branching is not None
     return TreeTemplate.branching(branching)
+
+
+def best_paths(acceptance: Sequence[Sequence[float]], nodes: int) -> Choices:
+    """Return the ``nodes`` most probable paths of ranks if levels are independent of each other.
+
+    The probability of a path is the product of its numbers, at most that of its parent, so greedy selection yields a
+    tree. Ties go to the shorter path, then to the lower ranks.
+
+    Args:
+        acceptance: ``[levels][ranks]``, probability that the node of rank k of level i is accepted after its parent.
+        nodes: maximum number of nodes; fewer if all other paths have probability 0.
+
+    Returns:
+        choice lists, parents first.
+    """
+    chosen: list[tuple[int, ...]] = []
+    frontier: list[tuple[float, int, tuple[int, ...]]] = [(-1.0, 0, ())]  # the root, not counted
+    while frontier and len(chosen) <= nodes:
+        product, level, path = heappop(frontier)
+        chosen.append(path)
+        for rank, number in enumerate(acceptance[level] if level < len(acceptance) else ()):
+            if number > 0:
+                heappush(frontier, (product * number, level + 1, (*path, rank)))
+    return tuple(sorted(chosen[1:], key=lambda path: (len(path), path)))
+
+
+def check_owners(
+    config: Any, owners: Mapping[str, Sequence[str | None]], kind: str | None, names: Mapping[str | None, str]
+) -> None:
+    """Raise ValueError for an option that was given but does not apply to a draft of this ``kind``.
+
+    Args:
+        owners: by option, the kinds that it applies to; ``names``: of the kinds, for errors.
+    """
+    for key, kinds in owners.items():
+        if kind not in kinds and getattr(config, key) != type(config).model_fields[key].default:
+            text = " or ".join(names[owner] for owner in kinds)
+            raise ValueError(f"{key} belongs to {text}, but the draft is {names[kind]}; leave it out")
 
 
 def check_size(nodes: int) -> None:

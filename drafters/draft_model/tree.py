@@ -27,6 +27,7 @@ from ..autoregressive.trees import (
     Siblings,
     TreeTemplate,
     check_most,
+    check_owners,
     grow_dynamic,
     grow_static,
     max_expanded,
@@ -104,14 +105,8 @@ class DraftModelTree(TreeDrafter):
 
         @model_validator(mode="after")
         def _fits(self) -> Any:
-            for key, growths in self._KEYS.items():
-                if self.growth not in growths and getattr(self, key) != type(self).model_fields[key].default:
-                    kinds: dict[str | None, str] = {None: "a tree without growth"}
-                    owners = " or ".join(kinds.get(kind, f"growth: {kind}") for kind in growths)
-                    raise ValueError(
-                        f"{key} belongs to {owners}, but this is {kinds.get(self.growth, f'growth: {self.growth}')}; "
-                        "leave it out"
-                    )
+            growths = {None: "a tree without growth", "sequoia": "growth: sequoia", "opt-tree": "growth: opt-tree"}
+            check_owners(self, self._KEYS, self.growth, growths)
             if self.choices is not None and self.branching is not None:
                 raise ValueError("branching and choices both describe the tree; give one of them")
             if self.growth == "opt-tree":

@@ -14,7 +14,7 @@ embeddings, before the layer, and before the head.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +36,6 @@ from .eagle_weights import (
 from .feature_head import FeatureHead
 from .features import FeatureDrafter
 from .rotary import Rotary, by_halves
-
-if TYPE_CHECKING:
-    pass
 
 
 class EagleHead(FeatureHead):

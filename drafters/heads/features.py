@@ -31,6 +31,7 @@ from ..autoregressive.trees import (
     Siblings,
     TreeTemplate,
     check_candidates,
+    check_owners,
     dynamic_slack,
     grow_dynamic,
     grow_static,
@@ -81,11 +82,12 @@ class HeadConfig(StrategyConfig):
 
     @model_validator(mode="after")
     def _fits(self) -> Any:
-        kinds = {None: "a chain (leave out tree)", "static": "tree: static", "dynamic": "tree: dynamic"}
-        for key, kinds_allowed in self._KEYS.items():
-            if self.tree not in kinds_allowed and getattr(self, key) != type(self).model_fields[key].default:
-                owners = " or ".join(kinds[kind] for kind in kinds_allowed)
-                raise ValueError(f"{key} belongs to {owners}, but the draft is {kinds[self.tree]}; leave it out")
+        kinds: dict[str | None, str] = {
+            None: "a chain (leave out tree)",
+            "static": "tree: static",
+            "dynamic": "tree: dynamic",
+        }
+        check_owners(self, self._KEYS, self.tree, kinds)
         if self.choices is not None and self.branching != type(self).model_fields["branching"].default:
             raise ValueError("branching and choices both describe the tree; give one of them")
         if self.tree is None:

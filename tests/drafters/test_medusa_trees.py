@@ -9,7 +9,8 @@ import pytest
 from medusa_heads import PROMPTS, TREE, H, propose
 from pydantic import ValidationError
 
-from crossdraft.drafters.heads.medusa.drafter import TREES, Medusa, best_tree
+from crossdraft.drafters.autoregressive.trees import best_paths
+from crossdraft.drafters.heads.medusa.drafter import TREES, Medusa
 from crossdraft.drafters.heads.medusa.weights import MedusaHeads, save_heads
 from crossdraft.framework.contracts.sampling import Sampling
 
@@ -36,7 +37,7 @@ def test_best_tree_has_most_accepted_tokens(nodes: int) -> None:
         return out
 
     paths = [path for depth in (1, 2, 3) for path in product(*(range(len(a)) for a in accuracies[:depth]))]
-    result = best_tree(accuracies, nodes)
+    result = best_paths(accuracies, nodes)
     assert len(result) == len(set(result)) == nodes
     assert all(not path[:-1] or path[:-1] in result for path in result)
     # A parent is never worth less than its child, so the most valuable paths are a tree, and no tree has more.
@@ -45,9 +46,9 @@ def test_best_tree_has_most_accepted_tokens(nodes: int) -> None:
 
 
 def test_best_tree_omits_useless_nodes() -> None:
-    assert best_tree([[0.5, 0.0], [0.4]], 10) == ((0,), (0, 0))
-    assert best_tree([[0.0], [0.4]], 10) == ()
-    assert best_tree([[0.5, 0.5], [1.0]], 2) == ((0,), (1,))  # of equals the shorter comes first
+    assert best_paths([[0.5, 0.0], [0.4]], 10) == ((0,), (0, 0))
+    assert best_paths([[0.0], [0.4]], 10) == ()
+    assert best_paths([[0.5, 0.5], [1.0]], 2) == ((0,), (1,))  # of equals the shorter comes first
 
 
 def test_tree_of_published_size(tiny_model: Callable, heads_decoder: Callable, tmp_path: Path) -> None:

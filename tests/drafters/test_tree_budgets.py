@@ -267,8 +267,14 @@ def test_row_does_not_see_its_neighbours() -> None:
             {"growth": "sequoia", "acceptance": [0.5, 0.2, 0], "nodes": 7, "depth": 2},
             "depth 2 and 2 siblings of acceptance above 0 give 6 nodes, not 7",
         ),
-        ({"growth": "sequoia", "threshold": 0.1}, "threshold belongs to growth: opt-tree, but this is growth: sequoia"),
-        ({"growth": "opt-tree", "acceptance": [0.5]}, "acceptance belongs to growth: sequoia, but this is growth: opt"),
+        (
+            {"growth": "sequoia", "threshold": 0.1},
+            "threshold belongs to growth: opt-tree, but the draft is growth: sequoia",
+        ),
+        (
+            {"growth": "opt-tree", "acceptance": [0.5]},
+            "acceptance belongs to growth: sequoia, but the draft is growth: opt",
+        ),
         ({"growth": "opt-tree", "siblings": "greedy"}, "siblings belongs to a tree without growth or growth: sequoia"),
         (
             {"growth": "opt-tree", "siblings": "without-replacement"},
@@ -276,9 +282,12 @@ def test_row_does_not_see_its_neighbours() -> None:
         ),
         ({"growth": "opt-tree", "temperature": 1}, "temperature belongs to a tree without growth or growth: sequoia"),
         ({"growth": "sequoia", "branching": [2, 2]}, "branching belongs to a tree without growth, but"),
-        ({"growth": "sequoia", "choices": [[0]]}, "choices belongs to a tree without growth, but this is growth: seq"),
+        (
+            {"growth": "sequoia", "choices": [[0]]},
+            "choices belongs to a tree without growth, but the draft is growth: seq",
+        ),
         ({"branching": [3, 2], "choices": [[0]]}, "branching and choices both describe the tree"),
-        ({"nodes": 8}, "nodes belongs to growth: sequoia or growth: opt-tree, but this is a tree without growth"),
+        ({"nodes": 8}, "nodes belongs to growth: sequoia or growth: opt-tree, but the draft is a tree without growth"),
     ],
 )
 def test_config_errors_are_sentences(options: dict[str, Any], sentence: str) -> None:

@@ -11,7 +11,6 @@ a sampled chain. Trees hold the most probable tokens of each head (section 2.1.2
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -28,7 +27,8 @@ from ....framework.contracts.rng import StepRng
 from ....framework.contracts.sampling import Sampling
 from ....framework.errors import ContractError, ModelError, UsageError
 from ....framework.util.limits import MOST_LEVELS, MOST_NODES
-from ...autoregressive.trees import Choices, TreeTemplate, ordered, tree_shape
+from ....framework.util.static_trees import tree_constant
+from ...autoregressive.trees import Choices, TreeTemplate, best_paths, ordered, tree_shape
 from ..config_keys import LAYOUTS
 from ..feature_head import expand_vocab
 from ..feature_reader import last_state
@@ -51,30 +51,6 @@ TREES: dict[str, Choices] = {
     name: tuple((*parent, rank) for parent, count in tree.items() for rank in range(count))
     for name, tree in _TREES.items()
 }
-
-
-def best_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> Choices:
-    """Return the ``nodes`` most probable paths of ranks if heads err independently (Medusa, section 2.3.3).
-
-    The probability of a path is the product of its accuracies, at most that of its parent, so greedy selection yields
-    a tree. Ties go to the shorter path, then to the lower ranks.
-
-    Args:
-        accuracies: ``[heads][ranks]``, probability that head i's token of rank k is correct.
-        nodes: maximum number of nodes; fewer if all other paths have probability 0.
-
-    Returns:
-        choice lists, parents first.
-    """
-    chosen: list[tuple[int, ...]] = []
-    frontier: list[tuple[float, int, tuple[int, ...]]] = [(-1.0, 0, ())]  # the root, not counted
-    while frontier and len(chosen) <= nodes:
-        product, depth, path = heapq.heappop(frontier)
-        chosen.append(path)
-        for rank, accuracy in enumerate(accuracies[depth] if depth < len(accuracies) else ()):
-            if accuracy > 0:
-                heapq.heappush(frontier, (product * accuracy, depth + 1, (*path, rank)))
-    return tuple(sorted(chosen[1:], key=lambda path: (len(path), path)))
 
 
 class Medusa(Drafter):
@@ -152,7 +128,7 @@ class Medusa(Drafter):
         self._has_feature = [False] * context.batch_size
         self._tree = self.config.shape()
         if self.config.nodes is not None:
-            self._tree = TreeTemplate.choices(best_tree(_accuracies(checkpoint)[: len(self.heads)], self.config.nodes))
+            self._tree = TreeTemplate.choices(best_paths(_accuracies(checkpoint)[: len(self.heads)], self.config.nodes))
         if self._tree is not None:
             self.depth = len(self._tree.ranks)
             self._set_tree(self._tree)
@@ -189,16 +165,10 @@ class Medusa(Drafter):
 
     def _set_tree(self, tree: TreeTemplate) -> None:
         """Store parent, level and rank of each node, ``[N]`` each."""
-        parents, levels, ranks, offset = [], [], [], 0
-        for level, (level_parents, rank) in enumerate(zip(tree.parents, tree.ranks, strict=True)):
-            start = len(parents)
-            parents += [offset + parent if level else -1 for parent in level_parents]
-            levels += [level] * len(rank)
-            ranks += rank
-            offset = start
-        self._parents, self._levels, self._ranks = (
-            on_device(values, self.context.device) for values in (parents, levels, ranks)
-        )
+        device, ranks = self.context.device, [rank for level in tree.ranks for rank in level]
+        self._parents = tree_constant(tree.children, "parents", device)
+        self._levels = tree_constant(tree.children, "depth", device)[1:] - 1
+        self._ranks = on_device(ranks, device)
         if max(ranks, default=0) >= self.heads.vocab_size:
             raise UsageError(
                 f"drafter 'medusa': the tree has rank {max(ranks)}, but the heads '{self.config.model}' have only "

@@ -125,37 +125,6 @@ def save_heads(directory: Path | str, heads: MedusaHeads, config: Mapping[str, A
     (directory / "config.json").write_text(json.dumps({**config, **counts}, indent=2) + "\n", encoding="utf-8")
 
 
-def save_for_vllm(directory: Path, heads: MedusaHeads, lm_head: Tensor, ids: Tensor | None) -> None:
-    """Write ``heads`` in vLLM's layout, as ``model.safetensors`` and ``config.json``.
-
-    Args:
-        lm_head: ``[V, H]``, the target's, which is written for heads without a projection of their own.
-        ids: ``[rows]`` int64, the target's id of each row of the heads' logits; None if row = id.
-    """
-    from safetensors.torch import save_file
-
-    state = {}
-    for key, tensor in heads.state_dict().items():
-        head, layer, *rest = key.split(".")
-        state[f"blocks.{head}.layers.{layer}.{rest[-1]}" if len(rest) == 2 else f"lm_heads.{head}.weight"] = tensor
-    config: dict[str, Any] = {
-        "architectures": ["MedusaModel"],
-        "model_type": "medusa",
-        "hidden_size": heads.hidden_size,
-        "vocab_size": len(lm_head),
-        "num_heads": len(heads),
-        "num_hidden_layers": heads.layers,
-        "medusa_fc_bias": "blocks.0.layers.0.bias" in state,
-        "original_lm_head": "lm_heads.0.weight" not in state,
-    }
-    state.setdefault("lm_heads.0.weight", lm_head)
-    if ids is not None:
-        config["truncated_vocab_size"], state["token_map"] = len(ids), ids
-    state = {key: tensor.detach().cpu().clone() for key, tensor in state.items()}
-    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
 def read_heads(checkpoint: Checkpoint, target: Any, heads: int | None = None) -> tuple[MedusaHeads, Tensor | None]:
     """Read the heads of ``checkpoint``, on the device and in the dtype of ``target`` (a causal LM of transformers).
 

@@ -23,6 +23,7 @@ from crossdraft.framework.contracts.draft_kind import CHAIN, DETERMINISTIC
 from crossdraft.framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
 from crossdraft.framework.contracts.rng import StepRng
 from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.util.static_trees import tree_constant
 
 #: The published tree of 80 nodes and six levels: number of children, of ranks 0, 1, .., of each inner node.
 _PUBLISHED: dict[tuple[int, ...], int] = {
@@ -78,8 +79,7 @@ class TokenRecycling(Drafter):
             (on_device(parents, context.device), on_device(ranks, context.device))
             for parents, ranks in zip(shape.parents, shape.ranks, strict=True)
         ]
-        starts = _starts(shape)
-        self._parents = torch.cat([parents + start for (parents, _), start in zip(self._levels, starts, strict=True)])
+        self._parents = tree_constant(shape.children, "parents", context.device)
         self._roots = torch.zeros(context.batch_size, dtype=torch.long, device=context.device)
         matrix = self._candidates
         if matrix is None or matrix.shape[0] != context.vocab_size + 1 or matrix.device != context.device:
@@ -139,15 +139,6 @@ class TokenRecycling(Drafter):
         first = torch.full_like(self._candidates[:, 0], len(token)).scatter_reduce_(0, token, order, "amin")
         candidates = best(scores.logits.transpose(0, 1).flatten(0, 1), self.config.width)
         self._candidates[torch.where(first[token] == order, token, spare)] = candidates
-
-
-def _starts(shape: TreeTemplate) -> list[int]:
-    """Index of the first node of each level's parent level; -1, the root, for the first level."""
-    starts, total = [-1], 0
-    for ranks in shape.ranks[:-1]:
-        starts.append(total)
-        total += len(ranks)
-    return starts
 
 
 def best(logits: Tensor, k: int) -> Tensor:

@@ -657,5 +657,5 @@ def test_diagnosis_undoes_each_misreading(target: Any, name: str, prefix: str, m
 def test_diagnosis_tries_both_last_states(target: Any, read: tuple[int, ...], other: tuple[int, ...]) -> None:
     for layout in ("eagle3", "dflash", "p-eagle", "dspark"):
         drafter, heads = plugins.get("drafters", layout), checkpoint_of(CONFIGS[layout], tensors_of(layout))
-        found = tried(drafter, drafter.Config(model="heads", layers=read), heads, target)
-        assert [one.options for one in found if "the target's last state" in one.mistake] == [{"layers": other}]
+        undone = tried(drafter, drafter.Config(model="heads", layers=read), heads, target)
+        assert [one.options for one in undone if "the target's last state" in one.mistake] == [{"layers": other}]

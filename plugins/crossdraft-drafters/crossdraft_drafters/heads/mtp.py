@@ -17,7 +17,7 @@ import inspect
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +31,6 @@ from crossdraft.framework.util.cache_argument import cache_argument
 
 from .config_keys import LAYOUTS
 from .experts import dequantized, stacked
-
-if TYPE_CHECKING:
-    pass
 
 #: DeepSeek's names, under ``model.layers.{L}``, L the number of the target's layers; Qwen's, under ``mtp``; and those
 #: of vllm-project/speculators, under ``mtp_layers.0``.

@@ -11,6 +11,7 @@ The distribution depends on the tokens in between, which a head does not read: i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
-from crossdraft.drafters.heads.medusa.weights import MedusaHeads, read_heads, save_for_vllm, save_heads
+from crossdraft.drafters.heads.medusa.weights import MedusaHeads, read_heads, save_heads
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.models.checkpoint import load_checkpoint
@@ -46,11 +47,42 @@ class MedusaTraining(TrainingConfig):
     @classmethod
     def export_servable(cls, model: str, target: LoadedModel, directory: Path) -> str:
         heads, ids = read_heads(load_checkpoint(model), target.model)
-        save_for_vllm(directory, heads, target.model.get_output_embeddings().weight, ids)
+        _save_for_vllm(directory, heads, target.model.get_output_embeddings().weight, ids)
         return f"vLLM's layout, with the projection to the vocabulary; vLLM drafts {len(heads)} tokens with it"
 
     def trainee(self, target: LoadedModel) -> Trainee:
         return MedusaTrainee(target, self)
+
+
+def _save_for_vllm(directory: Path, heads: MedusaHeads, lm_head: Tensor, ids: Tensor | None) -> None:
+    """Write ``heads`` in vLLM's layout, as ``model.safetensors`` and ``config.json``.
+
+    Args:
+        lm_head: ``[V, H]``, the target's, which is written for heads without a projection of their own.
+        ids: ``[rows]`` int64, the target's id of each row of the heads' logits; None if row = id.
+    """
+    from safetensors.torch import save_file
+
+    state = {}
+    for key, tensor in heads.state_dict().items():
+        head, layer, *rest = key.split(".")
+        state[f"blocks.{head}.layers.{layer}.{rest[-1]}" if len(rest) == 2 else f"lm_heads.{head}.weight"] = tensor
+    config: dict[str, Any] = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": heads.hidden_size,
+        "vocab_size": len(lm_head),
+        "num_heads": len(heads),
+        "num_hidden_layers": heads.layers,
+        "medusa_fc_bias": "blocks.0.layers.0.bias" in state,
+        "original_lm_head": "lm_heads.0.weight" not in state,
+    }
+    state.setdefault("lm_heads.0.weight", lm_head)
+    if ids is not None:
+        config["truncated_vocab_size"], state["token_map"] = len(ids), ids
+    state = {key: tensor.detach().cpu().clone() for key, tensor in state.items()}
+    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 class MedusaTrainee(Trainee):
