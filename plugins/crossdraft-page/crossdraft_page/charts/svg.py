@@ -21,7 +21,7 @@ def inline_svg(svg: str) -> str:
         "'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif"
     )
     svg = _TIPS.sub(_with_titles, svg)
-    svg = _NUMBERS.sub(lambda found: re.sub(r"(\.\d\d)\d+", r"\1", " " + " ".join(found[0].split())), svg)
+    svg = _NUMBERS.sub(lambda m: re.sub(r"(\.\d\d)\d+", r"\1", " " + " ".join(m[0].split())), svg)
     return re.sub(r">\s+<", "><", _GROUPS.sub("", svg))
 
 
