@@ -1,7 +1,8 @@
 """Counters of an engine against those that replay computes from its responses, and the cause of a difference.
 
-A cause is named if replaying with it gives what the engine counted. Where acceptance is deterministic, the counts must
-agree up to rounding; otherwise the rates by position must agree up to chance.
+Causes are ways of counting; those of drafting are in `diagnosis.matching`. A cause is named if replaying with it gives
+what the engine counted. Where acceptance is deterministic, the counts must agree up to rounding; otherwise the rates by
+position must agree up to chance.
 """
 
 from __future__ import annotations
@@ -18,16 +19,14 @@ from ..engines.counter_definitions import DEFINITIONS, CounterDefinition
 from .engine_counts import EngineCounts
 
 #: Names of causes.
-DEFINITION, END, GREEDY = "definition of the counter", "end of sequence", "greedy drafts"
-INCOMPLETE, TEMPLATE, LENGTH = "incomplete checkpoint", "chat template", "draft length"
+DEFINITION, END = "definition of the counter", "end of sequence"
+TEMPLATE, LENGTH = "chat template", "draft length"
 #: Standard errors that chance does not explain.
 CHANCE = 3.5
 #: Relative rounding error of counts that are computed from rates of three decimals.
 _ROUNDING = 0.0006
 #: Difference of the mean draft lengths that chance explains, relative to gamma.
 _LENGTH = 0.05
-#: Share of the expected conditional acceptance below which weights are missing, and the least drafts to see it.
-_COLLAPSED, _LEAST = 0.3, 10
 _ACCEPTED = {
     "all": "all accepted tokens count, those past the end of a response, too",
     "before_last": "accepted tokens count up to the one before the last of a response",
@@ -163,21 +162,6 @@ def past_end(counted: Counted, counts: EngineCounts) -> Cause | None:
         return None
     text = f"{more.sum():.0f} of up to {counts.unknown:.0f} drafted tokens past the ends of the responses were accepted"
     return Cause(END, f"{text}; record the 'continuation' of the responses to count them")
-
-
-def missing_weights(counted: Counted, counts: EngineCounts, evidence: str = "") -> Cause | None:
-    """The cause if acceptance is as expected up to a position, and at chance from there."""
-    if counted.total or not counts.drafts:
-        return None
-    before = counts.drafts, counted.drafts
-    for i, (expected, actual) in enumerate(zip(counts.per_position, counted.per_position, strict=True), 1):
-        ours, theirs = expected / max(before[0], 1e-9), actual / max(before[1], 1e-9)
-        if expected >= _LEAST and theirs < _COLLAPSED * ours:
-            place = "the draft's weights are" if i == 1 else f"the weights of position {i} and later ones are"
-            rates = f"at position {i} {100 * theirs:.0f} % are accepted instead of {100 * ours:.0f} %"
-            return Cause(INCOMPLETE, f"{rates}: {place} missing or others{evidence}")
-        before = float(expected), float(actual)
-    return None
 
 
 def first_cause(counted: Counted, variants: Sequence[tuple[Cause, EngineCounts]]) -> Cause | None:

@@ -10,6 +10,7 @@ from crossdraft.framework.api.build import Configured
 from crossdraft.framework.contracts.models import Checkpoint
 from crossdraft.framework.errors import UsageError, quoted
 from crossdraft.framework.models.checkpoint import load_checkpoint
+from crossdraft.framework.models.shared_embedding import shared_embedding_of
 from crossdraft.framework.util.input_files import read_json
 from crossdraft.framework.util.limits import CONFIG_BYTES
 from crossdraft.framework.util.table import Alignment, Table
@@ -18,7 +19,18 @@ from ...diagnosis.engine_keys import Reading, engine_keys, further_keys, reading
 
 
 def target_facts(heads: Checkpoint, target: str, digest: str) -> list[str]:
-    """Findings from files: a target other than the one that the heads were trained for."""
+    """Findings from files: a missing embedding, a target other than the one that the heads were trained for."""
+    shared = shared_embedding_of(heads.path)
+    if shared is not None:
+        return [
+            f"{heads.name} does not contain its embedding, which is that of {shared['model']}: engines load it after "
+            "crossdraft train export",
+            *_training_facts(heads, target, digest),
+        ]
+    return _training_facts(heads, target, digest)
+
+
+def _training_facts(heads: Checkpoint, target: str, digest: str) -> list[str]:
     path = heads.path / "training.json"
     training = read_json(path, CONFIG_BYTES) if path.is_file() else {}
     theirs = training.get("target_sha256") if isinstance(training, dict) else None

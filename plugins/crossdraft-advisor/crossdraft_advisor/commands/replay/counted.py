@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from shlex import quote
 from typing import Any
 
-from crossdraft.framework.errors import CrossdraftError, UsageError
+from crossdraft.framework.errors import UsageError
 from crossdraft.framework.metrics.gate import GateCheck, Sample, checked
 from crossdraft.framework.recipe.recipe import Strategy
 from crossdraft.framework.util.estimate import change_text, estimate_text
@@ -22,7 +23,6 @@ from ...engines.formats import read_acceptances
 from ...engines.prometheus import drafted_tokens
 from ...replay.aggregate import Row
 from ...replay.count_causes import (
-    GREEDY,
     TEMPLATE,
     Cause,
     Counted,
@@ -30,7 +30,6 @@ from ...replay.count_causes import (
     differing,
     draft_lengths,
     first_cause,
-    missing_weights,
     other_definitions,
     past_end,
 )
@@ -53,6 +52,7 @@ class EngineCheck:
         prompts: hashes of the prompts' tokens by id.
         options: with which the engine's drafter differs from crossdraft's default.
         templates: responses whose prompt is not that of the target's chat template.
+        next_check: if no cause explains the difference.
     """
 
     engine: str
@@ -66,6 +66,7 @@ class EngineCheck:
     prompts: dict[str, int] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     templates: int = 0
+    next_check: str = "run crossdraft verify-engine"
 
     @property
     def agrees(self) -> bool:
@@ -127,15 +128,18 @@ def _checked(args: ReplayOptions, replayed: Callable[..., Any], source: str, eng
     defaults = DEFINITIONS[engine].drafter_options.get(strategy.name, {})
     check.options = {key: value for key, value in defaults.items() if key not in strategy.config}
     check.templates = assumed[OTHER_TEMPLATE]
+    if target and has_weights(candidate.drafter, sampling):
+        check.next_check = (
+            f"find how it drafts: crossdraft diagnose --target {target} --drafter {quote(args.drafter[0])} --replay "
+            f"{quote(source)} --counters {quote(file)} --as {engine}"
+        )
     if not check.agrees:
-        counts, drafter = candidate.variants[verifier, gamma], (candidate.drafter, sampling)
+        counts = candidate.variants[verifier, gamma]
         check.cause = (
             _template(check)
             or first_cause(counted, [(cause, each) for (cause, _), each in zip(variants, counts, strict=True)])
             or past_end(counted, reference)
             or draft_lengths(counted, reference)
-            or _greedy(args, replayed, check, sampling)
-            or (missing_weights(counted, reference, _evidence(candidate.drafter)) if has_weights(*drafter) else None)
         )
     return check
 
@@ -158,39 +162,6 @@ def _template(check: EngineCheck) -> Cause | None:
         f"{check.templates} prompts differ from the messages in the target's chat template; request prompt token ids, "
         "or set the engine's chat template",
     )
-
-
-def _greedy(args: ReplayOptions, replayed: Callable[..., Any], check: EngineCheck, sampling: Any) -> Cause | None:
-    """The cause if drafts of probability 1 give what the engine counted."""
-    strategy = Strategy.parse(args.drafter[0], "--drafter")
-    if sampling is None or not sampling.temperature or strategy.config.get("temperature") == 0:
-        return None
-    drafter = json.dumps({"name": strategy.name, **strategy.config, "temperature": 0})
-    greedy = args.model_copy(update={"drafter": (drafter,)})
-    try:
-        result, *_ = replayed(greedy, [check.source], "".join(args.target), check.engine)
-    except CrossdraftError:  # without that option
-        return None
-    (candidate,) = result.candidates
-    key = next(iter(candidate.verifiers)), check.reference.gamma
-    text = f"the drafts are greedy (temperature: 0), but the target samples at {sampling.temperature:g}"
-    return Cause(GREEDY, text) if agrees(check.counted, candidate.counts[key]) else None
-
-
-def _evidence(drafter: Any) -> str:
-    """A reason to expect missing weights, as a clause."""
-    from crossdraft.framework.models.resolve import resolve
-    from crossdraft.framework.models.shared_embedding import shared_embedding_of
-
-    name = getattr(drafter[1], "model", None)
-    if isinstance(name, str) and name:
-        shared = shared_embedding_of(resolve(name, heads=True).path)
-        if shared is not None:
-            return (
-                f"; {name} does not contain its embedding, which is that of {shared['model']}: run crossdraft "
-                "train export"
-            )
-    return "; compare the names of its tensors with those that the engine loads (crossdraft diagnose)"
 
 
 # -- output ------------------------------------------------------------------------------------------------------
@@ -232,7 +203,7 @@ def _verdict(check: EngineCheck) -> str:
         chance = " up to chance" if check.reference.random else ""
         return f"counted as replayed{chance}"
     if check.cause is None:
-        return "counted otherwise than replayed, and no cause explains it; run crossdraft verify-engine"
+        return f"counted otherwise than replayed, and not by its way of counting; {check.next_check}"
     return f"counted otherwise than replayed: {check.cause.name}: {check.cause.text}"
 
 
