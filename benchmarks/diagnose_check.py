@@ -143,7 +143,7 @@ def examined(mistake: Mistake, directory: Path, args: argparse.Namespace) -> dic
         arguments += ["--max-new-tokens", str(args.max_new_tokens)]
         with contextlib.redirect_stdout(io.StringIO()) as out:
             if cli.main(arguments):
-                raise SystemExit(f"diagnose failed on: {mistake.made}")
+                raise SystemExit(f"diagnose failed on: {mistake.description}")
         return json.loads(out.getvalue())
     finally:
         shutil.rmtree(path)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -103,23 +103,21 @@ class Walk(Curve):
     Attributes:
         first: x at the first position.
         step: standard deviation of the change of x from one position to the next.
-        turn: position (> 1) at which the rates continue from ``after``, with steps of `TURNED`; 0 = none.
+        turn: position (> 1) at which the rates continue from ``after``; 0 = none.
+        step_after: as ``step``, behind the turn.
     """
 
     first: Level
     step: float = 0.35
     turn: int = 0
     after: Level = Level()
+    step_after: float = 1.5
 
     def prior(self, position: int, before: np.ndarray) -> np.ndarray:
         if position in (1, self.turn):
             level = self.first if position == 1 else self.after
             return level.on_grid() * before.sum(-1, keepdims=True)
-        return before @ _kernel(TURNED if self.turn and position > self.turn else self.step)
-
-
-#: Standard deviation of the change of x from one position to the next behind a turn, where few drafts arrive.
-TURNED = 1.5
+        return before @ _kernel(self.step_after if self.turn and position > self.turn else self.step)
 
 
 @dataclass(frozen=True)
@@ -138,11 +136,15 @@ class Known(Curve):
 
 @dataclass(frozen=True)
 class Shift:
-    """Distribution of the shift s: normal with ``spread`` if ``fall`` is 0; else of at least ``fall`` downwards."""
+    """Distribution of the shift s: normal with ``spread`` if ``fall`` is 0; else of at least ``fall`` downwards.
+
+    ``both``: or upwards; ``first``: at the first position only, as if nothing is drafted in a share of the steps.
+    """
 
     spread: float = 0.2
     fall: float = 0.0
     both: bool = False
+    first: bool = False
 
     def grid(self) -> tuple[np.ndarray, np.ndarray]:
         """Values and probabilities."""
@@ -165,7 +167,7 @@ class Hypothesis:
         meaning: likely reasons, or the cure.
         check: the next cheapest check, a command line.
         curves: mixture of the distributions of the curve, equally likely.
-        shift: of the second source.
+        shifts: mixture of the distributions of the shift of the second source, equally likely.
         prior: weight of the hypothesis before anything was counted.
     """
 
@@ -173,7 +175,7 @@ class Hypothesis:
     meaning: str
     check: str
     curves: Sequence[Curve]
-    shift: Shift = field(default_factory=Shift)
+    shifts: Sequence[Shift] = (Shift(),)
     prior: float = 1.0
 
 
@@ -182,7 +184,7 @@ NONE = Hypothesis(
     "the counters have a shape that is not in the catalogue",
     "",
     (Curve(),),
-    Shift(2.0),
+    (Shift(2.0), Shift(2.0, first=True)),
 )
 
 
@@ -212,7 +214,8 @@ def assess(hypotheses: Sequence[Hypothesis], sources: Sequence[Counts]) -> list[
 
 
 def _assessment(hypothesis: Hypothesis, sources: Sequence[Counts]) -> Assessment:
-    results = [_forward(curve, hypothesis.shift, sources) for curve in hypothesis.curves]
+    shifts = hypothesis.shifts if len(sources) > 1 else hypothesis.shifts[:1]
+    results = [_forward(curve, shift, sources) for curve in hypothesis.curves for shift in shifts]
     likelihood = float(logsumexp([value for value, _ in results])) - math.log(len(results))
     return Assessment(hypothesis, likelihood, max(results)[1])
 
@@ -226,7 +229,7 @@ def _forward(curve: Curve, shift: Shift, sources: Sequence[Counts]) -> tuple[flo
         mass = curve.prior(position, mass)
         mass /= mass.sum()
         for number, source in enumerate(sources):
-            shifts = values if number else np.zeros(1)
+            shifts = values * (position == 1 or not shift.first) if number else np.zeros(1)
             term = source.log_likelihood(position, shifts)
             surprise = _log_sum(mass, term) - _log_sum(_UNIFORM, source.log_likelihood(position, np.zeros(1)))
             if position <= source.gamma and surprise < worst:

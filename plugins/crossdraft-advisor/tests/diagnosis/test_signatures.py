@@ -72,6 +72,20 @@ def test_two_sources_show_what_one_does_not(name: str, tmp_path: Path, capsys: A
         assert files[1] in healthy["against"] and "expected" in healthy["against"]
 
 
+def test_rows_that_are_mixed_in_some_steps_are_recognised(tmp_path: Path, capsys: Any) -> None:
+    """Nothing is accepted in 60 % of the steps, and the others are as before."""
+    single = scrape_rates(tmp_path / "a.txt", [0.7, 0.48, 0.33])
+    mixed = scrape_rates(tmp_path / "b.txt", [0.28, 0.19, 0.13])
+    sources = f"{{source: {single}, batch_size: 1}}", f"{{source: {mixed}, batch_size: 8}}"
+    assert diagnosed(capsys, *sources)[0]["name"] == "only in batches"
+
+
+def test_sampled_drafts_may_be_accepted_more_often(tmp_path: Path, capsys: Any) -> None:
+    files = scrape_rates(tmp_path / "a.txt", [0.65, 0.45, 0.31]), scrape_rates(tmp_path / "b.txt", [0.8, 0.64, 0.5])
+    sources = [f"{{source: {file}, temperature: {value}}}" for file, value in zip(files, (0, 1), strict=True)]
+    assert diagnosed(capsys, *sources)[0]["name"] == "healthy"
+
+
 def test_shorter_drafts_are_compared_with_what_follows_from_longer_ones(tmp_path: Path, capsys: Any) -> None:
     """A real pair at K = 8 and K = 1: its rate at position 1 differs, as that of a sound drafter does."""
     long = scrape_rates(tmp_path / "8.txt", SIGNATURES["healthy"], 11_043)
@@ -92,7 +106,7 @@ def test_likelihood_is_the_integral_over_curve_and_shift() -> None:
     """Against sums over all paths, on every tenth point of the grid."""
     sources = [Counts("a", (50.0, 30.0, 12.0)), Counts("b", (40.0, 12.0, 3.0), (0.1, -0.2))]
     curve, shift = Walk(Level(0.5, 0.7, 0.2, 0.9), 0.6), Shift(0.5)
-    (assessment, none) = sorted(assess([Hypothesis("h", "", "", (curve,), shift)], sources), key=_is_none)
+    (assessment, none) = sorted(assess([Hypothesis("h", "", "", (curve,), (shift,))], sources), key=_is_none)
     values, weights = shift.grid()
     start = np.full((1, len(GRID)), 1 / len(GRID))
     total = 0.0
@@ -132,7 +146,7 @@ def test_distributions_sum_to_one() -> None:
         for position in (1, 2, 3):
             start = curve.prior(position, start)
             assert start.sum() == pytest.approx(1)
-    for shift in (Shift(), Shift(1.0, fall=0.7), Shift(1.0, fall=0.7, both=True)):
+    for shift in (Shift(), Shift(1.0, fall=0.7), Shift(1.0, fall=0.7, both=True), Shift(1.0, first=True)):
         assert shift.grid()[1].sum() == pytest.approx(1)
 
 
