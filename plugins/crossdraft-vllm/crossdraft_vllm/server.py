@@ -36,7 +36,13 @@ class VllmServer(EngineServer):
 
     def command(self, port: int) -> list[str]:
         cell, options = self.cell, self.options
-        command = [self._python, "-m", "vllm.entrypoints.openai.api_server", "--model", self._model]
+        command = [
+            self._python,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            options.model or str(cell.target),
+        ]
         command += ["--host", "127.0.0.1", "--port", str(port), "--max-num-seqs", str(cell.batch_size)]
         command += ["--dtype", cell.dtype, "--max-model-len", str(cell.length), "--seed", str(cell.seed)]
         if options.per_request and cell.gamma:
@@ -50,7 +56,7 @@ class VllmServer(EngineServer):
     def body(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
         sampling = self.cell.sampling
         return {
-            "model": self._model,
+            "model": self.served_model,
             "prompt": list(prompt),
             "max_tokens": max_tokens,
             "temperature": sampling.temperature,
@@ -85,10 +91,6 @@ class VllmServer(EngineServer):
                 f"engine vllm: python {python}: is not an executable; give the Python of vLLM's environment"
             )
         return str(Path(python).absolute())
-
-    @property
-    def _model(self) -> str:
-        return self.options.model or str(self.cell.target)
 
 
 class VllmCrossdraftServer(VllmServer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import posixpath
 import socket
 import threading
@@ -16,9 +17,11 @@ from urllib.error import HTTPError
 from urllib.parse import SplitResult, unquote, urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from crossdraft.framework.errors import CrossdraftError, first_line, printable, quoted
+from crossdraft.framework.errors import CrossdraftError, UsageError, first_line, printable, quoted
 from crossdraft.framework.util.limits import METRICS_BYTES, Limit
 
+#: Environment variable with headers by address, as JSON.
+HEADERS = "CROSSDRAFT_HEADERS"
 #: Bytes of a part, and parts that wait to be read.
 _PART, _PARTS = 2**16, 16
 #: Bytes of the body of an error, and characters of it in a message.
@@ -55,6 +58,35 @@ def unfit(url: str) -> str | None:
     if any(c.isspace() or not c.isprintable() for c in url):
         return "it has a space or a control character"
     return "it has a query or a fragment" if parts.query or parts.fragment else None
+
+
+def headers_of(url: str) -> dict[str, str]:
+    """Headers of requests to ``url``, by `HEADERS`: those of the longest address that begins it.
+
+    A recipe cannot set headers, because it could send a user's key to another server.
+
+    Raises:
+        UsageError: the variable is not an object of addresses and headers.
+    """
+    if not (text := os.environ.get(HEADERS)):
+        return {}
+    try:
+        by_address = json.loads(text)
+        items = [(address.rstrip("/"), dict(headers)) for address, headers in by_address.items()]
+        valid = all(_is_header(key, value) for _, headers in items for key, value in headers.items())
+    except (AttributeError, TypeError, ValueError):
+        valid = False
+    if not valid:
+        raise UsageError(
+            f"{HEADERS} must be JSON of addresses and their headers, as in "
+            '{"https://gpu.example.com": {"Authorization": "Bearer KEY"}}'
+        )
+    matching = [(address, headers) for address, headers in items if f"{url}/".startswith(f"{address}/")]
+    return max(matching, key=lambda item: len(item[0]), default=("", {}))[1]
+
+
+def _is_header(key: Any, value: Any) -> bool:
+    return all(isinstance(text, str) and text.isprintable() and text.isascii() for text in (key, value)) and bool(key)
 
 
 def fetch(url: str, seconds: float) -> tuple[int, str]:
@@ -113,13 +145,14 @@ class HttpResponse:
 
     Raises:
         NetworkError: the server cannot be reached, or does not answer in time.
+        UsageError: the environment variable `HEADERS` is invalid.
     """
 
     def __init__(self, url: str, body: Any = None, *, seconds: float, maximum: Limit):
         self._seconds, self._most = seconds, maximum
         self._parts: Queue[Any] = Queue(_PARTS)
         self._closed = threading.Event()
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"} | headers_of(url)
         data = None if body is None else json.dumps(body).encode()
         self.renew()
         threading.Thread(target=self._fetch, args=(url, data, headers), daemon=True).start()
@@ -167,6 +200,9 @@ class HttpResponse:
         except NetworkError:
             text = text or b"(the body is incomplete)"
         shown = " ".join(printable(line) for line in text.decode("utf-8", "replace").split("\n"))
+        if self.status in (401, 403):
+            shown = f"{shown}; set {HEADERS} to the headers of this address, such as an API key (docs/remote.md)"
+            return f"status {self.status}: {shown}"
         return f"status {self.status}: {shown if len(shown) <= _ERROR_TEXT else shown[: _ERROR_TEXT - 1] + '…'}"
 
     def _next(self) -> Any:

@@ -16,6 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,7 +29,7 @@ from crossdraft.framework.errors import ModelError, UsageError, first_line, quot
 from crossdraft.framework.util.input_files import parse_json
 from crossdraft.framework.util.limits import EVENT_BYTES
 
-from .http_response import HttpResponse, NetworkError, fetch, unfit
+from .http_response import HEADERS, HttpResponse, NetworkError, fetch, unfit
 from .response_checks import counts_flaw, response_flaw
 from .server_log import cause_of
 
@@ -260,7 +261,10 @@ class EngineServer(ABC):
         if url := self.given_url:
             self.url = url
             if not self._is_ready():
-                raise UsageError(f"engine {self.name}: {url}{self.ready} does not answer; check the address")
+                raise UsageError(
+                    f"engine {self.name}: {url}{self.ready} does not answer; check the address, and {HEADERS} if the "
+                    "server needs an API key (docs/remote.md)"
+                )
             return
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -310,10 +314,32 @@ class EngineServer(ABC):
         process.wait()
 
     def _is_ready(self) -> bool:
+        # A gateway in front of a running server may have no other path than those of OpenAI's API.
+        paths = [self.ready] if self._process else [self.ready, "/v1/models"]
+        for path in paths:
+            try:
+                if self.get(path, seconds=5)[0] == 200:
+                    return True
+            except NetworkError:
+                return False
+        return False
+
+    @cached_property
+    def served_model(self) -> str:
+        """The server's name of the target: the option ``model``; else the first that a running server lists.
+
+        Raises:
+            ModelError: a running server lists none.
+        """
+        if self.options.model or self._process is not None:
+            return str(self.options.model or self.cell.target)
         try:
-            return self.get(self.ready, seconds=5)[0] == 200
-        except NetworkError:
-            return False
+            models = parse_json(self.get("/v1/models")[1], f"{self.url}/v1/models", error=ModelError)
+            return str(models["data"][0]["id"])
+        except (NetworkError, LookupError, TypeError) as error:
+            raise ModelError(
+                f"engine {self.name}: {self.url}/v1/models has no model ({first_line(error)}); set the option model"
+            ) from None
 
     def scrape(self) -> str:
         """Return the counters; empty if the server has none."""

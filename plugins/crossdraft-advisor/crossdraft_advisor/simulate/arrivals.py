@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -22,11 +23,14 @@ from crossdraft.framework.util.limits import LINE_BYTES, MOST_DIGITS, MOST_REQUE
 
 #: Units of numbers that are times -> how many are a second.
 TIME_UNITS = {"s": 1, "ms": 1000, "us": 10**6, "ns": 10**9}
-#: Columns of time, prompt tokens and output tokens: Azure LLM inference; BurstGPT; Mooncake and Bailian (Qwen).
+#: Columns of time, prompt tokens and output tokens: Azure LLM inference; BurstGPT; Mooncake, Bailian (Qwen) and
+#: AIPerf; ServeGen and others, whose unit is not known; Vidur.
 _COLUMNS = (
     ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
     ("Timestamp", "Request tokens", "Response tokens"),
     ("timestamp", "input_length", "output_length"),
+    ("timestamp", "input_tokens", "output_tokens"),
+    ("arrived_at", "num_prefill_tokens", "num_decode_tokens"),
 )
 #: A key of a published trace -> its unit of time and its name; the first one that a request has counts, as Bailian's
 #: requests have Mooncake's keys, too.
@@ -157,14 +161,16 @@ def read_trace(name: str, limit: int | None = None, unit: str | None = None) -> 
             continue
         reader = reader or _TraceReader(unit)
         row = parse_json(line, path, line=number) if reader.header is None else _cells(line, reader.header, place)
-        arrival = reader.arrival(row, place)
+        if (arrival := reader.arrival(row, place)) is None:
+            continue
         if arrivals and arrival.seconds < arrivals[-1].seconds:
             raise UsageError(f"{place}: the request arrives before the previous one; sort the trace by time")
         arrivals.append(arrival)
     if not arrivals:
         raise UsageError(f"{file} does not contain a request; give a trace with at least one")
     assert reader is not None
-    return ArrivalTrace(path.name, tuple(arrivals), reader.times)
+    skipped = [f"{count} requests {reason} are left out" for reason, count in reader.skipped.items()]
+    return ArrivalTrace(path.name, tuple(arrivals), "; ".join([reader.times, *skipped]))
 
 
 def _header(line: str, place: str) -> list[str]:
@@ -202,17 +208,26 @@ class _TraceReader:
     """
 
     def __init__(self, unit: str | None, header: list[str] | None = None):
-        self.header, self.times = header, ""
+        self.header, self.times, self.skipped = header, "", Counter[str]()
         self._given, self._unit = unit, unit
         self._first: int | float | datetime | None = None
 
-    def arrival(self, row: Any, place: str) -> Arrival:
-        """The arrival of a request; its seconds are counted from the first one. Raises UsageError."""
+    def arrival(self, row: Any, place: str) -> Arrival | None:
+        """The arrival of a request; its seconds are counted from the first one. Raises UsageError.
+
+        None for a request without output, which failed, and for a later turn whose time depends on the answer before.
+        """
         if not isinstance(row, dict):
             raise UsageError(f"{place}: a request is a JSON object, not {type(row).__name__}")
+        if "delay" in row and row.get("timestamp") is None:
+            self.skipped["at a delay after the answer before"] += 1
+            return None
         columns = max(_COLUMNS, key=lambda keys: len(row.keys() & set(keys)))
         if missing := [key for key in columns if key not in row]:
             raise UsageError(f"{place}: {missing[0]!r} is missing; a request has {', '.join(columns)}")
+        if row[columns[-1]] in (0, "0"):
+            self.skipped["without output tokens"] += 1
+            return None
         time, *lengths = columns
         moment = self._time(row[time], time, place)
         if isinstance(moment, datetime):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from crossdraft_advisor.engines import http_response
 from crossdraft_advisor.engines import server as server_module
 from crossdraft_advisor.engines.builtin.openai import OpenAiOptions, OpenAiServer
 from crossdraft_advisor.engines.counter_definitions import DEFINITIONS
-from crossdraft_advisor.engines.http_response import same_server, unfit
+from crossdraft_advisor.engines.http_response import headers_of, same_server, unfit
 from crossdraft_advisor.engines.traffic import ServerCounters, contradiction, other_traffic
 from engine_server import Script, engine_server, steps
 
@@ -30,8 +32,11 @@ class Words:
         return {"input_ids": [10 + i for i, _ in enumerate(text.split())]}
 
 
+CELL = ServedCell(Path(), "float32", Sampling(temperature=0), 0, 1, 64, GAMMA, (), (END,), Words(), VOCAB)
+
+
 def respond(script: Script, gamma: int = GAMMA, **options: Any) -> Any:
-    cell = ServedCell(Path(), "float32", Sampling(temperature=0), 0, 1, 64, gamma, (), (END,), Words(), VOCAB)
+    cell = replace(CELL, gamma=gamma)
     with engine_server(script):
         settings = {
             "url": script.url,
@@ -122,6 +127,30 @@ def test_impossible_responses_are_refused(events: Any) -> None:
 def test_plain_decoding_has_one_token_a_step() -> None:
     with pytest.raises(ModelError, match="without speculation"):
         respond(Script(steps([1], [3, 4], *[[5]] * 5)), gamma=0)
+
+
+def test_key_and_served_name_of_a_remote_server(monkeypatch: Any) -> None:
+    """The key is sent to its address only; the name is the first that the server lists, without /health, too."""
+    models = json.dumps({"data": [{"id": "served"}, {"id": "adapter"}]})
+    script = Script(
+        steps([1], [END], finish_reason="stop"), key="secret", pages={"/v1/models": models, "/health": None}
+    )
+    with pytest.raises(UsageError, match=r"/health does not answer; check the address, and CROSSDRAFT_HEADERS"):
+        respond(script, model="")
+    for address, matches in (("http://127.0.0.1", True), ("http://127.0.0.2", False)):
+        script = replace(script, requests=0)
+        with engine_server(script):
+            headers = {f"{address}:{script.url.rpartition(':')[2]}": {"Authorization": "Bearer secret"}}
+            monkeypatch.setenv("CROSSDRAFT_HEADERS", json.dumps(headers))
+            assert bool(headers_of(f"{script.url}/v1/models")) == matches
+            assert not headers_of(script.url.replace("://", "://evil.") + "/v1/models")
+            if matches:
+                server = OpenAiServer(OpenAiOptions(url=script.url, token_ids=True), CELL, Path())
+                server.start()
+                assert server.complete([5, 6], MOST).tokens == [1, END] and script.body["model"] == "served"
+    monkeypatch.setenv("CROSSDRAFT_HEADERS", '{"http://127.0.0.1": "secret"}')
+    with pytest.raises(UsageError, match="CROSSDRAFT_HEADERS must be JSON of addresses"):
+        headers_of("http://127.0.0.1/x")
 
 
 def test_text_that_encodes_to_other_tokens_is_refused() -> None:

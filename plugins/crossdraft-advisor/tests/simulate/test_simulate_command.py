@@ -120,6 +120,9 @@ BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
         (request(1700000000.25) + request(1700000001.75), "s", 1.5, "s (--time-unit)"),
         (request(1700000000000000001) + request(1700000001500000001), "ns", 1.5, "ns (--time-unit)"),
         ("timestamp,input_length,output_length\n1e3,2,3\n0002500,004,5\n", "ms", 1.5, "ms (--time-unit)"),
+        (BURST + "5,ChatGPT,4,1,5,-\n6,GPT-4,7,0,7,-\n6.5,GPT-4,1,2,3,-\n", None, 1.5, "1 requests without output tok"),
+        (request(1, hash_ids=[]) + '{"delay": 3, "output_length": 2}\n' + request(1501), None, 1.5, "at a delay"),
+        ("timestamp,input_tokens,output_tokens\n0.5,2,3\n2,4,5\n", "s", 1.5, "s (--time-unit)"),
         # Dates: the same instants at other offsets, across the end of daylight saving time, without an offset.
         (request("2024-05-10 00:00:00+00:00") + request("2024-05-10T02:00:01.5+02:00"), None, 1.5, "offset from UTC"),
         (request("2024-10-27 02:59:59Z") + request("2024-10-27 02:00:00.5-0100"), None, 1.5, "offset from UTC"),

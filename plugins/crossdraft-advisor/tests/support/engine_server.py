@@ -22,6 +22,8 @@ class Script:
         forever: repeated after the events, every ``pause`` seconds.
         pages: bodies by path; a function of the number of completions for one that changes.
         requests: number of completions.
+        key: API key, without which requests are refused.
+        body: of the last completion.
     """
 
     events: Sequence[Any] = ()
@@ -30,6 +32,8 @@ class Script:
     pause: float = 0.0
     pages: dict[str, str | Callable[[int], str]] = field(default_factory=dict)
     requests: int = 0
+    key: str = ""
+    body: Any = None
     url: str = ""
 
     def write(self, out: Any) -> None:
@@ -56,7 +60,16 @@ def engine_server(script: Script) -> Iterator[Script]:
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *_: Any) -> None: ...
 
+        def refused(self) -> bool:
+            if not script.key or self.headers["Authorization"] == f"Bearer {script.key}":
+                return False
+            self.send_response(401)
+            self.end_headers()
+            return True
+
         def do_GET(self) -> None:
+            if self.refused():
+                return
             body = {"/health": "", **script.pages}.get(self.path)
             body = body(script.requests) if callable(body) else body
             self.send_response(404 if body is None else 200)
@@ -65,7 +78,9 @@ def engine_server(script: Script) -> Iterator[Script]:
 
         def do_POST(self) -> None:
             script.requests += 1
-            self.rfile.read(int(self.headers["Content-Length"]))
+            script.body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.refused():
+                return
             self.send_response(script.status)
             self.end_headers()
             with suppress(OSError):

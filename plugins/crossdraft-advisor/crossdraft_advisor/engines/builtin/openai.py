@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any, ClassVar
 
 from pydantic import Field
 
-from crossdraft.framework.errors import ModelError, UsageError, first_line
-from crossdraft.framework.util.input_files import parse_json
+from crossdraft.framework.errors import ModelError, UsageError
 
-from ..http_response import NetworkError
 from ..server import UNKNOWN, EngineServer, ServerEvent, ServerOptions
 
 
@@ -37,7 +34,7 @@ class OpenAiServer(EngineServer):
         if sampling.top_k or sampling.min_p:
             raise UsageError("engine openai: OpenAI's API has no top_k and min_p; remove them from the recipe")
         return {
-            "model": self._model,
+            "model": self.served_model,
             "prompt": list(prompt),
             "max_tokens": max_tokens,
             "temperature": sampling.temperature,
@@ -60,15 +57,3 @@ class OpenAiServer(EngineServer):
             )
         tokens = logprobs["tokens"] if logprobs else []
         return ServerEvent([UNKNOWN] * len(tokens), choice.get("finish_reason"), text=choice["text"])
-
-    @cached_property
-    def _model(self) -> str:
-        if self.options.model:
-            return str(self.options.model)
-        try:
-            models = parse_json(self.get("/v1/models")[1], f"{self.url}/v1/models", error=ModelError)
-            return str(models["data"][0]["id"])
-        except (NetworkError, LookupError, TypeError) as error:
-            raise ModelError(
-                f"engine openai: {self.url}/v1/models has no model ({first_line(error)}); set the option model"
-            ) from None
