@@ -38,7 +38,6 @@ from .build import (
     slot_length,
     traits_of,
 )
-from .constrain import per_input_constraints
 from .generate_args import (
     GenerateOptions,
     StreamOptions,
@@ -46,7 +45,6 @@ from .generate_args import (
     checked_processors,
     encoded,
     keywords_of,
-    per_input_limits,
     put_tensors,
     separate,
     token_ids,
@@ -228,8 +226,8 @@ def _prepare(model: str | LoadedModel, inputs: Any, options: StreamOptions, live
             "model.generate(..., custom_generate=crossdraft.custom_generate)"
         )
     texts = separate(inputs)
-    constraints = per_input_constraints(options.constraint, len(texts))
-    max_new_tokens, samplings = per_input_limits(options.max_new_tokens, len(texts)), options.samplings(len(texts))
+    count = len(texts)
+    constraints, max_new_tokens, samplings = options.constraints(count), options.limits(count), options.samplings(count)
     # Checked before anything is loaded.
     pairs = {params: compatible_pair(options.drafter, options.verifier, params) for params in dict.fromkeys(samplings)}
     if not texts:

@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 import torch
 from pydantic import ValidationError
 
-from ..contracts.constraint import Constraint
+from ..contracts.constraint import Constraint, checked_constraint
 from ..contracts.models import LoadedModel
 from ..contracts.options import fault
 from ..contracts.sampling import Sampling
@@ -80,16 +80,18 @@ class StreamOptions:
     def samplings(self, inputs: int) -> list[Sampling]:
         """The sampling parameters of each input; those that are lists have one value per input."""
         values = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-        lists = {name: value for name, value in values.items() if isinstance(value, list | tuple)}
-        for name, numbers in lists.items():
-            if len(numbers) != inputs:
-                raise UsageError(
-                    f"{name} has {len(numbers)} values for {inputs} inputs; give one number, or one per input"
-                )
-        each = [
-            checked_sampling(**values | {name: numbers[i] for name, numbers in lists.items()}) for i in range(inputs)
-        ]
-        return each or [checked_sampling(**{name: value for name, value in values.items() if name not in lists})]
+        each = {name: per_input(name, value, inputs, lambda _, number: number) for name, value in values.items()}
+        if inputs:
+            return [checked_sampling(**{name: each[name][i] for name in each}) for i in range(inputs)]
+        return [checked_sampling(**{name: value for name, value in values.items() if not _is_list(value)})]
+
+    def constraints(self, inputs: int) -> list[Constraint | None]:
+        """The constraint of each input."""
+        return per_input("constraint", self.constraint, inputs, lambda name, value: checked_constraint(value, name))
+
+    def limits(self, inputs: int) -> list[int]:
+        """``max_new_tokens`` of each input."""
+        return per_input("max_new_tokens", self.max_new_tokens, inputs, lambda name, value: as_int(name, value, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,15 +187,17 @@ def checked_processors(processors: Any) -> LogitsProcessors | None:
     return LogitsProcessors(lambda _: processors) if processors else None
 
 
-def per_input_limits(max_new_tokens: Any, inputs: int) -> list[int]:
-    """``max_new_tokens`` of each input."""
-    if not isinstance(max_new_tokens, Sequence) or isinstance(max_new_tokens, str):
-        return [as_int("max_new_tokens", max_new_tokens, 1)] * inputs
-    if len(max_new_tokens) != inputs:
-        raise UsageError(
-            f"max_new_tokens has {len(max_new_tokens)} values for {inputs} inputs; give one number, or one per input"
-        )
-    return [as_int(f"max_new_tokens[{i}]", limit, 1) for i, limit in enumerate(max_new_tokens)]
+def per_input(name: str, value: Any, inputs: int, checked: Callable[[str, Any], T]) -> list[T]:
+    """``checked(name, value)`` of each input: of one value for all of them, or of a list with one per input."""
+    if not _is_list(value):
+        return [checked(name, value)] * inputs
+    if len(value) != inputs:
+        raise UsageError(f"{name} has {len(value)} values for {inputs} inputs; give one, or one per input")
+    return [checked(f"{name}[{i}]", item) for i, item in enumerate(value)]
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def check_streamer(streamer: Any, inputs: int) -> None:

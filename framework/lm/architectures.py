@@ -18,9 +18,9 @@ import transformers
 from transformers.modeling_utils import PreTrainedModel
 
 from .. import plugins
-from ..contracts.draft import on_device
 from ..errors import ModelError
 from ..util.cache_argument import cache_argument
+from ..util.tensors import on_device
 from .attention.flex import FLEX, refusals
 from .attention.sparse import indexers, selected_keys
 

@@ -22,8 +22,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ..contracts.draft import on_device
 from ..errors import ModelError
+from ..util.tensors import on_device
 from .architectures import TRIAL_LENGTH
 from .attention_masks import Visibility
 from .cuda_graphs import runner_for
@@ -38,7 +38,8 @@ class _PartialPass(ForwardPass):
 
     Args:
         model: the layers, see `with_layers`.
-        seam: `run` returns the hidden states behind this layer, unless hidden states of other layers are requested.
+        seam: `run` starts at this layer if it receives hidden states, ``inputs["given"]``; otherwise it returns those
+            behind this layer, unless those of other layers are requested.
         embeddings: see `ForwardPass`.
         head: False if ``model`` has no head and returns no logits.
     """
@@ -65,28 +66,12 @@ class _PartialPass(ForwardPass):
         layers: tuple[float, ...],
         want_logits: bool = True,
     ) -> tuple[Tensor | None, Tensor | None]:
+        seam = self._seam
+        if seam is not None and "given" in inputs:
+            with seam.replacing(inputs["given"]):
+                return super().run(tokens, plan, visibility, {}, layers, want_logits)
         logits, hidden = super().run(tokens, plan, visibility, inputs, layers, want_logits and self._head)
-        return logits, hidden if self._seam is None or layers else self._seam.output
-
-
-class _ResumedPass(ForwardPass):
-    """Passes of the last layers of a model, and its head, from the hidden states ``inputs["given"]`` on."""
-
-    def __init__(self, model_pass: ForwardPass, model: Any, seam: Seam):
-        super().__init__(model, model_pass.dims, model_pass.masks, model_pass.cache, model_pass.preparations)
-        self._seam = seam
-
-    def run(
-        self,
-        tokens: Tensor,
-        plan: WritePlan,
-        visibility: Visibility,
-        inputs: Mapping[str, Tensor],
-        layers: tuple[float, ...],
-        want_logits: bool = True,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        with self._seam.replacing(inputs["given"]):
-            return super().run(tokens, plan, visibility, {}, layers, want_logits)
+        return logits, hidden if seam is None or layers else seam.output
 
 
 class _PartialLM(RaggedLM):
@@ -125,7 +110,7 @@ class _LastLayers(_PartialLM):
 
     def __init__(self, full: RaggedLM, first: int):
         model = with_layers(full.model, range(first, full.forward_pass.dims.num_layers))
-        super().__init__(full, _ResumedPass(full.forward_pass, model, insert_seam(model, 0)))
+        super().__init__(full, _PartialPass(full.forward_pass, model, insert_seam(model, 0)))
 
     def logits(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """Logits ``[B, W, V]`` of the chain ``tokens [B, W]``, from its hidden states ``[B, W, H]`` on."""

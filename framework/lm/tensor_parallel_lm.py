@@ -10,7 +10,7 @@ import logging
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet, finalize
 
@@ -67,14 +67,7 @@ class SplitLM(RaggedLM):
         else:
             self._all("free", super().free, row)
 
-    def fork(
-        self,
-        layers: Sequence[int],
-        *,
-        no_attention: Collection[int] = (),
-        no_mlp: Collection[int] = (),
-        embeddings: Tensor | None = None,
-    ) -> LayerFork:
+    def fork(self, layers: Sequence[int], **_: Any) -> LayerFork:
         raise ModelError(
             f"the target is split over {distributed.count()} processes (device {distributed.SPLIT}), which cannot run "
             "some of its layers; use a drafter that is not part of its target, or a target on one device"
