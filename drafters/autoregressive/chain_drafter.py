@@ -72,6 +72,7 @@ class ChainDrafter(Drafter):
             adapts=policy.adapts,
             shortenable=policy.fixed,
             always_drafts=policy.fixed,
+            waits=policy.waits,
         )
 
     @classmethod

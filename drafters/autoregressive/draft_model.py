@@ -133,7 +133,7 @@ class LengthPolicy:
 
     Attributes:
         fixed: True if gamma and the row's limit determine the length, so that drafts are replayable.
-        stops_early: True if `should_continue` can return False. Costs one host sync per drafted token.
+        stops_early: True if `should_continue` can return False.
         keeps_last: True if the token at which a row stops stays in the draft.
         position_free: True if `should_continue` depends on logits, q and token only, not on the position in the draft.
         adapts: True if the length depends on earlier steps or on the other rows.
@@ -144,6 +144,11 @@ class LengthPolicy:
 
     def __init__(self, gamma: int, batch_size: int):
         self.gamma, self.batch_size = gamma, batch_size
+
+    @property
+    def waits(self) -> int:
+        """Waits for the device: after every token but the last one, and for the length of a draft without its last."""
+        return max(self.gamma - self.keeps_last, 0) if self.stops_early else 0
 
     def load(self, context: DraftContext) -> None:
         """Load what the policy needs beside its options, once. Raises UsageError if it cannot be loaded."""
@@ -214,7 +219,7 @@ def grow_chain(
             going = going & policy.should_continue(logits, q if sampled else logits.float().softmax(-1), token)
             # A token whose value decided must stay. A token drawn after its row had stopped can be dropped.
             length = torch.where(going, length, length.clamp(max=i + policy.keeps_last))
-            if not bool(going.any()):
+            if i + 1 < steps + final_q and not bool(going.any()):
                 break
         if i + 1 < steps + final_q:
             logits = expand(token[:, None])[:, 0]

@@ -60,8 +60,9 @@ class LearntThresholdLength(LengthPolicy):
         return super().draft_lengths(limit, rows)
 
     def should_continue(self, logits: Tensor, q: Tensor, token: Tensor) -> Tensor:
-        self._step.append(q.gather(1, token[:, None]).squeeze(1))
-        return self._step[-1] >= self.threshold
+        probability = q.gather(1, token[:, None]).squeeze(1)
+        self._step.append(probability.to("cpu", non_blocking=True))  # has arrived when the step is observed
+        return probability >= self.threshold
 
     def observe(self, accepted: Sequence[int], lengths: Sequence[int]) -> None:
         if not self._step:

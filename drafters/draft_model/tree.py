@@ -153,7 +153,8 @@ class DraftModelTree(TreeDrafter):
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
         if config.growth == "opt-tree":
-            return DraftTraits(kind=DETERMINISTIC, point_mass=True, nodes=config.budget, levels=config.levels)
+            waits = config.levels - 1  # once a level: the width of the next one
+            return DraftTraits(DETERMINISTIC, True, config.budget, levels=config.levels, waits=waits)
         siblings, shape = config.effective_siblings(sampling), config.shape()
         by_branching = config.growth is None and config.choices is None
         branching = BRANCHING if config.branching is None else config.branching

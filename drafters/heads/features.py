@@ -142,6 +142,7 @@ class FeatureDrafter(FeatureReader):
                 adapts=policy.adapts,
                 shortenable=policy.fixed,
                 always_drafts=policy.fixed,
+                waits=policy.waits,
             )
         shape, siblings = config.shape(), config.effective_siblings(sampling)
         return DraftTraits(

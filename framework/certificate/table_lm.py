@@ -22,6 +22,7 @@ from ..contracts.sampling import Sampling
 from ..engine.constrained_lm import masked
 from ..errors import ModelError
 from ..lm.vocab_adapter import adapt_vocab
+from ..util.tensors import on_device
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,7 @@ class ToyContext(DraftContext):
         lm.set_logits(table)
 
         def logits(tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
-            return table[[last if i == start else tokens[i] for i in positions]]
+            return table[on_device([last if i == start else tokens[i] for i in positions], table.device)]
 
         return Learner(lm, [table], logits)
 

@@ -75,6 +75,8 @@ class DraftTraits:
             drafts then follows from counters of longer ones (`metrics.shorter_drafts`). False for blocks drafted in one
             pass, trees, and lengths that a policy sets.
         always_drafts: every step with room for a draft has one.
+        waits: maximum number of times that drafting a step waits for the device (``.item()``, ``.tolist()``), beyond
+            the one wait of the loop.
     """
 
     kind: DraftKind | None
@@ -89,6 +91,7 @@ class DraftTraits:
     nested: bool = True
     shortenable: bool = False
     always_drafts: bool = False
+    waits: int = 0
 
     def problem(self) -> str | None:
         """Return the reason why these traits are invalid, as a message; None if they are valid."""
@@ -98,6 +101,8 @@ class DraftTraits:
             return f"nodes={quoted(self.nodes)}, which is not a number of nodes from 0 to {int(MOST_NODES)}"
         if self.levels is not None and not (_is_count(self.levels) and self.levels <= self.nodes):
             return f"levels={quoted(self.levels)}, which is not a depth from 0 to nodes = {self.nodes}"
+        if not _is_count(self.waits):
+            return f"waits={quoted(self.waits)}, which is not a number of waits"
         layers = self.hidden_layers
         if not isinstance(layers, tuple) or any(type(x) not in (int, float) or not isfinite(x) for x in layers):
             return f"hidden_layers={quoted(layers)}, which is not a tuple of numbers"

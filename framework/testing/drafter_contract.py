@@ -50,7 +50,6 @@ class DrafterContract(OneThread):
         options: of its ``Config``.
         setting: `Toys`, or `TinyModel` for drafters that read hidden states or run the target's layers.
         temperatures: of the target.
-        asks_device: the drafter synchronises with the device while drafting (such as a confidence stop).
         remembers: drafts depend on earlier sequences, until `Drafter.reset`.
     """
 
@@ -58,7 +57,6 @@ class DrafterContract(OneThread):
     options: ClassVar[Mapping[str, Any]] = {}
     setting: ClassVar[Setting] = Toys()
     temperatures: ClassVar[Sequence[float]] = (1.0, 0.0)
-    asks_device: ClassVar[bool] = False
     remembers: ClassVar[bool] = False
 
     # -- setup ------------------------------------------------------------------------------------------------
@@ -338,11 +336,11 @@ class DrafterContract(OneThread):
         list(decoder.run(self.setting.prompts))  # the slots are reusable
 
     def test_no_device_synchronization(self) -> None:
-        """propose() does not synchronise with the device: it runs on the meta device, where reading a value raises."""
-        if self.asks_device:
-            return
+        """propose() runs on the meta device, where reading a value raises, unless `DraftTraits.waits` declares it."""
         for temperature in self.each_temperature():
             sampling = Sampling(temperature=temperature)
+            if self.drafting.traits(self.config, sampling).waits:
+                continue
             context = self.setting.context(2, sampling, "meta")
             try:
                 drafter = self.make(context)
@@ -365,7 +363,7 @@ class DrafterContract(OneThread):
                         raise
                     raise AssertionError(
                         "propose() waits for the device: it reads a value of a tensor (bool(), int(), .item(), "
-                        f".tolist(), a mask as an index). Set asks_device = True if it must ({error})"
+                        f".tolist(), a mask as an index). Declare DraftTraits.waits if it must ({error})"
                     ) from error
 
     def test_text_distribution(self) -> None:

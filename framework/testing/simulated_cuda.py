@@ -409,19 +409,18 @@ def _copy(direction: str, *, waits: bool, pinned: bool = False) -> None:
         device.counts.copies[f"{'pinned' if pinned else 'pageable'} copy {direction} {_line()}"] += 1
 
 
-def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _to(tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
     with _NO_FUNCTIONS():
         place, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
-    always = kwargs.get("copy", False) or any(arg is True for arg in args[3:])
     own, to_device = isinstance(tensor, DeviceTensor), isinstance(tensor, DeviceTensor)
     if place is not None:
         to_device = _is_cuda(place)
     options = {} if memory_format is None else {"memory_format": memory_format}
     if not own and not to_device:
         with _NO_FUNCTIONS():
-            return tensor.to(*args, **kwargs)
+            return tensor.to(*args, copy=copy, **kwargs)
     if own and to_device:
-        return _compute(torch.Tensor.to, (tensor, dtype or tensor.dtype), {"copy": always, **options})
+        return _compute(torch.Tensor.to, (tensor, dtype or tensor.dtype), {"copy": copy, **options})
     assert place is not None
     if place.type == "meta" or tensor.device.type == "meta":
         with _NO_FUNCTIONS():

@@ -12,6 +12,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from .tensors import to_device
+
 TreeShape = tuple[tuple[int, ...], ...]
 #: A node and its children; the root is -1.
 Family = tuple[int, list[int]]
@@ -100,7 +102,7 @@ def tree_constant(children: TreeShape, name: str, device: torch.device) -> Tenso
 @lru_cache(maxsize=256)
 def _cached_constant(children: TreeShape, name: str, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # a training step may use it later
-        return torch.tensor(_CONSTANTS[name](children), device=device)
+        return to_device(torch.tensor(_CONSTANTS[name](children)), device)
 
 
 def problem(children: Sequence[Sequence[int]], nodes: int) -> str | None:

@@ -108,7 +108,12 @@ def on_device(values: Any, device: torch.device) -> Tensor:
 
     Copies from pageable memory synchronise; pinned memory is reused only after its copy is finished.
     """
-    return torch.tensor(values, dtype=torch.long, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    return to_device(torch.tensor(values, dtype=torch.long), device)
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copy a host tensor to ``device``, without synchronisation; it may be changed afterwards."""
+    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
 def eager_on_cpu(like: Tensor) -> bool:

@@ -23,7 +23,6 @@ TREE = {"name": "draft-model-dynamic-tree", "model": "toy", "depth": 2, "top_k":
 class TestLookupElseModel(DrafterContract):
     drafter = Combine
     options = {"drafters": [LOOKUP, MODEL]}  # noqa: RUF012
-    asks_device = True
 
 
 class TestModelElseModel(DrafterContract):
@@ -33,19 +32,16 @@ class TestModelElseModel(DrafterContract):
     options = {  # noqa: RUF012
         "drafters": [{**MODEL, "policy": {"name": "confidence", "stop": "before", "threshold": 0.5}}, MODEL]
     }
-    asks_device = True
 
 
 class TestLookupElseTree(DrafterContract):
     drafter = Combine
     options = {"drafters": [{**LOOKUP, "min_ngram": 2}, TREE]}  # noqa: RUF012
-    asks_device = True
 
 
 class TestMerged(DrafterContract):
     drafter = Combine
     options = {"mode": "merge", "nodes": 4, "drafters": [LOOKUP, {**MODEL, "temperature": 0}]}  # noqa: RUF012
-    asks_device = True
 
 
 class TestMergedTrees(DrafterContract):
@@ -58,7 +54,6 @@ class TestMergedTrees(DrafterContract):
             {"name": "draft-model-tree", "model": "toy", "branching": [2, 1], "siblings": "top-k"},
         ],
     }
-    asks_device = True
 
 
 # -- merging ---------------------------------------------------------------------------------------------------

@@ -47,14 +47,12 @@ class TestDraftModelAtItsOwnTemperature(DrafterContract):
 class TestConfidencePolicy(DrafterContract):
     drafter = "draft-model"
     options = {"model": "toy", "gamma": 3, "policy": {"name": "confidence", "threshold": 0.35}}
-    asks_device = True
 
 
 @pytest.mark.slow
 class TestConfidencePolicyBefore(DrafterContract):
     drafter = "draft-model"
     options = {"model": "toy", "gamma": 3, "policy": {"name": "confidence", "stop": "before", "threshold": 0.5}}
-    asks_device = True
 
 
 @pytest.mark.slow
@@ -66,14 +64,12 @@ class TestHeuristicPolicy(DrafterContract):
 class TestIid(DrafterContract):
     drafter = "draft-model-iid"
     options = {"model": "toy", "gamma": 2, "K": 2}
-    asks_device = True  # once a draft: how many nodes differ
 
 
 @pytest.mark.slow  # as without a delay
 class TestDelayedIid(DrafterContract):
     drafter = "draft-model-iid"
     options = {"model": "toy", "gamma": 3, "K": 2, "delay": 1}
-    asks_device = True
 
 
 class TestTreeWithoutReplacement(DrafterContract):
@@ -101,7 +97,6 @@ class TestSequoia(DrafterContract):
 class TestOptTree(DrafterContract):
     drafter = "draft-model-tree"
     options = {"model": "toy", "growth": "opt-tree", "nodes": 5, "depth": 3, "threshold": 0.05}
-    asks_device = True  # once a level: how wide the next one is
 
 
 class TestDynamicTree(DrafterContract):
@@ -113,7 +108,6 @@ class TestDynamicTree(DrafterContract):
 class TestLearntThresholdPolicy(DrafterContract):
     drafter = "draft-model"
     options = {"model": "toy", "gamma": 3, "policy": {"name": "learnt-threshold", "threshold": 0.35}}
-    asks_device = True
     remembers = True
 
 

@@ -39,7 +39,6 @@ class TestEagle(Heads):
 class TestEagleUnderAConfidencePolicy(Heads):
     drafter = "eagle"
     options = {"gamma": 3, "policy": {"name": "confidence", "threshold": 0.3}}
-    asks_device = True
 
 
 @pytest.mark.slow

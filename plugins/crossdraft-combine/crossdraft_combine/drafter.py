@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal, cast
 
 import torch
 from pydantic import Field, field_validator
 from torch import Tensor
+from torch.nn import functional
 
 from crossdraft import (
     CHAIN,
@@ -36,6 +38,7 @@ from crossdraft import (
     UsageError,
     Verdict,
     find_drafter,
+    on_device,
     take_rows,
 )
 
@@ -101,6 +104,8 @@ class Combine(Drafter):
             levels=min(levels, config.nodes) if merge else levels,
             temperature_zero_only=any(traits.temperature_zero_only for traits in parts),
             adapts=any(traits.adapts for traits in parts),
+            # The nodes of all drafts, and the accepted ones; or the counts of each draft.
+            waits=sum(traits.waits for traits in parts) + (2 if merge else len(parts)),
         )
 
     @classmethod
@@ -135,9 +140,16 @@ class Combine(Drafter):
     def observe(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
     ) -> None:
+        if self.config.mode == "first":
+            for part in self.parts:
+                part.drafter.observe(sequences, *part.own_rows(sequences, draft, verdict, accepted, scores))
+            return
+        if verdict.path is None or not draft.width:
+            rows = [[row] for row in verdict.token.tolist()]
+        else:  # the emitted token, the path, and the drafted tokens, in one copy
+            rows = torch.cat([verdict.token[:, None], verdict.path, draft.tokens], 1).tolist()
         for part in self.parts:
-            view = part.own_nodes if self.config.mode == "merge" else part.own_rows
-            part.drafter.observe(sequences, *view(sequences, draft, verdict, accepted, scores))
+            part.drafter.observe(sequences, *part.own_nodes(draft, rows, accepted, scores))
 
     # -- mode first -----------------------------------------------------------------------------------------
 
@@ -160,7 +172,7 @@ class Combine(Drafter):
             q = torch.zeros(*order.shape, self.context.vocab_size, dtype=dtype, device=order.device)
         for part in self.parts:
             own, n = part.draft, part.draft.width
-            chosen = torch.tensor(part.chosen, device=order.device)[:, None]
+            chosen = on_device(part.chosen, order.device).bool()[:, None]
             tokens[:, :n] = torch.where(chosen, own.tokens, tokens[:, :n])
             parents[:, :n] = torch.where(chosen, own.parents, parents[:, :n])
             valid[:, :n] = torch.where(chosen, own.valid, valid[:, :n])
@@ -176,13 +188,23 @@ class Combine(Drafter):
     def _merged(self, sequences: Sequences, rng: StepRng) -> Draft:
         for part in self.parts:
             part.propose(sequences, rng)
-        nodes = [part.nodes() for part in self.parts]
+        nodes = self._nodes()
         trees = [merge_trees([rows[row] for rows in nodes], self.config.nodes) for row in range(sequences.batch_size)]
         for i, part in enumerate(self.parts):
             part.indices = [tree.indices[i] for tree in trees]
         draft = Draft.copied([t.tokens for t in trees], sequences.device, [t.parents for t in trees])
         finite = [part.draft.finite for part in self.parts if part.draft.finite is not None]
         return replace(draft, finite=torch.stack(finite).all(0)) if finite else draft
+
+    def _nodes(self) -> list[list[list[tuple[int, int]]]]:
+        """Per part and slot, token and parent of every node; token -1 = invalid."""
+        drafts = [part.draft for part in self.parts]
+        tokens = torch.cat([torch.where(draft.valid, draft.tokens, -1) for draft in drafts], 1)
+        both = torch.stack([tokens, torch.cat([draft.parents for draft in drafts], 1)]).tolist()
+        rows, ends = [list(zip(*row, strict=True)) for row in zip(*both, strict=True)], [0]
+        for draft in drafts:
+            ends.append(ends[-1] + draft.width)
+        return [[row[first:end] for row in rows] for first, end in pairwise(ends)]
 
 
 class _Part:
@@ -207,18 +229,12 @@ class _Part:
         """Number of nodes of each slot; needs a host sync."""
         return self.draft.count.tolist() if self.draft.width else [0] * self.draft.batch_size
 
-    def nodes(self) -> list[list[tuple[int, int]]]:
-        """Per slot, token and parent of every node; token -1 = invalid."""
-        own = self.draft
-        tokens, parents = torch.stack([torch.where(own.valid, own.tokens, -1), own.parents]).tolist()
-        return [list(zip(*row, strict=True)) for row in zip(tokens, parents, strict=True)]
-
     def own_rows(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
     ) -> tuple[Draft, Verdict, list[int], Scores]:
         """Arguments of `observe`, restricted to the slots whose draft was chosen."""
         own = self.draft.trimmed(draft.width)
-        chosen = torch.tensor(self.chosen, device=own.tokens.device)
+        chosen = on_device(self.chosen, own.tokens.device).bool()
         path = verdict.path if verdict.path is None else torch.where(chosen[:, None], verdict.path, -1)
         own_verdict = Verdict(torch.where(chosen, verdict.length, 0), verdict.token, path)
         n = own.width + 1
@@ -230,27 +246,30 @@ class _Part:
         )
 
     def own_nodes(
-        self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
+        self, draft: Draft, rows: Sequence[Sequence[int]], accepted: Sequence[int], scores: Scores
     ) -> tuple[Draft, Verdict, list[int], Scores]:
-        """Arguments of `observe`, restricted to this drafter's nodes of the merged tree and of the accepted path."""
+        """Arguments of `observe`, restricted to this drafter's nodes of the merged tree and of the accepted path.
+
+        ``rows``: for each slot the emitted token, the path and the merged tree's tokens.
+        """
         own, device = self.draft, self.draft.tokens.device
-        accepted_paths = [[]] * own.batch_size if verdict.path is None else verdict.path.tolist()
-        paths, token = [], verdict.token.tolist()
+        width = draft.width
+        paths, token = [], [row[0] for row in rows]
+        accepted_paths = [row[1 : len(row) - width] for row in rows]
         for row, indices in enumerate(self.indices):
             own_node = {index: node for node, index in enumerate(indices) if index >= 0}
             own_path = [own_node.get(index, -1) for index in accepted_paths[row][: accepted[row]]]
             tau = own_path.index(-1) if -1 in own_path else len(own_path)
             if tau < len(own_path):  # the next accepted token is the target's token for this drafter
-                token[row] = int(draft.tokens[row, accepted_paths[row][tau]])
+                token[row] = rows[row][len(rows[row]) - width + accepted_paths[row][tau]]
             paths.append(own_path[:tau])
         lengths = [len(path) for path in paths]
-        index = torch.zeros(len(paths), own.width + 1, dtype=torch.long, device=device)
-        index[:, 1:] = torch.tensor(self.indices, device=device) + 1
+        index = functional.pad(on_device(self.indices, device).view(len(paths), own.width) + 1, (1, 0))
         depth = max(lengths)
         padded = [[*path, *[-1] * (depth - len(path))] for path in paths]
-        path = None if own.is_chain else torch.tensor(padded, dtype=torch.long, device=device).view(len(paths), depth)
+        path = None if own.is_chain else on_device(padded, device).view(len(paths), depth)
         kept = index[:, 1:] > 0
-        own_verdict = Verdict(torch.tensor(lengths, device=device), torch.tensor(token, device=device), path)
+        own_verdict = Verdict(on_device(lengths, device), on_device(token, device), path)
         own_scores = DenseScores(take_rows(scores.p, index), take_rows(scores.logits, index), scores.hidden)
         return replace(own, valid=own.valid & kept), own_verdict, lengths, own_scores
 

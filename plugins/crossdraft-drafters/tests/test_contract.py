@@ -91,7 +91,6 @@ class TestUniversalText(DrafterContract):
     drafter = "universal"
     options = {"model": "toy", "gamma": 3, "mode": "slem"}
     setting = OtherTokens()
-    asks_device = True
 
 
 @pytest.mark.slow
@@ -99,7 +98,6 @@ class TestUniversalUnderConfidence(DrafterContract):
     drafter = "universal"
     options = {"model": "toy", "gamma": 3, "policy": {"name": "confidence", "threshold": 0.35}}
     setting = OtherTokens()
-    asks_device = True
 
 
 class TestPass(DrafterContract):
@@ -138,7 +136,6 @@ class TestDSpark(Heads):
 class TestDSparkUntilItExpectsLittle(Heads):
     drafter = "dspark"
     options = {"layers": [1, 2, 3], "gamma": 3, "confidence": 0.5}
-    asks_device = True
 
 
 @pytest.mark.slow

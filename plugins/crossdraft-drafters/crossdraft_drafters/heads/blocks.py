@@ -122,12 +122,14 @@ class BlockDrafter(FeatureReader):
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
         # Never replayable: q depends on where the step started, since features up to there are the target's.
+        policy = config.make_policy(1)
         return DraftTraits(
             kind=CHAIN,
             point_mass=sampling.at(config.temperature).temperature == 0,
             nodes=config.max_gamma,
             hidden_layers=cls.layers(config),
-            adapts=config.make_policy(1).adapts,
+            adapts=policy.adapts,
+            waits=policy.waits,
         )
 
     @classmethod

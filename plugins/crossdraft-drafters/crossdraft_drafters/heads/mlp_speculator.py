@@ -144,12 +144,14 @@ class MlpSpeculator(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
+        policy = config.policy.make(config.gamma, 1)
         return DraftTraits(
             kind=CHAIN,
             point_mass=sampling.at(config.temperature).temperature == 0,
             nodes=config.gamma,
             hidden_layers=(-1,),
-            adapts=config.policy.make(config.gamma, 1).adapts,
+            adapts=policy.adapts,
+            waits=policy.waits,
         )
 
     @classmethod

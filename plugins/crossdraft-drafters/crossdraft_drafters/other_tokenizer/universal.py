@@ -82,6 +82,7 @@ class Universal(ChainDrafter):
             adapts=policy.adapts,
             nested=not text,
             shortenable=policy.fixed and not text,
+            waits=policy.waits + (2 if text else 0),
         )
 
     def slots(self) -> LM:

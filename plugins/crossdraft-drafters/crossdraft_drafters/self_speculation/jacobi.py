@@ -47,7 +47,7 @@ class Jacobi(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        return DraftTraits(kind=CHAIN, point_mass=True, nodes=config.gamma, adapts=True)
+        return DraftTraits(kind=CHAIN, point_mass=True, nodes=config.gamma, adapts=True, waits=1)
 
     def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         self._guess[row] = []

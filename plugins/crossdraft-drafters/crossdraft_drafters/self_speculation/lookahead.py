@@ -127,7 +127,8 @@ class Lookahead(Drafter):
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
         levels = config.ngram - 1
-        return DraftTraits(kind=DETERMINISTIC, point_mass=True, nodes=config.nodes(), levels=levels, adapts=True)
+        nodes = config.nodes()
+        return DraftTraits(DETERMINISTIC, point_mass=True, nodes=nodes, levels=levels, adapts=True, waits=1)
 
     def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         own = self.config
