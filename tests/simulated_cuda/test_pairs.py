@@ -37,7 +37,8 @@ def contracts() -> dict[str, DrafterContract]:
         files += ROOT.glob(f"plugins/{provider}/**/test_*.py")
     results: dict[str, DrafterContract] = {}
     for path in files:
-        if path.stem == "test_mistakes" or "DrafterContract)" not in path.read_text(encoding="utf-8"):
+        text = path.read_text(encoding="utf-8")
+        if path.stem == "test_mistakes" or not any(base in text for base in ("(DrafterContract)", "(Heads)")):
             continue
         for name, value in vars(_module(path)).items():
             if isinstance(value, type) and issubclass(value, DrafterContract) and name.startswith("Test"):
@@ -103,7 +104,13 @@ def heads(tmp_path_factory: Any) -> Path:
     import torch
 
     root = tmp_path_factory.mktemp("heads")
-    write_heads(root, TinyModel.model(), mask_token=12, target_ids=torch.tensor([0, 1, 2, 3, 4, 5, 7, 8, 11]))
+    write_heads(root, TinyModel.model(), target_ids=torch.tensor([0, 1, 2, 3, 4, 5, 7, 8, 11]))
+    for entry in entries("drafters").values():  # a companion's own heads
+        if entry.provider.startswith("crossdraft-drafters "):
+            from further_heads import write_further_heads
+
+            write_further_heads(root, TinyModel.model(), mask_token=12)
+            break
     return root
 
 
