@@ -267,6 +267,13 @@ def test_error_names_file_line_and_suggestion(base: str, recipe_file: WRITE, new
     assert error(recipe_file(text.replace(old, new, 1))) == f"{base}:{line}: {sentence}"
 
 
+def test_drafter_of_missing_companion_is_named(base: str, recipe_file: WRITE, monkeypatch: Any) -> None:
+    monkeypatch.setitem(plugins.COMPANIONS, ("drafters", "fleet"), "crossdraft-fleet")
+    text = Path(base).read_text(encoding="utf-8").replace("  - prompt-lookup", "  - fleet", 1)
+    sentence = "the drafter 'fleet' is part of crossdraft-fleet; pip install crossdraft-fleet"
+    assert error(recipe_file(text)) == f"{base}:4: {sentence}"
+
+
 def test_every_error_is_reported(base: str) -> None:
     assert error(base, "limit=0", "seeds=1") == (
         "--set limit=0: limit: should be greater than or equal to 1, not 0\n"
