@@ -100,9 +100,10 @@ def compare_runs(a: FinishedRun, b: FinishedRun) -> Comparison:
         comparison.only[i].extend(f"{pair_title(r)} ({group_title(r.config, cells)})" for r in only)
     cells, order = [first.config for first, _ in matched], [id(result) for result in drafting[0]]
     for first, second in sorted(matched, key=lambda pair: order.index(id(pair[0]))):
-        comparison.pairs.append(_difference(first, second, runs, cells))
-    if any(_speed_ups(pair) and _same_pieces(*pair, runs) is None for pair in matched):
-        comparison.remarks.append(_OTHER_PIECES)
+        ratio, other_pieces = _ratio(first, second, runs)
+        comparison.pairs.append(_difference(first, second, ratio, cells))
+        if other_pieces and _OTHER_PIECES not in comparison.remarks:
+            comparison.remarks.append(_OTHER_PIECES)
     return comparison
 
 
@@ -202,7 +203,7 @@ def _match(
 
 
 def _difference(
-    first: CellResult, second: CellResult, runs: Sequence[FinishedRun], cells: Sequence[CellConfig]
+    first: CellResult, second: CellResult, ratio: Estimate | None, cells: Sequence[CellConfig]
 ) -> PairDifference:
     assert first.metrics is not None and second.metrics is not None
     depth = max(first.metrics.depth, second.metrics.depth)
@@ -221,43 +222,27 @@ def _difference(
     speeds = first.metrics.speed_up, second.metrics.speed_up
     setting = group_title(first.config, cells)
     names = first.config.drafter.title, verifier_title(first)
-    ratio = _ratio(first, second, runs)
     a, b = (m.speed_up_wall if m.withheld else None for m in (first.metrics, second.metrics))
     return PairDifference(setting, *names, differs, efficiency, difference, speeds, ratio, prompts, (a, b))
 
 
-def _ratio(first: CellResult, second: CellResult, runs: Sequence[FinishedRun]) -> Estimate | None:
-    """The ratio of the speed-ups, without an interval if the pieces differ."""
-    if (speeds := _speed_ups((second, first))) is None:
-        return None
-    if _same_pieces(first, second, runs) is not None:
-        ratio = speed_up_ratio(_times(second, runs[1]), _times(first, runs[0]))
-        return None if isinstance(ratio, Withheld) else ratio
-    return Estimate(speeds[0] / speeds[1])
-
-
-def _times(result: CellResult, run: FinishedRun) -> tuple[ComponentTimes, int, int]:
-    """The component times of a cell's group, and the indices of the cell and of plain decoding."""
-    group = _group(result, run)
-    cell = next(i for i, other in enumerate(group) if other is result)
-    baseline = next(i for i, other in enumerate(group) if other.config.is_baseline)
-    return ComponentTimes(cells_of(group)), cell, baseline
-
-
-def _group(result: CellResult, run: FinishedRun) -> list[CellResult]:
-    return [r for r in run.summary.results if r.config.group == result.config.group and r.metrics is not None]
-
-
-def _speed_ups(pair: tuple[CellResult, CellResult]) -> tuple[float, float] | None:
-    """The speed-ups of both cells, or None if one is missing."""
-    values = [r.metrics.speed_up.value for r in pair if r.metrics is not None and r.metrics.speed_up is not None]
-    return (values[0], values[1]) if len(values) == 2 else None
-
-
-def _same_pieces(first: CellResult, second: CellResult, runs: Sequence[FinishedRun]) -> list[CellResult] | None:
-    """The second cell, its baseline, the first cell and its baseline, if their pieces have the same prompts."""
-    cells: list[CellResult] = []
-    for result, run in ((second, runs[1]), (first, runs[0])):
-        cells += [result, *(r for r in _group(result, run) if r.config.is_baseline)]
-    pieces = {tuple(prompts_of_pieces(r.records, r.pieces)) for r in cells}
-    return cells if len(cells) == 4 and len(pieces) == 1 else None
+def _ratio(first: CellResult, second: CellResult, runs: Sequence[FinishedRun]) -> tuple[Estimate | None, bool]:
+    """The ratio of the speed-ups, and True if it has no interval because the runs divide the prompts differently."""
+    results = (second, first)
+    speeds = [metrics.speed_up.value for r in results if (metrics := r.metrics) and metrics.speed_up]
+    if len(speeds) < 2:
+        return None, False
+    groups = [
+        [r for r in run.summary.results if r.config.group == result.config.group and r.metrics is not None]
+        for result, run in zip(results, reversed(runs), strict=True)
+    ]
+    baselines = [r for group in groups for r in group if r.config.is_baseline]
+    pieces = {tuple(prompts_of_pieces(r.records, r.pieces)) for r in (*results, *baselines)}
+    if len(baselines) != 2 or len(pieces) != 1:
+        return Estimate(speeds[0] / speeds[1]), True
+    times = []
+    for group, *pair in zip(groups, results, baselines, strict=True):
+        cell, baseline = ([r is own for r in group].index(True) for own in pair)
+        times.append((ComponentTimes(cells_of(group)), cell, baseline))
+    ratio = speed_up_ratio(*times)
+    return None if isinstance(ratio, Withheld) else ratio, False
