@@ -141,7 +141,7 @@ class Servers:
         gamma = int(rng.integers(3, DEPTH + 1))
         rates = rates_of(rng, count, gamma, level)
         other = rates_of(rng, count, gamma, level, -rng.uniform(1.2, 2.5))
-        again = rates_of(rng, count, gamma, level)
+        repeat = rates_of(rng, count, gamma, level)
         if fault == "healthy":
             pass
         elif fault == "lower at all positions":
@@ -155,9 +155,9 @@ class Servers:
         elif fault == "low first, then high":
             rates[:, :, 0] *= rng.uniform(0.15, 0.4)
         elif fault == "healthy, two batch sizes":
-            return [({"batch_size": 1}, self.oracle(rng, rates)), ({"batch_size": 16}, self.oracle(rng, again))]
+            return [({"batch_size": 1}, self.oracle(rng, rates)), ({"batch_size": 16}, self.oracle(rng, repeat))]
         elif fault == "only in batches":
-            mixed = self.oracle(rng, again, rng.uniform(0.4, 1.0))
+            mixed = self.oracle(rng, repeat, rng.uniform(0.4, 1.0))
             return [({"batch_size": 1}, self.oracle(rng, rates)), ({"batch_size": 16}, mixed)]
         elif fault == "falls with the context length":
             return [({"context": 512}, self.oracle(rng, rates)), ({"context": 8192}, self.oracle(rng, other))]

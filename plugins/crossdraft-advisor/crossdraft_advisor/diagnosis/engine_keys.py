@@ -106,7 +106,7 @@ class Reading:
 
 @cache
 def engine_keys() -> EngineKeys:
-    text = (files(__package__) / "engine_keys.yaml").read_text(encoding="utf-8")
+    text = (files("crossdraft_advisor.diagnosis") / "engine_keys.yaml").read_text(encoding="utf-8")
     return EngineKeys.model_validate(yaml.safe_load(text))
 
 
