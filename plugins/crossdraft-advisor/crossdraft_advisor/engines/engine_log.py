@@ -107,7 +107,7 @@ class Source:
         if quoted not in self.text:
             return
         if self._is_one_value():
-            for item in self._objects_in(self.text, None, key):
+            for item in self._objects_in(self.text, 1, key):
                 yield 1, item
             return
         for number, line in self.lines():
@@ -116,10 +116,10 @@ class Source:
                 for item in self._objects_in(line, number, key):
                     yield number, item
 
-    def _objects_in(self, text: str, line: int | None, key: str) -> list[dict[str, Any]]:
+    def _objects_in(self, text: str, line: int, key: str) -> list[dict[str, Any]]:
         """The objects with ``key`` of a JSON value; none if it is damaged, which is counted as skipped."""
         with self.skipping():
-            return _objects_with(parse_json(text, self.name, **({} if line is None else {"line": line})), key)
+            return _objects_with(parse_json(text, self.name, line=line), key)
         return []
 
     def row_id(self, line: int) -> str:

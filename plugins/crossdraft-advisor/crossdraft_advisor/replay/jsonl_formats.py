@@ -76,7 +76,8 @@ def response_of(context: ParseContext, row: Any, place: str) -> Iterator[Respons
 
 def _failure(row: Mapping[str, Any]) -> str | None:
     """The reason why a request failed, as OpenAI's API and batches report it; None if it did not."""
-    response = row.get("response") if isinstance(row.get("response"), dict) else {}
+    response = row.get("response")
+    response = response if isinstance(response, dict) else {}
     body = response.get("body")
     parts = [row, response, body if isinstance(body, dict) else {}]
     error = next((part["error"] for part in parts if part.get("error")), None)
