@@ -169,13 +169,15 @@ def test_reading_order_leads_through_the_kernel() -> None:
     assert not missing - set(named)
 
 
-def test_class_names_are_unique_in_the_core() -> None:
-    """Two classes with one name are two meanings of one word."""
+def test_names_are_unique_in_the_core() -> None:
+    """Two classes or functions with one name are two meanings of one word."""
     files = [file for part in PARTS[:3] for file in (ROOT / part).rglob("*.py") if "templates" not in file.parts]
     homes: dict[str, list[str]] = {}
     for file in files:
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith(
+                ("_", "crossdraft_register_")
+            ):
                 homes.setdefault(node.name, []).append(str(file.relative_to(ROOT)))
     shared = {name: paths for name, paths in homes.items() if len(paths) > 1}
     assert not shared

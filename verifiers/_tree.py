@@ -132,7 +132,7 @@ def at_token(probs: Tensor, token: Tensor) -> Tensor:
     return probs.gather(-1, token[..., None]).squeeze(-1).double()
 
 
-def ratio(p: Tensor, q: Tensor, token: Tensor) -> Tensor:
+def likelihood_ratio(p: Tensor, q: Tensor, token: Tensor) -> Tensor:
     """``[..]`` float64: p(x) / q(x) of ``p, q [.., V]`` at ``x = token [..]``; 0 where p(x) is 0."""
     top = at_token(p, token)
     return torch.where(top > 0, top / at_token(q, token), 0.0)

@@ -21,7 +21,7 @@ from ..framework.contracts.draft import Draft, Verdict, take_rows
 from ..framework.contracts.draft_kind import ANY_TREE
 from ..framework.contracts.rng import StepRng
 from ..framework.contracts.verifier import Verifier, VerifierTraits
-from ._tree import Children, choose, is_empty, ratio, residual, stop_at
+from ._tree import Children, choose, is_empty, likelihood_ratio, residual, stop_at
 
 
 class SpecInfer(Verifier):
@@ -44,7 +44,7 @@ class SpecInfer(Verifier):
             if is_empty(examined):
                 continue
             q = children.q(j, target)
-            h = torch.where(examined, ratio(target, q, children.token[:, j]).clamp(max=1), 0.0)
+            h = torch.where(examined, likelihood_ratio(target, q, children.token[:, j]).clamp(max=1), 0.0)
             accepted = rng.accept(h[:, None], index=j).squeeze(1)
             node = torch.where(accepted, children.node[:, j], node)
             target = choose(examined & ~accepted, residual(target, q)[0], target)

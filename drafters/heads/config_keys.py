@@ -1,9 +1,9 @@
 """Keys of the published heads' ``config.json``: those that change what a head computes, and those that do not.
 
-`check` goes through a config by the table of its layout, which is the attribute ``layout`` of the drafter. A key is
-read; or has no effect, because the tensors decide it or because it concerns training or serving; or is refused, because
-it selects another computation; or is ignored with a remark, because no engine applies it to heads although its name
-promises a computation. A key that is not listed is named in a remark.
+`check_head_config` goes through a config by the table of its layout, which is the attribute ``layout`` of the drafter.
+A key is read; or has no effect, because the tensors decide it or because it concerns training or serving; or is
+refused, because it selects another computation; or is ignored with a remark, because no engine applies it to heads
+although its name promises a computation. A key that is not listed is named in a remark.
 
 Sources: the authors' releases of each method; SpecForge; vllm-project/speculators; NVIDIA Model-Optimizer and NeMo
 Automodel; the head models of vLLM and SGLang, which serve files of all of them.
@@ -264,7 +264,7 @@ def refuse_assistant(checkpoint: Checkpoint) -> None:
             raise checkpoint.refused(f"they are {text}; this is not supported, use other heads")
 
 
-def check(checkpoint: Checkpoint, drafter: str, layout: Layout) -> None:
+def check_head_config(checkpoint: Checkpoint, drafter: str, layout: Layout) -> None:
     """Check every key of ``config.json`` by the table of ``layout``; log one remark for keys without effect here.
 
     Raises:

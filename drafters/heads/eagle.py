@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ...framework.util.cache_argument import cache_argument
-from .config_keys import LAYOUTS, check
+from .config_keys import LAYOUTS, check_head_config
 from .eagle_weights import (
     biased,
     config_json,
@@ -29,9 +29,9 @@ from .eagle_weights import (
     layer_config,
     mask_of,
     renamed,
+    save_head_files,
     shared,
     vocabulary,
-    write,
 )
 from .feature_head import FeatureHead
 from .features import FeatureDrafter
@@ -105,7 +105,7 @@ class EagleHead(FeatureHead):
         more: dict[str, Any] = {"vocab_size": len(self.embed_tokens.weight), "bias": self.fc.bias is not None}
         if self.lm_head.scale != 1:
             more["logit_scale"] = self.lm_head.scale
-        write(directory, config_json(self.config, "LlamaForCausalLM", **more), tensors)
+        save_head_files(directory, config_json(self.config, "LlamaForCausalLM", **more), tensors)
 
 
 class Eagle(FeatureDrafter):
@@ -123,7 +123,7 @@ class Eagle(FeatureDrafter):
         tensors = renamed(checkpoint)
         if is_eagle3(tensors):
             raise checkpoint.refused("they are EAGLE-3 heads (hidden_norm in the first layer); use drafter 'eagle3'")
-        check(checkpoint, self.name, self.layout)
+        check_head_config(checkpoint, self.name, self.layout)
         config = layer_config(checkpoint, tensors)
         width = target.get_input_embeddings().weight.shape[1]
         if width != config.hidden_size:

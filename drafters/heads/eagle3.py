@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from ...framework.util.cache_argument import cache_argument
-from .config_keys import FEEDS_NORMED, LAYOUTS, check, remark
+from .config_keys import FEEDS_NORMED, LAYOUTS, check_head_config, remark
 from .eagle_weights import (
     biased,
     config_json,
@@ -30,9 +30,9 @@ from .eagle_weights import (
     mask_of,
     merged_config,
     renamed,
+    save_head_files,
     shared,
     vocabulary,
-    write,
 )
 from .feature_head import FeatureHead
 from .features import FeatureDrafter, HeadConfig
@@ -165,7 +165,7 @@ class Eagle3Head(FeatureHead):
             more["logit_scale"] = self.lm_head.scale
         if layers:
             more["eagle_aux_hidden_state_layer_ids"] = list(layers)
-        write(directory, config_json(self.config, "LlamaForCausalLMEagle3", **more), tensors)
+        save_head_files(directory, config_json(self.config, "LlamaForCausalLMEagle3", **more), tensors)
 
 
 class Eagle3(FeatureDrafter):
@@ -216,7 +216,7 @@ def read_head(
     if make is Eagle3Head:
         if "mask_hidden" in tensors:
             raise checkpoint.refused("they are P-EAGLE heads (mask_hidden); use drafter 'p-eagle'")
-        check(checkpoint, Eagle3.name, Eagle3.layout)
+        check_head_config(checkpoint, Eagle3.name, Eagle3.layout)
     config = layer_config(checkpoint, tensors)
     tables = vocabulary(checkpoint, tensors, target, config.hidden_size)
     width = _feature_size(checkpoint, target, layers)

@@ -315,7 +315,7 @@ def target_ids(checkpoint: Checkpoint, tensors: dict[str, Tensor], vocab_size: i
     return ids
 
 
-def write(directory: Path | str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def save_head_files(directory: Path | str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Write ``config.json`` and ``model.safetensors``, replacing existing files."""
     from safetensors.torch import save_file
 

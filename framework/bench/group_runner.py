@@ -40,11 +40,11 @@ from ..runs.records import CellResult, cells_of
 from ..runs.run_directory import FORMAT, PieceResult
 from . import memory
 from .cells.cell_runner import Cell, Models, lengths, positions
-from .cells.conversations import compile_constraints, cut_pieces, prepare, turns_of
+from .cells.conversations import compile_constraints, count_turns, cut_pieces, prepare_conversations
 from .cells.step_limit import StepLimit
 from .greedy_differences import agreement, decide
 from .plan import Plan, PlannedGroup
-from .preflight import notes_on, place_of
+from .preflight import notes_on, recipe_place
 from .progress import Progress
 from .provenance import models_used
 from .store import Store
@@ -177,7 +177,7 @@ class GroupRunner:
         try:
             with places.at(("target",)):
                 target = self.models.target(first)
-                conversations = prepare(self.plan.prompts, target, first.max_new_tokens)
+                conversations = prepare_conversations(self.plan.prompts, target, first.max_new_tokens)
             sequence, self._slot = lengths(conversations, self.planned.cells, target.context_length)
             lm = None if first.engine is not None else make_slots(target, first.batch_size, self._slot)
             self._target = None if lm is None else (target, lm)
@@ -204,7 +204,7 @@ class GroupRunner:
                     cell.runner = engine_runner(config, target, self._slot, logs, restart)
                 else:
                     options = restart, self.plan.config.validate, mask_drafts
-                    with places.at(place_of(recipe, config)):
+                    with places.at(recipe_place(recipe, config)):
                         cell.runner = Cell(config, target, lm, self.models, sequence, self._slot, *options)
         for cell, runner in self.running:
             cell.depth = runner.depth
@@ -279,7 +279,7 @@ class GroupRunner:
                 if self.plan.config.untimed:
                     result.piece = result.piece.untimed()
                 results[cell.config.hash] = result
-            self.progress.finish_cell(len(piece), turns_of(piece))
+            self.progress.finish_cell(len(piece), count_turns(piece))
         self._decide_differences(piece, results)
         return results
 
@@ -404,8 +404,8 @@ class GroupRunner:
             return message_of(error)
         models = [model.model for model in loaded]
         device = input_device(models[0])
-        available, recorded = memory.total(device), recorded_nbytes(device)
-        return memory.explain(models, config.batch_size, self._slot, positions(config), available, recorded)
+        available, recorded = memory.total_memory(device), recorded_nbytes(device)
+        return memory.memory_message(models, config.batch_size, self._slot, positions(config), available, recorded)
 
 
 def compare_group(results: Sequence[CellResult]) -> None:

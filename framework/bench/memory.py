@@ -33,7 +33,7 @@ def peak(device: torch.device) -> int | None:
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def total(device: torch.device) -> int | None:
+def total_memory(device: torch.device) -> int | None:
     """Memory of the device in bytes; None if the system does not report it (Windows)."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
@@ -47,7 +47,7 @@ def exhausted(error: BaseException) -> bool:
     )
 
 
-def explain(
+def memory_message(
     models: Sequence[Any], batch_size: int, slot: int, positions: int, available: int | None, recorded: int = 0
 ) -> str:
     """Message for a cell that ran out of memory: the memory it needs, and the batch size that would fit.
@@ -59,7 +59,7 @@ def explain(
         models: transformers models, the target first; shared embeddings count once.
         slot: length of a slot in tokens.
         positions: positions evaluated by the target per row and step.
-        available: bytes, see `total`.
+        available: bytes, see `total_memory`.
         recorded: bytes held by the CUDA graphs of all models at this batch size, see `cuda_graphs.held`.
     """
     weights = sum({id(p): nbytes(p) for model in models for p in model.parameters()}.values())

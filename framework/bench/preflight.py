@@ -21,7 +21,7 @@ from ..recipe.recipe import CellConfig, Recipe
 from ..recipe.yaml_errors import KeyPath
 from ..runs.interrupts import propagate_interrupt
 from .cells.cell_runner import Models, drafter_of, lengths
-from .cells.conversations import prepare
+from .cells.conversations import prepare_conversations
 
 
 def preflight(
@@ -50,13 +50,13 @@ def preflight(
         with recipe.places.at(("target",)):
             target, key = models.target(cell), _target_key(cell)
             if key not in prepared:
-                prepared[key] = prepare(prompts, target, cell.max_new_tokens)
+                prepared[key] = prepare_conversations(prompts, target, cell.max_new_tokens)
                 notes += notes_on(prompts, target.tokenizer)
         if cell.is_baseline or cell.engine is not None:
             continue
         sequence, slot = lengths(prepared[key], [cell], target.context_length)
         try:
-            with recipe.places.at(place_of(recipe, cell)):
+            with recipe.places.at(recipe_place(recipe, cell)):
                 lm = make_slots(target, 1, slot)
                 load = {"slot": slot, "sequence": sequence, "load": models.drafter}
                 drafter, config = drafter_of(cell)
@@ -88,7 +88,7 @@ def notes_on(prompts: Sequence[Prompt], tokenizer: Any) -> list[str]:
     return [note] if note else []
 
 
-def place_of(recipe: Recipe, cell: CellConfig) -> KeyPath:
+def recipe_place(recipe: Recipe, cell: CellConfig) -> KeyPath:
     """Place in the recipe of a cell's drafter, or of its model; of the baseline that of the target."""
     if cell.is_baseline:
         return ("target",)

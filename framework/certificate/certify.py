@@ -33,7 +33,7 @@ from ..contracts.verifier import Verifier
 from ..engine.decoder import Decoder
 from ..errors import NumericalError
 from .effort import MOST_PATHS, TooLargeError
-from .faults import Verification, check, check_quickly, draft_note, unmodified
+from .faults import Verification, check_fully, check_quickly, draft_note, unmodified
 from .table_lm import Toy, ToyContext
 
 #: Largest total variation of a lossless pair (float64 round-off).
@@ -468,7 +468,7 @@ class _Pair:
         )
         check_quickly(self.verifier, verifier, call)
         if self.thorough:
-            check(self.verifier, call, self.toy.vocab_size)
+            check_fully(self.verifier, call, self.toy.vocab_size)
 
     def _on_step(self, event: StepEvent) -> None:
         self.drafted = self.drafted or bool(event.draft.candidates.valid.any())

@@ -100,22 +100,23 @@ def check_joint_size(name: str, vocab_size: int, steps: int, gamma: int) -> None
     """Raise UsageError if the joint distribution of ``steps`` steps on the toy ``name`` is too large for a table."""
     tokens = steps * (gamma + 1)
     advice = (
-        f"lower --steps (now {shown(steps)})"
+        f"lower --steps (now {number_text(steps)})"
         if steps > 1
-        else f"lower the draft length with --gamma (now {shown(gamma)})"
+        else f"lower the draft length with --gamma (now {number_text(gamma)})"
     )
     if vocab_size == 1 and tokens > MAX_OUTPUT_LEN:
         raise TooLargeError(
-            f"toy {name}: outputs of steps x (gamma + 1) = {shown(tokens)} tokens exceed the maximum of "
+            f"toy {name}: outputs of steps x (gamma + 1) = {number_text(tokens)} tokens exceed the maximum of "
             f"{MAX_OUTPUT_LEN}; {advice}"
         )
     if tokens <= MAX_OUTPUT_LEN and tokens * math.log(vocab_size) <= math.log(MAX_JOINT_ENTRIES):
         return
     huge = tokens > 10**12
-    entries = f"{vocab_size} to the power of {shown(tokens)}" if huge else power(tokens * math.log2(vocab_size))
+    exact = f"{vocab_size} to the power of {number_text(tokens)}"
+    entries = exact if huge else power(tokens * math.log2(vocab_size))
     raise TooLargeError(
-        f"toy {name} with V = {vocab_size} has {entries} outputs of steps x (gamma + 1) = {shown(tokens)} tokens, more "
-        f"than the maximum of {MAX_JOINT_ENTRIES:,}; {advice}"
+        f"toy {name} with V = {vocab_size} has {entries} outputs of steps x (gamma + 1) = "
+        f"{number_text(tokens)} tokens, more than the maximum of {MAX_JOINT_ENTRIES:,}; {advice}"
     )
 
 
@@ -134,7 +135,7 @@ def too_many_paths(cost: Cost, lengths: Sequence[int], multiply: bool) -> str | 
     )
 
 
-def shown(number: int) -> str:
+def number_text(number: int) -> str:
     """Format a number, abbreviated if it has more than 12 digits."""
     return f"{number:,}" if abs(number) < 10**12 else power(math.log2(abs(number)))
 

@@ -240,13 +240,13 @@ def unmodified(who: str, draft: Draft, p: Tensor) -> Iterator[None]:
 
 
 def check_quickly(make: Callable[[], Verifier], verifier: Verifier, call: Verification) -> None:
-    """Verify some rows by a new verifier, and half of them in reverse order by a used one; `check` if they differ.
+    """Verify some rows by a new verifier, half of them in reverse order by a used one; `check_fully` if they differ.
 
     Args:
         verifier: a verifier that has observed a step.
 
     Raises:
-        FaultError: the fault that `check` found.
+        FaultError: the fault that `check_fully` found.
     """
     b, stateful = call.draft.batch_size, verifier.traits(verifier.config).stateful
     rows = list(range(max(b - _ROWS, 0), b))
@@ -254,14 +254,14 @@ def check_quickly(make: Callable[[], Verifier], verifier: Verifier, call: Verifi
     half = len(rows) // 2
     expected = first[half:][::-1]
     if call.repeat(make() if stateful else verifier, rows[half:][::-1], start=stateful) != expected:
-        check(make, call)
+        check_fully(make, call)
         raise FaultError(
             f"{_name(verifier)}: rows share state, or it keeps state: a row has another verdict when it is verified "
             "again, in a batch of other rows, with equal random numbers"
         )
 
 
-def check(
+def check_fully(
     make: Callable[[], Verifier], call: Verification, vocab_size: int | None = None, padding: bool = False
 ) -> None:
     """Look for the faults of this module in a call of ``verify``.

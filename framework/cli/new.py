@@ -40,7 +40,7 @@ class New(Command):
 
     def run(self) -> int:
         kind, name = self.kind, self.strategy
-        folder = write(kind, name, self.out or Path(name))
+        folder = write_package(kind, name, self.out or Path(name))
         module = spellings(name)["example_name"]
         print(f"{printable(str(folder))}/")
         for file in _files(folder):
@@ -54,7 +54,7 @@ class New(Command):
         return 0
 
 
-def write(kind: str, name: str, folder: Path) -> Path:
+def write_package(kind: str, name: str, folder: Path) -> Path:
     """Write a package of a kind (one of `KINDS`) into a new ``folder`` and return the folder.
 
     Raises:

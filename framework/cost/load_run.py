@@ -19,7 +19,7 @@ from ..metrics.cell_metrics import SegmentMetrics
 from ..recipe.recipe import PromptSpec, read_recipe
 from ..runs.record_schema import CurvesFile, Environment, ShardFile, read_checked
 from ..runs.records import CellResult
-from ..runs.run_directory import RunDirectory, read_cell, read_config
+from ..runs.run_directory import RunDirectory, read_cell, read_cell_config
 from ..runs.shards import FILE, FOLDER, merge_environments
 from ..runs.state import FILE as STATE
 from ..runs.state import latest, state_of
@@ -124,7 +124,7 @@ def read_run(directory: Path, timed: bool = True, running: bool = False) -> Fini
         recipe = read_recipe(directory / "recipe.json")
     except UsageError:  # possibly of another version
         for path in run.cell_paths():
-            read_config(path)  # raises if the version differs
+            read_cell_config(path)  # raises if the version differs
         raise
     recipe = recipe.model_copy(update={"prompts": portable(recipe.prompts)})
     partial = _unfinished(directory)
@@ -215,7 +215,7 @@ def _partial_cells(run: RunDirectory, partial: str) -> tuple[list[Path], list[st
     order = {row["cell"]: i for i, row in enumerate(_rows(run))} if has_summary else {}
     heads = {}
     for path in reversed(run.cell_paths()):  # incomplete groups come last
-        head = read_config(path)[1]
+        head = read_cell_config(path)[1]
         heads[head["hash"]] = head, path
     cells = sorted(
         heads.values(),

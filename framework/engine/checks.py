@@ -49,51 +49,52 @@ def check_draft(
 ) -> None:
     """Raise ContractError, naming the ``drafter``, for a draft whose structure breaks the contract."""
     if not isinstance(draft, Draft):
-        raise broken(drafter, f"proposed a {type(draft).__name__}", "propose() must return a Draft")
+        raise contract_error(drafter, f"proposed a {type(draft).__name__}", "propose() must return a Draft")
     _check_tensors(drafter, draft, _DRAFT, {"B": len(sequences.history), "V": vocab_size}, sequences.device)
     who, n = drafter, draft.width
     if n > traits.nodes:
-        raise broken(
+        raise contract_error(
             who,
             f"drafted {n} nodes, more than traits.nodes = {traits.nodes}",
             "buffers have traits.nodes slots; raise traits.nodes",
         )
     if not 0 <= draft.probes <= n:
-        raise broken(who, f"has {draft.probes} probes among {n} nodes", "probes are the last nodes of a draft")
+        raise contract_error(who, f"has {draft.probes} probes among {n} nodes", "probes are the last nodes of a draft")
     candidates = n - draft.probes
     if draft.resume_from is not None and not draft.is_chain:
         fault = f"has resume_from and a draft '{draft.kind}'{' with probes' if draft.probes else ''}"
-        raise broken(who, fault, "draft.resume_from is supported for chains only")
+        raise contract_error(who, fault, "draft.resume_from is supported for chains only")
     if draft.q is not None and draft.q.shape[1] < (candidates if draft.q_index is None else min(candidates, 1)):
         fault = f"made draft.q of shape {list(draft.q.shape)}, too few rows for {candidates} nodes: a shape is off"
-        raise broken(who, fault, "row i is the distribution of node i, unless draft.q_index is set")
+        raise contract_error(who, fault, "row i is the distribution of node i, unless draft.q_index is set")
     if not candidates:
         return
     if draft.kind != traits.kind:
         advice = "the verifier was chosen by the traits, and for other drafts it would bias the output"
-        raise broken(who, f"made a draft '{draft.kind}', but traits.kind is '{traits.kind}'", advice)
+        raise contract_error(who, f"made a draft '{draft.kind}', but traits.kind is '{traits.kind}'", advice)
     if (draft.q is None) != traits.point_mass:
         has = "without" if draft.q is None else "with"
         fault = f"made a draft {has} q, but traits.point_mass is {traits.point_mass}"
-        raise broken(who, fault, "q is the distribution that tokens were drawn from; None = point masses")
+        raise contract_error(who, fault, "q is the distribution that tokens were drawn from; None = point masses")
     if draft.levels is not None and not 0 <= draft.levels <= traits.depth:
         fault = f"made a draft of {draft.levels} levels, deeper than traits.depth = {traits.depth}"
-        raise broken(who, fault, "traits.levels must be the depth of the deepest draft")
+        raise contract_error(who, fault, "traits.levels must be the depth of the deepest draft")
     if draft.children is not None and (reason := problem(draft.children, candidates)):
         fault = f"made draft.children, which {reason}"
-        raise broken(who, fault, "it is the number of children of each node, level by level; None = a dynamic tree")
+        advice = "it is the number of children of each node, level by level; None = a dynamic tree"
+        raise contract_error(who, fault, advice)
     if (draft.sequences is None) == draft.kind.merged_sequences:
         fault = f"made a draft '{draft.kind}' {'without' if draft.sequences is None else 'with'} draft.sequences"
-        raise broken(who, fault, "only drafts of merged sequences have it; use Draft.iid")
+        raise contract_error(who, fault, "only drafts of merged sequences have it; use Draft.iid")
 
 
 def check_verdict(draft: Draft, verdict: Verdict, *, verifier: str = "the verifier") -> None:
     """Raise ContractError, naming the ``verifier``, for a verdict whose structure breaks the contract."""
     if not isinstance(verdict, Verdict):
-        raise broken(verifier, f"returned a {type(verdict).__name__}", "verify() must return a Verdict")
+        raise contract_error(verifier, f"returned a {type(verdict).__name__}", "verify() must return a Verdict")
     _check_tensors(verifier, verdict, _VERDICT, {"B": len(draft.tokens)}, draft.tokens.device)
     if verdict.path is None and draft.width and not draft.is_chain:
-        raise broken(verifier, "verified a tree without verdict.path", "only chains may leave it None")
+        raise contract_error(verifier, "verified a tree without verdict.path", "only chains may leave it None")
 
 
 def check_rows(
@@ -149,7 +150,7 @@ def check_rows(
             fault = f"reported a survival that sums to {row.survival:.6g}"
         else:
             continue
-        raise broken(who, f"{fault} in slot {index} ({place})", advice)
+        raise contract_error(who, f"{fault} in slot {index} ({place})", advice)
     return failed
 
 
@@ -165,7 +166,7 @@ def accepted_too_many(tau: int, depth: int) -> str:
     return f"accepted {tau} tokens of a draft that is {depth} deep"
 
 
-def broken(who: str, fault: str, advice: str) -> ContractError:
+def contract_error(who: str, fault: str, advice: str) -> ContractError:
     return ContractError(f"{who} {fault}; {advice}")
 
 
@@ -194,7 +195,7 @@ def _check_tensors(
                 sizes["N"] = value.shape[1]
             continue
         advice = f"must be a tensor [{', '.join(axes.split())}] of {' or '.join(map(_plain, dtypes))} on {device}"
-        raise broken(who, f"made {name} {fault}", f"{name} {advice}")
+        raise contract_error(who, f"made {name} {fault}", f"{name} {advice}")
 
 
 def _plain(dtype: torch.dtype) -> str:
@@ -213,7 +214,7 @@ def check_unchanged(sequences: Sequences, before: Mapping[str, Any], who: str, c
         if before[name] != now:
             values = "" if name == "history" else f" from {before[name]} to {now}"
             advice = "sequences are read-only: copy what you want to change"
-            raise broken(who, f"changed sequences.{name}{values}", advice)
+            raise contract_error(who, f"changed sequences.{name}{values}", advice)
 
 
 def check_prompt(name: str, prompt: Sequence[int], context_length: int | None) -> None:

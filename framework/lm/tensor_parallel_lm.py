@@ -45,7 +45,7 @@ class SplitLM(RaggedLM):
         )
         super().__init__(forward_pass, batch_size, max_length)
         _tried.add(split)
-        finalize(self, distributed.release, self._key)
+        finalize(self, distributed.release_everywhere, self._key)
 
     def start(self, row: int, prompt: Sequence[int], **inputs: Tensor) -> Tensor | None:
         return self._all("start", super().start, row, list(prompt))

@@ -56,7 +56,7 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0")) if count() > 1 else 0
 
 
-def check(device: Any) -> None:
+def check_processes(device: Any) -> None:
     """Raise UsageError if a target's ``device`` does not match the number of processes."""
     if device == SPLIT and count() == 1:
         raise UsageError(
@@ -139,7 +139,7 @@ def next_key() -> int:
     return next(_keys)
 
 
-def release(key: int) -> None:
+def release_everywhere(key: int) -> None:
     """Release a model or slots in all processes with the next operation."""
     _state.released.append(key)
 

@@ -21,7 +21,7 @@ from .adapters import merge_adapter
 from .configs import COMPACT_WEIGHTS, check_against_weights, check_files, read_config
 from .device import pick_dtype
 from .digests import model_sha256
-from .quantization import GROUP, check_quantized, load_options
+from .quantization import GROUP, check_quantized, quantization_options
 from .resolve import listed, resolve
 from .shared_embedding import adopt_embedding, check_owner, shared_embedding_of
 from .tokenizer import TOKENIZER_FILES, check_code_is_here, eos_token_ids, tokenizer_directory
@@ -61,7 +61,7 @@ def load_model(
         UsageError: unknown name, dtype or device, or an unsupported combination.
         ModelError: the model is incomplete, damaged, pickled, or has missing weights.
     """
-    distributed.check(device)
+    distributed.check_processes(device)
     options: Any = {
         "dtype": dtype,
         "trust_remote_code": trust_remote_code,
@@ -144,7 +144,7 @@ def load_transformers(
             use_safetensors=True,
             output_loading_info=True,
             **options,
-            **load_options(name, resolved.quantization, first_device),
+            **quantization_options(name, resolved.quantization, first_device),
             **placement_options,
             **weights_options,
         )

@@ -111,7 +111,7 @@ def register_split(model: Any, key: int) -> None:
     if distributed.rank():
         return
     model._crossdraft_split = Split(key)
-    finalize(model._crossdraft_split, distributed.release, key)
+    finalize(model._crossdraft_split, distributed.release_everywhere, key)
     for part in (model, model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()):
         part.register_forward_pre_hook(_require_collective)
 

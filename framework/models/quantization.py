@@ -41,7 +41,7 @@ def quantizer() -> str:
     return f"torchao {release('torchao')}".rstrip()
 
 
-def load_options(name: str, quantization: str, device: torch.device) -> dict[str, Any]:
+def quantization_options(name: str, quantization: str, device: torch.device) -> dict[str, Any]:
     """Options of ``from_pretrained`` for a quantised model. Raises ModelError without torchao."""
     if not quantization:
         return {}

@@ -146,11 +146,11 @@ def _numbers() -> TypeAdapter[Numbers]:
 def read_checked(file: Path, schema: type[BaseModel]) -> dict[str, Any]:
     """Read a JSON file of a run. Raises UsageError with file and key if it does not match the schema."""
     content = read_json(file, CONFIG_BYTES, surrogates=True)
-    check(content, schema, file)
+    check_schema(content, schema, file)
     return content
 
 
-def check(value: Any, schema: type[BaseModel], file: Path, key: str = "", line: int = 0) -> None:
+def check_schema(value: Any, schema: type[BaseModel], file: Path, key: str = "", line: int = 0) -> None:
     """Raise UsageError with file and key if a value does not match the schema."""
     try:
         schema.model_validate(value, strict=True)
@@ -189,7 +189,7 @@ def read_responses(file: Path) -> list[dict[str, Any]]:
     for number, line in read_lines(file, RESPONSE_FILE_BYTES, LINE_BYTES, surrogates=True):
         if line:
             responses.append(parse_json(line, file, line=number))
-            check(responses[-1], ResponseRecord, file, line=number)
+            check_schema(responses[-1], ResponseRecord, file, line=number)
     return responses
 
 

@@ -37,7 +37,7 @@ from ..recipe.recipe import CellConfig
 from ..util.input_files import open_file, read_json, refuse_special_files
 from ..util.limits import CONFIG_BYTES, INDEX_BYTES, TABLE_BYTES
 from ..util.output_files import replace_text
-from .record_schema import GroupHead, Head, Provenance, check, read_checked, read_numbers, read_responses
+from .record_schema import GroupHead, Head, Provenance, check_schema, read_checked, read_numbers, read_responses
 from .records import CellResult
 
 logger = logging.getLogger(__name__)
@@ -266,7 +266,7 @@ class RunDirectory:
                 RunDirectory(temporary).write_json("config.json", head)
 
 
-def read_config(path: Path) -> tuple[CellConfig, dict[str, Any]]:
+def read_cell_config(path: Path) -> tuple[CellConfig, dict[str, Any]]:
     """Read the config of the cell in a directory, and the whole ``config.json``.
 
     Raises:
@@ -280,7 +280,7 @@ def read_config(path: Path) -> tuple[CellConfig, dict[str, Any]]:
             f"{printable(str(file))}: written by another version: it has format {version}, this version reads format "
             f"{FORMAT}; run its recipe again"
         )
-    check(head, Head, file)
+    check_schema(head, Head, file)
     try:
         return CellConfig.model_validate(head["config"]), head
     except ValidationError as error:
@@ -298,7 +298,7 @@ def read_cell(path: Path, config: CellConfig | None = None) -> CellResult:
     Raises:
         UsageError: a file is missing, damaged (with the key), or was written by another version.
     """
-    stored_config, head = read_config(path)
+    stored_config, head = read_cell_config(path)
     result = CellResult(config or stored_config, provenance=head["provenance"], measured=head["measured"], reused=True)
     if "planned" in head:
         result.planned, result.budget = head["planned"], head.get("budget", "")
@@ -307,7 +307,7 @@ def read_cell(path: Path, config: CellConfig | None = None) -> CellResult:
         if not isinstance(result.provenance.get("models"), dict):
             raise UsageError(f"{printable(str(path / 'config.json'))}: provenance.models is missing")
         return result
-    check(result.provenance, Provenance, path / "config.json", "provenance")
+    check_schema(result.provenance, Provenance, path / "config.json", "provenance")
     numbers = read_numbers(path / "metrics.json")
     result.metrics, result.pieces = numbers.metrics, numbers.pieces
     result.records = _read_steps(path / "steps.parquet")

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..api.build import build_decoder
 from ..certificate.drafts import DRAFTS
-from ..certificate.faults import Verification, check, unmodified
+from ..certificate.faults import Verification, check_fully, unmodified
 from ..certificate.rows import CannotRun, certify_row, diagnosed
 from ..certificate.toys import built_in_toys
 from ..contracts.draft import DenseScores, Draft, Verdict
@@ -153,7 +153,7 @@ class VerifierContract(OneThread):
             def rng(rows: Sequence[int], numbers: Any = numbers, streams: Any = streams, at: int = position) -> StepRng:
                 return numbers.for_step([streams[row] for row in rows], [at] * len(rows), torch.device("cpu"))
 
-            check(self.make, Verification(draft, p, rng), padding=True)
+            check_fully(self.make, Verification(draft, p, rng), padding=True)
 
     def test_inputs_are_not_modified(self) -> None:
         """verify() does not modify the draft or p."""

@@ -171,8 +171,8 @@ def test_lengths_of_steps() -> None:
 
 
 def test_numbers_as_people_read_them() -> None:
-    assert effort.shown(1_234_567) == "1,234,567"
-    assert effort.shown(10**30) == "about 10^30" and effort.shown(10**4000) == "about 10^4,000"
+    assert effort.number_text(1_234_567) == "1,234,567"
+    assert effort.number_text(10**30) == "about 10^30" and effort.number_text(10**4000) == "about 10^4,000"
     assert effort.power(25) == "33,554,432" and effort.power(1e9) == "about 10^301,029,996"
 
 

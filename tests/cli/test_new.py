@@ -114,7 +114,7 @@ needs_setuptools = pytest.mark.skipif(find_spec("setuptools") is None, reason="s
 def test_installed_package_passes_its_tests(kind: str, tmp_path: Path) -> None:
     """pip, editable, into a folder of its own; without network, so setuptools has to be here already."""
     name = KINDS[kind]
-    folder, site = new.write(kind, name, tmp_path / name), tmp_path / "site"
+    folder, site = new.write_package(kind, name, tmp_path / name), tmp_path / "site"
     offline = ["--no-build-isolation", "--no-deps", "--no-index", "--quiet"]
     python("-m", "pip", "install", *offline, "--target", str(site), str(folder), at=tmp_path)
     listed = python("-m", "crossdraft", "list", new.KINDS[kind], "--json", at=tmp_path, PYTHONPATH=str(site))
@@ -133,7 +133,7 @@ def test_installed_package_is_found_from_parent_directory(kind: str, tmp_path: P
 
     With a flat layout, Python would import the outer folder, because pip's editable finder comes last.
     """
-    new.write(kind, "plain", tmp_path / "plain")
+    new.write_package(kind, "plain", tmp_path / "plain")
     site = tmp_path / "site"
     offline = ["--no-build-isolation", "--no-deps", "--no-index", "--quiet", "--disable-pip-version-check"]
     python("-m", "pip", "install", *offline, "--target", str(site), "-e", "plain", at=tmp_path)

@@ -68,7 +68,8 @@ def test_memory_matches_allocated_tensors(directory: Path, monkeypatch: Any) -> 
     monkeypatch.setattr(memory, "_gb", str)
     plain, small = (load_model(str(directory) + kind, dtype="float32").model for kind in ("", "@int8"))
     sizes = [
-        memory.explain([model], 1, 8, 1, None).partition("weights ")[2].partition(",")[0] for model in (plain, small)
+        memory.memory_message([model], 1, 8, 1, None).partition("weights ")[2].partition(",")[0]
+        for model in (plain, small)
     ]
     assert sizes[0] != sizes[1]
 

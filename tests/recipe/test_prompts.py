@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossdraft.framework.api.cell_runner import Conversation
-from crossdraft.framework.bench.cells.conversations import prepare
+from crossdraft.framework.bench.cells.conversations import prepare_conversations
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.errors import UnknownNameError, UsageError
 from crossdraft.framework.models.chat import encode
@@ -188,7 +188,7 @@ def test_answer_never_takes_more_room_than_was_kept(tokenizers: Any, answers: li
     texts = [" ".join(f"w{i}" for i in answer) for answer in answers]
     for tokenizer in tokenizers:
         prompt = Prompt("x", "c", ("w5 w6", "w7", "w8"))
-        (conversation,) = prepare([prompt], loaded(tokenizer), 8)
+        (conversation,) = prepare_conversations([prompt], loaded(tokenizer), 8)
         for turn in range(3):
             tokens = conversation.encode(tokenizer, texts[:turn])
             assert len(tokens) <= conversation.prompt_lens[turn]
@@ -204,13 +204,13 @@ def test_prompts_that_do_not_fit(tokenizers: Any) -> None:
     chat, plain = tokenizers
     prompt = Prompt("long", "c", ("w5 w6 w7 w8",))
     with pytest.raises(UsageError, match=r"^prompt 'long' has 6 tokens, but the context length of toy is 6; shorten"):
-        prepare([prompt], loaded(chat, 6), 8)
-    prepare([prompt], loaded(chat, 7), 8)
+        prepare_conversations([prompt], loaded(chat, 6), 8)
+    prepare_conversations([prompt], loaded(chat, 7), 8)
     two = Prompt(3, "c", ("w5", "w6"))
     with pytest.raises(
         UsageError,
         match=r"^prompt 3, turn 2 has up to 30 tokens with the answers before it, but the context length of toy",
     ):
-        prepare([two], loaded(chat, 20), 8)
+        prepare_conversations([two], loaded(chat, 20), 8)
     with pytest.raises(UsageError, match=r"^prompt 'e' has no tokens"):
-        prepare([Prompt("e", "c", (" ",))], loaded(plain), 8)
+        prepare_conversations([Prompt("e", "c", (" ",))], loaded(plain), 8)

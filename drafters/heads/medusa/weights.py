@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ....framework.errors import ModelError
-from ..config_keys import LAYOUTS, check
+from ..config_keys import LAYOUTS, check_head_config
 
 if TYPE_CHECKING:
     from ....framework.contracts.models import Checkpoint
@@ -149,7 +149,7 @@ def read_heads(checkpoint: Checkpoint, target: Any, heads: int | None = None) ->
             f"their keys are not a known layout of Medusa heads: {shown}; known are 0.0.linear.weight (optional prefix "
             "medusa_head.) and blocks.0.layers.0.weight"
         )
-    check(checkpoint, "medusa", LAYOUTS["medusa"])
+    check_head_config(checkpoint, "medusa", LAYOUTS["medusa"])
     layers = 1 + max(checkpoint.number(match[2], match[0]) for match in blocks)
     number = {key: _head(checkpoint, key) for key in tensors}
     available = 1 + max(number.values())

@@ -20,7 +20,7 @@ from ...recipe.prompts import Prompt
 TEMPLATE_SLACK = 16
 
 
-def prepare(prompts: Sequence[Prompt], target: LoadedModel, max_new_tokens: int) -> list[Conversation]:
+def prepare_conversations(prompts: Sequence[Prompt], target: LoadedModel, max_new_tokens: int) -> list[Conversation]:
     """Compute the length of every turn. Raises UsageError for a prompt that is empty or exceeds the context."""
     conversations = []
     for prompt in prompts:
@@ -63,7 +63,7 @@ def compile_constraints(
     return results
 
 
-def turns_of(conversations: Iterable[Conversation]) -> int:
+def count_turns(conversations: Iterable[Conversation]) -> int:
     return sum(len(conversation.prompt.turns) for conversation in conversations)
 
 
@@ -74,7 +74,7 @@ def blocks_of(prompts: Sequence[Prompt], batch_sizes: Iterable[int], random: Ran
     """
     position = {id(prompt): i for i, prompt in enumerate(prompts)}
     pieces = list(cut_pieces([Conversation(prompt, ()) for prompt in prompts], max(batch_sizes), random))
-    turns = [turns_of(piece) for piece in pieces]
+    turns = [count_turns(piece) for piece in pieces]
     pieces.insert(0, pieces.pop(turns.index(min(turns))))
     return [[position[id(conversation.prompt)] for conversation in piece] for piece in pieces]
 

@@ -520,15 +520,15 @@ def other_value(key: Key) -> Any:
 def test_other_computation_is_refused_or_remarked(layout: str, path: str, key: Key, caplog: Any) -> None:
     config = CONFIGS.get(layout, {})
     for value in (None, *key.neutral):
-        config_keys.check(checkpoint_of(patched(config, {path: value}), {}), layout, LAYOUTS[layout])
+        config_keys.check_head_config(checkpoint_of(patched(config, {path: value}), {}), layout, LAYOUTS[layout])
     assert not caplog.records
     config_keys._remark.cache_clear()
     changed = checkpoint_of(patched(config, {path: other_value(key)}), {})
     if key.effect == "refused":
         with pytest.raises(ModelError, match=path):
-            config_keys.check(changed, layout, LAYOUTS[layout])
+            config_keys.check_head_config(changed, layout, LAYOUTS[layout])
     else:
-        config_keys.check(changed, layout, LAYOUTS[layout])
+        config_keys.check_head_config(changed, layout, LAYOUTS[layout])
         assert path in caplog.text and "not applied" in caplog.text
 
 
@@ -536,11 +536,13 @@ def test_other_computation_is_refused_or_remarked(layout: str, path: str, key: K
 def test_unknown_key_is_remarked(layout: str, caplog: Any) -> None:
     config, prefix = CONFIGS.get(layout, {}), (*LAYOUTS[layout].prefixes, "")[0]
     with caplog.at_level(logging.WARNING):
-        config_keys.check(checkpoint_of(config, {}), layout, LAYOUTS[layout])
+        config_keys.check_head_config(checkpoint_of(config, {}), layout, LAYOUTS[layout])
         assert not caplog.records
         sections = [name for name, key in LAYOUTS[layout].keys.items() if not isinstance(key, Key)]
         paths = [f"{prefix}frobnicate", *(f"{section}.frobnicate" for section in sections if prefix == "")]
-        config_keys.check(checkpoint_of(patched(config, dict.fromkeys(paths, 3)), {}), layout, LAYOUTS[layout])
+        config_keys.check_head_config(
+            checkpoint_of(patched(config, dict.fromkeys(paths, 3)), {}), layout, LAYOUTS[layout]
+        )
     assert len(caplog.records) == 1 and all(f"{path} is not known" in caplog.text for path in paths)
 
 

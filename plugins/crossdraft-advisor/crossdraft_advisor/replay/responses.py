@@ -19,7 +19,7 @@ from crossdraft.framework import plugins
 from crossdraft.framework.errors import UsageError, printable, quoted
 from crossdraft.framework.models.chat import encode, encode_text
 from crossdraft.framework.recipe.prompts import Prompt, rows
-from crossdraft.framework.runs.run_directory import RunDirectory, read_config
+from crossdraft.framework.runs.run_directory import RunDirectory, read_cell_config
 from crossdraft.framework.util.input_files import kind_of, open_file, parse_json, path_of, read_lines, read_text
 from crossdraft.framework.util.limits import LINE_BYTES, RESPONSE_FILE_BYTES
 
@@ -93,7 +93,7 @@ class Reader(ParseContext):
         """The plain-decoding cell of a run with the requested sampling."""
         cells = {}
         for path in RunDirectory(run).cell_paths():
-            config, _ = read_config(path)
+            config, _ = read_cell_config(path)
             if config.is_baseline and (path / "responses.jsonl").exists():
                 cells[path] = config
         matching = {path: c for path, c in cells.items() if self.sampling is None or c.sampling == self.sampling}
@@ -116,7 +116,7 @@ class Reader(ParseContext):
         return min(matching, key=lambda path: (matching[path].batch_size, path.name))
 
     def _cell(self, path: Path) -> Iterator[Response]:
-        config, file = read_config(path)[0], path / "responses.jsonl"
+        config, file = read_cell_config(path)[0], path / "responses.jsonl"
         if self.sampling is not None and config.sampling != self.sampling:
             raise UsageError(
                 f"the cell {path} was sampled at {describe(config.sampling)}, not at {describe(self.sampling)}; "

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from crossdraft.drafters.heads.config_keys import check
+from crossdraft.drafters.heads.config_keys import check_head_config
 from crossdraft.drafters.heads.eagle_weights import (
     biased,
     decoder_layer,
@@ -298,7 +298,7 @@ class DFlash(BlockDrafter):
         tensors = renamed(checkpoint)
         if any(key.startswith(DSPARK) for key in tensors):
             raise checkpoint.refused("they are DSpark heads (markov_head, confidence_head); use drafter 'dspark'")
-        check(checkpoint, self.name, self.layout)
+        check_head_config(checkpoint, self.name, self.layout)
         options = backbone(checkpoint, tensors, self.context.target_model, self.config.layers)
         options |= _dflash2(checkpoint, tensors, options)
         head = DFlashHead(**options)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from crossdraft.drafters.autoregressive.draft_model import LengthPolicy
 from crossdraft.drafters.autoregressive.policies import Static
-from crossdraft.drafters.heads.config_keys import check
+from crossdraft.drafters.heads.config_keys import check_head_config
 from crossdraft.drafters.heads.eagle_weights import merged_config, near, renamed, with_rows
 from crossdraft.framework.contracts.drafter import DraftContext, StrategyConfig
 
@@ -164,7 +164,7 @@ class DSpark(DFlash):
         tensors = renamed(checkpoint)
         if not any(key.startswith(DSPARK) for key in tensors):
             raise checkpoint.refused("they have neither markov_head nor confidence_head; use drafter 'dflash'")
-        check(checkpoint, self.name, self.layout)
+        check_head_config(checkpoint, self.name, self.layout)
         options = backbone(checkpoint, tensors, target, self.config.layers)
         rank, width = (_width(tensors, key) for key in ("markov_head.markov_w1", "confidence_head.proj"))
         kind = next((kind for kind, key in _KINDS.items() if key in tensors), "vanilla")

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from crossdraft.drafters.autoregressive.draft_model import grow_chain
 from crossdraft.drafters.autoregressive.policies import POLICIES, Policy, Static
-from crossdraft.drafters.heads.config_keys import check, remark
+from crossdraft.drafters.heads.config_keys import check_head_config, remark
 from crossdraft.drafters.heads.eagle_weights import near, with_rows
 from crossdraft.drafters.heads.feature_reader import last_state
 from crossdraft.framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
@@ -221,7 +221,7 @@ def read_speculator(checkpoint: Checkpoint, vocab_size: int, size: int) -> Specu
     indices = [checkpoint.number(match[2], key) for key in tensors if (match := _STAGE.fullmatch(key))]
     if not indices:
         raise checkpoint.refused("they are not an MLP speculator: emb.0.weight is missing")
-    check(checkpoint, MlpSpeculator.name, MlpSpeculator.layout)
+    check_head_config(checkpoint, MlpSpeculator.name, MlpSpeculator.layout)
     if type(stages) is not int or not max(indices) < stages <= MOST_LEVELS:
         raise checkpoint.refused(
             f"config.json has {stages!r:.80} for n_predict, the number of stages, not {max(indices) + 1}"

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crossdraft.drafters.heads.config_keys import check, refuse_assistant
-from crossdraft.drafters.heads.eagle_weights import shared, vocabulary, write
+from crossdraft.drafters.heads.config_keys import check_head_config, refuse_assistant
+from crossdraft.drafters.heads.eagle_weights import save_head_files, shared, vocabulary
 from crossdraft.drafters.heads.feature_head import FeatureHead
 from crossdraft.drafters.heads.features import FeatureDrafter
 from crossdraft.framework.errors import ModelError
@@ -123,7 +123,7 @@ class MtpHead(FeatureHead):
                     break
             tensors[f"mtp.{key}"] = tensor
         config = {"model_type": self.config.model_type, "num_nextn_predict_layers": 1}
-        write(directory, config, tensors)
+        save_head_files(directory, config, tensors)
 
 
 def mtp_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -174,7 +174,7 @@ class Mtp(FeatureDrafter):
                 "they lack a module of multi-token prediction: they have "
                 "neither mtp.* nor mtp_layers.0.* nor model.layers.{L}.eh_proj"
             )
-        check(checkpoint, self.name, self.layout)
+        check_head_config(checkpoint, self.name, self.layout)
         tensors = dequantized(checkpoint, tensors)
         tables = vocabulary(checkpoint, tensors, target, target.get_input_embeddings().weight.shape[1])
         head = MtpHead(target, tables.embedding, tables.head, target_ids=tables.ids, logit_scale=tables.scale)

@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from crossdraft.drafters.heads.config_keys import check
+from crossdraft.drafters.heads.config_keys import check_head_config
 from crossdraft.drafters.heads.eagle3 import LAYERS, Eagle3Head, read_head
 from crossdraft.drafters.heads.eagle_weights import merged_config
 from crossdraft.framework.contracts.draft import Sequences, on_device
@@ -79,7 +79,7 @@ class PEagle(BlockDrafter):
         if name is None:
             raise checkpoint.refused("they lack mask_hidden, the feature of masked positions; use drafter 'eagle3'")
         flat = checkpoint.with_tensors({name: checkpoint.tensors[name].reshape(-1)})
-        check(flat, self.name, self.layout)
+        check_head_config(flat, self.name, self.layout)
         head = read_head(flat, target, self.config.layers, PEagleHead)
         assert isinstance(head, PEagleHead)
         self._mask = _mask_token(checkpoint, len(head.embed_tokens.weight))

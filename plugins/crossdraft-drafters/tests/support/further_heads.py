@@ -13,7 +13,7 @@ from crossdraft_drafters.heads.p_eagle import PEagleHead
 from crossdraft_drafters.self_speculation.pass_weights import save_embeddings
 from head_checkpoints import layer_config
 
-from crossdraft.drafters.heads.eagle_weights import config_json, write
+from crossdraft.drafters.heads.eagle_weights import config_json, save_head_files
 from crossdraft.framework.errors import ModelError
 
 
@@ -48,4 +48,4 @@ def write_further_heads(root: Path, target: Any, *, mask_token: int) -> None:
             tensors = {
                 k: t for k, t in module.state_dict().items() if k not in ("embed_tokens.weight", "lm_head.weight")
             }
-            write(root / name, config_json(config, name, **report), tensors)
+            save_head_files(root / name, config_json(config, name, **report), tensors)
