@@ -16,6 +16,7 @@ from dataclasses import replace
 import numpy as np
 from crossdraft_advisor.commands.baseline_responses import baseline_responses
 from crossdraft_advisor.diagnosis.matching import CONFIGURED, match
+from crossdraft_advisor.diagnosis.misconfigurations import misconfigurations
 from crossdraft_advisor.diagnosis.trials import Trial, TrialResult, engine_misreadings, run_trials
 from crossdraft_advisor.engines.acceptance import Acceptance
 from crossdraft_advisor.engines.counter_definitions import DEFINITIONS
@@ -70,7 +71,7 @@ def main() -> None:
     responses = list(Reader(target=TARGET, sampling=sampling, processed=True).read([str(path)]))
     target = Target(TARGET, sampling, dtype="float32")
     drafter, heads = configured("drafters", {"name": "eagle3", "model": HEADS}), load_checkpoint(HEADS)
-    readings = [Misconfiguration("", ""), *drafter[0].misconfigurations(drafter[1], heads, target.loaded.model)]
+    readings = [Misconfiguration("", ""), *misconfigurations(*drafter, heads, target.loaded.model)]
     readings += engine_misreadings(drafter, sampling, heads)
     trials = [Trial(reading, target, responses) for reading in readings]
     results = [r for r in run_trials(drafter, trials, GAMMA, DEFINITIONS["vllm"]) if r.counts is not None]
