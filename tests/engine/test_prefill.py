@@ -16,7 +16,7 @@ from crossdraft.framework.contracts.steps import Request
 from crossdraft.framework.engine.decoder import Decoder
 from crossdraft.framework.engine.prefill import passes, prefills
 from crossdraft.framework.errors import UsageError
-from crossdraft.framework.lm.forward_pass import SELECTS
+from crossdraft.framework.lm.architectures import RECENT
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 pytestmark = pytest.mark.usefixtures("third_party")
@@ -105,7 +105,7 @@ def test_hidden_states_are_those_of_prompts_prefilled_one_by_one(tiny_model: Cal
         torch.testing.assert_close(lm.forward(root)[0], want, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.skipif(not SELECTS, reason="this transformers keeps the hidden states of all layers or none")
+@pytest.mark.skipif(not RECENT, reason="this transformers keeps the hidden states of all layers or none")
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_hidden_states_of_no_other_layer_are_kept(tiny_model: Callable, family: str) -> None:
     lm, kept = TransformersLM(tiny_model(family, copy="heard"), 2, 32), []
