@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
-from scipy.special import expit, logit, logsumexp, xlogy
+from scipy.special import expit, logit, xlogy
 
 #: Trials as which arbitrarily many drafts count: rates of one drafter differ by about 0.03 between texts.
 PRECISION = 300.0
@@ -208,7 +208,7 @@ def assess(hypotheses: Sequence[Hypothesis], sources: Sequence[Counts]) -> list[
     """The hypotheses and `NONE` with their likelihoods, the most likely first."""
     assessments = [_assessment(hypothesis, sources) for hypothesis in (*hypotheses, NONE)]
     logs = np.array([item.log_likelihood + math.log(item.hypothesis.prior) for item in assessments])
-    shares = np.exp(logs - logsumexp(logs)).tolist()
+    shares = np.exp(logs - np.logaddexp.reduce(logs)).tolist()
     results = [replace(item, share=share) for item, share in zip(assessments, shares, strict=True)]
     return sorted(results, key=lambda assessment: assessment.share, reverse=True)
 
@@ -216,7 +216,7 @@ def assess(hypotheses: Sequence[Hypothesis], sources: Sequence[Counts]) -> list[
 def _assessment(hypothesis: Hypothesis, sources: Sequence[Counts]) -> Assessment:
     shifts = hypothesis.shifts if len(sources) > 1 else hypothesis.shifts[:1]
     results = [_forward(curve, shift, sources) for curve in hypothesis.curves for shift in shifts]
-    likelihood = float(logsumexp([value for value, _ in results])) - math.log(len(results))
+    likelihood = float(np.logaddexp.reduce([value for value, _ in results])) - math.log(len(results))
     return Assessment(hypothesis, likelihood, max(results)[1])
 
 
