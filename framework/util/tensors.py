@@ -108,7 +108,7 @@ def on_device(values: Any, device: torch.device) -> Tensor:
 
     Copies from pageable memory synchronise; pinned memory is reused only after its copy is finished.
     """
-    return to_device(torch.tensor(values, dtype=torch.long), device)
+    return torch.tensor(values, dtype=torch.long, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:

@@ -171,7 +171,7 @@ def test_command_reproduces_run(make_run: MADE, capsys: Any, tmp_path: Path, ins
     run = make_run(prompts=str(prompts), limit=4, matrix={"temperature": [1], "seed": [0, 1]}, dtype="float32")
     (command,) = rows(report(capsys, run)[1], "command")
     assert command[1] == (
-        "`crossdraft run paper/mine --set prompts=question.jsonl --limit 4 --set dtype=float32 "
+        "`crossdraft run paper/mine --set dtype=float32 --set prompts=question.jsonl --limit 4 "
         "--set 'matrix.seed=[0, 1]'`"
     )
     # Only the name of the prompts file is shown, and the page does not need the file.
