@@ -322,7 +322,7 @@ def better_of_two_probs(p: Tensor, q: Tensor) -> Tensor:
 
 
 def best_path_probs(p: Tensor, q: Tensor, y: Tensor, on_path: Tensor, n: Tensor | None, max_sequences: int) -> Tensor:
-    """Qhat ``[B, L, V]`` of the path ``y [B, L]``, the highest-ranked of ``n [B]`` sequences (``None`` = ``max_sequences``).
+    """Qhat ``[B, L, V]`` of the path ``y [B, L]``, the highest of ``n [B]`` sequences (``None`` = ``max_sequences``).
 
     u^n - v^n = (u - v) sum_i u^i v^(n-1-i), so the factor J cancels with that of the denominator.
 

@@ -47,7 +47,7 @@ def split_adapter(name: str) -> tuple[str, str]:
 
 
 def refuse_adapter(name: str, unsupported: str) -> None:
-    """Raise UsageError with the reason ``subject`` if ``name`` has an adapter."""
+    """Raise UsageError with the reason ``unsupported`` if ``name`` has an adapter."""
     if kind_of(name):
         return
     base, adapter = split_adapter(name)

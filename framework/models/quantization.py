@@ -30,7 +30,7 @@ def split(name: str) -> tuple[str, str]:
 
 
 def refuse_quantized(name: str, unsupported: str) -> None:
-    """Raise UsageError with the reason ``subject`` if the model is quantised."""
+    """Raise UsageError with the reason ``unsupported`` if the model is quantised."""
     stem, quantization = split(name)
     if quantization:
         raise UsageError(f"{printable(name)}: {unsupported}; use {printable(stem)}")
