@@ -48,8 +48,10 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 _BLOCK = re.compile(r"(?:^<!-- ([^\n]*) -->\n)?^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 #: Languages of code and files; ``sh`` is code that needs the network, an extra or another machine.
 CODE = ("bash", "python", "sh", "toml", "yaml")
-#: Finished runs of quickstart, in the folders runs and again.
-RUNS = ROOT / "tests/fixtures/runs.tar.xz"
+#: The page whose files README uses, too.
+GUIDE = ROOT / "docs/from-responses-to-flags.md"
+#: Finished runs of quickstart and multi-draft, in the folders runs and again.
+RUNS = (ROOT / "tests/fixtures/runs.tar.xz", ROOT / "tests/fixtures/multi-draft.tar.xz")
 #: Pages whose commands are of the core and whose files or machines only a companion reads.
 READ_BY_COMPANIONS = ("cost.md", "gate.md")
 #: The port that the pages name; tests take a free one.
@@ -192,8 +194,9 @@ def text_models(page: Path, tmp_path_factory: Any, models: dict[str, Path]) -> I
 @pytest.fixture
 def stored_runs(page: Path, place: Path) -> None:
     """The finished runs, on the pages that print from them."""
-    if page.name in ("README.md", "report.md"):
-        with tarfile.open(RUNS) as runs:
+    pages = {"README.md": RUNS, "report.md": RUNS[:1], "batch-size.md": RUNS[1:]}
+    for archive in pages.get(page.name, ()):
+        with tarfile.open(archive) as runs:
             runs.extractall(place, filter="data")
 
 
@@ -241,7 +244,7 @@ def test_every_block_runs(
 ) -> None:
     names: dict[str, Any] = {}
     files: dict[str, list[str]] = {}
-    for block in blocks(page):
+    for block in (*blocks(page), *(blocks(GUIDE) if page.name == "README.md" else ())):
         if block.title:
             files.setdefault(block.title, []).append(block.text)
     for title, parts in files.items():
