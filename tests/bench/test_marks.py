@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from certificate_verifiers import AcceptAll
+from companions import needs_page
 from tiny_runs import ONE_GROUP, cells
 
 from crossdraft.drafters.draft_model.draft_model import DraftModelChain
@@ -178,8 +179,9 @@ def test_headline_needs_certified_pair(measured: Path) -> None:
     assert "run: honest is omitted: lossy" in notes
 
 
+@needs_page
 def test_html_page(measured: Path) -> None:
-    html_page = pytest.importorskip("crossdraft_page.html.document").html_page
+    from crossdraft_page.html.document import html_page
 
     finished = read_run(measured)
     liar = next(r for r in finished.summary.results if r.config.verifier.name == "liar")
@@ -198,8 +200,9 @@ def test_html_page(measured: Path) -> None:
         assert [("number strong" in row) for row in rows if f'data-verifier="{name}"' in row] == [strong]
 
 
+@needs_page
 def test_legends_of_charts(measured: Path) -> None:
-    kinds = pytest.importorskip("crossdraft_page.charts.charts").KINDS
+    from crossdraft_page.charts.charts import KINDS
     from crossdraft_page.charts.style import style
 
     results = read_run(measured).summary.results
@@ -208,7 +211,7 @@ def test_legends_of_charts(measured: Path) -> None:
             result.metrics.speed_up, result.metrics.withheld = Estimate(1.5, 1.4, 1.6), ""
     for kind in ("block_efficiency", "target_rows", "speed_up", "acceptance"):
         with style():
-            drawn = kinds[kind].draw(results, "page")
+            drawn = KINDS[kind].draw(results, "page")
         assert drawn is not None
         words = {text.get_text() for item in drawn[0].legends for text in item.get_texts()}
         assert {"token", "liar (not certified)", "honest (lossy)"} <= words
