@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .tensors import to_device
+from .tensors import on_device
 
 TreeShape = tuple[tuple[int, ...], ...]
 #: A node and its children; the root is -1.
@@ -102,7 +102,7 @@ def tree_constant(children: TreeShape, name: str, device: torch.device) -> Tenso
 @lru_cache(maxsize=256)
 def _cached_constant(children: TreeShape, name: str, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # a training step may use it later
-        return to_device(torch.tensor(_CONSTANTS[name](children)), device)
+        return on_device(_CONSTANTS[name](children), device, None)
 
 
 def problem(children: Sequence[Sequence[int]], nodes: int) -> str | None:

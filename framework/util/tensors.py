@@ -103,17 +103,12 @@ def ancestor_mask(parents: Tensor, levels: int) -> Tensor:
     return paths > 0
 
 
-def on_device(values: Any, device: torch.device) -> Tensor:
-    """Copy nested lists of integers to an int64 tensor on ``device``, without synchronisation.
+def on_device(values: Any, device: torch.device, dtype: torch.dtype | None = torch.long) -> Tensor:
+    """Copy nested lists to a tensor on ``device``, without synchronisation; dtype None: that of the values.
 
     Copies from pageable memory synchronise; pinned memory is reused only after its copy is finished.
     """
-    return torch.tensor(values, dtype=torch.long, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-
-
-def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to ``device``, without synchronisation; it may be changed afterwards."""
-    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def eager_on_cpu(like: Tensor) -> bool:
