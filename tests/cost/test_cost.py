@@ -54,15 +54,6 @@ def test_pass_beyond_context_is_refused(tiny_model: Any) -> None:
 # -- the command ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def config_file(tmp_path: Path) -> str:
-    config = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
-              "num_key_value_heads": 8, "intermediate_size": 28672, "vocab_size": 128256}  # fmt: skip
-    file = tmp_path / "llama-70b.json"
-    file.write_text(json.dumps(config), encoding="utf-8")
-    return str(file)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -53,12 +53,18 @@ NAMES = {
 }
 
 
+def renamed(tensors: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor]:
+    """The tensors with other beginnings of their names."""
+    out = {}
+    for key, tensor in tensors.items():
+        old = next(old for old in names if key.startswith(old))
+        out[names[old] + key.removeprefix(old)] = tensor
+    return out
+
+
 def deepseek(target: Any) -> dict[str, Tensor]:
     """The same module; the copies of the target's embedding and head beside it, as they are published."""
-    out = {}
-    for key, tensor in qwen(target).items():
-        old = next(old for old in NAMES if key.startswith(old))
-        out[NAMES[old] + key.removeprefix(old)] = tensor
+    out = renamed(qwen(target), NAMES)
     out["model.layers.2.embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
     out["model.layers.2.shared_head.head.weight"] = target.get_output_embeddings().weight.detach().clone()
     return out
@@ -75,11 +81,7 @@ SPECULATORS = {
 
 def speculators(target: Any) -> dict[str, Tensor]:
     """The same module as vllm-project/speculators converts it."""
-    out = {}
-    for key, tensor in qwen(target).items():
-        old = next(old for old in SPECULATORS if key.startswith(old))
-        out[SPECULATORS[old] + key.removeprefix(old)] = tensor
-    return out
+    return renamed(qwen(target), SPECULATORS)
 
 
 def whole(target: Any, module: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -215,15 +215,6 @@ def test_invalid_shape_is_reported(tmp_path: Path, tiny_model: Any) -> None:
             read_shape(str(file))
 
 
-@pytest.fixture
-def config_file(tmp_path: Path) -> str:
-    config = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
-              "num_key_value_heads": 8, "intermediate_size": 28672, "vocab_size": 128256}  # fmt: skip
-    file = tmp_path / "llama-70b.json"
-    file.write_text(json.dumps(config), encoding="utf-8")
-    return str(file)
-
-
 def test_roofline_from_command_line(config_file: str, capsys: Any) -> None:
     options = ["--on", "h100", "--devices", "8", "--gamma", "4", "--acceptance", "0.7", "--batch-size", "1,64,2048"]
     assert cli.main(["cost", "--target", config_file, *options]) == 0
