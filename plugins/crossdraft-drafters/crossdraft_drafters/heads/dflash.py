@@ -49,10 +49,11 @@ from crossdraft.drafters.heads.eagle_weights import (
 )
 from crossdraft.drafters.heads.feature_head import HeadModule
 from crossdraft.drafters.heads.rotary import Rotary
-from crossdraft.framework.contracts.draft import Sequences, on_device
+from crossdraft.framework.contracts.draft import Sequences
 from crossdraft.framework.contracts.drafter import DraftContext, StrategyConfig
 from crossdraft.framework.contracts.misconfiguration import Misconfiguration
 from crossdraft.framework.util.limits import MOST_LEVELS
+from crossdraft.framework.util.tensors import on_device
 
 from .blocks import BlockDrafter
 from .config_keys import LAYOUTS

@@ -27,13 +27,14 @@ from crossdraft.drafters.autoregressive.policies import POLICIES, Policy, Static
 from crossdraft.drafters.heads.config_keys import check_head_config, remark
 from crossdraft.drafters.heads.eagle_weights import near, with_rows
 from crossdraft.drafters.heads.feature_reader import last_state
-from crossdraft.framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
+from crossdraft.framework.contracts.draft import Draft, Scores, Sequences, Verdict
 from crossdraft.framework.contracts.draft_kind import CHAIN
 from crossdraft.framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
 from crossdraft.framework.contracts.rng import StepRng
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import ContractError, ModelError
 from crossdraft.framework.util.limits import MOST_LEVELS
+from crossdraft.framework.util.tensors import on_device
 
 from .config_keys import LAYOUTS
 

@@ -20,8 +20,9 @@ from torch.nn.utils.rnn import pad_sequence
 from crossdraft.drafters.heads.config_keys import check_head_config
 from crossdraft.drafters.heads.eagle3 import LAYERS, Eagle3Head, read_head
 from crossdraft.drafters.heads.eagle_weights import merged_config
-from crossdraft.framework.contracts.draft import Sequences, on_device
+from crossdraft.framework.contracts.draft import Sequences
 from crossdraft.framework.util.limits import MOST_LEVELS
+from crossdraft.framework.util.tensors import on_device
 
 from .blocks import BlockConfig, BlockDrafter
 from .config_keys import LAYOUTS

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from crossdraft.framework.contracts.draft import on_device
 from crossdraft.framework.contracts.lm import LM
+from crossdraft.framework.util.tensors import on_device
 
 
 class MutableTailLM:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from crossdraft.framework.metrics.cell_metrics import Metrics
-    from crossdraft.framework.metrics.intervals import Estimate
     from crossdraft.framework.runs.records import CellResult
+    from crossdraft.framework.util.estimate import Estimate
 
 #: Height of a pair in a list of pairs, in inches.
 _ROW = 0.125

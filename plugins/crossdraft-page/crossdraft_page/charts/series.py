@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from crossdraft.framework.metrics.cell_metrics import SegmentMetrics
-    from crossdraft.framework.metrics.intervals import Estimate
     from crossdraft.framework.runs.records import CellResult
+    from crossdraft.framework.util.estimate import Estimate
 
 #: Offset between the bars of two series: in powers of two for batch sizes, in positions for positions.
 _OFFSET = 0.09

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from crossdraft.framework.metrics.intervals import Estimate
+    from crossdraft.framework.util.estimate import Estimate
 
 #: File metadata that marks charts, so that `util.output_files.check_output` recognises them.
 MARK = b"crossdraft report"
