@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import gc
 import io
 import re
 import sys
 import tokenize
 from collections.abc import Iterator
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -100,32 +101,39 @@ def sources() -> list[Path]:
     ]
 
 
-@cache
-def nodes_of(path: Path) -> list[ast.AST]:
-    """Nodes that the rules look at, read once."""
-    return [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, NODES)]
+@dataclass(frozen=True)
+class Source:
+    """A file, read and parsed once for all rules."""
+
+    path: Path
+    text: str
+    nodes: list[ast.AST]
+
+    @classmethod
+    def of(cls, path: Path) -> Source:
+        text = path.read_text(encoding="utf-8")
+        return cls(path, text, [node for node in ast.walk(ast.parse(text)) if isinstance(node, NODES)])
+
+    def at(self, node: ast.AST) -> str:
+        return f"{self.path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
 
 
-def at(path: Path, node: ast.AST) -> str:
-    return f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
-
-
-def openings(path: Path) -> Iterator[str]:
+def openings(source: Source) -> Iterator[str]:
     """Docstrings that open with a word of `OPENINGS`."""
-    for node in nodes_of(path):
+    for node in source.nodes:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             docstring = ast.get_docstring(node)
             if docstring and re.split(r"\W", docstring, maxsplit=1)[0] in OPENINGS:
-                yield f"{at(path, node)}: {docstring.splitlines()[0][:80]}"
+                yield f"{source.at(node)}: {docstring.splitlines()[0][:80]}"
 
 
-def names(path: Path) -> Iterator[str]:
+def names(source: Source) -> Iterator[str]:
     """Bindings called by a word of `NAMES`, in the kernel of `KERNEL_NAMES`."""
-    file = path.relative_to(ROOT)
+    file = source.path.relative_to(ROOT)
     words = KERNEL_NAMES if file.as_posix().startswith(tuple(f"{folder}/" for folder in KERNEL)) else NAMES
-    if path.stem in words:
-        yield f"{file}: {words[path.stem]}"
-    for node in nodes_of(path):
+    if file.stem in words:
+        yield f"{file}: {words[file.stem]}"
+    for node in source.nodes:
         bound = None
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             bound = node.name
@@ -134,31 +142,32 @@ def names(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             bound = node.id
         if bound in words:
-            yield f"{at(path, node)}: {bound}: {words[bound]}"
+            yield f"{source.at(node)}: {bound}: {words[bound]}"
 
 
-def unclear_tests(path: Path) -> Iterator[str]:
+def unclear_tests(source: Source) -> Iterator[str]:
     """Names of tests that match `TEST_NAMES`."""
-    for node in nodes_of(path):
+    for node in source.nodes:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and TEST_NAMES.search(node.name):
-            yield f"{at(path, node)}: {node.name}: call it test_<subject>_<verb>_<object>"
+            yield f"{source.at(node)}: {node.name}: call it test_<subject>_<verb>_<object>"
 
 
-def prose(path: Path) -> Iterator[str]:
+def prose(source: Source) -> Iterator[str]:
     """Lines of docstrings and comments that match `PROSE`, outside of quotes."""
-    text = path.read_text(encoding="utf-8")
-    if not PROSE.search(text):  # tokenizing takes seconds in all
-        return
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+    lines = source.text.replace('"""', "").splitlines() if PROSE.search(source.text) else ()
+    if not any(PROSE.search(QUOTED.sub("", line)) for line in lines):
+        return  # tokenizing takes seconds in all
+    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
         if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and token.string.startswith('"""')):
             for i, line in enumerate(token.string.removeprefix('"""').removesuffix('"""').splitlines()):
                 if match := PROSE.search(QUOTED.sub("", line)):
-                    yield f"{path.relative_to(ROOT)}:{token.start[0] + i}: {match[0]!r} in {line.strip()[:80]!r}"
+                    place = f"{source.path.relative_to(ROOT)}:{token.start[0] + i}"
+                    yield f"{place}: {match[0]!r} in {line.strip()[:80]!r}"
 
 
-def messages(path: Path) -> Iterator[str]:
+def messages(source: Source) -> Iterator[str]:
     """Messages that hold a phrase of `PHRASES`."""
-    for node in nodes_of(path):
+    for node in source.nodes:
         name = getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
         text = node.exc if isinstance(node, ast.Raise) else node if name in SPEAKERS else None
         if text is not None:
@@ -166,12 +175,19 @@ def messages(path: Path) -> Iterator[str]:
                 if isinstance(part, ast.Constant) and isinstance(part.value, str):
                     for phrase, reason in PHRASES.items():
                         if re.search(phrase, part.value):
-                            yield f"{at(path, part)}: {part.value[:80]!r}: {reason}"
+                            yield f"{source.at(part)}: {part.value[:80]!r}: {reason}"
 
 
-@pytest.mark.parametrize("rule", [openings, names, unclear_tests, prose, messages])
-def test_words(rule) -> None:
-    places = [line for path in sources() for line in rule(path)]
+RULES = (openings, names, unclear_tests, prose, messages)
+
+
+def test_words() -> None:
+    gc.disable()  # syntax trees have no cycles, and looking for some takes more time than the rules
+    try:
+        files = map(Source.of, sources())
+        places = [place for source in files for rule in RULES for place in rule(source)]
+    finally:
+        gc.enable()
     assert not places, "\n".join(places)
 
 
@@ -183,4 +199,5 @@ def test_denied_words_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         'def test_what_it_is():\n    print("nothing is told")\n',
         encoding="utf-8",
     )
-    assert [len(list(rule(path))) for rule in (openings, names, unclear_tests, prose, messages)] == [1, 2, 1, 1, 2]
+    source = Source.of(path)
+    assert [len(list(rule(source))) for rule in RULES] == [1, 2, 1, 1, 2]
