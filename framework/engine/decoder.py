@@ -449,7 +449,7 @@ class Decoder:
         if self.timings is not None:
             lengths = [len(history) for history in self.sequences.history]
             emitted, resumed = [len(new) for new in step.committed], step.draft.resume_from is not None
-            seconds = dict(self.stopwatch.seconds)
+            seconds = self.stopwatch.snapshot()
             self.timings.append(StepTiming(step.draft.width, resumed, prompts, emitted, lengths, seconds))
         if self.on_step is not None:
             logprobs = [row.logprobs[: len(new)] for row, new in zip(step.rows, step.committed, strict=True)]

@@ -22,7 +22,7 @@ class StepTiming(NamedTuple):
         prompts: per slot, the index of its prompt; None for a free slot or a failed row.
         emitted: per slot, the number of tokens committed.
         lengths: per slot, the length of the sequence after the step.
-        seconds: `Stopwatch.seconds` at its end.
+        seconds: `Stopwatch.snapshot` at its end.
     """
 
     width: int
@@ -36,8 +36,8 @@ class StepTiming(NamedTuple):
 class Stopwatch:
     """Wall time by phase, in seconds.
 
-    On an accelerator, marks are events in its stream and a phase is the device time between two of them; only reading
-    `seconds` waits, for the last mark. ``enabled=False`` records nothing.
+    On an accelerator, marks are events in its stream and a phase is the device time between two of them; only `wait`
+    and reading `seconds` wait, for the last mark. ``enabled=False`` records nothing.
     """
 
     def __init__(self, device: torch.device, enabled: bool = True):
@@ -46,19 +46,29 @@ class Stopwatch:
         self._module: Any = getattr(torch, device.type) if device.type != "cpu" else None
         self._device = device
         self._last = time.perf_counter()
-        #: Events of a device and the phase that each ends (None for the first), oldest first.
-        self._marks: deque[tuple[str | None, Any]] = deque()
+        #: Events of a device, the phase that each ends (None for the first), and a snapshot to fill; oldest first.
+        self._marks: deque[tuple[Any, str | None, dict[str, float]]] = deque()
 
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds by phase, up to the last mark."""
-        if self._marks:
-            self._marks[-1][1].synchronize()
-            self._book()
+        self.wait()
         return self._seconds
 
+    def wait(self) -> None:
+        """Wait for the last mark, which completes all snapshots."""
+        if self._marks:
+            self._marks[-1][0].synchronize()
+            self._book()
+
+    def snapshot(self) -> dict[str, float]:
+        """A copy of `seconds` without waiting: empty until the device has reached the last mark and it is booked."""
+        if len(self._marks) < 2:
+            return dict(self._seconds)
+        return self._marks[-1][2]
+
     def mark(self, phase: str | None = None) -> None:
-        """Add the time since the last mark to ``phase`` (None: discard it)."""
+        """Add the time since the last mark to ``phase`` (None: discard it); book what the device has finished."""
         if not self.enabled:
             return
         if self._module is not None:
@@ -66,7 +76,7 @@ class Stopwatch:
             # The timed device need not be the current one; some device types have one stream only.
             current = getattr(self._module, "current_stream", None)
             event.record(*([current(self._device)] if current else []))
-            self._marks.append((phase, event))
+            self._marks.append((event, phase, {}))
             self._book()
             return
         now = time.perf_counter()
@@ -76,8 +86,9 @@ class Stopwatch:
 
     def _book(self) -> None:
         """Add the times of phases that the device has finished."""
-        while len(self._marks) > 1 and self._marks[1][1].query():
-            _, before = self._marks.popleft()
-            phase, event = self._marks[0]
+        while len(self._marks) > 1 and self._marks[1][0].query():
+            before, *_ = self._marks.popleft()
+            event, phase, snapshot = self._marks[0]
             if phase is not None:
                 self._seconds[phase] += before.elapsed_time(event) / 1e3
+            snapshot.update(self._seconds)

@@ -125,9 +125,13 @@ def test_stopwatch_does_not_wait_for_device(monkeypatch: pytest.MonkeyPatch) -> 
     device.done = 2  # up to the end of the draft
     clock.mark()
     clock.mark("draft")
-    assert device.waits == 0
+    end = clock.snapshot()
+    assert device.waits == 0 and not end
+    device.done = 4
+    clock.mark()
+    assert device.waits == 0 and not end
     seconds = clock.seconds
-    assert device.waits == 1
+    assert device.waits == 1 and end == seconds == clock.snapshot() is not seconds
     assert {phase: s for phase, s in seconds.items() if s} == {"draft": 2.0, "target": 1.0, "rest": 1.0}
-    assert len(device.events) == 6 and clock.seconds == seconds
+    assert len(device.events) == 7 and clock.seconds == seconds
     assert device.waits == 1

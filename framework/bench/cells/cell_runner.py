@@ -203,7 +203,7 @@ class Cell(CellRunner):
 
     @property
     def pace(self) -> float | None:
-        ends = [sum(timing.seconds.values()) for timing in self._timings]
+        ends = [sum(timing.seconds.values()) for timing in self._timings if timing.seconds]  # that were reached
         if len(ends) <= LEAST_STEPS:
             return None
         seconds = median_low([after - before for before, after in pairwise(ends)])
@@ -236,6 +236,7 @@ class Cell(CellRunner):
         finally:
             self.decoder.timings = None
             self._contention.close()
+        self.decoder.stopwatch.wait()  # for the seconds of all timings
         result.piece = _piece(self._timings, self._waits, before)
         result.passes, result.peak_memory = self._passes - passes, memory.peak(self.lm.device)
         result.missed_graphs = missed_passes() - missed
