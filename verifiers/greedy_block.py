@@ -113,8 +113,7 @@ class GreedyBlock(Verifier):
             width = max(self._r.shape[1], *map(len, self._restored.values()))
             self._r = functional.pad(self._r, (0, width - self._r.shape[1]))
             for row, values in self._restored.items():
-                padded = torch.tensor(values + [0.0] * (width - len(values)), dtype=torch.float64)
-                self._r[row] = padded.to(device, non_blocking=True)
+                self._r[row] = on_device(values + [0.0] * (width - len(values)), device, torch.float64)
             self._restored.clear()
         layers, left = self._r.shape[1], []
         for row in range(draft.batch_size):

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..util.tensors import columns
+from ..util.tensors import columns, on_device
 
 #: Purposes of a number. Each has its own sub-stream with its own indices.
 PURPOSES = ("draft", "accept", "residual", "other")
@@ -271,4 +271,4 @@ class CounterStepRng(UniformStepRng):
         high, low = numbers[0::2], numbers[1::2]
         bits = (high << np.uint64(21)) ^ (low >> np.uint64(11))
         uniforms = np.moveaxis(bits, 0, -1).reshape(streams, len(stream), 2 * pairs) * 2.0**-53
-        return torch.from_numpy(uniforms).to(self._device, non_blocking=True)
+        return on_device(uniforms, self._device, None)

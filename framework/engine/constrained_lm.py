@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -12,13 +11,15 @@ from torch import Tensor
 
 from ..contracts.constraint import Matcher, RowConstraints, permitted_next, walk
 from ..contracts.lm import LM, prefill
-from ..util.tensors import parent_lists
+from ..util.tensors import HostCopy, parent_lists
+from .constraints import mask_logits, no_bits, pack
 
 
 class ConstrainedLM:
     """A draft model that is masked in rows whose constraint has ``mask_drafts``.
 
-    The matchers follow the tokens fed to the draft model, which may be behind those of the decoder.
+    The matchers follow the tokens fed to the draft model, which may be behind those of the decoder. A pass waits for
+    the device once, for its own tokens; the device computes it meanwhile.
     """
 
     def __init__(self, lm: LM, constraints: RowConstraints):
@@ -26,13 +27,16 @@ class ConstrainedLM:
         self._matchers: dict[int, _AfterRoot] = {}
         self._tokens: list[list[int]] = [[] for _ in range(lm.batch_size)]
         self._parents: list[list[int]] = [[] for _ in range(lm.batch_size)]
+        #: Counts and path of the last `commit`, which the next pass or `start` reads.
+        self._committed: tuple[Sequence[int], HostCopy | None] | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._lm, name)
 
     def start(self, row: int, prompt: Sequence[int]) -> Tensor | None:
         hidden = self._lm.start(row, prompt)
-        self._clear_nodes()
+        self._advance()
+        self._clear_nodes()  # of an interrupted step
         grammar = self._constraints.grammar(row)
         self._matchers.pop(row, None)
         if grammar is not None and grammar.mask_drafts:
@@ -43,34 +47,47 @@ class ConstrainedLM:
         prefill(self._lm, prompts)
 
     def forward(self, tokens: Tensor, parents: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        copy = None
+        if self._matchers:
+            copy = HostCopy(tokens[None] if parents is None else torch.stack([tokens, parents]))
         logits, hidden = self._lm.forward(tokens, parents)
-        if not self._matchers:
+        if copy is None:
             return logits, hidden
+        new, *links = copy.tolist()
+        self._advance()
         first, width = len(self._tokens[0]), tokens.shape[1]
-        added = parent_lists(parents, len(self._parents), first, width)
-        for row, new in enumerate(tokens.tolist()):
-            self._tokens[row] += new
+        added = links[0] if links else parent_lists(None, len(new), first, width)
+        bits = no_bits(len(new), width, logits.shape[-1])
+        for row, nodes in enumerate(self._tokens):
+            nodes += new[row]
             self._parents[row] += added[row]
-        permitted = np.ones((len(self._tokens), width, logits.shape[-1]), dtype=bool)
         for row, matcher in self._matchers.items():
             eos, nodes = self._constraints.eos(row), self._tokens[row]
             for node in walk(matcher, eos, nodes, self._parents[row], [True] * len(nodes)):
                 if node >= first and (following := permitted_next(matcher, eos)).any():
-                    permitted[row, node - first] = following
-        return logits.masked_fill(~torch.from_numpy(permitted).to(logits.device), -math.inf), hidden
+                    bits[row, node - first] = pack(~following)
+        return mask_logits(logits, bits), hidden
 
     def commit(self, counts: Sequence[int], path: Tensor | None = None) -> None:
         self._lm.commit(counts, path)
-        paths = None if path is None or not self._matchers else path.tolist()
+        self._advance()
+        self._committed = list(counts), None if path is None or not self._matchers else HostCopy(path)
+
+    def free(self, row: int) -> None:
+        self._lm.free(row)
+        self._matchers.pop(row, None)
+
+    def _advance(self) -> None:
+        """Advance the matchers over the committed nodes, and drop all nodes."""
+        if self._committed is None:
+            return
+        (counts, copy), self._committed = self._committed, None
+        paths = None if copy is None else copy.tolist()
         for row, matcher in list(self._matchers.items()):
             nodes = range(counts[row]) if paths is None else paths[row][: counts[row]]
             if not all(matcher.advance(self._tokens[row][node]) for node in nodes):
                 del self._matchers[row]  # the sequence has ended
         self._clear_nodes()
-
-    def free(self, row: int) -> None:
-        self._lm.free(row)
-        self._matchers.pop(row, None)
 
     def _clear_nodes(self) -> None:
         for nodes in (*self._tokens, *self._parents):

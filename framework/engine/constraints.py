@@ -10,12 +10,29 @@ import math
 from collections.abc import Collection, Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ..contracts.constraint import Grammar, Matcher, permitted_next, walk
-from ..contracts.draft import Draft
 from ..errors import ContractError
+from ..util.tensors import unpacked
+from .step import DraftLists
+
+#: ``[B, N, ceil(V / 8)]`` uint8, a bit for each token.
+Bits = np.ndarray
+
+
+def no_bits(rows: int, nodes: int, vocab_size: int) -> Bits:
+    return np.zeros((rows, nodes, -(-vocab_size // 8)), dtype=np.uint8)
+
+
+def pack(tokens: np.ndarray) -> np.ndarray:
+    """The bits of ``tokens [V]`` bool."""
+    return np.packbits(tokens, bitorder="little")
+
+
+def mask_logits(logits: Tensor, forbidden: Bits) -> Tensor:
+    """``logits [B, N, V]`` with -inf at the ``forbidden`` tokens; does not wait for the device."""
+    return logits.masked_fill(unpacked(forbidden, logits.shape[-1], logits.device), -math.inf)
 
 
 class Constraints:
@@ -58,32 +75,27 @@ class Constraints:
         matcher.rollback(count)
         return tokens[:count] + (eos if ends else [])
 
-    def mask(self, logits: Tensor, draft: Draft) -> Tensor:
-        """Logits ``[B, N + 1, V]`` after the root and each node of a draft, -inf for tokens that are not permitted.
+    def forbidden(self, nodes: DraftLists) -> Bits:
+        """Bits ``[B, N + 1]`` of the tokens that are not permitted after the root and each node of a draft.
 
-        Not masked: nodes below a token that is not permitted (its p is 0) or that ends the sequence (they are cut), and
-        nodes after which no token is permitted, see `advance`.
+        No bit is set after nodes below a token that is not permitted (its p is 0) or that ends the sequence (they are
+        cut), and after nodes that no token may follow, see `advance`.
         """
-        permitted = torch.from_numpy(self._permitted(draft)).to(logits.device)
-        return logits.masked_fill(~permitted, -math.inf)
-
-    def _permitted(self, draft: Draft) -> np.ndarray:
-        """``[B, N + 1, V]`` bool, tokens permitted after the root and each node."""
-        tokens, parents, valid = torch.stack([draft.tokens, draft.parents, draft.valid.long()]).tolist()
-        permitted = np.ones((len(tokens), draft.width + 1, self._vocab_size), dtype=bool)
+        tokens, parents, valid = nodes
+        bits = no_bits(len(tokens), len(tokens[0]) + 1, self._vocab_size)
         self._dead_ends.clear()
         for row, matcher in self.matchers.items():
             eos = self._eos[row]
             for node in walk(matcher, eos, tokens[row], parents[row], valid[row]):
                 following = permitted_next(matcher, eos)
                 if following.any():
-                    permitted[row, node + 1] = following
+                    bits[row, node + 1] = pack(~following)
                 else:
                     path: tuple[int, ...] = ()
                     while node >= 0:
                         path, node = (tokens[row][node], *path), parents[row][node]
                     self._dead_ends[row, *path] = matcher.failure
-        return permitted
+        return bits
 
     def advance(self, row: int, tokens: Sequence[int], place: str, verifier: str) -> str | None:
         """Append the tokens of a step up to an end-of-sequence token; an error message if the response cannot go on.

@@ -25,11 +25,11 @@ from ..errors import ContractError, ModelError, UsageError
 from ..util.limits import PREFILL_TOKENS
 from .checks import check_draft, check_prompt, check_rows, check_unchanged, check_verdict, snapshot
 from .compiled_verifier import CompiledVerifier
-from .constraints import Constraints
+from .constraints import Constraints, mask_logits
 from .logits_processors import LogitsProcessors
 from .prefill import Prefill
 from .sequence import RowOutcome, SequenceState
-from .step import Step, draft_forward, make_scores, path_in_scored_tree, to_host, verify
+from .step import DraftLists, Step, draft_forward, make_scores, path_in_scored_tree, start_copy, to_host, verify
 from .stopwatch import StepTiming, Stopwatch
 from .validation import validate_draft, validate_verdict
 
@@ -330,12 +330,17 @@ class Decoder:
         """One forward pass of the target over the root and all nodes."""
         draft, histories = step.draft, self.sequences.history
         root = on_device([[history[-1] if history else 0] for history in histories], self.target.device)
+        # Processors and constraints read the draft: it is copied before the pass, and read while the device works.
+        copy = start_copy(draft) if self.processors is not None or self.constraints.matchers else None
         logits, hidden, resume_matches = draft_forward(self.target, root, draft)
-        if self.processors is not None:
-            indices = [sequence and sequence.index for sequence in self._slots]
-            logits = self.processors(logits, draft, histories, indices, step.validated)
-        if self.constraints.matchers:
-            logits = self.constraints.mask(logits, draft)
+        if copy is not None:
+            nodes = DraftLists(*copy.tolist())
+            forbidden = self.constraints.forbidden(nodes) if self.constraints.matchers else None
+            if self.processors is not None:
+                indices = [sequence and sequence.index for sequence in self._slots]
+                logits = self.processors(logits, nodes, histories, indices, step.validated)
+            if forbidden is not None:
+                logits = mask_logits(logits, forbidden)
         step.scores, step.finite = make_scores(
             logits, hidden, resume_matches, self.sampling, step.rng, stateful=self._stateful
         )

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..contracts.draft import Draft
 from ..errors import ContractError, CrossdraftError, first_line
+from ..util.tensors import on_device
+from .step import DraftLists
 
 #: ``processor(ids [1, T] int64, logits [1, V] float32) -> [1, V]``: tokens so far and logits of the next one.
 Processor = Callable[[Tensor, Tensor], Tensor]
@@ -35,9 +36,16 @@ class LogitsProcessors:
         self._processors_of, self._prefixes = processors_of, prefixes or {}
 
     def __call__(
-        self, logits: Tensor, draft: Draft, texts: Sequence[Sequence[int]], prompts: Sequence[int | None], twice: bool
+        self,
+        logits: Tensor,
+        nodes: DraftLists,
+        texts: Sequence[Sequence[int]],
+        prompts: Sequence[int | None],
+        twice: bool,
     ) -> Tensor:
         """Process the target's logits after the root and each node of a draft: ``[B, N + 1, V]`` float32.
+
+        The texts of all nodes are copied to the device at once, which does not wait for it.
 
         Args:
             texts: committed tokens of each row, the root last.
@@ -48,24 +56,26 @@ class LogitsProcessors:
             ContractError: a processor raises, returns another shape, or is not deterministic.
         """
         logits = logits.float().clone() if logits.dtype != torch.float64 else logits.clone()
-        tokens, valid = draft.tokens.tolist(), draft.valid.tolist()
-        parents = draft.parents.tolist()
+        calls, ids, end = [], list[int](), 0
         for row, prompt in enumerate(prompts):
             if prompt is None:
                 continue
-            processors = self._processors_of(prompt)
             paths = [[*self._prefixes.get(prompt, ()), *texts[row]]]
-            _process_in_place(processors, logits[row, 0], paths[0], twice)
-            for node, (token, parent) in enumerate(zip(tokens[row], parents[row], strict=True), 1):
+            for token, parent in zip(nodes.tokens[row], nodes.parents[row], strict=True):
                 paths.append([*paths[parent + 1], token])
-                if valid[row][node - 1]:
-                    _process_in_place(processors, logits[row, node], paths[node], False)
+            for node, (path, valid) in enumerate(zip(paths, [True, *nodes.valid[row]], strict=True)):
+                if valid:
+                    calls.append((self._processors_of(prompt), logits[row, node], len(path), twice and not node))
+                    ids += path
+        on_device_ids = on_device(ids, logits.device)
+        for processors, row_logits, length, repeat in calls:
+            start, end = end, end + length
+            _process_in_place(processors, row_logits, on_device_ids[None, start:end], repeat)
         return logits
 
 
-def _process_in_place(processors: Sequence[Processor], logits: Tensor, text: Sequence[int], twice: bool) -> None:
-    """Process ``logits [V]`` in place."""
-    ids = torch.tensor([text], device=logits.device)
+def _process_in_place(processors: Sequence[Processor], logits: Tensor, ids: Tensor, twice: bool) -> None:
+    """Process ``logits [V]`` of the text ``ids [1, T]`` in place."""
     result = _process(processors, ids, logits)
     if twice and not torch.equal(result, _process(processors, ids, logits)):
         which = "the logits processor" if len(processors) == 1 else "one of the logits processors"

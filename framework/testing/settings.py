@@ -18,6 +18,7 @@ from ..contracts.drafter import DraftContext
 from ..contracts.lm import LM
 from ..contracts.models import Checkpoint
 from ..contracts.sampling import Sampling
+from ..engine.constrained_lm import masked
 from ..lm.transformers_lm import TransformersLM
 from ..models.checkpoint import load_checkpoint
 
@@ -128,7 +129,8 @@ class TinyContext(ModuleContext):
             if weight.dim() > 1 and weight.device.type != "meta":
                 noise = torch.randn(weight.shape, generator=generator).to(weight.device)  # equal on all devices
                 weight += 0.1 * weight.std() * noise
-        return TransformersLM(noisy, self.batch_size, self.max_length + extra_tokens)
+        slots = TransformersLM(noisy, self.batch_size, self.max_length + extra_tokens)
+        return masked(slots, self.constraints, self.mask_drafts)
 
     def load_heads(self, name: str) -> Checkpoint:
         return load_checkpoint(name)

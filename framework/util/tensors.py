@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -104,11 +105,38 @@ def ancestor_mask(parents: Tensor, levels: int) -> Tensor:
 
 
 def on_device(values: Any, device: torch.device, dtype: torch.dtype | None = torch.long) -> Tensor:
-    """Copy nested lists to a tensor on ``device``, without synchronisation; dtype None: that of the values.
+    """Copy nested lists or an array to ``device``, without synchronisation; dtype None: that of the values.
 
     Copies from pageable memory synchronise; pinned memory is reused only after its copy is finished.
     """
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def unpacked(bits: np.ndarray, count: int, device: torch.device) -> Tensor:
+    """``[.., count]`` bool on ``device``: ``bits [.., ceil(count / 8)]`` of ``np.packbits(.., bitorder="little")``."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.unpackbits(bits, axis=-1, count=count, bitorder="little").view(bool))
+    shifts = counting(8, device).to(torch.uint8)
+    return (on_device(bits, device, None)[..., None] >> shifts & 1).flatten(-2)[..., :count].bool()
+
+
+class HostCopy:
+    """A copy of a tensor to the host that is started at once and waited for when it is read.
+
+    Work that the device receives in between is not waited for.
+    """
+
+    def __init__(self, tensor: Tensor):
+        on_cuda = tensor.device.type == "cuda"
+        self._copy = tensor.to("cpu", non_blocking=on_cuda)
+        self._end = torch.cuda.Event() if on_cuda else None
+        if self._end is not None:
+            self._end.record(torch.cuda.current_stream(tensor.device))
+
+    def tolist(self) -> Any:
+        if self._end is not None:
+            self._end.synchronize()
+        return self._copy.tolist()
 
 
 def eager_on_cpu(like: Tensor) -> bool:

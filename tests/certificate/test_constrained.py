@@ -14,6 +14,7 @@ from crossdraft.framework.certificate.certify import TOLERANCE, Certificate, cer
 from crossdraft.framework.certificate.table_lm import Toy
 from crossdraft.framework.contracts.draft import Draft, Verdict
 from crossdraft.framework.engine.constraints import Constraints
+from crossdraft.framework.engine.step import DraftLists
 from crossdraft.framework.errors import ContractError
 
 PAIRS = [
@@ -80,25 +81,25 @@ def test_masked_drafts_are_accepted_more_often(toys: dict[str, Toy], drafts: dic
 def test_mask_of_another_node_is_caught(
     toys: dict[str, Toy], drafts: dict[str, Callable], draft: str, verifier: str, monkeypatch: Any
 ) -> None:
-    right = Constraints._permitted
-    monkeypatch.setattr(Constraints, "_permitted", lambda self, draft: np.roll(right(self, draft), 1, 1))
+    right = Constraints.forbidden
+    monkeypatch.setattr(Constraints, "forbidden", lambda self, nodes: np.roll(right(self, nodes), 1, 1))
     assert certificate_of(toys["G1"], drafts[draft], verifier, 1, lenient=True).tv > 1e-3
     with pytest.raises(ContractError, match="which the constraint does not permit"):
         certificate_of(toys["G1"], drafts[draft], verifier, 1)
 
 
 def test_mask_of_sibling_is_caught(toys: dict[str, Toy], drafts: dict[str, Callable], monkeypatch: Any) -> None:
-    right = Constraints._permitted
+    right = Constraints.forbidden
 
-    def swapped(self: Constraints, draft: Draft) -> np.ndarray:
-        masks = right(self, draft)
-        return masks if draft.width < 2 else masks[:, [0, 2, 1, *range(3, draft.width + 1)]]
+    def swapped(self: Constraints, nodes: DraftLists) -> np.ndarray:
+        bits, width = right(self, nodes), len(nodes.tokens[0])
+        return bits if width < 2 else bits[:, [0, 2, 1, *range(3, width + 1)]]
 
-    monkeypatch.setattr(Constraints, "_permitted", swapped)
+    monkeypatch.setattr(Constraints, "forbidden", swapped)
     assert certificate_of(toys["G1"], drafts["tree-wor-2-1"], "traversal", 1, lenient=True).tv > 1e-3
 
 
 def test_unset_constraint_runs_no_mask(toys: dict[str, Toy], drafts: dict[str, Callable], monkeypatch: Any) -> None:
-    monkeypatch.setattr(Constraints, "mask", None)
+    monkeypatch.setattr(Constraints, "forbidden", None)
     monkeypatch.setattr(Constraints, "advance", None)
     assert certify(toys["T0"], drafts["chain"], plugins.get("verifiers", "block")).lossless
