@@ -7,9 +7,9 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
+from .. import plugins
 from ..contracts.steps import Chunk, Request, Response, StepEvent
 from ..engine.decoder import Decoder
-from ..models.threads import thread_count
 from .detokenizer import Detokenizer, decode_text
 
 
@@ -95,7 +95,8 @@ class Outputs:
         """Run `Decoder.steps` and yield the chunks of each step; the response of a failed sequence has its error."""
         try:
             with closing(self._decoder.steps(self._requests(waiting), "finish", interleaved)) as steps:
-                for finished in thread_count(self._decoder.target).applied(steps):
+                paced = plugins.notify("crossdraft_decoding_steps", lm=self._decoder.target, steps=steps) or steps
+                for finished in paced:
                     responses = {response.index: response for response in finished}
                     running = [i for i in self._running if i not in responses] if self._live else []
                     chunks = [self._running[i].chunk(i) for i in running if self._running[i].tokens]  # after prefill

@@ -31,7 +31,7 @@ from ..lm.cuda_graphs import recorded_nbytes
 from ..metrics.cell_metrics import compare, measure
 from ..metrics.intervals import LEAST_PIECES
 from ..models.placement import input_device
-from ..models.threads import choose_for_group, describe_threads, disturbance, restored, set_threads
+from ..models.threads import describe_threads, disturbance, threads_in_use
 from ..recipe.recipe import CellConfig
 from ..recipe.yaml_errors import Places
 from ..runs.interrupts import propagate_interrupt
@@ -132,7 +132,6 @@ class GroupRunner:
         self.notes: list[str] = []
         self._target: tuple[LoadedModel, LM] | None = None  # and its slots, unless an engine decodes
         self._slot = 0
-        self._threads: dict[str, Any] = {}
         self._head: dict[str, Any] = {}  # conditions of the pieces
         self._block_ends: list[int] = []  # number of finished pieces at the end of each block
 
@@ -168,8 +167,7 @@ class GroupRunner:
             KeyboardInterrupt: the user interrupted the run.
         """
         if not self.running and self.alive:
-            with restored():  # the group sets its own number of threads
-                self._open(self.strict and not self.pieces)
+            self._open(self.strict and not self.pieces)
 
     def _open(self, strict: bool) -> None:
         first, recipe = self.cells[0].config, self.plan.config.recipe
@@ -183,8 +181,6 @@ class GroupRunner:
             self._target = None if lm is None else (target, lm)
             if lm is not None:
                 conversations = compile_constraints(conversations, target, lm.vocab_size)
-            threads = self.store.directory.group_head(self.planned.key).get("threads")
-            self._threads = choose_for_group(lm, threads[-1] if threads else None)
         except BaseException as error:
             self._fail(self.cells, error, strict)
             return
@@ -234,17 +230,15 @@ class GroupRunner:
         """Measure and store pieces until ``blocks`` blocks are finished."""
         if not self.running:
             return
-        with restored():
-            set_threads(self._threads["number"])
-            for number in range(self.finished, self._block_ends[blocks - 1]):
-                results = self._measure(number)
-                self.store.add(self.planned.key, number, results, self.progress.share)
-                self.progress.finish_piece()
-                for cell in self.cells:
-                    if cell.config.hash in results:
-                        cell.pieces.append(results[cell.config.hash])
-                self.finished = number + 1
-                self._warn_if_disturbed()
+        for number in range(self.finished, self._block_ends[blocks - 1]):
+            results = self._measure(number)
+            self.store.add(self.planned.key, number, results, self.progress.share)
+            self.progress.finish_piece()
+            for cell in self.cells:
+                if cell.config.hash in results:
+                    cell.pieces.append(results[cell.config.hash])
+            self.finished = number + 1
+            self._warn_if_disturbed()
 
     def close(self) -> None:
         """Free the cells; `open` builds them again."""
@@ -309,7 +303,7 @@ class GroupRunner:
             if head:
                 message("starting over: the pieces on disk were measured under other conditions")
             self._head = {**identity, "measured": self.results[0].measured, "failed": self._failures()}
-            self._head["threads"] = [{"piece": 1, **self._threads}]
+            self._head["threads"] = [{"piece": 1, **threads_in_use()}]
             self.store.directory.drop_group(key)
             self.store.directory.save_head(key, self._head)
             return
@@ -333,7 +327,7 @@ class GroupRunner:
     def _record_threads(self) -> None:
         """Record the threads of the next piece if they differ from those of the previous one."""
         history = self._head["threads"] if self.finished else []
-        current = {"piece": self.finished + 1, **self._threads}
+        current = {"piece": self.finished + 1, **threads_in_use()}
         if history and {**history[-1], "piece": current["piece"]} == current:
             return
         if history:
@@ -347,7 +341,7 @@ class GroupRunner:
         last = [cell.pieces[-1].piece for cell, _ in self.running if cell.pieces]
         steps = [step for piece in last for rows in piece.steps.values() for step in rows]
         wait, seconds = sum(step[4] for step in steps) / 1e6, sum(sum(step[:4]) for step in steps) / 1e6
-        warning = disturbance(wait, seconds, self._threads["number"])
+        warning = disturbance(wait, seconds)
         if warning and not self.plan.disturbed:
             self.plan.disturbed = True
             self.progress.message(warning)

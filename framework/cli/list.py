@@ -165,10 +165,8 @@ def list_plugins(args: argparse.Namespace) -> int:
 
 def show_environment(args: argparse.Namespace) -> int:
     from ..models.environment import describe
-    from ..models.threads import thread_count
 
     environment = describe()
-    environment["cpu"]["threads"]["decoding"] = thread_count().describe()
     if args.json:
         _print_json(environment)
     else:

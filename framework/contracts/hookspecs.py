@@ -14,7 +14,7 @@ first use. Keep the plug-in module free of heavy imports: ``crossdraft list`` im
 calls no hooks, only methods of the registered classes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import pluggy
@@ -156,10 +156,10 @@ def crossdraft_command_started() -> None:
 
 
 @hookspec
-def crossdraft_thread_count(lm: Any) -> Any:
-    """Return the `models.threads.ThreadCount` of the slots ``lm`` of a target, or None for PyTorch's number of threads.
+def crossdraft_decoding_steps(lm: Any, steps: Iterator[Any]) -> Iterator[Any] | None:
+    """Return an iterator over ``steps``, which decode one after the other, or None to leave them as they are.
 
-    ``lm`` is None if an engine decodes, and for ``crossdraft list env``.
+    For settings of a step, such as the number of threads. ``lm`` are the slots of the target.
     """
 
 

@@ -13,7 +13,6 @@ from ..contracts.verifier import not_shortenable
 from ..errors import UsageError
 from ..metrics.cell_metrics import StepRecord
 from ..metrics.pieces import Piece
-from ..models.threads import number_used
 from ..recipe.recipe import CellConfig
 from ..runs.records import CellResult
 from .curve import CostCurve, find_curve, stored_curves
@@ -126,7 +125,7 @@ def curves_of(result: CellResult, curves: Iterable[CostCurve]) -> tuple[CostCurv
     models = dict(provenance.get("models", {}))
     identity = {key: provenance.get(key) for key in ("device", "torch")}
     if str(identity["device"]).startswith("cpu"):
-        identity["threads"] = number_used(provenance)
+        identity["threads"] = provenance.get("threads")
 
     def find(model: Mapping[str, Any] | None) -> CostCurve | None:
         return find_curve(curves, model["sha256"], provenance["dtype"], identity) if model else None

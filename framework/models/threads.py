@@ -1,15 +1,11 @@
-"""Number of CPU threads for decoding: PyTorch's own, or that of a plug-in (``crossdraft_thread_count``)."""
+"""PyTorch's number of CPU threads, and OpenMP's wait policy."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
-
-from .. import plugins
-
-T = TypeVar("T")
+from typing import Any
 
 #: Environment variables of the number of threads, and of OpenMP's wait policy.
 NUMBER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT")
@@ -20,40 +16,6 @@ CHOSEN = "CROSSDRAFT_FREE_PROCESSORS"
 DISTURBED = 0.1
 
 
-class ThreadCount:
-    """Number of threads for decoding with a target: all of PyTorch's. Plug-ins return subclasses.
-
-    Attributes:
-        max_threads: PyTorch's number of threads.
-        origin: the setting that determines the number, for ``crossdraft list env``.
-    """
-
-    def __init__(self) -> None:
-        self.max_threads = _threads()
-        self.origin = next((name for name in NUMBER if name in os.environ), "PyTorch")
-
-    @property
-    def number(self) -> int:
-        """Threads to decode with."""
-        return self.max_threads
-
-    def choose(self, kept: int | None = None) -> None:
-        """Select a number; ``kept``: the one that an earlier process selected, to be used again."""
-
-    def applied(self, steps: Iterable[T]) -> Iterator[T]:
-        """Yield the items of ``steps``, each computed with this number of threads; it is reset between items."""
-        yield from steps
-
-    def describe(self) -> str:
-        """The number for a small model on this machine now, and the reason."""
-        return str(self.number)
-
-
-def thread_count(lm: Any = None) -> ThreadCount:
-    """`ThreadCount` of the slots of a target; without slots, that of no target in particular."""
-    return plugins.notify("crossdraft_thread_count", lm=lm) or ThreadCount()
-
-
 def wait_policy() -> str:
     """Wait policy: ``passive``, ``spin``, or the user's variables."""
     if CHOSEN in os.environ:
@@ -62,10 +24,10 @@ def wait_policy() -> str:
 
 
 def settings() -> dict[str, Any]:
-    """Maximum number of threads, wait policy and their origin, for ``crossdraft list env``."""
+    """Number of threads, wait policy and their origin, for ``crossdraft list env``."""
     return {
-        "most": _threads(),
-        "number": thread_count().origin,
+        "number": _threads(),
+        "set_by": next((name for name in NUMBER if name in os.environ), "PyTorch"),
         "wait_policy": wait_policy(),
         "free_processors": float(os.environ[CHOSEN]) if CHOSEN in os.environ else None,
     }
@@ -106,42 +68,25 @@ def set_threads(number: int) -> None:
 # -- the cells of a group ------------------------------------------------------------------------------------------
 
 
-def choose_for_group(lm: Any, kept: Any) -> dict[str, Any]:
-    """Set PyTorch's number of threads for all cells of a group; returns it with the wait policy.
-
-    Args:
-        kept: result of an earlier process for the group; its number is reused, so that cells compare.
-    """
-    count = thread_count(lm)
-    previous = kept.get("number") if isinstance(kept, Mapping) else None
-    count.choose(previous if isinstance(previous, int) and 1 <= previous <= count.max_threads else None)
-    set_threads(count.number)
-    return {"number": count.number, "most": count.max_threads, "wait_policy": wait_policy()}
-
-
-def number_used(provenance: Mapping[str, Any]) -> int | None:
-    """Number of threads that a cell was measured with; None if unknown or changed on resume."""
-    used = provenance.get("decoding_threads")
-    numbers = {group.get("number") for group in used if isinstance(group, dict)} if isinstance(used, list) else set()
-    return next(iter(numbers or {provenance.get("threads")})) if len(numbers) <= 1 else None
+def threads_in_use() -> dict[str, Any]:
+    """PyTorch's number of threads and the wait policy, as a group records them."""
+    return {"number": _threads(), "wait_policy": wait_policy()}
 
 
 def describe_threads(group: Mapping[str, Any]) -> str:
-    """Format a result of `choose_for_group`; empty for anything else."""
-    if not {"number", "most", "wait_policy"} <= group.keys():
-        return ""
-    return f"{group['number']} of {group['most']}, {group['wait_policy']}"
+    """Format a result of `threads_in_use`; empty for anything else."""
+    return f"{group['number']}, {group['wait_policy']}" if {"number", "wait_policy"} <= group.keys() else ""
 
 
-def disturbance(waited: float, seconds: float, number: int) -> str:
+def disturbance(waited: float, seconds: float) -> str:
     """Warning for a group whose threads waited for processors; empty without contention.
 
     Args:
         waited: seconds of waiting during ``seconds`` of decoding.
     """
-    if number == 1 or waited <= DISTURBED * seconds:
+    if _threads() == 1 or waited <= DISTURBED * seconds:
         return ""
     return (
-        f"threads waited {waited / seconds:.0%} of the time for processors used by other programs; this group keeps "
-        f"its {number} threads, so that its cells compare; interrupt and run again for passive waiting"
+        f"threads waited {waited / seconds:.0%} of the time for processors used by other programs; interrupt and run "
+        "again for passive waiting"
     )

@@ -135,26 +135,26 @@ def test_interrupted_group_with_earlier_results_is_resumed(bench: Any, tmp_path:
     assert code == 0 and "running 2 cells" in err and "resuming" not in err
 
 
-def test_group_keeps_its_threads_and_records_others(
+def test_group_records_threads_of_every_process(
     bench: Any, tmp_path: Path, undisturbed: dict[str, Any], monkeypatch: Any
 ) -> None:
     """A group resumed with another wait policy records both; a disturbance is reported once."""
-    monkeypatch.setattr(group_runner, "choose_for_group", lambda lm, kept: dict(settings))
-    monkeypatch.setattr(group_runner, "disturbance", lambda waited, seconds, number: f"disturbed, {number} threads")
-    settings = {"number": 2, "most": 2, "wait_policy": "spin"}
+    monkeypatch.setattr(group_runner, "threads_in_use", lambda: dict(settings))
+    monkeypatch.setattr(group_runner, "disturbance", lambda waited, seconds: "disturbed")
+    settings = {"number": 2, "wait_policy": "spin"}
     Remembering.kill_after = 40
     code, _, err = bench(*SETTINGS, "drafters=[{name: remembering}, prompt-lookup]")
-    assert code == 130 and err.count("disturbed, 2 threads") == 1
+    assert code == 130 and err.count("disturbed\n") == 1
     settings |= {"wait_policy": "passive"}
     code, _, err = bench(*SETTINGS, "drafters=[{name: remembering}, prompt-lookup]")
-    (before, after) = re.findall(r"threads from piece (\d): 2 of 2, passive; before: 2 of 2, (spin)", err)[0]
+    (before, after) = re.findall(r"threads from piece (\d): 2, passive; before: 2, (spin)", err)[0]
     assert code == 0 and after == "spin"
     for cell in cells(tmp_path):
         used = json.loads((cell / "config.json").read_text(encoding="utf-8"))["provenance"]["decoding_threads"]
         assert [item["wait_policy"] for item in used] == ["spin", "passive"]
         assert [item["piece"] for item in used] == [1, int(before)]
     (directory,) = tmp_path.glob("runs/*")
-    assert "2 of 2, spin; 2 of 2, passive" in page([read_run(directory)])
+    assert "2, spin; 2, passive" in page([read_run(directory)])
 
 
 def test_damaged_piece_is_measured_again(bench: Any, tmp_path: Path, undisturbed: dict[str, Any]) -> None:

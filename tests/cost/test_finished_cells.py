@@ -176,11 +176,6 @@ def test_prediction_needs_target_curve() -> None:
     unknown = result()
     del unknown.provenance["threads"]
     assert predicted(unknown, [curve()]) is None
-    fewer = result()
-    fewer.provenance["decoding_threads"] = [{"piece": 1, "number": 1, "most": 2, "wait_policy": "spin"}]
-    assert predicted(fewer, [curve()]) is None and predicted(fewer, [curve(device=HERE | {"threads": 1})])
-    fewer.provenance["decoding_threads"].append({"piece": 2, "number": 2, "most": 2, "wait_policy": "spin"})
-    assert predicted(fewer, [curve(), curve(device=HERE | {"threads": 1})]) is None
     assert predicted(result(error=True), [curve()]) is None
 
 

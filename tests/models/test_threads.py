@@ -1,44 +1,57 @@
-"""The number of threads is PyTorch's, or that of a plug-in."""
+"""Steps are decoded with PyTorch's number of threads, or as a plug-in wraps them."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from crossdraft import generate, load_model
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.hookspecs import hookimpl
-from crossdraft.framework.models.threads import ThreadCount, choose_for_group, disturbance, restored, thread_count
-
-
-class OneThread(ThreadCount):
-    number = 1  # type: ignore[assignment]
+from crossdraft.framework.models.threads import disturbance, one_thread, restored
 
 
 @pytest.fixture
-def one_thread() -> Iterator[None]:
-    """A plug-in that decodes with one thread."""
-    plugin = SimpleNamespace(crossdraft_thread_count=hookimpl(lambda lm: OneThread()))
+def one_thread_a_step() -> Iterator[None]:
+    """A plug-in that decodes every step with one thread."""
+
+    def applied(lm: Any, steps: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            with one_thread():
+                try:
+                    item = next(steps)
+                except StopIteration:
+                    return
+            yield item
+
+    plugin = SimpleNamespace(crossdraft_decoding_steps=hookimpl(applied))
     plugins.manager().register(plugin, "one thread")
     yield
     plugins.manager().unregister(plugin)
 
 
-def test_number_is_that_of_pytorch() -> None:
-    count = ThreadCount()
-    assert count.number == count.max_threads == torch.get_num_threads() and count.describe() == str(count.number)
-    assert list(count.applied([1, 2])) == [1, 2]
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_number_of_a_plug_in_is_taken() -> None:
+@pytest.mark.usefixtures("one_thread_a_step")
+def test_plug_in_wraps_the_steps(models: dict[str, str]) -> None:
+    inside: list[int] = []
     with restored():
         torch.set_num_threads(2)
-        assert thread_count().number == 1
-        chosen = choose_for_group(None, None)
-        assert (chosen["number"], chosen["most"], torch.get_num_threads()) == (1, 2, 1)
+        generate(
+            load_model(models["target"], device="cpu"),
+            [[1, 2, 3]],
+            drafter="none",
+            max_new_tokens=3,
+            ignore_eos=True,
+            on_step=lambda _: inside.append(torch.get_num_threads()),
+        )
+        assert (inside, torch.get_num_threads()) == ([1, 1, 1], 2)
 
 
 def test_disturbed_group_gets_sentence() -> None:
-    assert disturbance(0.05, 1.0, 2) == "" == disturbance(0.5, 1.0, 1) == disturbance(0.0, 0.0, 2)
-    assert "50% of the time" in disturbance(0.5, 1.0, 2)
+    with restored():
+        torch.set_num_threads(1)
+        assert disturbance(0.5, 1.0) == ""
+        torch.set_num_threads(2)
+        assert disturbance(0.05, 1.0) == "" == disturbance(0.0, 0.0)
+        assert "50% of the time" in disturbance(0.5, 1.0)

@@ -11,10 +11,11 @@ def crossdraft_command_started():
 
 
 @hookimpl
-def crossdraft_thread_count(lm):
-    from .threads import thread_count
+def crossdraft_decoding_steps(lm, steps):
+    from .threads import compared_threads
 
-    return thread_count(lm)
+    threads = compared_threads(lm)
+    return threads.applied(steps) if threads is not None else None
 
 
 @hookimpl

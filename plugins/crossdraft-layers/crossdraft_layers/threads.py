@@ -2,7 +2,7 @@
 
 OpenMP threads synchronise after every matrix product. By default they spin for milliseconds until all have arrived;
 beside a busy program they spin for a thread without a core. Two remedies: passive waiting (`choose_wait_policy`), which
-OpenMP reads once, when PyTorch is loaded; and fewer threads (`MeasuredThreads`), which can change at any time.
+OpenMP reads once, when PyTorch is loaded; and fewer threads (`ComparedThreads`), which can change at any time.
 
 User settings are never changed: the environment variables in `NUMBER` and `POLICY`, and a number set by
 `torch.set_num_threads` that differs from the numbers of cores and hardware threads.
@@ -12,38 +12,32 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from crossdraft.framework.models import distributed
-from crossdraft.framework.models.device import lines_of, pick_device, pick_dtype
-from crossdraft.framework.models.threads import CHOSEN, DISTURBED, NUMBER, POLICY, ThreadCount, restored, set_threads
+from crossdraft.framework.models.device import lines_of
+from crossdraft.framework.models.threads import CHOSEN, DISTURBED, NUMBER, POLICY, restored, set_threads
 from crossdraft.framework.util.contention import CpuWait
-
-if TYPE_CHECKING:
-    from torch import nn
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 #: Settings of passive waiting, of OpenMP and of libgomp.
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
-#: Minimum speed-up for another number of threads.
+#: Minimum speed-up of a step with fewer threads.
 GAIN = 1.15
-#: Seconds of a measurement after `LEAST` repetitions of every number, and maximum repetitions.
-BUDGET, LEAST, MOST = 0.4, 3, 9
-#: Slow-down relative to the best at which a number of threads is no longer measured.
-HOPELESS = 3
-#: Bytes of weights read by a measurement.
-SAMPLE = 64 << 20
+#: Pairs of steps that another number must win to be kept, before it loses more than `LOSSES`.
+WINS, LOSSES = 7, 1
 #: Seconds between reads of the wait counters.
-INTERVAL = 0.5
-#: Minimum and maximum seconds between measurements of a target; the interval doubles while nothing changes.
-PATIENCE, MOST_PATIENCE = 5.0, 120.0
+INTERVAL = 0.25
+#: Minimum and maximum seconds between comparisons; they double with every comparison that changes nothing.
+PATIENCE, MAX_PATIENCE = 5.0, 120.0
 
 
 # -- the wait policy -----------------------------------------------------------------------------------------------
@@ -94,123 +88,113 @@ def _times(lines: Iterable[str], names: set[str]) -> dict[str, list[int]]:
 
 @dataclass
 class ThreadChoice:
-    """A number of threads, the time of its measurement (or None), and seconds until the next one."""
+    """Number of threads for steps of a model, shared by its decoders.
+
+    Attributes:
+        due: time of the earliest next comparison, in seconds of the clock.
+        patience: seconds between the last comparison and `due`.
+        fewer: True if the next comparison is with fewer threads, should both directions be possible.
+    """
 
     number: int
-    measured: float | None = None
+    due: float = 0.0
     patience: float = PATIENCE
+    fewer: bool = True
 
 
-class MeasuredThreads(ThreadCount):
-    """Number of threads for decoding with one target, measured on first use and again under contention.
+class ComparedThreads:
+    """Number of threads of one decoder, compared on its own steps while other programs take processors.
+
+    Nothing changes while threads do not wait for processors. If they do, pairs of consecutive steps are decoded with
+    the current and with half the number, in random order; the half is kept if it is `GAIN` times as fast in `WINS`
+    pairs before it is not in more than `LOSSES`. In the same way, but without `GAIN`, a larger number is compared later
+    on. Of two equal numbers the other one wins with a probability of 9 / 256 at most.
 
     Args:
-        max_threads: PyTorch's number of threads.
-        measure: returns seconds of repetitions of the same work, by number of threads; None fixes the number.
-        waiting: wait counters; see `CpuWait`.
-        choice: shared by all users of the target.
+        numbers: numbers of threads, from PyTorch's down to one.
+        choice: shared by all decoders of the model.
+        waiting: wait counters.
         clock: seconds.
     """
 
     def __init__(
         self,
-        max_threads: int,
-        measure: Callable[[Sequence[int]], Mapping[int, Sequence[float]]] | None = None,
-        waiting: CpuWait | None = None,
-        choice: ThreadChoice | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        numbers: Sequence[int],
+        choice: ThreadChoice,
+        waiting: CpuWait,
+        clock: Callable[[], float] = time.perf_counter,
     ):
-        super().__init__()
-        self.max_threads, self.choice = max_threads, choice or ThreadChoice(max_threads)
-        self._measure, self._waiting, self._clock = measure, waiting, clock
-        if self.origin not in NUMBER:
-            self.origin = "torch.set_num_threads" if _set_by_user(max_threads) else "measured before decoding"
+        self._numbers, self._choice, self._waiting, self._clock = numbers, choice, waiting, clock
+        self._other: int | None = None  # the number compared with the current one
+        self._pair: list[int] = []  # numbers of the pair's steps that are left
+        self._seconds: dict[int, float] = {}
+        self._wins = self._losses = 0
         self._last_look = 0.0
 
-    @property
-    def number(self) -> int:
-        return self.choice.number
-
-    @property
-    def fixed(self) -> bool:
-        """True if the number is fixed by the user or the system."""
-        return self._measure is None or self.max_threads == 1
-
-    def choose(self, kept: int | None = None) -> None:
-        """Measure and select the fastest number of threads, unless one was ``kept``."""
-        if self._measure is None or self.fixed:
-            return
-        if kept is not None:
-            self.choice.number = kept
-            return
-        choice, previous = self.choice, self.number
-        choice.number = fastest(self._measure(candidates(self.max_threads)), previous)
-        unchanged = choice.number == previous and choice.measured is not None
-        choice.patience = min(2 * choice.patience, MOST_PATIENCE) if unchanged else PATIENCE
-        choice.measured = self._clock()
-        if choice.number != previous:
-            reason = "faster beside other programs" if choice.number < previous else "faster again"
-            logger.warning("crossdraft: decoding with %d of %d threads: %s", choice.number, self.max_threads, reason)
-
-    def start(self) -> None:
-        """Start reading the wait counters, until `stop`."""
-        if self.fixed:
-            return
-        if self.choice.measured is None:
-            self.choose()
-        self._look()
-
-    def stop(self) -> None:
-        if self._waiting is not None:
-            self._waiting.close()
-
-    def step(self) -> None:
-        """Measure again if threads waited for processors, or are fewer than `maximum`; called after each step."""
-        if self.fixed or (passed := self._clock() - self._last_look) < INTERVAL:
-            return
-        waited = self._waiting.since() if self._waiting is not None else 0.0
-        measured = self.choice.measured
-        due = measured is None or self._clock() - measured >= self.choice.patience
-        if due and (waited > DISTURBED * passed or self.number < self.max_threads):
-            self.choose()
-        self._look()
-
-    def _look(self) -> None:
-        if self._waiting is not None:
-            self._waiting.start()  # include new threads
-        self._last_look = self._clock()
-
     def applied(self, steps: Iterable[T]) -> Iterator[T]:
-        if self.fixed:
-            yield from steps
-            return
+        """Yield the items of ``steps``, each computed with the number for it; PyTorch has its own between items."""
         iterator = iter(steps)
+        self._look(0.0)
         try:
-            with restored():
-                self.start()
             while True:
                 with restored():
-                    set_threads(self.number)
+                    set_threads(self._next())
+                    start = self._clock()
                     try:
                         item = next(iterator)
                     except StopIteration:
                         return
-                    self.step()
+                    self._record(self._clock() - start)
                 yield item
         finally:
-            self.stop()
+            self._waiting.close()
 
-    def describe(self) -> str:
-        import torch
+    def _next(self) -> int:
+        """Number of threads for the next step."""
+        if self._other is None:
+            passed = self._clock() - self._last_look
+            if passed >= INTERVAL:
+                self._look(passed)
+        if self._other is not None and not self._pair:
+            self._pair = random.sample([self._choice.number, self._other], 2)
+        return self._pair[-1] if self._pair else self._choice.number
 
-        device = pick_device("auto")
-        if device.type != "cpu" or self.max_threads == 1 or self.origin != "measured before decoding":
-            return str(self.max_threads)
-        dtype = pick_dtype("auto", device)
-        layers = [torch.nn.Linear(1024, 1024, bias=False, dtype=dtype) for _ in range(32)]
-        seconds = measure_threads(layers, candidates(self.max_threads))
-        medians = ", ".join(f"{number}: {median(times) * 1e3:.1f} ms" for number, times in seconds.items())
-        return f"{fastest(seconds, self.max_threads)} ({medians})"
+    def _look(self, passed: float) -> None:
+        """Read the wait counters, and start a comparison if one is due."""
+        waited = self._waiting.since()
+        disturbed = passed > 0 and waited > DISTURBED * passed
+        choice, now = self._choice, self._clock()
+        position = self._numbers.index(choice.number)
+        fewer, more = self._numbers[position + 1 :][:1] if disturbed else [], self._numbers[:position][-1:]
+        if now >= choice.due and (fewer or more):
+            (self._other,) = fewer if not more or (fewer and choice.fewer) else more
+            self._wins = self._losses = 0
+        self._waiting.start()  # include new threads
+        self._last_look = self._clock()
+
+    def _record(self, seconds: float) -> None:
+        """Account for a step, and end the comparison when it is decided."""
+        if self._other is None:
+            return
+        self._seconds[self._pair.pop()] = seconds
+        if self._pair:
+            return
+        choice, other = self._choice, self._other
+        gain = GAIN if other < choice.number else 1.0
+        won = self._seconds[other] * gain < self._seconds[choice.number]
+        self._wins, self._losses = self._wins + won, self._losses + (not won)
+        if self._wins < WINS and self._losses <= LOSSES:
+            return
+        self._other = None
+        choice.fewer = other < choice.number
+        if self._wins < WINS:
+            choice.fewer = not choice.fewer
+            choice.patience = min(2 * choice.patience, MAX_PATIENCE)
+        else:
+            reason = "faster beside other programs" if other < choice.number else "faster again"
+            logger.warning("crossdraft: decoding with %d of %d threads: %s", other, self._numbers[0], reason)
+            choice.number, choice.patience = other, PATIENCE
+        choice.due = self._clock() + choice.patience
 
 
 def candidates(max_threads: int) -> list[int]:
@@ -221,75 +205,23 @@ def candidates(max_threads: int) -> list[int]:
     return numbers
 
 
-def fastest(seconds: Mapping[int, Sequence[float]], current: int) -> int:
-    """Number of threads with the smallest median, if it is `GAIN` times as fast as ``current``, else ``current``."""
-    if not seconds:
-        return current
-    medians = {number: median(times) for number, times in seconds.items()}
-    best = min(medians, key=lambda number: (medians[number], number))
-    return best if current not in medians or medians[best] * GAIN < medians[current] else current
+_choices: WeakKeyDictionary[Any, ThreadChoice] = WeakKeyDictionary()
 
 
-_choices: dict[tuple[Any, ...], ThreadChoice] = {}
-
-
-def thread_count(lm: Any) -> MeasuredThreads:
-    """`MeasuredThreads` of a target; targets with equal layers share their choice."""
+def compared_threads(lm: Any) -> ComparedThreads | None:
+    """`ComparedThreads` for a decoder of the slots ``lm``; None if the user or the device fixes the number."""
     import torch
 
-    max_threads = torch.get_num_threads()
-    layers = [] if max_threads == 1 or _set_by_user(max_threads) or distributed.count() > 1 else sampled_layers(lm)
-    if not layers:
-        return MeasuredThreads(max_threads)
-    key = (max_threads, *((tuple(layer.weight.shape), layer.weight.dtype) for layer in layers))
-    choice = _choices.setdefault(key, ThreadChoice(max_threads))
-    return MeasuredThreads(max_threads, lambda numbers: measure_threads(layers, numbers), CpuWait(lm.device), choice)
-
-
-def sampled_layers(lm: Any) -> list[nn.Linear]:
-    """First linear layers of a target on the CPU, up to `SAMPLE` bytes of weights; empty for other targets."""
-    from torch import nn
-
-    model = getattr(lm, "model", None)
-    if lm is None or lm.device.type != "cpu" or not isinstance(model, nn.Module):
-        return []
-    layers, size = [], 0
-    for layer in model.modules():
-        if isinstance(layer, nn.Linear) and layer.weight.device.type == "cpu" and layer.weight.is_floating_point():
-            if size >= SAMPLE:
-                break
-            layers.append(layer)
-            size += layer.weight.numel() * layer.weight.element_size()
-    return layers
-
-
-def measure_threads(layers: Sequence[nn.Linear], numbers: Sequence[int]) -> dict[int, list[float]]:
-    """Seconds of a pass of one token through ``layers``, for each number of threads in turn."""
-    import torch
-
-    seconds: dict[int, list[float]] = {number: [] for number in numbers}
-    start = time.perf_counter()
-    with torch.inference_mode(), restored():
-        inputs = [torch.ones(1, layer.in_features, dtype=layer.weight.dtype) for layer in layers]
-        for repeat in range(MOST):
-            if repeat >= LEAST and time.perf_counter() - start > BUDGET:
-                break
-            for number in numbers:
-                if is_hopeless(seconds, number):
-                    continue
-                set_threads(number)
-                layers[0](inputs[0])  # start the threads
-                layer_start = time.perf_counter()
-                for layer, x in zip(layers, inputs, strict=True):
-                    layer(x)
-                seconds[number].append(time.perf_counter() - layer_start)
-    return seconds
-
-
-def is_hopeless(seconds: Mapping[int, Sequence[float]], number: int) -> bool:
-    """True if all times of ``number`` exceed `HOPELESS` times the best one."""
-    best = min((min(times) for times in seconds.values() if times), default=0.0)
-    return bool(seconds[number]) and min(seconds[number]) > HOPELESS * best
+    model, max_threads = getattr(lm, "model", None), torch.get_num_threads()
+    if model is None or lm.device.type != "cpu" or max_threads == 1:
+        return None
+    if _set_by_user(max_threads) or distributed.count() > 1:
+        return None
+    numbers = candidates(max_threads)
+    choice = _choices.setdefault(model, ThreadChoice(max_threads))
+    if choice.number not in numbers:  # PyTorch had another number then
+        choice = _choices[model] = ThreadChoice(max_threads)
+    return ComparedThreads(numbers, choice, CpuWait(lm.device))
 
 
 def _set_by_user(number: int) -> bool:

@@ -4,62 +4,56 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from math import inf
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from crossdraft_layers import threads
 from crossdraft_layers.threads import (
-    MOST_PATIENCE,
+    MAX_PATIENCE,
     PATIENCE,
-    MeasuredThreads,
+    WINS,
+    ComparedThreads,
+    ThreadChoice,
+    candidates,
     choose_wait_policy,
-    fastest,
+    compared_threads,
     free_processors,
 )
 
 from crossdraft import generate, load_model
-from crossdraft.framework.models.threads import choose_for_group, settings, thread_count, wait_policy
+from crossdraft.framework.models.threads import settings, wait_policy
 from crossdraft.framework.util.contention import CpuWait
 
 
-class Cores:
-    """A machine in hand: its clock, what its wait counters and its measurements return."""
+class Machine(CpuWait):
+    """A machine in hand: its clock, its wait counters, and the seconds of a step by number of threads."""
 
-    def __init__(self) -> None:
-        self.now, self.waited, self.measurements = 0.0, 0.0, 0
-        self.seconds: Mapping[int, Sequence[float]] = {2: [1.0], 1: [1.4]}
-
-    def measure(self, numbers: Sequence[int]) -> Mapping[int, Sequence[float]]:
-        assert list(numbers) == [2, 1]
-        self.measurements += 1
-        return self.seconds
-
-    def step(self, count: MeasuredThreads, seconds: float, waited: float) -> int:
-        self.now += seconds
-        self.waited = waited
-        count.step()
-        return count.number
-
-
-class Counters(CpuWait):
-    def __init__(self, cores: Cores):
+    def __init__(self, seconds: dict[int, float], disturbed: bool = True):
         super().__init__(torch.device("meta"))
-        self.cores = cores
+        self.now, self.seconds, self.disturbed, self.looked = 100.0, seconds, disturbed, 100.0
+        self.used: list[int] = []
 
     def since(self) -> float:
-        return self.cores.waited
+        passed, self.looked = self.now - self.looked, self.now
+        return passed if self.disturbed else 0.0
 
+    def steps(self, number: int, noise: Random | None = None) -> Iterator[int]:
+        for _ in range(number):
+            threads_now = torch.get_num_threads()
+            self.used.append(threads_now)
+            self.now += self.seconds[threads_now] * (noise.lognormvariate(0, 0.1) if noise else 1)
+            yield threads_now
 
-@pytest.fixture
-def cores() -> Cores:
-    return Cores()
-
-
-@pytest.fixture
-def count(cores: Cores) -> MeasuredThreads:
-    return MeasuredThreads(2, cores.measure, Counters(cores), clock=lambda: cores.now)
+    def decode(self, choice: ThreadChoice, steps: int, noise: Random | None = None) -> list[int]:
+        self.used = []
+        numbers = candidates(max(self.seconds))
+        for _ in ComparedThreads(numbers, choice, self, lambda: self.now).applied(self.steps(steps, noise)):
+            pass
+        return self.used
 
 
 @pytest.fixture
@@ -68,147 +62,98 @@ def all_cores(monkeypatch: Any) -> Iterator[int]:
     for name in (*threads.NUMBER, *threads.POLICY, threads.CHOSEN):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(threads, "_processors", lambda: {0, 1})
-    monkeypatch.setattr(threads, "_choices", {})
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield 2
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "current", "number"),
-    [
-        ({2: [1.0, 9.0, 1.1], 1: [1.3, 1.3, 1.3]}, 2, 2),
-        ({2: [5.0, 9.0, 1.0], 1: [1.3, 1.3, 1.3]}, 2, 1),
-        ({2: [1.1], 1: [1.0]}, 2, 2),  # not worth a change
-        ({2: [1.0], 1: [1.1]}, 1, 1),
-        ({2: [1.0], 1: [1.3]}, 1, 2),
-        ({4: [4.0], 2: [2.0], 1: [3.0]}, 4, 2),
-        ({}, 3, 3),
-    ],
-)
-def test_fastest_number_is_taken_if_it_pays(seconds: Any, current: int, number: int) -> None:
-    assert fastest(seconds, current) == number
-
-
 def test_candidates_end_with_one() -> None:
-    assert threads.candidates(12) == [12, 6, 3, 1] and threads.candidates(1) == [1]
+    assert candidates(12) == [12, 6, 3, 1] and candidates(1) == [1]
 
 
-def test_intermittent_neighbour_is_detected(cores: Cores, count: MeasuredThreads) -> None:
-    count.start()
-    assert count.number == 2 and cores.measurements == 1
-    assert cores.step(count, 60, waited=0) == 2 and cores.measurements == 1, "nobody waited"
-    cores.seconds = {2: [6.0], 1: [1.4]}
-    assert cores.step(count, 1, waited=0.9) == 1 and cores.measurements == 2
-    cores.seconds = {2: [1.0], 1: [1.4]}
-    assert cores.step(count, 1, waited=0) == 1, "too early to measure again"
-    assert cores.step(count, PATIENCE, waited=0) == 2 and cores.measurements == 3
+def test_undisturbed_steps_use_all_threads(all_cores: int) -> None:
+    machine, choice = Machine({2: 0.05, 1: 0.01}, disturbed=False), ThreadChoice(2)
+    assert set(machine.decode(choice, 1000)) == {2}
 
 
-def test_stable_measurements_become_rare(cores: Cores, count: MeasuredThreads) -> None:
-    count.start()
-    for _ in range(3600):
-        cores.step(count, 1, waited=0.5)
-    assert count.number == 2
-    assert cores.measurements < 10 + 3600 / MOST_PATIENCE
+def test_fewer_threads_are_kept_where_they_win_on_the_steps(all_cores: int) -> None:
+    machine, choice = Machine({2: 0.3, 1: 0.1}), ThreadChoice(2)
+    used = machine.decode(choice, 40)
+    assert choice.number == 1 and used[0] == 2 and set(used[2 * WINS + 2 :]) == {1}
+    machine.seconds, machine.disturbed = {2: 0.1, 1: 0.101}, False  # the neighbour has left
+    machine.decode(choice, int(PATIENCE / 0.1) + 2 * WINS + 2)
+    assert choice.number == 2, "all threads return without a minimum gain"
 
 
-def test_looks_are_not_taken_at_every_step(cores: Cores, count: MeasuredThreads) -> None:
-    count.start()
-    for _ in range(4):
-        cores.step(count, threads.INTERVAL / 5, waited=9.0)
-    assert cores.measurements == 1
+def test_small_gain_changes_nothing(all_cores: int) -> None:
+    machine, choice = Machine({2: 0.110, 1: 0.1}), ThreadChoice(2)
+    used = machine.decode(choice, 20_000)
+    assert choice.number == 2 and used.count(1) / len(used) < 0.01, "comparisons become rare"
+    assert choice.patience == MAX_PATIENCE
 
 
-def test_single_thread_is_not_measured(cores: Cores) -> None:
-    one = MeasuredThreads(1, cores.measure)
-    one.start()
-    one.choose()
-    assert one.fixed and one.number == 1 and cores.measurements == 0
+def test_equal_numbers_seldom_win(all_cores: int) -> None:
+    """At most 9 in 256 comparisons of equal numbers end with a change, even without a minimum gain."""
+    changed, noise = 0, Random(0)
+    for _ in range(400):
+        machine, choice = Machine({2: 0.3, 1: 0.3}, disturbed=False), ThreadChoice(1)
+        machine.decode(choice, 20, noise)
+        changed += choice.number == 2
+    assert changed <= 400 * 9 / 256 + 3 * (400 * 9 / 256) ** 0.5 and changed > 0
 
 
-def test_thread_count_applies_only_to_steps(all_cores: int, cores: Cores, count: MeasuredThreads) -> None:
-    cores.seconds = {2: [6.0], 1: [1.0]}
-    between = []
-    steps = count.applied(torch.get_num_threads() for _ in range(3))
-    assert [(inside, between.append(torch.get_num_threads()))[0] for inside in steps] == [1, 1, 1]
-    assert between == [2, 2, 2] and torch.get_num_threads() == 2
-    steps = count.applied(torch.get_num_threads() for _ in range(3))
-    next(steps)
+def test_direction_changes_with_comparisons_that_fail(all_cores: int) -> None:
+    machine, choice = Machine({4: 0.3, 2: 0.2, 1: 0.3}), ThreadChoice(4)
+    used = machine.decode(choice, 400)
+    assert choice.number == 2 and {1, 4} <= set(used[40:])
+
+
+def test_number_is_reset_between_steps_and_by_a_close(all_cores: int) -> None:
+    machine = Machine({2: 0.3, 1: 0.1})
+    compared = ComparedThreads([2, 1], ThreadChoice(1, due=inf), machine, lambda: machine.now)
+    steps = compared.applied(machine.steps(3))
+    assert next(steps) == 1 and torch.get_num_threads() == 2
     steps.close()  # type: ignore[attr-defined]
     assert torch.get_num_threads() == 2
 
 
 class Target:
-    """A target that is all linear layers."""
-
     device = torch.device("cpu")
 
-    def __init__(self, width: int = 32):
-        self.model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(4)))
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(2, 2)
 
 
-def test_equal_targets_share_measurement(all_cores: int, monkeypatch: Any) -> None:
-    first, second, other = thread_count(Target()), thread_count(Target()), thread_count(Target(16))
-    first.choose()
-    assert first.choice is second.choice is not other.choice
-    assert first.choice.measured is not None and other.choice.measured is None
-    monkeypatch.setattr(threads, "SAMPLE", 1)
-    assert len(threads.sampled_layers(Target())) == 1
-
-
-def test_every_number_is_measured_and_none_is_left_behind(all_cores: int) -> None:
-    seconds = threads.measure_threads(list(Target().model), [2, 1])
-    assert all(seconds.values()) and max(map(len, seconds.values())) >= threads.LEAST
-    assert torch.get_num_threads() == 2
-
-
-def test_hopeless_number_is_not_measured_any_further() -> None:
-    assert threads.is_hopeless({2: [9.0], 1: [1.0, 2.0]}, 2) and not threads.is_hopeless({2: [9.0], 1: [1.0]}, 1)
-    assert not threads.is_hopeless({2: [9.0, 1.5], 1: [1.0]}, 2) and not threads.is_hopeless({2: [], 1: []}, 2)
-
-
-def test_generate_decodes_with_fastest_number(all_cores: int, models: dict[str, str], monkeypatch: Any) -> None:
-    monkeypatch.setattr(threads, "measure_threads", lambda layers, numbers: {2: [9.0], 1: [1.0]})
-    inside: list[int] = []
-    options: dict[str, Any] = {"drafter": "none", "max_new_tokens": 4, "batch_size": 1, "ignore_eos": True}
-    target = load_model(models["target"], device="cpu")
-    generate(target, [[1, 2, 3]], **options, on_step=lambda _: inside.append(torch.get_num_threads()))
-    assert inside == [1, 1, 1, 1] and torch.get_num_threads() == 2
+def test_decoders_of_a_model_share_their_choice(all_cores: int) -> None:
+    target = Target()
+    first, second, other = compared_threads(target), compared_threads(target), compared_threads(Target())
+    assert first and second and other and first._choice is second._choice is not other._choice
 
 
 @pytest.mark.parametrize("name", threads.NUMBER)
 def test_variable_of_user_fixes_number(all_cores: int, monkeypatch: Any, name: str) -> None:
-    assert not thread_count(Target()).fixed
+    assert compared_threads(Target()) is not None
     monkeypatch.setenv(name, "2")
-    assert thread_count(Target()).fixed and settings()["number"] == name
+    assert compared_threads(Target()) is None and settings()["set_by"] == name
 
 
-def test_so_does_number_set_in_python(all_cores: int) -> None:
-    torch.set_num_threads(3)
-    assert thread_count(Target()).fixed and thread_count(Target()).number == 3
-    assert settings()["number"] == "torch.set_num_threads"
-
-
-def test_other_devices_and_models_without_linear_layers_are_unchanged(all_cores: int) -> None:
+def test_so_do_number_set_in_python_other_devices_and_targets_without_model(all_cores: int) -> None:
     elsewhere = Target()
     elsewhere.device = torch.device("meta")
-    assert thread_count(elsewhere).fixed
-    elsewhere.device, elsewhere.model = torch.device("cpu"), object()  # type: ignore[assignment]
-    assert thread_count(elsewhere).fixed
+    assert compared_threads(elsewhere) is None and compared_threads(object()) is None
+    torch.set_num_threads(3)
+    assert compared_threads(Target()) is None
 
 
-# -- groups ----------------------------------------------------------------------------------------------------------
-
-
-def test_resumed_group_keeps_its_number(all_cores: int) -> None:
-    assert choose_for_group(Target(), {"number": 1})["number"] == 1 == torch.get_num_threads()
-    torch.set_num_threads(2)
-    for broken in (None, {"number": "1"}, {"number": 3}, {}):
-        result = choose_for_group(Target(), broken)
-        assert result["most"] == 2 and result["number"] == torch.get_num_threads()
-        torch.set_num_threads(2)
+def test_generate_compares_on_its_steps(all_cores: int, models: dict[str, str], monkeypatch: Any) -> None:
+    monkeypatch.setattr(threads, "DISTURBED", -1.0)
+    monkeypatch.setattr(threads, "INTERVAL", 0.0)
+    inside: list[int] = []
+    options: dict[str, Any] = {"drafter": "none", "max_new_tokens": 6, "batch_size": 1, "ignore_eos": True}
+    target = load_model(models["target"], device="cpu")
+    generate(target, [[1, 2, 3]], **options, on_step=lambda _: inside.append(torch.get_num_threads()))
+    assert set(inside) == {1, 2} and torch.get_num_threads() == 2
 
 
 # -- the wait policy -------------------------------------------------------------------------------------------------
@@ -267,7 +212,7 @@ def test_command_waits_passively_on_busy_machine() -> None:
     environment = {k: v for k, v in os.environ.items() if k not in (*threads.NUMBER, *threads.POLICY)}
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
     try:
-        command = [sys.executable, "-m", "crossdraft", "env", "--json"]
+        command = [sys.executable, "-m", "crossdraft", "list", "env", "--json"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     finally:
         for process in busy:
