@@ -40,13 +40,14 @@ _COMMANDS = {
 }
 _FORMATS = {
     "vllm": ("vllm:VllmFormat", "log, counters, and a configuration with synthetic acceptance"),
-    "sglang": ("sglang:SglangFormat", "log and gauge"),
+    "sglang": ("sglang:SglangFormat", "log, counters and gauge"),
     "llama.cpp": ("llama_cpp:LlamaCppFormat", "log, counters and timings of responses"),
     "response-statistics": (
         "responses:ResponseStatistics",
         "statistics of each response: vLLM, TensorRT-LLM, AIPerf's profile_export.jsonl",
     ),
     "sglang-responses": ("responses:SglangResponses", "meta_info of each response"),
+    "tensorrt-llm-counters": ("responses:TensorRtLlmCounters", "counters of its server, by position"),
     "tensorrt-llm-iterations": ("responses:IterationStats", "statistics of each iteration"),
     "vllm-bench": ("benchmarks:VllmBench", "vllm bench serve: table and JSON"),
     "sglang-bench": ("benchmarks:SglangBench", "sglang.bench_serving: table and JSONL; /server_info"),

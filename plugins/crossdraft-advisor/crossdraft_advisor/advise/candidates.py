@@ -124,6 +124,8 @@ def of_pair(acceptance: Acceptance) -> Acceptance:
         UsageError: the verifier cannot verify its drafts, or the drafts are trees, whose nodes engines do not count.
     """
     name, verifier, temperature = acceptance.drafter, acceptance.verifier, acceptance.temperature
+    if not acceptance.chain:
+        raise UsageError(f"{acceptance.source}: {acceptance.refusal}; measure their cost with crossdraft run")
     if name not in plugins.entries("drafters") or (verifier and verifier not in plugins.entries("verifiers")):
         return acceptance
     cls = plugins.get("drafters", name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import re
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ _JSON_BEGINS = re.compile(r"[\[{]\s*([\[{\"]|$)")
 UNFIT = re.compile(r"[\x00-\x20\x7f]")
 #: Colours and other control sequences of terminals.
 ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|[@-_])")
+#: First bytes of a compressed file, as log rotation writes it.
+GZIP = b"\x1f\x8b"
 #: Time limit in seconds for a complete HTTP response.
 TIMEOUT = 10.0
 
@@ -32,11 +35,13 @@ class Source:
 
     Attributes:
         name: a path or URL, for messages.
+        gamma: the draft length, if it is given and the text does not have it.
         skipped: messages about records that could not be read.
     """
 
     text: str
     name: str
+    gamma: int | None = None
     skipped: list[str] = field(default_factory=list, compare=False)
 
     @contextmanager
@@ -122,13 +127,55 @@ class Source:
             return _objects_with(parse_json(text, self.name, line=line), key)
         return []
 
-    def row_id(self, line: int) -> str:
-        """``custom_id``, or else ``id``, of the JSON object in a line; empty if it has none, or if all is one value."""
+    def row(self, line: int) -> dict[str, Any]:
+        """The JSON object in a line; empty if it has another value, or if the text is one value.
+
+        Raises:
+            UsageError: it is damaged.
+        """
         if self._is_one_value():
-            return ""
+            return {}
         row = parse_json(self._lines[line - 1].strip().removeprefix("data:").strip(), self.name, line=line)
-        name = (row.get("custom_id") or row.get("id")) if isinstance(row, dict) else None
+        return row if isinstance(row, dict) else {}
+
+    def row_id(self, line: int) -> str:
+        """``custom_id``, or else ``id``, of the JSON object in a line; empty if it has none."""
+        row = self.row(line)
+        name = row.get("custom_id") or row.get("id")
         return name if isinstance(name, str) else ""
+
+    def responses(self, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The objects with ``key``, see `objects`, of whole responses.
+
+        The chunks of a streamed response repeat its counts; the last one counts. A line without ``key`` that is
+        damaged or has an error is counted as skipped.
+        """
+        latest: dict[Any, tuple[int, dict[str, Any]]] = {}
+        stream, before, nth = 0, 0, 0
+        for number, fields in self.objects(key):
+            for line in range(before + 1, number):
+                stream += self._lines[line - 1].startswith("data: [DONE]")
+                self._skip_failed(line)
+            nth, before = (nth + 1 if number == before else 0), number
+            row, events = self.row(number), self._lines[number - 1].startswith("data:")
+            name = fields.get("id") or row.get("id") or ""
+            ends = [choice.get("finish_reason") for choice in row.get("choices") or () if isinstance(choice, dict)]
+            unfinished = None in [*ends, fields.get("finish_reason", "")] or row.get("stop") is False
+            if events or (unfinished and name):
+                latest[stream, name, nth] = number, fields
+            else:
+                latest.pop((stream, name, nth), None)
+                latest[number, nth] = number, fields
+        for line in range(before + 1, self.count + 1 if before else 0):
+            self._skip_failed(line)
+        yield from latest.values()
+
+    def _skip_failed(self, line: int) -> None:
+        if self._lines[line - 1].startswith("{") and not self._is_one_value():
+            with self.skipping():
+                if error := self.row(line).get("error"):
+                    reason = error.get("message", error) if isinstance(error, dict) else error
+                    raise self.error(line, f"the request failed: {printable(str(reason))[:200]}")
 
     def _is_one_value(self) -> bool:
         """True if a JSON value begins in the first line and does not end there."""
@@ -146,8 +193,11 @@ def _objects_with(value: Any, key: str) -> list[dict[str, Any]]:
     return objects
 
 
-def read_source(source: str) -> Source:
-    """Read a file or an HTTP response, without its colours.
+def read_source(source: str, gamma: int | None = None) -> Source:
+    """Read a file, which may be compressed, or an HTTP response, without its colours.
+
+    Args:
+        gamma: see `Source`.
 
     Bytes that are not UTF-8 are replaced: llama.cpp logs tokens that are parts of characters.
 
@@ -156,19 +206,37 @@ def read_source(source: str) -> Source:
     """
     if not source.startswith(("http://", "https://")):
         data = read_bytes(path_of(source), METRICS_BYTES)
-        return Source(_text_of(data), printable(source))
+        return Source(_text_of(data), printable(source), gamma)
     if flaw := UNFIT.search(source):
         raise UsageError(f"{printable(source)} is not a valid URL: it has {flaw[0]!r}; write it as %{ord(flaw[0]):02X}")
     try:
         with HttpResponse(source, seconds=TIMEOUT, maximum=METRICS_BYTES) as response:
             if response.status != 200:
                 raise NetworkError(response.error())
-            return Source(_text_of(response.body()), printable(source))
+            return Source(_text_of(response.body()), printable(source), gamma)
     except NetworkError as error:
         raise UsageError(f"cannot read {printable(source)}: {error}; save it to a file and give the file") from None
 
 
 def _text_of(data: bytes) -> str:
+    if data[:2] == GZIP:
+        data = _unpacked(data)
     # PowerShell redirects as UTF-16.
     encoding = "utf-16" if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
     return ESCAPES.sub("", data.decode(encoding, "replace"))
+
+
+def _unpacked(data: bytes) -> bytes:
+    """The content of a gzip file, as far as it is whole. Raises UsageError if it is too large."""
+    parts, size = [], 0
+    while data[:2] == GZIP:
+        stream = zlib.decompressobj(wbits=31)
+        try:
+            parts.append(stream.decompress(data, METRICS_BYTES - size + 1))
+        except zlib.error:
+            break
+        size += len(parts[-1])
+        if reason := METRICS_BYTES.violation(size):
+            raise UsageError(f"the compressed source is too large; {reason}")
+        data = stream.unused_data
+    return b"".join(parts)

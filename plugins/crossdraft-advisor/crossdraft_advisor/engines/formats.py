@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from crossdraft.framework import plugins
-from crossdraft.framework.errors import UsageError
+from crossdraft.framework.errors import ContractError, UsageError
 
 from .acceptance import Acceptance
 from .counter_definitions import CounterDefinition
@@ -70,33 +70,31 @@ class AcceptanceFormat(ABC):
         return self.definition or (self.counters.meaning if self.counters is not None else "")
 
 
-def read_acceptances(name: str, since: str | None = None) -> tuple[Source, list[Acceptance]]:
+def read_acceptances(name: str, since: str | None = None, gamma: int | None = None) -> tuple[Source, list[Acceptance]]:
     """Read a file or URL; return its text, which has the skipped records, and every acceptance in it.
 
     Args:
         since: an earlier scrape of the same counters, to subtract.
+        gamma: the draft length, for sources that lack it and the number of steps.
 
     Raises:
         UsageError: the source cannot be read, is invalid, or has no acceptance.
     """
-    source = read_source(name)
+    source = read_source(name, gamma)
     return source, acceptances_in(source, read_source(since) if since else None)
 
 
 def acceptances_in(source: Source, earlier: Source | None = None) -> list[Acceptance]:
     """Every acceptance in a source, see `read_acceptances`."""
     acceptances: list[Acceptance] = []
+    failures: list[str] = []
     for entry in plugins.entries("acceptance_formats"):
-        reader = plugins.get("acceptance_formats", entry)()
-        if earlier is not None and not reader.subtracts:
-            continue
-        with plugins.guarded("acceptance_formats", entry, "read()"):
-            items = list(reader.read(source, earlier))
-        if not all(isinstance(item, Acceptance) for item in items):
-            raise plugins.unusable(
-                "acceptance_formats", entry, "read() must return a list of crossdraft_advisor.Acceptance"
-            )
-        acceptances += [replace(item, format=f"{reader.name}: {reader.meaning()}") for item in items]
+        try:
+            with source.skipping():
+                acceptances += _read(entry, source, earlier)
+        except ContractError as error:  # of a plug-in; the other formats are read
+            failures.append(str(error))
+    source.skipped[:] = dict.fromkeys([*source.skipped, *failures])  # several formats skip a damaged line
     if not acceptances:
         if source.skipped:
             raise UsageError(source.skipped[0])
@@ -108,3 +106,17 @@ def acceptances_in(source: Source, earlier: Source | None = None) -> list[Accept
             f"acceptance_formats){reason and '; ' + reason}"
         )
     return acceptances
+
+
+def _read(entry: str, source: Source, earlier: Source | None) -> list[Acceptance]:
+    """Every acceptance in one format. Raises ContractError for a defect of the format."""
+    reader = plugins.get("acceptance_formats", entry)()
+    if earlier is not None and not reader.subtracts:
+        return []
+    with plugins.guarded("acceptance_formats", entry, "read()"):
+        items = list(reader.read(source, earlier))
+    if not all(isinstance(item, Acceptance) for item in items):
+        raise plugins.unusable(
+            "acceptance_formats", entry, "read() must return a list of crossdraft_advisor.Acceptance"
+        )
+    return [replace(item, format=f"{reader.name}: {reader.meaning()}") for item in items]

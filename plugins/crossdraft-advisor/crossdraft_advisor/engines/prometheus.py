@@ -9,13 +9,16 @@ The last counts drafts whose token at that position was accepted, so its rates a
 draft and tokens past the end of a response count is part of the engine's `CounterDefinition`; if it counts generated
 tokens and finished requests, too, the number of both follows. llama.cpp writes numbers of 10^6 and more, except those
 by position, with six digits (``1.23457e+06``).
+
+Ray and OpenTelemetry write ``ray_vllm_spec_decode_...`` and leave ``_total`` out; Prometheus answers queries in JSON.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from crossdraft.framework.errors import first_line, printable
@@ -28,6 +31,8 @@ from .engine_log import Source
 #: Share of steps without a draft that is explained by requests in flight.
 _FEW_IDLE = 0.02
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+#: A number of events that is not cut off, as Python's client writes it.
+_COMPLETE = re.compile(r"\s\d+\.0$")
 #: A value that may be rounded to six digits.
 _ROUNDED = re.compile(r"\s\d(\.\d{1,5})?e\+\d+(\s|$)")
 #: Rounding error of the number of drafts, relative to it, that is worth a remark.
@@ -46,33 +51,53 @@ class Sample:
 
 
 def samples(source: Source, names: Collection[str]) -> dict[Key, Sample]:
-    """The series with exactly one of ``names`` (a counter's ``_created`` is another name).
+    """The series with exactly one of ``names``, as any exporter writes it (a counter's ``_created`` is another name).
+
+    A gauge that is not a number is skipped.
 
     Raises:
-        UsageError: a truncated line, a duplicate series, NaN, infinity or a negative number.
+        UsageError: a truncated line, a duplicate series, a counter that is not a number, infinite or negative.
     """
     from prometheus_client.parser import text_string_to_metric_families
 
-    series: dict[Key, Sample] = {}
-    last = 0
-    for number, line in source.lines():
+    known, series = {_canonical(name): name for name in names if name}, dict[Key, Sample]()
+    for number, line in (*source.lines(), *_answers(source)):
         name = _NAME.match(line)
-        if name is None or name[0] not in names:
+        if name is None or (exact := known.get(_canonical(name[0]))) is None:
             continue
-        last = number
         try:
             ((sample,),) = [family.samples for family in text_string_to_metric_families(line)]
         except Exception as error:  # of its parser: ValueError, IndexError
-            raise source.error(number, f"the line is not valid in a Prometheus scrape: {first_line(error)}") from None
+            raise source.error(
+                number, f"the line is not valid in a Prometheus scrape ({first_line(error)}); repeat the scrape"
+            ) from None
+        if math.isnan(sample.value) and not exact.endswith("_total"):
+            source.skip(number, f"{exact} is not a number: nothing has been measured")
+            continue
         if not 0 <= sample.value < math.inf:
-            raise source.error(number, f"{sample.name} is {sample.value:g}, which is not a count")
-        key = sample.name, tuple(sorted(sample.labels.items()))
+            raise source.error(number, f"{exact} is {sample.value:g}, which is not a count")
+        key = exact, tuple(sorted(sample.labels.items()))
         if key in series:
-            raise source.error(number, f"{sample.name} is a duplicate of line {series[key].line}")
+            raise source.error(number, f"{exact} is a duplicate of line {series[key].line}")
         series[key] = Sample(sample.value, number, 5e-6 * sample.value if _ROUNDED.search(line) else 0.0)
-    if last and last == source.count and not source.ended:
-        raise source.error(last, "the scrape is truncated in this line; repeat it")
+        if not _COMPLETE.search(line) and source.text.endswith(line):  # without a newline
+            raise source.error(number, "the scrape is truncated in this line; repeat it")
     return series
+
+
+def _canonical(name: str) -> str:
+    """A name of which exporters write variants."""
+    return name.removeprefix("ray_").replace(":", "_", 1).removesuffix("_total")
+
+
+def _answers(source: Source) -> Iterator[tuple[int, str]]:
+    """Lines of a scrape with the series of an answer of Prometheus' API, ``{"metric": {..}, "value": [time, "1"]}``."""
+    for number, fields in source.objects("metric"):
+        labels, value = fields["metric"], fields.get("value")
+        if isinstance(labels, dict) and isinstance(value, list) and len(value) == 2:
+            name = labels.get("__name__", "")
+            text = ",".join(f"{key}={json.dumps(str(text))}" for key, text in labels.items() if key != "__name__")
+            yield number, f"{name}{{{text}}} {value[1]}"
 
 
 def since(
@@ -95,6 +120,40 @@ def since(
     }
 
 
+def by_model(
+    source: Source, names: Collection[str], earlier: Source | None, labels: Mapping[str, str]
+) -> dict[str, dict[str, dict[int, Sample]]]:
+    """Sums over engines and ranks: model, counter, position.
+
+    Args:
+        earlier: an earlier scrape of the same server, to subtract.
+        labels: the label of a counter that has the position; those of others are summed at position 0.
+
+    Raises:
+        UsageError: a damaged scrape.
+    """
+    series = samples(source, names)
+    if earlier is not None and series:
+        series = since(series, samples(earlier, names), source, earlier)
+    models: dict[str, dict[str, dict[int, Sample]]] = {}
+    for (name, pairs), sample in series.items():
+        values, position = dict(pairs), 0
+        if name in labels:
+            text = values.get(labels[name], "")
+            if not (text.isascii() and text.isdigit() and len(text) < 6):
+                raise source.error(sample.line, f"{name} has the position {text!r}, which is not a number")
+            position = int(text)
+        of_model = models.setdefault(values.get("model_name", ""), {}).setdefault(name, {})
+        total = of_model.get(position, Sample(0.0, 0))
+        of_model[position] = Sample(total.value + sample.value, sample.line, total.rounding + sample.rounding)
+    return models
+
+
+def title_of(source: Source, model: str) -> str:
+    """The name of a source, and of one of its models."""
+    return source.name + (f", model {printable(model)[:MOST_NAME]}" if model else "")
+
+
 def spec_decode(definition: CounterDefinition, source: Source, earlier: Source | None = None) -> list[Acceptance]:
     """Acceptance per model, summed over engines, from the four counters; empty if they are missing.
 
@@ -112,23 +171,9 @@ def spec_decode(definition: CounterDefinition, source: Source, earlier: Source |
     )
     names = {drafts_name, tokens_name, accepted_name, position_name}
     totals = {definition.generated, definition.finished} - {""}
-    series = samples(source, names | totals)
-    if not any(name in names for name, _ in series):
+    models = by_model(source, names | totals, earlier, {position_name: "position"})
+    if not any(counters.keys() & names for counters in models.values()):
         return []
-    if earlier is not None:
-        series = since(series, samples(earlier, names | totals), source, earlier)
-    models: dict[str, dict[str, dict[int, Sample]]] = {}
-    for (name, labels), sample in series.items():
-        label_values = dict(labels)
-        position = 0
-        if name == position_name:
-            text = label_values.get("position", "")
-            if not (text.isascii() and text.isdigit() and len(text) < 6):
-                raise source.error(sample.line, f"{name} has the position {text!r}, which is not a number")
-            position = int(text)
-        of_model = models.setdefault(label_values.get("model_name", ""), {}).setdefault(name, {})
-        total = of_model.get(position, Sample(0.0, 0))
-        of_model[position] = Sample(total.value + sample.value, sample.line, total.rounding + sample.rounding)
     acceptances, counter_names = [], (drafts_name, tokens_name, accepted_name, position_name)
     for model, counters in models.items():
         if counters.keys() & names:
@@ -161,7 +206,7 @@ def _acceptance(
     drafts, accepted = counters[drafts_name][0], counters[accepted_name][0]
     if not drafts.value:
         raise source.error(drafts.line, "no drafts were counted; send requests to the server first")
-    title = source.name + (f", model {printable(model)[:MOST_NAME]}" if model else "")
+    title = title_of(source, model)
     positions = counters.get(position_name, {})
     if not positions:
         length = 1 + accepted.value / drafts.value

@@ -76,11 +76,24 @@ def acceptances_of(counts: Iterable[StepCounts], source: str, pieces: str, **att
     return acceptances
 
 
+def full_drafts(source: Source, line: int, accepted: float, drafted: float, name: str = "") -> StepCounts:
+    """Counts without a number of steps, as if each had a draft of the length of ``source``. Raises UsageError."""
+    if accepted > drafted:
+        raise source.error(line, f"{accepted:g} accepted of {drafted:g} drafted tokens are inconsistent")
+    if source.gamma is None:
+        raise source.error(
+            line,
+            f"{accepted:g} of {drafted:g} drafted tokens were accepted, but neither the steps nor their draft length "
+            "are recorded; give the draft length, --gamma of crossdraft advise",
+        )
+    return StepCounts(drafted / source.gamma, accepted, drafted=drafted, gamma=source.gamma, name=name)
+
+
 def per_response(source: Source, keys: Sequence[str] = STEPS) -> list[Acceptance]:
     """Acceptance from the statistics of responses: every JSON object with the number of steps under one of ``keys``."""
     counts = []
     for key in keys:
-        for line, fields in source.objects(key):
+        for line, fields in source.responses(key):
             with source.skipping():
                 if (item := _counts(source, line, fields, key)) is not None:
                     counts.append(item)
@@ -95,8 +108,11 @@ def _counts(source: Source, line: int, fields: Mapping[str, Any], key: str) -> S
     histogram = next((name for name in _HISTOGRAMS if fields.get(name) is not None), "")
     drafted = _optional(source, line, fields, _DRAFTED)
     gamma = int(_optional(source, line, fields, ("num_spec_tokens",)) or 0)
-    if any(fields.get(name) is not None for name in _ACCEPTED) or histogram:
+    shares = _histogram(source, line, fields, histogram) if histogram else []
+    if any(fields.get(name) is not None for name in _ACCEPTED):
         accepted = count(source, line, fields, *_ACCEPTED)
+    elif histogram:
+        accepted = float(sum(i * c for i, c in enumerate(shares)))
     else:  # the first token is the prefill's
         accepted = count(source, line, fields, "completion_tokens") - PREFILL_TOKENS - steps
     if accepted < 0 or (drafted is not None and accepted > drafted):
@@ -106,7 +122,6 @@ def _counts(source: Source, line: int, fields: Mapping[str, Any], key: str) -> S
     name = source.row_id(line)
     if not histogram:
         return StepCounts(steps, accepted, (), None, gamma, name)
-    shares = _histogram(source, line, fields, histogram)
     if sum(shares) != steps or sum(i * c for i, c in enumerate(shares)) != accepted:
         raise source.error(line, f"{histogram} does not match {key} {steps:g} and {accepted:g} accepted tokens")
     longest = max((i for i, c in enumerate(shares) if c), default=0)

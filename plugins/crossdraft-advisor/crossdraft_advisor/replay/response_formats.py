@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from crossdraft.framework import plugins
-from crossdraft.framework.errors import UsageError
+from crossdraft.framework.errors import ContractError, UsageError
 
 from .response import ParseContext
 
@@ -44,8 +44,13 @@ def plain_rows(row: Any, context: ParseContext, place: str) -> Iterator[Any]:
     """Yield the rows of the plain format, or of OpenAI's, for a JSON object in any format."""
     if isinstance(row, dict):
         for name in plugins.entries("response_formats"):
-            with plugins.guarded("response_formats", name, "rows()"):
-                rows = plugins.get("response_formats", name)().rows(row, context, place)
+            try:
+                with plugins.guarded("response_formats", name, "rows()"):
+                    rows = plugins.get("response_formats", name)().rows(row, context, place)
+                    rows = None if rows is None else list(rows)
+            except ContractError as error:  # of a plug-in; the other formats are tried
+                context.skip("that a format of a plug-in cannot convert", f"{place}: {error}")
+                continue
             if rows is not None:
                 yield from rows
                 return
@@ -62,6 +67,8 @@ class SglangGenerate(ResponseFormat):
         info = body.get("meta_info")
         if not isinstance(info, dict) or "choices" in body:
             return None
+        if info.get("finish_reason", "") is None:
+            raise UsageError(f"{place}: it is a chunk of a stream, which later ones repeat; record the last one")
         request = row["request"] if isinstance(row.get("request"), dict) else row
         parameters = request.get("sampling_params")
         parameters = parameters if isinstance(parameters, dict) else {}

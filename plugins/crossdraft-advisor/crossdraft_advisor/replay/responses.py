@@ -23,6 +23,7 @@ from crossdraft.framework.runs.run_directory import RunDirectory, read_cell_conf
 from crossdraft.framework.util.input_files import kind_of, open_file, parse_json, path_of, read_lines, read_text
 from crossdraft.framework.util.limits import LINE_BYTES, RESPONSE_FILE_BYTES
 
+from ..engines.engine_log import GZIP
 from .jsonl_formats import response_of
 from .response import OptionsError, ParseContext, Response, describe, log_probabilities, token_ids
 from .response_formats import plain_rows
@@ -198,6 +199,8 @@ def _rows(path: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
     file = printable(str(path))
     with open_file(path, RESPONSE_FILE_BYTES) as lines:
         first = next((text for text in iter(lambda: lines.readline(LINE_BYTES + 1), b"") if text.strip()), b"").strip()
+    if first.startswith(GZIP):
+        raise UsageError(f"{file} is compressed; unpack it (gunzip -k) and give the unpacked file")
     if first.startswith(b"[") or (first.startswith(b"{") and not first.endswith(b"}")):
         try:
             value = parse_json(read_text(path, RESPONSE_FILE_BYTES), path)
@@ -220,6 +223,11 @@ def _same(value: Any) -> Any:
 
 
 def _parsed(data: bytes, path: Path, line: int) -> Any:
+    if data.startswith(b"data:"):
+        raise UsageError(
+            f"{printable(str(path))}:{line}: it is a line of an event stream; record whole responses, each beside its "
+            "request"
+        )
     try:
         return parse_json(data.decode(), path, line=line)
     except UnicodeDecodeError:

@@ -1,10 +1,13 @@
 """Formats of acceptance: own samples of the shape of each engine's and tool's files, whole and damaged."""
 
+import gzip
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from crossdraft_advisor import Acceptance, AcceptanceFormat, Source
+from crossdraft_advisor.advise.candidates import of_pair
 from crossdraft_advisor.engines.engine_log import read_source
 from crossdraft_advisor.engines.formats import acceptances_in
 
@@ -68,6 +71,40 @@ WINDOW += "Draft acceptance rate: 45.0%\n"
 EARLY = "SpecDecoding metrics: Draft acceptance rate: 45.0%, Mean acceptance length: 1.90, Accepted: 900 tokens, "
 EARLY += "Drafted: 2000 tokens, Per-position acceptance rate: 0.600, 0.300\n"
 GAUGE = 'sglang:spec_accept_length{{dp_rank="{}"}} {}\n'
+SGLANG = 'sglang:{}{{model_name="m",{}}} {}\n'
+COUNTERS = SGLANG.format("spec_verify_calls_total", "", 1000) + "".join(
+    SGLANG.format(name, f'is_streaming="{streams}"', n)
+    for name, numbers in (("generation_tokens_total", (1500, 410)), ("num_requests_total", (4, 6)))
+    for streams, n in zip(("true", "false"), numbers, strict=True)
+)
+STEPS = "sglang:spec_num_steps 3.0\nsglang:spec_num_draft_tokens {}\n"
+ARGUMENTS = (
+    "server_args=ServerArgs(speculative_algorithm='EAGLE3', speculative_num_steps=3, speculative_eagle_topk=1)\n"
+)
+DECODED = "[2026-01-01 DP0 TP0] Decode batch, #running-req: 4, #token: 10, accept len: 1.90, cuda graph: True\n"
+NVIDIA = 'trtllm_spec_decode_{}_tokens_total{{engine_type="pytorch",token_position="{}"}} {}.0\n'
+BY_POSITION = "".join(
+    NVIDIA.format(name, i, n) for name, row in (("drafted", (10, 10)), ("accepted", (6, 3))) for i, n in enumerate(row)
+)
+TOTALS = 'trtllm_spec_decode_num_{}_tokens_total{{engine_type="pytorch"}} {}.0\n'
+VLLM = {"drafts": 1000, "draft_tokens": 2000, "accepted_tokens": 900}
+SCRAPE = "".join(f"vllm:spec_decode_num_{name}_total{{}} {n}.0\n" for name, n in VLLM.items())
+SCRAPE += "".join(
+    f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}} {n}.0\n' for i, n in enumerate((600, 300))
+)
+QUERY = [
+    {"metric": {"__name__": f"vllm:spec_decode_num_{name}_total", "pod": "a"}, "value": [1.5, f"{n}"]}
+    for name, n in VLLM.items()
+]
+EXAMPLE = """\
+num_drafts: 1000
+num_draft_tokens: 2000
+num_accepted_tokens: 903
+mean acceptance length: 1.90
+--------------------------------------------------
+acceptance at token 0: 0.60
+acceptance at token 1: 0.30
+"""
 TIMINGS = {"timings": {"predicted_n": 20, "draft_n": 30, "draft_n_accepted": 9}}
 
 
@@ -79,7 +116,8 @@ def text_of(*objects: Any) -> str:
     "name, text, length, gamma, drafts",
     [
         ("llama.cpp", LLAMA_OLD, 1 + 40 / 20, 0, None),
-        ("llama.cpp", LLAMA_MEAN + ", mean len =  4.00\n", 4, 0, None),
+        ("llama.cpp", LLAMA_MEAN + ", mean len =  4.00\n", 4, 4, None),
+        ("llama.cpp", LLAMA_MEAN + ", mean len =  3.73\n", 3.73, 4, None),
         ("llama.cpp", STATISTICS.format("draft_simple", 20, 60, 30, ""), 2.5, 3, None),
         ("llama.cpp", STATISTICS.format("draft-mtp", 20, 40, 18, ", #acc rate/pos = (0.6, 0.3)"), 1.9, 2, 20),
         ("llama.cpp", text_of(TIMINGS, TIMINGS), 1.9, 0, None),
@@ -93,6 +131,16 @@ def text_of(*objects: Any) -> str:
         ("vllm", "2026-05-06T06:11:23Z pod-7 (EngineCore_DP0 pid=3) INFO 05-06 [metrics.py:86] " + EARLY, 1.9, 2, 1000),
         ("vllm", FIRST.format(8, 30, 12) + FIRST.format(20, 60, 38), 1.9, 3, None),
         ("sglang", GAUGE.format(0, 1.8) + GAUGE.format(1, 2.0) + GAUGE.format(2, 0.0), 1.9, 0, None),
+        ("sglang", GAUGE.format(0, "NaN") + GAUGE.format(1, 1.9) + STEPS.format(4), 1.9, 3, None),
+        ("sglang", COUNTERS + STEPS.format(4), 1.9, 3, 1000),
+        ("sglang", ARGUMENTS + DECODED, 1.9, 3, None),
+        ("sglang-bench", text_of({"speculative_num_steps": 3, "avg_spec_accept_length": 1.9}), 1.9, 3, None),
+        ("vllm", SCRAPE.replace("vllm:", "ray_vllm_"), 1.9, 2, 1000),
+        ("vllm", SCRAPE.replace("_total{", "{"), 1.9, 2, 1000),
+        ("vllm", SCRAPE.removesuffix("\n"), 1.9, 2, 1000),
+        ("vllm", text_of({"status": "success", "data": {"result": QUERY}}), 1.9, 0, 1000),
+        ("vllm-bench", EXAMPLE, 1.903, 2, 1000),
+        ("tensorrt-llm-counters", BY_POSITION, 1.9, 2, 10),
         ("sglang-bench", "Concurrency:      1.0\nAccept length:                           1.90\n", 1.9, 0, None),
         ("sglang-bench", text_of({"backend": "sglang", "completed": 3, "accept_length": 1.9}), 1.9, 0, None),
         ("sglang-bench", text_of({"internal_states": [{"avg_spec_accept_length": 1.9}]}), 1.9, 0, None),
@@ -160,6 +208,62 @@ def test_several_drafters_of_llama_cpp() -> None:
     assert "several drafters, ngram-mod, mtp" in mtp.remarks[-1]
 
 
+@pytest.mark.parametrize("pack", [gzip.compress, lambda data: gzip.compress(data[:50]) + gzip.compress(data[50:])])
+def test_compressed(pack: Any, tmp_path: Any) -> None:
+    (tmp_path / "log.gz").write_bytes(pack(WINDOW.encode()))
+    (acceptance,) = acceptances_in(read_source(str(tmp_path / "log.gz")))
+    assert acceptance.marginal == pytest.approx((0.6, 0.3))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        EARLY.replace("Mean acceptance length: 1.90, ", "").partition(", Per-position")[0] + "\n",
+        TOTALS.format("draft", 2000) + TOTALS.format("accepted", 900),
+        text_of({"choices": [{"speculative_decoding": {"total_accepted_draft_tokens": 9, "total_draft_tokens": 20}}]}),
+        "draft acceptance rate = 0.45000 ( 9 accepted / 20 generated)\n",
+    ],
+)
+def test_accepted_of_drafted_tokens_need_the_draft_length(text: str) -> None:
+    (acceptance,) = acceptances_in(Source(text, "log", 2))
+    assert (acceptance.length, acceptance.draft_length) == (pytest.approx(1.9), 2)
+    with pytest.raises(UsageError, match=r"of 20.* drafted tokens were accepted, but .*--gamma"):
+        acceptances_in(Source(text, "log"))
+
+
+def chunk(n: int, event: str, **fields: Any) -> str:
+    return (
+        f"{event}{json.dumps({'meta_info': {'id': 'a', 'completion_tokens': 2 * n, 'spec_verify_ct': n} | fields})}\n"
+    )
+
+
+@pytest.mark.parametrize("event", ["data: ", ""])
+def test_chunks_of_a_stream_are_one_response(event: str) -> None:
+    """Their counts are those since the start of the response; other responses are apart."""
+    running = "".join(chunk(n, event, finish_reason=None) for n in (1, 5))
+    whole = running + chunk(10, event, finish_reason={"type": "stop"})
+    other = "data: [DONE]\n" if event else ""
+    for text, responses, steps in ((whole + other + whole, 2, 20), (running, 1, 5), (whole + other + running, 2, 15)):
+        (acceptance,) = acceptances_in(Source(text, "stream"))
+        assert (len(acceptance.rows), sum(row[0] for row in acceptance.rows)) == (responses, steps)
+    timings = [{"choices": [{"finish_reason": reason}], "id": "a"} | TIMINGS for reason in (None, None, "stop")]
+    (acceptance,) = acceptances_in(Source("".join(f"data: {json.dumps(item)}\n\n" for item in timings), "stream"))
+    assert len(acceptance.rows) == 1
+
+
+def test_failed_responses_are_counted() -> None:
+    source = Source(text_of(TENSORRT, {"error": {"message": "too long"}}) + text_of(TENSORRT)[:30] + "\n", "log")
+    assert len(acceptances_in(source)) == 1
+    assert [place for place in source.skipped if place.startswith(("log:2: the request failed: too long", "log:3"))]
+    assert len(source.skipped) == 2
+
+
+def test_trees_have_other_costs() -> None:
+    (acceptance,) = acceptances_in(Source(COUNTERS + STEPS.format(8), "scrape"))
+    with pytest.raises(UsageError, match="trees of 7 tokens"):
+        of_pair(replace(acceptance, drafter="eagle3", verifier="token"))
+
+
 class Theirs(AcceptanceFormat):
     name = "theirs"
     definition = "steps of our server"
@@ -169,10 +273,22 @@ class Theirs(AcceptanceFormat):
         return [Acceptance(tuple(map(float, rates)), source.name) for rates in lines]
 
 
+class Broken(Theirs):
+    name = "broken"
+
+    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
+        raise KeyError("accepted")
+
+
 def test_formats_of_plug_ins(install: Any) -> None:
     install("acceptance_formats", ("theirs", Theirs))
     (acceptance,) = acceptances_in(Source("accepted 0.8 0.6\n", "log"))
     assert acceptance.marginal == (0.8, 0.6) and acceptance.format == "theirs: steps of our server"
+    install("acceptance_formats", ("theirs", Theirs), ("broken", Broken))
+    source = Source("accepted 0.8 0.6\n", "log")
+    assert len(acceptances_in(source)) == 1 and "format 'broken'" in source.skipped[0]  # it fails alone
+    with pytest.raises(UsageError, match=r"format 'broken'.*read\(\) raised KeyError"):
+        acceptances_in(Source("nothing\n", "log"))
     install("acceptance_formats", ("odd", object()))
     with pytest.raises(ContractError, match=r"crossdraft_advisor\.AcceptanceFormat"):
         plugins.get("acceptance_formats", "odd")

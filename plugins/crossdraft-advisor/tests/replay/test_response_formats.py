@@ -86,11 +86,17 @@ def test_response_formats(read: Any, files: tuple[str, ...]) -> None:
         (LM_EVAL | {"arguments": [["w5", " A"]], "resps": [[["-1.5", "False"]]]}, "scored, not generated"),
         ({"conversations": [{"from": "plugin", "value": 3}]}, "not a text of a known sender"),
         ({"generated_texts": ["a"], "input_lens": [3]}, "the prompt is missing"),
+        ({"prompt": [5, 6], "output_ids": [7], "meta_info": META | {"finish_reason": None}}, "chunk of a stream"),
     ],
 )
 def test_files_without_a_response(read: Any, row: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         read(text_of(row))
+
+
+def test_event_streams(read: Any) -> None:
+    with pytest.raises(UsageError, match="line of an event stream"):
+        read('data: {"choices": []}\n\ndata: [DONE]\n')
 
 
 class Pairs(ResponseFormat):
@@ -100,7 +106,15 @@ class Pairs(ResponseFormat):
         return iter([{"prompt": row["question"], "response": row["answer"]}]) if "question" in row else None
 
 
+class Broken(ResponseFormat):
+    name = "broken"
+
+    def rows(self, row: Any, context: Any, place: str) -> Any:
+        yield row["no such key"]
+
+
 def test_formats_of_plug_ins(read: Any, install: Any) -> None:
-    install("response_formats", ("pairs", Pairs))
-    (response,), _ = read(text_of({"question": "w5 w6", "answer": "w7 w8"}))
-    assert list(response.tokens) == [7, 8]
+    """One that fails is named, and the others are tried."""
+    install("response_formats", ("broken", Broken), ("pairs", Pairs))
+    (response,), reader = read(text_of({"question": "w5 w6", "answer": "w7 w8"}))
+    assert list(response.tokens) == [7, 8] and "'broken'" in "".join(reader.skipped.values())

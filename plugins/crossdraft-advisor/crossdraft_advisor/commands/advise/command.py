@@ -156,12 +156,15 @@ def _read_acceptances(args: AdviseOptions, source: str, remarks: Remarks) -> lis
     from ...advise.candidates import of_pair
     from ...engines.formats import read_acceptances
 
-    content, acceptances = read_acceptances(source, args.since or None)
+    content, acceptances = read_acceptances(source, args.since or None, args.gamma)
     remarks.of_source(content, acceptances)
     fields = {"drafter": "".join(args.drafter), "verifier": "".join(args.verifier), "temperature": args.temperature}
     fields |= {"model": args.draft_path or args.draft_model}
     fields = {name: value for name, value in fields.items() if value not in (None, "")}
     named = [acceptance for acceptance in acceptances if acceptance.drafter in args.drafter]
+    drafters = {acceptance.drafter: acceptance for acceptance in acceptances if acceptance.drafter}
+    if args.drafter and not named and len(drafters) > 1:
+        raise UsageError(f"{source} has the drafters {', '.join(drafters)}; name one of them as --drafter")
     return [of_pair(replace(_with_rates(args, acceptance), **fields)) for acceptance in named or acceptances]
 
 

@@ -14,19 +14,26 @@ from ..counter_definitions import DEFINITIONS
 from ..engine_log import Source
 from ..formats import AcceptanceFormat
 from ..step_counts import StepCounts, acceptances_of, count
+from .sglang import drafts_of
 
 #: Rounding error of a rate in per cent with two decimals.
 _PER_CENT = 5.1e-5
-#: Rates are rounded to this share in JSON.
-_RATE = 5.1e-4
+#: Rounding errors of rates: of percentages and of numbers in JSON, and of shares with two decimals.
+_RATE, _SHARE = 5.1e-4, 5.1e-3
 _LABELS = {
     "Acceptance length": "length",
     "Drafts": "drafts",
     "Draft tokens": "drafted",
     "Accepted tokens": "accepted",
 }
-_FIELD = re.compile(r"\s*(Acceptance length|Drafts|Draft tokens|Accepted tokens):\s+(\S+)\s*$")
-_POSITION = re.compile(r"\s*Position (\d{1,4}):\s+(\S+)\s*$")
+_LABELS |= {  # of vLLM's example of offline speculation, whose rates are shares
+    "mean acceptance length": "length",
+    "num_drafts": "drafts",
+    "num_draft_tokens": "drafted",
+    "num_accepted_tokens": "accepted",
+}
+_FIELD = re.compile(rf"\s*({'|'.join(_LABELS)}):\s+(\S+)\s*$")
+_POSITION = re.compile(r"\s*(?:Position|(acceptance at token)) (\d{1,4}):\s+(\S+)\s*$")
 _MEAN = re.compile(r"^\s*(?:Accept length:|avg_spec_accept_length=)\s*(\S+?)\s*$")
 _WEIGHTED = re.compile(r"Weighted (?:per-position )?acceptance rates:\s*(?:\[([^\]]*)\])?\s*$", re.IGNORECASE)
 _BRACKETS = re.compile(r"\s*\[([^\]]*)\]\s*")
@@ -57,12 +64,14 @@ def _tables(source: Source) -> list[tuple[int, dict[str, float], list[float]]]:
                     tables.append((number, {}, []))
                 tables[-1][1][name] = source.number(match[2], number, match[1])
             elif match := _POSITION.search(line):
-                position, rate = int(match[1]), source.number(match[2], number, f"position {match[1]}", 100) / 100
+                whole = 1 if match[1] else 100
+                position, rate = int(match[2]), source.number(match[3], number, f"position {match[2]}", whole) / whole
                 if not tables or position < len(tables[-1][2]):
                     tables.append((number, {}, []))
                 if position != len(tables[-1][2]):
                     raise source.error(number, f"position {len(tables[-1][2])} is missing before it")
                 tables[-1][2].append(rate)
+                tables[-1][1]["rounding"] = _SHARE if match[1] else _RATE
     return tables
 
 
@@ -93,7 +102,8 @@ def _run(source: Source, line: int, values: Mapping[str, float], rates: list[flo
         raise source.error(line, "nothing was drafted in this run")
     if rates:
         total = sum(rates) if drafts is None or accepted is None else accepted / drafts
-        if abs(total - sum(rates)) > len(rates) * _RATE or (length and abs(length - 1 - sum(rates)) > 0.006 + _RATE):
+        rounding = len(rates) * values.get("rounding", _RATE)
+        if abs(total - sum(rates)) > rounding or (length and abs(length - 1 - sum(rates)) > 0.006 + rounding):
             raise source.error(line, f"the rates sum to {sum(rates):.4f}, but {total:.4f} tokens a draft were accepted")
         if drafts is None:
             return [Acceptance(tuple(rates), source.place(line))]
@@ -126,7 +136,7 @@ class SglangBench(AcceptanceFormat):
                 length = source.number(text, line, "the accept length", MOST_LEVELS + 1)
                 if length < 1:
                     raise source.error(line, f"an accept length of {length:g} does not include the bonus token")
-                acceptances.append(Acceptance((), source.place(line), length=length))
+                acceptances.append(Acceptance((), source.place(line), length=length, **drafts_of(source)))
         return acceptances
 
 

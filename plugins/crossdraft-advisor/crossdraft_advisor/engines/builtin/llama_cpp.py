@@ -5,6 +5,7 @@ https://github.com/ggml-org/llama.cpp: docs/speculative.md, common/arg.cpp, tool
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,7 +20,7 @@ from ..formats import AcceptanceFormat
 from ..log_windows import Window, from_windows
 from ..prometheus import spec_decode
 from ..settings import length_remarks, needs_method, needs_model, ngram_sizes, only_point_masses, shell
-from ..step_counts import StepCounts, acceptances_of, count
+from ..step_counts import StepCounts, acceptances_of, count, full_drafts
 
 _MARK = re.compile(r"draft acceptance(?: rate)? = ")
 _LINE = re.compile(
@@ -122,14 +123,11 @@ def _requests(source: Source) -> list[Acceptance]:
                 windows.append(Window(number, accepted, drafted, rates, mean))
                 continue
             if mean is not None and mean > 1:
-                steps = accepted / (mean - 1)
+                counts.append(_with_mean(accepted, drafted, mean))
             elif evaluated > accepted:  # a step emits its accepted tokens and one more; the first is the prefill's
-                steps = evaluated - PREFILL_TOKENS - accepted
+                counts.append(StepCounts(evaluated - PREFILL_TOKENS - accepted, accepted))
             else:
-                raise source.error(
-                    number, "the number of steps is unknown; log with -lv 4 for rates by position, or use /metrics"
-                )
-            counts.append(StepCounts(steps, accepted))
+                counts.append(full_drafts(source, number, accepted, drafted))
             first, last = first or number, number
     remark = "without rates by position; log with -lv 4, or use /metrics"
     place = f"{source.name}:{first}" + (f"-{last}" if last > first else "")
@@ -137,6 +135,14 @@ def _requests(source: Source) -> list[Acceptance]:
         *from_windows(windows, source, "responses"),
         *acceptances_of(counts, place, "responses", remarks=(remark,)),
     ]
+
+
+def _with_mean(accepted: float, drafted: float, mean: float) -> StepCounts:
+    """Counts of a request whose mean length has two decimals: with full drafts, if it is as if they were."""
+    fewest, greatest = accepted / (mean - 0.995), accepted / max(mean - 1.005, 1e-9)
+    gamma = math.floor(drafted / fewest + 1e-9)
+    full = gamma > 0 and drafted / gamma <= greatest * (1 + 1e-9)
+    return StepCounts(drafted / gamma if full else accepted / (mean - 1), accepted, drafted=drafted)
 
 
 def _statistics(source: Source) -> list[Acceptance]:
@@ -178,7 +184,7 @@ def _statistics(source: Source) -> list[Acceptance]:
 def _timings(source: Source) -> list[Acceptance]:
     """Timings of responses: all steps after the prefill, with and without a draft."""
     counts = []
-    for line, fields in source.objects("draft_n_accepted"):
+    for line, fields in source.responses("draft_n_accepted"):
         with source.skipping():
             tokens, drafted, accepted = (
                 count(source, line, fields, key) for key in ("predicted_n", "draft_n", "draft_n_accepted")

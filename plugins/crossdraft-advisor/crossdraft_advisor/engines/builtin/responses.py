@@ -8,13 +8,21 @@ from ..acceptance import Acceptance
 from ..counter_definitions import DEFINITIONS
 from ..engine_log import Source
 from ..formats import AcceptanceFormat
-from ..step_counts import StepCounts, acceptances_of, count, per_response
+from ..prometheus import by_model, title_of
+from ..step_counts import StepCounts, acceptances_of, count, full_drafts, per_response
 
 #: Keys of `IterationStats`, as its JSON and as its Python binding: sequences with a draft, drafted, accepted tokens.
 _ITERATION = (
     ("numRequestsWithDraftTokens", "numDraftTokens", "numAcceptedTokens"),
     ("num_requests_with_draft_tokens", "num_draft_tokens", "num_accepted_tokens"),
 )
+
+#: Drafted and accepted tokens in a scrape, by position or, in older versions, in total.
+_POSITIONS = ("trtllm_spec_decode_drafted_tokens_total", "trtllm_spec_decode_accepted_tokens_total")
+_LABEL = "token_position"
+_TOTALS = ("trtllm_spec_decode_num_draft_tokens_total", "trtllm_spec_decode_num_accepted_tokens_total")
+#: Statistics of a response without its steps.
+_UNCOUNTED = ("total_draft_tokens", "total_accepted_draft_tokens")
 
 
 class ResponseStatistics(AcceptanceFormat):
@@ -25,7 +33,13 @@ class ResponseStatistics(AcceptanceFormat):
     keys: ClassVar[tuple[str, ...]] = ("num_spec_steps",)
 
     def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
-        return per_response(source, self.keys)
+        acceptances, counts = per_response(source, self.keys), []
+        for line, fields in source.responses("total_draft_tokens"):
+            if "num_spec_steps" not in fields:  # of older versions of TensorRT-LLM
+                with source.skipping():
+                    drafted, accepted = (count(source, line, fields, key) for key in _UNCOUNTED)
+                    counts.append(full_drafts(source, line, accepted, drafted, source.row_id(line)))
+        return [*acceptances, *acceptances_of(counts, source.name, "responses")]
 
 
 class SglangResponses(ResponseStatistics):
@@ -35,6 +49,39 @@ class SglangResponses(ResponseStatistics):
     counters = DEFINITIONS["sglang"]
     definition = ""
     keys = ("spec_verify_ct",)
+
+    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
+        return per_response(source, self.keys)
+
+
+class TensorRtLlmCounters(AcceptanceFormat):
+    """Counters of TensorRT-LLM in a scrape: of each position, or of all in older versions."""
+
+    name = "tensorrt-llm-counters"
+    counters = DEFINITIONS["tensorrt-llm"]
+    subtracts = True
+
+    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
+        acceptances: list[Acceptance] = []
+        for model, of_model in by_model(
+            source, (*_POSITIONS, *_TOTALS), earlier, dict.fromkeys(_POSITIONS, _LABEL)
+        ).items():
+            drafted, accepted = (of_model.get(name, {}) for name in _POSITIONS)
+            with source.skipping():
+                if drafted:
+                    steps = drafted[0].value if 0 in drafted else 0.0
+                    values = tuple(accepted[i].value if i in accepted else 0.0 for i in range(max(drafted) + 1))
+                    total = sum(sample.value for sample in drafted.values())
+                    if not steps or max(accepted, default=0) > max(drafted) or any(v > steps for v in values):
+                        raise source.error(source.count, f"{_POSITIONS[0]} does not match {_POSITIONS[1]}")
+                    item = StepCounts(steps, sum(values), values, total)
+                elif all(name in of_model for name in _TOTALS):
+                    sample, other = (of_model[name][0] for name in _TOTALS)
+                    item = full_drafts(source, sample.line, other.value, sample.value)
+                else:
+                    continue
+                acceptances += acceptances_of([item], title_of(source, model), "runs")
+        return acceptances
 
 
 class IterationStats(AcceptanceFormat):

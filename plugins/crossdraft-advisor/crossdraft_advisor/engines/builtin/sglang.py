@@ -11,18 +11,29 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
+
+from crossdraft.framework.util.limits import MOST_LEVELS
 
 from ..acceptance import Acceptance
-from ..counter_definitions import DEFINITIONS
+from ..counter_definitions import DEFINITIONS, PREFILL_TOKENS
 from ..engine import Engine, Schedule, Settings
 from ..engine_log import Source
 from ..formats import AcceptanceFormat
-from ..prometheus import samples
+from ..prometheus import by_model, samples, title_of
 from ..settings import length_remarks, needs_method, needs_model, only_point_masses, shell, synthetic_remarks
 from ..step_counts import StepCounts, acceptances_of
 
 _GAUGE = "sglang:spec_accept_length"
+#: Counters of finished requests: target calls, generated tokens, requests. Gauges: the longest path of a draft, and its
+#: tokens with the one before it.
+_CALLS, _GENERATED, _FINISHED = (
+    f"sglang:{name}_total" for name in ("spec_verify_calls", "generation_tokens", "num_requests")
+)
+_STEPS, _NODES = "sglang:spec_num_steps", "sglang:spec_num_draft_tokens"
+#: The same in the arguments of the server, in its log and its /server_info.
+_ARGUMENT = r"speculative_{}[\"']?\s*[=:]\s*(\d{{1,4}})\b"
+_ARGUMENTS = tuple(re.compile(_ARGUMENT.format(name)) for name in ("num_steps", "num_draft_tokens"))
 _LINE = re.compile(r"Decode batch\b")
 _LENGTH = re.compile(r"accept len: ([^,\s]*)(,?)")
 _RUNNING = re.compile(r"#running-req: (\d{1,9}),")
@@ -114,13 +125,47 @@ class SglangSynthetic(Sglang):
 
 
 class SglangFormat(AcceptanceFormat):
-    """Lines of SGLang's log, and its gauge."""
+    """Lines of SGLang's log, its counters and its gauge."""
 
     name = "sglang"
     counters = DEFINITIONS["sglang"]
+    subtracts = True
 
     def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
-        return [*_log(source), *_gauge(source)]
+        counters = _counters(source, earlier)
+        if earlier is not None:
+            return counters
+        return [*_log(source), *(counters or _gauge(source))]
+
+
+def drafts_of(source: Source) -> dict[str, Any]:
+    """Attributes of `Acceptance` about the drafts of a server, as far as they are in a scrape, a log or its info."""
+    gauges = [max((s.value for s in samples(source, {name}).values()), default=0) for name in (_STEPS, _NODES)]
+    matches = [pattern.search(source.text) for pattern in _ARGUMENTS]
+    steps, nodes = (int(gauge or (match[1] if match else 0)) for gauge, match in zip(gauges, matches, strict=True))
+    if not 0 < steps <= MOST_LEVELS:
+        return {}
+    if nodes <= steps + 1:
+        return {"draft_length": steps}
+    return {"draft_length": steps, "chain": False, "refusal": f"its drafts are trees of {nodes - 1} tokens"}
+
+
+def _counters(source: Source, earlier: Source | None) -> list[Acceptance]:
+    """Counters of finished requests: each step emits its accepted tokens and one more; the first is the prefill's."""
+    acceptances = []
+    for model, of_model in by_model(source, (_CALLS, _GENERATED, _FINISHED), earlier, {}).items():
+        if len(of_model) == 3:
+            with source.skipping():
+                steps, tokens, requests = (of_model[name][0].value for name in (_CALLS, _GENERATED, _FINISHED))
+                accepted = tokens - PREFILL_TOKENS * requests - steps
+                if not steps or accepted < 0:
+                    raise source.error(
+                        of_model[_CALLS][0].line, f"{tokens:g} tokens in {steps:g} target calls: nothing was drafted"
+                    )
+                title, length = title_of(source, model), 1 + accepted / steps
+                rows = ((steps, accepted),)
+                acceptances.append(Acceptance((), title, drafts=steps, rows=rows, length=length, **drafts_of(source)))
+    return acceptances
 
 
 def _log(source: Source) -> list[Acceptance]:
@@ -148,8 +193,11 @@ def _log(source: Source) -> list[Acceptance]:
     remarks = ["windows are weighted by their running requests"]
     if idle:
         remarks.append(f"windows without drafts are omitted: {idle}")
-    counts = [StepCounts(steps, accepted) for steps, accepted in rows]
-    return acceptances_of(counts, f"{source.name}:{first}-{last}", "windows of the log", remarks=tuple(remarks))
+    drafts = drafts_of(source)
+    gamma = drafts.pop("draft_length", 0)
+    counts = [StepCounts(steps, accepted, gamma=gamma) for steps, accepted in rows]
+    place = f"{source.name}:{first}-{last}"
+    return acceptances_of(counts, place, "windows of the log", remarks=tuple(remarks), **drafts)
 
 
 def _gauge(source: Source) -> list[Acceptance]:
@@ -164,4 +212,6 @@ def _gauge(source: Source) -> list[Acceptance]:
     remarks = [f"{_GAUGE} covers only the time just before the scrape; prefer a log or responses"]
     if len(lengths) > 1:
         remarks.append(f"the mean of {len(lengths)} ranks, as if all took equally many steps")
-    return [Acceptance((), source.name, length=sum(lengths) / len(lengths), remarks=tuple(remarks))]
+    return [
+        Acceptance((), source.name, length=sum(lengths) / len(lengths), remarks=tuple(remarks), **drafts_of(source))
+    ]

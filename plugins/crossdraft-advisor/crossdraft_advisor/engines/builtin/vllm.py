@@ -26,7 +26,7 @@ from ..settings import (
     only_point_masses,
     shell,
 )
-from ..step_counts import StepCounts, acceptances_of
+from ..step_counts import StepCounts, acceptances_of, full_drafts
 
 #: Methods that model runner V1 serves on every platform; they draft greedily, and block verification is ignored.
 _V1_METHODS = ("medusa",)
@@ -41,6 +41,10 @@ _FIELDS = {
 }
 
 
+#: A window of the first versions of V1 (0.8).
+_WITHOUT_RATES = re.compile(
+    r"SpecDecoding metrics: Draft acceptance rate: [\d.]+%, Accepted: (\d{1,15}) tokens, Drafted: (\d{1,15}) tokens\s*$"
+)
 #: A window without drafts, whose rates are not numbers.
 _IDLE = re.compile(r"Drafted: 0 tokens")
 #: Counters since the start in the log of vLLM's first engine (V0, until 0.10).
@@ -164,12 +168,16 @@ class VllmFormat(AcceptanceFormat):
         acceptances = spec_decode(DEFINITIONS["vllm"], source, earlier)
         if earlier is not None:
             return acceptances
-        windows = []
+        windows, counts = [], []
         for number, line in source.lines():
             if _MARK in line:
                 with source.skipping():
-                    windows.append(_window(source, number, line))
-        return [*acceptances, *from_windows(windows, source), *_first_version(source), *_synthetic(source)]
+                    if match := _WITHOUT_RATES.search(line):
+                        counts.append(full_drafts(source, number, float(match[1]), float(match[2])))
+                    else:
+                        windows.append(_window(source, number, line))
+        acceptances += [*from_windows(windows, source), *acceptances_of(counts, source.name, "windows of the log")]
+        return [*acceptances, *_first_version(source), *_synthetic(source)]
 
 
 def _window(source: Source, number: int, line: str) -> Window:
