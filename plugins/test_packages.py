@@ -81,7 +81,7 @@ from crossdraft.framework.bench.matrix import expand, load_recipe
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.plugins import entries, manager
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 PACKAGES = {
     "drafters": {
         "combine": crossdraft_combine,
