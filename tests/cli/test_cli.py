@@ -260,6 +260,7 @@ def test_public_interface_is_lazy_and_complete() -> None:
         _ = crossdraft.nonsense
 
 
+@pytest.mark.thorough
 def test_progress_bars_are_for_terminals(tmp_path: Path) -> None:
     """In a file each update of a progress bar is a line, including bars of transformers and of plug-ins."""
     environment = {key: value for key, value in os.environ.items() if key != "TQDM_DISABLE"}

@@ -23,8 +23,8 @@ from crossdraft.framework.engine.decoder import Decoder
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 from crossdraft.framework.plugins import COMPANIONS, manager
 
-# Tests count and never time: on a busy machine any example may take a while.
-settings.register_profile("untimed", deadline=None)
+# Tests count and never time: on a busy machine any example may take a while. Every run draws other examples.
+settings.register_profile("untimed", deadline=None, max_examples=50)
 settings.load_profile("untimed")
 
 #: Whose plug-ins these tests are about.
@@ -35,6 +35,7 @@ for _name, _ in manager().list_name_plugin():  # independent of other installed 
 
 os.environ["CROSSDRAFT_COMPILED_LAYERS"] = "0"  # compiling takes longer than a test; tests/lm/test_compiled_layers.py
 torch.set_num_threads(1)  # the models are tiny: threads cost more than they gain
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # and those of processes that tests start
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ target: {target}
 prompts: {prompts}
 dtype: float32
 device: cpu
-max_new_tokens: 10
+max_new_tokens: 6
 drafters:
   - prompt-lookup
   - {{name: draft-model, model: {same}, gamma: 3}}
