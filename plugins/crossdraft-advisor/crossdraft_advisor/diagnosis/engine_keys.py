@@ -15,8 +15,8 @@ from crossdraft.framework import plugins
 from crossdraft.framework.contracts.models import Checkpoint
 from crossdraft.framework.contracts.options import Options
 
-#: Key of a head's nested config of its layers, whose keys count as those of the head.
-_NESTED = "transformer_layer_config"
+#: Nested configs of a head's layers, or of the target that an MTP module is part of; their keys count as the head's.
+_NESTED = ("transformer_layer_config", "text_config")
 
 
 class Origin(Options):
@@ -114,8 +114,7 @@ def value_of(heads: Checkpoint, key: str, neutral: Any) -> Any:
     """The value of a key in a head, ``neutral`` if the head does not have it."""
     if key.endswith(".weight"):
         return any(name.removeprefix("model.") == key for name in heads.tensors)
-    nested = heads.config.get(_NESTED)
-    for config in (heads.config, nested if isinstance(nested, Mapping) else {}):
+    for config in (heads.config, *(heads.config.get(name) for name in _NESTED)):
         value: Any = config
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
@@ -143,7 +142,7 @@ def further_keys(config: Mapping[str, Any], drafter: str) -> Iterator[tuple[str,
     if layout is not None:
         known = engine_keys().keys[drafter]
         for path, value in _read(config, layout.keys):
-            if path.removeprefix(f"{_NESTED}.") not in known:
+            if path.removeprefix(f"{_NESTED[0]}.") not in known:
                 yield path, value
 
 

@@ -33,6 +33,8 @@ PRECISION = 300.0
 GRID = np.linspace(-7.0, 7.0, 281)
 _STEP = float(GRID[1] - GRID[0])
 _RATES = expit(GRID)
+#: Share of the likelihood from which on a hypothesis is named alone; ratio of shares up to which others are named, too.
+CLEAR_SHARE, _ALIKE = 0.9, 10.0
 #: Bounds of the interval of an expected rate.
 _LOW, _HIGH = 0.025, 0.975
 #: Log-likelihood below that of independent rates, from which on a rate is evidence against a hypothesis.
@@ -211,6 +213,14 @@ def assess(hypotheses: Sequence[Hypothesis], sources: Sequence[Counts]) -> list[
     shares = np.exp(logs - np.logaddexp.reduce(logs)).tolist()
     results = [replace(item, share=share) for item, share in zip(assessments, shares, strict=True)]
     return sorted(results, key=lambda assessment: assessment.share, reverse=True)
+
+
+def not_excluded(assessments: Sequence[Assessment]) -> list[Hypothesis]:
+    """The most likely hypothesis, and those that the counters do not distinguish from it."""
+    best = assessments[0]
+    if best.share >= CLEAR_SHARE:
+        return [best.hypothesis]
+    return [item.hypothesis for item in assessments if item.share * _ALIKE > best.share]
 
 
 def _assessment(hypothesis: Hypothesis, sources: Sequence[Counts]) -> Assessment:

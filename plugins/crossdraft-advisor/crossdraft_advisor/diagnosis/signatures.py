@@ -28,9 +28,13 @@ _MANY = 1e9
 
 
 class CounterSource(Options):
-    """An argument of ``--counters``: a source and the circumstances that it was counted under, None if unknown."""
+    """An argument of ``--counters``: a source and the circumstances that it was counted under, None if unknown.
+
+    ``model``: the name that the server serves its model by; empty if unknown.
+    """
 
     source: str
+    model: str = ""
     temperature: float | None = None
     batch_size: int | None = None
     context: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 from tiny_models import save_model
 
+from crossdraft.framework import plugins
 from crossdraft.framework.cli import main as cli
 
 
@@ -53,10 +55,35 @@ def test_keys_that_an_earlier_commit_did_not_read_are_named(target: str, tmp_pat
     assert "vllm at commit 00bd1493b3e8 did not read fc_norm; later ones do" in capsys.readouterr().out
 
 
+def changing(keys: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The keys of a layout that change what its heads compute, and are not refused."""
+    for name, key in keys.items():
+        if isinstance(key, Mapping):
+            yield from changing(key, f"{prefix}{name}.")
+        elif key.effect in ("read", "ignored"):
+            yield f"{prefix}{name}"
+
+
+@pytest.mark.parametrize("drafter", ["medusa", "mlp-speculator", "mtp"])
+def test_every_key_that_changes_a_head_is_in_the_table_or_refused(drafter: str) -> None:
+    selecting = {"architectures", "speculators_model_type"}  # a layout
+    assert set(changing(plugins.get("drafters", drafter).layout.keys)) - selecting <= set(engine_keys().keys[drafter])
+
+
+def test_modules_of_a_target_are_read_from_its_text_config(target: str, tmp_path: Path, capsys: Any) -> None:
+    drafter = head(tmp_path / "head", text_config={"mtp_num_hidden_layers": 2}).replace("eagle3", "mtp")
+    assert cli.main(["diagnose", "--files", "--target", target, "--drafter", drafter]) == 0
+    out = capsys.readouterr().out
+    assert "sglang would misread mtp_num_hidden_layers: 1 for 2" in out and "llama.cpp would" not in out
+
+
 def test_drafters_without_facts_are_refused(target: str, capsys: Any) -> None:
     argv = ["diagnose", "--files", "--target", target, "--drafter", "prompt-lookup"]
     assert cli.main(argv) == 2
-    assert "no facts about how engines read heads of 'prompt-lookup' (known: eagle3, dflash)" in capsys.readouterr().err
+    assert (
+        "no facts about how engines read heads of 'prompt-lookup' (known: eagle3, dflash, eagle, medusa,"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,7 +97,7 @@ def test_drafters_without_facts_are_refused(target: str, capsys: Any) -> None:
 def test_table_is_checked(fact: dict[str, Any], message: str) -> None:
     table = engine_keys().model_dump(exclude_unset=True)
     table["keys"]["eagle3"] = {"fc_norm": {"neutral": False, "vllm": fact}}
-    table["keys"].pop("dflash")
+    table["keys"] = {"eagle3": table["keys"]["eagle3"]}
     with pytest.raises(ValidationError, match=message):
         type(engine_keys()).model_validate(table)
     table["keys"]["eagle3"]["fc_norm"] = {"lmdeploy": {"where": "f", "reads": True}}

@@ -22,6 +22,7 @@ from crossdraft_advisor.diagnosis.hypothesis import (
     Walk,
     assess,
 )
+from crossdraft_advisor.diagnosis.same_server import served_model
 from scipy.special import expit
 from scrapes import scrape_rates
 
@@ -165,3 +166,33 @@ def test_unclear_requests_are_refused(argv: list[str], message: str, tmp_path: P
     file = scrape_rates(tmp_path / "a.txt", SIGNATURES["nothing at any position"])
     assert cli.main(["diagnose", *[word.replace("FILE", file) for word in argv]]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_sources_of_two_servers_are_warned_of(tmp_path: Path, capsys: Any) -> None:
+    files = [scrape_rates(tmp_path / name, rates) for name, rates in (("a", [0.7, 0.5]), ("b", [0.3, 0.1]))]
+    argv = ["diagnose", "--counters", f"{{source: {files[0]}, batch_size: 1}}"]
+    argv += ["--counters", f"{{source: {files[1]}, batch_size: 8}}"]
+    assert cli.main(argv) == 0
+    assert "Warning" not in capsys.readouterr().out
+    for file, model in zip(files, ("one", "other"), strict=True):
+        path = Path(file)
+        text = path.read_text(encoding="utf-8").replace("_total ", f'_total{{model_name="{model}"}} ')
+        path.write_text(text.replace("position=", f'model_name="{model}",position='), encoding="utf-8")
+    assert cli.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "is of the model 'one'" in out and "of 'other': if they are of two servers" in out
+    assert cli.main([*argv, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["warnings"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "model"),
+    [
+        ('x_total{engine="0",model_name="m"} 3', "m"),
+        ("Initializing an engine with config: model='a', served_model_name=b, seed=0", "b"),
+        ('{"id": 1, "model": "org/m", "choices": []}', "org/m"),
+        ("nothing about it", ""),
+    ],
+)
+def test_name_of_the_served_model_is_found(text: str, model: str) -> None:
+    assert served_model(text) == model

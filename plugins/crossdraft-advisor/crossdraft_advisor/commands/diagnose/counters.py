@@ -13,13 +13,11 @@ from crossdraft.framework.errors import UsageError
 from crossdraft.framework.recipe.yaml_values import yaml_value
 from crossdraft.framework.util.table import Alignment, Table
 
-from ...diagnosis.hypothesis import NONE, Assessment, assess
+from ...diagnosis.hypothesis import CLEAR_SHARE, NONE, Assessment, assess
+from ...diagnosis.same_server import differences, engine_of, served_model
 from ...diagnosis.signatures import CIRCUMSTANCES, CounterSource, counts_of, in_order, signatures
 from ...engines.acceptance import Acceptance
 from ...engines.formats import read_acceptances
-
-#: Share of the likelihood from which on a hypothesis is named alone.
-CLEAR_SHARE = 0.9
 
 
 def parse_source(text: str) -> CounterSource:
@@ -37,7 +35,7 @@ def read_counters(texts: Sequence[str]) -> list[tuple[CounterSource, Acceptance]
     counted: list[tuple[CounterSource, Acceptance]] = []
     for text in texts:
         source = parse_source(text)
-        _, acceptances = read_acceptances(source.source)
+        read, acceptances = read_acceptances(source.source)
         chosen = [item for item in acceptances if source.gamma in (None, item.gamma)]
         if len(chosen) != 1:
             lengths = ", ".join(str(item.gamma or "unknown") for item in acceptances)
@@ -45,7 +43,8 @@ def read_counters(texts: Sequence[str]) -> list[tuple[CounterSource, Acceptance]
                 f"--counters {source.source}: {len(acceptances)} drafters or draft lengths ({lengths}); choose one "
                 f"with '{{source: {source.source}, gamma: N}}', or give a file of one"
             )
-        counted.append((source.model_copy(update={"gamma": chosen[0].gamma}), chosen[0]))
+        facts = {"gamma": chosen[0].gamma, "model": source.model or served_model(read.text)}
+        counted.append((source.model_copy(update=facts), chosen[0]))
     return in_order(counted)
 
 
@@ -64,9 +63,17 @@ def signatures_of(texts: Sequence[str], names: Mapping[str, str], as_json: bool)
     counts = [counts_of(item, label, reference) for (_, item), label in zip(counted, labels, strict=True)]
     assessments = assess(list(signatures(sources, reference.gamma)), counts)
     checks = {"FILE": sources[-1].source, **names}
+    warnings = list(differences(*map(_served, counted))) if len(counted) > 1 else []
     if as_json:
-        return json.dumps({"hypotheses": [assessment_json(item, checks) for item in assessments]})
-    return "\n\n".join([_sources(counted), likelihoods(assessments), _conclusion(assessments, sources, checks)])
+        hypotheses = [assessment_json(item, checks) for item in assessments]
+        return json.dumps({"hypotheses": hypotheses, "warnings": warnings})
+    conclusion = "\n".join([*(f"Warning: {text}." for text in warnings), _conclusion(assessments, sources, checks)])
+    return "\n\n".join([_sources(counted), likelihoods(assessments), conclusion])
+
+
+def _served(counted: tuple[CounterSource, Acceptance]) -> tuple[str, str, str]:
+    source, acceptance = counted
+    return source.source, source.model, engine_of(acceptance)
 
 
 def _sources(counted: Sequence[tuple[CounterSource, Acceptance]]) -> str:

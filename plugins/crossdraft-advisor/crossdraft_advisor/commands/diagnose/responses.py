@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from crossdraft.framework.api.build import Configured
@@ -18,9 +19,10 @@ from crossdraft.framework.models.checkpoint import load_checkpoint
 from crossdraft.framework.util.estimate import estimate_text
 from crossdraft.framework.util.table import Alignment, Table
 
-from ...diagnosis.hypothesis import NONE
+from ...diagnosis.hypothesis import NONE, not_excluded
 from ...diagnosis.matching import CONFIGURED, Match, match
 from ...diagnosis.misconfigurations import misconfigurations
+from ...diagnosis.same_server import differences, served_model
 from ...diagnosis.trials import (
     Trial,
     TrialResult,
@@ -38,11 +40,8 @@ from ...replay.teacher_forcing.lazy_models import Target
 from ..baseline_responses import baseline_responses, duration, log
 from ..replay.command import read_responses
 from .command import Diagnose
-from .counters import CLEAR_SHARE, assessment_json, likelihoods, read_counters
+from .counters import assessment_json, likelihoods, read_counters
 from .files import target_facts
-
-#: Ratio of shares up to which another reading is not distinguished from the most likely one.
-_ALIKE = 10.0
 
 
 def replayed_of(args: Diagnose, drafter: Configured) -> str:
@@ -71,6 +70,10 @@ def replayed_of(args: Diagnose, drafter: Configured) -> str:
     facts = [] if heads is None else target_facts(heads, target.name, target.loaded.sha256)
     if results[0].warning:
         facts.append(results[0].warning)
+    if counted and args.replay:
+        source = counted[0][0]
+        replayed = (args.replay[0], _model_of(args.replay[0]), "")
+        facts += differences((source.source, source.model, ""), replayed)
     matched = match(results, counted[0][1]) if counted else None
     likely = likely_causes(results)
     if args.json_:
@@ -78,6 +81,15 @@ def replayed_of(args: Diagnose, drafter: Configured) -> str:
     parts = [_table(results)] if matched is None else [likelihoods(matched.assessments, 12), _matched(matched)]
     lines = _conclusion(results, likely, facts, matched is None)
     return "\n\n".join([*parts, *(["\n".join(lines)] if lines else [])])
+
+
+def _model_of(name: str) -> str:
+    """The model that recorded responses are of; empty if they do not record it."""
+    path = Path(name)
+    if not path.is_file():
+        return ""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return served_model(file.read(2**20))
 
 
 def _recorded(args: Diagnose) -> tuple[list[Response] | None, Sampling]:
@@ -140,9 +152,8 @@ def _matched(matched: Match) -> str:
                 "Check how the engine reads the files (--files). If the files are wrong instead, the cure is: "
                 f"{best.hypothesis.meaning}."
             )
-    alike = [item.hypothesis.name for item in matched.assessments[1:] if item.share * _ALIKE > best.share]
-    if best.share < CLEAR_SHARE and alike:
-        lines.append(f"Not distinguished from it by these counters: {'; '.join(alike[:4])}.")
+    if others := [hypothesis.name for hypothesis in not_excluded(matched.assessments)[1:]]:
+        lines.append(f"Not distinguished from it by these counters: {'; '.join(others)}.")
     if matched.unknown:
         lines.append(f"{matched.unknown} readings could not be replayed.")
     return "\n".join(lines)
