@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import signal
 import sys
 import threading
@@ -56,9 +57,13 @@ def saving_interrupts() -> Iterator[None]:
             raise KeyboardInterrupt
         print("crossdraft: saving partial results; press Ctrl-C again to quit now", file=sys.stderr, flush=True)
 
+    def forget() -> None:
+        global _signals
+        _signals = (_signals or 1) - 1
+
     _signals = 0 if threading.current_thread() is threading.main_thread() else None
     try:
-        with _handled(interrupt):
+        with _handled(interrupt, forget):
             yield
     finally:
         _signals = None
@@ -76,15 +81,29 @@ def propagate_interrupt(error: BaseException) -> None:
 
 
 @contextmanager
-def _handled(handler: Callable[..., None]) -> Iterator[None]:
+def _handled(handler: Callable[..., None], forget: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Call ``handler`` on each of the signals; again, after ``forget``, if its KeyboardInterrupt is ignored.
+
+    Python ignores exceptions of finalisers, in which a signal may be handled.
+    """
     if threading.current_thread() is not threading.main_thread():  # Python handles signals in the main thread only
         yield
         return
     # Signals ignored by the parent (nohup, a background job) stay ignored; None is a handler not set by Python.
     numbers = [number for number in _SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
-    old_handlers = [signal.signal(number, handler) for number in numbers]
+    old_handlers, old_hook = [signal.signal(number, handler) for number in numbers], sys.unraisablehook
+
+    def hook(ignored: sys.UnraisableHookArgs) -> None:
+        if not numbers or not issubclass(ignored.exc_type, KeyboardInterrupt):
+            old_hook(ignored)
+            return
+        forget()
+        threading.Timer(0.01, _thread.interrupt_main, numbers[:1]).start()  # a signal now would be ignored again
+
+    sys.unraisablehook = hook
     try:
         yield
     finally:
+        sys.unraisablehook = old_hook
         for number, old in zip(numbers, old_handlers, strict=True):
             signal.signal(number, old)

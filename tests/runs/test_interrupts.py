@@ -1,0 +1,26 @@
+"""Signals end a run, also where Python ignores the exceptions that they raise."""
+
+import signal
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import pytest
+
+from crossdraft.framework.runs import interrupts
+
+
+class Finalised:
+    """An object whose finaliser handles a signal."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("block", [interrupts.interrupting, interrupts.saving_interrupts])
+def test_signal_in_a_finaliser_is_delivered_after_it(block: Callable[[], AbstractContextManager[None]]) -> None:
+    with block():
+        with pytest.raises(KeyboardInterrupt):
+            Finalised()
+            time.sleep(10)
+        assert interrupts.user_interrupted()
