@@ -197,6 +197,12 @@ class EngineCell(EngineRunner):
     @classmethod
     def remarks(cls, config: CellConfig) -> tuple[str, ...]:
         _digests(config)
+        options = _engine(config).config
+        if config.is_baseline and options.get("plain") and not options.get("baseline_url"):
+            return (
+                f"plain decoding is that of {options.get('url')} with {quoted(options['plain'])} in its requests; a "
+                "server without a drafter may be faster",
+            )
         return served_flags(config, None)[1]
 
     def close(self) -> None:
@@ -292,7 +298,11 @@ class EngineCell(EngineRunner):
                 f"engine {self.server.name}: {self.server.url} counted {drafted:.0f} tokens in {drafts:.0f} drafts "
                 f"during {self.config.drafter.title}, which drafts "
                 + (f"at most {self.depth} tokens in a step; " if self.depth else "nothing; ")
-                + "give the address of a server with these settings"
+                + (
+                    f"{quoted(self.server.plain_fields)} does not switch speculation off, or others use the server"
+                    if self.server.plain_fields
+                    else "give the address of a server with these settings"
+                )
             )
 
     def _decode(

@@ -54,6 +54,10 @@ class ServerOptions(Options):
 
     url: str = Field(default="", description="address of a running server, with speculation; by default one is started")
     baseline_url: str = Field(default="", description="address of a server of the same engine without speculation")
+    plain: dict[str, Any] = Field(
+        default={},
+        description="fields of a request that switch speculation off, for plain decoding by url without baseline_url",
+    )
     model: str = Field(
         default="", description="name or path of the target for the engine; by default that of the recipe"
     )
@@ -181,7 +185,9 @@ class EngineServer(ABC):
     metrics: ClassVar[str] = "/metrics"
     tokens_per_event: ClassVar[bool] = False
     executable: ClassVar[str] = ""
-    harmless: ClassVar[frozenset[str]] = frozenset({"url", "baseline_url", "model", "start_seconds", "token_seconds"})
+    harmless: ClassVar[frozenset[str]] = frozenset(
+        {"url", "baseline_url", "plain", "model", "start_seconds", "token_seconds"}
+    )
 
     def __init__(self, options: Any, cell: ServedCell, directory: Path):
         self.options, self.cell, self.directory, self.log = options, cell, directory, directory / "server.log"
@@ -246,10 +252,19 @@ class EngineServer(ABC):
         options = self.options
         if not (options.url or options.baseline_url):
             return ""
-        if url := options.url if self.cell.gamma else options.baseline_url:
+        if url := options.url if self.cell.gamma or self.plain_fields else options.baseline_url:
             return url.rstrip("/")
-        missing, kind = ("url", "with") if self.cell.gamma else ("baseline_url", "without")
-        raise UsageError(f"engine {self.name}: {missing} is missing; give the address of a server {kind} speculation")
+        if self.cell.gamma:
+            raise UsageError(f"engine {self.name}: url is missing; give the address of a server with speculation")
+        raise UsageError(
+            f"engine {self.name}: baseline_url is missing; give the address of a server without speculation, or plain, "
+            "the fields of a request that switch it off, if the engine has them (docs/remote.md)"
+        )
+
+    @property
+    def plain_fields(self) -> dict[str, Any]:
+        """Fields of a request with which the server of ``url`` decodes without speculation; empty for other cells."""
+        return {} if self.cell.gamma or self.options.baseline_url else self.options.plain
 
     def start(self) -> None:
         """Start the server, or find the one of the URL; returns when it is ready.
@@ -366,7 +381,7 @@ class EngineServer(ABC):
         emitted, seconds = 0, self.options.token_seconds
         sent = time.perf_counter()
         try:
-            body = self.body(prompt, max_tokens)
+            body = self.body(prompt, max_tokens) | self.plain_fields
             with HttpResponse(self.url + self.path, body, seconds=seconds, maximum=EVENT_BYTES) as stream:
                 if stream.status != 200:
                     raise ModelError(f"the server of {self.name} refuses the request, {stream.error()}")

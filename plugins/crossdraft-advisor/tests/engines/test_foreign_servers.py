@@ -129,6 +129,19 @@ def test_plain_decoding_has_one_token_a_step() -> None:
         respond(Script(steps([1], [3, 4], *[[5]] * 5)), gamma=0)
 
 
+def test_plain_decoding_by_fields_of_a_request() -> None:
+    """One address serves both; the fields are sent for plain decoding only, and drafts are noticed all the same."""
+    off, script = {"speculative.n_max": 0}, Script(steps(*[[i] for i in range(3, 11)]))
+    assert len(respond(script, gamma=0, baseline_url="", plain=off).tokens) == MOST
+    assert script.body["speculative.n_max"] == 0 and script.body["model"] == "m"
+    respond(script, baseline_url="", plain=off)
+    assert "speculative.n_max" not in script.body
+    with pytest.raises(ModelError, match="without speculation"):
+        respond(Script(steps([1], [3, 4], *[[5]] * 5)), gamma=0, baseline_url="", plain=off)
+    with pytest.raises(UsageError, match=r"baseline_url is missing.* or plain"):
+        respond(script, gamma=0, baseline_url="")
+
+
 def test_key_and_served_name_of_a_remote_server(monkeypatch: Any) -> None:
     """The key is sent to its address only; the name is the first that the server lists, without /health, too."""
     models = json.dumps({"data": [{"id": "served"}, {"id": "adapter"}]})

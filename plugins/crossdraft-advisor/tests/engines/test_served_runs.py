@@ -244,9 +244,9 @@ llamacpp:spec_decode_num_draft_tokens_total {drafts}
 """
 
 
-@pytest.mark.parametrize("factor, drafts", [(1, False), (2, False), (1, True)])
+@pytest.mark.parametrize("factor, drafts, plain", [(1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1), (1, 1, 1)])
 def test_counters_contain_other_requests_or_drafts(
-    tmp_path: Path, recipe: Any, capsys: Any, factor: int, drafts: bool
+    tmp_path: Path, recipe: Any, capsys: Any, factor: int, drafts: bool, plain: bool
 ) -> None:
     """A plain server that also serves others is marked; one that drafts during the baseline fails."""
 
@@ -254,13 +254,15 @@ def test_counters_contain_other_requests_or_drafts(
         text = DRAFTS if drafts else COUNTERS
         return text.format(tokens=factor * 8 * requests, requests=factor * requests, drafts=max(requests - 2, 0))
 
+    address = "url: 'http://localhost:1', baseline_url: '{}'"
+    if plain:
+        address = "url: '{}', plain: {{n_max: 0}}"
     with engine_server(Script(steps(*[[5]] * 8), pages={"/metrics": counters})) as script:
         arguments = [
             "--set",
             "drafters=[none]",
             "--set",
-            "matrix.engine=[{name: openai, url: 'http://localhost:1', "
-            f"baseline_url: '{script.url}', token_ids: true, model: m}}]",
+            f"matrix.engine=[{{name: openai, {address.format(script.url)}, token_ids: true, model: m}}]",
             "--out",
             str(tmp_path / "runs"),
         ]
@@ -269,6 +271,7 @@ def test_counters_contain_other_requests_or_drafts(
     assert code == drafts
     assert ("counted 8 requests instead of 4, 64 tokens instead of 32" in output) == (factor == 2), output
     assert ("tokens in" in output and "drafts nothing" in output.replace("which ", "")) == drafts
+    assert ("does not switch speculation off" in output) == (drafts and plain)
 
 
 def test_unknown_engine_and_option_are_refused(tmp_path: Path, recipe: Any, servers: Any, capsys: Any) -> None:
