@@ -123,6 +123,17 @@ class _Resolved:
     traits: dict[Sampling | None, Any] = field(default_factory=dict)
 
 
+def _engine_refusal(cell: CellConfig) -> str | None:
+    """The reason why the engine of a cell does not run its pair; None if it does, or without an engine."""
+    if cell.engine is None:
+        return None
+    try:
+        plugins.get("cell_runners", "engine").check_pair(cell)
+    except UsageError as error:
+        return str(error)
+    return None
+
+
 class _Expander:
     def __init__(self, recipe: Recipe, places: Places):
         self.recipe, self.places = recipe, places
@@ -142,6 +153,7 @@ class _Expander:
         expansion = Expansion()
         cells: dict[str, CellConfig] = {}
         refusals: list[tuple[str, str, float]] = []  # reason, pair and temperature
+        left_out: list[tuple[str, str, float]] = []  # the same of plain decoding
         measured: dict[str, set[float]] = {}  # temperatures by pair
         excluded: set[int] = set()  # entries of exclude that matched
         for run_point, places in self._points([*RUN_KEYS, *SAMPLING_KEYS]):
@@ -166,9 +178,12 @@ class _Expander:
                     key = cell.hash
                     self._check_duplicate(sides.setdefault(key, (drafter, verifier)), (drafter, verifier))
                     group.setdefault(key, cell)
-            if len(group) > 1 or not drafters:
+            if len(group) > 1 and (reason := _engine_refusal(base)):  # it is left out; without pairs, it fails
+                left_out.append((reason, f"{base.drafter.title} × {base.verifier.title}", base.sampling.temperature))
+                cells |= {key: cell for key, cell in group.items() if cell is not base}
+            elif len(group) > 1 or not drafters:
                 cells |= group
-        expansion.skipped = _skipped(refusals, measured)
+        expansion.skipped = _skipped([*refusals, *left_out], measured)
         if drafters:
             self._check_pairs(drafters, [reason for reason, *_ in refusals])
         if not cells:
@@ -255,11 +270,7 @@ class _Expander:
         drafter_traits = self._traits(drafter, pair[0], cell.sampling)
         verifier_traits = self._traits(verifier, pair[1])
         reason = incompatible(names[0], drafter_traits, names[1], verifier_traits, cell.sampling)
-        if reason is None and cell.engine is not None:
-            try:
-                plugins.get("cell_runners", "engine").check_pair(cell)
-            except UsageError as error:
-                reason = str(error)
+        reason = reason or _engine_refusal(cell)
         for side in (drafter, verifier):
             if reason is None:
                 side.paired += 1

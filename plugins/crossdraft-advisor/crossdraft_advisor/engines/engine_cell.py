@@ -40,7 +40,7 @@ from crossdraft.framework.runs.run_directory import PieceResult
 from .acceptance import Acceptance
 from .engine import Range, Schedule
 from .http_response import same_server
-from .server import EngineServer, ServedCell, ServedResponse
+from .server import EngineServer, ServedCell, ServedResponse, without_plain_decoding
 from .traffic import (
     ACCEPTED,
     DRAFTED,
@@ -188,6 +188,10 @@ class EngineCell(EngineRunner):
 
     @classmethod
     def check_pair(cls, config: CellConfig) -> None:
+        options = _engine(config).config
+        if config.is_baseline and options.get("url") and not (options.get("baseline_url") or options.get("plain")):
+            reason = without_plain_decoding(_engine(config).name)
+            raise UsageError(f"plain decoding and speed-ups are left out: {reason}")
         served_flags(config, None)
 
     @classmethod

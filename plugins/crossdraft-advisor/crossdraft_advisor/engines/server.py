@@ -158,6 +158,14 @@ class ServedResponse:
     totals: tuple[int, int] | None = None
 
 
+def without_plain_decoding(engine: str) -> str:
+    """The reason why a running server cannot decode plainly, and what makes it possible."""
+    return (
+        f"engine {engine}: baseline_url is missing; give the address of a server without speculation, or plain, the "
+        "fields of a request that switch it off, if the engine has them (docs/remote.md)"
+    )
+
+
 class EngineServer(ABC):
     """A server for one cell.
 
@@ -191,7 +199,7 @@ class EngineServer(ABC):
 
     def __init__(self, options: Any, cell: ServedCell, directory: Path):
         self.options, self.cell, self.directory, self.log = options, cell, directory, directory / "server.log"
-        self.url = ""
+        self.url, self._answer = "", ""
         self._process: subprocess.Popen[bytes] | None = None
 
     @classmethod
@@ -256,10 +264,7 @@ class EngineServer(ABC):
             return url.rstrip("/")
         if self.cell.gamma:
             raise UsageError(f"engine {self.name}: url is missing; give the address of a server with speculation")
-        raise UsageError(
-            f"engine {self.name}: baseline_url is missing; give the address of a server without speculation, or plain, "
-            "the fields of a request that switch it off, if the engine has them (docs/remote.md)"
-        )
+        raise UsageError(without_plain_decoding(self.name))
 
     @property
     def plain_fields(self) -> dict[str, Any]:
@@ -277,8 +282,8 @@ class EngineServer(ABC):
             self.url = url
             if not self._is_ready():
                 raise UsageError(
-                    f"engine {self.name}: {url}{self.ready} does not answer; check the address, and {HEADERS} if the "
-                    "server needs an API key (docs/remote.md)"
+                    f"engine {self.name}: {url} is not ready ({self._answer}); check the address, the certificate if "
+                    f"it is of a private authority, and {HEADERS} if the server needs an API key (docs/remote.md)"
                 )
             return
         with socket.socket() as free:
@@ -333,10 +338,13 @@ class EngineServer(ABC):
         paths = [self.ready] if self._process else [self.ready, "/v1/models"]
         for path in paths:
             try:
-                if self.get(path, seconds=5)[0] == 200:
-                    return True
-            except NetworkError:
+                status = self.get(path, seconds=5)[0]
+            except NetworkError as error:
+                self._answer = first_line(error)
                 return False
+            if status == 200:
+                return True
+            self._answer = f"{path} answers with status {status}"
         return False
 
     @cached_property

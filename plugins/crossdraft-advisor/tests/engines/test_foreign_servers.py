@@ -148,7 +148,7 @@ def test_key_and_served_name_of_a_remote_server(monkeypatch: Any) -> None:
     script = Script(
         steps([1], [END], finish_reason="stop"), key="secret", pages={"/v1/models": models, "/health": None}
     )
-    with pytest.raises(UsageError, match=r"/health does not answer; check the address, and CROSSDRAFT_HEADERS"):
+    with pytest.raises(UsageError, match=r"status 401\); check the address.*, and CROSSDRAFT_HEADERS"):
         respond(script, model="")
     for address, matches in (("http://127.0.0.1", True), ("http://127.0.0.2", False)):
         script = replace(script, requests=0)
@@ -228,7 +228,7 @@ def test_endless_responses_are_refused(script: Script, monkeypatch: Any) -> None
 
 def test_endless_health_is_not_ready(monkeypatch: Any) -> None:
     monkeypatch.setattr(http_response, "METRICS_BYTES", Limit(1000, "for a test"))
-    with pytest.raises(UsageError, match="does not answer"):
+    with pytest.raises(UsageError, match=r"is not ready .the response is too large"):
         respond(Script(pages={"/health": "x" * 10_000}))
 
 

@@ -214,8 +214,17 @@ def test_counter_agrees_within_range(accepted: float, deviation: float, agrees: 
     assert (CellCheck(Any, counters=check).outcome == "yes") is agrees  # type: ignore[arg-type]
 
 
-def test_missing_url_is_named(tmp_path: Path, recipe: Any, servers: tuple[str, str], capsys: Any) -> None:
-    code = cli.main(["run", recipe(servers[0], ""), "--out", str(tmp_path / "runs")])
+def test_url_alone(tmp_path: Path, recipe: Any, servers: tuple[str, str], capsys: Any) -> None:
+    """Plain decoding is left out, with the reason; a recipe of nothing else fails."""
+    path = recipe(servers[0], "", prompts=2)
+    engine = f"matrix.engine=[{{name: openai, url: '{servers[0]}', token_ids: true}}]"
+    assert cli.main(["verify-engine", path, "--set", engine, "--out", str(tmp_path / "runs")]) == 0
+    output = "".join(capsys.readouterr())
+    page = (Path(__file__).parents[4] / "docs" / "remote.md").read_text(encoding="utf-8")
+    shown = page.partition("```text\n")[2].partition("```")[0].splitlines()
+    skipped, header = shown[0], shown[1].split()
+    assert skipped in output and header in [line.split() for line in output.splitlines()] and "failed" not in output
+    code = cli.main(["run", path, "--set", engine, "--set", "drafters=[none]", "--out", str(tmp_path / "runs")])
     assert code == 1 and "baseline_url is missing" in capsys.readouterr().out
 
 
