@@ -3,32 +3,42 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
+import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pytest
 
 from ..api.build import build_decoder
 from ..contracts.rng import CounterRng
 from ..contracts.sampling import Sampling
 from ..contracts.steps import StepEvent
 from ..contracts.verifier import incompatible
+from ..engine.decoder import Decoder
 from ..errors import CrossdraftError
 from ..plugins import entries, get
 from .settings import Setting, TinyModel, Toys
-from .simulated_cuda import device
-
-if TYPE_CHECKING:
-    from .drafter_contract import DrafterContract
+from .simulated_cuda import device, installed
 
 #: Temperature zero, warped and plain sampling.
 SAMPLINGS = (Sampling(temperature=0), Sampling(temperature=0.8, top_k=6, top_p=0.9), Sampling(temperature=1.0))
 #: One slot, and several with more prompts than slots.
 BATCH_SIZES = (1, 4)
+_LINE = re.compile(r"(?P<operation>[^()]*?) at (?P<file>\S+):(?P<line>\d+) in (?P<function>\w+)")
 
 
-def verifiers(contract: DrafterContract, sampling: Sampling) -> list[str]:
+def require_simulated_device() -> None:
+    """Skip the test unless the plug-in is installed."""
+    if not installed():
+        pytest.skip("runs by: pytest -p crossdraft.testing.simulated_cuda -k simulated_device")
+
+
+def verifiers(contract: Any, sampling: Sampling) -> list[str]:
     """Names of the installed verifiers that accept the drafter's drafts."""
     name, traits = contract.drafting.name, contract.drafting.traits(contract.config, sampling)
     if traits.temperature_zero_only and sampling.temperature:
@@ -41,55 +51,128 @@ def verifiers(contract: DrafterContract, sampling: Sampling) -> list[str]:
     ]
 
 
+def compare_drafter(contract: Any, verifier: str, sampling: Sampling, batch_size: int, **loop: Any) -> Counter[str]:
+    """Compare the devices for a drafter and an installed verifier, see `compare_devices`."""
+    kind, setting = get("verifiers", verifier), _setting(contract, sampling)
+
+    def build(place: str, **options: Any) -> Decoder:
+        context = setting.context(batch_size, sampling, place)
+        return build_decoder(context, contract.make, (kind, kind.Config()), **{**options, **loop})
+
+    return compare_devices(
+        f"'{contract.drafting.name}' × '{verifier}' (temperature {sampling.temperature:g}, batch size {batch_size})",
+        build,
+        setting.prompts[:1] if batch_size == 1 else [*setting.prompts, setting.prompts[0][:1]],
+        contract.drafting,
+        contract.drafting.traits(contract.config, sampling).waits,
+    )
+
+
 def compare_devices(
-    contract: DrafterContract, verifier: str, sampling: Sampling, batch_size: int, **loop: Any
+    title: str, build: Callable[..., Decoder], prompts: Sequence[list[int]], strategy: type[Any], waits: int
 ) -> Counter[str]:
     """Decode on the CPU and on the simulated device; return the waits of the step with the largest number, by line.
 
+    Args:
+        title: of the pair, for messages.
+        build: makes the decoder on the device of the given name, with the loop's options.
+        strategy: the drafter or verifier under test; messages name lines of its package if it is involved.
+        waits: `DraftTraits.waits` of the drafter.
+
     Raises:
         AssertionError: the devices differ in tokens or accepted drafts, a warning is logged on the simulated one only,
-            a tensor of a capture is still referenced, or a step waits more often than `DraftTraits.waits` permits.
+            a tensor of a capture is still referenced, or a step waits more often than ``waits`` permits.
     """
-    pair = f"'{contract.drafting.name}' × '{verifier}' (temperature {sampling.temperature:g}, batch size {batch_size})"
-    with _warnings() as expected:
-        want, _ = _decode(contract, verifier, sampling, batch_size, "cpu", loop)
+    with collected_warnings() as expected:
+        want, *_ = _decode(build("cpu", **_LOOP), prompts)
     device.forget()
-    with _warnings() as logged:
-        results, waits = _decode(contract, verifier, sampling, batch_size, "cuda", loop)
-    assert results == want, f"{pair}: the CPU yields (tokens, accepted) {want}, the simulated device {results}"
-    assert logged <= expected, f"{pair} warns on the simulated device only: {sorted(logged - expected)}"
-    assert not (kept := device.kept()), f"{pair}: tensors of a captured pass are kept: {dict(kept)}"
-    permitted = 1 + contract.drafting.traits(contract.config, sampling).waits
-    assert waits.total() <= permitted, (
-        f"{pair}: a step waits for the device {waits.total()} times, {permitted} are permitted; keep values on the "
-        f"device, or declare DraftTraits.waits: {dict(waits)}"
-    )
-    return waits
-
-
-def _decode(
-    contract: DrafterContract, verifier: str, sampling: Sampling, batch_size: int, place: str, loop: dict[str, Any]
-) -> tuple[dict[int, Any], Counter[str]]:
     steps: list[Counter[str]] = []
 
     def count(_: StepEvent) -> None:
         steps.append(counts.waits.copy())
         counts.waits.clear()
 
-    kind, setting = get("verifiers", verifier), _setting(contract, sampling)
-    prompts = setting.prompts[:1] if batch_size == 1 else [*setting.prompts, setting.prompts[0][:1]]
-    decoder = build_decoder(
-        setting.context(batch_size, sampling, place),
-        contract.make,
-        (kind, kind.Config()),
-        **{"rng": CounterRng(7), "validate": "never", "max_new_tokens": 8, "on_step": count, **loop},
+    device.places = _places(strategy)
+    try:
+        with collected_warnings() as logged:
+            decoder = build("cuda", on_step=count, **_LOOP)
+            with device.counting() as counts:
+                results, kept = _decode(decoder, prompts)
+            del decoder
+    except (RuntimeError, TypeError) as error:
+        place = _LINE.search(str(error))
+        if place is None or "devices" not in str(error):
+            raise AssertionError(f"{title} fails on the simulated device: {_shortened(str(error))}") from error
+        raise AssertionError(
+            f"{title} mixes cuda:0 and cpu at {_place(place)} ({place['operation'].rpartition(' ')[2]}): make tensors "
+            "on the device of those that the step passes"
+        ) from error
+    finally:
+        device.places = ()
+    for i in want:
+        assert results[i] == want[i], (
+            f"{title}: on prompt {i} the CPU yields tokens and accepted drafts {want[i]}, the simulated device "
+            f"{results[i]}: memory is read that was not written, or an asynchronous copy before it arrived, or a "
+            "captured pass depends on more than its tensors"
+        )
+    assert logged <= expected, f"{title} warns on the simulated device only: {sorted(logged - expected)}"
+    kept += map(_shortened, device.kept())
+    assert not kept, (
+        f"{title}: a tensor of a captured pass is kept, and the next replay overwrites it: {'; '.join(kept)}. Keep a "
+        "copy that is made outside of the pass"
     )
-    with device.counting() as counts:
-        responses = {r.index: (r.tokens, [step.tau for step in r.steps]) for r in decoder.run(prompts)}
-    return responses, max(steps, key=Counter.total, default=Counter())
+    largest = max(steps, key=Counter.total, default=Counter())
+    assert largest.total() <= 1 + waits, f"{title}: {_explanation(largest, steps, waits, _places(strategy))}"
+    return largest
 
 
-def _setting(contract: DrafterContract, sampling: Sampling) -> Setting:
+_LOOP: dict[str, Any] = {"rng": CounterRng(7), "validate": "never", "max_new_tokens": 8}
+
+
+def _decode(decoder: Decoder, prompts: Sequence[list[int]]) -> tuple[dict[int, Any], list[str]]:
+    """Tokens and accepted drafts by prompt, and tensors of captures that the strategies keep."""
+    responses = {r.index: (r.tokens, [step.tau for step in r.steps]) for r in decoder.run(prompts)}
+    return responses, [_shortened(line) for line in device.kept() if "held by crossdraft.framework." not in line]
+
+
+def _explanation(waits: Counter[str], steps: list[Counter[str]], declared: int, places: tuple[str, ...]) -> str:
+    """A sentence about the step with the most waits."""
+    sentences = []
+    for line in waits:
+        place = _LINE.fullmatch(line)
+        if place is not None and place["file"].startswith(places):
+            times = sum(line in step for step in steps)
+            often = "every step" if times == len(steps) else f"{times} of {len(steps)} steps"
+            operation, function = place["operation"], place["function"]
+            sentences.append(f"{function} waits for the device at {_place(place)} ({operation}) in {often}")
+    if not sentences:
+        sentences = [f"a step waits for the device {waits.total()} times: {', '.join(map(_shortened, waits))}"]
+    advice = f" (traits.waits declares {declared}). Keep values on the device, or declare DraftTraits.waits"
+    if any(sentence.startswith("verify ") for sentence in sentences):
+        advice = ". Keep values on the device"
+    return "; ".join(sentences) + advice
+
+
+def _places(strategy: type[Any]) -> tuple[str, ...]:
+    """Files or folders of the packages of a class and its bases, without the framework."""
+    places = []
+    for cls in strategy.__mro__:
+        module = sys.modules[cls.__module__]
+        file = getattr(module, "__file__", None)
+        if file is not None and not module.__name__.startswith(("crossdraft.framework.", "pydantic", "abc")):
+            places.append(os.path.dirname(file) + os.sep if module.__package__ else file)
+    return tuple(places)
+
+
+def _place(line: re.Match[str]) -> str:
+    return f"{os.path.relpath(line['file'])}:{line['line']}"
+
+
+def _shortened(text: str) -> str:
+    return _LINE.sub(lambda line: f"{line['operation']} at {_place(line)} in {line['function']}", text)
+
+
+def _setting(contract: Any, sampling: Sampling) -> Setting:
     """A tiny model, which has passes and graphs; the contract's own setting if the drafter needs it."""
     if type(contract.setting) is Toys:
         with suppress(CrossdraftError):
@@ -99,7 +182,7 @@ def _setting(contract: DrafterContract, sampling: Sampling) -> Setting:
 
 
 @contextmanager
-def _warnings() -> Iterator[set[str]]:
+def collected_warnings() -> Iterator[set[str]]:
     """Collect the warnings of crossdraft and of Python."""
     messages: set[str] = set()
     handler = logging.Handler(logging.WARNING)

@@ -23,6 +23,7 @@ from ..contracts.verifier import incompatible
 from ..engine.decoder import Decoder, Step
 from ..engine.validation import validate_draft
 from ..plugins import get
+from .device_comparison import BATCH_SIZES, SAMPLINGS, compare_drafter, require_simulated_device, verifiers
 from .draws import Counted
 from .interruptions import Interrupted, Place, interrupted
 from .one_thread import OneThread
@@ -365,6 +366,14 @@ class DrafterContract(OneThread):
                         "propose() waits for the device: it reads a value of a tensor (bool(), int(), .item(), "
                         f".tolist(), a mask as an index). Declare DraftTraits.waits if it must ({error})"
                     ) from error
+
+    def test_simulated_device(self) -> None:
+        """Decoding on the simulated GPU equals that on the CPU; a step waits as often as `DraftTraits.waits`."""
+        require_simulated_device()
+        for sampling in SAMPLINGS:
+            for verifier in verifiers(self, sampling)[:1]:
+                for batch_size in BATCH_SIZES:
+                    compare_drafter(self, verifier, sampling, batch_size)
 
     def test_text_distribution(self) -> None:
         """`text_distribution` yields the same probabilities as drafts at each of their tokens."""

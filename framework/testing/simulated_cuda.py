@@ -29,7 +29,7 @@ Simulated:
 - float64 tensors as wide as a vocabulary (`Device.vocabulary`) are counted by line in `Counts.float64`.
 
 Not simulated: time, memory limits, more than one device, rounding of GPU kernels, kernels that are not PyTorch's
-(Triton, `torch.compile`), `torch.autograd.Function`, and pinned memory that is overwritten before its copy has run.
+(Triton, `torch.compile`), and pinned memory that is overwritten before its copy has run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 CUDA = torch.device("cuda", 0)
 
@@ -127,6 +127,8 @@ class Device:
         self.captured: list[tuple[weakref.ref[DeviceTensor], str, tuple[int, ...]]] = []
         #: Stream and position of the last write to a storage; kept once a second stream is used.
         self.written: dict[int, tuple[Stream, int]] | None = None
+        #: Files and folders to name in messages instead of the innermost line, if it was called from there.
+        self.places: tuple[str, ...] = ()
         self._forbidden: set[int] = set()
 
     @contextmanager
@@ -149,9 +151,13 @@ class Device:
             self._forbidden.discard(thread)
 
     def kept(self) -> Counter[str]:
-        """Tensors made in captures that are still referenced, by line and shape: replays overwrite them."""
+        """Tensors made in captures that are still referenced, by line, shape and holder: replays overwrite them."""
         gc.collect()
-        return Counter(f"{line}, shape {shape}" for tensor, line, shape in self.captured if tensor() is not None)
+        return Counter(
+            f"of shape {shape}, made {line}, held by {_holder(kept)}"
+            for tensor, line, shape in self.captured
+            if (kept := tensor()) is not None
+        )
 
     def forget(self) -> None:
         """Forget all captures, for the next test."""
@@ -192,8 +198,34 @@ class DeviceTensor(Tensor):
         if (graph := device.graph) is not None:
             graph.made.append((weakref.ref(self), _line(), tuple(raw.shape)))
 
+    __hash__ = object.__hash__
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        device.wait("repr")
         return f"{self.raw!r} on {CUDA}"
+
+    def __format__(self, specification: str) -> str:
+        device.wait("format")
+        return self.raw.__format__(specification)
+
+    def tolist(self) -> Any:
+        device.wait("tolist")
+        return self.raw.tolist()
+
+    def numpy(self, *_: Any, **__: Any) -> Any:
+        raise TypeError(f"can't convert cuda:0 device type tensor to numpy; copy it to the host first ({_line()})")
+
+    __array__ = numpy
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.unbind(0))
+
+    def get_device(self) -> int:
+        return 0
+
+    def requires_grad_(self, requires_grad: bool = True) -> DeviceTensor:
+        self.raw.requires_grad_(requires_grad)
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeviceTensor:
         copy = memo[id(self)] = DeviceTensor(self.raw.detach().clone().requires_grad_(self.raw.requires_grad))
@@ -240,6 +272,7 @@ class _Operations(TorchDispatchMode):
         graph = device.graph
         if graph is not None:
             graph.save(func, args, kwargs)
+        func = _histogram_of_integers if name == "histc" and not args[0].is_floating_point() else func
         result = func(*args, **kwargs)
         if "empty" in name:
             _tree(result, _spoil)
@@ -249,8 +282,13 @@ class _Operations(TorchDispatchMode):
             if device.written is not None:
                 device.written[_storage(tensor)] = stream, stream.submitted
         if graph is not None:
-            graph.record(func, args, kwargs, result)
+            graph.record(name, func, args, kwargs, result)
         return result
+
+
+def _histogram_of_integers(values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """``torch.histc``, which has integers on CUDA only."""
+    return torch.ops.aten.histc(values.float(), *args, **kwargs).to(values.dtype)
 
 
 def _shares_memory(result: Any, operand: Any) -> bool:
@@ -321,13 +359,32 @@ def _spoil(tensor: Tensor) -> Tensor:
 
 
 def _frame() -> tuple[str, int, str]:
-    """File, line and function of the innermost frame that is neither PyTorch's nor this module's."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and (
-        frame.f_code.co_filename.startswith((_TORCH, "<")) or frame.f_code.co_filename == __file__
-    ):
+    """File, line and function of the innermost frame of `Device.places`, or of one that is not PyTorch's."""
+    frame, innermost = sys._getframe(1), None
+    while frame is not None and (innermost is None or device.places):
+        code = frame.f_code
+        if device.places and code.co_filename.startswith(device.places):
+            return code.co_filename, frame.f_lineno, code.co_name
+        if innermost is None and code.co_filename != __file__ and not code.co_filename.startswith((_TORCH, "<")):
+            innermost = code.co_filename, frame.f_lineno, code.co_name
         frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+    return innermost or ("", 0, "")
+
+
+def _holder(value: Any, levels: int = 3) -> str:
+    """Attribute or variable that refers to a value, directly or in containers."""
+    for referrer in gc.get_referrers(value):
+        names, owner = getattr(referrer, "__dict__", {}), referrer
+        if isinstance(referrer, dict):
+            owners = (owner for owner in gc.get_referrers(referrer) if getattr(owner, "__dict__", None) is referrer)
+            names, owner = referrer, next(owners, None)
+        name = next((name for name, item in names.items() if item is value), None)
+        if name is not None and owner is not None:
+            named = owner if hasattr(owner, "__name__") else type(owner)
+            return f"{getattr(named, '__module__', '')}.{named.__name__}.{name}".lstrip(".")
+        if levels and isinstance(referrer, dict | list | tuple):
+            return _holder(referrer, levels - 1)
+    return "an unknown object"
 
 
 def _line() -> str:
@@ -490,22 +547,6 @@ def _index(func: Callable) -> Callable:
     return call
 
 
-def _own(function: Callable) -> Callable:
-    """A special case of simulated tensors; host tensors are computed as usual."""
-
-    def decorate(special: Callable) -> Callable:
-        def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(tensor, DeviceTensor):
-                return special(tensor, *args, **kwargs)
-            with _NO_FUNCTIONS():
-                return function(tensor, *args, **kwargs)
-
-        _SPECIAL[function] = call
-        return special
-
-    return decorate
-
-
 def _is_cuda(place: Any) -> bool:
     return isinstance(place, int) or torch.device(place).type == "cuda"
 
@@ -532,42 +573,42 @@ _SPECIAL: dict[Any, Callable] = {
 }
 
 
-@_own(Tensor.tolist)
-def _tolist(tensor: DeviceTensor) -> Any:
-    device.wait("tolist")
-    return tensor.raw.tolist()
+_save, _load = torch.save, torch.load
 
 
-@_own(Tensor.numpy)
-def _numpy(tensor: DeviceTensor, *_: Any, **__: Any) -> Any:
-    raise TypeError(
-        "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy it to host memory first"
-    )
+def _save_values(value: Any, *args: Any, **kwargs: Any) -> None:
+    with _NO_FUNCTIONS():
+        _save(_tree(value, _raw), *args, **kwargs)
 
 
-_own(Tensor.__array__)(_numpy)
-_own(Tensor.__iter__)(lambda tensor: iter(tensor.unbind(0)))
-_own(Tensor.__hash__)(id)
-_own(Tensor.__deepcopy__)(DeviceTensor.__deepcopy__)
-_own(Tensor.get_device)(lambda tensor: 0)
+def _load_values(file: Any, map_location: Any = None, **kwargs: Any) -> Any:
+    """``torch.load``; tensors are loaded to the host unless ``map_location`` is the device."""
+    on_device = isinstance(map_location, str | int | torch.device) and _is_cuda(map_location)
+    with _NO_FUNCTIONS():
+        value = _load(file, "cpu" if on_device else map_location, **kwargs)
+    return _tree(value, DeviceTensor) if on_device else value
 
 
-@_own(Tensor.requires_grad_)
-def _requires_grad(tensor: DeviceTensor, requires_grad: bool = True) -> DeviceTensor:
-    tensor.raw.requires_grad_(requires_grad)
-    return tensor
+_apply_function = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
 
-@_own(Tensor.__format__)
-def _format(tensor: DeviceTensor, specification: str) -> str:
-    device.wait("format")
-    return tensor.raw.__format__(specification)
+def _apply(function: Any, *args: Any) -> Any:
+    """``torch.autograd.Function.apply`` on the values of simulated tensors, which have the gradients."""
+    own = [isinstance(arg, DeviceTensor) for arg in args]
 
+    class Simulated(function):
+        @staticmethod
+        def forward(ctx: Any, *raws: Any) -> Any:
+            inputs = (DeviceTensor(raw) if simulated else raw for raw, simulated in zip(raws, own, strict=True))
+            return _tree(function.forward(ctx, *inputs), _raw)
 
-@_own(Tensor.__repr__)
-def _repr(tensor: DeviceTensor, **_: Any) -> str:
-    device.wait("repr")
-    return f"{tensor.raw!r} on {CUDA}"
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            with _disable_current_modes():
+                return _tree(function.backward(ctx, *_tree(gradients, DeviceTensor)), _raw)
+
+    result = _apply_function(Simulated if any(own) else function, *map(_raw, args))
+    return _tree(result, DeviceTensor) if any(own) else result
 
 
 # -- streams, events and graphs -----------------------------------------------------------------------------
@@ -661,10 +702,10 @@ class CUDAGraph:
                 value = args[i] if i < len(args) else kwargs.get(argument.name)
                 self._undo += [(tensor, tensor.clone()) for tensor in _tensors(value)]
 
-    def record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def record(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         inputs = _tree((args, kwargs), self._input)
         self._allocated |= {_storage(tensor) for tensor in _tensors(result)} - set(self._inputs)
-        if "empty" not in func.overloadpacket.__name__:
+        if "empty" not in name:
             self._operations.append((func, *inputs, _tree(result, self._input)))
 
     def _input(self, tensor: Tensor) -> Tensor:
@@ -810,6 +851,8 @@ def install() -> None:
     """Replace `torch.cuda` in this process and all its threads; cannot be undone."""
     for name, value in _CUDA_MODULE.items():
         setattr(torch.cuda, name, value)
+    torch.save, torch.load = _save_values, _load_values
+    torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment]
     # Modules swap their tensors for simulated ones in place, so that shared weights stay shared.
     torch.__future__.set_swap_module_params_on_conversion(True)
     run = threading.Thread.run
@@ -820,6 +863,10 @@ def install() -> None:
 
     threading.Thread.run = run_with_device  # type: ignore[method-assign]
     _Calls().__enter__()
+
+
+def installed() -> bool:
+    return torch.cuda.Event is Event  # type: ignore[comparison-overlap]
 
 
 def pytest_configure() -> None:

@@ -20,8 +20,10 @@ from ..contracts.rng import CounterRng, StepRng
 from ..contracts.sampling import Sampling
 from ..contracts.steps import StepEvent
 from ..contracts.verifier import Verifier, VerifierTraits, incompatible
+from ..engine.decoder import Decoder
 from ..engine.validation import validate_verdict
 from ..plugins import get
+from .device_comparison import compare_devices, require_simulated_device
 from .one_thread import OneThread
 from .settings import Toys
 
@@ -186,6 +188,19 @@ class VerifierContract(OneThread):
                     f"'{self.rule.name}' waits for the device on '{label}' drafts: it reads a value of a tensor "
                     f"(bool(), int(), .item(), .tolist(), a mask as an index): {error}"
                 ) from error
+
+    def test_simulated_device(self) -> None:
+        """Decoding on the simulated GPU equals that on the CPU, and verify() does not wait for it."""
+        require_simulated_device()
+        for label in self.labels():
+            drafter, config = DRAFTS[label].config(GAMMA)
+
+            def build(place: str, label: str = label, **loop: Any) -> Decoder:
+                context = Toys().context(ROWS, self.sampling, place)
+                return build_decoder(context, partial(DRAFTS[label].build, gamma=GAMMA), self.make(), **loop)
+
+            waits = drafter.traits(config, self.sampling).waits
+            compare_devices(f"'{self.rule.name}' on '{label}' drafts", build, Toys.prompts, self.rule, waits)
 
     def test_state_can_be_put_back(self) -> None:
         """snapshot() and restore() of a stateful verifier round-trip; equal states have equal snapshots."""

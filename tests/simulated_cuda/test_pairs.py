@@ -20,7 +20,7 @@ from head_checkpoints import write_heads
 
 from crossdraft.framework.contracts.drafter import DraftTraits
 from crossdraft.framework.plugins import entries
-from crossdraft.framework.testing.device_comparison import BATCH_SIZES, SAMPLINGS, compare_devices, verifiers
+from crossdraft.framework.testing.device_comparison import BATCH_SIZES, SAMPLINGS, compare_drafter, verifiers
 from crossdraft.testing import DrafterContract, TinyModel
 
 pytestmark = pytest.mark.simulated
@@ -118,7 +118,7 @@ def test_devices_agree(name: str, verifier: str, sampling: int, batch_size: int,
     contract = contracts()[name]
     if hasattr(contract, "use"):
         contract.use(heads)
-    compare_devices(contract, verifier, SAMPLINGS[sampling], batch_size)
+    compare_drafter(contract, verifier, SAMPLINGS[sampling], batch_size)
 
 
 def test_every_drafter_is_compared() -> None:
@@ -143,7 +143,7 @@ def test_declared_waits_occur(name: str, heads: Path) -> None:
         contract.use(heads)
     sampling = 0 if traits_of(name, 0).temperature_zero_only else 2
     verifier = verifiers(contract, SAMPLINGS[sampling])[0]
-    waits = compare_devices(contract, verifier, SAMPLINGS[sampling], 4, max_new_tokens=16)
+    waits = compare_drafter(contract, verifier, SAMPLINGS[sampling], 4, max_new_tokens=16)
     assert waits.total() == 1 + traits_of(name, sampling).waits, waits
 
 
