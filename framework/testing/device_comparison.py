@@ -18,10 +18,9 @@ from ..api.build import build_decoder
 from ..contracts.rng import CounterRng
 from ..contracts.sampling import Sampling
 from ..contracts.steps import StepEvent
-from ..contracts.verifier import incompatible
 from ..engine.decoder import Decoder
 from ..errors import CrossdraftError
-from ..plugins import entries, get
+from ..plugins import get
 from .settings import Setting, TinyModel, Toys
 from .simulated_cuda import device, installed
 
@@ -36,19 +35,6 @@ def require_simulated_device() -> None:
     """Skip the test unless the plug-in is installed."""
     if not installed():
         pytest.skip("runs by: pytest -p crossdraft.testing.simulated_cuda -k simulated_device")
-
-
-def verifiers(contract: Any, sampling: Sampling) -> list[str]:
-    """Names of the installed verifiers that accept the drafter's drafts."""
-    name, traits = contract.drafting.name, contract.drafting.traits(contract.config, sampling)
-    if traits.temperature_zero_only and sampling.temperature:
-        return []
-    classes = {other: get("verifiers", other) for other in entries("verifiers")}
-    return [
-        other
-        for other, verifier in classes.items()
-        if incompatible(name, traits, other, verifier.traits(verifier.Config()), sampling) is None
-    ]
 
 
 def compare_drafter(contract: Any, verifier: str, sampling: Sampling, batch_size: int, **loop: Any) -> Counter[str]:
@@ -155,13 +141,10 @@ def _explanation(waits: Counter[str], steps: list[Counter[str]], declared: int, 
 
 def _places(strategy: type[Any]) -> tuple[str, ...]:
     """Files or folders of the packages of a class and its bases, without the framework."""
-    places = []
-    for cls in strategy.__mro__:
-        module = sys.modules[cls.__module__]
-        file = getattr(module, "__file__", None)
-        if file is not None and not module.__name__.startswith(("crossdraft.framework.", "pydantic", "abc")):
-            places.append(os.path.dirname(file) + os.sep if module.__package__ else file)
-    return tuple(places)
+    others = ("crossdraft.framework.", "pydantic", "abc", "builtins")
+    modules = (sys.modules[cls.__module__] for cls in strategy.__mro__ if not cls.__module__.startswith(others))
+    files = ((module, getattr(module, "__file__", None) or "") for module in modules)
+    return tuple(os.path.dirname(file) + os.sep if module.__package__ else file for module, file in files if file)
 
 
 def _place(line: re.Match[str]) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -21,6 +22,16 @@ from ..contracts.sampling import Sampling
 from ..engine.constrained_lm import masked
 from ..lm.transformers_lm import TransformersLM
 from ..models.checkpoint import load_checkpoint
+from ..models.threads import one_thread
+
+
+class OneThread:
+    """Tests that run with one PyTorch thread, which is faster for tiny tensors."""
+
+    @pytest.fixture(autouse=True)
+    def _one_thread(self) -> Iterator[None]:
+        with one_thread():
+            yield
 
 
 class Setting(ABC):

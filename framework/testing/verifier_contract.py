@@ -24,8 +24,7 @@ from ..engine.decoder import Decoder
 from ..engine.validation import validate_verdict
 from ..plugins import get
 from .device_comparison import compare_devices, require_simulated_device
-from .one_thread import OneThread
-from .settings import Toys
+from .settings import OneThread, Toys
 
 #: Draft length.
 GAMMA = 3

@@ -20,12 +20,17 @@ from head_checkpoints import write_heads
 
 from crossdraft.framework.contracts.drafter import DraftTraits
 from crossdraft.framework.plugins import entries
-from crossdraft.framework.testing.device_comparison import BATCH_SIZES, SAMPLINGS, compare_drafter, verifiers
+from crossdraft.framework.testing.device_comparison import BATCH_SIZES, SAMPLINGS, compare_drafter
 from crossdraft.testing import DrafterContract, TinyModel
 
 pytestmark = pytest.mark.simulated
 
 ROOT = Path(__file__).parents[2]
+
+
+def verifiers(contract: DrafterContract, sampling: Any) -> list[str]:
+    """Names of the installed verifiers that accept the drafter's drafts."""
+    return [verifier.name for verifier in contract.rules(sampling, entries("verifiers"))]
 
 
 @cache
