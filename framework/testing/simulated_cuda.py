@@ -3,13 +3,7 @@
     pytest -n0 -p crossdraft.testing.simulated_cuda tests
 
 The plug-in replaces `torch.cuda` in its process, so use a process of its own. Tests then move models and tensors to
-``"cuda"`` as usual, and read `device`::
-
-    with device.counting() as counts:
-        step()
-    assert sum(counts.waits.values()) == 1, counts.waits
-    with device.no_waits():
-        propose()
+``"cuda"`` as usual, and read `device`: what it counts (`Device.counting`) and forbids (`Device.no_waits`).
 
 Simulated:
 
@@ -203,10 +197,6 @@ class DeviceTensor(Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         device.wait("repr")
         return f"{self.raw!r} on {CUDA}"
-
-    def __format__(self, specification: str) -> str:
-        device.wait("format")
-        return self.raw.__format__(specification)
 
     def tolist(self) -> Any:
         device.wait("tolist")
@@ -494,19 +484,16 @@ def _to(tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor
 
 def _copy_into(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """``target.copy_(source)``."""
-    own, others = isinstance(target, DeviceTensor), isinstance(source, DeviceTensor)
-    if own == others or (own and not source.dim()):
-        if not own:
-            with _NO_FUNCTIONS():
-                return target.copy_(source)
-    elif own:
-        _copy("to the device", waits=not non_blocking, pinned=_is_pinned(source))
-    else:
+    if not isinstance(target, DeviceTensor):
         pinned = _is_pinned(target)
-        _copy("to the host", waits=not (non_blocking and pinned), pinned=pinned)
+        if isinstance(source, DeviceTensor):
+            _copy("to the host", waits=not (non_blocking and pinned), pinned=pinned)
         with _NO_FUNCTIONS():
-            value = _raw(source).to(target.dtype, copy=True).expand_as(target)
-            return _arriving(target, value) if non_blocking and pinned else target.copy_(value)
+            if non_blocking and pinned and isinstance(source, DeviceTensor):
+                return _arriving(target, source.raw.to(target.dtype, copy=True).expand_as(target))
+            return target.copy_(_raw(source))
+    if source.dim() and not isinstance(source, DeviceTensor):
+        _copy("to the device", waits=not non_blocking, pinned=_is_pinned(source))
     _compute(torch.Tensor.copy_, (target, source), {})
     return target
 
@@ -526,9 +513,7 @@ def _index(func: Callable) -> Callable:
         if not own:
             for part in parts:
                 if isinstance(part, DeviceTensor) and (part.dim() or part.dtype == torch.bool):
-                    raise RuntimeError(
-                        f"indices should be either on cpu or on the device of the indexed tensor ({_line()})"
-                    )
+                    raise RuntimeError(f"indices should be on cpu or the device of the indexed tensor ({_line()})")
             if value and isinstance(value[0], DeviceTensor):
                 _copy("to the host", waits=True)
             if not any(isinstance(part, DeviceTensor) for part in _tensors(parts, value)):
@@ -750,12 +735,6 @@ class CUDAGraph:
                     if device.written is not None:
                         device.written[_storage(old)] = stream, stream.submitted
 
-    def pool(self) -> tuple[int, int]:
-        return (0, 1)
-
-    def reset(self) -> None:
-        self._operations.clear()
-
 
 @contextmanager
 def _capture(graph: CUDAGraph, *_: Any, **__: Any) -> Iterator[None]:
@@ -808,20 +787,16 @@ def _set_sync_debug_mode(mode: int | str) -> None:
     device.sync_mode = {"default": 0, "warn": 1, "error": 2}.get(mode, mode)  # type: ignore[arg-type, assignment]
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
-
-
 def _constant(value: Any) -> Callable:
     return lambda *_, **__: value
 
 
 _CUDA_MODULE: dict[str, Any] = {
     **dict.fromkeys(_names("is_available is_initialized is_bf16_supported"), _constant(True)),
-    **dict.fromkeys(_names("init _lazy_init set_device empty_cache reset_peak_memory_stats"), _nothing),
-    **dict.fromkeys(_names("manual_seed manual_seed_all set_rng_state"), _nothing),
+    **dict.fromkeys(_names("init _lazy_init set_device empty_cache reset_peak_memory_stats"), _constant(None)),
+    **dict.fromkeys(_names("manual_seed manual_seed_all set_rng_state"), _constant(None)),
     **dict.fromkeys(
-        ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), _constant(_GIB)
+        _names("memory_allocated max_memory_allocated memory_reserved max_memory_reserved"), _constant(_GIB)
     ),
     "device_count": _constant(1),
     "current_device": _constant(0),
