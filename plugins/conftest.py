@@ -1,3 +1,5 @@
 """Fixtures that the tests of companions share with those of the core."""
 
-pytest_plugins = ["suite_fixtures", "run_fixtures", "head_fixtures", "launched_runs"]
+from fixture_modules import pytest_configure
+
+__all__ = ["pytest_configure"]

@@ -1,3 +1,5 @@
 """Fixtures of all tests; plugins/conftest.py gives them to those of the companions."""
 
-pytest_plugins = ["suite_fixtures", "run_fixtures", "head_fixtures", "launched_runs"]
+from fixture_modules import pytest_configure
+
+__all__ = ["pytest_configure"]
