@@ -19,6 +19,8 @@ from crossdraft.framework.contracts.draft import Draft, Verdict
 from crossdraft.framework.contracts.rng import CounterRng, CounterStepRng
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
+pytestmark = pytest.mark.thorough
+
 VOCAB, LENGTH, GAMMA = 6, 4, 2
 #: Repeats itself, so that prompt lookup drafts.
 PROMPT = [0, 1, 2, 0, 1, 2, 0]

@@ -96,8 +96,7 @@ def build(**options: Any) -> Callable[[DraftContext, int], Any]:
     return lambda context, gamma: DraftModelChain(DraftModelChain.Config(model="toy", gamma=gamma, **options), context)
 
 
-@pytest.mark.parametrize("toy", ["T0", "G2"])
-@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("toy, rule", [("T0", "token"), ("G2", "block")])
 def test_lossless_while_it_learns(toys: dict[str, Toy], toy: str, rule: str, monkeypatch: Any) -> None:
     """By enumeration: the second step's threshold follows from what the first accepted."""
     from crossdraft.drafters.autoregressive import learnt_threshold

@@ -1,4 +1,4 @@
-"""The functions of crossdraft that a block of code enters."""
+"""The functions of the core that a block of code enters."""
 
 import sys
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ ROOT = Path(crossdraft.__file__).parent
 
 @contextmanager
 def entered_functions() -> Iterator[set[tuple[str, str]]]:
-    """Set of file and qualified name of each function, filled in the block.
+    """Set of file and qualified name of each function of the core, filled in the block.
 
     Comprehensions are not counted: they are functions before Python 3.12 only.
     """
     entered = set[tuple[str, str]]()
     environment = [sys.prefix] if Path(sys.prefix).is_relative_to(ROOT) else []  # inside the checkout
-    root, excluded = str(ROOT), (str(ROOT / "tests"), *environment)
+    root, excluded = str(ROOT), (str(ROOT / "tests"), str(ROOT / "plugins"), *environment)
 
     def count(frame: Any, event: str, _: Any) -> None:
         code = frame.f_code
