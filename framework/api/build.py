@@ -27,15 +27,11 @@ from ..contracts.drafter import DraftContext, Drafter, Learner, Runner, settings
 from ..contracts.lm import LM
 from ..contracts.models import TRANSFORMERS, Checkpoint, LoadedModel
 from ..contracts.options import fault
-from ..contracts.rng import CounterRng, RngSource
 from ..contracts.sampling import Sampling
-from ..contracts.steps import StepEvent
 from ..contracts.verifier import Verifier, incompatible
 from ..engine.constrained_lm import masked
 from ..engine.constraints import Constraints
 from ..engine.decoder import Decoder
-from ..engine.logits_processors import LogitsProcessors
-from ..engine.stopwatch import Stopwatch
 from ..errors import CrossdraftError, ModelError, UsageError
 from ..lm.cuda_graphs import runner_for
 from ..lm.forward_pass import each_preparation
@@ -50,7 +46,6 @@ from ..models.placement import input_device, is_split, is_spread
 from ..models.resolve import resolve
 from ..models.shared_embedding import shares_embedding
 from ..plugins import entries, get, guarded, traits_of
-from ..util.limits import PREFILL_TOKENS
 
 #: A drafter's or verifier's class (or an instance of the user) and its validated config.
 Configured = tuple[Any, Any]
@@ -318,26 +313,18 @@ def build_decoder(
     drafter: Configured | Callable[[DraftContext], Drafter],
     verifier: Configured | Verifier,
     *,
-    eos: Iterable[int] = (),
-    max_new_tokens: int = 128,
-    rng: RngSource | None = None,
-    stopwatch: Stopwatch | None = None,
-    on_step: Callable[[StepEvent], None] | None = None,
-    compile_verifier: bool = False,
-    processors: LogitsProcessors | None = None,
     constraint: Grammar | None = None,
     mask_drafts: bool = False,
-    validate: str = "sampled",
-    prefill_tokens: int = PREFILL_TOKENS,
+    **options: Any,
 ) -> Decoder:
     """A decoder for a pair, over the slots of ``context.target``.
 
     Args:
         drafter: its class (or an instance) and config, or a function that makes it.
         verifier: its class (or an instance) and config, or the verifier itself.
-        compile_verifier: compile the verify step if the verifier supports it, see `CompiledVerifier`.
+        constraint: see `Decoder`.
         mask_drafts: draft models are masked for requests whose constraint has ``mask_drafts``.
-        eos, max_new_tokens, rng, stopwatch, on_step, processors, constraint, validate, prefill_tokens: see `Decoder`.
+        options: further keywords of `Decoder`.
 
     Raises:
         UsageError: the pair is incompatible; only classes and configs are checked.
@@ -355,15 +342,7 @@ def build_decoder(
         drafter(context) if callable(drafter) else _make_drafter(drafter, context),
         instance,
         sampling=context.sampling,
-        eos=eos,
-        max_new_tokens=max_new_tokens,
-        rng=rng if rng is not None else CounterRng(0),
-        stopwatch=stopwatch,
-        on_step=on_step,
-        compile_verifier=compile_verifier,
-        processors=processors,
         constraint=constraint,
         constraints=constraints,
-        validate=validate,
-        prefill_tokens=prefill_tokens,
+        **options,
     )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from weakref import finalize
 
 from ..contracts.constraint import Grammar
 from ..contracts.models import TRANSFORMERS, LoadedModel
@@ -21,10 +22,13 @@ from ..contracts.steps import Chunk, Request, Response, StepEvent, raise_failed
 from ..engine.checks import check_prompt
 from ..engine.decoder import Decoder
 from ..errors import UsageError
-from ..lm.layer_surgery import own_modules
+from ..lm.idle import put
+from ..lm.layer_surgery import OwnModules
 from ..lm.recomputing_lm import scoring_slots
+from ..models.digests import model_sha256
 from ..models.grammar import compile_constraint
 from ..models.load import load_model
+from ..models.resolve import resolve
 from .build import (
     Configured,
     StrategyLike,
@@ -67,7 +71,8 @@ def pair_decoder(
 ) -> Decoder:
     """A decoder for one pair, with its own slots for sequences of up to ``sequence`` tokens, prompt and output.
 
-    A transformers target is run in separate modules, see `own_modules`, so the caller's are not changed.
+    A transformers target is run in separate modules, so the caller's are not changed. On CUDA, the modules, slots,
+    graphs and draft models are used again by later decoders, see `OwnModules`.
 
     Args:
         verifier: None = the one that ``docs/verifiers.md`` advises for the drafter, see `default_verifier`.
@@ -78,8 +83,12 @@ def pair_decoder(
         UsageError: the pair is incompatible.
     """
     pair = compatible_pair(drafter, verifier, sampling)
+    own, caller = None, target.model
     if target.backend == TRANSFORMERS:
-        target = replace(target, model=own_modules(target.model))
+        own = OwnModules.borrow(caller)
+        target = replace(target, model=own.model)
+        if load is load_draft_model and own.structure is not None:
+            load = partial(_load_once, own.loaded)
     if target.context_length is not None:
         sequence = min(sequence, target.context_length)
     slot = slot_length(sequence, [pair[0]], sampling)
@@ -87,9 +96,20 @@ def pair_decoder(
     plain = traits_of("drafters", *pair[0], sampling).nodes == 0
     lm = scoring_slots(target, batch_size, slot, make_slots) if plain else make_slots(target, batch_size, slot)
     context = TargetContext.of(target, lm, sampling, slot=slot, sequence=sequence, load=load)
-    return build_decoder(
+    decoder = build_decoder(
         context, *pair, eos=target.eos_token_ids, max_new_tokens=max_new_tokens, rng=CounterRng(seed), **options
     )
+    if own is not None and own.structure is not None:
+        own.loaded = {name: model for name, model in own.loaded.items() if name in context.used}
+        finalize(decoder, put, caller, OwnModules, own.structure, own).atexit = False
+    return decoder
+
+
+def _load_once(loaded: dict[str, LoadedModel], name: str, target: LoadedModel) -> LoadedModel:
+    """The model in ``loaded``, if its files are unchanged; otherwise load it."""
+    if name not in loaded or loaded[name].sha256 != model_sha256(resolve(name)):
+        loaded[name] = load_draft_model(name, target)
+    return loaded[name]
 
 
 def check_ids(decoder: Decoder, name: str, prompt: Sequence[int], target: str) -> None:

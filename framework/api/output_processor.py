@@ -77,7 +77,7 @@ class Outputs:
     """The running requests of a decoder and their outputs.
 
     Args:
-        decoder: its `on_step` is replaced.
+        decoder: its `on_step` is replaced during `steps`.
         on_step: called with every step's event, before it is processed.
         live: yield a chunk per running request and step; otherwise only each request's last chunk.
     """
@@ -87,12 +87,12 @@ class Outputs:
     ) -> None:
         self._decoder, self._live, self._callback = decoder, live, on_step
         self._running: dict[int, Output] = {}
-        decoder.on_step = self._process
 
     def steps(
         self, waiting: Iterable[tuple[Request, Output] | None], interleaved: Callable[[], bool] = bool
     ) -> Generator[list[Chunk], None, None]:
         """Run `Decoder.steps` and yield the chunks of each step; the response of a failed sequence has its error."""
+        self._decoder.on_step = self._process
         try:
             with closing(self._decoder.steps(self._requests(waiting), "finish", interleaved)) as steps:
                 paced = plugins.notify("crossdraft_decoding_steps", lm=self._decoder.target, steps=steps) or steps
@@ -103,6 +103,9 @@ class Outputs:
                     yield chunks + [self._running.pop(i).last(response) for i, response in responses.items()]
         finally:
             self._running.clear()
+            self._decoder.on_step = (
+                None  # refers to the decoder, whose slots are free for others as soon as it is freed
+            )
 
     def _requests(self, waiting: Iterable[tuple[Request, Output] | None]) -> Iterator[Request | None]:
         for pair in waiting:

@@ -28,6 +28,7 @@ from ..contracts.lm import LM
 from ..contracts.models import LoadedModel
 from ..errors import CrossdraftError, ModelError, UsageError, message_of
 from ..lm.cuda_graphs import recorded_nbytes
+from ..lm.idle import free_idle
 from ..metrics.cell_metrics import compare, measure
 from ..metrics.intervals import LEAST_PIECES
 from ..models.placement import input_device
@@ -170,6 +171,7 @@ class GroupRunner:
             self._open(self.strict and not self.pieces)
 
     def _open(self, strict: bool) -> None:
+        free_idle()  # memory of other groups
         first, recipe = self.cells[0].config, self.plan.config.recipe
         places = recipe.places if strict else Places()
         try:

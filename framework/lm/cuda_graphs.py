@@ -14,14 +14,13 @@ import logging
 import os
 import threading
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -32,9 +31,6 @@ from ..util.shared_patch import SharedPatch
 
 logger = logging.getLogger(__name__)
 
-#: Most recordings of one model outside of warm-ups; the least recently used one is dropped. Recordings share the memory
-#: of inputs and outputs, so each costs little more than its list of kernels.
-MOST_GRAPHS = 256
 #: The warning of PyTorch about an operation that waits for the device.
 _WAITED = "called a synchronizing CUDA operation"
 
@@ -49,9 +45,9 @@ class CaptureLimits:
     nodes: int
 
 
-#: When a shape is recorded: "repeated" = at its second call; `CaptureLimits` = at its first call, together with the
-#: other shapes within the limits; "never". Per thread, so that a benchmark does not affect others.
-_policy: ContextVar[CaptureLimits | str] = ContextVar("policy", default="repeated")
+#: Which shapes are recorded, at their first call: "called" ones; `CaptureLimits` = also the others within the limits;
+#: "none". Per thread, so that a benchmark does not affect others.
+_policy: ContextVar[CaptureLimits | str] = ContextVar("policy", default="called")
 
 
 @contextmanager
@@ -60,7 +56,7 @@ def recording(limits: CaptureLimits | None) -> Iterator[None]:
 
     Measure under ``None``, after a warm-up with limits: recording a shape takes longer than a pass.
     """
-    token = _policy.set("never" if limits is None else limits)
+    token = _policy.set("none" if limits is None else limits)
     try:
         yield
     finally:
@@ -73,16 +69,9 @@ def capture_limits() -> CaptureLimits | None:
     return policy if isinstance(policy, CaptureLimits) else None
 
 
-class Recorder(Protocol):
-    """Records device work."""
-
-    def warm_up(self, run: Callable[[], Outputs]) -> Outputs:
-        """Return ``run()``; raise if it does something that cannot be recorded."""
-        ...
-
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Record ``run()`` without executing it; return a function that executes it on the same tensors."""
-        ...
+def captures_called() -> bool:
+    """True outside of warm-ups and measurements."""
+    return _policy.get() == "called"
 
 
 @dataclass
@@ -115,11 +104,10 @@ class _SharedBuffers:
 
 
 class CudaGraphRunner:
-    """Calls functions of tensors; records a shape at its second call and replays it from then on (see `recording`).
+    """Calls functions of tensors; records a shape at its first call and replays it from then on (see `recording`).
 
-    The first call of a shape is a warm-up, in which lazy allocations happen (a cache, a library's workspace); many
-    shapes of a ragged batch are called only once. If recording fails, a warning is logged once, the call is repeated,
-    and from then on every call runs without graphs.
+    The first call runs without a graph, for lazy allocations (a cache, a library's workspace). If recording fails, a
+    warning is logged once, the call is repeated, and from then on every call runs without graphs.
 
     Args:
         recorder: records work; ``None`` = every call runs without graphs.
@@ -131,14 +119,13 @@ class CudaGraphRunner:
         widths: kept for the caller: the widths recorded for each kind of pass.
     """
 
-    def __init__(self, recorder: Recorder | None, name: str):
+    def __init__(self, recorder: CudaRecorder | None, name: str):
         self._recorder = recorder
         self.records = recorder is not None
         self._name = name
-        #: By function, constants and shapes of the tensors; after the first call only, the layout of the outputs.
-        self._recordings: OrderedDict[Hashable, _Recording | list[Any]] = OrderedDict()
-        #: Those of warm-ups, which are kept: what one cell recorded is not dropped for another.
-        self._kept: dict[Hashable, _Recording] = {}
+        #: By function, constants and shapes of the tensors. They share the memory of inputs and outputs, so each costs
+        #: little more than its list of kernels; callers bound their number.
+        self._recordings: dict[Hashable, _Recording] = {}
         self._buffers = _SharedBuffers()
         self.missed = 0
         self.widths: dict[Hashable, set[int]] = {}
@@ -146,7 +133,7 @@ class CudaGraphRunner:
 
     def __len__(self) -> int:
         """Number of recordings."""
-        return len(self._kept) + sum(isinstance(recording, _Recording) for recording in self._recordings.values())
+        return len(self._recordings)
 
     def nbytes(self, device: torch.device) -> int:
         """Bytes of the recordings' inputs and outputs on ``device``."""
@@ -168,55 +155,42 @@ class CudaGraphRunner:
             return run()
         shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
         key = (function.__name__, constants, shapes)
-        entry, policy = self._kept.get(key) or self._recordings.get(key), _policy.get()
-        if policy == "never" and not isinstance(entry, _Recording):
+        if (entry := self._recordings.get(key)) is not None:
+            for name, buffer in entry.inputs.items():
+                buffer.copy_(tensors[name])
+            entry.replay()
+            return tuple(None if output is None else output.clone() for output in entry.outputs)
+        if _policy.get() == "none":
             self.missed += 1
             _warn_of_missed(self._name)
             return run()
-        outputs = None
         try:
-            if entry is None:
-                outputs = self._recorder.warm_up(run)
-                entry = [out if out is None else (out.shape, out.dtype, out.device) for out in outputs]
-            if isinstance(entry, list) and (outputs is None or isinstance(policy, CaptureLimits)):
-                entry = self._record(self._recorder, function, tensors, constants, entry)
+            outputs = self._recorder.warm_up(run)
+            self._recordings[key] = self._record(self._recorder, function, tensors, constants, outputs)
+            return outputs
         except Exception as error:
             # The end of a failed capture raises an error of its own; the cause is its context.
             _warn_once(self._name, str(error.__context__ or error).partition("\n")[0])
             self._recorder, self.records, self._buffers = None, False, _SharedBuffers()
             self._recordings.clear()
-            self._kept.clear()
             return run()
-        if isinstance(policy, CaptureLimits) and isinstance(entry, _Recording):
-            self._recordings.pop(key, None)
-            self._kept[key] = entry
-        elif key not in self._kept:
-            self._recordings[key] = entry
-            self._recordings.move_to_end(key)
-            while len(self._recordings) > MOST_GRAPHS:
-                self._recordings.popitem(last=False)
-        if outputs is not None:
-            return outputs
-        assert isinstance(entry, _Recording)
-        for name, buffer in entry.inputs.items():
-            buffer.copy_(tensors[name])
-        entry.replay()
-        return tuple(None if output is None else output.clone() for output in entry.outputs)
 
     def _record(
         self,
-        recorder: Recorder,
+        recorder: CudaRecorder,
         function: Callable[..., Outputs],
         tensors: Mapping[str, Tensor],
         constants: tuple[Hashable, ...],
-        layouts: list[Any],
+        results: Outputs,
     ) -> _Recording:
         buffer = self._buffers.buffer
         inputs = {
             name: buffer(name, tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
             for name, tensor in tensors.items()
         }
-        outputs = tuple(None if layout is None else buffer(i, *layout) for i, layout in enumerate(layouts))
+        outputs = tuple(
+            None if out is None else buffer(i, out.shape, out.dtype, out.device) for i, out in enumerate(results)
+        )
 
         def run() -> None:
             for output, new in zip(outputs, function(*constants, **inputs), strict=True):

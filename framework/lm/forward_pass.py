@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from ..models.placement import input_device
 from ..util.cache_argument import cache_argument
 from .architectures import RECENT, attends, text_config
 from .attention_masks import AttentionMasks, Visibility
-from .cuda_graphs import Outputs
+from .cuda_graphs import CudaGraphRunner, Outputs, runner_for
 from .kv_cache import KVCache, RaggedCache, WritePlan
 from .layer_surgery import recorded, resolved
 
@@ -42,6 +42,7 @@ class ForwardPass:
     Args:
         preparations: of the model, see `prepare`.
         embeddings: ``[n, H]``, of the tokens V, V + 1, ..
+        graphs: calls the passes, and captures and replays them if possible; `runner_for` the model by default.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class ForwardPass:
         cache: KVCache,
         preparations: Sequence[ModelPreparation],
         embeddings: Tensor | None = None,
+        graphs: CudaGraphRunner | None = None,
     ):
         self.model, self.dims, self.masks, self.cache = model, dims, masks, cache
         self.preparations, self.embeddings = preparations, embeddings
@@ -60,9 +62,20 @@ class ForwardPass:
         # Models that are recurrent throughout have no attention: no cache of keys, no masks, no positions.
         self._attends = attends(model)
         self._cache_argument = cache_argument(model.forward)
+        if not getattr(cache, "recordable", True):
+            graphs = CudaGraphRunner(None, type(model).__name__)
+        self.graphs = runner_for(model) if graphs is None else graphs
+        self.parts: dict[Hashable, Any] = {}  # passes of some of the layers, see `layer_subset`
 
     @classmethod
-    def of(cls, model: Any, batch_size: int, max_length: int, cache: KVCache | None = None) -> ForwardPass:
+    def of(
+        cls,
+        model: Any,
+        batch_size: int,
+        max_length: int,
+        cache: KVCache | None = None,
+        graphs: CudaGraphRunner | None = None,
+    ) -> ForwardPass:
         """Passes of a whole model, over a new cache by default; puts the model in eval mode."""
         model.eval()
         preparations = prepare(model)
@@ -83,7 +96,7 @@ class ForwardPass:
                 f"{type(model).__name__} needs a {type(own[0]).__name__} and got a {type(cache).__name__}, which does "
                 "not keep the states of its layers; pass such a cache, or no cache"
             )
-        return cls(model, dims, masks, cache, preparations)
+        return cls(model, dims, masks, cache, preparations, graphs=graphs)
 
     def score(
         self,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .cuda_graphs import CudaGraphRunner, Outputs, capture_limits
+from .cuda_graphs import Outputs, capture_limits, captures_called
 from .forward_pass import ForwardPass
 
 #: Graphs attend over a multiple of this many slots (see `stepped`), or over all of them. PyTorch's kernels copy masks
@@ -20,6 +20,8 @@ from .forward_pass import ForwardPass
 BUCKET = 256
 #: Passes over more tokens than this keep a GPU busy for longer than their launches take.
 MOST_GRAPHED = 4096
+#: Widths of a kind of pass outside of warm-ups that are not rounded.
+MOST_WIDTHS = 4
 
 
 def stepped(n: int, smallest: int) -> int:
@@ -65,13 +67,12 @@ class BucketedPasses:
     every number of slots; later passes are padded to the next recorded width. What lies beyond a row's own nodes is
     masked.
 
-    Args:
-        graphs: records and replays the passes.
+    Outside of a warm-up, a pass is padded to a width that came before, see `_width`.
     """
 
-    def __init__(self, forward_pass: ForwardPass, graphs: CudaGraphRunner, batch_size: int, max_length: int):
-        self.graphs = graphs
-        self._pass, self._batch_size, self._max_length = forward_pass, batch_size, max_length
+    def __init__(self, forward_pass: ForwardPass, batch_size: int):
+        self.graphs = forward_pass.graphs
+        self._pass, self._batch_size, self._max_length = forward_pass, batch_size, len(forward_pass.masks.slots)
 
     def compact(self, path: Tensor, committed: Tensor, longest: int) -> None:
         """`ForwardPass.compact`; the longest row has ``longest`` tokens."""
@@ -106,9 +107,24 @@ class BucketedPasses:
         return logits, hidden, None if tree is None else tree[:, : nodes + width]
 
     def _width(self, kind: Hashable, width: int, filled: int) -> int:
-        """The smallest recorded width of a kind of pass that holds ``width`` and fits the slots; or ``width``."""
-        recorded = self.graphs.widths.get(kind, ())
-        return min((n for n in recorded if width <= n <= self._max_length - filled), default=width)
+        """The smallest recorded width of a kind of pass that holds ``width`` and fits the slots; or ``width``.
+
+        Outside of warm-ups and measurements, that has at most twice as many tokens, or a new width is recorded:
+        ``width`` itself for the first `MOST_WIDTHS` of a kind, and then the next power of two.
+        """
+        room, called = self._max_length - filled, captures_called()
+        recorded, largest = self._widths(kind), min(room, 2 * width) if called else room
+        if fitting := [n for n in recorded if width <= n <= largest]:
+            return min(fitting)
+        if called:
+            if len(recorded) >= MOST_WIDTHS and (power := 1 << (width - 1).bit_length()) <= room:
+                width = power
+            recorded.add(width)
+        return width
+
+    def _widths(self, kind: Hashable) -> set[int]:
+        """Widths of a kind of pass: those of warm-ups, or those that came outside."""
+        return self.graphs.widths.setdefault((kind, captures_called()), set())
 
     def _record_scores(
         self,
@@ -131,7 +147,7 @@ class BucketedPasses:
             candidates = wider(width, limits.depth) if indices else widths(width, limits.depth + 1)
         else:  # later levels of a tree are not padded
             candidates = [width] if nodes or indices else widths(width, limits.nodes + 1)
-        recorded = self.graphs.widths.setdefault(kind, set())
+        recorded = self._widths(kind)
         for n in candidates:
             if n in recorded or n * self._batch_size > MOST_GRAPHED:
                 continue
@@ -148,7 +164,7 @@ class BucketedPasses:
         limits, path = capture_limits(), tensors["path"]
         if limits is None:
             return
-        recorded = self.graphs.widths.setdefault("compact", set())
+        recorded = self._widths("compact")
         for n in widths(path.shape[1], limits.depth + 1):
             if n not in recorded and longest + n <= self._max_length:
                 self.graphs(self._pass.compact, {**tensors, "path": path.new_full((len(path), n), -1)})

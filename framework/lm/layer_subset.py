@@ -15,7 +15,7 @@ can resume from them (`LayerFork.resume`). `_can_split` tests once per model if 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,7 +26,7 @@ from ..errors import ModelError
 from ..util.tensors import on_device
 from .architectures import TRIAL_LENGTH
 from .attention_masks import Visibility
-from .cuda_graphs import runner_for
+from .cuda_graphs import CudaGraphRunner
 from .forward_pass import ForwardPass
 from .kv_cache import WritePlan
 from .layer_surgery import Seam, close, insert_seam, parts_add_up, with_layers
@@ -52,9 +52,9 @@ class _PartialPass(ForwardPass):
         embeddings: Tensor | None = None,
         head: bool = True,
     ):
-        super().__init__(
-            model, model_pass.dims, model_pass.masks, model_pass.cache, model_pass.preparations, embeddings
-        )
+        graphs = None if model_pass.graphs.records else model_pass.graphs
+        parts = model_pass.dims, model_pass.masks, model_pass.cache, model_pass.preparations
+        super().__init__(model, *parts, embeddings, graphs)
         self._seam, self._head = seam, head
 
     def run(
@@ -75,10 +75,12 @@ class _PartialPass(ForwardPass):
 
 
 class _PartialLM(RaggedLM):
-    """Some layers of a model over the slots of the whole one."""
+    """Some layers of a model over the slots of the whole one; parts with equal ``key`` share passes and graphs."""
 
-    def __init__(self, full: RaggedLM, forward_pass: ForwardPass):
-        super().__init__(forward_pass, full.batch_size, full.max_length, runner_for(forward_pass.model))
+    def __init__(self, full: RaggedLM, forward_pass: ForwardPass, key: Hashable = None):
+        if key is not None:
+            forward_pass = full.forward_pass.parts.setdefault(key, forward_pass)
+        super().__init__(forward_pass, full.batch_size, full.max_length)
         self._full = full
         self.lengths = list(full.lengths)
 
@@ -94,7 +96,7 @@ class _FirstLayers(_PartialLM):
     def __init__(self, full: RaggedLM, count: int):
         model = with_layers(full.model, range(count))
         seam = insert_seam(model, count - 1)
-        super().__init__(full, _PartialPass(full.forward_pass, model.get_decoder(), seam, head=False))
+        super().__init__(full, _PartialPass(full.forward_pass, model.get_decoder(), seam, head=False), ("first", count))
 
     def hidden_states(self, tokens: Tensor, nodes: int) -> Tensor:
         """``[B, W, H]`` behind these layers, of ``tokens [B, W]`` that follow ``nodes`` speculative nodes."""
@@ -110,7 +112,7 @@ class _LastLayers(_PartialLM):
 
     def __init__(self, full: RaggedLM, first: int):
         model = with_layers(full.model, range(first, full.forward_pass.dims.num_layers))
-        super().__init__(full, _PartialPass(full.forward_pass, model, insert_seam(model, 0)))
+        super().__init__(full, _PartialPass(full.forward_pass, model, insert_seam(model, 0)), ("last", first))
 
     def logits(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """Logits ``[B, W, V]`` of the chain ``tokens [B, W]``, from its hidden states ``[B, W, H]`` on."""
@@ -157,7 +159,8 @@ class LayerFork(_PartialLM):
         seam = insert_seam(model, shared - 1) if resumable else None
         if embeddings is not None:
             embeddings = _fitted_embeddings(model, embeddings)
-        super().__init__(full, _PartialPass(full.forward_pass, model, seam, embeddings))
+        key = None if embeddings is not None else (*layers, *map(frozenset, (no_attention, no_mlp)), resumable)
+        super().__init__(full, _PartialPass(full.forward_pass, model, seam, embeddings), key)
         self._chain = True
         self._tokens: list[Tensor] = []
         self._hidden: list[Tensor] = []  # of each of these, behind the shared layers
@@ -237,7 +240,8 @@ def _can_split(model: Any, shared: int) -> bool:
     """
     results = _splittable.setdefault(model, {})
     if shared not in results:
-        full_lm = RaggedLM(ForwardPass.of(model, 1, TRIAL_LENGTH), 1, TRIAL_LENGTH)
+        forward_pass = ForwardPass.of(model, 1, TRIAL_LENGTH, graphs=CudaGraphRunner(None, "trial"))
+        full_lm = RaggedLM(forward_pass, 1, TRIAL_LENGTH)
         ids = on_device([[(7 * i + 3) % full_lm.vocab_size for i in range(9)]], full_lm.device)
         try:
             full_lm.start(0, ids[0, :6].tolist())

@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 from ..errors import ModelError, UsageError
 from ..models.placement import is_spread
+from .cuda_graphs import runner_for
+from .idle import ATTRIBUTE, CONTAINERS, Structure, borrow
 
 #: Names of the parts of a decoder layer.
 _ATTENTION, _MLP = ("self_attn", "attn", "attention", "self_attention"), ("mlp", "feed_forward", "block_sparse_moe")
@@ -204,8 +207,21 @@ def own_modules(model: Any) -> Any:
     return twin(model)
 
 
-#: Containers of every module (parameters, buffers, submodules, hooks), which a copy must not share.
-_CONTAINERS = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)]
+@dataclass
+class OwnModules:
+    """`own_modules` and the models loaded for them; put back by the borrower, unless ``structure`` is None."""
+
+    model: Any
+    structure: Structure | None
+    loaded: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def borrow(cls, model: Any) -> OwnModules:
+        """Those of an earlier borrower, with their graphs, or new ones if ``model`` was changed since."""
+        if not runner_for(model).records:
+            return cls(own_modules(model), None)
+        structure = Structure(model)
+        return borrow(model, cls, structure) or cls(own_modules(model), structure)
 
 
 def _set(model: Any, name: str) -> bool:
@@ -215,8 +231,9 @@ def _set(model: Any, name: str) -> bool:
 def _shallow(module: nn.Module) -> Any:
     twin = copy.copy(module)
     attributes = vars(twin)  # bypasses the slow nn.Module.__setattr__
-    for name in _CONTAINERS:
+    for name in CONTAINERS:
         attributes[name] = attributes[name].copy()
+    attributes.pop(ATTRIBUTE, None)
     return twin
 
 

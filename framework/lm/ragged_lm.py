@@ -8,18 +8,51 @@ feeds prompts. Where CUDA graphs are recorded, `BucketedPasses` pads passes to s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
-from weakref import WeakSet
+from contextlib import suppress
+from typing import Any, Self
+from weakref import WeakSet, finalize
 
 import torch
 from torch import Tensor
 
 from ..errors import ModelError
 from ..util.tensors import on_device
-from .cuda_graphs import CudaGraphRunner, runner_for
+from . import graph_buckets
+from .architectures import refuse_unsupported
+from .cuda_graphs import runner_for
 from .forward_pass import ForwardPass
 from .graph_buckets import MOST_GRAPHED, BucketedPasses
+from .idle import Structure, borrow, put
 from .prompt_prefill import PromptPrefill
+
+
+def borrowed(passes: type[ForwardPass], model: Any, batch_size: int, max_length: int) -> ForwardPass:
+    """Passes over at least ``max_length`` slots a row: idle ones with graphs, see `RaggedLM.lend`, or new ones."""
+    graphs = runner_for(model)
+    if not graphs.records:
+        return passes.of(model, batch_size, max_length, graphs=graphs)
+
+    def fits(item: tuple[int, ForwardPass]) -> bool:
+        return item[0] == batch_size and len(item[1].masks.slots) >= max_length
+
+    if (idle := borrow(model, passes, Structure(model), fits)) is None:
+        with suppress(ModelError):  # some models have a limit
+            longer = -(-max_length // graph_buckets.BUCKET) * graph_buckets.BUCKET
+            refuse_unsupported(model, longer)
+            max_length = longer
+        return passes.of(model, batch_size, max_length, graphs=graphs)
+    forward_pass: ForwardPass = idle[1]
+    forward_pass.model = model
+    with torch.inference_mode():
+        for row in range(batch_size):
+            forward_pass.cache.clear(row)
+    return forward_pass
+
+
+def _put_back(forward_pass: ForwardPass, batch_size: int) -> None:
+    model, forward_pass.model = forward_pass.model, None  # an idle pass would keep the weights of its model otherwise
+    if forward_pass.graphs.records:
+        put(model, type(forward_pass), Structure(model), (batch_size, forward_pass))
 
 
 class RaggedLM:
@@ -31,12 +64,9 @@ class RaggedLM:
         forward_pass: the model, its masks and its cache.
         batch_size: number of slots.
         max_length: longest sequence of a slot, speculative nodes included, in tokens.
-        graphs: calls the passes; `runner_for` the model by default.
     """
 
-    def __init__(
-        self, forward_pass: ForwardPass, batch_size: int, max_length: int, graphs: CudaGraphRunner | None = None
-    ):
+    def __init__(self, forward_pass: ForwardPass, batch_size: int, max_length: int):
         self.forward_pass = forward_pass
         self.model, self.cache = forward_pass.model, forward_pass.cache
         self.batch_size, self.max_length = batch_size, max_length
@@ -45,11 +75,8 @@ class RaggedLM:
         self.lengths = [0] * batch_size
         self.passes = 0
         self.hidden_layers: tuple[float, ...] = ()
-        if not getattr(self.cache, "recordable", True):
-            graphs = CudaGraphRunner(None, type(self.model).__name__)
-        #: Calls the passes, and records and replays them where that is possible.
-        self.graphs = runner_for(self.model) if graphs is None else graphs
-        self._buckets = BucketedPasses(forward_pass, self.graphs, batch_size, max_length)
+        self.graphs = forward_pass.graphs
+        self._buckets = BucketedPasses(forward_pass, batch_size)
         self._prefill = PromptPrefill(forward_pass)
         self._forks: WeakSet[Any] = WeakSet()
         self._nodes = 0  # speculative nodes of every row
@@ -127,6 +154,11 @@ class RaggedLM:
     def register_fork(self, fork: Any) -> None:
         """Let ``fork`` follow every change of the committed tokens, for as long as it is referenced elsewhere."""
         self._forks.add(fork)
+
+    def lend(self) -> Self:
+        """Let the passes be idle when these slots are freed, see `borrowed`."""
+        finalize(self, _put_back, self.forward_pass, self.batch_size).atexit = False
+        return self
 
     # -- internals --------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from .cuda_graphs import CudaGraphRunner
 from .forward_pass import ForwardPass, each_preparation
 from .kv_cache import KVCache
 from .layer_subset import LayerFork
-from .ragged_lm import RaggedLM
+from .ragged_lm import RaggedLM, borrowed
 
 
 class TransformersLM(RaggedLM):
@@ -31,7 +31,7 @@ class TransformersLM(RaggedLM):
         batch_size: number of slots.
         max_length: longest sequence a slot will hold, speculative nodes included, in tokens.
         cache: a `KVCache` for ``batch_size`` rows of ``max_length`` slots; a new one by default.
-        graphs: calls the passes, see `RaggedLM`.
+        graphs: calls the passes, see `ForwardPass`.
 
     Raises:
         ModelError: the model would be run wrongly, see `refuse_unsupported` and `trial`.
@@ -46,7 +46,11 @@ class TransformersLM(RaggedLM):
         graphs: CudaGraphRunner | None = None,
     ):
         check_model(model, max_length, needs_trial(model))
-        super().__init__(ForwardPass.of(model, batch_size, max_length, cache), batch_size, max_length, graphs)
+        if cache is None and graphs is None:
+            super().__init__(borrowed(ForwardPass, model, batch_size, max_length), batch_size, max_length)
+            self.lend()
+        else:
+            super().__init__(ForwardPass.of(model, batch_size, max_length, cache, graphs), batch_size, max_length)
 
     def fork(
         self,
@@ -83,4 +87,5 @@ def check_model(model: Any, max_length: int, untried: bool, both_ropes: bool = F
     """Raise ModelError for an unsupported model; run the `trial` of an ``untried`` one."""
     refuse_unsupported(model, max_length, both_ropes)
     if untried:
-        trial(RaggedLM(ForwardPass.of(model, 2, TRIAL_LENGTH), 2, TRIAL_LENGTH))
+        forward_pass = ForwardPass.of(model, 2, TRIAL_LENGTH, graphs=CudaGraphRunner(None, "trial"))
+        trial(RaggedLM(forward_pass, 2, TRIAL_LENGTH))

@@ -124,7 +124,8 @@ def load_transformers(
             f"{printable(name)}: the base {reason}, so an adapter cannot be merged into it on load; give the directory "
             "of the merged model"
         )
-    placement_options = placement.load_options(name, device, resolved.quantization)
+    place = device if placement.several_devices(device) else first_device
+    placement_options = placement.load_options(name, place, resolved.quantization)
     options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     compact = shared is not None and (resolved.path / COMPACT_WEIGHTS).is_file()
     # Silence warnings about the embedding that is added below, and about layers that cannot be quantised.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
@@ -63,14 +64,15 @@ def describe_placement(device: Device) -> str:
 
 
 def load_options(name: str, device: Device, quantization: str) -> dict[str, Any]:
-    """Options of ``from_pretrained`` for ``device``; empty for one device.
+    """Options of ``from_pretrained`` for ``device``; empty for a CPU, and without accelerate, for one device.
 
     Raises:
         ModelError: accelerate is not installed.
         UsageError: the model is quantised.
     """
-    if not several_devices(device):
-        return {}
+    if not several_devices(device):  # transformers needs accelerate to put weights on the device while it reads them
+        direct = device.type != "cpu" and not quantization and find_spec("accelerate") is not None
+        return {"device_map": {"": device}} if direct else {}
     if quantization:
         raise UsageError(f"{printable(name)} is quantised on load, which requires one device; use cpu or cuda")
     if device == SPLIT:

@@ -19,22 +19,8 @@ def interrupting() -> Iterator[None]:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    with _handled(interrupt):
+    with handled(interrupt):
         yield
-
-
-@contextmanager
-def deferred_interrupt() -> Iterator[threading.Event]:
-    """Set the event on the first signal, so that the current step can finish; raise KeyboardInterrupt on the second."""
-    stop = threading.Event()
-
-    def interrupt(*_: object) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    with _handled(interrupt):
-        yield stop
 
 
 #: Number of signals in the block of `saving_interrupts`; None outside of it.
@@ -63,7 +49,7 @@ def saving_interrupts() -> Iterator[None]:
 
     _signals = 0 if threading.current_thread() is threading.main_thread() else None
     try:
-        with _handled(interrupt, forget):
+        with handled(interrupt, forget):
             yield
     finally:
         _signals = None
@@ -81,7 +67,7 @@ def propagate_interrupt(error: BaseException) -> None:
 
 
 @contextmanager
-def _handled(handler: Callable[..., None], forget: Callable[[], None] = lambda: None) -> Iterator[None]:
+def handled(handler: Callable[..., None], forget: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Call ``handler`` on each of the signals; again, after ``forget``, if its KeyboardInterrupt is ignored.
 
     Python ignores exceptions of finalisers, in which a signal may be handled.

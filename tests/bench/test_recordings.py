@@ -13,7 +13,7 @@ from crossdraft.framework.api import build
 from crossdraft.framework.bench.cells import cell_runner
 from crossdraft.framework.bench.cells.cell_runner import Cell
 from crossdraft.framework.cli.cost import pass_timing
-from crossdraft.framework.lm import graph_buckets, layer_subset, ragged_lm
+from crossdraft.framework.lm import forward_pass, graph_buckets, ragged_lm
 from crossdraft.framework.lm.cuda_graphs import CudaGraphRunner
 
 DRAFTERS = "drafters=[{{name: prompt-lookup, gamma: 6}}, {{name: draft-model, model: {same}, gamma: 3}}]"
@@ -27,7 +27,7 @@ def recorded(monkeypatch: Any) -> list[CudaGraphRunner]:
         results.append(CudaGraphRunner(Recorder(), type(model).__name__))
         return results[-1]
 
-    for module in (ragged_lm, layer_subset, build):
+    for module in (forward_pass, ragged_lm, build):
         monkeypatch.setattr(module, "runner_for", runner)
     monkeypatch.setattr(graph_buckets, "BUCKET", 16)
     return results

@@ -30,7 +30,7 @@ from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.contracts.verifier import incompatible
 from crossdraft.framework.engine.decoder import Decoder
 from crossdraft.framework.errors import CrossdraftError, ModelError
-from crossdraft.framework.lm import layer_subset
+from crossdraft.framework.lm import forward_pass, ragged_lm
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 #: Of different lengths; the first has no committed token before its root.
@@ -129,9 +129,10 @@ def test_graphs_replay_pass(tiny_model: Callable, monkeypatch: Any) -> None:
         recorders.append(Recorder())
         return CudaGraphRunner(recorders[-1], "test")
 
-    monkeypatch.setattr(layer_subset, "runner_for", runner_for)
+    for module in (forward_pass, ragged_lm):
+        monkeypatch.setattr(module, "runner_for", runner_for)
     assert answers(decoder(model, 2, Sampling(), max_new_tokens=24)) == reference
-    assert [recorder.replayed > 2 for recorder in recorders] == [True]
+    assert [recorder.replayed > 2 for recorder in recorders] == [True, True], "the target and its fork"
 
 
 # -- the certificate ------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from crossdraft.framework.contracts.models import ModelPreparation
 from crossdraft.framework.errors import ModelError
 from crossdraft.framework.lm.architectures import longrope_boundary, needs_trial, outgrows_longrope, text_config
 from crossdraft.framework.lm.forward_pass import ForwardPass
-from crossdraft.framework.lm.ragged_lm import RaggedLM
+from crossdraft.framework.lm.ragged_lm import RaggedLM, borrowed
 from crossdraft.framework.lm.transformers_lm import check_model
 from crossdraft.framework.util.tensors import ancestor_mask, on_device
 
@@ -87,11 +87,11 @@ class LongRopeLM:
         for module in model.modules():
             if _has_longrope(module) and not isinstance(module, _ForcedLong):
                 module.__class__ = _forced(type(module))
-        self._short = RaggedLM(ForwardPass.of(model, batch_size, max_length), batch_size, max_length)
-        long = _LongPass.of(model, batch_size, max_length)
+        self._short = RaggedLM(borrowed(ForwardPass, model, batch_size, max_length), batch_size, max_length).lend()
+        long = borrowed(_LongPass, model, batch_size, max_length)
         assert isinstance(long, _LongPass)
         long.boundary = boundary
-        self._long = RaggedLM(long, batch_size, max_length)
+        self._long = RaggedLM(long, batch_size, max_length).lend()
         self.context_length = self._long.context_length
         # Nodes behind the boundary must not change the frequencies of a short pass, whose outputs for them are unused.
         self._short.context_length = boundary

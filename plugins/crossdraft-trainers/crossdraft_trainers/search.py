@@ -26,13 +26,13 @@ from crossdraft.framework.api.build import make_slots
 from crossdraft.framework.contracts.models import TRANSFORMERS, LoadedModel
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import ModelError, NumericalError, UsageError
-from crossdraft.framework.runs.interrupts import deferred_interrupt
 from crossdraft.framework.util.input_files import read_json
 from crossdraft.framework.util.limits import CONFIG_BYTES
 from crossdraft.framework.util.tensors import on_device
 
 from .contract import SearchConfig, Text
 from .files import replace_text
+from .interrupts import deferred_interrupt
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 

@@ -27,12 +27,12 @@ from crossdraft.framework.contracts.models import TRANSFORMERS, LoadedModel
 from crossdraft.framework.errors import NumericalError, UsageError
 from crossdraft.framework.models.digests import weights_sha256
 from crossdraft.framework.models.resolve import resolve
-from crossdraft.framework.runs.interrupts import deferred_interrupt
 
 from .checkpoints import Checkpoint, check_weights, load, load_optimizer
 from .contract import Text, TrainingConfig
 from .features import Features, check_head
 from .files import replace_text, staged
+from .interrupts import deferred_interrupt
 
 #: Evaluations during training, besides the one before the first step.
 EVALUATIONS = 10
