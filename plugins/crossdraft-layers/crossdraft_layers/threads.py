@@ -17,8 +17,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 from crossdraft.framework.models import distributed
 from crossdraft.framework.models.device import lines_of
@@ -205,7 +205,12 @@ def candidates(max_threads: int) -> list[int]:
     return numbers
 
 
-_choices: WeakKeyDictionary[Any, ThreadChoice] = WeakKeyDictionary()
+@cache
+def _choices() -> Any:
+    """Choices by first weight: the decoders of a model have modules of their own, and share its weights."""
+    from torch.utils.weak import WeakTensorKeyDictionary
+
+    return WeakTensorKeyDictionary()
 
 
 def compared_threads(lm: Any) -> ComparedThreads | None:
@@ -218,9 +223,10 @@ def compared_threads(lm: Any) -> ComparedThreads | None:
     if _set_by_user(max_threads) or distributed.count() > 1:
         return None
     numbers = candidates(max_threads)
-    choice = _choices.setdefault(model, ThreadChoice(max_threads))
-    if choice.number not in numbers:  # PyTorch had another number then
-        choice = _choices[model] = ThreadChoice(max_threads)
+    weights = next(model.parameters())
+    choice = _choices().get(weights)
+    if choice is None or choice.number not in numbers:  # or PyTorch had another number then
+        choice = _choices()[weights] = ThreadChoice(max_threads)
     return ComparedThreads(numbers, choice, CpuWait(lm.device))
 
 

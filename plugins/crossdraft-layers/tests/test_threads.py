@@ -25,6 +25,8 @@ from crossdraft_layers.threads import (
 )
 
 from crossdraft import generate, load_model
+from crossdraft.framework.api.generate import pair_decoder
+from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.models.threads import settings, wait_policy
 from crossdraft.framework.util.contention import CpuWait
 
@@ -125,9 +127,11 @@ class Target:
         self.model = torch.nn.Linear(2, 2)
 
 
-def test_decoders_of_a_model_share_their_choice(all_cores: int) -> None:
-    target = Target()
-    first, second, other = compared_threads(target), compared_threads(target), compared_threads(Target())
+def test_decoders_of_a_model_share_their_choice(all_cores: int, models: dict[str, str]) -> None:
+    target = load_model(models["target"], device="cpu")
+    options: dict[str, Any] = {"sampling": Sampling(), "batch_size": 1, "max_new_tokens": 4}
+    slots = [pair_decoder(target, "none", None, 8, **options).target for _ in range(2)]
+    first, second, other = map(compared_threads, (*slots, Target()))
     assert first and second and other and first._choice is second._choice is not other._choice
 
 
