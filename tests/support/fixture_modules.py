@@ -3,6 +3,7 @@
 import pytest
 
 MODULES = ("suite_fixtures", "run_fixtures", "head_fixtures", "launched_runs")
+pytest.register_assert_rewrite(*MODULES)  # a conftest.py of a folder may import some earlier
 
 
 def pytest_configure(config: pytest.Config) -> None:
