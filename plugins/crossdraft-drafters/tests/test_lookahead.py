@@ -81,8 +81,8 @@ def test_pass_is_step_of_jacobi_iteration(repeating: Any) -> None:
         new = loop.sequences.history[0][len(before) :]
         tau = next((i for i, (a, b) in enumerate(zip(guess, outputs.tolist(), strict=False)) if a != b), 5)
         assert new == [*guess[:tau], int(outputs[tau])]
-        assert loop.drafter._guess[0] == outputs.tolist()[tau + 1 :]
-        rest = loop.drafter._guess[0]
+        rest = loop.drafter._best[0].tolist()[loop.drafter._guess[0].start : loop.drafter._guess[0].stop]
+        assert rest == outputs.tolist()[tau + 1 :]
         guess = (rest + (rest or loop.sequences.history[0])[-1:] * 5)[:5]
 
 

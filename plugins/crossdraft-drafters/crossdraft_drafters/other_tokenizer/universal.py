@@ -82,7 +82,7 @@ class Universal(ChainDrafter):
             adapts=policy.adapts,
             nested=not text,
             shortenable=policy.fixed and not text,
-            waits=policy.waits + (2 if text else 0),
+            waits=policy.waits + text,  # its tokens are retokenized
         )
 
     def slots(self) -> LM:
@@ -171,8 +171,7 @@ class Universal(ChainDrafter):
         if self.config.mode == "tli":
             return grow_chain(self._shared(root), self._grow, self._draft_lengths, self.policy, self.sampling, rng)
         drafted = grow_chain(root, self._follower.forward, self._draft_lengths, self.policy, self.sampling.at(0.0), rng)
-        counts = drafted.count.tolist()
-        self._drafted = [tokens[:n] for tokens, n in zip(drafted.tokens.tolist(), counts, strict=True)]
+        self._drafted = [row[: row[-1]] for row in torch.cat([drafted.tokens, drafted.count[:, None]], 1).tolist()]
         rows = [self._retokenized(row, tokens)[: self._draft_lengths[row]] for row, tokens in enumerate(self._drafted)]
         self._draft_lengths = [len(tokens) for tokens in rows]
         draft = Draft.copied(rows, sequences.device)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, cat
 
 from crossdraft.framework.contracts.draft import Draft, Scores, Sequences, Verdict
 from crossdraft.framework.contracts.draft_kind import CHAIN
@@ -27,6 +27,7 @@ from crossdraft.framework.contracts.drafter import DraftContext, Drafter, DraftT
 from crossdraft.framework.contracts.rng import StepRng
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.util.limits import MOST_LEVELS
+from crossdraft.framework.util.tensors import on_device
 
 
 class Jacobi(Drafter):
@@ -41,33 +42,37 @@ class Jacobi(Drafter):
 
     def attach(self, context: DraftContext) -> None:
         super().attach(context)
-        #: Per slot, the guess of the tokens after the root, and the number of tokens of the last draft.
-        self._guess: list[list[int]] = [[] for _ in range(context.batch_size)]
+        #: The target's argmax after the root and each node of the last draft, ``[B, N + 1]``; it stays on the device.
+        self._best: Tensor | None = None
+        #: Per slot, the columns of ``_best`` that guess the tokens after the root, and the length of the last draft.
+        self._guess = [range(0)] * context.batch_size
         self._drafted = [0] * context.batch_size
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        return DraftTraits(kind=CHAIN, point_mass=True, nodes=config.gamma, adapts=True, waits=1)
+        return DraftTraits(kind=CHAIN, point_mass=True, nodes=config.gamma, adapts=True)
 
     def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
-        self._guess[row] = []
+        self._guess[row] = range(0)
 
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
-        drafts = []
-        for history, limit, guess in zip(sequences.history, sequences.limit, self._guess, strict=True):
-            length = min(self.config.gamma, limit) if history else 0
-            last = (guess or history)[-1:]
-            drafts.append((guess + last * self.config.gamma)[:length])
-        self._drafted = [len(draft) for draft in drafts]
-        return Draft.copied(drafts, sequences.device)
+        b, gamma = sequences.batch_size, self.config.gamma
+        rows = zip(sequences.history, sequences.limit, strict=True)
+        self._drafted = [min(gamma, limit) if history else 0 for history, limit in rows]
+        width = max(self._drafted)
+        # The guess, its last token repeated. Column 0 is the last committed token, column i + 1 that of `_best`.
+        index = [[min(g.start + i, g.stop - 1) + 1 if g else 0 for i in range(width)] for g in self._guess]
+        tokens = on_device([history[-1:] or [0] for history in sequences.history], sequences.device)
+        if self._best is not None:
+            tokens = cat([tokens, self._best], 1)
+        return Draft.chain(tokens.gather(1, on_device(index, sequences.device).view(b, width)), self._drafted)
 
     def observe(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
     ) -> None:
-        best = scores.logits.argmax(-1).tolist()  # after the root (0) and after drafted token i (i)
-        for row, (tau, drafted) in enumerate(zip(accepted, self._drafted, strict=True)):
-            # best[tau] is the guess of the new root; the next guesses follow it.
-            self._guess[row] = best[row][tau + 1 : drafted + 1]
+        self._best = scores.logits.argmax(-1)  # after the root (0) and after drafted token i (i)
+        # best[tau] is the guess of the new root; the next guesses follow it.
+        self._guess = [range(tau + 1, n + 1) for tau, n in zip(accepted, self._drafted, strict=True)]
 
     def free(self, row: int, finish_reason: str | None = None) -> None:
-        self._guess[row] = []
+        self._guess[row] = range(0)
