@@ -31,7 +31,7 @@ class GrammarDrafter(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        return DraftTraits(kind=CHAIN, point_mass=True, nodes=config.gamma)
+        return DraftTraits(kind=CHAIN, point_mass=True, nodes=config.gamma, on_host=True)
 
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         constraints, gamma = self.context.constraints, self.config.gamma

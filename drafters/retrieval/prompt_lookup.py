@@ -78,7 +78,7 @@ class PromptLookup(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        return DraftTraits(kind=CHAIN, point_mass=True, nodes=config.gamma, shortenable=True)
+        return DraftTraits(kind=CHAIN, point_mass=True, nodes=config.gamma, on_host=True, shortenable=True)
 
     @classmethod
     def response_drafts(

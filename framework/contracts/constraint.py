@@ -168,7 +168,7 @@ def permitted_next(matcher: Matcher, eos: Sequence[int]) -> np.ndarray:
 
 
 def walk(
-    matcher: Matcher, eos: Sequence[int], tokens: Sequence[int], parents: Sequence[int], valid: Sequence[bool]
+    matcher: Matcher, eos: Sequence[int], tokens: Sequence[int], parents: Sequence[int], valid: Sequence[int]
 ) -> Iterator[int]:
     """Yield the root (-1) and each node that the grammar permits, depth first, with ``matcher`` at its state.
 

@@ -10,15 +10,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ..util.static_trees import TreeShape, tree_constant
-from ..util.tensors import ancestor_mask, at_once, counting, eager_on_cpu, on_device, take_rows
+from ..util.tensors import ancestor_mask, at_once, counting, eager_on_cpu, on_device, start_host_copy, take_rows
 from .draft_kind import CHAIN, DELAYED_IID, DETERMINISTIC, IID, DraftKind
+
+
+class DraftLists(NamedTuple):
+    """Nodes of a draft on the host: for each row, a value per node."""
+
+    tokens: Sequence[Sequence[int]]
+    parents: Sequence[Sequence[int]]
+    valid: Sequence[Sequence[int]]
 
 
 @dataclass
@@ -50,6 +58,7 @@ class Draft:
             the drafter; ``None`` = unchecked.
         resume_from: for a chain, a fork of the target (`LM.fork`) that was fed the root and then the first tokens of
             this draft. The target reuses the fork's output of the shared first layers, see `LM.forward`.
+        lists: its nodes on the host, if it was made by `copied`; None in changed copies.
 
     Siblings have distinct tokens. The decoder checks these properties, see `Decoder`.
 
@@ -71,6 +80,7 @@ class Draft:
     probes: int = 0
     finite: Tensor | None = None
     resume_from: Any = None
+    lists: DraftLists | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
     def chain(
@@ -105,22 +115,25 @@ class Draft:
         ``parents``: the index of each token's parent in its row, -1 = the root; parents come before children.
         """
         device, width = torch.device(device), max(map(len, rows), default=0)
-        padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in rows]
-        if parents is None:
-            tokens = on_device(padded, device).view(len(rows), width)
-            return cls.chain(tokens, [len(row) for row in rows])
         if not width:
             return cls.empty(len(rows), device)
-        links = [[*row, *[-1] * (width - len(row))] for row in parents]
+        padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in rows]
         in_row = [[i < len(row) for i in range(width)] for row in rows]
-        tokens, parent_index, valid = on_device([padded, links, in_row], device)
-        levels = 0
-        for row in parents:
-            depth: list[int] = []
-            for parent in row:
-                depth.append(depth[parent] + 1 if parent >= 0 else 1)
-            levels = max(levels, *depth) if depth else levels
-        return cls(tokens, parent_index, valid.bool(), kind=DETERMINISTIC, levels=levels)
+        if parents is None:
+            links = [list(range(-1, width - 1))] * len(rows)
+            draft = cls.chain(on_device(padded, device), [len(row) for row in rows])
+        else:
+            links = [[*row, *[-1] * (width - len(row))] for row in parents]
+            tokens, parent_index, valid = on_device([padded, links, in_row], device)
+            levels = 0
+            for row in parents:
+                depth: list[int] = []
+                for parent in row:
+                    depth.append(depth[parent] + 1 if parent >= 0 else 1)
+                levels = max(levels, *depth) if depth else levels
+            draft = cls(tokens, parent_index, valid.bool(), kind=DETERMINISTIC, levels=levels)
+        draft.lists = DraftLists(padded, links, in_row)
+        return draft
 
     @classmethod
     def iid(cls, tokens: Tensor, length: Tensor, q: Tensor, trunk: int | None = None) -> Draft:
@@ -172,6 +185,14 @@ class Draft:
         """A draft without nodes: the target decodes one token."""
         no_nodes = torch.empty(batch_size, 0, dtype=torch.long, device=device)
         return cls(tokens=no_nodes, parents=no_nodes, valid=no_nodes.bool())
+
+    def start_copy(self) -> Callable[[], DraftLists]:
+        """Start to copy the nodes to the host; the result waits for the copy, if they are not there already."""
+        lists = self.lists if self.width else DraftLists(*[[[]] * self.batch_size] * 3)
+        if lists is not None:
+            return lambda: lists
+        read = start_host_copy(torch.stack([self.tokens, self.parents, self.valid.long()]))
+        return lambda: DraftLists(*read())
 
     @property
     def batch_size(self) -> int:

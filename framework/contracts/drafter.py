@@ -77,6 +77,7 @@ class DraftTraits:
         always_drafts: every step with room for a draft has one.
         waits: maximum number of times that drafting a step waits for the device (``.item()``, ``.tolist()``), beyond
             the one wait of the loop.
+        on_host: drafts are made on the host, by `Draft.copied`, so that reading them does not wait.
     """
 
     kind: DraftKind | None
@@ -92,6 +93,7 @@ class DraftTraits:
     shortenable: bool = False
     always_drafts: bool = False
     waits: int = 0
+    on_host: bool = False
 
     def problem(self) -> str | None:
         """Return the reason why these traits are invalid, as a message; None if they are valid."""

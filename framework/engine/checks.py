@@ -58,6 +58,8 @@ def check_draft(
             f"drafted {n} nodes, more than traits.nodes = {traits.nodes}",
             "buffers have traits.nodes slots; raise traits.nodes",
         )
+    if traits.on_host and n and draft.lists is None:
+        raise contract_error(who, "drafted on the device", "make drafts by Draft.copied, or omit traits.on_host")
     if not 0 <= draft.probes <= n:
         raise contract_error(who, f"has {draft.probes} probes among {n} nodes", "probes are the last nodes of a draft")
     candidates = n - draft.probes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..contracts.constraint import Matcher, RowConstraints, permitted_next, walk
 from ..contracts.lm import LM, prefill
-from ..util.tensors import HostCopy, parent_lists
+from ..util.tensors import parent_lists, start_host_copy
 from .constraints import mask_logits, no_bits, pack
 
 
@@ -28,7 +28,7 @@ class ConstrainedLM:
         self._tokens: list[list[int]] = [[] for _ in range(lm.batch_size)]
         self._parents: list[list[int]] = [[] for _ in range(lm.batch_size)]
         #: Counts and path of the last `commit`, which the next pass or `start` reads.
-        self._committed: tuple[Sequence[int], HostCopy | None] | None = None
+        self._committed: tuple[Sequence[int], Callable[[], Any] | None] | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._lm, name)
@@ -49,11 +49,11 @@ class ConstrainedLM:
     def forward(self, tokens: Tensor, parents: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         copy = None
         if self._matchers:
-            copy = HostCopy(tokens[None] if parents is None else torch.stack([tokens, parents]))
+            copy = start_host_copy(tokens[None] if parents is None else torch.stack([tokens, parents]))
         logits, hidden = self._lm.forward(tokens, parents)
         if copy is None:
             return logits, hidden
-        new, *links = copy.tolist()
+        new, *links = copy()
         self._advance()
         first, width = len(self._tokens[0]), tokens.shape[1]
         added = links[0] if links else parent_lists(None, len(new), first, width)
@@ -71,7 +71,7 @@ class ConstrainedLM:
     def commit(self, counts: Sequence[int], path: Tensor | None = None) -> None:
         self._lm.commit(counts, path)
         self._advance()
-        self._committed = list(counts), None if path is None or not self._matchers else HostCopy(path)
+        self._committed = list(counts), None if path is None or not self._matchers else start_host_copy(path)
 
     def free(self, row: int) -> None:
         self._lm.free(row)
@@ -82,7 +82,7 @@ class ConstrainedLM:
         if self._committed is None:
             return
         (counts, copy), self._committed = self._committed, None
-        paths = None if copy is None else copy.tolist()
+        paths = None if copy is None else copy()
         for row, matcher in list(self._matchers.items()):
             nodes = range(counts[row]) if paths is None else paths[row][: counts[row]]
             if not all(matcher.advance(self._tokens[row][node]) for node in nodes):

@@ -13,9 +13,9 @@ import numpy as np
 from torch import Tensor
 
 from ..contracts.constraint import Grammar, Matcher, permitted_next, walk
+from ..contracts.draft import DraftLists
 from ..errors import ContractError
 from ..util.tensors import unpacked
-from .step import DraftLists
 
 #: ``[B, N, ceil(V / 8)]`` uint8, a bit for each token.
 Bits = np.ndarray

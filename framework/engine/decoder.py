@@ -29,7 +29,7 @@ from .constraints import Constraints, mask_logits
 from .logits_processors import LogitsProcessors
 from .prefill import Prefill
 from .sequence import RowOutcome, SequenceState
-from .step import DraftLists, Step, draft_forward, make_scores, path_in_scored_tree, start_copy, to_host, verify
+from .step import Step, draft_forward, make_scores, path_in_scored_tree, to_host, verify
 from .stopwatch import StepTiming, Stopwatch
 from .validation import validate_draft, validate_verdict
 
@@ -331,10 +331,10 @@ class Decoder:
         draft, histories = step.draft, self.sequences.history
         root = on_device([[history[-1] if history else 0] for history in histories], self.target.device)
         # Processors and constraints read the draft: it is copied before the pass, and read while the device works.
-        copy = start_copy(draft) if self.processors is not None or self.constraints.matchers else None
+        copy = draft.start_copy() if self.processors is not None or self.constraints.matchers else None
         logits, hidden, resume_matches = draft_forward(self.target, root, draft)
         if copy is not None:
-            nodes = DraftLists(*copy.tolist())
+            nodes = copy()
             forbidden = self.constraints.forbidden(nodes) if self.constraints.matchers else None
             if self.processors is not None:
                 indices = [sequence and sequence.index for sequence in self._slots]

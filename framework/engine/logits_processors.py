@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ..contracts.draft import DraftLists
 from ..errors import ContractError, CrossdraftError, first_line
 from ..util.tensors import on_device
-from .step import DraftLists
 
 #: ``processor(ids [1, T] int64, logits [1, V] float32) -> [1, V]``: tokens so far and logits of the next one.
 Processor = Callable[[Tensor, Tensor], Tensor]

@@ -8,7 +8,7 @@ as much again.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from ..contracts.lm import LM
 from ..contracts.rng import CounterStepRng, StepRng
 from ..contracts.sampling import Sampling
 from ..util import tensors
-from ..util.tensors import HostCopy, counting
+from ..util.tensors import counting
 from .checks import check_verdict
 from .compiled_verifier import VerifyFunction
 from .sequence import RowOutcome
@@ -71,19 +71,6 @@ def draft_forward(target: LM, root: Tensor, draft: Draft) -> tuple[Tensor, Tenso
     same = fed[:, :width] == tokens[:, :width]
     resume_matches = same[:, 0] & (same[:, 1:] | ~draft.valid[:, : width - 1]).all(1)
     return *target.forward(tokens, parents, resume_from=fork), resume_matches
-
-
-class DraftLists(NamedTuple):
-    """Nodes of a draft, on the host: of each row a value per node."""
-
-    tokens: list[list[int]]
-    parents: list[list[int]]
-    valid: list[list[int]]
-
-
-def start_copy(draft: Draft) -> HostCopy:
-    """Start to copy a draft to the host; ``DraftLists(*copy.tolist())`` waits for it."""
-    return HostCopy(torch.stack([draft.tokens, draft.parents, draft.valid.long()]))
 
 
 def make_scores(

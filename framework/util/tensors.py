@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -120,23 +120,18 @@ def unpacked(bits: np.ndarray, count: int, device: torch.device) -> Tensor:
     return (on_device(bits, device, None)[..., None] >> shifts & 1).flatten(-2)[..., :count].bool()
 
 
-class HostCopy:
-    """A copy of a tensor to the host that is started at once and waited for when it is read.
+def start_host_copy(tensor: Tensor) -> Callable[[], Any]:
+    """Start to copy a tensor to the host; the result returns its lists, and waits for the copy, not for later work."""
+    if tensor.device.type != "cuda":
+        return tensor.tolist
+    copy, end = tensor.to("cpu", non_blocking=True), torch.cuda.Event()
+    end.record(torch.cuda.current_stream(tensor.device))
 
-    Work that the device receives in between is not waited for.
-    """
+    def read() -> Any:
+        end.synchronize()
+        return copy.tolist()
 
-    def __init__(self, tensor: Tensor):
-        on_cuda = tensor.device.type == "cuda"
-        self._copy = tensor.to("cpu", non_blocking=on_cuda)
-        self._end = torch.cuda.Event() if on_cuda else None
-        if self._end is not None:
-            self._end.record(torch.cuda.current_stream(tensor.device))
-
-    def tolist(self) -> Any:
-        if self._end is not None:
-            self._end.synchronize()
-        return self._copy.tolist()
+    return read
 
 
 def eager_on_cpu(like: Tensor) -> bool:

@@ -113,6 +113,9 @@ def traits(temperature: float, *drafters: Any, **options: Any) -> Any:
 def test_traits_follow_from_parts() -> None:
     chain = traits(1, LOOKUP, MODEL)
     assert (chain.kind, chain.point_mass, chain.nodes, chain.depth) == (CHAIN, False, 3, 3)
+    assert chain.waits == traits(1, MODEL, LOOKUP).waits == 0 and not chain.on_host
+    assert traits(1, TREE, LOOKUP).waits == 1
+    assert traits(0, LOOKUP, LOOKUP, mode="merge").waits == 1 and traits(0, LOOKUP, MODEL, mode="merge").waits == 2
     assert traits(0, LOOKUP, MODEL).point_mass
     tree = traits(1, LOOKUP, {**TREE, "top_k": 3, "nodes": 9})
     assert (tree.kind, tree.point_mass, tree.nodes, tree.adapts) == (DETERMINISTIC, True, 9, False)

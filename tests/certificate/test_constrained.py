@@ -12,9 +12,8 @@ from token_automata import Automaton, automaton_of
 from crossdraft.framework import plugins
 from crossdraft.framework.certificate.certify import TOLERANCE, Certificate, certify
 from crossdraft.framework.certificate.table_lm import Toy
-from crossdraft.framework.contracts.draft import Draft, Verdict
+from crossdraft.framework.contracts.draft import Draft, DraftLists, Verdict
 from crossdraft.framework.engine.constraints import Constraints
-from crossdraft.framework.engine.step import DraftLists
 from crossdraft.framework.errors import ContractError
 
 PAIRS = [

@@ -1,12 +1,13 @@
 """Waits for the device a step, to the number, under conditions that drafters do not declare.
 
-A step waits once, in a bench too; constraints and logits processors read the draft, once; a masked draft model reads
-the tokens of each of its passes.
+A step waits once, in a bench too; constraints and logits processors read the draft, once, unless it was made on the
+host; a masked draft model reads the tokens of each of its passes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,6 +88,22 @@ def test_waits_of_step(
     arguments = drafter, verifier, Sampling(temperature=temperature), batch_size
     (expected, _), (results, steps) = (decode(place, *arguments, **LOOPS[loop]) for place in ("cpu", "cuda"))
     assert results == expected
-    waits = 1 + (loop != "bench") + passes * (loop == "masked drafts")
     largest = max(steps, key=Counter.total)
-    assert largest.total() == waits, largest
+    assert largest.total() == 1 + further(passes, loop), largest
+
+
+def further(passes: int, loop: str) -> int:
+    """Waits beyond the one of the loop; a drafter without passes drafts on the host."""
+    return 0 if loop == "bench" or not passes else 1 + passes * (loop == "masked drafts")
+
+
+def test_table_of_waits_is_that_of_the_docs() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "internals.md").read_text(encoding="utf-8")
+    _, *titles = LOOPS
+    assert f"| drafter | {' | '.join(titles)} |" in text
+    for drafter, _, passes in PAIRS:
+        options = [f"{key}: {value}" for key, value in drafter.items() if key not in ("name", "model")]
+        numbers = [str(further(passes, title)) for title in titles]
+        title = ", ".join([f"`{drafter['name']}`", *options])
+        row = f"| {' | '.join([title, *numbers])} |"
+        assert row in text, row

@@ -288,8 +288,7 @@ def _q_of_the_first_sibling(self: Any, draft: Draft, p: Tensor, rng: StepRng) ->
     if draft.q is not None and not draft.kind.is_chain and draft.sequences is None:
         first = (draft.parents[:, :, None] == draft.parents[:, None]).long().argmax(2)
         index = torch.arange(draft.width).expand_as(first) if draft.q_index is None else draft.q_index
-        fields = {entry.name: getattr(draft, entry.name) for entry in dataclasses.fields(draft)}
-        draft = Draft(**{**fields, "q_index": index.gather(1, first)})
+        draft = dataclasses.replace(draft, q_index=index.gather(1, first))
     return plugins.get("verifiers", "specinfer").verify(self, draft, p, rng)
 
 

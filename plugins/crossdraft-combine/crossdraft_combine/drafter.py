@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, Literal, cast
 
 import torch
@@ -96,6 +95,7 @@ class Combine(Drafter):
                 "batch; use only chains, or temperature 0"
             )
         merge = config.mode == "merge"
+        read = sum(not (traits.on_host or (_always(traits) and not merge)) for traits in parts[: None if merge else -1])
         nodes, levels = max(traits.nodes for traits in parts), max(traits.depth for traits in parts)
         return DraftTraits(
             kind=DETERMINISTIC if trees or merge else CHAIN,
@@ -104,8 +104,9 @@ class Combine(Drafter):
             levels=min(levels, config.nodes) if merge else levels,
             temperature_zero_only=any(traits.temperature_zero_only for traits in parts),
             adapts=any(traits.adapts for traits in parts),
-            # The nodes of all drafts, and the accepted ones; or the counts of each draft.
-            waits=sum(traits.waits for traits in parts) + (2 if merge else len(parts)),
+            # The nodes of all drafts, and the accepted ones; or the valid nodes of each draft but the last.
+            waits=sum(traits.waits for traits in parts) + (1 + (read > 0) if merge else read),
+            on_host=merge,
         )
 
     @classmethod
@@ -157,7 +158,7 @@ class Combine(Drafter):
         limit = list(sequences.limit)
         for part in self.parts:
             part.propose(replace(sequences, limit=list(limit)), rng)
-            part.chosen = [bool(length and count) for length, count in zip(limit, part.counts(), strict=True)]
+            part.chosen = part.drafted(limit, last=part is self.parts[-1])
             limit = [0 if chosen else length for length, chosen in zip(limit, part.chosen, strict=True)]
         width = max(part.draft.width for part in self.parts)
         if not width:
@@ -179,7 +180,7 @@ class Combine(Drafter):
             if q is not None and n:
                 q[:, :n] = torch.where(chosen[..., None], _draft_probs(own, q), q[:, :n])
             if own.finite is not None:
-                sound = own.finite | ~chosen[:, 0]
+                sound = own.finite | ~(chosen & own.valid).any(1)
                 finite = sound if finite is None else finite & sound
         return Draft(tokens, parents, valid, q, kind=CHAIN if chain else DETERMINISTIC, finite=finite)
 
@@ -194,17 +195,20 @@ class Combine(Drafter):
             part.indices = [tree.indices[i] for tree in trees]
         draft = Draft.copied([t.tokens for t in trees], sequences.device, [t.parents for t in trees])
         finite = [part.draft.finite for part in self.parts if part.draft.finite is not None]
-        return replace(draft, finite=torch.stack(finite).all(0)) if finite else draft
+        draft.finite = torch.stack(finite).all(0) if finite else None
+        return draft
 
     def _nodes(self) -> list[list[list[tuple[int, int]]]]:
         """Per part and slot, token and parent of every node; token -1 = invalid."""
-        drafts = [part.draft for part in self.parts]
-        tokens = torch.cat([torch.where(draft.valid, draft.tokens, -1) for draft in drafts], 1)
-        both = torch.stack([tokens, torch.cat([draft.parents for draft in drafts], 1)]).tolist()
-        rows, ends = [list(zip(*row, strict=True)) for row in zip(*both, strict=True)], [0]
-        for draft in drafts:
-            ends.append(ends[-1] + draft.width)
-        return [[row[first:end] for row in rows] for first, end in pairwise(ends)]
+        copies = [part.draft.start_copy() for part in self.parts]
+        drafts = [copy() for copy in reversed(copies)]  # one wait: with the last copy all have arrived
+        return [
+            [
+                [(token if valid else -1, parent) for token, parent, valid in zip(*row, strict=True)]
+                for row in zip(*draft, strict=True)
+            ]
+            for draft in reversed(drafts)
+        ]
 
 
 class _Part:
@@ -225,9 +229,11 @@ class _Part:
     def propose(self, sequences: Sequences, rng: StepRng) -> None:
         self.draft = self.drafter.propose(sequences, cast(StepRng, _OffsetRng(rng, self.offset)))
 
-    def counts(self) -> list[int]:
-        """Number of nodes of each slot; needs a host sync."""
-        return self.draft.count.tolist() if self.draft.width else [0] * self.draft.batch_size
+    def drafted(self, limit: Sequence[int], last: bool) -> list[bool]:
+        """For each slot, True if it has a draft; of the last drafter, if it had room for one."""
+        if last or _always(self.traits):
+            return [length > 0 for length in limit]
+        return [length > 0 and any(row) for length, row in zip(limit, self.draft.start_copy()().valid, strict=True)]
 
     def own_rows(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
@@ -293,6 +299,11 @@ def _draft_probs(draft: Draft, like: Tensor) -> Tensor:
     if draft.q is None:
         return torch.zeros_like(like[:, : draft.width]).scatter_(2, draft.tokens[..., None], 1)
     return draft.q[:, : draft.width] if draft.q_index is None else take_rows(draft.q, draft.q_index)
+
+
+def _always(traits: DraftTraits) -> bool:
+    """True if a slot with room for a draft always has one."""
+    return traits.always_drafts and traits.nodes > 0
 
 
 def _misfit(traits: DraftTraits, mode: str) -> str | None:

@@ -35,7 +35,7 @@ class NgramSimple(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Any) -> DraftTraits:
-        return DraftTraits(kind=CHAIN, point_mass=True, nodes=config.gamma)
+        return DraftTraits(kind=CHAIN, point_mass=True, nodes=config.gamma, on_host=True)
 
     @classmethod
     def response_drafts(

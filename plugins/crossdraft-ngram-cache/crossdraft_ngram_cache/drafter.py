@@ -66,7 +66,7 @@ class NgramCache(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        return DraftTraits(kind=CHAIN, point_mass=True, nodes=config.gamma)
+        return DraftTraits(kind=CHAIN, point_mass=True, nodes=config.gamma, on_host=True)
 
     def reset(self) -> None:
         self.followers.clear()

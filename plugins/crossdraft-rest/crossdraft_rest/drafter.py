@@ -92,8 +92,8 @@ class Rest(Drafter):
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
         levels = min(config.depth, config.gamma)
         if config.tree:
-            return DraftTraits(kind=DETERMINISTIC, point_mass=True, nodes=config.gamma, levels=levels)
-        return DraftTraits(kind=CHAIN, point_mass=True, nodes=levels)
+            return DraftTraits(DETERMINISTIC, True, config.gamma, levels=levels, on_host=True)
+        return DraftTraits(kind=CHAIN, point_mass=True, nodes=levels, on_host=True)
 
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         tokens, parents = [], []

@@ -91,6 +91,7 @@ class Suffix(Drafter):
             point_mass=True,
             nodes=config.gamma,
             shortenable=not config.tree,
+            on_host=True,
         )
 
     def reset(self) -> None:

@@ -60,7 +60,7 @@ class RecordedResponses(Drafter):
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
-        return DraftTraits(kind=CHAIN, point_mass=True, nodes=config.gamma)
+        return DraftTraits(kind=CHAIN, point_mass=True, nodes=config.gamma, on_host=True)
 
     def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         self._candidates[row], self._checked[row] = starting_with(self._texts, 0, prompt), len(prompt)

@@ -33,7 +33,7 @@ class ExampleName(Drafter):
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
         # A chain of up to gamma tokens that are not sampled: point masses, without q.
-        return DraftTraits(kind=CHAIN, point_mass=True, nodes=config.gamma)
+        return DraftTraits(kind=CHAIN, point_mass=True, nodes=config.gamma, on_host=True)
 
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         rows = [
