@@ -24,8 +24,16 @@ fails or runs out of time does not end the others, and the time that it does not
     assisted    transformers' assisted generation against draft-model, the same pair of models and the same gamma
 
 Ratios are medians over prompts of ours / theirs in tokens per second, prefill included on both sides; the sides
-alternate, in rotating order. As warm-up, ours runs twice on every prompt (a graph is recorded at the second occurrence
-of a shape), the others twice on the first.
+alternate, in rotating order. As warm-up, ours runs twice on every prompt (a graph is recorded when a shape first
+occurs), the others twice on the first.
+
+A machine with only torch and transformers gets the other packages as wheels, in a folder that is copied with the
+repository; here, and there::
+
+    pip download --only-binary=:all: --python-version 3.12 --no-deps -d wheels -r <(pip freeze | grep -iE '^(pydantic|
+        pydantic.core|annotated.types|typing.inspection|typing.extensions|pluggy|tabulate|pytest|pytest.xdist|execnet|
+        iniconfig|hypothesis|sortedcontainers|datasets|dill|multiprocess|xxhash|pyarrow|pandas|fsspec|accelerate)==')
+    pip install --no-index --no-deps wheels/*.whl && python benchmarks/gpu.py
 """
 
 from __future__ import annotations

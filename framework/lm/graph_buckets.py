@@ -96,6 +96,8 @@ class BucketedPasses:
         )
         width, filled = tensors["tokens"].shape[1], longest + nodes
         self._record_scores(kind, tensors, nodes, per_node, indices, layers)
+        if "tree" in tensors:  # whose path is moved when a draft is accepted, in the warm-up or later
+            self._record_compact({"path": tensors["starts"][:, None], "committed": tensors["starts"]}, longest)
         padded = self._width(kind, width, filled)
         kv_len = min(stepped(filled + padded, BUCKET), self._max_length)
         outputs = self.graphs(self._pass.score, tensors | at_width(per_node, padded), kv_len, None, layers)

@@ -16,6 +16,12 @@ from crossdraft.framework.cli.cost import pass_timing
 from crossdraft.framework.lm import forward_pass, graph_buckets, ragged_lm
 from crossdraft.framework.lm.cuda_graphs import CudaGraphRunner
 
+#: Two chains and two trees, whose passes of the target come in more shapes than one cell's.
+FOUR = (
+    "drafters=[{{name: prompt-lookup, gamma: 6}}, {{name: draft-model, model: {same}, gamma: 3}}, "
+    "{{name: draft-model-tree, model: {same}, branching: [2, 2, 1]}}, "
+    "{{name: draft-model-dynamic-tree, model: {same}, depth: 3, top_k: 2, nodes: 6}}]"
+)
 DRAFTERS = "drafters=[{{name: prompt-lookup, gamma: 6}}, {{name: draft-model, model: {same}, gamma: 3}}]"
 
 
@@ -33,7 +39,14 @@ def recorded(monkeypatch: Any) -> list[CudaGraphRunner]:
     return results
 
 
-def run(bench: Any, recorded: list[CudaGraphRunner], monkeypatch: Any, models: dict[str, str]) -> tuple[int, int]:
+def run(
+    bench: Any,
+    recorded: list[CudaGraphRunner],
+    monkeypatch: Any,
+    models: dict[str, str],
+    drafters: str = DRAFTERS,
+    verifier: str = "token",
+) -> tuple[int, int]:
     """Numbers of graphs captured before and during pieces."""
     measure, counts = Cell.run, [0, 0]
 
@@ -45,7 +58,7 @@ def run(bench: Any, recorded: list[CudaGraphRunner], monkeypatch: Any, models: d
         return result
 
     monkeypatch.setattr(Cell, "run", watched)
-    code, _, err = bench(*ONE_GROUP, "verifiers=[token]", "batch_size=2", DRAFTERS.format(**models))
+    code, _, err = bench(*ONE_GROUP, f"verifiers=[{verifier}]", "batch_size=2", drafters.format(**models))
     assert code == 0, err
     return counts[0], counts[1]
 
@@ -57,6 +70,15 @@ def test_no_recording_during_pieces(
     assert warm_up > 0 and measured == 0
     assert sum(item.missed for item in recorded) == 0, "every shape that came had been recorded"
     assert all(output(directory) for directory in cells(tmp_path))
+
+
+def test_cells_do_not_drop_recordings_of_each_other(
+    bench: Any, recorded: list[CudaGraphRunner], monkeypatch: Any, models: dict[str, str]
+) -> None:
+    monkeypatch.setattr(graph_buckets, "BUCKET", 1)  # as many lengths as slots of thousands of tokens have
+    measured = run(bench, recorded, monkeypatch, models, FOUR, "traversal")[1]
+    assert measured == 0 and sum(item.missed for item in recorded) == 0
+    assert max(map(len, recorded)) > 150
 
 
 def test_warm_up_without_prediction_is_detected(
