@@ -27,13 +27,11 @@ Ratios are medians over prompts of ours / theirs in tokens per second, prefill i
 alternate, in rotating order. As warm-up, ours runs twice on every prompt (a graph is recorded when a shape first
 occurs), the others twice on the first.
 
-A machine with only torch and transformers gets the other packages as wheels, in a folder that is copied with the
-repository; here, and there::
+A machine with only torch and transformers gets the other packages as wheels in a folder beside the repository::
 
-    pip download --only-binary=:all: --python-version 3.12 --no-deps -d wheels -r <(pip freeze | grep -iE '^(pydantic|
-        pydantic.core|annotated.types|typing.inspection|typing.extensions|pluggy|tabulate|pytest|pytest.xdist|execnet|
-        iniconfig|hypothesis|sortedcontainers|datasets|dill|multiprocess|xxhash|pyarrow|pandas|fsspec|accelerate)==')
-    pip install --no-index --no-deps wheels/*.whl && python benchmarks/gpu.py
+    PACKAGES="pydantic pluggy tabulate pytest pytest-xdist hypothesis"
+    pip download --only-binary=:all: --python-version 3.12 -d wheels $PACKAGES
+    pip install --no-index --find-links wheels $PACKAGES && python benchmarks/gpu.py
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, req
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-todo, kept = ["torch", "transformers", "pydantic", "pluggy", "datasets", "tabulate"], set()
+todo, kept = ["torch", "transformers", "pydantic", "pluggy", "tabulate"], set()
 while todo:
     name = canonicalize_name(todo.pop())
     if name not in kept:
