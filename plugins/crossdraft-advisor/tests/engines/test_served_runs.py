@@ -221,7 +221,7 @@ def test_url_alone(tmp_path: Path, recipe: Any, servers: tuple[str, str], capsys
     assert cli.main(["verify-engine", path, "--set", engine, "--out", str(tmp_path / "runs")]) == 0
     output = "".join(capsys.readouterr())
     page = (Path(__file__).parents[4] / "docs" / "remote.md").read_text(encoding="utf-8")
-    shown = page.partition("```text\n")[2].partition("```")[0].splitlines()
+    shown = page.partition('title="output.txt"\n')[2].partition("```")[0].splitlines()
     skipped, header = shown[0], shown[1].split()
     assert skipped in output and header in [line.split() for line in output.splitlines()] and "failed" not in output
     code = cli.main(["run", path, "--set", engine, "--set", "drafters=[none]", "--out", str(tmp_path / "runs")])
