@@ -1,11 +1,7 @@
 """Recordings: what is recorded, what makes way, what fails with one warning, and which models get graphs."""
 
 import logging
-import time
-import warnings
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +14,6 @@ from crossdraft.framework.lm import cuda_graphs
 from crossdraft.framework.lm.cuda_graphs import (
     CaptureLimits,
     CudaGraphRunner,
-    CudaRecorder,
     missed_passes,
     recording,
     runner_for,
@@ -70,55 +65,6 @@ def test_recordings_are_kept() -> None:
         assert missed_passes() == missed
         call(double, {"x": torch.ones(400)}, 0)
     assert missed_passes() == missed + 1
-
-
-class _Synchronising:
-    """Stands for `torch.cuda`: operations that wait, and captures, of which one may run at a time."""
-
-    def __init__(self, monkeypatch: Any):
-        self.mode: Any = 0
-        self.capturing = self.maximum = 0
-        monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: self.mode)
-        monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: setattr(self, "mode", mode))
-        monkeypatch.setattr(torch.cuda, "graph", self.capture)
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=None))
-        for name in ("graph_pool_handle", "Stream", "current_stream"):
-            monkeypatch.setattr(torch.cuda, name, lambda: None)
-        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-
-    def wait(self) -> Any:
-        message = "called a synchronizing CUDA operation"
-        if self.mode == "error":
-            raise RuntimeError(message)
-        if self.mode == "warn":
-            warnings.warn(message, UserWarning, stacklevel=2)
-        return ()
-
-    @contextmanager
-    def capture(self, graph: Any, **options: Any) -> Iterator[None]:
-        assert options["capture_error_mode"] == "thread_local"
-        self.capturing += 1
-        self.maximum = max(self.maximum, self.capturing)
-        time.sleep(0.02)
-        yield
-        self.capturing -= 1
-
-
-def test_warm_ups_and_captures_do_not_affect_other_threads(monkeypatch: Any, recwarn: Any) -> None:
-    device = _Synchronising(monkeypatch)
-    recorder = CudaRecorder(torch.device("cpu"))
-    with ThreadPoolExecutor(4) as pool:
-
-        def warm_up() -> Any:
-            assert pool.submit(device.wait).result(10) == ()  # of another thread
-            return ()
-
-        assert recorder.warm_up(warm_up) == ()
-        with pytest.raises(RuntimeError, match=r"called a synchronizing CUDA operation at .*test_graph_recordings"):
-            recorder.warm_up(lambda: (warm_up(), device.wait())[1])
-        assert device.mode == 0 and not recwarn.list
-        list(pool.map(lambda _: CudaRecorder(torch.device("cpu")).record(lambda: None), range(4)))
-    assert device.maximum == 1
 
 
 @pytest.mark.parametrize("when", ["warm_up", "record"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,25 @@ def test_two_threads(models: dict[str, str]) -> None:
             return [tokens for results in pool.map(one, range(2)) for tokens in results]
 
     on_both_devices(run)
+
+
+def test_warm_ups_and_captures_do_not_affect_other_threads(recwarn: Any) -> None:
+    recorder, x = cuda_graphs.CudaRecorder(torch.device("cuda")), torch.ones(2, device="cuda")
+    with ThreadPoolExecutor(4) as pool:
+
+        def warm_up() -> Any:
+            assert pool.submit(x.tolist).result(10) == [1, 1]  # another thread waits
+            return ()
+
+        assert recorder.warm_up(warm_up) == ()
+        with pytest.raises(RuntimeError, match=r"called a synchronizing CUDA operation at .*test_cases\.py:\d+"):
+            recorder.warm_up(lambda: (warm_up(), x.tolist())[0])
+        assert torch.cuda.get_sync_debug_mode() == 0 and not recwarn.list
+
+        def capture(_: int) -> Any:  # the device refuses a second one beside it
+            return cuda_graphs.CudaRecorder(torch.device("cuda")).record(lambda: time.sleep(0.02))
+
+        list(pool.map(capture, range(4)))
 
 
 # -- families of models -------------------------------------------------------------------------------------

@@ -127,6 +127,26 @@ def test_operations_that_do_not_wait() -> None:
     assert not counts.waits and [line.partition(" at ")[0] for line in counts.copies] == ["pinned copy to the device"]
 
 
+def pageable_copy() -> Any:
+    return torch.ones(2).to("cuda", non_blocking=True)
+
+
+def pageable_copy_into() -> Any:
+    return ones(2).copy_(torch.ones(2), non_blocking=True)
+
+
+def pageable_copy_of_a_part() -> Any:
+    return torch.ones(4).pin_memory()[:2].clone().to("cuda", non_blocking=True)
+
+
+@pytest.mark.parametrize("mistake", [pageable_copy, pageable_copy_into, pageable_copy_of_a_part])
+def test_unpinned_copies_are_counted(mistake: Callable) -> None:
+    with device.counting() as counts:
+        mistake()
+    (line,) = counts.copies
+    assert line.startswith("pageable copy to the device") and line.endswith(line_of(mistake)) and not counts.waits
+
+
 # -- asynchronous copies and streams ------------------------------------------------------------------------
 
 
