@@ -55,7 +55,12 @@ def drafters(name: str) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "drafter, sampling, masked",
-    [("chain", {"temperature": 0}, True), ("tree", WARPED, True), ("tree", {}, False), ("prompt-lookup", {}, True)],
+    [
+        ("chain", {"temperature": 0}, True),
+        ("tree", WARPED, True),
+        pytest.param("tree", {}, False, marks=pytest.mark.slow),
+        ("prompt-lookup", {}, True),
+    ],
 )
 def test_constraints(models: dict[str, str], drafter: str, sampling: dict[str, Any], masked: bool) -> None:
     def run(place: str) -> list[str]:
@@ -68,7 +73,9 @@ def test_constraints(models: dict[str, str], drafter: str, sampling: dict[str, A
     on_both_devices(run)
 
 
-@pytest.mark.parametrize("drafter, sampling", [("chain", WARPED), ("tree", {"temperature": 0})])
+@pytest.mark.parametrize(
+    "drafter, sampling", [("tree", {"temperature": 0}), pytest.param("chain", WARPED, marks=pytest.mark.slow)]
+)
 def test_logits_processors(models: dict[str, str], drafter: str, sampling: dict[str, Any]) -> None:
     def run(place: str) -> list[list[int]]:
         processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.3)])

@@ -43,7 +43,21 @@ def contract(strategy: type[Any]) -> Any:
     return type("Contract", (DrafterContract,), {"drafter": strategy, "setting": TinyModel()})()
 
 
-@pytest.mark.parametrize("strategy", MISTAKES, ids=lambda strategy: strategy.__name__)
+#: Mistakes that others resemble.
+SLOW = {
+    mistakes.ReadsScoresOfLongSequences,
+    mistakes.ReadsCopyTooEarly,
+    mistakes.MultipliesIntegers,
+    mistakes.IndexesByMask,
+    mistakes.AddsWhatIsUninitialised,
+}
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(mistake, marks=pytest.mark.slow if mistake in SLOW else ()) for mistake in MISTAKES],
+    ids=lambda strategy: strategy.__name__,
+)
 def test_mistake_is_named(strategy: Any) -> None:
     with pytest.raises(AssertionError) as error:
         contract(strategy).test_simulated_device()

@@ -26,7 +26,7 @@ BODIES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("drafter", ["prompt-lookup", "draft-model"])
+@pytest.mark.parametrize("drafter", [pytest.param("prompt-lookup", marks=pytest.mark.slow), "draft-model"])
 def test_answers_are_those_of_cpu(drafter: str, tmp_path_factory: Any, monkeypatch: Any) -> None:
     root = tmp_path_factory.mktemp("models")
     name, small = save_text_model(root / "target"), save_text_model(root / "small", 1)
