@@ -44,7 +44,7 @@ def test_killed_at_many_moments(tmp_path: Path, models: dict[str, str], recipe_f
     expected = outputs(tmp_path)
     (tmp_path / "runs").rename(tmp_path / "undisturbed")
 
-    kills, steps, late, chance = 0, 0, 0, random.Random(0)
+    kills, steps, unhandled, chance = 0, 0, 0, random.Random(0)
     while kills < MOMENTS:
         kept, before = 0, kills
         while True:
@@ -57,12 +57,11 @@ def test_killed_at_many_moments(tmp_path: Path, models: dict[str, str], recipe_f
                 run.send_signal(number)
                 _, err = run.communicate(timeout=60)
                 assert "Traceback" not in err, err
-                # Python remembers a KeyboardInterrupt inside of `eval`, and ends by SIGINT, which is 130 in a shell.
-                # Beyond its last line Python has given the signal back to the system, and an ending process ignores it:
-                # then there is nothing left to do.
+                # Python remembers a KeyboardInterrupt inside of `eval`, and ends by SIGINT: 130 in a shell. Before
+                # the handlers are set and beyond the last line a signal ends the process, or has no effect.
                 if number != signal.SIGKILL and run.returncode not in (130, -signal.SIGINT):
-                    assert run.returncode in (0, -number) and outputs(tmp_path) == expected, err
-                    late += run.returncode == 0
+                    assert run.returncode in (0, -number), err
+                    unhandled += 1
                 kills += 1
                 now = pieces(tmp_path / "runs")
                 assert now >= kept, "a finished piece was lost"
@@ -76,5 +75,5 @@ def test_killed_at_many_moments(tmp_path: Path, models: dict[str, str], recipe_f
         assert not [path for path in (tmp_path / "runs").glob("*/cells/.*")]
         (tmp_path / "runs").rename(tmp_path / f"round {steps}")
         steps += 1
-    assert late <= MOMENTS // 5, "signals had no effect"
+    assert unhandled <= MOMENTS // 5, "signals had no effect"
     print(f"{kills} kills in {steps} runs, each of which ended like the undisturbed one")
