@@ -23,8 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from crossdraft_advisor.commands.diagnose.counters import CLEAR_SHARE
-from crossdraft_advisor.diagnosis.hypothesis import assess
+from crossdraft_advisor.diagnosis.hypothesis import CLEAR_SHARE, assess
 from crossdraft_advisor.diagnosis.signatures import CounterSource, counts_of, signatures
 from crossdraft_advisor.engines.acceptance import Acceptance
 from scipy.special import expit

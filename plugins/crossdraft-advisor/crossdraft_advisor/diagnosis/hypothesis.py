@@ -241,11 +241,12 @@ def _forward(curve: Curve, shift: Shift, sources: Sequence[Counts]) -> tuple[flo
         for number, source in enumerate(sources):
             shifts = values * (position == 1 or not shift.first) if number else np.zeros(1)
             term = source.log_likelihood(position, shifts)
-            surprise = _log_sum(mass, term) - _log_sum(_UNIFORM, source.log_likelihood(position, np.zeros(1)))
+            unshifted = source.log_likelihood(position, np.zeros(1)) if number else term
+            surprise = _log_sum(mass, term) - _log_sum(_UNIFORM, unshifted)
             if position <= source.gamma and surprise < worst:
                 worst, against = surprise, _surprise(source, position, mass, shifts)
             peak = np.max(np.where(mass > 0, term, -np.inf))
-            mass = mass * np.exp(np.maximum(term - peak, -700.0))
+            mass = mass * np.exp(np.minimum(term - peak, 0.0))
             scale += peak + math.log(mass.sum())
             mass /= mass.sum()
     return scale, against

@@ -1,15 +1,15 @@
 """Hypotheses about what a server computes: each reading of a drafter, replayed, against what the server counted.
 
 The expected rates of a reading are those of its replay, by the engine's own definition of its counters: x_i is normal
-around their logit, with the standard error over responses. If the responses are those that were counted (as many tokens
-in steps), the acceptance is known up to chance and rounding, so errors are `ROUNDING` and drafts count up to `OWN`
-trials.
+around their logit, with the standard error over responses. If the responses are those that were counted, acceptance is
+known up to rounding and chance (`OWN`), and without chance if it is deterministic (`EXACT`). They may be if they have
+as many tokens in steps, and are if the readings then explain the counters better than as other responses.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +19,7 @@ from crossdraft.framework.util.estimate import Estimate
 
 from ..engines.acceptance import Acceptance
 from ..replay.engine_counts import EngineCounts
-from .hypothesis import Assessment, Counts, Hypothesis, Known, assess
+from .hypothesis import PRECISION, Assessment, Counts, Hypothesis, Known, assess
 from .signatures import counts_of, faulty_shapes
 from .trials import TrialResult
 
@@ -27,8 +27,25 @@ from .trials import TrialResult
 CONFIGURED = "as configured"
 #: Prior of a signature beside the readings: it describes a fault, and a reading explains it.
 SHAPE = 0.25
-#: Standard error of logit h_i by rounding, and trials as which many drafts count, if the responses are the server's.
-ROUNDING, OWN = 0.1, 3000.0
+
+
+@dataclass(frozen=True)
+class _Precision:
+    """What is known about counters of the replayed responses.
+
+    Attributes:
+        rounding: standard error of logit h_i by rounding.
+        repeats: number of times that a drafted token counts as a trial.
+        maximum: trials as which many drafts count.
+    """
+
+    rounding: float
+    repeats: float
+    maximum: float
+
+
+#: Of other responses, of those that were counted, and of those if acceptance is deterministic.
+OTHER, OWN, EXACT = _Precision(0.1, 1.0, PRECISION), _Precision(0.1, 1.0, 3000.0), _Precision(0.03, 4.0, math.inf)
 #: Relative difference of tokens in steps up to which responses are those that the server counted.
 _SAME_TOKENS = 0.03
 
@@ -56,8 +73,11 @@ class Match:
         return estimate(lambda sums: sums[..., 1] / np.maximum(sums[..., 0], 1e-9), rows, minimum=0.0, maximum=1.0)
 
 
-def match(results: Sequence[TrialResult], acceptance: Acceptance) -> Match:
+def match(results: Sequence[TrialResult], acceptance: Acceptance, *, others: bool = False) -> Match:
     """Compare the replays of a drafter as configured (the first) and of its misreadings with what a server counted.
+
+    Args:
+        others: the server counted other responses than the replayed ones.
 
     Raises:
         UsageError: the source has the mean acceptance length only.
@@ -68,32 +88,47 @@ def match(results: Sequence[TrialResult], acceptance: Acceptance) -> Match:
         if result.counts is not None and result.counts.drafts
     }
     counted = counts_of(acceptance)
-    own = any(_same_responses(counted, result.counts) for result in replayed.values())
-    counted = Counts("", counted.at_least, precision=OWN if own else counted.precision)
+    precisions = [OTHER]
+    if not others and any(_same_tokens(counted, result.counts) for result in replayed.values()):
+        random = any(result.counts.random for result in replayed.values() if result.counts is not None)
+        precisions.append(OWN if random else EXACT)
+    fits = [_fit(replayed, counted, precision) for precision in precisions]
+    _, assessments = max(fits, key=lambda fit: fit[0])
+    own = assessments is not fits[0][1]
+    return Match(counted, assessments, replayed, own, len(results) - len(replayed))
+
+
+def _fit(replayed: Mapping[str, TrialResult], counted: Counts, precision: _Precision) -> tuple[float, list[Assessment]]:
+    """Logarithm of the density of the counters, given that a reading is true, and the assessments."""
+    at_least = tuple(n * precision.repeats for n in counted.at_least)
+    scaled = Counts("", at_least, precision=precision.maximum)
     readings = [
         Hypothesis(
             name,
             result.misconfiguration.cure,
             "",
-            (_known(result.counts, own),),
+            (_known(result.counts, precision),),
             prior=float(max(len(replayed) - 1, 1)) if name == CONFIGURED else 1.0,
         )
         for name, result in replayed.items()
         if result.counts is not None
     ]
     shapes = [replace(shape, prior=SHAPE) for shape in faulty_shapes(counted.gamma)]
-    assessments = assess([*readings, *shapes], [counted])
-    return Match(counted, assessments, replayed, own, len(results) - len(replayed))
+    assessments = assess([*readings, *shapes], [scaled])
+    known = [item for item in assessments if item.hypothesis.name in replayed]
+    logs = [item.log_likelihood + math.log(item.hypothesis.prior) for item in known]
+    trials = [1 / (1 / n + 1 / precision.maximum) for n in at_least[:-1] if n]
+    return float(np.logaddexp.reduce(logs)) + 0.5 * float(np.log(trials).sum()), assessments
 
 
-def _same_responses(counted: Counts, counts: EngineCounts | None) -> bool:
+def _same_tokens(counted: Counts, counts: EngineCounts | None) -> bool:
     if counts is None:
         return False
     theirs, ours = sum(counted.at_least), counts.drafts + counts.accepted
     return abs(theirs - ours) <= _SAME_TOKENS * ours
 
 
-def _known(counts: EngineCounts, own: bool) -> Known:
+def _known(counts: EngineCounts, precision: _Precision) -> Known:
     """Expected rates, half a draft added to each outcome, and their standard errors as logits."""
     rows = np.array(counts.by_response)
     rates, errors = [], []
@@ -103,5 +138,5 @@ def _known(counts: EngineCounts, own: bool) -> Known:
         variance = ((after - rate * before) ** 2).sum() / (drafts + 1) ** 2 + rate * (1 - rate) / (drafts + 1) ** 2
         error = math.sqrt(variance) / (rate * (1 - rate))
         rates.append(float(rate))
-        errors.append(ROUNDING + (0.0 if own and drafts >= 1 else float(error)))
+        errors.append(precision.rounding + (float(error) if precision is OTHER or drafts < 1 else 0.0))
     return Known(tuple(rates), tuple(errors))

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from crossdraft_advisor.diagnosis.hypothesis import not_excluded
 from crossdraft_advisor.diagnosis.matching import CONFIGURED, match
 from crossdraft_advisor.diagnosis.trials import TrialResult, engine_misreadings
 from crossdraft_advisor.engines.acceptance import Acceptance
@@ -58,6 +59,33 @@ def test_none_fits_is_an_answer() -> None:
     assert best.hypothesis.name == "none of these" and best.share > 0.9
     best = match(results, counted([0.7, 0.02, 0.0], 5000)).assessments[0]
     assert best.hypothesis.name == "the first position only"
+
+
+def exact(mistake: str, accepted: list[int]) -> TrialResult:
+    """A trial of 30 responses with 50 drafts of one token each, of which the numbers in ``accepted`` were accepted."""
+    counts = EngineCounts(DEFINITIONS["vllm"], 1)
+    counts.by_response = [np.array([50.0, accepted[i % len(accepted)]]) for i in range(30)]
+    total = np.sum(counts.by_response, 0)
+    counts.drafts, counts.per_position = float(total[0]), total[1:]
+    return TrialResult(Misconfiguration(mistake, ""), 1, counts=counts)
+
+
+def test_greedy_counts_of_the_replayed_responses_are_exact() -> None:
+    """Readings that differ by 4 % of the drafts are told apart on the counted responses, and not on others."""
+    results = [exact("", [10, 14, 21]), exact("a", [12, 16, 23])]
+    (drafts, accepted) = np.sum(results[1].counts.by_response, 0)  # type: ignore[union-attr]
+    source = Acceptance.from_rows([(drafts, accepted)], "scrape.txt")
+    own, other = match(results, source), match(results, source, others=True)
+    assert own.own and [item.name for item in not_excluded(own.assessments)] == ["a"]
+    assert not other.own and len(not_excluded(other.assessments)) > 1
+    results[0].counts.random = True  # type: ignore[union-attr]
+    assert match(results, source).assessments[0].share < own.assessments[0].share
+
+
+def test_counts_with_equal_acceptance_name_both_readings() -> None:
+    results = [exact("", [10, 14, 21]), exact("a", [2, 3, 4]), exact("b", [2, 3, 4])]
+    source = Acceptance.from_rows([tuple(np.sum(results[1].counts.by_response, 0))], "scrape.txt")  # type: ignore[union-attr]
+    assert {item.name for item in not_excluded(match(results, source).assessments)} >= {"a", "b"}
 
 
 @pytest.fixture(scope="module")

@@ -48,6 +48,10 @@ class Diagnose(SamplingOptions, TrustOptions, JsonOptions, Command):
     as_: Annotated[str, Argument("ENGINE", requires="counters")] = Field(
         "", description=f"engine that counted --counters, to match it with replays: {', '.join(DEFINITIONS)}"
     )
+    other_responses: Annotated[bool, Argument(requires="counters")] = Field(
+        False,
+        description="--counters are of other responses than those of --replay (default: the same, if possible)",
+    )
     prompts: Annotated[str, Argument("SOURCE")] = Field("builtin", description="prompts")
     responses: Annotated[int, MOST_PROMPTS] = Field(
         16, ge=1, description="number of prompts to decode, or of recorded responses to replay"

@@ -74,7 +74,7 @@ def replayed_of(args: Diagnose, drafter: Configured) -> str:
         source = counted[0][0]
         replayed = (args.replay[0], _model_of(args.replay[0]), "")
         facts += differences((source.source, source.model, ""), replayed)
-    matched = match(results, counted[0][1]) if counted else None
+    matched = match(results, counted[0][1], others=args.other_responses) if counted else None
     likely = likely_causes(results)
     if args.json_:
         return _report(results, likely, facts, matched)
@@ -138,7 +138,8 @@ def _matched(matched: Match) -> str:
         rate = counted.at_least[position] / counted.at_least[0]
         gives = estimate_text(matched.marginal(name, position), digits=3)
         if name == CONFIGURED:
-            lines.append(f"The server computes what the files define: {rate:.3f} at position {position} ({gives}).")
+            verb = "may compute" if len(not_excluded(matched.assessments)) > 1 else "computes"
+            lines.append(f"The server {verb} what the files define: {rate:.3f} at position {position} ({gives}).")
         else:
             lines.append(
                 f"Your server's {rate:.3f} at position {position} is what this drafter gives if {name} ({gives})"

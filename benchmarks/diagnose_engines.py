@@ -1,0 +1,276 @@
+"""``crossdraft diagnose`` on real engines that serve a damaged EAGLE-3 head: vLLM and llama.cpp's server.
+
+    python benchmarks/diagnose_engines.py --out DIR [--vllm ENV/bin/python] [--llama-server PATH] [--damage NAME]
+
+A tiny target and its head (`tiny_heads`) are trained into DIR, which a second call reuses. Each damage is made in a
+copy of the head, which the engine serves: 32 prompts at temperature 0 in float32. The diagnosis gets the sound head,
+the 32 responses and vLLM's log or llama.cpp's scrape, and prints its answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llamacpp_server import served
+from safetensors.torch import load_file, save_file
+from tiny_heads import LAYERS, TOKENS, VOCABULARY, prompts, save_head, save_target, texts_of, train_head
+
+from crossdraft import load_model
+
+REQUESTS, GAMMA, STEPS = 32, 3, 500
+Damage = Callable[[dict[str, Any], dict[str, Any]], None]
+
+
+def other_base(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+    config["rope_theta"] = 500_000.0
+
+
+def other_layers(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+    config["eagle_aux_hidden_state_layer_ids"] = [layer + 1 for layer in LAYERS]
+
+
+def permuted_layers(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+    config["eagle_aux_hidden_state_layer_ids"] = [LAYERS[2], LAYERS[1], LAYERS[0]]
+
+
+def other_pairs(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+    """Let `write_gguf` convert q and k as they are, so that llama.cpp rotates other pairs of channels."""
+    config["is_neox_style"] = False
+
+
+def no_embedding(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+    del tensors["embed_tokens.weight"]
+
+
+def unharmed(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+    pass
+
+
+#: The damage, the beginning of the hypothesis that names it, and the engines that can be given it.
+DAMAGES: dict[str, tuple[Damage, str, tuple[str, ...]]] = {
+    "none": (unharmed, "as configured", ("vllm", "llama.cpp")),
+    "rotary base 500,000": (other_base, "the rotary base is 500000", ("vllm",)),
+    "other pairs rotated": (other_pairs, "channels are rotated in pairs of neighbours", ("llama.cpp",)),
+    "layers off by one": (other_layers, "ids of hidden layers are off by one", ("vllm",)),
+    "layers permuted": (permuted_layers, "the inputs of fc are permuted: the head reads [3, 2, 0]", ("llama.cpp",)),
+    "no embedding": (no_embedding, "the heads were trained with the target's embedding", ("vllm", "llama.cpp")),
+}
+
+#: Runs in vLLM's environment; arguments: target, head, prompts, tokens, draft length, output file.
+SERVE = """
+import json, sys
+
+def main(target, head, prompts, tokens, gamma, out):
+    from vllm import LLM, SamplingParams
+
+    speculative = {"method": "eagle3", "model": head, "num_speculative_tokens": int(gamma)}
+    llm = LLM(target, dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=8, seed=0,
+              speculative_config=speculative, disable_log_stats=False)
+    sampling = SamplingParams(temperature=0, max_tokens=int(tokens), ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in json.load(open(prompts))], sampling)
+    llm.llm_engine.do_log_stats()
+    with open(out, "w") as file:
+        json.dump([list(o.outputs[0].token_ids) for o in outputs], file)
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+"""
+
+
+def pair(out: Path) -> tuple[Path, Path]:
+    """Directories of the target and the sound head, trained on the first call."""
+    target, head = out / "target", out / "plain"
+    if not head.exists():
+        loaded = load_model(save_target(target), dtype="float32", device="cpu")
+        (trained,) = train_head(loaded, texts_of(loaded, 512, 0, 1.0), STEPS, plain=True)
+        save_head(trained, head)
+    return target, head
+
+
+def damaged(head: Path, path: Path, damage: Damage) -> Path:
+    """A copy of the head, damaged."""
+    shutil.rmtree(path, ignore_errors=True)
+    shutil.copytree(head, path)
+    tensors = load_file(path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    damage(config, tensors)
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return path
+
+
+def by_vllm(python: Path, target: Path, head: Path, starts: list[list[int]], work: Path) -> list[list[int]]:
+    """Responses of vLLM; its log is ``vllm.counters``."""
+    (work / "serve.py").write_text(SERVE, encoding="utf-8")
+    (work / "prompts.json").write_text(json.dumps(starts), encoding="utf-8")
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    if (openmp := python.parents[1] / "lib" / "libiomp5.so").exists():
+        environment["LD_PRELOAD"] = str(openmp)
+    arguments = [target, head, work / "prompts.json", TOKENS, GAMMA, work / "served.json"]
+    done = subprocess.run(
+        [str(python), str(work / "serve.py"), *map(str, arguments)], text=True, capture_output=True, env=environment
+    )
+    (work / "vllm.counters").write_text(done.stdout + done.stderr, encoding="utf-8")
+    if done.returncode:
+        sys.exit(done.stdout + done.stderr)
+    return json.loads((work / "served.json").read_text(encoding="utf-8"))
+
+
+def by_llama_cpp(server: str, target: Path, head: Path, starts: list[list[int]], work: Path) -> list[list[int]]:
+    """Responses of llama.cpp's server; its scrape is ``llama.cpp.counters``."""
+    own = load_file(target / "model.safetensors")
+    target_file, head_file = work / "target.gguf", work / "head.gguf"
+    write_gguf(target_file, "llama", json.loads((target / "config.json").read_text(encoding="utf-8")), own)
+    config = json.loads((head / "config.json").read_text(encoding="utf-8"))
+    write_gguf(head_file, "eagle3", config, load_file(head / "model.safetensors"))
+    log = work / "llama.cpp.log"
+    log.unlink(missing_ok=True)
+    settings = argparse.Namespace(server=server, model=str(target_file), room=128, threads=1, log=log)
+    flags = ["--spec-type", "draft-eagle3", "--model-draft", str(head_file), "--spec-draft-n-max", str(GAMMA)]
+    flags += ["--spec-draft-p-min", "0", "--device", "none", "--cache-type-k", "f32", "--cache-type-v", "f32"]
+    flags += ["--spec-draft-device", "none", "--no-warmup"]
+    with served(settings, flags, None, ()) as endpoint:
+        texts = [endpoint.answer(prompt, TOKENS).tokens for prompt in starts]
+        # Without --verbose its log has no acceptance by position.
+        (work / "llama.cpp.counters").write_text(endpoint.metrics(), encoding="utf-8")
+    return texts
+
+
+#: Names of tensors in GGUF files, of layers behind their number.
+_GGUF = {
+    "model.embed_tokens": "token_embd",
+    "embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "norm": "output_norm",
+    "lm_head": "output",
+    "fc": "fc",
+    "input_layernorm": "attn_norm",
+    "hidden_norm": "attn_norm_2",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def write_gguf(path: Path, arch: str, config: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+    """Write a Llama or an EAGLE-3 head as llama.cpp reads it: q and k for pairs of neighbours, ``d2t`` as ids."""
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(path, arch)
+    heads, width = config["num_attention_heads"], config["head_dim"]
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_rope_dimension_count(width)
+    rope = config.get("rope_parameters") or {}
+    writer.add_rope_freq_base(float(config.get("rope_theta") or rope.get("rope_theta") or 10_000.0))
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(VOCABULARY)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([f"w{i}" for i in range(VOCABULARY)])
+    writer.add_token_scores([-float(i) for i in range(VOCABULARY)])
+    writer.add_token_types([3, 3, 2] + [1] * (VOCABULARY - 3))
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_unk_token_id(2)
+    if arch == "eagle3":
+        writer.add_array("eagle3.target_layers", config["eagle_aux_hidden_state_layer_ids"])
+        writer.add_uint32("eagle3.target_hidden_size", config["hidden_size"])
+    for name, tensor in tensors.items():
+        if name == "t2d":
+            continue
+        values = tensor.numpy()
+        if name == "d2t":
+            writer.add_tensor("d2t", values.astype(np.int64) + np.arange(len(values)))
+            continue
+        stem = name.removesuffix(".weight").replace("midlayer.", "model.layers.0.", 1)
+        prefix = ""
+        if stem.startswith("model.layers."):
+            number, stem = stem.removeprefix("model.layers.").split(".", 1)
+            prefix = f"blk.{number}."
+        if stem.endswith(("q_proj", "k_proj")) and config.get("is_neox_style", True):
+            values = values.reshape(heads, 2, width // 2, -1).swapaxes(1, 2).reshape(values.shape)
+        writer.add_tensor(f"{prefix}{_GGUF[stem]}.weight", np.ascontiguousarray(values, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def diagnosis(
+    engine: str, target: Path, head: Path, served_texts: list[tuple[list[int], list[int]]], work: Path
+) -> Any:
+    """Report of ``crossdraft diagnose``, which is printed, too."""
+    rows = [
+        {
+            "id": str(i),
+            "prompt": prompt,
+            "tokens": tokens,
+            "finish_reason": "length",
+            "temperature": 0,
+            "max_tokens": TOKENS,
+        }
+        for i, (prompt, tokens) in enumerate(served_texts)
+    ]
+    responses = work / "responses.jsonl"
+    responses.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    drafter = json.dumps({"name": "eagle3", "model": str(head), "layers": LAYERS, "gamma": GAMMA})
+    argv = ["diagnose", "--target", str(target), "--drafter", drafter, "--replay", str(responses), "--dtype", "float32"]
+    argv += ["--device", "cpu", "--counters", str(work / f"{engine}.counters"), "--as", engine]
+    done = subprocess.run([sys.executable, "-m", "crossdraft", *argv], text=True, capture_output=True)
+    if done.returncode:
+        sys.exit(done.stdout + done.stderr)
+    return done.stdout
+
+
+def verdict(answer: str, expected: str) -> str:
+    """The way in which an answer names the damage: alone, beside others that fit equally well, or not at all."""
+    best = answer.split("hypothesis", 1)[1].splitlines()[2].split("  ")[0]
+    others = [line for line in answer.splitlines() if line.startswith("Not distinguished")]
+    alike = others[0].partition(": ")[2].split("; ") if others else []
+    if not best.startswith(expected) and not any(name.startswith(expected) for name in alike):
+        return "not named"
+    return f"named beside {len(alike)} others" if alike else "named"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--vllm", type=Path, help="Python of vLLM's environment")
+    parser.add_argument("--llama-server", help="llama.cpp's server")
+    parser.add_argument("--damage", action="append", choices=DAMAGES, help="one of the damages (repeatable)")
+    args = parser.parse_args()
+    target, head = pair(args.out)
+    starts = prompts(REQUESTS, 2)
+    engines = {"vllm": (by_vllm, args.vllm), "llama.cpp": (by_llama_cpp, args.llama_server)}
+    for engine, (serve, program) in engines.items():
+        for name in (args.damage or DAMAGES) if program else ():
+            damage, expected, able = DAMAGES[name]
+            if engine not in able:
+                continue
+            copy = damaged(head, args.out / "damaged", damage)
+            texts = serve(program, target, copy, starts, args.out)
+            answer = diagnosis(engine, target, head, list(zip(starts, texts, strict=True)), args.out)
+            print(f"## {engine}, {name}: {verdict(answer, expected)}\n\n{answer}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
