@@ -9,7 +9,7 @@ these counters, and the same responses (``own``) or as many others of the pool (
 reading in the catalogue: a head of an earlier checkpoint, random weights, and a state that is not fed back.
 
 An answer is ``right`` if it names the truth alone; ``equal`` if it names it beside others, all of which have the same
-counters on the whole pool, up to 1 % of the drafts at each position; ``among`` if it names it beside others; otherwise
+counters on the whole pool, up to 2 % of the drafts at each position; ``among`` if it names it beside others; otherwise
 it is wrong. A server without a reading is answered rightly if no reading is named.
 """
 
@@ -29,8 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from crossdraft_advisor.diagnosis.hypothesis import not_excluded
-from crossdraft_advisor.diagnosis.matching import CONFIGURED, match
+from crossdraft_advisor.diagnosis.matching import CONFIGURED, SAME, match
 from crossdraft_advisor.diagnosis.misconfigurations import misconfigurations
 from crossdraft_advisor.diagnosis.trials import Trial, TrialResult, engine_misreadings, run_trials
 from crossdraft_advisor.engines.acceptance import Acceptance
@@ -55,8 +54,6 @@ GAMMA, DEFINITION = 4, DEFINITIONS["llama.cpp"]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "batch_size": 100}
 #: Name of the truth of a server without a reading.
 UNKNOWN = "no reading"
-#: Difference of rates up to which readings have the same counters.
-SAME = 0.01
 
 
 @dataclass(frozen=True)
@@ -126,7 +123,7 @@ def verdict(truth: str, named: Sequence[str], rates: Mapping[str, np.ndarray]) -
     others = [name for name in named if name != truth]
     if not others:
         return "right"
-    same = all(name in rates and np.abs(rates[name] - rates[truth]).max() < SAME for name in others)
+    same = all(name in rates and np.abs(rates[name] - rates[truth]).max() < 2 * SAME for name in others)
     return "equal" if same else "among"
 
 
@@ -193,10 +190,7 @@ def table(args: argparse.Namespace, folder: Path) -> str:
                 served, rest = order[: args.responses], order[args.responses : 2 * args.responses]
                 acceptance = Acceptance.from_rows([counted[served].sum(0)], "server")
                 replayed = [part(result, served if scenario == "own" else rest) for result in results]
-                named = [
-                    item.name
-                    for item in not_excluded(match(replayed, acceptance, others=scenario == "other").assessments)
-                ]
+                named = match(replayed, acceptance, others=scenario == "other").named()
                 answers[verdict(truth, named, rates)] += 1
             columns = [answers.pop(name, 0) for name in ("right", "equal", "among")]
             sums[number] += [*columns, answers.total()]

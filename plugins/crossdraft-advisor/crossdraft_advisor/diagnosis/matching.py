@@ -19,7 +19,7 @@ from crossdraft.framework.util.estimate import Estimate
 
 from ..engines.acceptance import Acceptance
 from ..replay.engine_counts import EngineCounts
-from .hypothesis import PRECISION, Assessment, Counts, Hypothesis, Known, assess
+from .hypothesis import PRECISION, Assessment, Counts, Hypothesis, Known, assess, not_excluded
 from .signatures import counts_of, faulty_shapes
 from .trials import TrialResult
 
@@ -31,7 +31,7 @@ SHAPE = 0.25
 
 @dataclass(frozen=True)
 class _Precision:
-    """What is known about counters of the replayed responses.
+    """Precision of the counters of the replayed responses.
 
     Attributes:
         rounding: standard error of logit h_i by rounding.
@@ -46,6 +46,8 @@ class _Precision:
 
 #: Of other responses, of those that were counted, and of those if acceptance is deterministic.
 OTHER, OWN, EXACT = _Precision(0.1, 1.0, PRECISION), _Precision(0.1, 1.0, 3000.0), _Precision(0.03, 4.0, math.inf)
+#: Difference of acceptance by position up to which two readings have the same counters.
+SAME = 0.01
 #: Relative difference of tokens in steps up to which responses are those that the server counted.
 _SAME_TOKENS = 0.03
 
@@ -56,6 +58,7 @@ class Match:
 
     Attributes:
         own: the responses are those that the server counted.
+        unexplained: they have as many tokens as those, but no reading gives exactly what was counted.
         unknown: readings that could not be replayed.
     """
 
@@ -63,7 +66,24 @@ class Match:
     assessments: Sequence[Assessment]
     results: dict[str, TrialResult]
     own: bool
+    unexplained: bool = False
     unknown: int = 0
+
+    def named(self) -> list[str]:
+        """The most likely hypothesis, and those that these counters do not distinguish from it.
+
+        The latter are those that are not excluded, and readings whose replays have the same counters as the best one's:
+        by its prior alone a drafter as configured would exclude them.
+        """
+        names = [hypothesis.name for hypothesis in not_excluded(self.assessments)]
+        best = self.results.get(names[0])
+        if best is not None and best.counts is not None:
+            rates = best.counts.per_position / best.counts.drafts
+            for name, result in self.results.items():
+                if result.counts is not None and name not in names:
+                    difference = np.abs(result.counts.per_position / result.counts.drafts - rates)
+                    names += [name] if difference.max() < SAME else []
+        return names
 
     def marginal(self, name: str, position: int) -> Estimate:
         """Pr(tau >= position) of a reading, with an interval over responses."""
@@ -95,7 +115,8 @@ def match(results: Sequence[TrialResult], acceptance: Acceptance, *, others: boo
     fits = [_fit(replayed, counted, precision) for precision in precisions]
     _, assessments = max(fits, key=lambda fit: fit[0])
     own = assessments is not fits[0][1]
-    return Match(counted, assessments, replayed, own, len(results) - len(replayed))
+    unexplained = len(fits) > 1 and not own
+    return Match(counted, assessments, replayed, own, unexplained, len(results) - len(replayed))
 
 
 def _fit(replayed: Mapping[str, TrialResult], counted: Counts, precision: _Precision) -> tuple[float, list[Assessment]]:

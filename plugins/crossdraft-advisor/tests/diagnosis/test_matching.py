@@ -71,12 +71,15 @@ def exact(mistake: str, accepted: list[int]) -> TrialResult:
 
 
 def test_greedy_counts_of_the_replayed_responses_are_exact() -> None:
-    """Readings that differ by 4 % of the drafts are told apart on the counted responses, and not on others."""
+    """Readings that differ by 4 % of the drafts are distinguished on the counted responses, and not on others."""
     results = [exact("", [10, 14, 21]), exact("a", [12, 16, 23])]
     (drafts, accepted) = np.sum(results[1].counts.by_response, 0)  # type: ignore[union-attr]
     source = Acceptance.from_rows([(drafts, accepted)], "scrape.txt")
     own, other = match(results, source), match(results, source, others=True)
     assert own.own and [item.name for item in not_excluded(own.assessments)] == ["a"]
+    assert not own.unexplained and not other.unexplained
+    third = match(results, Acceptance.from_rows([(drafts, accepted - 90)], "scrape.txt"))
+    assert third.unexplained and not third.own
     assert not other.own and len(not_excluded(other.assessments)) > 1
     results[0].counts.random = True  # type: ignore[union-attr]
     assert match(results, source).assessments[0].share < own.assessments[0].share

@@ -19,7 +19,7 @@ from crossdraft.framework.models.checkpoint import load_checkpoint
 from crossdraft.framework.util.estimate import estimate_text
 from crossdraft.framework.util.table import Alignment, Table
 
-from ...diagnosis.hypothesis import NONE, not_excluded
+from ...diagnosis.hypothesis import NONE
 from ...diagnosis.matching import CONFIGURED, Match, match
 from ...diagnosis.misconfigurations import misconfigurations
 from ...diagnosis.same_server import differences, served_model
@@ -138,7 +138,7 @@ def _matched(matched: Match) -> str:
         rate = counted.at_least[position] / counted.at_least[0]
         gives = estimate_text(matched.marginal(name, position), digits=3)
         if name == CONFIGURED:
-            verb = "may compute" if len(not_excluded(matched.assessments)) > 1 else "computes"
+            verb = "may compute" if len(matched.named()) > 1 else "computes"
             lines.append(f"The server {verb} what the files define: {rate:.3f} at position {position} ({gives}).")
         else:
             lines.append(
@@ -153,8 +153,12 @@ def _matched(matched: Match) -> str:
                 "Check how the engine reads the files (--files). If the files are wrong instead, the cure is: "
                 f"{best.hypothesis.meaning}."
             )
-    if others := [hypothesis.name for hypothesis in not_excluded(matched.assessments)[1:]]:
+    if others := matched.named()[1:]:
         lines.append(f"Not distinguished from it by these counters: {'; '.join(others)}.")
+    if matched.unexplained:
+        lines.append(
+            "If these are the counted responses, no reading gives what the server counted: it computes something else."
+        )
     if matched.unknown:
         lines.append(f"{matched.unknown} readings could not be replayed.")
     return "\n".join(lines)
