@@ -168,12 +168,15 @@ class RaggedLayer(CacheLayerMixin):
         return self.cache.max_length
 
 
+_NO_PLAN = WritePlan(torch.empty(0, 0, dtype=torch.long), 0)
+
+
 class RaggedCache(Cache):
     """The built-in `KVCache`; layers are created when the model first writes to them."""
 
     def __init__(self, batch_size: int, max_length: int):
         self.num_rows, self.max_length = batch_size, max_length
-        self.plan = WritePlan(torch.empty(0, 0, dtype=torch.long), 0)
+        self.plan = _NO_PLAN
         Cache.__init__(self, layer_class_to_replicate=lambda: RaggedLayer(self))  # type: ignore[arg-type]
 
     def reserve(self, row: int, length: int) -> None:
@@ -194,7 +197,8 @@ class RaggedCache(Cache):
                 layer.move(*indices[device])
 
     def commit(self, lengths: Sequence[int]) -> None:
-        """The mask hides all other slots."""
+        """The mask hides all other slots; the plan is dropped, as replays overwrite its tensors."""
+        self.plan = _NO_PLAN
 
     def clear(self, row: int) -> None:
         for layer in self.layers:

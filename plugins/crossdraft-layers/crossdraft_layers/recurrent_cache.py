@@ -184,6 +184,7 @@ class RecurrentCache(RaggedCache):
         self._path = source
 
     def commit(self, lengths: Sequence[int]) -> None:
+        super().commit(lengths)
         counts = [length - committed for length, committed in zip(lengths, self.committed, strict=True)]
         for row, length in enumerate(lengths):
             if length == 0 and self.committed[row]:  # a new text
