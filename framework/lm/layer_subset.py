@@ -71,7 +71,10 @@ class _PartialPass(ForwardPass):
             with seam.replacing(inputs["given"]):
                 return super().run(tokens, plan, visibility, {}, layers, want_logits)
         logits, hidden = super().run(tokens, plan, visibility, inputs, layers, want_logits and self._head)
-        return logits, hidden if seam is None or layers else seam.output
+        if seam is None:
+            return logits, hidden
+        output, seam.output = seam.output, None  # a graph overwrites it
+        return logits, hidden if layers else output
 
 
 class _PartialLM(RaggedLM):

@@ -114,7 +114,7 @@ class Seam(nn.Module):
         try:
             yield
         finally:
-            self._input = None
+            self._input = self.output = None
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         out = self.layer(hidden_states if self._input is None else self._input, *args, **kwargs)
