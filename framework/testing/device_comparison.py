@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
@@ -20,6 +21,7 @@ from ..contracts.sampling import Sampling
 from ..contracts.steps import StepEvent
 from ..engine.decoder import Decoder
 from ..errors import CrossdraftError
+from ..lm.idle import free_idle
 from ..plugins import get
 from .settings import Setting, TinyModel, Toys
 from .simulated_cuda import device, installed
@@ -102,7 +104,7 @@ def compare_devices(
             "captured pass depends on more than its tensors"
         )
     assert logged <= expected, f"{title} warns on the simulated device only: {sorted(logged - expected)}"
-    kept += map(_shortened, device.kept())
+    kept += map(_shortened, kept_tensors())
     assert not kept, (
         f"{title}: a tensor of a captured pass is kept, and the next replay overwrites it: {'; '.join(kept)}. Keep a "
         "copy that is made outside of the pass"
@@ -119,6 +121,13 @@ def _decode(decoder: Decoder, prompts: Sequence[list[int]]) -> tuple[dict[int, A
     """Tokens and accepted drafts by prompt, and tensors of captures that the strategies keep."""
     responses = {r.index: (r.tokens, [step.tau for step in r.steps]) for r in decoder.run(prompts)}
     return responses, [_shortened(line) for line in device.kept() if "held by crossdraft.framework." not in line]
+
+
+def kept_tensors() -> Counter[str]:
+    """`Device.kept`, without idle slots of models, which replace theirs in the next pass."""
+    gc.collect()  # slots become idle when they are freed
+    free_idle()
+    return device.kept()
 
 
 def _explanation(waits: Counter[str], steps: list[Counter[str]], declared: int, places: tuple[str, ...]) -> str:

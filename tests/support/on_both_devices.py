@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from crossdraft.framework.testing.device_comparison import collected_warnings
+from crossdraft.framework.testing.device_comparison import collected_warnings, kept_tensors
 from crossdraft.framework.testing.simulated_cuda import device
 
 
@@ -22,5 +22,5 @@ def on_both_devices(run: Callable[[str], Any], warning: str = "") -> Any:
     assert result == want
     further = sorted(logged - expected)
     assert not further or (warning and warning in further[0] and len(further) == 1), further
-    assert not (kept := device.kept()), kept
+    assert not (kept := kept_tensors()), kept
     return result
