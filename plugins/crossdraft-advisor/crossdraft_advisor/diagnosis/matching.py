@@ -113,7 +113,8 @@ def match(results: Sequence[TrialResult], acceptance: Acceptance, *, others: boo
         random = any(result.counts.random for result in replayed.values() if result.counts is not None)
         precisions.append(OWN if random else EXACT)
     fits = [_fit(replayed, counted, precision) for precision in precisions]
-    _, assessments = max(fits, key=lambda fit: fit[0])
+    equal = any(_same_counts(counted, result.counts) for result in replayed.values())
+    _, assessments = fits[-1] if equal else max(fits, key=lambda fit: fit[0])
     own = assessments is not fits[0][1]
     unexplained = len(fits) > 1 and not own
     return Match(counted, assessments, replayed, own, unexplained, len(results) - len(replayed))
@@ -140,6 +141,14 @@ def _fit(replayed: Mapping[str, TrialResult], counted: Counts, precision: _Preci
     logs = [item.log_likelihood + math.log(item.hypothesis.prior) for item in known]
     trials = [1 / (1 / n + 1 / precision.maximum) for n in at_least[:-1] if n]
     return float(np.logaddexp.reduce(logs)) + 0.5 * float(np.log(trials).sum()), assessments
+
+
+def _same_counts(counted: Counts, counts: EngineCounts | None) -> bool:
+    """True if the counters are those of a replay, up to one step at each position."""
+    if counts is None or len(counts.per_position) != counted.gamma:
+        return False
+    ours = np.array([counts.drafts, *counts.per_position])
+    return bool(np.abs(ours - np.array(counted.at_least)).max() <= 1.0)
 
 
 def _same_tokens(counted: Counts, counts: EngineCounts | None) -> bool:
