@@ -570,7 +570,7 @@ def _load_values(file: Any, map_location: Any = None, **kwargs: Any) -> Any:
     """``torch.load``; tensors are loaded to the host unless ``map_location`` is the device."""
     on_device = isinstance(map_location, str | int | torch.device) and _is_cuda(map_location)
     with _NO_FUNCTIONS():
-        value = _load(file, "cpu" if on_device else map_location, **kwargs)
+        value = _load(file, "cpu" if on_device else map_location, **kwargs)  # pyright: ignore
     return _tree(value, DeviceTensor) if on_device else value
 
 
