@@ -183,8 +183,7 @@ def test_families(family: str, tree: bool) -> None:
 # -- commands -----------------------------------------------------------------------------------------------
 
 
-def test_run_with_few_graphs(models: dict[str, str], tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(cuda_graphs, "MOST_GRAPHS", 2)
+def test_run(models: dict[str, str], tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
 
