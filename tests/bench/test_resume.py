@@ -47,10 +47,7 @@ class Remembering(PromptLookup):
         for history, limit in zip(sequences.history, sequences.limit, strict=True):
             draft = [self.after[history[-1]]] if history and limit and history[-1] in self.after else []
             drafts.append(draft)
-        import torch
-
-        tokens = torch.tensor([[*draft, 0][:1] for draft in drafts])
-        return Draft.chain(tokens, torch.tensor([len(draft) for draft in drafts]))
+        return Draft.copied(drafts, sequences.device)
 
     def observe(self, sequences: Any, draft: Any, verdict: Any, accepted: Any, scores: Any) -> None:
         for history in sequences.history:

@@ -23,7 +23,11 @@ from pydantic import ValidationError
 from crossdraft.framework.contracts.drafter import DraftTraits
 from crossdraft.framework.plugins import entries
 from crossdraft.framework.testing.device_comparison import BATCH_SIZES, SAMPLINGS, compare_drafter
+from crossdraft.framework.testing.simulated_cuda import installed
 from crossdraft.testing import DrafterContract, TinyModel
+
+if not installed():  # or every run would import the tests of all drafters
+    pytest.skip("runs by: pytest -p crossdraft.testing.simulated_cuda", allow_module_level=True)
 
 pytestmark = pytest.mark.simulated
 
