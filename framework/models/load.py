@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from .. import plugins
@@ -129,7 +130,7 @@ def load_transformers(
     options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     compact = shared is not None and (resolved.path / COMPACT_WEIGHTS).is_file()
     # Silence warnings about the embedding that is added below, and about layers that cannot be quantised.
-    with _model_errors(name), _quiet if shared is not None or resolved.quantization else nullcontext():
+    with _one_at_a_time, _model_errors(name), _quiet if shared is not None or resolved.quantization else nullcontext():
         from transformers import AutoConfig, AutoModelForCausalLM
 
         weights_options = {}
@@ -257,6 +258,10 @@ def _model_errors(name: str) -> Iterator[None]:
                 "decoder-only causal models"
             )
         raise ModelError(f"{printable(name)} could not be loaded: {reason}") from error
+
+
+#: transformers replaces functions of all models (`tie_weights`, initialisation) and the default dtype while it loads one.
+_one_at_a_time = RLock()
 
 
 def _log_errors_only() -> Callable[[], None]:
