@@ -260,7 +260,7 @@ def _model_errors(name: str) -> Iterator[None]:
         raise ModelError(f"{printable(name)} could not be loaded: {reason}") from error
 
 
-#: transformers replaces functions of all models (`tie_weights`, initialisation) and the default dtype while it loads one.
+#: While transformers loads a model, it replaces functions of all models (`tie_weights`) and the default dtype.
 _one_at_a_time = RLock()
 
 
