@@ -88,23 +88,23 @@ def test_load_directory(target: Path) -> None:
 
 def test_threads_load_one_after_the_other(target: Path, monkeypatch: Any) -> None:
     """Transformers replaces `tie_weights` of all models meanwhile; two threads would leave it replaced."""
-    inside, together = 0, []
+    running, concurrent = 0, []
     load = AutoModelForCausalLM.from_pretrained
 
     def watched(*args: Any, **options: Any) -> Any:
-        nonlocal inside
-        inside += 1
-        together.append(inside)
+        nonlocal running
+        running += 1
+        concurrent.append(running)
         time.sleep(0.05)
         try:
             return load(*args, **options)
         finally:
-            inside -= 1
+            running -= 1
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", watched)
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(lambda _: load_model(str(target), device="cpu"), range(3)))
-    assert together == [1, 1, 1]
+    assert concurrent == [1, 1, 1]
 
 
 def test_dtype_and_device_are_named(target: Path) -> None:
