@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ import numpy as np
 from llamacpp_server import served
 from safetensors.torch import load_file, save_file
 from tiny_heads import LAYERS, TOKENS, VOCABULARY, prompts, save_head, save_target, texts_of, train_head
+from vllm_exports import crossdraft, in_vllm
 
 from crossdraft import load_model
 
@@ -112,16 +110,8 @@ def by_vllm(python: Path, target: Path, head: Path, starts: list[list[int]], wor
     """Responses of vLLM; its log is ``vllm.counters``."""
     (work / "serve.py").write_text(SERVE, encoding="utf-8")
     (work / "prompts.json").write_text(json.dumps(starts), encoding="utf-8")
-    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
-    if (openmp := python.parents[1] / "lib" / "libiomp5.so").exists():
-        environment["LD_PRELOAD"] = str(openmp)
-    arguments = [target, head, work / "prompts.json", TOKENS, GAMMA, work / "served.json"]
-    done = subprocess.run(
-        [str(python), str(work / "serve.py"), *map(str, arguments)], text=True, capture_output=True, env=environment
-    )
-    (work / "vllm.counters").write_text(done.stdout + done.stderr, encoding="utf-8")
-    if done.returncode:
-        sys.exit(done.stdout + done.stderr)
+    arguments = target, head, work / "prompts.json", TOKENS, GAMMA, work / "served.json"
+    (work / "vllm.counters").write_text(in_vllm(python, work / "serve.py", *arguments), encoding="utf-8")
     return json.loads((work / "served.json").read_text(encoding="utf-8"))
 
 
@@ -235,10 +225,7 @@ def diagnosis(
     drafter = json.dumps({"name": "eagle3", "model": str(head), "layers": LAYERS, "gamma": GAMMA})
     argv = ["diagnose", "--target", str(target), "--drafter", drafter, "--replay", str(responses), "--dtype", "float32"]
     argv += ["--device", "cpu", "--counters", str(work / f"{engine}.counters"), "--as", engine]
-    done = subprocess.run([sys.executable, "-m", "crossdraft", *argv], text=True, capture_output=True)
-    if done.returncode:
-        sys.exit(done.stdout + done.stderr)
-    return done.stdout
+    return crossdraft(*argv)
 
 
 def verdict(answer: str, expected: str) -> str:

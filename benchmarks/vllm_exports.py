@@ -69,14 +69,23 @@ def crossdraft(*args: str) -> str:
     return done.stdout
 
 
+def in_vllm(python: Path, script: Path, *arguments: object) -> str:
+    """Output of a script that runs in vLLM's environment; exits with it if the script fails."""
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    if (openmp := python.parents[1] / "lib" / "libiomp5.so").exists():
+        environment["LD_PRELOAD"] = str(openmp)
+    command = [str(python), str(script), *map(str, arguments)]
+    done = subprocess.run(command, text=True, capture_output=True, env=environment)
+    if done.returncode:
+        sys.exit(done.stdout + done.stderr)
+    return done.stdout + done.stderr
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", required=True, type=Path, help="Python of vLLM's environment")
     parser.add_argument("--tokens", type=int, default=64, help="maximum tokens of a response")
     args = parser.parse_args()
-    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
-    if (openmp := args.vllm.parents[1] / "lib" / "libiomp5.so").exists():
-        environment["LD_PRELOAD"] = str(openmp)
     rows = []
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
@@ -86,11 +95,8 @@ def main() -> None:
             crossdraft("train", "export", kind, model, "--target", TARGET, "--dtype", "float32", "--out", str(out))
             method = kind.replace("-", "_")
             config = {"method": method, "model": str(out), "num_speculative_tokens": length}
-            command = [str(args.vllm), str(work / "serve.py"), str(resolve(TARGET).path), json.dumps(config)]
-            command += [json.dumps(QUESTIONS), str(args.tokens), str(work / "served.json")]
-            done = subprocess.run(command, text=True, capture_output=True, env=environment)
-            if done.returncode:
-                sys.exit(done.stdout + done.stderr)
+            arguments = resolve(TARGET).path, json.dumps(config), json.dumps(QUESTIONS), args.tokens
+            in_vllm(args.vllm, work / "serve.py", *arguments, work / "served.json")
             served = json.loads((work / "served.json").read_text())
             responses = work / "responses.jsonl"
             with responses.open("w", encoding="utf-8") as file:

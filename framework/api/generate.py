@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-from weakref import finalize
 
 from ..contracts.constraint import Grammar
 from ..contracts.models import TRANSFORMERS, LoadedModel
@@ -22,7 +21,6 @@ from ..contracts.steps import Chunk, Request, Response, StepEvent, raise_failed
 from ..engine.checks import check_prompt
 from ..engine.decoder import Decoder
 from ..errors import UsageError
-from ..lm.idle import put
 from ..lm.layer_surgery import OwnModules
 from ..lm.recomputing_lm import scoring_slots
 from ..models.digests import model_sha256
@@ -99,9 +97,8 @@ def pair_decoder(
     decoder = build_decoder(
         context, *pair, eos=target.eos_token_ids, max_new_tokens=max_new_tokens, rng=CounterRng(seed), **options
     )
-    if own is not None and own.structure is not None:
-        own.loaded = {name: model for name, model in own.loaded.items() if name in context.used}
-        finalize(decoder, put, caller, OwnModules, own.structure, own).atexit = False
+    if own is not None:
+        own.lend(caller, decoder, context.used)
     return decoder
 
 

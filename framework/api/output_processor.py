@@ -103,9 +103,8 @@ class Outputs:
                     yield chunks + [self._running.pop(i).last(response) for i, response in responses.items()]
         finally:
             self._running.clear()
-            self._decoder.on_step = (
-                None  # refers to the decoder, whose slots are free for others as soon as it is freed
-            )
+            # It refers to the decoder, whose slots are free for others as soon as it is freed.
+            self._decoder.on_step = None
 
     def _requests(self, waiting: Iterable[tuple[Request, Output] | None]) -> Iterator[Request | None]:
         for pair in waiting:

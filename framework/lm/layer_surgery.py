@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..errors import ModelError, UsageError
 from ..models.placement import is_spread
 from .cuda_graphs import runner_for
-from .idle import ATTRIBUTE, CONTAINERS, Structure, borrow
+from .idle import ATTRIBUTE, CONTAINERS, Structure, borrow, put
 
 #: Names of the parts of a decoder layer.
 _ATTENTION, _MLP = ("self_attn", "attn", "attention", "self_attention"), ("mlp", "feed_forward", "block_sparse_moe")
@@ -209,7 +209,7 @@ def own_modules(model: Any) -> Any:
 
 @dataclass
 class OwnModules:
-    """`own_modules` and the models loaded for them; put back by the borrower, unless ``structure`` is None."""
+    """`own_modules` and the draft models loaded for them; without graphs, ``structure`` is None and nothing is kept."""
 
     model: Any
     structure: Structure | None
@@ -217,11 +217,17 @@ class OwnModules:
 
     @classmethod
     def borrow(cls, model: Any) -> OwnModules:
-        """Those of an earlier borrower, with their graphs, or new ones if ``model`` was changed since."""
+        """Modules of an earlier borrower, with their graphs, or new ones if ``model`` was changed since."""
         if not runner_for(model).records:
             return cls(own_modules(model), None)
         structure = Structure(model)
         return borrow(model, cls, structure) or cls(own_modules(model), structure)
+
+    def lend(self, model: Any, borrower: Any, used: Collection[str]) -> None:
+        """Let the modules, and draft models of the names ``used``, be idle when ``borrower`` is freed."""
+        if self.structure is not None:
+            self.loaded = {name: draft for name, draft in self.loaded.items() if name in used}
+            finalize(borrower, put, model, OwnModules, self.structure, self).atexit = False
 
 
 def _set(model: Any, name: str) -> bool:

@@ -123,7 +123,8 @@ def unpacked(bits: np.ndarray, count: int, device: torch.device) -> Tensor:
 def start_host_copy(tensor: Tensor) -> Callable[[], Any]:
     """Start to copy a tensor to the host; the result returns its lists, and waits for the copy, not for later work."""
     if tensor.device.type != "cuda":
-        return tensor.tolist
+        lists = tensor.tolist()
+        return lambda: lists
     copy, end = tensor.to("cpu", non_blocking=True), torch.cuda.Event()
     end.record(torch.cuda.current_stream(tensor.device))
 
