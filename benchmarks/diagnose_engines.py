@@ -20,7 +20,8 @@ import numpy as np
 from llamacpp_server import served
 from safetensors.torch import load_file, save_file
 from tiny_heads import LAYERS, TOKENS, VOCABULARY, prompts, save_head, save_target, texts_of, train_head
-from vllm_exports import crossdraft, in_vllm
+from vllm_exports import crossdraft
+from vllm_process import output_of, run_in_vllm
 
 from crossdraft import load_model
 
@@ -108,10 +109,10 @@ def damaged(head: Path, path: Path, damage: Damage) -> Path:
 
 def by_vllm(python: Path, target: Path, head: Path, starts: list[list[int]], work: Path) -> list[list[int]]:
     """Responses of vLLM; its log is ``vllm.counters``."""
-    (work / "serve.py").write_text(SERVE, encoding="utf-8")
     (work / "prompts.json").write_text(json.dumps(starts), encoding="utf-8")
     arguments = target, head, work / "prompts.json", TOKENS, GAMMA, work / "served.json"
-    (work / "vllm.counters").write_text(in_vllm(python, work / "serve.py", *arguments), encoding="utf-8")
+    log = output_of(run_in_vllm(python, SERVE, *arguments, work=work))
+    (work / "vllm.counters").write_text(log, encoding="utf-8")
     return json.loads((work / "served.json").read_text(encoding="utf-8"))
 
 

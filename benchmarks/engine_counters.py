@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from crossdraft_advisor.replay.response import Response
 from llamacpp_server import served
 from transformers import AutoTokenizer
 from vllm_exports import QUESTIONS, TARGET, crossdraft
+from vllm_process import output_of, run_in_vllm
 
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.models.resolve import resolve
@@ -109,21 +108,14 @@ def agreement(responses: list[dict[str, Any]], drafter: dict[str, Any]) -> list[
 
 
 def record_vllm(python: Path, drafter: dict[str, Any], method: dict[str, Any], work: Path) -> dict[str, Any]:
-    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
-    if (openmp := python.parents[1] / "lib" / "libiomp5.so").exists():
-        environment["LD_PRELOAD"] = str(openmp)
     config = method | {"num_speculative_tokens": drafter["gamma"]}
     if "model" in drafter:
         model = work / drafter["name"]
         options = ["--target", TARGET, "--dtype", "float32", "--out", str(model)]
         crossdraft("train", "export", drafter["name"], drafter["model"], *options)
         config["model"] = str(model)
-    (work / "serve.py").write_text(SERVE, encoding="utf-8")
-    command = [str(python), str(work / "serve.py"), str(resolve(TARGET).path), json.dumps(config)]
-    command += [json.dumps(prompts()), str(TOKENS), str(work / "served.json")]
-    done = subprocess.run(command, text=True, capture_output=True, env=environment)
-    if done.returncode:
-        sys.exit(done.stdout + done.stderr)
+    arguments = resolve(TARGET).path, json.dumps(config), json.dumps(prompts()), TOKENS, work / "served.json"
+    output_of(run_in_vllm(python, SERVE, *arguments, work=work))
     return json.loads((work / "served.json").read_text())
 
 

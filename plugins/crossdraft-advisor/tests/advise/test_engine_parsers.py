@@ -8,6 +8,7 @@ vLLM runs on a CPU here. The models are those of plugins/crossdraft-smollm2.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shlex
@@ -20,6 +21,8 @@ from crossdraft_advisor import Acceptance, Schedule, Source
 from crossdraft_advisor.engines.engine import Range
 from crossdraft_advisor.engines.engine_log import read_source
 from crossdraft_advisor.engines.formats import acceptances_in
+from llamacpp_server import served
+from vllm_process import run_in_vllm
 
 from crossdraft import load_model
 from crossdraft.framework import plugins
@@ -82,13 +85,7 @@ def vllm(script: str, *arguments: str, directory: Path) -> str:
     python = os.environ.get("CROSSDRAFT_VLLM_PYTHON")
     if not python:
         pytest.skip("CROSSDRAFT_VLLM_PYTHON is not set")
-    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
-    environment.pop("PYTHONPATH", None)
-    if (openmp := Path(python).parents[1] / "lib" / "libiomp5.so").exists():
-        environment["LD_PRELOAD"] = str(openmp)
-    (directory / "script.py").write_text(script, encoding="utf-8")
-    command = [python, str(directory / "script.py"), *arguments]
-    done = subprocess.run(command, text=True, capture_output=True, env=environment, timeout=600)
+    done = run_in_vllm(Path(python), script, *arguments, work=directory)
     return done.stdout + done.stderr
 
 
@@ -181,40 +178,17 @@ def test_vllm_refuses_a_draft_model_without_its_embedding(models: dict[str, str]
 
 def test_log_and_counters_of_llama_server_are_read(tmp_path: Path) -> None:
     """Needs ``CROSSDRAFT_GGUF``, SmolLM2 in this format; n-gram drafts for two of the recorded prompts."""
-    import socket
-    import time
-    from urllib.error import URLError
-    from urllib.request import Request, urlopen
-
     server, gguf = os.environ.get("CROSSDRAFT_LLAMA_SERVER"), os.environ.get("CROSSDRAFT_GGUF")
     if not server or not gguf:
         pytest.skip("CROSSDRAFT_LLAMA_SERVER or CROSSDRAFT_GGUF is not set")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     flags = ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "2", "--spec-ngram-simple-size-m", "4"]
     recorded = json.loads((FIXTURES / "llama-cpp-ngram.json").read_text(encoding="utf-8"))
     prompts = [response["prompt"] for response in recorded["responses"] if response["finish_reason"] == "length"]
-    command = [server, "--model", gguf, "--port", str(port), "--metrics", "--threads", "1", "-lv", "4", *flags]
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen([*command, "--ctx-size", "256", "--parallel", "1"], stdout=log, stderr=log)
-    try:
-        base = f"http://127.0.0.1:{port}"
-        for _ in range(600):
-            try:
-                urlopen(f"{base}/health", timeout=5).read()
-                break
-            except (URLError, OSError):
-                assert process.poll() is None
-                time.sleep(0.1)
+    settings = argparse.Namespace(server=server, model=gguf, room=256, threads=1, log=tmp_path / "log")
+    with served(settings, ["-lv", "4", *flags], None, ()) as endpoint:
         for prompt in prompts:
-            body = {"prompt": prompt, "n_predict": 64, "temperature": 0}
-            request = Request(f"{base}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"})
-            urlopen(request, timeout=300).read()
-        scrape = urlopen(f"{base}/metrics", timeout=60).read().decode()
-    finally:
-        process.terminate()
-        process.wait(60)
+            endpoint.answer(prompt, 64)
+        scrape = endpoint.metrics()
     (counted,) = acceptances_in(Source(scrape, "metrics"))
     (logged,) = acceptances_in(read_source(str(tmp_path / "log")))
     assert counted.marginal == pytest.approx(logged.marginal, abs=1e-3)
