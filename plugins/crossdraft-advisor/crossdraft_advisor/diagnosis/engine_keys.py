@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
-import yaml
 from pydantic import Field, model_validator
 
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.models import Checkpoint
 from crossdraft.framework.contracts.options import Options
+from crossdraft.framework.recipe.yaml_errors import read_yaml
 
 #: Nested configs of a head's layers, or of the target that an MTP module is part of; their keys count as the head's.
 _NESTED = ("transformer_layer_config", "text_config")
@@ -38,13 +38,23 @@ class Absence(Options):
 class Fact(Options):
     """An engine's treatment of a key: it reads it, or computes with ``uses`` whatever the key is.
 
-    ``ignored_at``: an earlier commit that did not read it.
+    ``ignored_at``: an earlier commit that did not read it; ``ids``: ids of layers are sorted first, or only those of
+    inputs of layers are read.
     """
 
     where: str
     reads: bool = False
     uses: Any = None
     ignored_at: str = ""
+    ids: Literal["", "sorted", "inputs"] = ""
+
+    def used(self, value: Any, depth: int) -> Any:
+        """The value that the engine computes with if a head for a target of ``depth`` layers has ``value``."""
+        if not self.reads:
+            return self.uses
+        if isinstance(value, list) and self.ids:
+            return sorted(value) if self.ids == "sorted" else [None if i == depth else i for i in value]
+        return value
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Fact:
@@ -106,8 +116,7 @@ class Reading:
 
 @cache
 def engine_keys() -> EngineKeys:
-    text = (files("crossdraft_advisor.diagnosis") / "engine_keys.yaml").read_text(encoding="utf-8")
-    return EngineKeys.model_validate(yaml.safe_load(text))
+    return EngineKeys.model_validate(read_yaml(Path(__file__).with_name("engine_keys.yaml"), "table of engines")[0])
 
 
 def value_of(heads: Checkpoint, key: str, neutral: Any) -> Any:
@@ -123,15 +132,15 @@ def value_of(heads: Checkpoint, key: str, neutral: Any) -> Any:
     return neutral
 
 
-def readings(heads: Checkpoint, drafter: str) -> Iterator[Reading]:
-    """Yield each engine's reading of each key that the table has for ``drafter``."""
+def readings(heads: Checkpoint, drafter: str, depth: int) -> Iterator[Reading]:
+    """Yield each engine's reading of each key that the table has for ``drafter``; ``depth``: the target's layers."""
     table = engine_keys()
     for key, facts in table.keys.get(drafter, {}).items():
         value = value_of(heads, key, facts.neutral)
         for engine, fact in facts.engines.items():
             source = table.sources[engine][drafter]
             origin = f"{source.repository} {source.file}, commit {source.commit}: {fact.where}"
-            used = value if fact.reads else fact.uses
+            used = fact.used(value, depth)
             earlier = fact.ignored_at if value != facts.neutral else ""
             yield Reading(key, engine, value, used, origin, earlier)
 

@@ -55,6 +55,14 @@ def test_keys_that_an_earlier_commit_did_not_read_are_named(target: str, tmp_pat
     assert "vllm at commit 00bd1493b3e8 did not read fc_norm; later ones do" in capsys.readouterr().out
 
 
+def test_ids_of_layers_that_an_engine_reads_otherwise_are_named(target: str, tmp_path: Path, capsys: Any) -> None:
+    drafter = head(tmp_path / "head", eagle_aux_hidden_state_layer_ids=[2, 0, 1])  # of a target with two layers
+    assert cli.main(["diagnose", "--files", "--target", target, "--drafter", drafter]) == 0
+    out = capsys.readouterr().out
+    assert "vllm would misread eagle_aux_hidden_state_layer_ids: [0, 1, 2] for [2, 0, 1]" in out
+    assert "llama.cpp would misread eagle_aux_hidden_state_layer_ids: [null, 0, 1] for [2, 0, 1]" in out
+
+
 def changing(keys: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """The keys of a layout that change what its heads compute, and are not refused."""
     for name, key in keys.items():

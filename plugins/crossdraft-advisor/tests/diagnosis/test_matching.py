@@ -8,15 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from crossdraft_advisor.commands.diagnose.responses import _continued
 from crossdraft_advisor.diagnosis.hypothesis import not_excluded
 from crossdraft_advisor.diagnosis.matching import CONFIGURED, match
 from crossdraft_advisor.diagnosis.trials import TrialResult, engine_misreadings
 from crossdraft_advisor.engines.acceptance import Acceptance
 from crossdraft_advisor.engines.counter_definitions import DEFINITIONS
 from crossdraft_advisor.replay.engine_counts import EngineCounts
+from crossdraft_advisor.replay.response import Response
+from crossdraft_advisor.replay.teacher_forcing.lazy_models import Target
 from replay_fixtures import configured
 from scrapes import scrape, scrape_rates
-from tiny_models import save_model
+from tiny_models import argmax_text, save_model
 
 from crossdraft import generate, load_model
 from crossdraft.framework.cli import main as cli
@@ -160,3 +163,15 @@ def test_misreadings_of_engines() -> None:
     (greedy,) = engine_misreadings(drafter, Sampling(temperature=1.0), None)
     assert greedy.options == {"temperature": 0}
     assert not list(engine_misreadings(drafter, Sampling(temperature=0), None))
+
+
+def test_greedy_responses_are_continued_past_their_end(tmp_path: Path) -> None:
+    """An engine counts drafts there; the target's own tokens are what they are verified against."""
+    target = Target(save_model(tmp_path / "target"), Sampling(temperature=0), dtype="float32", device="cpu")
+    context = target.loaded.context_length
+    assert context is not None
+    text = argmax_text(target.loaded.model, [5, 6, 7], 12)
+    short, recorded = Response("a", "", text[:3], text[3:9]), Response("b", "", text[:3], text[3:9], continuation=[4])
+    long = Response("c", "", text[:3], [5] * (context - 5))
+    continued = _continued([short, recorded, long], target, 3)
+    assert [list(response.continuation) for response in continued] == [text[9:12], [4], []]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from crossdraft.framework.api.build import Configured
-from crossdraft.framework.contracts.models import Checkpoint
+from crossdraft.framework.contracts.models import TRANSFORMERS, Checkpoint
 from crossdraft.framework.errors import UsageError, quoted
 from crossdraft.framework.models.checkpoint import load_checkpoint
 from crossdraft.framework.models.shared_embedding import shared_embedding_of
@@ -51,6 +52,7 @@ def files_of(drafter: Configured, target: str, as_json: bool) -> str:
     Raises:
         UsageError: a drafter without heads, or one that the table does not have.
     """
+    from crossdraft.framework.models.configs import read_config
     from crossdraft.framework.models.digests import model_sha256
     from crossdraft.framework.models.resolve import resolve
 
@@ -62,8 +64,11 @@ def files_of(drafter: Configured, target: str, as_json: bool) -> str:
             "counters with a replay instead (--replay, --counters)"
         )
     heads = load_checkpoint(model)
-    facts = target_facts(heads, target, model_sha256(resolve(target)))
-    treatments = list(readings(heads, name))
+    resolved = resolve(target)
+    facts = target_facts(heads, target, model_sha256(resolved))
+    config = read_config(Path(resolved.path)) if resolved.backend == TRANSFORMERS else {}
+    depth = (config.get("text_config") or config).get("num_hidden_layers", 0)
+    treatments = list(readings(heads, name, depth))
     absent = [
         f"{engine} {release.version} does not load heads of {name} ({release.where})"
         for engine, release in table.absent.items()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from crossdraft.framework.api.build import Configured
+from crossdraft.framework.api.generate import generate
 from crossdraft.framework.contracts.misconfiguration import Misconfiguration
 from crossdraft.framework.contracts.models import TRANSFORMERS, Checkpoint
 from crossdraft.framework.contracts.sampling import Sampling
@@ -37,7 +38,7 @@ from ...engines.counter_definitions import DEFINITIONS
 from ...replay.response import Response
 from ...replay.responses import Reader
 from ...replay.teacher_forcing.lazy_models import Target
-from ..baseline_responses import baseline_responses, duration, log
+from ..baseline_responses import BATCH_SIZE, baseline_responses, duration, log
 from ..replay.command import read_responses
 from .command import Diagnose
 from .counters import assessment_json, likelihoods, read_counters
@@ -57,9 +58,11 @@ def replayed_of(args: Diagnose, drafter: Configured) -> str:
     options = {"device": args.device, "trust_remote_code": args.trusted([args.target], [args.drafter])}
     recorded, sampling = _recorded(args)
     target = Target(args.target, sampling, dtype=args.dtype, **options)
+    gamma = counted[0][1].gamma if counted else args.gamma
+    if recorded and definition is not None and definition.accepted == "all" and sampling.temperature == 0:
+        recorded = _continued(recorded, target, gamma)
     heads = load_checkpoint(drafter[1].model) if _has_heads(drafter) else None
     trials = list(_trials(args, drafter, target, heads, recorded, options))
-    gamma = counted[0][1].gamma if counted else args.gamma
     results: list[TrialResult] = []
     start = time.perf_counter()
     for result in run_trials(drafter, trials, gamma, definition):
@@ -104,6 +107,24 @@ def _recorded(args: Diagnose) -> tuple[list[Response] | None, Sampling]:
     if sampling is None:
         raise UsageError("--replay: the responses do not record their sampling parameters; give --temperature")
     return list(responses), sampling
+
+
+def _continued(responses: Sequence[Response], target: Target, gamma: int) -> list[Response]:
+    """The responses with what the target emits past their end at temperature 0, where engines count drafts, too."""
+    results = list(responses)
+    maximum = target.loaded.context_length
+    short = [
+        number
+        for number, response in enumerate(results)
+        if not len(response.continuation)
+        and (maximum is None or len(response.prompt) + len(response.tokens) + gamma <= maximum)
+    ]
+    if short:
+        texts = [[*results[number].prompt, *results[number].tokens] for number in short]
+        options = {"temperature": 0.0, "ignore_eos": True, "batch_size": min(BATCH_SIZE, len(short))}
+        for number, more in zip(short, generate(target.loaded, texts, max_new_tokens=gamma, **options), strict=True):
+            results[number] = replace(results[number], continuation=more.tokens)
+    return results
 
 
 def _report(
