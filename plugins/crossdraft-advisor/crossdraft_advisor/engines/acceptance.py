@@ -126,6 +126,11 @@ class Acceptance:
         return cls(tuple(float(rate) for rate in np.cumprod(rates)), source, **attributes)
 
     @property
+    def block(self) -> bool:
+        """True if it is that of block verification, which equals token verification of point masses."""
+        return self.verifier == "block" and not self.point_mass and self.temperature != 0
+
+    @property
     def gamma(self) -> int:
         """The number of positions in ``marginal``; 0 if only the length is known."""
         return len(self.marginal)

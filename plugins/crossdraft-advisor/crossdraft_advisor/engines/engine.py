@@ -109,7 +109,7 @@ class Engine(ABC):
             return f"it has no drafter {acceptance.drafter}; supported drafters: {known}"
         if not acceptance.chain:
             return "it does not support tree drafts"
-        alike = ("block",) if acceptance.temperature == 0 or acceptance.point_mass else ()
+        alike = () if acceptance.block else ("block",)
         if acceptance.verifier not in ("", *self.verifiers, *alike):
             return f"it has no {acceptance.verifier} verification"
         policy = acceptance.options.get("policy")

@@ -131,7 +131,11 @@ def test_settings_of_other_engines() -> None:
     assert Sglang(engine("sglang").export(schedule()).text).given.speculative_use_rejection_sampling
     assert not Sglang(engine("sglang").export(schedule(point_mass=True)).text).given.speculative_use_rejection_sampling
     assert "older releases reject" in " ".join(engine("sglang").export(schedule(*FALLING)).remarks)
-    assert trt(engine("tensorrt-llm").export(schedule()).text).use_rejection_sampling
+    block = engine("sglang").export(schedule(verifier="block"))
+    assert Sglang(block.text).given.speculative_use_block_verification and "CUDA or ROCm" in block.remarks[-1]
+    assert "block" not in engine("sglang").export(schedule(verifier="block", temperature=0.0)).text
+    for drafter in ("eagle3", "mtp", "draft-model"):
+        assert trt(engine("tensorrt-llm").export(schedule(drafter=drafter)).text).use_rejection_sampling
     ngram = {"drafter": "prompt-lookup", "model": "", "point_mass": True, "options": {"min_ngram": 2, "max_ngram": 4}}
     settings = engine("llama.cpp").export(schedule(**ngram))
     flags = LlamaCpp(settings.text).given
@@ -158,11 +162,11 @@ def test_not_drafting(name: str) -> None:
 @pytest.mark.parametrize(
     "name, about, message",
     [
-        ("sglang", {"verifier": "block"}, "no block verification"),
+        ("sglang", {"drafter": "draft-model", "verifier": "block"}, "its STANDALONE has no block verification"),
         ("sglang", {"drafter": "draft-model"}, "STANDALONE drafts greedily"),
         ("sglang", {"drafter": "medusa"}, "no drafter medusa"),
         ("tensorrt-llm", {"verifier": "block"}, "no block verification"),
-        ("tensorrt-llm", {"drafter": "draft-model"}, "Draft_Target drafts greedily"),
+        ("tensorrt-llm", {"drafter": "prompt-lookup"}, "NGram drafts greedily"),
         ("llama.cpp", {}, "at temperature 1.0 llama.cpp drafts greedily"),
         ("transformers", {"drafter": "draft-model", "verifier": "block"}, "no block verification"),
         ("transformers", {}, "no drafter eagle3"),

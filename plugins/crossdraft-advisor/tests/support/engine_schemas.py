@@ -80,6 +80,7 @@ class Sglang:
         for name in ("num-steps", "eagle-topk", "num-draft-tokens", "ngram-max-bfs-breadth"):
             add(f"--speculative-{name}", type=int)
         add("--speculative-use-rejection-sampling", action="store_true")
+        add("--speculative-use-block-verification", action="store_true")
         add("--speculative-adaptive", action="store_true")
         add("--speculative-adaptive-config")
         self.given = inputs = parser.parse_args(words(flags))
@@ -90,7 +91,9 @@ class Sglang:
         else:
             assert all(three) and three[1] == 1 and three[2] == three[0] + 1
             assert inputs.speculative_draft_model_path or inputs.speculative_algorithm == "NEXTN"
-        assert eagle or not (inputs.speculative_use_rejection_sampling or inputs.speculative_adaptive)
+        if not eagle:
+            assert not (inputs.speculative_use_rejection_sampling or inputs.speculative_use_block_verification)
+            assert not inputs.speculative_adaptive
         assert inputs.speculative_adaptive == bool(config) == bool(inputs.speculative_adaptive_config)
         slots = json.loads(config) if config else {}
         self.slots = {int(b): AdaptiveSlot.model_validate(slot).candidate_steps for b, slot in slots.items()}
@@ -118,7 +121,7 @@ class TrtConfig(Strict):
     def _together(self) -> Any:
         assert (self.max_matching_ngram_size is not None) == (self.decoding_type == "NGram")
         assert (self.speculative_model is not None) or self.decoding_type in ("NGram", "MTP")
-        assert not self.use_rejection_sampling or self.decoding_type in ("Eagle3", "MTP")  # one model
+        assert not self.use_rejection_sampling or self.decoding_type != "NGram"
         if schedule := self.draft_len_schedule:
             assert min(schedule) >= 1 and min(schedule.values()) >= 0
             assert schedule[min(schedule)] == self.max_draft_len == max(schedule.values())

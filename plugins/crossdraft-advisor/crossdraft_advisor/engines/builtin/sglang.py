@@ -37,12 +37,13 @@ _ARGUMENTS = tuple(re.compile(_ARGUMENT.format(name)) for name in ("num_steps", 
 _LINE = re.compile(r"Decode batch\b")
 _LENGTH = re.compile(r"accept len: ([^,\s]*)(,?)")
 _RUNNING = re.compile(r"#running-req: (\d{1,9}),")
-#: Algorithms with adaptive steps and with rejection sampling of sampled drafts.
+#: Algorithms with adaptive steps, with rejection sampling of sampled drafts, and with block verification.
 _EAGLE = ("EAGLE", "EAGLE3", "NEXTN")
 
 
 class Sglang(Engine):
     name = "sglang"
+    verifiers: ClassVar[tuple[str, ...]] = (*Engine.verifiers, "block")
     read_from = "SGLang main, commit 015c872628e3"
     counters = DEFINITIONS["sglang"]
     methods: ClassVar[Mapping[str, str]] = {
@@ -56,9 +57,11 @@ class Sglang(Engine):
     def cannot(self, acceptance: Acceptance) -> str | None:
         if reason := super().cannot(acceptance):
             return reason
-        if self.methods.get(acceptance.drafter, "EAGLE") not in _EAGLE:
-            return only_point_masses(acceptance, f"{self.name}'s {self.methods[acceptance.drafter]}")
-        return None
+        if (method := self.methods.get(acceptance.drafter, "EAGLE")) in _EAGLE:
+            return None
+        if acceptance.block:
+            return f"its {method} has no block verification"
+        return only_point_masses(acceptance, f"{self.name}'s {method}")
 
     def scheduled(self, acceptance: Acceptance) -> bool:
         return self.methods.get(acceptance.drafter) in _EAGLE
@@ -84,7 +87,11 @@ class Sglang(Engine):
             arguments += ["--speculative-num-draft-tokens", str(schedule.gamma + 1)]
         if schedule.sampled:
             arguments += ["--speculative-use-rejection-sampling"]
+        if acceptance.block:
+            arguments += ["--speculative-use-block-verification"]
         text, remarks = shell(arguments), list(length_remarks(schedule))
+        if acceptance.block:
+            remarks.append("block verification needs CUDA or ROCm; older releases do not have it")
         if method == "NGRAM" and acceptance.options:
             remarks.append(
                 "NGRAM looks up the texts of all requests; the acceptance was measured on each request's own"

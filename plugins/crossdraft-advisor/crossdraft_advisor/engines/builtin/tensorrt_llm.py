@@ -39,10 +39,9 @@ class TensorRtLlm(Engine):
     }
 
     def cannot(self, acceptance: Acceptance) -> str | None:
-        if reason := super().cannot(acceptance):
+        reason = super().cannot(acceptance)
+        if reason or acceptance.drafter != "prompt-lookup":  # use_rejection_sampling supports sampled drafts
             return reason
-        if acceptance.drafter in ("eagle3", "mtp", ""):
-            return None  # use_rejection_sampling supports sampled drafts
         return only_point_masses(acceptance, f"{self.name}'s {self.methods[acceptance.drafter]}")
 
     def scheduled(self, acceptance: Acceptance) -> bool:
@@ -75,7 +74,7 @@ class TensorRtLlm(Engine):
             config["draft_len_schedule"] = lengths
         remarks = (*remarks, *match_remarks(acceptance, "TensorRT-LLM", shortest=True))
         if method == "Draft_Target":
-            remarks = (*remarks, "older releases accept DraftTarget instead of Draft_Target")
+            remarks = (*remarks, "older releases accept DraftTarget instead of Draft_Target, and draft greedily")
         text = yaml.safe_dump({"speculative_config": config}, sort_keys=False).rstrip()
         return Settings(text, remarks)
 
@@ -95,5 +94,5 @@ class TensorRtLlmSynthetic(TensorRtLlm):
         acceptance = schedule.acceptance
         # Accepted draft tokens: without the bonus token.
         text = f"# export {_FORCED}={sum(acceptance.marginal):.2f}\n{settings.text}"
-        whole = f"with two models (Draft_Target, NGram) {_FORCED} must be an integer; others are ignored with a warning"
+        whole = f"with NGram, {_FORCED} must be an integer; others are ignored with a warning"
         return Settings(text, (*synthetic_remarks(acceptance), whole, *settings.remarks))

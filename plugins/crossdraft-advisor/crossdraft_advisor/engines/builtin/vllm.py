@@ -108,7 +108,7 @@ class Vllm(Engine):
             config |= {f"prompt_lookup_{end}": n for end, n in ngram_sizes(acceptance).items()}
         if schedule.greedy:
             return config
-        if acceptance.verifier == "block" and acceptance.point_mass is not True:  # equal on point masses
+        if acceptance.block:
             config["rejection_sample_method"] = "block"
         if schedule.sampled:
             config["draft_sample_method"] = "probabilistic"
@@ -122,11 +122,7 @@ class VllmCpu(Vllm):
 
     def cannot(self, acceptance: Acceptance) -> str | None:
         reason = super().cannot(acceptance)
-        if (
-            reason is None
-            and acceptance.verifier == "block"
-            and not (acceptance.point_mass or acceptance.temperature == 0)
-        ):
+        if reason is None and acceptance.block:
             reason = (
                 "its model runner V1 verifies token by token and drafts greedily if block verification is requested"
             )
