@@ -1,16 +1,17 @@
-"""Confusion of ``crossdraft diagnose --replay .. --counters ..``: servers that misread a head on purpose.
+"""Confusion of ``crossdraft diagnose --replay .. --counters ..``: servers that misread a drafter on purpose.
 
-    python benchmarks/diagnose_matching.py [--servers 100] [--responses 100] [--pool 240] [--steps 900] [--keep DIR]
+    python benchmarks/diagnose_matching.py [--drafter NAME ..] [--temperature 0] [--servers 100] [--keep DIR]
 
-A tiny target gets an EAGLE-3 head that is trained for it (`tiny_heads`). A server is crossdraft's own decoder with this
-head, misread: each reading of the catalogue is written to a directory of its own and decodes the prompts of a pool at
-temperature 0. Its counters are those of the steps of 100 responses of the pool. The diagnosis gets the sound head,
-these counters, and the same responses (``own``) or as many others of the pool (``other``). Three servers have no
-reading in the catalogue: a head of an earlier checkpoint, random weights, and a state that is not fed back.
+A tiny target gets a drafter of each kind (`tiny_drafters`). A server is crossdraft's own decoder that computes what a
+reading of the catalogue describes: its heads or draft model are written to a directory of its own, or its prompts are
+changed. It decodes the prompts of a pool; its counters are those of the steps of 100 responses. The diagnosis gets the
+sound drafter, these counters, and the same responses (``own``) or as many others of the pool (``other``). Above
+temperature 0, and with other prompts, each server has responses of its own. Further servers compute what no reading
+describes: an earlier checkpoint that the diagnosis is not given, random weights.
 
-An answer is ``right`` if it names the truth alone; ``equal`` if it names it beside others, all of which have the same
-counters on the whole pool, up to 2 % of the drafts at each position; ``among`` if it names it beside others; otherwise
-it is wrong. A server without a reading is answered rightly if no reading is named.
+An answer is right if it names the truth, ``alone`` or in a ``set`` of readings that the counters do not distinguish;
+the table has the mean size of these sets. A healthy server must be called "as configured" before any other reading. A
+server without a reading is answered rightly if no reading explains the counters.
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from crossdraft_advisor.diagnosis.matching import CONFIGURED, SAME, match
-from crossdraft_advisor.diagnosis.misconfigurations import misconfigurations
-from crossdraft_advisor.diagnosis.trials import Trial, TrialResult, engine_misreadings, run_trials
+from crossdraft_advisor.diagnosis.matching import CONFIGURED, match
+from crossdraft_advisor.diagnosis.readings import READINGS, Setup, readings
+from crossdraft_advisor.diagnosis.text_fit import TextFit
+from crossdraft_advisor.diagnosis.trials import Trial, TrialResult, run_trials
 from crossdraft_advisor.engines.acceptance import Acceptance
 from crossdraft_advisor.engines.counter_definitions import DEFINITIONS
 from crossdraft_advisor.replay.engine_counts import EngineCounts
@@ -39,10 +41,10 @@ from crossdraft_advisor.replay.response import Response
 from crossdraft_advisor.replay.teacher_forcing.lazy_models import Target
 from safetensors.torch import save_file
 from tabulate import tabulate
-from tiny_heads import LAYERS, TOKENS, prompts, save_head, save_target, texts_of, train_head
+from tiny_drafters import KINDS, Kind, chat_prompts, save_chat_target, training_texts
+from tiny_heads import TOKENS
 
 from crossdraft import generate, load_model
-from crossdraft.drafters.heads.eagle3 import Eagle3Head
 from crossdraft.framework.api.build import configured
 from crossdraft.framework.contracts.misconfiguration import Misconfiguration
 from crossdraft.framework.contracts.models import Checkpoint
@@ -51,18 +53,124 @@ from crossdraft.framework.models.checkpoint import load_checkpoint
 
 #: Our decoder cuts drafts to the remaining tokens, as llama.cpp's server does.
 GAMMA, DEFINITION = 4, DEFINITIONS["llama.cpp"]
-GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "batch_size": 100}
-#: Name of the truth of a server without a reading.
-UNKNOWN = "no reading"
+#: Prefixes of the truth of a server without a reading, and of the reading of an earlier checkpoint.
+UNKNOWN, LOADED = "no reading: ", "the server has loaded "
+#: Readings of which servers are made above temperature 0, where each needs replays of its own.
+SAMPLED = (CONFIGURED, "the engine drafts", "the vocabulary map", "ids of the draft model", "the draft model is")
 
 
 @dataclass(frozen=True)
-class Server:
-    """A server that decodes with the heads at ``path``; ``truth``: the name of its reading."""
+class Case:
+    """A server: its counts ``[pool, 1 + GAMMA]``, and the number of the replays of its responses."""
 
     truth: str
-    path: str
-    options: dict[str, Any]
+    counts: list[list[int]]
+    replays: int
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """Counts of a reading on the pool, and the fit of the responses to its prompts."""
+
+    mistake: str
+    counts: list[list[float]]
+    random: bool
+    log_likelihood: float
+    share: float | None
+    errors: float
+
+    def part(self, rows: np.ndarray) -> TrialResult:
+        """The result on some of the responses."""
+        counts = EngineCounts(DEFINITION, GAMMA, random=self.random, responses=len(rows))
+        counts.by_response = [np.array(self.counts[i]) for i in rows]
+        total = np.sum(counts.by_response, 0)
+        counts.drafts, counts.per_position = float(total[0]), total[1:]
+        texts = TextFit(self.log_likelihood * len(rows) / len(self.counts), self.share, self.errors)
+        return TrialResult(Misconfiguration(self.mistake, ""), GAMMA, counts=counts, texts=texts)
+
+
+class Servers:
+    """Servers of one kind of drafter at one temperature."""
+
+    def __init__(self, folder: Path, kind: Kind, temperature: float, pool: int, steps: int):
+        self.folder, self.kind, self.temperature = folder, kind, temperature
+        self.sampling: dict[str, Any] = {"temperature": temperature, "ignore_eos": True, "batch_size": 120}
+        if not (folder / "target").exists():
+            save_chat_target(folder / "target")
+        self.model = load_model(str(folder / "target"), dtype="float32", device="cpu")
+        if not (folder / kind.name / "head").exists():
+            (folder / kind.name).mkdir()
+            writers = kind.make(self.model, training_texts(self.model), steps, steps // 2)
+            for name, write in zip(("stale", "head"), writers, strict=True):
+                write(folder / kind.name / name)
+        self.head, self.stale = (str(folder / kind.name / name) for name in ("head", "stale"))
+        self.starts = chat_prompts(pool, 1)
+        options = {"name": kind.name, "model": self.head, "gamma": GAMMA, **kind.options}
+        self.drafter = configured("drafters", options)
+        self.target = Target(str(folder / "target"), Sampling(temperature=temperature), dtype="float32")
+        self.heads = None if kind.name == "draft-model" else load_checkpoint(self.head)
+
+    def trials(self, responses: Sequence[Response]) -> list[Trial]:
+        setup = Setup(self.drafter, self.heads, self.target, responses, (self.stale,))
+        return list(readings(setup, READINGS))
+
+    def replays(self, responses: Sequence[Response]) -> list[Replayed]:
+        results = []
+        for result in run_trials(self.drafter, self.trials(responses), GAMMA, DEFINITION):
+            counts, texts = result.counts, result.texts
+            if counts is not None and texts is not None:
+                rows = np.array(counts.by_response).tolist()
+                results.append(Replayed(result.misconfiguration.mistake, rows, counts.random, **asdict(texts)))
+        return results
+
+    def served(self, trial: Trial, folder: Path) -> tuple[list[Response], np.ndarray]:
+        """Responses and counts of a server that computes as in a trial."""
+        cls, config = trial.drafter or self.drafter
+        cls = type(cls.__name__, (cls,), {"emitted": 1})
+        options = config.model_dump(exclude_unset=True) | dict(trial.misconfiguration.options)
+        if trial.misconfiguration.change is not None:
+            assert self.heads is not None
+            options["model"] = written(trial.misconfiguration.change(self.heads), folder)
+        elif trial.target.draft_model_change is not None:
+            model = deepcopy(load_model(self.head, dtype="float32", device="cpu").model)
+            with torch.no_grad():
+                trial.target.draft_model_change(model)
+            model.save_pretrained(folder)
+            self.model.tokenizer.save_pretrained(folder)
+            options["model"] = str(folder)
+        return self.decoded((cls, cls.Config(**options)), [list(response.prompt) for response in trial.responses])
+
+    def decoded(self, drafter: Any, starts: Sequence[list[int]]) -> tuple[list[Response], np.ndarray]:
+        first = generate(self.model, starts, max_new_tokens=1, **self.sampling)  # the prefill of a server emits a token
+        after = [[*start, *response.tokens] for start, response in zip(starts, first, strict=True)]
+        verifier = "token" if self.temperature else "greedy"
+        options = {"drafter": drafter, "verifier": verifier, "max_new_tokens": TOKENS - 1, "seed": 1}
+        responses, counts = [], []
+        for i, result in enumerate(generate(self.model, after, **options, **self.sampling)):
+            steps = [step for step in result.steps if step.nodes]
+            counts.append([len(steps), *(sum(step.tau >= k for step in steps) for k in range(1, GAMMA + 1))])
+            tokens = [after[i][-1], *result.tokens]
+            responses.append(Response(str(i), "", self.starts[i], tokens, maximum=TOKENS))
+        return responses, np.array(counts)
+
+    def all(self) -> Iterator[tuple[str, list[Response], np.ndarray]]:
+        """Truth, responses and counts of each server."""
+        plain, _ = self.decoded(self.drafter, self.starts)
+        for trial in self.trials(plain):
+            truth = trial.misconfiguration.mistake or CONFIGURED
+            if self.temperature and not truth.startswith((*SAMPLED, LOADED)):
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                yield truth, *self.served(trial, Path(folder) / "model")
+        cls, config = self.drafter
+        stale = cls.Config(**config.model_dump(exclude_unset=True) | {"model": self.stale})
+        yield f"{UNKNOWN}an earlier checkpoint", *self.decoded((cls, stale), self.starts)
+        if self.heads is not None and not self.temperature:
+            noise = {k: torch.randn_like(t) / t.shape[-1] ** 0.5 for k, t in self.heads.tensors.items() if t.dim() == 2}
+            with tempfile.TemporaryDirectory() as folder:
+                path = written(self.heads.with_tensors(noise), Path(folder) / "model")
+                random = cls.Config(**config.model_dump(exclude_unset=True) | {"model": path})
+                yield f"{UNKNOWN}random weights", *self.decoded((cls, random), self.starts)
 
 
 def written(heads: Checkpoint, path: Path) -> str:
@@ -72,172 +180,113 @@ def written(heads: Checkpoint, path: Path) -> str:
     return str(path)
 
 
-def servers(
-    folder: Path, heads: Checkpoint, readings: Sequence[Misconfiguration], others: dict[str, str]
-) -> Iterator[Server]:
-    for number, reading in enumerate(readings):
-        changed = heads if reading.change is None else reading.change(heads)
-        path = written(changed, folder / f"reading-{number}")
-        yield Server(reading.mistake or CONFIGURED, path, {"layers": LAYERS, **reading.options})
-    for name, path in others.items():
-        yield Server(f"{UNKNOWN}: {name}", path, {"layers": LAYERS})
+def measured(servers: Servers, log: Any) -> tuple[list[Case], list[list[Replayed]]]:
+    """All servers, and the replays of their responses, which several may share."""
+    cases, sets, replays = [], {}, []
+    for truth, responses, counts in servers.all():
+        key = str([response.tokens for response in responses])
+        if key not in sets:
+            sets[key] = len(replays)
+            replays.append(servers.replays(responses))
+        cases.append(Case(truth, counts.tolist(), sets[key]))
+        log(f"{truth}: {counts.sum(0).tolist()}, replays {sets[key]}")
+    return cases, replays
 
 
-def counts_of(target: Any, server: Server, starts: Sequence[Sequence[int]]) -> np.ndarray:
-    """``[prompts, 1 + GAMMA]``: drafts, and those that accepted at least 1, .., GAMMA tokens."""
-    drafter = {"name": "eagle3", "model": server.path, "gamma": GAMMA, **server.options}
-    rows = []
-    for response in generate(target, starts, drafter=drafter, verifier="greedy", max_new_tokens=TOKENS - 1, **GREEDY):
-        steps = [step for step in response.steps if step.nodes]
-        rows.append([len(steps), *(sum(step.tau >= i for step in steps) for i in range(1, GAMMA + 1))])
-    return np.array(rows)
-
-
-@contextmanager
-def lost_state() -> Iterator[None]:
-    """EAGLE-3 heads whose state is not fed back."""
-    own = Eagle3Head.recurrent
-    Eagle3Head.recurrent = lambda self, out: torch.zeros_like(out)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Eagle3Head.recurrent = own  # type: ignore[method-assign]
-
-
-def part(result: TrialResult, rows: np.ndarray) -> TrialResult:
-    """The result on some of the responses."""
-    assert result.counts is not None
-    counts = EngineCounts(DEFINITION, GAMMA)
-    counts.by_response = [result.counts.by_response[i] for i in rows]
-    total = np.sum(counts.by_response, 0)
-    counts.drafts, counts.per_position = float(total[0]), total[1:]
-    return replace(result, counts=counts)
-
-
-def verdict(truth: str, named: Sequence[str], rates: Mapping[str, np.ndarray]) -> str:
-    """The column of an answer, or the wrong hypothesis; ``rates``: of each reading on the whole pool."""
-    if truth.startswith(UNKNOWN):
-        return next((name for name in named if name in rates), "right")
-    if truth not in named:
-        return named[0]
-    others = [name for name in named if name != truth]
-    if not others:
-        return "right"
-    same = all(name in rates and np.abs(rates[name] - rates[truth]).max() < 2 * SAME for name in others)
-    return "equal" if same else "among"
-
-
-def measured(args: argparse.Namespace, folder: Path) -> tuple[list[TrialResult], dict[str, np.ndarray]]:
-    """The replay of each reading on the pool, and the counts of each server."""
+def kept(args: argparse.Namespace, folder: Path, kind: Kind) -> tuple[list[Case], list[list[Replayed]]]:
+    """`measured`, from the file of an earlier call if there is one."""
     start = time.perf_counter()
 
     def log(text: str) -> None:
-        print(f"{time.perf_counter() - start:5.0f} s  {text}", file=sys.stderr, flush=True)
+        print(f"{time.perf_counter() - start:5.0f} s  {kind.name}  {text}", file=sys.stderr, flush=True)
 
-    if not (folder / "head").exists():
-        fresh = load_model(save_target(folder / "target"), dtype="float32", device="cpu")
-        trained = train_head(fresh, texts_of(fresh, 1024, 0, 1.0), args.steps, args.steps // 2)
-        for head, path in zip(trained, ("stale", "head"), strict=True):
-            save_head(head, folder / path)
-        log("trained")
-    target = load_model(str(folder / "target"), dtype="float32", device="cpu")
-    starts = prompts(args.pool, 1)
-    plain = generate(target, starts, max_new_tokens=TOKENS, **GREEDY)
-    responses = [
-        Response(str(i), "", prompt, response.tokens, maximum=TOKENS)
-        for i, (prompt, response) in enumerate(zip(starts, plain, strict=True))
-    ]
-    after = [[*response.prompt, response.tokens[0]] for response in responses]  # the prefill of a server emits a token
-    log(f"decoded {args.pool} responses")
-    heads = load_checkpoint(str(folder / "head"))
-    drafter = configured("drafters", {"name": "eagle3", "model": str(folder / "head"), "layers": LAYERS})
-    greedy = Target(str(folder / "target"), Sampling(temperature=0), dtype="float32")
-    readings = [Misconfiguration("", ""), *misconfigurations(*drafter, heads, greedy.loaded.model)]
-    readings += engine_misreadings(drafter, greedy.sampling, heads)
-    results = []
-    for result in run_trials(drafter, [Trial(item, greedy, responses) for item in readings], GAMMA, DEFINITION):
-        log(f"replayed {result.misconfiguration.mistake or CONFIGURED} {result.reason[:60]}")
-        results.append(result)
-    counts = {}
-    random = heads.with_tensors(
-        {key: torch.randn_like(t) / t.shape[-1] ** 0.5 for key, t in heads.tensors.items() if t.dim() == 2}
-    )
-    with tempfile.TemporaryDirectory() as directory:
-        others = {
-            "earlier checkpoint": str(folder / "stale"),
-            "random weights": written(random, Path(directory) / "random"),
-        }
-        for server in servers(Path(directory), heads, [r.misconfiguration for r in results if r.counts], others):
-            counts[server.truth] = counts_of(target, server, after)
-            log(f"served {server.truth}: {counts[server.truth].sum(0).tolist()}")
-        with lost_state():
-            sound = Server(f"{UNKNOWN}: state not fed back", str(folder / "head"), {"layers": LAYERS})
-            counts[sound.truth] = counts_of(target, sound, after)
-    return [result for result in results if result.counts], counts
-
-
-def table(args: argparse.Namespace, folder: Path) -> str:
-    results, counts = kept(args, folder)
-    by_name = {result.misconfiguration.mistake or CONFIGURED: result for result in results}
-    rates = {name: counts[name].sum(0)[1:] / counts[name].sum(0)[0] for name in by_name}
-    rows, sums = [], np.zeros((2, 4), int)
-    for truth, counted in counts.items():
-        row = [truth[:70], " ".join(f"{rate:.2f}" for rate in counted.sum(0)[1:] / counted.sum(0)[0])]
-        for number, scenario in enumerate(args.replay or ("own", "other")):
-            answers: Counter[str] = Counter()
-            for seed in range(args.servers):
-                order = np.random.default_rng(seed).permutation(args.pool)
-                served, rest = order[: args.responses], order[args.responses : 2 * args.responses]
-                acceptance = Acceptance.from_rows([counted[served].sum(0)], "server")
-                replayed = [part(result, served if scenario == "own" else rest) for result in results]
-                named = match(replayed, acceptance, others=scenario == "other").named()
-                answers[verdict(truth, named, rates)] += 1
-            columns = [answers.pop(name, 0) for name in ("right", "equal", "among")]
-            sums[number] += [*columns, answers.total()]
-            others = ", ".join(f"{name[:40]} {n}" for name, n in answers.most_common(3))
-            row += [_joined(columns), others]
-            print(f"{scenario}  {row}", file=sys.stderr, flush=True)
-        rows.append(row)
-    cells = [cell for line in sums[: (len(rows[0]) - 2) // 2].tolist() for cell in (_joined(line[:3]), line[3])]
-    rows.append(["all", "", *cells])
-    right = "right / equal / among"
-    columns = ["server", "accepted"]
-    columns += [cell for name in args.replay or ("own", "other") for cell in (f"{name}: {right}", "wrong")]
-    return tabulate(rows, columns, tablefmt="github")
-
-
-def _joined(numbers: Sequence[int]) -> str:
-    return " / ".join(map(str, numbers))
-
-
-def kept(args: argparse.Namespace, folder: Path) -> tuple[list[TrialResult], dict[str, np.ndarray]]:
-    """`measured`, from the file of an earlier call if there is one."""
-    file = folder / f"counts-{args.pool}.json"
+    file = folder / f"{kind.name}-{args.temperature:g}-{args.pool}.json"
     if not file.exists():
-        results, counts = measured(args, folder)
-        replayed = [(r.misconfiguration.mistake, np.array(r.counts.by_response).tolist()) for r in results if r.counts]
-        served = {name: rows.tolist() for name, rows in counts.items()}
-        file.write_text(json.dumps({"replayed": replayed, "served": served}), encoding="utf-8")
+        cases, replays = measured(Servers(folder, kind, args.temperature, args.pool, args.steps), log)
+        content = {"cases": list(map(asdict, cases)), "replays": [list(map(asdict, items)) for items in replays]}
+        file.write_text(json.dumps(content), encoding="utf-8")
     read = json.loads(file.read_text(encoding="utf-8"))
-    results = []
-    for mistake, rows in read["replayed"]:
-        counts = EngineCounts(DEFINITION, GAMMA, by_response=[np.array(row) for row in rows])
-        whole = TrialResult(Misconfiguration(mistake, ""), GAMMA, counts=counts)
-        results.append(part(whole, np.arange(len(rows))))
-    return results, {name: np.array(rows) for name, rows in read["served"].items()}
+    return [Case(**case) for case in read["cases"]], [[Replayed(**one) for one in items] for items in read["replays"]]
+
+
+def answers_of(
+    case: Case, replays: Sequence[Replayed], own: bool, args: argparse.Namespace
+) -> tuple[Counter[str], float]:
+    """Answers to as many servers as there are draws of responses, and the mean number of readings that they name."""
+    unknown, sizes, answers = case.truth.startswith(UNKNOWN), [], Counter[str]()
+    known = [one for one in replays if not (unknown and one.mistake.startswith(LOADED))]
+    counts = np.array(case.counts)
+    for seed in range(args.servers):
+        order = np.random.default_rng(seed).permutation(len(counts))
+        served = order[: args.responses]
+        rest = served if own else order[args.responses : 2 * args.responses]
+        acceptance = Acceptance.from_rows([counts[served].sum(0)], "server")
+        matched = match(
+            [one.part(rest) for one in known], acceptance, own=(True if unknown else None) if own else False
+        )
+        named = matched.named()
+        if unknown:
+            answers["alone" if matched.unexplained else named[0]] += 1
+        elif case.truth not in named or (case.truth == CONFIGURED and named[0] != CONFIGURED):
+            answers[named[0]] += 1
+        else:
+            sizes.append(len(named))
+            answers["alone" if len(named) == 1 else "set"] += 1
+    return answers, float(np.mean(sizes)) if sizes else 0.0
+
+
+def table(args: argparse.Namespace, folder: Path, kind: Kind) -> str:
+    rows, totals = [], Counter[str]()
+    cases, replays = kept(args, folder, kind)
+    for case in cases:
+        total = np.array(case.counts).sum(0)
+        row = [short(case.truth), " ".join(f"{rate:.2f}" for rate in total[1:] / total[0])]
+        for own in (True, False):
+            if not own and (args.pool < 2 * args.responses or case.truth.startswith(UNKNOWN)):
+                row += [""] * 3
+                continue
+            answers, size = answers_of(case, replays[case.replays], own, args)
+            right, in_set = answers.pop("alone", 0), answers.pop("set", 0)
+            others = ", ".join(f"{short(name)} {n}" for name, n in answers.most_common(2))
+            row += [f"{right} / {in_set}", f"{size:.1f}" if in_set else "", others]
+            totals[f"{own} right"] += right + in_set
+            totals[f"{own} all"] += args.servers
+        print(f"{kind.name}  {row}", file=sys.stderr, flush=True)
+        rows.append(row)
+    rows.append(["all", "", f"{totals['True right']} of {totals['True all']}", "", ""])
+    rows[-1] += [f"{totals['False right']} of {totals['False all']}", "", ""] if totals["False all"] else [""] * 3
+    columns = [
+        "server",
+        "accepted",
+        "own: alone / in a set",
+        "size",
+        "wrong",
+        "other: alone / in a set",
+        "size",
+        "wrong",
+    ]
+    return f"{kind.name}, temperature {args.temperature:g}\n\n{tabulate(rows, columns, tablefmt='github')}"
+
+
+def short(name: str) -> str:
+    return "another checkpoint (--or-model)" if name.startswith(LOADED) else name[:66]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--drafter", action="append", choices=tuple(KINDS), help="a kind of drafter (repeatable)")
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--servers", type=int, default=100)
     parser.add_argument("--responses", type=int, default=100)
-    parser.add_argument("--pool", type=int, default=240)
-    parser.add_argument("--steps", type=int, default=900, help="training steps of the head")
-    parser.add_argument("--replay", action="append", choices=("own", "other"), help="one of the two (repeatable)")
+    parser.add_argument("--pool", type=int, default=200, help="responses of a server; 200 are needed for `other`")
+    parser.add_argument("--steps", type=int, default=900, help="training steps of the heads")
     parser.add_argument("--keep", type=Path, help="directory for models and counts, which a second call reads")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        print(table(args, args.keep or Path(directory)))
+        folder = args.keep or Path(directory)
+        folder.mkdir(exist_ok=True)
+        for name in args.drafter or KINDS:
+            print(table(args, folder, KINDS[name]), end="\n\n", flush=True)
 
 
 if __name__ == "__main__":

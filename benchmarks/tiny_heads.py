@@ -28,6 +28,17 @@ VOCABULARY, DRAFTED, HIDDEN, HEADS, DEPTH = 128, 112, 64, 2, 4
 #: Hidden states that the head reads, of `DEPTH` layers.
 LAYERS = (0, 2, 3)
 PROMPT, TOKENS, STEPS = 6, 26, 3
+#: Shape of the heads' decoder layer.
+SHAPE: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 2 * HIDDEN,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "head_dim": HIDDEN // HEADS,
+    "num_hidden_layers": 1,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 256,
+}
 #: Channels of the target's last state are this much larger than those of a usual initialisation.
 PEAK = 6.0
 #: And the output of each layer this much smaller or larger.
@@ -84,40 +95,36 @@ def texts_of(target: Any, count: int, seed: int, temperature: float) -> list[lis
 def train_head(
     target: Any, texts: Sequence[Sequence[int]], steps: int, early: int = 0, plain: bool = False
 ) -> Iterator[Eagle3Head]:
-    """Train a head on texts of equal length, rolled out as it drafts; yield it after ``early`` steps and at the end.
+    """Train an EAGLE-3 head on texts of equal length, see `roll_out`.
 
     Args:
         plain: without norms of the features, and with all channels rotated.
-
-    Row t of roll-out s holds the pair of token t + 1 + s with what the head made of row t in roll-out s - 1; it attends
-    to the rows of the first roll-out up to its own, and to its own row of later ones.
     """
     torch.manual_seed(1)
     ids = torch.tensor(texts)
     known = torch.bincount(ids.flatten(), minlength=VOCABULARY).topk(DRAFTED).indices.sort().values
-    label = torch.full((VOCABULARY,), -100).scatter_(0, known, torch.arange(DRAFTED))
     embedding = target.model.get_input_embeddings().weight.detach()
     own = embedding @ torch.linalg.qr(torch.randn(HIDDEN, HIDDEN))[0]
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0 if plain else 0.5}
-    config = make_config(
-        hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        head_dim=HIDDEN // HEADS,
-        num_hidden_layers=1,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=256,
-        rope_parameters=rope,
-    )
+    config = make_config(**SHAPE, rope_parameters=rope)
     head = Eagle3Head(config, own, len(LAYERS) * HIDDEN, target_ids=known, fc_norm=0 if plain else len(LAYERS))
-    labels = label[ids]
+    yield from roll_out(head, target, LAYERS, ids, steps, early)
+
+
+def roll_out(head: Any, target: Any, layers: Sequence[int], ids: Tensor, steps: int, early: int = 0) -> Iterator[Any]:
+    """Train a head on texts ``ids``, rolled out as it drafts; yield it after ``early`` steps and at the end.
+
+    Row t of roll-out s holds the pair of token t + 1 + s with what the head made of row t in roll-out s - 1; it attends
+    to the rows of the first roll-out up to its own, and to its own row of later ones.
+    """
+    known = torch.arange(VOCABULARY) if head.target_ids is None else head.target_ids
+    labels = torch.full((VOCABULARY,), -100).scatter_(0, known, torch.arange(len(known)))[ids]
     labels[:, :PROMPT] = -100  # they are random
     n = ids.shape[1] - 2
     causal, diagonal = torch.ones(n, n).tril().bool(), torch.eye(n).bool()
     with torch.no_grad():
         states = target.model(ids, output_hidden_states=True).hidden_states
-        hidden = torch.stack([states[i] for i in LAYERS], 2)
+        hidden = torch.stack([states[i] for i in layers], 2)
     optimiser = torch.optim.AdamW([w for w in head.parameters() if w.requires_grad], lr=4e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 4e-3, total_steps=steps)
     for number in range(steps):

@@ -171,6 +171,7 @@ class Hypothesis:
         curves: mixture of the distributions of the curve, equally likely.
         shifts: mixture of the distributions of the shift of the second source, equally likely.
         prior: weight of the hypothesis before anything was counted.
+        evidence: log-likelihood of what else is known, up to a constant.
     """
 
     name: str
@@ -179,6 +180,7 @@ class Hypothesis:
     curves: Sequence[Curve]
     shifts: Sequence[Shift] = (Shift(),)
     prior: float = 1.0
+    evidence: float = 0.0
 
 
 NONE = Hypothesis(
@@ -227,7 +229,7 @@ def _assessment(hypothesis: Hypothesis, sources: Sequence[Counts]) -> Assessment
     shifts = hypothesis.shifts if len(sources) > 1 else hypothesis.shifts[:1]
     results = [_forward(curve, shift, sources) for curve in hypothesis.curves for shift in shifts]
     likelihood = float(np.logaddexp.reduce([value for value, _ in results])) - math.log(len(results))
-    return Assessment(hypothesis, likelihood, max(results)[1])
+    return Assessment(hypothesis, likelihood + hypothesis.evidence, max(results)[1])
 
 
 def _forward(curve: Curve, shift: Shift, sources: Sequence[Counts]) -> tuple[float, str]:

@@ -1,9 +1,10 @@
 """Hypotheses about what a server computes: each reading of a drafter, replayed, against what the server counted.
 
 The expected rates of a reading are those of its replay, by the engine's own definition of its counters: x_i is normal
-around their logit, with the standard error over responses. If the responses are those that were counted, acceptance is
-known up to rounding and chance (`OWN`), and without chance if it is deterministic (`EXACT`). They may be if they have
-as many tokens in steps, and are if the readings then explain the counters better than as other responses.
+around their logit, with the standard error over responses. The server's own responses have the same error, so that its
+drafts count as fewer trials. If the responses are those that were counted, acceptance is known up to rounding and
+chance (`OWN`), and without chance if it is deterministic (`EXACT`). They may be if they have as many tokens in steps,
+and are if the readings then explain the counters better than as other responses.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from crossdraft.framework.util.estimate import Estimate
 
 from ..engines.acceptance import Acceptance
 from ..replay.engine_counts import EngineCounts
-from .hypothesis import PRECISION, Assessment, Counts, Hypothesis, Known, assess, not_excluded
+from .hypothesis import Assessment, Counts, Hypothesis, Known, assess, not_excluded
 from .signatures import counts_of, faulty_shapes
 from .trials import TrialResult
 
@@ -45,7 +46,11 @@ class _Precision:
 
 
 #: Of other responses, of those that were counted, and of those if acceptance is deterministic.
-OTHER, OWN, EXACT = _Precision(0.1, 1.0, PRECISION), _Precision(0.1, 1.0, 3000.0), _Precision(0.03, 4.0, math.inf)
+OTHER, OWN, EXACT = _Precision(0.03, 1.0, 3000.0), _Precision(0.03, 1.0, math.inf), _Precision(0.03, 4.0, math.inf)
+#: Ratio of likelihoods up to which a reading is named, too.
+ALIKE = 10.0
+#: Responses that are not worth recording to distinguish two readings.
+_MOST_RESPONSES = 1e5
 #: Difference of acceptance by position up to which two readings have the same counters.
 SAME = 0.01
 #: Relative difference of tokens in steps up to which responses are those that the server counted.
@@ -58,7 +63,7 @@ class Match:
 
     Attributes:
         own: the responses are those that the server counted.
-        unexplained: they have as many tokens as those, but no reading gives exactly what was counted.
+        unexplained: they are those, or have as many tokens, but no reading gives exactly what was counted.
         unknown: readings that could not be replayed.
     """
 
@@ -72,18 +77,38 @@ class Match:
     def named(self) -> list[str]:
         """The most likely hypothesis, and those that these counters do not distinguish from it.
 
-        The latter are those that are not excluded, and readings whose replays have the same counters as the best one's:
-        by its prior alone a drafter as configured would exclude them.
+        The latter are those with a likelihood of at least a tenth of its own (a prior is not evidence), and readings
+        whose replays have the same counters. If a signature is the most likely, they are those that are not excluded.
         """
-        names = [hypothesis.name for hypothesis in not_excluded(self.assessments)]
-        best = self.results.get(names[0])
-        if best is not None and best.counts is not None:
-            rates = best.counts.per_position / best.counts.drafts
-            for name, result in self.results.items():
-                if result.counts is not None and name not in names:
-                    difference = np.abs(result.counts.per_position / result.counts.drafts - rates)
-                    names += [name] if difference.max() < SAME else []
-        return names
+        best = self.results.get(self.assessments[0].hypothesis.name)
+        if best is None:
+            return [hypothesis.name for hypothesis in not_excluded(self.assessments)]
+        limit = self.assessments[0].log_likelihood - math.log(ALIKE)
+        names = [
+            item.hypothesis.name
+            for item in self.assessments
+            if item.hypothesis.name in self.results and item.log_likelihood >= limit
+        ]
+        rates = _rates(best)
+        same = [name for name, result in self.results.items() if np.abs(_rates(result) - rates).max() < SAME]
+        return list(dict.fromkeys([*names, *same]))
+
+    def responses_to_decide(self) -> int | None:
+        """Number of counted responses after which all but one of `named` are excluded; None if no number is enough.
+
+        The expected log-likelihood ratio of two readings is the sum of the divergences of their rates, over the drafts
+        that reach a position.
+        """
+        results, needed = [self.results[name] for name in self.named() if name in self.results], 0.0
+        for other in results[1:]:
+            first, second = (np.clip(_conditional(result), 1e-3, 1 - 1e-3) for result in (results[0], other))
+            divergence = first * np.log(first / second) + (1 - first) * np.log((1 - first) / (1 - second))
+            counts = results[0].counts
+            assert counts is not None
+            reached = np.array([counts.drafts, *counts.per_position[:-1]])
+            ratio = EXACT.repeats * float((reached * divergence).sum()) / len(counts.by_response)
+            needed = max(needed, math.log(ALIKE) / ratio if ratio > 0 else math.inf)
+        return math.ceil(needed) if needed < _MOST_RESPONSES else None
 
     def marginal(self, name: str, position: int) -> Estimate:
         """Pr(tau >= position) of a reading, with an interval over responses."""
@@ -93,11 +118,11 @@ class Match:
         return estimate(lambda sums: sums[..., 1] / np.maximum(sums[..., 0], 1e-9), rows, minimum=0.0, maximum=1.0)
 
 
-def match(results: Sequence[TrialResult], acceptance: Acceptance, *, others: bool = False) -> Match:
+def match(results: Sequence[TrialResult], acceptance: Acceptance, *, own: bool | None = None) -> Match:
     """Compare the replays of a drafter as configured (the first) and of its misreadings with what a server counted.
 
     Args:
-        others: the server counted other responses than the replayed ones.
+        own: the server counted the replayed responses, or others; None = unknown.
 
     Raises:
         UsageError: the source has the mean acceptance length only.
@@ -108,22 +133,27 @@ def match(results: Sequence[TrialResult], acceptance: Acceptance, *, others: boo
         if result.counts is not None and result.counts.drafts
     }
     counted = counts_of(acceptance)
-    precisions = [OTHER]
-    if not others and any(_same_tokens(counted, result.counts) for result in replayed.values()):
-        random = any(result.counts.random for result in replayed.values() if result.counts is not None)
-        precisions.append(OWN if random else EXACT)
+    random = any(result.counts.random for result in replayed.values() if result.counts is not None)
+    precisions = [OTHER, OWN if random else EXACT]
+    if own is not None or not any(_same_tokens(counted, result.counts) for result in replayed.values()):
+        precisions = precisions[1:] if own else precisions[:1]
     fits = [_fit(replayed, counted, precision) for precision in precisions]
     equal = any(_same_counts(counted, result.counts) for result in replayed.values())
-    _, assessments = fits[-1] if equal else max(fits, key=lambda fit: fit[0])
-    own = assessments is not fits[0][1]
-    unexplained = len(fits) > 1 and not own
-    return Match(counted, assessments, replayed, own, unexplained, len(results) - len(replayed))
+    chosen = len(fits) - 1 if equal else int(np.argmax([density for density, _ in fits]))
+    assessments = fits[chosen][1]
+    exact = precisions[chosen] is not OTHER
+    explained = assessments[0].hypothesis.name in replayed and (exact or len(fits) == 1)
+    unexplained = (exact or len(fits) > 1) and not explained
+    return Match(counted, assessments, replayed, exact, unexplained, len(results) - len(replayed))
 
 
 def _fit(replayed: Mapping[str, TrialResult], counted: Counts, precision: _Precision) -> tuple[float, list[Assessment]]:
     """Logarithm of the density of the counters, given that a reading is true, and the assessments."""
-    at_least = tuple(n * precision.repeats for n in counted.at_least)
+    repeats = precision.repeats / _design_effect(replayed) if precision is OTHER else precision.repeats
+    at_least = tuple(n * repeats for n in counted.at_least)
     scaled = Counts("", at_least, precision=precision.maximum)
+    texts = {name: result.texts.log_likelihood for name, result in replayed.items() if result.texts is not None}
+    best = max(texts.values(), default=0.0)
     readings = [
         Hypothesis(
             name,
@@ -131,6 +161,7 @@ def _fit(replayed: Mapping[str, TrialResult], counted: Counts, precision: _Preci
             "",
             (_known(result.counts, precision),),
             prior=float(max(len(replayed) - 1, 1)) if name == CONFIGURED else 1.0,
+            evidence=texts.get(name, best) - best,
         )
         for name, result in replayed.items()
         if result.counts is not None
@@ -141,6 +172,29 @@ def _fit(replayed: Mapping[str, TrialResult], counted: Counts, precision: _Preci
     logs = [item.log_likelihood + math.log(item.hypothesis.prior) for item in known]
     trials = [1 / (1 / n + 1 / precision.maximum) for n in at_least[:-1] if n]
     return float(np.logaddexp.reduce(logs)) + 0.5 * float(np.log(trials).sum()), assessments
+
+
+def _design_effect(replayed: Mapping[str, TrialResult]) -> float:
+    """Variance of the first acceptance rate over responses, as a multiple of that of independent drafts."""
+    counts = next(iter(replayed.values())).counts if replayed else None
+    if counts is None:
+        return 1.0
+    drafts, accepted = np.array(counts.by_response).T[:2]
+    rate = (accepted.sum() + 0.5) / (drafts.sum() + 1)
+    clustered = ((accepted - rate * drafts) ** 2).sum() / (drafts.sum() * rate * (1 - rate))
+    return float(max(clustered + counts.random, 1.0))
+
+
+def _rates(result: TrialResult) -> np.ndarray:
+    """Pr(tau >= i) of a replay, i = 1, 2, .. ."""
+    assert result.counts is not None
+    return result.counts.per_position / result.counts.drafts
+
+
+def _conditional(result: TrialResult) -> np.ndarray:
+    """Conditional acceptance rates of a replay; 0 at positions that no draft reached."""
+    marginal = np.array([1.0, *_rates(result)])
+    return np.divide(marginal[1:], marginal[:-1], out=np.zeros(len(marginal) - 1), where=marginal[:-1] > 0)
 
 
 def _same_counts(counted: Counts, counts: EngineCounts | None) -> bool:

@@ -10,12 +10,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from crossdraft.framework.api.build import Configured
 from crossdraft.framework.contracts.misconfiguration import Misconfiguration
-from crossdraft.framework.contracts.models import Checkpoint
-from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import CrossdraftError, UsageError
 from crossdraft.framework.metrics.intervals import LEAST_PIECES, pieces_needed
 from crossdraft.framework.util.estimate import Estimate
@@ -28,6 +24,7 @@ from ..replay.response import Response
 from ..replay.teacher_forcing.lazy_models import Target
 from ..replay.teacher_forcing.scoring import ScoringRequest, with_gamma
 from ..replay.teacher_forcing.shared_passes import SharedPasses
+from .text_fit import TextFit, fit_texts
 
 #: Relative increase of accepted tokens per step above which a misconfiguration is a likely cause.
 CLEAR = 0.2
@@ -35,11 +32,15 @@ CLEAR = 0.2
 
 @dataclass(frozen=True)
 class Trial:
-    """A misconfiguration to undo, and the target and responses to replay it on."""
+    """A misconfiguration to undo, and the target and responses to replay it on.
+
+    ``drafter``: drafts in place of the configured one.
+    """
 
     misconfiguration: Misconfiguration
     target: Target
     responses: Sequence[Response]
+    drafter: Configured | None = None
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class TrialResult:
     Attributes:
         tally: of drafts of gamma tokens; None if the trial failed, see ``reason``.
         warning: about the recorded log-probabilities of the responses.
-        counts: the counters of an engine for these drafts, if they were requested.
+        counts: the counters of an engine for these drafts, if they were requested; ``texts``: the fit of the
+            responses to the target.
         gain: increase of block efficiency over the drafter as configured, with an interval over prompts; None for the
             drafter itself, and if either block efficiency is missing.
     """
@@ -61,6 +63,7 @@ class TrialResult:
     reason: str = ""
     warning: str | None = None
     counts: EngineCounts | None = None
+    texts: TextFit | None = None
 
     @property
     def row(self) -> Row | None:
@@ -81,6 +84,7 @@ def run_trials(
         CrossdraftError: the drafter fails to load and no trial changes its heads.
     """
     first: Tally | None = None
+    fits: dict[tuple[int, int], TextFit] = {}
     for number, trial in enumerate(trials):
         try:
             gamma, tally, warning, counts = _tally(drafter, trial, gamma, definition)
@@ -93,7 +97,12 @@ def run_trials(
             continue
         gain = difference(tally, gamma, first, gamma) if first is not None else None
         first = tally if number == 0 else first
-        yield TrialResult(trial.misconfiguration, gamma, tally, gain, warning=warning, counts=counts)
+        key = id(trial.target.loaded), id(trial.responses)
+        pairs = zip(trial.responses, trials[0].responses, strict=False)
+        if definition is not None and key not in fits and all(a.tokens is b.tokens for a, b in pairs):
+            fits[key] = fit_texts(trial.target, trial.responses)
+        texts = fits.get(key)
+        yield TrialResult(trial.misconfiguration, gamma, tally, gain, warning=warning, counts=counts, texts=texts)
 
 
 def likely_causes(results: Sequence[TrialResult]) -> list[TrialResult]:
@@ -162,48 +171,10 @@ def _interval(results: Sequence[TrialResult], result: TrialResult) -> tuple[floa
     return result.gain.low, largest_gain if result.gain.high is None else min(result.gain.high, largest_gain)
 
 
-def greedy_drafts(drafter: Configured, sampling: Sampling) -> Iterator[Misconfiguration]:
-    """Yield a misconfiguration if the drafter is greedy and the target samples."""
-    if sampling.temperature and getattr(drafter[1], "temperature", None) == 0:
-        yield Misconfiguration(
-            f"drafts are greedy (temperature: 0), but the target samples at {sampling.temperature:g}",
-            "remove temperature from the drafter's options",
-            {"temperature": None},
-        )
-
-
-def engine_misreadings(drafter: Configured, sampling: Sampling, heads: Checkpoint | None) -> Iterator[Misconfiguration]:
-    """Yield further mistakes that engines make with any drafter, or with any heads."""
-    if sampling.temperature and getattr(drafter[1], "temperature", 0) is None:
-        yield Misconfiguration("the engine drafts greedily", "set its draft sampling", {"temperature": 0})
-    if heads is None:
-        return
-    d2t = heads.tensors.get("d2t")
-    if d2t is not None and d2t.bool().any():
-        yield Misconfiguration(
-            "the vocabulary map d2t is not applied",
-            "use an engine that reads d2t",
-            change=lambda loaded: loaded.with_tensors({"d2t": torch.zeros_like(d2t)}, ("t2d",)),
-        )
-    yield Misconfiguration(
-        "the heads are quantised to 4 bits", "serve them in the precision of their files", change=_quantized
-    )
-
-
-def _quantized(heads: Checkpoint) -> Checkpoint:
-    """Matrices rounded to 16 levels in each row."""
-    rounded = {}
-    for name, tensor in heads.tensors.items():
-        if tensor.dim() == 2 and tensor.is_floating_point():
-            scale = tensor.abs().amax(1, keepdim=True).clamp_min(1e-12) / 7.5
-            rounded[name] = ((tensor / scale - 0.5).round() + 0.5) * scale
-    return heads.with_tensors(rounded)
-
-
 def _tally(
     drafter: Configured, trial: Trial, gamma: int, definition: CounterDefinition | None
 ) -> tuple[int, Tally, str | None, EngineCounts | None]:
-    cls, options = drafter
+    cls, options = trial.drafter or drafter
     sampling = trial.target.sampling
     config = cls.Config(**{**options.model_dump(exclude_unset=True), **trial.misconfiguration.options})
     traits = cls.traits(config, sampling)

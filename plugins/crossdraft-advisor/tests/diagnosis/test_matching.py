@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,13 @@ import pytest
 from crossdraft_advisor.commands.diagnose.responses import _continued
 from crossdraft_advisor.diagnosis.hypothesis import not_excluded
 from crossdraft_advisor.diagnosis.matching import CONFIGURED, match
-from crossdraft_advisor.diagnosis.trials import TrialResult, engine_misreadings
+from crossdraft_advisor.diagnosis.text_fit import TextFit
+from crossdraft_advisor.diagnosis.trials import TrialResult
 from crossdraft_advisor.engines.acceptance import Acceptance
 from crossdraft_advisor.engines.counter_definitions import DEFINITIONS
 from crossdraft_advisor.replay.engine_counts import EngineCounts
 from crossdraft_advisor.replay.response import Response
 from crossdraft_advisor.replay.teacher_forcing.lazy_models import Target
-from replay_fixtures import configured
 from scrapes import scrape, scrape_rates
 from tiny_models import argmax_text, save_model
 
@@ -64,7 +65,7 @@ def test_none_fits_is_an_answer() -> None:
     assert best.hypothesis.name == "the first position only"
 
 
-def exact(mistake: str, accepted: list[int]) -> TrialResult:
+def exact(mistake: str, accepted: list[float]) -> TrialResult:
     """A trial of 30 responses with 50 drafts of one token each, of which the numbers in ``accepted`` were accepted."""
     counts = EngineCounts(DEFINITIONS["vllm"], 1)
     counts.by_response = [np.array([50.0, accepted[i % len(accepted)]]) for i in range(30)]
@@ -78,7 +79,7 @@ def test_greedy_counts_of_the_replayed_responses_are_exact() -> None:
     results = [exact("", [10, 14, 21]), exact("a", [12, 16, 23])]
     (drafts, accepted) = np.sum(results[1].counts.by_response, 0)  # type: ignore[union-attr]
     source = Acceptance.from_rows([(drafts, accepted)], "scrape.txt")
-    own, other = match(results, source), match(results, source, others=True)
+    own, other = match(results, source), match(results, source, own=False)
     assert own.own and [item.name for item in not_excluded(own.assessments)] == ["a"]
     assert not own.unexplained and not other.unexplained
     third = match(results, Acceptance.from_rows([(drafts, accepted - 90)], "scrape.txt"))
@@ -86,6 +87,41 @@ def test_greedy_counts_of_the_replayed_responses_are_exact() -> None:
     assert not other.own and len(not_excluded(other.assessments)) > 1
     results[0].counts.random = True  # type: ignore[union-attr]
     assert match(results, source).assessments[0].share < own.assessments[0].share
+
+
+def test_other_responses_name_what_they_do_not_distinguish() -> None:
+    """A prior is not evidence: a reading with nearly the likelihood of the drafter as configured is named beside it."""
+    results = [result(name, [0.3 + shift, 0.1]) for name, shift in (("", 0.0), ("near", 0.01), ("far", -0.2))]
+    results += [result(f"lost {i}", [0.01, 0.0]) for i in range(20)]  # the prior of `CONFIGURED` is that of all of them
+    matched = match(results, counted([0.31, 0.1], 1000), own=False)
+    assert set(matched.named()) == {CONFIGURED, "near"} and matched.named()[0] == CONFIGURED
+
+
+def test_stated_responses_leave_no_other_explanation() -> None:
+    """Counts that no reading gives exactly are those of something else, if the responses are the counted ones."""
+    results = [exact("", [10, 14, 21]), exact("a", [2, 3, 4])]
+    source = Acceptance.from_rows([(1500, 395)], "scrape.txt")
+    assert match(results, source, own=False).named() == [CONFIGURED]
+    stated = match(results, source, own=True)
+    assert stated.own and stated.unexplained and not set(stated.named()) & {CONFIGURED, "a"}
+
+
+def test_number_of_responses_that_decide() -> None:
+    near, far = ([exact("", [30]), exact("a", [30 + by])] for by in (0.25, 5))
+    source = Acceptance.from_rows([(1500, 30 * 30)], "scrape.txt")
+    matched = match(near, source)
+    assert set(matched.named()) == {CONFIGURED, "a"} and (matched.responses_to_decide() or 0) > 100
+    assert match(far, source).named() == [CONFIGURED]
+    assert match([exact("", [30]), exact("a", [30])], source).responses_to_decide() is None
+
+
+def test_texts_are_evidence_for_the_prompts() -> None:
+    """Counts do not distinguish the prompts; the responses are what the target gives for those of ``a``."""
+    fits = {"": TextFit(-900.0, 0.2), "a": TextFit(-3.0, 1.0), "b": TextFit(-900.0, 0.2)}
+    results = [replace(exact(name, [10, 14]), texts=fit) for name, fit in fits.items()]
+    source = Acceptance.from_rows([(1500, 360)], "scrape.txt")
+    assert match(results, source).assessments[0].hypothesis.name == "a"
+    assert fits["b"].foreign and not fits["a"].foreign
 
 
 def test_counts_with_equal_acceptance_name_both_readings() -> None:
@@ -156,13 +192,6 @@ def test_unclear_requests_are_refused(
     argv = ["--target", served["target"], "--drafter", f"{{name: draft-model, model: {served['near']}}}"]
     assert cli.main(["diagnose", *argv, *[word.replace("FILE", file) for word in more]]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_misreadings_of_engines() -> None:
-    drafter = configured("draft-model", model="any")
-    (greedy,) = engine_misreadings(drafter, Sampling(temperature=1.0), None)
-    assert greedy.options == {"temperature": 0}
-    assert not list(engine_misreadings(drafter, Sampling(temperature=0), None))
 
 
 def test_greedy_responses_are_continued_past_their_end(tmp_path: Path) -> None:

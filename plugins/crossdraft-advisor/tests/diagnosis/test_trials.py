@@ -14,7 +14,6 @@ from crossdraft_advisor.diagnosis.misconfigurations import misconfigurations
 from crossdraft_advisor.diagnosis.trials import (
     Trial,
     TrialResult,
-    greedy_drafts,
     inconclusive,
     likely_causes,
     responses_needed,
@@ -274,14 +273,6 @@ def test_sound_heads_have_no_findings(target: Target, responses: list[Response],
     result = list(run_trials(drafter, [Trial(item, target, responses) for item in few], 4))
     assert likely_causes(result) == []
     assert result[1].gain is not None and result[1].gain.value < 0
-
-
-def test_greedy_drafts_with_sampling_are_reported() -> None:
-    greedy, sampled = (configured("draft-model", model="any", **options) for options in ({"temperature": 0}, {}))
-    (result,) = greedy_drafts(greedy, Sampling(temperature=0.7))
-    assert result.options == {"temperature": None} and "samples at 0.7" in result.mistake
-    assert not list(greedy_drafts(greedy, Sampling(temperature=0)))
-    assert not list(greedy_drafts(sampled, Sampling(temperature=0.7)))
 
 
 def test_small_gain_is_not_reported(target: Target, responses: list[Response]) -> None:

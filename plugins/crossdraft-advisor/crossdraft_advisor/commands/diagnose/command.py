@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -48,9 +48,13 @@ class Diagnose(SamplingOptions, TrustOptions, JsonOptions, Command):
     as_: Annotated[str, Argument("ENGINE", requires="counters")] = Field(
         "", description=f"engine that counted --counters, to match it with replays: {', '.join(DEFINITIONS)}"
     )
-    other_responses: Annotated[bool, Argument(requires="counters")] = Field(
-        False,
-        description="--counters are of other responses than those of --replay (default: the same, if possible)",
+    counted: Annotated[Literal["", "replay", "other"], Argument("RESPONSES", requires="counters")] = Field(
+        "",
+        description="responses that --counters are of: those of --replay, or other ones (default: recognised by the "
+        "number of tokens)",
+    )
+    or_model: Annotated[tuple[str, ...], Argument("MODEL", requires="counters")] = Field(
+        (), description="further heads or draft model that the server may have loaded: another checkpoint (repeatable)"
     )
     prompts: Annotated[str, Argument("SOURCE")] = Field("builtin", description="prompts")
     responses: Annotated[int, MOST_PROMPTS] = Field(

@@ -12,7 +12,7 @@ from typing import Any
 from crossdraft.framework.api.build import Configured
 from crossdraft.framework.api.generate import generate
 from crossdraft.framework.contracts.misconfiguration import Misconfiguration
-from crossdraft.framework.contracts.models import TRANSFORMERS, Checkpoint
+from crossdraft.framework.contracts.models import Checkpoint
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.metrics.intervals import LEAST_PIECES
@@ -22,13 +22,11 @@ from crossdraft.framework.util.table import Alignment, Table
 
 from ...diagnosis.hypothesis import NONE
 from ...diagnosis.matching import CONFIGURED, Match, match
-from ...diagnosis.misconfigurations import misconfigurations
+from ...diagnosis.readings import OF_FILES, READINGS, Setup, readings
 from ...diagnosis.same_server import differences, served_model
 from ...diagnosis.trials import (
     Trial,
     TrialResult,
-    engine_misreadings,
-    greedy_drafts,
     inconclusive,
     likely_causes,
     responses_needed,
@@ -77,13 +75,33 @@ def replayed_of(args: Diagnose, drafter: Configured) -> str:
         source = counted[0][0]
         replayed = (args.replay[0], _model_of(args.replay[0]), "")
         facts += differences((source.source, source.model, ""), replayed)
-    matched = match(results, counted[0][1], others=args.other_responses) if counted else None
+    own = None if not args.counted else args.counted == "replay"
+    matched = match(results, counted[0][1], own=own) if counted else None
+    if matched is not None and (fact := _foreign_texts(results, target.name)):
+        facts.append(fact)
     likely = likely_causes(results)
     if args.json_:
         return _report(results, likely, facts, matched)
     parts = [_table(results)] if matched is None else [likelihoods(matched.assessments, 12), _matched(matched)]
     lines = _conclusion(results, likely, facts, matched is None)
     return "\n\n".join([*parts, *(["\n".join(lines)] if lines else [])])
+
+
+def _foreign_texts(results: Sequence[TrialResult], target: str) -> str:
+    """Responses that the target does not generate for any of the prompts that were tried; empty if it does."""
+    fits = [result.texts for result in results if result.texts is not None]
+    best = max(fits, key=lambda fit: fit.log_likelihood, default=None)
+    if best is None or not best.foreign:
+        return ""
+    measure = (
+        f"their log-probability is {best.errors:.0f} standard errors below that of its own"
+        if best.share is None
+        else f"only {100 * best.share:.0f} % of their tokens are its choices at temperature 0"
+    )
+    return (
+        f"the responses are not those of {target}: {measure}, for these prompts and all variants; the server runs "
+        "another checkpoint, or renders its prompts in another way"
+    )
 
 
 def _model_of(name: str) -> str:
@@ -176,13 +194,25 @@ def _matched(matched: Match) -> str:
             )
     if others := matched.named()[1:]:
         lines.append(f"Not distinguished from it by these counters: {'; '.join(others)}.")
-    if matched.unexplained:
+        lines.append(f"Next check: {_next_check(matched)}.")
+    if matched.unexplained and not matched.own:
         lines.append(
-            "If these are the counted responses, no reading gives what the server counted: it computes something else."
+            "If these are the counted responses, no reading gives what the server counted: it computes something else, "
+            "such as another checkpoint (--or-model)."
         )
     if matched.unknown:
         lines.append(f"{matched.unknown} readings could not be replayed.")
     return "\n".join(lines)
+
+
+def _next_check(matched: Match) -> str:
+    """The cheapest check that would distinguish the readings that are named."""
+    if not matched.own:
+        return "replay the responses that were counted, best at temperature 0 (--counted replay)"
+    needed = matched.responses_to_decide()
+    if needed is None:
+        return "how the engine reads the files (--files); on such texts the counters are the same"
+    return f"how the engine reads the files (--files), or about {needed} counted responses"
 
 
 def _telling_position(matched: Match, name: str) -> int:
@@ -202,15 +232,9 @@ def _trials(
     recorded: Sequence[Response] | None,
     options: dict[str, Any],
 ) -> Iterator[Trial]:
-    cls, config = drafter
     responses = _responses(args, target.sampling) if recorded is None else recorded
-    yield Trial(Misconfiguration("", ""), target, responses)
-    suspects = list(greedy_drafts(drafter, target.sampling))
-    if heads is not None and target.loaded.backend == TRANSFORMERS:
-        suspects += misconfigurations(cls, config, heads, target.loaded.model)
-    if args.counters:
-        suspects += engine_misreadings(drafter, target.sampling, heads)
-    yield from (Trial(suspect, target, responses) for suspect in suspects)
+    setup = Setup(drafter, heads, target, responses, args.or_model)
+    yield from readings(setup, READINGS if args.counters else OF_FILES)
     if recorded is None and getattr(target.loaded.tokenizer, "chat_template", None):
         raw = _responses(args, target.sampling, chat=False)
         mistake = "the drafter was trained without the chat template of the prompts"

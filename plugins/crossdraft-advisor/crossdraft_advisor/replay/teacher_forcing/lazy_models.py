@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from copy import copy
+from copy import copy, deepcopy
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from crossdraft.framework.api.build import TargetContext, load_draft_model
 from crossdraft.framework.contracts.drafter import DraftContext
@@ -46,6 +49,7 @@ class Target:
         self._options: dict[str, Any] = {"dtype": dtype, "device": device}
         self._draft_models: dict[tuple[str, bool], LoadedModel] = {}
         self._heads: Callable[[str], Checkpoint] = load_checkpoint
+        self.draft_model_change: Callable[[Any], None] | None = None
 
     @cached_property
     def loaded(self) -> LoadedModel:
@@ -59,6 +63,12 @@ class Target:
         """Return the same target, with ``change`` applied to heads as they are loaded."""
         loaded, other = self.loaded, copy(self)
         other.loaded, other._heads = loaded, lambda name: change(load_checkpoint(name))
+        return other
+
+    def with_draft_models(self, change: Callable[[Any], None]) -> Target:
+        """Return the same target, with ``change`` applied to copies of draft models as they are loaded."""
+        loaded, other = self.loaded, copy(self)
+        other.loaded, other._draft_models, other.draft_model_change = loaded, {}, change
         return other
 
     @cached_property
@@ -107,4 +117,9 @@ class Target:
                 self._draft_models[key] = load_model(name, trust_remote_code=trusted, **self._options)
             else:
                 self._draft_models[key] = load_draft_model(name, target, trust_remote_code=trusted)
+            if self.draft_model_change is not None:
+                model = deepcopy(self._draft_models[key].model)
+                with torch.no_grad():
+                    self.draft_model_change(model)
+                self._draft_models[key] = replace(self._draft_models[key], model=model)
         return self._draft_models[key]
