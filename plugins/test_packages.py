@@ -25,6 +25,7 @@ from crossdraft_ngram_cache.drafter import NgramCache
 from crossdraft_rest.datastore import build, tokenizer_sha256
 from test_crossdraft_by_shape import test_rules_that_cannot_be_wrapped  # noqa: F401
 from test_crossdraft_combine import (  # noqa: F401
+    test_drafts_with_probes_raise,
     test_equal_beginnings_are_one,
     test_incompatible_drafters_raise,
     test_merged_tree_is_one,

@@ -142,6 +142,19 @@ def test_incompatible_drafters_raise(drafters: Any, options: Any, sentence: str)
         traits(1, *drafters, **options)
 
 
+def test_drafts_with_probes_raise() -> None:
+    pytest.importorskip("crossdraft_drafters", reason="lookahead is part of crossdraft-drafters")
+    from crossdraft.framework.api.build import build_decoder
+    from crossdraft.testing import Toys
+
+    config = Combine.Config(drafters=(LOOKUP, "lookahead"))
+    context = Toys().context(1, Sampling(temperature=0))
+    (rule,) = [rule for rule in TestMerged().rules(Sampling(temperature=0)) if rule.name == "sample-match"]
+    decoder = build_decoder(context, (Combine, config), (rule, rule.Config()), max_new_tokens=12)
+    with pytest.raises(UsageError, match="cannot use 'lookahead': its drafts contain probes"):
+        list(decoder.run([[2, 1, 2, 1, 2]]))
+
+
 def test_results_depend_on_code_of_all_parts() -> None:
     inner = {"name": "combine", "drafters": [LOOKUP, TREE]}
     result = Combine.wrapped(Combine.Config(drafters=(MODEL, inner)))

@@ -228,6 +228,10 @@ class _Part:
 
     def propose(self, sequences: Sequences, rng: StepRng) -> None:
         self.draft = self.drafter.propose(sequences, cast(StepRng, _OffsetRng(rng, self.offset)))
+        if self.draft.probes:
+            raise UsageError(
+                f"drafter 'combine' cannot use '{self.drafter.name}': its drafts contain probes, which are not verified"
+            )
 
     def drafted(self, limit: Sequence[int], last: bool) -> list[bool]:
         """For each slot, True if it has a draft; of the last drafter, if it had room for one."""

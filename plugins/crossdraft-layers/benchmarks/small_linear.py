@@ -1,11 +1,12 @@
-"""Float32 products and passes over a few rows on a CPU, relative to one row.
+"""Products and passes over a few rows on a CPU, relative to one row.
 
-    python plugins/crossdraft-layers/benchmarks/small_linear.py [--model smollm2-135m-instruct] [--threads 2]
+    python plugins/crossdraft-layers/benchmarks/small_linear.py [--model NAME] [--threads 2] [--dtype bfloat16]
 
 Layers: `functional.linear`, the product ``(W x^T)^T`` of layers without a packed copy, and packed weights (see
 `small_batch_linear.py`), relative to `functional.linear` of one row; weights rotate so that they do not stay in
 cache. Passes: a whole model with each of the three, and with compiled layers (`compiled_layers.py`), relative to
-its own pass over one token; then each gain over the one before.
+its own pass over one token; then each gain over the one before. In bfloat16 layers without a packed copy compute
+`functional.linear`, and on processors without instructions for it there are no packed weights.
 
 Kernels are measured in turn. Each ratio is one of medians, followed by one of minima. With one thread, times are its
 processor time, which other programs disturb less.
@@ -52,18 +53,23 @@ def ratio(a: list[float], b: list[float]) -> str:
     return f"{statistics.median(a) / statistics.median(b):.2f} {min(a) / min(b):.2f}"
 
 
-def layer_table(shapes: tuple[tuple[int, int], ...], rows: tuple[int, ...], repeats: int) -> list[list[Any]]:
+def layer_table(
+    shapes: tuple[tuple[int, int], ...], rows: tuple[int, ...], repeats: int, dtype: torch.dtype
+) -> list[list[Any]]:
     table = []
+    packs = small_batch_linear._available(dtype)
+    kernels = KERNELS if packs else KERNELS[:2]
     for k, n in shapes:
-        weights = [torch.randn(n, k) for _ in range(max(2, 12_000_000 // (k * n)))]
+        weights = [torch.randn(n, k, dtype=dtype) for _ in range(max(2, 12_000_000 // (k * n)))]
         runs: dict[Any, Callable[[], object]] = {}
         for m in rows:
-            x = torch.randn(m, k)
+            x = torch.randn(m, k, dtype=dtype)
             runs["linear", m] = lambda x=x, ws=weights: [functional.linear(x, w) for w in ws]
             runs["transposed", m] = lambda x=x, ws=weights: [transposed_product(x, w, None) for w in ws]
-            runs["packed", m] = lambda x=x, ws=weights: [packed_product(x, packed(w), None) for w in ws]
+            if packs:
+                runs["packed", m] = lambda x=x, ws=weights: [packed_product(x, packed(w), None) for w in ws]
         times = seconds(runs, repeats)
-        table += [[f"{k} -> {n}", m, *(ratio(times[name, m], times["linear", 1]) for name in KERNELS)] for m in rows]
+        table += [[f"{k} -> {n}", m, *(ratio(times[name, m], times["linear", 1]) for name in kernels)] for m in rows]
     return table
 
 
@@ -76,7 +82,7 @@ def pass_table(model: Any, rows: tuple[int, ...], repeats: int, committed: int =
     def run(kernel: str, ids: torch.Tensor) -> None:
         for layer in layers:
             layer.__class__ = nn.Linear if kernel == "linear" else SmallBatchLinear
-        small_batch_linear._available = available if kernel in ("packed", "compiled") else lambda: False
+        small_batch_linear._available = available if kernel in ("packed", "compiled") else lambda _: False
         compiled_layers._compiled_output = compiled if kernel == "compiled" else lambda *_: None
         lm.forward(ids)
         lm.commit([0])
@@ -103,17 +109,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--parts", nargs="+", choices=("layers", "passes"), default=["layers", "passes"])
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    print(f"{args.threads} threads, torch {torch.__version__}")
+    print(f"{args.dtype}, {args.threads} threads, torch {torch.__version__}")
     if "layers" in args.parts:
         with torch.no_grad():
-            table = layer_table(SHAPES, (1, 2, 3, 4, 5, 8, 12, 16, 32), args.repeats)
+            table = layer_table(SHAPES, (1, 2, 3, 4, 5, 8, 12, 16, 32), args.repeats, getattr(torch, args.dtype))
         print(tabulate(table, ["layer", "rows", *KERNELS]), "\n")
     if "passes" in args.parts:
-        model = load_model(args.model, dtype="float32", device="cpu").model
+        model = load_model(args.model, dtype=args.dtype, device="cpu").model
         table = pass_table(model, (1, 2, 4, 8, 16), args.repeats)
         print(tabulate(table, ["rows", *PASSES, "linear / packed", "packed / compiled"]))
 

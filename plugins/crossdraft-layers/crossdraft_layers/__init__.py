@@ -23,12 +23,12 @@ def crossdraft_register_preparations(register):
     register(
         "small-batch-linear",
         f"{__name__}.small_batch_linear:SmallBatchLayers",
-        summary="faster products of few rows on a CPU in float32",
+        summary="faster products of few rows on a CPU",
     )
     register(
         "compiled-layers",
         f"{__name__}.compiled_layers:CompiledLayers",
-        summary="decoder layers compiled for a CPU in float32",
+        summary="decoder layers compiled for a CPU",
     )
     register(
         "recurrent-layers",

@@ -1,14 +1,16 @@
-"""Decoder layers compiled ahead of time, for passes over few tokens on a CPU in float32.
+"""Decoder layers compiled ahead of time, for passes over few tokens on a CPU in float32 or bfloat16.
 
 A layer is a few products and some forty operations on a few kilobytes, each with a call from Python. In compiled code
 the operations between two products are one loop, and the layer is one call.
 
 The code depends on the structure of a layer, not on its weights, and the numbers of rows, tokens and slots are
 variable: all layers of a model share it. It differs only between one row and several, and between one token and
-several. PyTorch's AOTInductor compiles each variant at its first pass of a warm-up (`recording`), which takes 15 to 20
-seconds and a C++ compiler, and stores it in the cache directory; from then on it is loaded at its first pass. A layer
-runs uncompiled if it cannot be compiled, if others can write to the cache directory (`own_path`), if its output differs
-at that first pass, and outside of `own_attention`.
+several. PyTorch's AOTInductor compiles each variant at its first pass, which takes 15 to 20 seconds and a C++ compiler,
+and stores it in the cache directory; from then on it is loaded at its first pass. A warm-up (`recording`) waits for it.
+Outside of warm-ups and measurements a process of low priority compiles (`background.py`), and layers run uncompiled
+until it has ended. A layer runs uncompiled if it cannot be compiled,
+if others can write to the cache directory (`own_path`), if its output differs at that first pass, and outside of
+`own_attention`.
 
 ``CROSSDRAFT_COMPILED_LAYERS=0`` in the environment switches this off, for debugging and comparison.
 """
@@ -23,7 +25,7 @@ import sys
 import time
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,7 +43,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from crossdraft.framework.contracts.models import ModelPreparation
 from crossdraft.framework.lm.attention import sdpa
 from crossdraft.framework.lm.attention.sdpa import in_own_attention, own_attention
-from crossdraft.framework.lm.cuda_graphs import capture_limits
+from crossdraft.framework.lm.cuda_graphs import capture_limits, captures_called
 from crossdraft.framework.lm.kv_cache import RaggedCache
 from crossdraft.framework.models.device import cpu_model
 from crossdraft.framework.util.cache_argument import cache_argument
@@ -50,6 +52,7 @@ from crossdraft.framework.util.output_files import cache_dir
 from crossdraft.framework.util.stored_code import ForeignCodeError, own_directory
 
 from . import small_batch_linear
+from .background import Job, job_for
 from .small_batch_linear import SmallBatchLinear, packed, packed_linear, replaced_products
 
 logger = logging.getLogger(__name__)
@@ -63,7 +66,8 @@ MOST_FORMS = 8
 #: Days after which code that was not loaded is removed.
 MOST_DAYS = 90
 #: Largest difference between a compiled and an uncompiled output, relative to the largest number of the latter.
-TOLERANCE = 1e-4
+#: Compiled code rounds to bfloat16 less often: only what leaves a loop.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 #: Environment variable of the directory of the code.
 _VARIABLE = "CROSSDRAFT_CACHE"
 #: Module of the hooks by which models return hidden states, of layers, and attention weights, which no pass requests.
@@ -93,8 +97,9 @@ class CompiledLayers(ModelPreparation):
                 continue
             weights = list(module.parameters())
             size = sum(tensor.numel() for tensor in weights)
-            float32_on_cpu = all(tensor.device.type == "cpu" and tensor.dtype == torch.float32 for tensor in weights)
-            if float32_on_cpu and size >= LEAST_WEIGHTS and cache_argument(module.forward):
+            kinds = {(tensor.device.type, tensor.dtype) for tensor in weights}
+            compilable = any(kinds == {("cpu", dtype)} for dtype in TOLERANCE)
+            if compilable and size >= LEAST_WEIGHTS and cache_argument(module.forward):
                 module.__class__ = _compiled_class(type(module))
 
 
@@ -120,7 +125,7 @@ class _Structure:
         hooks: registries of the hooks of submodules, which compiled code would not run.
         index: the layer's number in the cache.
         identity: all that compiled code depends on; None if the layer cannot be compiled.
-        functions: compiled code by form; None = uncompiled.
+        functions: compiled code by form; a job = uncompiled until it ends; None = uncompiled.
         checked: forms whose output was compared.
     """
 
@@ -129,7 +134,7 @@ class _Structure:
     hooks: list[dict[int, Any]]
     index: int
     identity: Form | None
-    functions: dict[Form, TensorFunction | None] = field(default_factory=dict)
+    functions: dict[Form, TensorFunction | Job | None] = field(default_factory=dict)
     checked: set[Form] = field(default_factory=set)
 
     @classmethod
@@ -234,7 +239,7 @@ def _compiled_output(layer: Any, args: Sequence[Any], options: dict[str, Any]) -
     if not in_own_attention() or torch.is_grad_enabled() or layer.training:
         return None
     structure = _structures.get(layer)
-    if structure is None and not capture_limits() and not _has_code():
+    if structure is None and not (capture_limits() or captures_called()) and not _has_code():
         return None
     if structure is None or not structure.is_current:
         structure = _structures[layer] = _Structure.of(layer)
@@ -244,6 +249,10 @@ def _compiled_output(layer: Any, args: Sequence[Any], options: dict[str, Any]) -
     if call is None:
         return None
     function, known = structure.functions.get(call.form), call.form in structure.functions
+    if isinstance(function, Job):
+        if function.runs:
+            return None
+        function, known = None, False
     if function is None and (not capture_limits() if known else len(structure.functions) == MOST_FORMS):
         return None
     groups = [] if call.single else structure.products
@@ -252,7 +261,7 @@ def _compiled_output(layer: Any, args: Sequence[Any], options: dict[str, Any]) -
         return None
     if function is None:
         function = structure.functions[call.form] = _function(layer, structure.identity, call)
-        if function is None:
+        if function is None or isinstance(function, Job):
             return None
     others = structure.weights if call.single else structure.unpacked
     inputs: list[Any] = [*call.tensors, *weights, *others.values()]
@@ -261,7 +270,7 @@ def _compiled_output(layer: Any, args: Sequence[Any], options: dict[str, Any]) -
     # The code of another layer may differ in what its structure does not show. Both write the same slots.
     output, expected = function(inputs)[0], layer._runs_compiled.forward(layer, *args, **options)
     structure.checked.add(call.form)
-    if not (output - expected).abs().max() <= TOLERANCE * expected.abs().max():
+    if not (output - expected).abs().max() <= TOLERANCE[expected.dtype] * expected.abs().max():
         structure.identity = None
         _warn_once(type(layer).__name__, "compiled code returns other numbers")
     return expected
@@ -317,7 +326,9 @@ class _Call:
                 form.append((key, mask, tensor.dtype, shape[0] == 1, () if mask else shape[2:]))
             tensors += parts
         buffers = [states.keys, states.values]
-        if any(tensor.dtype != torch.float32 or not tensor.is_contiguous() for tensor in (hidden, *buffers)):
+        if any(tensor.dtype != hidden.dtype or not tensor.is_contiguous() for tensor in (hidden, *buffers)):
+            return None
+        if hidden.dtype not in TOLERANCE:
             return None
         if sum(map(_is_mask, tensors)) != 1:
             return None
@@ -325,9 +336,20 @@ class _Call:
         return cls(tuple(form), args, options, [tensor.contiguous() for tensor in tensors])
 
     @property
+    def threads(self) -> int:
+        """The number of threads that code for this call runs on."""
+        return self.form[2]  # type: ignore[return-value]
+
+    @property
     def single(self) -> bool:
         """True for a pass over one token on one thread, where weights in oneDNN's layout are slower."""
         return self.form[:3] == (True, True, 1)
+
+    def without_memory(self, cache_name: str) -> _Call:
+        """This call without its numbers and its cache, for another process."""
+        tensors = [tensor.to("meta") for tensor in self.tensors]
+        args, options = self.with_tensors(tensors[:-3])
+        return replace(self, args=args, options=options | {cache_name: None}, tensors=tensors)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments, with ``tensors`` in place of theirs."""
@@ -378,8 +400,8 @@ def _has_code() -> bool:
         return False
 
 
-def _function(layer: nn.Module, identity: Form, call: _Call) -> TensorFunction | None:
-    """Load the code for ``call``, or compile it in a warm-up; None if that is not possible."""
+def _function(layer: nn.Module, identity: Form, call: _Call) -> TensorFunction | Job | None:
+    """Load the code for ``call``; compile missing code, outside of a warm-up in another process."""
     key = hashlib.sha256(repr((identity, call.form)).encode()).hexdigest()[:32]
     path = _directory() / f"{key}.pt2"
     if path in _failed:
@@ -387,11 +409,17 @@ def _function(layer: nn.Module, identity: Form, call: _Call) -> TensorFunction |
     try:
         own = own_directory(path.parent, _VARIABLE) / path.name
         if not own.is_file():
-            if capture_limits() is None:
+            if not (capture_limits() or captures_called()):
                 return None
+            task = _twin(layer), call.without_memory(cache_argument(layer.forward))
+            if captures_called():
+                job = job_for(own, *task)
+                if job is None or job.runs:
+                    return job
+                raise RuntimeError(job.result())
             name = type(layer).__name__
             print(f"crossdraft: compiling {name} for this processor, once", file=sys.stderr, flush=True)
-            _compile(layer, call, own)
+            compile_layer(*task, own)
         return _load(own)
     except ForeignCodeError as error:
         _failed.add(path)
@@ -430,14 +458,21 @@ def _warn_once(name: str, reason: str) -> None:
     logger.warning("crossdraft: %s runs uncompiled, which makes its passes slower: %s", name, reason)
 
 
-def _compile(layer: Any, call: _Call, path: Path) -> None:
-    """Compile ``layer`` for calls of the form of ``call`` into the package ``path``."""
-    cache_name = cache_argument(layer.forward)
+def _twin(layer: Any) -> nn.Module:
+    """A copy of ``layer`` without memory: tracing replaces parameters, and other threads may run the layer."""
+    tensors = [*layer.parameters(), *layer.buffers()]
+    twin = copy.deepcopy(layer, {id(tensor): torch.empty_like(tensor, device="meta") for tensor in tensors})
+    twin.__class__ = layer._runs_compiled
+    for module in twin.modules():  # `_RECORDERS`
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    return twin
+
+
+def compile_layer(twin: Any, call: _Call, path: Path) -> None:
+    """Compile a layer for calls of the form of ``call`` into the package ``path``."""
+    cache_name = cache_argument(twin.forward)
     with torch.inference_mode(False), torch.no_grad(), own_attention():
-        # A copy, as tracing replaces parameters, and other threads may run the layer. Its weights have no memory.
-        tensors = [*layer.parameters(), *layer.buffers()]
-        twin = copy.deepcopy(layer, {id(tensor): torch.empty_like(tensor, device="meta") for tensor in tensors})
-        twin.__class__ = layer._runs_compiled
         structure = _Structure.of(twin)
         groups = [] if call.single else structure.products
         others = structure.weights if call.single else structure.unpacked
@@ -475,7 +510,8 @@ def _compile(layer: Any, call: _Call, path: Path) -> None:
                 torch.zeros(shape, dtype=t.dtype) for shape, t in zip(call.shapes(*sizes), call.tensors, strict=True)
             ]
             weights = [
-                torch.zeros(sum(len(linear.weight) for linear in group), group[0].in_features) for group in groups
+                torch.zeros(sum(len(one.weight) for one in group), group[0].in_features, dtype=group[0].weight.dtype)
+                for group in groups
             ]
             return [*zeros, *weights, *(torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in others.values())]
 

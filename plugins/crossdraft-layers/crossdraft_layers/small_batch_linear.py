@@ -1,12 +1,13 @@
-"""Linear layers for few rows on a CPU in float32: the shape of every verification pass there.
+"""Linear layers for few rows on a CPU: the shape of every verification pass there.
 
 `torch.nn.functional.linear` computes ``x W^T`` and is slow on CPUs for 2 to about 16 rows of ``x``, the usual shape of
 drafting and verifying. oneDNN is up to 2.5 times as fast with weights in its own blocked layout. Such a copy is made
 at the first pass over few rows; layers with the same input (queries, keys and values; the two halves of an MLP) share
-one copy and one product, because a call of oneDNN costs as much as a small product.
+one copy and one product, because a call of oneDNN costs as much as a small product. This holds in float32, and in
+bfloat16 on processors with instructions for it (AVX-512, AMX); elsewhere layers in bfloat16 stay plain.
 
-Layers without a copy (see `packed`) compute ``(W x^T)^T`` instead. ``benchmarks/small_linear.py`` compares all. Layers
-of fewer than `LEAST_WEIGHTS` stay plain: a call of oneDNN takes longer than their product.
+Float32 layers without a copy (see `packed`) compute ``(W x^T)^T`` instead. ``benchmarks/small_linear.py`` compares
+all. Layers of fewer than `LEAST_WEIGHTS` stay plain: a call of oneDNN takes longer than their product.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ MEMORY_SHARE = 0.25
 
 
 class SmallBatchLinear(nn.Linear):
-    """`nn.Linear` with faster products for few rows; same parameters, same result up to float32 rounding.
+    """`nn.Linear` with faster products for few rows; same parameters, same result up to rounding.
 
     With gradients enabled it computes `functional.linear`.
     """
@@ -63,7 +64,7 @@ class SmallBatchLinear(nn.Linear):
             return shared
         if (weight := packed(self.weight)) is not None:
             return packed_product(input, weight, self.bias)
-        product = functional.linear if rows == 1 else transposed_product
+        product = transposed_product if rows > 1 and self.weight.dtype == torch.float32 else functional.linear
         return product(input, self.weight, self.bias)
 
 
@@ -183,7 +184,7 @@ def packed(*weights: Tensor) -> Tensor | None:
     Tensors that share memory share the copy. None if oneDNN is not available, if changes of a weight cannot be detected
     (it was created in inference mode), or if copies would take more than `MEMORY_SHARE` of the machine's memory.
     """
-    if not _available() or any(weight.is_inference() for weight in weights):
+    if not _available(weights[0].dtype) or any(weight.is_inference() for weight in weights):
         return None
     key = tuple(part for weight in weights for part in (weight.data_ptr(), weight.shape))
     copy = _copies.get(key)
@@ -210,10 +211,13 @@ def packed_nbytes() -> int:
 
 
 @cache
-def _available() -> bool:
-    """True if oneDNN has kernels for blocked float32 weights on this processor."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    return torch.backends.mkldnn.is_available() and capability in ("AVX2", "AVX512")
+def _available(dtype: torch.dtype) -> bool:
+    """True if oneDNN has kernels for blocked weights of ``dtype`` on this processor."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.float32 and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
 @cache
@@ -246,13 +250,14 @@ class SmallBatchLayers(ModelPreparation):
 
 
 def speed_up_small_batches(model: nn.Module) -> None:
-    """Turn plain `nn.Linear` layers on a CPU in float32 into :class:`SmallBatchLinear`; parameters do not change."""
+    """Turn plain `nn.Linear` layers on a CPU into :class:`SmallBatchLinear`; parameters do not change."""
     for module in model.modules():
         if type(module) is not nn.Linear or hasattr(module.weight, "__tensor_flatten__"):  # quantised
             continue
         if module.weight.numel() < LEAST_WEIGHTS:
             continue
-        if module.weight.device.type == "cpu" and module.weight.dtype == torch.float32:
+        dtype = module.weight.dtype
+        if module.weight.device.type == "cpu" and (dtype == torch.float32 or _available(dtype)):
             module.__class__ = SmallBatchLinear
     for module in model.modules():
         for names in SIBLINGS:
@@ -261,7 +266,7 @@ def speed_up_small_batches(model: nn.Module) -> None:
 
 def _join(modules: list[nn.Module | None]) -> None:
     layers = [layer for layer in modules if isinstance(layer, SmallBatchLinear) and layer.siblings is None]
-    alike = {(layer.in_features, layer.bias is None) for layer in layers}
+    alike = {(layer.in_features, layer.bias is None, layer.weight.dtype) for layer in layers}
     if len(layers) == len(modules) and len(alike) == 1:
         siblings = Siblings(layers)
         for layer in layers:

@@ -20,7 +20,11 @@ from torch.nn import functional
 from crossdraft.framework.lm.layer_surgery import own_modules
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
-packs = pytest.mark.skipif(not small_batch_linear._available(), reason="oneDNN has no kernels for this processor")
+packs = pytest.mark.skipif(
+    not small_batch_linear._available(torch.float32), reason="oneDNN has no kernels for this processor"
+)
+#: Rounding of outputs.
+TOLERANCE = {torch.float32: {"rtol": 1e-4, "atol": 1e-5}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +39,8 @@ def least_weights(monkeypatch: Any) -> None:
     monkeypatch.setattr(small_batch_linear, "LEAST_WEIGHTS", 1)
 
 
-def layer_of(inputs: int, outputs: int, bias: bool = False) -> SmallBatchLinear:
-    layer = nn.Linear(inputs, outputs, bias)
+def layer_of(inputs: int, outputs: int, bias: bool = False, dtype: torch.dtype = torch.float32) -> SmallBatchLinear:
+    layer = nn.Linear(inputs, outputs, bias, dtype=dtype)
     speed_up_small_batches(layer)
     assert type(layer) is SmallBatchLinear
     return layer
@@ -45,25 +49,29 @@ def layer_of(inputs: int, outputs: int, bias: bool = False) -> SmallBatchLinear:
 def equals_linear(layer: nn.Linear, x: Tensor) -> bool:
     expected = functional.linear(x, layer.weight, layer.bias)
     out = layer(x)
-    return out.shape == expected.shape and torch.allclose(out, expected, rtol=1e-4, atol=1e-5)
+    return out.shape == expected.shape and torch.allclose(out, expected, **TOLERANCE[out.dtype])
 
 
-@pytest.mark.parametrize("available", [True, False])
+@pytest.mark.parametrize(
+    ("available", "dtype"), [(True, torch.float32), (False, torch.float32), (True, torch.bfloat16)]
+)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("inputs", "outputs"), [(7, 5), (33, 70), (8, 100), (5, 1)])
 def test_equals_linear_for_every_number_of_rows(
-    inputs: int, outputs: int, bias: bool, available: bool, monkeypatch: Any
+    inputs: int, outputs: int, bias: bool, available: bool, dtype: torch.dtype, monkeypatch: Any
 ) -> None:
     if not available:
-        monkeypatch.setattr(small_batch_linear, "_available", lambda: False)
-    layer = layer_of(inputs, outputs, bias)
+        monkeypatch.setattr(small_batch_linear, "_available", lambda _: False)
+    elif not small_batch_linear._available(dtype):
+        pytest.skip(f"oneDNN has no kernels for {dtype} on this processor")
+    layer = layer_of(inputs, outputs, bias, dtype)
     for rows in range(MOST_ROWS + 3):
-        assert equals_linear(layer, torch.randn(rows, inputs))
-        assert equals_linear(layer, torch.randn(inputs, rows).t())
-        assert equals_linear(layer, torch.randn(rows, 2 * inputs)[:, ::2])
-        assert equals_linear(layer, torch.randn(2, rows, inputs))
-        assert equals_linear(layer, torch.randn(rows, 1, inputs).expand(-1, 2, -1))
-    assert equals_linear(layer, torch.randn(inputs))
+        assert equals_linear(layer, torch.randn(rows, inputs, dtype=dtype))
+        assert equals_linear(layer, torch.randn(inputs, rows, dtype=dtype).t())
+        assert equals_linear(layer, torch.randn(rows, 2 * inputs, dtype=dtype)[:, ::2])
+        assert equals_linear(layer, torch.randn(2, rows, inputs, dtype=dtype))
+        assert equals_linear(layer, torch.randn(rows, 1, inputs, dtype=dtype).expand(-1, 2, -1))
+    assert equals_linear(layer, torch.randn(inputs, dtype=dtype))
 
 
 @packs
@@ -157,7 +165,7 @@ def test_copies_stay_within_their_share_of_memory(monkeypatch: Any, caplog: Any)
 
 
 def test_other_layers_stay_as_they_are() -> None:
-    model = nn.ModuleList([nn.Linear(4, 4, dtype=torch.bfloat16), nn.Linear(4, 4, device="meta"), nn.Linear(4, 4)])
+    model = nn.ModuleList([nn.Linear(4, 4, dtype=torch.float16), nn.Linear(4, 4, device="meta"), nn.Linear(4, 4)])
     speed_up_small_batches(model)
     assert [type(layer) for layer in model] == [nn.Linear, nn.Linear, SmallBatchLinear]
 
