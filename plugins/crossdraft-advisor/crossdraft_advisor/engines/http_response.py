@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import posixpath
+import re
 import socket
+import ssl
 import threading
 import time
 from functools import lru_cache
@@ -13,21 +15,23 @@ from http.client import HTTPMessage
 from ipaddress import ip_address
 from queue import Empty, Full, Queue
 from typing import Any
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 from urllib.parse import SplitResult, unquote, urlsplit
-from urllib.request import HTTPRedirectHandler, Request, build_opener
+from urllib.request import HTTPRedirectHandler, HTTPSHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
-from crossdraft.framework.errors import CrossdraftError, UsageError, first_line, printable, quoted
+from crossdraft.framework.errors import CrossdraftError, first_line, printable, quoted
 from crossdraft.framework.util.limits import METRICS_BYTES, Limit
 
-#: Environment variable with headers by address, as JSON.
-HEADERS = "CROSSDRAFT_HEADERS"
+from .network_settings import CERTIFICATES, HEADERS, headers_of, proxy_of, tls_context
+
 #: Bytes of a part, and parts that wait to be read.
 _PART, _PARTS = 2**16, 16
 #: Bytes of the body of an error, and characters of it in a message.
 _ERROR_BYTES, _ERROR_TEXT = 4096, 300
 #: Seconds for the body of an error.
 _ERROR_SECONDS = 5.0
+#: Fewest characters of the last word of a header that is left out of messages.
+_SECRET = 4
 
 
 class NetworkError(CrossdraftError):
@@ -41,7 +45,22 @@ class _NoRedirects(HTTPRedirectHandler):
         return None
 
 
-_open = build_opener(_NoRedirects).open
+def _opener(url: str, proxy: str) -> OpenerDirector:
+    """Opener of requests by ``proxy``, or without one. Raises UsageError, see `tls_context`."""
+    certificates = tuple(os.environ.get(name) for name in CERTIFICATES) if url.startswith("https:") else None
+    return _made_opener(proxy, certificates)
+
+
+@lru_cache(maxsize=8)
+def _made_opener(proxy: str, certificates: tuple[str | None, ...] | None) -> OpenerDirector:
+    context = None if certificates is None else tls_context()
+    proxies: dict[str, str] = {"http": proxy, "https": proxy} if proxy else {}
+    return build_opener(_NoRedirects, ProxyHandler(proxies), *([HTTPSHandler(context=context)] if context else []))
+
+
+def without_password(url: str) -> str:
+    """The address without the user name and the password in it."""
+    return re.sub(r"^(\w+://)[^/?#]*@", r"\1", url)
 
 
 def unfit(url: str) -> str | None:
@@ -53,40 +72,13 @@ def unfit(url: str) -> str | None:
         if not parts.hostname or (parts.port is not None and not parts.port):
             return "it has no host, or port 0"
         parts.hostname.encode("idna")
+        if "@" in parts.netloc:
+            return f"it has a user name or a password; set {HEADERS} instead (docs/remote.md)"
     except ValueError as error:
         return first_line(error)
     if any(c.isspace() or not c.isprintable() for c in url):
         return "it has a space or a control character"
     return "it has a query or a fragment" if parts.query or parts.fragment else None
-
-
-def headers_of(url: str) -> dict[str, str]:
-    """Headers of requests to ``url``, by `HEADERS`: those of the longest address that begins it.
-
-    A recipe cannot set headers, because it could send a user's key to another server.
-
-    Raises:
-        UsageError: the variable is not an object of addresses and headers.
-    """
-    if not (text := os.environ.get(HEADERS)):
-        return {}
-    try:
-        by_address = json.loads(text)
-        items = [(address.rstrip("/"), dict(headers)) for address, headers in by_address.items()]
-        valid = all(_is_header(key, value) for _, headers in items for key, value in headers.items())
-    except (AttributeError, TypeError, ValueError):
-        valid = False
-    if not valid:
-        raise UsageError(
-            f"{HEADERS} must be JSON of addresses and their headers, as in "
-            '{"https://gpu.example.com": {"Authorization": "Bearer KEY"}}'
-        )
-    matching = [(address, headers) for address, headers in items if f"{url}/".startswith(f"{address}/")]
-    return max(matching, key=lambda item: len(item[0]), default=("", {}))[1]
-
-
-def _is_header(key: Any, value: Any) -> bool:
-    return all(isinstance(text, str) and text.isprintable() and text.isascii() for text in (key, value)) and bool(key)
 
 
 def fetch(url: str, seconds: float) -> tuple[int, str]:
@@ -145,17 +137,20 @@ class HttpResponse:
 
     Raises:
         NetworkError: the server cannot be reached, or does not answer in time.
-        UsageError: the environment variable `HEADERS` is invalid.
+        UsageError: headers, the proxy or certificates in the environment are invalid, see `network_settings`.
     """
 
     def __init__(self, url: str, body: Any = None, *, seconds: float, maximum: Limit):
         self._seconds, self._most = seconds, maximum
         self._parts: Queue[Any] = Queue(_PARTS)
         self._closed = threading.Event()
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"} | headers_of(url)
+        own, self._proxy = headers_of(url), proxy_of(url)
+        self._secrets = {word for value in own.values() for word in value.split()[-1:] if len(word) >= _SECRET}
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"} | own
         data = None if body is None else json.dumps(body).encode()
+        opener = _opener(url, self._proxy)
         self.renew()
-        threading.Thread(target=self._fetch, args=(url, data, headers), daemon=True).start()
+        threading.Thread(target=self._fetch, args=(opener, url, data, headers), daemon=True).start()
         try:
             self.status, self._headers = self._next()
         except NetworkError:
@@ -191,7 +186,7 @@ class HttpResponse:
     def error(self) -> str:
         """Describe a response whose status is not 200, with the beginning of its body."""
         if 300 <= self.status < 400 and (address := self._headers.get("Location")):
-            return f"status {self.status}: it redirects to {quoted(address)}; give that address"
+            return f"status {self.status}: it redirects to {quoted(self.redacted(address))}; give that address"
         self._seconds, text = min(self._seconds, _ERROR_SECONDS), b""
         self.renew()
         try:
@@ -199,11 +194,17 @@ class HttpResponse:
                 text += part
         except NetworkError:
             text = text or b"(the body is incomplete)"
-        shown = " ".join(printable(line) for line in text.decode("utf-8", "replace").split("\n"))
+        shown = self.redacted(" ".join(printable(line) for line in text.decode("utf-8", "replace").split("\n")))
+        shown = shown if len(shown) <= _ERROR_TEXT else shown[: _ERROR_TEXT - 1] + "…"
         if self.status in (401, 403):
             shown = f"{shown}; set {HEADERS} to the headers of this address, such as an API key (docs/remote.md)"
-            return f"status {self.status}: {shown}"
-        return f"status {self.status}: {shown if len(shown) <= _ERROR_TEXT else shown[: _ERROR_TEXT - 1] + '…'}"
+        return f"status {self.status}: {shown}"
+
+    def redacted(self, text: str) -> str:
+        """A text of the server without the words of the request's headers, such as an API key."""
+        for word in self._secrets:
+            text = text.replace(word, "***")
+        return text
 
     def _next(self) -> Any:
         try:
@@ -211,14 +212,23 @@ class HttpResponse:
         except Empty:
             raise NetworkError(f"the response was not complete after {self._seconds:g} s") from None
         if isinstance(item, Exception):
-            raise NetworkError(first_line(item))
+            raise NetworkError(self.redacted(self._reason(item)))
         return item
 
-    def _fetch(self, url: str, data: bytes | None, headers: dict[str, str]) -> None:
+    def _reason(self, error: Exception) -> str:
+        """The first line of an error, and the setting that it may be due to."""
+        text = first_line(error)
+        if isinstance(error, URLError) and isinstance(error.reason, ssl.SSLCertVerificationError):
+            text += f"; name the certificates of a private authority in {CERTIFICATES[0]}"
+        if self._proxy:
+            parts = urlsplit(self._proxy)
+            text += f"; requests go through the proxy {parts.hostname}:{parts.port or 80}, NO_PROXY excepts hosts"
+        return text
+
+    def _fetch(self, opener: OpenerDirector, url: str, data: bytes | None, headers: dict[str, str]) -> None:
         try:
-            request = Request(url, data, headers)
             try:
-                response = _open(request, timeout=self._seconds)
+                response = opener.open(Request(url, data, headers), timeout=self._seconds)
             except HTTPError as error:
                 response = error
             with response:

@@ -29,7 +29,8 @@ from crossdraft.framework.errors import ModelError, UsageError, first_line, quot
 from crossdraft.framework.util.input_files import parse_json
 from crossdraft.framework.util.limits import EVENT_BYTES
 
-from .http_response import HEADERS, HttpResponse, NetworkError, fetch, unfit
+from .http_response import HttpResponse, NetworkError, fetch, unfit
+from .network_settings import HEADERS
 from .response_checks import counts_flaw, response_flaw
 from .server_log import cause_of
 
@@ -291,7 +292,8 @@ class EngineServer(ABC):
             port = free.getsockname()[1]
         command, self.url = self.command(port), f"http://127.0.0.1:{port}"
         # `python -m` would import from the working directory, in which foreign files may lie.
-        environment = {"PYTHONSAFEPATH": "1", **os.environ, **self.environment(), **self.options.env}
+        own = {name: value for name, value in os.environ.items() if name != HEADERS}
+        environment = {"PYTHONSAFEPATH": "1", **own, **self.environment(), **self.options.env}
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             log.write(f"$ {shlex.join(command)}\n".encode())
@@ -396,7 +398,9 @@ class EngineServer(ABC):
                 for data in _events(stream, self.name):
                     now = time.perf_counter()
                     if "error" in data:
-                        raise ModelError(f"the server of {self.name} reports: {quoted(data['error'], 300)}")
+                        raise ModelError(
+                            f"the server of {self.name} reports: {stream.redacted(quoted(data['error'], 300))}"
+                        )
                     event = self.event(data)
                     events.append((now - sent, event))
                     if event.tokens:
