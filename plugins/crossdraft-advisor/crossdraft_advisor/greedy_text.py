@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.contracts.sampling import Sampling
@@ -54,9 +55,12 @@ def token_gaps(
     """Logit gaps ``[T, 2]`` of each text: of its token to the greatest logit, and of the greatest to the second."""
     gaps = [np.zeros((len(text), 2)) for text in texts]
     for probs, places in positions(prompts, texts, target, Sampling(temperature=1.0)):
-        top = probs.topk(2, dim=1).values.log()
-        for i, (text, t, token) in enumerate(places):
-            gaps[text][t] = float(top[i, 0] - probs[i, token].log()), float(top[i, 0] - top[i, 1])
+        top = probs.topk(2, dim=1).values
+        own = probs.gather(1, torch.tensor([[token] for _, _, token in places], device=probs.device))
+        # Logarithms of ratios, since two logarithms of one number may differ in the last bit.
+        logs = (top[:, :1] / torch.cat([own, top[:, 1:]], dim=1)).log()
+        for (text, t, _), gap in zip(places, logs.tolist(), strict=True):
+            gaps[text][t] = gap
     return gaps
 
 
