@@ -41,15 +41,18 @@ _COMMANDS = {
 _FORMATS = {
     "vllm": ("vllm:VllmFormat", "log, counters, and a configuration with synthetic acceptance"),
     "sglang": ("sglang:SglangFormat", "log, counters and gauge"),
-    "llama.cpp": ("llama_cpp:LlamaCppFormat", "log, counters and timings of responses"),
+    "llama.cpp": ("llama_cpp:LlamaCppFormat", "log, counters, timings of responses, output of its examples"),
     "response-statistics": (
         "responses:ResponseStatistics",
         "statistics of each response: vLLM, TensorRT-LLM, AIPerf's profile_export.jsonl",
     ),
-    "sglang-responses": ("responses:SglangResponses", "meta_info of each response"),
+    "sglang-responses": ("responses:SglangResponses", "meta_info of each response, and the log of requests"),
+    "tensorrt-llm-responses": ("responses:TensorRtLlmResponses", "tokens per iteration of each response"),
     "tensorrt-llm-counters": ("responses:TensorRtLlmCounters", "counters of its server, by position"),
     "tensorrt-llm-iterations": ("responses:IterationStats", "statistics of each iteration"),
     "vllm-bench": ("benchmarks:VllmBench", "vllm bench serve: table and JSON"),
+    "aiperf": ("benchmarks:AiPerf", "profile_export_aiperf.json"),
+    "trtllm-bench": ("benchmarks:TrtllmBench", "trtllm-bench: report and JSON"),
     "sglang-bench": ("benchmarks:SglangBench", "sglang.bench_serving: table and JSONL; /server_info"),
     "speculators": ("benchmarks:Speculators", "acceptance_analysis.txt"),
     "spec-bench": ("benchmarks:SpecBench", "answers of Spec-Bench and EAGLE"),
@@ -61,9 +64,16 @@ _FORMATS = {
 }
 _RESPONSES = {
     "sglang-generate": ("SglangGenerate", "responses of SGLang's /generate"),
+    "sglang-extension": ("SglangExtension", "completions of SGLang with token ids in sglext"),
     "llama.cpp-completion": ("LlamaCppCompletion", "responses of llama.cpp's /completion"),
     "lm-eval": ("LmEvalSamples", "samples that lm-eval logs"),
-    "sharegpt": ("ShareGpt", "conversations in the format of ShareGPT"),
+    "openai-responses": ("OpenAiResponses", "responses of OpenAI's Responses API"),
+    "anthropic-messages": ("AnthropicMessages", "responses of Anthropic's Messages API"),
+    "vllm-outputs": ("VllmOutputs", "outputs of vLLM's offline API"),
+    "text-generation": ("TextGeneration", "responses of Text Generation Inference"),
+    "ollama": ("Ollama", "responses of Ollama's /api/chat and /api/generate"),
+    "prompt-completion": ("PromptCompletion", "prompts and completions of data sets"),
+    "conversations": ("Conversations", "conversations of data sets: ShareGPT, LMSYS-Chat, messages for fine-tuning"),
 }
 
 

@@ -15,7 +15,9 @@ from crossdraft.framework.errors import UsageError, printable
 from crossdraft.framework.util.input_files import parse_json, path_of, read_bytes
 from crossdraft.framework.util.limits import METRICS_BYTES, MOST_NESTING
 
-from .http_response import HttpResponse, NetworkError
+from .http_response import HttpResponse, NetworkError, without_password
+from .network_settings import HEADERS
+from .wrapped_lines import texts_in, unwrapped
 
 #: The first line of a multi-line JSON value, but not a time stamp in brackets.
 _JSON_BEGINS = re.compile(r"[\[{]\s*([\[{\"]|$)")
@@ -24,7 +26,16 @@ UNFIT = re.compile(r"[\x00-\x20\x7f]")
 #: Colours and other control sequences of terminals.
 ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|[@-_])")
 #: First bytes of a compressed file, as log rotation writes it.
-GZIP = b"\x1f\x8b"
+_GZIP = b"\x1f\x8b"
+#: First bytes of files that are not text, and how they are made one.
+_PACKED = {
+    _GZIP: "compressed; unpack it (gunzip -k)",
+    b"\x28\xb5\x2f\xfd": "compressed; unpack it (unzstd)",
+    b"\xfd7zXZ": "compressed; unpack it (unxz -k)",
+    b"BZh": "compressed; unpack it (bunzip2 -k)",
+    b"PK\x03\x04": "an archive; unpack it (unzip)",
+    b"PAR1": "a Parquet file; convert it to JSONL or CSV",
+}
 #: Time limit in seconds for a complete HTTP response.
 TIMEOUT = 10.0
 
@@ -67,9 +78,23 @@ class Source:
         return self.text.endswith("\n") or not self.text
 
     def lines(self) -> Iterator[tuple[int, str]]:
-        """Line numbers, from 1, and lines."""
+        """Line numbers, from 1, and lines; of a log in JSON or CSV the lines that were wrapped, see `wrapped_lines`."""
+        yield from self._unwrapped
+
+    def raw_lines(self) -> Iterator[tuple[int, str]]:
+        """Line numbers, from 1, and lines as they are in the file."""
         for number, line in enumerate(self._lines[: self.count], start=1):
             yield number, line.removesuffix("\r")
+
+    @cached_property
+    def _unwrapped(self) -> list[tuple[int, str]]:
+        if self._is_one_value() and (texts := [(1, ESCAPES.sub("", text)) for text in texts_in(self.text)]):
+            return texts
+        return [
+            (number, ESCAPES.sub("", text) if text is not line else line)
+            for number, line in self.raw_lines()
+            for text in unwrapped(line) or [line]
+        ]
 
     def place(self, line: int) -> str:
         return f"{self.name}:{line}"
@@ -115,7 +140,7 @@ class Source:
             for item in self._objects_in(self.text, 1, key):
                 yield 1, item
             return
-        for number, line in self.lines():
+        for number, line in self.raw_lines():
             line = line.strip().removeprefix("data:").strip()
             if quoted in line and line[:1] in ("{", "["):
                 for item in self._objects_in(line, number, key):
@@ -179,7 +204,7 @@ class Source:
 
     def _is_one_value(self) -> bool:
         """True if a JSON value begins in the first line and does not end there."""
-        first = next((line.strip() for _, line in self.lines() if line.strip()), "")
+        first = next((line.strip() for _, line in self.raw_lines() if line.strip()), "")
         return _JSON_BEGINS.match(first) is not None and (len(first) == 1 or first[-1] not in "}]")
 
 
@@ -206,7 +231,13 @@ def read_source(source: str, gamma: int | None = None) -> Source:
     """
     if not source.startswith(("http://", "https://")):
         data = read_bytes(path_of(source), METRICS_BYTES)
+        if (kind := packed_as(data)) and not data.startswith(_GZIP):
+            raise UsageError(f"{printable(source)} is {kind} and give the result")
         return Source(_text_of(data), printable(source), gamma)
+    if (bare := without_password(source)) != source:
+        raise UsageError(
+            f"{printable(bare)} is given with a user name or a password; set {HEADERS} instead (docs/remote.md)"
+        )
     if flaw := UNFIT.search(source):
         raise UsageError(f"{printable(source)} is not a valid URL: it has {flaw[0]!r}; write it as %{ord(flaw[0]):02X}")
     try:
@@ -218,8 +249,13 @@ def read_source(source: str, gamma: int | None = None) -> Source:
         raise UsageError(f"cannot read {printable(source)}: {error}; save it to a file and give the file") from None
 
 
+def packed_as(data: bytes) -> str:
+    """The kind of a file that begins with ``data``, and the way to make it text; empty for a text."""
+    return next((kind for start, kind in _PACKED.items() if data.startswith(start)), "")
+
+
 def _text_of(data: bytes) -> str:
-    if data[:2] == GZIP:
+    if data[:2] == _GZIP:
         data = _unpacked(data)
     # PowerShell redirects as UTF-16.
     encoding = "utf-16" if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
@@ -229,7 +265,7 @@ def _text_of(data: bytes) -> str:
 def _unpacked(data: bytes) -> bytes:
     """The content of a gzip file, as far as it is whole. Raises UsageError if it is too large."""
     parts, size = [], 0
-    while data[:2] == GZIP:
+    while data[:2] == _GZIP:
         stream = zlib.decompressobj(wbits=31)
         try:
             parts.append(stream.decompress(data, METRICS_BYTES - size + 1))

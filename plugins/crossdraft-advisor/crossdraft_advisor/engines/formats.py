@@ -31,6 +31,26 @@ _OTHERS = (
         "it is a trace of arrivals, for crossdraft simulate --trace",
     ),
     (
+        re.compile(r"<!DOCTYPE html|<html", re.IGNORECASE),
+        "it is a web page, perhaps one to log in: give the address of the counters, and an API key if the server needs "
+        "one (docs/remote.md)",
+    ),
+    (
+        re.compile(r'"resultType"\s*:'),
+        "it is an answer of Prometheus without the names of counters: query them without rate() and sum(), as in "
+        '{__name__=~"vllm:spec_decode_.*"}',
+    ),
+    (
+        re.compile(r'"(mean_ttft_ms|request_latency|output_token_throughput|time_to_first_token)"\s*:'),
+        "it is the result of a benchmark without counts of accepted tokens: give the server's /metrics after it, and "
+        "those before it as --since, or its log",
+    ),
+    (
+        re.compile(r'"(n_ctx|total_slots)"\s*:'),
+        "llama.cpp's /slots and /props have no counts of accepted tokens: give /metrics (started with --metrics), its "
+        "log or responses",
+    ),
+    (
         re.compile(r"SpecDecoding|spec_decode|speculative|Decode batch|print_timing", re.IGNORECASE),
         "it is of an engine, but nothing was drafted in it: send requests, and leave the statistics switched on "
         "(vLLM: without --disable-log-stats)",

@@ -10,15 +10,15 @@ draft and tokens past the end of a response count is part of the engine's `Count
 tokens and finished requests, too, the number of both follows. llama.cpp writes numbers of 10^6 and more, except those
 by position, with six digits (``1.23457e+06``).
 
-Ray and OpenTelemetry write ``ray_vllm_spec_decode_...`` and leave ``_total`` out; Prometheus answers queries in JSON.
+Ray and OpenTelemetry write ``ray_vllm_spec_decode_...`` and leave ``_total`` out; see `exported_series` for counters
+in JSON and CSV.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from crossdraft.framework.errors import first_line, printable
@@ -27,6 +27,7 @@ from crossdraft.framework.util.limits import MOST_NAME
 from .acceptance import Acceptance
 from .counter_definitions import PREFILL_TOKENS, CounterDefinition
 from .engine_log import Source
+from .exported_series import canonical, exported_series
 
 #: Share of steps without a draft that is explained by requests in flight.
 _FEW_IDLE = 0.02
@@ -60,10 +61,10 @@ def samples(source: Source, names: Collection[str]) -> dict[Key, Sample]:
     """
     from prometheus_client.parser import text_string_to_metric_families
 
-    known, series = {_canonical(name): name for name in names if name}, dict[Key, Sample]()
-    for number, line in (*source.lines(), *_answers(source)):
+    known, series = {canonical(name): name for name in names if name}, dict[Key, Sample]()
+    for number, line in (*source.raw_lines(), *exported_series(source, [name for name in names if name])):
         name = _NAME.match(line)
-        if name is None or (exact := known.get(_canonical(name[0]))) is None:
+        if name is None or (exact := known.get(canonical(name[0]))) is None:
             continue
         try:
             ((sample,),) = [family.samples for family in text_string_to_metric_families(line)]
@@ -78,26 +79,15 @@ def samples(source: Source, names: Collection[str]) -> dict[Key, Sample]:
             raise source.error(number, f"{exact} is {sample.value:g}, which is not a count")
         key = exact, tuple(sorted(sample.labels.items()))
         if key in series:
-            raise source.error(number, f"{exact} is a duplicate of line {series[key].line}")
+            raise source.error(
+                number,
+                f"{exact} is a duplicate of line {series[key].line}; the file has several scrapes: give the last one, "
+                "and the first as --since",
+            )
         series[key] = Sample(sample.value, number, 5e-6 * sample.value if _ROUNDED.search(line) else 0.0)
         if not _COMPLETE.search(line) and source.text.endswith(line):  # without a newline
             raise source.error(number, "the scrape is truncated in this line; repeat it")
     return series
-
-
-def _canonical(name: str) -> str:
-    """A name of which exporters write variants."""
-    return name.removeprefix("ray_").replace(":", "_", 1).removesuffix("_total")
-
-
-def _answers(source: Source) -> Iterator[tuple[int, str]]:
-    """Lines of a scrape with the series of an answer of Prometheus' API, ``{"metric": {..}, "value": [time, "1"]}``."""
-    for number, fields in source.objects("metric"):
-        labels, value = fields["metric"], fields.get("value")
-        if isinstance(labels, dict) and isinstance(value, list) and len(value) == 2:
-            name = labels.get("__name__", "")
-            text = ",".join(f"{key}={json.dumps(str(text))}" for key, text in labels.items() if key != "__name__")
-            yield number, f"{name}{{{text}}} {value[1]}"
 
 
 def since(
@@ -111,7 +101,7 @@ def since(
             raise source.error(
                 line,
                 f"{key[0]} {change}, was {sample.value:g} in {earlier_source.place(sample.line)}: the counter was "
-                "reset",
+                "reset; take the earlier scrape after the restart",
             )
     zero = Sample(0.0, 0)
     return {

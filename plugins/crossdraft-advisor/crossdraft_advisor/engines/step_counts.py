@@ -22,6 +22,7 @@ _ACCEPTED = ("num_accepted_draft_tokens", "total_accepted_draft_tokens", "spec_n
 _ACCEPTED += ("spec_accepted_drafts", "spec_accept_token_num")
 _DRAFTED = ("num_draft_tokens", "total_draft_tokens", "spec_num_proposed_drafts", "spec_proposed_drafts")
 _DRAFTED += ("spec_draft_token_num",)
+_TOKENS = ("completion_tokens", "spec_completion_tokens", "completion_token_num")
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,10 @@ def _counts(source: Source, line: int, fields: Mapping[str, Any], key: str) -> S
     elif histogram:
         accepted = float(sum(i * c for i, c in enumerate(shares)))
     else:  # the first token is the prefill's
-        accepted = count(source, line, fields, "completion_tokens") - PREFILL_TOKENS - steps
+        usage = source.row(line).get("usage")
+        tokens = fields if any(fields.get(name) is not None for name in _TOKENS) else usage
+        accepted = count(source, line, tokens if isinstance(tokens, dict) else fields, *_TOKENS)
+        accepted -= PREFILL_TOKENS + steps
     if accepted < 0 or (drafted is not None and accepted > drafted):
         raise source.error(
             line, f"{accepted:g} accepted tokens in {steps:g} steps ({key}) are inconsistent with the other counts"

@@ -369,6 +369,8 @@ def _request(fields: Mapping[str, Any], place: str) -> ChatRequest:
 
 def _prompt(context: ParseContext, request: ChatRequest, row: Mapping[str, Any], place: str) -> list[int]:
     prompt = row.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):  # a list of one prompt
+        (prompt,) = prompt
     try:
         if request.messages is not None:
             tokenizer = context.tokenizer(place).tokenizer

@@ -73,6 +73,7 @@ class ParseContext:
         skipped: why responses were skipped -> a description of the first one.
         requests: custom_id -> request of an OpenAI batch, for responses that do not have it.
         seen: keys of samples that are not to be read again.
+        model: the first model that a response names; empty if none does.
     """
 
     target: str = ""
@@ -83,6 +84,7 @@ class ParseContext:
     skipped: dict[str, str] = field(default_factory=dict)
     requests: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)
+    model: str = ""
     _tokenizer: TokenizerOf | None = None
     _named: dict[str, int] | None = None
 

@@ -9,6 +9,8 @@
 from __future__ import annotations
 
 import codecs
+import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,11 +25,17 @@ from crossdraft.framework.runs.run_directory import RunDirectory, read_cell_conf
 from crossdraft.framework.util.input_files import kind_of, open_file, parse_json, path_of, read_lines, read_text
 from crossdraft.framework.util.limits import LINE_BYTES, RESPONSE_FILE_BYTES
 
-from ..engines.engine_log import GZIP
+from ..engines.engine_log import packed_as
 from .jsonl_formats import response_of
 from .response import OptionsError, ParseContext, Response, describe, log_probabilities, token_ids
 from .response_formats import plain_rows
 
+_VALUE = re.compile(r"\S")
+#: What to do about a file that is not JSON.
+_JSON = (
+    "responses are JSON, one in a line (docs/replay.md); for the log or the counters of an engine there are crossdraft "
+    "advise and crossdraft diagnose --counters"
+)
 #: Assumption made for dataset texts.
 TEXTS = "texts of a dataset, assumed to be samples of the target"
 
@@ -64,7 +72,11 @@ class Reader(ParseContext):
                 count += 1
                 yield response
         if not count and self.skipped:
-            raise UsageError(f"{next(iter(self.skipped.values()))}; no other response can be replayed")
+            reason = f"{next(iter(self.skipped.values()))}; no other response can be replayed"
+            raise UsageError(f"{reason}; {_JSON}" if "not JSON" in reason else reason)
+        if not count and self.requests:
+            names = ", ".join(map(quoted, sources))
+            raise UsageError(f"{names}: the input of an OpenAI batch has no responses; give its output, too")
 
     def _source(self, source: str) -> Iterator[Response]:
         kind = "" if source.startswith("hf:") else kind_of(source)
@@ -79,7 +91,9 @@ class Reader(ParseContext):
         if kind == "file" and self.column is None:
             for place, parse in _rows(path_of(source)):
                 try:
-                    for row in plain_rows(parse(), self, place):
+                    value = parse()
+                    self.model = self.model or _model_of(value)
+                    for row in plain_rows(value, self, place):
                         yield from response_of(self, row, place)
                 except OptionsError:
                     raise
@@ -199,16 +213,19 @@ def _rows(path: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
     file = printable(str(path))
     with open_file(path, RESPONSE_FILE_BYTES) as lines:
         first = next((text for text in iter(lambda: lines.readline(LINE_BYTES + 1), b"") if text.strip()), b"").strip()
-    if first.startswith(GZIP):
-        raise UsageError(f"{file} is compressed; unpack it (gunzip -k) and give the unpacked file")
+    if kind := packed_as(first):
+        raise UsageError(f"{file} is {kind} and give the result")
+    if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise UsageError(f"{file} is not UTF-8 text but UTF-16; save it as UTF-8")
     if first.startswith(b"[") or (first.startswith(b"{") and not first.endswith(b"}")):
+        text = read_text(path, RESPONSE_FILE_BYTES)
         try:
-            value = parse_json(read_text(path, RESPONSE_FILE_BYTES), path)
+            value = parse_json(text, path)
         except UsageError:
-            value = None  # a truncated first line of JSONL
+            value = _values(text, path)  # empty for a truncated first line of JSONL
         for i, item in enumerate(value if isinstance(value, list) else [value] if value else []):
             yield f"{file}, item {i + 1}", partial(_same, item)
-        if value is not None:
+        if value:
             return
     with open_file(path, RESPONSE_FILE_BYTES) as lines:
         for number, data in enumerate(iter(lambda: lines.readline(LINE_BYTES + 1), b""), start=1):
@@ -218,8 +235,29 @@ def _rows(path: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
                 yield f"{file}:{number}", partial(_parsed, text, path, number)
 
 
+def _values(text: str, path: Path) -> list[Any]:
+    """JSON values one after another, each over several lines, as jq writes them; empty if one is damaged."""
+    values, decoder, end = [], json.JSONDecoder(), 0
+    try:
+        while match := _VALUE.search(text, end):
+            end = decoder.raw_decode(text, match.start())[1]
+            values.append(parse_json(text[match.start() : end], path))
+    except (ValueError, RecursionError, UsageError):
+        return []
+    return values
+
+
 def _same(value: Any) -> Any:
     return value
+
+
+def _model_of(value: Any) -> str:
+    """The name of the model in a response, in the one of a batch, or in its request; empty without one."""
+    parts = [value]
+    for key in ("response", "body", "request"):
+        parts += [part[key] for part in parts if isinstance(part, dict) and key in part]
+    names = (part.get("model") for part in parts if isinstance(part, dict))
+    return next((name for name in names if isinstance(name, str)), "")
 
 
 def _parsed(data: bytes, path: Path, line: int) -> Any:

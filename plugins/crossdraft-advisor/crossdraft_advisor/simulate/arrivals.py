@@ -6,20 +6,25 @@ with a time of day, or numbers whose unit follows from the trace it resembles, o
 
 from __future__ import annotations
 
+import codecs
 import csv
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from itertools import chain, pairwise
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from crossdraft.framework.errors import UsageError, first_line, printable, quoted
-from crossdraft.framework.util.input_files import parse_json, path_of, read_lines
+from crossdraft.framework.util.input_files import open_file, parse_json, path_of, read_lines, read_text
 from crossdraft.framework.util.limits import LINE_BYTES, MOST_DIGITS, MOST_REQUESTS, MOST_TOKENS, RESPONSE_FILE_BYTES
+
+from ..engines.engine_log import packed_as
 
 #: Units of numbers that are times -> how many are a second.
 TIME_UNITS = {"s": 1, "ms": 1000, "us": 10**6, "ns": 10**9}
@@ -42,6 +47,8 @@ _MARKS = {
 }
 #: A date with a time of day; Azure's have up to seven decimals, and Python's at most six.
 _DATE = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:(\.\d{1,6})\d*)?(Z|[+-]\d\d(?::?\d\d)?)?", re.ASCII)
+#: A number of tokens, as pandas writes it in a column with gaps.
+_WHOLE = re.compile(r"\d{1,9}\.0", re.ASCII)
 _NUMBER = re.compile(r"\d{1,30}(\.\d{1,30})?([eE][+-]?\d{1,3})?", re.ASCII)
 
 
@@ -148,20 +155,24 @@ def read_trace(name: str, limit: int | None = None, unit: str | None = None) -> 
     path = path_of(name)
     file, arrivals = printable(str(path)), []
     reader: _TraceReader | None = None
-    for number, line in read_lines(path, RESPONSE_FILE_BYTES, LINE_BYTES, subject="the trace"):
-        if not line.strip():
-            continue
+    for place, line, is_cut in _requests(path, file):
         if len(arrivals) == limit:
             break
-        place = f"{file}:{number}"
         if reason := MOST_REQUESTS.violation(len(arrivals) + 1):
             raise UsageError(f"{place}: too many requests, {reason}; use --requests")
-        if reader is None and not line.lstrip().startswith(("{", "[")):
+        is_json = not isinstance(line, str) or line.lstrip().startswith("{")
+        if reader is None and not is_json:
             reader = _TraceReader(unit, _header(line, place))
             continue
         reader = reader or _TraceReader(unit)
-        row = parse_json(line, path, line=number) if reader.header is None else _cells(line, reader.header, place)
-        if (arrival := reader.arrival(row, place)) is None:
+        try:
+            arrival = reader.arrival(_row(line, reader.header, path, place), place)
+        except UsageError:
+            if not (is_cut and arrivals):
+                raise
+            reader.skipped["in a truncated last line"] += 1
+            break
+        if arrival is None:
             continue
         if arrivals and arrival.seconds < arrivals[-1].seconds:
             raise UsageError(f"{place}: the request arrives before the previous one; sort the trace by time")
@@ -171,6 +182,32 @@ def read_trace(name: str, limit: int | None = None, unit: str | None = None) -> 
     assert reader is not None
     skipped = [f"{count} requests {reason} are left out" for reason, count in reader.skipped.items()]
     return ArrivalTrace(path.name, tuple(arrivals), "; ".join([reader.times, *skipped]))
+
+
+def _requests(path: Path, file: str) -> Iterator[tuple[str, Any, bool]]:
+    """The places of the requests of a trace, their lines, or the items of a JSON list, and if that is cut off."""
+    with open_file(path, RESPONSE_FILE_BYTES, subject="the trace") as opened:
+        start = opened.read(2**16).removeprefix(codecs.BOM_UTF8).lstrip()
+        size = opened.seek(0, 2)
+        opened.seek(max(size - 1, 0))
+        is_ended = opened.read() in (b"\n", b"")
+    if kind := packed_as(start):
+        raise UsageError(f"{file} is {kind} and give the result")
+    if start.startswith(b"["):
+        items = parse_json(read_text(path, RESPONSE_FILE_BYTES, subject="the trace"), path)
+        yield from ((f"{file}, item {i}", item, False) for i, item in enumerate(items, start=1))
+        return
+    lines = read_lines(path, RESPONSE_FILE_BYTES, LINE_BYTES, subject="the trace")
+    written = ((f"{file}:{number}", line) for number, line in lines if line.strip())
+    for entry, following in pairwise(chain(written, [None])):
+        assert entry is not None
+        yield *entry, following is None and not is_ended
+
+
+def _row(line: Any, header: list[str] | None, path: Path, place: str) -> Any:
+    if not isinstance(line, str):
+        return line
+    return _cells(line, header, place) if header else parse_json(line, path, line=int(place.rpartition(":")[2]))
 
 
 def _header(line: str, place: str) -> list[str]:
@@ -299,6 +336,8 @@ class _TraceReader:
         if self.header is not None and isinstance(value, str) and value.isascii() and value.isdecimal():
             digits = value.lstrip("0") or "0"
             value = int(digits) if len(digits) < 20 else value
+        elif self.header is not None and isinstance(value, str) and _WHOLE.fullmatch(value):
+            value = int(value.partition(".")[0])
         if type(value) is not int or not 1 <= value <= MOST_TOKENS:
             raise UsageError(
                 f"{place}: {key!r} {quoted(value)} is not a number of tokens; give an integer from 1 to "

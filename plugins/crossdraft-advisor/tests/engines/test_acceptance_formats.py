@@ -96,6 +96,28 @@ QUERY = [
     {"metric": {"__name__": f"vllm:spec_decode_num_{name}_total", "pod": "a"}, "value": [1.5, f"{n}"]}
     for name, n in VLLM.items()
 ]
+AIPERF_SUMMARY = {"total_spec_decode_steps": 1000, "total_accepted_draft_tokens": 900, "total_draft_tokens": 2000}
+AIPERF_RECORD = {"spec_decode_steps": 10, "spec_decode_accepted_draft_tokens": 9, "spec_decode_draft_tokens": 20}
+#: Each request has 20 tokens in 11 iterations, the prefill's included.
+TRTLLM_MEAN = {"choices": [{"avg_decoded_tokens_per_iter": 20 / 11}], "usage": {"completion_tokens": 20}}
+TRTLLM_REPORT = {
+    "request_info": {"num_requests": 10, "avg_output_length": 20.0},
+    "decoding_stats": {
+        f"num_{k}_tokens_percentiles": {"average": n} for k, n in (("draft", 22), ("accepted_draft", 9))
+    },
+}
+TRTLLM_TEXT = """\
+Number of requests:             10
+Average Output Length (tokens): 20.0000
+[DT] AVERAGE: 22.00
+[ADT] AVERAGE: 9.00
+"""
+SPECULATIVE = "\nn_draft   = 2\nn_predict = 19\nn_drafted = 20\nn_accept  = 9\naccept    = 45.000%\n"
+SGLANG_LOG = (
+    "[2026-01-01] Finish: obj=GenerateReqInput(rid='a'), out={'text': \"it's\", 'meta_info': {'completion_tokens': "
+)
+SGLANG_LOG += "20, 'spec_accept_length': 2.0, 'spec_verify_ct': 10, 'spec_accept_token_num': 9, 'e2e_latency': 1.0}}\n"
+SGLEXT = {"usage": {"completion_tokens": 20}, "sglext": {"spec_tokens_details": {"spec_verify_ct": 10}}}
 EXAMPLE = """\
 num_drafts: 1000
 num_draft_tokens: 2000
@@ -121,6 +143,14 @@ def text_of(*objects: Any) -> str:
         ("llama.cpp", STATISTICS.format("draft_simple", 20, 60, 30, ""), 2.5, 3, None),
         ("llama.cpp", STATISTICS.format("draft-mtp", 20, 40, 18, ", #acc rate/pos = (0.6, 0.3)"), 1.9, 2, 20),
         ("llama.cpp", text_of(TIMINGS, TIMINGS), 1.9, 0, None),
+        ("llama.cpp", SPECULATIVE, 1.9, 2, None),
+        ("aiperf", text_of({key: {"unit": "count", "avg": n} for key, n in AIPERF_SUMMARY.items()}), 1.9, 2, None),
+        ("aiperf", text_of({"metrics": {key: {"value": n} for key, n in AIPERF_RECORD.items()}}), 1.9, 2, None),
+        ("tensorrt-llm-responses", text_of(TRTLLM_MEAN, TRTLLM_MEAN), 1.9, 0, None),
+        ("trtllm-bench", text_of(TRTLLM_REPORT), 1.9, 2, None),
+        ("trtllm-bench", TRTLLM_TEXT, 1.9, 2, None),
+        ("sglang-responses", SGLANG_LOG, 1.9, 0, None),
+        ("sglang-responses", text_of(SGLEXT), 1.9, 0, None),
         ("vllm-bench", BENCH, 1.9, 2, 1000),
         ("vllm-bench", "Acceptance length: 1.90\nPosition 0: 60.00\nPosition 1: 30.00\n", 1.9, 2, None),
         ("vllm-bench", text_of(BENCH_JSON), 1.9, 2, 1000),
@@ -221,6 +251,7 @@ def test_compressed(pack: Any, tmp_path: Any) -> None:
         EARLY.replace("Mean acceptance length: 1.90, ", "").partition(", Per-position")[0] + "\n",
         TOTALS.format("draft", 2000) + TOTALS.format("accepted", 900),
         text_of({"choices": [{"speculative_decoding": {"total_accepted_draft_tokens": 9, "total_draft_tokens": 20}}]}),
+        "Speculative metrics: Draft acceptance rate: 0.45, Number of accepted tokens: 9, Number of draft tokens: 20,\n",
         "draft acceptance rate = 0.45000 ( 9 accepted / 20 generated)\n",
     ],
 )
@@ -229,6 +260,106 @@ def test_accepted_of_drafted_tokens_need_the_draft_length(text: str) -> None:
     assert (acceptance.length, acceptance.draft_length) == (pytest.approx(1.9), 2)
     with pytest.raises(UsageError, match=r"of 20.* drafted tokens were accepted, but .*--gamma"):
         acceptances_in(Source(text, "log"))
+
+
+def csv_of(*rows: Any) -> str:
+    return "".join(",".join(f'"{str(cell).replace(chr(34), chr(34) * 2)}"' for cell in row) + "\n" for row in rows)
+
+
+NUMBERS = [("drafts", 1000, {}), ("draft_tokens", 2000, {}), ("accepted_tokens", 900, {})]
+NUMBERS += [("accepted_tokens_per_pos", n, {"position": str(i)}) for i, n in enumerate((600, 300))]
+SERIES: list[tuple[str, int, dict[str, str]]] = [
+    (f"vllm:spec_decode_num_{name}_total", n, {"model_name": "m", **labels}) for name, n, labels in NUMBERS
+]
+LABELS = [", ".join(f'{key}="{value}"' for key, value in labels.items()) for _, _, labels in SERIES]
+RANGE = [  # with a restart
+    {"metric": {"__name__": name, **labels}, "values": [[1, f"{9 * n}"], [2, f"{9.5 * n}"], [3, "0"], [4, f"{n / 2}"]]}
+    for name, n, labels in SERIES
+]
+METRICS: dict[str, Any] = {}
+for name, n, labels in SERIES:
+    metric = METRICS.setdefault(name.removesuffix("_total"), {"type": "counter", "series": []})
+    metric["series"].append({"endpoint_url": "http://h/metrics", "labels": labels, "stats": {"total": float(n)}})
+VALUES: dict[str, Any] = {name: n for name, n, labels in SERIES if "position" not in labels}
+VALUES["vllm:spec_decode_num_accepted_tokens_per_pos"] = [600, 300]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps({"status": "success", "data": {"resultType": "matrix", "result": RANGE}}),
+        json.dumps({"summary": {}, "metrics": METRICS}, indent=1),
+        json.dumps(VALUES),
+        csv_of(
+            ["Time", *(f"{name}{{{text}}}" for (name, _, _), text in zip(SERIES, LABELS, strict=True))],
+            ["2026-01-01 00:00:00", *(7 for _ in SERIES)],
+            ["2026-01-01 01:00:00", *(7 + n for _, n, _ in SERIES)],
+        ),
+        csv_of(
+            ["Time", *(f'{{__name__="{name}", {text}}}' for (name, _, _), text in zip(SERIES, LABELS, strict=True))],
+            ["1770000000000", *(n for _, n, _ in SERIES)],
+        ),
+        csv_of(
+            ["Time", "__name__", "model_name", "position", "Value"],
+            *(["1", name, labels["model_name"], labels.get("position", ""), n] for name, n, labels in SERIES),
+        ),
+        "".join(f"{line} 1770000000000\n" for line in SCRAPE.splitlines()),
+        "# TYPE x counter\n" + "".join(f'{line} # {{trace_id="a"}} 1.0\n' for line in SCRAPE.splitlines()) + "# EOF\n",
+    ],
+)
+def test_counters_outside_of_a_scrape(text: str) -> None:
+    """Answers of Prometheus over a range, exports of AIPerf and Grafana, values by name, timestamps and exemplars."""
+    (acceptance,) = acceptances_in(Source(text, "export"))
+    assert (acceptance.marginal, acceptance.drafts) == (pytest.approx((0.6, 0.3)), 1000)
+
+
+@pytest.mark.parametrize("line", [WINDOW, EARLY])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda line: text_of({"log": f"\x1b[32mINFO\x1b[0m {line}", "stream": "stderr", "time": "t"}),
+        lambda line: text_of({"MESSAGE": list(f"\x1b[32mINFO\x1b[0m {line.strip()}".encode()), "PRIORITY": "6"}),
+        lambda line: text_of({"labels": {"app": "vllm"}, "line": line, "timestamp": "t"}),
+        lambda line: json.dumps({"data": {"result": [{"stream": {}, "values": [["17", line], ["18", "INFO other"]]}]}}),
+        lambda line: json.dumps([{"line": line, "date": "2026"}, {"line": "INFO other"}], indent=1),
+        lambda line: csv_of(["Date", "Line"], ["2026-01-01 00:00:00", line.strip()]),
+        lambda line: f'Date,Host,Message\n2026-01-01,gpu,"INFO {line.strip()}"\n',
+        lambda line: f"2026-05-06T06:11:23.1+00:00 stderr F (EngineCore_0 pid=7) INFO {line}",
+        lambda line: f"May 06 06:11:23 gpu1 vllm[1234]: INFO {line.strip()}\r\n",
+    ],
+)
+def test_lines_in_the_wrapping_of_a_collector(wrap: Any, line: str) -> None:
+    (acceptance,) = acceptances_in(Source(wrap(line), "log"))
+    assert (acceptance.marginal, acceptance.drafts) == (pytest.approx((0.6, 0.3)), 1000)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (
+            json.dumps({"data": {"resultType": "vector", "result": [{"metric": {}, "value": [1, "3.2"]}]}}),
+            "without rate",
+        ),
+        (
+            csv_of(["Time", SERIES[0][0]], ["1", "1.2 K"]),
+            "log:2: '1.2 K' is not a number; export .* without formatting",
+        ),
+        (SCRAPE + SCRAPE, "several scrapes: give the last one, and the first as --since"),
+        (json.dumps({"request_latency": {"avg": 3}}), "a benchmark without counts of accepted tokens: .*--since"),
+        (json.dumps([{"id": 0, "n_ctx": 4096, "speculative": True}]), "/slots and /props have no counts"),
+        ("<!DOCTYPE html><title>Sign in</title>", "a web page, perhaps one to log in"),
+    ],
+)
+def test_other_files_are_refused_with_the_way_out(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        acceptances_in(Source(text, "log"))
+
+
+@pytest.mark.parametrize("data", [b"PK\x03\x04", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ\x00", b"BZh9", b"PAR1"])
+def test_files_that_are_not_text(data: bytes, tmp_path: Any) -> None:
+    (tmp_path / "log").write_bytes(data)
+    with pytest.raises(UsageError, match=r"log is (compressed|an archive|a Parquet file); \w+ it"):
+        read_source(str(tmp_path / "log"))
 
 
 def chunk(n: int, event: str, **fields: Any) -> str:

@@ -22,6 +22,18 @@ META = {"id": "a", "finish_reason": {"type": "length", "length": 2}, "prompt_tok
 ARGUMENTS = {"until": ["Q:"], "do_sample": False, "temperature": 0.0}
 LM_EVAL = {"doc_id": 3, "target": "8", "resps": [["w7 w8"]], "filtered_resps": ["8"], "filter": "strict-match"}
 SHARE_GPT = [{"from": "human", "value": "w5 w6"}, {"from": "gpt", "value": "w7 w8"}]
+ANSWER = {"role": "assistant", "content": "w7 w8"}
+#: Responses of other APIs, with their request beside or around them.
+OPENAI = {"object": "response", "status": "incomplete", "usage": {"input_tokens": 4, "output_tokens": 2}}
+INPUTS = [{"role": "user", "content": [{"type": "input_text", "text": "w5 w6"}]}]
+OPENAI |= {"output": [{"type": "message", "content": [{"type": "output_text", "text": "w7 w8"}]}]}
+ANTHROPIC = {"type": "message", "role": "assistant", "content": [{"type": "text", "text": "w7 w8"}]}
+ANTHROPIC |= {"stop_reason": "max_tokens", "usage": {"input_tokens": 4, "output_tokens": 2}}
+OLLAMA = {"done": True, "done_reason": "length", "eval_count": 2}
+TGI = {"inputs": "w5 w6", "parameters": {"do_sample": False}, "generated_text": "w7 w8"}
+TGI |= {"details": {"finish_reason": "length", "tokens": [{"id": 7, "text": "w7"}, {"id": 8, "text": "w8"}]}}
+OFFLINE = {"request_id": "0", "prompt": "w5 w6", "prompt_token_ids": [5, 6]}
+OFFLINE |= {"outputs": [{"index": 0, "text": "w7 w8", "token_ids": [7, 8], "finish_reason": "length"}]}
 INPUT = {"custom_id": "r-1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [USER]}}
 OUTPUT = {"id": "b-1", "custom_id": "r-1", "response": {"status_code": 200, "body": BODY}, "error": None}
 FAILED = {"id": "b-2", "custom_id": "r-2", "response": {"status_code": 400, "body": None}}
@@ -62,6 +74,28 @@ def text_of(*rows: Any) -> str:
         (text_of(LM_EVAL | {"arguments": {"gen_args_0": {"arg_0": "w5 w6", "arg_1": ARGUMENTS}}}),),
         (text_of(LM_EVAL | {"arguments": [[json.dumps([USER]), ARGUMENTS]]}),),
         (json.dumps([{"id": "c", "conversations": SHARE_GPT}]),),
+        (json.dumps([{"id": "c", "conversations": [USER, ANSWER]}]),),
+        (text_of({"conversation_id": "c", "model": "m", "conversation": [USER, ANSWER], "turn": 1}),),
+        (text_of({"messages": [USER, ANSWER]}),),
+        (text_of({"prompt": [USER], "completion": [ANSWER]}),),
+        (text_of({"prompt": "w5 w6", "completion": "w7 w8"}),),
+        (text_of({"input": "w5 w6"} | OPENAI),),
+        (
+            text_of(
+                {
+                    "request": {"input": [USER | {"content": [{"type": "input_text", "text": "w5 w6"}]}]},
+                    "response": OPENAI,
+                }
+            ),
+        ),
+        (text_of({"request": {"messages": [USER], "max_tokens": 2}, "response": ANTHROPIC}),),
+        (text_of({"messages": [USER], "message": ANSWER} | OLLAMA),),
+        (text_of({"prompt": "w5 w6", "response": "w7 w8"} | OLLAMA),),
+        (text_of(TGI),),
+        (text_of(OFFLINE),),
+        (text_of({"messages": [USER], "sglext": {"input_ids": [5, 6], "output_ids": [[7, 8]]}} | BODY),),
+        (text_of({"prompt": ["w5 w6"], "choices": [{"text": "w7 w8", "finish_reason": "length"}]}),),
+        (json.dumps({"messages": [USER]} | BODY, indent=1) + "\n" + json.dumps({"error": "busy"}, indent=1),),
         (json.dumps([{"id": "c", "conversations": SHARE_GPT}], indent=1),),
         (text_of({"prompt": [5, 6], "tokens": [7, 8]}).encode() + b'{"prompt": "\xe2\x82", "tokens": [1]}\n',),
         ("\ufeff" + text_of({"prompt": [5, 6], "tokens": [7, 8]}) + '{"prompt": [5, 6], "tok',),
@@ -87,11 +121,34 @@ def test_response_formats(read: Any, files: tuple[str, ...]) -> None:
         ({"conversations": [{"from": "plugin", "value": 3}]}, "not a text of a known sender"),
         ({"generated_texts": ["a"], "input_lens": [3]}, "the prompt is missing"),
         ({"prompt": [5, 6], "output_ids": [7], "meta_info": META | {"finish_reason": None}}, "chunk of a stream"),
+        ({"messages": [USER], "message": ANSWER, "done": False}, "chunk of a stream"),
+        (OPENAI | {"output": [{"type": "reasoning", "summary": [{"text": "w9"}]}]}, "a summary of hidden reasoning"),
+        (OPENAI | {"input": "w5", "output": [{"type": "web_search_call"}]}, "'web_search_call' is not read"),
+        (INPUT, "the input of an OpenAI batch has no responses; give its output, too"),
+        ({"prompt": "w5", "completion": {"text": "w7"}}, "'completion' must be a text, or a list"),
     ],
 )
 def test_files_without_a_response(read: Any, row: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         read(text_of(row))
+
+
+@pytest.mark.parametrize(
+    "data, message",
+    [
+        (b"\x1f\x8b\x08", "compressed; unpack it"),
+        (b"PK\x03\x04", "an archive"),
+        ("\ufeff{}".encode("utf-16-le"), "UTF-16; save it as UTF-8"),
+        (
+            b"INFO SpecDecoding metrics: Mean acceptance length: 1.90\n",
+            "for the log or the counters .* crossdraft advise",
+        ),
+        (b"prompt,response\nw5,w6\n", "responses are JSON, one in a line"),
+    ],
+)
+def test_files_that_are_not_json(read: Any, data: bytes, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        read(data)
 
 
 def test_event_streams(read: Any) -> None:

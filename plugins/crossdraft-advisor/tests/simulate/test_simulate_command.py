@@ -123,6 +123,16 @@ BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
         (BURST + "5,ChatGPT,4,1,5,-\n6,GPT-4,7,0,7,-\n6.5,GPT-4,1,2,3,-\n", None, 1.5, "1 requests without output tok"),
         (request(1, hash_ids=[]) + '{"delay": 3, "output_length": 2}\n' + request(1501), None, 1.5, "at a delay"),
         ("timestamp,input_tokens,output_tokens\n0.5,2,3\n2,4,5\n", "s", 1.5, "s (--time-unit)"),
+        # As tools write them: a list, floats of pandas, a byte order mark, a last line that is cut off.
+        (f"[{request(27000, hash_ids=[1])},\n{request(28500)}]\n", None, 1.5, "ms, as in the Mooncake traces"),
+        ("\ufeff" + BURST + "5.0,ChatGPT,4.0,1.0,5.0,-\r\n6.5,GPT-4,1,2,3,-\r\n", None, 1.5, "s, as in the BurstGPT"),
+        (
+            request(1, hash_ids=[]) + request(1501) + '{"timestamp": 17',
+            None,
+            1.5,
+            "1 requests in a truncated last line",
+        ),
+        (BURST + "5,ChatGPT,4,1,5,-\n6.5,GPT-4,1,2,3,-\n6.7,GP", None, 1.5, "1 requests in a truncated last line"),
         # Dates: the same instants at other offsets, across the end of daylight saving time, without an offset.
         (request("2024-05-10 00:00:00+00:00") + request("2024-05-10T02:00:01.5+02:00"), None, 1.5, "offset from UTC"),
         (request("2024-10-27 02:59:59Z") + request("2024-10-27 02:00:00.5-0100"), None, 1.5, "offset from UTC"),
@@ -162,11 +172,12 @@ def test_load_and_unit_of_trace_are_printed(inputs: dict[str, Path], tmp_path: P
         ("t.csv", HEADER + "12.5,3,4\n", r"t.csv:2: .* has an unknown unit: .* set --time-unit"),
         *[
             ("t.csv", AZURE + f"2023-11-16 18:17:05,{n},4\n", r"t.csv:4: 'ContextTokens' .* is not a number")
-            for n in ("0", "-3", "3.0", "3e2", "+3", "\u0663", "", "000015000000000", "0" * 99 + "1048577", "9" * 9999)
+            for n in ("0", "-3", "3.5", "3e2", "+3", "\u0663", "", "000015000000000", "0" * 99 + "1048577", "9" * 9999)
         ],
         ("t.csv", AZURE + "2023-11-16 18:17:01,3,4\n", r"t.csv:4: the request arrives before the previous one; sort"),
         ("t.csv", HEADER, r"t.csv does not contain a request; give"),
-        ("t.jsonl", "[1]\n", r"t.jsonl:1: a request is a JSON object, not list"),
+        ("t.csv", "PAR1", r"t.csv is a Parquet file; convert it to JSONL or CSV"),
+        ("t.jsonl", "[1]\n", r"t.jsonl, item 1: a request is a JSON object, not int"),
         ("t.jsonl", '{"timestamp": 1, "input_length": 2}\n', r"t.jsonl:1: 'output_length' is missing; a request has"),
         ("t.jsonl", MOONCAKE + "{\n", r"t.jsonl:4: not JSON"),
         *[

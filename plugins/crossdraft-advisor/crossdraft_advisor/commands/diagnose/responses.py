@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from crossdraft.framework.api.build import Configured
@@ -23,7 +22,7 @@ from crossdraft.framework.util.table import Alignment, Table
 from ...diagnosis.hypothesis import NONE
 from ...diagnosis.matching import CONFIGURED, Match, match
 from ...diagnosis.readings import OF_FILES, READINGS, Setup, readings
-from ...diagnosis.same_server import differences, served_model
+from ...diagnosis.same_server import differences
 from ...diagnosis.trials import (
     Trial,
     TrialResult,
@@ -54,7 +53,7 @@ def replayed_of(args: Diagnose, drafter: Configured) -> str:
         raise UsageError("--counters with a target takes one source; give the one of the replayed responses")
     definition = DEFINITIONS[args.as_] if counted else None
     options = {"device": args.device, "trust_remote_code": args.trusted([args.target], [args.drafter])}
-    recorded, sampling = _recorded(args)
+    recorded, sampling, served = _recorded(args)
     target = Target(args.target, sampling, dtype=args.dtype, **options)
     gamma = counted[0][1].gamma if counted else args.gamma
     if recorded and definition is not None and definition.accepted == "all" and sampling.temperature == 0:
@@ -73,8 +72,7 @@ def replayed_of(args: Diagnose, drafter: Configured) -> str:
         facts.append(results[0].warning)
     if counted and args.replay:
         source = counted[0][0]
-        replayed = (args.replay[0], _model_of(args.replay[0]), "")
-        facts += differences((source.source, source.model, ""), replayed)
+        facts += differences((source.source, source.model, ""), (args.replay[0], served, ""))
     own = None if not args.counted else args.counted == "replay"
     matched = match(results, counted[0][1], own=own) if counted else None
     if matched is not None and (fact := _foreign_texts(results, target.name)):
@@ -104,19 +102,10 @@ def _foreign_texts(results: Sequence[TrialResult], target: str) -> str:
     )
 
 
-def _model_of(name: str) -> str:
-    """The model that recorded responses are of; empty if they do not record it."""
-    path = Path(name)
-    if not path.is_file():
-        return ""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return served_model(file.read(2**20))
-
-
-def _recorded(args: Diagnose) -> tuple[list[Response] | None, Sampling]:
-    """The responses of ``--replay``, None without them, and the sampling parameters."""
+def _recorded(args: Diagnose) -> tuple[list[Response] | None, Sampling, str]:
+    """The responses of ``--replay``, None without them, their sampling parameters, and the model that they name."""
     if not args.replay:
-        return None, args.sampling
+        return None, args.sampling, ""
     stated = args.sampling if args.model_fields_set & Sampling.model_fields.keys() else None
     limit = args.responses if "responses" in args.model_fields_set else None
     consent = args.target in args.trust_remote_code
@@ -124,7 +113,7 @@ def _recorded(args: Diagnose) -> tuple[list[Response] | None, Sampling]:
     responses, sampling = read_responses(reader, args.replay, stated)
     if sampling is None:
         raise UsageError("--replay: the responses do not record their sampling parameters; give --temperature")
-    return list(responses), sampling
+    return list(responses), sampling, reader.model
 
 
 def _continued(responses: Sequence[Response], target: Target, gamma: int) -> list[Response]:

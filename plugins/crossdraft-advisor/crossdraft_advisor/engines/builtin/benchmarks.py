@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from crossdraft.framework.util.limits import MOST_LEVELS
 
 from ..acceptance import Acceptance
-from ..counter_definitions import DEFINITIONS
+from ..counter_definitions import DEFINITIONS, PREFILL_TOKENS
 from ..engine_log import Source
 from ..formats import AcceptanceFormat
 from ..step_counts import StepCounts, acceptances_of, count
@@ -37,6 +37,18 @@ _POSITION = re.compile(r"\s*(?:Position|(acceptance at token)) (\d{1,4}):\s+(\S+
 _MEAN = re.compile(r"^\s*(?:Accept length:|avg_spec_accept_length=)\s*(\S+?)\s*$")
 _WEIGHTED = re.compile(r"Weighted (?:per-position )?acceptance rates:\s*(?:\[([^\]]*)\])?\s*$", re.IGNORECASE)
 _BRACKETS = re.compile(r"\s*\[([^\]]*)\]\s*")
+#: Means of drafted, accepted and output tokens of a request, and the number of requests, in trtllm-bench's report.
+_TRTLLM = tuple(
+    enumerate(
+        re.compile(pattern + r"\s*(\S+)\s*$")
+        for pattern in (
+            r"\[DT\] AVERAGE\s*:",
+            r"\[ADT\] AVERAGE\s*:",
+            r"Average Output Length \(tokens\):",
+            r"Number of requests:",
+        )
+    )
+)
 
 
 class VllmBench(AcceptanceFormat):
@@ -80,7 +92,7 @@ def _results(source: Source) -> list[tuple[int, dict[str, float], list[float]]]:
     for line, fields in source.objects("spec_decode_acceptance_length"):
         with source.skipping():
             length = fields["spec_decode_acceptance_length"]
-            if length is None:
+            if length is None or isinstance(length, dict):  # of AIPerf
                 continue
             names = {"drafts": "num_drafts", "drafted": "draft_tokens", "accepted": "accepted_tokens"}
             values = {
@@ -137,6 +149,81 @@ class SglangBench(AcceptanceFormat):
                 if length < 1:
                     raise source.error(line, f"an accept length of {length:g} does not include the bonus token")
                 acceptances.append(Acceptance((), source.place(line), length=length, **drafts_of(source)))
+        return acceptances
+
+
+class AiPerf(AcceptanceFormat):
+    """``profile_export_aiperf.json``, and records of ``profile_export.jsonl`` that have metrics only."""
+
+    name = "aiperf"
+    definition = "steps with a draft, of all requests or of each"
+
+    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
+        acceptances, counts = [], []
+        for line, fields in source.objects("total_spec_decode_steps"):
+            keys = ("total_spec_decode_steps", "total_accepted_draft_tokens", "total_draft_tokens")
+            with source.skipping():
+                item = StepCounts(*_metrics(source, line, fields, keys, "avg"))
+                acceptances += acceptances_of([item], source.place(line), "runs")
+        if '"num_spec_steps"' not in source.text:  # else the statistics of the response are read
+            for line, fields in source.objects("spec_decode_steps"):
+                keys = ("spec_decode_steps", "spec_decode_accepted_draft_tokens", "spec_decode_draft_tokens")
+                if "value" in (fields["spec_decode_steps"] or ()):
+                    with source.skipping():
+                        counts.append(StepCounts(*_metrics(source, line, fields, keys, "value")))
+        return [*acceptances, *acceptances_of(counts, source.name, "responses")]
+
+
+def _metrics(source: Source, line: int, fields: Mapping[str, Any], keys: Sequence[str], key: str) -> tuple[Any, ...]:
+    """Steps, accepted tokens, no positions, and drafted tokens. Raises UsageError."""
+    values = []
+    for name in keys:
+        metric = fields.get(name)
+        value = metric.get(key) if isinstance(metric, dict) else None
+        if type(value) not in (int, float):
+            raise source.error(line, f"{name} has no {key}, which the acceptance follows from")
+        values.append(source.number(str(value), line, name))
+    steps, accepted, drafted = values
+    if accepted > drafted:
+        raise source.error(line, f"{accepted:g} accepted of {drafted:g} drafted tokens are inconsistent")
+    return steps, accepted, (), drafted
+
+
+class TrtllmBench(AcceptanceFormat):
+    """``trtllm-bench``: the JSON of ``--report_json`` and the text of its report.
+
+    Its means are over requests. It counts the prefill as a step with a draft.
+    """
+
+    name = "trtllm-bench"
+    definition = "steps after the prefill, each as if it had a full draft"
+
+    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
+        reports = []
+        for line, fields in source.objects("decoding_stats"):
+            stats, request = fields["decoding_stats"], fields.get("request_info")
+            if isinstance(stats, dict) and isinstance(request, dict):
+                means = [stats.get(f"num_{name}_tokens_percentiles") for name in ("draft", "accepted_draft")]
+                values = [mean.get("average") if isinstance(mean, dict) else None for mean in means]
+                values += [request.get(f"{name}") for name in ("avg_output_length", "num_requests")]
+                reports.append((line, values))
+        matches = [(n, key, m[1]) for n, text in source.lines() for key, p in _TRTLLM if (m := p.search(text))]
+        printed = {key: (line, text) for line, key, text in matches}
+        if len(printed) == len(_TRTLLM):
+            reports.append((printed[0][0], [printed[key][1] for key, _ in _TRTLLM]))
+        acceptances: list[Acceptance] = []
+        for line, values in reports:
+            with source.skipping():
+                drafted, accepted, tokens, requests = (
+                    source.number(str(value), line, "a mean of the report") for value in values
+                )
+                passes = tokens - accepted
+                if passes <= PREFILL_TOKENS or not drafted or not requests:
+                    raise source.error(line, "nothing was drafted in this run")
+                gamma = max(round(drafted / passes), 1)
+                steps = requests * (passes - PREFILL_TOKENS)
+                item = StepCounts(steps, requests * accepted, drafted=steps * gamma, gamma=gamma)
+                acceptances += acceptances_of([item], source.place(line), "runs")
         return acceptances
 
 

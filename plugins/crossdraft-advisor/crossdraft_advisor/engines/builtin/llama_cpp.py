@@ -36,6 +36,9 @@ _EVALUATED = re.compile(r"(?<!prompt )eval time =\s*\S+ ms /\s*(\d{1,15}) tokens
 _STATISTICS = re.compile(r"statistics\s+([\w-]{1,40}): (#calls.*)")
 _COUNTER = re.compile(r"#(gen drafts|gen tokens|acc tokens) =\s*(\d{1,15})\b")
 _POSITIONS = re.compile(r"#acc rate/pos = \(([^()]*)\)")
+#: Summary of llama.cpp's examples.
+_EXAMPLE_KEYS = ("n_draft", "n_predict", "n_drafted", "n_accept")
+_EXAMPLE = re.compile(rf"^(?:\S+ I )?\s*({'|'.join(_EXAMPLE_KEYS)})\s+= (\d{{1,15}})\s*$")
 
 
 class LlamaCpp(Engine):
@@ -99,7 +102,7 @@ class LlamaCppFormat(AcceptanceFormat):
         if len(statistics) > 1:  # the lines of requests are of all drafters
             return [*acceptances, *statistics]
         requests = _requests(source)
-        return [*acceptances, *(requests or statistics), *_timings(source)]
+        return [*acceptances, *(requests or statistics), *_timings(source), *_examples(source)]
 
 
 def _requests(source: Source) -> list[Acceptance]:
@@ -178,6 +181,29 @@ def _statistics(source: Source) -> list[Acceptance]:
         names = ", ".join(acceptance.drafter for acceptance in acceptances)
         remark = f"the server has several drafters, {names}, each of which drafts where those before it do not"
         acceptances = [replace(acceptance, remarks=(*acceptance.remarks, remark)) for acceptance in acceptances]
+    return acceptances
+
+
+def _examples(source: Source) -> list[Acceptance]:
+    """Summaries of ``llama-speculative`` and the like, whose steps emit one token more than accepted."""
+    runs: list[tuple[int, dict[str, float]]] = []
+    for number, line in source.lines():
+        if match := _EXAMPLE.search(line):
+            if not runs or match[1] in runs[-1][1]:
+                runs.append((number, {}))
+            runs[-1][1][match[1]] = float(match[2])
+    acceptances: list[Acceptance] = []
+    for number, values in runs:
+        if "n_drafted" not in values:
+            continue
+        with source.skipping():
+            if len(values) < len(_EXAMPLE_KEYS):
+                raise source.error(number, "the summary of a run is truncated")
+            gamma, tokens, drafted, accepted = (values[key] for key in _EXAMPLE_KEYS)
+            if accepted > drafted or tokens <= accepted:
+                raise source.error(number, f"{accepted:g} accepted of {drafted:g} drafted tokens are inconsistent")
+            item = StepCounts(tokens - accepted, accepted, drafted=drafted, gamma=int(gamma))
+            acceptances += acceptances_of([item], source.place(number), "runs")
     return acceptances
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
+from dataclasses import replace
 from typing import ClassVar
 
 from ..acceptance import Acceptance
-from ..counter_definitions import DEFINITIONS
+from ..counter_definitions import DEFINITIONS, PREFILL_TOKENS
 from ..engine_log import Source
 from ..formats import AcceptanceFormat
 from ..prometheus import by_model, title_of
@@ -21,6 +24,10 @@ _ITERATION = (
 _POSITIONS = ("trtllm_spec_decode_drafted_tokens_total", "trtllm_spec_decode_accepted_tokens_total")
 _LABEL = "token_position"
 _TOTALS = ("trtllm_spec_decode_num_draft_tokens_total", "trtllm_spec_decode_num_accepted_tokens_total")
+_TOKENS_PER_ITERATION = "avg_decoded_tokens_per_iter"
+#: Counts of a finished request in SGLang's log, which has them as Python writes them.
+_FINISHED = "'spec_verify_ct': "
+_LOGGED = re.compile(r"'(spec_[a-z_]+|completion_tokens)': (\d{1,15}|\[[\d, ]*\])(?=[,}])")
 #: Statistics of a response without its steps.
 _UNCOUNTED = ("total_draft_tokens", "total_accepted_draft_tokens")
 
@@ -35,15 +42,48 @@ class ResponseStatistics(AcceptanceFormat):
     def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
         acceptances, counts = per_response(source, self.keys), []
         for line, fields in source.responses("total_draft_tokens"):
-            if "num_spec_steps" not in fields:  # of older versions of TensorRT-LLM
+            of_aiperf = isinstance(fields["total_draft_tokens"], dict)
+            if "num_spec_steps" not in fields and not of_aiperf:  # of older versions of TensorRT-LLM
                 with source.skipping():
                     drafted, accepted = (count(source, line, fields, key) for key in _UNCOUNTED)
                     counts.append(full_drafts(source, line, accepted, drafted, source.row_id(line)))
         return [*acceptances, *acceptances_of(counts, source.name, "responses")]
 
 
+class TensorRtLlmResponses(AcceptanceFormat):
+    """Responses of TensorRT-LLM with the mean of tokens per iteration only, the prefill's iteration included."""
+
+    name = "tensorrt-llm-responses"
+    counters = DEFINITIONS["tensorrt-llm"]
+    definition = "iterations after the prefill, with and without a draft"
+
+    def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
+        counts: list[StepCounts] = []
+        if '"total_draft_tokens"' in source.text:  # its own counts are read
+            return []
+        for line, fields in source.responses(_TOKENS_PER_ITERATION):
+            with source.skipping():
+                row = source.row(line)
+                choices, usage = row.get("choices"), row.get("usage")
+                if fields[_TOKENS_PER_ITERATION] is None or not isinstance(usage, dict):
+                    continue
+                if not isinstance(choices, list) or len(choices) != 1:
+                    raise source.error(line, "the tokens of several choices are counted together; request one")
+                mean = source.number(str(fields[_TOKENS_PER_ITERATION]), line, _TOKENS_PER_ITERATION)
+                tokens = count(source, line, usage, "completion_tokens")
+                iterations = round(tokens / mean) if mean >= 1 else 0
+                if iterations > PREFILL_TOKENS:
+                    counts.append(
+                        StepCounts(iterations - PREFILL_TOKENS, tokens - iterations, name=source.row_id(line))
+                    )
+        if counts and not any(item.accepted for item in counts):
+            source.skip(source.count, "every iteration emitted one token: nothing was accepted, or nothing drafted")
+            return []
+        return acceptances_of(counts, source.name, "responses")
+
+
 class SglangResponses(ResponseStatistics):
-    """``meta_info`` of SGLang's responses, whose target calls include those without a draft."""
+    """``meta_info`` of SGLang's responses, whose target calls include those without a draft, also in its log."""
 
     name = "sglang-responses"
     counters = DEFINITIONS["sglang"]
@@ -51,7 +91,16 @@ class SglangResponses(ResponseStatistics):
     keys = ("spec_verify_ct",)
 
     def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
-        return per_response(source, self.keys)
+        return per_response(_with_logged(source), self.keys)
+
+
+def _with_logged(source: Source) -> Source:
+    """A source with the responses of a log of requests (``--log-requests``) as JSON, each in its line."""
+    lines = [
+        json.dumps({key: json.loads(value) for key, value in _LOGGED.findall(line)}) if _FINISHED in line else ""
+        for _, line in source.raw_lines()
+    ]
+    return replace(source, text="\n".join(lines)) if any(lines) else source
 
 
 class TensorRtLlmCounters(AcceptanceFormat):

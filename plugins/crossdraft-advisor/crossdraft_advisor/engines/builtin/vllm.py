@@ -36,14 +36,16 @@ _FIELDS = {
     "mean": re.compile(r"Mean acceptance length: (\S+?),"),
     "accepted": re.compile(r"(?<!Avg )Accepted: (\S+) tokens"),
     "drafted": re.compile(r"Drafted: (\S+) tokens"),
-    "rates": re.compile(r"Per-position acceptance rate: ([^A-Z]*?),? ?(?=[A-Z]|$)"),
+    "rates": re.compile(r"Per-position acceptance rate: ([^\s,\"\\]+(?:, [^A-Z\s,\"\\]+)*)"),
     "end": re.compile(r"raft acceptance rate: (\S+?)%"),
 }
 
 
 #: A window of the first versions of V1 (0.8).
 _WITHOUT_RATES = re.compile(
-    r"SpecDecoding metrics: Draft acceptance rate: [\d.]+%, Accepted: (\d{1,15}) tokens, Drafted: (\d{1,15}) tokens\s*$"
+    r"(?:SpecDecoding metrics: Draft acceptance rate: [\d.]+%, Accepted:|"
+    r"Speculative metrics: Draft acceptance rate: [\d.]+, Number of accepted tokens:) (\d{1,15})(?: tokens)?, "
+    r"(?:Drafted|Number of draft tokens): (\d{1,15})(?: tokens)?,?\s*$"
 )
 #: A window without drafts, whose rates are not numbers.
 _IDLE = re.compile(r"Drafted: 0 tokens")
@@ -166,12 +168,11 @@ class VllmFormat(AcceptanceFormat):
             return acceptances
         windows, counts = [], []
         for number, line in source.lines():
-            if _MARK in line:
-                with source.skipping():
-                    if match := _WITHOUT_RATES.search(line):
-                        counts.append(full_drafts(source, number, float(match[1]), float(match[2])))
-                    else:
-                        windows.append(_window(source, number, line))
+            with source.skipping():
+                if match := _WITHOUT_RATES.search(line):
+                    counts.append(full_drafts(source, number, float(match[1]), float(match[2])))
+                elif _MARK in line:
+                    windows.append(_window(source, number, line))
         acceptances += [*from_windows(windows, source), *acceptances_of(counts, source.name, "windows of the log")]
         return [*acceptances, *_first_version(source), *_synthetic(source)]
 
