@@ -55,8 +55,10 @@ from crossdraft.framework.models.checkpoint import load_checkpoint
 GAMMA, DEFINITION = 4, DEFINITIONS["llama.cpp"]
 #: Prefixes of the truth of a server without a reading, and of the reading of an earlier checkpoint.
 UNKNOWN, LOADED = "no reading: ", "the server has loaded "
-#: Readings of which servers are made above temperature 0, where each needs replays of its own.
-SAMPLED = (CONFIGURED, "the engine drafts", "the vocabulary map", "ids of the draft model", "the draft model is")
+#: Readings of heads of which servers are made above temperature 0, where each needs replays of its own.
+SAMPLED = (CONFIGURED, "the engine drafts", "the vocabulary map", "the head's output", LOADED)
+#: Readings of prompts with which servers of heads are made, for the same reason.
+PROMPTED = ("prompts begin with two", "the chat template is missing")
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,8 @@ class Servers:
         plain, _ = self.decoded(self.drafter, self.starts)
         for trial in self.trials(plain):
             truth = trial.misconfiguration.mistake or CONFIGURED
-            if self.temperature and not truth.startswith((*SAMPLED, LOADED)):
+            chosen = SAMPLED if self.temperature else PROMPTED if trial.responses is not plain else ()
+            if self.heads is not None and chosen and not truth.startswith(chosen):
                 continue
             with tempfile.TemporaryDirectory() as folder:
                 yield truth, *self.served(trial, Path(folder) / "model")

@@ -36,7 +36,7 @@ TEMPLATE = (
 #: Standard deviation of the noise in a draft model's weights, in units of theirs: now, and in the earlier checkpoint.
 NOISE = (0.08, 0.14)
 #: Heads of Medusa, stages of an MLP speculator.
-AHEAD = 4
+AHEAD = 5
 
 
 def save_chat_target(path: Path) -> str:

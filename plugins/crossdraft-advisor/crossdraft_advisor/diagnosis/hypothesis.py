@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 from scipy.special import expit, logit, xlogy
@@ -241,10 +241,10 @@ def _forward(curve: Curve, shift: Shift, sources: Sequence[Counts]) -> tuple[flo
         mass = curve.prior(position, mass)
         mass /= mass.sum()
         for number, source in enumerate(sources):
+            unshifted, uniform = _unshifted(source, position)
             shifts = values * (position == 1 or not shift.first) if number else np.zeros(1)
-            term = source.log_likelihood(position, shifts)
-            unshifted = source.log_likelihood(position, np.zeros(1)) if number else term
-            surprise = _log_sum(mass, term) - _log_sum(_UNIFORM, unshifted)
+            term = source.log_likelihood(position, shifts) if number else unshifted
+            surprise = _log_sum(mass, term) - uniform
             if position <= source.gamma and surprise < worst:
                 worst, against = surprise, _surprise(source, position, mass, shifts)
             peak = np.max(np.where(mass > 0, term, -np.inf))
@@ -252,6 +252,13 @@ def _forward(curve: Curve, shift: Shift, sources: Sequence[Counts]) -> tuple[flo
             scale += peak + math.log(mass.sum())
             mass /= mass.sum()
     return scale, against
+
+
+@lru_cache(64)
+def _unshifted(source: Counts, position: int) -> tuple[np.ndarray, float]:
+    """Return log L_i, ``[1, GRID]``, and the logarithm of its mean over independent rates."""
+    term = source.log_likelihood(position, np.zeros(1))
+    return term, _log_sum(_UNIFORM, term)
 
 
 def _surprise(source: Counts, position: int, mass: np.ndarray, shifts: np.ndarray) -> str:
@@ -277,11 +284,11 @@ def _normal(weights: np.ndarray) -> np.ndarray:
 _UNIFORM = _normal(_RATES * (1 - _RATES))
 
 
-@cache
+@lru_cache(1024)
 def _level(center: float, spread: float, low: float, high: float) -> np.ndarray:
     """`Level` on `GRID`; at least half a grid step wide."""
     log_weights = -0.5 * ((GRID - center) / max(spread, _STEP / 2)) ** 2
-    weights = np.exp(log_weights - log_weights.max()) * (np.clip(_RATES, low, high) == _RATES)
+    weights = np.exp(log_weights - log_weights.max()) * ((low <= _RATES) & (high >= _RATES))
     return _normal(weights)
 
 

@@ -179,7 +179,10 @@ def _tally(
     config = cls.Config(**{**options.model_dump(exclude_unset=True), **trial.misconfiguration.options})
     traits = cls.traits(config, sampling)
     if not traits.is_chain:
-        raise UsageError(f"drafter '{cls.name}' does not draft single chains with these options; choose others")
+        raise UsageError(
+            f"drafter '{cls.name}' does not draft single chains with these options, and only those are replayed; "
+            "choose options of a chain, or diagnose counters without a model: crossdraft diagnose --counters SOURCE"
+        )
     config = with_gamma(cls, config, gamma)
     gamma = min(gamma, cls.traits(config, sampling).depth)
     change = trial.misconfiguration.change

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from crossdraft_advisor.commands.diagnose.responses import _continued
+from crossdraft_advisor.commands.diagnose.responses import _continued, _limits
 from crossdraft_advisor.diagnosis.hypothesis import not_excluded
 from crossdraft_advisor.diagnosis.matching import CONFIGURED, match
 from crossdraft_advisor.diagnosis.text_fit import TextFit
@@ -122,6 +122,16 @@ def test_texts_are_evidence_for_the_prompts() -> None:
     source = Acceptance.from_rows([(1500, 360)], "scrape.txt")
     assert match(results, source).assessments[0].hypothesis.name == "a"
     assert fits["b"].foreign and not fits["a"].foreign
+
+
+def test_notes_why_the_truth_may_be_missing() -> None:
+    """Responses of another target at temperature 0 and above, and a drafter without known misreadings."""
+    sound, foreign = exact("", [30]), TextFit(-900.0, 0.2)
+    for fit, measure in ((foreign, "only 20 %"), (TextFit(-900.0, None, 12.0), "12 standard errors below")):
+        (note,) = _limits([replace(sound, texts=fit), exact("a", [20])], "the-target", "eagle3")
+        assert "the responses are not those of the-target" in note and measure in note
+    (note,) = _limits([replace(sound, texts=TextFit(-1.0, 1.0))], "the-target", "my-drafter")
+    assert "no misreading of drafter 'my-drafter' is known" in note
 
 
 def test_counts_with_equal_acceptance_name_both_readings() -> None:

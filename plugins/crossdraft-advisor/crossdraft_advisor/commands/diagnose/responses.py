@@ -75,8 +75,8 @@ def replayed_of(args: Diagnose, drafter: Configured) -> str:
         facts += differences((source.source, source.model, ""), (args.replay[0], served, ""))
     own = None if not args.counted else args.counted == "replay"
     matched = match(results, counted[0][1], own=own) if counted else None
-    if matched is not None and (fact := _foreign_texts(results, target.name)):
-        facts.append(fact)
+    if matched is not None:
+        facts += _limits(results, target.name, drafter[0].name)
     likely = likely_causes(results)
     if args.json_:
         return _report(results, likely, facts, matched)
@@ -85,18 +85,23 @@ def replayed_of(args: Diagnose, drafter: Configured) -> str:
     return "\n\n".join([*parts, *(["\n".join(lines)] if lines else [])])
 
 
-def _foreign_texts(results: Sequence[TrialResult], target: str) -> str:
-    """Responses that the target does not generate for any of the prompts that were tried; empty if it does."""
+def _limits(results: Sequence[TrialResult], target: str, drafter: str) -> Iterator[str]:
+    """Yield reasons why the truth may not be among the readings."""
+    if len(results) == 1:
+        yield (
+            f"no misreading of drafter '{drafter}' is known, so that only the files are compared with the counters; a "
+            "class lists its own in misconfigurations()"
+        )
     fits = [result.texts for result in results if result.texts is not None]
     best = max(fits, key=lambda fit: fit.log_likelihood, default=None)
     if best is None or not best.foreign:
-        return ""
+        return
     measure = (
         f"their log-probability is {best.errors:.0f} standard errors below that of its own"
         if best.share is None
         else f"only {100 * best.share:.0f} % of their tokens are its choices at temperature 0"
     )
-    return (
+    yield (
         f"the responses are not those of {target}: {measure}, for these prompts and all variants; the server runs "
         "another checkpoint, or renders its prompts in another way"
     )
@@ -147,7 +152,7 @@ def _report(
     }
     if matched is not None:
         report["hypotheses"] = [assessment_json(item, {}) for item in matched.assessments]
-        report["own_responses"] = matched.own
+        report |= {"own_responses": matched.own, "named": matched.named(), "unexplained": matched.unexplained}
     return json.dumps(report)
 
 
