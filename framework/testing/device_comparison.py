@@ -24,7 +24,7 @@ from ..errors import CrossdraftError
 from ..lm.idle import free_idle
 from ..plugins import get
 from .settings import Setting, TinyModel, Toys
-from .simulated_cuda import device, installed
+from .simulated_cuda import Counts, device, host_only, installed
 
 #: Temperature zero, warped and plain sampling.
 SAMPLINGS = (Sampling(temperature=0), Sampling(temperature=0.8, top_k=6, top_p=0.9), Sampling(temperature=1.0))
@@ -71,8 +71,8 @@ def compare_devices(
         AssertionError: the devices differ in tokens or accepted drafts, a warning is logged on the simulated one only,
             a tensor of a capture is still referenced, or a step waits more often than ``waits`` permits.
     """
-    with collected_warnings() as expected:
-        want, *_ = _decode(build("cpu", **_LOOP), prompts)
+    with collected_warnings() as expected, host_only():
+        want = _decode(build("cpu", **_LOOP), prompts)
     device.forget()
     steps: list[Counter[str]] = []
 
@@ -80,12 +80,13 @@ def compare_devices(
         steps.append(counts.waits.copy())
         counts.waits.clear()
 
-    device.places = _places(strategy)
+    places = device.places = _places(strategy)
     try:
         with collected_warnings() as logged:
             decoder = build("cuda", on_step=count, **_LOOP)
             with device.counting() as counts:
-                results, kept = _decode(decoder, prompts)
+                results = _decode(decoder, prompts)
+            kept = [_shortened(line) for line in device.kept() if "held by crossdraft.framework." not in line]
             del decoder
     except (RuntimeError, TypeError) as error:
         place = _LINE.search(str(error))
@@ -101,7 +102,7 @@ def compare_devices(
         assert results[i] == want[i], (
             f"{title}: on prompt {i} the CPU yields tokens and accepted drafts {want[i]}, the simulated device "
             f"{results[i]}: memory is read that was not written, or an asynchronous copy before it arrived, or a "
-            "captured pass depends on more than its tensors"
+            f"captured pass depends on more than its tensors{_suspects(counts, places)}"
         )
     assert logged <= expected, f"{title} warns on the simulated device only: {sorted(logged - expected)}"
     kept += map(_shortened, kept_tensors())
@@ -110,23 +111,32 @@ def compare_devices(
         "copy that is made outside of the pass"
     )
     largest = max(steps, key=Counter.total, default=Counter())
-    assert largest.total() <= 1 + waits, f"{title}: {_explanation(largest, steps, waits, _places(strategy))}"
+    assert largest.total() <= 1 + waits, f"{title}: {_explanation(largest, steps, waits, places)}"
     return largest
 
 
 _LOOP: dict[str, Any] = {"rng": CounterRng(7), "validate": "never", "max_new_tokens": 8}
 
 
-def _decode(decoder: Decoder, prompts: Sequence[list[int]]) -> tuple[dict[int, Any], list[str]]:
-    """Tokens and accepted drafts by prompt, and tensors of captures that the strategies keep."""
-    responses = {r.index: (r.tokens, [step.tau for step in r.steps]) for r in decoder.run(prompts)}
-    return responses, [_shortened(line) for line in device.kept() if "held by crossdraft.framework." not in line]
+def _decode(decoder: Decoder, prompts: Sequence[list[int]]) -> dict[int, Any]:
+    """Tokens and accepted drafts by prompt."""
+    return {r.index: (r.tokens, [step.tau for step in r.steps]) for r in decoder.run(prompts)}
+
+
+def _suspects(counts: Counts, places: tuple[str, ...]) -> str:
+    """Lines of the strategy that allocate memory without writing it, and that copy it to the host."""
+    lines = (line for line in (*counts.uninitialised, *counts.copies) if "to the device" not in line)
+    matches = (match for match in map(_LINE.fullmatch, lines) if match and match["file"].startswith(places))
+    suspects = ", ".join(_shortened(match.group()) for match in matches)
+    return suspects and f" (see {suspects})"
 
 
 def kept_tensors() -> Counter[str]:
     """`Device.kept`, without idle slots of models, which replace theirs in the next pass."""
-    gc.collect()  # slots become idle when they are freed
     free_idle()
+    if device.captures_alive():
+        gc.collect()  # slots become idle when they are freed
+        free_idle()
     return device.kept()
 
 

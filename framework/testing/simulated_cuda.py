@@ -18,7 +18,8 @@ Simulated:
   decisions of Python, and raises an error if memory of an input was freed. Memory allocated in a capture holds garbage
   until the first replay; `Device.kept` lists tensors of captures that are still referenced, which replays overwrite.
 - Copies between host and device raise an error in a capture.
-- ``torch.empty`` holds garbage: NaN, or integers that are not valid indices.
+- ``torch.empty`` holds garbage: NaN, or integers that are not valid indices. It is counted by line in
+  `Counts.uninitialised`.
 - Operations that CUDA lacks for a dtype raise an error; the table is PyTorch's own, see `NO_KERNEL`.
 - float64 tensors as wide as a vocabulary (`Device.vocabulary`) are counted by line in `Counts.float64`.
 
@@ -81,7 +82,7 @@ _FROM_HOST = _names("tensor as_tensor asarray new_tensor")
 _OWN = _names("device is_cuda is_cpu")
 _METADATA = _names("""size stride dim ndimension numel nelement element_size is_contiguous storage_offset data_ptr
     untyped_storage is_floating_point is_complex is_inference is_signed __len__""")
-_NO_FUNCTIONS = torch._C.DisableTorchFunction
+_NO_FUNCTIONS = host_only = torch._C.DisableTorchFunction
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -93,12 +94,14 @@ class Counts:
         waits: operations that waited for the device.
         copies: asynchronous copies, ``pinned`` or ``pageable``.
         float64: numbers in float64 tensors at least as wide as `Device.vocabulary`.
+        uninitialised: tensors of ``torch.empty``, which hold garbage.
         launches: operations outside of replays; a replay is one.
     """
 
     waits: Counter[str] = field(default_factory=Counter)
     copies: Counter[str] = field(default_factory=Counter)
     float64: Counter[str] = field(default_factory=Counter)
+    uninitialised: Counter[str] = field(default_factory=Counter)
     launches: int = 0
     captures: int = 0
     replays: int = 0
@@ -146,12 +149,17 @@ class Device:
 
     def kept(self) -> Counter[str]:
         """Tensors made in captures that are still referenced, by line, shape and holder: replays overwrite them."""
-        gc.collect()
+        if self.captures_alive():
+            gc.collect()
         return Counter(
             f"of shape {shape}, made {line}, held by {_holder(kept)}"
             for tensor, line, shape in self.captured
             if (kept := tensor()) is not None
         )
+
+    def captures_alive(self) -> bool:
+        """True if tensors made in captures are still referenced, perhaps by garbage."""
+        return any(tensor() is not None for tensor, *_ in self.captured)
 
     def forget(self) -> None:
         """Forget all captures, for the next test."""
@@ -171,7 +179,7 @@ class Device:
         if threading.get_ident() in self._forbidden or self.sync_mode == 2:
             raise RuntimeError(f"called a synchronizing CUDA operation: {line}")
         if self.sync_mode == 1:
-            file, number = _frame()[:2]
+            file, number, _ = _frame(self.places)
             warnings.warn_explicit("called a synchronizing CUDA operation", UserWarning, file, number)
         (of or current_stream()).complete(position)
 
@@ -212,10 +220,6 @@ class DeviceTensor(Tensor):
 
     def get_device(self) -> int:
         return 0
-
-    def requires_grad_(self, requires_grad: bool = True) -> DeviceTensor:
-        self.raw.requires_grad_(requires_grad)
-        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeviceTensor:
         copy = memo[id(self)] = DeviceTensor(self.raw.detach().clone().requires_grad_(self.raw.requires_grad))
@@ -265,6 +269,7 @@ class _Operations(TorchDispatchMode):
         func = _histogram_of_integers if name == "histc" and not args[0].is_floating_point() else func
         result = func(*args, **kwargs)
         if "empty" in name:
+            device.counts.uninitialised[f"{name} {_line(())}"] += 1
             _tree(result, _spoil)
         for tensor in _tensors(result):
             if tensor.dtype == torch.float64 and tensor.dim() and tensor.shape[-1] >= device.vocabulary:
@@ -330,7 +335,15 @@ def _tree(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 def _tensors(*values: Any) -> list[Tensor]:
     tensors: list[Tensor] = []
-    _tree(values, tensors.append)
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, tuple | list):
+            tensors += _tensors(*value)
+        elif isinstance(value, dict):
+            tensors += _tensors(*value.values())
+        elif isinstance(value, slice):
+            tensors += _tensors(value.start, value.stop, value.step)
     return tensors
 
 
@@ -348,12 +361,12 @@ def _spoil(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _frame() -> tuple[str, int, str]:
-    """File, line and function of the innermost frame of `Device.places`, or of one that is not PyTorch's."""
+def _frame(places: tuple[str, ...]) -> tuple[str, int, str]:
+    """File, line and function of the innermost frame of ``places``, or of one that is not PyTorch's."""
     frame, innermost = sys._getframe(1), None
-    while frame is not None and (innermost is None or device.places):
+    while frame is not None and (innermost is None or places):
         code = frame.f_code
-        if device.places and code.co_filename.startswith(device.places):
+        if places and code.co_filename.startswith(places):
             return code.co_filename, frame.f_lineno, code.co_name
         if innermost is None and code.co_filename != __file__ and not code.co_filename.startswith((_TORCH, "<")):
             innermost = code.co_filename, frame.f_lineno, code.co_name
@@ -377,8 +390,8 @@ def _holder(value: Any, levels: int = 3) -> str:
     return "an unknown object"
 
 
-def _line() -> str:
-    file, number, function = _frame()
+def _line(places: tuple[str, ...] | None = None) -> str:
+    file, number, function = _frame(device.places if places is None else places)
     return f"at {file.rpartition('site-packages/')[2]}:{number} in {function}"
 
 
@@ -407,18 +420,15 @@ class _Calls(TorchFunctionMode):
             kwargs["device"] = "cpu"
         if name in _FROM_HOST and (on_device != simulated or name == "new_tensor"):
             _copy("to the device" if on_device else "to the host", waits=True)
-        else:
-            _check_devices(name, args, tensors)
+        elif simulated:
+            _check_devices(name, tensors)
         result = _compute(func, args, kwargs, name)
         return result if on_device else _tree(result, _raw)
 
 
-def _check_devices(name: str, args: Any, tensors: list[Tensor]) -> None:
-    simulated = [isinstance(tensor, DeviceTensor) for tensor in tensors]
-    if not any(simulated) or name == "copy_":
-        return
-    for tensor, own in zip(tensors, simulated, strict=True):
-        if not own and (tensor.dim() or not _accepts_host_number(name)):
+def _check_devices(name: str, tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        if not isinstance(tensor, DeviceTensor) and (tensor.dim() or not _accepts_host_number(name)):
             raise RuntimeError(
                 "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and "
                 f"{tensor.device}! (when calling {name} {_line()})"
@@ -459,43 +469,36 @@ def _copy(direction: str, *, waits: bool, pinned: bool = False) -> None:
 def _to(tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
     with _NO_FUNCTIONS():
         place, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
-    own, to_device = isinstance(tensor, DeviceTensor), isinstance(tensor, DeviceTensor)
-    if place is not None:
-        to_device = _is_cuda(place)
-    options = {} if memory_format is None else {"memory_format": memory_format}
-    if not own and not to_device:
-        with _NO_FUNCTIONS():
-            return tensor.to(*args, copy=copy, **kwargs)
-    if own and to_device:
-        return _compute(torch.Tensor.to, (tensor, dtype or tensor.dtype), {"copy": copy, **options})
-    assert place is not None
-    if place.type == "meta" or tensor.device.type == "meta":
-        with _NO_FUNCTIONS():
-            return _raw(tensor).to(place, dtype)
+        own = isinstance(tensor, DeviceTensor)
+        to_device = own if place is None else _is_cuda(place)
+        if not (own or to_device) or tensor.is_meta or (place is not None and place.type == "meta"):
+            return _raw(tensor).to(*args, copy=copy, **kwargs)
+    if moves := own != to_device:
+        direction, pinned = ("to the device", _is_pinned(tensor)) if to_device else ("to the host", True)
+        _copy(direction, waits=not non_blocking, pinned=pinned)
+    options: dict[str, Any] = {"dtype": dtype or tensor.dtype, "copy": copy or moves}
+    if memory_format is not None:
+        options["memory_format"] = memory_format
     if to_device:
-        _copy("to the device", waits=not non_blocking, pinned=_is_pinned(tensor))
-        with _NO_FUNCTIONS():
-            return _compute(torch.Tensor.to, (tensor, dtype or tensor.dtype), {"copy": True, **options})
-    _copy("to the host", waits=not non_blocking, pinned=True)
+        return _compute(Tensor.to, (tensor,), options)
     with _NO_FUNCTIONS():
-        value = _raw(tensor).to(dtype or tensor.dtype, copy=True, **options)
+        value = _raw(tensor).to(**options)
     return _arriving(torch.empty_like(value), value) if non_blocking else value
 
 
 def _copy_into(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """``target.copy_(source)``."""
-    if not isinstance(target, DeviceTensor):
-        pinned = _is_pinned(target)
-        if isinstance(source, DeviceTensor):
-            _copy("to the host", waits=not (non_blocking and pinned), pinned=pinned)
-        with _NO_FUNCTIONS():
-            if non_blocking and pinned and isinstance(source, DeviceTensor):
-                return _arriving(target, source.raw.to(target.dtype, copy=True).expand_as(target))
-            return target.copy_(_raw(source))
-    if source.dim() and not isinstance(source, DeviceTensor):
-        _copy("to the device", waits=not non_blocking, pinned=_is_pinned(source))
-    _compute(torch.Tensor.copy_, (target, source), {})
-    return target
+    own, from_device = isinstance(target, DeviceTensor), isinstance(source, DeviceTensor)
+    pinned = _is_pinned(source if own else target)
+    later = non_blocking and (own or pinned)
+    if own != from_device:
+        _copy("to the device" if own else "to the host", waits=not later, pinned=pinned)
+    if own:
+        return _compute(Tensor.copy_, (target, source), {})
+    with _NO_FUNCTIONS():
+        if later and from_device:
+            return _arriving(target, source.raw.to(target.dtype, copy=True).expand_as(target))
+        return target.copy_(_raw(source))
 
 
 def _arriving(target: Tensor, value: Tensor) -> Tensor:
@@ -510,24 +513,21 @@ def _index(func: Callable) -> Callable:
     def call(tensor: Tensor, index: Any, *value: Any) -> Any:
         own = isinstance(tensor, DeviceTensor)
         parts = index if isinstance(index, tuple) else (index,)
-        if not own:
-            for part in parts:
-                if isinstance(part, DeviceTensor) and (part.dim() or part.dtype == torch.bool):
-                    raise RuntimeError(f"indices should be on cpu or the device of the indexed tensor ({_line()})")
-            if value and isinstance(value[0], DeviceTensor):
-                _copy("to the host", waits=True)
-            if not any(isinstance(part, DeviceTensor) for part in _tensors(parts, value)):
-                with _NO_FUNCTIONS():
-                    return func(tensor, index, *value)
-            return _tree(_compute(func, (tensor, index, *value), {}), _raw)
-        lists = any(isinstance(part, list) for part in parts)
-        if lists or any(not isinstance(part, DeviceTensor) and part.dim() for part in _tensors(parts)):
+        if not own and not any(isinstance(part, DeviceTensor) for part in _tensors(parts, value)):
+            with _NO_FUNCTIONS():
+                return func(tensor, index, *value)
+        indices = [part for part in parts if isinstance(part, Tensor | list)]
+        elsewhere = [part for part in indices if isinstance(part, DeviceTensor) != own]
+        if any(isinstance(part, list) or part.dim() or part.dtype == torch.bool for part in elsewhere):
+            if not own:
+                raise RuntimeError(f"indices should be on cpu or the device of the indexed tensor ({_line()})")
             _copy("of indices to the device", waits=True)
-        if value and isinstance(value[0], Tensor) and not isinstance(value[0], DeviceTensor) and value[0].dim():
-            if any(isinstance(part, Tensor | list) for part in parts):
+        if any(isinstance(v, DeviceTensor) != own and (v.dim() or not own) for v in _tensors(value)):
+            if own and indices:
                 raise RuntimeError(f"expected self and values to be on the same device ({_line()})")
-            _copy("to the device", waits=True)
-        return _compute(func, (tensor, index, *value), {})
+            _copy("to the device" if own else "to the host", waits=True)
+        result = _compute(func, (tensor, index, *value), {})
+        return result if own else _tree(result, _raw)
 
     return call
 

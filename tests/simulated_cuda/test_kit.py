@@ -21,7 +21,7 @@ MISTAKES = {
     "declares 0)",
     mistakes.ReadsScoresOfLongSequences: "observe waits for the device at my_drafter.py:41 (tolist) in 3 of 6 steps",
     mistakes.MasksOnTheHost: "mixes cuda:0 and cpu at my_drafter.py:41 (__and__)",
-    mistakes.ReadsCopyTooEarly: DIFFERENT,
+    mistakes.ReadsCopyTooEarly: "(see pinned copy to the host at my_drafter.py:41 in propose)",
     mistakes.KeepsStatesOfPass: "a tensor of a captured pass is kept, and the next replay overwrites it: of shape "
     "(1, 1, 16), made at my_drafter.py:41 in changed, held by my_drafter.Module.states",
     mistakes.WaitsInPass: "runs without CUDA graphs, which makes its passes slower: called a synchronizing CUDA "
@@ -33,7 +33,7 @@ MISTAKES = {
     mistakes.ReadsP: "verify waits for the device at my_drafter.py:41 (item) in every step",
     mistakes.IndexesByMask: "verify waits for the device at my_drafter.py:41 (index) in every step",
     mistakes.FillsOnTheHost: "mixes cuda:0 and cpu at my_drafter.py:41 (masked_fill)",
-    mistakes.AddsWhatIsUninitialised: DIFFERENT,
+    mistakes.AddsWhatIsUninitialised: "(see empty_like at my_drafter.py:41 in verify)",
 }
 
 

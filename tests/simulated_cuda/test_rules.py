@@ -5,6 +5,7 @@ pytest -n0 -p crossdraft.testing.simulated_cuda -m simulated tests/simulated_cud
 
 from __future__ import annotations
 
+import inspect
 import sys
 import types
 from collections.abc import Callable
@@ -25,8 +26,10 @@ def ones(*shape: int, **options: Any) -> Tensor:
 
 
 def line_of(function: Callable) -> str:
-    """The line of a function's statement, as messages name it."""
-    return f"{__file__}:{function.__code__.co_firstlineno + 1} in {function.__name__}"
+    """The line of a function's mistake, marked or the first statement, as messages name it."""
+    lines = inspect.getsource(function).splitlines()
+    number = next((i for i, line in enumerate(lines) if line.endswith("# mistake")), 1)
+    return f"{__file__}:{function.__code__.co_firstlineno + number} in {function.__name__}"
 
 
 @contextmanager
@@ -157,7 +160,7 @@ def read_too_early() -> Any:
 def wait_for_earlier_event() -> Any:
     event = torch.cuda.Event()
     event.record()
-    value = ones(2).to("cpu", non_blocking=True)
+    value = ones(2).to("cpu", non_blocking=True)  # mistake
     event.synchronize()
     return value
 
@@ -168,8 +171,10 @@ def read_pinned_too_early() -> Any:
 
 @pytest.mark.parametrize("mistake", [read_too_early, wait_for_earlier_event, read_pinned_too_early])
 def test_copies_arrive_when_waited_for(mistake: Callable) -> None:
-    value = mistake()
+    with device.counting() as counts:
+        value = mistake()
     assert value.isnan().all()
+    assert [line.endswith(line_of(mistake)) for line in counts.copies] == [True], counts.copies
     torch.cuda.current_stream().record_event().synchronize()
     assert value.tolist() == [1, 1]
 
@@ -177,7 +182,7 @@ def test_copies_arrive_when_waited_for(mistake: Callable) -> None:
 def other_stream_reads() -> Any:
     x = ones(2) + 1
     with torch.cuda.stream(torch.cuda.Stream()):
-        return x * 2
+        return x * 2  # mistake
 
 
 def waits_for_too_little() -> Any:
@@ -186,14 +191,14 @@ def waits_for_too_little() -> Any:
     side.wait_stream(torch.cuda.current_stream())
     x = x + 1
     with torch.cuda.stream(side):
-        return x * 2
+        return x * 2  # mistake
 
 
 def result_of_other_stream() -> Any:
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         x = ones(2)
-    return x + 1
+    return x + 1  # mistake
 
 
 @pytest.mark.parametrize("mistake", [other_stream_reads, waits_for_too_little, result_of_other_stream])
@@ -202,7 +207,7 @@ def test_streams_wait_for_each_other(mistake: Callable) -> None:
         pass  # streams are checked from the second one on
     with pytest.raises(RuntimeError, match="reads a tensor of another stream without waiting") as error:
         mistake()
-    assert f"{__file__}:" in str(error.value) and mistake.__name__ in str(error.value)
+    assert line_of(mistake) in str(error.value)
 
 
 def test_waiting_streams_read() -> None:
@@ -254,30 +259,55 @@ def test_capture_computes_nothing_and_freezes_decisions() -> None:
     assert (counts.captures, counts.replays) == (1, 1)
 
 
+def number_of_python(state: Any, out: Tensor) -> None:
+    out.add_(state.calls)
+
+
+def branch_of_python(state: Any, out: Tensor) -> None:
+    if state.calls > 1:
+        out.add_(state.calls)
+    else:
+        out.sub_(1)
+
+
+def shape_of_python(state: Any, out: Tensor) -> None:
+    out[: state.calls] += 1
+
+
+@pytest.mark.parametrize("mistake", [number_of_python, branch_of_python, shape_of_python])
+def test_state_of_python_is_frozen(mistake: Callable) -> None:
+    """Found as a difference of results: a graph does not know the line."""
+    graph, state = torch.cuda.CUDAGraph(), types.SimpleNamespace(calls=1)
+    replayed, repeated, changed = torch.zeros(3, 2, device="cuda")
+    with captured(graph):
+        mistake(state, replayed)
+    mistake(state, repeated)
+    state.calls = 2
+    graph.replay()
+    mistake(state, changed)
+    assert replayed.tolist() == repeated.tolist() != changed.tolist()
+
+
 def rebound_input() -> Any:
     x, graph = ones(2), torch.cuda.CUDAGraph()
     with captured(graph):
-        x.add_(1)
+        x.add_(1)  # mistake
     x = ones(2) + 5
     return graph
 
 
 def temporary_input() -> Any:
     graph, out = torch.cuda.CUDAGraph(), ones(2)
-    _temporary_input(graph, out)
-    return graph
-
-
-def _temporary_input(graph: Any, out: Tensor) -> None:
     index = torch.arange(2, device="cuda")
     with captured(graph):
-        out.copy_(index * 2.0)
+        out.copy_(index * 2.0)  # mistake
+    return graph
 
 
 def rebound_attribute() -> Any:
     model, graph = types.SimpleNamespace(weight=ones(2)), torch.cuda.CUDAGraph()
     with captured(graph):
-        model.weight[:1] *= 2
+        model.weight[:1] *= 2  # mistake
     model.weight = model.weight.clone()
     return graph
 
@@ -286,7 +316,7 @@ def rebound_attribute() -> Any:
 def test_replays_need_the_memory_of_their_inputs(mistake: Callable) -> None:
     with pytest.raises(RuntimeError, match="uses memory that was freed after its capture") as error:
         mistake().replay()
-    assert f"{__file__}:" in str(error.value) and mistake.__name__ in str(error.value)
+    assert line_of(mistake) in str(error.value)
 
 
 CACHE: dict[str, Any] = {}
@@ -336,7 +366,9 @@ def uninitialised_new() -> Any:
 
 @pytest.mark.parametrize("mistake", [uninitialised, uninitialised_like, uninitialised_new])
 def test_uninitialised_memory_is_garbage(mistake: Callable) -> None:
-    assert mistake().isnan().all()
+    with device.counting() as counts:
+        assert mistake().isnan().all()
+    assert [line.endswith(line_of(mistake)) for line in counts.uninitialised] == [True], counts.uninitialised
 
 
 def integer_product() -> Any:
