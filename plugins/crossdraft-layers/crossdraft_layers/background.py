@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -55,8 +56,11 @@ _jobs: dict[Path, Job] = {}
 _lock = threading.Lock()
 
 
-def job_for(path: Path, *arguments: Any) -> Job | None:
+def job_for(path: Path, arguments: Callable[[], tuple[Any, ...]]) -> Job | None:
     """The job that compiles into ``path``, or another one that must end first; None if there is no compiler.
+
+    Args:
+        arguments: those of `compiled_layers.compile_layer`, but for ``path``.
 
     Raises:
         Exception: the layer cannot be sent to another process.
@@ -64,7 +68,7 @@ def job_for(path: Path, *arguments: Any) -> Job | None:
     with _lock:
         running = next((job for job in _jobs.values() if job.runs), None)
         if path not in _jobs and running is None and _compiler():
-            _jobs[path] = Job(*arguments, path)
+            _jobs[path] = Job(*arguments(), path)
         return _jobs.get(path, running)
 
 

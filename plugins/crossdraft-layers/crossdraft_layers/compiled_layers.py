@@ -411,15 +411,18 @@ def _function(layer: nn.Module, identity: Form, call: _Call) -> TensorFunction |
         if not own.is_file():
             if not (capture_limits() or captures_called()):
                 return None
-            task = _twin(layer), call.without_memory(cache_argument(layer.forward))
+
+            def task() -> tuple[Any, _Call]:
+                return _twin(layer), call.without_memory(cache_argument(layer.forward))
+
             if captures_called():
-                job = job_for(own, *task)
+                job = job_for(own, task)
                 if job is None or job.runs:
                     return job
                 raise RuntimeError(job.result())
             name = type(layer).__name__
             print(f"crossdraft: compiling {name} for this processor, once", file=sys.stderr, flush=True)
-            compile_layer(*task, own)
+            compile_layer(*task(), own)
         return _load(own)
     except ForeignCodeError as error:
         _failed.add(path)
