@@ -133,8 +133,7 @@ def _suspects(counts: Counts, places: tuple[str, ...]) -> str:
 
 def kept_tensors() -> Counter[str]:
     """`Device.kept`, without idle slots of models, which replace theirs in the next pass."""
-    free_idle()
-    if device.captures_alive():
+    if device.captures_alive():  # otherwise idle slots lend their graphs to the next case
         gc.collect()  # slots become idle when they are freed
         free_idle()
     return device.kept()

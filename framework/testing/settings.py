@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import pytest
@@ -134,14 +134,20 @@ class TinyContext(ModuleContext):
         )
 
     def load_lm(self, name: str, *, extra_tokens: int = 0, ids: Tensor | None = None, unknown: int = 0) -> LM:
-        noisy = copy.deepcopy(self.target_model)
-        generator = torch.Generator().manual_seed(3)
-        for weight in noisy.parameters():
-            if weight.dim() > 1 and weight.device.type != "meta":
-                noise = torch.randn(weight.shape, generator=generator).to(weight.device)  # equal on all devices
-                weight += 0.1 * weight.std() * noise
-        slots = TransformersLM(noisy, self.batch_size, self.max_length + extra_tokens)
+        slots = TransformersLM(_noisy(self.target_model), self.batch_size, self.max_length + extra_tokens)
         return masked(slots, self.constraints, self.mask_drafts)
 
     def load_heads(self, name: str) -> Checkpoint:
         return load_checkpoint(name)
+
+
+@lru_cache(maxsize=4)  # CUDA graphs of the copy live as long as it does
+def _noisy(model: Any) -> Any:
+    """A copy of a model with 10% of noise on its weights."""
+    noisy = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(3)
+    for weight in noisy.parameters():
+        if weight.dim() > 1 and weight.device.type != "meta":
+            noise = torch.randn(weight.shape, generator=generator).to(weight.device)  # equal on all devices
+            weight += 0.1 * weight.std() * noise
+    return noisy
