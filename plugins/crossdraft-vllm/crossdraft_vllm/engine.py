@@ -23,7 +23,9 @@ class VllmCrossdraft(Vllm):
 
     name = "vllm-crossdraft"
     counters: ClassVar[CounterDefinition] = replace(DEFINITIONS["vllm"], drafter_options={})
-    methods: ClassVar[Mapping[str, str]] = {name: how for name, how in Vllm.methods.items() if how != "ngram"}
+    methods: ClassVar[Mapping[str, str]] = {
+        name: how for name, how in Vllm.methods.items() if how not in ("ngram", "dflash", "dspark")
+    }
 
     def counters_of(self, drafter: str) -> CounterDefinition:
         """`Proposer` cuts drafts at the maximum length."""

@@ -150,7 +150,7 @@ def test_vllm_accepts_every_exported_configuration(models: dict[str, str], tmp_p
             assert parsed["rejection"] == "standard"
 
 
-@pytest.mark.parametrize("drafter", ["draft-model", "prompt-lookup", "ngram-simple", "eagle3", "mtp"])
+@pytest.mark.parametrize("drafter", sorted(plugins.get("engines", "llama.cpp").methods))
 @pytest.mark.parametrize("gamma", [0, 3])
 def test_llama_server_accepts_every_exported_flag(drafter: str, gamma: int) -> None:
     about = {"drafter": drafter, "model": "" if drafter in ("prompt-lookup", "ngram-simple") else "/nonexistent.gguf"}

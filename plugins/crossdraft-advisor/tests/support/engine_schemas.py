@@ -25,7 +25,7 @@ class Strict(BaseModel):
 
 
 class VllmConfig(Strict):
-    method: Literal["ngram", "medusa", "draft_model", "eagle", "eagle3", "mtp"]
+    method: Literal["ngram", "medusa", "draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark"]
     model: str | None = None
     num_speculative_tokens: int = Field(gt=0)
     num_speculative_tokens_per_batch_size: list[list[int]] | None = None
@@ -109,7 +109,7 @@ class Sglang:
 
 
 class TrtConfig(Strict):
-    decoding_type: Literal["Draft_Target", "NGram", "Eagle3", "MTP"]
+    decoding_type: Literal["Draft_Target", "NGram", "Eagle3", "MTP", "DFlash", "DSpark"]
     max_draft_len: int = Field(gt=0)
     speculative_model: str | None = None
     max_matching_ngram_size: int | None = Field(None, gt=0)
@@ -145,7 +145,8 @@ def trt(text: str) -> TrtConfig:
 class LlamaCpp:
     def __init__(self, text: str):
         parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
-        types = ["none", "draft-simple", "draft-eagle3", "draft-mtp", "ngram-simple"]
+        drafters = ["draft-simple", "draft-eagle3", "draft-dflash", "draft-dspark"]
+        types = ["none", *drafters, "draft-mtp", "ngram-simple"]
         parser.add_argument("--spec-type", choices=types, required=True)
         parser.add_argument("--model-draft")
         parser.add_argument("--spec-draft-p-min", type=float)
@@ -154,7 +155,7 @@ class LlamaCpp:
         self.given = inputs = parser.parse_args(words(text))
         ngram = inputs.spec_type == "ngram-simple"
         assert (inputs.spec_ngram_simple_size_m is not None) == ngram == (inputs.spec_ngram_simple_size_n is not None)
-        assert bool(inputs.model_draft) == (inputs.spec_type in ("draft-simple", "draft-eagle3"))
+        assert bool(inputs.model_draft) == (inputs.spec_type in drafters)
 
     def gamma(self, batch_size: int) -> int:
         return self.given.spec_draft_n_max or 0

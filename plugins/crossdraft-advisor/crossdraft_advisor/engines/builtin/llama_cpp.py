@@ -43,7 +43,7 @@ _EXAMPLE = re.compile(rf"^(?:\S+ I )?\s*({'|'.join(_EXAMPLE_KEYS)})\s+= (\d{{1,1
 
 class LlamaCpp(Engine):
     name = "llama.cpp"
-    read_from = "llama.cpp, commit 0c1e57098bba"
+    read_from = "llama.cpp b10434"
     counters = DEFINITIONS["llama.cpp"]
     methods: ClassVar[Mapping[str, str]] = {
         "draft-model": "draft-simple",
@@ -51,6 +51,8 @@ class LlamaCpp(Engine):
         "ngram-simple": "ngram-simple",  # of plugins/crossdraft-llamacpp
         "eagle3": "draft-eagle3",
         "mtp": "draft-mtp",
+        "dflash": "draft-dflash",
+        "dspark": "draft-dspark",
     }
 
     def cannot(self, acceptance: Acceptance) -> str | None:

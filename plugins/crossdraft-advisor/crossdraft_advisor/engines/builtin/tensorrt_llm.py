@@ -36,6 +36,8 @@ class TensorRtLlm(Engine):
         "prompt-lookup": "NGram",
         "eagle3": "Eagle3",
         "mtp": "MTP",
+        "dflash": "DFlash",
+        "dspark": "DSpark",
     }
 
     def cannot(self, acceptance: Acceptance) -> str | None:
@@ -73,6 +75,8 @@ class TensorRtLlm(Engine):
                 remarks = (*remarks, f"{change}: draft_len_schedule must begin with its longest drafts")
             config["draft_len_schedule"] = lengths
         remarks = (*remarks, *match_remarks(acceptance, "TensorRT-LLM", shortest=True))
+        if method == "DSpark":
+            remarks = (*remarks, "it refuses another max_draft_len than the block size of the head")
         if method == "Draft_Target":
             remarks = (*remarks, "older releases accept DraftTarget instead of Draft_Target, and draft greedily")
         text = yaml.safe_dump({"speculative_config": config}, sort_keys=False).rstrip()

@@ -68,6 +68,8 @@ class Vllm(Engine):
         "eagle3": "eagle3",
         "medusa": "medusa",
         "mtp": "mtp",
+        "dflash": "dflash",
+        "dspark": "dspark",
     }
 
     def cannot(self, acceptance: Acceptance) -> str | None:
@@ -118,12 +120,14 @@ class Vllm(Engine):
 
 
 class VllmCpu(Vllm):
-    """vLLM on CPUs, whose model runner V1 ignores block verification."""
+    """vLLM on CPUs, whose model runner V1 ignores block verification and has no DSpark."""
 
     name = "vllm-cpu"
 
     def cannot(self, acceptance: Acceptance) -> str | None:
         reason = super().cannot(acceptance)
+        if reason is None and acceptance.drafter == "dspark":
+            reason = "its model runner V1 has no dspark"
         if reason is None and acceptance.block:
             reason = (
                 "its model runner V1 verifies token by token and drafts greedily if block verification is requested"
