@@ -20,6 +20,8 @@ pytestmark = pytest.mark.engine
 
 BENCHMARK = Path(__file__).parents[4] / "benchmarks" / "diagnose_engines.py"
 PROGRAMS = {"--vllm": "CROSSDRAFT_VLLM_PYTHON", "--llama-server": "CROSSDRAFT_LLAMA_SERVER"}
+#: Number of damages that an engine can be given, none included.
+DAMAGES = {"--vllm": 4, "--llama-server": 5}
 
 
 @pytest.fixture(scope="module")
@@ -36,5 +38,5 @@ def test_damage_is_named_from_the_log_and_32_responses(option: str, folder: Path
     done = subprocess.run(command, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
     titles = [line for line in done.stdout.splitlines() if line.startswith("## ")]
-    assert len(titles) == 4 and all(": named" in title for title in titles)
-    assert any("no embedding: named" in title and "beside" not in title for title in titles)
+    assert len(titles) == DAMAGES[option] and ": named" in titles[0]
+    assert all(title.endswith(": named") for title in titles[1:])  # alone: each costs acceptance
