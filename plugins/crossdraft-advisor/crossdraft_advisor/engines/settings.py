@@ -27,7 +27,7 @@ def needs_model(engine: Engine, acceptance: Acceptance) -> str:
     """The draft model. Raises UsageError if it is unknown."""
     if not acceptance.model:
         raise UsageError(
-            f"the settings of {engine.name} require the draft model of {acceptance.drafter}; give it as --draft-model"
+            f"the settings of {engine.name} require the draft model of {acceptance.drafter}; give it as --draft-path"
         )
     refuse_quantized(
         acceptance.model,

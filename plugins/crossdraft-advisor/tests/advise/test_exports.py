@@ -165,6 +165,7 @@ def test_not_drafting(name: str) -> None:
         ("sglang", {"drafter": "draft-model", "verifier": "block"}, "its STANDALONE has no block verification"),
         ("sglang", {"drafter": "draft-model"}, "STANDALONE drafts greedily"),
         ("sglang", {"drafter": "medusa"}, "no drafter medusa"),
+        ("sglang", {"drafter": "dflash"}, "its DFLASH is exported with greedy drafts only"),
         ("tensorrt-llm", {"verifier": "block"}, "no block verification"),
         ("tensorrt-llm", {"drafter": "prompt-lookup"}, "NGram drafts greedily"),
         ("llama.cpp", {}, "at temperature 1.0 llama.cpp drafts greedily"),
@@ -184,7 +185,7 @@ def test_unsupported_pairs(name: str, about: dict[str, Any], message: str) -> No
 
 
 @pytest.mark.parametrize(
-    "about, message", [({"drafter": ""}, "give it as --drafter"), ({"model": ""}, "give it as --draft-model")]
+    "about, message", [({"drafter": ""}, "give it as --drafter"), ({"model": ""}, "give it as --draft-path")]
 )
 @pytest.mark.parametrize("name", [*PARSERS, "transformers"])
 def test_missing_facts(name: str, about: dict[str, Any], message: str) -> None:

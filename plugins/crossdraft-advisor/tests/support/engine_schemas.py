@@ -70,12 +70,15 @@ class AdaptiveSlot(Strict):
     candidate_steps: list[int] = Field(min_length=1)
 
 
+STEPS, BLOCKS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE"), ("DFLASH", "DSPARK")
+
+
 class Sglang:
     def __init__(self, text: str):
         flags, _, config = text.partition("# adaptive.json\n")
         parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
         add = parser.add_argument
-        add("--speculative-algorithm", choices=["EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM"], required=True)
+        add("--speculative-algorithm", choices=[*STEPS, *BLOCKS, "NGRAM"], required=True)
         add("--speculative-draft-model-path")
         for name in ("num-steps", "eagle-topk", "num-draft-tokens", "ngram-max-bfs-breadth"):
             add(f"--speculative-{name}", type=int)
@@ -88,6 +91,8 @@ class Sglang:
         eagle = inputs.speculative_algorithm in ("EAGLE", "EAGLE3", "NEXTN")
         if inputs.speculative_algorithm == "NGRAM":
             assert three[:2] == (None, None) and three[2] and inputs.speculative_draft_model_path is None
+        elif inputs.speculative_algorithm in BLOCKS:
+            assert three[:2] == (None, None) and three[2] and inputs.speculative_draft_model_path
         else:
             assert all(three) and three[1] == 1 and three[2] == three[0] + 1
             assert inputs.speculative_draft_model_path or inputs.speculative_algorithm == "NEXTN"
@@ -155,7 +160,8 @@ class LlamaCpp:
         self.given = inputs = parser.parse_args(words(text))
         ngram = inputs.spec_type == "ngram-simple"
         assert (inputs.spec_ngram_simple_size_m is not None) == ngram == (inputs.spec_ngram_simple_size_n is not None)
-        assert bool(inputs.model_draft) == (inputs.spec_type in drafters)
+        assert inputs.model_draft or inputs.spec_type not in drafters
+        assert not ngram or not inputs.model_draft
 
     def gamma(self, batch_size: int) -> int:
         return self.given.spec_draft_n_max or 0

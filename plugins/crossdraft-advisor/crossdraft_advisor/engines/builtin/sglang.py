@@ -39,6 +39,8 @@ _LENGTH = re.compile(r"accept len: ([^,\s]*)(,?)")
 _RUNNING = re.compile(r"#running-req: (\d{1,9}),")
 #: Algorithms with adaptive steps, with rejection sampling of sampled drafts, and with block verification.
 _EAGLE = ("EAGLE", "EAGLE3", "NEXTN")
+#: Algorithms that draft a block in one step.
+_BLOCKS = ("DFLASH", "DSPARK")
 
 
 class Sglang(Engine):
@@ -52,6 +54,8 @@ class Sglang(Engine):
         "eagle": "EAGLE",
         "eagle3": "EAGLE3",
         "mtp": "NEXTN",
+        "dflash": "DFLASH",
+        "dspark": "DSPARK",
     }
 
     def cannot(self, acceptance: Acceptance) -> str | None:
@@ -61,6 +65,8 @@ class Sglang(Engine):
             return None
         if acceptance.block:
             return f"its {method} has no block verification"
+        if method in _BLOCKS and acceptance.temperature != 0 and acceptance.point_mass is False:
+            return f"its {method} is exported with greedy drafts only"
         return only_point_masses(acceptance, f"{self.name}'s {method}")
 
     def scheduled(self, acceptance: Acceptance) -> bool:
@@ -74,17 +80,11 @@ class Sglang(Engine):
         arguments = ["--speculative-algorithm", method]
         if acceptance.model or method not in ("NGRAM", "NEXTN"):
             arguments += ["--speculative-draft-model-path", needs_model(self, acceptance)]
-        if method == "NGRAM":
-            # A chain has breadth 1; the number of draft tokens includes the last committed token.
-            arguments += [
-                "--speculative-num-draft-tokens",
-                str(schedule.gamma + 1),
-                "--speculative-ngram-max-bfs-breadth",
-                "1",
-            ]
-        else:
+        if method == "NGRAM":  # a chain has breadth 1
+            arguments += ["--speculative-ngram-max-bfs-breadth", "1"]
+        elif method not in _BLOCKS:
             arguments += ["--speculative-num-steps", str(schedule.gamma), "--speculative-eagle-topk", "1"]
-            arguments += ["--speculative-num-draft-tokens", str(schedule.gamma + 1)]
+        arguments += ["--speculative-num-draft-tokens", str(schedule.gamma + 1)]  # with the last committed token
         if schedule.sampled:
             arguments += ["--speculative-use-rejection-sampling"]
         if acceptance.block:
