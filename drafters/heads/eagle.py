@@ -14,7 +14,7 @@ embeddings, before the layer, and before the head.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,9 @@ from .eagle_weights import (
 from .feature_head import FeatureHead
 from .features import FeatureDrafter
 from .rotary import Rotary, by_halves
+
+if TYPE_CHECKING:
+    from ...framework.contracts.models import Checkpoint
 
 
 class EagleHead(FeatureHead):
@@ -118,9 +121,8 @@ class Eagle(FeatureDrafter):
     name = "eagle"
     layout = LAYOUTS["eagle"]
 
-    def load(self) -> EagleHead:
-        checkpoint, target = self.context.load_heads(self.config.model), self.context.target_model
-        tensors = renamed(checkpoint)
+    def load(self, checkpoint: Checkpoint) -> EagleHead:
+        target, tensors = self.context.target_model, renamed(checkpoint)
         if is_eagle3(tensors):
             raise checkpoint.refused("they are EAGLE-3 heads (hidden_norm in the first layer); use drafter 'eagle3'")
         check_head_config(checkpoint, self.name, self.layout)

@@ -190,9 +190,8 @@ class Eagle3(FeatureDrafter):
     def layers(cls, config: Any) -> tuple[float, ...]:
         return LAYERS if config.layers is None else config.layers
 
-    def load(self) -> Eagle3Head:
-        target = self.context.target_model
-        return read_head(self.context.load_heads(self.config.model), target, self.config.layers)
+    def load(self, checkpoint: Checkpoint) -> Eagle3Head:
+        return read_head(checkpoint, self.context.target_model, self.config.layers)
 
 
 def read_head(

@@ -36,7 +36,7 @@ from ..errors import CrossdraftError, ModelError, UsageError
 from ..lm.cuda_graphs import runner_for
 from ..lm.forward_pass import each_preparation
 from ..lm.tensor_parallel_lm import Tables
-from ..lm.trainable_lm import learner_of
+from ..lm.trainable_lm import learner_of, trainable_copy
 from ..lm.transformers_lm import TransformersLM
 from ..lm.vocab_adapter import adapt_vocab
 from ..models.checkpoint import load_checkpoint
@@ -211,7 +211,7 @@ class ModuleContext(DraftContext):
 
     def runner(self, module: nn.Module) -> Runner:
         list(each_preparation("prepare_head", module))
-        return runner_for(module)
+        return self.once((runner_for, module), lambda: runner_for(module))
 
 
 @dataclass
@@ -261,7 +261,9 @@ class TargetContext(ModuleContext):
         return masked(adapt_vocab(lm, self.vocab_size, ids, unknown), self.constraints, self.mask_drafts)
 
     def load_learner(self, name: str) -> Learner:
-        return learner_of(self._checked_model(name), self.batch_size, self.max_length, self.vocab_size)
+        loaded = self._checked_model(name)
+        copied = self.once((trainable_copy, loaded.model), lambda: trainable_copy(loaded))
+        return learner_of(copied, self.batch_size, self.max_length, self.vocab_size)
 
     def _checked_model(self, name: str, needs_same_tokenizer: bool = True) -> LoadedModel:
         """Load a draft model; ModelError if its tokenizer or its context length does not fit."""

@@ -70,7 +70,7 @@ def pair_decoder(
     """A decoder for one pair, with its own slots for sequences of up to ``sequence`` tokens, prompt and output.
 
     A transformers target is run in separate modules, so the caller's are not changed. On CUDA, the modules, slots,
-    graphs and draft models are used again by later decoders, see `OwnModules`.
+    graphs, draft models and heads are used again by later decoders, see `OwnModules`.
 
     Args:
         verifier: None = the one that ``docs/verifiers.md`` advises for the drafter, see `default_verifier`.
@@ -81,32 +81,27 @@ def pair_decoder(
         UsageError: the pair is incompatible.
     """
     pair = compatible_pair(drafter, verifier, sampling)
-    own, caller = None, target.model
+    own, caller = OwnModules(target.model, None), target.model
     if target.backend == TRANSFORMERS:
         own = OwnModules.borrow(caller)
         target = replace(target, model=own.model)
-        if load is load_draft_model and own.structure is not None:
-            load = partial(_load_once, own.loaded)
     if target.context_length is not None:
         sequence = min(sequence, target.context_length)
     slot = slot_length(sequence, [pair[0]], sampling)
     # Without drafts no token is rejected, so models that cannot drop tokens from their caches can be decoded, too.
     plain = traits_of("drafters", *pair[0], sampling).nodes == 0
     lm = scoring_slots(target, batch_size, slot, make_slots) if plain else make_slots(target, batch_size, slot)
-    context = TargetContext.of(target, lm, sampling, slot=slot, sequence=sequence, load=load)
-    decoder = build_decoder(
+    own.lend(caller, lm)
+    load = partial(_load_once, own) if load is load_draft_model else load
+    context = TargetContext.of(target, lm, sampling, slot=slot, sequence=sequence, load=load, once=own.once)
+    return build_decoder(
         context, *pair, eos=target.eos_token_ids, max_new_tokens=max_new_tokens, rng=CounterRng(seed), **options
     )
-    if own is not None:
-        own.lend(caller, decoder, context.used)
-    return decoder
 
 
-def _load_once(loaded: dict[str, LoadedModel], name: str, target: LoadedModel) -> LoadedModel:
-    """The model in ``loaded``, if its files are unchanged; otherwise load it."""
-    if name not in loaded or loaded[name].sha256 != model_sha256(resolve(name)):
-        loaded[name] = load_draft_model(name, target)
-    return loaded[name]
+def _load_once(own: OwnModules, name: str, target: LoadedModel) -> LoadedModel:
+    """Load a draft model, unless it is kept and its files are unchanged."""
+    return own.once((name, model_sha256(resolve(name))), lambda: load_draft_model(name, target))
 
 
 def check_ids(decoder: Decoder, name: str, prompt: Sequence[int], target: str) -> None:

@@ -8,7 +8,7 @@ returns a :class:`Draft`. It is independent of the verifier.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import isfinite
 from pathlib import Path
@@ -193,6 +193,7 @@ class DraftContext:
             of the next token (row ``count[b]``).
         constraints: constraints of the slots.
         mask_drafts: a constraint of the run masks draft models, see `Constraint`: `load_lm` returns such models.
+        once: ``once(key, make)`` returns ``make()``, or what it returned for an earlier decoder of the target.
     """
 
     sampling: Sampling
@@ -208,6 +209,7 @@ class DraftContext:
     final_q: bool = False
     constraints: RowConstraints | None = None
     mask_drafts: bool = False
+    once: Callable[[Hashable, Callable[[], Any]], Any] = lambda key, make: make()
 
     def load_lm(self, name: str, *, extra_tokens: int = 0, ids: Tensor | None = None, unknown: int = 0) -> LM:
         """B slots of the model ``name``, with the target's token ids.
@@ -243,6 +245,13 @@ class DraftContext:
     def load_heads(self, name: str) -> Checkpoint:
         """Tensors and config of heads trained for the target. Raises ModelError if they are missing or damaged."""
         raise self._refused("load heads")
+
+    def load_module(self, heads: Checkpoint, make: Callable[[Checkpoint], Any], *key: Hashable) -> Any:
+        """``make(heads)``, or what it returned for an earlier decoder of the target, with its CUDA graphs.
+
+        ``key`` holds what the result depends on besides the heads and the target. The result must not be changed.
+        """
+        return self.once((heads.sha256, repr(heads.config), *key), lambda: make(heads))
 
     def load_settings(self, name: str) -> dict[str, Any]:
         """Read settings of a drafter: the object in the JSON file ``name``, or in ``settings.json`` of a directory.

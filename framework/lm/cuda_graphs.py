@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -115,7 +116,6 @@ class CudaGraphRunner:
 
     Attributes:
         records: True if shapes are recorded; then callers should use few distinct shapes.
-        missed: calls that ran without a graph because recording was switched off.
         widths: kept for the caller: the widths recorded for each kind of pass.
     """
 
@@ -127,17 +127,12 @@ class CudaGraphRunner:
         #: little more than its list of kernels; callers bound their number.
         self._recordings: dict[Hashable, _Recording] = {}
         self._buffers = _SharedBuffers()
-        self.missed = 0
         self.widths: dict[Hashable, set[int]] = {}
         _instances.add(self)
 
     def __len__(self) -> int:
         """Number of recordings."""
         return len(self._recordings)
-
-    def nbytes(self, device: torch.device) -> int:
-        """Bytes of the recordings' inputs and outputs on ``device``."""
-        return self._buffers.nbytes(device)
 
     def __call__(
         self, function: Callable[..., Outputs], tensors: Mapping[str, Tensor], *constants: Hashable
@@ -161,7 +156,7 @@ class CudaGraphRunner:
             entry.replay()
             return tuple(None if output is None else output.clone() for output in entry.outputs)
         if _policy.get() == "none":
-            self.missed += 1
+            _missed[self._name] += 1
             _warn_of_missed(self._name)
             return run()
         try:
@@ -202,6 +197,8 @@ class CudaGraphRunner:
 
 
 _instances: WeakSet[CudaGraphRunner] = WeakSet()
+#: By name of the model: calls that ran without a graph because recording was switched off.
+_missed: Counter[str] = Counter()
 
 
 def recorded_nbytes(device: torch.device) -> int:
@@ -210,12 +207,12 @@ def recorded_nbytes(device: torch.device) -> int:
     Collects garbage first: a model and its recordings refer to each other, so unused ones are freed only then.
     """
     gc.collect()
-    return sum(graphs.nbytes(device) for graphs in _instances)
+    return sum(graphs._buffers.nbytes(device) for graphs in _instances)
 
 
 def missed_passes() -> int:
     """Passes of all models of this process that ran without a graph because recording was switched off."""
-    return sum(graphs.missed for graphs in _instances)
+    return _missed.total()
 
 
 def _report_waits() -> Callable[[], None]:

@@ -47,7 +47,7 @@ def widths(width: int, widest: int) -> list[int]:
 
 def wider(width: int, more: int) -> list[int]:
     """``width``, ``width + more`` and those that lie a power of two above ``width`` in between, widest first."""
-    return sorted({width, width + more, *(width + n for n in widths(1, more)[1:] if more)}, reverse=True)
+    return [width + n for n in widths(1, more) if more] + [width]
 
 
 def at_width(tensors: Mapping[str, Tensor], width: int) -> dict[str, Tensor]:

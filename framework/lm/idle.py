@@ -65,7 +65,7 @@ class Structure:
         self._objects: list[Any] = []
         for module in model.modules():
             self._objects.append(type(module))
-            for name, value in vars(module).items():
+            for name, value in list(vars(module).items()):  # another thread may add the attribute of `put`
                 if name != ATTRIBUTE:
                     self._objects += value.values() if name in CONTAINERS and isinstance(value, dict) else [value]
         tensors = [item for item in self._objects if isinstance(item, Tensor)]

@@ -17,7 +17,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ from .attention_masks import Visibility
 from .cuda_graphs import CudaGraphRunner
 from .forward_pass import ForwardPass
 from .kv_cache import WritePlan
-from .layer_surgery import Seam, close, insert_seam, parts_add_up, with_layers
+from .layer_surgery import Seam, close, insert_seam, once_per_model, parts_add_up, with_layers
 from .ragged_lm import RaggedLM
 
 
@@ -78,12 +77,16 @@ class _PartialPass(ForwardPass):
 
 
 class _PartialLM(RaggedLM):
-    """Some layers of a model over the slots of the whole one; parts with equal ``key`` share passes and graphs."""
+    """Some layers of a model over the slots of the whole one.
 
-    def __init__(self, full: RaggedLM, forward_pass: ForwardPass, key: Hashable = None):
-        if key is not None:
-            forward_pass = full.forward_pass.parts.setdefault(key, forward_pass)
-        super().__init__(forward_pass, full.batch_size, full.max_length)
+    Parts with equal ``key`` and the same embeddings share passes and graphs.
+    """
+
+    def __init__(self, full: RaggedLM, forward_pass: ForwardPass, key: Hashable):
+        parts = full.forward_pass.parts
+        if key not in parts or parts[key].embeddings is not forward_pass.embeddings:
+            parts[key] = forward_pass
+        super().__init__(parts[key], full.batch_size, full.max_length)
         self._full = full
         self.lengths = list(full.lengths)
 
@@ -162,7 +165,7 @@ class LayerFork(_PartialLM):
         seam = insert_seam(model, shared - 1) if resumable else None
         if embeddings is not None:
             embeddings = _fitted_embeddings(model, embeddings)
-        key = None if embeddings is not None else (*layers, *map(frozenset, (no_attention, no_mlp)), resumable)
+        key = (*layers, *map(frozenset, (no_attention, no_mlp)), resumable, embeddings is None)
         super().__init__(full, _PartialPass(full.forward_pass, model, seam, embeddings), key)
         self._chain = True
         self._tokens: list[Tensor] = []
@@ -230,32 +233,22 @@ def _fitted_embeddings(model: Any, embeddings: Tensor) -> Tensor:
     return embeddings.to(weight.device, weight.dtype)
 
 
-#: By model and number of first layers: True if the model can be run in two parts.
-_splittable: WeakKeyDictionary[Any, dict[int, bool]] = WeakKeyDictionary()
-
-
-@torch.inference_mode()
+@once_per_model
 def _can_split(model: Any, shared: int) -> bool:
     """True if logits stay the same when the first ``shared`` layers run token by token and the others afterwards.
 
     False for models whose later layers read more of earlier ones than hidden states. Runs one small pass whole, and
     one in parts.
     """
-    results = _splittable.setdefault(model, {})
-    if shared not in results:
-        forward_pass = ForwardPass.of(model, 1, TRIAL_LENGTH, graphs=CudaGraphRunner(None, "trial"))
-        full_lm = RaggedLM(forward_pass, 1, TRIAL_LENGTH)
-        ids = on_device([[(7 * i + 3) % full_lm.vocab_size for i in range(9)]], full_lm.device)
-        try:
-            full_lm.start(0, ids[0, :6].tolist())
-            expected = full_lm.forward(ids[:, 5:])[0]
-            full_lm.commit([0])
-            fork = LayerFork(full_lm, range(shared), splittable=True)
-            full_lm.register_fork(fork)
-            fork.forward(ids[:, 5:6])
-            fork.commit([1])
-            fork.forward(ids[:, 6:7])
-            results[shared] = close(full_lm.forward(ids[:, 5:], resume_from=fork)[0], expected, model.dtype)
-        except (TypeError, ValueError, IndexError, KeyError, RuntimeError, AttributeError):
-            results[shared] = False  # layers that pass on more than hidden states
-    return results[shared]
+    forward_pass = ForwardPass.of(model, 1, TRIAL_LENGTH, graphs=CudaGraphRunner(None, "trial"))
+    full_lm = RaggedLM(forward_pass, 1, TRIAL_LENGTH)
+    ids = on_device([[(7 * i + 3) % full_lm.vocab_size for i in range(9)]], full_lm.device)
+    full_lm.start(0, ids[0, :6].tolist())
+    expected = full_lm.forward(ids[:, 5:])[0]
+    full_lm.commit([0])
+    fork = LayerFork(full_lm, range(shared), splittable=True)
+    full_lm.register_fork(fork)
+    fork.forward(ids[:, 5:6])
+    fork.commit([1])
+    fork.forward(ids[:, 6:7])
+    return close(full_lm.forward(ids[:, 5:], resume_from=fork)[0], expected, model.dtype)

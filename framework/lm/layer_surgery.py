@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
@@ -148,39 +149,38 @@ def _without(layer: nn.Module, model: str, attention: bool, mlp: bool) -> nn.Mod
     return twin
 
 
-#: By model and layer: the result of `parts_add_up`.
-_additive: WeakKeyDictionary[Any, dict[int, bool]] = WeakKeyDictionary()
+def once_per_model(test: Callable[[Any, int], bool]) -> Callable[[Any, int], bool]:
+    """``test(model, number)``, run once per model and number; False if the model's layers do not support it."""
+    results: WeakKeyDictionary[Any, dict[int, bool]] = WeakKeyDictionary()
+
+    @wraps(test)
+    @torch.inference_mode()
+    def tried(model: Any, number: int) -> bool:
+        known = results.setdefault(model, {})
+        if number not in known:
+            passed = False
+            with suppress(TypeError, ValueError, IndexError, KeyError, RuntimeError, AttributeError):
+                passed = test(model, number)
+            known[number] = passed
+        return known[number]
+
+    return tried
 
 
+@once_per_model
 def parts_add_up(model: Any, layer: int) -> bool:
-    """True if ``layer`` without attention and feed-forward network is the identity; tested once per layer.
+    """True if ``layer`` without attention and feed-forward network is the identity.
 
-    That holds if both add their outputs to the residual stream, and nothing else does.
+    That holds if both add their outputs to the residual stream, and nothing else does. Otherwise the layer may read
+    more than the outputs of its parts.
     """
-    results = _additive.setdefault(model, {})
-    if layer not in results:
-        results[layer] = _parts_add_up(model, layer)
-    return results[layer]
-
-
-@torch.inference_mode()
-def _parts_add_up(model: Any, layer: int) -> bool:
     count = model.config.get_text_config().num_hidden_layers
     ids = (torch.arange(8, device=model.device) * 7 + 3)[None] % model.get_output_embeddings().weight.shape[0]
     others = [i for i in range(count) if i != layer]
-    try:
-        empty = with_layers(model, range(count), [layer], [layer])(input_ids=ids, use_cache=False).logits
-        if others:
-            return close(empty, with_layers(model, others)(input_ids=ids, use_cache=False).logits, model.dtype)
-        return bool(empty.isfinite().all())
-    except (
-        TypeError,
-        ValueError,
-        IndexError,
-        RuntimeError,
-        AttributeError,
-    ):  # the layer reads more than the outputs of its parts
-        return False
+    empty = with_layers(model, range(count), [layer], [layer])(input_ids=ids, use_cache=False).logits
+    if others:
+        return close(empty, with_layers(model, others)(input_ids=ids, use_cache=False).logits, model.dtype)
+    return bool(empty.isfinite().all())
 
 
 def close(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
@@ -209,11 +209,12 @@ def own_modules(model: Any) -> Any:
 
 @dataclass
 class OwnModules:
-    """`own_modules` and the draft models loaded for them; without graphs, ``structure`` is None and nothing is kept."""
+    """`own_modules`, and draft models and heads for them; without graphs, ``structure`` is None and nothing is kept."""
 
     model: Any
     structure: Structure | None
-    loaded: dict[str, Any] = field(default_factory=dict)
+    _made: dict[Hashable, Any] = field(default_factory=dict)
+    _used: set[Hashable] = field(default_factory=set)
 
     @classmethod
     def borrow(cls, model: Any) -> OwnModules:
@@ -221,12 +222,21 @@ class OwnModules:
         if not runner_for(model).records:
             return cls(own_modules(model), None)
         structure = Structure(model)
-        return borrow(model, cls, structure) or cls(own_modules(model), structure)
+        own = borrow(model, cls, structure) or cls(own_modules(model), structure)
+        own._used.clear()
+        return own
 
-    def lend(self, model: Any, borrower: Any, used: Collection[str]) -> None:
-        """Let the modules, and draft models of the names ``used``, be idle when ``borrower`` is freed."""
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """``make()``, or what it returned earlier; a new result takes the memory of those not used by this borrower."""
+        if key not in self._made:
+            self._made = {used: self._made[used] for used in self._used}
+            self._made[key] = make()
+        self._used.add(key)
+        return self._made[key]
+
+    def lend(self, model: Any, borrower: Any) -> None:
+        """Let the modules be idle when ``borrower`` is freed."""
         if self.structure is not None:
-            self.loaded = {name: draft for name, draft in self.loaded.items() if name in used}
             finalize(borrower, put, model, OwnModules, self.structure, self).atexit = False
 
 

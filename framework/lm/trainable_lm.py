@@ -18,12 +18,12 @@ from ..errors import ModelError
 from .transformers_lm import TransformersLM
 from .vocab_adapter import adapt_vocab
 
+#: A module, and its trainable weights, each with its first values.
+Copy = tuple[Any, list[tuple[Tensor, Tensor]]]
 
-def learner_of(loaded: LoadedModel, batch_size: int, max_length: int, vocab_size: int) -> Learner:
-    """``batch_size`` slots of a trainable copy of a loaded model, which shares the model's embedding and head.
 
-    Args:
-        vocab_size: V, the number of logits, see `adapt_vocab`.
+def trainable_copy(loaded: LoadedModel) -> Copy:
+    """A copy of a loaded model that shares the model's embedding and head, which are not trained.
 
     Raises:
         ModelError: the model's backend has no gradients.
@@ -37,10 +37,16 @@ def learner_of(loaded: LoadedModel, batch_size: int, max_length: int, vocab_size
     with torch.inference_mode(False):
         outer = [loaded.model.get_input_embeddings().weight, loaded.model.get_output_embeddings().weight]
         module: Any = copy.deepcopy(loaded.model, {id(tensor): tensor for tensor in outer})
-        shared = {id(tensor) for tensor in outer}
-        weights = [w for w in module.parameters() if id(w) not in shared and w.is_floating_point()]
-        for weight in weights:
-            weight.requires_grad_(True)
+        shared, pairs = set(map(id, outer)), zip(module.parameters(), loaded.model.parameters(), strict=True)
+        return module, [(w.requires_grad_(), old) for w, old in pairs if id(w) not in shared and w.is_floating_point()]
+
+
+def learner_of(trainable: Copy, batch_size: int, max_length: int, vocab_size: int) -> Learner:
+    """``batch_size`` slots of a copy with its first weights; ``vocab_size``: V, the number of logits."""
+    module, weights = trainable
+    with torch.inference_mode(False):
+        for weight, first in weights:
+            weight.data.copy_(first)
         lm = adapt_vocab(TransformersLM(module, batch_size, max_length), vocab_size, None, 0)
     selects = "logits_to_keep" in inspect.signature(module.forward).parameters
     own = module.get_output_embeddings().weight.shape[0]
@@ -54,4 +60,4 @@ def learner_of(loaded: LoadedModel, batch_size: int, max_length: int, vocab_size
             out = module(input_ids=ids, use_cache=False).logits[0, index]
         return functional.pad(out, (0, vocab_size - own), value=-math.inf) if own < vocab_size else out[:, :vocab_size]
 
-    return Learner(lm, weights, logits)
+    return Learner(lm, [weight for weight, _ in weights], logits)

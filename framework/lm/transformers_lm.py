@@ -31,26 +31,18 @@ class TransformersLM(RaggedLM):
         batch_size: number of slots.
         max_length: longest sequence a slot will hold, speculative nodes included, in tokens.
         cache: a `KVCache` for ``batch_size`` rows of ``max_length`` slots; a new one by default.
-        graphs: calls the passes, see `ForwardPass`.
 
     Raises:
         ModelError: the model would be run wrongly, see `refuse_unsupported` and `trial`.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        batch_size: int,
-        max_length: int,
-        cache: KVCache | None = None,
-        graphs: CudaGraphRunner | None = None,
-    ):
+    def __init__(self, model: Any, batch_size: int, max_length: int, cache: KVCache | None = None):
         check_model(model, max_length, needs_trial(model))
-        if cache is None and graphs is None:
+        if cache is None:
             super().__init__(borrowed(ForwardPass, model, batch_size, max_length), batch_size, max_length)
             self.lend()
         else:
-            super().__init__(ForwardPass.of(model, batch_size, max_length, cache, graphs), batch_size, max_length)
+            super().__init__(ForwardPass.of(model, batch_size, max_length, cache), batch_size, max_length)
 
     def fork(
         self,

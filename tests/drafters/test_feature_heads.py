@@ -294,7 +294,7 @@ def test_config_errors_are_sentences(options: dict[str, Any], sentence: str) -> 
 def test_target_without_features_is_error(trained: Callable, target: Any) -> None:
     cls, slots = plugins.get("drafters", "eagle"), TransformersLM(target, 1, 64)
     with pytest.raises(
-        ModelError, match=r"drafter 'eagle' reads the features of its target .* is not a transformers model"
+        ModelError, match=r"drafter 'eagle' reads the features of its target, .* is not a transformers model"
     ):
         cls(cls.Config(model=trained("eagle")), GivenContext(slots, Sampling(), 64))
     drafter = cls(cls.Config(model=trained("eagle")), GivenContext(slots, Sampling(), 64, target_model=target))

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from decoding_fixtures import small_buckets  # noqa: F401  (a fixture)
 from on_both_devices import on_both_devices
 from oracle_trees import PROMPTS
 from text_models import SCHEMA, save_text_model

@@ -6,19 +6,15 @@ verifier, temperature and batch size, and of verifier and kind of draft. The slo
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from head_checkpoints import write_heads
-from pydantic import ValidationError
+from drafter_cases import contracts, write_all_heads
 
 from crossdraft.framework.contracts.drafter import DraftTraits
 from crossdraft.framework.plugins import entries
@@ -37,42 +33,6 @@ ROOT = Path(__file__).parents[2]
 def verifiers(contract: DrafterContract, sampling: Any) -> list[str]:
     """Names of the installed verifiers that accept the drafter's drafts."""
     return [verifier.name for verifier in contract.rules(sampling, entries("verifiers"))]
-
-
-@cache
-def contracts() -> dict[str, DrafterContract]:
-    """Contract tests of drafters, by name: those of the core, and of packages of this repository that can be imported.
-
-    Tests whose options a fixture makes are left out.
-    """
-    companions = [
-        path for path in ROOT.glob("plugins/crossdraft-*") if importlib.util.find_spec(path.name.replace("-", "_"))
-    ]
-    tops = [ROOT / "tests" / "contract", *sorted(companions)]
-    files = [path for top in tops for path in sorted(top.rglob("test_*.py"))]
-    results: dict[str, DrafterContract] = {}
-    for path in files:
-        text = path.read_text(encoding="utf-8")
-        if path.stem == "test_mistakes" or not any(base in text for base in ("(DrafterContract)", "(Heads)")):
-            continue
-        for name, value in vars(_module(path)).items():
-            if isinstance(value, type) and issubclass(value, DrafterContract) and name.startswith("Test"):
-                if hasattr(value, "use"):
-                    value.use(Path("heads"))
-                contract = value()
-                with suppress(ValidationError):
-                    assert contract.config
-                    results[name] = contract
-    return results
-
-
-def _module(path: Path) -> Any:
-    if path.stem not in sys.modules:
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None and spec.loader is not None
-        sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[path.stem])
-    return sys.modules[path.stem]
 
 
 Case = tuple[str, str, int, int]
@@ -119,17 +79,7 @@ def pytest_generate_tests(metafunc: Any) -> None:
 
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory: Any) -> Path:
-    import torch
-
-    root = tmp_path_factory.mktemp("heads")
-    write_heads(root, TinyModel.model(), target_ids=torch.tensor([0, 1, 2, 3, 4, 5, 7, 8, 11]))
-    for entry in entries("drafters").values():  # a companion's own heads
-        if entry.provider.startswith("crossdraft-drafters "):
-            from further_heads import write_further_heads
-
-            write_further_heads(root, TinyModel.model(), mask_token=12)
-            break
-    return root
+    return write_all_heads(tmp_path_factory.mktemp("heads"), TinyModel.model())
 
 
 def test_devices_agree(name: str, verifier: str, sampling: int, batch_size: int, heads: Path) -> None:

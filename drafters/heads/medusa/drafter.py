@@ -11,7 +11,6 @@ a sampled chain. Trees hold the most probable tokens of each head (section 2.1.2
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,19 +18,19 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn import functional
 
-from ....framework.contracts.draft import Draft, Scores, Sequences, Verdict, on_device
+from ....framework.contracts.draft import Draft, Sequences, on_device
 from ....framework.contracts.draft_kind import CHAIN, DETERMINISTIC
-from ....framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
+from ....framework.contracts.drafter import DraftContext, DraftTraits, StrategyConfig
 from ....framework.contracts.models import Checkpoint
 from ....framework.contracts.rng import StepRng
 from ....framework.contracts.sampling import Sampling
-from ....framework.errors import ContractError, ModelError, UsageError
+from ....framework.errors import UsageError
 from ....framework.util.limits import MOST_LEVELS, MOST_NODES
 from ....framework.util.static_trees import tree_constant
 from ...autoregressive.trees import Choices, TreeTemplate, best_paths, ordered, tree_shape
 from ..config_keys import LAYOUTS
 from ..feature_head import expand_vocab
-from ..feature_reader import last_state
+from ..feature_reader import LastStateReader
 from .weights import read_heads
 
 #: Maximum length of a chain if gamma is not set.
@@ -53,7 +52,7 @@ TREES: dict[str, Choices] = {
 }
 
 
-class Medusa(Drafter):
+class Medusa(LastStateReader):
     """A chain of gamma tokens, one per head; or a tree of the heads' most probable tokens.
 
     A chain is sampled, each token from its head's distribution warped like the target's; at temperature 0 it is the
@@ -114,18 +113,13 @@ class Medusa(Drafter):
     def __init__(self, config: StrategyConfig, context: DraftContext):
         super().__init__(config, context)
         target, name = context.target_model, self.config.model
-        if target is None:
-            raise ModelError(
-                "drafter 'medusa' reads the features of its target, but this target is not a transformers model; "
-                "use another drafter"
-            )
         checkpoint = context.load_heads(name)
-        self.heads, self._ids = read_heads(checkpoint, target, self.config.heads)
+        heads = self.config.heads
+        self.heads, self._ids = context.load_module(
+            checkpoint, lambda checkpoint: read_heads(checkpoint, target, heads), Medusa, heads
+        )
         self._run = context.runner(self.heads)
         self.sampling = context.sampling.at(self.config.temperature)
-        size = self.heads.hidden_size
-        self._features = torch.zeros(context.batch_size, size, dtype=target.dtype, device=context.device)
-        self._has_feature = [False] * context.batch_size
         self._tree = self.config.shape()
         if self.config.nodes is not None:
             self._tree = TreeTemplate.choices(best_paths(_accuracies(checkpoint)[: len(self.heads)], self.config.nodes))
@@ -174,21 +168,6 @@ class Medusa(Drafter):
                 f"drafter 'medusa': the tree has rank {max(ranks)}, but the heads '{self.config.model}' have only "
                 f"{self.heads.vocab_size} tokens; use lower ranks"
             )
-
-    def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
-        self._has_feature[row] = len(prompt) > 1
-        if self._has_feature[row]:
-            if hidden is None:
-                raise ContractError(
-                    "drafter 'medusa' needs the target's last hidden state, but the target returned none; build it "
-                    "with the drafter's traits.hidden_layers"
-                )
-            self._features[row] = hidden[-1, 0]
-        else:  # the last sequence may have left NaN
-            self._features[row] = 0
-
-    def free(self, row: int, finish_reason: str | None = None) -> None:
-        self._has_feature[row] = False
 
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         limits = [
@@ -244,12 +223,6 @@ class Medusa(Drafter):
         if self._ids is None and missing:
             return functional.pad(logits, (0, missing), value=-torch.inf)
         return expand_vocab(logits, self._ids, self.context.vocab_size)
-
-    def observe(
-        self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
-    ) -> None:
-        self._features.copy_(last_state(draft, verdict, scores))
-        self._has_feature = [bool(history) for history in sequences.history]
 
 
 def _accuracies(checkpoint: Checkpoint) -> list[list[float]]:

@@ -294,8 +294,7 @@ class DFlash(BlockDrafter):
             change=lambda heads: _with_options(heads, sample_from_anchor=drafts),
         )
 
-    def load(self) -> DFlashHead:
-        checkpoint = self.context.load_heads(self.config.model)
+    def load(self, checkpoint: Checkpoint) -> DFlashHead:
         tensors = renamed(checkpoint)
         if any(key.startswith(DSPARK) for key in tensors):
             raise checkpoint.refused("they are DSpark heads (markov_head, confidence_head); use drafter 'dspark'")

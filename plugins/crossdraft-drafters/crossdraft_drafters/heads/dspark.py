@@ -27,6 +27,7 @@ from crossdraft.drafters.autoregressive.policies import Static
 from crossdraft.drafters.heads.config_keys import check_head_config
 from crossdraft.drafters.heads.eagle_weights import merged_config, near, renamed, with_rows
 from crossdraft.framework.contracts.drafter import DraftContext, StrategyConfig
+from crossdraft.framework.contracts.models import Checkpoint
 
 from .blocks import BlockConfig
 from .config_keys import LAYOUTS
@@ -159,9 +160,8 @@ class DSpark(DFlash):
         super().__init__(config, context)
         self.lm.hidden_layers = (-1,)  # input of the Markov head
 
-    def load(self) -> DSparkHead:
-        checkpoint, target = self.context.load_heads(self.config.model), self.context.target_model
-        tensors = renamed(checkpoint)
+    def load(self, checkpoint: Checkpoint) -> DSparkHead:
+        target, tensors = self.context.target_model, renamed(checkpoint)
         if not any(key.startswith(DSPARK) for key in tensors):
             raise checkpoint.refused("they have neither markov_head nor confidence_head; use drafter 'dflash'")
         check_head_config(checkpoint, self.name, self.layout)

@@ -26,13 +26,12 @@ from crossdraft.drafters.autoregressive.draft_model import grow_chain
 from crossdraft.drafters.autoregressive.policies import POLICIES, Policy, Static
 from crossdraft.drafters.heads.config_keys import check_head_config, remark
 from crossdraft.drafters.heads.eagle_weights import near, with_rows
-from crossdraft.drafters.heads.feature_reader import last_state
+from crossdraft.drafters.heads.feature_reader import LastStateReader
 from crossdraft.framework.contracts.draft import Draft, Scores, Sequences, Verdict
 from crossdraft.framework.contracts.draft_kind import CHAIN
-from crossdraft.framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
+from crossdraft.framework.contracts.drafter import DraftContext, DraftTraits, StrategyConfig
 from crossdraft.framework.contracts.rng import StepRng
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.errors import ContractError, ModelError
 from crossdraft.framework.util.limits import MOST_LEVELS
 from crossdraft.framework.util.tensors import on_device
 
@@ -98,7 +97,7 @@ class Speculator(nn.Module):
         return state, logits
 
 
-class MlpSpeculator(Drafter):
+class MlpSpeculator(LastStateReader):
     """Drafts a chain, one token per stage.
 
     Checkpoints: ``ibm-ai-platform/*-accelerator`` and ``ibm-granite/*-accelerator``.
@@ -122,15 +121,13 @@ class MlpSpeculator(Drafter):
 
     def __init__(self, config: StrategyConfig, context: DraftContext):
         super().__init__(config, context)
-        target = context.target_model
-        if target is None:
-            raise ModelError(
-                "drafter 'mlp-speculator' reads the features of its target, but this target is not a transformers "
-                "model; use another drafter"
-            )
-        checkpoint, size = context.load_heads(self.config.model), target.config.get_text_config().hidden_size
-        self.speculator = read_speculator(checkpoint, context.vocab_size, size)
-        self.speculator.to(context.device, target.dtype).eval()
+        target, checkpoint = context.target_model, context.load_heads(self.config.model)
+
+        def read(checkpoint: Checkpoint) -> Speculator:
+            speculator = read_speculator(checkpoint, context.vocab_size, self._features.shape[1])
+            return speculator.to(context.device, target.dtype).eval()
+
+        self.speculator = context.load_module(checkpoint, read, MlpSpeculator)
         if self.config.gamma > len(self.speculator.emb):
             raise checkpoint.refused(
                 f"they have {len(self.speculator.emb)} stages, one per token, but gamma is {self.config.gamma}; "
@@ -140,8 +137,6 @@ class MlpSpeculator(Drafter):
         self.policy = self.config.policy.make(self.config.gamma, context.batch_size)
         self.policy.load(context)
         self._draft_lengths = [0] * context.batch_size
-        self._features = torch.zeros(context.batch_size, size, dtype=target.dtype, device=context.device)
-        self._has_feature = [False] * context.batch_size
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
@@ -163,20 +158,8 @@ class MlpSpeculator(Drafter):
         self.policy.reset()
 
     def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+        super().start(row, prompt, hidden)
         self.policy.start(row)
-        self._has_feature[row] = len(prompt) > 1
-        if not self._has_feature[row]:  # the last sequence may have left NaN
-            self._features[row] = 0
-            return
-        if hidden is None:
-            raise ContractError(
-                "drafter 'mlp-speculator' needs the target's last hidden state, but the target returned none; build it "
-                "with the drafter's traits.hidden_layers"
-            )
-        self._features[row] = hidden[-1, 0]
-
-    def free(self, row: int, finish_reason: str | None = None) -> None:
-        self._has_feature[row] = False
 
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         limit = [limit if ready else 0 for limit, ready in zip(sequences.limit, self._has_feature, strict=True)]
@@ -202,8 +185,7 @@ class MlpSpeculator(Drafter):
     def observe(
         self, sequences: Sequences, draft: Draft, verdict: Verdict, accepted: Sequence[int], scores: Scores
     ) -> None:
-        self._features.copy_(last_state(draft, verdict, scores))
-        self._has_feature = [bool(history) for history in sequences.history]
+        super().observe(sequences, draft, verdict, accepted, scores)
         self.policy.observe(accepted, self._draft_lengths)
 
 

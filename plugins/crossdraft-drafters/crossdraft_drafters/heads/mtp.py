@@ -26,6 +26,7 @@ from crossdraft.drafters.heads.config_keys import check_head_config, refuse_assi
 from crossdraft.drafters.heads.eagle_weights import save_head_files, shared, vocabulary
 from crossdraft.drafters.heads.feature_head import FeatureHead
 from crossdraft.drafters.heads.features import FeatureDrafter
+from crossdraft.framework.contracts.models import Checkpoint
 from crossdraft.framework.errors import ModelError
 from crossdraft.framework.util.cache_argument import cache_argument
 
@@ -165,8 +166,8 @@ class Mtp(FeatureDrafter):
     name = "mtp"
     layout = LAYOUTS["mtp"]
 
-    def load(self) -> MtpHead:
-        checkpoint, target = self.context.load_heads(self.config.model), self.context.target_model
+    def load(self, checkpoint: Checkpoint) -> MtpHead:
+        target = self.context.target_model
         refuse_assistant(checkpoint)
         tensors = mtp_tensors(checkpoint.tensors)
         if not tensors:

@@ -35,7 +35,13 @@ _MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
 
 
 class PEagleHead(Eagle3Head):
-    """The head of P-EAGLE as a plain module: `Eagle3Head` and the learnt feature of masked positions."""
+    """The head of P-EAGLE as a plain module: `Eagle3Head` and the learnt feature of masked positions.
+
+    Attributes:
+        mask_token: id of the token at masked positions.
+    """
+
+    mask_token: int
 
     def __init__(self, config: Any, embedding: Tensor, feature_size: int, **more: Any):
         super().__init__(config, embedding, feature_size, **more)
@@ -74,16 +80,15 @@ class PEagle(BlockDrafter):
     def layers(cls, config: Any) -> tuple[float, ...]:
         return LAYERS if config.layers is None else config.layers
 
-    def load(self) -> PEagleHead:
-        checkpoint, target = self.context.load_heads(self.config.model), self.context.target_model
+    def load(self, checkpoint: Checkpoint) -> PEagleHead:
         name = next((name for name in ("mask_hidden", "model.mask_hidden") if name in checkpoint.tensors), None)
         if name is None:
             raise checkpoint.refused("they lack mask_hidden, the feature of masked positions; use drafter 'eagle3'")
         flat = checkpoint.with_tensors({name: checkpoint.tensors[name].reshape(-1)})
         check_head_config(flat, self.name, self.layout)
-        head = read_head(flat, target, self.config.layers, PEagleHead)
+        head = read_head(flat, self.context.target_model, self.config.layers, PEagleHead)
         assert isinstance(head, PEagleHead)
-        self._mask = _mask_token(checkpoint, len(head.embed_tokens.weight))
+        head.mask_token = _mask_token(checkpoint, len(head.embed_tokens.weight))
         return head
 
     def block(self) -> None:
@@ -107,7 +112,7 @@ class PEagle(BlockDrafter):
         counts, mask_feature = [len(row) for row in features], self.head.mask_feature()
         width = max(counts)
         tokens = [
-            [*history[length + 1 : length + 1 + n], *[self._mask] * (steps - 1), *[0] * (width - n)]
+            [*history[length + 1 : length + 1 + n], *[self.head.mask_token] * (steps - 1), *[0] * (width - n)]
             for n, length, history in zip(counts, self.lm.lengths, sequences.history, strict=True)
         ]
         pairs = [torch.cat([row, mask_feature.expand(steps - 1, -1)]) for row in features]

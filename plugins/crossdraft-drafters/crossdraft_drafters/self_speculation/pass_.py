@@ -25,6 +25,7 @@ from torch import Tensor
 from crossdraft.framework.contracts.draft import Draft, Sequences
 from crossdraft.framework.contracts.draft_kind import CHAIN
 from crossdraft.framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
+from crossdraft.framework.contracts.models import Checkpoint
 from crossdraft.framework.contracts.rng import StepRng
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import UsageError
@@ -58,11 +59,14 @@ class Pass(Drafter):
     def attach(self, context: DraftContext) -> None:
         super().attach(context)
         model, target = context.target_model, target_of(context, self.name)
-        embeddings = read_embeddings(
-            context.load_heads(self.config.model),
-            size=None if model is None else model.get_input_embeddings().weight.shape[1],
-            sha256=context.target_sha256,
-        )
+        weight = None if model is None else model.get_input_embeddings().weight
+
+        def read(checkpoint: Checkpoint) -> Tensor:
+            size = None if weight is None else weight.shape[1]
+            embeddings = read_embeddings(checkpoint, size=size, sha256=context.target_sha256)
+            return embeddings if weight is None else embeddings.to(weight.device, weight.dtype)
+
+        embeddings = context.load_module(context.load_heads(self.config.model), read, Pass)
         longest = len(embeddings) + 1
         self.depth = min(longest, MOST_TOKENS) if self.config.gamma is None else self.config.gamma
         if self.depth > longest:

@@ -1,0 +1,3 @@
+"""Fixtures of the tests on the simulated device."""
+
+from decoding_fixtures import fresh_warnings, small_buckets  # noqa: F401
