@@ -110,7 +110,8 @@ class PEagle(BlockDrafter):
 
     def feed(self, sequences: Sequences, features: list[Tensor], steps: int) -> tuple[Tensor, Tensor | None]:
         counts, mask_feature = [len(row) for row in features], self.head.mask_feature()
-        width = max(counts)
+        # The longest block, in short steps, too: one shape to capture.
+        width, steps = max(counts), self._max_features - 1
         tokens = [
             [*history[length + 1 : length + 1 + n], *[self.head.mask_token] * (steps - 1), *[0] * (width - n)]
             for n, length, history in zip(counts, self.lm.lengths, sequences.history, strict=True)
