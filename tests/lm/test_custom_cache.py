@@ -3,14 +3,17 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from fake_cuda_graphs import NEW, PROMPTS, Recorder
+from fake_cuda_graphs import Recorder
+from oracle_trees import NEW, PROMPTS
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from crossdraft.framework import plugins
+from crossdraft.framework.lm import forward_pass
 from crossdraft.framework.lm.cuda_graphs import CaptureLimits, CudaGraphRunner, recording
 from crossdraft.framework.lm.kv_cache import KVCache, WritePlan
 from crossdraft.framework.lm.transformers_lm import TransformersLM
@@ -217,8 +220,8 @@ def test_recorded_passes_of_paged_cache(decode: Any) -> None:
     """Padded passes and warm-ups also write to slots that are not reserved."""
 
     def recorded(model: Any, batch_size: int, max_length: int) -> TransformersLM:
-        graphs = CudaGraphRunner(Recorder(), "test")
-        return TransformersLM(model, batch_size, max_length, PagedCache(batch_size), graphs)
+        with patch.object(forward_pass, "runner_for", lambda model: CudaGraphRunner(Recorder(), "test")):
+            return TransformersLM(model, batch_size, max_length, PagedCache(batch_size))
 
     for drafter in ("draft-model", "draft-model-tree"):
         expected, _ = decode(drafter, 0.0)

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda_graphs import NEW, PROMPTS, ReplayingLM
+from fake_cuda_graphs import ReplayingLM
+from oracle_trees import NEW, PROMPTS
 from torch.nn.functional import scaled_dot_product_attention
 
 from crossdraft.framework import plugins

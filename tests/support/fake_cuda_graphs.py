@@ -1,13 +1,16 @@
-"""A recorder that stands for a CUDA graph, and a model that replays what it recorded."""
+"""A recorder that stands for a CUDA graph, and a model that replays what it recorded, on a CPU without its rules.
+
+For checks of many architectures; other tests of graphs run on the simulated device.
+"""
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
+from crossdraft.framework.lm import ragged_lm
 from crossdraft.framework.lm.cuda_graphs import CudaGraphRunner
+from crossdraft.framework.lm.idle import free_idle
 from crossdraft.framework.lm.transformers_lm import TransformersLM
-
-PROMPTS = ([5], [7, 8, 9, 7, 8, 9, 7, 8], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 11, 12, 13])
-NEW = 18
 
 
 class Recorder:
@@ -32,5 +35,7 @@ class Recorder:
 
 class ReplayingLM(TransformersLM):
     def __init__(self, *arguments: Any):
-        self.recorder = Recorder()
-        super().__init__(*arguments, graphs=CudaGraphRunner(self.recorder, "test"))
+        free_idle()
+        self.recorder: Any = Recorder()
+        with patch.object(ragged_lm, "runner_for", lambda model: CudaGraphRunner(self.recorder, "test")):
+            super().__init__(*arguments)

@@ -19,7 +19,7 @@ from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.engine.decoder import Decoder
 from crossdraft.framework.errors import ContractError, ModelError
-from crossdraft.framework.lm import forward_pass, layer_subset, ragged_lm
+from crossdraft.framework.lm import layer_subset
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 PROMPTS = [[5], [7, 8, 9, 7, 8, 9, 7, 8], [11, 12, 13, 14, 15]]
@@ -236,22 +236,3 @@ def test_with_every_kind_of_rule(tmp_path: Any, verifier: str) -> None:
     )
     assert [r.tokens for r in one] == [r.tokens for r in three]
     assert all(len(r.tokens) == 11 or r.finish_reason == "stop" for r in one)
-
-
-def test_graphs_replay_all_three_parts(deep: Any, monkeypatch: Any) -> None:
-    """Drafting, what the first layers lack, and the rest: functions of tensors, so that a recording is right."""
-    from fake_cuda_graphs import Recorder
-
-    from crossdraft.framework.lm.cuda_graphs import CudaGraphRunner
-
-    reference = answers(decoder(deep, 2, 1.0, max_new_tokens=24))
-    recorders = []
-
-    def runner_for(_: Any) -> CudaGraphRunner:
-        recorders.append(Recorder())
-        return CudaGraphRunner(recorders[-1], "test")
-
-    for module in (forward_pass, ragged_lm):
-        monkeypatch.setattr(module, "runner_for", runner_for)
-    assert answers(decoder(deep, 2, 1.0, max_new_tokens=24)) == reference
-    assert sum(recorder.replayed > 2 for recorder in recorders) == 3

@@ -30,7 +30,6 @@ from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.contracts.verifier import incompatible
 from crossdraft.framework.engine.decoder import Decoder
 from crossdraft.framework.errors import CrossdraftError, ModelError
-from crossdraft.framework.lm import forward_pass, ragged_lm
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 #: Of different lengths; the first has no committed token before its root.
@@ -115,24 +114,6 @@ def test_embeddings_do_not_enter_cache(tiny_model: Callable) -> None:
             for name in ("keys", "values"):
                 expected_own, theirs = getattr(ours, name)[row, :, :length], getattr(other, name)[0, :, :length]
                 torch.testing.assert_close(expected_own, theirs, atol=2e-4, rtol=2e-4)
-
-
-def test_graphs_replay_pass(tiny_model: Callable, monkeypatch: Any) -> None:
-    from fake_cuda_graphs import Recorder
-
-    from crossdraft.framework.lm.cuda_graphs import CudaGraphRunner
-
-    model = tiny_model("llama", copy="pass")
-    reference, recorders = answers(decoder(model, 2, Sampling(), max_new_tokens=24)), []
-
-    def runner_for(_: Any) -> CudaGraphRunner:
-        recorders.append(Recorder())
-        return CudaGraphRunner(recorders[-1], "test")
-
-    for module in (forward_pass, ragged_lm):
-        monkeypatch.setattr(module, "runner_for", runner_for)
-    assert answers(decoder(model, 2, Sampling(), max_new_tokens=24)) == reference
-    assert [recorder.replayed > 2 for recorder in recorders] == [True, True], "the target and its fork"
 
 
 # -- the certificate ------------------------------------------------------------------------------------
