@@ -45,6 +45,7 @@ FINISH_REASONS = {
 }
 #: Tokens by which a response may differ from the server's count: an end-of-sequence token if ids are recorded; else
 #: those of a stop text, and a part of the response for another tokenization.
+_COUNTED = "completion_tokens"
 _FEW_IDS, _FEW_TOKENS, _FEW_OF_TEXT = 1, 3, 0.02
 
 
@@ -171,8 +172,11 @@ def _choices(
         if ended and not context.target:
             context.assumed[WITH_END] += 1
         elif ended and tokens and tokens[-1] not in context.tokenizer(choice_where).eos_token_ids:
-            context.assumed[WITHOUT_END] += 1
-            ended = False
+            if len(choices) == 1 and log_p is None and _counted(body) == len(tokens) + 1:
+                tokens = _with_end(context, tokens, choice_where)
+            else:
+                context.assumed[WITHOUT_END] += 1
+                ended = False
         if choice.get("token_ids") is not None and _exceeds(context, tokens, maximum, choice_where):
             continue
         limit = maximum if ended and len(tokens) <= (maximum or 0) else None
@@ -192,6 +196,13 @@ def _exceeds(context: ParseContext, tokens: Sequence[int], maximum: int | None, 
     return True
 
 
+def _counted(body: Mapping[str, Any]) -> Any:
+    """The number of tokens that a server counted; None if it did not."""
+    usage = body.get("usage")
+    usage = usage if isinstance(usage, dict) else {}
+    return next((usage[key] for key in (_COUNTED, "output_tokens") if usage.get(key) is not None), None)
+
+
 def _is_as_counted(
     context: ParseContext,
     body: Mapping[str, Any],
@@ -207,20 +218,18 @@ def _is_as_counted(
         ids: they are recorded token ids.
         cut: one may lack its end-of-sequence token.
     """
-    usage = body.get("usage")
-    usage = usage if isinstance(usage, dict) else {}
-    key = "completion_tokens" if usage.get("completion_tokens") is not None else "output_tokens"
-    if (counted := usage.get(key)) is None:
+    if (counted := _counted(body)) is None:
         return True
     if type(counted) is not int or counted < 0:
-        raise UsageError(f"{place}: 'usage.{key}' is {quoted(counted)}; it must be a number of tokens")
+        raise UsageError(f"{place}: 'usage.{_COUNTED}' is {quoted(counted)}; it must be a number of tokens")
     size = sum(map(len, choices))
     difference = abs(counted - size)
     few = _FEW_IDS if ids else _FEW_TOKENS + _FEW_OF_TEXT * counted
     if difference > few * len(choices):
         context.skip(
             "with more or fewer tokens than the server counted",
-            f"{place}: {size} tokens would be replayed, but usage.{key} is {counted}; record token ids",
+            f"{place}: {size} tokens would be replayed, but usage.{_COUNTED} is {counted}; "
+            + ("the file is damaged" if ids else "set --target to the model that generated it, or record token ids"),
             len(choices),
         )
         return False

@@ -92,7 +92,9 @@ class ParseContext:
         """Tokenizer of the target, loaded on first use. Raises UsageError without a target."""
         if self._tokenizer is None:
             if not self.target:
-                raise OptionsError(f"{place}: a text needs a tokenizer; set --target MODEL, or record token ids")
+                raise OptionsError(
+                    f"{place}: a text needs a tokenizer; set --target MODEL, not a config.json, or record token ids"
+                )
             self._tokenizer = load_tokenizer(self.target, trust_remote_code=self.trust_remote_code)
         return self._tokenizer
 
