@@ -151,7 +151,8 @@ def counts_of(acceptance: Acceptance, label: str = "", reference: Acceptance | N
     if not acceptance.marginal:
         raise UsageError(
             f"{acceptance.source} has the mean acceptance length, and not the acceptance by position that signatures "
-            "are read from; give a log or scrape that has it, or responses (see crossdraft list engines)"
+            "are read from; give a log or scrape that has it, or responses (SGLang: those of /generate; llama.cpp: the "
+            "log with -lv 4, or /metrics; docs/advise.md, 'Where acceptance comes from')"
         )
     drafting = 1 - acceptance.idle
     drafts = (acceptance.drafts or _MANY) * drafting

@@ -36,6 +36,8 @@ def read_counters(texts: Sequence[str]) -> list[tuple[CounterSource, Acceptance]
     for text in texts:
         source = parse_source(text)
         read, acceptances = read_acceptances(source.source)
+        # Without positions no signature is read, which is refused below.
+        acceptances = [item for item in acceptances if item.marginal] or acceptances[:1]
         chosen = [item for item in acceptances if source.gamma in (None, item.gamma)]
         if len(chosen) != 1:
             lengths = ", ".join(str(item.gamma or "unknown") for item in acceptances)
