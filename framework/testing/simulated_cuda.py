@@ -23,6 +23,8 @@ Simulated:
 - Operations that CUDA lacks for a dtype raise an error; the table is PyTorch's own, see `NO_KERNEL`.
 - float64 tensors as wide as a vocabulary (`Device.vocabulary`) are counted by line in `Counts.float64`.
 
+Garbage and frozen decisions raise no error: results differ from the CPU's.
+
 Not simulated: time, memory limits, more than one device, rounding of GPU kernels, kernels that are not PyTorch's
 (Triton, `torch.compile`), and pinned memory that is overwritten before its copy has run.
 """
@@ -82,7 +84,8 @@ _FROM_HOST = _names("tensor as_tensor asarray new_tensor")
 _OWN = _names("device is_cuda is_cpu")
 _METADATA = _names("""size stride dim ndimension numel nelement element_size is_contiguous storage_offset data_ptr
     untyped_storage is_floating_point is_complex is_inference is_signed __len__""")
-_NO_FUNCTIONS = host_only = torch._C.DisableTorchFunction
+#: Context within which calls are those of the host, unchecked.
+host_only = torch._C.DisableTorchFunction
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -309,7 +312,7 @@ def _reads_shape(name: str, func: Any, args: Any, kwargs: Any) -> bool:
 def _compute(func: Callable, args: Any, kwargs: Any, name: str = "") -> Any:
     """Call ``func`` with the values of simulated tensors; results that are new become simulated tensors."""
     before, raws = _tensors(args, kwargs), (_tree(args, _raw), _tree(kwargs, _raw))
-    with _NO_FUNCTIONS(), _Operations(name):
+    with host_only(), _Operations(name):
         result = func(*raws[0], **raws[1])
     known = {id(_raw(tensor)): tensor for tensor in before}
     return _tree(result, lambda tensor: known.get(id(tensor)) if id(tensor) in known else DeviceTensor(tensor))
@@ -353,7 +356,7 @@ def _storage(tensor: Tensor) -> int:
 
 def _spoil(tensor: Tensor) -> Tensor:
     """Fill a tensor with garbage."""
-    with _NO_FUNCTIONS(), torch.no_grad():
+    with host_only(), torch.no_grad():
         if tensor.is_floating_point():
             tensor.fill_(float("nan"))
         elif tensor.dtype in (torch.int64, torch.int32):
@@ -414,7 +417,7 @@ class _Calls(TorchFunctionMode):
         if not simulated and not on_device:
             return _pin(func(*args, **kwargs)) if pinned else func(*args, **kwargs)
         if name in _METADATA:
-            with _NO_FUNCTIONS():
+            with host_only():
                 return func(_raw(args[0]), *args[1:], **kwargs)
         if place is not None:
             kwargs["device"] = "cpu"
@@ -448,9 +451,9 @@ def _accepts_host_number(name: str) -> bool:
 def _attribute(func: Any, name: str, args: Any) -> Any:
     tensor, attribute = args[0], getattr(func.__self__, "__name__", "")
     if not isinstance(tensor, DeviceTensor) or attribute in _OWN:
-        with _NO_FUNCTIONS():
+        with host_only():
             return func(*args)
-    with _NO_FUNCTIONS():
+    with host_only():
         if name == "__set__":
             return func(tensor.raw, *(_tree(value, _raw) for value in args[1:]))
         return _tree(func(tensor.raw), DeviceTensor)
@@ -467,7 +470,7 @@ def _copy(direction: str, *, waits: bool, pinned: bool = False) -> None:
 
 
 def _to(tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
-    with _NO_FUNCTIONS():
+    with host_only():
         place, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
         own = isinstance(tensor, DeviceTensor)
         to_device = own if place is None else _is_cuda(place)
@@ -481,7 +484,7 @@ def _to(tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor
         options["memory_format"] = memory_format
     if to_device:
         return _compute(Tensor.to, (tensor,), options)
-    with _NO_FUNCTIONS():
+    with host_only():
         value = _raw(tensor).to(**options)
     return _arriving(torch.empty_like(value), value) if non_blocking else value
 
@@ -495,7 +498,7 @@ def _copy_into(target: Tensor, source: Tensor, non_blocking: bool = False) -> Te
         _copy("to the device" if own else "to the host", waits=not later, pinned=pinned)
     if own:
         return _compute(Tensor.copy_, (target, source), {})
-    with _NO_FUNCTIONS():
+    with host_only():
         if later and from_device:
             return _arriving(target, source.raw.to(target.dtype, copy=True).expand_as(target))
         return target.copy_(_raw(source))
@@ -514,7 +517,7 @@ def _index(func: Callable) -> Callable:
         own = isinstance(tensor, DeviceTensor)
         parts = index if isinstance(index, tuple) else (index,)
         if not own and not any(isinstance(part, DeviceTensor) for part in _tensors(parts, value)):
-            with _NO_FUNCTIONS():
+            with host_only():
                 return func(tensor, index, *value)
         indices = [part for part in parts if isinstance(part, Tensor | list)]
         elsewhere = [part for part in indices if isinstance(part, DeviceTensor) != own]
@@ -562,14 +565,14 @@ _save, _load = torch.save, torch.load
 
 
 def _save_values(value: Any, *args: Any, **kwargs: Any) -> None:
-    with _NO_FUNCTIONS():
+    with host_only():
         _save(_tree(value, _raw), *args, **kwargs)
 
 
 def _load_values(file: Any, map_location: Any = None, **kwargs: Any) -> Any:
     """``torch.load``; tensors are loaded to the host unless ``map_location`` is the device."""
     on_device = isinstance(map_location, str | int | torch.device) and _is_cuda(map_location)
-    with _NO_FUNCTIONS():
+    with host_only():
         value = _load(file, "cpu" if on_device else map_location, **kwargs)  # pyright: ignore
     return _tree(value, DeviceTensor) if on_device else value
 
@@ -611,7 +614,7 @@ class Stream:
 
     def complete(self, position: int | None = None) -> None:
         self.finished = max(self.finished, self.submitted if position is None else position)
-        with _NO_FUNCTIONS(), torch.inference_mode():
+        with host_only(), torch.inference_mode():
             while self.arriving and self.arriving[0][0] <= self.finished:
                 _, target, value = self.arriving.popleft()
                 target.copy_(value)
@@ -705,7 +708,7 @@ class CUDAGraph:
 
     def capture_end(self) -> None:
         """Undo the capture, and spoil the memory that it allocated."""
-        with _NO_FUNCTIONS(), torch.inference_mode():
+        with host_only(), torch.inference_mode():
             for tensor, before in reversed(self._undo):
                 tensor.copy_(before)
             self._undo.clear()
@@ -722,7 +725,7 @@ class CUDAGraph:
         device.counts.replays += 1
         stream = current_stream()
         stream.submitted += 1
-        with _NO_FUNCTIONS(), torch.inference_mode():
+        with host_only(), torch.inference_mode():
             for count, tensor, line in self._inputs.values():
                 # One more reference is the storage's own in Python.
                 if tensor.numel() and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= count + 1:
