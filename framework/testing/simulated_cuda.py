@@ -500,7 +500,7 @@ def _copy_into(target: Tensor, source: Tensor, non_blocking: bool = False) -> Te
         return _compute(Tensor.copy_, (target, source), {})
     with host_only():
         if later and from_device:
-            return _arriving(target, source.raw.to(target.dtype, copy=True).expand_as(target))
+            return _arriving(target, _raw(source).to(target.dtype, copy=True).expand_as(target))
         return target.copy_(_raw(source))
 
 
