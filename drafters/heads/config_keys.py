@@ -14,12 +14,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from ...framework.contracts.models import Checkpoint
 from .rotary import INTERLEAVED
-
-if TYPE_CHECKING:
-    from ...framework.contracts.models import Checkpoint
 
 logger = logging.getLogger(__name__)
 

@@ -14,11 +14,12 @@ embeddings, before the layer, and before the head.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...framework.contracts.models import Checkpoint
 from ...framework.util.cache_argument import cache_argument
 from .config_keys import LAYOUTS, check_head_config
 from .eagle_weights import (
@@ -36,9 +37,6 @@ from .eagle_weights import (
 from .feature_head import FeatureHead
 from .features import FeatureDrafter
 from .rotary import Rotary, by_halves
-
-if TYPE_CHECKING:
-    from ...framework.contracts.models import Checkpoint
 
 
 class EagleHead(FeatureHead):

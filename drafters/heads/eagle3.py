@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from ...framework.contracts.models import Checkpoint
 from ...framework.util.cache_argument import cache_argument
 from .config_keys import FEEDS_NORMED, LAYOUTS, check_head_config, remark
 from .eagle_weights import (
@@ -37,9 +38,6 @@ from .eagle_weights import (
 from .feature_head import FeatureHead
 from .features import FeatureDrafter, HeadConfig
 from .rotary import Rotary, by_halves
-
-if TYPE_CHECKING:
-    from ...framework.contracts.models import Checkpoint
 
 #: Low, middle and high features, as the authors count them: the inputs of layers 2, L // 2 and L - 3.
 LAYERS = (2, 0.5, -4)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from ...framework.contracts.models import Checkpoint
+from ...framework.contracts.models import Checkpoint
 
 #: Types by their names in configs. The three positions of M-RoPE are equal for text, so it is plain there.
 TYPES = {name: name for name in ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")}

@@ -247,10 +247,7 @@ class DraftContext:
         raise self._refused("load heads")
 
     def load_module(self, heads: Checkpoint, make: Callable[[Checkpoint], Any], *key: Hashable) -> Any:
-        """``make(heads)``, or what it returned for an earlier decoder of the target, with its CUDA graphs.
-
-        ``key`` holds what the result depends on besides the heads and the target. The result must not be changed.
-        """
+        """``make(heads)``, or an earlier result, with its CUDA graphs; ``key``: what else it depends on."""
         return self.once((heads.sha256, repr(heads.config), *key), lambda: make(heads))
 
     def load_settings(self, name: str) -> dict[str, Any]:

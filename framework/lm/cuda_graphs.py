@@ -294,11 +294,11 @@ def runner_for(model: Any) -> CudaGraphRunner:
         return CudaGraphRunner(None, name)
     if len(devices) > 1:
         _warn_once(name, f"it is spread over {len(devices)} devices")
-        return CudaGraphRunner(None, name)
-    if any(hasattr(weight, "placements") for weight in model.parameters()):
+    elif any(hasattr(weight, "placements") for weight in model.parameters()):
         _warn_once(name, "it is split over several processes")
-        return CudaGraphRunner(None, name)
-    return CudaGraphRunner(CudaRecorder(model.device), name)
+    else:
+        return CudaGraphRunner(CudaRecorder(model.device), name)
+    return CudaGraphRunner(None, name)
 
 
 @cache

@@ -77,10 +77,7 @@ class _PartialPass(ForwardPass):
 
 
 class _PartialLM(RaggedLM):
-    """Some layers of a model over the slots of the whole one.
-
-    Parts with equal ``key`` and the same embeddings share passes and graphs.
-    """
+    """Some layers of a model over its slots; parts of equal ``key`` and the same embeddings share passes and graphs."""
 
     def __init__(self, full: RaggedLM, forward_pass: ForwardPass, key: Hashable):
         parts = full.forward_pass.parts

@@ -114,9 +114,8 @@ class Medusa(LastStateReader):
         super().__init__(config, context)
         target, name = context.target_model, self.config.model
         checkpoint = context.load_heads(name)
-        heads = self.config.heads
         self.heads, self._ids = context.load_module(
-            checkpoint, lambda checkpoint: read_heads(checkpoint, target, heads), Medusa, heads
+            checkpoint, lambda heads: read_heads(heads, target, self.config.heads), Medusa, self.config.heads
         )
         self._run = context.runner(self.heads)
         self.sampling = context.sampling.at(self.config.temperature)

@@ -18,17 +18,15 @@ import re
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ....framework.contracts.models import Checkpoint
 from ....framework.errors import ModelError
 from ..config_keys import LAYOUTS, check_head_config
-
-if TYPE_CHECKING:
-    from ....framework.contracts.models import Checkpoint
 
 _INSIDE, _PREFIX = "medusa_head.", "medusa_heads."
 _BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
