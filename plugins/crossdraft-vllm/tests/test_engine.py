@@ -1,4 +1,9 @@
-"""Tests in a real vLLM: ``pytest -m engine`` in its environment, with the model smollm2-135m-instruct in the cache."""
+"""Tests in a real vLLM, with the model smollm2-135m-instruct in the cache.
+
+    VLLM/bin/python -m pytest -c /dev/null plugins/crossdraft-vllm/tests/test_engine.py
+
+They run in vLLM's environment, with crossdraft, crossdraft-smollm2, crossdraft-vllm and pytest installed beside it.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,14 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
-pytestmark = pytest.mark.engine
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed in this environment"),
+]
 
 SERVE = """
 import json, sys

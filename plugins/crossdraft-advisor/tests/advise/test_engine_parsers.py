@@ -1,7 +1,7 @@
 """Exported settings given to the engines themselves: vLLM's configuration and llama-server's arguments.
 
     export CROSSDRAFT_VLLM_PYTHON=/path/to/vllm-env/bin/python CROSSDRAFT_LLAMA_SERVER=/path/to/llama-server
-    pytest -m engine tests
+    pytest -m engine plugins/crossdraft-advisor/tests/advise
 
 vLLM runs on a CPU here. The models are those of plugins/crossdraft-smollm2.
 """
