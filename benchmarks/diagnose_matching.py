@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ from crossdraft_advisor.replay.response import Response
 from crossdraft_advisor.replay.teacher_forcing.lazy_models import Target
 from safetensors.torch import save_file
 from tabulate import tabulate
-from tiny_drafters import KINDS, Kind, chat_prompts, save_chat_target, training_texts
+from tiny_drafters import KINDS, Kind, save_chat_target, training_texts
 from tiny_heads import TOKENS
 
 from crossdraft import generate, load_model
@@ -49,16 +50,17 @@ from crossdraft.framework.api.build import configured
 from crossdraft.framework.contracts.misconfiguration import Misconfiguration
 from crossdraft.framework.contracts.models import Checkpoint
 from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.errors import CrossdraftError
 from crossdraft.framework.models.checkpoint import load_checkpoint
 
 #: Our decoder cuts drafts to the remaining tokens, as llama.cpp's server does.
 GAMMA, DEFINITION = 4, DEFINITIONS["llama.cpp"]
 #: Prefixes of the truth of a server without a reading, and of the reading of an earlier checkpoint.
 UNKNOWN, LOADED = "no reading: ", "the server has loaded "
-#: Readings of heads of which servers are made above temperature 0, where each needs replays of its own.
-SAMPLED = (CONFIGURED, "the engine drafts", "the vocabulary map", "the head's output", LOADED)
+#: Readings of which servers are made above temperature 0, where each needs replays of its own.
+SAMPLED = (CONFIGURED, "the engine drafts")
 #: Readings of prompts with which servers of heads are made, for the same reason.
-PROMPTED = ("prompts begin with two", "the chat template is missing")
+PROMPTED = ("prompts begin with a BOS", "prompts are in the chat template")
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class Replayed:
 class Servers:
     """Servers of one kind of drafter at one temperature."""
 
-    def __init__(self, folder: Path, kind: Kind, temperature: float, pool: int, steps: int):
+    def __init__(self, folder: Path, kind: Kind, temperature: float, pool: int):
         self.folder, self.kind, self.temperature = folder, kind, temperature
         self.sampling: dict[str, Any] = {"temperature": temperature, "ignore_eos": True, "batch_size": 120}
         if not (folder / "target").exists():
@@ -102,11 +104,11 @@ class Servers:
         self.model = load_model(str(folder / "target"), dtype="float32", device="cpu")
         if not (folder / kind.name / "head").exists():
             (folder / kind.name).mkdir()
-            writers = kind.make(self.model, training_texts(self.model), steps, steps // 2)
+            writers = kind.make(self.model, training_texts(self.model), kind.steps, kind.steps // 2)
             for name, write in zip(("stale", "head"), writers, strict=True):
                 write(folder / kind.name / name)
         self.head, self.stale = (str(folder / kind.name / name) for name in ("head", "stale"))
-        self.starts = chat_prompts(pool, 1)
+        self.starts = kind.prompts(pool, 1)
         options = {"name": kind.name, "model": self.head, "gamma": GAMMA, **kind.options}
         self.drafter = configured("drafters", options)
         self.target = Target(str(folder / "target"), Sampling(temperature=temperature), dtype="float32")
@@ -161,14 +163,16 @@ class Servers:
         for trial in self.trials(plain):
             truth = trial.misconfiguration.mistake or CONFIGURED
             chosen = SAMPLED if self.temperature else PROMPTED if trial.responses is not plain else ()
-            if self.heads is not None and chosen and not truth.startswith(chosen):
+            if chosen and not truth.startswith(chosen) and (self.temperature or self.heads is not None):
                 continue
-            with tempfile.TemporaryDirectory() as folder:
+            with tempfile.TemporaryDirectory() as folder, suppress(CrossdraftError):  # heads that do not load
                 yield truth, *self.served(trial, Path(folder) / "model")
+        if self.temperature:
+            return
         cls, config = self.drafter
         stale = cls.Config(**config.model_dump(exclude_unset=True) | {"model": self.stale})
         yield f"{UNKNOWN}an earlier checkpoint", *self.decoded((cls, stale), self.starts)
-        if self.heads is not None and not self.temperature:
+        if self.heads is not None:
             noise = {k: torch.randn_like(t) / t.shape[-1] ** 0.5 for k, t in self.heads.tensors.items() if t.dim() == 2}
             with tempfile.TemporaryDirectory() as folder:
                 path = written(self.heads.with_tensors(noise), Path(folder) / "model")
@@ -205,7 +209,7 @@ def kept(args: argparse.Namespace, folder: Path, kind: Kind) -> tuple[list[Case]
 
     file = folder / f"{kind.name}-{args.temperature:g}-{args.pool}.json"
     if not file.exists():
-        cases, replays = measured(Servers(folder, kind, args.temperature, args.pool, args.steps), log)
+        cases, replays = measured(Servers(folder, kind, args.temperature, args.pool), log)
         content = {"cases": list(map(asdict, cases)), "replays": [list(map(asdict, items)) for items in replays]}
         file.write_text(json.dumps(content), encoding="utf-8")
     read = json.loads(file.read_text(encoding="utf-8"))
@@ -281,8 +285,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--servers", type=int, default=100)
     parser.add_argument("--responses", type=int, default=100)
-    parser.add_argument("--pool", type=int, default=200, help="responses of a server; 200 are needed for `other`")
-    parser.add_argument("--steps", type=int, default=900, help="training steps of the heads")
+    parser.add_argument("--pool", type=int, default=240, help="responses of a server; 200 are needed for `other`")
     parser.add_argument("--keep", type=Path, help="directory for models and counts, which a second call reads")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:

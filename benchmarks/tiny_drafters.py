@@ -54,8 +54,8 @@ def chat_prompts(count: int, seed: int) -> list[list[int]]:
 
 
 def training_texts(target: Any, count: int = 1024) -> Tensor:
-    """Sampled texts of the target."""
-    starts = chat_prompts(count, 0)
+    """Sampled texts of the target, without its template."""
+    starts = prompts(count, 0)
     options = {"max_new_tokens": TOKENS, "temperature": 1.0, "ignore_eos": True, "seed": 0}
     responses = generate(target, starts, batch_size=128, **options)
     return torch.tensor([[*start, *response.tokens] for start, response in zip(starts, responses, strict=True)])
@@ -164,18 +164,23 @@ def _draft_model(target: Any, ids: Tensor, steps: int, early: int) -> Iterator[W
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of drafter: how it is made, and its options beside ``model`` and ``gamma``."""
+    """A kind of drafter: how it is made, and its options beside ``model`` and ``gamma``.
+
+    ``prompts``: those of its servers, in the template or without. ``steps``: of the training.
+    """
 
     name: str
     make: Callable[[Any, Tensor, int, int], Iterator[Writer]]
     options: dict[str, Any] = field(default_factory=dict)
+    prompts: Callable[[int, int], list[list[int]]] = prompts
+    steps: int = 500
 
 
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("eagle3", _eagle3, {"layers": LAYERS}),
-        Kind("draft-model", _draft_model),
+        Kind("eagle3", _eagle3, {"layers": LAYERS}, steps=900),
+        Kind("draft-model", _draft_model, prompts=chat_prompts),
         Kind("eagle", _eagle),
         Kind("mtp", _mtp),
         Kind("medusa", _medusa),

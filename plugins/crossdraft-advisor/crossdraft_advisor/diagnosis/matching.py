@@ -46,7 +46,7 @@ class _Precision:
 
 
 #: Of other responses, of those that were counted, and of those if acceptance is deterministic.
-OTHER, OWN, EXACT = _Precision(0.03, 1.0, 3000.0), _Precision(0.03, 1.0, math.inf), _Precision(0.03, 4.0, math.inf)
+OTHER, OWN, EXACT = _Precision(0.05, 1.0, 1500.0), _Precision(0.03, 1.0, math.inf), _Precision(0.03, 4.0, math.inf)
 #: Ratio of likelihoods up to which a reading is named, too.
 ALIKE = 10.0
 #: Responses that are not worth recording to distinguish two readings.
@@ -141,10 +141,15 @@ def match(results: Sequence[TrialResult], acceptance: Acceptance, *, own: bool |
     equal = any(_same_counts(counted, result.counts) for result in replayed.values())
     chosen = len(fits) - 1 if equal else int(np.argmax([density for density, _ in fits]))
     assessments = fits[chosen][1]
-    exact = precisions[chosen] is not OTHER
-    explained = assessments[0].hypothesis.name in replayed and (exact or len(fits) == 1)
-    unexplained = (exact or len(fits) > 1) and not explained
-    return Match(counted, assessments, replayed, exact, unexplained, len(results) - len(replayed))
+    own = precisions[chosen] is not OTHER
+    best = replayed.get(assessments[0].hypothesis.name)
+    explained = best is not None and (own or len(fits) == 1)
+    if own and not random and best is not None:
+        rates = np.array(counted.at_least[1:]) / max(counted.at_least[0], 1e-9)
+        both = min(len(rates), len(_rates(best)))
+        explained = bool(np.abs(_rates(best)[:both] - rates[:both]).max() < SAME)
+    unexplained = (own or len(fits) > 1) and not explained
+    return Match(counted, assessments, replayed, own, unexplained, len(results) - len(replayed))
 
 
 def _fit(replayed: Mapping[str, TrialResult], counted: Counts, precision: _Precision) -> tuple[float, list[Assessment]]:

@@ -104,6 +104,8 @@ def test_stated_responses_leave_no_other_explanation() -> None:
     assert match(results, source, own=False).named() == [CONFIGURED]
     stated = match(results, source, own=True)
     assert stated.own and stated.unexplained and not set(stated.named()) & {CONFIGURED, "a"}
+    near = match(results, Acceptance.from_rows([(1500, 432)], "scrape.txt"), own=True)
+    assert near.assessments[0].hypothesis.name == CONFIGURED and near.unexplained
 
 
 def test_number_of_responses_that_decide() -> None:

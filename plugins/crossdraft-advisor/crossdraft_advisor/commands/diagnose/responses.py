@@ -189,10 +189,11 @@ def _matched(matched: Match) -> str:
     if others := matched.named()[1:]:
         lines.append(f"Not distinguished from it by these counters: {'; '.join(others)}.")
         lines.append(f"Next check: {_next_check(matched)}.")
-    if matched.unexplained and not matched.own:
+    if matched.unexplained and (not matched.own or name in results):
+        if_own = "No" if matched.own else "If these are the counted responses, no"
         lines.append(
-            "If these are the counted responses, no reading gives what the server counted: it computes something else, "
-            "such as another checkpoint (--or-model)."
+            f"{if_own} reading gives what the server counted: it computes something else, such as another checkpoint "
+            "(--or-model)."
         )
     if matched.unknown:
         lines.append(f"{matched.unknown} readings could not be replayed.")
