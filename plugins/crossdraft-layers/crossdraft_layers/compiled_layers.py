@@ -5,12 +5,10 @@ the operations between two products are one loop, and the layer is one call.
 
 The code depends on the structure of a layer, not on its weights, and the numbers of rows, tokens and slots are
 variable: all layers of a model share it. It differs only between one row and several, and between one token and
-several. PyTorch's AOTInductor compiles each variant at its first pass, which takes 15 to 20 seconds and a C++ compiler,
-and stores it in the cache directory; from then on it is loaded at its first pass. A warm-up (`recording`) waits for it.
-Outside of warm-ups and measurements a process of low priority compiles (`background.py`), and layers run uncompiled
-until it has ended. A layer runs uncompiled if it cannot be compiled,
-if others can write to the cache directory (`own_path`), if its output differs at that first pass, and outside of
-`own_attention`.
+several. PyTorch's AOTInductor compiles each variant at its first pass of a warm-up (`recording`), which takes 15 to 20
+seconds and a C++ compiler, and stores it in the cache directory; from then on it is loaded at its first pass. A layer
+runs uncompiled if it cannot be compiled, if others can write to the cache directory (`own_path`), if its output differs
+at that first pass, and outside of `own_attention`.
 
 ``CROSSDRAFT_COMPILED_LAYERS=0`` in the environment switches this off, for debugging and comparison.
 """
@@ -25,7 +23,7 @@ import sys
 import time
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, cached_property, wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -43,7 +41,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from crossdraft.framework.contracts.models import ModelPreparation
 from crossdraft.framework.lm.attention import sdpa
 from crossdraft.framework.lm.attention.sdpa import in_own_attention, own_attention
-from crossdraft.framework.lm.cuda_graphs import capture_limits, captures_called
+from crossdraft.framework.lm.cuda_graphs import capture_limits
 from crossdraft.framework.lm.kv_cache import RaggedCache
 from crossdraft.framework.models.device import cpu_model
 from crossdraft.framework.util.cache_argument import cache_argument
@@ -52,7 +50,6 @@ from crossdraft.framework.util.output_files import cache_dir
 from crossdraft.framework.util.stored_code import ForeignCodeError, own_directory
 
 from . import small_batch_linear
-from .background import Job, job_for
 from .small_batch_linear import SmallBatchLinear, packed, packed_linear, replaced_products
 
 logger = logging.getLogger(__name__)
@@ -125,7 +122,7 @@ class _Structure:
         hooks: registries of the hooks of submodules, which compiled code would not run.
         index: the layer's number in the cache.
         identity: all that compiled code depends on; None if the layer cannot be compiled.
-        functions: compiled code by form; a job = uncompiled until it ends; None = uncompiled.
+        functions: compiled code by form; None = uncompiled.
         checked: forms whose output was compared.
     """
 
@@ -134,7 +131,7 @@ class _Structure:
     hooks: list[dict[int, Any]]
     index: int
     identity: Form | None
-    functions: dict[Form, TensorFunction | Job | None] = field(default_factory=dict)
+    functions: dict[Form, TensorFunction | None] = field(default_factory=dict)
     checked: set[Form] = field(default_factory=set)
 
     @classmethod
@@ -239,7 +236,7 @@ def _compiled_output(layer: Any, args: Sequence[Any], options: dict[str, Any]) -
     if not in_own_attention() or torch.is_grad_enabled() or layer.training:
         return None
     structure = _structures.get(layer)
-    if structure is None and not (capture_limits() or captures_called()) and not _has_code():
+    if structure is None and not capture_limits() and not _has_code():
         return None
     if structure is None or not structure.is_current:
         structure = _structures[layer] = _Structure.of(layer)
@@ -249,10 +246,6 @@ def _compiled_output(layer: Any, args: Sequence[Any], options: dict[str, Any]) -
     if call is None:
         return None
     function, known = structure.functions.get(call.form), call.form in structure.functions
-    if isinstance(function, Job):
-        if function.runs:
-            return None
-        function, known = None, False
     if function is None and (not capture_limits() if known else len(structure.functions) == MOST_FORMS):
         return None
     groups = [] if call.single else structure.products
@@ -261,7 +254,7 @@ def _compiled_output(layer: Any, args: Sequence[Any], options: dict[str, Any]) -
         return None
     if function is None:
         function = structure.functions[call.form] = _function(layer, structure.identity, call)
-        if function is None or isinstance(function, Job):
+        if function is None:
             return None
     others = structure.weights if call.single else structure.unpacked
     inputs: list[Any] = [*call.tensors, *weights, *others.values()]
@@ -336,20 +329,9 @@ class _Call:
         return cls(tuple(form), args, options, [tensor.contiguous() for tensor in tensors])
 
     @property
-    def threads(self) -> int:
-        """The number of threads that code for this call runs on."""
-        return self.form[2]  # type: ignore[return-value]
-
-    @property
     def single(self) -> bool:
         """True for a pass over one token on one thread, where weights in oneDNN's layout are slower."""
         return self.form[:3] == (True, True, 1)
-
-    def without_memory(self, cache_name: str) -> _Call:
-        """This call without its numbers and its cache, for another process."""
-        tensors = [tensor.to("meta") for tensor in self.tensors]
-        args, options = self.with_tensors(tensors[:-3])
-        return replace(self, args=args, options=options | {cache_name: None}, tensors=tensors)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments, with ``tensors`` in place of theirs."""
@@ -400,8 +382,8 @@ def _has_code() -> bool:
         return False
 
 
-def _function(layer: nn.Module, identity: Form, call: _Call) -> TensorFunction | Job | None:
-    """Load the code for ``call``; compile missing code, outside of a warm-up in another process."""
+def _function(layer: nn.Module, identity: Form, call: _Call) -> TensorFunction | None:
+    """Load the code for ``call``, or compile it in a warm-up; None if that is not possible."""
     key = hashlib.sha256(repr((identity, call.form)).encode()).hexdigest()[:32]
     path = _directory() / f"{key}.pt2"
     if path in _failed:
@@ -409,20 +391,11 @@ def _function(layer: nn.Module, identity: Form, call: _Call) -> TensorFunction |
     try:
         own = own_directory(path.parent, _VARIABLE) / path.name
         if not own.is_file():
-            if not (capture_limits() or captures_called()):
+            if capture_limits() is None:
                 return None
-
-            def task() -> tuple[Any, _Call]:
-                return _twin(layer), call.without_memory(cache_argument(layer.forward))
-
-            if captures_called():
-                job = job_for(own, task)
-                if job is None or job.runs:
-                    return job
-                raise RuntimeError(job.result())
             name = type(layer).__name__
             print(f"crossdraft: compiling {name} for this processor, once", file=sys.stderr, flush=True)
-            compile_layer(*task(), own)
+            _compile(layer, call, own)
         return _load(own)
     except ForeignCodeError as error:
         _failed.add(path)
@@ -461,21 +434,14 @@ def _warn_once(name: str, reason: str) -> None:
     logger.warning("crossdraft: %s runs uncompiled, which makes its passes slower: %s", name, reason)
 
 
-def _twin(layer: Any) -> nn.Module:
-    """A copy of ``layer`` without memory: tracing replaces parameters, and other threads may run the layer."""
-    tensors = [*layer.parameters(), *layer.buffers()]
-    twin = copy.deepcopy(layer, {id(tensor): torch.empty_like(tensor, device="meta") for tensor in tensors})
-    twin.__class__ = layer._runs_compiled
-    for module in twin.modules():  # `_RECORDERS`
-        module._forward_hooks.clear()
-        module._forward_pre_hooks.clear()
-    return twin
-
-
-def compile_layer(twin: Any, call: _Call, path: Path) -> None:
-    """Compile a layer for calls of the form of ``call`` into the package ``path``."""
-    cache_name = cache_argument(twin.forward)
+def _compile(layer: Any, call: _Call, path: Path) -> None:
+    """Compile ``layer`` for calls of the form of ``call`` into the package ``path``."""
+    cache_name = cache_argument(layer.forward)
     with torch.inference_mode(False), torch.no_grad(), own_attention():
+        # A copy, as tracing replaces parameters, and other threads may run the layer. Its weights have no memory.
+        tensors = [*layer.parameters(), *layer.buffers()]
+        twin = copy.deepcopy(layer, {id(tensor): torch.empty_like(tensor, device="meta") for tensor in tensors})
+        twin.__class__ = layer._runs_compiled
         structure = _Structure.of(twin)
         groups = [] if call.single else structure.products
         others = structure.weights if call.single else structure.unpacked

@@ -3,16 +3,14 @@
 import copy
 import logging
 import os
-import pickle
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from crossdraft_layers import background, compiled_layers, small_batch_linear
+from crossdraft_layers import compiled_layers, small_batch_linear
 from torch import Tensor, nn
 
 from crossdraft.framework.lm.cuda_graphs import CaptureLimits, recording
@@ -67,14 +65,14 @@ PASSES = [-1, 0], [-1, 0, 1], [-1, -1, 0, 1]
 
 
 def logits(
-    model: Any, rows: int, warm_up: CaptureLimits | str | None = WARM_UP, passes: Sequence[list[int]] = PASSES
+    model: Any, rows: int, warm_up: CaptureLimits | None = WARM_UP, passes: Sequence[list[int]] = PASSES
 ) -> list[Tensor]:
-    """Logits of ``passes`` over chains and trees, in rows of different lengths; ``"called"`` is outside of warm-ups."""
+    """Logits of ``passes`` over chains and trees, in rows of different lengths."""
     lm = TransformersLM(model, rows, 40)
     for row in range(rows):
         lm.start(row, range(5, 9 + 2 * row))
     outputs = []
-    with nullcontext() if isinstance(warm_up, str) else recording(warm_up):
+    with recording(warm_up):
         for parents in passes:
             width = len(parents)
             tree = torch.tensor([parents] * rows) if parents[1:2] == [-1] else None
@@ -132,81 +130,6 @@ def test_code_is_compiled_in_warm_ups_only(tiny_model: Callable, monkeypatch: An
     logits(own_modules(model), 2)
     before = len(traced)
     assert close(logits(own_modules(model), 2, None), expected) and len(traced) > before  # stored code is used
-
-
-class LateJob(background.Job):
-    """A job that another process could run; `end` ends it."""
-
-    all: ClassVar[list["LateJob"]] = []
-    runs = True
-
-    def __init__(self, *arguments: Any):
-        self.arguments = pickle.loads(pickle.dumps(arguments))
-        self.reason = ""
-        self.all.append(self)
-
-    def end(self, reason: str = "") -> None:
-        self.runs, self.reason = False, reason
-        if not reason:
-            compiled_layers.compile_layer(*self.arguments)
-
-    def result(self) -> str:
-        return self.reason
-
-
-@pytest.fixture
-def jobs(monkeypatch: Any) -> list[LateJob]:
-    monkeypatch.setattr(background, "Job", LateJob)
-    monkeypatch.setattr(background, "_jobs", {})
-    monkeypatch.setattr(background, "_compiler", lambda: True)
-    monkeypatch.setattr(LateJob, "all", [])
-    return LateJob.all
-
-
-def test_missing_code_is_compiled_beside_passes(
-    tiny_model: Callable, monkeypatch: Any, traced: list[int], jobs: list[LateJob]
-) -> None:
-    model, own, passes = tiny_model("llama"), own_modules(tiny_model("llama")), [*PASSES, [-1]]
-    expected = plain(model, 2, monkeypatch, passes)
-    assert close(logits(own, 2, "called", passes), expected) and traced == [] and len(jobs) == 1
-    jobs[0].end()
-    assert close(logits(own, 2, "called", passes), expected) and traced and len(jobs) == 2  # one at a time
-    jobs[1].end()
-    before = len(traced)
-    assert close(logits(own, 2, "called", passes), expected) and len(jobs) == 2
-    assert len(traced) - before == len(passes) * model.config.num_hidden_layers
-
-
-def test_failed_compilation_is_named_once(
-    tiny_model: Callable, monkeypatch: Any, traced: list[int], jobs: list[LateJob], caplog: Any
-) -> None:
-    model, own, passes = tiny_model("llama"), own_modules(tiny_model("llama")), [[-1, 0]] * 3
-    expected = plain(model, 2, monkeypatch, passes)
-    logits(own, 2, "called", passes)
-    jobs[0].end("no space left")
-    for _ in range(2):
-        assert close(logits(own, 2, "called", passes), expected)
-    assert traced == [] and len(jobs) == 1 and caplog.text.count("passes slower: no space left") == 1
-
-
-def test_measurements_start_no_process(tiny_model: Callable, traced: list[int], jobs: list[LateJob]) -> None:
-    logits(own_modules(tiny_model("llama")), 2, None)
-    assert jobs == []
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(not background._compiler(), reason="no C++ compiler")
-def test_other_process_compiles(tiny_model: Callable, monkeypatch: Any) -> None:
-    model, own, passes = tiny_model("llama"), own_modules(tiny_model("llama")), [[-1, 0]] * 2
-    monkeypatch.setattr(background, "_jobs", {})
-    logits(own, 2, "called", passes)
-    (job,) = background._jobs.values()
-    assert job.result() == ""
-    (code,) = (cache_dir() / "layers").iterdir()
-    outputs = logits(own, 2, "called", passes)
-    assert close(outputs, plain(model, 2, monkeypatch, passes))
-    functions = [compiled_layers._structures[layer].functions for layer in own.model.layers]
-    assert code.suffix == ".pt2" and all(callable(*each.values()) for each in functions)
 
 
 def test_damaged_code_is_removed(tiny_model: Callable, monkeypatch: Any, traced: list[int], caplog: Any) -> None:
