@@ -115,7 +115,10 @@ class Match:
         counts = self.results[name].counts
         assert counts is not None
         rows = np.array(counts.by_response)[:, [0, position]]
-        return estimate(lambda sums: sums[..., 1] / np.maximum(sums[..., 0], 1e-9), rows, minimum=0.0, maximum=1.0)
+        log = np.count_nonzero(rows[:, 1]) > 1  # without one response there are accepted drafts, too
+        return estimate(
+            lambda sums: sums[..., 1] / np.maximum(sums[..., 0], 1e-9), rows, log=log, minimum=0.0, maximum=1.0
+        )
 
 
 def match(results: Sequence[TrialResult], acceptance: Acceptance, *, own: bool | None = None) -> Match:

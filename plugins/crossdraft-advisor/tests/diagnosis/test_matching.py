@@ -74,6 +74,15 @@ def exact(mistake: str, accepted: list[float]) -> TrialResult:
     return TrialResult(Misconfiguration(mistake, ""), 1, counts=counts)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("accepted", "interval"), [([0.0], False), ([5.0, *[0.0] * 29], True)])
+def test_rates_near_zero_have_intervals(accepted: list[float], interval: bool) -> None:
+    matched = match([exact("", accepted), exact("a", [40.0])], counted([0.0], 500))
+    estimate = matched.marginal(CONFIGURED, 1)
+    assert estimate.value == pytest.approx(sum(accepted) / 50 / len(accepted))
+    assert (estimate.low, estimate.high is not None) == ((0.0, True) if interval else (None, False))
+
+
 def test_greedy_counts_of_the_replayed_responses_are_exact() -> None:
     """Readings that differ by 4 % of the drafts are distinguished on the counted responses, and not on others."""
     results = [exact("", [10, 14, 21]), exact("a", [12, 16, 23])]
