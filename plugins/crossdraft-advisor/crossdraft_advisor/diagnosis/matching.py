@@ -115,7 +115,7 @@ class Match:
         counts = self.results[name].counts
         assert counts is not None
         rows = np.array(counts.by_response)[:, [0, position]]
-        log = np.count_nonzero(rows[:, 1]) > 1  # without one response there are accepted drafts, too
+        log = int(np.count_nonzero(rows[:, 1])) > 1  # without one response there are accepted drafts, too
         return estimate(
             lambda sums: sums[..., 1] / np.maximum(sums[..., 0], 1e-9), rows, log=log, minimum=0.0, maximum=1.0
         )
