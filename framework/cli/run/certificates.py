@@ -8,6 +8,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ContractError
+from ...runs.interrupts import propagate_interrupt
 
 if TYPE_CHECKING:
     from ...bench.cells.step_limit import StepLimit
@@ -58,8 +59,6 @@ def certify_missing(cells: Iterable[CellConfig], log: Callable[[str], None], lim
 
 def _guarded(certify: Callable[[], CertificateRecord | None], limit: StepLimit) -> CertificateRecord | None:
     """The certificate, or None if the strategy raised; its cells report the error."""
-    from ...runs.interrupts import propagate_interrupt
-
     try:
         limit.restart()
         return certify()

@@ -44,6 +44,7 @@ from crossdraft.framework.lm.attention.sdpa import in_own_attention, own_attenti
 from crossdraft.framework.lm.cuda_graphs import capture_limits
 from crossdraft.framework.lm.kv_cache import RaggedCache
 from crossdraft.framework.models.device import cpu_model
+from crossdraft.framework.runs.interrupts import postponed_interrupts
 from crossdraft.framework.util.cache_argument import cache_argument
 from crossdraft.framework.util.compilation import TensorFunction, export_function, load_package, package_program
 from crossdraft.framework.util.output_files import cache_dir
@@ -258,10 +259,12 @@ def _compiled_output(layer: Any, args: Sequence[Any], options: dict[str, Any]) -
             return None
     others = structure.weights if call.single else structure.unpacked
     inputs: list[Any] = [*call.tensors, *weights, *others.values()]
+    with postponed_interrupts():  # products are calls of Python
+        output = function(inputs)[0]
     if call.form in structure.checked:
-        return function(inputs)[0]
+        return output
     # The code of another layer may differ in what its structure does not show. Both write the same slots.
-    output, expected = function(inputs)[0], layer._runs_compiled.forward(layer, *args, **options)
+    expected = layer._runs_compiled.forward(layer, *args, **options)
     structure.checked.add(call.form)
     if not (output - expected).abs().max() <= TOLERANCE[expected.dtype] * expected.abs().max():
         structure.identity = None
