@@ -51,7 +51,7 @@ class Remarks:
         """Note the costs that are assumed to be 0."""
         self.assume("verification and bookkeeping are free")
         if drafting:
-            self.assume("drafting is free; give the draft model as --draft-model, or its passes as --draft-cost")
+            self.assume("drafting is free; if a model drafts, give it as --draft-model, or its passes as --draft-cost")
 
     def overlapped(self) -> None:
         self.assume(

@@ -137,19 +137,24 @@ class Source:
         if quoted not in self.text:
             return
         if self._is_one_value():
-            for item in self._objects_in(self.text, 1, key):
+            for item in _objects_with(self._value, key):
                 yield 1, item
             return
         for number, line in self.raw_lines():
             line = line.strip().removeprefix("data:").strip()
             if quoted in line and line[:1] in ("{", "["):
-                for item in self._objects_in(line, number, key):
+                for item in _objects_with(self._parsed(line, number), key):
                     yield number, item
 
-    def _objects_in(self, text: str, line: int, key: str) -> list[dict[str, Any]]:
-        """The objects with ``key`` of a JSON value; none if it is damaged, which is counted as skipped."""
+    @cached_property
+    def _value(self) -> Any:
+        """The text as one JSON value, parsed once for all keys."""
+        return self._parsed(self.text, 1)
+
+    def _parsed(self, text: str, line: int) -> Any:
+        """A JSON value; an empty list if it is damaged, which is counted as skipped."""
         with self.skipping():
-            return _objects_with(parse_json(text, self.name, line=line), key)
+            return parse_json(text, self.name, line=line)
         return []
 
     def row(self, line: int) -> dict[str, Any]:
