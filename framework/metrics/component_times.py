@@ -13,9 +13,9 @@ these means, so cells with equal counts differ by their own drafter and verifier
 
 1. its threads waited for a processor for at most `DISTURBED` of its time (kernel counters, where available), and
 2. its target pass lies in the lowest cluster of the passes of its shape. Other programs can only slow a pass down, so
-   the lowest cluster is the undisturbed one. It needs `ENOUGH` passes of three pieces or more, a share of `CLUSTER`,
-   and next to nothing below it. If nearly all passes of a shape are in its cluster, but few passes of the other shapes
-   are in theirs, then all passes of that shape were disturbed.
+   the lowest cluster is the undisturbed one. It needs `ENOUGH` passes of three pieces (or as many as any shape has), a
+   share of `CLUSTER`, and next to nothing below it, or near below it if its share is `MAIN`. If nearly all passes of a
+   shape are in its cluster, but few of the other shapes are in theirs, then all passes of that shape were disturbed.
 
 A shape with too few undisturbed steps borrows from its neighbours, which costs precision; with too much borrowed time
 the estimate is withheld (`Withheld`).
@@ -40,6 +40,8 @@ WITHIN = 1.25
 ENOUGH, CLUSTER = 5, 0.05
 #: Maximum share of the passes of a shape below its cluster: clock noise.
 BELOW = 0.02
+#: Share of the passes of a cluster that is all but one end of a single distribution.
+MAIN = 0.85
 #: Maximum difference between the undisturbed share of a shape and that of all other shapes.
 CONTRADICTION = 0.5
 #: A draft, verification or rest longer than this many medians is an outlier.
@@ -225,12 +227,12 @@ class ComponentTimes:
         quiet, rare = np.zeros(len(passes), dtype=bool), []
         medians: dict[_Key, float] = {}
         shares: dict[_Key, tuple[int, int]] = {}
-        for key, k in self._keys.items():
-            if key.phase != "target":
-                continue
+        targets = {key: k for key, k in self._keys.items() if key.phase == "target"}
+        max_pieces = max((len(set(pieces[keys == k])) for k in targets.values()), default=0)
+        for key, k in targets.items():
             rows = np.flatnonzero(unblocked & (keys == k))
             cluster = lowest_cluster(passes[rows])
-            if cluster is None or len(set(pieces[rows[cluster[1]]])) < min(LEAST_PIECES, self._pieces):
+            if cluster is None or len(set(pieces[rows[cluster[1]]])) < min(LEAST_PIECES, max_pieces):
                 rare.append((key, rows))
                 continue
             medians[key], members = cluster
@@ -366,7 +368,9 @@ def lowest_cluster(
         members = np.abs(x - centre) <= radius
         centre = float(np.median(x[members]))
     members = np.abs(x - centre) <= radius
-    if members.sum() < ENOUGH or (x < centre - radius).sum() > (max(1, below * len(x)) if below else 0):
+    allowed = max(1, below * len(x)) if below else 0
+    near = 2 if members.mean() >= MAIN else 1
+    if members.sum() < ENOUGH or (x < centre - near * radius).sum() > allowed:
         return None
     return float(np.exp(centre)), members
 

@@ -33,6 +33,7 @@ class Machine:
     Attributes:
         burst: seconds that a neighbour stays, on average; 0: each step meets its own.
         counted: the share of the lost time that the kernel's counters report; 0: no counters.
+        jitter: standard deviation of the logarithm of an undisturbed target pass.
     """
 
     random: Any
@@ -40,6 +41,7 @@ class Machine:
     busy: float = 0.0
     burst: float = 0.0
     counted: float = 0.0
+    jitter: float = 0.03
     _now: float = 0.0
     _until: float = 0.0
     _on: bool = field(default=False)
@@ -103,7 +105,7 @@ def group(machine: Machine, pairs: int, prompts: int, drift: float = 0.01) -> li
             pace, emitted, steps = float(np.exp(drift * random.standard_normal())), 0, {}
             resume_from = machine.step([length * 1e-4 if DRAFTERS[drafter][1] else 1e-5])
             for nodes, at, tokens in steps_of(random, drafter, ease, length):
-                jitter = np.exp(np.array([0.08, 0.03, 0.1, 0.1]) * random.standard_normal(4))
+                jitter = np.exp(np.array([0.08, machine.jitter, 0.1, 0.1]) * random.standard_normal(4))
                 mean = components(drafter, verifier, nodes, at)
                 used, waited = machine.step([m * float(x) * pace for m, x in zip(mean, jitter, strict=True)])
                 row = [round(1e6 * s) for s in (*used, waited)]
