@@ -302,9 +302,12 @@ class ComponentTimes:
             self._without[j, columns] = times(seconds.sum(0) - seconds[j], weights.sum(0) - weights[j])
 
     def _undisturbed_prefills(self, k: int) -> np.ndarray:
-        """Return the steps with an undisturbed drafter prefill: the lowest cluster of seconds per token."""
+        """Return the steps with an undisturbed drafter prefill: the lowest cluster of seconds for their tokens."""
         rows = self._steps[self._unblocked & (self._steps[:, _PREFILL_KEY] == k) & (self._steps[:, _TOKENS] > 0)]
-        cluster = lowest_cluster(rows[:, _PREFILL_SECONDS] / rows[:, _TOKENS], PREFILL_WITHIN, below=0)
+        tokens, seconds = rows[:, _TOKENS], rows[:, _PREFILL_SECONDS]
+        # Few tokens take longer per token; a power of their number fits the growth.
+        power = np.polyfit(np.log(tokens), np.log(seconds + 1e-9), 1)[0] if len(set(tokens)) > 1 else 1.0
+        cluster = lowest_cluster(seconds / tokens ** np.clip(power, 0.0, 1.0), PREFILL_WITHIN, below=0)
         if cluster is None or cluster[1].mean() - self._undisturbed[self._unblocked].mean() > CONTRADICTION:
             return rows[:0]
         return rows[cluster[1]]
@@ -355,8 +358,6 @@ def lowest_cluster(
     Returns:
         the median of the cluster and a mask of its members; None without a cluster.
     """
-    if not len(seconds):
-        return None
     x, radius = np.log(np.maximum(seconds, 1e-9)), float(np.log(within))
     ordered = np.sort(x)
     counts = np.searchsorted(ordered, ordered + 2 * radius, "right") - np.arange(len(x))

@@ -112,6 +112,15 @@ def test_drafters_prefill_counts() -> None:
     assert times.seconds(1) == pytest.approx(12.6, rel=1e-3), "0.05 s a prompt, ten times that where it was disturbed"
 
 
+def test_prefill_of_few_tokens_takes_longer_per_token() -> None:
+    """A pass of 25 ms, and 0.24 ms for each token."""
+    tokens = [12, 40, 90, 200, 500, 850]
+    rows = [[[20_000, 110_000, 0, 0, 0]] * 9 + [[20_000, 110_000, 0, 0, 0, n, 25_000 + 240 * n]] for n in tokens]
+    times = ComponentTimes(cells(plain(6), [Piece(20, {"target": 1.0}, steps={"3 0": row}) for row in rows]))
+    result, seconds = times.speed_up(1, 0), 60 * 0.13 + 6 * 0.025 + 0.00024 * sum(tokens)
+    assert isinstance(result, Estimate) and result.value == pytest.approx(120 / seconds / 10, rel=0.01)
+
+
 def test_categories_have_speed_ups_of_their_own() -> None:
     pair = [made_piece(20 if i < 3 else 30, 10, "3 0", target=1.0) for i in range(6)]
     times = ComponentTimes(cells(plain(6), pair))
