@@ -227,10 +227,10 @@ class ComponentTimes:
         quiet, rare = np.zeros(len(passes), dtype=bool), []
         medians: dict[_Key, float] = {}
         shares: dict[_Key, tuple[int, int]] = {}
-        targets = {key: k for key, k in self._keys.items() if key.phase == "target"}
-        max_pieces = max((len(set(pieces[keys == k])) for k in targets.values()), default=0)
-        for key, k in targets.items():
-            rows = np.flatnonzero(unblocked & (keys == k))
+        shapes = {key: keys == k for key, k in self._keys.items() if key.phase == "target"}
+        max_pieces = max((len(set(pieces[shape])) for shape in shapes.values()), default=0)
+        for key, shape in shapes.items():
+            rows = np.flatnonzero(unblocked & shape)
             cluster = lowest_cluster(passes[rows])
             if cluster is None or len(set(pieces[rows[cluster[1]]])) < min(LEAST_PIECES, max_pieces):
                 rare.append((key, rows))
@@ -241,7 +241,7 @@ class ComponentTimes:
         for key, (undisturbed, passes_of_shape) in shares.items():
             other_shares = [sum(x) for x in zip(*(share for k, share in shares.items() if k is not key), strict=True)]
             if other_shares and undisturbed / passes_of_shape - other_shares[0] / other_shares[1] > CONTRADICTION:
-                rows = np.flatnonzero(unblocked & (keys == self._keys[key]))
+                rows = np.flatnonzero(unblocked & shapes[key])
                 quiet[rows] = False
                 del medians[key]
                 rare.append((key, rows))
