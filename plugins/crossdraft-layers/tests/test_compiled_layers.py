@@ -3,6 +3,7 @@
 import copy
 import logging
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from crossdraft.framework.lm.cuda_graphs import CaptureLimits, recording
 from crossdraft.framework.lm.layer_surgery import own_modules
 from crossdraft.framework.lm.transformers_lm import TransformersLM
+from crossdraft.framework.runs.interrupts import interrupting
 from crossdraft.framework.util.cache_argument import cache_argument
 from crossdraft.framework.util.compilation import load_package
 from crossdraft.framework.util.output_files import cache_dir
@@ -130,6 +132,25 @@ def test_code_is_compiled_in_warm_ups_only(tiny_model: Callable, monkeypatch: An
     logits(own_modules(model), 2)
     before = len(traced)
     assert close(logits(own_modules(model), 2, None), expected) and len(traced) > before  # stored code is used
+
+
+def test_signal_in_a_call_is_handled_after_it(tiny_model: Callable, monkeypatch: Any, traced: list[int]) -> None:
+    """Products in compiled code are calls of Python, whose exceptions it replaces."""
+    logits(own_modules(tiny_model("llama")), 2)
+    load, finished = compiled_layers._load, []
+
+    def interrupted(path: Path) -> Callable[[list[Tensor]], Any]:
+        def run(inputs: list[Tensor]) -> Any:
+            signal.raise_signal(signal.SIGINT)
+            finished.append(load(path)(inputs))
+            return finished[-1]
+
+        return run
+
+    monkeypatch.setattr(compiled_layers, "_load", interrupted)
+    with interrupting(), pytest.raises(KeyboardInterrupt):
+        logits(own_modules(tiny_model("llama")), 2, None)
+    assert len(finished) == 1
 
 
 def test_damaged_code_is_removed(tiny_model: Callable, monkeypatch: Any, traced: list[int], caplog: Any) -> None:
