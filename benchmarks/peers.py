@@ -10,8 +10,8 @@ the next repetition has the next prompts. Servers (plugins/crossdraft-vllm, plug
 B requests at once; a program without its option is left out. transformers' assisted generation supports only B = 1.
 OpenVINO GenAI computes in float32 and cannot load a draft model from GGUF.
 
-Prints a Markdown table for each B: the median tokens per second, prefill included (``--prompt-tokens 8`` leaves next to
-none); the median ratio to plain `generate` of transformers with its 95 % interval over repetitions; the same for plain
+Prints a Markdown table for each B: the median tokens per second, prefill included (``--prompt-tokens`` shortens it);
+the median ratio to plain `generate` of transformers with its 95 % interval over repetitions; the same for plain
 crossdraft over the program; and the number of responses that equal those of transformers.
 """
 
@@ -295,7 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--drafter", default="smollm2-draft-model", help="draft model")
     parser.add_argument("--prompts", default="builtin")
     parser.add_argument(
-        "--prompt-tokens", type=int, default=0, help="only the last N tokens of each prompt: decoding without prefill"
+        "--prompt-tokens", type=int, default=0, help="only the last N tokens of each prompt, for less prefill; 0: all"
     )
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="plain is always measured")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
