@@ -64,7 +64,7 @@ def crossdraft_register_prompts(register: Register) -> None:
     register(
         "builtin",
         f"{__name__}:builtin",
-        summary="48 prompts of six categories: chat, translation, summaries, questions, mathematics, RAG",
+        summary="96 prompts of six categories: chat, translation, summaries, questions, mathematics, RAG",
     )
     register(
         "builtin-json",

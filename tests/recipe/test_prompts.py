@@ -33,8 +33,9 @@ def error(source: str, **options: Any) -> str:
 
 def test_builtin_is_stratified() -> None:
     prompts = load_prompts("builtin")
-    assert len(prompts) == 48
-    assert [p.index for p in prompts] == list(range(48))
+    assert len(prompts) == 96
+    assert [p.index for p in prompts] == list(range(96))
+    assert [p.question_id for p in prompts] == list(range(1, 97))
     assert set(Counter(p.category for p in load_prompts("builtin", limit=12)).values()) == {2}
 
 
