@@ -19,21 +19,6 @@ def interrupting() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def postponed_interrupts() -> Iterator[None]:
-    """Handle signals at the end: native code that calls Python would replace a KeyboardInterrupt by its own error."""
-    signals: list[int] = []
-    _thread_state.handler = lambda number, _: signals.append(number)
-    try:
-        yield
-    finally:
-        _thread_state.handler = None
-        for number in signals:
-            signal.raise_signal(number)
-
-
-#: ``handler``: that of this thread within `postponed_interrupts`; None or missing outside.
-_thread_state = threading.local()
 #: Number of signals in the block of `saving_interrupts`; None outside of it.
 _signals: int | None = None
 
@@ -89,10 +74,7 @@ def handled(handler: Callable[..., None], forget: Callable[[], None] = lambda: N
     # Signals ignored by the parent (nohup, a background job) stay ignored; None is a handler not set by Python.
     numbers = [number for number in _SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
 
-    def handle(number: int, frame: object) -> None:
-        (getattr(_thread_state, "handler", None) or handler)(number, frame)
-
-    old_handlers, old_hook = [signal.signal(number, handle) for number in numbers], sys.unraisablehook
+    old_handlers, old_hook = [signal.signal(number, handler) for number in numbers], sys.unraisablehook
 
     def hook(ignored: sys.UnraisableHookArgs) -> None:
         if not numbers or not issubclass(ignored.exc_type, KeyboardInterrupt):

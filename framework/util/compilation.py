@@ -52,14 +52,14 @@ def export_function(
         return torch.export.export(_FunctionModule(function), tuple(inputs), dynamic_shapes=dims, strict=False)
 
 
-def package_program(program: ExportedProgram, path: Path) -> Path:
-    """Compile ``program`` ahead of time; writes and returns ``path``, which ends in ``.pt2``."""
+def package_program(program: ExportedProgram, path: Path, options: dict[str, Any] | None = None) -> Path:
+    """Compile ``program`` with ``options`` of Inductor; writes and returns ``path``, which ends in ``.pt2``."""
     from torch._inductor import aoti_compile_and_package
 
     _check_compiler_caches()
     with _no_future_warnings:
         # Calls between kernels are a small share of a run, but optimising them takes a quarter of the compilation.
-        options = {"aot_inductor.compile_wrapper_opt_level": "O0"}
+        options = {"aot_inductor.compile_wrapper_opt_level": "O0", **(options or {})}
         return Path(aoti_compile_and_package(program, package_path=str(path), inductor_configs=options))
 
 

@@ -24,16 +24,3 @@ def test_signal_in_a_finaliser_is_delivered_after_it(block: Callable[[], Abstrac
             Finalised()
             time.sleep(10)
         assert interrupts.user_interrupted()
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_postponed_signal_is_delivered_at_the_end(fails: bool) -> None:
-    finished = []
-    with interrupts.interrupting(), pytest.raises(KeyboardInterrupt):
-        with interrupts.postponed_interrupts():
-            signal.raise_signal(signal.SIGINT)
-            finished.append(True)
-            if fails:
-                raise RuntimeError
-        finished.append(False)
-    assert finished == [True]

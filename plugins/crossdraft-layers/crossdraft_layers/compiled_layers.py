@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
+import operator
 import os
 import sys
 import time
@@ -42,16 +43,15 @@ from crossdraft.framework.contracts.models import ModelPreparation
 from crossdraft.framework.lm.attention import sdpa
 from crossdraft.framework.lm.attention.sdpa import in_own_attention, own_attention
 from crossdraft.framework.lm.cuda_graphs import capture_limits
-from crossdraft.framework.lm.kv_cache import RaggedCache
+from crossdraft.framework.lm.kv_cache import RaggedCache, WritePlan
 from crossdraft.framework.models.device import cpu_model
-from crossdraft.framework.runs.interrupts import postponed_interrupts
 from crossdraft.framework.util.cache_argument import cache_argument
 from crossdraft.framework.util.compilation import TensorFunction, export_function, load_package, package_program
 from crossdraft.framework.util.output_files import cache_dir
 from crossdraft.framework.util.stored_code import ForeignCodeError, own_directory
 
 from . import small_batch_linear
-from .small_batch_linear import SmallBatchLinear, packed, packed_linear, replaced_products
+from .small_batch_linear import PACKED_LINEAR_IN_C, SmallBatchLinear, packed, packed_linear, replaced_products
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,12 @@ MOST_DAYS = 90
 #: Largest difference between a compiled and an uncompiled output, relative to the largest number of the latter.
 #: Compiled code rounds to bfloat16 less often: only what leaves a loop.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
+#: Options of Inductor: inputs of several products are computed once, and `packed_linear` is called without Python.
+_INDUCTOR = {
+    "realize_opcount_threshold": 1,
+    "realize_reads_threshold": 1,
+    "aot_inductor.custom_ops_to_c_shims": {torch.ops.crossdraft.packed_linear.default: PACKED_LINEAR_IN_C},
+}
 #: Environment variable of the directory of the code.
 _VARIABLE = "CROSSDRAFT_CACHE"
 #: Module of the hooks by which models return hidden states, of layers, and attention weights, which no pass requests.
@@ -118,8 +124,10 @@ class _Structure:
     """A layer as compiled code sees it.
 
     Attributes:
-        children: every submodule, with its parent's registry and its name there.
-        tensors: every parameter and buffer by its full name, with its registry, its name there, itself and its dtype.
+        registries: of every submodule, its submodules, parameters and buffers by name.
+        state: see `_state`.
+        tensors: every parameter and buffer by its full name.
+        modules: every submodule.
         hooks: registries of the hooks of submodules, which compiled code would not run.
         index: the layer's number in the cache.
         identity: all that compiled code depends on; None if the layer cannot be compiled.
@@ -127,8 +135,10 @@ class _Structure:
         checked: forms whose output was compared.
     """
 
-    children: list[tuple[dict[str, Any], str, nn.Module]]
-    tensors: dict[str, tuple[dict[str, Any], str, Tensor, torch.dtype]]
+    registries: list[dict[str, Any]]
+    state: list[Hashable]
+    tensors: dict[str, Tensor]
+    modules: list[nn.Module]
     hooks: list[dict[int, Any]]
     index: int
     identity: Form | None
@@ -137,44 +147,41 @@ class _Structure:
 
     @classmethod
     def of(cls, layer: nn.Module) -> _Structure:
-        children = [
-            (parent._modules, name, child)
-            for parent in layer.modules()
-            for name, child in parent._modules.items()
-            if child is not None
-        ]
-        tensors = {
-            f"{path}.{name}" if path else name: (registry, name, tensor, tensor.dtype)
-            for path, module in layer.named_modules()
-            for registry in (module._parameters, module._buffers)
-            for name, tensor in registry.items()
-            if tensor is not None
-        }
+        modules = list(layer.modules())
+        registries = [r for module in modules for r in (module._modules, module._parameters, module._buffers)]
+        tensors = dict((*layer.named_parameters(remove_duplicate=False), *layer.named_buffers(remove_duplicate=False)))
         hooks: list[dict[int, Any]] = [
-            registry for _, _, child in children for registry in (child._forward_hooks, child._forward_pre_hooks)
+            registry for child in modules[1:] for registry in (child._forward_hooks, child._forward_pre_hooks)
         ]
-        indices = {vars(module)["layer_idx"] for module in layer.modules() if "layer_idx" in vars(module)}
+        indices = {vars(module)["layer_idx"] for module in modules if "layer_idx" in vars(module)}
         index = indices.pop() if len(indices) == 1 else None
-        return cls(children, tensors, hooks, index or 0, None if index is None else _identity(layer))
+        tracked = index is not None and not any(tensor.is_inference() for tensor in tensors.values())
+        identity = _identity(layer) if tracked else None
+        return cls(registries, _state(registries), tensors, modules[1:], hooks, index or 0, identity)
 
     @property
     def is_current(self) -> bool:
-        """True if no submodule, parameter or buffer was replaced since the structure was read."""
-        tensors = self.tensors.values()
-        return all(registry.get(name) is child for registry, name, child in self.children) and all(
-            registry.get(name) is tensor and tensor.dtype is dtype for registry, name, tensor, dtype in tensors
-        )
+        """True if no submodule, parameter or buffer was replaced or written to since the structure was read."""
+        return _state(self.registries) == self.state
 
     @property
     def is_hooked(self) -> bool:
         """True if a submodule has a hook, other than `_RECORDERS`."""
-        hooks = (hook for registry in self.hooks for hook in registry.values())
-        return any(getattr(hook, "__module__", "") != _RECORDERS for hook in hooks)
+        return any(self.hooks) and any(
+            getattr(hook, "__module__", "") != _RECORDERS for registry in self.hooks for hook in registry.values()
+        )
+
+    @cached_property
+    def weights(self) -> list[Tensor] | None:
+        """Packed weights of `products`, then `unpacked`; None if a weight cannot be packed."""
+        copies = [packed(*(linear.weight for linear in group)) for group in self.products]
+        complete = [weight for weight in copies if weight is not None]
+        return [*complete, *self.unpacked.values()] if len(complete) == len(copies) else None
 
     @cached_property
     def products(self) -> list[list[SmallBatchLinear]]:
         """The layers of each product over several tokens: layers with the same input, or a single one."""
-        layers = {id(child.weight): child for _, _, child in self.children if isinstance(child, SmallBatchLinear)}
+        layers = {id(child.weight): child for child in self.modules if isinstance(child, SmallBatchLinear)}
         groups: dict[int, list[SmallBatchLinear]] = {}
         for layer in layers.values():
             group = [layers.get(id(weight)) for weight in layer.siblings.weights] if layer.siblings else [layer]
@@ -187,12 +194,18 @@ class _Structure:
     def unpacked(self) -> dict[str, Tensor]:
         """Parameters and buffers by their full names, without the weights of `products`."""
         copied = {id(layer.weight) for group in self.products for layer in group}
-        return {name: tensor for name, tensor in self.weights.items() if id(tensor) not in copied}
+        return {name: tensor for name, tensor in self.tensors.items() if id(tensor) not in copied}
 
-    @cached_property
-    def weights(self) -> dict[str, Tensor]:
-        """Parameters and buffers by their full names."""
-        return {name: tensor for name, (_, _, tensor, _) in self.tensors.items()}
+
+def _state(registries: list[dict[str, Any]]) -> list[Hashable]:
+    """The objects in ``registries``, with number of writes, address and dtype of tensors."""
+    return [
+        (id(entry), entry._version, entry.data_ptr(), entry.dtype)
+        if type(entry) in (Tensor, nn.Parameter) and not entry.is_inference()
+        else id(entry)
+        for registry in registries
+        for entry in registry.values()
+    ]
 
 
 def _identity(layer: nn.Module) -> Form | None:
@@ -249,18 +262,14 @@ def _compiled_output(layer: Any, args: Sequence[Any], options: dict[str, Any]) -
     function, known = structure.functions.get(call.form), call.form in structure.functions
     if function is None and (not capture_limits() if known else len(structure.functions) == MOST_FORMS):
         return None
-    groups = [] if call.single else structure.products
-    weights = [packed(*(linear.weight for linear in group)) for group in groups]
-    if any(weight is None for weight in weights):
+    weights = [*structure.tensors.values()] if call.single else structure.weights
+    if weights is None:
         return None
     if function is None:
         function = structure.functions[call.form] = _function(layer, structure.identity, call)
         if function is None:
             return None
-    others = structure.weights if call.single else structure.unpacked
-    inputs: list[Any] = [*call.tensors, *weights, *others.values()]
-    with postponed_interrupts():  # products are calls of Python
-        output = function(inputs)[0]
+    output = function([*call.tensors, *weights])[0]
     if call.form in structure.checked:
         return output
     # The code of another layer may differ in what its structure does not show. Both write the same slots.
@@ -270,6 +279,66 @@ def _compiled_output(layer: Any, args: Sequence[Any], options: dict[str, Any]) -
         structure.identity = None
         _warn_once(type(layer).__name__, "compiled code returns other numbers")
     return expected
+
+
+@dataclass
+class _Arguments:
+    """Arguments that the layers of a pass share: all but the hidden states and the cache.
+
+    Attributes:
+        plan: that of the pass.
+        shape, dtype: of the hidden states, ``[R, W, dim]``.
+        names, values: the arguments.
+        form: see `_Call`; None if compiled code does not support the call.
+        tensors: those among the arguments, contiguous, then the slots.
+    """
+
+    plan: WritePlan
+    shape: torch.Size
+    dtype: torch.dtype
+    names: tuple[int | str, ...]
+    values: list[Any]
+    form: Form | None = None
+    tensors: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, plan: WritePlan, hidden: Tensor, names: tuple[int | str, ...], values: list[Any]) -> _Arguments:
+        arguments = cls(plan, hidden.shape, hidden.dtype, names, values)
+        rows, width, dim = hidden.shape
+        if plan.row is not None or plan.rows is not None or rows * width > MOST_TOKENS:
+            return arguments
+        form: list[Hashable] = [rows == 1, width == 1, torch.get_num_threads(), hidden.dtype, dim]
+        tensors: list[Tensor] = []
+        for key, value in zip(names, values, strict=True):
+            parts = _tensors(value)
+            if parts is None:
+                if value is not None and type(value) not in (bool, int, float, str):
+                    return arguments
+                form.append((key, value))
+                continue
+            for tensor in parts:
+                mask, shape = _is_mask(tensor), tensor.shape
+                if len(shape) < 2 or shape[0] not in (1, rows) or shape[2 if mask else 1] != width:
+                    return arguments
+                if tensor.device.type != "cpu" or (mask and (shape[1] != 1 or shape[3] != plan.kv_len)):
+                    return arguments
+                form.append((key, mask, tensor.dtype, shape[0] == 1, () if mask else shape[2:]))
+            tensors += parts
+        if sum(map(_is_mask, tensors)) == 1:
+            arguments.form = tuple(form)
+            arguments.tensors = [tensor.contiguous() for tensor in (*tensors, plan.slots.expand(rows, -1))]
+        return arguments
+
+    def is_of(self, plan: WritePlan, hidden: Tensor, names: tuple[int | str, ...], values: list[Any]) -> bool:
+        return (
+            self.plan is plan
+            and (self.shape, self.dtype, self.names) == (hidden.shape, hidden.dtype, names)
+            and all(map(operator.is_, self.values, values))
+        )
+
+
+#: Arguments of the last layer that ran with a cache.
+_shared: WeakKeyDictionary[RaggedCache, _Arguments] = WeakKeyDictionary()
 
 
 @dataclass
@@ -294,47 +363,31 @@ class _Call:
         kv_cache, hidden = options.get(cache_name), args[0] if args else None
         if type(kv_cache) is not RaggedCache or not isinstance(hidden, Tensor) or hidden.dim() != 3:
             return None
-        plan, (rows, width, _) = kv_cache.plan, hidden.shape
-        if plan.row is not None or plan.rows is not None or rows * width > MOST_TOKENS or index >= len(kv_cache.layers):
+        if hidden.dtype not in TOLERANCE or hidden.device.type != "cpu" or index >= len(kv_cache.layers):
             return None
         states: Any = kv_cache.layers[index]
         # Code is traced for a cache with more slots than are attended over.
-        if not states.is_initialized or plan.kv_len >= states.keys.shape[2] or len(states.keys) != rows:
+        if not states.is_initialized or kv_cache.plan.kv_len >= states.keys.shape[2]:
             return None
-        options = {key: value for key, value in options.items() if key not in _UNREAD}
-        form: list[Hashable] = [rows == 1, width == 1, torch.get_num_threads()]
-        tensors: list[Tensor] = []
-        for key, value in (*enumerate(args), *options.items()):
-            if key == cache_name:
-                continue
-            parts = _tensors(value)
-            if parts is None:
-                if value is not None and type(value) not in (bool, int, float, str):
-                    return None
-                form.append((key, value))
-                continue
-            for tensor in parts:
-                mask, shape = _is_mask(tensor), tensor.shape
-                if len(shape) < 2 or shape[0] not in (1, rows) or shape[2 if mask else 1] != width:
-                    return None
-                if tensor.device.type != "cpu" or (mask and (shape[1] != 1 or shape[3] != plan.kv_len)):
-                    return None
-                form.append((key, mask, tensor.dtype, shape[0] == 1, () if mask else shape[2:]))
-            tensors += parts
         buffers = [states.keys, states.values]
         if any(tensor.dtype != hidden.dtype or not tensor.is_contiguous() for tensor in (hidden, *buffers)):
             return None
-        if hidden.dtype not in TOLERANCE:
+        if len(states.keys) != len(hidden):
             return None
-        if sum(map(_is_mask, tensors)) != 1:
+        names = tuple(key for key in (*range(1, len(args)), *options) if key != cache_name and key not in _UNREAD)
+        values = [args[key] if isinstance(key, int) else options[key] for key in names]
+        shared = _shared.get(kv_cache)
+        if shared is None or not shared.is_of(kv_cache.plan, hidden, names, values):
+            shared = _shared[kv_cache] = _Arguments.of(kv_cache.plan, hidden, names, values)
+        if shared.form is None:
             return None
-        tensors += [plan.slots.expand(rows, -1), *buffers]
-        return cls(tuple(form), args, options, [tensor.contiguous() for tensor in tensors])
+        return cls(shared.form, args, options, [hidden, *shared.tensors, *buffers])
 
     @property
     def single(self) -> bool:
-        """True for a pass over one token on one thread, where weights in oneDNN's layout are slower."""
-        return self.form[:3] == (True, True, 1)
+        """True for a pass over one token where weights as they are, in loops, are faster than in oneDNN's layout."""
+        one_row, one_token, threads, dtype, *_ = self.form
+        return one_row is one_token is True and (threads == 1 or dtype == torch.float32)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments, with ``tensors`` in place of theirs."""
@@ -347,7 +400,9 @@ class _Call:
             new = [next(rest) for _ in parts]
             return tuple(new) if isinstance(value, tuple) else new[0]
 
-        return [replaced(value) for value in self.args], {k: replaced(value) for k, value in self.options.items()}
+        return [replaced(value) for value in self.args], {
+            k: replaced(value) for k, value in self.options.items() if k not in _UNREAD
+        }
 
     def shapes(self, rows: int, width: int, kv_len: int, length: int) -> list[list[int]]:
         """Shapes of `tensors` in a call of the same form with other sizes."""
@@ -447,7 +502,7 @@ def _compile(layer: Any, call: _Call, path: Path) -> None:
         twin.__class__ = layer._runs_compiled
         structure = _Structure.of(twin)
         groups = [] if call.single else structure.products
-        others = structure.weights if call.single else structure.unpacked
+        others = structure.tensors if call.single else structure.unpacked
         parts = {
             id(linear): (i, sum(before.out_features for before in group[:k]))
             for i, group in enumerate(groups)
@@ -463,6 +518,9 @@ def _compile(layer: Any, call: _Call, path: Path) -> None:
             outputs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # inputs as well, so that their ids stay unique
 
             def product(linear: SmallBatchLinear, input: Tensor) -> Tensor:
+                if call.single:
+                    output = (input.float() * linear.weight.float()).sum(-1)[None].to(input.dtype)
+                    return output if linear.bias is None else output + linear.bias
                 if id(linear) not in parts:
                     return functional.linear(input, linear.weight, linear.bias)
                 group, offset = parts[id(linear)]
@@ -495,7 +553,7 @@ def _compile(layer: Any, call: _Call, path: Path) -> None:
         program = export_function(run, traced, variable)
         program.module()(*other)  # checks the conditions on sizes that tracing assumed
         with TemporaryDirectory(dir=path.parent) as directory:
-            package_program(program, Path(directory) / path.name).replace(path)
+            package_program(program, Path(directory) / path.name, _INDUCTOR).replace(path)
         _remove_unused()
         _has_code.cache_clear()
 

@@ -29,8 +29,8 @@ from crossdraft.framework.contracts.models import ModelPreparation
 
 logger = logging.getLogger(__name__)
 
-#: Beyond this many rows `functional.linear` is as fast.
-MOST_ROWS = 32
+#: Numbers of rows beyond which `functional.linear` is as fast: in float32, and in bfloat16 or for output heads.
+MOST_ROWS, MOST_ROWS_OF_HEADS = 32, 256
 #: Weights of the smallest layer that is replaced.
 LEAST_WEIGHTS = 2**14
 #: Minimum ratio of outputs to inputs at which packed weights are faster for a single row: output heads.
@@ -56,9 +56,9 @@ class SmallBatchLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if (product := getattr(_thread, "product", None)) is not None:
             return product(self, input)
-        rows = input.numel() // self.in_features
-        low = rows == 1 and self.out_features < TALL * self.in_features
-        if rows == 0 or rows > MOST_ROWS or low or torch.is_grad_enabled():
+        rows, tall = input.numel() // self.in_features, self.out_features >= TALL * self.in_features
+        most = MOST_ROWS_OF_HEADS if tall or self.weight.dtype == torch.bfloat16 else MOST_ROWS
+        if rows == 0 or rows > most or (rows == 1 and not tall) or torch.is_grad_enabled():
             return functional.linear(input, self.weight, self.bias)
         if rows > 1 and self.siblings is not None and (shared := self.siblings.product(self, input)) is not None:
             return shared
@@ -69,7 +69,7 @@ class SmallBatchLinear(nn.Linear):
 
 
 def transposed_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``input [.., I]`` times ``weight [O, I]``, plus ``bias [O]``, for 2 to `MOST_ROWS` rows."""
+    """``input [.., I]`` times ``weight [O, I]``, plus ``bias [O]``, for 2 rows or more."""
     rows = input.numel() // weight.shape[1]
     # Both contiguous: with a transposed input this product takes the slow path again.
     x = functional.pad(input.reshape(rows, -1), (0, 0, 0, PADDED.get(rows, rows) - rows)).contiguous()
@@ -84,12 +84,23 @@ def packed_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
 
 
-#: Called by compiled code, which has no kernels of oneDNN for weights that are inputs.
+#: In compiled code, as Inductor has no kernels of oneDNN for weights that are inputs.
 _library = torch.library.Library("crossdraft", "DEF")
 _library.define("packed_linear(Tensor input, Tensor weight) -> Tensor")
 for _backend in ("CPU", "MkldnnCPU"):  # dense, and packed
     _library.impl("packed_linear", lambda input, weight: packed_product(input, weight, None), _backend)
 _library.impl("packed_linear", lambda input, weight: input.new_empty(*input.shape[:-1], weight.shape[0]), "Meta")
+
+
+#: The operation for compiled code, without Python: declarations and a definition in C++.
+PACKED_LINEAR_IN_C = [
+    """AOTITorchError aoti_torch_cpu__linear_pointwise(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*,
+      const char*, const double**, int64_t, const char**, AtenTensorHandle*)""",
+    """inline AOTITorchError aoti_torch_cpu_packed_linear(
+        AtenTensorHandle input, AtenTensorHandle weight, AtenTensorHandle* output) {
+      return aoti_torch_cpu__linear_pointwise(input, weight, nullptr, "none", nullptr, 0, nullptr, output);
+    }""",
+]
 
 
 def packed_linear(input: Tensor, weight: Tensor) -> Tensor:

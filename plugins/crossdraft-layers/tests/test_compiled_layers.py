@@ -3,7 +3,6 @@
 import copy
 import logging
 import os
-import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from crossdraft.framework.lm.cuda_graphs import CaptureLimits, recording
 from crossdraft.framework.lm.layer_surgery import own_modules
 from crossdraft.framework.lm.transformers_lm import TransformersLM
-from crossdraft.framework.runs.interrupts import interrupting
 from crossdraft.framework.util.cache_argument import cache_argument
 from crossdraft.framework.util.compilation import load_package
 from crossdraft.framework.util.output_files import cache_dir
@@ -45,7 +43,7 @@ def traced(monkeypatch: Any) -> list[int]:
     programs: dict[str, Any] = {}
     calls: list[int] = []
 
-    def package(program: Any, path: Path) -> Path:
+    def package(program: Any, path: Path, options: Any) -> Path:
         programs[path.name] = program.module()
         path.touch()
         return path
@@ -103,7 +101,7 @@ def test_logits_are_those_of_plain_layers(
     expected = plain(model, rows, monkeypatch, passes)
     assert traced == []
     assert close(logits(own_modules(model), rows, passes=passes), expected)
-    # A pass over one token on one thread takes all weights as they are.
+    # A pass over one token takes all weights as they are.
     assert len(traced) == 4 * model.config.num_hidden_layers and len(set(traced)) == (2 if rows == 1 else 1)
 
 
@@ -132,25 +130,6 @@ def test_code_is_compiled_in_warm_ups_only(tiny_model: Callable, monkeypatch: An
     logits(own_modules(model), 2)
     before = len(traced)
     assert close(logits(own_modules(model), 2, None), expected) and len(traced) > before  # stored code is used
-
-
-def test_signal_in_a_call_is_handled_after_it(tiny_model: Callable, monkeypatch: Any, traced: list[int]) -> None:
-    """Products in compiled code are calls of Python, whose exceptions it replaces."""
-    logits(own_modules(tiny_model("llama")), 2)
-    load, finished = compiled_layers._load, []
-
-    def interrupted(path: Path) -> Callable[[list[Tensor]], Any]:
-        def run(inputs: list[Tensor]) -> Any:
-            signal.raise_signal(signal.SIGINT)
-            finished.append(load(path)(inputs))
-            return finished[-1]
-
-        return run
-
-    monkeypatch.setattr(compiled_layers, "_load", interrupted)
-    with interrupting(), pytest.raises(KeyboardInterrupt):
-        logits(own_modules(tiny_model("llama")), 2, None)
-    assert len(finished) == 1
 
 
 def test_damaged_code_is_removed(tiny_model: Callable, monkeypatch: Any, traced: list[int], caplog: Any) -> None:
@@ -310,11 +289,16 @@ def test_other_code_than_passes_is_not_affected(tiny_model: Callable, traced: li
 def test_compiled_code_returns_the_same_logits(
     tiny_model: Callable, family: str, dtype: torch.dtype, monkeypatch: Any
 ) -> None:
-    model, compiled = tiny_model(family, copy=str(dtype)).to(dtype), []
-    load = compiled_layers._load
+    model, compiled, products = tiny_model(family, copy=str(dtype)).to(dtype), [], []
+    load, product = compiled_layers._load, small_batch_linear.packed_product
     monkeypatch.setattr(compiled_layers, "_load", lambda path: compiled.append(path) or load(path))
+    monkeypatch.setattr(small_batch_linear, "packed_product", lambda *args: products.append(args) or product(*args))
     passes = [[-1], *PASSES]
     for rows in (1, 3, 5):
         outputs = logits(own_modules(model), rows, passes=passes)
         assert close(outputs, plain(model, rows, monkeypatch, passes), compiled_layers.TOLERANCE[dtype])
     assert len(set(compiled)) >= 4
+    before = len(products)
+    logits(own_modules(model), 3)
+    # Compiled code does not call Python: a signal that it handles would become an error of the code.
+    assert [len(weight) for _, weight, _ in products[before:]] == [model.config.vocab_size] * 2 * len(PASSES)
