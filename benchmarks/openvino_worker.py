@@ -19,9 +19,10 @@ def main() -> None:
     parser.add_argument("model", help="GGUF file of 16 or 8 bits, or a directory in OpenVINO's format")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--max-new-tokens", type=int, required=True)
+    parser.add_argument("--dtype", choices=("f32", "bf16"), default="f32", help="of products")
     parser.add_argument("--prompt-lookup", type=int, default=0, help="draft length")
     args = parser.parse_args()
-    options = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": args.threads}
+    options = {"INFERENCE_PRECISION_HINT": args.dtype, "INFERENCE_NUM_THREADS": args.threads}
     if args.prompt_lookup:
         options["prompt_lookup"] = True
     pipeline = openvino_genai.LLMPipeline(args.model, "CPU", **options)

@@ -4,11 +4,12 @@
         --gguf float32=target.gguf,draft.gguf --gguf Q8_0=target-q8.gguf,draft-q8.gguf \
         --openvino ENV/bin/python --openvino-model target-f16.gguf
 
-Each program decodes plainly, with n-gram drafts from the text and with a draft model, in float32 unless a GGUF file has
-another type. In one repetition every program decodes the same B prompts once, one program at a time, in random order;
-the next repetition has the next prompts. Servers (plugins/crossdraft-vllm, plugins/crossdraft-llamacpp) stay up and get
-B requests at once; a program without its option is left out. transformers' assisted generation supports only B = 1.
-OpenVINO GenAI computes in float32 and cannot load a draft model from GGUF.
+Each program decodes plainly, with n-gram drafts from the text and with a draft model, in ``--dtype`` (llama.cpp: in the
+type of its GGUF file). In one repetition every program decodes the same B prompts once, one program at a time, in
+random order; the next repetition has the next prompts. Servers (plugins/crossdraft-vllm, plugins/crossdraft-llamacpp)
+stay up and get B requests at once; a program without its option is left out. transformers' assisted generation supports
+only B = 1.
+OpenVINO GenAI cannot load a draft model from GGUF.
 
 Prints a Markdown table for each B: the median tokens per second, prefill included (``--prompt-tokens`` shortens it);
 the median ratio to plain `generate` of transformers with its 95 % interval over repetitions; the same for plain
@@ -82,7 +83,7 @@ class Program:
 
 
 def load_pair(args: argparse.Namespace) -> tuple[LoadedModel, LoadedModel]:
-    target = load_model(args.model, dtype="float32", device="cpu")
+    target = load_model(args.model, dtype=args.dtype, device="cpu")
     return target, load_model(args.drafter, share_with=target)
 
 
@@ -160,7 +161,7 @@ def of_server(
             {
                 "target": args.model,
                 "engine": engine,
-                "dtype": "float32",
+                "dtype": args.dtype,
                 "max_new_tokens": args.max_new_tokens,
                 "batch_size": max(args.batch),
                 "sampling": {"temperature": args.temperature},
@@ -200,6 +201,7 @@ def of_openvino(args: argparse.Namespace, servers: ExitStack) -> Iterator[Progra
     """Start a worker for each mode."""
     worker = [args.openvino, str(Path(__file__).with_name("openvino_worker.py")), args.openvino_model]
     worker += ["--threads", str(torch.get_num_threads()), "--max-new-tokens", str(args.max_new_tokens)]
+    worker += ["--dtype", {"float32": "f32", "bfloat16": "bf16"}[args.dtype]]
     for mode, options in ((PLAIN, []), (NGRAM, ["--prompt-lookup", str(args.gamma)])):
         if mode not in args.modes:
             continue
@@ -293,6 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--openvino-model", default="", help="its target, a GGUF file of 16 or 8 bits")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--drafter", default="smollm2-draft-model", help="draft model")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--prompts", default="builtin")
     parser.add_argument(
         "--prompt-tokens", type=int, default=0, help="only the last N tokens of each prompt, for less prefill; 0: all"
@@ -329,8 +332,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except KeyboardInterrupt:
             print("interrupted; the tables have the finished repetitions", file=sys.stderr)
     print(
-        f"{target.name} and {small.name}, temperature {args.temperature:g}, gamma {args.gamma}, {args.max_new_tokens} "
-        f"tokens, {torch.get_num_threads()} threads; {', '.join(versions)}"
+        f"{target.name} and {small.name}, {args.dtype}, temperature {args.temperature:g}, gamma {args.gamma}, "
+        f"{args.max_new_tokens} tokens, {torch.get_num_threads()} threads; {', '.join(versions)}"
     )
     for size in args.batch:
         print(f"\n{table(programs, size)}")

@@ -6,7 +6,8 @@ Layers: `functional.linear`, the product ``(W x^T)^T`` of layers without a packe
 `small_batch_linear.py`), relative to `functional.linear` of one row; weights rotate so that they do not stay in
 cache. Passes: a whole model with each of the three, and with compiled layers (`compiled_layers.py`), relative to
 its own pass over one token; then each gain over the one before. In bfloat16 layers without a packed copy compute
-`functional.linear`, and on processors without instructions for it there are no packed weights.
+`functional.linear`, and on processors without instructions for it there are no packed weights. Batches: compiled passes
+over one token in each of B rows, as shares of what the machine reads and multiplies.
 
 Kernels are measured in turn. Each ratio is one of medians, followed by one of minima. With one thread, times are its
 processor time, which other programs disturb less.
@@ -33,6 +34,7 @@ from crossdraft.framework.models.load import load_model
 
 KERNELS = ("linear", "transposed", "packed")
 PASSES = (*KERNELS, "compiled")
+PARTS = ("layers", "passes", "batches")
 #: Inputs and outputs of SmolLM2's layers, queries with keys and values and gate with up as one.
 SHAPES = ((576, 576), (576, 960), (576, 3072), (1536, 576), (576, 49152))
 
@@ -105,13 +107,40 @@ def pass_table(model: Any, rows: tuple[int, ...], repeats: int, committed: int =
     ]
 
 
+def batch_table(model: Any, rows: tuple[int, ...], repeats: int, committed: int = 32) -> list[list[Any]]:
+    """A line for each B, after one of the machine's own read bandwidth and matrix rate."""
+    parameters = list(model.parameters())
+    nbytes, operations = (sum(size(p) for p in parameters) for size in (lambda p: p.nbytes, lambda p: 2 * p.numel()))
+    data, square = torch.zeros(nbytes // 4), torch.randn(2048, 2048, dtype=parameters[0].dtype)
+    times = seconds({"read": data.sum, "product": lambda: square @ square}, repeats)
+    read, product = (statistics.median(times[key]) for key in ("read", "product"))
+    bandwidth, rate = nbytes / read, 2 * 2048**3 / product
+    table: list[list[Any]] = [["machine", None, None, bandwidth / 1e9, None, rate / 1e9, None]]
+    for m in rows:
+        lm = TransformersLM(model, m, committed + repeats + 10)
+        for row in range(m):
+            lm.start(row, list(range(10 + row, 11 + row + committed)))
+        tokens = torch.arange(m)[:, None] + 10
+
+        def run(lm: TransformersLM = lm, tokens: torch.Tensor = tokens) -> None:
+            lm.forward(tokens)
+            lm.commit([0] * len(tokens))
+
+        with recording(CaptureLimits(m, 1)):
+            run()
+        taken = statistics.median(seconds({m: run}, repeats)[m])
+        reads, computes = nbytes / taken, m * operations / taken
+        table.append([m, taken * 1e3, m / taken, reads / 1e9, reads / bandwidth, computes / 1e9, computes / rate])
+    return table
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--parts", nargs="+", choices=("layers", "passes"), default=["layers", "passes"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     print(f"{args.dtype}, {args.threads} threads, torch {torch.__version__}")
@@ -119,10 +148,19 @@ def main() -> None:
         with torch.no_grad():
             table = layer_table(SHAPES, (1, 2, 3, 4, 5, 8, 12, 16, 32), args.repeats, getattr(torch, args.dtype))
         print(tabulate(table, ["layer", "rows", *KERNELS]), "\n")
+    model = load_model(args.model, dtype=args.dtype, device="cpu").model
     if "passes" in args.parts:
-        model = load_model(args.model, dtype=args.dtype, device="cpu").model
         table = pass_table(model, (1, 2, 4, 8, 16), args.repeats)
-        print(tabulate(table, ["rows", *PASSES, "linear / packed", "packed / compiled"]))
+        print(tabulate(table, ["rows", *PASSES, "linear / packed", "packed / compiled"]), "\n")
+    if "batches" in args.parts:
+        head = ["B", "ms", "tokens/s", "GB/s", "of bandwidth", "GFLOP/s", "of rate"]
+        print(
+            tabulate(
+                batch_table(model, (1, 4, 16, 64), args.repeats),
+                head,
+                floatfmt=("", ".1f", ".0f", ".1f", ".2f", ".0f", ".2f"),
+            )
+        )
 
 
 if __name__ == "__main__":

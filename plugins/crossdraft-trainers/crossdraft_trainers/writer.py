@@ -11,6 +11,7 @@ from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import UsageError
+from crossdraft.framework.lm.cuda_graphs import CaptureLimits, recording
 from crossdraft.framework.lm.recomputing_lm import scoring_slots
 
 #: Maximum tokens of a generated question.
@@ -93,6 +94,8 @@ class Writer:
             max_length = min(max_length, target.context_length + 2)
         self._lm = scoring_slots(target, batch_size, max_length, make_slots)
         self._length = max_length
+        with recording(CaptureLimits(depth=0, nodes=0)):  # compiles layers, which pays over many texts
+            list(self._decode([self.chat.conversation("")], [0], 1.0, 2, seed))
 
     def invent(self, indices: Sequence[int]) -> dict[int, str]:
         """Generate questions, by index; unfinished ones are omitted."""

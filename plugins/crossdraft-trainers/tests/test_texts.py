@@ -20,6 +20,8 @@ from training_target import tied_llama
 
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.errors import CrossdraftError, UsageError
+from crossdraft.framework.lm.cuda_graphs import capture_limits
+from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 QUESTIONS = [f"w{4 + i} w9 w{30 - i}" for i in range(24)]
 
@@ -141,6 +143,16 @@ def test_full_disk_keeps_complete_files(undisturbed: Path, written: Any, tmp_pat
     monkeypatch.undo()
     written(tmp_path)
     assert (tmp_path / "texts.jsonl").read_bytes() == whole
+
+
+def test_layers_are_compiled_before_texts_are_written(fast_target: LoadedModel, monkeypatch: Any) -> None:
+    """They are compiled in warm-ups only (see crossdraft-layers), and texts are written for hours."""
+    forward, limits = TransformersLM.forward, []
+    monkeypatch.setattr(TransformersLM, "forward", lambda *args: limits.append(capture_limits()) or forward(*args))
+    fast_writer = Writer(fast_target, batch_size=2, max_prompt=40, max_response=4, seed=0)
+    assert limits and None not in limits
+    limits.clear()
+    assert list(fast_writer.answer([[5, 6, 7]], [0], 1.0)) and limits == [None] * len(limits) != []
 
 
 # Loops that cannot be.
