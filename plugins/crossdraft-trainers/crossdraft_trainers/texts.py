@@ -204,6 +204,7 @@ def _write_batch(
     pending, done = list(prompts), {}
     for temperature in dict.fromkeys(temperatures):
         part = [i for i in prompts if temperatures[i % len(temperatures)] == temperature]
+        part.sort(key=lambda i: -len(prompts[i].prompt))  # every row attends over as many slots as the longest one
         with closing(writer.answer([prompts[i].prompt for i in part], part, temperature)) as answers:
             for index, response in answers:
                 done[index] = response
