@@ -145,7 +145,7 @@ def test_strategies_use_only_public_contracts() -> None:
 
 
 #: Most lines, and most lines of code, of the core distribution.
-MOST_LINES, MOST_CODE = 38_900, 25_900
+MOST_LINES, MOST_CODE = 38_885, 25_855
 
 
 def test_core_is_small() -> None:
