@@ -500,6 +500,8 @@ def _compile(layer: Any, call: _Call, path: Path) -> None:
         tensors = [*layer.parameters(), *layer.buffers()]
         twin = copy.deepcopy(layer, {id(tensor): torch.empty_like(tensor, device="meta") for tensor in tensors})
         twin.__class__ = layer._runs_compiled
+        for module in twin.modules():  # those of `_RECORDERS` would record what is traced
+            module._forward_hooks.clear()
         structure = _Structure.of(twin)
         groups = [] if call.single else structure.products
         others = structure.tensors if call.single else structure.unpacked

@@ -105,10 +105,14 @@ def test_logits_are_those_of_plain_layers(
     assert len(traced) == 4 * model.config.num_hidden_layers and len(set(traced)) == (2 if rows == 1 else 1)
 
 
-def test_hidden_states_are_returned(tiny_model: Callable, monkeypatch: Any, traced: list[int]) -> None:
+@pytest.mark.parametrize("first", [(), (0, 1, 2)], ids=["compiled before", "compiled with them"])
+def test_hidden_states_are_returned(
+    tiny_model: Callable, monkeypatch: Any, traced: list[int], first: tuple[int, ...]
+) -> None:
     def hidden_states(model: Any) -> list[Tensor]:
         lm = TransformersLM(model, 1, 20)
         lm.start(0, range(5, 10))
+        lm.hidden_layers = first
         with recording(WARM_UP):
             before = lm.forward(torch.tensor([[11, 12]]))[0]
             lm.hidden_layers = (0, 1, 2)
