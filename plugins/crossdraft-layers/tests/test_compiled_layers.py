@@ -293,16 +293,28 @@ def test_other_code_than_passes_is_not_affected(tiny_model: Callable, traced: li
 def test_compiled_code_returns_the_same_logits(
     tiny_model: Callable, family: str, dtype: torch.dtype, monkeypatch: Any
 ) -> None:
-    model, compiled, products = tiny_model(family, copy=str(dtype)).to(dtype), [], []
+    model, compiled, running = tiny_model(family, copy=str(dtype)).to(dtype), set(), []
     load, product = compiled_layers._load, small_batch_linear.packed_product
-    monkeypatch.setattr(compiled_layers, "_load", lambda path: compiled.append(path) or load(path))
-    monkeypatch.setattr(small_batch_linear, "packed_product", lambda *args: products.append(args) or product(*args))
+
+    def loaded(path: Path) -> Callable[[list[Tensor]], Any]:
+        compiled.add(path)
+
+        def run(inputs: list[Tensor]) -> Any:
+            running.append(path)
+            outputs = load(path)(inputs)
+            running.remove(path)
+            return outputs
+
+        return run
+
+    def product_outside(*args: Any) -> Tensor:
+        assert not running  # compiled code that calls Python would replace a KeyboardInterrupt by an error of its own
+        return product(*args)
+
+    monkeypatch.setattr(compiled_layers, "_load", loaded)
+    monkeypatch.setattr(small_batch_linear, "packed_product", product_outside)
     passes = [[-1], *PASSES]
     for rows in (1, 3, 5):
         outputs = logits(own_modules(model), rows, passes=passes)
         assert close(outputs, plain(model, rows, monkeypatch, passes), compiled_layers.TOLERANCE[dtype])
-    assert len(set(compiled)) >= 4
-    before = len(products)
-    logits(own_modules(model), 3)
-    # Compiled code does not call Python: a signal that it handles would become an error of the code.
-    assert [len(weight) for _, weight, _ in products[before:]] == [model.config.vocab_size] * 2 * len(PASSES)
+    assert len(compiled) >= 4
