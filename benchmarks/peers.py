@@ -8,8 +8,7 @@ Each program decodes plainly, with n-gram drafts from the text and with a draft 
 type of its GGUF file). In one repetition every program decodes the same B prompts once, one program at a time, in
 random order; the next repetition has the next prompts. Servers (plugins/crossdraft-vllm, plugins/crossdraft-llamacpp)
 stay up and get B requests at once; a program without its option is left out. transformers' assisted generation supports
-only B = 1.
-OpenVINO GenAI cannot load a draft model from GGUF.
+only B = 1. OpenVINO GenAI cannot load a draft model from GGUF.
 
 Prints a Markdown table for each B: the median tokens per second, prefill included (``--prompt-tokens`` shortens it);
 the median ratio to plain `generate` of transformers with its 95 % interval over repetitions; the same for plain

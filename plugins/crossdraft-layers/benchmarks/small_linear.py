@@ -110,7 +110,7 @@ def pass_table(model: Any, rows: tuple[int, ...], repeats: int, committed: int =
 def batch_table(model: Any, rows: tuple[int, ...], repeats: int, committed: int = 32) -> list[list[Any]]:
     """A line for each B, after one of the machine's own read bandwidth and matrix rate."""
     parameters = list(model.parameters())
-    nbytes, operations = (sum(size(p) for p in parameters) for size in (lambda p: p.nbytes, lambda p: 2 * p.numel()))
+    nbytes, operations = sum(p.nbytes for p in parameters), sum(2 * p.numel() for p in parameters)
     data, square = torch.zeros(nbytes // 4), torch.randn(2048, 2048, dtype=parameters[0].dtype)
     times = seconds({"read": data.sum, "product": lambda: square @ square}, repeats)
     read, product = (statistics.median(times[key]) for key in ("read", "product"))

@@ -522,13 +522,13 @@ def _compile(layer: Any, call: _Call, path: Path) -> None:
             def product(linear: SmallBatchLinear, input: Tensor) -> Tensor:
                 if call.single:
                     output = (input.float() * linear.weight.float()).sum(-1)[None].to(input.dtype)
-                    return output if linear.bias is None else output + linear.bias
-                if id(linear) not in parts:
+                elif id(linear) not in parts:
                     return functional.linear(input, linear.weight, linear.bias)
-                group, offset = parts[id(linear)]
-                if (id(input), group) not in outputs:
-                    outputs[id(input), group] = input, packed_linear(input, inputs[first + group])
-                output = outputs[id(input), group][1].narrow(-1, offset, linear.out_features)
+                else:
+                    group, offset = parts[id(linear)]
+                    if (id(input), group) not in outputs:
+                        outputs[id(input), group] = input, packed_linear(input, inputs[first + group])
+                    output = outputs[id(input), group][1].narrow(-1, offset, linear.out_features)
                 return output if linear.bias is None else output + linear.bias
 
             with replaced_products(product):

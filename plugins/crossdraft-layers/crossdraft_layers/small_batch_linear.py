@@ -64,12 +64,13 @@ class SmallBatchLinear(nn.Linear):
             return shared
         if (weight := packed(self.weight)) is not None:
             return packed_product(input, weight, self.bias)
-        product = transposed_product if rows > 1 and self.weight.dtype == torch.float32 else functional.linear
+        transposed = 1 < rows <= MOST_ROWS and self.weight.dtype == torch.float32
+        product = transposed_product if transposed else functional.linear
         return product(input, self.weight, self.bias)
 
 
 def transposed_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``input [.., I]`` times ``weight [O, I]``, plus ``bias [O]``, for 2 rows or more."""
+    """``input [.., I]`` times ``weight [O, I]``, plus ``bias [O]``, for 2 to `MOST_ROWS` rows."""
     rows = input.numel() // weight.shape[1]
     # Both contiguous: with a transposed input this product takes the slow path again.
     x = functional.pad(input.reshape(rows, -1), (0, 0, 0, PADDED.get(rows, rows) - rows)).contiguous()

@@ -111,6 +111,7 @@ def write(
     if n_tokens >= tokens:
         return texts
     plan = Questions(_questions_that_fit(writer, questions), invented, writer.seed)
+    writer.warm_up()
     size = ANSWERS_A_SLOT * writer.batch_size
     start, last = after // size * size, after - 1  # the last index that is a text
     with (

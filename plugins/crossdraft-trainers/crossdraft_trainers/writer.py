@@ -94,8 +94,11 @@ class Writer:
             max_length = min(max_length, target.context_length + 2)
         self._lm = scoring_slots(target, batch_size, max_length, make_slots)
         self._length = max_length
-        with recording(CaptureLimits(depth=0, nodes=0)):  # compiles layers, which pays over many texts
-            list(self._decode([self.chat.conversation("")], [0], 1.0, 2, seed))
+
+    def warm_up(self) -> None:
+        """Decode once, which compiles layers: that pays over many texts."""
+        with recording(CaptureLimits(depth=0, nodes=0)):
+            list(self._decode([self.chat.conversation("")], [0], 1.0, 2, self.seed))
 
     def invent(self, indices: Sequence[int]) -> dict[int, str]:
         """Generate questions, by index; unfinished ones are omitted."""
