@@ -1,4 +1,4 @@
-"""Decoder layers compiled ahead of time, for passes over few tokens on a CPU in float32 or bfloat16.
+"""Decoder layers compiled ahead of time, for passes on a CPU in float32 or bfloat16.
 
 A layer is a few products and some forty operations on a few kilobytes, each with a call from Python. In compiled code
 the operations between two products are one loop, and the layer is one call.
@@ -57,8 +57,6 @@ logger = logging.getLogger(__name__)
 
 #: Weights of the smallest layer that is compiled.
 LEAST_WEIGHTS = 2**18
-#: Most tokens of a pass; larger ones take longer than their calls.
-MOST_TOKENS = 128
 #: Most kinds of calls of a layer; further ones run uncompiled.
 MOST_FORMS = 8
 #: Days after which code that was not loaded is removed.
@@ -256,7 +254,8 @@ def _compiled_output(layer: Any, args: Sequence[Any], options: dict[str, Any]) -
         structure = _structures[layer] = _Structure.of(layer)
     if structure.identity is None or structure.is_hooked:
         return None
-    call = _Call.of(structure.index, cache_argument(layer.forward), args, options)
+    cache_name = cache_argument(layer.forward)
+    call = _Call.of(structure.index, cache_name, args, options)
     if call is None:
         return None
     function, known = structure.functions.get(call.form), call.form in structure.functions
@@ -270,6 +269,8 @@ def _compiled_output(layer: Any, args: Sequence[Any], options: dict[str, Any]) -
         if function is None:
             return None
     output = function([*call.tensors, *weights])[0]
+    if (plan := options[cache_name].plan).rows is not None:
+        options[cache_name].layers[structure.index].update(*(slots[:, :, : plan.kv_len] for slots in call.tensors[-2:]))
     if call.form in structure.checked:
         return output
     # The code of another layer may differ in what its structure does not show. Both write the same slots.
@@ -305,8 +306,6 @@ class _Arguments:
     def of(cls, plan: WritePlan, hidden: Tensor, names: tuple[int | str, ...], values: list[Any]) -> _Arguments:
         arguments = cls(plan, hidden.shape, hidden.dtype, names, values)
         rows, width, dim = hidden.shape
-        if plan.row is not None or plan.rows is not None or rows * width > MOST_TOKENS:
-            return arguments
         form: list[Hashable] = [rows == 1, width == 1, torch.get_num_threads(), hidden.dtype, dim]
         tensors: list[Tensor] = []
         for key, value in zip(names, values, strict=True):
@@ -366,19 +365,25 @@ class _Call:
         if hidden.dtype not in TOLERANCE or hidden.device.type != "cpu" or index >= len(kv_cache.layers):
             return None
         states: Any = kv_cache.layers[index]
-        # Code is traced for a cache with more slots than are attended over.
-        if not states.is_initialized or kv_cache.plan.kv_len >= states.keys.shape[2]:
+        if not states.is_initialized:
             return None
-        buffers = [states.keys, states.values]
+        plan, buffers = kv_cache.plan, [states.keys, states.values]
+        if plan.row is not None:
+            buffers = [buffer[plan.row : plan.row + 1] for buffer in buffers]
+        elif plan.rows is not None:  # such a pass reads no earlier slots; `_compiled_output` copies them
+            buffers = [b.new_empty(len(hidden), b.shape[1], plan.kv_len + 1, b.shape[3]) for b in buffers]
+        # Code is traced for a cache with more slots than are attended over.
+        if plan.kv_len >= buffers[0].shape[2]:
+            return None
         if any(tensor.dtype != hidden.dtype or not tensor.is_contiguous() for tensor in (hidden, *buffers)):
             return None
-        if len(states.keys) != len(hidden):
+        if len(buffers[0]) != len(hidden):
             return None
         names = tuple(key for key in (*range(1, len(args)), *options) if key != cache_name and key not in _UNREAD)
         values = [args[key] if isinstance(key, int) else options[key] for key in names]
         shared = _shared.get(kv_cache)
-        if shared is None or not shared.is_of(kv_cache.plan, hidden, names, values):
-            shared = _shared[kv_cache] = _Arguments.of(kv_cache.plan, hidden, names, values)
+        if shared is None or not shared.is_of(plan, hidden, names, values):
+            shared = _shared[kv_cache] = _Arguments.of(plan, hidden, names, values)
         if shared.form is None:
             return None
         return cls(shared.form, args, options, [hidden, *shared.tensors, *buffers])

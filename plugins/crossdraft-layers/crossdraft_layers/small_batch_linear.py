@@ -29,8 +29,8 @@ from crossdraft.framework.contracts.models import ModelPreparation
 
 logger = logging.getLogger(__name__)
 
-#: Numbers of rows beyond which `functional.linear` is as fast: in float32, and in bfloat16 or for output heads.
-MOST_ROWS, MOST_ROWS_OF_HEADS = 32, 256
+#: Number of rows beyond which `functional.linear` is as fast, in float32 and except for output heads.
+MOST_ROWS = 32
 #: Weights of the smallest layer that is replaced.
 LEAST_WEIGHTS = 2**14
 #: Minimum ratio of outputs to inputs at which packed weights are faster for a single row: output heads.
@@ -57,8 +57,8 @@ class SmallBatchLinear(nn.Linear):
         if (product := getattr(_thread, "product", None)) is not None:
             return product(self, input)
         rows, tall = input.numel() // self.in_features, self.out_features >= TALL * self.in_features
-        limit = MOST_ROWS_OF_HEADS if tall or self.weight.dtype == torch.bfloat16 else MOST_ROWS
-        if rows == 0 or rows > limit or (rows == 1 and not tall) or torch.is_grad_enabled():
+        few = rows <= MOST_ROWS or tall or self.weight.dtype == torch.bfloat16
+        if rows == 0 or not few or (rows == 1 and not tall) or torch.is_grad_enabled():
             return functional.linear(input, self.weight, self.bias)
         if rows > 1 and self.siblings is not None and (shared := self.siblings.product(self, input)) is not None:
             return shared

@@ -105,6 +105,31 @@ def test_logits_are_those_of_plain_layers(
     assert len(traced) == 4 * model.config.num_hidden_layers and len(set(traced)) == (2 if rows == 1 else 1)
 
 
+def test_prompts_run_compiled_code(tiny_model: Callable, monkeypatch: Any, traced: list[int]) -> None:
+    """Prompts of one row, of several rows in one pass, and of more tokens than any draft."""
+
+    def outputs(model: Any) -> tuple[Tensor, list[int]]:
+        lm, calls = TransformersLM(model, 4, 300), []
+        with recording(WARM_UP):
+            lm.prefill({row: range(5, 8 + row) for row in range(4)})  # without a cache, it is never compiled
+            for row in range(4):
+                lm.free(row)
+            prompts = {3: range(7, 12), 0: range(9, 11), 2: range(20, 26)}
+            for feed in (lambda: lm.prefill(prompts), lambda: lm.start(1, [*range(5, 95)] * 3)):
+                before = len(traced)
+                feed()
+                calls.append(len(traced) - before)
+            for row, prompt in prompts.items():
+                lm.start(row, [*prompt, 4])
+            return lm.forward(torch.arange(8).view(4, 2) + 11)[0], calls
+
+    model = tiny_model("llama")
+    output, calls = outputs(own_modules(model))
+    assert calls == [model.config.num_hidden_layers] * 2
+    monkeypatch.setenv("CROSSDRAFT_COMPILED_LAYERS", "0")
+    assert close([output], [outputs(own_modules(model))[0]])
+
+
 @pytest.mark.parametrize("first", [(), (0, 1, 2)], ids=["compiled before", "compiled with them"])
 def test_hidden_states_are_returned(
     tiny_model: Callable, monkeypatch: Any, traced: list[int], first: tuple[int, ...]
