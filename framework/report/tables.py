@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..runs.labels import verifier_title
+from ..runs.labels import counted, verifier_title
 from ..util.estimate import estimate_text
 from ..util.table import Alignment, Table
 from .answer import answer_line
@@ -61,7 +61,8 @@ def terminal(summary: Summary) -> str:
     remarks = [lines[0] for lines in remarks_of(summary) if lines]
     parts.append("\n".join(remarks[:_MAX_REMARKS]))
     more = len(remarks) - _MAX_REMARKS
-    parts.append(f"details{f' and {more} more remarks' * (more > 0)}: {summary.directory / 'summary.md'}")
+    further = f" and {counted(more, 'more remark')}" * (more > 0)
+    parts.append(f"details{further}: {summary.directory / 'summary.md'}")
     return "\n\n".join(filter(None, parts))
 
 

@@ -150,7 +150,7 @@ def main() -> None:
         print(tabulate(table, ["layer", "rows", *KERNELS]), "\n")
     model = load_model(args.model, dtype=args.dtype, device="cpu").model
     if "passes" in args.parts:
-        table = pass_table(model, (1, 2, 4, 8, 16), args.repeats)
+        table = pass_table(model, (1, 2, 4, 8, 16, 128, 512), args.repeats)
         print(tabulate(table, ["rows", *PASSES, "linear / packed", "packed / compiled"]), "\n")
     if "batches" in args.parts:
         head = ["B", "ms", "tokens/s", "GB/s", "of bandwidth", "GFLOP/s", "of rate"]
