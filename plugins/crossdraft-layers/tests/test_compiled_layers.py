@@ -341,5 +341,5 @@ def test_compiled_code_returns_the_same_logits(
     passes = [[-1], *PASSES]
     for rows in (1, 3, 5):
         outputs = logits(own_modules(model), rows, passes=passes)
-        assert close(outputs, plain(model, rows, monkeypatch, passes), compiled_layers.TOLERANCE[dtype])
+        assert close(outputs, plain(model, rows, monkeypatch, passes), 1e-4 if dtype == torch.float32 else 4e-2)
     assert len(compiled) >= 4
