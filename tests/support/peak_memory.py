@@ -38,13 +38,11 @@ class Peak(TorchDispatchMode):
         self._patches.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        before = {storage._cdata for storage in _storages((args, kwargs))}
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in before and storage._cdata not in self._known:
-                    self._hold(storage, str(func))
+        for storage in _storages(out):
+            if storage._cdata not in before and storage._cdata not in self._known:
+                self._hold(storage, str(func))
         return out
 
     def _hold(self, storage: Any, name: str) -> None:
@@ -59,3 +57,8 @@ class Peak(TorchDispatchMode):
             self.held -= size
 
         weakref.finalize(storage, freed)
+
+
+def _storages(tree: Any) -> list[Any]:
+    """Storages of the tensors in ``tree``; copies of weights in oneDNN's layout have none."""
+    return [t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, Tensor) and not t.is_mkldnn]
