@@ -57,8 +57,8 @@ class SmallBatchLinear(nn.Linear):
         if (product := getattr(_thread, "product", None)) is not None:
             return product(self, input)
         rows, tall = input.numel() // self.in_features, self.out_features >= TALL * self.in_features
-        few = rows <= MOST_ROWS or tall or self.weight.dtype == torch.bfloat16
-        if rows == 0 or not few or (rows == 1 and not tall) or torch.is_grad_enabled():
+        wide = rows > MOST_ROWS and not tall and self.weight.dtype != torch.bfloat16
+        if rows == 0 or wide or (rows == 1 and not tall) or torch.is_grad_enabled():
             return functional.linear(input, self.weight, self.bias)
         if rows > 1 and self.siblings is not None and (shared := self.siblings.product(self, input)) is not None:
             return shared
