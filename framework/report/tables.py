@@ -62,8 +62,7 @@ def terminal(summary: Summary) -> str:
     parts.append("\n".join(remarks[:_MAX_REMARKS]))
     more = len(remarks) - _MAX_REMARKS
     further = f" and {counted(more, 'more remark')}" * (more > 0)
-    parts.append(f"details{further}: {summary.directory / 'summary.md'}")
-    return "\n\n".join(filter(None, parts))
+    return "\n\n".join(filter(None, [*parts, f"details{further}: {summary.directory / 'summary.md'}"]))
 
 
 def brief(summary: Summary) -> str:
