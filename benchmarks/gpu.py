@@ -7,7 +7,7 @@ Needs no network and no installation of crossdraft: models have random weights, 
 ``--model`` and ``--drafter`` name models. ``report.json`` and ``report.md`` are written after every row. A part that
 fails or runs out of time does not end the others, and the time that it does not use is left to the later ones.
 
-    tests       the tests that need CUDA: ``pytest -m gpu`` (if pytest is installed; only on CUDA)
+    tests       the tests that need CUDA: ``pytest -m "gpu and not slow"`` (if pytest is installed; only on CUDA)
     plain       transformers' generate against ours with and without CUDA graphs, one sequence, temperature 0: models in
                 the shape of SmolLM2-135M and of Llama 2 7B
     bandwidth   ours on the same models as a share of the memory bandwidth limit: the time to copy as many bytes as a
@@ -81,7 +81,8 @@ def tests(bench: Bench) -> None:
         return bench.report.add(table, None, "not run: needs CUDA")
     if missing := [name for name in ("pytest", "xdist", "hypothesis") if importlib.util.find_spec(name) is None]:
         return bench.report.add(table, None, f"not run: {', '.join(missing)} not installed")
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-m", "gpu", "-p", "no:cacheprovider", "tests/lm"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n8", "--dist=load", "-m", "gpu and not slow"]
+    command += ["-p", "no:cacheprovider", "tests"]
     process = subprocess.Popen(command, cwd=checkout.ROOT, stdout=subprocess.PIPE, text=True)
     try:
         output, _ = process.communicate()

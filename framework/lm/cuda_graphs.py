@@ -254,7 +254,8 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._shared: dict[str, Any] | None = None  # pool and stream of all recordings
+        #: Memory and stream of all recordings.
+        self._shared: Any = {"pool": torch.cuda.graph_pool_handle(), "stream": torch.cuda.Stream(device)}
 
     def warm_up(self, run: Callable[[], Outputs]) -> Outputs:
         # A synchronisation while recording would leave PyTorch's allocator and the recording stream in disorder.
@@ -268,9 +269,8 @@ class CudaRecorder:
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         with _capture, torch.cuda.device(self._device):
-            if self._shared is None:
-                self._shared = {"pool": torch.cuda.graph_pool_handle(), "stream": torch.cuda.Stream()}
-            graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+            graph, current, collects = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), gc.isenabled()
+            gc.disable()  # a graph that is freed during the capture would end it
             try:
                 # Other threads may allocate and wait during the capture.
                 with torch.cuda.graph(graph, capture_error_mode="thread_local", **self._shared):
@@ -280,6 +280,9 @@ class CudaRecorder:
                 torch.cuda.set_stream(current)
                 _failed.append(graph)
                 raise
+            finally:
+                if collects:
+                    gc.enable()
         return graph.replay
 
 
@@ -308,7 +311,4 @@ def _warn_once(name: str, reason: str) -> None:
 
 @cache
 def _warn_of_missed(name: str) -> None:
-    logger.warning(
-        "crossdraft: %s makes a pass that the warm-up did not record, and runs it without a CUDA graph, more slowly",
-        name,
-    )
+    logger.warning("crossdraft: %s runs a pass without a CUDA graph, more slowly: the warm-up did not record it", name)

@@ -414,6 +414,8 @@ class _Calls(TorchFunctionMode):
         simulated = any(isinstance(tensor, DeviceTensor) for tensor in tensors)
         place, pinned = kwargs.get("device"), kwargs.pop("pin_memory", False)
         on_device = simulated if place is None else _is_cuda(place)
+        if pinned and type(args[0]).__module__ == "numpy":
+            raise RuntimeError(f"Can't pin tensor constructed from numpy ({_line()})")
         if not simulated and not on_device:
             return _pin(func(*args, **kwargs)) if pinned else func(*args, **kwargs)
         if name in _METADATA:

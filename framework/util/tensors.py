@@ -109,7 +109,8 @@ def on_device(values: Any, device: torch.device, dtype: torch.dtype | None = tor
 
     Copies from pageable memory synchronise; pinned memory is reused only after its copy is finished.
     """
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    tensor = torch.tensor(values, dtype=dtype)  # its option pin_memory refuses arrays
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def unpacked(bits: np.ndarray, count: int, device: torch.device) -> Tensor:

@@ -1,6 +1,7 @@
 """Passes that CUDA graphs can capture: they read no values of tensors; and graphs on CUDA, if available."""
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -101,3 +102,18 @@ def test_pass_does_not_wait_for_device(tiny_model: Callable) -> None:
             lm.commit([2, 2], path)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+class HoldsItself:
+    def __init__(self, held: Any):
+        self.held, self.myself = held, self
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_graph_in_a_reference_cycle_is_not_freed_during_a_capture() -> None:
+    """A capture ends with an error if another graph is freed; Python frees cycles at any allocation."""
+    recorder, x = cuda_graphs.CudaRecorder(torch.device("cuda")), torch.ones(2, device="cuda")
+    HoldsItself(recorder.record(x.double))
+    recorder.record(lambda: x.add_(sum(len(part) for part in [[i] for i in range(100_000)])))()
+    assert x.tolist() == [100_001] * 2 and gc.isenabled()

@@ -1,4 +1,4 @@
-"""The interface and families of models: equal on the CPU and on the simulated device."""
+"""The interface and families of models: equal on the CPU and on the simulated device or a real one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,12 @@ from crossdraft.framework.bench.matrix import load_recipe
 from crossdraft.framework.bench.run import run as run_recipe
 from crossdraft.framework.lm import cuda_graphs
 
-pytestmark = [pytest.mark.simulated, pytest.mark.usefixtures("small_buckets")]
+pytestmark = [
+    pytest.mark.simulated,
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs the simulated device or a real one"),
+    pytest.mark.usefixtures("small_buckets"),
+]
 
 TEXTS = ["w5 w6 w7 w5 w6 w7 w5", "w9", "w20 w21 w20 w21 w20 w21", "w5 w9 w5", "w11 w30 w12"]
 WARPED = {"temperature": 0.8, "top_k": 6, "top_p": 0.9}

@@ -12,7 +12,11 @@ from tiny_models import save_model
 from crossdraft import load_model
 from crossdraft.framework.models.shared_embedding import save_sharing_embedding
 
-pytestmark = pytest.mark.simulated
+pytestmark = [
+    pytest.mark.simulated,
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs the simulated device or a real one"),
+]
 
 
 @pytest.fixture

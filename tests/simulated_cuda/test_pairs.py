@@ -1,4 +1,4 @@
-"""Every drafter with the verifiers that accept it: equal on the CPU and on the simulated device.
+"""Every drafter with the verifiers that accept it: equal on the CPU and on the simulated device or a real one.
 
 The quick set has every contract test of a drafter, and covers all pairs of drafter, temperature and batch size, of
 verifier, temperature and batch size, and of verifier and kind of draft. The slow one is the product.
@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from drafter_cases import contracts, write_all_heads
 
 from crossdraft.framework.contracts.drafter import DraftTraits
 from crossdraft.framework.plugins import entries
 from crossdraft.framework.testing.device_comparison import BATCH_SIZES, SAMPLINGS, compare_drafter
-from crossdraft.framework.testing.simulated_cuda import installed
 from crossdraft.testing import DrafterContract, TinyModel
 
-if not installed():  # or every run would import the tests of all drafters
-    pytest.skip("runs by: pytest -p crossdraft.testing.simulated_cuda", allow_module_level=True)
+if not torch.cuda.is_available():  # or every run would import the tests of all drafters
+    pytest.skip("runs by: pytest -p crossdraft.testing.simulated_cuda, or on a GPU", allow_module_level=True)
 
 pytestmark = pytest.mark.simulated
 
@@ -82,6 +82,7 @@ def heads(tmp_path_factory: Any) -> Path:
     return write_all_heads(tmp_path_factory.mktemp("heads"), TinyModel.model())
 
 
+@pytest.mark.gpu
 def test_devices_agree(name: str, verifier: str, sampling: int, batch_size: int, heads: Path) -> None:
     contract = contracts()[name]
     if hasattr(contract, "use"):

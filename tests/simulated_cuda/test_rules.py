@@ -12,10 +12,12 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from crossdraft.framework.util.tensors import on_device
 from crossdraft.testing.simulated_cuda import device
 
 pytestmark = pytest.mark.simulated
@@ -148,6 +150,14 @@ def test_unpinned_copies_are_counted(mistake: Callable) -> None:
         mistake()
     (line,) = counts.copies
     assert line.startswith("pageable copy to the device") and line.endswith(line_of(mistake)) and not counts.waits
+
+
+def test_arrays_are_not_pinned_at_once() -> None:
+    with pytest.raises(RuntimeError, match="Can't pin tensor constructed from numpy"):
+        torch.tensor(np.ones(2), pin_memory=True)
+    with device.counting() as counts:
+        assert on_device(np.arange(3), torch.device("cuda")).tolist() == [0, 1, 2]
+    assert [line.partition(" at ")[0] for line in counts.copies] == ["pinned copy to the device"]
 
 
 # -- asynchronous copies and streams ------------------------------------------------------------------------
