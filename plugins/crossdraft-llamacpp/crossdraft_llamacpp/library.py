@@ -71,6 +71,8 @@ class GGUFModel:
         _check_file(path)
         options = api.llama_model_default_params()
         options.n_gpu_layers = 0
+        # llama.cpp's kernels for AMX end the process with a segmentation fault (ggml-org/llama.cpp#20824).
+        options.use_extra_bufts = b"AMX_INT8 = 1" not in api.llama_print_system_info()
         logged_errors()
         self.path = path
         self.handle = api.llama_model_load_from_file(os.fsencode(path), options)
