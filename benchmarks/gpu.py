@@ -342,7 +342,7 @@ def overhead(bench: Bench) -> None:
 
 #: Parts in the order of their importance, and their shares of the time.
 PARTS: dict[str, tuple[Callable[[Bench], None], float]] = {
-    "tests": (tests, 0.15),
+    "tests": (tests, 0.2),
     "plain": (plain, 0.16),
     "bandwidth": (bandwidth, 0.04),
     "batch": (batch, 0.2),

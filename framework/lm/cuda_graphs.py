@@ -254,7 +254,6 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device):
         self._device = device
-        #: Memory and stream of all recordings.
         self._shared: Any = {"pool": torch.cuda.graph_pool_handle(), "stream": torch.cuda.Stream(device)}
 
     def warm_up(self, run: Callable[[], Outputs]) -> Outputs:

@@ -1,4 +1,4 @@
-"""Decoding on the simulated CUDA device (`simulated_cuda`), compared with the CPU."""
+"""Decoding on CUDA, the simulated device (`simulated_cuda`) or a real one, compared with the CPU."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
+import torch
 
 from ..api.build import build_decoder
 from ..contracts.rng import CounterRng
@@ -24,7 +25,7 @@ from ..errors import CrossdraftError
 from ..lm.idle import free_idle
 from ..plugins import get
 from .settings import Setting, TinyModel, Toys
-from .simulated_cuda import Counts, device, host_only, installed
+from .simulated_cuda import Counts, device, host_only
 
 #: Temperature zero, warped and plain sampling.
 SAMPLINGS = (Sampling(temperature=0), Sampling(temperature=0.8, top_k=6, top_p=0.9), Sampling(temperature=1.0))
@@ -33,10 +34,10 @@ BATCH_SIZES = (1, 4)
 _LINE = re.compile(r"(?P<operation>[^()]*?) at (?P<file>\S+):(?P<line>\d+) in (?P<function>\w+)")
 
 
-def require_simulated_device() -> None:
-    """Skip the test unless the plug-in is installed."""
-    if not installed():
-        pytest.skip("runs by: pytest -p crossdraft.testing.simulated_cuda -k simulated_device")
+def require_cuda() -> None:
+    """Skip the test without the plug-in and without a GPU."""
+    if not torch.cuda.is_available():
+        pytest.skip("runs on a GPU, or by: pytest -p crossdraft.testing.simulated_cuda -k on_cuda")
 
 
 def compare_drafter(contract: Any, verifier: str, sampling: Sampling, batch_size: int, **loop: Any) -> Counter[str]:
@@ -59,7 +60,7 @@ def compare_drafter(contract: Any, verifier: str, sampling: Sampling, batch_size
 def compare_devices(
     title: str, build: Callable[..., Decoder], prompts: Sequence[list[int]], strategy: type[Any], waits: int
 ) -> Counter[str]:
-    """Decode on the CPU and on the simulated device; return the waits of the step with the largest number, by line.
+    """Decode on the CPU and on CUDA; return the waits of the step with the largest number, by line.
 
     Args:
         title: of the pair, for messages.
@@ -68,8 +69,8 @@ def compare_devices(
         waits: `DraftTraits.waits` of the drafter.
 
     Raises:
-        AssertionError: the devices differ in tokens or accepted drafts, a warning is logged on the simulated one only,
-            a tensor of a capture is still referenced, or a step waits more often than ``waits`` permits.
+        AssertionError: the devices differ in tokens or accepted drafts, or a warning is logged on CUDA only; on the
+            simulated device: a tensor of a capture is still referenced, or a step waits more often than ``waits`` permits.
     """
     with collected_warnings() as expected, host_only():
         want = _decode(build("cpu", **_LOOP), prompts)
@@ -91,7 +92,7 @@ def compare_devices(
     except (RuntimeError, TypeError) as error:
         place = _LINE.search(str(error))
         if place is None or "devices" not in str(error):
-            raise AssertionError(f"{title} fails on the simulated device: {_shortened(str(error))}") from error
+            raise AssertionError(f"{title} fails on CUDA: {_shortened(str(error))}") from error
         raise AssertionError(
             f"{title} mixes cuda:0 and cpu at {_place(place)} ({place['operation'].rpartition(' ')[2]}): make tensors "
             "on the device of those that the step passes"
@@ -100,11 +101,11 @@ def compare_devices(
         device.places = ()
     for i in want:
         assert results[i] == want[i], (
-            f"{title}: on prompt {i} the CPU yields tokens and accepted drafts {want[i]}, the simulated device "
+            f"{title}: on prompt {i} the CPU yields tokens and accepted drafts {want[i]}, CUDA "
             f"{results[i]}: memory is read that was not written, or an asynchronous copy before it arrived, or a "
             f"captured pass depends on more than its tensors{_suspects(counts, places)}"
         )
-    assert logged <= expected, f"{title} warns on the simulated device only: {sorted(logged - expected)}"
+    assert logged <= expected, f"{title} warns on CUDA only: {sorted(logged - expected)}"
     kept += map(_shortened, kept_tensors())
     assert not kept, (
         f"{title}: a tensor of a captured pass is kept, and the next replay overwrites it: {'; '.join(kept)}. Keep a "

@@ -23,7 +23,7 @@ from ..contracts.verifier import incompatible
 from ..engine.decoder import Decoder, Step
 from ..engine.validation import validate_draft
 from ..plugins import get
-from .device_comparison import BATCH_SIZES, SAMPLINGS, compare_drafter, require_simulated_device
+from .device_comparison import BATCH_SIZES, SAMPLINGS, compare_drafter, require_cuda
 from .draws import Counted
 from .interruptions import Interrupted, Place, interrupted
 from .settings import OneThread, Setting, Toys
@@ -366,9 +366,9 @@ class DrafterContract(OneThread):
                         f".tolist(), a mask as an index). Declare DraftTraits.waits if it must ({error})"
                     ) from error
 
-    def test_simulated_device(self) -> None:
-        """Decoding on the simulated GPU equals that on the CPU; a step waits as often as `DraftTraits.waits`."""
-        require_simulated_device()
+    def test_on_cuda(self) -> None:
+        """Decoding on CUDA equals that on the CPU; a step waits as often as `DraftTraits.waits`."""
+        require_cuda()
         for sampling in SAMPLINGS:
             for verifier in self.rules(sampling)[:1]:
                 for batch_size in BATCH_SIZES:

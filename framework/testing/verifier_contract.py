@@ -23,7 +23,7 @@ from ..contracts.verifier import Verifier, VerifierTraits, incompatible
 from ..engine.decoder import Decoder
 from ..engine.validation import validate_verdict
 from ..plugins import get
-from .device_comparison import compare_devices, require_simulated_device
+from .device_comparison import compare_devices, require_cuda
 from .settings import OneThread, Toys
 
 #: Draft length.
@@ -188,9 +188,9 @@ class VerifierContract(OneThread):
                     f"(bool(), int(), .item(), .tolist(), a mask as an index): {error}"
                 ) from error
 
-    def test_simulated_device(self) -> None:
-        """Decoding on the simulated GPU equals that on the CPU, and verify() does not wait for it."""
-        require_simulated_device()
+    def test_on_cuda(self) -> None:
+        """Decoding on CUDA equals that on the CPU, and verify() does not wait for it."""
+        require_cuda()
         for label in self.labels():
             drafter, config = DRAFTS[label].config(GAMMA)
 

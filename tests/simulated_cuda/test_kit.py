@@ -60,7 +60,7 @@ SLOW = {
 )
 def test_mistake_is_named(strategy: Any) -> None:
     with pytest.raises(AssertionError) as error:
-        contract(strategy).test_simulated_device()
+        contract(strategy).test_on_cuda()
     message = re.sub(r"[^ ]*mistakes_on_device\.py:\d+", "my_drafter.py:41", str(error.value))
     assert MISTAKES[strategy] in message.replace("mistakes_on_device", "my_drafter")
 
@@ -72,4 +72,4 @@ def test_messages_of_the_docs() -> None:
 
 @pytest.mark.parametrize("strategy", [mistakes.Chain, mistakes.Token])
 def test_honest_strategies_pass(strategy: Any) -> None:
-    contract(strategy).test_simulated_device()
+    contract(strategy).test_on_cuda()
