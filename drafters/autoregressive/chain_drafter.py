@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from ...framework.contracts.draft import Draft, Scores, Sequences, Verdict
 from ...framework.contracts.draft_kind import CHAIN
-from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
+from ...framework.contracts.drafter import DraftContext, DraftTraits, StrategyConfig
 from ...framework.contracts.lm import LM
 from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
 from ...framework.util.limits import MOST_LEVELS
-from .draft_model import DraftModel, LengthPolicy, grow_chain
+from .draft_model import DraftModel, LengthPolicy, ModelDrafter, grow_chain
 from .policies import POLICIES, Policy, Static
 
 
@@ -39,7 +38,7 @@ class PolicyConfig(StrategyConfig):
         return self.policy.make(self.gamma, batch_size)
 
 
-class ChainDrafter(Drafter):
+class ChainDrafter(ModelDrafter):
     """Autoregressive drafting, one forward pass of a model per token.
 
     At temperature 0 it drafts the argmax as a point mass, otherwise it samples and returns the distribution q, warped
@@ -47,12 +46,13 @@ class ChainDrafter(Drafter):
     """
 
     config: Any
+    policy: LengthPolicy
 
     def __init__(self, config: StrategyConfig, context: DraftContext):
         super().__init__(config, context)
         self.model = DraftModel(self.slots())
         self.sampling = context.sampling.at(self.config.temperature)
-        self.policy: LengthPolicy = self.config.lengths(context.batch_size)
+        self.policy = self.config.lengths(context.batch_size)
         self.policy.load(context)
         self._draft_lengths = [0] * context.batch_size
 
@@ -81,20 +81,6 @@ class ChainDrafter(Drafter):
 
     def reset(self) -> None:
         self.policy.reset()
-
-    @property
-    def passes(self) -> int:
-        return self.model.passes
-
-    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
-        self.model.prefill(prompts)
-
-    def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
-        self.model.start(row, prompt)
-        self.policy.start(row)
-
-    def free(self, row: int, finish_reason: str | None = None) -> None:
-        self.model.free(row)
 
     def propose(self, sequences: Sequences, rng: StepRng) -> Draft:
         self._draft_lengths = self.policy.draft_lengths(sequences.limit, sequences.occupied)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...framework.contracts.draft import Draft, Sequences, Verdict, on_device, take_rows
-from ...framework.contracts.drafter import DraftContext
+from ...framework.contracts.drafter import DraftContext, Drafter
 from ...framework.contracts.lm import LM
 from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
@@ -122,6 +122,28 @@ class DraftModel:
             return
         path = functional.pad(fed_index, (1, 0), value=-1).gather(1, verdict.path + 1)
         self.lm.commit(counts, path[:, : max(counts)])
+
+
+class ModelDrafter(Drafter):
+    """Base of the drafters that hold a model, and perhaps a length policy."""
+
+    model: DraftModel
+    policy: LengthPolicy | None = None
+
+    @property
+    def passes(self) -> int:
+        return self.model.passes
+
+    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
+        self.model.prefill(prompts)
+
+    def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
+        self.model.start(row, prompt)
+        if self.policy is not None:
+            self.policy.start(row)
+
+    def free(self, row: int, finish_reason: str | None = None) -> None:
+        self.model.free(row)
 
 
 class LengthPolicy:

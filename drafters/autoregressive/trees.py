@@ -23,7 +23,7 @@ from ...framework.contracts.rng import StepRng, draw_each
 from ...framework.contracts.sampling import Sampling
 from ...framework.util.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS, Limit
 from ...framework.util.static_trees import Family, TreeShape, tree_constant, tree_families
-from ...framework.util.tensors import Gathered, columns
+from ...framework.util.tensors import Gathered, columns, counting
 
 #: ``expand(tokens [B, W], parents [B, W]) -> logits [B, W, V]``; parents index the nodes fed so far, -1 = the root.
 Expand = Callable[[Tensor, Tensor], Tensor]
@@ -311,12 +311,18 @@ def _drawn(
 
 
 def ordered(scores: Tensor, k: int) -> Tensor:
-    """``[.., k]``: indices of the k largest ``scores [.., V]``, largest first, ties by lowest index (unlike topk)."""
-    best = []
-    for _ in range(k):
-        best.append(scores.argmax(-1))
-        scores = scores.scatter(-1, best[-1][..., None], -torch.inf)
-    return torch.stack(best, -1)
+    """``[.., k]``: indices of the k largest ``scores [.., V]``, largest first, ties by lowest index (unlike topk).
+
+    NaN comes first. Scores are compared in float32.
+    """
+    if k == 1:
+        return scores.argmax(-1, keepdim=True)
+    # One NaN for all, and 0.0 for -0.0.
+    bits = (scores.float().masked_fill(scores.isnan(), torch.nan) + 0.0).view(torch.int32)
+    indices = counting(scores.shape[-1], scores.device)
+    # The bits of a negative number grow as it falls. Lower bits order ties.
+    keys = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long() << 32 | ~indices & 0xFFFFFFFF
+    return ~keys.topk(k).values & 0xFFFFFFFF
 
 
 def grow_dynamic(

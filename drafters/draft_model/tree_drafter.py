@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 from torch import Tensor
 
-from ...framework.contracts.drafter import DraftContext, Drafter, StrategyConfig
-from ..autoregressive.draft_model import DraftModel
+from ...framework.contracts.drafter import DraftContext, StrategyConfig
+from ..autoregressive.draft_model import DraftModel, ModelDrafter
 
 
-class TreeDrafter(Drafter):
+class TreeDrafter(ModelDrafter):
     """A draft model, and the nodes of the last tree that it was fed.
 
     Attributes:
@@ -21,16 +19,3 @@ class TreeDrafter(Drafter):
         super().__init__(config, context)
         self.model = model
         self.fed_index: Tensor | None = None
-
-    @property
-    def passes(self) -> int:
-        return self.model.passes
-
-    def prefill(self, prompts: Mapping[int, Sequence[int]]) -> None:
-        self.model.prefill(prompts)
-
-    def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
-        self.model.start(row, prompt)
-
-    def free(self, row: int, finish_reason: str | None = None) -> None:
-        self.model.free(row)

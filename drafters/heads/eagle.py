@@ -16,11 +16,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ...framework.contracts.models import Checkpoint
-from ...framework.util.cache_argument import cache_argument
 from .config_keys import LAYOUTS, check_head_config
 from .eagle_weights import (
     biased,
@@ -28,7 +26,6 @@ from .eagle_weights import (
     decoder_layer,
     is_eagle3,
     layer_config,
-    mask_of,
     renamed,
     save_head_files,
     shared,
@@ -83,18 +80,8 @@ class EagleHead(FeatureHead):
         self.register_buffer("target_ids", target_ids, persistent=False)
         self.rotary_emb = Rotary(config)
 
-    def advance(self, embeds: Tensor, features: Tensor, position_ids: Tensor, mask: Any, cache: Any) -> Tensor:
-        out = self.fc(torch.cat([self.embedding_layernorm(embeds), features], -1))
-        rotary = self.rotary_emb(embeds, position_ids)
-        for i, layer in enumerate(self.layers):
-            out = layer(
-                out,
-                attention_mask=mask_of(mask, self.config, i),
-                position_embeddings=rotary,
-                position_ids=position_ids,
-                **{cache_argument(layer.forward): cache},
-            )
-        return out
+    def pairs(self, embeds: Tensor, features: Tensor) -> Tensor:
+        return self.fc(super().pairs(self.embedding_layernorm(embeds), features))
 
     def head_input(self, out: Tensor) -> Tensor:
         return self.pre_lm_head_layernorm(out)

@@ -12,6 +12,7 @@ most frequent tokens; q is 0 elsewhere.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from .eagle_weights import (
     decoder_layer,
     is_eagle3,
     layer_config,
-    mask_of,
     merged_config,
     renamed,
     save_head_files,
@@ -85,7 +85,7 @@ class Eagle3Head(FeatureHead):
 
         size, eps = config.hidden_size, config.rms_norm_eps
         self.config = config
-        self.norm_before_residual, self.feed_normed, self.head_norm = norm_before_residual, feed_normed, head_norm
+        self.feed_normed, self.head_norm = feed_normed, head_norm
         rows = len(embedding) if target_ids is None else len(target_ids)
         self.embed_tokens = nn.Embedding(len(embedding), size, _weight=embedding, _freeze=True)
         self.input_norm = LlamaRMSNorm(feature_size, eps) if norm_before_fc else None
@@ -95,7 +95,9 @@ class Eagle3Head(FeatureHead):
             decoder_layer(config, i, biased=biased, width=None if i else 2 * size)
             for i in range(config.num_hidden_layers)
         )
-        self.layers[0].hidden_norm = LlamaRMSNorm(size, eps)
+        first: Any = self.layers[0]
+        first.__class__ = _pair_layer(type(first))
+        first.hidden_norm, first.norm_before_residual = LlamaRMSNorm(size, eps), norm_before_residual
         self.norm = LlamaRMSNorm(size, eps)
         self.lm_head = nn.Linear(size, rows, bias=False) if head is None else shared(head, logit_scale)
         self.register_buffer("target_ids", target_ids, persistent=False)
@@ -107,20 +109,6 @@ class Eagle3Head(FeatureHead):
             hidden = torch.stack([norm(hidden[..., i, :]) for i, norm in enumerate(self.fc_norm)], -2)
         hidden = hidden.flatten(-2)
         return self.fc(hidden if self.input_norm is None else self.input_norm(hidden))
-
-    def advance(self, embeds: Tensor, features: Tensor, position_ids: Tensor, mask: Any, cache: Any) -> Tensor:
-        rotary = self.rotary_emb(embeds, position_ids)
-        first: Any = self.layers[0]
-        own = cache_argument(first.forward)
-        options = {"position_embeddings": rotary, "position_ids": position_ids, own: cache}
-        normed = first.hidden_norm(features)
-        pair = torch.cat([first.input_layernorm(embeds), normed], -1)
-        attended, _ = first.self_attn(hidden_states=pair, attention_mask=mask_of(mask, self.config, 0), **options)
-        out = (normed if self.norm_before_residual else features) + attended
-        out = out + first.mlp(first.post_attention_layernorm(out))
-        for i, layer in enumerate(self.layers[1:], 1):
-            out = layer(out, attention_mask=mask_of(mask, self.config, i), **options)
-        return out
 
     def recurrent(self, out: Tensor) -> Tensor:
         return self.norm(out) if self.feed_normed else out
@@ -153,7 +141,7 @@ class Eagle3Head(FeatureHead):
             tensors["d2t"] = ids - torch.arange(rows)
             tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
         more: dict[str, Any] = {"vocab_size": vocab, "draft_vocab_size": rows}
-        if self.norm_before_residual:
+        if self.layers[0].norm_before_residual:
             more["norm_before_residual"] = True
         if not self.head_norm:
             more["norm_output"] = False
@@ -164,6 +152,22 @@ class Eagle3Head(FeatureHead):
         if layers:
             more["eagle_aux_hidden_state_layer_ids"] = list(layers)
         save_head_files(directory, config_json(self.config, "LlamaForCausalLMEagle3", **more), tensors)
+
+
+@cache
+def _pair_layer(kind: type[Any]) -> type[Any]:
+    """Make the class of the first layer: a decoder layer on embeddings and features ``[B, W, 2 H]``."""
+
+    class PairLayer(kind):
+        def forward(self, pairs: Tensor, *, past_key_values: Any = None, **options: Any) -> Tensor:
+            embeds, features = pairs.chunk(2, -1)
+            normed = self.hidden_norm(features)
+            options[cache_argument(self.self_attn.forward)] = past_key_values
+            attended, _ = self.self_attn(torch.cat([self.input_layernorm(embeds), normed], -1), **options)
+            out = (normed if self.norm_before_residual else features) + attended
+            return out + self.mlp(self.post_attention_layernorm(out))
+
+    return PairLayer
 
 
 class Eagle3(FeatureDrafter):

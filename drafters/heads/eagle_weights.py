@@ -186,24 +186,18 @@ def decoder_layer(config: Any, index: int, *, biased: frozenset[str] = frozenset
     return layer
 
 
-def mask_of(mask: Any, config: Any, index: int) -> Tensor | None:
-    """Mask of one layer; ``mask`` is a dict by layer type if the head has sliding layers."""
-    return mask[config.layer_types[index]] if isinstance(mask, Mapping) else mask
-
-
 class OutputHead(nn.Linear):
     """A linear layer without bias, whose output is multiplied by ``scale``."""
 
     scale = 1.0
 
     def forward(self, input: Tensor) -> Tensor:
-        out = super().forward(input)
-        return out if self.scale == 1 else out * self.scale
+        return super().forward(input) * self.scale
 
 
-def shared(weight: Tensor, scale: float = 1.0) -> OutputHead:
+def shared(weight: Tensor, scale: float = 1.0) -> nn.Linear:
     """Make an output head on ``weight [rows, H]`` itself, not on a copy."""
-    linear = OutputHead(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear: Any = (nn.Linear if scale == 1 else OutputHead)(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight, linear.scale = nn.Parameter(weight, requires_grad=False), scale
     return linear
 

@@ -7,7 +7,6 @@ constant shift.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...framework.contracts.draft import on_device
+from ...framework.util.cache_argument import cache_argument
 
 
 @dataclass
@@ -62,14 +62,20 @@ class HeadModule(nn.Module):
         return self.lm_head
 
 
-class FeatureHead(HeadModule, ABC):
+class FeatureHead(HeadModule):
     """Base of the heads that draft token by token; they run over whole sequences or, with a cache, incrementally."""
+
+    layers: nn.ModuleList
+    rotary_emb: nn.Module
 
     def fuse(self, hidden: Tensor) -> Tensor:
         """Compute features ``[.., H]`` from ``hidden [.., L, Ht]``, the target's hidden states of L layers."""
         return hidden.to(self.dtype).flatten(-2)
 
-    @abstractmethod
+    def pairs(self, embeds: Tensor, features: Tensor) -> Tensor:
+        """Compute the input of the first layer from ``embeds [B, W, H]`` and ``features [B, W, H]``."""
+        return torch.cat([embeds, features], -1)
+
     def advance(self, embeds: Tensor, features: Tensor, position_ids: Tensor, mask: Any, cache: Any) -> Tensor:
         """Run the decoder layers on pairs of ``embeds [B, W, H]`` and ``features [B, W, H]``; return ``[B, W, H]``.
 
@@ -77,6 +83,12 @@ class FeatureHead(HeadModule, ABC):
             mask: attention mask of the layers, or a dict of masks by layer type.
             cache: a transformers cache, or ``None``.
         """
+        rotary, out = self.rotary_emb(embeds, position_ids), self.pairs(embeds, features)
+        for i, layer in enumerate(self.layers):
+            options: dict[str, Any] = {cache_argument(layer.forward): cache, "position_ids": position_ids}
+            own = mask[self.config.layer_types[i]] if isinstance(mask, Mapping) else mask
+            out = layer(out, attention_mask=own, position_embeddings=rotary, **options)
+        return out
 
     def recurrent(self, out: Tensor) -> Tensor:
         """Compute the features ``[B, W, H]`` to feed back from the last layer's output."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..util.tensors import counting
+from ..util.tensors import counting, eager_on_cpu
 
 
 @dataclass
@@ -187,6 +187,8 @@ class RaggedCache(Cache):
         return self
 
     def move(self, source: Tensor, target: Tensor) -> None:
+        if eager_on_cpu(source) and source.equal(target):
+            return
         rows = counting(source.shape[0], source.device)[:, None]
         indices = {source.device: (rows, source, target)}
         for layer in cast(list[RaggedLayer], self.layers):

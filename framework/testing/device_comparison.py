@@ -70,7 +70,7 @@ def compare_devices(
 
     Raises:
         AssertionError: the devices differ in tokens or accepted drafts, or a warning is logged on CUDA only; on the
-            simulated device: a tensor of a capture is still referenced, or a step waits more often than ``waits`` permits.
+            simulated device: a tensor of a capture is still referenced, or a step waits more often than permitted.
     """
     with collected_warnings() as expected, host_only():
         want = _decode(build("cpu", **_LOOP), prompts)

@@ -4,6 +4,7 @@ At temperature 0 the output is that of plain decoding, whatever the tree; the dr
 step to step; a node's distribution equals a fresh model's; and the dynamic tree equals that of a naive search.
 """
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from crossdraft.drafters.autoregressive.trees import grow_dynamic
+from crossdraft.drafters.autoregressive.trees import grow_dynamic, ordered
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.draft import Draft
 from crossdraft.framework.contracts.draft_kind import DELAYED_IID, DETERMINISTIC, IID
@@ -348,3 +349,12 @@ def test_dynamic_tree_is_that_of_naive_search(
         assert set(prefixes) == kept and len(prefixes) == len(kept)
         for node, prefix in enumerate(prefixes):
             assert place[row, node] == (fed.index(prefix) if prefix in fed else -1)
+
+
+@given(st.lists(st.sampled_from([-math.inf, -2.0, -0.0, 0.0, 1e-30, 1.0, math.inf, math.nan, -math.nan]), min_size=1))
+def test_ordered_by_score_then_index(scores: list[float]) -> None:
+    """Every token once, NaN first, ties by lowest index."""
+    ranks = [(1, -score) if score == score else (0, 0.0) for score in scores]
+    order = sorted(range(len(scores)), key=ranks.__getitem__)
+    for k in range(1, len(scores) + 1):
+        assert ordered(torch.tensor([scores]), k).tolist() == [order[:k]]

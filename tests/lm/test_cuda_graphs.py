@@ -105,8 +105,8 @@ def test_pass_does_not_wait_for_device(tiny_model: Callable) -> None:
 
 
 class HoldsItself:
-    def __init__(self, held: Any):
-        self.held, self.myself = held, self
+    def __init__(self, graph: Any):
+        self.graph, self.myself = graph, self
 
 
 @pytest.mark.gpu
@@ -114,6 +114,10 @@ class HoldsItself:
 def test_graph_in_a_reference_cycle_is_not_freed_during_a_capture() -> None:
     """A capture ends with an error if another graph is freed; Python frees cycles at any allocation."""
     recorder, x = cuda_graphs.CudaRecorder(torch.device("cuda")), torch.ones(2, device="cuda")
-    HoldsItself(recorder.record(x.double))
-    recorder.record(lambda: x.add_(sum(len(part) for part in [[i] for i in range(100_000)])))()
+
+    def add() -> None:
+        x.add_(len([[i] for i in range(100_000)]))
+
+    HoldsItself(recorder.record(add))
+    recorder.record(add)()
     assert x.tolist() == [100_001] * 2 and gc.isenabled()
