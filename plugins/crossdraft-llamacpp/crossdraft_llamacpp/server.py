@@ -63,9 +63,20 @@ class LlamaServer(EngineServer):
         }
 
     def event(self, data: Mapping[str, Any]) -> ServerEvent:
-        event = ServerEvent(list(data["tokens"]))
+        event = ServerEvent(self._completed(list(data["tokens"]), data.get("content", "")))
         if data["stop"]:
             event.finish_reason = "stop" if data["stop_type"] == "eos" else "length"
             if (timings := data.get("timings")) and "draft_n" in timings:
                 event.totals = timings["draft_n"], timings["draft_n_accepted"]
         return event
+
+    def _completed(self, tokens: list[int], text: str) -> list[int]:
+        """All tokens of ``text``: of a character of several tokens, llama.cpp sends the last one only."""
+        if not tokens or text.isascii():
+            return tokens
+        # Behind a line break, since some tokenizers put a space before a text.
+        before, both = (
+            list(self.cell.tokenizer(part, add_special_tokens=False)["input_ids"]) for part in ("\n", f"\n{text}")
+        )
+        complete = both[len(before) :]
+        return complete if complete[-len(tokens) :] == tokens and both[: len(before)] == before else tokens

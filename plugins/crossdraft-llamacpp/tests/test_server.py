@@ -10,6 +10,23 @@ from crossdraft_llamacpp.server import LlamaServer, LlamaServerOptions
 from crossdraft import Sampling
 
 
+def encode(text: str, **_: object) -> dict[str, list[int]]:
+    """Tokens are bytes; ``é`` is one token, and a text begins with a space of its own."""
+    return {"input_ids": [32, *(token for part in text for token in ([300] if part == "é" else part.encode()))]}
+
+
+def test_all_tokens_of_a_character() -> None:
+    """The server sends the last one only, with the whole character."""
+    cell = ServedCell(Path("t.gguf"), "auto", Sampling(temperature=0), 0, 1, 64, 0, (), (0,), encode)
+    server = LlamaServer(LlamaServerOptions(), cell, Path("logs"))
+    events = [([97], "a"), ([0x82], "🙂"), ([300], "é"), ([7], "ü"), ([0], "")]
+    sent = [(0.1 * i, server.event({"tokens": t, "content": c, "stop": False})) for i, (t, c) in enumerate(events)]
+    assert [event.tokens for _, event in sent] == [[97], [*"🙂".encode()], [300], [7], [0]]
+    last = server.event({"tokens": [], "content": "", "stop": True, "stop_type": "eos"})
+    response = server._response([*sent, (0.6, last)], 0.0, 16)
+    assert len(response.tokens) == 8 and [step.tokens for step in response.steps] == [1] * 8
+
+
 def test_warpers_have_the_order_of_transformers() -> None:
     sampling = Sampling(temperature=0.5, top_k=40, top_p=0.6, min_p=0.1)
     cell = ServedCell(Path("t.gguf"), "auto", sampling, 0, 1, 64, 0, (), (), None)

@@ -424,7 +424,10 @@ class EngineServer(ABC):
                 raise self._impossible("tokens or a second finish reason after the end of the response")
             values = {name: getattr(event, name) for name in ("finish_reason", "drafted", "accepted", "totals")}
             last |= {name: value for name, value in values.items() if value is not None}
-        steps = [ServedStep(seconds, len(event.tokens)) for seconds, event in events if event.tokens]
+        steps: list[ServedStep] = []
+        for seconds, event in events:
+            n = len(event.tokens)  # of engines that stream single tokens: those of a character, or one
+            steps += (ServedStep(seconds, size) for size in ([1] * n if self.tokens_per_event else [n] if n else []))
         tokens = [token for _, event in events for token in event.tokens]
         text = "".join(event.text for _, event in events if isinstance(event.text, str))
         if not tokens or ("finish_reason" not in last and len(tokens) <= max_tokens):
