@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ...framework.contracts.draft import Draft
 from ...framework.contracts.draft_kind import CHAIN, DETERMINISTIC, GREEDY_DRAFT, WITHOUT_REPLACEMENT
@@ -313,7 +314,7 @@ def _drawn(
 def ordered(scores: Tensor, k: int) -> Tensor:
     """``[.., k]``: indices of the k largest ``scores [.., V]``, largest first, ties by lowest index (unlike topk).
 
-    NaN comes first. Scores are compared in float32.
+    NaN comes first. Scores are compared in float32. Ranks beyond V have index 0.
     """
     if k == 1:
         return scores.argmax(-1, keepdim=True)
@@ -322,7 +323,8 @@ def ordered(scores: Tensor, k: int) -> Tensor:
     indices = counting(scores.shape[-1], scores.device)
     # The bits of a negative number grow as it falls. Lower bits order ties.
     keys = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long() << 32 | ~indices & 0xFFFFFFFF
-    return ~keys.topk(k).values & 0xFFFFFFFF
+    best = ~keys.topk(min(k, len(indices))).values & 0xFFFFFFFF
+    return functional.pad(best, (0, k - best.shape[-1]))
 
 
 def grow_dynamic(

@@ -353,8 +353,8 @@ def test_dynamic_tree_is_that_of_naive_search(
 
 @given(st.lists(st.sampled_from([-math.inf, -2.0, -0.0, 0.0, 1e-30, 1.0, math.inf, math.nan, -math.nan]), min_size=1))
 def test_ordered_by_score_then_index(scores: list[float]) -> None:
-    """Every token once, NaN first, ties by lowest index."""
+    """Every token once, NaN first, ties by lowest index; then 0."""
     ranks = [(1, -score) if score == score else (0, 0.0) for score in scores]
     order = sorted(range(len(scores)), key=ranks.__getitem__)
-    for k in range(1, len(scores) + 1):
-        assert ordered(torch.tensor([scores]), k).tolist() == [order[:k]]
+    for k in range(1, len(scores) + 3):
+        assert ordered(torch.tensor([scores]), k).tolist() == [[*order, 0, 0][:k]]
