@@ -13,6 +13,9 @@ import torch
 from crossdraft_layers import compiled_layers, small_batch_linear
 from torch import Tensor, nn
 
+from crossdraft.drafters.heads.eagle3 import Eagle3Head
+from crossdraft.drafters.heads.eagle_weights import make_config
+from crossdraft.drafters.heads.feature_head import FeatureHead
 from crossdraft.framework.lm.cuda_graphs import CaptureLimits, recording
 from crossdraft.framework.lm.layer_surgery import own_modules
 from crossdraft.framework.lm.transformers_lm import TransformersLM
@@ -67,17 +70,22 @@ PASSES = [-1, 0], [-1, 0, 1], [-1, -1, 0, 1]
 def logits(
     model: Any, rows: int, warm_up: CaptureLimits | None = WARM_UP, passes: Sequence[list[int]] = PASSES
 ) -> list[Tensor]:
-    """Logits of ``passes`` over chains and trees, in rows of different lengths."""
-    lm = TransformersLM(model, rows, 40)
+    """Logits of ``passes`` over chains and trees, in rows of different lengths; a head gets features of its width."""
+    lm, head = TransformersLM(model, rows, 40), isinstance(model, FeatureHead)
+
+    def inputs(*shape: int) -> dict[str, Tensor]:
+        size = model.config.hidden_size
+        return {"features": torch.linspace(-1, 1, size).expand(*shape, size).contiguous()} if head else {}
+
     for row in range(rows):
-        lm.start(row, range(5, 9 + 2 * row))
+        lm.start(row, range(5, 9 + 2 * row), **inputs(3 + 2 * row))
     outputs = []
     with recording(warm_up):
         for parents in passes:
             width = len(parents)
             tree = torch.tensor([parents] * rows) if parents[1:2] == [-1] else None
             tokens = torch.arange(rows * width).view(rows, width) + 11
-            outputs.append(lm.forward(tokens, tree)[0])
+            outputs.append(lm.forward(tokens, tree, **inputs(rows, width))[0])
             lm.commit([1] * rows, None if tree is None else torch.zeros(rows, 1, dtype=torch.long))
     return outputs
 
@@ -90,6 +98,18 @@ def plain(model: Any, rows: int, monkeypatch: Any, passes: Sequence[list[int]] =
     with monkeypatch.context() as context:
         context.setenv("CROSSDRAFT_COMPILED_LAYERS", "0")
         return logits(own_modules(model), rows, None, passes)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("normed", [False, True])
+def test_first_layer_of_an_eagle3_head(rows: int, normed: bool, monkeypatch: Any, traced: list[int]) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    head = Eagle3Head(make_config(**sizes), torch.randn(97, 32), 64, norm_before_residual=normed)
+    head.eval().requires_grad_(False)
+    expected = plain(head, rows, monkeypatch)
+    assert traced == []
+    assert close(logits(own_modules(head), rows), expected) and traced
 
 
 @pytest.mark.parametrize(("family", "rows"), [("llama", 1), ("qwen2", 3)])
