@@ -50,7 +50,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,8 @@ from crossdraft.framework.lm.attention.flex import DEVICES, FLEX
 
 #: Repetitions for a single prompt or batch, and the number of warm-up repetitions until all graphs are recorded.
 REPEATS, WARM_UP = 5, 2
+#: Steps that are profiled; reading the profile of a step takes longer than the step.
+PROFILED = 16
 LLAMA3_8B = LLAMA2_7B | {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256}
 #: Functions of the CUDA runtime and driver that launch work.
 LAUNCHES = {"kernels": ("cudaLaunchKernel", "cuLaunchKernel"), "graphs": ("cudaGraphLaunch",)}
@@ -275,7 +277,7 @@ def launches(bench: Bench) -> None:
             steps = bench.steps(decoder, prompts)
             next(steps)
             if repeat == WARM_UP + 1:
-                launched, count = profiled(steps, cuda)
+                launched, count = profiled(islice(steps, PROFILED), cuda)
             while repeat <= WARM_UP and decoder.occupied == len(prompts):
                 with counted_waits(bench.device) as result:
                     next(steps)
@@ -294,7 +296,7 @@ def launches(bench: Bench) -> None:
 
 
 def profiled(steps: Iterator[int], cuda: bool) -> tuple[Counter[str], int]:
-    """Launches by kind during the remaining steps, and the number of these steps."""
+    """Launches by kind during the steps, and their number."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities) as profiler:
         count = sum(1 for _ in steps)

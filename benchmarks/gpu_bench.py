@@ -358,4 +358,4 @@ class Bench:
             decoder.step()
             count += 1
             yield count
-        list(decoder.run([]))  # the other slots
+        decoder.abandon()  # the other sequences
