@@ -257,14 +257,16 @@ class CudaRecorder:
         self._shared: Any = {"pool": torch.cuda.graph_pool_handle(), "stream": torch.cuda.Stream(device)}
 
     def warm_up(self, run: Callable[[], Outputs]) -> Outputs:
-        # A synchronisation while recording would leave PyTorch's allocator and the recording stream in disorder.
-        thread = threading.get_ident()
-        with _reported_waits:
-            _waits.pop(thread, None)
-            outputs = run()
-        if (wait := _waits.pop(thread, None)) is not None:
-            raise RuntimeError(wait)
-        return outputs
+        # A synchronisation while recording would leave PyTorch's allocator and the recording stream in disorder. Code
+        # that is compiled in the first run, or a library that it loads, may wait then and never again.
+        thread, wait = threading.get_ident(), None
+        for _ in range(2):
+            with _reported_waits:
+                _waits.pop(thread, None)
+                outputs = run()
+            if (wait := _waits.pop(thread, None)) is None:
+                return outputs
+        raise RuntimeError(wait)
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         with _capture, torch.cuda.device(self._device):

@@ -61,7 +61,7 @@ def script() -> Iterator[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_every_part_runs_in_a_bare_environment(script: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:
-    options = {"--device": "cpu", "--limit": 1, "--max-new-tokens": 5, "--gamma": 2, "--batch": 2, "--out": tmp_path}
+    options = {"--device": "cpu", "--limit": 1, "--max-new-tokens": 40, "--gamma": 2, "--batch": 2, "--out": tmp_path}
     words = ["--tiny", *(str(word) for option in options.items() for word in option)]
     command = [sys.executable, "-c", BARE, str(SCRIPT), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)

@@ -155,6 +155,21 @@ def test_failed_recording_warns_once(
     ]
 
 
+@pytest.mark.parametrize("times", [1, 3])
+def test_function_that_waits_only_when_it_is_first_called_is_recorded(times: int, caplog: Any) -> None:
+    """Compiling waits for the device; what is compiled does not."""
+    call, calls = runner(), []
+
+    def waits(x: torch.Tensor) -> tuple[torch.Tensor]:
+        if len(calls) < times:
+            calls.append(x.tolist())
+        return (2 * x,)
+
+    with device.counting() as counts:
+        assert all(call(waits, ones(2))[0].tolist() == [2, 2] for _ in range(4))
+    assert (counts.captures, counts.replays) == ((1, 3) if times == 1 else (0, 0)), caplog.text
+
+
 class SomeModel:
     def __init__(self, place: str, **attributes: Any):
         self.device = torch.device(place)
