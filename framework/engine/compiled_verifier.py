@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -123,8 +122,8 @@ class CompiledVerifier:
 
         def verify(rng: StepRng, p: Tensor, *tensors: Tensor) -> tuple[Any, ...]:
             fields: dict[str, Any] = {"q": None, **dict(zip(names, tensors, strict=False))}
-            plain = _PlainDraft(**constants, **fields)
-            verdict, *state = self.verifier.verify_with_state(plain, p, rng, *tensors[len(names) :])
+            draft = Draft(**constants, **fields)
+            verdict, *state = self.verifier.verify_with_state(draft, p, rng, *tensors[len(names) :])
             return verdict.length, verdict.token, verdict.path, verdict.survival, *state
 
         def step(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -142,12 +141,3 @@ class CompiledVerifier:
 def _numbers(rng: UniformStepRng, n: int) -> Tensor:
     """Exactly ``n`` uniforms of each purpose."""
     return rng.table(n)[:, :, :n].contiguous()
-
-
-#: A draft without cached properties: Python 3.11 caches under a lock, which cannot be compiled. The compiler merges
-#: repeated computations.
-_PlainDraft: Any = type(
-    "_PlainDraft",
-    (Draft,),
-    {name: property(value.func) for name, value in vars(Draft).items() if isinstance(value, cached_property)},
-)

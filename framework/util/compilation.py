@@ -27,14 +27,21 @@ def compile_function(function: Callable[..., tuple[Tensor, ...]], inputs: list[T
 
     Ahead of time on a CPU: the guards that `torch.compile` evaluates on every call take longer than a small step.
     """
-    return aot_compile(function, inputs) if inputs[0].device.type == "cpu" else jit_compile(function)
+    return (aot_compile if inputs[0].device.type == "cpu" else trace_and_compile)(function, inputs)
 
 
-def jit_compile(function: Callable[..., Any], dynamic: bool | None = False) -> Callable[[list[Any]], Any]:
+def trace_and_compile(function: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor]) -> TensorFunction:
+    """Trace ``function`` before `torch.compile`, which refuses constant tensors, and in PyTorch 2.11 many objects."""
+    _check_compiler_caches()
+    compiled = torch.compile(export_function(function, inputs).module(), fullgraph=True, dynamic=False)
+    return lambda tensors: compiled(*tensors)
+
+
+def jit_compile(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
     _check_compiler_caches()
     # Compiled code is looked up by code object, one entry after the other; a copy of the code object has one entry.
     own = FunctionType(function.__code__.replace(), function.__globals__, closure=function.__closure__)
-    compiled = torch.compile(own, fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(own, fullgraph=True)
     return lambda tensors: compiled(*tensors)
 
 

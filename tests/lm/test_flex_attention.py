@@ -31,7 +31,7 @@ def traced(monkeypatch: Any) -> Iterator[list[int]]:
     """FlexAttention runs here; of every function that is compiled, how often it was."""
     counts: list[int] = []
 
-    def trace(step: Callable, dynamic: bool | None) -> Callable:
+    def trace(step: Callable) -> Callable:
         index = len(counts)
         counts.append(0)
 
@@ -40,7 +40,7 @@ def traced(monkeypatch: Any) -> Iterator[list[int]]:
             return graph
 
         own = FunctionType(step.__code__.replace(), step.__globals__, closure=step.__closure__)
-        compiled = torch.compile(own, fullgraph=True, dynamic=dynamic, backend=backend)
+        compiled = torch.compile(own, fullgraph=True, backend=backend)
         return lambda tensors: compiled(*tensors)
 
     monkeypatch.setattr(flex_attention, "DEVICES", ("cpu", "cuda"))
@@ -174,9 +174,7 @@ def test_unsupported_models_are_refused(tiny_model: Callable, traced: list[int],
     def fails(graph: Any, inputs: Any) -> Any:
         raise ValueError("no compiler")
 
-    monkeypatch.setattr(
-        flex_attention, "jit_compile", lambda run, dynamic: lambda t: torch.compile(run, backend=fails)(*t)
-    )
+    monkeypatch.setattr(flex_attention, "jit_compile", lambda run: lambda t: torch.compile(run, backend=fails)(*t))
     flex_attention._compiled.cache_clear()
     with pytest.raises(ModelError, match=r"could not compile flex_attention \(.*no compiler.*\); load"):
         flex_attention.ragged_flex(torch.nn.Module(), key, key, key, mask)

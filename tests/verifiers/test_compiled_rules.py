@@ -52,14 +52,14 @@ def test_compiled_verifier_matches_plain_one(name: str, shape: str) -> None:
     assert fused_as_usual(name, shape, [3, 4], 2000) > 0
 
 
-@pytest.mark.parametrize("name", ["token", "greedy-block", "specinfer"])
-def test_way_of_cuda_traces_rule_whole(name: str, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("name, shape", [("token", "chain"), ("greedy-block", "chain"), ("specinfer", "pair")])
+def test_way_of_cuda_traces_rule_whole(name: str, shape: str, monkeypatch: Any) -> None:
     """`torch.compile` up to code for a device: the graph that it made, run as it is."""
-    monkeypatch.setattr(compiled_verifier, "compile_function", lambda step, inputs: compilation.jit_compile(step))
+    monkeypatch.setattr(compiled_verifier, "compile_function", compilation.trace_and_compile)
     calls: list[Any] = []
     compile_ = functools.partial(torch.compile, backend="eager")
     monkeypatch.setattr(torch, "compile", lambda step, **options: calls.append(options) or compile_(step, **options))
-    assert fused_as_usual(name, "chain", range(2), 9) > 0
+    assert fused_as_usual(name, shape, range(2), 9) > 0
     assert calls and all(options["fullgraph"] for options in calls)
 
 

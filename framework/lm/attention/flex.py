@@ -137,4 +137,4 @@ def _compiled(shape: tuple[Any, ...], scaling: float | None, grouped: bool, capp
 
         return flex_attention(query, key, value, score, mask, scaling, grouped)
 
-    return jit_compile(run_capped if capped else run, dynamic=None)
+    return jit_compile(run_capped if capped else run)
