@@ -329,21 +329,19 @@ def counted_waits(device: torch.device) -> Iterator[Counter[str]]:
 
 
 def overhead(bench: Bench) -> None:
-    target = replace(bench.smollm2, eos_token_ids=())  # sequences do not end early
-    clocks = loop_overhead.ForwardClock(target.model), loop_overhead.ForwardClock(bench.small.model)
+    target, draft_model = replace(bench.smollm2, eos_token_ids=()), bench.small  # sequences do not end early
+    clocks = loop_overhead.ForwardClock(target.model), loop_overhead.ForwardClock(draft_model.model)
+    del bench.smollm2, bench.small  # clocks stay on their models, and would wait in the captures of later parts
     columns, new = loop_overhead.COLUMNS, bench.args.max_new_tokens
     table = bench.report.table("per cent of a step, SmolLM2, token verification, T = 1", ["drafter", "B", *columns])
-    try:
-        for size, small in product((1, 8), (None, bench.small)):
-            prompts, label = bench.prompts(target, size), "draft-model" if small else "none"
-            make = partial(bench.decoder, verifier="token", temperature=1.0, timed=True, gamma=bench.args.gamma)
-            decoder = make(target, small, size, new=new, longest=max(map(len, prompts)))
-            loop_overhead.watch(decoder, clocks)
-            result = loop_overhead.measure(decoder, clocks, prompts, 3 if bench.args.tiny else 40)
-            bench.report.add(table, label, size, *(result[column] for column in columns))
-            bench.report.number(f"overhead {label}, B = {size}, per cent of a step", result["outside"])
-    finally:  # their hooks would wait in the captures of later parts
-        del bench.smollm2, bench.small
+    for size, small in product((1, 8), (None, draft_model)):
+        prompts, label = bench.prompts(target, size), "draft-model" if small else "none"
+        make = partial(bench.decoder, verifier="token", temperature=1.0, timed=True, gamma=bench.args.gamma)
+        decoder = make(target, small, size, new=new, longest=max(map(len, prompts)))
+        loop_overhead.watch(decoder, clocks)
+        result = loop_overhead.measure(decoder, clocks, prompts, 3 if bench.args.tiny else 40)
+        bench.report.add(table, label, size, *(result[column] for column in columns))
+        bench.report.number(f"overhead {label}, B = {size}, per cent of a step", result["outside"])
 
 
 #: Parts in the order of their importance, and their shares of the time.

@@ -32,9 +32,8 @@ def compile_function(function: Callable[..., tuple[Tensor, ...]], inputs: list[T
 
 def trace_and_compile(function: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor]) -> TensorFunction:
     """Trace ``function`` before `torch.compile`, which refuses constant tensors, and in PyTorch 2.11 many objects."""
-    _check_compiler_caches()
-    compiled = torch.compile(export_function(function, inputs).module(), fullgraph=True, dynamic=False)
-    return lambda tensors: compiled(*tensors)
+    traced = export_function(function, inputs).module()
+    return jit_compile(lambda *tensors: traced(*tensors))
 
 
 def jit_compile(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
