@@ -118,11 +118,11 @@ class CompiledVerifier:
 
     def _compile(self, draft: Draft, names: Sequence[str], inputs: list[Tensor], rng: UniformStepRng) -> _Compiled:
         """Compile for ``inputs``: p, the fields ``names`` of the draft, and state; the code also takes the uniforms."""
-        constants: dict[str, Any] = {"kind": draft.kind, "levels": draft.levels, "children": draft.children}
+        constants = {"kind": draft.kind, "levels": draft.levels, "children": draft.children}
 
         def verify(rng: StepRng, p: Tensor, *tensors: Tensor) -> tuple[Any, ...]:
-            draft = Draft(**constants, **dict(zip(names, tensors, strict=False)))
-            verdict, *state = self.verifier.verify_with_state(draft, p, rng, *tensors[len(names) :])
+            fields: dict[str, Any] = {**constants, **dict(zip(names, tensors, strict=False))}
+            verdict, *state = self.verifier.verify_with_state(Draft(**fields), p, rng, *tensors[len(names) :])
             return verdict.length, verdict.token, verdict.path, verdict.survival, *state
 
         def step(*tensors: Tensor) -> tuple[Tensor, ...]:
