@@ -48,6 +48,7 @@ def rows(text: str) -> list[list[str]]:
     return [line for line in words if line[:1] == ["interrupting"] and line[1] in ("token", "block") and "." in line[2]]
 
 
+@pytest.mark.with_companions
 def test_partial_report_lists_finished_cells(
     interrupted: tuple[Path, str], capsys: Any, bench: Any, tmp_path: Path
 ) -> None:
@@ -85,6 +86,7 @@ def test_partial_report_lists_finished_cells(
     assert "Partial" not in page and "interrupted" not in page
 
 
+@pytest.mark.with_companions
 @needs_page
 def test_page(interrupted: tuple[Path, str], tmp_path: Path, capsys: Any) -> None:
     assert cli.main(["report", str(interrupted[0]), "--format", "html", "--out", str(tmp_path / "page.html")]) == 0

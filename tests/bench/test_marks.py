@@ -162,6 +162,7 @@ def test_marks_before_and_after_certificate(measured: Path, capsys: Any) -> None
     assert marks["liar"] == "not certified" and marks["honest"] == "lossy"
 
 
+@pytest.mark.with_companions
 def test_headline_needs_certified_pair(measured: Path) -> None:
     finished = read_run(measured)
     results = [r for r in finished.summary.results if not r.config.is_baseline and r.metrics]
@@ -179,6 +180,7 @@ def test_headline_needs_certified_pair(measured: Path) -> None:
     assert "run: honest is omitted: lossy" in notes
 
 
+@pytest.mark.with_companions
 @needs_page
 def test_html_page(measured: Path) -> None:
     from crossdraft_page.html.document import html_page
@@ -200,6 +202,7 @@ def test_html_page(measured: Path) -> None:
         assert [("number strong" in row) for row in rows if f'data-verifier="{name}"' in row] == [strong]
 
 
+@pytest.mark.with_companions
 @needs_page
 def test_legends_of_charts(measured: Path) -> None:
     from crossdraft_page.charts.charts import KINDS

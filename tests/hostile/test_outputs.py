@@ -17,6 +17,8 @@ from crossdraft.framework.cli import main as cli
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.util.output_files import check_output, replacing, writing_output
 
+pytestmark = pytest.mark.with_companions
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:

@@ -100,6 +100,7 @@ def check(run: Path, other: Path, file: Path, capsys: Any) -> None:
         assert code == 0 or file.name in err, err
 
 
+@pytest.mark.with_companions
 @settings(max_examples=25, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_changed_value(run: Path, tmp_path: Path, capsys: Any, data: Any) -> None:

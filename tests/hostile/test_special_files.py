@@ -46,6 +46,7 @@ FILES = ("recipe.json", "environment.json", "summary.csv", "summary.md", "cost_c
 CELL_FILES = ("config.json", "metrics.json", "responses.jsonl", "steps.parquet")
 
 
+@pytest.mark.with_companions
 @pytest.mark.parametrize("kind", SPECIAL)
 @pytest.mark.parametrize("name", [*FILES, *CELL_FILES])
 def test_in_run(kind: str, name: str, run: Path, refused: Any) -> None:
@@ -73,6 +74,7 @@ def test_in_list_of_runs(kind: str, run: Path, refused: Any, capsys: Any) -> Non
     assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.with_companions
 @pytest.mark.parametrize("kind", [*SPECIAL, "socket"])
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"])
 def test_in_model(kind: str, name: str, models: dict[str, str], tmp_path: Path, capsys: Any) -> None:

@@ -3,8 +3,10 @@
 import json
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from importlib.metadata import distributions
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,11 +29,16 @@ from crossdraft.framework.plugins import COMPANIONS, manager
 settings.register_profile("untimed", deadline=None, max_examples=50)
 settings.load_profile("untimed")
 
-#: Whose plug-ins these tests are about.
-OURS = ("crossdraft", "crossdraft-smollm2", *COMPANIONS.values())
+#: Whose plug-ins these tests are about: distributions that are installed. `pythonpath` also has folders of companions,
+#: where a build leaves metadata with entry points.
+_PLUGINS = Path(__file__).parents[2] / "plugins"
+_FOLDERS = [folder for folder in sys.path if not Path(folder).resolve().is_relative_to(_PLUGINS)]
+_INSTALLED = {distribution.name for distribution in distributions(path=_FOLDERS)}
+OURS = _INSTALLED & {"crossdraft", "crossdraft-smollm2", *COMPANIONS.values()}
 for _name, _ in manager().list_name_plugin():  # independent of other installed packages
     if _name.partition(":")[0] not in OURS:
         manager().unregister(name=_name)
+manager().broken_plugins = [one for one in manager().broken_plugins if one.provider.partition(" ")[0] in OURS]
 
 os.environ["CROSSDRAFT_COMPILED_LAYERS"] = "0"  # compiling takes longer than a test; tests/lm/test_compiled_layers.py
 torch.set_num_threads(1)  # the models are tiny: threads cost more than they gain
@@ -66,8 +73,12 @@ def drafts() -> dict[str, Callable]:
     return {label: kind.build for label, kind in DRAFTS.items()}
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks are selected by
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest file first: the others fill the other processes meanwhile."""
+    """The longest file first: the others fill the other processes meanwhile. Tests of distributions get a mark."""
+    for item in items:
+        if item.path.is_relative_to(_PLUGINS):
+            item.add_marker("plugin")
     items.sort(key=lambda item: item.path.name != "test_docs.py")
 
 
