@@ -7,6 +7,7 @@ so pickles that could run code are rejected.
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,10 +18,15 @@ from ..errors import ModelError, first_line
 from ..util.input_files import kind_of
 from .configs import INDEX, read_config, weight_map
 from .digests import weight_files, weights_sha256
-from .resolve import resolve
+from .resolve import listed, resolve
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+logger = logging.getLogger(__name__)
+#: Files of all weights, by their writers' usual names.
+_MAIN = ("model.safetensors", "pytorch_model.bin")
 
 
 def load_checkpoint(name: str) -> Checkpoint:
@@ -35,15 +41,7 @@ def load_checkpoint(name: str) -> Checkpoint:
     resolved = resolve(name, heads=True)
     path = resolved.path
     config = read_config(path)
-    files = weight_files(path)
-    if files and files[0].suffix == ".safetensors":
-        tensors: Mapping[str, Tensor] = Shards(_files(path, files))
-    else:
-        tensors = {}
-        for file in files:
-            file_tensors = _load_pytorch(file)
-            _check_duplicates(path, file, file_tensors.keys() & tensors.keys())
-            tensors |= file_tensors
+    tensors = _tensors(path, weight_files(path))
     if not tensors:
         raise ModelError(f"{path} does not contain tensors; give a directory of heads")
     return Checkpoint(name, path, config, tensors, resolved.source, weights_sha256(path))
@@ -82,23 +80,33 @@ class Shards(Mapping[str, "Tensor"]):
         return len(self._files)
 
 
-def _files(path: Path, files: list[Path]) -> dict[str, Path]:
-    """Tensor name -> file; indexed files are not opened."""
-    index, file_of = path / INDEX, {}
-    if kind_of(index):
-        file_of = {name: path / shard for name, shard in weight_map(index).items()}
-    for file in sorted(set(files) - set(file_of.values())):
-        names = list(_open_safetensors(file).keys())
-        _check_duplicates(path, file, file_of.keys() & set(names))
-        file_of |= dict.fromkeys(names, file)
-    return file_of
+def _tensors(path: Path, files: list[Path]) -> Mapping[str, Tensor]:
+    """The tensors of ``files``; those of safetensors are read lazily, and indexed files are not opened.
 
-
-def _check_duplicates(path: Path, file: Path, duplicates: set[str]) -> None:
-    if duplicates:
-        raise ModelError(
-            f"{path} contains {min(duplicates)} in several files ({file.name} is one); remove the duplicates"
-        )
+    The files of an index or, without one, `_MAIN` take precedence: another file that repeats one of their tensors is
+    left out with a remark.
+    """
+    index = path / INDEX
+    lazy = bool(files) and files[0].suffix == ".safetensors"
+    file_of = {name: path / shard for name, shard in weight_map(index).items()} if lazy and kind_of(index) else {}
+    loaded: dict[Path, dict[str, Tensor]] = {}
+    main, left_out = set(file_of.values()) or {path / name for name in _MAIN} & set(files), []
+    for file in sorted(set(files) - set(file_of.values()), key=lambda file: (file not in main, file)):
+        if not lazy:
+            loaded[file] = _load_pytorch(file)
+        names = set(_open_safetensors(file).keys() if lazy else loaded[file])
+        if duplicates := file_of.keys() & names:
+            if not main:
+                raise ModelError(
+                    f"{path} contains {min(duplicates)} in several files ({file.name} is one); remove the duplicates"
+                )
+            left_out.append(file.name)
+        else:
+            file_of |= dict.fromkeys(names, file)
+    if left_out:
+        kept = listed(file.name for file in main)
+        logger.warning("crossdraft: %s: %s is left out, as it repeats tensors of %s", path, listed(left_out), kept)
+    return Shards(file_of) if lazy else {name: loaded[file][name] for name, file in file_of.items()}
 
 
 def _open_safetensors(file: Path) -> Any:

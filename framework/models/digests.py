@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from ..contracts.models import ResolvedModel
 
 #: PyTorch files of published heads.
-PYTORCH_FILES = ("*.bin", "*.pt", "*.pth")
+SAFETENSORS, PYTORCH_FILES = ("*.safetensors",), ("*.bin", "*.pt", "*.pth")
+#: Files beside weights: the state of a training, and the same weights by Mistral's names.
+_NOT_WEIGHTS = re.compile("training_|trainer_|optimizer|scheduler|rng_state|random_states|consolidated")
 #: Suffixes of files without influence on the model.
 _PROSE = (".md", ".gitattributes", ".gitignore")
 #: Minimum bytes of files whose digests are cached on disk.
@@ -39,8 +41,10 @@ def embedding_sha256(weight: torch.Tensor) -> str:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Weight files of a model directory: safetensors if there are any, else PyTorch files."""
-    return sorted(directory.glob("*.safetensors")) or sorted(f for p in PYTORCH_FILES for f in directory.glob(p))
+    """Weight files of a model directory: safetensors if there are any, else PyTorch files; `_NOT_WEIGHTS` last."""
+    kinds = [sorted({f for p in patterns for f in directory.glob(p)}) for patterns in (SAFETENSORS, PYTORCH_FILES)]
+    own = [[file for file in files if not _NOT_WEIGHTS.match(file.name)] for files in kinds]
+    return next((files for files in (*own, *kinds) if files), [])
 
 
 def weights_sha256(path: Path) -> str:
@@ -83,7 +87,7 @@ def settings_sha256(path: Path) -> str:
     """
     if not path.is_dir():
         return ""
-    weights = {*weight_files(path), *(file for pattern in PYTORCH_FILES for file in path.glob(pattern))}
+    weights = {file for pattern in (*SAFETENSORS, *PYTORCH_FILES) for file in path.glob(pattern)}
     files = sorted(f for f in path.iterdir() if f.is_file() and f not in weights and f.suffix.lower() not in _PROSE)
     listing = ((file.name, file_sha256(file)) for file in files)
     return hashlib.sha256("".join(f"{digest}  {name}\n" for name, digest in listing).encode()).hexdigest()
