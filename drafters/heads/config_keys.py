@@ -14,47 +14,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from ...framework.contracts.models import Checkpoint
+from ...framework.util.foreign_keys import Key, Keys, ignored_keys, read_keys, refused_keys, unused_keys
 from .rotary import INTERLEAVED
 
 logger = logging.getLogger(__name__)
 
 
-class Key(NamedTuple):
-    """Treatment of a config key.
-
-    Attributes:
-        effect: "read"; "none"; "refused"; or "ignored", which is remarked.
-        reason: of the latter three.
-        neutral: values that request nothing; so does None.
-    """
-
-    effect: Literal["read", "none", "refused", "ignored"]
-    reason: str = ""
-    neutral: tuple[Any, ...] = ()
-
-
-Keys = Mapping[str, "Key | Keys"]
-
-
-def read_keys(*names: str) -> dict[str, Key]:
-    return dict.fromkeys(names, Key("read"))
-
-
-def unused_keys(reason: str, *names: str) -> dict[str, Key]:
-    return dict.fromkeys(names, Key("none", reason))
-
-
-def refused_keys(reason: str, **neutral: tuple[Any, ...]) -> dict[str, Key]:
-    return {name: Key("refused", reason, values) for name, values in neutral.items()}
-
-
-def ignored_keys(reason: str, **neutral: tuple[Any, ...]) -> dict[str, Key]:
-    return {name: Key("ignored", reason, values) for name, values in neutral.items()}
-
-
+#: Sections that may hold a head's options; the later ones take precedence, and all of them over the top.
+SECTIONS = ("eagle_config", "dflash_config", "dspark_config")
 #: Keys of any ``config.json``.
 _BOOKKEEPING = unused_keys(
     "it describes the file, the tokenizer, training or serving",
@@ -104,30 +74,16 @@ LAYERS: dict[str, Any] = {
     **read_keys("rope_theta", "partial_rotary_factor", "original_max_position_embeddings", *INTERLEAVED),
     "rope_parameters": _ROPE,
     "rope_scaling": _ROPE,
-    **unused_keys(
-        DECIDED_BY_TENSORS,
-        "num_hidden_layers",
-        "attention_bias",
-        "mlp_bias",
-        "qkv_bias",
-        "bias",
-        "qk_norm",
-        "use_qk_norm",
-    ),
-    **unused_keys(DECIDED_BY_TENSORS, "vocab_size", "draft_vocab_size", "norm_type"),
+    **unused_keys(DECIDED_BY_TENSORS, "num_hidden_layers", "attention_bias", "mlp_bias", "qkv_bias", "bias"),
+    **unused_keys(DECIDED_BY_TENSORS, "qk_norm", "use_qk_norm", "vocab_size", "draft_vocab_size", "norm_type"),
     **unused_keys(_TARGET, "num_target_layers", "target_hidden_size", "target_vocab_size", "target_layer_count"),
     **unused_keys(
         "it describes experts of the target; heads with experts are refused by their tensors",
         *("num_experts", "num_local_experts", "num_experts_per_tok", "n_routed_experts", "n_shared_experts", "n_group"),
         *("moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob", "decoder_sparse_step"),
         *("mlp_only_layers", "first_k_dense_replace", "moe_layer_freq", "topk_group", "topk_method", "scoring_func"),
-        *(
-            "routed_scaling_factor",
-            "aux_loss_alpha",
-            "seq_aux",
-            "num_nextn_predict_layers",
-            "interleave_moe_layer_step",
-        ),
+        *("routed_scaling_factor", "aux_loss_alpha", "seq_aux", "num_nextn_predict_layers"),
+        "interleave_moe_layer_step",
     ),
     **unused_keys(
         "heads with latent attention are refused by their tensors",
@@ -143,14 +99,13 @@ LAYERS: dict[str, Any] = {
     **ignored_keys(_ENGINES, attn_logit_softcapping=(0,), query_pre_attn_scalar=(), attention_chunk_size=()),
 }
 _CAUSAL = refused_keys("attention that is not causal is not supported", is_causal=(True,))
-_AUTOREGRESSIVE = {
+AUTOREGRESSIVE = {
     **LAYERS,
     **_CAUSAL,
     **read_keys("logit_scale"),
     **ignored_keys("SGLang applies it to heads, their trainers and vLLM do not", final_logit_softcapping=(0,)),
 }
-_EAGLE_CONFIG = {
-    **read_keys("eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state"),
+_EAGLE_OPTIONS = {
     **refused_keys(
         "such layers are not supported",
         use_mtp_layernorm=(False,),
@@ -158,23 +113,22 @@ _EAGLE_CONFIG = {
         parallel_draft_step=(0, 1),
     ),
     **unused_keys("it is used with parallel_draft_step", "parallel_draft_heads_num_layers"),
-    **unused_keys(
-        DECIDED_BY_TENSORS,
-        "use_input_layernorm_in_first_layer",
-        "use_last_layernorm",
-        "has_lm_head",
-        "draft_vocab_size",
-    ),
+    **unused_keys(DECIDED_BY_TENSORS, "use_input_layernorm_in_first_layer", "use_last_layernorm", "has_lm_head"),
+    **unused_keys(DECIDED_BY_TENSORS, "draft_vocab_size"),
 }
-EAGLE3 = {
-    **_AUTOREGRESSIVE,
-    "eagle_config": _EAGLE_CONFIG,
+EAGLE3_OPTIONS = {
+    **_EAGLE_OPTIONS,
     **read_keys("eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state", "norm_before_residual", "norm_output"),
     **read_keys("norm_before_fc", "fc_norm"),
     **unused_keys("it decides only how the file was trained", "embed_requires_grad", "ttt_length", "num_depths"),
     **unused_keys(DECIDED_BY_TENSORS, "num_aux_hidden_states"),
     **refused_keys("P-EAGLE heads are read by 'p-eagle'", parallel_drafting=(False,)),
 }
+
+
+def option_keys(options: Keys) -> dict[str, Any]:
+    """The table of ``options``, at the top of a config and in each of `SECTIONS`."""
+    return {**options, **dict.fromkeys(SECTIONS, options)}
 
 
 def file_keys(keys: Keys) -> dict[str, Any]:
@@ -186,7 +140,7 @@ def nested_keys(keys: Keys) -> dict[str, Any]:
     """`file_keys`, and the nested config of decoder layers."""
     return {
         **file_keys(keys),
-        "transformer_layer_config": {**_BOOKKEEPING, **read_keys("architectures"), **_AUTOREGRESSIVE},
+        "transformer_layer_config": {**_BOOKKEEPING, **read_keys("architectures"), **AUTOREGRESSIVE},
     }
 
 
@@ -209,12 +163,14 @@ LAYOUTS: dict[str, Layout] = {
     "eagle": Layout(
         nested_keys(
             {
-                **_AUTOREGRESSIVE,
-                "eagle_config": {
-                    **_EAGLE_CONFIG,
-                    **unused_keys("EAGLE-1 reads the last state", "eagle_aux_hidden_state_layer_ids"),
-                    **refused_keys("EAGLE-3 heads are read by 'eagle3'", use_aux_hidden_state=(False,)),
-                },
+                **AUTOREGRESSIVE,
+                **option_keys(
+                    {
+                        **_EAGLE_OPTIONS,
+                        **unused_keys("EAGLE-1 reads the last state", "eagle_aux_hidden_state_layer_ids"),
+                        **refused_keys("EAGLE-3 heads are read by 'eagle3'", use_aux_hidden_state=(False,)),
+                    }
+                ),
                 **unused_keys(
                     DECIDED_BY_TENSORS, "add_para_norm", "layernorms", "fusion_bias", "transformer_layer_architecture"
                 ),
@@ -222,7 +178,7 @@ LAYOUTS: dict[str, Layout] = {
         ),
         ("eagle", "hass"),
     ),
-    "eagle3": Layout(nested_keys(EAGLE3), ("eagle3",)),
+    "eagle3": Layout(nested_keys({**AUTOREGRESSIVE, **option_keys(EAGLE3_OPTIONS)}), ("eagle3",)),
     "medusa": Layout(
         file_keys(
             {
@@ -233,10 +189,9 @@ LAYOUTS: dict[str, Layout] = {
                 **unused_keys(DECIDED_BY_TENSORS, "hidden_size", "medusa_hidden_size"),
                 **unused_keys("it decides only how heads are served", "medusa_choices", "num_lookahead_tokens"),
                 **unused_keys(
-                    "it decides only how heads were trained", "medusa_lr_multiplier", "medusa_heads_coefficient"
-                ),
-                **unused_keys(
-                    "it decides only how heads were trained", "medusa_decay_coefficient", "medusa_only_heads"
+                    "it decides only how heads were trained",
+                    *("medusa_lr_multiplier", "medusa_heads_coefficient", "medusa_decay_coefficient"),
+                    "medusa_only_heads",
                 ),
             }
         ),

@@ -209,7 +209,7 @@ def read_head(
     Raises:
         ModelError: not an EAGLE-3 head, names or shapes do not fit, or the head was trained on other hidden states.
     """
-    raw, tensors = checkpoint.config, renamed(checkpoint)
+    tensors = renamed(checkpoint)
     if not is_eagle3(tensors):
         raise checkpoint.refused(
             "they are not EAGLE-3 heads: they have neither midlayer.hidden_norm nor layers.0.hidden_norm"
@@ -218,13 +218,13 @@ def read_head(
         if "mask_hidden" in tensors:
             raise checkpoint.refused("they are P-EAGLE heads (mask_hidden); use drafter 'p-eagle'")
         check_head_config(checkpoint, Eagle3.name, Eagle3.layout)
-    config = layer_config(checkpoint, tensors)
+    config, settings = layer_config(checkpoint, tensors), merged_config(checkpoint)
     tables = vocabulary(checkpoint, tensors, target, config.hidden_size)
     width = _feature_size(checkpoint, target, layers)
     for key, name in (("norm_before_fc", "input_norm."), ("fc_norm", "fc_norm.")):
-        if raw.get(key) and not any(tensor.startswith(name) for tensor in tensors):
+        if settings.get(key) and not any(tensor.startswith(name) for tensor in tensors):
             raise checkpoint.refused(f"config.json has {key}, but the tensors {name}* are missing")
-    projected = merged_config(checkpoint, "eagle_config").get("use_aux_hidden_state") is not False
+    projected = settings.get("use_aux_hidden_state") is not False
     if not projected and width != config.hidden_size:
         raise checkpoint.refused(
             f"they read one hidden state of width {config.hidden_size} (use_aux_hidden_state is false), but layers "
@@ -237,7 +237,7 @@ def read_head(
         width,
         head=tables.head,
         target_ids=tables.ids,
-        norm_before_residual=bool(raw.get("norm_before_residual", False)),
+        norm_before_residual=bool(settings.get("norm_before_residual", False)),
         norm_before_fc="input_norm.weight" in tensors,
         fc_norm=sum(key.startswith("fc_norm.") for key in tensors),
         feed_normed=feed_normed,
@@ -258,8 +258,8 @@ def _normed(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> tuple[bool
     that the normed output is fed back, as in EAGLE-3.1; the output is normed before the head in any case. In those
     earlier heads of SpecForge, false means that it is not normed there. A file of theirs has none of `FEEDS_NORMED`.
     """
-    value = checkpoint.config.get("norm_output")
-    newer = any(key in checkpoint.config for key in FEEDS_NORMED)
+    settings = merged_config(checkpoint)
+    value, newer = settings.get("norm_output"), any(key in settings for key in FEEDS_NORMED)
     if value is not None and not newer:
         trained = "norm.weight" in tensors and not bool((tensors["norm.weight"] == 1).all())
         remark(
@@ -277,9 +277,10 @@ def _normed(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> tuple[bool
 
 def named_layers(checkpoint: Checkpoint) -> list[int] | None:
     """Hidden states of the checkpoint's config, in the numbering of `Config.layers`; None if it has none."""
-    if merged_config(checkpoint, "eagle_config").get("use_aux_hidden_state") is False:
+    settings = merged_config(checkpoint)
+    if settings.get("use_aux_hidden_state") is False:
         return [-1]
-    ids = merged_config(checkpoint, "eagle_config").get("eagle_aux_hidden_state_layer_ids")
+    ids = settings.get("eagle_aux_hidden_state_layer_ids")
     if not ids:
         return None
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):

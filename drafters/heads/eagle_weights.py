@@ -19,24 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from ...framework.contracts.models import Checkpoint
-from .config_keys import refuse_assistant, remark
+from .config_keys import SECTIONS, refuse_assistant, remark
 from .rotary import Rotary, by_halves, interleaved, rope_parameters
 
 #: Keys of a Llama-like config that define a decoder layer; other keys are ignored.
 _LAYER_KEYS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "hidden_act",
-    "max_position_embeddings",
-    "sliding_window",
-    "use_sliding_window",
-    "max_window_layers",
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps"),
+    *("hidden_act", "max_position_embeddings", "sliding_window", "use_sliding_window", "max_window_layers"),
     "layer_types",
 )
+#: Tensors without effect: tables that old releases of transformers stored, and the scales of a quantised KV cache.
+UNUSED_TENSOR = re.compile(r".*(?:rotary_emb\.inv_freq|\.[kqv]_scale|\.kv_scale)")
 _BIAS = re.compile(r"layers\.\d+\.(?:self_attn|mlp)\.(\w+)\.bias")
 #: Prefixes of other layouts: EAGLE-3's, HASS's, and DSpark's of Model-Optimizer.
 _RENAMED = {
@@ -60,7 +53,7 @@ def renamed(checkpoint: Checkpoint) -> dict[str, Tensor]:
     checkpoint.refuse_quantized(checkpoint.tensors)
     out: dict[str, Tensor] = {}
     for name, tensor in checkpoint.tensors.items():
-        if name.endswith("rotary_emb.inv_freq"):  # computed from the config; old releases of transformers stored it
+        if UNUSED_TENSOR.fullmatch(name):
             continue
         key = name.removeprefix("model.")  # of NeMo
         for old, new in _RENAMED.items():
@@ -97,16 +90,29 @@ def layer_section(checkpoint: Checkpoint) -> dict[str, Any]:
     return raw
 
 
-def merged_config(checkpoint: Checkpoint, section: str) -> dict[str, Any]:
-    """The checkpoint's config, merged with one of its sections, which takes precedence where it has a value.
+def merged_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The checkpoint's config, merged with those of `SECTIONS`, which take precedence where they have a value.
 
     Raises:
-        ModelError: the section is not a mapping.
+        ModelError: a section is not a mapping.
     """
-    nested = checkpoint.config.get(section) or {}
-    if not isinstance(nested, dict):
-        raise checkpoint.refused(f"{section} is {nested!r:.80} in config.json; it must be a mapping")
-    return {**checkpoint.config, **{key: value for key, value in nested.items() if value is not None}}
+    merged = dict(checkpoint.config)
+    for section in SECTIONS:
+        nested = checkpoint.config.get(section) or {}
+        if not isinstance(nested, dict):
+            raise checkpoint.refused(f"{section} is {nested!r:.80} in config.json; it must be a mapping")
+        merged |= {key: value for key, value in nested.items() if value is not None}
+    return merged
+
+
+def with_options(checkpoint: Checkpoint, **options: Any) -> Checkpoint:
+    """A copy whose `merged_config` has other ``options``, written where the config has them."""
+    sections = {name: checkpoint.config[name] for name in SECTIONS if isinstance(checkpoint.config.get(name), dict)}
+    changed = {
+        name: {**nested, **{key: value for key, value in options.items() if key in nested}}
+        for name, nested in sections.items()
+    }
+    return checkpoint.with_config(**options, **changed)
 
 
 def layer_config(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> Any:
@@ -272,12 +278,12 @@ def vocabulary(checkpoint: Checkpoint, tensors: dict[str, Tensor], target: Any, 
         head = head[:rows].to(output.device, output.dtype)
         if ids is None and len(head) < rows:
             ids = torch.arange(len(head))
-    scale = settings.get("logit_scale")
-    scale = 1.0 if scale is None else scale
-    if type(scale) not in (int, float) or not math.isfinite(scale) or scale <= 0:
-        raise checkpoint.refused(f"logit_scale is {scale!r:.80} in config.json, which is not a positive number")
     return Vocabulary(
-        embedding if own is None else own, own is not None, output if head is None else head, ids, float(scale)
+        embedding if own is None else own,
+        own is not None,
+        output if head is None else head,
+        ids,
+        logit_scale(checkpoint, settings),
     )
 
 
@@ -296,17 +302,31 @@ def target_ids(checkpoint: Checkpoint, tensors: dict[str, Tensor], vocab_size: i
         return None
     if d2t.dim() != 1 or d2t.is_floating_point():
         raise checkpoint.refused(f"d2t is {d2t.dtype} {list(d2t.shape)}; it must be a list of integers")
-    ids = torch.arange(len(d2t)) + d2t.long()
     offsets = "d2t holds offsets, target id = drafted id + d2t[drafted id]"
-    outside = ((ids < 0) | (ids >= vocab_size)).nonzero()
-    if len(outside):
-        i = int(outside[0])
-        raise checkpoint.refused(f"d2t[{i}] = {int(d2t[i])} leads to id {int(ids[i])} of {vocab_size}; {offsets}")
-    if len(ids.unique()) != len(ids):
-        raise checkpoint.refused(f"d2t leads to the same target id twice; {offsets}")
+    ids = checked_ids(checkpoint, torch.arange(len(d2t)) + d2t.long(), vocab_size, "d2t", offsets)
     if t2d is not None and not torch.equal(t2d.bool().nonzero()[:, 0], ids.sort().values):
         raise checkpoint.refused(f"t2d marks other ids than d2t leads to; {offsets}")
     return ids
+
+
+def checked_ids(checkpoint: Checkpoint, ids: Tensor, end: int, table: str, hint: str) -> Tensor:
+    """Return ``ids [n]``. Raises ModelError if they are not distinct or not below ``end``; ``hint`` describes them."""
+    outside = ((ids < 0) | (ids >= end)).nonzero()
+    if len(outside):
+        i = int(outside[0])
+        raise checkpoint.refused(f"{table}[{i}] leads to id {int(ids[i])}, but valid ids are 0 to {end - 1}; {hint}")
+    if len(ids.unique()) < len(ids):
+        raise checkpoint.refused(f"{table} leads to the same id of the target twice; {hint}")
+    return ids
+
+
+def logit_scale(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> float:
+    """``logit_scale`` of a config, 1 without it. Raises ModelError unless it is a positive number."""
+    scale = settings.get("logit_scale")
+    scale = 1.0 if scale is None else scale
+    if type(scale) not in (int, float) or not math.isfinite(scale) or scale <= 0:
+        raise checkpoint.refused(f"logit_scale is {scale!r:.80} in config.json, which is not a positive number")
+    return float(scale)
 
 
 def save_head_files(directory: Path | str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

@@ -12,7 +12,7 @@ import inspect
 import reprlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,36 +26,10 @@ from ..contracts.sampling import Sampling
 from ..contracts.steps import StepEvent
 from ..engine.logits_processors import LogitsProcessors, Processor
 from ..errors import UsageError
+from ..util.foreign_keys import Key, read_keys, refused_keys, unused_keys
 from .build import StrategyLike
 from .generate import check_ids, pair_decoder
 from .generate_args import as_int, checked_sampling
-
-
-class GenerationSetting(NamedTuple):
-    """Treatment of a setting of transformers' ``generate``.
-
-    Attributes:
-        effect: "honoured"; "harmless", it changes no token here; or "refused".
-        reason: why it is harmless or refused.
-        neutral: if it is refused, the values that request nothing; so does None.
-    """
-
-    effect: Literal["honoured", "harmless", "refused"]
-    reason: str = ""
-    neutral: tuple[Any, ...] = ()
-
-
-def _honoured(*names: str) -> dict[str, GenerationSetting]:
-    return dict.fromkeys(names, GenerationSetting("honoured"))
-
-
-def _harmless(reason: str, *names: str) -> dict[str, GenerationSetting]:
-    return dict.fromkeys(names, GenerationSetting("harmless", reason))
-
-
-def _refused(reason: str, **neutral: tuple[Any, ...]) -> dict[str, GenerationSetting]:
-    return {name: GenerationSetting("refused", reason, values) for name, values in neutral.items()}
-
 
 _BATCH = "it reads the whole batch, but crossdraft scores each text separately"
 _WARPER = "only temperature, top_k, top_p and min_p can warp the distribution"
@@ -64,46 +38,46 @@ _MODE = "it requests another decoding method than sampling or greedy decoding"
 _DRAFTING = "it configures drafting by transformers, but the drafter of crossdraft drafts"
 
 #: Fields of the generation config.
-FIELDS: dict[str, GenerationSetting] = {
-    **_honoured(
+FIELDS: dict[str, Key] = {
+    **read_keys(
         *("max_length", "max_new_tokens", "min_length", "min_new_tokens"),
         *("eos_token_id", "pad_token_id", "bos_token_id", "forced_bos_token_id", "forced_eos_token_id"),
         *("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "no_repeat_ngram_size"),
         *("bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens"),
         *("exponential_decay_length_penalty", "num_return_sequences", "return_dict_in_generate"),
     ),
-    **_harmless("crossdraft has its own cache", "use_cache", "max_cache_len"),
-    **_harmless("prompts are prefilled in chunks in any case", "prefill_chunk_size"),
-    **_harmless("used only by transformers' own loop", "compile_config", "disable_compile"),
-    **_harmless("used only by generate_batch", "continuous_batching_config"),
-    **_harmless("used only by beam search", "early_stopping", "length_penalty", "diversity_penalty"),
-    **_harmless("used only by contrastive search", "low_memory"),
-    **_harmless("the softmax of normalised logits is the same distribution", "renormalize_logits"),
-    **_harmless("used only by encoder-decoder models", "decoder_start_token_id"),
-    **_harmless(
+    **unused_keys("crossdraft has its own cache", "use_cache", "max_cache_len"),
+    **unused_keys("prompts are prefilled in chunks in any case", "prefill_chunk_size"),
+    **unused_keys("used only by transformers' own loop", "compile_config", "disable_compile"),
+    **unused_keys("used only by generate_batch", "continuous_batching_config"),
+    **unused_keys("used only by beam search", "early_stopping", "length_penalty", "diversity_penalty"),
+    **unused_keys("used only by contrastive search", "low_memory"),
+    **unused_keys("the softmax of normalised logits is the same distribution", "renormalize_logits"),
+    **unused_keys("used only by encoder-decoder models", "decoder_start_token_id"),
+    **unused_keys(
         "used only by assistant models",
         *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
         *("assistant_lookbehind", "target_lookbehind"),
     ),
-    **_harmless("used only with prompt_lookup_num_tokens", "max_matching_ngram_size"),
-    **_harmless("records which version wrote the file", "transformers_version"),
-    **_refused(_BATCH, encoder_repetition_penalty=(1.0,), encoder_no_repeat_ngram_size=(0,)),
-    **_refused("it needs further passes of the model", guidance_scale=(1.0,)),
-    **_refused("only transformers can check its watermarks", watermarking_config=()),
-    **_refused("NaN or infinite logits raise an error", remove_invalid_values=(False,)),
-    **_refused("prompts are not changed", token_healing=(False,)),
-    **_refused(_WARPER, top_h=(), typical_p=(1.0,), epsilon_cutoff=(0.0,), eta_cutoff=(0.0,)),
-    **_refused(_STOP, max_time=(), stop_strings=()),
-    **_refused(_MODE, num_beams=(1,), num_beam_groups=(1,), penalty_alpha=(0.0,), dola_layers=()),
-    **_refused(_MODE, constraints=(), force_words_ids=()),
-    **_refused(_DRAFTING, use_mtp=(False,), is_assistant=(False,), prompt_lookup_num_tokens=()),
-    **_refused(_DRAFTING, assistant_early_exit=(), assistant_ensemble_weight=(), speculation_type=()),
-    **_refused(
+    **unused_keys("used only with prompt_lookup_num_tokens", "max_matching_ngram_size"),
+    **unused_keys("records which version wrote the file", "transformers_version"),
+    **refused_keys(_BATCH, encoder_repetition_penalty=(1.0,), encoder_no_repeat_ngram_size=(0,)),
+    **refused_keys("it needs further passes of the model", guidance_scale=(1.0,)),
+    **refused_keys("only transformers can check its watermarks", watermarking_config=()),
+    **refused_keys("NaN or infinite logits raise an error", remove_invalid_values=(False,)),
+    **refused_keys("prompts are not changed", token_healing=(False,)),
+    **refused_keys(_WARPER, top_h=(), typical_p=(1.0,), epsilon_cutoff=(0.0,), eta_cutoff=(0.0,)),
+    **refused_keys(_STOP, max_time=(), stop_strings=()),
+    **refused_keys(_MODE, num_beams=(1,), num_beam_groups=(1,), penalty_alpha=(0.0,), dola_layers=()),
+    **refused_keys(_MODE, constraints=(), force_words_ids=()),
+    **refused_keys(_DRAFTING, use_mtp=(False,), is_assistant=(False,), prompt_lookup_num_tokens=()),
+    **refused_keys(_DRAFTING, assistant_early_exit=(), assistant_ensemble_weight=(), speculation_type=()),
+    **refused_keys(
         "crossdraft has its own cache, on the model's device and in its dtype",
         cache_implementation=("dynamic", "static", "hybrid", "hybrid_chunked", "sliding_window"),
         cache_config=({},),
     ),
-    **_refused(
+    **refused_keys(
         "only sequences are returned",
         output_attentions=(False,),
         output_hidden_states=(False,),
@@ -113,19 +87,19 @@ FIELDS: dict[str, GenerationSetting] = {
 }
 
 #: Named arguments of transformers' ``generate``; its keywords are fields, or inputs of the model.
-ARGUMENTS: dict[str, GenerationSetting] = {
-    **_honoured("self", "inputs", "generation_config", "custom_generate", "streamer", "logits_processor"),
-    **_refused(_BATCH, prefix_allowed_tokens_fn=()),
-    **_refused(_STOP, stopping_criteria=([],)),
-    **_refused("devices that decode different texts make different numbers of steps", synced_gpus=(False,)),
-    **_refused(_DRAFTING, assistant_model=()),
-    **_refused("guidance is not supported", negative_prompt_ids=(), negative_prompt_attention_mask=()),
+ARGUMENTS: dict[str, Key] = {
+    **read_keys("self", "inputs", "generation_config", "custom_generate", "streamer", "logits_processor"),
+    **refused_keys(_BATCH, prefix_allowed_tokens_fn=()),
+    **refused_keys(_STOP, stopping_criteria=([],)),
+    **refused_keys("devices that decode different texts make different numbers of steps", synced_gpus=(False,)),
+    **refused_keys(_DRAFTING, assistant_model=()),
+    **refused_keys("guidance is not supported", negative_prompt_ids=(), negative_prompt_attention_mask=()),
 }
 #: Inputs of the model that are honoured or (the last two) harmless.
 _INPUTS = frozenset({"input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep"})
 #: Warpers of `Sampling` besides the temperature.
 _TOP = logits_process.TopKLogitsWarper | logits_process.TopPLogitsWarper | logits_process.MinPLogitsWarper
-_UNKNOWN = GenerationSetting("refused", "this version of crossdraft does not support it")
+_UNKNOWN = Key("refused", "this version of crossdraft does not support it")
 
 
 def custom_generate(
@@ -244,7 +218,7 @@ def sampling_of(config: GenerationConfig) -> Sampling:
 # -- settings that are refused ----------------------------------------------------------------------------
 
 
-def _check_setting(name: str, value: Any, setting: GenerationSetting) -> None:
+def _check_setting(name: str, value: Any, setting: Key) -> None:
     if setting.effect == "refused" and value is not None and not any(_equal(value, v) for v in setting.neutral):
         _refuse(name, value, setting.reason)
 

@@ -25,7 +25,7 @@ TRANSFORMERS = "transformers"
 #: Last parts of the names of a quantised weight's other tensors.
 _SCALES = {
     *("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_zero_point", "weight_packed", "input_scale"),
-    *("qweight", "qzeros", "scales", "g_idx", "absmax", "quant_map", "SCB", "k_scale", "v_scale"),
+    *("qweight", "qzeros", "scales", "g_idx", "absmax", "quant_map", "SCB"),
 }
 
 

@@ -17,6 +17,7 @@ from crossdraft import custom_generate
 from crossdraft.framework.api import custom_generate as door
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.util.cache_argument import cache_argument
+from crossdraft.framework.util.foreign_keys import Key
 
 CACHE = cache_argument(LlamaForCausalLM.forward)
 IDS = torch.tensor([[9, 8, 7, 9, 8, 7, 9]])
@@ -45,11 +46,11 @@ def fields() -> list[str]:
     return [name for name in vars(GenerationConfig()) if not name.startswith("_")]
 
 
-def names(table: dict[str, door.GenerationSetting], effect: str) -> list[str]:
+def names(table: dict[str, Key], effect: str) -> list[str]:
     return [name for name, setting in table.items() if setting.effect == effect]
 
 
-REFUSED, HARMLESS = names(door.FIELDS, "refused"), names(door.FIELDS, "harmless")
+REFUSED, HARMLESS = names(door.FIELDS, "refused"), names(door.FIELDS, "none")
 
 
 def test_every_field_of_this_transformers_is_in_table() -> None:
@@ -69,7 +70,7 @@ def test_docs_list_every_field_and_argument() -> None:
     honoured, rest = page.partition("**Honoured**")[2].split("**Rejected**")
     refused, harmless = rest.split("**Without effect")
     parts = {
-        honoured: names(door.FIELDS, "honoured"),
+        honoured: names(door.FIELDS, "read"),
         refused: [*REFUSED, *names(door.ARGUMENTS, "refused")],
         harmless: HARMLESS,
     }

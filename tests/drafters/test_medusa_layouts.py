@@ -117,15 +117,19 @@ def damaged() -> Iterator[Any]:
     )
     yield case(
         "vLLM, token map",
-        "token_map holds ids from 0 to 97, but valid ids are 0 to 96",
+        r"token_map\[\d+\] leads to id 97, but valid ids are 0 to 96",
         lambda t, c: t["token_map"].__setitem__(3, 97),
     )
     yield case(
         "vLLM, token map",
-        "token_map holds ids from -1 to 96, but valid ids are 0 to 96",
+        r"token_map\[\d+\] leads to id -1, but valid ids are 0 to 96",
         lambda t, c: t["token_map"].__setitem__(3, -1),
     )
-    yield case("vLLM, token map", "token_map holds an id twice", lambda t, c: t["token_map"].__setitem__(3, 3))
+    yield case(
+        "vLLM, token map",
+        "token_map leads to the same id of the target twice",
+        lambda t, c: t["token_map"].__setitem__(3, 3),
+    )
     yield case(
         "vLLM, token map",
         r"token_map \[13\] does not fit projections of 12 rows",

@@ -36,7 +36,7 @@ MEDUSA: dict[str, tuple[dict[str, Tensor], dict[str, Any], list[str]]] = {
     "vLLM's names, a head of 10^9": ({"blocks.999999999.layers.0.weight": SMALL}, {}, ["is not below"]),
     "another number of heads": ({}, {"medusa_num_heads": 10**9}, ["their config has 1000000000 heads"]),
     "another number of blocks": ({}, {"medusa_num_layers": 10**9}, ["their config has 1000000000 blocks"]),
-    "a scale that is a text": ({}, {"logit_scale": "loud"}, ["logit_scale is 'loud' in their config, which is not a number"]),
+    "a scale that is a text": ({}, {"logit_scale": "loud"}, ["logit_scale is 'loud' in config.json, which is not a positive number"]),
     "a scale that is NaN": ({}, {"logit_scale": float("nan")}, ["logit_scale is nan"]),
     "a size that is a text": ({}, {"hidden_size": "32"}, ["config.json: hidden_size is '32'"]),
     "a config of 10^9 layers": ({}, {"num_hidden_layers": 10**9}, ["the maximum is 1024"]),

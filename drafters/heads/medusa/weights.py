@@ -13,7 +13,6 @@ Multiple Decoding Heads", ICML 2024, equation 1. Layouts are detected by their k
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from itertools import islice
@@ -27,6 +26,7 @@ from torch.nn import functional
 from ....framework.contracts.models import Checkpoint
 from ....framework.errors import ModelError
 from ..config_keys import LAYOUTS, check_head_config
+from ..eagle_weights import checked_ids, logit_scale
 
 _INSIDE, _PREFIX = "medusa_head.", "medusa_heads."
 _BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
@@ -174,9 +174,7 @@ def read_heads(checkpoint: Checkpoint, target: Any, heads: int | None = None) ->
         rows = len(token_map)
     if rows is not None and rows > vocab_size:
         raise checkpoint.refused(f"their logits have {rows} entries, but the target's vocabulary has {vocab_size}")
-    scale = checkpoint.config.get("logit_scale", 1.0)
-    if not isinstance(scale, int | float) or not math.isfinite(scale):
-        raise checkpoint.refused(f"logit_scale is {scale!r:.80} in their config, which is not a number")
+    scale = logit_scale(checkpoint, checkpoint.config)
     if projections and scale != 1:
         tensors |= {key: tensors[key] * scale for key in projections}
     if invalid := [key for key, tensor in tensors.items() if not tensor.isfinite().all()]:
@@ -245,15 +243,8 @@ def _checked_map(checkpoint: Checkpoint, token_map: Tensor, rows: int | None, vo
     ids = token_map.long()
     if ids.dim() != 1 or rows is None or not 0 < len(ids) <= rows:
         raise checkpoint.refused(f"token_map {list(token_map.shape)} does not fit projections of {rows or 0} rows")
-    end, lowest, highest = vocab_size if rows == len(ids) else min(rows, vocab_size), int(ids.min()), int(ids.max())
-    if lowest < 0 or highest >= end:
-        raise checkpoint.refused(
-            f"token_map holds ids from {lowest} to {highest}, but valid ids are 0 to {end - 1}; it must list the "
-            "target's ids"
-        )
-    if len(ids.unique()) < len(ids):
-        raise checkpoint.refused("token_map holds an id twice")
-    return ids
+    end = vocab_size if rows == len(ids) else min(rows, vocab_size)
+    return checked_ids(checkpoint, ids, end, "token_map", "it must list the target's ids")
 
 
 def _head(checkpoint: Checkpoint, key: str) -> int:

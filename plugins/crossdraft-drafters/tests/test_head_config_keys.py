@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from crossdraft.drafters.heads import config_keys
-from crossdraft.drafters.heads.config_keys import Key
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.draft import Sequences
 from crossdraft.framework.contracts.models import Checkpoint
@@ -29,6 +28,7 @@ from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import ModelError
 from crossdraft.framework.lm.transformers_lm import TransformersLM
+from crossdraft.framework.util.foreign_keys import Key
 
 #: Those of the core and of the companion.
 LAYOUTS = config_keys.LAYOUTS | FURTHER_LAYOUTS
@@ -351,7 +351,6 @@ EAGLE3_CASES: dict[str, Case] = {
     "norm_output 4": ({"norm_output": False, "eagle_config": {"next_layer_regular": True}}, {}, None),
     "norm_output 5": ({"norm_output": False}, {"normed": False}, None),
     "use_aux_hidden_state": ({"use_aux_hidden_state": False}, {}, without_fc),
-    "eagle_config.use_aux_hidden_state": ({"eagle_config.use_aux_hidden_state": False}, {}, without_fc),
 }
 
 
@@ -364,29 +363,16 @@ def reduced(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 BLOCK_CASES: dict[str, Case] = {
     "is_causal": ({"is_causal": True}, {"causal": True}, None),
     "causal": ({"causal": True}, {"causal": True}, None),
-    "dflash_config.causal": ({"dflash_config.causal": True}, {"causal": True}, None),
     "dflash_config.causal 2": ({"dflash_config.causal": True, "is_causal": False}, {}, None),
     "block_size": ({"block_size": 6}, {"block": 6}, None),
-    "dflash_config.block_size": ({"dflash_config.block_size": 6}, {"block": 6}, None),
     "mask_token_id": ({"mask_token_id": 11, "dflash_config.mask_token_id": None}, {"mask": 11}, None),
-    "dflash_config.mask_token_id": ({"dflash_config.mask_token_id": 11}, {"mask": 11}, None),
     "sample_from_anchor": ({"sample_from_anchor": True}, {"from_anchor": True}, None),
-    "dflash_config.sample_from_anchor": ({"dflash_config.sample_from_anchor": False}, {"from_anchor": False}, None),
     "shift_label": ({"shift_label": True}, {"from_anchor": True}, None),
-    "dflash_config.shift_label": ({"dflash_config.shift_label": True}, {"from_anchor": True}, None),
     "input_embedding_scale": ({"input_embedding_scale": 3.0}, {"embedding_scale": 3.0}, None),
-    "dflash_config.input_embedding_scale": (
-        {"dflash_config.input_embedding_scale": 3.0},
-        {"embedding_scale": 3.0},
-        None,
-    ),
 }
 P_EAGLE_CASES: dict[str, Case] = {
     key: ({"mask_token_id": None, key: 11}, {"mask": 11}, None)
-    for key in (
-        *("mask_token_id", "ptd_token_id", "pard_token", "dflash_config.mask_token_id"),
-        *("dflash_config.ptd_token_id", "dflash_config.pard_token"),
-    )
+    for key in (*("mask_token_id", "ptd_token_id", "pard_token"),)
 }
 CASES: dict[str, dict[str, Case]] = {
     "eagle": {**DECODER_CASES, **AUTOREGRESSIVE_CASES},
@@ -428,6 +414,55 @@ def test_key_means_what_its_publisher_computes(target: Any, layout: str, key: st
         assert distance(expected, Plain(tensors, target, without).drafts(layout, hidden, TEXT, tokens)) > 1e-4
 
 
+def _nested_cases() -> Iterator[Any]:
+    """Options in each section; the first one of a layout's own section by default, as the same code reads all."""
+    for layout, own, cases in (
+        ("eagle3", "eagle_config", EAGLE3_CASES),
+        ("p-eagle", "dflash_config", P_EAGLE_CASES),
+        ("dflash", "dflash_config", BLOCK_CASES),
+        ("dspark", "dspark_config", BLOCK_CASES),
+    ):
+        for section in config_keys.SECTIONS:
+            marks = [] if section == own else [pytest.mark.slow]
+            for key in cases:
+                if "." not in key and " " not in key:
+                    yield pytest.param(layout, section, key, marks=marks)
+
+
+@pytest.mark.parametrize("layout, section, key", _nested_cases())
+@torch.inference_mode()
+def test_section_takes_precedence(target: Any, layout: str, section: str, key: str, caplog: Any) -> None:
+    """An option in a section means what it means at the top, whatever the top has, and is known there."""
+    patch, changes, change = CASES[layout][key]
+    tensors = tensors_of(layout) if change is None else change(tensors_of(layout))
+    options = {"layers": (-1,)} if "use_aux_hidden_state" in key else {}
+    nested = {f"{section}.{path}": value for path, value in patch.items() if value is not None}
+    other = {
+        path: None if value is None else not value for path, value in patch.items() if type(value) in (bool, type(None))
+    }
+    start = {"dflash_config.mask_token_id": None, "mask_token_id": 96} if "dflash_config" in CONFIGS[layout] else {}
+    config = patched(CONFIGS[layout], {**start, **other, **nested})
+    config_keys._remark.cache_clear()
+    hidden, q, tokens = drafted(target, layout, config, tensors, **options)
+    expected = Plain(tensors, target, replace(base(layout), **changes)).drafts(layout, hidden, TEXT, tokens)
+    assert distance(q, expected) < 1e-5
+    assert "not known" not in caplog.text
+
+
+@pytest.mark.parametrize("key, name", [("norm_before_fc", "input_norm"), ("fc_norm", "fc_norm")])
+@pytest.mark.parametrize("section", ["", "eagle_config."])
+def test_missing_norm_is_refused(target: Any, section: str, key: str, name: str) -> None:
+    with pytest.raises(ModelError, match=rf"has {key}, but the tensors {name}"):
+        load(target, "eagle3", patched(DECODER, {f"{section}{key}": True}), tensors_of("eagle3"))
+
+
+def test_scales_of_a_quantised_cache_are_ignored(target: Any) -> None:
+    for layout in DECODERS:
+        scales = {f"layers.0.self_attn.{name}_scale": torch.ones(()) for name in ("k", "v", "k_proj.k")}
+        plain = drafted(target, layout, CONFIGS[layout], tensors_of(layout))[1]
+        assert torch.equal(drafted(target, layout, CONFIGS[layout], {**tensors_of(layout), **scales})[1], plain)
+
+
 #: Keys that are read, but are proved by other tests: sizes, which show in the tensors (every case here); hidden states
 #: that the file was trained on (refusals, in the tests of each head); names of the layout; DFlash 2 and the other kinds
 #: of Markov heads (test_blocks); the frequencies of longer texts (refused by the slots).
@@ -451,6 +486,7 @@ def rows(keys: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Key]]
 def test_every_key_that_is_read_is_proved(layout: str) -> None:
     proved = {key.split(" ")[0] for key in CASES[layout]}
     sections = {"rope_scaling.": "rope_parameters.", "transformer_layer_config.": ""}
+    sections |= {f"{name}.": "" for name in config_keys.SECTIONS}
     lacking = set()
     for path, key in rows(LAYOUTS[layout].keys):
         for section, twin in sections.items():  # read by the same code

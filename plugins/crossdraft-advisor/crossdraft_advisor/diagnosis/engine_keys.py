@@ -156,7 +156,7 @@ def further_keys(config: Mapping[str, Any], drafter: str) -> Iterator[tuple[str,
 
 
 def _read(config: Mapping[str, Any], keys: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    from crossdraft.drafters.heads.config_keys import Key
+    from crossdraft.framework.util.foreign_keys import Key
 
     for name, value in config.items():
         key = keys.get(name)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from crossdraft.drafters.heads.config_keys import FEEDS_NORMED
+from crossdraft.drafters.heads.eagle_weights import merged_config, with_options
 from crossdraft.drafters.heads.rotary import INTERLEAVED, interleaved
 from crossdraft.framework.contracts.misconfiguration import Misconfiguration
 from crossdraft.framework.contracts.models import Checkpoint
@@ -213,12 +214,12 @@ def _swapped_inputs(checkpoint: Checkpoint, target: Any) -> Iterator[Misconfigur
 
 def _eagle3_norms(checkpoint: Checkpoint, layers: int) -> Iterator[Misconfiguration]:
     """Yield heads with and without norms of the features of ``layers`` layers, and with another residual."""
-    config = checkpoint.config
+    config = merged_config(checkpoint)
     before = bool(config.get("norm_before_residual", False))
     yield Misconfiguration(
         f"the residual of the first layer is taken {'before' if before else 'after'} the norm of the feature",
         f"write norm_before_residual: {str(not before).lower()} into the heads' config.json",
-        change=lambda heads: heads.with_config(norm_before_residual=not before),
+        change=lambda heads: with_options(heads, norm_before_residual=not before),
     )
     configured = config.get("norm_output")
     for mistake, value in (
@@ -231,7 +232,7 @@ def _eagle3_norms(checkpoint: Checkpoint, layers: int) -> Iterator[Misconfigurat
         yield Misconfiguration(
             mistake,
             f"write norm_output: {json.dumps(value)} into the heads' config.json",
-            change=methodcaller("with_config", norm_output=value),
+            change=partial(with_options, norm_output=value),
         )
     normed = ("input_norm.", "fc_norm.", "model.input_norm.", "model.fc_norm.")
     fc = checkpoint.tensors.get(_name(checkpoint, "fc.weight"))
@@ -240,7 +241,7 @@ def _eagle3_norms(checkpoint: Checkpoint, layers: int) -> Iterator[Misconfigurat
         yield Misconfiguration(
             "features are not normed before fc",
             "leave the norm before fc out of the heads' tensors",
-            change=lambda heads: heads.with_tensors({}, normed).with_config(**disabled),
+            change=lambda heads: with_options(heads.with_tensors({}, normed), **disabled),
         )
     elif fc is not None:
         width = fc.shape[1] // layers

@@ -5,21 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from crossdraft.drafters.heads.config_keys import (
+    AUTOREGRESSIVE,
     DECIDED_BY_TENSORS,
-    EAGLE3,
+    EAGLE3_OPTIONS,
     LAYERS,
-    Key,
     Layout,
     file_keys,
     nested_keys,
-    read_keys,
-    refused_keys,
-    unused_keys,
+    option_keys,
 )
+from crossdraft.framework.util.foreign_keys import Key, read_keys, refused_keys, unused_keys
 
 _BLOCK_OPTIONS: dict[str, Any] = {
     **read_keys("mask_token_id", "block_size", "target_layer_ids", "aux_hidden_state_layer_ids", "sample_from_anchor"),
-    **read_keys("shift_label", "causal", "input_embedding_scale"),
+    **read_keys("shift_label", "causal", "is_causal", "input_embedding_scale"),
+    **unused_keys("sliding layers are refused", "sliding_window_non_causal"),
     **refused_keys("only the whole text is attended", use_swa=(False,)),
     **unused_keys("it is used with use_swa", "swa_window_size"),
     **refused_keys(
@@ -35,12 +35,6 @@ _BLOCK_OPTIONS: dict[str, Any] = {
         "it decides only how the file was trained",
         *("num_anchors", "loss_decay_gamma", "confidence_head_alpha", "markov_head_alpha", "max_anchors"),
     ),
-}
-_BLOCKS = {
-    **LAYERS,
-    **_BLOCK_OPTIONS,
-    **read_keys("is_causal", "logit_scale"),
-    **unused_keys("sliding layers are refused", "sliding_window_non_causal"),
 }
 _DFLASH = {
     **read_keys("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
@@ -62,23 +56,28 @@ _DSPARK = {
     "projector_type": Key("refused", "other heads on DFlash's layers are not supported", ("dspark",)),
 }
 
+_LAYERS = {**LAYERS, **read_keys("logit_scale")}
+_SAMPLED = ("down_sample_ratio", "down_sample_ratio_min")
+
 #: By drafter.
 LAYOUTS: dict[str, Layout] = {
     "p-eagle": Layout(
         nested_keys(
             {
-                **EAGLE3,
-                **read_keys("mask_token_id", "ptd_token_id", "pard_token", "parallel_drafting"),
-                "dflash_config": read_keys("mask_token_id", "ptd_token_id", "pard_token"),
-                **unused_keys("it decides only how the file was trained", "down_sample_ratio", "down_sample_ratio_min"),
+                **AUTOREGRESSIVE,
+                **option_keys(
+                    {
+                        **EAGLE3_OPTIONS,
+                        **read_keys("mask_token_id", "ptd_token_id", "pard_token", "parallel_drafting"),
+                        **unused_keys("it decides only how the file was trained", *_SAMPLED),
+                    }
+                ),
             }
         ),
         ("peagle",),
     ),
-    "dflash": Layout(
-        nested_keys({**_BLOCKS, **_DFLASH, "dflash_config": {**_BLOCK_OPTIONS, **_DFLASH}}), ("dflash", "dflash2")
-    ),
-    "dspark": Layout(nested_keys({**_BLOCKS, **_DSPARK, "dflash_config": {**_BLOCK_OPTIONS, **_DSPARK}}), ("dspark",)),
+    "dflash": Layout(nested_keys({**_LAYERS, **option_keys({**_BLOCK_OPTIONS, **_DFLASH})}), ("dflash", "dflash2")),
+    "dspark": Layout(nested_keys({**_LAYERS, **option_keys({**_BLOCK_OPTIONS, **_DSPARK})}), ("dspark",)),
     "mtp": Layout(
         file_keys(
             {

@@ -46,6 +46,7 @@ from crossdraft.drafters.heads.eagle_weights import (
     renamed,
     shared,
     vocabulary,
+    with_options,
 )
 from crossdraft.drafters.heads.feature_head import HeadModule
 from crossdraft.drafters.heads.rotary import Rotary
@@ -285,13 +286,13 @@ class DFlash(BlockDrafter):
         yield Misconfiguration(
             f"positions of a block attend to {'the whole block' if causal else 'those before them only'}",
             f"write is_causal: {str(not causal).lower()} into the heads' config.json",
-            change=lambda heads: _with_options(heads, is_causal=not causal),
+            change=lambda heads: with_options(heads, is_causal=not causal),
         )
         drafts = not _from_anchor(heads, heads.tensors)
         yield Misconfiguration(
             f"the root's position {'drafts, too' if drafts else 'does not draft'}",
             f"write sample_from_anchor: {str(drafts).lower()} into the heads' config.json",
-            change=lambda heads: _with_options(heads, sample_from_anchor=drafts),
+            change=lambda heads: with_options(heads, sample_from_anchor=drafts),
         )
 
     def load(self, checkpoint: Checkpoint) -> DFlashHead:
@@ -371,7 +372,7 @@ def backbone(
         "mask_token": _number(checkpoint, "mask_token_id", 0, len(tables.embedding) - 1),
         "from_anchor": _from_anchor(checkpoint, tensors),
         "causal": _causal(checkpoint),
-        "scale": scale * float(merged_config(checkpoint, "dflash_config").get("input_embedding_scale") or 1),
+        "scale": scale * float(merged_config(checkpoint).get("input_embedding_scale") or 1),
         "logit_scale": tables.scale,
         "fc_bias": "fc.bias" in tensors,
         "biased": biased(tensors),
@@ -398,7 +399,7 @@ def _dflash2(checkpoint: Checkpoint, tensors: dict[str, Tensor], options: dict[s
 
 
 def _number(checkpoint: Checkpoint, key: str, minimum: int, maximum: int) -> int:
-    value = merged_config(checkpoint, "dflash_config").get(key)
+    value = merged_config(checkpoint).get(key)
     if type(value) is not int or not minimum <= value <= maximum:
         fault = "config.json lacks" if value is None else f"config.json has {value!r:.80} for"
         raise checkpoint.refused(f"{fault} {key}, a whole number from {minimum} to {maximum}")
@@ -407,17 +408,11 @@ def _number(checkpoint: Checkpoint, key: str, minimum: int, maximum: int) -> int
 
 def _flag(checkpoint: Checkpoint, *keys: str) -> bool | None:
     """The first of the options that the config sets. Raises ModelError if it is neither true nor false."""
-    settings = merged_config(checkpoint, "dflash_config")
+    settings = merged_config(checkpoint)
     key = next((key for key in keys if settings.get(key) is not None), None)
     if key is not None and type(settings[key]) is not bool:
         raise checkpoint.refused(f"config.json has {settings[key]!r:.80} for {key}, which is neither true nor false")
     return None if key is None else settings[key]
-
-
-def _with_options(checkpoint: Checkpoint, **options: bool) -> Checkpoint:
-    """A copy with other ``options``, in the section that takes precedence."""
-    nested = checkpoint.config.get("dflash_config")
-    return checkpoint.with_config(**options, dflash_config={**(nested or {}), **options})
 
 
 def _from_anchor(checkpoint: Checkpoint, tensors: Iterable[str]) -> bool:
@@ -466,7 +461,7 @@ def named_layers(checkpoint: Checkpoint, depth: int) -> list[int] | None:
     ``aux_hidden_state_layer_ids`` (speculators) has this numbering; ``target_layer_ids`` (the authors, DeepSpec) number
     outputs of layers, -1 = the embedding.
     """
-    settings = merged_config(checkpoint, "dflash_config")
+    settings = merged_config(checkpoint)
     for key, offset in (("aux_hidden_state_layer_ids", 0), ("target_layer_ids", 1)):
         ids = settings.get(key)
         if ids is None:

@@ -168,7 +168,7 @@ class DSpark(DFlash):
         options = backbone(checkpoint, tensors, target, self.config.layers)
         rank, width = (_width(tensors, key) for key in ("markov_head.markov_w1", "confidence_head.proj"))
         kind = next((kind for kind, key in _KINDS.items() if key in tensors), "vanilla")
-        configured = merged_config(checkpoint, "dflash_config").get("markov_head_type", kind)
+        configured = merged_config(checkpoint).get("markov_head_type", kind)
         if rank and configured != kind:
             raise checkpoint.refused(
                 f"markov_head_type is {configured!r:.80} in config.json, but the tensors are those of {kind}"

@@ -126,7 +126,7 @@ class PEagle(BlockDrafter):
 
 def _mask_token(checkpoint: Checkpoint, rows: int) -> int:
     """Read the id of the mask token."""
-    settings = merged_config(checkpoint, "dflash_config")
+    settings = merged_config(checkpoint)
     token = next((settings[key] for key in _MASK_KEYS if settings.get(key) is not None), None)
     if type(token) is not int or not 0 <= token < rows:
         fault = f"config.json lacks {_MASK_KEYS[0]}" if token is None else f"config.json has mask token {token!r:.80}"
