@@ -143,6 +143,8 @@ class Servers:
         repeat = rates_of(rng, count, gamma, level)
         if fault == "healthy":
             pass
+        elif fault == "healthy, one to three tokens":
+            rates = rates_of(rng, count, int(rng.integers(1, 4)), rng.uniform(0.3, 3.5))
         elif fault == "lower at all positions":
             rates = rates_of(rng, count, gamma, rng.uniform(-2.2, -0.9))
         elif fault == "nothing at any position":
@@ -173,6 +175,7 @@ class Servers:
 
 FAULTS = (
     "healthy",
+    "healthy, one to three tokens",
     "lower at all positions",
     "nothing at any position",
     "the first position only",

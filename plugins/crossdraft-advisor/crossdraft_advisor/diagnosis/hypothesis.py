@@ -37,6 +37,8 @@ _RATES = expit(GRID)
 CLEAR_SHARE, _ALIKE = 0.9, 10.0
 #: Bounds of the interval of an expected rate.
 _LOW, _HIGH = 0.025, 0.975
+#: Prior of `NONE`, in those of a hypothesis: few servers have a shape that is not in the catalogue.
+_NONE_PRIOR = 0.05
 #: Log-likelihood below that of independent rates, from which on a rate is evidence against a hypothesis.
 _AGAINST = -math.log(3.0)
 
@@ -189,6 +191,7 @@ NONE = Hypothesis(
     "",
     (Curve(),),
     (Shift(2.0), Shift(2.0, first=True)),
+    _NONE_PRIOR,
 )
 
 

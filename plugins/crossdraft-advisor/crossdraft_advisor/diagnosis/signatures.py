@@ -15,14 +15,16 @@ from ..engines.acceptance import Acceptance
 from .hypothesis import Counts, Hypothesis, Level, Shift, Walk
 
 #: Conditional acceptance rates of drafters that are sound, weak, without effect, and behind a cliff.
-_USUAL, _WEAK = Level(0.85, 0.8, low=0.4), Level(-1.0, 0.9, low=0.06, high=0.4)
+_USUAL, _WEAK = Level(1.0, 1.3, low=0.4), Level(-1.0, 0.9, low=0.06, high=0.4)
 _NOTHING, _FALLEN = Level(-4.0, 1.5, high=0.06), Level(-2.5, 1.5, high=0.3)
 _HEADS = "crossdraft diagnose --target TARGET --drafter DRAFTER"
 _FILES = f"{_HEADS} --files"
 _MATCH = f"{_HEADS} --replay responses.jsonl --counters FILE --as ENGINE"
+#: Name of the signature of a sound drafter.
+HEALTHY = "healthy"
 #: A clear fall of logit h in the second source, at all positions or at the first.
 _FALL = (Shift(1.0, fall=0.7), Shift(1.0, fall=0.7, first=True))
-_HEALTHY = (Walk(_USUAL), Walk(_USUAL, 0.1))
+_HEALTHY = (Walk(_USUAL), Walk(_USUAL, 0.1), Walk(_USUAL, 0.7), Walk(_USUAL, turn=2, after=_USUAL, step_after=0.35))
 #: Drafts of a source that does not have their number.
 _MANY = 1e9
 
@@ -78,9 +80,7 @@ def signatures(sources: Sequence[CounterSource], gamma: int) -> Iterator[Hypothe
     """Yield the catalogue for one source, or for two that differ by some of `CIRCUMSTANCES`."""
     # Sampled drafts are accepted more or less often than greedy ones.
     shifts = (Shift(), Shift(0.5)) if differs(sources, "temperature") else (Shift(),)
-    yield Hypothesis(
-        "healthy", "no sign of a fault; a better drafter needs training on your texts", "", _HEALTHY, shifts
-    )
+    yield Hypothesis(HEALTHY, "no sign of a fault; a better drafter needs training on your texts", "", _HEALTHY, shifts)
     yield Hypothesis(
         "lower at all positions",
         "a wrong layer, norm, rotation, template or quantisation, or a drafter that is weak on these texts: counters "

@@ -58,6 +58,43 @@ def test_each_shape_is_recognised(name: str, tmp_path: Path, capsys: Any) -> Non
     assert sum(item["likelihood"] for item in (first, *others)) == pytest.approx(1)
 
 
+@pytest.mark.parametrize("first", [0.47, 0.6, 0.8, 0.966, 0.99])
+@pytest.mark.parametrize("falls", [[], [0.85], [0.85, 0.95]])
+def test_short_drafts_of_sound_drafters_are_healthy(
+    first: float, falls: list[float], tmp_path: Path, capsys: Any
+) -> None:
+    """Most servers draft one to three tokens; the second conditional rate is lower than the first."""
+    conditional = np.maximum(first * np.cumprod([1.0, *falls]), 0.44)
+    best = diagnosed(capsys, scrape_rates(tmp_path / "a.txt", np.cumprod(conditional).tolist(), 1500))[0]
+    assert best["name"] == "healthy" and best["likelihood"] > 0.9
+
+
+@pytest.mark.parametrize(
+    ("rates", "name"),
+    [
+        ([0.2], "lower at all positions"),
+        ([0.02], "nothing at any position"),
+        ([0.8, 0.16], "the first position only"),
+        ([0.8, 0.6, 0.12], "a cliff"),
+        ([0.2, 0.14], "low first, then high"),
+    ],
+)
+def test_short_drafts_with_a_fault_are_not_healthy(rates: list[float], name: str, tmp_path: Path, capsys: Any) -> None:
+    best = diagnosed(capsys, scrape_rates(tmp_path / "a.txt", rates, 1500))[0]
+    assert best["name"] == name and best["likelihood"] > 0.9
+
+
+def test_low_mean_over_positions_of_a_healthy_server_is_explained(tmp_path: Path, capsys: Any) -> None:
+    file = scrape_rates(tmp_path / "a.txt", [0.65, 0.43, 0.29, 0.2, 0.14, 0.1, 0.08], 1000)
+    assert cli.main(["diagnose", "--counters", file]) == 0
+    out = capsys.readouterr().out
+    assert "Most likely: healthy" in out
+    assert "27 % of the drafted tokens are accepted" in out and "65 % at position 1, 8 % at position 7" in out
+    assert "a step with a draft emits 1 + 7 x 0.27 = 2.9 tokens" in out
+    assert cli.main(["diagnose", "--counters", scrape_rates(tmp_path / "b.txt", [0.7])]) == 0
+    assert "mean over" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", COMPARED)
 def test_two_sources_show_what_one_does_not(name: str, tmp_path: Path, capsys: Any) -> None:
     key, marginal = COMPARED[name]

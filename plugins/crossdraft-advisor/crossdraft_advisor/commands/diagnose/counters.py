@@ -13,9 +13,9 @@ from crossdraft.framework.errors import UsageError
 from crossdraft.framework.recipe.yaml_values import yaml_value
 from crossdraft.framework.util.table import Alignment, Table
 
-from ...diagnosis.hypothesis import CLEAR_SHARE, NONE, Assessment, assess
+from ...diagnosis.hypothesis import CLEAR_SHARE, NONE, Assessment, Counts, assess
 from ...diagnosis.same_server import differences, engine_of, served_model
-from ...diagnosis.signatures import CIRCUMSTANCES, CounterSource, counts_of, in_order, signatures
+from ...diagnosis.signatures import CIRCUMSTANCES, HEALTHY, CounterSource, counts_of, in_order, signatures
 from ...engines.acceptance import Acceptance
 from ...engines.formats import read_acceptances
 
@@ -69,7 +69,10 @@ def signatures_of(texts: Sequence[str], names: Mapping[str, str], as_json: bool)
     if as_json:
         hypotheses = [assessment_json(item, checks) for item in assessments]
         return json.dumps({"hypotheses": hypotheses, "warnings": warnings})
-    conclusion = "\n".join([*(f"Warning: {text}." for text in warnings), _conclusion(assessments, sources, checks)])
+    lines = [*(f"Warning: {text}." for text in warnings), _conclusion(assessments, sources, checks)]
+    if assessments[0].hypothesis.name == HEALTHY and reference.gamma > 1:
+        lines += [f"{item.label + ': ' if item.label else ''}{_mean_over_positions(item)}" for item in counts]
+    conclusion = "\n".join(lines)
     return "\n\n".join([_sources(counted), likelihoods(assessments), conclusion])
 
 
@@ -120,6 +123,18 @@ def _conclusion(assessments: Sequence[Assessment], sources: Sequence[CounterSour
             f"Not examined, because they need a second source (--counters '{{source: FILE2, batch_size: 1}}'): {names}."
         )
     return "\n".join(lines)
+
+
+def _mean_over_positions(counts: Counts) -> str:
+    """The acceptance rate and the acceptance length that engines print, in words."""
+    marginal = [accepted / counts.at_least[0] for accepted in counts.at_least[1:]]
+    mean = sum(marginal) / counts.gamma
+    return (
+        f"{100 * mean:.0f} % of the drafted tokens are accepted. This rate is a mean over {counts.gamma} positions and "
+        f"falls with the draft length: {100 * marginal[0]:.0f} % at position 1, {100 * marginal[-1]:.0f} % at position "
+        f"{counts.gamma}. Judge drafts by the acceptance length instead: a step with a draft emits "
+        f"1 + {counts.gamma} x {mean:.2f} = {1 + sum(marginal):.1f} tokens."
+    )
 
 
 def check_of(assessment: Assessment, checks: Mapping[str, str]) -> str:
