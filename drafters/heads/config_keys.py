@@ -201,28 +201,15 @@ LAYOUTS: dict[str, Layout] = {
 }
 #: Keys of writers of EAGLE-3 heads for whom ``norm_output`` means that the normed output is fed back.
 FEEDS_NORMED = ("speculators_config", "fc_norm", "eagle_config", "num_aux_hidden_states", "norm_before_fc")
-#: Assistants that are not heads on features, by ``model_type``.
-_ASSISTANTS = {
-    "gemma4_assistant": "a Gemma 4 assistant, whose layers attend to the keys and values of its target's last layers",
-    "gemma4_unified_assistant": "a Gemma 4 assistant, whose layers attend to keys and values of its target",
-    "muse_glimmer_assistant": "a Muse Glimmer assistant, a DFlash head with an encoder and sliding layers",
-}
-
-
-def refuse_assistant(checkpoint: Checkpoint) -> None:
-    """Raise ModelError for drafters that are not heads on features, by their ``model_type`` or architecture."""
-    classes = str(checkpoint.config.get("architectures")).lower().replace("_", "")
-    for kind, text in _ASSISTANTS.items():
-        if checkpoint.config.get("model_type") == kind or kind.replace("_", "") in classes:
-            raise checkpoint.refused(f"they are {text}; this is not supported, use other heads")
 
 
 def check_head_config(checkpoint: Checkpoint, drafter: str, layout: Layout) -> None:
     """Check every key of ``config.json`` by the table of ``layout``; log one remark for keys without effect here.
 
     Raises:
-        ModelError: a key requests a computation that is not supported.
+        ModelError: files of another kind, or a key requests a computation that is not supported.
     """
+    checkpoint.check_kind(drafter)
     config = checkpoint.config
     algorithm = config.get("speculators_model_type")
     if algorithm is not None and layout.algorithms and algorithm not in layout.algorithms:

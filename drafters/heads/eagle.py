@@ -24,7 +24,6 @@ from .eagle_weights import (
     biased,
     config_json,
     decoder_layer,
-    is_eagle3,
     layer_config,
     renamed,
     save_head_files,
@@ -107,10 +106,8 @@ class Eagle(FeatureDrafter):
     layout = LAYOUTS["eagle"]
 
     def load(self, checkpoint: Checkpoint) -> EagleHead:
-        target, tensors = self.context.target_model, renamed(checkpoint)
-        if is_eagle3(tensors):
-            raise checkpoint.refused("they are EAGLE-3 heads (hidden_norm in the first layer); use drafter 'eagle3'")
         check_head_config(checkpoint, self.name, self.layout)
+        target, tensors = self.context.target_model, renamed(checkpoint)
         config = layer_config(checkpoint, tensors)
         width = target.get_input_embeddings().weight.shape[1]
         if width != config.hidden_size:

@@ -209,15 +209,13 @@ def read_head(
     Raises:
         ModelError: not an EAGLE-3 head, names or shapes do not fit, or the head was trained on other hidden states.
     """
+    if make is Eagle3Head:
+        check_head_config(checkpoint, Eagle3.name, Eagle3.layout)
     tensors = renamed(checkpoint)
     if not is_eagle3(tensors):
         raise checkpoint.refused(
             "they are not EAGLE-3 heads: they have neither midlayer.hidden_norm nor layers.0.hidden_norm"
         )
-    if make is Eagle3Head:
-        if "mask_hidden" in tensors:
-            raise checkpoint.refused("they are P-EAGLE heads (mask_hidden); use drafter 'p-eagle'")
-        check_head_config(checkpoint, Eagle3.name, Eagle3.layout)
     config, settings = layer_config(checkpoint, tensors), merged_config(checkpoint)
     tables = vocabulary(checkpoint, tensors, target, config.hidden_size)
     width = _feature_size(checkpoint, target, layers)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ...framework.contracts.models import Checkpoint
-from .config_keys import SECTIONS, refuse_assistant, remark
+from .config_keys import SECTIONS, remark
 from .rotary import Rotary, by_halves, interleaved, rope_parameters
 
 #: Keys of a Llama-like config that define a decoder layer; other keys are ignored.
@@ -47,9 +47,8 @@ def renamed(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Tensors by the authors' names of EAGLE-1, which the modules here use for all heads with decoder layers.
 
     Raises:
-        ModelError: they are quantised, of another kind of drafter, or two names mean the same tensor.
+        ModelError: they are quantised, or two names mean the same tensor.
     """
-    refuse_assistant(checkpoint)
     checkpoint.refuse_quantized(checkpoint.tensors)
     out: dict[str, Tensor] = {}
     for name, tensor in checkpoint.tensors.items():

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import ModelError, quoted
+from .checkpoint_kinds import identify
 
 if TYPE_CHECKING:
     import torch
@@ -201,6 +202,12 @@ class Checkpoint:
     def refused(self, why: str) -> ModelError:
         """Return the error for a checkpoint that does not fit, with the reason ``why``."""
         return ModelError(f"the heads '{self.name}' do not load: {why} ({self.path})")
+
+    def check_kind(self, drafter: str) -> None:
+        """Raise ModelError if these are not files that ``drafter`` reads, with what they are and what reads them."""
+        identity = identify(self.config, self.tensors)
+        if identity is not None and identity.misused(drafter):
+            raise self.refused(f"they are {identity}, which drafter '{drafter}' does not read; {identity.remedy}")
 
     def refuse_quantized(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise ModelError if ``tensors`` are quantised: of one byte per number, packed, or with scales."""

@@ -69,27 +69,44 @@ def _error_of(key: str, value: Any) -> str | None:
     return highest.violation(value)
 
 
-def check_against_weights(directory: Path, config: dict[str, Any], *, without: tuple[str, ...] = ()) -> None:
+def tensor_shapes(directory: Path) -> dict[str, list[int]]:
+    """Shapes of the tensors in the files that transformers loads, from their headers.
+
+    Empty if a file is damaged, which is left to the loader.
+    """
+    from safetensors import safe_open
+
+    index, single = directory / INDEX, directory / "model.safetensors"
+    files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+    if kind_of(index) and not single.is_file():
+        files = [directory / name for name in shards_of(index) if (directory / name).is_file()]
+    shapes: dict[str, list[int]] = {}
+    try:
+        for file in files:
+            with safe_open(file, "pt") as shard:
+                shapes |= {name: shard.get_slice(name).get_shape() for name in shard.keys()}  # noqa: SIM118
+    except Exception:
+        return {}
+    return shapes
+
+
+def check_against_weights(
+    directory: Path, config: dict[str, Any], shapes: dict[str, list[int]], *, without: tuple[str, ...] = ()
+) -> None:
     """Reject a config with more layers than tensors, or with a size larger than any tensor.
 
     transformers allocates and initialises missing weights of any size before it reports them.
 
     Args:
+        shapes: `tensor_shapes` of ``directory``.
         without: size keys of tensors that are omitted from the weights.
 
     Raises:
-        ModelError: the config does not match the weights. Damaged files are left to the loader.
+        ModelError: the config does not match the weights.
     """
-    from safetensors import safe_open
-
-    layers = max((config[key] for key in _LAYERS if config.get(key) is not None), default=0)
-    shapes: dict[str, list[int]] = {}
-    try:
-        for file in directory.glob("*.safetensors"):
-            with safe_open(file, "pt") as shard:
-                shapes |= {name: shard.get_slice(name).get_shape() for name in shard.keys()}  # noqa: SIM118
-    except Exception:
+    if not shapes:
         return
+    layers = max((config[key] for key in _LAYERS if config.get(key) is not None), default=0)
     source, longest = directory / "config.json", max((side for shape in shapes.values() for side in shape), default=0)
     if layers > len(shapes):
         raise ModelError(f"{source} has {layers} layers, but the weights have only {len(shapes)} tensors")

@@ -5,7 +5,6 @@ Weights are read from safetensors only, because pickles can run code.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,12 +13,13 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from .. import plugins
+from ..contracts.checkpoint_kinds import Identity, identify, unknown_tensors
 from ..contracts.models import LoadedModel, ResolvedModel
 from ..errors import CrossdraftError, ModelError, UsageError, first_line, printable, quoted
 from ..util.shared_patch import SharedPatch
 from . import distributed, placement
 from .adapters import merge_adapter
-from .configs import COMPACT_WEIGHTS, check_against_weights, check_files, read_config
+from .configs import COMPACT_WEIGHTS, check_against_weights, check_files, read_config, tensor_shapes
 from .device import pick_dtype
 from .digests import model_sha256
 from .quantization import GROUP, check_quantized, quantization_options
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from .placement import Device
-
-logger = logging.getLogger(__name__)
 
 
 def load_model(
@@ -112,7 +110,14 @@ def load_transformers(
             f"{name}: the attention {quoted(attention)} would fetch unreviewed code from a repository; use one of "
             "transformers, sdpa or eager"
         )
-    check_against_weights(resolved.path, config, without=("vocab_size",) if shared else ())
+    shapes = tensor_shapes(resolved.path)
+    identity = identify(config, shapes)
+    if identity is not None and not identity.kind.causal:
+        raise ModelError(
+            f"{printable(name)} is not a causal language model: its files are {identity}; {identity.remedy}"
+            f"{' with these files as its model' if identity.drafters else ''}"
+        )
+    check_against_weights(resolved.path, config, shapes, without=("vocab_size",) if shared else ())
     check_files(resolved.path)
     if shared is not None and placement.several_devices(device):
         raise UsageError(
@@ -130,7 +135,11 @@ def load_transformers(
     options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     compact = shared is not None and (resolved.path / COMPACT_WEIGHTS).is_file()
     # Silence warnings about the embedding that is added below, and about layers that cannot be quantised.
-    with _one_at_a_time, _model_errors(name), _quiet if shared is not None or resolved.quantization else nullcontext():
+    with (
+        _one_at_a_time,
+        _model_errors(name, identity),
+        _quiet if shared is not None or resolved.quantization else nullcontext(),
+    ):
         from transformers import AutoConfig, AutoModelForCausalLM
 
         weights_options = {}
@@ -158,18 +167,16 @@ def load_transformers(
         if resolved.quantization:
             model.requires_grad_(False)  # torchao's weights would be kept for a backward pass otherwise
             check_quantized(name, resolved.quantization, model)
-    missing, unexpected = set(loading["missing_keys"]), set(loading["unexpected_keys"])
+    missing, unexpected = set(loading["missing_keys"]), unknown_tensors(loading["unexpected_keys"], shapes)
     owner = None
     if shared is not None:
         owner = share_with or _owner(name, shared["model"], dtype=precision, device=first_device)
         missing -= adopt_embedding(name, model, owner, shared)
-    elif unexpected:
-        logger.warning("crossdraft: %s: unused weights: %s", name, listed(unexpected))
-        unexpected = set()
     if missing or unexpected:
         raise ModelError(
             f"the weights of {name} do not match its config.json: missing {listed(missing)}; "
-            f"unexpected {listed(unexpected)}"
+            f"unexpected {listed(unexpected)}; correct config.json or the weights (heads of a drafter are the model of "
+            "that drafter, and quantised weights need their quantization_config)"
         )
     placement.check_split(name, model, device)
     tokenizer = _tokenizer(name, tokenizer_directory(resolved), owner, options)
@@ -238,8 +245,8 @@ def _tokenizer(name: str, path: Path, owner: LoadedModel | None, options: dict[s
 
 
 @contextmanager
-def _model_errors(name: str) -> Iterator[None]:
-    """Convert errors of transformers and safetensors to ModelError."""
+def _model_errors(name: str, identity: Identity | None = None) -> Iterator[None]:
+    """Convert errors of transformers and safetensors to ModelError; ``identity``: that of the model's files."""
     try:
         yield
     except (CrossdraftError, KeyboardInterrupt):
@@ -253,9 +260,10 @@ def _model_errors(name: str) -> Iterator[None]:
         if "trust_remote_code" in str(error):
             reason = "it contains custom Python code; review it, then allow it with trust_remote_code"
         elif match := re.search(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", str(error)):
-            reason = (
-                f"{match[1]} is not the config of a causal language model of transformers; crossdraft supports "
-                "decoder-only causal models"
+            reason = f"{match[1]} is not the config of a causal language model of transformers; " + (
+                f"its files are {identity}; {identity.remedy}"
+                if identity is not None and not identity.drafters
+                else "crossdraft supports decoder-only causal models"
             )
         raise ModelError(f"{printable(name)} could not be loaded: {reason}") from error
 

@@ -13,6 +13,7 @@ from ..contracts.models import TRANSFORMERS, ModelSource, ResolvedModel
 from ..errors import ContractError, ModelError, UnknownNameError, UsageError, first_line, printable, quoted
 from ..util.input_files import kind_of, path_of, refuse_special_files
 from ..util.limits import SETTINGS_BYTES
+from .adapters import CONFIG as ADAPTER_CONFIG
 from .adapters import check_adapter, check_base, refuse_adapter, split_adapter
 from .configs import INDEX, LEFT_OUT, SHARED, shards_of
 from .digests import PYTORCH_FILES
@@ -94,8 +95,10 @@ def from_directory(name: str, path: Path, source: str = "", *, heads: bool = Fal
     if kind_of(path) != "directory":
         raise ModelError(f"the directory of {printable(name)}, {path}, does not exist")
     check_entries(path)
-    if kind_of(path / "config.json") != "file":
-        raise ModelError(f"{path} is not a model directory: config.json is missing")
+    adapter = kind_of(path / ADAPTER_CONFIG) == "file"
+    if adapter or kind_of(path / "config.json") != "file":
+        fault = "it holds a LoRA adapter" if adapter else "config.json is missing"
+        raise ModelError(f"{path} is not a model directory: {fault}{_advice(path)}")
     index = path / INDEX
     if kind_of(index):
         left_out = {LEFT_OUT} if kind_of(path / SHARED) else set()
@@ -205,6 +208,33 @@ def _from_registered(name: str, heads: bool) -> ResolvedModel:
             "models", name, f"its function must return a path or a ModelSource, not {quoted(resolved)}"
         )
     return from_path(name, Path(resolved), f"plug-in {plugins.entries('models')[name].provider}", heads=heads)
+
+
+#: Files of directories that are not models of transformers, and what to do with them.
+_OTHER_FILES = {
+    ADAPTER_CONFIG: "name the adapter behind its base model: BASE+{path}, BASE as in its base_model_name_or_path; if "
+    f"its weights are merged into this model, remove {ADAPTER_CONFIG}",
+    "*.gguf": "it holds GGUF files; give the path of one of them, {file}",
+    "model_index.json": "it holds a diffusion model; use a causal language model",
+    "params.json": "it holds the authors' own format (params.json); use the files that were converted for transformers",
+    "trainer_state.json": "it holds the state of a training run; give the directory of the exported model",
+    "*.distcp": "it holds the state of a training run; give the directory of the exported model",
+    "optimizer.*": "it holds the state of a training run; give the directory of the exported model",
+    "training_state.*": "it holds the state of a training run; give the directory of the exported model",
+    "*.onnx": "it holds an ONNX model; use the safetensors files of the model",
+    "*_model.xml": "it holds an OpenVINO model; use the safetensors files of the model",
+    "tokenizer*": "it holds a tokenizer without a model; give the directory of the model",
+    "*.safetensors": "download it again, with its config.json",
+    "*/config.json": "give the directory of a model in it, such as {parent}",
+}
+
+
+def _advice(path: Path) -> str:
+    """Return the advice for a directory without a model of transformers, from the names of its files."""
+    for pattern, advice in _OTHER_FILES.items():
+        if file := next(iter(sorted(path.glob(pattern))), None):
+            return "; " + advice.format(path=path, file=file, parent=file.parent)
+    return "; check the path"
 
 
 def listed(names: Iterable[str]) -> str:

@@ -137,6 +137,7 @@ def read_heads(checkpoint: Checkpoint, target: Any, heads: int | None = None) ->
         ModelError: unknown layout; names or shapes do not fit; the config has another number of heads or blocks; ids
             are outside the vocabulary; or values are not finite.
     """
+    check_head_config(checkpoint, "medusa", LAYOUTS["medusa"])
     lm_head = target.get_output_embeddings()
     vocab_size, hidden_size = lm_head.weight.shape
     tensors, token_map, vllm, shared = _renamed(checkpoint)
@@ -147,7 +148,6 @@ def read_heads(checkpoint: Checkpoint, target: Any, heads: int | None = None) ->
             f"their keys are not a known layout of Medusa heads: {shown}; known are 0.0.linear.weight (optional prefix "
             "medusa_head.) and blocks.0.layers.0.weight"
         )
-    check_head_config(checkpoint, "medusa", LAYOUTS["medusa"])
     layers = 1 + max(checkpoint.number(match[2], match[0]) for match in blocks)
     number = {key: _head(checkpoint, key) for key in tensors}
     available = 1 + max(number.values())

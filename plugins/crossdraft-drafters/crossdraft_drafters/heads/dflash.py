@@ -296,10 +296,8 @@ class DFlash(BlockDrafter):
         )
 
     def load(self, checkpoint: Checkpoint) -> DFlashHead:
-        tensors = renamed(checkpoint)
-        if any(key.startswith(DSPARK) for key in tensors):
-            raise checkpoint.refused("they are DSpark heads (markov_head, confidence_head); use drafter 'dspark'")
         check_head_config(checkpoint, self.name, self.layout)
+        tensors = renamed(checkpoint)
         options = backbone(checkpoint, tensors, self.context.target_model, self.config.layers)
         options |= _dflash2(checkpoint, tensors, options)
         head = DFlashHead(**options)

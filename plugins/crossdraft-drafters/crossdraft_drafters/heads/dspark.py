@@ -31,7 +31,7 @@ from crossdraft.framework.contracts.models import Checkpoint
 
 from .blocks import BlockConfig
 from .config_keys import LAYOUTS
-from .dflash import DSPARK, DFlash, DFlashHead, backbone
+from .dflash import DFlash, DFlashHead, backbone
 
 #: Key of each kind of Markov head, besides ``markov_w1`` and ``markov_w2``.
 _KINDS = {"gated": "markov_head.gate_proj.weight", "rnn": "markov_head.joint_proj.weight"}
@@ -161,10 +161,8 @@ class DSpark(DFlash):
         self.lm.hidden_layers = (-1,)  # input of the Markov head
 
     def load(self, checkpoint: Checkpoint) -> DSparkHead:
-        target, tensors = self.context.target_model, renamed(checkpoint)
-        if not any(key.startswith(DSPARK) for key in tensors):
-            raise checkpoint.refused("they have neither markov_head nor confidence_head; use drafter 'dflash'")
         check_head_config(checkpoint, self.name, self.layout)
+        target, tensors = self.context.target_model, renamed(checkpoint)
         options = backbone(checkpoint, tensors, target, self.config.layers)
         rank, width = (_width(tensors, key) for key in ("markov_head.markov_w1", "confidence_head.proj"))
         kind = next((kind for kind, key in _KINDS.items() if key in tensors), "vanilla")

@@ -199,12 +199,12 @@ def read_speculator(checkpoint: Checkpoint, vocab_size: int, size: int) -> Specu
     Raises:
         ModelError: not a speculator, or it does not fit the target.
     """
+    check_head_config(checkpoint, MlpSpeculator.name, MlpSpeculator.layout)
     tensors = {key.removeprefix("speculator."): tensor for key, tensor in checkpoint.tensors.items()}
     stages = checkpoint.config.get("n_predict")
     indices = [checkpoint.number(match[2], key) for key in tensors if (match := _STAGE.fullmatch(key))]
     if not indices:
         raise checkpoint.refused("they are not an MLP speculator: emb.0.weight is missing")
-    check_head_config(checkpoint, MlpSpeculator.name, MlpSpeculator.layout)
     if type(stages) is not int or not max(indices) < stages <= MOST_LEVELS:
         raise checkpoint.refused(
             f"config.json has {stages!r:.80} for n_predict, the number of stages, not {max(indices) + 1}"

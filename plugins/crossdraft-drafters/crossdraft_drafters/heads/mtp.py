@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crossdraft.drafters.heads.config_keys import check_head_config, refuse_assistant
+from crossdraft.drafters.heads.config_keys import check_head_config
 from crossdraft.drafters.heads.eagle_weights import save_head_files, shared, vocabulary
 from crossdraft.drafters.heads.feature_head import FeatureHead
 from crossdraft.drafters.heads.features import FeatureDrafter
@@ -168,14 +168,13 @@ class Mtp(FeatureDrafter):
 
     def load(self, checkpoint: Checkpoint) -> MtpHead:
         target = self.context.target_model
-        refuse_assistant(checkpoint)
+        check_head_config(checkpoint, self.name, self.layout)
         tensors = mtp_tensors(checkpoint.tensors)
         if not tensors:
             raise checkpoint.refused(
                 "they lack a module of multi-token prediction: they have "
                 "neither mtp.* nor mtp_layers.0.* nor model.layers.{L}.eh_proj"
             )
-        check_head_config(checkpoint, self.name, self.layout)
         tensors = dequantized(checkpoint, tensors)
         tables = vocabulary(checkpoint, tensors, target, target.get_input_embeddings().weight.shape[1])
         head = MtpHead(target, tables.embedding, tables.head, target_ids=tables.ids, logit_scale=tables.scale)

@@ -81,9 +81,10 @@ class PEagle(BlockDrafter):
         return LAYERS if config.layers is None else config.layers
 
     def load(self, checkpoint: Checkpoint) -> PEagleHead:
+        checkpoint.check_kind(self.name)
         name = next((name for name in ("mask_hidden", "model.mask_hidden") if name in checkpoint.tensors), None)
         if name is None:
-            raise checkpoint.refused("they lack mask_hidden, the feature of masked positions; use drafter 'eagle3'")
+            raise checkpoint.refused("they lack mask_hidden, the feature of masked positions")
         flat = checkpoint.with_tensors({name: checkpoint.tensors[name].reshape(-1)})
         check_head_config(flat, self.name, self.layout)
         head = read_head(flat, self.context.target_model, self.config.layers, PEagleHead)

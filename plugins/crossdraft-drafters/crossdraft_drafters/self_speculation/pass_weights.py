@@ -44,6 +44,7 @@ def read_embeddings(checkpoint: Checkpoint, *, size: int | None, sha256: str) ->
         ModelError: the tensors, the width or the target differ, there are too many embeddings, or values are not
             finite.
     """
+    checkpoint.check_kind("pass")
     embeddings = checkpoint.tensors.get(KEY)
     if embeddings is None or len(checkpoint.tensors) > 1 or embeddings.dim() != 2 or not embeddings.is_floating_point():
         shown = ", ".join(sorted(checkpoint.tensors)[:4])
