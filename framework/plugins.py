@@ -260,10 +260,15 @@ def get(kind: str, name: str) -> Any:
     return registered
 
 
+def installing(companion: str) -> str:
+    """The command that installs a distribution of `COMPANIONS`, none of which is on a package index."""
+    return f"in a clone of crossdraft: pip install plugins/{companion}"
+
+
 def unknown(kind: str, name: str, hint: str = "") -> UnknownNameError:
     """Error for a name that is not registered: what installs it, or the nearest names."""
     if companion := COMPANIONS.get((kind, name)):
-        return UnknownNameError(f"the {_singular(kind)} {name!r} is part of {companion}; pip install {companion}")
+        return UnknownNameError(f"the {_singular(kind)} {name!r} is part of {companion}; {installing(companion)}")
     return UnknownNameError.among(_singular(kind), name, entries(kind), hint)
 
 

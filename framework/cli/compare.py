@@ -158,7 +158,8 @@ def _samples(name: str) -> list[Sample]:
     readers = plugins.entries("samples")
     if not readers:
         raise UsageError(
-            f"{quoted(name)} is not a run; other sources are read by crossdraft-advisor: pip install crossdraft-advisor"
+            f"{quoted(name)} is not a run; other sources are read by crossdraft-advisor; "
+            + plugins.installing("crossdraft-advisor")
         )
     samples = []
     for reader in readers:

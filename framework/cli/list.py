@@ -51,7 +51,7 @@ def list_names(args: argparse.Namespace) -> int:
             if of_kind == kind and name not in plugins.entries(kind):
                 missing.setdefault(companion, []).append(name)
         for companion, names in missing.items():
-            print(f"pip install {companion} adds {', '.join(names)}\n")
+            print(f"{plugins.installing(companion)} adds {', '.join(names)}\n")
     if not args.kind:  # marks need the classes, which import PyTorch
         print("run crossdraft list verifiers to see which are certified lossless, not certified, FAILED or lossy")
     return 0

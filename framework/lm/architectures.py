@@ -221,7 +221,8 @@ def _too_long(model: Any, config: Any, max_length: int, both_ropes: bool) -> Ite
         # Dynamic frequencies change only beyond the context, which no sequence reaches.
         yield (
             f"has longrope positions: if any row of a pass is longer than {original} tokens, the frequencies of all "
-            f"rows change, {shorter}; or pip install {plugins.COMPANIONS['preparations', 'longrope']}, which runs both"
+            f"rows change, {shorter}; or add crossdraft-layers, which runs both "
+            f"({plugins.installing('crossdraft-layers')})"
         )
     name = type(model).__name__
     if name == "GPTNeoForCausalLM":

@@ -176,8 +176,10 @@ def test_unknown_names_exit_with_2(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setitem(plugins.COMPANIONS, ("reports", "epub"), "crossdraft-epub")
     for argv, message in {
         "reprot": "there is no command named 'reprot'; did you mean 'report'?",
-        "fleet": "the command 'fleet' is part of crossdraft-fleet; pip install crossdraft-fleet",
-        "report run --format epub": "the report 'epub' is part of crossdraft-epub; pip install crossdraft-epub",
+        "fleet": "the command 'fleet' is part of crossdraft-fleet; in a clone of crossdraft: pip "
+        "install plugins/crossdraft-fleet",
+        "report run --format epub": "the report 'epub' is part of "
+        "crossdraft-epub; in a clone of crossdraft: pip install plugins/crossdraft-epub",
         "list drafter": "there is no kind of plug-in named 'drafter'; did you mean 'drafters'?",
     }.items():
         assert cli.main(argv.split()) == 2
@@ -187,7 +189,7 @@ def test_unknown_names_exit_with_2(monkeypatch: Any, capsys: Any) -> None:
 def test_list_names_companions_that_are_not_installed(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setitem(plugins.COMPANIONS, ("prompts", "fleet"), "crossdraft-fleet")
     assert cli.main(["list", "prompts"]) == 0
-    assert "pip install crossdraft-fleet adds fleet" in capsys.readouterr().out
+    assert "in a clone of crossdraft: pip install plugins/crossdraft-fleet adds fleet" in capsys.readouterr().out
 
 
 #: Commands that only print, and what their output contains.

@@ -120,7 +120,9 @@ def test_recurrent_layers_need_a_recent_transformers(monkeypatch: Any) -> None:
 def test_recurrent_layers_need_their_companion(monkeypatch: Any) -> None:
     monkeypatch.setattr(architectures, "RECENT", True)
     monkeypatch.setattr(architectures.plugins, "entries", lambda kind: {})
-    sentence = r"^Lfm2ForCausalLM has layers of type conv: .* part of crossdraft-layers; pip install crossdraft-layers$"
+    sentence = (
+        r"^Lfm2ForCausalLM has layers of type conv: .* in a clone of crossdraft: pip install plugins/crossdraft-layers$"
+    )
     with pytest.raises(ModelError, match=sentence):
         TransformersLM(model_of("lfm2"), 2, 64)
 

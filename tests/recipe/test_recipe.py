@@ -270,7 +270,7 @@ def test_error_names_file_line_and_suggestion(base: str, recipe_file: WRITE, new
 def test_drafter_of_missing_companion_is_named(base: str, recipe_file: WRITE, monkeypatch: Any) -> None:
     monkeypatch.setitem(plugins.COMPANIONS, ("drafters", "fleet"), "crossdraft-fleet")
     text = Path(base).read_text(encoding="utf-8").replace("  - prompt-lookup", "  - fleet", 1)
-    sentence = "the drafter 'fleet' is part of crossdraft-fleet; pip install crossdraft-fleet"
+    sentence = "the drafter 'fleet' is part of crossdraft-fleet; in a clone of crossdraft: pip install plugins/crossdraft-fleet"
     assert error(recipe_file(text)) == f"{base}:4: {sentence}"
 
 
