@@ -118,11 +118,15 @@ class FeatureDrafter(FeatureReader):
         super().__init__(config, context)
         own = self.config
         slack = dynamic_slack(own.depth, own.top_k, own.nodes) if own.tree == "dynamic" else 0
-        self.lm = FeatureLM(self.head, context.slots(self.head, extra_tokens=slack), context.vocab_size)
+        self.lm = self._slots(slack)
         self.policy = own.policy.make(own.gamma, context.batch_size)
         self.policy.load(context)
         self.shape = own.shape() if own.tree == "static" else None
         self.siblings: Siblings = own.effective_siblings(context.sampling)
+
+    def _slots(self, slack: int) -> Any:
+        """Make the slots of the head, with room for ``slack`` more tokens."""
+        return FeatureLM(self.head, self.context.slots(self.head, extra_tokens=slack), self.context.vocab_size)
 
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:

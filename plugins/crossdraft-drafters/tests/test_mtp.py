@@ -13,6 +13,7 @@ import torch
 from crossdraft_drafters.heads.mtp import Mtp, MtpHead
 from draft_contexts import GivenContext
 from feature_heads import check_pairs
+from mtp_tensors import qwen, renamed
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -31,19 +32,6 @@ def target(tiny_model: Callable) -> Callable[[str], Any]:
     return lambda family: tiny_model(family, copy="mtp")
 
 
-def decoder_layer(target: Any) -> dict[str, Tensor]:
-    """Random tensors under the names of a decoder layer of the target's kind."""
-    state = target.model.layers[0].state_dict()
-    return {key: torch.randn(tensor.shape) * 0.4 for key, tensor in state.items()}
-
-
-def qwen(target: Any) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    layer = {f"mtp.layers.0.{key}": tensor for key, tensor in decoder_layer(target).items()}
-    norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
-    return {**layer, "mtp.fc.weight": torch.randn(H, 2 * H) * 0.4} | {f"mtp.{n}.weight": torch.randn(H) for n in norms}
-
-
 NAMES = {
     "mtp.layers.0.": "model.layers.2.",
     "mtp.fc.": "model.layers.2.eh_proj.",
@@ -51,15 +39,6 @@ NAMES = {
     "mtp.pre_fc_norm_hidden.": "model.layers.2.hnorm.",
     "mtp.norm.": "model.layers.2.shared_head.norm.",
 }
-
-
-def renamed(tensors: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor]:
-    """The tensors with other beginnings of their names."""
-    out = {}
-    for key, tensor in tensors.items():
-        old = next(old for old in names if key.startswith(old))
-        out[names[old] + key.removeprefix(old)] = tensor
-    return out
 
 
 def deepseek(target: Any) -> dict[str, Tensor]:
@@ -121,7 +100,8 @@ def computed(target: Any, tokens: list[int], hidden: Tensor) -> tuple[Tensor, Te
 def built(target: Any, tensors: dict[str, Tensor] | None = None, model: str = "module") -> Mtp:
     def heads(name: str) -> Checkpoint:
         assert tensors is not None
-        return Checkpoint(name, Path("somewhere"), {}, dict(tensors), "somewhere", "")
+        own = {"speculators_model_type": "mtp"} if any(key.startswith("mtp_layers") for key in tensors) else {}
+        return Checkpoint(name, Path("somewhere"), own, dict(tensors), "somewhere", "")
 
     arguments = {} if tensors is None else {"load_heads": heads}
     context = GivenContext(TransformersLM(target, 2, 64), Sampling(temperature=0), 64, target_model=target, **arguments)

@@ -201,7 +201,9 @@ def _scaled(heads: Checkpoint, name: str, weight: Tensor, factor: float) -> Chec
 
 def _swapped_inputs(checkpoint: Checkpoint, target: Any) -> Iterator[Misconfiguration]:
     """Yield the projection of [embedding; feature] with its halves swapped."""
-    for key in [key for key in checkpoint.tensors if key.endswith(("fc.weight", "eh_proj.weight"))]:
+    for key in [
+        key for key in checkpoint.tensors if key.endswith(("fc.weight", "eh_proj.weight", "input_proj.weight"))
+    ]:
         weight = checkpoint.tensors[key]
         if weight.dim() == 2:
             halves = torch.cat(list(weight.chunk(2, 1))[::-1], 1)

@@ -82,9 +82,9 @@ LAYOUTS: dict[str, Layout] = {
         file_keys(
             {
                 **unused_keys(DECIDED_BY_TENSORS, "mtp_use_dedicated_embeddings"),
-                **unused_keys(
-                    "the first module drafts every token", "num_nextn_predict_layers", "mtp_num_hidden_layers"
-                ),
+                **unused_keys(DECIDED_BY_TENSORS, "num_nextn_predict_layers", "mtp_num_hidden_layers"),
+                **unused_keys("it is read from the target's config", "mtp_layer_types", "mtp_mlp_layer_types"),
+                **unused_keys("it is read from the target's config", "mtp_per_layer_config"),
                 **unused_keys(
                     "it decides only how the module was trained", "mtp_loss_weight", "mtp_loss_scaling_factor"
                 ),
