@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 from crossdraft_advisor.diagnosis.hypothesis import CLEAR_SHARE, assess
-from crossdraft_advisor.diagnosis.signatures import CounterSource, counts_of, signatures
+from crossdraft_advisor.diagnosis.signatures import counts_of, signatures
 from crossdraft_advisor.engines.acceptance import Acceptance
+from crossdraft_advisor.engines.formats import CounterSource
 from scipy.special import expit
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel

@@ -139,6 +139,8 @@ def of_pair(acceptance: Acceptance) -> Acceptance:
         temperature = 0.0 if rule is not None and rule.temperature_zero_only else 1.0
     sampling = Sampling(temperature=temperature)
     traits = plugins.traits_of("drafters", cls, config, sampling)
+    if traits.always_drafts:
+        acceptance = replace(acceptance, every_step=True)
     if rule is not None and (reason := incompatible(name, traits, verifier, rule, sampling)):
         raise UsageError(f"{acceptance.source}: {reason}")
     if not traits.is_chain:
@@ -170,9 +172,9 @@ def imported(
     for acceptance in acceptances:
         gamma, length = acceptance.gamma, 1 + sum(acceptance.marginal)
         passes = gamma * (1 - acceptance.idle) if drafter is not None else 0
-        cell = CellStatistics(
-            1, 1, length, {gamma: 1.0}, context, passes, acceptance=acceptance.marginal, idle=acceptance.idle
-        )
+        idle = 0.0 if acceptance.widths else acceptance.idle  # which are among the widths
+        widths = acceptance.widths or {float(gamma): 1.0}
+        cell = CellStatistics(1, 1, length, widths, context, passes, acceptance=acceptance.marginal, idle=idle)
         temperature = acceptance.temperature
         group = "temperature unknown" if temperature is None else f"temperature {temperature:g}"
         group = ", ".join([*acceptance.setting, group])

@@ -17,6 +17,8 @@ from .decision import EngineChoice, Step
 
 #: Fewer prompts or drafts than this raise a warning.
 _MIN_PIECES, _MIN_DRAFTS = 10, 300
+#: An acceptance at position 1 below which a fault is likely.
+_POOR = 0.15
 #: Settings in a benchmark's log.
 _RANDOM = re.compile(r"dataset[-_]name['\"]?\s*[=: ]\s*['\"]?random\b")
 _IGNORE_EOS = re.compile(r"ignore[-_]eos['\"]?\s*[=: ]\s*['\"]?(true|1)\b|--ignore-eos\b", re.IGNORECASE)
@@ -24,7 +26,7 @@ _IGNORE_EOS = re.compile(r"ignore[-_]eos['\"]?\s*[=: ]\s*['\"]?(true|1)\b|--igno
 
 @dataclass
 class Remarks:
-    """Remarks by kind, without duplicates, in order."""
+    """Remarks by kind, without duplicates, in order; ``first`` are warnings that change the advice."""
 
     read: list[str] = field(default_factory=list)
     measured: list[str] = field(default_factory=list)
@@ -32,12 +34,17 @@ class Remarks:
     assumed: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     settings: list[str] = field(default_factory=list)
+    first: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """One line per remark, prefixed with its kind."""
+        """One line per remark but the first, prefixed with its kind."""
         kinds = {"read": self.read, "measured": self.measured, "computed": self.computed, "assumed": self.assumed}
         kinds |= {"settings": self.settings, "warning": self.warnings}
         return [f"{kind}: {remark}" for kind, remarks in kinds.items() for remark in remarks]
+
+    def first_lines(self) -> list[str]:
+        """The warnings that stand before everything else."""
+        return [f"warning: {remark}" for remark in self.first]
 
     def assume(self, remark: str) -> None:
         _add(self.assumed, remark)
@@ -135,6 +142,20 @@ class Remarks:
                 self.assume(f"{acceptance.source}: {rest}")
             else:
                 self.warn(f"{acceptance.source}: {remark}")
+        measured = acceptance.longer or acceptance
+        if not measured.every_step:
+            _add(
+                self.first,
+                f"{measured.source} does not count steps without a draft: if the drafter looks its drafts up, a step "
+                f"emits fewer than {measured.block_efficiency().value:.2f} tokens; name the drafter as --drafter, or "
+                "give counters that have the generated tokens and finished requests, too",
+            )
+        drafting = 1 - measured.idle
+        if drafting and measured.marginal[0] < _POOR * drafting:
+            self.warn(
+                f"{measured.source}: {100 * measured.marginal[0] / drafting:.1f} % of the first drafted tokens are "
+                "accepted, as of a drafter with a fault; see crossdraft diagnose --counters FILE"
+            )
         if acceptance.temperature is None:
             self.warn(f"{acceptance.source} does not record the temperature; acceptance depends on it")
         if acceptance.rows and acceptance.pieces != "windows of the log" and 1 < len(acceptance.rows) < _MIN_PIECES:

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from scipy.special import logit
 
-from crossdraft.framework.contracts.options import Options
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.metrics.shorter_drafts import shorter_drafts
 
 from ..engines.acceptance import Acceptance
+from ..engines.formats import CounterSource
 from .hypothesis import Counts, Hypothesis, Level, Shift, Walk
 
 #: Conditional acceptance rates of drafters that are sound, weak, without effect, and behind a cliff.
@@ -27,20 +27,6 @@ _FALL = (Shift(1.0, fall=0.7), Shift(1.0, fall=0.7, first=True))
 _HEALTHY = (Walk(_USUAL), Walk(_USUAL, 0.1), Walk(_USUAL, 0.7), Walk(_USUAL, turn=2, after=_USUAL, step_after=0.35))
 #: Drafts of a source that does not have their number.
 _MANY = 1e9
-
-
-class CounterSource(Options):
-    """An argument of ``--counters``: a source and the circumstances that it was counted under, None if unknown.
-
-    ``model``: the name that the server serves its model by; empty if unknown.
-    """
-
-    source: str
-    model: str = ""
-    temperature: float | None = None
-    batch_size: int | None = None
-    context: int | None = None
-    gamma: int | None = None
 
 
 #: Key of `CounterSource` by which two sources may differ -> the fault that the difference shows.

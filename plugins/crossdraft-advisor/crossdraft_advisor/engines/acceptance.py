@@ -56,6 +56,10 @@ class Acceptance:
         options: of the drafter, as in recipes, if known.
         setting: target and mode (thinking on or off), if the source has several; they are not comparable.
         idle: share of the counted steps without a draft.
+        drafted: number of drafted tokens; None if unknown.
+        every_step: True unless steps without a draft may be missing.
+        widths: share of the steps by drafted tokens, 0 included, if the server has several drafters.
+        parts: the acceptance of each of several drafters of one server, over its own steps.
         refusal: the reason why the acceptance of shorter drafts does not follow, see `cut`; empty if it does.
         longer: the measured acceptance of longer drafts that this one is derived from; None if this one is measured.
         format: name of the format that it was read in, and the meaning of its numbers; empty if it was not read.
@@ -82,6 +86,10 @@ class Acceptance:
     options: Mapping[str, Any] = field(default_factory=dict)
     setting: tuple[str, ...] = ()
     idle: float = 0.0
+    drafted: float | None = None
+    every_step: bool = True
+    widths: Mapping[float, float] = field(default_factory=dict)
+    parts: tuple[Acceptance, ...] = ()
     refusal: str = UNKNOWN_PAIR
     longer: Acceptance | None = None
     format: str = ""
@@ -178,7 +186,7 @@ class Acceptance:
             raise UsageError(
                 f"{self.source}: drafts of {gamma} tokens cannot emit {self.length:g} per step; give their actual gamma"
             )
-        rate = _constant_rate(self.length - 1, gamma)
+        rate = constant_rate(self.length - 1, gamma)
         marginal = tuple(rate**i for i in range(1, gamma + 1))
         total = sum(marginal) or 1.0
         rows = tuple((row[0], *(sum(row[1:]) * m / total for m in marginal)) for row in self.rows)
@@ -220,6 +228,11 @@ class Acceptance:
         drift = _DRIFT * (1 - self.gamma / longer.gamma)
         return Noise((_MODEL_ERROR * correction) ** 2 + drift**2, math.inf)
 
+    @property
+    def drafted_per_step(self) -> float:
+        """Mean number of drafted tokens of a step with a draft; the longest draft if that is unknown."""
+        return self.drafted / ((self.drafts or 0.0) * (1 - self.idle)) if self.drafted else float(self.gamma)
+
     def spread(self) -> float:
         """Standard deviation of tau."""
         mean = sum(self.marginal)
@@ -234,11 +247,11 @@ class Acceptance:
         if len(self.rows) >= LEAST_PIECES:
             return f"{len(self.rows)} independent {self.pieces}"
         if self.drafts is None or not self.marginal:
-            return "no interval: the number of drafts is unknown"
+            return "no interval: the number of steps is unknown"
         return f"{self.drafts:.0f} independent drafts; too narrow if prompts differ"
 
 
-def _constant_rate(accepted: float, gamma: int) -> float:
+def constant_rate(accepted: float, gamma: int) -> float:
     """Solve a + a^2 + ... + a^gamma = ``accepted`` for a."""
     if accepted in (0.0, float(gamma)):
         return 1.0 if accepted else 0.0

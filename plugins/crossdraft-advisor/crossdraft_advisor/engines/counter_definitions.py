@@ -55,6 +55,11 @@ class CounterDefinition:
     finished: str = ""
 
     @property
+    def stem(self) -> str:
+        """The start of the names of its counters of drafts."""
+        return f"{self.prefix}spec_decode_num_"
+
+    @property
     def meaning(self) -> str:
         """The steps and the accepted tokens that are counted."""
         steps = "all steps after the prefill" if self.idle_steps else "steps with a draft"

@@ -25,6 +25,8 @@ _JSON_BEGINS = re.compile(r"[\[{]\s*([\[{\"]|$)")
 UNFIT = re.compile(r"[\x00-\x20\x7f]")
 #: Colours and other control sequences of terminals.
 ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|[@-_])")
+#: A number with separators of thousands.
+_SEPARATED = re.compile(r"\d{1,3}(,\d{3})+(\.\d*)?")
 #: First bytes of a compressed file, as log rotation writes it.
 _GZIP = b"\x1f\x8b"
 #: First bytes of files that are not text, and how they are made one.
@@ -110,7 +112,7 @@ class Source:
     def number(self, text: str, line: int, subject: str, maximum: float = float("inf")) -> float:
         """Parse a number from 0 to ``maximum``. Raises UsageError, for NaN as well."""
         try:
-            value = float(text)
+            value = float(text.replace(",", "") if _SEPARATED.fullmatch(text) else text)
         except ValueError:
             value = float("nan")
         if not 0 <= value <= maximum or value == float("inf"):

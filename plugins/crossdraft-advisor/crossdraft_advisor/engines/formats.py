@@ -10,10 +10,15 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, ValidationError
 
 from crossdraft.framework import plugins
+from crossdraft.framework.contracts.options import Options, fault
 from crossdraft.framework.errors import ContractError, UsageError
+from crossdraft.framework.recipe.yaml_values import yaml_value
+from crossdraft.framework.util.limits import MOST_LEVELS
 
 from .acceptance import Acceptance
 from .counter_definitions import CounterDefinition
@@ -52,10 +57,35 @@ _OTHERS = (
     ),
     (
         re.compile(r"SpecDecoding|spec_decode|speculative|Decode batch|print_timing", re.IGNORECASE),
-        "it is of an engine, but nothing was drafted in it: send requests, and leave the statistics switched on "
-        "(vLLM: without --disable-log-stats)",
+        "it is of an engine, but has no counts of drafts that are known: if nothing was drafted, send requests, and "
+        "leave the statistics switched on (vLLM: without --disable-log-stats)",
     ),
 )
+
+
+class CounterSource(Options):
+    """A source of acceptance and the circumstances that it was counted under, None if unknown.
+
+    ``model``: the name that the server serves its model by; empty if unknown.
+    """
+
+    source: str
+    model: str = ""
+    temperature: float | None = None
+    batch_size: int | None = None
+    context: int | None = None
+    gamma: Annotated[int | None, MOST_LEVELS] = Field(None, ge=1)
+
+    @classmethod
+    def parse(cls, text: str, option: str) -> CounterSource:
+        """Parse ``FILE`` or ``{source: FILE, gamma: 5}``, the value of an option. Raises UsageError."""
+        data: Any = yaml_value(text, lambda line: option) if text.lstrip().startswith("{") else {"source": text}
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            place = ".".join(map(str, problem["loc"]))
+            raise UsageError(f"{option} {text}: key {place!r}: {fault(problem)}") from None
 
 
 class AcceptanceFormat(ABC):
@@ -139,4 +169,16 @@ def _read(entry: str, source: Source, earlier: Source | None) -> list[Acceptance
         raise plugins.unusable(
             "acceptance_formats", entry, "read() must return a list of crossdraft_advisor.Acceptance"
         )
-    return [replace(item, format=f"{reader.name}: {reader.meaning()}") for item in items]
+    return [_completed(replace(item, format=f"{reader.name}: {reader.meaning()}"), source) for item in items]
+
+
+def _completed(acceptance: Acceptance, source: Source) -> Acceptance:
+    """The acceptance with the draft length of ``source``. Raises UsageError if it has another one."""
+    length = acceptance.gamma or acceptance.draft_length
+    if source.gamma in (None, length) or acceptance.parts:
+        return acceptance
+    if length is not None:
+        raise UsageError(
+            f"{acceptance.source} has drafts of {length} tokens, not {source.gamma}; remove the given draft length"
+        )
+    return replace(acceptance, draft_length=source.gamma)

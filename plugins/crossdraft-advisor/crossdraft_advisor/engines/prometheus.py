@@ -25,12 +25,22 @@ from crossdraft.framework.errors import first_line, printable
 from crossdraft.framework.util.limits import MOST_NAME
 
 from .acceptance import Acceptance
-from .counter_definitions import PREFILL_TOKENS, CounterDefinition
+from .counter_definitions import CounterDefinition
 from .engine_log import Source
 from .exported_series import canonical, exported_series
+from .step_counts import StepCounts, acceptances_of, all_steps, steps_of
 
-#: Share of steps without a draft that is explained by requests in flight.
-_FEW_IDLE = 0.02
+#: Names of the counters, and of the same numbers of our own responses.
+DRAFTS, DRAFTED, ACCEPTED, TOKENS, REQUESTS = "drafts", "drafted tokens", "accepted tokens", "tokens", "requests"
+#: Accepted tokens by position.
+POSITIONS = "positions"
+#: Ends of the names of an engine's counters.
+_COUNTERS = {
+    "drafts_total": DRAFTS,
+    "draft_tokens_total": DRAFTED,
+    "accepted_tokens_total": ACCEPTED,
+    "accepted_tokens_per_pos_total": POSITIONS,
+}
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 #: A number of events that is not cut off, as Python's client writes it.
 _COMPLETE = re.compile(r"\s\d+\.0$")
@@ -69,8 +79,14 @@ def samples(source: Source, names: Collection[str]) -> dict[Key, Sample]:
         try:
             ((sample,),) = [family.samples for family in text_string_to_metric_families(line)]
         except Exception as error:  # of its parser: ValueError, IndexError
+            remedy = "repeat the scrape"
+            if line.rstrip() == name[0] or line.rstrip().endswith("}"):
+                remedy += (
+                    "; on a page of Prometheus that was copied, the value is apart: save its answer instead, "
+                    "curl -G ADDRESS/api/v1/query --data-urlencode 'query={__name__=~\".*spec_decode.*\"}'"
+                )
             raise source.error(
-                number, f"the line is not valid in a Prometheus scrape ({first_line(error)}); repeat the scrape"
+                number, f"the line is not valid in a Prometheus scrape ({first_line(error)}); {remedy}"
             ) from None
         if math.isnan(sample.value) and not exact.endswith("_total"):
             source.skip(number, f"{exact} is not a number: nothing has been measured")
@@ -155,98 +171,95 @@ def spec_decode(definition: CounterDefinition, source: Source, earlier: Source |
     Raises:
         UsageError: a damaged scrape.
     """
-    stem = f"{definition.prefix}spec_decode_num_"
-    drafts_name, tokens_name, accepted_name, position_name = (
-        f"{stem}{suffix}_total" for suffix in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
-    )
-    names = {drafts_name, tokens_name, accepted_name, position_name}
-    totals = {definition.generated, definition.finished} - {""}
-    models = by_model(source, names | totals, earlier, {position_name: "position"})
-    if not any(counters.keys() & names for counters in models.values()):
-        return []
-    acceptances, counter_names = [], (drafts_name, tokens_name, accepted_name, position_name)
-    for model, counters in models.items():
-        if counters.keys() & names:
+    acceptances: list[Acceptance] = []
+    for model, counters in totals_by_model(definition, source, earlier).items():
+        if counters.keys() - {TOKENS, REQUESTS}:
             with source.skipping():
-                acceptances.append(_acceptance(model, counters, source, definition, *counter_names))
+                acceptances += _acceptances(model, counters, source, definition)
     return acceptances
+
+
+def totals_by_model(
+    definition: CounterDefinition, source: Source, earlier: Source | None = None
+) -> dict[str, dict[str, dict[int, Sample]]]:
+    """Counters of each model, summed over engines: by `DRAFTS` and the like, and by position. Raises UsageError."""
+    names = {definition.stem + suffix: ours for suffix, ours in _COUNTERS.items()}
+    names |= {definition.generated: TOKENS, definition.finished: REQUESTS}
+    names.pop("", None)
+    position = next(name for name, ours in names.items() if ours is POSITIONS)
+    models = by_model(source, names, earlier, {position: "position"})
+    return {model: {names[name]: counts for name, counts in of_model.items()} for model, of_model in models.items()}
 
 
 def drafted_tokens(definition: CounterDefinition, source: Source) -> Sample | None:
     """Drafted tokens of all models and engines; None without that counter. Raises UsageError, see `samples`."""
-    series = list(samples(source, {f"{definition.prefix}spec_decode_num_draft_tokens_total"}).values())
-    if not series:
+    return summed(totals_by_model(definition, source), DRAFTED)
+
+
+def summed(models: Mapping[str, Mapping[str, Mapping[int, Sample]]], counter: str) -> Sample | None:
+    """The sum of a counter over models; None if no model has it."""
+    parts = [of_model[counter][0] for of_model in models.values() if counter in of_model]
+    if not parts:
         return None
-    return Sample(sum(s.value for s in series), series[-1].line, sum(s.rounding for s in series))
+    return Sample(sum(s.value for s in parts), parts[-1].line, sum(s.rounding for s in parts))
 
 
-def _acceptance(
-    model: str,
-    counters: dict[str, dict[int, Sample]],
-    source: Source,
-    definition: CounterDefinition,
-    drafts_name: str,
-    tokens_name: str,
-    accepted_name: str,
-    position_name: str,
-) -> Acceptance:
-    missing = [name for name in (drafts_name, accepted_name) if name not in counters]
+def _acceptances(
+    model: str, counters: dict[str, dict[int, Sample]], source: Source, definition: CounterDefinition
+) -> list[Acceptance]:
+    missing = [name for name in (DRAFTS, ACCEPTED) if name not in counters]
     if missing:
-        raise source.error(source.count, f"the scrape has no {missing[0]}; is it truncated?")
-    drafts, accepted = counters[drafts_name][0], counters[accepted_name][0]
+        name = next(name for name, ours in _COUNTERS.items() if ours == missing[0])
+        raise source.error(source.count, f"the scrape has no {definition.stem}{name}; is it truncated?")
+    drafts, accepted, drafted = counters[DRAFTS][0], counters[ACCEPTED][0], counters.get(DRAFTED, {}).get(0)
     if not drafts.value:
         raise source.error(drafts.line, "no drafts were counted; send requests to the server first")
-    title = title_of(source, model)
-    positions = counters.get(position_name, {})
-    if not positions:
-        length = 1 + accepted.value / drafts.value
-        return Acceptance((), title, drafts=drafts.value, rows=((drafts.value, accepted.value),), length=length)
+    remarks: list[str] = []
+    positions = counters.get(POSITIONS, {})
+    total = _check_positions(positions, drafts, accepted, source, definition) if positions else accepted.value
+    counted = max(drafts.value, positions[0].value) if positions else drafts.value  # less by rounding only
+    steps = None
+    if TOKENS in counters and REQUESTS in counters:
+        # Each step emits its accepted tokens and one more; a response ends within its last step.
+        steps = steps_of(counters[TOKENS][0].value, total, counters[REQUESTS][0].value)
+        if steps < counted:
+            remarks.append(f"about {counted - steps:.0f} of {total:.0f} accepted tokens lie past the end of a response")
+        steps = all_steps(counted, steps)
+    if drafts.rounding > _COARSE * drafts.value:
+        remarks.append(
+            f"the number of drafts, {drafts.value:.0f}, is rounded by up to {drafts.rounding:.0f}; leave more time "
+            "between the scrapes"
+        )
+    at_least = tuple(positions[i].value for i in range(len(positions)))
+    tokens = None if drafted is None else drafted.value
+    if (
+        drafted
+        and positions
+        and abs(drafted.value - len(positions) * drafts.value) <= drafted.rounding + (len(positions) * drafts.rounding)
+    ):
+        tokens = len(positions) * counted  # full drafts, within rounding
+    item = StepCounts(counted, total, at_least, tokens, steps=steps)
+    return acceptances_of([item], source, "prompts", title_of(source, model), remarks=tuple(remarks))
+
+
+def _check_positions(
+    positions: Mapping[int, Sample], drafts: Sample, accepted: Sample, source: Source, definition: CounterDefinition
+) -> float:
+    """The sum of the accepted tokens by position. Raises UsageError if they contradict the other counters."""
+    name = definition.stem + next(name for name, ours in _COUNTERS.items() if ours is POSITIONS)
     for i in range(len(positions)):
         if i not in positions:
-            raise source.error(source.count, f"{position_name} has no position {i}; is the scrape truncated?")
+            raise source.error(source.count, f"{name} has no position {i}; is the scrape truncated?")
         limit = positions[i - 1].value if i else drafts.value + drafts.rounding
         if positions[i].value > limit:
             raise source.error(
-                positions[i].line,
-                f"{position_name} at position {i} is {positions[i].value:g}, more than {limit:g} before it",
+                positions[i].line, f"{name} at position {i} is {positions[i].value:g}, more than {limit:g} before it"
             )
     total = sum(sample.value for sample in positions.values())
     if abs(total - accepted.value) > accepted.rounding:
         raise source.error(
             accepted.line,
-            f"{accepted_name} is {accepted.value:g}, but its positions sum to {total:g}; repeat the scrape",
+            f"{definition.stem}accepted_tokens_total is {accepted.value:g}, but its positions sum to {total:g}; repeat "
+            "the scrape",
         )
-    counted = max(drafts.value, positions[0].value)  # less by rounding only
-    steps, remarks = _steps(counted, total, counters, definition)
-    row = (steps, *(positions[i].value for i in range(len(positions))))
-    drafted = counters.get(tokens_name, {}).get(0)
-    if drafted and drafted.value + drafted.rounding < (drafts.value - drafts.rounding) * len(positions):
-        remarks = (*remarks, short_drafts(drafted.value / drafts.value, len(positions)))
-    if drafts.rounding > _COARSE * drafts.value:
-        remarks = (
-            *remarks,
-            f"the number of drafts, {drafts.value:.0f}, is rounded by up to {drafts.rounding:.0f}; leave more time "
-            "between the scrapes",
-        )
-    return Acceptance.from_rows([row], title, idle=1 - counted / steps, remarks=remarks)
-
-
-def _steps(
-    drafts: float, accepted: float, counters: dict[str, dict[int, Sample]], definition: CounterDefinition
-) -> tuple[float, tuple[str, ...]]:
-    """All steps after the prefill, with and without a draft, and remarks on the difference to the counted drafts."""
-    if not (definition.generated in counters and definition.finished in counters):
-        return drafts, ()
-    generated, finished = counters[definition.generated][0].value, counters[definition.finished][0].value
-    # Each step emits its accepted tokens and one more; a response ends within its last step.
-    idle = generated - PREFILL_TOKENS * finished - accepted - drafts
-    if idle > _FEW_IDLE * drafts:
-        return drafts + idle, (f"{idle:.0f} of {drafts + idle:.0f} steps had no draft",)
-    if idle < 0:
-        return drafts, (f"about {-idle:.0f} of {accepted:.0f} accepted tokens lie past the end of a response",)
-    return drafts, ()
-
-
-def short_drafts(mean: float, gamma: int) -> str:
-    """The remark on drafts shorter than the longest."""
-    return f"drafts have {mean:.2f} of {gamma} tokens on average; missing tokens count as rejected"
+    return total

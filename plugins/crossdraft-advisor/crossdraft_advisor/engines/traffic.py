@@ -18,10 +18,10 @@ from .builtin.sglang import Sglang
 from .counter_definitions import DEFINITIONS
 from .engine_log import Source
 from .http_response import NetworkError, fetch
-from .prometheus import Sample, samples
+from .prometheus import ACCEPTED, DRAFTED, DRAFTS, POSITIONS, REQUESTS, TOKENS, Sample, summed, totals_by_model
 
-#: Names of counters, and of the same numbers of our own responses.
-DRAFTS, DRAFTED, ACCEPTED, TOKENS, REQUESTS = "drafts", "drafted tokens", "accepted tokens", "tokens", "requests"
+#: Counters that are compared.
+_NAMES = (DRAFTS, DRAFTED, ACCEPTED, TOKENS, REQUESTS)
 #: Seconds for an account of a server's settings.
 _SECONDS = 5.0
 #: The pair of ``crossdraft serve``.
@@ -52,25 +52,10 @@ class ServerCounters:
         for definition in DEFINITIONS.values():
             if not definition.prefix:
                 continue
-            stem = f"{definition.prefix}spec_decode_num_"
-            position_name = f"{stem}accepted_tokens_per_pos_total"
-            names = {
-                f"{stem}drafts_total": DRAFTS,
-                f"{stem}draft_tokens_total": DRAFTED,
-                f"{stem}accepted_tokens_total": ACCEPTED,
-                definition.generated: TOKENS,
-                definition.finished: REQUESTS,
-            }
-            names.pop("", None)
-            series = samples(Source(text, name), {*names, position_name})
-            totals: dict[str, Sample] = {}
-            for (counter, _), sample in series.items():
-                if counter != position_name:
-                    old = totals.get(names[counter], Sample(0.0, 0))
-                    rounding = old.rounding + sample.rounding
-                    totals[names[counter]] = Sample(old.value + sample.value, sample.line, rounding)
+            models = totals_by_model(definition, Source(text, name))
+            totals = {c: s for c in _NAMES if (s := summed(models, c)) is not None}
             if totals:
-                positions = {dict(labels).get("position") for counter, labels in series if counter == position_name}
+                positions = {p for of_model in models.values() for p in of_model.get(POSITIONS, {})}
                 return cls(definition.engine, totals, len(positions))
         return cls()
 

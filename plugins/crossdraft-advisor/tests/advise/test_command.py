@@ -1,6 +1,7 @@
 """``crossdraft advise``: output, warnings and errors."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -271,14 +272,26 @@ def test_contexts_are_axis(place: Path, capsys: Any) -> None:
     result = advice_json(capsys, "vllm.log", "--cost", "two.csv", "--batch-size", "1,8", "--context", "100,900")
     assert [(s["context"], s["batch_size"]) for s in result["advice"]] == [(100, 1), (100, 8), (900, 1), (900, 8)]
     _, text, _ = advise(capsys, "vllm.log", "--cost", "two.csv", "--batch-size", "1", "--context", "100,900")
-    assert text.splitlines()[2].split()[:2] == ["B", "context"]
+    first, _, _, _, header = text.splitlines()[:5]
+    assert first.startswith("warning: vllm.log:2-4 does not count steps") and header.split()[:2] == ["B", "context"]
 
 
 def test_mean_length_requires_assumption(place: Path, capsys: Any) -> None:
-    code, _, err = advise(capsys, "sglang.log", "--cost", "passes.csv")
-    assert code == 2 and "give it as --gamma" in err
-    result = advice_json(capsys, "sglang.log", "--cost", "passes.csv", "--gamma", "4", "--batch-size", "1")
+    """Accept length and rate are those of three tokens; without the rate, each source needs its length."""
+    cost = ["--cost", "passes.csv", "--batch-size", "1"]
+    result = advice_json(capsys, "sglang.log", *cost)
     assert any("a constant conditional acceptance rate" in line for line in result["remarks"]["assumed"])
+    assert [item["best"]["gamma"] for item in result["advice"]] == [3]
+    code, _, err = advise(capsys, "sglang.log", *cost, "--gamma", "4")
+    assert code == 2 and "has drafts of 3 tokens, not 4; remove the given draft length" in err
+    Path("old.log").write_text(re.sub(r"accept rate: \S+ ", "", SGLANG_LOG), encoding="utf-8")
+    code, _, err = advise(capsys, "old.log", *cost)
+    assert code == 2 and "give it as --gamma, or as '{source: FILE, gamma: N}'" in err
+    result = advice_json(capsys, "{source: old.log, gamma: 4}", "{source: old.log, gamma: 5, temperature: 1}", *cost)
+    assert {(item["group"], item["best"]["gamma"]) for item in result["advice"]} == {
+        ("temperature unknown", 4),
+        ("temperature 1", 5),
+    }
 
 
 def test_unrealistic_traffic(place: Path, capsys: Any) -> None:
@@ -328,7 +341,7 @@ def test_curve_that_was_measured_here(place: Path, capsys: Any) -> None:
         (["vllm.log", "--draft-model", "d", "--draft-cost", "x"], "--draft-model and --draft-cost cannot be combined"),
         (["vllm.log", "--drafter", "draft-modl"], "did you mean 'draft-model'"),
         (["vllm.log", "--export", "vlm"], "did you mean 'vllm'"),
-        (["vllm.log", "--cost", "passes.csv", "--gamma", "3"], "remove --gamma"),
+        (["vllm.log", "--cost", "passes.csv", "--gamma", "4"], "has drafts of 3 tokens, not 4; remove"),
         (["vllm.log", "--cost", "passes.csv", "--context", "1,2", "--export", "vllm"], "takes one --context"),
         (["vllm.log", "--cost", "passes.csv", "--export", "vllm"], "the drafter of"),
         (["vllm.log", "--cost", "passes.csv", "--export", "transformers", "--batch-size", "4"], "--batch-size 1"),

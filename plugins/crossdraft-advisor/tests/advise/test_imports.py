@@ -224,7 +224,7 @@ def test_llama_cpp() -> None:
     result = one("llama.cpp", LLAMA_LOG)
     assert result.drafts == pytest.approx(80) and result.marginal == pytest.approx((0.75, 0.375), abs=1e-3)
     later = one("llama.cpp", LATER_LOG)
-    assert (later.drafts, later.marginal, later.source) == (result.drafts, result.marginal, "now.txt:1-3")
+    assert (later.drafts, later.marginal, later.source) == (result.drafts, result.marginal, "now.txt:1-3, 2 responses")
     older = "".join(line for line in LLAMA_SCRAPE.splitlines(True) if "per_pos" not in line)
     assert (one("llama.cpp", older).marginal, one("llama.cpp", older).length) == ((), 2.2)
 
@@ -310,7 +310,7 @@ def test_speculation_profile() -> None:
         ("[2026-11-20 10:00:00] up\n", r"\)$"),
         ('{"choices": []}\n', "crossdraft advise --replay"),
         ('{"timestamp": 0, "input_length": 3, "output_length": 2}\n', "crossdraft simulate --trace"),
-        (VLLM_LINE.format(1.0, 0, 0, "0.000"), "nothing was drafted in it"),
+        (VLLM_LINE.format(1.0, 0, 0, "0.000"), "if nothing was drafted, send requests"),
     ],
 )
 def test_sources_without_acceptance(text: str, remedy: str) -> None:

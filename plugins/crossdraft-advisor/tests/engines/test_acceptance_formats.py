@@ -137,29 +137,29 @@ def text_of(*objects: Any) -> str:
 @pytest.mark.parametrize(
     "name, text, length, gamma, drafts",
     [
-        ("llama.cpp", LLAMA_OLD, 1 + 40 / 20, 0, None),
-        ("llama.cpp", LLAMA_MEAN + ", mean len =  4.00\n", 4, 4, None),
-        ("llama.cpp", LLAMA_MEAN + ", mean len =  3.73\n", 3.73, 4, None),
-        ("llama.cpp", STATISTICS.format("draft_simple", 20, 60, 30, ""), 2.5, 3, None),
+        ("llama.cpp", LLAMA_OLD, 1 + 40 / 20, 4, 20),
+        ("llama.cpp", LLAMA_MEAN + ", mean len =  4.00\n", 4, 4, 50),
+        ("llama.cpp", LLAMA_MEAN + ", mean len =  3.73\n", 3.73, 4, 150 / 2.73),
+        ("llama.cpp", STATISTICS.format("draft_simple", 20, 60, 21, ""), 2.05, 3, 20),
         ("llama.cpp", STATISTICS.format("draft-mtp", 20, 40, 18, ", #acc rate/pos = (0.6, 0.3)"), 1.9, 2, 20),
-        ("llama.cpp", text_of(TIMINGS, TIMINGS), 1.9, 0, None),
-        ("llama.cpp", SPECULATIVE, 1.9, 2, None),
-        ("aiperf", text_of({key: {"unit": "count", "avg": n} for key, n in AIPERF_SUMMARY.items()}), 1.9, 2, None),
-        ("aiperf", text_of({"metrics": {key: {"value": n} for key, n in AIPERF_RECORD.items()}}), 1.9, 2, None),
-        ("tensorrt-llm-responses", text_of(TRTLLM_MEAN, TRTLLM_MEAN), 1.9, 0, None),
-        ("trtllm-bench", text_of(TRTLLM_REPORT), 1.9, 2, None),
-        ("trtllm-bench", TRTLLM_TEXT, 1.9, 2, None),
-        ("sglang-responses", SGLANG_LOG, 1.9, 0, None),
-        ("sglang-responses", text_of(SGLEXT), 1.9, 0, None),
+        ("llama.cpp", text_of(TIMINGS, TIMINGS), 1.9, 3, 20),
+        ("llama.cpp", SPECULATIVE, 1.9, 2, 10),
+        ("aiperf", text_of({key: {"unit": "count", "avg": n} for key, n in AIPERF_SUMMARY.items()}), 1.9, 2, 1000),
+        ("aiperf", text_of({"metrics": {key: {"value": n} for key, n in AIPERF_RECORD.items()}}), 1.9, 2, 10),
+        ("tensorrt-llm-responses", text_of(TRTLLM_MEAN, TRTLLM_MEAN), 1.9, 0, 20),
+        ("trtllm-bench", text_of(TRTLLM_REPORT), 1.9, 2, 100),
+        ("trtllm-bench", TRTLLM_TEXT, 1.9, 2, 100),
+        ("sglang-responses", SGLANG_LOG, 1.9, 0, 10),
+        ("sglang-responses", text_of(SGLEXT), 1.9, 0, 10),
         ("vllm-bench", BENCH, 1.9, 2, 1000),
         ("vllm-bench", "Acceptance length: 1.90\nPosition 0: 60.00\nPosition 1: 30.00\n", 1.9, 2, None),
         ("vllm-bench", text_of(BENCH_JSON), 1.9, 2, 1000),
         ("vllm-bench", json.dumps([{"run": 1} | BENCH_JSON], indent=1), 1.9, 2, 1000),
-        ("vllm-bench", text_of(BENCH_JSON | {"spec_decode_per_position_acceptance_rates": []}), 1.9, 2, None),
+        ("vllm-bench", text_of(BENCH_JSON | {"spec_decode_per_position_acceptance_rates": []}), 1.9, 2, 1000),
         ("vllm-bench", text_of({"spec_decode_acceptance_length": 1.9}), 1.9, 0, None),
         ("vllm", "\x1b[32mINFO\x1b[0m 05-06 06:11:23 [metrics.py:101] " + WINDOW, 1.9, 2, 1000),
         ("vllm", "2026-05-06T06:11:23Z pod-7 (EngineCore_DP0 pid=3) INFO 05-06 [metrics.py:86] " + EARLY, 1.9, 2, 1000),
-        ("vllm", FIRST.format(8, 30, 12) + FIRST.format(20, 60, 38), 1.9, 3, None),
+        ("vllm", FIRST.format(8, 30, 12) + FIRST.format(20, 60, 38), 1.9, 3, 20),
         ("sglang", GAUGE.format(0, 1.8) + GAUGE.format(1, 2.0) + GAUGE.format(2, 0.0), 1.9, 0, None),
         ("sglang", GAUGE.format(0, "NaN") + GAUGE.format(1, 1.9) + STEPS.format(4), 1.9, 3, None),
         ("sglang", COUNTERS + STEPS.format(4), 1.9, 3, 1000),
@@ -168,7 +168,7 @@ def text_of(*objects: Any) -> str:
         ("vllm", SCRAPE.replace("vllm:", "ray_vllm_"), 1.9, 2, 1000),
         ("vllm", SCRAPE.replace("_total{", "{"), 1.9, 2, 1000),
         ("vllm", SCRAPE.removesuffix("\n"), 1.9, 2, 1000),
-        ("vllm", text_of({"status": "success", "data": {"result": QUERY}}), 1.9, 0, 1000),
+        ("vllm", text_of({"status": "success", "data": {"result": QUERY}}), 1.9, 2, 1000),
         ("vllm-bench", EXAMPLE, 1.903, 2, 1000),
         ("tensorrt-llm-counters", BY_POSITION, 1.9, 2, 10),
         ("sglang-bench", "Concurrency:      1.0\nAccept length:                           1.90\n", 1.9, 0, None),
@@ -176,8 +176,8 @@ def text_of(*objects: Any) -> str:
         ("sglang-bench", text_of({"internal_states": [{"avg_spec_accept_length": 1.9}]}), 1.9, 0, None),
         ("response-statistics", text_of({"choices": [{"speculative_decoding": TENSORRT}]}), 1.9, 3, 10),
         ("response-statistics", text_of({"metadata": {}, "spec_decode_acceptance": AIPERF}), 1.9, 3, 10),
-        ("tensorrt-llm-iterations", text_of([{"iter": 1, "specDecodingStats": ITERATION}]), 1.9, 3, None),
-        ("sglang-responses", text_of({"meta_info": {"completion_tokens": 20, "spec_verify_ct": 10}}), 1.9, 0, None),
+        ("tensorrt-llm-iterations", text_of([{"iter": 1, "specDecodingStats": ITERATION}]), 1.9, 3, 10),
+        ("sglang-responses", text_of({"meta_info": {"completion_tokens": 20, "spec_verify_ct": 10}}), 1.9, 0, 10),
         ("speculators", "Weighted per-position acceptance rates:\n[0.6  0.3]\n", 1.9, 2, None),
         ("speculators", "Weighted acceptance rates: [0.6 0.3]\n", 1.9, 2, None),
         (
@@ -187,8 +187,8 @@ def text_of(*objects: Any) -> str:
             2,
             10,
         ),
-        ("spec-bench", text_of({"choices": [SPEC_BENCH]}), 1.9, 0, None),
-        ("spec-bench", text_of({"choices": [{"turns": ["..."], "idxs": [9], "new_tokens": [19]}]}), 1.9, 0, None),
+        ("spec-bench", text_of({"choices": [SPEC_BENCH]}), 1.9, 0, 10),
+        ("spec-bench", text_of({"choices": [{"turns": ["..."], "idxs": [9], "new_tokens": [19]}]}), 1.9, 0, 10),
     ],
 )
 def test_formats(name: str, text: str, length: float, gamma: int, drafts: float | None, tmp_path: Any) -> None:
@@ -229,13 +229,20 @@ def test_damaged_records_do_not_refuse_a_file(name: str) -> None:
 
 
 def test_several_drafters_of_llama_cpp() -> None:
-    """Each has its own acceptance; counters that start again are those of another start."""
-    lines = [STATISTICS.format("ngram_mod", 2, 64, 10, ""), STATISTICS.format("draft-mtp", 20, 40, 18, "")]
-    lines += [STATISTICS.format("ngram-map-k", 0, 0, 0, ""), STATISTICS.format("draft-mtp", 10, 20, 12, "")]
-    ngram, mtp = acceptances_in(Source(LLAMA_OLD + "".join(lines), "log"))
-    assert (ngram.drafter, ngram.length, ngram.draft_length) == ("ngram-mod", 6, 32)
-    assert (mtp.drafter, mtp.length, mtp.draft_length) == ("mtp", 2, 2)
-    assert "several drafters, ngram-mod, mtp" in mtp.remarks[-1]
+    """They are shares of one system; counters that start again are those of another start."""
+    counters = "1.2 I statistics {}: #calls(b,g,a) = 1 {} 20, #gen drafts = {}, #acc drafts = {}, #gen tokens = {}, "
+    counters += "#acc tokens = {}, dur(b,g,a) = 0.1, 0.2, 0.3 ms\n"
+    rows = [("ngram_mod", 24, 2, 1, 64, 10), ("draft-mtp", 22, 20, 11, 40, 18), ("ngram-map-k", 24, 0, 0, 0, 0)]
+    rows += [("ngram_mod", 11, 0, 0, 0, 0), ("draft-mtp", 11, 10, 8, 20, 12)]
+    (system,) = acceptances_in(Source(LLAMA_OLD + "".join(counters.format(*row) for row in rows), "log"))
+    ngram, mtp = system.parts
+    # 35 steps: 2 with a draft of 32 tokens, 30 with one of two, 3 without; they accepted 10 and 30 tokens.
+    assert system.block_efficiency().value == pytest.approx(1 + 40 / 35) and system.drafts == 35
+    assert dict(system.widths) == pytest.approx({32.0: 2 / 35, 2.0: 30 / 35, 0.0: 3 / 35})
+    assert system.marginal[0] == pytest.approx((1 + 19) / 35) and system.gamma == 32
+    assert (ngram.drafter, ngram.marginal[0], ngram.gamma) == ("ngram-mod", 0.5, 32)
+    assert (mtp.drafter, mtp.marginal) == ("mtp", pytest.approx((19 / 30, 11 / 30)))
+    assert "several drafters, ngram-mod, mtp" in system.remarks[0]
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, lambda data: gzip.compress(data[:50]) + gzip.compress(data[50:])])

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ...advise.caveats import Remarks
     from ...engines.acceptance import Acceptance
     from ...engines.engine import Schedule, Settings
+    from ...engines.formats import CounterSource
 
 CONTEXT = 1024
 
@@ -59,7 +60,8 @@ class Advise(AdviseOptions, Command):
             print(json.dumps(as_json(steps, remarks, settings, schedule), indent=2))
         elif schedule is not None and settings is not None:
             print(settings.text)
-            print("\n".join(["", schedule_text(schedule), "", *remarks.lines()]), file=sys.stderr)
+            lines = [*remarks.first_lines(), "", schedule_text(schedule), "", *remarks.lines()]
+            print("\n".join(lines), file=sys.stderr)
         else:
             print(as_text(steps, remarks))
         return 0
@@ -73,9 +75,11 @@ def _groups(args: AdviseOptions, remarks: Remarks) -> dict[str, list[Candidate]]
     from crossdraft.framework.cost.load_run import read_run
 
     from ...advise.candidates import imported
+    from ...engines.formats import CounterSource
 
-    runs = [source for source in args.sources if kind_of_source(source) == "directory"]
-    texts = [source for source in args.sources if source not in runs]
+    sources = [CounterSource.parse(text, "SOURCE") for text in args.sources]
+    runs = [item.source for item in sources if kind_of_source(item.source) == "directory"]
+    texts = [item for item in sources if item.source not in runs]
     if args.since and len(texts) != 1:
         raise UsageError("--since requires exactly one SOURCE, a later scrape of the same counters")
     if runs and not texts and (args.drafter or args.verifier or args.gamma):
@@ -151,36 +155,35 @@ def _run_candidates(run: FinishedRun, cells: Sequence[CellConfig], costs: Costs,
     return candidates
 
 
-def _read_acceptances(args: AdviseOptions, source: str, remarks: Remarks) -> list[Acceptance]:
+def _read_acceptances(args: AdviseOptions, source: CounterSource, remarks: Remarks) -> list[Acceptance]:
     """Acceptances in a source, in the format of any engine, completed by the options."""
     from ...advise.candidates import of_pair
     from ...engines.formats import read_acceptances
 
-    content, acceptances = read_acceptances(source, args.since or None, args.gamma)
+    content, acceptances = read_acceptances(source.source, args.since or None, source.gamma or args.gamma)
     remarks.of_source(content, acceptances)
-    fields = {"drafter": "".join(args.drafter), "verifier": "".join(args.verifier), "temperature": args.temperature}
+    temperature = args.temperature if source.temperature is None else source.temperature
+    fields = {"drafter": "".join(args.drafter), "verifier": "".join(args.verifier), "temperature": temperature}
     fields |= {"model": args.draft_path or args.draft_model}
     fields = {name: value for name, value in fields.items() if value not in (None, "")}
-    named = [acceptance for acceptance in acceptances if acceptance.drafter in args.drafter]
-    drafters = {acceptance.drafter: acceptance for acceptance in acceptances if acceptance.drafter}
+    parts = [part for acceptance in acceptances for part in acceptance.parts or (acceptance,)]
+    named = [part for part in parts if part.drafter in args.drafter]
+    drafters = {part.drafter: part for part in parts if part.drafter}
     if args.drafter and not named and len(drafters) > 1:
-        raise UsageError(f"{source} has the drafters {', '.join(drafters)}; name one of them as --drafter")
-    return [of_pair(replace(_with_rates(args, acceptance), **fields)) for acceptance in named or acceptances]
+        raise UsageError(f"{source.source} has the drafters {', '.join(drafters)}; name one of them as --drafter")
+    return [of_pair(replace(_with_rates(acceptance), **fields)) for acceptance in named or acceptances]
 
 
-def _with_rates(args: AdviseOptions, acceptance: Acceptance) -> Acceptance:
+def _with_rates(acceptance: Acceptance) -> Acceptance:
     """Acceptance by position; if unknown, a constant rate with the same mean length."""
     if acceptance.marginal:
-        if args.gamma is not None:
-            raise UsageError(f"--gamma: {acceptance.source} has the acceptance by position; remove --gamma")
         return acceptance
-    gamma = args.gamma or acceptance.draft_length
-    if gamma is None:
+    if acceptance.draft_length is None:
         raise UsageError(
             f"{acceptance.source} has the mean acceptance length {acceptance.length:.2f} and not the draft length; "
-            "give it as --gamma"
+            "give it as --gamma, or as '{source: FILE, gamma: N}'"
         )
-    return acceptance.with_constant_rate(gamma)
+    return acceptance.with_constant_rate(acceptance.draft_length)
 
 
 # -- settings ----------------------------------------------------------------------------------------------------

@@ -22,7 +22,8 @@ _LEGEND = (
 
 def as_text(steps: Mapping[str, Sequence[Step]], remarks: Remarks) -> str:
     parts = [f"{title}\n\n{_table(steps_of_title)}" for title, steps_of_title in steps.items()]
-    return "\n\n".join([*parts, _LEGEND, "\n".join(remarks.lines())])
+    first = ["\n".join(remarks.first_lines())] if remarks.first else []
+    return "\n\n".join([*first, *parts, _LEGEND, "\n".join(remarks.lines())])
 
 
 def _table(steps: Sequence[Step]) -> str:
@@ -106,12 +107,19 @@ def as_json(
             for title, steps_of_title in steps.items()
             for step in steps_of_title
         ],
-        "remarks": asdict(remarks),
+        "remarks": _remarks(remarks),
     }
     if settings is not None and schedule is not None:
         rows = [{**row, "speed_up": asdict(row["speed_up"])} for row in schedule_rows(schedule)]
         report |= {"settings": settings.text, "schedule": rows}
     return report
+
+
+def _remarks(remarks: Remarks) -> dict[str, list[str]]:
+    """Remarks by kind; the first warnings are the first of all warnings."""
+    kinds = asdict(remarks)
+    first = kinds.pop("first")
+    return {**kinds, "warnings": [*first, *remarks.warnings]}
 
 
 def _choice(choice: Choice) -> dict[str, Any]:

@@ -6,39 +6,28 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import ValidationError
-
-from crossdraft.framework.contracts.options import fault
 from crossdraft.framework.errors import UsageError
-from crossdraft.framework.recipe.yaml_values import yaml_value
 from crossdraft.framework.util.table import Alignment, Table
 
 from ...diagnosis.hypothesis import CLEAR_SHARE, NONE, Assessment, Counts, assess
 from ...diagnosis.same_server import differences, engine_of, served_model
-from ...diagnosis.signatures import CIRCUMSTANCES, HEALTHY, CounterSource, counts_of, in_order, signatures
+from ...diagnosis.signatures import CIRCUMSTANCES, HEALTHY, counts_of, in_order, signatures
 from ...engines.acceptance import Acceptance
-from ...engines.formats import read_acceptances
-
-
-def parse_source(text: str) -> CounterSource:
-    """Parse ``FILE`` or ``{source: FILE, temperature: 0, batch_size: 1, context: 512}``. Raises UsageError."""
-    data: Any = yaml_value(text, lambda line: "--counters") if text.lstrip().startswith("{") else {"source": text}
-    try:
-        return CounterSource.model_validate(data)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        raise UsageError(f"--counters {text}: key {'.'.join(map(str, problem['loc']))!r}: {fault(problem)}") from None
+from ...engines.formats import CounterSource, read_acceptances
 
 
 def read_counters(texts: Sequence[str]) -> list[tuple[CounterSource, Acceptance]]:
     """The acceptance in each source of ``--counters``, in their order for signatures. Raises UsageError."""
     counted: list[tuple[CounterSource, Acceptance]] = []
     for text in texts:
-        source = parse_source(text)
+        source = CounterSource.parse(text, "--counters")
+        # A draft length may choose one of several.
         read, acceptances = read_acceptances(source.source)
+        acceptances = [part for item in acceptances for part in item.parts or (item,)]
         # Without positions no signature is read, which is refused below.
-        acceptances = [item for item in acceptances if item.marginal] or acceptances[:1]
-        chosen = [item for item in acceptances if source.gamma in (None, item.gamma)]
+        chosen = acceptances = [item for item in acceptances if item.marginal] or acceptances[:1]
+        if acceptances[0].marginal:
+            chosen = [item for item in acceptances if source.gamma in (None, item.gamma)]
         if len(chosen) != 1:
             lengths = ", ".join(str(item.gamma or "unknown") for item in acceptances)
             raise UsageError(

@@ -13,11 +13,9 @@ from ..acceptance import Acceptance
 from ..counter_definitions import DEFINITIONS, PREFILL_TOKENS
 from ..engine_log import Source
 from ..formats import AcceptanceFormat
-from ..step_counts import StepCounts, acceptances_of, count
+from ..step_counts import StepCounts, acceptances_of, all_steps, count, from_rates, steps_of
 from .sglang import drafts_of
 
-#: Rounding error of a rate in per cent with two decimals.
-_PER_CENT = 5.1e-5
 #: Rounding errors of rates: of percentages and of numbers in JSON, and of shares with two decimals.
 _RATE, _SHARE = 5.1e-4, 5.1e-3
 _LABELS = {
@@ -31,7 +29,17 @@ _LABELS |= {  # of vLLM's example of offline speculation, whose rates are shares
     "num_drafts": "drafts",
     "num_draft_tokens": "drafted",
     "num_accepted_tokens": "accepted",
+    "total_num_output_tokens": "tokens",
+    "num_tokens_generated_without_sd": "plain",
 }
+_LABELS |= {"Total generated tokens": "tokens", "Successful requests": "requests"}
+_KEYS = (
+    ("drafts", "spec_decode_num_drafts"),
+    ("drafted", "spec_decode_draft_tokens"),
+    ("accepted", "spec_decode_accepted_tokens"),
+    ("tokens", "total_output_tokens"),
+    ("requests", "completed"),
+)
 _FIELD = re.compile(rf"\s*({'|'.join(_LABELS)}):\s+(\S+)\s*$")
 _POSITION = re.compile(r"\s*(?:Position|(acceptance at token)) (\d{1,4}):\s+(\S+)\s*$")
 _MEAN = re.compile(r"^\s*(?:Accept length:|avg_spec_accept_length=)\s*(\S+?)\s*$")
@@ -94,12 +102,7 @@ def _results(source: Source) -> list[tuple[int, dict[str, float], list[float]]]:
             length = fields["spec_decode_acceptance_length"]
             if length is None or isinstance(length, dict):  # of AIPerf
                 continue
-            names = {"drafts": "num_drafts", "drafted": "draft_tokens", "accepted": "accepted_tokens"}
-            values = {
-                ours: count(source, line, fields, f"spec_decode_{theirs}")
-                for ours, theirs in names.items()
-                if fields.get(f"spec_decode_{theirs}") is not None
-            }
+            values = {ours: count(source, line, fields, key) for ours, key in _KEYS if fields.get(key) is not None}
             values["length"] = source.number(str(length), line, "the acceptance length")
             key = "spec_decode_per_position_acceptance_rates"
             results.append((line, values, list(source.rates(fields, key, line)) if fields.get(key) else []))
@@ -112,22 +115,21 @@ def _run(source: Source, line: int, values: Mapping[str, float], rates: list[flo
     length = values.get("length")
     if drafts is not None and not drafts:
         raise source.error(line, "nothing was drafted in this run")
+    error, place = values.get("rounding", _RATE), source.place(line)
+    if rates and length and abs(length - 1 - sum(rates)) > 0.006 + len(rates) * error:
+        raise source.error(line, f"the rates sum to {sum(rates):.4f}, but the length is {length:g}")
+    if drafts is None or accepted is None:
+        known = Acceptance(tuple(rates), place, every_step=False) if rates else None
+        return [known] if known else [Acceptance((), place, length=length, every_step=False)] if length else []
+    item = StepCounts(drafts, accepted, drafted=drafted, line=line)
     if rates:
-        total = sum(rates) if drafts is None or accepted is None else accepted / drafts
-        rounding = len(rates) * values.get("rounding", _RATE)
-        if abs(total - sum(rates)) > rounding or (length and abs(length - 1 - sum(rates)) > 0.006 + rounding):
-            raise source.error(line, f"the rates sum to {sum(rates):.4f}, but {total:.4f} tokens a draft were accepted")
-        if drafts is None:
-            return [Acceptance(tuple(rates), source.place(line))]
-        counts = [drafts * rate * (total / sum(rates) if sum(rates) else 1.0) for rate in rates]
-        at_least = tuple(min(n, drafts) for n in counts)
-        return acceptances_of([StepCounts(drafts, sum(at_least), at_least, drafted)], source.place(line), "runs")
-    if drafts and accepted is not None:
-        gamma = int(drafted / drafts) if drafted and (drafted / drafts).is_integer() else 0
-        return acceptances_of([StepCounts(drafts, accepted, gamma=gamma)], source.place(line), "runs")
-    if not length:
-        return []
-    return [Acceptance((), source.place(line), length=length)]
+        item = from_rates(source, line, accepted, drafted, rates, drafts=drafts, error=error)
+    if "plain" in values:
+        item = replace(item, steps=drafts + values["plain"])
+    elif "tokens" in values:
+        steps = steps_of(values["tokens"], accepted, values.get("requests", 0.0))
+        item = replace(item, steps=all_steps(drafts, steps))
+    return acceptances_of([item], source, "runs")
 
 
 class SglangBench(AcceptanceFormat):
@@ -163,15 +165,15 @@ class AiPerf(AcceptanceFormat):
         for line, fields in source.objects("total_spec_decode_steps"):
             keys = ("total_spec_decode_steps", "total_accepted_draft_tokens", "total_draft_tokens")
             with source.skipping():
-                item = StepCounts(*_metrics(source, line, fields, keys, "avg"))
-                acceptances += acceptances_of([item], source.place(line), "runs")
+                item = StepCounts(*_metrics(source, line, fields, keys, "avg"), line=line)
+                acceptances += acceptances_of([item], source, "runs")
         if '"num_spec_steps"' not in source.text:  # else the statistics of the response are read
             for line, fields in source.objects("spec_decode_steps"):
                 keys = ("spec_decode_steps", "spec_decode_accepted_draft_tokens", "spec_decode_draft_tokens")
                 if "value" in (fields["spec_decode_steps"] or ()):
                     with source.skipping():
                         counts.append(StepCounts(*_metrics(source, line, fields, keys, "value")))
-        return [*acceptances, *acceptances_of(counts, source.name, "responses")]
+        return [*acceptances, *acceptances_of(counts, source, "responses")]
 
 
 def _metrics(source: Source, line: int, fields: Mapping[str, Any], keys: Sequence[str], key: str) -> tuple[Any, ...]:
@@ -217,13 +219,12 @@ class TrtllmBench(AcceptanceFormat):
                 drafted, accepted, tokens, requests = (
                     source.number(str(value), line, "a mean of the report") for value in values
                 )
-                passes = tokens - accepted
-                if passes <= PREFILL_TOKENS or not drafted or not requests:
+                steps = steps_of(tokens, accepted)
+                if steps <= 0 or not drafted or not requests:
                     raise source.error(line, "nothing was drafted in this run")
-                gamma = max(round(drafted / passes), 1)
-                steps = requests * (passes - PREFILL_TOKENS)
-                item = StepCounts(steps, requests * accepted, drafted=steps * gamma, gamma=gamma)
-                acceptances += acceptances_of([item], source.place(line), "runs")
+                gamma = max(round(drafted / (steps + PREFILL_TOKENS)), 1)
+                item = StepCounts(None, requests * accepted, gamma=gamma, steps=requests * steps, line=line)
+                acceptances += acceptances_of([item], source, "runs")
         return acceptances
 
 
@@ -267,19 +268,20 @@ class SpecBench(AcceptanceFormat):
                     raise source.error(line, f"a step of {max(lengths)} tokens is too long; {reason}")
                 taus = [max(n - 1, 0) for n in lengths]
                 at_least = tuple(float(sum(tau >= i for tau in taus)) for i in range(1, max(taus, default=0) + 1))
-                counts.append(StepCounts(len(taus), sum(taus), at_least, name=source.row_id(line)))
+                n = len(taus)
+                counts.append(StepCounts(n, sum(taus), at_least, name=source.row_id(line), steps=n))
         if counts:
             longest = max(1, *(len(item.at_least) for item in counts))
             counts = [replace(item, at_least=item.at_least or (0.0,), gamma=longest) for item in counts]
             remark = f"the draft length is not recorded; no step accepted more than {longest} tokens"
             reason = "its drafts may be trees, and their length is not recorded"
-            return acceptances_of(counts, source.name, "responses", remarks=(remark,), refusal=reason)
+            return acceptances_of(counts, source, "responses", remarks=(remark,), refusal=reason)
         for key in ("decoding_steps", "idxs"):
             for line, fields in source.objects(key):
                 with source.skipping():
                     if (item := _turns(source, line, fields, key)) is not None:
                         counts.append(item)
-        return acceptances_of(counts, source.name, "responses")
+        return acceptances_of(counts, source, "responses")
 
 
 def _turns(source: Source, line: int, fields: Mapping[str, Any], key: str) -> StepCounts | None:
@@ -294,4 +296,4 @@ def _turns(source: Source, line: int, fields: Mapping[str, Any], key: str) -> St
     total = sum(steps) + (len(steps) if key == "idxs" else 0)
     if sum(tokens) < total:
         raise source.error(line, f"{sum(tokens)} tokens in {total} steps are inconsistent")
-    return StepCounts(total, sum(tokens) - total, name=source.row_id(line)) if total else None
+    return StepCounts(None, sum(tokens) - total, name=source.row_id(line), steps=total) if total else None

@@ -12,15 +12,14 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import ClassVar
 
-from ..acceptance import Acceptance
-from ..counter_definitions import DEFINITIONS, PREFILL_TOKENS
+from ..acceptance import Acceptance, constant_rate
+from ..counter_definitions import DEFINITIONS
 from ..engine import Engine, Schedule, Settings
 from ..engine_log import Source
 from ..formats import AcceptanceFormat
-from ..log_windows import Window, from_windows
 from ..prometheus import spec_decode
 from ..settings import length_remarks, needs_method, needs_model, ngram_sizes, only_point_masses, shell
-from ..step_counts import StepCounts, acceptances_of, count, full_drafts
+from ..step_counts import StepCounts, acceptances_of, count, from_mean, from_rates, full_drafts, steps_of
 
 _MARK = re.compile(r"draft acceptance(?: rate)? = ")
 _LINE = re.compile(
@@ -34,8 +33,14 @@ _RATES = re.compile(r"acc per pos = \(([^()]*)\)\s*")
 _EVALUATED = re.compile(r"(?<!prompt )eval time =\s*\S+ ms /\s*(\d{1,15}) tokens")
 #: Counters of a drafter since the start of the server.
 _STATISTICS = re.compile(r"statistics\s+([\w-]{1,40}): (#calls.*)")
-_COUNTER = re.compile(r"#(gen drafts|gen tokens|acc tokens) =\s*(\d{1,15})\b")
+_COUNTER = re.compile(r"#(gen drafts|acc drafts|gen tokens|acc tokens) =\s*(\d{1,15})\b")
+#: Calls to begin a response, to draft, and after tokens were accepted.
+_CALLS = re.compile(r"#calls\(b,g,a\) =\s*\d{1,15}\s+(\d{1,15})\b")
 _POSITIONS = re.compile(r"#acc rate/pos = \(([^()]*)\)")
+#: A prompt of ``mtp-bench``: its name, predicted, drafted and accepted tokens.
+_PROMPT = re.compile(r"(\S+)\s+pred=\s*([\d,]{1,20})\s+draft=\s*([\d,]{1,20})\s+acc=\s*([\d,]{1,20})\b")
+#: A column of the table of ``speed_bench.py``: accepted over drafted tokens of each category.
+_ACCEPT_RATE = "accept_rate"
 #: Summary of llama.cpp's examples.
 _EXAMPLE_KEYS = ("n_draft", "n_predict", "n_drafted", "n_accept")
 _EXAMPLE = re.compile(rf"^(?:\S+ I )?\s*({'|'.join(_EXAMPLE_KEYS)})\s+= (\d{{1,15}})\s*$")
@@ -101,15 +106,16 @@ class LlamaCppFormat(AcceptanceFormat):
         if earlier is not None:
             return acceptances
         statistics = _statistics(source)
-        if len(statistics) > 1:  # the lines of requests are of all drafters
+        if any(item.parts for item in statistics):  # the lines of requests are of all drafters
             return [*acceptances, *statistics]
         requests = _requests(source)
-        return [*acceptances, *(requests or statistics), *_timings(source), *_examples(source)]
+        others = (_timings, _examples, _prompts, _speed_bench)
+        return [*acceptances, *(requests or statistics), *(item for read in others for item in read(source))]
 
 
 def _requests(source: Source) -> list[Acceptance]:
     """Lines of finished requests, with rates by position, a mean length or neither."""
-    windows, counts, evaluated, first, last = [], [], 0.0, 0, 0
+    windows, counts, evaluated = [], [], 0.0
     lines = [*source.lines(), (0, "")]
     for (number, line), (_, after) in pairwise(lines):
         if match := _EVALUATED.search(line):
@@ -123,35 +129,29 @@ def _requests(source: Source) -> list[Acceptance]:
             accepted, drafted = float(match[1]), float(match[2])
             text = match[4] if match[4] is not None else by_position[1] if by_position else None
             mean = source.number(match[3], number, "the mean acceptance length") if match[3] else None
+            steps = steps_of(evaluated, accepted) if evaluated > accepted else None
+            evaluated = 0.0
             if text is not None and mean is not None:
-                rates = tuple(source.number(rate, number, "an acceptance rate", 1.0) for rate in text.split(", "))
-                windows.append(Window(number, accepted, drafted, rates, mean))
-                continue
-            if mean is not None and mean > 1:
-                counts.append(_with_mean(accepted, drafted, mean))
-            elif evaluated > accepted:  # a step emits its accepted tokens and one more; the first is the prefill's
-                counts.append(StepCounts(evaluated - PREFILL_TOKENS - accepted, accepted))
+                rates = [source.number(rate, number, "an acceptance rate", 1.0) for rate in text.split(", ")]
+                windows.append(from_rates(source, number, accepted, drafted, rates, mean=mean, steps=steps))
+            elif mean is not None and mean > 1:
+                counts.append(from_mean(accepted, drafted, mean, steps=steps, line=number))
+            elif steps is not None:
+                counts.append(StepCounts(None, accepted, drafted=drafted, steps=steps, line=number))
             else:
                 counts.append(full_drafts(source, number, accepted, drafted))
-            first, last = first or number, number
     remark = "without rates by position; log with -lv 4, or use /metrics"
-    place = f"{source.name}:{first}" + (f"-{last}" if last > first else "")
     return [
-        *from_windows(windows, source, "responses"),
-        *acceptances_of(counts, place, "responses", remarks=(remark,)),
+        *acceptances_of(windows, source, "responses"),
+        *acceptances_of(counts, source, "responses", remarks=(remark,)),
     ]
 
 
-def _with_mean(accepted: float, drafted: float, mean: float) -> StepCounts:
-    """Counts of a request whose mean length has two decimals: with full drafts, if it is as if they were."""
-    fewest, greatest = accepted / (mean - 0.995), accepted / max(mean - 1.005, 1e-9)
-    gamma = math.floor(drafted / fewest + 1e-9)
-    full = gamma > 0 and drafted / gamma <= greatest * (1 + 1e-9)
-    return StepCounts(drafted / gamma if full else accepted / (mean - 1), accepted, drafted=drafted)
-
-
 def _statistics(source: Source) -> list[Acceptance]:
-    """The last counters of each drafter that drafted; those of an earlier start are added."""
+    """The last counters of each drafter that drafted; those of an earlier start are added.
+
+    Several drafters are one system: each drafts where those before it do not.
+    """
     counters: dict[str, list[tuple[int, dict[str, float], str]]] = {}
     for number, line in source.lines():
         if not (match := _STATISTICS.search(line)):
@@ -160,30 +160,84 @@ def _statistics(source: Source) -> list[Acceptance]:
             values = {key: source.number(text, number, f"#{key}") for key, text in _COUNTER.findall(match[2])}
             if not {"gen drafts", "gen tokens", "acc tokens"} <= values.keys():
                 raise source.error(number, "the statistics line is truncated or of an unsupported version")
+            if calls := _CALLS.search(match[2]):
+                values["calls"] = float(calls[1])
             starts = counters.setdefault(match[1].replace("_", "-"), [])
             if starts and values["gen drafts"] >= starts[-1][1]["gen drafts"]:
                 starts.pop()
             by_position = _POSITIONS.search(match[2])
             starts.append((number, values, by_position[1] if by_position else ""))
-    acceptances: list[Acceptance] = []
+    # The first drafter is called in every step.
+    calls = max((sum(values.get("calls", 0.0) for _, values, _ in starts) for starts in counters.values()), default=0)
+    groups: dict[str, list[StepCounts]] = {}
     for name, starts in counters.items():
-        counts, place = [], source.place(starts[-1][0])
-        for number, values, text in starts:
-            drafts, drafted, accepted = (values[key] for key in ("gen drafts", "gen tokens", "acc tokens"))
-            with source.skipping():
-                rates = [source.number(rate, number, "an acceptance rate", 1.0) for rate in text.split(", ") if rate]
-                if accepted > drafted:
-                    raise source.error(number, f"{accepted:g} accepted of {drafted:g} drafted tokens are inconsistent")
-                scale = accepted / (drafts * sum(rates)) if sum(rates) and drafts else 1.0
-                at_least = tuple(min(drafts * rate * scale, drafts) for rate in rates)
-                counts.append(StepCounts(drafts, accepted, at_least, drafted))
         drafter = LlamaCpp.ours(name) or LlamaCpp.ours(f"{name}-simple") or name
-        acceptances += acceptances_of(counts, f"{place}, {name}", "runs", drafter=drafter)
-    if len(acceptances) > 1:
-        names = ", ".join(acceptance.drafter for acceptance in acceptances)
-        remark = f"the server has several drafters, {names}, each of which drafts where those before it do not"
-        acceptances = [replace(acceptance, remarks=(*acceptance.remarks, remark)) for acceptance in acceptances]
-    return acceptances
+        for number, values, text in starts:
+            with source.skipping():
+                if values["gen drafts"]:
+                    groups.setdefault(drafter, []).append(_of_drafter(source, number, values, text))
+    drafts = sum(item.drafts or 0.0 for group in groups.values() for item in group)
+    if len(groups) == 1 and calls >= drafts:
+        ratio = calls / drafts
+        groups = {name: [replace(c, steps=(c.drafts or 0.0) * ratio) for c in group] for name, group in groups.items()}
+    parts = [
+        replace(part, source=f"{part.source}, {name}")
+        for name, group in groups.items()
+        for part in acceptances_of(group, source, "runs", drafter=name)
+    ]
+    return [_system(source, parts, max(calls, drafts))] if len(groups) > 1 else parts
+
+
+def _of_drafter(source: Source, number: int, values: Mapping[str, float], text: str) -> StepCounts:
+    """Counts of one drafter since a start. Raises UsageError if they are inconsistent."""
+    drafts, drafted, accepted = (values[key] for key in ("gen drafts", "gen tokens", "acc tokens"))
+    if accepted > drafted:
+        raise source.error(number, f"{accepted:g} accepted of {drafted:g} drafted tokens are inconsistent")
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if words:
+        rates = [source.number(word, number, "an acceptance rate", 1.0) for word in words]
+        error = max(0.51 * 10.0 ** -len(word.partition(".")[2]) for word in words)
+        return from_rates(source, number, accepted, drafted, rates, drafts=drafts, error=error)
+    first, gamma = values.get("acc drafts"), math.ceil(drafted / drafts - 1e-9)
+    if not first:
+        return StepCounts(drafts, accepted, drafted=drafted, line=number)
+    if not first <= min(accepted, drafts) or accepted > first * gamma:
+        raise source.error(number, f"{accepted:g} accepted tokens in {first:g} accepted drafts are inconsistent")
+    # Exact for drafts of two tokens.
+    rate = constant_rate(accepted / first - 1, gamma - 1) if gamma > 1 else 0.0
+    return StepCounts(drafts, accepted, tuple(first * rate**i for i in range(gamma)), drafted, line=number)
+
+
+def _system(source: Source, parts: list[Acceptance], calls: float) -> Acceptance:
+    """The acceptance of all drafters of one server, over all its steps."""
+    names, widths = ", ".join(part.drafter for part in parts), {}
+    drafts = accepted = 0.0
+    known = [p if p.marginal else p.with_constant_rate(p.draft_length or 1) for p in parts]
+    at_least = [0.0] * max(p.gamma for p in known)
+    for part in known:
+        steps = part.drafts or 0.0
+        width = part.drafted_per_step
+        widths[width] = widths.get(width, 0.0) + steps / calls
+        drafts, accepted = drafts + steps, accepted + steps * sum(part.marginal)
+        for i, rate in enumerate(part.marginal):
+            at_least[i] += steps * rate
+    if calls > drafts:
+        widths[0.0] = 1 - drafts / calls
+    item = StepCounts(drafts, accepted, tuple(at_least), steps=calls)
+    remark = f"the server has several drafters, {names}, each of which drafts where those before it do not"
+    lines = [int(part.source.partition(f"{source.name}:")[2].split(",")[0].split("-")[0]) for part in parts]
+    (system,) = acceptances_of(
+        [item],
+        source,
+        "runs",
+        f"{source.name}:{min(lines)}-{max(lines)}",
+        drafter=" + ".join(part.drafter for part in parts),
+        widths=widths,
+        parts=tuple(replace(part, remarks=(*part.remarks, remark)) for part in parts),
+        refusal="its drafters draft in turn",
+        remarks=(remark,),
+    )
+    return system
 
 
 def _examples(source: Source) -> list[Acceptance]:
@@ -204,8 +258,9 @@ def _examples(source: Source) -> list[Acceptance]:
             gamma, tokens, drafted, accepted = (values[key] for key in _EXAMPLE_KEYS)
             if accepted > drafted or tokens <= accepted:
                 raise source.error(number, f"{accepted:g} accepted of {drafted:g} drafted tokens are inconsistent")
-            item = StepCounts(tokens - accepted, accepted, drafted=drafted, gamma=int(gamma))
-            acceptances += acceptances_of([item], source.place(number), "runs")
+            steps = steps_of(tokens, accepted, 0.0)
+            item = StepCounts(None, accepted, drafted=drafted, gamma=int(gamma), steps=steps, line=number)
+            acceptances += acceptances_of([item], source, "runs")
     return acceptances
 
 
@@ -217,9 +272,72 @@ def _timings(source: Source) -> list[Acceptance]:
             tokens, drafted, accepted = (
                 count(source, line, fields, key) for key in ("predicted_n", "draft_n", "draft_n_accepted")
             )
-            steps = tokens - PREFILL_TOKENS - accepted
+            drafts = count(source, line, fields, "draft_rounds") if fields.get("draft_rounds") is not None else None
+            steps = max(steps_of(tokens, accepted), drafts or 0.0)
             if accepted > drafted or (drafted and steps < 1):
                 raise source.error(line, f"{accepted:g} accepted of {drafted:g} drafted tokens in {tokens:g} tokens")
             if drafted:
-                counts.append(StepCounts(steps, accepted, name=source.row_id(line)))
-    return acceptances_of(counts, source.name, "responses")
+                counts.append(StepCounts(drafts, accepted, drafted=drafted, steps=steps, name=source.row_id(line)))
+    return acceptances_of(counts, source, "responses")
+
+
+def _prompts(source: Source) -> list[Acceptance]:
+    """Lines of ``mtp-bench``, one for each prompt; a prompt that comes again begins another run."""
+    runs: list[dict[str, StepCounts]] = [{}]
+    for number, line in source.lines():
+        if match := _PROMPT.search(line):
+            with source.skipping():
+                names = ("predicted", "drafted", "accepted")
+                tokens, drafted, accepted = map(
+                    lambda text, name: source.number(text, number, f"the {name} tokens"), match.groups()[1:], names
+                )
+                steps = steps_of(tokens, accepted)
+                if accepted > drafted or (drafted and steps < 1):
+                    raise source.error(
+                        number, f"{accepted:g} accepted of {drafted:g} drafted tokens in {tokens:g} tokens"
+                    )
+                if match[1] in runs[-1]:
+                    runs.append({})
+                runs[-1][match[1]] = StepCounts(
+                    None, accepted, drafted=drafted, steps=steps, name=match[1], line=number
+                )
+    counts = [[item for item in run.values() if item.drafted] for run in runs]
+    return [acceptance for items in counts for acceptance in acceptances_of(items, source, "prompts")]
+
+
+def _speed_bench(source: Source) -> list[Acceptance]:
+    """Tables of ``speed_bench.py``: the row of all categories, or else each."""
+    rows: list[tuple[int, str, str]] = []
+    header: list[str] = []
+    for number, line in source.lines():
+        cells = line.replace("|", " ").split()
+        if _ACCEPT_RATE in cells:
+            header = cells
+        elif header and len(cells) == len(header):
+            rows.append((number, cells[0], cells[header.index(_ACCEPT_RATE)]))
+    acceptances = []
+    for number, _, text in [row for row in rows if row[1] == "overall"] or rows:
+        if text == "n/a" or not text.strip("-:"):  # nothing was drafted, a rule
+            continue
+        with source.skipping():
+            scale, digits = (100.0, text[:-1]) if text.endswith("%") else (1.0, text)
+            rate = source.number(digits, number, f"the {_ACCEPT_RATE}", scale) / scale
+            if source.gamma is None:
+                raise source.error(
+                    number,
+                    f"{100 * rate:.1f} % of the drafted tokens were accepted, but the draft length is not recorded; "
+                    f"give it as '{{source: {source.name}, gamma: N}}'",
+                )
+            length = 1 + rate * source.gamma
+            remark = "assumed: every draft has its full length"
+            acceptances.append(
+                Acceptance(
+                    (),
+                    source.place(number),
+                    length=length,
+                    draft_length=source.gamma,
+                    every_step=False,
+                    remarks=(remark,),
+                )
+            )
+    return acceptances

@@ -47,7 +47,7 @@ class ResponseStatistics(AcceptanceFormat):
                 with source.skipping():
                     drafted, accepted = (count(source, line, fields, key) for key in _UNCOUNTED)
                     counts.append(full_drafts(source, line, accepted, drafted, source.row_id(line)))
-        return [*acceptances, *acceptances_of(counts, source.name, "responses")]
+        return [*acceptances, *acceptances_of(counts, source, "responses")]
 
 
 class TensorRtLlmResponses(AcceptanceFormat):
@@ -73,13 +73,12 @@ class TensorRtLlmResponses(AcceptanceFormat):
                 tokens = count(source, line, usage, "completion_tokens")
                 iterations = round(tokens / mean) if mean >= 1 else 0
                 if iterations > PREFILL_TOKENS:
-                    counts.append(
-                        StepCounts(iterations - PREFILL_TOKENS, tokens - iterations, name=source.row_id(line))
-                    )
+                    steps = iterations - PREFILL_TOKENS
+                    counts.append(StepCounts(None, tokens - iterations, name=source.row_id(line), steps=steps))
         if counts and not any(item.accepted for item in counts):
             source.skip(source.count, "every iteration emitted one token: nothing was accepted, or nothing drafted")
             return []
-        return acceptances_of(counts, source.name, "responses")
+        return acceptances_of(counts, source, "responses")
 
 
 class SglangResponses(ResponseStatistics):
@@ -129,7 +128,7 @@ class TensorRtLlmCounters(AcceptanceFormat):
                     item = full_drafts(source, sample.line, other.value, sample.value)
                 else:
                     continue
-                acceptances += acceptances_of([item], title_of(source, model), "runs")
+                acceptances += acceptances_of([item], source, "runs", title_of(source, model))
         return acceptances
 
 
@@ -150,8 +149,5 @@ class IterationStats(AcceptanceFormat):
                     if accepted > drafted:
                         raise source.error(line, f"{accepted:g} accepted of {drafted:g} drafted tokens")
                     if steps:
-                        counts.append((StepCounts(steps, accepted, drafted=drafted), drafted / steps))
-        lengths = {length for _, length in counts}
-        gamma = int(max(lengths)) if len(lengths) == 1 and max(lengths).is_integer() else 0
-        counts = [StepCounts(c.steps, c.accepted, drafted=c.drafted, gamma=gamma) for c, _ in counts]
-        return acceptances_of(counts, source.name, "iterations")
+                        counts.append(StepCounts(steps, accepted, drafted=drafted))
+        return acceptances_of(counts, source, "iterations")

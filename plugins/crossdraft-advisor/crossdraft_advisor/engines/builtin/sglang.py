@@ -3,12 +3,15 @@
 https://docs.sglang.ai: advanced_features/speculative_decoding, advanced_features/adaptive_speculative_decoding;
 sglang/srt/speculative/adaptive_spec_params.py.
 
-Only the accept length is read: the denominator of the accept rate differs between log, gauge and responses.
+The acceptance is that of the accept length: the denominator of the accept rate differs between log, gauge and
+responses. In the log it is the number of drafted tokens in some versions, so both give the draft length where one
+length fits every line.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -16,13 +19,13 @@ from typing import Any, ClassVar
 from crossdraft.framework.util.limits import MOST_LEVELS
 
 from ..acceptance import Acceptance
-from ..counter_definitions import DEFINITIONS, PREFILL_TOKENS
+from ..counter_definitions import DEFINITIONS
 from ..engine import Engine, Schedule, Settings
 from ..engine_log import Source
 from ..formats import AcceptanceFormat
 from ..prometheus import by_model, samples, title_of
 from ..settings import length_remarks, needs_method, needs_model, only_point_masses, shell, synthetic_remarks
-from ..step_counts import StepCounts, acceptances_of
+from ..step_counts import StepCounts, acceptances_of, steps_of
 
 _GAUGE = "sglang:spec_accept_length"
 #: Counters of finished requests: target calls, generated tokens, requests. Gauges: the longest path of a draft, and its
@@ -36,6 +39,7 @@ _ARGUMENT = r"speculative_{}[\"']?\s*[=:]\s*(\d{{1,4}})\b"
 _ARGUMENTS = tuple(re.compile(_ARGUMENT.format(name)) for name in ("num_steps", "num_draft_tokens"))
 _LINE = re.compile(r"Decode batch\b")
 _LENGTH = re.compile(r"accept len: ([^,\s]*)(,?)")
+_RATE = re.compile(r"accept rate: ([^,\s]*),")
 _RUNNING = re.compile(r"#running-req: (\d{1,9}),")
 #: Algorithms with adaptive steps, with rejection sampling of sampled drafts, and with block verification.
 _EAGLE = ("EAGLE", "EAGLE3", "NEXTN")
@@ -164,20 +168,22 @@ def _counters(source: Source, earlier: Source | None) -> list[Acceptance]:
         if len(of_model) == 3:
             with source.skipping():
                 steps, tokens, requests = (of_model[name][0].value for name in (_CALLS, _GENERATED, _FINISHED))
-                accepted = tokens - PREFILL_TOKENS * requests - steps
+                accepted = steps_of(tokens, steps, requests)  # a step emits one token, and its accepted ones
                 if not steps or accepted < 0:
                     raise source.error(
                         of_model[_CALLS][0].line, f"{tokens:g} tokens in {steps:g} target calls: nothing was drafted"
                     )
-                title, length = title_of(source, model), 1 + accepted / steps
-                rows = ((steps, accepted),)
-                acceptances.append(Acceptance((), title, drafts=steps, rows=rows, length=length, **drafts_of(source)))
+                drafts = drafts_of(source)
+                item = StepCounts(None, accepted, gamma=drafts.pop("draft_length", 0), steps=steps)
+                acceptances += acceptances_of([item], source, "prompts", title_of(source, model), **drafts)
     return acceptances
 
 
 def _log(source: Source) -> list[Acceptance]:
     """Log lines of decoding batches, which cover equal numbers of steps and are weighted by running requests."""
-    rows, first, last, idle = [], 0, 0, 0
+    rows: list[tuple[int, float, float]] = []
+    lengths: set[int] | None = None
+    idle = 0
     for number, line in source.lines():
         mark = _LINE.search(line)
         length = _LENGTH.search(line) if mark else None
@@ -193,8 +199,10 @@ def _log(source: Source) -> list[Acceptance]:
                 continue
             if mean < 1:
                 raise source.error(number, f"an accept len of {mean:g} does not include the bonus token")
-            rows.append((n, n * (mean - 1)))
-            first, last = first or number, number
+            rows.append((number, n, n * (mean - 1)))
+            if rate := _RATE.search(line):
+                possible = _lengths(mean, source.number(rate[1], number, "the accept rate"))
+                lengths = possible if lengths is None else lengths & possible
     if not rows:
         return []
     remarks = ["windows are weighted by their running requests"]
@@ -202,9 +210,16 @@ def _log(source: Source) -> list[Acceptance]:
         remarks.append(f"windows without drafts are omitted: {idle}")
     drafts = drafts_of(source)
     gamma = drafts.pop("draft_length", 0)
-    counts = [StepCounts(steps, accepted, gamma=gamma) for steps, accepted in rows]
-    place = f"{source.name}:{first}-{last}"
-    return acceptances_of(counts, place, "windows of the log", remarks=tuple(remarks), **drafts)
+    if not gamma and lengths is not None and len(lengths) == 1:
+        gamma = lengths.pop()
+    counts = [StepCounts(None, accepted, gamma=gamma, steps=n, line=number) for number, n, accepted in rows]
+    return acceptances_of(counts, source, "windows of the log", exact=False, remarks=tuple(remarks), **drafts)
+
+
+def _lengths(mean: float, rate: float) -> set[int]:
+    """Draft lengths for which a rate with two decimals is that of the accepted among the drafted tokens."""
+    low, high = (mean - 1.005) / (rate + 0.005), (mean - 0.995) / max(rate - 0.005, 1e-9)
+    return set(range(max(math.ceil(low), 1), min(math.floor(high), MOST_LEVELS) + 1))
 
 
 def _gauge(source: Source) -> list[Acceptance]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from ..acceptance import Acceptance
-from ..counter_definitions import DEFINITIONS
+from ..counter_definitions import DEFINITIONS, PREFILL_TOKENS
 from ..engine import Engine, Schedule, Settings
 from ..engine_log import Source
 from ..formats import AcceptanceFormat
-from ..log_windows import Window, from_windows
 from ..prometheus import spec_decode
 from ..settings import (
     length_remarks,
@@ -26,7 +26,7 @@ from ..settings import (
     only_point_masses,
     shell,
 )
-from ..step_counts import StepCounts, acceptances_of, full_drafts
+from ..step_counts import StepCounts, acceptances_of, all_steps, from_rates, full_drafts, steps_of
 
 #: Methods that model runner V1 serves on every platform; they draft greedily, and block verification is ignored.
 _V1_METHODS = ("medusa",)
@@ -36,7 +36,7 @@ _FIELDS = {
     "mean": re.compile(r"Mean acceptance length: (\S+?),"),
     "accepted": re.compile(r"(?<!Avg )Accepted: (\S+) tokens"),
     "drafted": re.compile(r"Drafted: (\S+) tokens"),
-    "rates": re.compile(r"Per-position acceptance rate: ([^\s,\"\\]+(?:, [^A-Z\s,\"\\]+)*)"),
+    "rates": re.compile(r"Per-position acceptance rate: ([^\s,\"\\]+(?:,\s*[^A-Z\s,\"\\]+)*)"),
     "end": re.compile(r"raft acceptance rate: (\S+?)%"),
 }
 
@@ -49,6 +49,16 @@ _WITHOUT_RATES = re.compile(
 )
 #: A window without drafts, whose rates are not numbers.
 _IDLE = re.compile(r"Drafted: 0 tokens")
+#: The throughput of an engine, on the line before that of its drafts, and one of them by the second.
+_GENERATED = re.compile(
+    r"(?:Engine (\d{1,6}): )?(?:Avg prompt throughput: [\d.]{1,20} tokens/s, )?"
+    r"Avg generation throughput: (\d{1,12}(?:\.\d{1,9})?) tokens/s"
+)
+_DRAFTED_PER_SECOND = re.compile(r"Drafted throughput: (\S+) tokens/s")
+#: The time of day, the usual seconds between two lines of statistics, and a finished request.
+_CLOCK = re.compile(r"\b([01]\d|2[0-3]):([0-5]\d):([0-5]\d)\b")
+_INTERVAL = 10.0
+_REQUEST = re.compile(r'"POST /\S*(?:completions|responses|messages|generate) HTTP/[\d.]+" 200')
 #: Counters since the start in the log of vLLM's first engine (V0, until 0.10).
 _FIRST_VERSION = re.compile(
     r"Speculative metrics: .*Number of speculative tokens: (\d{1,4}), Number of accepted tokens: (\d{1,15}), "
@@ -170,22 +180,67 @@ class VllmFormat(AcceptanceFormat):
         acceptances = spec_decode(DEFINITIONS["vllm"], source, earlier)
         if earlier is not None:
             return acceptances
-        windows, counts = [], []
+        windows, counts, throughput = [], [], _Throughput()
         for number, line in source.lines():
             with source.skipping():
                 if match := _WITHOUT_RATES.search(line):
                     counts.append(full_drafts(source, number, float(match[1]), float(match[2])))
                 elif _MARK in line:
-                    windows.append(_window(source, number, line))
-        acceptances += [*from_windows(windows, source), *acceptances_of(counts, source.name, "windows of the log")]
+                    windows.append(_window(source, number, line, throughput))
+                else:
+                    throughput.add(line)
+        counts += _with_plain_steps([item for item in windows if item is not None])
+        acceptances += acceptances_of(counts, source, "windows of the log")
         return [*acceptances, *_first_version(source), *_synthetic(source)]
 
 
-def _window(source: Source, number: int, line: str) -> Window:
-    """Parse a log line."""
+class _Throughput:
+    """Generated tokens of an engine since its last line of drafts, from the lines with its throughput.
+
+    An engine writes both lines at the same time. It leaves that of drafts out if it has nothing to report, so tokens
+    are added until the next one.
+    """
+
+    def __init__(self) -> None:
+        self._engine, self._requests = "", 0
+        self._last: dict[str, int | None] = {}
+        self._rates: dict[str, list[tuple[float, float]]] = {}
+
+    def add(self, line: str) -> None:
+        """Take a line of the log."""
+        if _REQUEST.search(line):
+            self._requests += 1
+        if not (match := _GENERATED.search(line)):
+            return
+        self._engine, now = match[1] or "", _clock(line)
+        last = self._last.get(self._engine)
+        passed = (now - last) % 86400 if now is not None and last is not None else _INTERVAL
+        seconds = passed if passed > _INTERVAL + 1 or 1 < passed < _INTERVAL - 1 else _INTERVAL
+        self._last[self._engine] = now
+        self._rates.setdefault(self._engine, []).append((float(match[2]), seconds))
+
+    def tokens(self, line: str, seconds: float | None) -> float | None:
+        """The tokens that steps generated until a line of drafts over ``seconds``; None if they are not logged."""
+        rates, requests = self._rates.pop(self._engine, []), self._requests
+        self._requests, now, last = 0, _clock(line), self._last.get(self._engine)
+        if not rates or (now is not None and last is not None and (now - last) % 86400 > 2):
+            return None
+        if len(rates) == 1 and seconds is not None:
+            rates = [(rates[0][0], seconds)]
+        return sum(rate * passed for rate, passed in rates) - PREFILL_TOKENS * requests
+
+
+def _clock(line: str) -> int | None:
+    """Seconds since midnight by the first time of day in a line."""
+    match = _CLOCK.search(line)
+    return None if match is None else 3600 * int(match[1]) + 60 * int(match[2]) + int(match[3])
+
+
+def _window(source: Source, number: int, line: str, throughput: _Throughput) -> StepCounts | None:
+    """Parse a log line; None without drafts."""
     part = line.partition(_MARK)[2]
     if _IDLE.search(part):
-        return Window(number, 0.0, 0.0, (), 1.0)
+        return None
     matches = {key: pattern.search(part) for key, pattern in _FIELDS.items()}
     if missing := [key for key, match in matches.items() if match is None]:
         raise source.error(
@@ -193,8 +248,25 @@ def _window(source: Source, number: int, line: str) -> Window:
         )
     text = {key: match[1] for key, match in matches.items() if match}
     accepted, drafted = (source.number(text[key], number, f"the {key} tokens") for key in ("accepted", "drafted"))
-    rates = [source.number(rate, number, "an acceptance rate", 1.0) for rate in text["rates"].split(", ")]
-    return Window(number, accepted, drafted, tuple(rates), source.number(text["mean"], number, "the mean length"))
+    rates = [source.number(rate.strip(), number, "an acceptance rate", 1.0) for rate in text["rates"].split(",")]
+    mean = source.number(text["mean"], number, "the mean length")
+    item = from_rates(source, number, accepted, drafted, rates, mean=mean)
+    per_second = _DRAFTED_PER_SECOND.search(part)
+    rate = source.number(per_second[1], number, "the drafted throughput") if per_second else 0.0
+    tokens = throughput.tokens(line, drafted / rate if rate else None)
+    return item if tokens is None else replace(item, steps=steps_of(tokens, accepted, 0.0))
+
+
+def _with_plain_steps(windows: list[StepCounts]) -> list[StepCounts]:
+    """The windows with all their steps; those without a throughput have as many as the others for each draft."""
+    known = [item for item in windows if item.steps is not None]
+    drafts = sum(item.drafts or 0.0 for item in known)
+    if not drafts:
+        return windows
+    total = sum(item.steps or 0.0 for item in known)
+    if all_steps(drafts, total) == drafts:  # of which lines are cut at other times
+        return [replace(item, steps=item.drafts) for item in windows]
+    return [item if item in known else replace(item, steps=(item.drafts or 0.0) * total / drafts) for item in windows]
 
 
 def _first_version(source: Source) -> list[Acceptance]:
@@ -216,8 +288,8 @@ def _first_version(source: Source) -> list[Acceptance]:
             if steps and not steps <= emitted <= (gamma + 1) * steps:
                 raise source.error(number, f"{emitted} emitted tokens do not fit {drafted} drafted ones")
             remark = "lengths are those of emitted tokens; the counter of accepted ones has some after a rejection, too"
-            counts = [StepCounts(steps, emitted - steps, drafted=drafted, gamma=gamma)]
-            acceptances += acceptances_of(counts, source.place(number), "runs", remarks=(remark,))
+            counts = [StepCounts(steps, emitted - steps, drafted=drafted, gamma=gamma, line=number)]
+            acceptances += acceptances_of(counts, source, "runs", remarks=(remark,))
     return acceptances
 
 
