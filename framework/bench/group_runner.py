@@ -32,13 +32,13 @@ from ..lm.idle import free_idle
 from ..metrics.cell_metrics import compare, measure
 from ..metrics.intervals import LEAST_PIECES
 from ..models.placement import input_device
-from ..models.threads import describe_threads, disturbance, threads_in_use
 from ..recipe.recipe import CellConfig
 from ..recipe.yaml_errors import Places
 from ..runs.interrupts import propagate_interrupt
 from ..runs.labels import is_lossless, verifier_title
 from ..runs.records import CellResult, cells_of
 from ..runs.run_directory import FORMAT, PieceResult
+from ..runs.threads import describe_threads, disturbance, threads_in_use
 from . import memory
 from .cells.cell_runner import Cell, Models, lengths, positions
 from .cells.conversations import compile_constraints, count_turns, cut_pieces, prepare_conversations

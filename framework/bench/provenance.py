@@ -15,10 +15,10 @@ from ..models.device import pick_dtype
 from ..models.digests import file_sha256, model_sha256, settings_sha256
 from ..models.placement import describe_placement, first_device
 from ..models.resolve import resolve
-from ..models.threads import settings
 from ..recipe.recipe import CellConfig, Strategy
 from ..runs.code_digest import code_sha256, source_of
 from ..runs.marks import mark_of
+from ..runs.threads import settings
 
 #: Libraries whose versions affect outputs or speed.
 LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")

@@ -89,7 +89,7 @@ def _enumerate(options: Certify) -> int:
     """Certify the pairs on toys."""
     from ..certificate.effort import check_joint_size
     from ..certificate.toys import built_in_toys, read_toys, toys_of_two_vocabularies
-    from ..models.threads import one_thread
+    from ..runs.threads import one_thread
 
     drafts, gamma = _drafts(options), options.gamma
     toys = read_toys(options.toy) if options.toy else [*built_in_toys(), *toys_of_two_vocabularies()]

@@ -17,6 +17,7 @@ from .adapters import CONFIG as ADAPTER_CONFIG
 from .adapters import check_adapter, check_base, refuse_adapter, split_adapter
 from .configs import INDEX, LEFT_OUT, SHARED, shards_of
 from .digests import PYTORCH_FILES
+from .gguf import from_gguf, is_gguf
 from .quantization import refuse_quantized, split
 
 #: Files that transformers and tokenizers read into memory.
@@ -76,16 +77,22 @@ def _is_heads(name: str) -> bool:
 
 
 def from_path(name: str, path: Path, source: str = "", *, heads: bool = False) -> ResolvedModel:
-    """Model at `path`: of the first other backend that accepts it, else of transformers, see `from_directory`."""
+    """Model at `path`: of the first other backend that accepts it, else of transformers, see `from_directory`.
+
+    GGUF files are converted for transformers, see `from_gguf`.
+    """
     if not heads and kind_of(path / "config.json") != "file":
         for backend in plugins.entries("backends"):
             if backend != TRANSFORMERS and _accepts(backend, path):
                 kind = "directory" if path.is_dir() else "file"
                 return ResolvedModel(name, path, source or f"{kind} {path.resolve()}", backend=backend)
+    if kind_of(path) == "file" and not heads and is_gguf(path):
+        source = f"{source or f'file {path.resolve()}'}, dequantised"
+        return from_directory(name, from_gguf(name, path), source)
     if kind_of(path) in ("file", "other"):
         raise UsageError(
             f"{printable(name)} is a file that is not supported by any installed backend; give a directory with "
-            "config.json and safetensors weights"
+            f"config.json and safetensors weights{'' if heads else ', or a GGUF file'}"
         )
     return from_directory(name, path, source, heads=heads)
 

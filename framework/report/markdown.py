@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from .. import plugins
 from ..cost.load_run import FinishedRun, portable, titles_of
-from ..models.threads import describe_threads
 from ..recipe.recipe import read_recipe
 from ..runs.labels import group_title, verifier_title
+from ..runs.threads import describe_threads
 from ..util.table import Table
 from .metrics_text import speed_up_text
 from .sections import sections_of

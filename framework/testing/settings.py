@@ -22,7 +22,7 @@ from ..contracts.sampling import Sampling
 from ..engine.constrained_lm import masked
 from ..lm.transformers_lm import TransformersLM
 from ..models.checkpoint import load_checkpoint
-from ..models.threads import one_thread
+from ..runs.threads import one_thread
 
 
 class OneThread:

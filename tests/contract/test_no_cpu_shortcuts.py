@@ -10,7 +10,7 @@ import test_heads
 from cpu_shortcuts import no_cpu_shortcuts
 from test_heads import heads  # noqa: F401  (a fixture)
 
-from crossdraft.framework.models.threads import one_thread
+from crossdraft.framework.runs.threads import one_thread
 from crossdraft.testing import DrafterContract, TinyModel
 
 CASES = {

@@ -19,6 +19,7 @@ from filelock import FileLock
 from safetensors.torch import save_file
 
 from crossdraft.framework.errors import ModelError
+from crossdraft.framework.models import gguf
 from crossdraft.framework.models.checkpoint import load_checkpoint
 
 # Of the plug-in pack, which need not be installed.
@@ -113,7 +114,7 @@ def test_files_of_killed_process_are_removed(wheel: Any, monkeypatch: Any) -> No
         if not process:
             try:
                 monkeypatch.setattr(WheelGGUF, "_convert", never_ends)
-                monkeypatch.setattr(WheelGGUF, "_is_whole", lambda *_: False)
+                monkeypatch.setattr(gguf, "_is_valid", lambda *_: False)
                 wheel.source.fetch("toy")
             finally:
                 os._exit(0)

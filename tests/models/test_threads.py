@@ -10,7 +10,7 @@ import torch
 from crossdraft import generate, load_model
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.hookspecs import hookimpl
-from crossdraft.framework.models.threads import disturbance, one_thread, restored
+from crossdraft.framework.runs.threads import disturbance, one_thread, restored
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from crossdraft.framework.models.threads import one_thread
+from crossdraft.framework.runs.threads import one_thread
 from crossdraft.testing import DrafterContract, TinyModel
 
 

@@ -32,8 +32,8 @@ def certify_missing(cells: Iterable[CellConfig], log: Callable[[str], None], lim
     Raises:
         ContractError: a strategy that is declared lossless changes the target distribution.
     """
-    from ...models.threads import one_thread
     from ...runs import certified_registry
+    from ...runs.threads import one_thread
 
     start, certified, new = monotonic(), [], []
     failure = ""

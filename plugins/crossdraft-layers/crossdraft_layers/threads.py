@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from crossdraft.framework.models import distributed
 from crossdraft.framework.models.device import lines_of
-from crossdraft.framework.models.threads import CHOSEN, DISTURBED, NUMBER, POLICY, restored, set_threads
+from crossdraft.framework.runs.threads import CHOSEN, DISTURBED, NUMBER, POLICY, restored, set_threads
 from crossdraft.framework.util.contention import CpuWait
 
 T = TypeVar("T")

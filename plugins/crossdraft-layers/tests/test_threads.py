@@ -27,7 +27,7 @@ from crossdraft_layers.threads import (
 from crossdraft import generate, load_model
 from crossdraft.framework.api.generate import pair_decoder
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.models.threads import settings, wait_policy
+from crossdraft.framework.runs.threads import settings, wait_policy
 from crossdraft.framework.util.contention import CpuWait
 
 

