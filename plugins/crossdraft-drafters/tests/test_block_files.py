@@ -170,7 +170,6 @@ REFUSED: dict[str, tuple[str, Any, Any, dict[str, Any], str]] = {
     "a block that is a text": ("dflash", dflash(), {**DFLASH, "block_size": "4"}, {}, "has '4' for block_size"),
     "a block of 10^9": ("dflash", dflash(), {**DFLASH, "block_size": 10**9}, {}, "from 2 to 1024"),
     "a config that is a list": ("dflash", dflash(), {**DFLASH, "dflash_config": [1]}, {}, r"dflash_config is \[1\]"),
-    "sliding layers": ("dflash", dflash(), {**DFLASH, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4, "use_sliding_window": True}, {}, "layers of type sliding_attention"),  # noqa: E501
     "no taps": ("dflash", dflash2(), second(conv_kernel_size=None), {}, "config.json lacks conv_kernel_size"),
     "taps beyond the block": ("dflash", dflash2(), second(conv_kernel_size=5), {}, "has 5 for conv_kernel_size, a whole number from 1 to 4"),  # noqa: E501
     "groups of unequal size": ("dflash", dflash2(), second(conv_group_size=5), {}, "conv_group_size is 5, which does not divide the hidden size, 32"),  # noqa: E501

@@ -19,9 +19,7 @@ from crossdraft.framework.util.foreign_keys import Key, read_keys, refused_keys,
 _BLOCK_OPTIONS: dict[str, Any] = {
     **read_keys("mask_token_id", "block_size", "target_layer_ids", "aux_hidden_state_layer_ids", "sample_from_anchor"),
     **read_keys("shift_label", "causal", "is_causal", "input_embedding_scale"),
-    **unused_keys("sliding layers are refused", "sliding_window_non_causal"),
-    **refused_keys("only the whole text is attended", use_swa=(False,)),
-    **unused_keys("it is used with use_swa", "swa_window_size"),
+    **read_keys("use_swa", "swa_window_size", "sliding_window_non_causal"),
     **refused_keys(
         "such attention is not supported", attention_sink_bias=(False,), add_swa_attention_sink_bias=(False,)
     ),

@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,7 @@ from crossdraft.drafters.heads.eagle_weights import (
     biased,
     decoder_layer,
     layer_config,
+    layer_section,
     merged_config,
     renamed,
     shared,
@@ -53,6 +54,7 @@ from crossdraft.drafters.heads.rotary import Rotary
 from crossdraft.framework.contracts.draft import Sequences
 from crossdraft.framework.contracts.drafter import DraftContext, StrategyConfig
 from crossdraft.framework.contracts.misconfiguration import Misconfiguration
+from crossdraft.framework.errors import first_line
 from crossdraft.framework.util.limits import MOST_LEVELS
 from crossdraft.framework.util.tensors import on_device
 
@@ -116,6 +118,18 @@ class CandidateSelector(nn.Module):
         return torch.full_like(logits, -torch.inf).scatter(-1, candidates, unary + transition.to(unary.dtype))
 
 
+class LayerAttention(NamedTuple):
+    """Attention of a layer.
+
+    Attributes:
+        window: number of positions that one attends to, itself included; None = the whole text.
+        causal: a position of a block attends to those before it only (JetSpec, and sliding layers by default).
+    """
+
+    window: int | None = None
+    causal: bool = False
+
+
 @dataclass
 class BlockOutput:
     """Output of a pass over a block: ``logits [B, S, Vd]`` of its S drafts, and the last layer's normed ``states``."""
@@ -132,7 +146,7 @@ class DFlashHead(HeadModule):
     """The drafter of DFlash as a plain module.
 
     Args:
-        config: config of the decoder layers, from `make_config`; all layers use full attention.
+        config: config of the decoder layers, from `make_config`.
         embedding: ``[V, H]``, not copied (usually the target's) and frozen; ``scale``: the target's embedding scale.
         feature_size: width of the concatenated features, L x Ht.
         head: ``[Vd, H]``, not copied.
@@ -140,7 +154,8 @@ class DFlashHead(HeadModule):
         block_size: tokens of a block, including the root.
         mask_token: id of the mask token.
         from_anchor: the root's position drafts, too.
-        causal: a position of a block attends to those before it only (JetSpec).
+        attention: of each layer, see `LayerAttention`; default: to the whole text and block.
+        mask_embedding: the mask token has an embedding of its own.
         logit_scale: factor of the logits.
         fc_bias: ``fc`` has a bias; ``biased``: names of the projections with a bias.
         convolution: taps and group size of DFlash 2's convolutions; ``selector``: rank and top k of its selector.
@@ -157,7 +172,8 @@ class DFlashHead(HeadModule):
         block_size: int,
         mask_token: int,
         from_anchor: bool = False,
-        causal: bool = False,
+        attention: Sequence[LayerAttention] = (),
+        mask_embedding: bool = False,
         scale: float = 1.0,
         logit_scale: float = 1.0,
         fc_bias: bool = False,
@@ -171,7 +187,9 @@ class DFlashHead(HeadModule):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.config, self.scale = config, scale
         self.block_size, self.mask_token = block_size, mask_token
-        self.from_anchor, self.causal = from_anchor, causal
+        self.from_anchor = from_anchor
+        self.attention = tuple(attention) or (LayerAttention(),) * config.num_hidden_layers
+        self.mask_embedding = nn.Parameter(torch.zeros(size), requires_grad=False) if mask_embedding else None
         self.embed_tokens = nn.Embedding(len(embedding), size, _weight=embedding, _freeze=True)
         self.fc = nn.Linear(feature_size, size, bias=fc_bias)
         self.hidden_norm = LlamaRMSNorm(size, eps)
@@ -207,8 +225,8 @@ class DFlashHead(HeadModule):
             features: ``[B, W, H]``, fused; only those before the block are read.
             position_ids: ``[B, W]``.
             past_key_values: a transformers cache.
-            attention_mask: additive ``[B, 1, W, keys]``, causal; unless the head is, the row of the block's last
-                position is used for all.
+            attention_mask: additive ``[B, 1, W, keys]``, causal; in layers that are not causal, the row of the block's
+                last position is used for all.
             first: ``[B]``, index of the block's first position; ``None`` = no block, keys and values only.
         """
         cos, sin = self.rotary_emb(features, position_ids)
@@ -220,11 +238,26 @@ class DFlashHead(HeadModule):
         rows = torch.arange(len(first), device=first.device)[:, None]
         index = first[:, None] + torch.arange(self.block_size, device=first.device)
         assert attention_mask is not None
-        mask = attention_mask[rows, 0, index if self.causal else index[:, -1:].expand_as(index)][:, None]
-        hidden = self.embed_tokens(input_ids[rows, index]) * self.scale
+        keys_before = position_ids[rows, index][:, None, :, None] - torch.arange(
+            attention_mask.shape[-1], device=index.device
+        )
+
+        def mask_of(kind: LayerAttention) -> Tensor:
+            mask = attention_mask[rows, 0, index if kind.causal else index[:, -1:].expand_as(index)][:, None]
+            hidden_keys = keys_before >= kind.window if kind.window else None
+            return mask if hidden_keys is None else mask.masked_fill(hidden_keys, torch.finfo(mask.dtype).min)
+
+        masks = {kind: mask_of(kind) for kind in set(self.attention)}
+        block_ids = input_ids[rows, index]
+        hidden = self.embed_tokens(block_ids)
+        if self.mask_embedding is not None:
+            hidden = torch.where((block_ids == self.mask_token)[..., None], self.mask_embedding, hidden)
+        hidden = hidden * self.scale
         for i, layer in enumerate(layers):
 
-            def attend(block: Tensor, attention: Any = layer.self_attn, i: int = i) -> Tensor:
+            def attend(
+                block: Tensor, attention: Any = layer.self_attn, i: int = i, mask: Any = masks[self.attention[i]]
+            ) -> Tensor:
                 x = features.scatter(1, index[..., None].expand_as(block), block)
                 keys, values = self._keys(attention, i, x, cos, sin, past_key_values)
                 queries = _heads(attention, "q", block, cos[rows, index], sin[rows, index])
@@ -351,11 +384,8 @@ def backbone(
         ModelError: sizes or options are missing or not supported, or ``layers`` is not given.
     """
     config = layer_config(checkpoint, tensors)
-    kinds = getattr(config, "layer_types", None) or ()
-    if other := sorted(set(kinds) - {"full_attention"}):
-        raise checkpoint.refused(f"they have layers of type {', '.join(other)}; only full_attention is supported")
-    if not kinds and getattr(config, "sliding_window", None):
-        raise checkpoint.refused("config.json has a sliding_window; only full attention is supported")
+    mask_token = _number(checkpoint, "mask_token_id", 0, target.get_input_embeddings().weight.shape[0] - 1)
+    mask_embedding = _mask_embedding(checkpoint, tensors, mask_token, config.hidden_size)
     tables = vocabulary(checkpoint, tensors, target, config.hidden_size)
     layers = check_layers(checkpoint, target, layers, config.num_hidden_layers)
     # Some targets scale their embedding; heads that share it need the same scale.
@@ -367,14 +397,70 @@ def backbone(
         "head": tables.head,
         "target_ids": tables.ids,
         "block_size": _number(checkpoint, "block_size", 2, MOST_LEVELS),
-        "mask_token": _number(checkpoint, "mask_token_id", 0, len(tables.embedding) - 1),
+        "mask_token": mask_token,
+        "mask_embedding": mask_embedding,
         "from_anchor": _from_anchor(checkpoint, tensors),
-        "causal": _causal(checkpoint),
+        "attention": _attention(checkpoint, config),
         "scale": scale * float(merged_config(checkpoint).get("input_embedding_scale") or 1),
         "logit_scale": tables.scale,
         "fc_bias": "fc.bias" in tensors,
         "biased": biased(tensors),
     }
+
+
+def _attention(checkpoint: Checkpoint, config: Any) -> list[LayerAttention]:
+    """Attention of each layer, by ``layer_types`` or ``use_swa``, as serving engines read them; resets ``config``.
+
+    Sliding layers are causal unless a key decides otherwise; ``use_swa`` makes all layers slide if none does.
+
+    Raises:
+        ModelError: another type of layer, or a window that is missing or, in layers that are not causal, is shorter
+            than a block.
+    """
+    settings, count = merged_config(checkpoint), config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * count
+    if other := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
+        raise checkpoint.refused(f"they have layers of type {', '.join(other)}, which are not supported")
+    sliding = [kind == "sliding_attention" for kind in kinds]
+    causal = _flag(checkpoint, "is_causal", "causal")
+    sliding_causal = not _flag(checkpoint, "sliding_window_non_causal")
+    causal = [one and sliding_causal if causal is None else causal for one in sliding]
+    if _flag(checkpoint, "use_swa") and not any(sliding):
+        sliding = [True] * count
+    window = settings.get("swa_window_size")
+    window = layer_section(checkpoint).get("sliding_window") if window is None else window
+    if window and not any(sliding) and not getattr(config, "layer_types", None):
+        raise checkpoint.refused("config.json has a sliding_window, but neither layer_types nor use_swa")
+    both_ways = any(slides and not one for slides, one in zip(sliding, causal, strict=True))
+    minimum = 1 if not both_ways else _number(checkpoint, "block_size", 2, MOST_LEVELS)
+    if any(sliding) and (type(window) is not int or window < minimum):
+        raise checkpoint.refused(
+            f"config.json has {window!r:.80} for the window of sliding layers, which must be at least {minimum} positions"
+        )
+    if getattr(config, "layer_types", None):
+        config.layer_types = ["full_attention"] * count  # the head computes its own masks
+    config.sliding_window = None
+    return [LayerAttention(window if slides else None, one) for slides, one in zip(sliding, causal, strict=True)]
+
+
+def _mask_embedding(checkpoint: Checkpoint, tensors: dict[str, Tensor], mask_token: int, size: int) -> bool:
+    """True if the mask token has its own embedding, which is added to ``tensors`` from ``mask_embedding.pt``.
+
+    Raises:
+        ModelError: the file is damaged, of another token, or of another size.
+    """
+    file = checkpoint.path / "mask_embedding.pt"
+    if "mask_embedding" not in tensors and file.is_file():
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # of zipfile, struct, the disk, pickle
+            raise checkpoint.refused(f"{file} is damaged or more than tensors: {first_line(error)}") from None
+        embedding = state.get("embedding") if isinstance(state, dict) else state
+        token = state.get("mask_token_id", mask_token) if isinstance(state, dict) else mask_token
+        if token != mask_token or not isinstance(embedding, Tensor) or embedding.numel() != size:
+            raise checkpoint.refused(f"{file} is not the embedding of {size} numbers of token {mask_token}")
+        tensors["mask_embedding"] = embedding.reshape(-1)
+    return "mask_embedding" in tensors
 
 
 def _dflash2(checkpoint: Checkpoint, tensors: dict[str, Tensor], options: dict[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ class Meaning:
         rotated: r; ``in_turn``: channel 0 is paired with 1, not with r / 2.
         amplitude: factor of sines and cosines.
         window: tokens that a position attends to, itself included.
+        attention: window, or None, and causality of each layer of a block; empty = the whole text, and ``causal``.
         normed: EAGLE-3's head reads the normed output; ``feeds_normed``: it is fed back normed.
         residual_normed: the residual of EAGLE-3's first layer is normed.
     """
@@ -41,6 +42,7 @@ class Meaning:
     eps: float = 1e-6
     window: int = 10**6
     causal: bool = False
+    attention: tuple[tuple[int | None, bool], ...] = ()
     from_anchor: bool = False
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
@@ -202,10 +204,13 @@ class Plain:
         """DFlash: states ``[block, H]``."""
         text = self.norm("hidden_norm", self.fused(hidden))
         x = self.embedding[[root] + [self.m.mask] * (self.m.block - 1)] * self.m.embedding_scale
-        seen = torch.ones(len(x), len(text) + len(x)).bool()
-        if self.m.causal:
-            seen = seen.tril(len(text))
-        for i in range(self.layers):
+        if "mask_embedding" in self.t:
+            x[1:] = self.t["mask_embedding"] * self.m.embedding_scale
+        for i, (window, causal) in enumerate(self.m.attention or [(None, self.m.causal)] * self.layers):
+            behind = len(text) + torch.arange(len(x))[:, None] - torch.arange(len(text) + len(x))
+            seen = behind < (window or 10**6)
+            if causal:
+                seen &= behind >= 0
             normed = self.norm(f"layers.{i}.input_layernorm", x)
             x = x + self.attention(i, normed, torch.cat([text, normed]), seen)
             x = x + self.mlp(i, self.norm(f"layers.{i}.post_attention_layernorm", x))
