@@ -42,6 +42,7 @@ _FORMATS = {
     "vllm": ("vllm:VllmFormat", "log, counters, and a configuration with synthetic acceptance"),
     "sglang": ("sglang:SglangFormat", "log, counters and gauge"),
     "llama.cpp": ("llama_cpp:LlamaCppFormat", "log, counters, timings of responses, output of its examples"),
+    "speeds": ("speed_table:SpeedTable", "CSV of batch_size,gamma,tokens_per_s,acceptance_length"),
     "rapid-mlx": ("rapid_mlx:RapidMlxCounters", "counters of its server"),
     "response-statistics": (
         "responses:ResponseStatistics",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from crossdraft.framework.errors import UsageError, printable
 from crossdraft.framework.util.input_files import parse_json, path_of, read_bytes
@@ -42,6 +42,28 @@ _PACKED = {
 TIMEOUT = 10.0
 
 
+class TimedSteps(NamedTuple):
+    """Seconds of equal steps, see `speeds`.
+
+    Attributes:
+        line: its line in the source.
+        batch_size: running rows.
+        gamma: mean number of drafted tokens of a row and step; 0 for plain decoding.
+        context: mean number of cached tokens of a row; NaN if unknown.
+        seconds: of one step.
+        steps: number of steps.
+        flaw: what else is in these seconds; empty if nothing.
+    """
+
+    line: int
+    batch_size: float
+    gamma: float
+    context: float
+    seconds: float
+    steps: float
+    flaw: str = ""
+
+
 @dataclass(frozen=True)
 class Source:
     """A text and its name.
@@ -50,12 +72,14 @@ class Source:
         name: a path or URL, for messages.
         gamma: the draft length, if it is given and the text does not have it.
         skipped: messages about records that could not be read.
+        timed: seconds of steps, added by the formats that read it.
     """
 
     text: str
     name: str
     gamma: int | None = None
     skipped: list[str] = field(default_factory=list, compare=False)
+    timed: list[TimedSteps] = field(default_factory=list, compare=False)
 
     @contextmanager
     def skipping(self) -> Iterator[None]:

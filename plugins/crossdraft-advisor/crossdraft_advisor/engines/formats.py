@@ -120,21 +120,24 @@ class AcceptanceFormat(ABC):
         return self.definition or (self.counters.meaning if self.counters is not None else "")
 
 
-def read_acceptances(name: str, since: str | None = None, gamma: int | None = None) -> tuple[Source, list[Acceptance]]:
+def read_acceptances(
+    name: str, since: str | None = None, gamma: int | None = None, *, plain: bool = False
+) -> tuple[Source, list[Acceptance]]:
     """Read a file or URL; return its text, which has the skipped records, and every acceptance in it.
 
     Args:
         since: an earlier scrape of the same counters, to subtract.
         gamma: the draft length, for sources that lack it and the number of steps.
+        plain: accept a source without drafts that has speeds; it has no acceptance.
 
     Raises:
         UsageError: the source cannot be read, is invalid, or has no acceptance.
     """
     source = read_source(name, gamma)
-    return source, acceptances_in(source, read_source(since) if since else None)
+    return source, acceptances_in(source, read_source(since) if since else None, plain=plain)
 
 
-def acceptances_in(source: Source, earlier: Source | None = None) -> list[Acceptance]:
+def acceptances_in(source: Source, earlier: Source | None = None, *, plain: bool = False) -> list[Acceptance]:
     """Every acceptance in a source, see `read_acceptances`."""
     acceptances: list[Acceptance] = []
     failures: list[str] = []
@@ -145,7 +148,7 @@ def acceptances_in(source: Source, earlier: Source | None = None) -> list[Accept
         except ContractError as error:  # of a plug-in; the other formats are read
             failures.append(str(error))
     source.skipped[:] = dict.fromkeys([*source.skipped, *failures])  # several formats skip a damaged line
-    if not acceptances:
+    if not acceptances and not (plain and source.timed):
         if source.skipped:
             raise UsageError(source.skipped[0])
         if earlier is not None:

@@ -9,17 +9,10 @@ from crossdraft_advisor import Acceptance, Source
 from crossdraft_advisor.engines.formats import acceptances_in, read_acceptances
 from hypothesis import given
 from hypothesis import strategies as st
+from log_lines import ENGINE, EVAL, WINDOW
 
 from crossdraft.framework.errors import UsageError
 
-ENGINE = (
-    "INFO 03-01 09:{:02d}:{:02d} [loggers.py:1] Engine {:03d}: Avg prompt throughput: {} tokens/s, Avg generation "
-    "throughput: {:.1f} tokens/s, Running: {} reqs, Waiting: 0 reqs, GPU KV cache usage: 3.0%\n"
-)
-WINDOW = (
-    "INFO 03-01 09:{:02d}:{:02d} [metrics.py:1] SpecDecoding metrics: Mean acceptance length: {:.2f}, {}Accepted: {} "
-    "tokens, Drafted: {} tokens, Per-position acceptance rate: {}, Avg Draft acceptance rate: 1.0%\n"
-)
 POST = 'INFO: 10.0.0.1:5000 - "POST /v1/chat/completions HTTP/1.1" 200 OK\n'
 REPORT = """\
 Successful requests:                     {requests}
@@ -34,8 +27,6 @@ Accepted tokens:                         3,000
   Position 3:                            12.50
 """
 SCRAPE = 'vllm:spec_decode_num_{}_total{{engine="0"}} {}.0\n'
-EVAL = "slot print_timing: id  0 | task {} |        eval time =    1000.00 ms /   {} tokens (   1.0 ms per token)\n"
-EVAL += "slot print_timing: id  0 | task {} | draft acceptance rate = 0.5 (  {} accepted /   {} generated)\n"
 STATISTICS = "I statistics {}: #calls(b,g,a) = 2 {} 9, #gen drafts = {}, #acc drafts = {}, #gen tokens = {}, "
 STATISTICS += "#acc tokens = {}, dur(b,g,a) = 0.1, 0.2, 0.3 ms\n"
 MTP = "  {:<16} pred= {:>3} draft= {:>3} acc= {:>3} rate=0.5 tok/s=50.8\n"

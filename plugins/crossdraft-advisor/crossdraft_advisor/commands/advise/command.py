@@ -160,7 +160,7 @@ def _read_acceptances(args: AdviseOptions, source: CounterSource, remarks: Remar
     from ...advise.candidates import of_pair
     from ...engines.formats import read_acceptances
 
-    content, acceptances = read_acceptances(source.source, args.since or None, source.gamma or args.gamma)
+    content, acceptances = read_acceptances(source.source, args.since or None, source.gamma or args.gamma, plain=True)
     remarks.of_source(content, acceptances)
     temperature = args.temperature if source.temperature is None else source.temperature
     fields = {"drafter": "".join(args.drafter), "verifier": "".join(args.verifier), "temperature": temperature}

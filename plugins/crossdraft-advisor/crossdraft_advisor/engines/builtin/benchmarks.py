@@ -13,6 +13,7 @@ from ..acceptance import Acceptance
 from ..counter_definitions import DEFINITIONS, PREFILL_TOKENS
 from ..engine_log import Source
 from ..formats import AcceptanceFormat
+from ..speeds import NO_DRAFT, PREFILL, add_speed
 from ..step_counts import StepCounts, acceptances_of, all_steps, count, from_rates, steps_of
 from .sglang import drafts_of
 
@@ -32,7 +33,13 @@ _LABELS |= {  # of vLLM's example of offline speculation, whose rates are shares
     "total_num_output_tokens": "tokens",
     "num_tokens_generated_without_sd": "plain",
 }
-_LABELS |= {"Total generated tokens": "tokens", "Successful requests": "requests"}
+_LABELS |= {
+    "Total generated tokens": "tokens",
+    "Successful requests": "requests",
+    "Output token throughput (tok/s)": "rate",
+    "Mean TPOT (ms)": "tpot",
+    "Accept length": "accept",  # of SGLang
+}
 _KEYS = (
     ("drafts", "spec_decode_num_drafts"),
     ("drafted", "spec_decode_draft_tokens"),
@@ -40,7 +47,8 @@ _KEYS = (
     ("tokens", "total_output_tokens"),
     ("requests", "completed"),
 )
-_FIELD = re.compile(rf"\s*({'|'.join(_LABELS)}):\s+(\S+)\s*$")
+_SPEEDS = (("rate", "output_throughput"), ("tpot", "mean_tpot_ms"), ("accept", "accept_length"), *_KEYS)
+_FIELD = re.compile(rf"\s*({'|'.join(map(re.escape, _LABELS))}):\s+(\S+)\s*$")
 _POSITION = re.compile(r"\s*(?:Position|(acceptance at token)) (\d{1,4}):\s+(\S+)\s*$")
 _MEAN = re.compile(r"^\s*(?:Accept length:|avg_spec_accept_length=)\s*(\S+?)\s*$")
 _WEIGHTED = re.compile(r"Weighted (?:per-position )?acceptance rates:\s*(?:\[([^\]]*)\])?\s*$", re.IGNORECASE)
@@ -67,10 +75,41 @@ class VllmBench(AcceptanceFormat):
 
     def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
         acceptances: list[Acceptance] = []
-        for line, values, rates in (*_tables(source), *_results(source)):
+        tables = _tables(source)
+        for line, values, rates in (*tables, *_results(source)):
             with source.skipping():
                 acceptances += _run(source, line, values, rates)
+        for line, values, _ in tables:
+            _add_speed(source, line, values)
+        for line, fields in source.objects("mean_tpot_ms"):
+            with source.skipping():
+                numbers = [(ours, key) for ours, key in _SPEEDS if type(fields.get(key)) in (int, float)]
+                _add_speed(source, line, {ours: source.number(str(fields[key]), line, key) for ours, key in numbers})
         return acceptances
+
+
+def _add_speed(source: Source, line: int, values: Mapping[str, float]) -> None:
+    """Add the seconds of a step of a run: its time per token after the first, and its tokens a step.
+
+    The mean number of running requests is tokens per second times seconds per token.
+    """
+    seconds, rate, tokens = (values.get(key, 0.0) for key in ("tpot", "rate", "tokens"))
+    drafts, length, gamma, flaw = values.get("drafts"), 1.0, 0.0, ""
+    if not seconds or not rate or not tokens:
+        return
+    rows = max(rate * seconds / 1000, 1.0)
+    if drafts and "accepted" in values and values.get("drafted"):
+        length, gamma = 1 + values["accepted"] / drafts, values["drafted"] / drafts
+        steps = steps_of(tokens, values["accepted"], values.get("requests", 0.0))
+        flaw = NO_DRAFT if all_steps(drafts, steps) != drafts else ""
+    elif "accept" in values:
+        length, gamma = values["accept"], float(drafts_of(source).get("draft_length", source.gamma or 0))
+        if not gamma:
+            return
+    elif "length" in values:
+        return
+    flaw = flaw or (PREFILL if rows > 1.05 else "")  # those of other requests
+    add_speed(source, line, length, rows, 1000 * rows / seconds, gamma, tokens / (length * rows), flaw=flaw)
 
 
 def _tables(source: Source) -> list[tuple[int, dict[str, float], list[float]]]:

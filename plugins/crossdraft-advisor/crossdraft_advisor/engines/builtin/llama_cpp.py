@@ -15,10 +15,11 @@ from typing import ClassVar
 from ..acceptance import Acceptance, constant_rate
 from ..counter_definitions import DEFINITIONS
 from ..engine import Engine, Schedule, Settings
-from ..engine_log import Source
+from ..engine_log import Source, TimedSteps
 from ..formats import AcceptanceFormat
 from ..prometheus import spec_decode
 from ..settings import length_remarks, needs_method, needs_model, ngram_sizes, only_point_masses, shell
+from ..speeds import OTHER_SIZE
 from ..step_counts import StepCounts, acceptances_of, count, from_mean, from_rates, full_drafts, steps_of
 
 _MARK = re.compile(r"draft acceptance(?: rate)? = ")
@@ -30,7 +31,8 @@ _LINE = re.compile(
 #: Later versions log the rates on a separate line.
 _RATES = re.compile(r"acc per pos = \(([^()]*)\)\s*")
 #: Generated tokens of a request, logged before its draft acceptance.
-_EVALUATED = re.compile(r"(?<!prompt )eval time =\s*\S+ ms /\s*(\d{1,15}) tokens")
+_EVALUATED = re.compile(r"(?<!prompt )eval time =\s*(\d{1,12}(?:\.\d{1,9})?) ms /\s*(\d{1,15}) tokens")
+_SLOT = re.compile(r"\bslot\b.{0,40}\bid +(\d{1,6}) ")
 #: Counters of a drafter since the start of the server.
 _STATISTICS = re.compile(r"statistics\s+([\w-]{1,40}): (#calls.*)")
 _COUNTER = re.compile(r"#(gen drafts|acc drafts|gen tokens|acc tokens) =\s*(\d{1,15})\b")
@@ -115,11 +117,15 @@ class LlamaCppFormat(AcceptanceFormat):
 
 def _requests(source: Source) -> list[Acceptance]:
     """Lines of finished requests, with rates by position, a mean length or neither."""
-    windows, counts, evaluated = [], [], 0.0
+    windows, counts, evaluated, seconds = [], [], 0.0, 0.0
+    slots, plain, speeds = set[str](), [], []
     lines = [*source.lines(), (0, "")]
     for (number, line), (_, after) in pairwise(lines):
+        if slot := _SLOT.search(line):
+            slots.add(slot[1])
         if match := _EVALUATED.search(line):
-            evaluated = float(match[1])
+            evaluated, seconds = float(match[2]), float(match[1]) / 1000
+            plain.append((number, seconds, steps_of(evaluated, 0.0)))
         if not (mark := _MARK.search(line)):
             continue
         with source.skipping():
@@ -131,6 +137,8 @@ def _requests(source: Source) -> list[Acceptance]:
             mean = source.number(match[3], number, "the mean acceptance length") if match[3] else None
             steps = steps_of(evaluated, accepted) if evaluated > accepted else None
             evaluated = 0.0
+            if steps and steps > 0:
+                speeds.append((number, seconds, steps, drafted / steps))
             if text is not None and mean is not None:
                 rates = [source.number(rate, number, "an acceptance rate", 1.0) for rate in text.split(", ")]
                 windows.append(from_rates(source, number, accepted, drafted, rates, mean=mean, steps=steps))
@@ -141,10 +149,20 @@ def _requests(source: Source) -> list[Acceptance]:
             else:
                 counts.append(full_drafts(source, number, accepted, drafted))
     remark = "without rates by position; log with -lv 4, or use /metrics"
-    return [
+    acceptances = [
         *acceptances_of(windows, source, "responses"),
         *acceptances_of(counts, source, "responses", remarks=(remark,)),
     ]
+    flaw = OTHER_SIZE if len(slots) > 1 else ""
+    lengths = {item.gamma or item.draft_length for item in acceptances}
+    length = lengths.pop() if len(lengths) == 1 else None
+    if not speeds and not re.search("draft|speculative", source.text):
+        speeds = [(*item, 0.0) for item in plain]
+    for number, seconds, steps, drafted in speeds:
+        if steps > 0 and seconds > 0:
+            gamma = float(length) if length and drafted else drafted
+            source.timed.append(TimedSteps(number, 1.0, gamma, math.nan, seconds / steps, steps, flaw))
+    return acceptances
 
 
 def _statistics(source: Source) -> list[Acceptance]:

@@ -25,6 +25,7 @@ from ..engine_log import Source
 from ..formats import AcceptanceFormat
 from ..prometheus import by_model, samples, title_of
 from ..settings import length_remarks, needs_method, needs_model, only_point_masses, shell, synthetic_remarks
+from ..speeds import add_speed, flaw_of
 from ..step_counts import StepCounts, acceptances_of, steps_of
 
 _GAUGE = "sglang:spec_accept_length"
@@ -39,6 +40,12 @@ _ARGUMENT = r"speculative_{}[\"']?\s*[=:]\s*(\d{{1,4}})\b"
 _ARGUMENTS = tuple(re.compile(_ARGUMENT.format(name)) for name in ("num_steps", "num_draft_tokens"))
 _LINE = re.compile(r"Decode batch\b")
 _LENGTH = re.compile(r"accept len: ([^,\s]*)(,?)")
+_PREFILL = re.compile(r"Prefill batch\b")
+#: A rank, the throughput since its last line, the cached tokens of its requests, and the usual steps between lines.
+_RANK = re.compile(r"\bDP\d+\b")
+_THROUGHPUT = re.compile(r"gen throughput \(token/s\): (\d{1,12}(?:\.\d{1,9})?)(?=[,\s]|$)")
+_TOKENS = re.compile(r"#token: (\d{1,15}),")
+_STEPS_A_LINE = 40.0
 _RATE = re.compile(r"accept rate: ([^,\s]*),")
 _RUNNING = re.compile(r"#running-req: (\d{1,9}),")
 #: Algorithms with adaptive steps, with rejection sampling of sampled drafts, and with block verification.
@@ -182,18 +189,31 @@ def _counters(source: Source, earlier: Source | None) -> list[Acceptance]:
 def _log(source: Source) -> list[Acceptance]:
     """Log lines of decoding batches, which cover equal numbers of steps and are weighted by running requests."""
     rows: list[tuple[int, float, float]] = []
+    speeds: list[tuple[int, float, float, float, float, str]] = []
     lengths: set[int] | None = None
-    idle = 0
+    idle, prefills, before = 0, set[str](), dict[str, float]()
     for number, line in source.lines():
-        mark = _LINE.search(line)
-        length = _LENGTH.search(line) if mark else None
-        if length is None:
+        rank = match[0] if (match := _RANK.search(line)) else ""
+        if _PREFILL.search(line):
+            prefills.add(rank)
+        if not _LINE.search(line):
             continue
+        length, running, per_second = (pattern.search(line) for pattern in (_LENGTH, _RUNNING, _THROUGHPUT))
         with source.skipping():
-            running = _RUNNING.search(line)
-            if not running or not length[2]:
+            if not length and not per_second:
+                continue
+            if not running or (length and not length[2]):
                 raise source.error(number, "the decode batch line is truncated or of an unsupported version")
-            mean, n = source.number(length[1], number, "the accept len", 4096), float(running[1])
+            mean = source.number(length[1], number, "the accept len", 4096) if length else 1.0
+            n = float(running[1])
+            if per_second and mean >= 1:
+                tokens = float(match[1]) if (match := _TOKENS.search(line)) else math.nan
+                flaw = flaw_of(rank in prefills, n, before.get(rank))
+                speeds.append((number, mean if length else 0.0, n, float(per_second[1]), tokens, flaw))
+            prefills.discard(rank)
+            before[rank] = n
+            if not length:
+                continue
             if not mean or not n:
                 idle += 1
                 continue
@@ -203,15 +223,19 @@ def _log(source: Source) -> list[Acceptance]:
             if rate := _RATE.search(line):
                 possible = _lengths(mean, source.number(rate[1], number, "the accept rate"))
                 lengths = possible if lengths is None else lengths & possible
+    drafts = drafts_of(source) if rows else {}
+    gamma = drafts.pop("draft_length", 0) or (source.gamma or 0)
+    if not gamma and lengths is not None and len(lengths) == 1:
+        gamma = lengths.pop()
+    for number, mean, n, per_second, tokens, flaw in speeds:
+        if n and (gamma or not mean):
+            context, length = tokens / n, gamma if mean else 0
+            add_speed(source, number, mean or 1.0, n, per_second, length, _STEPS_A_LINE, context=context, flaw=flaw)
     if not rows:
         return []
     remarks = ["windows are weighted by their running requests"]
     if idle:
         remarks.append(f"windows without drafts are omitted: {idle}")
-    drafts = drafts_of(source)
-    gamma = drafts.pop("draft_length", 0)
-    if not gamma and lengths is not None and len(lengths) == 1:
-        gamma = lengths.pop()
     counts = [StepCounts(None, accepted, gamma=gamma, steps=n, line=number) for number, n, accepted in rows]
     return acceptances_of(counts, source, "windows of the log", exact=False, remarks=tuple(remarks), **drafts)
 

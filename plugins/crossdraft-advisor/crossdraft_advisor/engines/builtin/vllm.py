@@ -26,6 +26,7 @@ from ..settings import (
     only_point_masses,
     shell,
 )
+from ..speeds import NO_DRAFT, add_speed, flaw_of
 from ..step_counts import StepCounts, acceptances_of, all_steps, from_rates, full_drafts, steps_of
 
 #: Methods that model runner V1 serves on every platform; they draft greedily, and block verification is ignored.
@@ -51,9 +52,12 @@ _WITHOUT_RATES = re.compile(
 _IDLE = re.compile(r"Drafted: 0 tokens")
 #: The throughput of an engine, on the line before that of its drafts, and one of them by the second.
 _GENERATED = re.compile(
-    r"(?:Engine (\d{1,6}): )?(?:Avg prompt throughput: [\d.]{1,20} tokens/s, )?"
+    r"(?:Engine (\d{1,6}): )?(?:Avg prompt throughput: (\d{1,12}(?:\.\d{1,9})?) tokens/s, )?"
     r"Avg generation throughput: (\d{1,12}(?:\.\d{1,9})?) tokens/s"
 )
+_RUNNING = re.compile(r"Running: (\d{1,9}) reqs")
+#: The settings of a server that drafts.
+_DRAFTS = re.compile(r"speculative_config[\"']?[=:]\s*(?!None|null)")
 _DRAFTED_PER_SECOND = re.compile(r"Drafted throughput: (\S+) tokens/s")
 #: The time of day, the usual seconds between two lines of statistics, and a finished request.
 _CLOCK = re.compile(r"\b([01]\d|2[0-3]):([0-5]\d):([0-5]\d)\b")
@@ -188,7 +192,9 @@ class VllmFormat(AcceptanceFormat):
                 elif _MARK in line:
                     windows.append(_window(source, number, line, throughput))
                 else:
-                    throughput.add(line)
+                    throughput.add(number, line)
+        if not any(_MARK in line or "Speculative metrics" in line for _, line in source.lines()):
+            _add_plain(source, throughput)
         counts += _with_plain_steps([item for item in windows if item is not None])
         acceptances += acceptances_of(counts, source, "windows of the log")
         return [*acceptances, *_first_version(source), *_synthetic(source)]
@@ -203,10 +209,12 @@ class _Throughput:
 
     def __init__(self) -> None:
         self._engine, self._requests = "", 0
+        self.lines: list[tuple[int, float, float, str]] = []
+        self._rows: dict[str, float] = {}
         self._last: dict[str, int | None] = {}
         self._rates: dict[str, list[tuple[float, float]]] = {}
 
-    def add(self, line: str) -> None:
+    def add(self, number: int, line: str) -> None:
         """Take a line of the log."""
         if _REQUEST.search(line):
             self._requests += 1
@@ -217,7 +225,11 @@ class _Throughput:
         passed = (now - last) % 86400 if now is not None and last is not None else _INTERVAL
         seconds = passed if passed > _INTERVAL + 1 or 1 < passed < _INTERVAL - 1 else _INTERVAL
         self._last[self._engine] = now
-        self._rates.setdefault(self._engine, []).append((float(match[2]), seconds))
+        self._rates.setdefault(self._engine, []).append((float(match[3]), seconds))
+        if running := _RUNNING.search(line):
+            rows, before = float(running[1]), self._rows.get(self._engine)
+            self._rows[self._engine] = rows
+            self.lines.append((number, rows, float(match[3]), flaw_of(float(match[2] or 0) > 0, rows, before)))
 
     def tokens(self, line: str, seconds: float | None) -> float | None:
         """The tokens that steps generated until a line of drafts over ``seconds``; None if they are not logged."""
@@ -228,6 +240,14 @@ class _Throughput:
         if len(rates) == 1 and seconds is not None:
             rates = [(rates[0][0], seconds)]
         return sum(rate * passed for rate, passed in rates) - PREFILL_TOKENS * requests
+
+
+def _add_plain(source: Source, throughput: _Throughput) -> None:
+    """Add the speeds of a server that does not draft."""
+    if not _DRAFTS.search(source.text):
+        for number, rows, per_second, flaw in throughput.lines:
+            if rows:
+                add_speed(source, number, 1.0, rows, per_second, 0.0, per_second * _INTERVAL / rows, flaw=flaw)
 
 
 def _clock(line: str) -> int | None:
@@ -254,7 +274,16 @@ def _window(source: Source, number: int, line: str, throughput: _Throughput) -> 
     per_second = _DRAFTED_PER_SECOND.search(part)
     rate = source.number(per_second[1], number, "the drafted throughput") if per_second else 0.0
     tokens = throughput.tokens(line, drafted / rate if rate else None)
-    return item if tokens is None else replace(item, steps=steps_of(tokens, accepted, 0.0))
+    if tokens is None:
+        return item
+    item, drafts = replace(item, steps=steps_of(tokens, accepted, 0.0)), item.drafts or 0.0
+    if throughput.lines and drafts:
+        line_of, rows, per_second, flaw = throughput.lines[-1]
+        if all_steps(drafts, item.steps or 0.0) != drafts:
+            flaw = NO_DRAFT
+        steps = drafts / rows if rows else 0.0
+        add_speed(source, line_of, 1 + accepted / drafts, rows, per_second, drafted / drafts, steps, flaw=flaw)
+    return item
 
 
 def _with_plain_steps(windows: list[StepCounts]) -> list[StepCounts]:

@@ -1,0 +1,86 @@
+"""Seconds of a step that a source has beside its counts.
+
+Formats add `TimedSteps` to their source in the pass that reads the counts; `speed_points` selects those of undisturbed
+steps. Tokens of a row and step times running rows over tokens per second are the seconds of a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple
+
+from .engine_log import Source, TimedSteps
+
+if TYPE_CHECKING:
+    from ..cost.step_cost import SpeedPoint
+
+#: Flaws of `TimedSteps`: a prefill, and steps of other batch sizes or without a draft among them.
+PREFILL, OTHER_SIZE, NO_DRAFT = "prefill", "another batch size", "steps without a draft"
+
+
+class _Selected(NamedTuple):
+    used: list[TimedSteps]
+    notes: list[str]
+
+
+def speed_points(source: Source) -> list[SpeedPoint]:
+    """Seconds of undisturbed steps of a source that was read, see `speed_notes`."""
+    from ..cost.step_cost import SpeedPoint
+
+    return [
+        SpeedPoint(t.batch_size, t.gamma, t.context, t.seconds, t.steps, source.place(t.line))
+        for t in _select(source).used
+    ]
+
+
+def speed_notes(source: Source) -> list[str]:
+    """Notes on the speeds of a source that was read: how many are used, and how many are left out and why."""
+    return _select(source).notes
+
+
+def _select(source: Source) -> _Selected:
+    """The steps without a flaw of each draft length; if all have a prefill in them, those."""
+    used: list[TimedSteps] = []
+    skipped: Counter[str] = Counter()
+    notes: list[str] = []
+    for gamma in sorted({round(item.gamma) for item in source.timed}):
+        same = [item for item in source.timed if round(item.gamma) == gamma]
+        whole = [item for item in same if not item.flaw]
+        if not whole and (whole := [item for item in same if item.flaw == PREFILL]):
+            kind = f"with {gamma} drafted tokens" if gamma else "without drafts"
+            notes.append(f"{source.name}: all steps {kind} have a prefill among them, so they seem longer")
+        used += whole
+        skipped.update(item.flaw or PREFILL for item in same if item not in whole)
+    if used:
+        sizes = sorted({item.batch_size for item in used})
+        span = f"{sizes[0]:g}" if len(sizes) == 1 else f"{sizes[0]:g} to {sizes[-1]:g}"
+        number = f"{len(used)} measured speed{'s' * (len(used) > 1)}"
+        notes.insert(0, f"{source.name}: seconds of a step from {number} at B = {span}")
+    if skipped:
+        reasons = ", ".join(f"{count} with {flaw}" for flaw, count in skipped.items())
+        notes.append(f"{source.name}: measured speeds are left out: {reasons}")
+    return _Selected(used, notes)
+
+
+def add_speed(
+    source: Source,
+    line: int,
+    tokens_per_step: float,
+    rows: float,
+    tokens_per_second: float,
+    gamma: float,
+    steps: float,
+    *,
+    context: float = math.nan,
+    flaw: str = "",
+) -> None:
+    """Add the seconds of steps that emit ``tokens_per_step`` in each of ``rows``; nothing if the server was idle."""
+    if rows > 0 and tokens_per_second > 0 and steps > 0:
+        seconds = tokens_per_step * rows / tokens_per_second
+        source.timed.append(TimedSteps(line, rows, gamma, context, seconds, steps, flaw))
+
+
+def flaw_of(prefill: bool, rows: float, before: float | None) -> str:
+    """The flaw of a window with ``rows`` at its end and ``before`` at its start, if known."""
+    return PREFILL if prefill else OTHER_SIZE if before is not None and before != rows else ""
