@@ -661,7 +661,7 @@ def test_unknown_key_is_remarked(layout: str, caplog: Any) -> None:
         ("eagle3", {"eagle_config": [1]}, r"eagle_config is \[1\]"),
         ("eagle3", {"logit_scale": "big"}, "logit_scale is 'big'"),
         ("dflash", {"dflash_config": {**BLOCK["dflash_config"], "causal": "yes"}}, "has 'yes' for causal"),
-        ("dflash", {"use_swa": True, "sliding_window": 3}, "must be at least 4 positions"),
+        ("dflash", {"use_swa": True, "sliding_window": 3}, "must be at least 4"),
         ("dflash", {"use_swa": True}, "has None for the window of sliding layers"),
         ("dflash", {"layer_types": ["chunked_attention"] * 2}, "layers of type chunked_attention"),
         ("dflash", {"model_type": "muse_glimmer_assistant"}, "they are a Muse Glimmer assistant"),

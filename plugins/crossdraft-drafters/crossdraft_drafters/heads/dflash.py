@@ -435,7 +435,7 @@ def _attention(checkpoint: Checkpoint, config: Any) -> list[LayerAttention]:
     minimum = 1 if not both_ways else _number(checkpoint, "block_size", 2, MOST_LEVELS)
     if any(sliding) and (type(window) is not int or window < minimum):
         raise checkpoint.refused(
-            f"config.json has {window!r:.80} for the window of sliding layers, which must be at least {minimum} positions"
+            f"config.json has {window!r:.80} for the window of sliding layers; it must be at least {minimum}"
         )
     if getattr(config, "layer_types", None):
         config.layer_types = ["full_attention"] * count  # the head computes its own masks
