@@ -67,6 +67,11 @@ COMPANIONS |= {("cell_runners", "engine"): "crossdraft-advisor", ("servers", "op
 COMPANIONS |= {("machines", "roofline"): "crossdraft-advisor"}
 COMPANIONS |= {("cell_runners", "launcher"): "crossdraft-cluster"}
 """Names of distributions beside crossdraft, by kind; if one is not installed, its names are refused with the remedy."""
+#: The same for packages in the repository that nothing of crossdraft needs.
+_PACKAGES = {("servers", "vllm"): "vllm", ("servers", "vllm-crossdraft"): "vllm", ("servers", "llama.cpp"): "llamacpp"}
+_PACKAGES |= {("backends", "llama.cpp"): "llamacpp", ("drafters", "ngram-simple"): "llamacpp"}
+_PACKAGES |= {("drafters", name): name for name in ("combine", "ngram-cache", "rest", "suffix")}
+_PACKAGES |= {("verifiers", "by-shape"): "by-shape"}
 _COMMAND = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
@@ -267,7 +272,8 @@ def installing(companion: str) -> str:
 
 def unknown(kind: str, name: str, hint: str = "") -> UnknownNameError:
     """Error for a name that is not registered: what installs it, or the nearest names."""
-    if companion := COMPANIONS.get((kind, name)):
+    package = _PACKAGES.get((kind, name))
+    if companion := COMPANIONS.get((kind, name)) or (package and f"crossdraft-{package}"):
         return UnknownNameError(f"the {_singular(kind)} {name!r} is part of {companion}; {installing(companion)}")
     return UnknownNameError.among(_singular(kind), name, entries(kind), hint)
 

@@ -243,6 +243,12 @@ def separate(inputs: Any) -> list[Any]:
     except TypeError:  # a tensor without dimensions
         raise UsageError(f"inputs must be a list of texts or a list of lists of token ids, not {inputs!r}") from None
     for i, item in enumerate(items):
+        messages = items if isinstance(item, Mapping) else item
+        if isinstance(messages, list | tuple) and any(isinstance(m, Mapping) and "role" in m for m in messages):
+            raise UsageError(
+                "inputs has messages; give the text of one user message with chat=True, or the ids of a conversation: "
+                "[tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)]"
+            )
         if _index(item) is not None:
             raise UsageError("inputs is one flat list of token ids; wrap it into a list of prompts: [[1, 2, 3]]")
         if isinstance(item, bytes | bytearray | set | frozenset | Mapping) or not isinstance(item, Iterable):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from .. import plugins
-from ..errors import UnknownNameError, UsageError, quoted
+from ..errors import UsageError, quoted
 from ..util.input_files import read_text
 from ..util.limits import RECIPE_BYTES
 
@@ -79,7 +79,7 @@ def _describe(kind: str, name: str, as_json: bool) -> int:
 
     known = plugins.entries(kind)
     if name not in known:
-        raise UnknownNameError.among(kind.removesuffix("s"), name, known)
+        raise plugins.unknown(kind, name)
     entry = known[name]
     value: Any = plugins.get(kind, name) if kind in (*_WITH_OPTIONS, "recipes") else None
     facts: dict[str, Any] = {"name": name, "summary": entry.summary, "provider": entry.provider}

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ModelError, first_line, printable
+from ..plugins import installing
 from ..util.extras import need
 from ..util.output_files import cache_dir
 from .digests import weights_sha256
 
 _MANIFEST = "crossdraft-source.json"
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
-_BACKEND = "or pip install crossdraft-llamacpp, whose backend runs the file as it is, in its own precision"
+_BACKEND = f"or install crossdraft-llamacpp, which runs the file as it is ({installing('crossdraft-llamacpp')})"
 #: Keys of the metadata that change what a model computes, and which transformers does not read for each architecture.
 _COMPUTES = re.compile(r"\.(?:rope\.scaling\.(?:type|factor)|\w+_scale|attention\.sliding_window)$|softcapping$")
 _ENDS = ("eos", "eot", "eom")

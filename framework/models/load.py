@@ -260,11 +260,12 @@ def _model_errors(name: str, identity: Identity | None = None) -> Iterator[None]
         if "trust_remote_code" in str(error):
             reason = "it contains custom Python code; review it, then allow it with trust_remote_code"
         elif match := re.search(r"Unrecognized configuration class <class '[\w.]*?(\w+)'>", str(error)):
-            reason = f"{match[1]} is not the config of a causal language model of transformers; " + (
-                f"its files are {identity}; {identity.remedy}"
-                if identity is not None and not identity.drafters
-                else "crossdraft supports decoder-only causal models"
+            reason = (
+                f"{match[1]} is not the config of a causal language model of transformers; crossdraft supports "
+                "decoder-only causal models"
             )
+        if identity is not None and not identity.drafters:
+            reason = f"{reason}; its files are {identity}; {identity.remedy}"
         raise ModelError(f"{printable(name)} could not be loaded: {reason}") from error
 
 

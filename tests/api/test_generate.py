@@ -46,6 +46,8 @@ def refused(target: Any, inputs: Any, **options: Any) -> str:
         (torch.tensor(5), "inputs must be a list of texts or a list of lists"),
         ({"input_ids": [[5]], "attention_mask": [[1]]}, "inputs is a dict; give only its token ids"),
         ([[5], None], r"inputs[1] must be a text or a list of token ids, not None"),
+        ([{"role": "user", "content": "a"}], "inputs has messages; give the text of one user message with chat=True"),
+        ([[{"role": "user", "content": "a"}]], "inputs has messages; give the text"),
         ([5.5], r"inputs[0] must be a text or a list of token ids, not 5.5"),
         ([b"ab"], r"inputs[0] must be a text or a list of token ids"),
         ([[5, 2.9]], "inputs[0] has 2.9 among its token ids; they must be integers"),

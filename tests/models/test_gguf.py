@@ -184,7 +184,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_model_that_transformers_would_misread(subject: str, tmp_path: Path, cache: Path) -> None:
     options, sentence = REFUSED[subject]
     save_gguf(tmp_path / "m.gguf", make_model("llama"), **options)
-    with pytest.raises(ModelError, match=f"could not be converted: .*{sentence}.*pip install crossdraft-llamacpp"):
+    with pytest.raises(
+        ModelError, match=f"could not be converted: .*{sentence}.*pip install plugins/crossdraft-llamacpp"
+    ):
         load_model(str(tmp_path / "m.gguf"))
     assert converted(cache) == []
 

@@ -85,6 +85,18 @@ def test_modules_of_a_target_are_read_from_its_text_config(target: str, tmp_path
     assert "sglang would misread mtp_num_hidden_layers: 1 for 2" in out and "llama.cpp would" not in out
 
 
+def test_files_of_a_draft_model_are_compared(target: str, tmp_path: Path, capsys: Any) -> None:
+    other = save_model(tmp_path / "other", vocab={"<unk>": 0, "<s>": 1, "</s>": 2})
+    for model, fact in (
+        (target, "draft model and target are equal"),
+        (other, "the tokenizers differ: one has 3 tokens"),
+    ):
+        argv = ["diagnose", "--files", "--target", target, "--drafter", f"{{name: draft-model, model: {model}}}"]
+        assert cli.main(argv) == 0
+        out = capsys.readouterr().out
+        assert fact in out and "Engines load the model of 'draft-model' as any other one" in out
+
+
 def test_drafters_without_facts_are_refused(target: str, capsys: Any) -> None:
     argv = ["diagnose", "--files", "--target", target, "--drafter", "prompt-lookup"]
     assert cli.main(argv) == 2

@@ -9,6 +9,7 @@ from typing import Any
 
 from crossdraft.framework.api.build import Configured
 from crossdraft.framework.contracts.models import TRANSFORMERS, Checkpoint
+from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import UsageError, quoted
 from crossdraft.framework.models.checkpoint import load_checkpoint
 from crossdraft.framework.models.shared_embedding import shared_embedding_of
@@ -49,16 +50,21 @@ def _training_facts(heads: Checkpoint, target: str, digest: str) -> list[str]:
 def files_of(drafter: Configured, target: str, as_json: bool) -> str:
     """The keys of a head that change what it computes, as engines read them, as text or JSON.
 
+    A draft model has no such keys: of its files, the tokenizer and the facts about its training are compared.
+
     Raises:
         UsageError: a drafter without heads, or one that the table does not have.
     """
     from crossdraft.framework.models.configs import read_config
     from crossdraft.framework.models.digests import model_sha256
+    from crossdraft.framework.models.load import same_tokenizer
     from crossdraft.framework.models.resolve import resolve
+    from crossdraft.framework.models.tokenizer import load_tokenizer
 
     name, table = drafter[0].name, engine_keys()
     model = getattr(drafter[1], "model", None)
-    if name not in table.keys or not isinstance(model, str):
+    own_model = not drafter[0].traits(drafter[1], Sampling()).hidden_layers
+    if not isinstance(model, str) or not (own_model or name in table.keys):
         raise UsageError(
             f"--files: no facts about how engines read heads of '{name}' (known: {', '.join(table.keys)}); compare "
             "counters with a replay instead (--replay, --counters)"
@@ -66,6 +72,13 @@ def files_of(drafter: Configured, target: str, as_json: bool) -> str:
     heads = load_checkpoint(model)
     resolved = resolve(target)
     facts = target_facts(heads, target, model_sha256(resolved))
+    if own_model:
+        tokenizers = [load_tokenizer(name).tokenizer for name in (model, target)]
+        facts.append(same_tokenizer(*tokenizers) or "the tokenizers of draft model and target are equal")
+        if as_json:
+            return json.dumps({"facts": facts, "absent": [], "keys": [], "further_keys": {}})
+        line = f"Engines load the model of '{name}' as any other one: it has no keys of heads that they could misread."
+        return "\n".join([*(f"Note: {fact}." for fact in facts), line])
     config = read_config(Path(resolved.path)) if resolved.backend == TRANSFORMERS else {}
     depth = (config.get("text_config") or config).get("num_hidden_layers", 0)
     treatments = list(readings(heads, name, depth))
