@@ -224,12 +224,12 @@ def _log(source: Source) -> list[Acceptance]:
                 possible = _lengths(mean, source.number(rate[1], number, "the accept rate"))
                 lengths = possible if lengths is None else lengths & possible
     drafts = drafts_of(source) if rows else {}
-    gamma = drafts.pop("draft_length", 0) or (source.gamma or 0)
+    gamma = drafts.pop("draft_length", 0)
     if not gamma and lengths is not None and len(lengths) == 1:
         gamma = lengths.pop()
     for number, mean, n, per_second, tokens, flaw in speeds:
-        if n and (gamma or not mean):
-            context, length = tokens / n, gamma if mean else 0
+        if n and (gamma or source.gamma or not mean):
+            context, length = tokens / n, (gamma or source.gamma or 0) if mean else 0
             add_speed(source, number, mean or 1.0, n, per_second, length, _STEPS_A_LINE, context=context, flaw=flaw)
     if not rows:
         return []
