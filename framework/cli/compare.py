@@ -149,7 +149,7 @@ def _samples_of_run(name: str) -> list[Sample]:
         if metrics := result.drafting:
             sums = sums_by_prompt(uncut_steps(result.records, metrics.depth))
             title = f"{config.drafter.title} × {config.verifier.title}, {group_title(config, cells)}"
-            samples.append(Sample(title, list(sums.values()), tuple(map(str, sums))))
+            samples.append(Sample(title, list(sums.values()), tuple(map(str, sums)), maximum=1.0 + metrics.depth))
     return samples
 
 

@@ -170,27 +170,29 @@ def speed_ups_of(results: Mapping[int, CellResult]) -> dict[int, float]:
 def last_paying(
     results: Mapping[int, CellResult], baselines: Mapping[int, CellResult], curves: Iterable[CostCurve]
 ) -> int:
-    """Return the largest batch size at which a pair is not slower than plain decoding, or 0.
+    """Return the largest batch size at which a pair is faster than plain decoding, or 0.
 
-    Starts from the largest measured batch size below `stops_paying`, and continues with predictions between it and
-    `stops_paying`.
+    A speed-up with an interval counts by its lower end. Starts from the largest measured batch size below
+    `stops_paying`, and continues with predictions, widened alike, between it and `stops_paying`.
 
     Args:
         results, baselines: cells of the pair and of plain decoding by batch size, with measured speed-ups.
     """
-    speed_ups = speed_ups_of(results)
-    last, stop = pays_until(speed_ups), stops_paying(list(speed_ups), list(speed_ups.values()))
+    speed_ups = {b: r.metrics.speed_up for b, r in results.items() if r.metrics and r.metrics.speed_up}
+    ends = {b: estimate.value if estimate.low is None else estimate.low for b, estimate in speed_ups.items()}
+    last, stop = pays_until(ends), stops_paying(list(ends), list(ends.values()))
     target, drafter = curves_of(results[last], curves) if last else (None, None)
     if stop is None or target is None or last not in baselines:
         return last
     cell, plain = statistics(results[last]), statistics(baselines[last])
     assert cell is not None and plain is not None  # they have a speed-up
+    last_measured = last
     for b in range(last + 1, stop):
         try:
             prediction = predict(cell.at(b), target, drafter, plain.at(b))
         except UsageError:  # the curve is too small; `predictions` warns about it
             break
-        if prediction.speed_up < 1:
+        if prediction.speed_up < speed_ups[last_measured].value / ends[last_measured]:
             break
         last = b
     return last

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .component_times import TOO_FEW, CellPieces, ComponentTimes, Withheld
-from .intervals import Estimate, estimate, ratio, ratio_difference
+from .intervals import Estimate, bounded_estimate, estimate, ratio, ratio_difference
 from .pieces import PREFILL, Piece, wall_ratio
 
 #: Metrics measured by the clock, see `Metrics.timed`.
@@ -219,7 +219,7 @@ def measure(
         steps=steps,
         sequences=len({(r.prompt, r.turn) for r in records}),
         depth=depth,
-        block_efficiency=block_efficiency(counted),
+        block_efficiency=block_efficiency(counted, depth),
         steps_cut=steps - uncut,
         block_efficiency_all_steps=emitted / steps,
         block_efficiency_expected=1 + float(np.mean(survival)) if len(survival) == len(counted) else None,
@@ -242,7 +242,7 @@ def measure(
         by_category={
             category: CategoryMetrics(
                 len({r.prompt for r in members}),
-                block_efficiency(counted_steps(members, depth)),
+                block_efficiency(counted_steps(members, depth), depth),
                 all_cut=not uncut_steps(members, depth),
             )
             for category, members in by_category.items()
@@ -250,12 +250,12 @@ def measure(
     )
 
 
-def block_efficiency(records: Sequence[StepRecord]) -> Estimate | None:
-    """Tokens emitted per step, with an interval over prompts; None without steps."""
+def block_efficiency(records: Sequence[StepRecord], depth: int) -> Estimate | None:
+    """Tokens emitted per step of drafts up to ``depth``, with an interval over prompts; None without steps."""
     if not records:
         return None
     sums = sums_by_prompt(records)
-    return estimate(ratio, np.array([sums[prompt] for prompt in sorted(sums)]), minimum=1.0)
+    return bounded_estimate(ratio, np.array([sums[prompt] for prompt in sorted(sums)]), 1.0, 1.0 + depth)
 
 
 def acceptance(records: Sequence[StepRecord], depth: int, positions: int) -> list[Estimate]:
@@ -271,9 +271,7 @@ def acceptance(records: Sequence[StepRecord], depth: int, positions: int) -> lis
         row[1 : record.tau + 1] += 1
     sums, estimates = np.array([rows[prompt] for prompt in sorted(rows)]), []
     for i in range(1, positions + 1):
-        estimates.append(
-            estimate(lambda s: s[..., 1] / s[..., 0], sums[:, [0, i]], log=False, minimum=0.0, maximum=1.0)
-        )
+        estimates.append(bounded_estimate(lambda s: s[..., 1] / s[..., 0], sums[:, [0, i]], 0.0, 1.0, log=False))
     return estimates
 
 

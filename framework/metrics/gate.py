@@ -22,7 +22,7 @@ from .intervals import (
     LEAST_PIECES,
     Estimate,
     Noise,
-    estimate,
+    bounded_estimate,
     half_width,
     jackknife,
     pieces_needed,
@@ -54,6 +54,7 @@ class Sample:
         overall: the value with an interval from another source, if there are fewer than `LEAST_PIECES` pieces.
         remark: an assumption for the reader.
         sampling: known sampling parameters of the responses.
+        maximum: greatest possible block efficiency, if known.
     """
 
     title: str
@@ -63,6 +64,7 @@ class Sample:
     overall: Estimate | None = None
     remark: str = ""
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    maximum: float = math.inf
 
     @property
     def sums(self) -> np.ndarray:
@@ -74,7 +76,7 @@ class Sample:
         """Tokens per step, with an interval if known."""
         if self.overall is not None:
             return self.overall
-        return estimate(ratio, self.sums, minimum=1.0)
+        return bounded_estimate(ratio, self.sums, 1.0, self.maximum)
 
     def noise(self) -> Noise | None:
         """Variance of the block efficiency; None if unknown."""
@@ -170,7 +172,9 @@ def checked(baseline: Sample, current: Sample, limit: float) -> GateCheck:
             )
     paired = _paired(baseline, current)
     if paired is not None:
-        before, after = (estimate(ratio, paired[:, columns], minimum=1.0) for columns in (slice(2, 4), slice(0, 2)))
+        before, after = (
+            bounded_estimate(ratio, paired[:, 2 * i : 2 * i + 2], 1.0, (current, baseline)[i].maximum) for i in (1, 0)
+        )
         pieces, difference = len(paired), ratio_difference(paired)
     else:
         before, after = baseline.block_efficiency(), current.block_efficiency()

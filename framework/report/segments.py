@@ -57,7 +57,7 @@ def _metrics(result: CellResult, segments: Segments, prompt: Sequence[int]) -> d
         name: SegmentMetrics(
             tokens[name],
             len(records),
-            block_efficiency(counted_steps(records, depth)),
+            block_efficiency(counted_steps(records, depth), depth),
             acceptance(records, depth, 1)[0] if records else None,
             all_cut=not uncut_steps(records, depth),
         )

@@ -131,10 +131,10 @@ def test_cells_of_an_engine_have_no_curve_of_crossdraft() -> None:
     assert curves_of(replace(cell, config=config), measured) == (None, None)
 
 
-def priced(b: int, speed_up: float, baseline: bool = False) -> CellResult:
+def priced(b: int, speed_up: float | Estimate, baseline: bool = False) -> CellResult:
     cell = result(baseline, b=b)
     assert cell.metrics is not None
-    cell.metrics.speed_up = Estimate(speed_up)
+    cell.metrics.speed_up = speed_up if isinstance(speed_up, Estimate) else Estimate(speed_up)
     return cell
 
 
@@ -143,6 +143,8 @@ def priced(b: int, speed_up: float, baseline: bool = False) -> CellResult:
     [
         ({1: 1.5, 2: 1.0}, [], 2),
         ({1: 0.9, 2: 0.8}, [], 0),
+        ({1: Estimate(1.04, 0.97, 1.12)}, [], 0),  # no difference was shown
+        ({1: Estimate(1.2, 1.1, 1.3), 2: Estimate(1.04, 0.97, 1.12)}, [], 1),
         ({2: 1.5, 8: 0.8}, [], 2),
         ({2: 1.5, 8: 0.8}, [curve(cost=lambda b, w, c: 22.0 + 4 * b * w)], 5),
         ({2: 1.5, 8: 0.8}, [curve(cost=lambda b, w, c: 100.0)], 7),
@@ -150,7 +152,7 @@ def priced(b: int, speed_up: float, baseline: bool = False) -> CellResult:
         ({2: 1.5, 8: 0.8}, [curve(batch_sizes=(1,), cost=lambda b, w, c: 100.0)], 2),  # unknown
     ],
 )
-def test_last_batch_size_that_pays(speed_ups: dict[int, float], curves: list[CostCurve], expected: int) -> None:
+def test_last_batch_size_that_pays(speed_ups: dict[int, Any], curves: list[CostCurve], expected: int) -> None:
     results = {b: priced(b, speed_up) for b, speed_up in speed_ups.items()}
     baselines = {b: priced(b, 1.0, baseline=True) for b in speed_ups}
     assert last_paying(results, baselines, curves) == expected

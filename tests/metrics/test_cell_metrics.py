@@ -118,15 +118,17 @@ def test_steps_that_were_cut_are_left_out() -> None:
     assert not metrics.all_cut and not metrics.by_category["a"].all_cut
 
 
-def test_constant_has_no_interval() -> None:
-    """Equal pieces contain no information on their spread."""
-    assert block_efficiency(steps([1, 1], [1], [1, 1, 1])) == Estimate(2.0)
+def test_few_equal_prompts_do_not_exclude_others() -> None:
+    estimate = block_efficiency(steps([1, 1], [1], [1, 1, 1]), 4)
+    assert estimate.value == 2.0 and 1.0 < estimate.low < 1.5 and 3.0 < estimate.high < 5.0
+    assert block_efficiency(steps([0, 0], [0], [0]), 0) == Estimate(1.0), "plain decoding"
+    assert block_efficiency(steps([4, 4], [4], [0, 0, 0]), 4).high == 5.0, "no step emits more than gamma + 1"
 
 
 def test_interval_is_that_of_ratio() -> None:
     """The delta method agrees with the jackknife on many prompts."""
     lists = [[(7 * i + 3 * j) % 4 for j in range(1 + i % 5)] for i in range(300)]
-    estimate = block_efficiency(steps(*lists))
+    estimate = block_efficiency(steps(*lists), 3)
     emitted, counts = [sum(x) + len(x) for x in lists], [len(x) for x in lists]
     ratio = sum(emitted) / sum(counts)
     assert estimate.value == pytest.approx(ratio)

@@ -20,7 +20,7 @@ import numpy as np
 from scipy import optimize
 
 from crossdraft.framework.errors import UsageError
-from crossdraft.framework.metrics.intervals import LEAST_PIECES, Noise, estimate, half_width
+from crossdraft.framework.metrics.intervals import LEAST_PIECES, Noise, bounded_estimate, half_width
 from crossdraft.framework.metrics.shorter_drafts import by_runs, shorter_drafts
 from crossdraft.framework.util.estimate import Estimate
 from crossdraft.framework.util.limits import MOST_LEVELS
@@ -144,6 +144,12 @@ class Acceptance:
         return len(self.marginal)
 
     @property
+    def maximum(self) -> float:
+        """The greatest possible block efficiency, if known."""
+        gamma = self.gamma or self.draft_length
+        return 1.0 + gamma if gamma else math.inf
+
+    @property
     def conditional(self) -> tuple[float, ...]:
         """Pr(tau >= i | tau >= i - 1); 0 if no draft reached position i."""
         previous = (1.0, *self.marginal[:-1])
@@ -196,7 +202,7 @@ class Acceptance:
     def block_efficiency(self) -> Estimate:
         """Mean tokens per step, bonus included, with a 95 % interval under `interval_assumes`."""
         value = 1 + sum(self.marginal) if self.marginal else float(self.length or 1.0)
-        measured, maximum = self.longer or self, 1.0 + self.gamma if self.marginal else math.inf
+        measured, maximum = self.longer or self, self.maximum
         model = [self.model_error()] if self.longer is not None else []
 
         def statistic(sums: np.ndarray) -> np.ndarray:
@@ -204,7 +210,7 @@ class Acceptance:
             return 1 + (rates if self.longer is None else shorter_drafts(rates, self.gamma)).sum(-1)
 
         if len(measured.rows) >= LEAST_PIECES:
-            return estimate(statistic, np.array(measured.rows), value=value, minimum=1.0, maximum=maximum, noise=model)
+            return bounded_estimate(statistic, np.array(measured.rows), 1.0, maximum, value=value, noise=model)
         if measured.drafts is None or not self.marginal:
             return Estimate(value)
         # Drafts that accept 0, 1, .. tokens, as independent pieces, and half a draft more of each (Jeffreys): what none

@@ -48,7 +48,9 @@ def _sample(acceptance: Acceptance) -> Sample:
     gamma = f", gamma {acceptance.gamma}" if acceptance.gamma else ""
     pair = " × ".join(filter(None, (acceptance.drafter, acceptance.verifier))) or "drafts"
     sampling = {} if acceptance.temperature is None else {"temperature": acceptance.temperature}
-    return Sample(pair + gamma, rows, acceptance.names, acceptance.pieces, overall, remark, sampling)
+    return Sample(
+        pair + gamma, rows, acceptance.names, acceptance.pieces, overall, remark, sampling, acceptance.maximum
+    )
 
 
 def _replayed(data: dict[str, Any], name: str) -> list[Sample]:
@@ -65,7 +67,8 @@ def _replayed(data: dict[str, Any], name: str) -> list[Sample]:
             if len(rows) != len(ids) or not all(0 <= steps <= tokens < 1e15 for tokens, steps in rows):
                 raise ValueError(f"by_prompt of {title} does not have a token and step count for each prompt")
             if any(steps for _, steps in rows):
-                samples.append(Sample(printable(title), rows, ids, sampling=dict(data.get("sampling") or {})))
+                sampling, maximum = dict(data.get("sampling") or {}), 1.0 + float(row["gamma"])
+                samples.append(Sample(printable(title), rows, ids, sampling=sampling, maximum=maximum))
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{name} is not the output of crossdraft replay --json: {error!r}; replay again") from None
     return samples

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from crossdraft.framework.metrics.intervals import estimate, ratio, ratio_difference
+from crossdraft.framework.metrics.intervals import bounded_estimate, ratio, ratio_difference
 from crossdraft.framework.util.estimate import Estimate
 
 from .step_chain import Steps
@@ -148,7 +148,9 @@ class Tally:
             gamma=gamma,
             category=category,
             tokens=float(total[_TOKENS]),
-            block_efficiency=estimate(ratio, sums[:, : _COUNTED + 1], minimum=1.0) if total[_COUNTED] else None,
+            block_efficiency=bounded_estimate(ratio, sums[:, : _COUNTED + 1], 1.0, 1.0 + gamma)
+            if total[_COUNTED]
+            else None,
             block_efficiency_all_steps=float(total[_TOKENS] / total[_STEPS]),
             steps=float(total[_STEPS]),
             drafted=float(drafted),

@@ -67,7 +67,9 @@ def checkpoints_of(args: ReplayOptions, replayed: Callable[..., Any]) -> str:
             gamma = candidate.gammas[-1]
             for (verifier, k), tally in candidate.tallies.items():
                 key = (candidate.title, verifier, k, gamma)
-                sample = Sample(target, [(t, s) for t, s in tally.sums(gamma)[:, :2].tolist()], names)
+                sample = Sample(
+                    target, [(t, s) for t, s in tally.sums(gamma)[:, :2].tolist()], names, maximum=1.0 + gamma
+                )
                 weights = has_weights(candidate.drafter, sampling)
                 samples.setdefault(key, []).append((target, source, sample, tally.row(gamma).marginal, weights))
         notes += [f"{source}, {count} responses: {assumption}" for assumption, count in assumed.items()]

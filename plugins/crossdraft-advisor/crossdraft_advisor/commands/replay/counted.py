@@ -122,7 +122,12 @@ def _checked(args: ReplayOptions, replayed: Callable[..., Any], source: str, eng
     (candidate,) = result.candidates
     verifier, gamma = _single(candidate, counted, file)
     reference, tally = candidate.counts[verifier, gamma], candidate.tallies[verifier, 1]
-    sample = Sample(source, [(t, s) for t, s in tally.sums(gamma)[:, :2].tolist()], tuple(prompt_names(result.groups)))
+    sample = Sample(
+        source,
+        [(t, s) for t, s in tally.sums(gamma)[:, :2].tolist()],
+        tuple(prompt_names(result.groups)),
+        maximum=1.0 + gamma,
+    )
     check = EngineCheck(engine, source, file, counted, reference, tally.row(gamma), sample, prompts=prompts)
     strategy = Strategy.parse(args.drafter[0], "--drafter")
     defaults = DEFINITIONS[engine].drafter_options.get(strategy.name, {})
