@@ -366,12 +366,6 @@ def _compare_served(metrics: Sequence[Metrics], cells: Sequence[CellPieces], bas
         """Seconds per unit from counts and microseconds ``[n, 2]``."""
         return estimate(lambda s: s[..., 1] / s[..., 0] / 1e6, sums)
 
-    def speed_up(rates: np.ndarray) -> Estimate | None:
-        """Ratio of two rates from tokens and seconds of each, ``[n, 4]``; None without tokens or time."""
-        if not len(rates) or not rates[:, 1].sum() or not rates[:, 2].sum():
-            return None
-        return estimate(lambda s: ratio(s[..., :2]) / ratio(s[..., 2:]), rates)
-
     for i, (own, cell) in enumerate(zip(metrics, cells, strict=True)):
         requests = [np.array([row[:3] for row in piece.requests], dtype=float).reshape(-1, 3) for piece in cell.pieces]
         sums = np.array([[len(rows), *rows.sum(0)] for rows in requests])
@@ -384,9 +378,15 @@ def _compare_served(metrics: Sequence[Metrics], cells: Sequence[CellPieces], bas
         if i == baseline:
             own.speed_up = Estimate(1.0)
             continue
-        both = zip(cell.pieces, cells[baseline].pieces, strict=False)
-        rates = np.array([(a.emitted, a.decode_seconds, b.emitted, b.decode_seconds) for a, b in both])
-        own.speed_up = speed_up(rates)
+        both = list(zip(cell.pieces, cells[baseline].pieces, strict=False))
+        own.speed_up = clock_ratio(both)
         for category, numbers in own.by_category.items():
-            of_category = [bool(category) and piece.category == category for piece in cell.pieces[: len(rates)]]
-            numbers.speed_up = speed_up(rates[of_category])
+            numbers.speed_up = clock_ratio([pair for pair in both if category and pair[0].category == category])
+
+
+def clock_ratio(pieces: Sequence[tuple[Piece, Piece]]) -> Estimate | None:
+    """Ratio of the rates by the clock of two cells, with an interval over pieces; None without tokens or time."""
+    rates = np.array([(a.emitted, a.decode_seconds, b.emitted, b.decode_seconds) for a, b in pieces])
+    if not len(rates) or not rates[:, :3].sum(0).all() or not rates[:, 3].sum():
+        return None
+    return estimate(lambda s: ratio(s[..., :2]) / ratio(s[..., 2:]), rates)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..metrics.cell_metrics import clock_ratio
 from ..runs.marks import mark_of
 from ..util.estimate import estimate_text
 from .metrics_text import efficiency_text, no_speed_up
@@ -33,6 +34,7 @@ class Best:
         certified_pairs: number of certified pairs in the group.
         rivals: number of the others whose interval overlaps that of this one, or is unknown.
         missing: reason why no pair of the group has a speed-up, or empty.
+        clock: ratio of rates by the clock to plain decoding, with its interval over pieces, if speed-ups are withheld.
     """
 
     group: str
@@ -44,6 +46,7 @@ class Best:
     certified_pairs: int
     rivals: int
     missing: str
+    clock: Estimate | None = None
 
     @property
     def speed_up(self) -> Estimate | None:
@@ -108,9 +111,12 @@ def best_of(runs: SUMMARIES) -> list[Best]:
         key = "speed_up" if metrics.speed_up else "block_efficiency"
         rivals = sum(m is not metrics and _overlap(getattr(m, key), getattr(metrics, key)) for _, m in certified)
         pair = f"{result.config.drafter.title} × {result.config.verifier.title}"
-        plain = next((r.metrics for r in results if r.config.is_baseline), None)
-        missing = no_speed_up(results)
-        best.append(Best(group, setting, pair, metrics, conditions, plain, len(certified), rivals, missing))
+        plain = next((r for r in results if r.config.is_baseline), None)
+        missing, clock = no_speed_up(results), None
+        if plain and metrics.withheld:
+            clock = clock_ratio(list(zip(result.pieces, plain.pieces, strict=False)))
+        about = conditions, plain and plain.metrics, len(certified), rivals, missing, clock
+        best.append(Best(group, setting, pair, metrics, *about))
     return best
 
 
@@ -120,10 +126,22 @@ def headline_of(bests: Sequence[Best]) -> Best | None:
 
 
 def answer_line(summary: Summary) -> str:
-    """The answer of a run in one line; empty without finished pairs."""
-    best = headline_of(best_of([("", summary)]))
-    if best is None:
-        return f"answer: unknown, {NOT_CERTIFIED}" if any(r.drafting for r in summary.results) else ""
+    """The answer of a run, in a line for each temperature; empty without finished pairs."""
+    by_temperature: dict[str, list[Best]] = {}
+    for best in best_of([("", summary)]):
+        by_temperature.setdefault(best.setting.partition(", ")[0], []).append(best)
+    if not by_temperature and any(r.drafting for r in summary.results):
+        return f"answer: unknown, {NOT_CERTIFIED}"
+    return "\n".join(_answer(max(bests, key=lambda best: _order(best.metrics))) for bests in by_temperature.values())
+
+
+def _answer(best: Best) -> str:
+    if best.speed_up is None and best.clock is not None and best.clock.low is not None:
+        rivals = f", {best.rivals} other intervals overlap" * bool(best.rivals)
+        pair = f"{best.pair}, {best.efficiency}{rivals}, {best.metrics.target_rows_per_token:.2f} rows/tok"
+        clock = f"{estimate_text(best.clock)} × plain decoding by the clock ({best.setting})"
+        remedy = "a quieter machine or more prompts make it sure"
+        return f"answer: not sure, {best.missing}; greatest BE: {pair}, {clock}; {remedy}"
     if best.speed_up is None:
         return f"answer: unknown, {best.missing}; greatest BE: {best.by_efficiency}"
     words = f"{best.pair}, {estimate_text(best.speed_up)} × plain decoding ({best.setting})"

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from crossdraft.framework.cost.prediction import Prediction
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.metrics.cell_metrics import CategoryMetrics, Estimate, StepRecord, measure
 from crossdraft.framework.metrics.component_times import FAULT, TOO_FEW
+from crossdraft.framework.metrics.pieces import Piece
 from crossdraft.framework.report.answer import best_of
 from crossdraft.framework.report.batch_sizes import batch_size_series
 from crossdraft.framework.report.caveats import differences
@@ -181,6 +183,19 @@ def test_withheld_is_unknown_and_not_none(tmp_path: Path) -> None:
         "for intervals"
     )
     assert "none" not in [line.split()[-1] for line in text.splitlines() if line] and "12 of 12 speed-ups" in text
+
+
+def test_withheld_answer_is_by_the_clock(tmp_path: Path) -> None:
+    """Three pieces, decoded in turns: the pair takes half of the time of plain decoding in each, give or take 10 %."""
+    finished = outcome(tmp_path, {1: {"block": 1.5}})
+    withhold(finished, TOO_FEW, "block")
+    for result in finished.results:
+        plain = result.config.is_baseline
+        result.pieces = [Piece(100, {"target": 2.0 if plain else seconds}) for seconds in (0.9, 1.0, 1.1)]
+    answer = terminal(finished).splitlines()[0]
+    assert answer.startswith("answer: not sure, every speed-up is withheld (too few undisturbed); greatest BE: ")
+    match = re.search(r"2\.00 \[(\d\.\d\d), (\d\.\d\d)\] × plain decoding by the clock \(temperature 1, ", answer)
+    assert match and 1.0 < float(match[1]) < 1.8 and 2.2 < float(match[2]) < 4.0
 
 
 def test_terminal_is_short(tmp_path: Path) -> None:
