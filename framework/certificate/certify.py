@@ -14,14 +14,15 @@ of Lemma 2 in Sun et al. 2024; it must hold jointly, because tests of the first 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from .. import plugins
 from ..api.build import build_decoder
 from ..contracts.constraint import Grammar, Matcher
 from ..contracts.draft import Draft, Verdict
@@ -36,8 +37,8 @@ from .effort import MOST_PATHS, TooLargeError
 from .faults import Verification, check_fully, check_quickly, draft_note, unmodified
 from .table_lm import Toy, ToyContext
 
-#: Largest total variation of a lossless pair (float64 round-off).
-TOLERANCE = 1e-12
+#: Largest total variation of a lossless pair: round-off, and with a q in float32.
+TOLERANCE, SINGLE = 1e-12, 1e-6
 #: Largest negative probability that is taken for round-off.
 ROUNDING = 1e-9
 #: Decision paths per batch.
@@ -50,6 +51,125 @@ Checks = Literal["none", "quick", "all"]
 CHECKED_ROWS, CHECKED_BATCHES = 8, 6
 
 
+#: Seed of the random numbers of a warm-up, and maximum number of tokens of a sequence.
+WARM_UP_SEED, MAX_TOKENS = 7, 200
+#: Least share of drafted steps with an unequal q, in the enumeration from the start that has the largest share.
+UNEQUAL_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Numbers of enumerated steps of each kind. Sums are over enumerations from different starts.
+
+    Attributes:
+        drafted: steps with a draft.
+        unequal: drafted steps with an unequal q, whose positive entries differ; others cannot expose a wrong q.
+        rejected: steps that end with a rejection.
+        bonus: steps that end with a bonus token after a draft.
+        depth: largest number of accepted tokens.
+        share: ``unequal / drafted`` of the start with the largest.
+    """
+
+    drafted: int = 0
+    unequal: int = 0
+    rejected: int = 0
+    bonus: int = 0
+    depth: int = 0
+    share: float = 0.0
+
+    def __add__(self, other: Coverage) -> Coverage:
+        sums = [getattr(self, key) + getattr(other, key) for key in ("drafted", "unequal", "rejected", "bonus")]
+        return Coverage(*sums, max(self.depth, other.depth), max(self.share, other.share))
+
+    @classmethod
+    def of_step(cls, event: StepEvent) -> Coverage:
+        """Coverage of one step of a batch; rows without a draft are not counted."""
+        draft, tau, path = event.draft.candidates, event.verdict.length, event.verdict.path
+        drafted = draft.valid.any(1)
+        if not (count := int(drafted.sum())):
+            return cls()
+        if path is None:
+            rejected = tau < draft.count
+        else:
+            last = torch.where(tau > 0, path.gather(1, (tau - 1).clamp(min=0)[:, None])[:, 0], -1)
+            rejected = ((draft.parents == last[:, None]) & draft.valid).any(1)
+        ends = int((rejected & drafted).sum())
+        return cls(count, int(unequal_q(draft).sum()), ends, count - ends, int(tau[drafted].max()))
+
+    def gap(self, point_mass: bool) -> str:
+        """The reason why the pair is not exercised; empty if it is."""
+        if not self.drafted:
+            return "nothing was drafted"
+        if not point_mass and self.share < UNEQUAL_SHARE:
+            return f"q is unequal in {self.unequal:,} of {self.drafted:,} drafted steps"
+        return ""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.drafted:,} steps with a draft, {self.unequal:,} of them with an unequal q, {self.rejected:,} "
+            f"rejections, {self.bonus:,} bonus tokens, depth {self.depth}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def unequal_q(draft: Draft) -> Tensor:
+    """``[B]`` bool: a node of the row was drawn from a distribution whose positive entries differ."""
+    if draft.q is None or not draft.width:
+        return torch.zeros(draft.batch_size, dtype=torch.bool)
+    spread = draft.q.amax(-1) - draft.q.masked_fill(draft.q <= 0, torch.inf).amin(-1)
+    index = torch.arange(draft.width).expand_as(draft.tokens) if draft.q_index is None else draft.q_index
+    return ((spread > ROUNDING).gather(1, index) & draft.valid).any(1)
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """A start with a filled memory: all rows decode the same ``steps`` steps from ``prompt``, which are not enumerated.
+
+    Attributes:
+        depth: maximum depth of drafts in these steps.
+        stream: number of the random stream; equal starts have equal random numbers and texts.
+        earlier: prompt of a sequence that is decoded in the slot before, for as many steps; empty = none.
+    """
+
+    prompt: tuple[int, ...]
+    steps: int = 0
+    depth: int = 0
+    stream: int = 0
+    earlier: tuple[int, ...] = ()
+
+    def run(self, decoder: Decoder) -> list[int]:
+        """Run it in all slots of a new decoder; returns their text.
+
+        Tokens are verified by `sample-match`, which is lossless for all drafts, so the text is the target's own and
+        starts are equal for all verifiers.
+        """
+        own = decoder.verifier, decoder.rng, decoder.on_step
+        if self.steps:
+            decoder.verifier = plugins.get("verifiers", "sample-match")()
+            decoder.verifier.claim = own[0].claim
+            decoder.rng, decoder.on_step = CounterRng(WARM_UP_SEED), None
+        for prompt in filter(None, (self.earlier, self.prompt)):
+            for row in range(decoder.sequences.batch_size):
+                decoder.start(row, prompt, stream=self.stream + (prompt is self.earlier))
+            for _ in range(self.steps):
+                limited_step(decoder, self.depth)
+            if prompt is self.earlier:
+                decoder.abandon()
+        decoder.verifier, decoder.rng, decoder.on_step = own
+        if self.steps:
+            for row in range(decoder.sequences.batch_size):
+                decoder.verifier.start(row)
+        return list(decoder.sequences.history[0])
+
+
+def limited_step(decoder: Decoder, gamma: int) -> None:
+    """Run a step with drafts of at most ``gamma`` tokens."""
+    decoder.sequences.limit[:] = [min(limit, gamma) for limit in decoder.sequences.limit]
+    decoder.step()
+
+
 @dataclass(frozen=True)
 class Certificate:
     """Result of an enumeration.
@@ -59,18 +179,26 @@ class Certificate:
         expected_tau: E[tau] of each step.
         first_tau: Pr(tau = i) in the first step, i = 0 .. gamma.
         paths: decision paths enumerated.
-        drafted: some draft had a node; otherwise the result proves nothing.
+        coverage: events that were enumerated; without drafts the result proves nothing.
+        last_token: before the first enumerated step.
+        tolerance: largest TV of a lossless pair.
     """
 
     tv: float
     expected_tau: list[float]
     first_tau: list[float]
     paths: int
-    drafted: bool
+    coverage: Coverage
+    last_token: int
+    tolerance: float = TOLERANCE
 
     @property
     def lossless(self) -> bool:
-        return self.tv <= TOLERANCE
+        return self.tv <= self.tolerance
+
+    @property
+    def drafted(self) -> bool:
+        return self.coverage.drafted > 0
 
 
 class Enumeration:
@@ -181,6 +309,7 @@ def certify(
     constraint: Grammar | None = None,
     paths: list[Path] | None = None,
     checks: Checks = "none",
+    start: WarmUp | None = None,
 ) -> Certificate:
     """Enumerate ``steps`` steps of a pair on ``toy``.
 
@@ -200,6 +329,7 @@ def certify(
         paths: receives every path; ``markov`` is then ignored.
         checks: faults of the verifier to look for, see `faults`: "all" in the first batches, "quick" whether half of
             the first batch has the same verdicts again, or "none", for verifiers that record their calls.
+        start: prompt and steps before the enumerated ones; by default the toy's prompt and no steps.
 
     Raises:
         TooLargeError: more than `MOST_PATHS` paths.
@@ -207,11 +337,11 @@ def certify(
     """
     lengths = _lengths(toy, steps, gamma)
     sampling = Sampling(temperature=temperature) if sampling is None else sampling
-    pair = _Pair(toy, build, verifier, sampling, max(lengths), constraint)
+    pair = _Pair(toy, build, verifier, sampling, max(lengths), constraint, start)
     pair.recorded, pair.thorough = paths, checks == "all"
     pair.batches_to_check = {"none": 0, "quick": 1, "all": CHECKED_BATCHES}[checks]
     markov = markov and constraint is None
-    merged = (markov or steps == 1) and paths is None
+    merged = (markov or steps == 1) and paths is None and start is None
     states, tau_distributions = _enumerate_merged(pair, lengths) if merged else pair.enumerate_unmerged(lengths)
     total = sum(lengths) + steps
     count = pair.paths
@@ -222,10 +352,13 @@ def certify(
             states[state] = states.get(state, 0.0) + weight
     expected = [float((probs * np.arange(len(probs))).sum()) for probs in tau_distributions]
     if constraint is None:
-        tv = _total_variation(states, pair.sampling.probs(toy.target.log()), total)
+        tv = _total_variation(states, target_rows(toy, sampling, start, pair.text[-1]), total)
     else:
         tv = _constrained_variation(states, toy, pair.sampling, constraint, total)
-    return Certificate(tv, expected, [float(x) for x in tau_distributions[0]], count, pair.drafted)
+    coverage = pair.coverage
+    coverage = replace(coverage, share=coverage.unequal / coverage.drafted if coverage.drafted else 0.0)
+    first = [float(x) for x in tau_distributions[0]]
+    return Certificate(tv, expected, first, count, coverage, pair.text[-1], pair.tolerance)
 
 
 def _lengths(toy: Toy, steps: int, gamma: int | Sequence[int] | None) -> list[int]:
@@ -271,7 +404,7 @@ class Path:
     output: tuple[int, ...]
 
 
-class _Scripts:
+class Scripts:
     """Queue of open scripts, last in first out to keep it short."""
 
     def __init__(self, origins: int):
@@ -315,14 +448,16 @@ class _Pair:
     """A drafter and a verifier on a toy.
 
     Attributes:
-        drafted: some draft had a node.
+        coverage: of the steps enumerated so far.
         paths: decision paths enumerated so far.
+        text: tokens before the first enumerated step.
         recorded: receives every path, if requested.
         batches_to_check: number of batches whose verdicts are still to be checked, and ``thorough``: for all faults.
     """
 
     recorded: list[Path] | None = None
     batches_to_check, thorough = 0, False
+    tolerance = TOLERANCE
 
     def __init__(
         self,
@@ -332,16 +467,18 @@ class _Pair:
         sampling: Sampling,
         gamma: int,
         constraint: Grammar | None = None,
+        start: WarmUp | None = None,
     ):
         self.toy, self.build, self.verifier, self.sampling, self.gamma = toy, build, verifier, sampling, gamma
-        self.constraint = constraint
-        self.drafted, self.paths = False, 0
+        self.constraint, self.start = constraint, WarmUp(tuple(toy.prompt)) if start is None else start
+        self.text = list(self.start.prompt)
+        self.coverage, self.paths = Coverage(), 0
         self._events: list[StepEvent] = []
         self._guarded = False
 
     def enumerate_step(self, origins: list[State], length: int) -> list[Outcomes]:
         """Outcomes of one step with drafts of ``length`` tokens from each origin."""
-        scripts, prompt = _Scripts(len(origins)), self.toy.prompt
+        scripts, prompt = Scripts(len(origins)), self.text
         out: list[Outcomes] = [{} for _ in origins]
         while scripts:
             batch, rng = scripts.take(BATCH)
@@ -365,15 +502,14 @@ class _Pair:
 
         Rows of a batch share a drafter, unless it remembers earlier sequences.
         """
-        scripts, prompt, size = _Scripts(1), self.toy.prompt, 1
+        scripts, size = Scripts(1), 1
         out: Outcomes = {}
         tau_distributions = [np.zeros(length + 1) for length in lengths]
         while scripts:
             batch, rng = scripts.take(size)
             decoder = self._decoder(rng, len(batch))
             size = 1 if decoder.drafter.remembers(decoder.drafter.config) else BATCH
-            for row in range(len(batch)):
-                decoder.start(row, prompt)
+            self.text = prompt = self.start.run(decoder)
             ends = [[len(prompt)] * len(batch)]
             for step, length in enumerate(lengths):
                 self._step(decoder, length, None if step else [None] * len(batch))
@@ -395,12 +531,13 @@ class _Pair:
                 f"enumeration is limited to {MOST_PATHS:,.0f} decision paths, and there are more; lower the draft "
                 "length or the number of steps"
             )
-        start = len(self.toy.prompt) - 1
+        start = len(self.start.prompt) - 1
         context = ToyContext(
             self.toy.target, self.toy.drafter, self.sampling, batch, start=start, token_texts=self.toy.token_texts
         )
         # An invalid verifier must not raise: its deviation is measured. Shapes and counts are checked nevertheless.
         options = {"rng": rng, "on_step": self._on_step, "validate": "never", "constraint": self.constraint}
+        options["max_new_tokens"] = MAX_TOKENS
         verifier = self.verifier()
         verifier.verify = partial(self._verify, verifier, verifier.verify)  # type: ignore[method-assign]
         self._events = []
@@ -438,12 +575,10 @@ class _Pair:
 
     def _step(self, decoder: Decoder, length: int, states: Sequence[Hashable] | None) -> None:
         """Run a step; ``states``: snapshots of the verifier's state before it, None if they are unknown."""
-        limit = decoder.sequences.limit
-        limit[:] = [min(remaining, length) for remaining in limit]
         enough = CHECKED_ROWS if not self.thorough else 1
-        checked = self.batches_to_check > 0 and states is not None and len(limit) >= enough
+        checked = self.batches_to_check > 0 and states is not None and decoder.sequences.batch_size >= enough
         self._guarded, verifier = checked, decoder.verifier
-        decoder.step()
+        limited_step(decoder, length)
         self._guarded = False
         if not checked:
             return
@@ -471,10 +606,18 @@ class _Pair:
             check_fully(self.verifier, call, self.toy.vocab_size)
 
     def _on_step(self, event: StepEvent) -> None:
-        self.drafted = self.drafted or bool(event.draft.candidates.valid.any())
+        self.coverage += Coverage.of_step(event)
+        if (q := event.draft.q) is not None and q.dtype != torch.float64:
+            self.tolerance = SINGLE
         if self.recorded is None:
             self._events.clear()
         self._events.append(event)
+
+
+def target_rows(toy: Toy, sampling: Sampling, start: WarmUp | None, last: int) -> Tensor:
+    """``[V + 1, V]``: the target's probabilities after each token, and of the first, after ``last`` of a warm-up."""
+    rows = sampling.probs(toy.target.log())
+    return rows if start is None or not start.steps else torch.cat([rows[:-1], rows[last : last + 1]])
 
 
 def _total_variation(states: dict[State, float], probs: Tensor, length: int) -> float:

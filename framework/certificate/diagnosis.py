@@ -27,7 +27,7 @@ from ..contracts.draft import Draft
 from ..contracts.sampling import Sampling
 from ..contracts.steps import StepEvent
 from ..contracts.verifier import Verifier
-from .certify import DrafterFactory, Path, certify
+from .certify import DrafterFactory, Path, WarmUp, certify, target_rows
 from .effort import TooLargeError
 from .table_lm import Toy
 
@@ -191,6 +191,7 @@ def diagnose(
     lengths: Sequence[int],
     sampling: Sampling,
     scope: str = "",
+    start: WarmUp | None = None,
 ) -> Diagnosis:
     """Explain a failed certificate.
 
@@ -199,6 +200,7 @@ def diagnose(
         lengths: draft length of each step of the failed certificate.
         sampling: of the target.
         scope: where it fails and where it does not, see `scope_of`.
+        start: of the failed enumeration.
     """
     failures: list[list[Path]] = []
     steps, longest = len(lengths), max(lengths, default=0)
@@ -206,8 +208,9 @@ def diagnose(
     for size in sizes:
         paths: list[Path] = []
         try:
+            limits = [min(size, n) for n in lengths]
             result = certify(
-                toy, build, verifier, steps=steps, gamma=[min(size, n) for n in lengths], sampling=sampling, paths=paths
+                toy, build, verifier, steps=steps, gamma=limits, sampling=sampling, paths=paths, start=start
             )
         except TooLargeError:
             break
@@ -217,7 +220,7 @@ def diagnose(
             break
     if not failures:
         return Diagnosis(", ".join(filter(None, ["not located: the pair is too large to list its paths", scope])))
-    rows = sampling.probs(toy.target.log()).numpy()
+    rows = target_rows(toy, sampling, start, result.last_token).numpy()
     located = _Located(toy, rows, failures[0])
     location, example = located.location(), located.counterexample(label, sampling.temperature)
     cause = ""

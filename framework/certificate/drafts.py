@@ -6,7 +6,7 @@ PyTorch is imported only when a drafter is built.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from .. import plugins
@@ -122,6 +122,8 @@ class NamedDrafter:
     cls: type[Drafter]
     options: Any
     translated: bool = False
+    #: Results of `rows` that do not depend on the verifier, by toy and sampling parameters.
+    memory: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     markov = False
 

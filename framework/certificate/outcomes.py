@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 #: Toys of a quick certificate: the smallest, one with more tokens, one with deep drafts. At most 2.5 s per verifier.
 QUICK = ("T0", "G3", "D6")
+#: Toys of a quick certificate of a drafter: the smallest, and one with more tokens.
+QUICK_DRAFTER = ("T0", "G4")
 
 
 def worst_row(rows: Sequence[Row]) -> Row | None:
@@ -28,15 +30,19 @@ def tv_of(row: Row) -> float:
 
 
 def outcome(rows: Sequence[Row]) -> CertificateRecord | None:
-    """Return the certificate of a verifier from its rows.
+    """Return the certificate of a strategy from its rows.
 
-    None if they prove nothing: declared lossy, a row was not enumerated, or nothing was drafted.
+    None if they prove nothing: declared lossy, or a row was not enumerated. A strategy with a row that is not exercised
+    is not certified, but its certificate is stored.
     """
     if (worst := worst_row(rows)) is not None:
         return CertificateRecord(tv_of(worst), False, worst.fault or location(worst))
-    if rows and all(row.proves for row in rows) and any(row.drafted for row in rows):
-        return CertificateRecord(max(row.tv or 0.0 for row in rows))
-    return None
+    if not rows or any(row.error or not row.traits.lossless for row in rows):
+        return None
+    tv = max(row.tv or 0.0 for row in rows)
+    if unexercised := next((row for row in rows if row.gap), None):
+        return CertificateRecord(tv, True, f"{location(unexercised)}: {unexercised.gap}", False)
+    return CertificateRecord(tv) if all(row.proves for row in rows) else None
 
 
 def location(row: Row) -> str:
@@ -62,13 +68,14 @@ def certify_quickly(verifier: type[Verifier], options: Any, start: Callable[[], 
     return rows
 
 
-def certify_drafter(drafter: type[Any], config: Any, verifier: type[Verifier], options: Any) -> Row | None:
-    """Certify a configured drafter on the smallest toy; None if it cannot be enumerated."""
-    kind, toy = NamedDrafter(drafter.name, drafter, config), built_in_toys()[0]
-    if refusal(kind, toy):
-        return None
+def certify_drafter(drafter: type[Any], config: Any, verifier: type[Verifier], options: Any) -> list[Row]:
+    """Certify a configured drafter on the toys `QUICK_DRAFTER`; no rows if it cannot be enumerated or raises."""
+    kind = NamedDrafter(drafter.name, drafter, config)
+    toys = [toy for toy in built_in_toys() if toy.name in QUICK_DRAFTER]
+    if refusal(kind, toys[0]):
+        return []
     try:
-        row = certify_row(toy, kind.label, kind, verifier, options=options)
+        rows = [certify_row(toy, kind.label, kind, verifier, options=options) for toy in toys]
     except CannotRun:
-        return None
-    return row if row.error is None and row.drafted else None
+        return []
+    return [] if any(row.error for row in rows) else rows

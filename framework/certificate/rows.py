@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..contracts.drafter import StrategyConfig
@@ -12,9 +12,9 @@ from ..contracts.verifier import Verifier, VerifierTraits, incompatible
 from ..errors import NumericalError
 from . import effort
 from .bounds import Bounds, bounds
-from .certify import Checks, certify
+from .certify import Checks, Coverage, WarmUp, certify
 from .diagnosis import Diagnosis, diagnose
-from .draft_faults import check_drafter, check_independence_on
+from .draft_faults import check_drafter, check_independence_on, check_q, unequal_starts
 from .drafts import LabelledDrafter, NamedDrafter
 from .faults import FaultError, error_message, files_of
 from .table_lm import Toy
@@ -23,6 +23,9 @@ from .table_lm import Toy
 _OTHER_SAMPLING = ((0.0, 0), (0.6, 2))
 #: Largest V ** gamma of such toys (for named drafters), and largest V ** (gamma + 1) of one to compare formulas on.
 _SMALL, _SMALL_NAMED, _LARGE = 4, 9, 81
+#: Starts of a drafter whose verification is enumerated, on small toys and on others (of which q is checked after twice
+#: as many), maximum decision paths of one, and of one if each path needs its own drafter.
+_STARTS, _STARTS_LARGE, _START_PATHS, _START_UNBATCHED = 2, 1, 2.0**9, 2.0**6
 #: Labels of drafts without q, and of chains.
 POINT_MASSES = frozenset({"point-mass", "tree-top-2-1", "tree-opt"})
 CHAINS = frozenset({"chain", "point-mass", "stop-early"})
@@ -36,10 +39,12 @@ class Row:
         lengths: maximum draft depth of each step.
         temperature: of the target; ``top_k``: its truncation, 0 = none.
         tv: None if it was not measured: an error, or a fault that makes it meaningless.
-        drafted: some draft had a token.
+        coverage: events that were enumerated.
         error: an exception of the strategies, with its place and draft.
         fault: the strategies use more than their inputs and rng, see `faults`.
         options: the verifier's validated config; None = its defaults.
+        start: of the enumeration that failed; None = the toy's prompt.
+        point_mass: drafts have no q.
     """
 
     toy: str
@@ -50,13 +55,20 @@ class Row:
     tv: float | None = None
     expected_tau: tuple[float, ...] = ()
     lossless: bool = False
-    drafted: bool = False
+    coverage: Coverage = field(default_factory=Coverage)
     error: str | None = None
     fault: str | None = None
     diagnosis: Diagnosis | None = None
     bounds: Bounds | None = None
     options: StrategyConfig | None = None
     top_k: int = 0
+    start: WarmUp | None = None
+    point_mass: bool = False
+
+    @property
+    def gap(self) -> str:
+        """The reason why a pair that did not fail is not exercised; empty if it is."""
+        return self.coverage.gap(self.point_mass or not self.temperature)
 
     @property
     def traits(self) -> VerifierTraits:
@@ -75,7 +87,7 @@ class Row:
     def proves(self) -> bool:
         """True if the row proves that the verifier is lossless; stateful verifiers need two steps."""
         enough = len(self.lengths) > 1 or not self.traits.stateful
-        return self.error is None and self.traits.lossless and self.lossless and enough
+        return self.error is None and self.traits.lossless and self.lossless and enough and not self.gap
 
     @property
     def verdict(self) -> str:
@@ -87,7 +99,7 @@ class Row:
             return "declared lossy"
         if not self.lossless:
             return "NO"
-        return "yes" if self.drafted else "nothing was drafted"
+        return f"not exercised: {self.gap}" if self.gap else "yes"
 
     @property
     def gamma(self) -> int | list[int]:
@@ -105,7 +117,9 @@ class Row:
             "tv": self.tv,
             "expected_tau": list(self.expected_tau),
             "lossless": self.lossless,
-            "drafted": self.drafted,
+            "drafted": self.coverage.drafted > 0,
+            "exercised": not self.gap,
+            "coverage": asdict(self.coverage),
         }
         if self.bounds is not None:
             result["bounds"] = {key: value for key, value in asdict(self.bounds).items() if key != "missing"}
@@ -140,23 +154,21 @@ def certify_row(
     Raises:
         CannotRun: the pair is incompatible, or too large (`TooMuch`).
     """
-    row = Row(toy.name, label, verifier, (gamma or 0,), 1.0, options=options)
+    row, named = Row(toy.name, label, verifier, (gamma or 0,), 1.0, options=options), isinstance(kind, NamedDrafter)
     try:
         traits = row.traits
         row = replace(row, temperature=_temperature(kind, traits))
+        drafter, config = kind.config(1)
+        row = replace(row, point_mass=drafter.traits(config, row.sampling).point_mass)
         lengths = _lengths(toy, label, kind, verifier.name, traits, row.sampling, steps, gamma)
     except CannotRun:
         raise
     except Exception as error:  # third-party code may raise anything
         return replace(row, error=error_message(error, _files(kind, verifier)))
     row = _certified(toy, kind, replace(row, lengths=tuple(lengths)))
-    named = isinstance(kind, NamedDrafter)
-    if named and not row.error and not row.failed and toy.vocab_size**toy.gamma <= _SMALL:
-        try:
-            check_independence_on(toy, kind.build, row.lengths, row.sampling, f"drafter '{kind.drafter}'")
-        except FaultError as fault:
-            return replace(row, tv=None, fault=str(fault))
     small = toy.vocab_size**toy.gamma <= (_SMALL_NAMED if named else _SMALL)
+    if named and not row.error and not row.failed:
+        row = _exercised(toy, kind, row, small)
     if row.error or row.failed or not row.temperature or not small:
         return row
     for temperature, top_k in _OTHER_SAMPLING if named else _OTHER_SAMPLING[:1]:
@@ -168,6 +180,47 @@ def certify_row(
         other = _certified(toy, kind, replace(other, lengths=tuple(lengths)))
         if other.error or other.failed:
             return other
+    return row
+
+
+def _exercised(toy: Toy, kind: NamedDrafter, row: Row, small: bool) -> Row:
+    """Look for faults of a named drafter that drafts from its memory, and enumerate the pair from such starts.
+
+    Starts are added until the coverage suffices. What does not depend on the verifier is done once for each toy and
+    temperature.
+    """
+    drafter, sampling, who = kind.config(row.lengths[0])[0], row.sampling, f"drafter '{kind.drafter}'"
+    traits, depth = drafter.traits(kind.options, sampling), max(row.lengths)
+    remembers, key = drafter.remembers(kind.options), (toy.name, row.temperature, depth)
+
+    def fitting(steps: int, maximum: float) -> list[int] | None:
+        return effort.draft_lengths(lambda n: effort.paths(traits, toy.vocab_size, n), depth, steps, maximum)
+
+    maximum = _START_UNBATCHED if remembers else _START_PATHS
+    try:
+        if key not in kind.memory:
+            starts = unequal_starts(toy, kind.build, sampling, depth) if depth else []
+            kind.memory[key] = starts, ""
+            try:
+                if toy.vocab_size**toy.gamma in (_SMALL, _SMALL_NAMED):
+                    check_independence_on(toy, kind.build, row.lengths, sampling, who)
+                alone = fitting(1, maximum) or [1]
+                check_q(toy, kind.build, alone, sampling, who, starts if small else starts[: 2 * _STARTS_LARGE])
+            except FaultError as fault:
+                kind.memory[key] = starts, str(fault)
+        starts, fault = kind.memory[key]
+        if fault:
+            return replace(row, tv=None, fault=fault)
+        lengths = fitting(2, maximum) or fitting(1, maximum) or [1]
+        for number, start in enumerate(starts if small else sorted(starts, key=lambda start: start.steps)):
+            if number >= (_STARTS if small else _STARTS_LARGE) and not row.gap:
+                break
+            other = _certified(toy, kind, replace(row, lengths=tuple(lengths), start=start))
+            if other.error or other.failed:
+                return other
+            row = replace(row, tv=max(row.tv or 0.0, other.tv or 0.0), coverage=row.coverage + other.coverage)
+    except Exception as error:  # third-party code may raise anything
+        return replace(row, error=error_message(error, _files(kind, row.verifier)))
     return row
 
 
@@ -187,6 +240,7 @@ def _certified(toy: Toy, kind: LabelledDrafter | NamedDrafter, row: Row, checks:
             sampling=row.sampling,
             markov=kind.markov,
             checks=checks,
+            start=row.start,
         )
     except FaultError as fault:
         return replace(row, fault=str(fault))
@@ -197,7 +251,7 @@ def _certified(toy: Toy, kind: LabelledDrafter | NamedDrafter, row: Row, checks:
         tv=result.tv,
         expected_tau=tuple(result.expected_tau),
         lossless=result.lossless,
-        drafted=result.drafted,
+        coverage=result.coverage,
     )
 
 
@@ -227,7 +281,14 @@ def diagnosed(rows: Sequence[Row], toys: Sequence[Toy], drafts: Mapping[str, Lab
         make = verifier if options is None else lambda verifier=verifier, options=options: verifier(options)
         try:
             result = diagnose(
-                toy, other.draft, kind.build, make, lengths=other.lengths, sampling=other.sampling, scope=scope_of(rows)
+                toy,
+                other.draft,
+                kind.build,
+                make,
+                lengths=other.lengths,
+                sampling=other.sampling,
+                scope=scope_of(rows),
+                start=other.start,
             )
         except Exception as error:  # third-party code may raise anything, in other batches than before
             result = Diagnosis(f"not located: {error_message(error, _files(kind, verifier))}", scope_of(rows))
@@ -241,7 +302,14 @@ def _fault(toy: Toy, kind: LabelledDrafter | NamedDrafter, row: Row) -> str | No
     """The fault of a failed pair that makes its total variation meaningless, of the drafter or of the verifier."""
     try:
         if isinstance(kind, NamedDrafter):
-            check_drafter(toy, kind.build, row.lengths, row.sampling, f"drafter '{kind.drafter}'")
+            check_drafter(
+                toy,
+                kind.build,
+                row.lengths,
+                row.sampling,
+                f"drafter '{kind.drafter}'",
+                [row.start],
+            )
         lengths = tuple(min(length, 2) for length in row.lengths)
         row = _certified(toy, kind, replace(row, lengths=lengths), checks="all")
     except FaultError as fault:
@@ -256,7 +324,7 @@ def _size(toy: Toy) -> int:
 def scope_of(rows: Sequence[Row]) -> str:
     """The drafts for which a verifier fails, if it does not fail for others: its rows by kind of draft."""
     failed = {row.draft for row in rows if row.failed}
-    passed = {row.draft for row in rows if not row.failed and row.error is None and row.drafted} - failed
+    passed = {row.draft for row in rows if not row.failed and row.error is None and row.coverage.drafted} - failed
     failing = [row for row in rows if row.failed]
     parts = []
     if all(row.temperature == 0 and not row.traits.temperature_zero_only for row in failing):

@@ -186,8 +186,10 @@ def _verdict(rows: Sequence[Row], of_drafter: bool) -> tuple[str, int]:
         row = errors[0]
         more = f"; {len(errors) - 1} more pairs raised errors" if len(errors) > 1 else ""
         return f"ERROR: verifier '{row.verifier.name}' {location(row)}: {row.error}{more}", ERROR
-    if idle := sorted(verifier.name for verifier in _without_drafts(rows)):
-        return f"not certified: {', '.join(idle)} received empty drafts only", int(of_drafter)
+    if idle := [row for row in rows if row.gap and row.traits.lossless]:
+        names = ", ".join(dict.fromkeys(f"'{row.verifier.name}'" for row in idle))
+        reason = f"{location(idle[0])}: {idle[0].gap}"
+        return f"not exercised: {_count(len(idle))} with {names}, so nothing is proved ({reason})", int(of_drafter)
     certified = [row for row in rows if row.traits.lossless]
     lossy = len(rows) - len(certified)
     if not certified:
@@ -274,11 +276,6 @@ def _verifier(name: str) -> type[Verifier]:
     return verifier
 
 
-def _without_drafts(rows: Sequence[Row]) -> set[type[Verifier]]:
-    """Verifiers that received no drafted token on any toy."""
-    return {row.verifier for row in rows} - {row.verifier for row in rows if row.drafted}
-
-
 def _remember(rows: Sequence[Row], complete: bool, named: Drafts) -> None:
     """Store certificates under the digest of the code.
 
@@ -315,8 +312,8 @@ def _verifier_table(rows: list[Row], _: bool) -> Table:
         own = _rows_of(verifier, rows)
         errors = [row for row in own if row.error is not None]
         worst, tvs = worst_row(own), [row.tv for row in own if row.tv is not None]
-        verdicts = dict.fromkeys(row.verdict for row in own if row.verdict != "nothing was drafted")
-        verdict = next(iter(verdicts), "nothing was drafted") if worst is None else "NO"
+        verdicts = sorted((row.verdict for row in own), key=lambda verdict: not verdict.startswith("not exercised"))
+        verdict = verdicts[0] if worst is None else "NO"
         largest = f"{max(tvs):.2g}" if len(tvs) == len(own) else "-"
         drafts = ", ".join(dict.fromkeys(row.draft for row in own))
         table.append([verifier.name, drafts, str(len(own)), largest, "ERROR" if errors and worst is None else verdict])

@@ -112,9 +112,10 @@ def _describe(kind: str, name: str, as_json: bool) -> int:
 
 
 def _drafter_traits(drafter: Any) -> tuple[dict[str, Any], list[str]]:
-    """Traits of a drafter with its default options and its compatible verifiers, as JSON and as lines."""
+    """Traits of a drafter with its default options, its certificate and compatible verifiers, as JSON and as lines."""
     from ..api.build import compatible_verifiers, configured, default_verifier
     from ..contracts.sampling import Sampling
+    from ..runs.marks import mark_of_strategy
 
     fields = drafter.Config.model_fields.items()
     try:  # options without a default are model names, which traits do not use
@@ -124,13 +125,23 @@ def _drafter_traits(drafter: Any) -> tuple[dict[str, Any], list[str]]:
     zero = plugins.traits_of("drafters", *strategy, Sampling(temperature=0)).temperature_zero_only
     sampling = Sampling(temperature=0 if zero else 1)
     traits = plugins.traits_of("drafters", *strategy, sampling)
-    fitting, default = compatible_verifiers(strategy, sampling), default_verifier(strategy, sampling)[0].name
+    marks, fitting, default = (
+        _marks(),
+        compatible_verifiers(strategy, sampling),
+        default_verifier(strategy, sampling)[0].name,
+    )
+    failed = [f"{name} {marks[name]}" for name in fitting if marks[name].startswith("FAILED")]
+    fitting = [name for name in fitting if not marks[name].startswith("FAILED")]
+    own = mark_of_strategy(*strategy)
     facts = {"kind": traits.kind and traits.kind.name, "point_mass": traits.point_mass, "nodes": traits.nodes}
     facts |= {"temperature_zero_only": zero, "verifiers": fitting, "default_verifier": default}
+    facts |= {"mark": None if own is None else str(own)}
     kind = f"{traits.kind} drafts{' of point masses' * traits.point_mass}, at most {traits.nodes} nodes"
     return facts, [
         f"with its default options: {'no drafts' if traits.kind is None else kind}{', temperature 0 only' * zero}",
         f"compatible lossless verifiers: {', '.join(fitting) or 'none'}",
+        *([f"compatible verifiers that are not lossless: {', '.join(failed)}"] if failed else []),
+        *([f"certificate: {' '.join([str(own), own.place]).rstrip()}"] if own is not None else []),
         f"default verifier: {default}{'' if zero else ' (greedy at temperature 0)'}",
     ]
 

@@ -70,7 +70,10 @@ QUANTITIES = (
     ),
     _setting("constraint", "Language of the responses as JSON; empty without a constraint."),
     _setting("lossless", "True if the verifier claims to preserve the target's distribution."),
-    _setting("certificate", "Mark of the verifier: lossless, certified; not certified; FAILED, with its TV; or lossy."),
+    _setting(
+        "certificate",
+        "Mark of the pair: lossless, certified; not exercised; not certified; FAILED, with its TV; or lossy.",
+    ),
     Quantity("error", "Reason why the cell failed; empty if it finished. The columns below are empty if it failed."),
     Quantity("tokens", "Number of tokens emitted."),
     Quantity("steps", "Target calls of a sequence after prefill: each drafts, scores and verifies once."),

@@ -94,6 +94,8 @@ def _marks(results: Sequence[CellResult]) -> Iterator[str]:
             yield f"{mark}: '{name}' is declared lossless, but changes the target's distribution {mark.place}".rstrip()
         elif kind == "uncertified":
             yield f"not certified: run {command}"
+        elif kind == "unexercised":
+            yield f"not exercised: enumeration proves nothing of pairs with '{name}' ({mark.place})"
 
 
 def _untimed(summary: Summary) -> Iterator[str]:

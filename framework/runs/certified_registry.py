@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ FILE = "certified.json"
 _MAX_BYTES = Limit(2**20, "it is read whole")
 #: Maximum number of entries; the newest are kept. They fit into `_MAX_BYTES`.
 _MAX_ENTRIES = 1000
+_VALUES = ("tv", "lossless", "where", "exercised")
 _KEYS = ("name", "distribution", "version", "sha256", "crossdraft", "options")
 
 
@@ -37,12 +38,14 @@ class CertificateRecord:
     Attributes:
         tv: maximum total variation from the target's distribution.
         lossless: False if the strategy claims to be lossless but is not.
-        place: toy model and drafts with the maximum total variation.
+        place: toy model and drafts with the maximum total variation, or those that were not exercised.
+        exercised: the enumeration went through the events that expose a mistake, see `Coverage`.
     """
 
     tv: float
     lossless: bool = True
     place: str = ""
+    exercised: bool = True
 
 
 def certificate(
@@ -60,7 +63,7 @@ def certificate(
     if not key["sha256"]:
         return None
     matches = [entry for entry in _read() if all(entry[name] == key[name] for name in _KEYS)]
-    return CertificateRecord(matches[-1]["tv"], matches[-1]["lossless"], matches[-1]["where"]) if matches else None
+    return CertificateRecord(*(matches[-1][name] for name in _VALUES)) if matches else None
 
 
 def remember(outcomes: Iterable[tuple[type[Any], Any, CertificateRecord]]) -> None:
@@ -69,7 +72,7 @@ def remember(outcomes: Iterable[tuple[type[Any], Any, CertificateRecord]]) -> No
     Strategies whose code is not in a file are skipped, because changes could not be detected.
     """
     new = [
-        {**_key(strategy, options), "tv": record.tv, "lossless": record.lossless, "where": record.place}
+        {**_key(strategy, options), **dict(zip(_VALUES, astuple(record), strict=True))}
         for strategy, options, record in outcomes
     ]
     if new := [entry for entry in new if entry["sha256"]]:
@@ -110,9 +113,9 @@ def _parsed(path: Path, *_: int) -> tuple[dict[str, Any], ...]:
 def _is_valid(entry: Any) -> bool:
     return (
         isinstance(entry, dict)
-        and entry.keys() == {*_KEYS, "tv", "lossless", "where"}
+        and entry.keys() == {*_KEYS, *_VALUES}
         and all(isinstance(entry[key], str) for key in (*_KEYS, "where"))
-        and isinstance(entry["lossless"], bool)
+        and all(isinstance(entry[key], bool) for key in ("lossless", "exercised"))
         and isinstance(entry["tv"], float)
         and math.isfinite(entry["tv"])
     )

@@ -1,4 +1,4 @@
-"""Certification marks of verifiers: lossless, certified; not certified; FAILED; or lossy."""
+"""Certification marks: lossless, certified; not exercised; not certified; FAILED; or lossy."""
 
 from __future__ import annotations
 
@@ -14,16 +14,24 @@ from . import certified_registry
 if TYPE_CHECKING:
     from .records import CellResult
 
-Kind = Literal["certified", "uncertified", "failed", "lossy"]
+Kind = Literal["certified", "unexercised", "uncertified", "failed", "lossy"]
+#: Texts of kinds without a value.
+_TEXTS = {
+    "certified": "lossless, certified",
+    "unexercised": "not exercised",
+    "uncertified": "not certified",
+    "lossy": "lossy",
+}
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Certification status of a verifier.
+    """Certification status of a verifier, or of a pair.
 
     Attributes:
         tv: for kind "failed", the maximum total variation from the target's distribution.
-        place: toy model and drafts with the maximum total variation.
+        place: toy model and drafts with the maximum total variation; for kind "unexercised", those that were not
+            exercised, and the reason.
     """
 
     kind: Kind
@@ -33,7 +41,7 @@ class Mark:
     def __str__(self) -> str:
         if self.kind == "failed":
             return f"FAILED (TV {self.tv:.2g})"
-        return {"certified": "lossless, certified", "uncertified": "not certified", "lossy": "lossy"}[self.kind]
+        return _TEXTS[self.kind]
 
     @property
     def suffix(self) -> str:
@@ -57,15 +65,34 @@ class Mark:
             return None
         kind, tv, place = data.get("kind"), data.get("tv"), data.get("where")
         place = place if isinstance(place, str) else ""
-        if kind in ("certified", "uncertified", "lossy"):
-            return cls(kind)
+        if isinstance(kind, str) and kind in _TEXTS:
+            return cls(kind, place=place)  # type: ignore[arg-type]
         if kind == "failed" and isinstance(tv, float) and math.isfinite(tv):
             return cls(kind, tv, place)
         return None
 
 
 def mark_of(cell: CellConfig | CellResult) -> Mark:
-    """Mark of a cell's verifier; for a result that of its measurement, unless the same code was certified later."""
+    """Mark of a cell's pair; for a result that of its measurement, unless the same code was certified later.
+
+    It is the verifier's, unless the certificate of the drafter failed or was not exercised.
+    """
+    mark = _mark_of_verifier(cell)
+    if mark.kind not in ("certified", "uncertified"):
+        return mark
+    config = cell if isinstance(cell, CellConfig) else cell.config
+    if config.engine is not None or config.is_baseline:
+        return mark
+    drafter = plugins.get("drafters", config.drafter.name)
+    options = drafter.Config(**config.drafter.config)
+    recorded = {} if isinstance(cell, CellConfig) else cell.provenance
+    source, version = recorded.get("drafter"), str(recorded.get("crossdraft") or "")
+    source = source if isinstance(source, Mapping) and source.get("sha256") else None
+    own = _from_record(certified_registry.certificate(drafter, options, source, version if source else ""))
+    return mark if own is None or own.kind == "certified" else own
+
+
+def _mark_of_verifier(cell: CellConfig | CellResult) -> Mark:
     config = cell if isinstance(cell, CellConfig) else cell.config
     if config.engine is not None:  # the engine verifies; see crossdraft verify-engine
         return Mark("uncertified")
@@ -103,7 +130,14 @@ def mark_of_verifier(verifier: type[Any], options: Any) -> Mark:
     )
 
 
+def mark_of_strategy(strategy: type[Any], options: Any) -> Mark | None:
+    """Mark of an installed drafter or verifier by its certificate; None without one."""
+    return _from_record(certified_registry.certificate(strategy, options))
+
+
 def _from_record(record: certified_registry.CertificateRecord | None) -> Mark | None:
     if record is None:
         return None
-    return Mark("certified") if record.lossless else Mark("failed", record.tv, record.place)
+    if not record.lossless:
+        return Mark("failed", record.tv, record.place)
+    return Mark("certified") if record.exercised else Mark("unexercised", place=record.place)

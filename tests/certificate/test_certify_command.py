@@ -64,7 +64,17 @@ def test_json_rows(capsys: Any, golden: dict) -> None:
     assert code == 0 and re.fullmatch(r"lossless: 6 pairs certified, TV at most \S+\n", err)
     assert [row["toy"] for row in rows] == list(TOYS)
     for row in rows:
-        assert set(row) == {"toy", "draft", "verifier", "gamma", "steps", "tv", "expected_tau", "lossless", "drafted"}
+        assert set(row) == {
+            "toy",
+            "draft",
+            "verifier",
+            "gamma",
+            "steps",
+            "tv",
+            "expected_tau",
+            "lossless",
+            "drafted",
+        } | {"exercised", "coverage"}
         assert (row["draft"], row["verifier"], row["steps"]) == ("chain", "block", 2)
         assert row["gamma"] == GAMMA[row["toy"]]
         assert row["lossless"] is True and row["drafted"] is True and 0 <= row["tv"] <= TOLERANCE

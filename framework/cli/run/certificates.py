@@ -114,5 +114,4 @@ def _certify_verifier(verifier: Any, config: Any, limit: StepLimit) -> Certifica
 def _certify_drafter(drafter: Any, options: Any, verifier: Any, config: Any) -> CertificateRecord | None:
     from ...certificate.outcomes import certify_drafter, outcome
 
-    row = certify_drafter(drafter, options, verifier, config)
-    return None if row is None else outcome([row])
+    return outcome(certify_drafter(drafter, options, verifier, config))

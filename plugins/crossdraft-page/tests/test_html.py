@@ -131,7 +131,7 @@ def test_only_pair_that_was_shown_to_be_faster_is_called_so(tmp_path: Path) -> N
     assert "Greatest block efficiency: no winner, 2 intervals overlap. The table has the ratios by the clock." in words
 
 
-@pytest.mark.parametrize("kind", ["lossy", "uncertified", "failed"])
+@pytest.mark.parametrize("kind", ["lossy", "unexercised", "uncertified", "failed"])
 def test_no_other_pair_makes_headline(tmp_path: Path, kind: Any, monkeypatch: Any) -> None:
     """A faster pair with a mark is not the headline; its mark stands beside its name in table and certificates."""
     run = finished_run(tmp_path, SMALL, tokens=12)
@@ -144,7 +144,8 @@ def test_no_other_pair_makes_headline(tmp_path: Path, kind: Any, monkeypatch: An
     text = html_page([run])
     assert "block" not in answer(text) and "× token" in answer(text)
     page = Page(text)
-    badge = {"lossy": "≈ lossy", "uncertified": "? not certified", "failed": "✗ FAILED (TV 0.5)"}[kind]
+    badges = {"lossy": "≈ lossy", "unexercised": "? not exercised", "uncertified": "? not certified"}
+    badge = badges.get(kind, "✗ FAILED (TV 0.5)")
     assert f"prompt-lookup × block {badge}" in [row[0] for row in page.rows]
     assert f"block {badge}" in [row[0] for row in page.rows] and f"block{mark.suffix}" in page.text
     run.summary.results.pop(1)  # the certified one

@@ -1,0 +1,57 @@
+"""Certificates of drafters that are wrong only once their memory has filled."""
+
+from __future__ import annotations
+
+import pytest
+
+from crossdraft.framework import plugins
+from crossdraft.framework.certificate.certify import UNEQUAL_SHARE, Coverage, WarmUp, certify
+from crossdraft.framework.certificate.draft_faults import check_drafter, unequal_starts
+from crossdraft.framework.certificate.faults import FaultError
+from crossdraft.framework.certificate.table_lm import Toy
+from crossdraft.framework.contracts.sampling import Sampling
+from tests.support.drafters_with_memory import MISTAKES, Squared, Successors
+
+
+def check(toy: Toy, drafter: type[Successors], lag: int) -> None:
+    config = drafter.Config(lag=lag)
+    build = lambda context, gamma: drafter(config, context)  # noqa: E731
+    starts = unequal_starts(toy, build, Sampling(), 2)
+    check_drafter(toy, build, (2,), Sampling(), "it", starts)
+
+
+@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.thorough), 24])
+@pytest.mark.parametrize("drafter", MISTAKES)
+def test_mistake_is_named(toys: dict[str, Toy], drafter: type[Successors], lag: int) -> None:
+    with pytest.raises(FaultError, match=MISTAKES[drafter]):
+        check(toys["T0"], drafter, lag)
+
+
+@pytest.mark.parametrize("toy", ["T0", "G1"])
+def test_honest_memory_passes(toys: dict[str, Toy], toy: str) -> None:
+    check(toys[toy], Successors, 0)
+
+
+def test_coverage_of_filled_memory(toys: dict[str, Toy]) -> None:
+    """From a start with a filled memory q is unequal, and the joint distribution shows a wrong one."""
+    verifier, start = plugins.get("verifiers", "token"), WarmUp((0, 1) * 6, 8, 2)
+    honest, wrong = (
+        certify(
+            toys["T0"],
+            lambda context, gamma, cls=cls: cls(cls.Config(lag=0), context),
+            verifier,
+            steps=1,
+            gamma=1,
+            start=start,
+        )
+        for cls in (Successors, Squared)
+    )
+    assert honest.lossless and honest.coverage.share >= UNEQUAL_SHARE and not honest.coverage.gap(False)
+    assert wrong.tv > 1e-3
+
+
+def test_coverage_below_bound() -> None:
+    assert Coverage().gap(True) == "nothing was drafted"
+    assert Coverage(100, 9, share=0.09).gap(False) == "q is unequal in 9 of 100 drafted steps"
+    assert not Coverage(100, 10, share=0.1).gap(False) and not Coverage(100).gap(True)
+    assert Coverage(3, 1, 1, 2, 4, 0.3) + Coverage(5, 0, 2, 3, 1, 0.0) == Coverage(8, 1, 3, 5, 4, 0.3)
