@@ -178,6 +178,14 @@ def _sequence_faults(draft: Draft, sequences: Tensor) -> list[_Fault]:
     ]
 
 
+def _sum_text(total: float, dtype: torch.dtype) -> str:
+    """A sum that is not 1, with the reason if its difference is the round-off of another dtype."""
+    if abs(total - 1) > 1e-5:
+        return f"{total:.6g}"
+    rounded = ", which is the round-off of float32, in float64: report q in float32" * (dtype == torch.float64)
+    return f"1 {total - 1:+.2g}{rounded}"
+
+
 def _q_faults(
     draft: Draft, q: Tensor, traits: DraftTraits, sequences: Sequences, final_q: bool, finite: bool
 ) -> list[_Fault]:
@@ -217,7 +225,7 @@ def _q_faults(
         ),
         _Fault(
             used & not_nan & ((total - 1).abs() > tolerance),
-            lambda row, node: f"reported a row of q that sums to {float(total[row, node]):.6g}, not 1,",
+            lambda row, node: f"reported a row of q that sums to {_sum_text(float(total[row, node]), q.dtype)}, not 1,",
             advice,
             NumericalError,
         ),

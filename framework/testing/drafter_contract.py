@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import Any, ClassVar, get_args
 
 import pytest
@@ -12,8 +13,8 @@ from torch.nn.functional import one_hot
 
 from ..api.build import build_decoder
 from ..certificate import effort
-from ..certificate.certify import TOLERANCE, certify
-from ..certificate.draft_faults import check_drafter, check_independence
+from ..certificate.certify import certify
+from ..certificate.draft_faults import check_drafter, check_independence, check_q, repeated_texts, unequal_starts
 from ..contracts.draft import Draft, Sequences, Verdict
 from ..contracts.drafter import DraftContext, Drafter, TextDistribution
 from ..contracts.rng import CounterRng
@@ -26,12 +27,14 @@ from ..plugins import get
 from .device_comparison import BATCH_SIZES, SAMPLINGS, compare_drafter, require_cuda
 from .draws import Counted
 from .interruptions import Interrupted, Place, interrupted
-from .settings import OneThread, Setting, Toys
+from .settings import MIXED, OneThread, Setting, Toys
 
 #: Verifiers that use q in different ways; those compatible with the drafter are used.
 RULES = ("token", "block", "specinfer", "traversal", "sample-match")
 #: Maximum decision paths of two enumerated steps.
 PATHS = 2.0**14
+#: Maximum decision paths of a step from a filled memory.
+FEW = 2.0**8
 #: Standard deviations of a mean from 0 that fail a test: once in a million tests of 100 tokens.
 FAR = 6.0
 NEW_TOKENS = 12
@@ -161,7 +164,8 @@ class DrafterContract(OneThread):
         """Over thousands of drafts, token frequencies match the reported q.
 
         Given the earlier draws, the indicator of a token minus its q has mean 0 for any shape of the draft. The mean
-        over steps is tested for every node and token.
+        over steps is tested for every node and token, and for every rank of a token in q. Half of the prompts are texts
+        that repeat, from which a drafter drafts by its memory.
         """
         sampling = Sampling(temperature=1.0)
         if 1.0 not in self.each_temperature() or self.drafting.traits(self.config, sampling).point_mass:
@@ -169,6 +173,8 @@ class DrafterContract(OneThread):
         kept, looked_at = self._bias(sampling)
         if not kept:
             return
+        if kept >= FAR:  # a q that depends on the batch deviates, too
+            self._check_independence(1.0)
         if looked_at is not None and looked_at < FAR <= kept:
             raise AssertionError(
                 "a token was dropped depending on its value: tokens kept in the draft do not follow their q "
@@ -186,24 +192,26 @@ class DrafterContract(OneThread):
         """
         if not isinstance(self.setting, Toys):
             pytest.skip("exact enumeration needs a target that is a table; the histogram and the greedy test remain")
-        for temperature in self.each_temperature():
-            for verifier in self.rules(Sampling(temperature=temperature))[:2]:
-                for toy in self.setting.toys:
-                    traits = self.drafting.traits(self.config, Sampling(temperature=temperature))
-                    learns = self.drafting.remembers(self.config)
-                    lengths = effort.unmerged_lengths(learns, traits, toy.vocab_size, traits.depth, 2, PATHS) or [1, 0]
-                    options = {"steps": len(lengths), "gamma": lengths, "temperature": temperature}
-                    result = certify(toy, lambda context, _: self.make(context), verifier, **options)
-                    if result.tv > TOLERANCE:
-                        sampling = Sampling(temperature=temperature)
-                        check_drafter(
-                            toy,
-                            lambda context, _: self.make(context),
-                            lengths,
-                            sampling,
-                            f"drafter '{self.drafting.name}'",
-                        )
-                    assert result.tv <= TOLERANCE, (
+        name, build = f"drafter '{self.drafting.name}'", lambda context, _: self.make(context)
+        for temperature, toy in product(self.each_temperature(), self.setting.toys):
+            sampling, learns = Sampling(temperature=temperature), self.drafting.remembers(self.config)
+            traits = self.drafting.traits(self.config, sampling)
+            if traits.kind is None:
+                return
+            lengths = effort.unmerged_lengths(learns, traits, toy.vocab_size, traits.depth, 2, PATHS) or [1, 0]
+            starts = unequal_starts(toy, build, sampling, max(lengths)) if temperature else []
+            few = effort.unmerged_lengths(learns, traits, toy.vocab_size, traits.depth, 1, FEW) or [1]
+            if starts and not traits.point_mass:
+                check_q(toy, build, few, sampling, name, starts)
+            for number, verifier in enumerate(self.rules(sampling)[:2]):
+                for start in (None, *starts[: 1 - number]):
+                    depths = lengths if start is None else few
+                    result = certify(
+                        toy, build, verifier, steps=len(depths), gamma=depths, sampling=sampling, start=start
+                    )
+                    if not result.lossless:
+                        check_drafter(toy, build, depths, sampling, name, [start])
+                    assert result.lossless, (
                         f"with '{verifier.name}' at temperature {temperature:g} the output is {result.tv:.3g} away "
                         f"from the target's distribution (total variation, toy {toy.name}): q is not the distribution "
                         "of the draw, a token was dropped depending on its value, or siblings do not match "
@@ -213,10 +221,7 @@ class DrafterContract(OneThread):
     def test_drafts_depend_on_sequences_and_rng_only(self) -> None:
         """Equal sequences and random numbers give equal drafts, whatever `sequences.tokens` hold beyond it."""
         for temperature in self.each_temperature():
-            sampling = Sampling(temperature=temperature)
-            contexts, depth = partial(self.setting.context, sampling=sampling), NEW_TOKENS
-            name = f"drafter '{self.drafting.name}'"
-            check_independence(contexts, self.make, self.setting.prompts, depth, name, check_rows=False)
+            self._check_independence(temperature)
 
     def test_rows_do_not_share_state(self) -> None:
         """A sequence has the same tokens and acceptance by itself and in a ragged batch, in any slot."""
@@ -295,8 +300,13 @@ class DrafterContract(OneThread):
         fresh = self.decode(2, temperature)
         for i, response in repeated.items():
             assert _taus(response) == _taus(fresh[i]), (
-                f"reset() is incomplete: prompt {i} has {_taus(response)} accepted tokens after a warm-up and "
-                f"{_taus(fresh[i])} without one; clear all memory in reset()"
+                f"{'reset() is incomplete' if self.remembers else 'start() keeps state'}: prompt {i} has "
+                f"{_taus(response)} accepted tokens after a warm-up and {_taus(fresh[i])} without one; "
+                + (
+                    "clear all memory in reset()"
+                    if self.remembers
+                    else "clear the state of a slot in start() or free()"
+                )
             )
 
     def test_interrupted_step_leaves_no_state(self) -> None:
@@ -361,6 +371,8 @@ class DrafterContract(OneThread):
                 except (NotImplementedError, RuntimeError) as error:
                     if "meta" not in str(error).lower():
                         raise
+                    if "same device" in str(error):
+                        raise AssertionError(f"propose() {MIXED}: {error}") from error
                     raise AssertionError(
                         "propose() waits for the device: it reads a value of a tensor (bool(), int(), .item(), "
                         f".tolist(), a mask as an index). Declare DraftTraits.waits if it must ({error})"
@@ -396,6 +408,13 @@ class DrafterContract(OneThread):
                 events.clear()
 
     # -- pieces -----------------------------------------------------------------------------------------------
+
+    def _check_independence(self, temperature: float) -> None:
+        sampling, name = Sampling(temperature=temperature), f"drafter '{self.drafting.name}'"
+        contexts = partial(self.setting.context, sampling=sampling)
+        prompts = [*self.setting.prompts, *repeated_texts(contexts(1).vocab_size)[1:5:2]]
+        exact = isinstance(self.setting, Toys)
+        check_independence(contexts, self.make, prompts, NEW_TOKENS, name, check_rows=exact)
 
     def _validate(self, draft: Draft, decoder: Decoder) -> None:
         vocabulary, name = decoder.target.vocab_size, f"drafter '{self.drafting.name}'"
@@ -451,7 +470,8 @@ class DrafterContract(OneThread):
         verifier = self.rules(sampling)[0]
         context = self.setting.context(ROWS, sampling)
         decoder = build_decoder(context, self.make, verifier(verifier.Config()), on_step=counted, max_new_tokens=96)
-        prompts = [self.setting.prompts[i % len(self.setting.prompts)] for i in range(self.setting.drafts)]
+        own = [*self.setting.prompts, *repeated_texts(context.vocab_size)]
+        prompts = [own[i % len(own)] for i in range(self.setting.drafts)]
         for _ in decoder.run(prompts):
             if counted.drafts >= self.setting.drafts or not counted.drafts:
                 break

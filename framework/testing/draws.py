@@ -14,12 +14,15 @@ from ..contracts.steps import StepEvent
 class Counted:
     """Observed minus expected counts of drawn tokens over steps; an ``on_step`` callback.
 
+    Tokens are counted by id and by the rank of their probability in an unequal q, because deviations of a q that is
+    reported too sharp or too flat cancel in the sums by id.
+
     Attributes:
-        drafts: number of drafts with a q.
+        drafts, unequal: number of drafts with a q, and of those with an unequal one.
     """
 
     def __init__(self) -> None:
-        self.drafts = 0
+        self.drafts = self.unequal = 0
         self._sums: dict[str, Tensor] = {}
 
     def __call__(self, event: StepEvent) -> None:
@@ -28,11 +31,15 @@ class Counted:
         busy = torch.tensor([prompt is not None for prompt in event.prompts])[:, None]
         tokens, probs, valid = draws(event.draft.candidates)
         difference = (torch.zeros_like(probs).scatter_(2, tokens[..., None], 1.0) - probs).double()
+        ranked = difference.gather(2, probs.argsort(2, descending=True))
+        ranked = ranked * (probs.amax(2) - probs.masked_fill(probs <= 0, torch.inf).amin(2) > 1e-6)[..., None]
+        both = torch.cat([difference, ranked], 2)
         for name, counts in (("kept", valid & busy), ("all", busy.expand_as(valid))):
-            selected = difference * counts[..., None]
+            selected = both * counts[..., None]
             for key, terms in ((name, selected.sum(0)), (f"{name}2", selected.square().sum(0))):
                 self._sums[key] = _add(self._sums[key], terms) if key in self._sums else terms
         self.drafts += int(busy.sum())
+        self.unequal += int((ranked.abs().amax((1, 2)) > 0).sum())
 
     def deviation(self, name: Literal["kept", "all"]) -> float:
         """Largest deviation of a token in standard deviations, among valid or all drawn tokens."""

@@ -24,6 +24,12 @@ from ..lm.transformers_lm import TransformersLM
 from ..models.checkpoint import load_checkpoint
 from ..runs.threads import one_thread
 
+#: Message about tensors of two devices.
+MIXED = (
+    "mixes devices: a tensor is made on the CPU, which fails on a GPU. Make it on the device of its inputs, such as "
+    "sequences.device or p.device"
+)
+
 
 class OneThread:
     """Tests that run with one PyTorch thread, which is faster for tiny tensors."""

@@ -275,6 +275,22 @@ class WritesIntoP(Honest):
         return verdict
 
 
+class ManyTokens(Honest):
+    """Draws from p itself, not from the residual, above a thousand tokens."""
+
+    def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
+        if p.shape[2] <= 1000:
+            return super().verify(draft, p, rng)
+        verdict = super().verify(draft, p, rng)
+        after = p.gather(1, verdict.length[:, None, None].expand(-1, 1, p.shape[2]))[:, 0]
+        return Verdict(verdict.length, rng.draw(after, "other"))
+
+
+class OtherDevice(Honest):
+    def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
+        return super().verify(draft, p * torch.ones(p.shape[2], device="cpu"), rng)
+
+
 class Looks(Honest):
     def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         return super().verify(draft, p * float(p.sum() > 0), rng)
@@ -288,7 +304,9 @@ class Looks(Honest):
         (BeyondTheVocabulary, "test_verdicts_keep_the_contract", "outside of the vocabulary"),
         (Column, "test_verdicts_keep_the_contract", "a shape is off"),
         (LongerThanTheDraft, "test_verdicts_keep_the_contract", r"accepted 4 tokens of a draft that is 3 deep"),
-        (WritesIntoP, "test_inputs_are_not_modified", "writes into p"),
+        (WritesIntoP, "test_rows_do_not_share_state", "writes into p"),
+        (ManyTokens, "test_large_vocabulary", "depends on the size of the vocabulary"),
+        (OtherDevice, "test_no_device_synchronization", "mixes devices"),
         (Looks, "test_no_device_synchronization", "waits for the device"),
     ],
 )
