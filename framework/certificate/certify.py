@@ -150,13 +150,12 @@ class WarmUp:
             decoder.verifier = plugins.get("verifiers", "sample-match")()
             decoder.verifier.claim = own[0].claim
             decoder.rng, decoder.on_step = CounterRng(WARM_UP_SEED), None
-        for prompt in filter(None, (self.earlier, self.prompt)):
-            for row in range(decoder.sequences.batch_size):
-                decoder.start(row, prompt, stream=self.stream + (prompt is self.earlier))
-            for _ in range(self.steps):
+        for later, prompt in enumerate((self.earlier, self.prompt)):
+            decoder.abandon()
+            for row in range(decoder.sequences.batch_size if prompt else 0):
+                decoder.start(row, prompt, stream=self.stream + 1 - later)
+            for _ in range(self.steps if prompt else 0):
                 limited_step(decoder, self.depth)
-            if prompt is self.earlier:
-                decoder.abandon()
         decoder.verifier, decoder.rng, decoder.on_step = own
         if self.steps:
             for row in range(decoder.sequences.batch_size):

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..api.build import build_decoder
 from ..certificate.certify import Scripts
 from ..certificate.drafts import DRAFTS
-from ..certificate.faults import Verification, check_fully
+from ..certificate.faults import Verification, check_fully, unmodified
 from ..certificate.rows import CannotRun, certify_row, diagnosed
 from ..certificate.toys import built_in_toys
 from ..contracts.draft import DenseScores, Draft, Verdict
@@ -156,6 +156,12 @@ class VerifierContract(OneThread):
                 return numbers.for_step([streams[row] for row in rows], [at] * len(rows), torch.device("cpu"))
 
             check_fully(self.make, Verification(draft, p, rng), padding=True)
+
+    def test_inputs_are_not_modified(self) -> None:
+        """verify() does not modify the draft or p."""
+        for label, draft, p, numbers, streams, position in self.recorded():
+            with unmodified(f"'{self.rule.name}' on '{label}' drafts", draft, p):
+                self.verdict_of(self.make(), draft, p, numbers.for_step(streams, [position] * ROWS, p.device))
 
     def test_large_vocabulary(self) -> None:
         """In a vocabulary of `WIDE` tokens, most of which are impossible, verdicts have the same distribution."""

@@ -304,7 +304,7 @@ class Looks(Honest):
         (BeyondTheVocabulary, "test_verdicts_keep_the_contract", "outside of the vocabulary"),
         (Column, "test_verdicts_keep_the_contract", "a shape is off"),
         (LongerThanTheDraft, "test_verdicts_keep_the_contract", r"accepted 4 tokens of a draft that is 3 deep"),
-        (WritesIntoP, "test_rows_do_not_share_state", "writes into p"),
+        (WritesIntoP, "test_inputs_are_not_modified", "writes into p"),
         (ManyTokens, "test_large_vocabulary", "depends on the size of the vocabulary"),
         (OtherDevice, "test_no_device_synchronization", "mixes devices"),
         (Looks, "test_no_device_synchronization", "waits for the device"),
