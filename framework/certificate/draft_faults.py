@@ -178,13 +178,13 @@ def _drafts(
 
     def record(event: Any) -> None:
         draft = event.draft.candidates
-        found: list[_RowDraft] = []
+        row_drafts: list[_RowDraft] = []
         for row in range(draft.batch_size):
             nodes = draft.valid[row].nonzero().squeeze(1)
             index = nodes if draft.q_index is None else draft.q_index[row, nodes]
             q = None if draft.q is None else draft.q[row, index].double().numpy()
-            found.append((draft.tokens[row, nodes].tolist(), q))
-        drafts.append(found)
+            row_drafts.append((draft.tokens[row, nodes].tolist(), q))
+        drafts.append(row_drafts)
 
     decoder = build_decoder(own, build, get("verifiers", "sample-match")(), on_step=record, **options)
     for other in (1, 0) if earlier else (0,):
@@ -214,15 +214,15 @@ def unequal_starts(toy: Toy, build: DrafterFactory, sampling: Sampling, depth: i
     drafts = _drafts(
         _contexts(toy, sampling), lambda context: build(context, depth), prompts, range(len(prompts)), depth
     )
-    found: dict[WarmUp, tuple[list[int], list[int]]] = {}
+    steps_by_start: dict[WarmUp, tuple[list[int], list[int]]] = {}
     for row, prompt in enumerate(prompts):
         steps = [(step, *rows[row]) for step, rows in enumerate(drafts) if rows[row][0]]
         unequal = [step for step, _, q in steps if _is_unequal(q)]
-        found[WarmUp(tuple(prompt), 0, depth, row)] = unequal, [step for step, *_ in steps]
-    best = sorted(found, key=lambda start: [-len(steps) for steps in found[start]])[:2]
+        steps_by_start[WarmUp(tuple(prompt), 0, depth, row)] = unequal, [step for step, *_ in steps]
+    best = sorted(steps_by_start, key=lambda start: [-len(steps) for steps in steps_by_start[start]])[:2]
     starts = []
     for start, share in zip(best, (count - count // 3, count // 3), strict=True):
-        unequal, drafted = found[start]
+        unequal, drafted = steps_by_start[start]
         chosen = dict.fromkeys([*_spread(unequal, share), *drafted[-1:]])  # the last q may be equal by mistake
         starts += [replace(start, steps=step) for step in chosen]
     drafter = build(_contexts(toy, sampling)(1), depth)
@@ -400,8 +400,8 @@ class _Deviations:
             return ": tokens are drawn from a uniform distribution"
         powers = [power for context, drawn in wrong if (power := _power(drawn, self._mean_q(context))) is not None]
         # Two tokens fit some power, so one such context proves nothing.
-        several = len({drawn.round(6).tobytes() for _, drawn in wrong}) > 1 or any((d > 0).sum() > 2 for _, d in wrong)
-        if len(powers) == len(wrong) and max(powers) - min(powers) < 1e-6 and several:
+        distinct = len({drawn.round(6).tobytes() for _, drawn in wrong}) > 1 or any((d > 0).sum() > 2 for _, d in wrong)
+        if len(powers) == len(wrong) and max(powers) - min(powers) < 1e-6 and distinct:
             return (
                 f": tokens are drawn at {1 / powers[0]:.3g} times the temperature of q, so q lacks the warping or is "
                 "warped twice"

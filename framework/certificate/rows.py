@@ -204,8 +204,8 @@ def _exercised(toy: Toy, kind: NamedDrafter, row: Row, small: bool) -> Row:
             try:
                 if toy.vocab_size**toy.gamma in (_SMALL, _SMALL_NAMED):
                     check_independence_on(toy, kind.build, row.lengths, sampling, who)
-                alone = fitting(1, maximum) or [1]
-                check_q(toy, kind.build, alone, sampling, who, starts if small else starts[: 2 * _STARTS_LARGE])
+                single = fitting(1, maximum) or [1]
+                check_q(toy, kind.build, single, sampling, who, starts if small else starts[: 2 * _STARTS_LARGE])
             except FaultError as fault:
                 kind.memory[key] = starts, str(fault)
         starts, fault = kind.memory[key]

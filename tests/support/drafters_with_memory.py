@@ -58,7 +58,7 @@ class Successors(Drafter):
         last = [history[-1] if history else 0 for history in sequences.history]
         drafted, reported, lengths = [], [], [0] * len(last)
         for i in range(self.config.gamma):
-            q, said = [], []
+            q, output = [], []
             for row, token in enumerate(last):
                 counts = self.table(row)
                 known = (
@@ -67,11 +67,11 @@ class Successors(Drafter):
                 lengths[row] += known
                 probs = counts[token] / counts[token].sum() if known else torch.eye(self.context.vocab_size)[0].double()
                 q.append(self.drawn_from(probs, row) if known else probs)
-                said.append(self.reported(probs, row, i) if known else probs)
+                output.append(self.reported(probs, row, i) if known else probs)
             tokens = self.draw(torch.stack(q), rng, i)
             last = tokens.tolist()
             drafted.append(tokens)
-            reported.append(torch.stack(said))
+            reported.append(torch.stack(output))
         lengths = [self.length(row, [int(d[row]) for d in drafted[:n]]) for row, n in enumerate(lengths)]
         return Draft.chain(torch.stack(drafted, 1), lengths, torch.stack(reported, 1)[:, : max(lengths)])
 
