@@ -87,6 +87,7 @@ class GroupCell:
         min_depth = min(gamma, self.depth) if isinstance(gamma, int) else 0
         passes = sum(part.passes for part in pieces)
         metrics = result.metrics = measure(result.records, result.pieces, passes, min_depth, self.depth)
+        metrics.sequences = len(result.responses)  # also those without a step
         metrics.missed_graphs = sum(part.missed_graphs for part in pieces)
         metrics.peak_memory = max((part.peak_memory for part in pieces if part.peak_memory), default=None)
         for part in pieces:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import CrossdraftError
 from .component_times import TOO_FEW, CellPieces, ComponentTimes, Withheld
 from .intervals import Estimate, bounded_estimate, estimate, ratio, ratio_difference
 from .pieces import PREFILL, Piece, wall_ratio
@@ -202,6 +203,8 @@ def measure(
         gamma: `acceptance` has at least this many entries.
         depth: maximum depth of the drafts, see `DraftTraits.depth`.
     """
+    if not records:
+        raise CrossdraftError("no step was measured: every response ended with its prefill; raise max_new_tokens")
     emitted, steps, uncut = sum(r.emitted for r in records), len(records), len(uncut_steps(records, depth))
     counted = counted_steps(records, depth)
     tau = np.array([r.tau for r in counted])
@@ -334,8 +337,7 @@ def compare(metrics: Sequence[Metrics], cells: Sequence[CellPieces], baseline: i
     if not all(cell_metrics.timed for cell_metrics in metrics):
         return
     if any(piece.requests for cell in cells for piece in cell.pieces):
-        _compare_served(metrics, cells, baseline)
-        return
+        return _compare_served(metrics, cells, baseline)
     times = ComponentTimes(cells)
     for i, (own, cell) in enumerate(zip(metrics, cells, strict=True)):
         own.undisturbed, seconds = times.undisturbed(i), times.seconds(i)

@@ -229,13 +229,13 @@ class RunDirectory:
         with self._replacing(result.config) as path:
             directory = RunDirectory(path)
             directory.write_json("config.json", head)
+            lines = (json.dumps(response, ensure_ascii=False) + "\n" for response in result.responses)
+            directory.write_text("responses.jsonl", "".join(lines))
             if result.metrics is None:
                 directory.write_text("error.txt", f"{result.error}\n\n{result.traceback}")
                 return
             rows = [vars(record) | {"cell": result.config.hash} for record in result.records]
             parquet.write_table(pa.Table.from_pylist(rows, schema=_STEPS), path / "steps.parquet")
-            lines = (json.dumps(response, ensure_ascii=False) + "\n" for response in result.responses)
-            directory.write_text("responses.jsonl", "".join(lines))
             metrics = json.dumps(result.metrics.to_json(), indent=2, ensure_ascii=False)
             pieces = ",\n".join(json.dumps(vars(piece), ensure_ascii=False) for piece in result.pieces)
             directory.write_text("metrics.json", f'{{"metrics": {metrics},\n"pieces": [\n{pieces}\n]}}\n')

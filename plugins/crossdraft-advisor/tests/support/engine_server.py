@@ -17,7 +17,8 @@ class Script:
     """Answers of a server.
 
     Attributes:
-        events: JSON values of a response's events, or raw bytes to send instead.
+        events: JSON values of a response's events, or raw bytes to send instead; a function of the number of earlier
+            completions for some that change.
         status: of a completion.
         forever: repeated after the events, every ``pause`` seconds.
         pages: bodies by path; a function of the number of completions for one that changes.
@@ -26,7 +27,7 @@ class Script:
         body: of the last completion.
     """
 
-    events: Sequence[Any] = ()
+    events: Sequence[Any] | Callable[[int], Sequence[Any]] = ()
     status: int = 200
     forever: bytes = b""
     pause: float = 0.0
@@ -37,7 +38,7 @@ class Script:
     url: str = ""
 
     def write(self, out: Any) -> None:
-        for event in self.events:
+        for event in self.events(self.requests - 1) if callable(self.events) else self.events:
             out.write(event if isinstance(event, bytes) else b"data: " + json.dumps(event).encode() + b"\n\n")
         while self.forever:
             out.write(self.forever)
