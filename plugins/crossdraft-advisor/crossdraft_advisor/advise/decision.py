@@ -15,6 +15,12 @@ from ..engines.engine import Engine, Range, Schedule
 from .candidates import Candidate
 
 
+def excludes_one(speed_up: Estimate) -> bool:
+    """True if the interval of a speed-up excludes 1."""
+    low, high = speed_up.low, speed_up.high
+    return low is not None and high is not None and (low > 1 or high < 1)
+
+
 @dataclass(frozen=True)
 class Choice:
     """A candidate with a draft length, at one batch size and context.
@@ -55,8 +61,7 @@ class Step:
     @property
     def sure(self) -> bool:
         """True if the interval of the best speed-up excludes 1."""
-        low, high = self.best.speed_up.low, self.best.speed_up.high
-        return low is not None and high is not None and (low > 1 or high < 1)
+        return excludes_one(self.best.speed_up)
 
     @property
     def close(self) -> bool:

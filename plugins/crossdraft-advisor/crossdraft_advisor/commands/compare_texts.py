@@ -15,6 +15,7 @@ from crossdraft.framework.cli.options.run import JsonOptions
 from crossdraft.framework.cli.options.trust import TrustOptions
 from crossdraft.framework.contracts.command import Argument, Command
 from crossdraft.framework.errors import UsageError, quoted
+from crossdraft.framework.runs.labels import counted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -205,7 +206,8 @@ def _text(results: Sequence[TextPair], target: LoadedModel, dtype: str, tie: flo
             f"near ties: {near} tokens of A have a second token within {tie:g}",
         ]
     lines.append(
-        f"{len(results)} responses: {counts['equal']} equal, {counts['tie']} differ by ties, {wrong} not the target's"
+        f"{counted(len(results), 'response')}: {counts['equal']} equal, {counts['tie']} differ by ties, "
+        f"{wrong} not the target's"
         + (f", {counts['length']} equal until one ends" if counts["length"] else "")
         + (f", {counts['prompt']} not compared: other prompts" if counts["prompt"] else "")
     )

@@ -296,7 +296,13 @@ class EngineCell(EngineRunner):
     def _check_growth(self, before: ServerCounters, after: ServerCounters) -> None:
         """Raise UsageError if drafts between two scrapes contradict the length of the cell's."""
         growth = after.since(before)
-        drafts, drafted = (growth[name].value if name in growth else 0 for name in (DRAFTS, DRAFTED))
+        drafts, drafted, accepted = (growth[n].value if n in growth else 0 for n in (DRAFTS, DRAFTED, ACCEPTED))
+        rounding = sum(growth[name].rounding for name in (DRAFTED, ACCEPTED) if name in growth)
+        if {DRAFTED, ACCEPTED} <= growth.keys() and accepted > drafted + rounding:
+            raise UsageError(
+                f"engine {self.server.name}: {self.server.url} counted {accepted:.0f} accepted of {drafted:.0f} "
+                f"drafted tokens during {self.config.drafter.title}; give the address of a server whose counters agree"
+            )
         if drafts > 0 and drafted > drafts * self.depth:
             raise UsageError(
                 f"engine {self.server.name}: {self.server.url} counted {drafted:.0f} tokens in {drafts:.0f} drafts "

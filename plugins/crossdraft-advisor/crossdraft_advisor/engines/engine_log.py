@@ -16,7 +16,7 @@ from crossdraft.framework.util.input_files import parse_json, path_of, read_byte
 from crossdraft.framework.util.limits import METRICS_BYTES, MOST_NESTING
 
 from .http_response import HttpResponse, NetworkError, without_password
-from .network_settings import HEADERS
+from .network_settings import HEADERS, redacted
 from .wrapped_lines import texts_in, unwrapped
 
 #: The first line of a multi-line JSON value, but not a time stamp in brackets.
@@ -275,7 +275,7 @@ def read_source(source: str, gamma: int | None = None) -> Source:
         with HttpResponse(source, seconds=TIMEOUT, maximum=METRICS_BYTES) as response:
             if response.status != 200:
                 raise NetworkError(response.error())
-            return Source(_text_of(response.body()), printable(source), gamma)
+            return Source(redacted(_text_of(response.body())), printable(source), gamma)
     except NetworkError as error:
         raise UsageError(f"cannot read {printable(source)}: {error}; save it to a file and give the file") from None
 

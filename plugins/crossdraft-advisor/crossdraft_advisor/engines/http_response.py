@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import posixpath
 import re
@@ -10,6 +11,7 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Callable
 from functools import lru_cache
 from http.client import HTTPMessage
 from ipaddress import ip_address
@@ -22,7 +24,7 @@ from urllib.request import HTTPRedirectHandler, HTTPSHandler, OpenerDirector, Pr
 from crossdraft.framework.errors import CrossdraftError, first_line, printable, quoted
 from crossdraft.framework.util.limits import METRICS_BYTES, Limit
 
-from .network_settings import CERTIFICATES, HEADERS, headers_of, proxy_of, tls_context
+from .network_settings import CERTIFICATES, HEADERS, headers_of, proxy_of, redacted, tls_context
 
 #: Bytes of a part, and parts that wait to be read.
 _PART, _PARTS = 2**16, 16
@@ -30,8 +32,6 @@ _PART, _PARTS = 2**16, 16
 _ERROR_BYTES, _ERROR_TEXT = 4096, 300
 #: Seconds for the body of an error.
 _ERROR_SECONDS = 5.0
-#: Fewest characters of the last word of a header that is left out of messages.
-_SECRET = 4
 
 
 class NetworkError(CrossdraftError):
@@ -84,7 +84,7 @@ def unfit(url: str) -> str | None:
 def fetch(url: str, seconds: float) -> tuple[int, str]:
     """Send a GET request; returns the status and the body. Raises NetworkError."""
     with HttpResponse(url, seconds=seconds, maximum=METRICS_BYTES) as response:
-        return response.status, response.body().decode("utf-8", "replace")
+        return response.status, redacted(response.body().decode("utf-8", "replace"))
 
 
 def same_server(url: str, other: str) -> bool:
@@ -130,7 +130,9 @@ class HttpResponse:
 
     Args:
         body: value to send as JSON by POST; by default the request is a GET.
-        seconds, most: time and bytes until the end of the response, or until `renew`.
+        seconds, maximum: time and bytes until the end of the response, or until `renew`.
+        whole_seconds, whole: time and bytes of the whole response, which `renew` does not restart; None: without limit.
+        clock: seconds, for tests.
 
     Attributes:
         status: of HTTP. Redirects are not followed.
@@ -140,12 +142,22 @@ class HttpResponse:
         UsageError: headers, the proxy or certificates in the environment are invalid, see `network_settings`.
     """
 
-    def __init__(self, url: str, body: Any = None, *, seconds: float, maximum: Limit):
-        self._seconds, self._most = seconds, maximum
+    def __init__(
+        self,
+        url: str,
+        body: Any = None,
+        *,
+        seconds: float,
+        maximum: Limit,
+        whole_seconds: float = math.inf,
+        whole: Limit | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._seconds, self._most, self._whole, self._clock = seconds, maximum, whole, clock
+        self._whole_seconds, self._end, self._total = whole_seconds, clock() + whole_seconds, 0
         self._parts: Queue[Any] = Queue(_PARTS)
         self._closed = threading.Event()
         own, self._proxy = headers_of(url), proxy_of(url)
-        self._secrets = {word for value in own.values() for word in value.split()[-1:] if len(word) >= _SECRET}
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"} | own
         data = None if body is None else json.dumps(body).encode()
         opener = _opener(url, self._proxy)
@@ -164,8 +176,8 @@ class HttpResponse:
         self._closed.set()
 
     def renew(self) -> None:
-        """Restart the limits of bytes and time."""
-        self._deadline, self._received = time.monotonic() + self._seconds, 0
+        """Restart the limits of bytes and time, except those of the whole response."""
+        self._deadline, self._received = self._clock() + self._seconds, 0
 
     def read(self) -> bytes:
         """Return the next bytes; empty at the end.
@@ -175,7 +187,9 @@ class HttpResponse:
         """
         part: bytes = self._next()
         self._received += len(part)
-        if reason := self._most.violation(self._received):
+        self._total += len(part)
+        reason = self._most.violation(self._received)
+        if reason := reason or (None if self._whole is None else self._whole.violation(self._total)):
             raise NetworkError(f"the response is too large; in bytes, {reason}")
         return part
 
@@ -186,7 +200,7 @@ class HttpResponse:
     def error(self) -> str:
         """Describe a response whose status is not 200, with the beginning of its body."""
         if 300 <= self.status < 400 and (address := self._headers.get("Location")):
-            return f"status {self.status}: it redirects to {quoted(self.redacted(address))}; give that address"
+            return f"status {self.status}: it redirects to {quoted(redacted(address))}; give that address"
         self._seconds, text = min(self._seconds, _ERROR_SECONDS), b""
         self.renew()
         try:
@@ -194,30 +208,30 @@ class HttpResponse:
                 text += part
         except NetworkError:
             text = text or b"(the body is incomplete)"
-        shown = self.redacted(" ".join(printable(line) for line in text.decode("utf-8", "replace").split("\n")))
+        shown = redacted(" ".join(printable(line) for line in text.decode("utf-8", "replace").split("\n")))
         shown = shown if len(shown) <= _ERROR_TEXT else shown[: _ERROR_TEXT - 1] + "…"
         if self.status in (401, 403):
             shown = f"{shown}; set {HEADERS} to the headers of this address, such as an API key (docs/remote.md)"
         return f"status {self.status}: {shown}"
 
-    def redacted(self, text: str) -> str:
-        """A text of the server without the words of the request's headers, such as an API key."""
-        for word in self._secrets:
-            text = text.replace(word, "***")
-        return text
-
     def _next(self) -> Any:
         try:
-            item = self._parts.get(timeout=max(self._deadline - time.monotonic(), 0))
+            now = self._clock()
+            if now > self._end:
+                raise Empty
+            item = self._parts.get(timeout=max(min(self._deadline, self._end) - now, 0))
         except Empty:
-            raise NetworkError(f"the response was not complete after {self._seconds:g} s") from None
+            seconds = self._whole_seconds if self._end < self._deadline else self._seconds
+            raise NetworkError(f"the response was not complete after {seconds:g} s") from None
         if isinstance(item, Exception):
-            raise NetworkError(self.redacted(self._reason(item)))
+            raise NetworkError(self._reason(item))
         return item
 
     def _reason(self, error: Exception) -> str:
         """The first line of an error, and the setting that it may be due to."""
         text = first_line(error)
+        if str(error) != redacted(str(error)):  # a line of the server
+            text = f"{type(error).__name__}: {redacted(printable(str(error)))[:_ERROR_TEXT]}"
         if isinstance(error, URLError) and isinstance(error.reason, ssl.SSLCertVerificationError):
             text += f"; name the certificates of a private authority in {CERTIFICATES[0]}"
         if self._proxy:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
 import ssl
+from contextlib import suppress
+from functools import lru_cache
 from ipaddress import ip_address, ip_network
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 from urllib.request import getproxies
 
 from crossdraft.framework.errors import UsageError, quoted
@@ -18,6 +21,10 @@ HEADERS = "CROSSDRAFT_HEADERS"
 #: Environment variables with certificates of authorities, a file or a directory: of OpenSSL, requests and curl. The
 #: first that is set is used.
 CERTIFICATES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
+#: Headers whose values are credentials, and the fewest characters of a part of their values and of those of others.
+_CREDENTIAL = re.compile(r"auth|cookie|key|token|secret|pass|sess|sign|jwt", re.IGNORECASE)
+_FEWEST, _FEWEST_OF_OTHERS = 4, 8
+_SCHEME = re.compile(r"(?:basic|bearer|digest|negotiate|token|apikey)\s+", re.IGNORECASE)
 
 
 def headers_of(url: str) -> dict[str, str]:
@@ -28,21 +35,53 @@ def headers_of(url: str) -> dict[str, str]:
     Raises:
         UsageError: the variable is not an object of addresses and headers.
     """
-    if not (text := os.environ.get(HEADERS)):
-        return {}
+    items = _configured(os.environ.get(HEADERS, ""))
+    matching = [(address, headers) for address, headers in items if f"{url}/".startswith(f"{address}/")]
+    return max(matching, key=lambda item: len(item[0]), default=("", {}))[1]
+
+
+@lru_cache(maxsize=4)
+def _configured(text: str) -> list[tuple[str, dict[str, str]]]:
+    """Addresses and their headers. Raises UsageError, see `headers_of`."""
     try:
-        by_address = json.loads(text)
-        items = [(address.rstrip("/"), dict(headers)) for address, headers in by_address.items()]
+        items = [(address.rstrip("/"), dict(headers)) for address, headers in json.loads(text or "{}").items()]
         valid = all(_is_header(key, value) for _, headers in items for key, value in headers.items())
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, RecursionError, TypeError, ValueError):
         valid = False
     if not valid:
         raise UsageError(
             f"{HEADERS} must be JSON of addresses and their headers, as in "
             '{"https://gpu.example.com": {"Authorization": "Bearer KEY"}}'
         )
-    matching = [(address, headers) for address, headers in items if f"{url}/".startswith(f"{address}/")]
-    return max(matching, key=lambda item: len(item[0]), default=("", {}))[1]
+    return items
+
+
+def redacted(text: str) -> str:
+    """A text of a server without the values of `HEADERS` and their parts, such as an API key.
+
+    Everything that a server sends passes through it before it is parsed, printed or stored.
+    """
+    with suppress(UsageError):  # of the variable, which requests fail with
+        for part in _secret_parts(os.environ.get(HEADERS, "")):
+            text = text.replace(part, "***")
+    return text
+
+
+@lru_cache(maxsize=4)
+def _secret_parts(text: str) -> list[str]:
+    """Values of all headers, their words, and both as addresses and JSON write them; the longest first."""
+    parts: set[str] = set()
+    for _, headers in _configured(text):
+        for name, value in headers.items():
+            value = _SCHEME.sub("", value.strip(), count=1)
+            values = {value, *re.split(r"[\s;,=\"']+", value)}
+            with suppress(ValueError):  # user and password of Basic
+                decoded = base64.b64decode(value, validate=True).decode()
+                values |= {decoded, *decoded.split(":", 1)}
+            fewest = _FEWEST if _CREDENTIAL.search(name) else _FEWEST_OF_OTHERS
+            parts |= {part for part in values if len(part) >= fewest}
+    written = (f(part) for part in parts for f in (quote, lambda t: quote(t, safe=""), lambda t: json.dumps(t)[1:-1]))
+    return sorted({*parts, *written, *(part.replace("/", "\\/") for part in parts)}, key=len, reverse=True)
 
 
 def _is_header(key: Any, value: Any) -> bool:

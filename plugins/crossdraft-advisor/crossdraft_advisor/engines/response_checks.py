@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from crossdraft.framework.errors import quoted
@@ -102,4 +102,35 @@ def counts_flaw(drafted: Any, accepted: Any, totals: Any, *, emitted: int, gamma
             )
     if len(drafted) + sum(accepted) > emitted - 1 + gamma:
         return f"{len(drafted)} steps with {sum(accepted)} accepted tokens in a response of {emitted} tokens"
+    return None
+
+
+def account_flaw(account: Mapping[str, Any], model: Any, emitted: int) -> str | None:
+    """The reason why a server's own account of a response contradicts the response; None if it does not.
+
+    Args:
+        account: ``model``, ``usage`` and ``timings`` of its events, as far as they have them.
+        model: name of the model that was requested; None if the request has none.
+        emitted: number of streamed tokens; an end-of-sequence token may count without being streamed.
+    """
+    served = account.get("model")
+    if isinstance(served, str) and isinstance(model, str):
+        names = [name.rstrip("/").rpartition("/")[2].casefold() for name in (served, model)]
+        if not (names[0].startswith(names[1]) or names[1].startswith(names[0])):
+            return (
+                f"it is of the model {quoted(served)}, not {quoted(model)}; set the option model to the target's name"
+            )
+    usage, timings = (account.get(key) for key in ("usage", "timings"))
+    count = usage.get("completion_tokens") if isinstance(usage, Mapping) else None
+    if count is not None and (type(count) is not int or not emitted <= count <= emitted + 1):
+        return (
+            f"its usage has {quoted(count)} completion tokens, but {emitted} were streamed; use the plug-in of its "
+            "engine, or an engine that streams all tokens"
+        )
+    if isinstance(timings, Mapping):
+        drafted, accepted = (timings.get(key, 0) for key in ("draft_n", "draft_n_accepted"))
+        if not (type(drafted) is type(accepted) is int and 0 <= accepted <= min(drafted, max(emitted - 1, 0))):
+            return (
+                f"its timings have {quoted(accepted)} accepted of {quoted(drafted)} drafted tokens in {emitted} tokens"
+            )
     return None

@@ -27,17 +27,19 @@ from crossdraft.framework.contracts.options import Options
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import ModelError, UsageError, first_line, quoted
 from crossdraft.framework.util.input_files import parse_json
-from crossdraft.framework.util.limits import EVENT_BYTES
+from crossdraft.framework.util.limits import EVENT_BYTES, Limit
 
 from .http_response import HttpResponse, NetworkError, fetch, unfit
-from .network_settings import HEADERS
-from .response_checks import counts_flaw, response_flaw
+from .network_settings import HEADERS, redacted
+from .response_checks import account_flaw, counts_flaw, response_flaw
 from .server_log import cause_of
 
 #: Seconds between two looks at a starting server.
 _POLL = 0.25
 #: Seconds that a server may take to stop before it is killed.
 _STOP = 30
+#: Bytes of a stream for each requested token.
+_TOKEN_BYTES = 2**16
 #: Seconds for a response that is not a stream.
 _BODY_SECONDS = 30.0
 
@@ -66,6 +68,7 @@ class ServerOptions(Options):
     env: dict[str, str] = Field(default={}, description="further environment variables of the server")
     start_seconds: float = Field(default=900, gt=0, description="maximum time until the server answers")
     token_seconds: float = Field(default=300, gt=0, description="maximum time without a new token of a response")
+    response_seconds: float = Field(default=3600, gt=0, description="maximum time of a whole response")
 
     @field_validator("url", "baseline_url")
     @classmethod
@@ -195,7 +198,7 @@ class EngineServer(ABC):
     tokens_per_event: ClassVar[bool] = False
     executable: ClassVar[str] = ""
     harmless: ClassVar[frozenset[str]] = frozenset(
-        {"url", "baseline_url", "plain", "model", "start_seconds", "token_seconds"}
+        {"url", "baseline_url", "plain", "model", "start_seconds", "token_seconds", "response_seconds"}
     )
 
     def __init__(self, options: Any, cell: ServedCell, directory: Path):
@@ -380,27 +383,31 @@ class EngineServer(ABC):
 
     # -- requests --------------------------------------------------------------------------------------------
 
-    def complete(self, prompt: Sequence[int], max_tokens: int) -> ServedResponse:
+    def complete(self, prompt: Sequence[int], max_tokens: int, event_bytes: Limit = EVENT_BYTES) -> ServedResponse:
         """Send one request and read its response. May be called from several threads.
+
+        Args:
+            event_bytes: limit on the bytes between two tokens.
 
         Raises:
             ModelError: the server refuses the request, ends, answers in an unknown format, or with an impossible
                 response (see `response_checks`).
         """
         events: list[tuple[float, ServerEvent]] = []
-        emitted, seconds = 0, self.options.token_seconds
+        emitted, account = 0, dict[str, Any]()
+        limits = {"seconds": self.options.token_seconds, "whole_seconds": self.options.response_seconds}
+        whole = Limit(event_bytes + max_tokens * _TOKEN_BYTES, "the tokens of the response do not need more")
         sent = time.perf_counter()
         try:
             body = self.body(prompt, max_tokens) | self.plain_fields
-            with HttpResponse(self.url + self.path, body, seconds=seconds, maximum=EVENT_BYTES) as stream:
+            with HttpResponse(self.url + self.path, body, maximum=event_bytes, whole=whole, **limits) as stream:
                 if stream.status != 200:
                     raise ModelError(f"the server of {self.name} refuses the request, {stream.error()}")
                 for data in _events(stream, self.name):
                     now = time.perf_counter()
                     if "error" in data:
-                        raise ModelError(
-                            f"the server of {self.name} reports: {stream.redacted(quoted(data['error'], 300))}"
-                        )
+                        raise ModelError(f"the server of {self.name} reports: {quoted(data['error'], 300)}")
+                    account |= {key: data[key] for key in ("model", "usage", "timings") if data.get(key) is not None}
                     event = self.event(data)
                     events.append((now - sent, event))
                     if event.tokens:
@@ -415,6 +422,8 @@ class EngineServer(ABC):
                 f"the server of {self.name} sent an event of an unknown format: {first_line(error)}; is {self.url} a "
                 f"server of {self.name}?"
             ) from error
+        if flaw := account_flaw(account, body.get("model"), sum(len(event.tokens) for _, event in events)):
+            raise self._impossible(flaw)
         return self._response(events, sent, max_tokens)
 
     def _response(self, events: Sequence[tuple[float, ServerEvent]], sent: float, max_tokens: int) -> ServedResponse:
@@ -474,9 +483,9 @@ def _events(stream: HttpResponse, name: str) -> Iterator[dict[str, Any]]:
                 text = line[5:].strip()
                 if text == b"[DONE]":
                     return
-                data = parse_json(text.decode("utf-8"), f"the stream of {name}", error=ModelError)
+                data = parse_json(redacted(text.decode("utf-8")), f"the stream of {name}", error=ModelError)
                 if not isinstance(data, dict):
-                    raise TypeError(f"{text[:40]!r} is not an object")
+                    raise TypeError(f"{quoted(data, 40)} is not an object")
                 yield data
 
 

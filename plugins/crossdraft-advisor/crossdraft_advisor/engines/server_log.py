@@ -13,6 +13,7 @@ from pathlib import Path
 from crossdraft.framework.errors import printable
 
 from .engine_log import ESCAPES
+from .network_settings import redacted
 
 #: Bytes at the end of a log that are read, lines that are shown, and characters of a line.
 _BYTES, _LINES, _LENGTH = 2**24, 12, 500
@@ -46,7 +47,7 @@ def cause_of(log: Path) -> str:
         with log.open("rb") as file:
             size = file.seek(0, 2)
             file.seek(max(size - _BYTES, 0))
-            text = file.read().decode("utf-8", "replace")
+            text = redacted(file.read().decode("utf-8", "replace"))
             file.seek(0)
             skipped = sum(file.read(size - _BYTES).count(b"\n") for _ in range(size > _BYTES))
     except OSError:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from crossdraft.framework.errors import UsageError, first_line, printable, quoted
+from crossdraft.framework.runs.labels import counted
 from crossdraft.framework.util.input_files import open_file, parse_json, path_of, read_lines, read_text
 from crossdraft.framework.util.limits import LINE_BYTES, MOST_DIGITS, MOST_REQUESTS, MOST_TOKENS, RESPONSE_FILE_BYTES
 
@@ -135,7 +136,7 @@ class ArrivalTrace:
     def title(self) -> str:
         n, seconds = len(self.arrivals), self.arrivals[-1].seconds
         rate = f"{(n - 1) / seconds:.3g} requests/s over {seconds:.6g} s" if seconds else "all at once"
-        return f"trace {self.name}: {n} requests, {rate}"
+        return f"trace {self.name}: {counted(n, 'request')}, {rate}"
 
     def draw(self, n: int, random: np.random.Generator) -> list[Arrival]:
         return list(self.arrivals[:n])

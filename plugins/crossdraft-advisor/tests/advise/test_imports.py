@@ -28,10 +28,16 @@ INFO 11-20 10:00:30 [metrics.py:100] SpecDecoding metrics: Mean acceptance lengt
 tokens/s, Drafted throughput: 3.00 tokens/s, Accepted: 0 tokens, Drafted: 30 tokens, Per-position acceptance rate: \
 0.000, 0.000, 0.000, Avg Draft acceptance rate: 0.0%
 """
-VLLM_LINE = (
-    "INFO 11-20 10:00:10 [metrics.py:100] SpecDecoding metrics: Mean acceptance length: {:.2f}, Accepted: {} tokens, "
-    "Drafted: {} tokens, Per-position acceptance rate: {}, Avg Draft acceptance rate: 40.0%\n"
-)
+
+
+def vllm_line(mean: float, accepted: int, drafted: int, rates: str) -> str:
+    return (
+        f"INFO 11-20 10:00:10 [metrics.py:100] SpecDecoding metrics: Mean acceptance length: {mean:.2f}, Accepted: "
+        f"{accepted} tokens, Drafted: {drafted} tokens, Per-position acceptance rate: {rates}, Avg Draft acceptance "
+        f"rate: {100 * accepted / max(drafted, 1):.1f}%\n"
+    )
+
+
 VLLM_SCRAPE = """\
 # HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
 # TYPE vllm:spec_decode_num_drafts_total counter
@@ -122,7 +128,7 @@ def test_rounded_window_is_one_of_its_counts(gamma: int, drafts: int, rate: floa
     taus = np.minimum(np.random.default_rng(seed).geometric(1 - min(rate**2, 0.999), drafts) - 1, gamma)
     counts = [int((taus >= i).sum()) for i in range(1, gamma + 1)]
     rates = ", ".join(f"{count / drafts:.3f}" for count in counts)
-    line = VLLM_LINE.format(1 + sum(counts) / drafts, sum(counts), gamma * drafts, rates)
+    line = vllm_line(1 + sum(counts) / drafts, sum(counts), gamma * drafts, rates)
     result = one("vllm", line)
     ((steps, *accepted),) = result.rows
     assert steps == drafts and sum(accepted) == pytest.approx(sum(counts)) and result.remarks == ()
@@ -131,7 +137,7 @@ def test_rounded_window_is_one_of_its_counts(gamma: int, drafts: int, rate: floa
 
 def test_short_drafts_of_a_window() -> None:
     """Drafts of two to four tokens are more than the drafted tokens / 4, by the rates."""
-    result = one("vllm", VLLM_LINE.format(2.1, 1100, 3000, "0.500, 0.300, 0.200, 0.100"))
+    result = one("vllm", vllm_line(2.1, 1100, 3000, "0.500, 0.300, 0.200, 0.100"))
     assert result.drafts == pytest.approx(1000) and "drafts have 3.00 of 4 tokens" in result.remarks[1]
 
 
@@ -310,7 +316,7 @@ def test_speculation_profile() -> None:
         ("[2026-11-20 10:00:00] up\n", r"\)$"),
         ('{"choices": []}\n', "crossdraft advise --replay"),
         ('{"timestamp": 0, "input_length": 3, "output_length": 2}\n', "crossdraft simulate --trace"),
-        (VLLM_LINE.format(1.0, 0, 0, "0.000"), "if nothing was drafted, send requests"),
+        (vllm_line(1.0, 0, 0, "0.000"), "if nothing was drafted, send requests"),
     ],
 )
 def test_sources_without_acceptance(text: str, remedy: str) -> None:
@@ -325,6 +331,7 @@ def test_sources_without_acceptance(text: str, remedy: str) -> None:
     "engine, text, message",
     [
         ("vllm", VLLM_LOG.replace(", Avg Draft acceptance rate: 33.3%", ""), "now.txt:3: .*has no end"),
+        ("vllm", VLLM_LOG.replace("46.7%", "64.7%"), "now.txt:2: 280 .* with the average rate 64.7 %"),
         ("vllm", VLLM_LOG[:330], "now.txt:2: .*has no "),
         ("vllm", VLLM_LOG.replace("0.600, 0.300", "nan, 0.300"), "now.txt:3: an acceptance rate is nan"),
         ("vllm", VLLM_LOG.replace("0.800, 0.400", "1.800, 0.400"), "now.txt:2: an acceptance rate is 1.800"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,17 +10,16 @@ from typing import Any
 import pytest
 from crossdraft_advisor import ServedCell
 from crossdraft_advisor.engines import http_response
-from crossdraft_advisor.engines import server as server_module
 from crossdraft_advisor.engines.builtin.openai import OpenAiOptions, OpenAiServer
 from crossdraft_advisor.engines.counter_definitions import DEFINITIONS
-from crossdraft_advisor.engines.http_response import same_server, unfit
+from crossdraft_advisor.engines.http_response import HttpResponse, NetworkError, same_server, unfit
 from crossdraft_advisor.engines.network_settings import headers_of
 from crossdraft_advisor.engines.traffic import ServerCounters, contradiction, other_traffic
 from engine_server import Script, engine_server, steps
 
 from crossdraft import ModelError, Sampling
 from crossdraft.framework.errors import UsageError
-from crossdraft.framework.util.limits import Limit
+from crossdraft.framework.util.limits import EVENT_BYTES, Limit
 
 GAMMA, MOST, END, VOCAB = 4, 8, 2, 50
 
@@ -36,7 +34,7 @@ class Words:
 CELL = ServedCell(Path(), "float32", Sampling(temperature=0), 0, 1, 64, GAMMA, (), (END,), Words(), VOCAB)
 
 
-def respond(script: Script, gamma: int = GAMMA, **options: Any) -> Any:
+def respond(script: Script, gamma: int = GAMMA, event_bytes: Limit = EVENT_BYTES, **options: Any) -> Any:
     cell = replace(CELL, gamma=gamma)
     with engine_server(script):
         settings = {
@@ -49,7 +47,7 @@ def respond(script: Script, gamma: int = GAMMA, **options: Any) -> Any:
         }
         server = OpenAiServer(OpenAiOptions(**settings), cell, Path())
         server.start()
-        return server.complete([5, 6], MOST)
+        return server.complete([5, 6], MOST, event_bytes)
 
 
 def text_steps(*texts: str, finish_reason: str = "length", tokens: int = 1) -> list[dict[str, Any]]:
@@ -203,6 +201,24 @@ def test_impossible_counts_are_refused(counts: dict[str, Any], monkeypatch: Any)
         respond(Script(steps([1], [3, 4, 5], [6], [7], [8], [9])))
 
 
+ACCOUNTS: dict[str, dict[str, Any]] = {
+    "usage": {"usage": {"completion_tokens": 99_999}},
+    "usage below": {"usage": {"completion_tokens": 3}},
+    "usage of text": {"usage": {"completion_tokens": "8"}},
+    "model": {"model": "other"},
+    "accepted above drafted": {"timings": {"draft_n": 3, "draft_n_accepted": 30}},
+}
+
+
+@pytest.mark.parametrize("account", ACCOUNTS.values(), ids=ACCOUNTS.keys())
+def test_account_that_contradicts_the_response(account: dict[str, Any]) -> None:
+    *events, last = steps([1], [3, 4, 5, 6], [7], [8], [9])
+    with pytest.raises(ModelError, match="impossible response"):
+        respond(Script([*events, last | account]))
+    own = {"usage": {"completion_tokens": 8}, "model": "org/M", "timings": {"draft_n": 4, "draft_n_accepted": 3}}
+    assert len(respond(Script([*events, last | own])).tokens) == MOST
+
+
 ENDLESS = {
     "comments": Script(forever=b": still here\n" * 1000),
     "a line": Script(forever=b"data: " + b"x" * 1000),
@@ -218,13 +234,27 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("script", ENDLESS.values(), ids=ENDLESS.keys())
-def test_endless_responses_are_refused(script: Script, monkeypatch: Any) -> None:
-    monkeypatch.setattr(server_module, "EVENT_BYTES", Limit(200_000, "for a test"))
-    start = time.monotonic()
+def test_endless_responses_are_refused(script: Script) -> None:
     with pytest.raises(ModelError) as error:
-        respond(script, token_seconds=1.0)
-    assert time.monotonic() - start < 10
+        respond(script, token_seconds=1.0, event_bytes=Limit(200_000, "for a test"))
     assert len(str(error.value)) < 1000 and "\x1b" not in str(error.value)
+
+
+def test_whole_response_is_limited() -> None:
+    """Tokens restart the limit of an event, not those of the response; counted in bytes and by a simulated clock."""
+    padding, tokens = b": empty\n" * 1000, [event for i in range(3, 10) for event in steps([i], finish_reason=None)]
+    limit = Limit(250_000, "for a test")
+    with pytest.raises(ModelError, match="without a finish reason"):
+        respond(Script([part for event in tokens for part in (*[padding] * 8, event)]), event_bytes=limit)
+    with pytest.raises(ModelError, match=r"too large; in bytes, the maximum is 774288: the tokens of the response"):
+        respond(Script([part for event in tokens for part in (*[padding] * 20, event)]), event_bytes=limit)
+    now, limits = iter(range(0, 10**6, 100)), {"seconds": 300.0, "maximum": EVENT_BYTES, "whole_seconds": 3600.0}
+    with engine_server(Script(forever=b": still here\n" * 10_000)) as endless:
+        response = HttpResponse(f"{endless.url}/v1/completions", {}, clock=lambda: next(now), **limits)
+        with response, pytest.raises(NetworkError, match="was not complete after 3600 s"):
+            while response.read():
+                response.renew()
+    assert next(now) < 10_000
 
 
 def test_endless_health_is_not_ready(monkeypatch: Any) -> None:

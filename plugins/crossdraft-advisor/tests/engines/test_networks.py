@@ -8,6 +8,7 @@ import socket
 import ssl
 import subprocess
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,11 +17,13 @@ from typing import Any
 import pytest
 from crossdraft_advisor.engines.builtin.openai import OpenAiOptions, OpenAiServer
 from crossdraft_advisor.engines.engine_log import read_source
-from crossdraft_advisor.engines.network_settings import CERTIFICATES, HEADERS, proxy_of
+from crossdraft_advisor.engines.network_settings import CERTIFICATES, HEADERS, proxy_of, redacted
 from crossdraft_advisor.engines.server import ServedCell
+from crossdraft_advisor.engines.server_log import cause_of
+from engine_server import Script, engine_server, steps
 
 from crossdraft import Sampling
-from crossdraft.framework.errors import UsageError
+from crossdraft.framework.errors import ModelError, UsageError
 
 HOST, KEY = "gpu.example.com", "sk-0123456789"
 CELL = ServedCell(Path(), "float32", Sampling(temperature=0), 0, 1, 64, 4, (), (2,), None, 50)
@@ -156,6 +159,65 @@ def test_key_is_neither_printed_nor_redirected(
         with pytest.raises(UsageError, match="is not ready") as error:
             server.start()
         assert KEY not in str(error.value)
+
+
+SECRETS = {"Authorization": "Bearer sk-0123/4567", "Cookie": "session=abc123def; theme=9f8e7d", "X-Team": "blue-0042"}
+PARTS = ["sk-0123/4567", "sk-0123%2F4567", "sk-0123\\/4567", "abc123def", "9f8e7d", "blue-0042", "dXNlcjpodW50ZXIy"]
+PARTS += ["hunter2"]
+ECHO = " ".join([*PARTS, SECRETS["Cookie"]])
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        Script(status=401, events=[ECHO.encode()]),
+        Script(status=500, events=[b"x" * 280 + ECHO.encode()]),
+        Script([{"error": ECHO}]),
+        Script([{"error": {"message": ECHO, ECHO: 1}}]),
+        Script([f"data: {json.dumps(ECHO)}\n\n".encode()]),
+        Script([f"data: {ECHO}\n\n".encode()]),
+        Script([f'data: {{"choices": [{{"{ECHO}": 1}}]}}\n\n'.replace("\\/", "").encode()]),
+        Script(steps([1], [2], finish_reason=ECHO)),
+        Script(steps([ECHO])),
+        Script([*steps([1]), {"choices": [], "model": ECHO}]),
+        Script(pages={"/v1/models": json.dumps({"data": [{ECHO: ECHO}]})}),
+        Script(pages={"/v1/models": json.dumps({"data": [{"id": ECHO}]})}, status=400, events=[ECHO.encode()]),
+    ],
+)
+def test_no_part_of_a_header_in_messages(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_server(script):
+        headers = {script.url: SECRETS, "https://other.example.com": {"Authorization": "Basic dXNlcjpodW50ZXIy"}}
+        monkeypatch.setenv(HEADERS, json.dumps(headers))
+        server = OpenAiServer(OpenAiOptions(url=script.url, token_ids=True), CELL, Path())
+        server.start()
+        with pytest.raises(ModelError) as error:
+            server.complete([5, 6], 8)
+    text = "".join(traceback.format_exception(error.value))
+    assert not [part for part in PARTS if part in text], text
+
+
+def test_no_part_of_a_header_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(pages={"/metrics": f'{COUNTERS}echo{{header="{ECHO}"}} 1\n', "/v1/models": ECHO})
+    with engine_server(script):
+        monkeypatch.setenv(
+            HEADERS, json.dumps({script.url: SECRETS | {"Proxy-Authorization": "Basic dXNlcjpodW50ZXIy"}})
+        )
+        server = OpenAiServer(OpenAiOptions(url=script.url), CELL, tmp_path)
+        server.start()
+        texts = [server.scrape(), read_source(f"{script.url}/metrics").text, server.get("/v1/models")[1]]
+    assert all("***" in text and not [part for part in PARTS if part in text] for text in texts)
+    log = tmp_path / "server.log"
+    log.write_text(f"error: {ECHO}\n")
+    assert not [part for part in PARTS if part in cause_of(log)]
+
+
+def test_short_words_that_are_not_credentials_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(HEADERS, json.dumps({"https://a": {"X-Route": "vllm", "Authorization": "Bearer abcd"}}))
+    assert redacted("vllm:x 1, Bearer abcd") == "vllm:x 1, Bearer ***"
+    monkeypatch.setenv(HEADERS, "[" * 100_000)
+    assert redacted("vllm") == "vllm"
+    with pytest.raises(UsageError, match=f"{HEADERS} must be JSON"):
+        read_source("http://127.0.0.1:1/metrics")
 
 
 @pytest.mark.parametrize(

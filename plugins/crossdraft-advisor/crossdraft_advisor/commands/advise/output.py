@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from crossdraft.framework.util.estimate import estimate_text
 from crossdraft.framework.util.table import Table
 
+from ...advise.decision import excludes_one
+
 if TYPE_CHECKING:
     from ...advise.caveats import Remarks
     from ...advise.decision import Choice, Step
@@ -54,9 +56,10 @@ def schedule_text(schedule: Schedule) -> str:
     """The draft length and the predicted speed-up of exported settings, by batch size."""
     acceptance = schedule.acceptance
     pair = f"{acceptance.drafter or 'drafts'} × {acceptance.verifier or '?'}"
-    rows = [
-        [str(row["batch_size"]), str(row["gamma"]), estimate_text(row["speed_up"])] for row in schedule_rows(schedule)
-    ]
+    rows = []
+    for row in schedule_rows(schedule):
+        mark = " ?" if row["gamma"] and not excludes_one(row["speed_up"]) else ""
+        rows.append([str(row["batch_size"]), str(row["gamma"]), estimate_text(row["speed_up"]) + mark])
     return Table(["B", "gamma", "speed-up"], rows, title=f"{pair}, with these settings").text()
 
 

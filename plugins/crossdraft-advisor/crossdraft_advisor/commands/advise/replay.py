@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from crossdraft.framework import plugins
 from crossdraft.framework.errors import UsageError
+from crossdraft.framework.runs.labels import counted
 
 from ..baseline_responses import baseline_responses, log
 from .servable import not_servable
@@ -78,11 +79,11 @@ def replayed_acceptances(args: AdviseOptions, remarks: Remarks) -> list[Acceptan
     if args.export:
         candidates = _exportable(candidates, args, sampling, remarks)
     pairs = sum(len(candidate.verifiers) for candidate in candidates)
-    log(f"replaying {len(candidates)} drafters, {pairs} pairs, gamma 1 to {MAX_GAMMA}, without decoding")
+    log(f"replaying {counted(len(candidates), 'drafter')}, {pairs} pairs, gamma 1 to {MAX_GAMMA}, without decoding")
     statistics = _Statistics()
     result = replay(statistics.count(responses), candidates, by_prompt=True)
     for assumption, count in reader.assumed.items():
-        remarks.assume(f"{count} responses {assumption}")
+        remarks.assume(f"{counted(count, 'response')} {assumption}")
     if result.log_p.warning:
         remarks.warn(f"{name}: {result.log_p.warning}")
     if result.tokens < _MIN_TOKENS:

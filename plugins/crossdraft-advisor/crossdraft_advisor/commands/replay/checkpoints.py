@@ -14,6 +14,7 @@ from typing import Any
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.metrics.gate import GateCheck, Sample, checked
 from crossdraft.framework.metrics.intervals import LEAST_PIECES
+from crossdraft.framework.runs.labels import counted
 from crossdraft.framework.util.estimate import Estimate, change_text, estimate_text, percent_text
 from crossdraft.framework.util.table import Alignment, Table
 
@@ -72,7 +73,7 @@ def checkpoints_of(args: ReplayOptions, replayed: Callable[..., Any]) -> str:
                 )
                 weights = has_weights(candidate.drafter, sampling)
                 samples.setdefault(key, []).append((target, source, sample, tally.row(gamma).marginal, weights))
-        notes += [f"{source}, {count} responses: {assumption}" for assumption, count in assumed.items()]
+        notes += [f"{source}, {counted(count, 'response')}: {assumption}" for assumption, count in assumed.items()]
     pairs = {key: _compared(key, rows, args.drop) for key, rows in samples.items()}
     return _as_json(pairs, args.drop) if args.json_ else _as_text(pairs, notes, args.drop)
 

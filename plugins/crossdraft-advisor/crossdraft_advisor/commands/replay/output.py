@@ -9,6 +9,7 @@ from typing import Any
 
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.models.segments import ANSWER
+from crossdraft.framework.runs.labels import counted
 from crossdraft.framework.util.estimate import Estimate, estimate_text, spread
 from crossdraft.framework.util.table import Alignment, Table
 
@@ -54,7 +55,7 @@ def tables(result: ReplayResult, sampling: Sampling | None, assumed: Mapping[str
     """Tables of block efficiency, acceptance by position and categories, with notes."""
     setting = f"temperature {sampling.temperature:g}" if sampling else "sampling parameters unknown"
     grouped = " or groups of them" if any(len(ids) >= MAX_GROUPS for ids in result.groups.by_category.values()) else ""
-    prompts = f"{len(result.groups.category)} prompts{grouped}"
+    prompts = f"{counted(len(result.groups.category), 'prompt')}{grouped}"
     head = f"{result.responses} responses, {result.tokens} tokens, {prompts}, {setting}"
     parts = [head, _efficiency(result), _acceptance(result)]
     if result.definition is not None:
@@ -75,7 +76,7 @@ def tables(result: ReplayResult, sampling: Sampling | None, assumed: Mapping[str
         notes += _engine_notes(result, result.definition)
     if any("oracle" in candidate.title for candidate in result.candidates):
         notes.append("oracle: drafts exactly the tokens that are accepted; an upper bound")
-    notes += [f"{count} responses {assumption}" for assumption, count in assumed.items()]
+    notes += [f"{counted(count, 'response')} {assumption}" for assumption, count in assumed.items()]
     return "\n\n".join([*parts, "\n".join(notes)])
 
 

@@ -10,6 +10,7 @@ from crossdraft.framework.cli.options.run import JsonOptions
 from crossdraft.framework.cli.options.trust import TrustOptions
 from crossdraft.framework.contracts.command import Argument, Command
 from crossdraft.framework.errors import UsageError
+from crossdraft.framework.runs.labels import counted
 from crossdraft.framework.util.input_files import kind_of
 from crossdraft.framework.util.limits import (
     MOST_DEVICES,
@@ -221,7 +222,7 @@ def _pool(args: Simulate, remarks: Remarks) -> tuple[Pool, str, str]:
     draft_model = str(getattr(candidate.drafter[1], "model", "") or "")
     pool = read_pool(responses, candidate, int(args.loop == "engine"))
     for assumption, count in reader.assumed.items():
-        remarks.assume(f"{count} responses {assumption}")
+        remarks.assume(f"{counted(count, 'response')} {assumption}")
     return pool, f"{candidate.title} × {verifier}, drafts of up to {pool.gamma} tokens", draft_model
 
 
@@ -245,7 +246,7 @@ def _default_policies(pool: Pool) -> list[str]:
 
 
 def _remark(args: Simulate, pool: Pool, remarks: Remarks) -> None:
-    remarks.measured.append(f"acceptance at every token of {len(pool.responses)} responses, by replay")
+    remarks.measured.append(f"acceptance at every token of {counted(len(pool.responses), 'response')}, by replay")
     remarks.assume("requests draw recorded responses with replacement; intervals are over simulations of these")
     if args.trace:
         remarks.assume("lengths are those of the trace; a longer output repeats the acceptance of its response")
@@ -255,4 +256,4 @@ def _remark(args: Simulate, pool: Pool, remarks: Remarks) -> None:
     if not args.prefill_cost:
         remarks.assume("a prefill costs its tokens in a pass of the cost curve, extrapolated beyond its widths")
     if len(pool.responses) < 10:
-        remarks.warn(f"{len(pool.responses)} responses are few; record more")
+        remarks.warn(f"{counted(len(pool.responses), 'response')} are few; record more")

@@ -42,6 +42,8 @@ _FIELDS = {
 }
 
 
+#: Rounding error of the average rate in per cent, which has one decimal.
+_AVERAGE_ERROR = 0.0501
 #: A window of the first versions of V1 (0.8).
 _WITHOUT_RATES = re.compile(
     r"(?:SpecDecoding metrics: Draft acceptance rate: [\d.]+%, Accepted:|"
@@ -268,6 +270,12 @@ def _window(source: Source, number: int, line: str, throughput: _Throughput) -> 
         )
     text = {key: match[1] for key, match in matches.items() if match}
     accepted, drafted = (source.number(text[key], number, f"the {key} tokens") for key in ("accepted", "drafted"))
+    average = source.number(text["end"], number, "the average rate")
+    if drafted and abs(average - 100 * accepted / drafted) > _AVERAGE_ERROR:
+        raise source.error(
+            number,
+            f"{accepted:g} accepted and {drafted:g} drafted are inconsistent with the average rate {average:g} %",
+        )
     rates = [source.number(rate.strip(), number, "an acceptance rate", 1.0) for rate in text["rates"].split(",")]
     mean = source.number(text["mean"], number, "the mean length")
     item = from_rates(source, number, accepted, drafted, rates, mean=mean)
