@@ -135,7 +135,7 @@ def generate(
         temperature, top_k, top_p, min_p: see :class:`Sampling`; temperature 0 is greedy decoding. Each may be a list
             with one value per input. Inputs with the same parameters are decoded together, one group after the other.
         batch_size: maximum sequences decoded at once, at least 1.
-        seed: any integer; equal seeds give equal texts.
+        seed: an integer of 64 bits; equal seeds give equal texts.
         chat: put texts into the model's chat template; by default if it has one.
         stop: strings that end an output. The text is cut before the first of them, the tokens behind the one that
             completes it.

@@ -98,12 +98,12 @@ def _checks(baseline: str, current: str | None, drop: float) -> tuple[list[GateC
     if all(runs) and current is not None:
         return _compared(_run(baseline), _run(current), drop)
     read = _samples_of_run if all(runs) else _samples
-    before = {sample.title: sample for sample in read(baseline)}
+    before = _by_title(read(baseline), baseline)
     remarks = [sample.remark for sample in before.values()]
     if current is None:
         checks = [planned(sample, drop) for sample in before.values()]
     else:
-        after = {sample.title: sample for sample in read(current)}
+        after = _by_title(read(current), current)
         if missing := [title for title in before if title not in after]:
             raise UsageError(
                 f"{current} lacks {'; '.join(missing)} of {baseline} and has {'; '.join(after)}; measure the same "
@@ -112,6 +112,14 @@ def _checks(baseline: str, current: str | None, drop: float) -> tuple[list[GateC
         checks = [checked(sample, after[title], drop) for title, sample in before.items()]
         remarks += [sample.remark for sample in after.values()]
     return checks, list(dict.fromkeys(filter(None, remarks)))
+
+
+def _by_title(samples: Sequence[Sample], source: str) -> dict[str, Sample]:
+    """Samples by title. Raises UsageError for two of one title."""
+    titles = [sample.title for sample in samples]
+    if twice := [title for title in dict.fromkeys(titles) if titles.count(title) > 1]:
+        raise UsageError(f"{source} has several rows of {'; '.join(twice)}; remove all but one of each")
+    return dict(zip(titles, samples, strict=True))
 
 
 def _compared(baseline: FinishedRun, current: FinishedRun, drop: float) -> tuple[list[GateCheck], list[str]]:

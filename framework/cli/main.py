@@ -16,12 +16,12 @@ import traceback
 from collections.abc import Sequence
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
 
 from .. import plugins
 from ..errors import CrossdraftError, printable
 from ..models import distributed
 from ..runs.interrupts import interrupting
+from ..util.releases import release
 from . import standard_streams
 from .commands import HEADINGS
 
@@ -47,9 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: list[str]) -> int:
     args, debug = None, False
     try:
-        args = _parser(argv[0] if argv else "").parse_args(argv)
-        debug = getattr(args, "debug", False)
-        code = args.main(args)
+        known, unknown = _parser(argv[0] if argv else "").parse_known_args(argv)
+        if unknown:
+            known.refuse(f"unrecognized arguments: {' '.join(unknown)}; a value follows its option: --target MODEL")
+        args, debug = known, getattr(known, "debug", False)
+        code = known.main(known)
         sys.stdout.flush()
         return code
     except CrossdraftError as error:
@@ -89,6 +91,8 @@ def _system_message(error: BaseException) -> str:
         return "an input is nested too deeply; --debug shows where"
     if isinstance(error, ValueError) and "integer string conversion" in str(error):
         return "an input contains a number with too many digits; --debug shows where"
+    if isinstance(error, FileNotFoundError) and "No usable temporary" in str(error):  # of tempfile
+        return "no temporary directory can be written to; set TMPDIR to one, or raise the limit on files (ulimit -f)"
     if not isinstance(error, OSError) or errno.errorcode.get(error.errno or 0) not in _SYSTEM:
         return ""
     place = printable(str(error.filename)) if error.filename is not None else "standard output or a file"
@@ -115,7 +119,10 @@ def _parser(chosen: str) -> argparse.ArgumentParser:
         description="Compare speculative-decoding drafters and verifiers, and certify them lossless.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action=_Version)
+    version = release("crossdraft") if chosen == "--version" else ""  # looking it up takes time
+    parser.add_argument(
+        "--version", action="version", version=f"crossdraft {version}", help="show the version and exit"
+    )
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True, help=argparse.SUPPRESS)
     if not chosen or chosen.startswith("-"):
         parser.usage, parser.epilog = "crossdraft [-h] [--version] COMMAND ...", _commands_by_heading()
@@ -126,12 +133,13 @@ def _parser(chosen: str) -> argparse.ArgumentParser:
     command = plugins.get("commands", chosen)
     if getattr(command, "loads_models", True):
         plugins.notify("crossdraft_command_started")
-    subparser = subparsers.add_parser(chosen, description=_sentence(entries[chosen].summary))
+    summary = entries[chosen].summary
+    subparser = subparsers.add_parser(chosen, description=summary[:1].upper() + summary[1:] + "." * bool(summary))
     with plugins.guarded("commands", chosen, "add_arguments()"):
         command.add_arguments(subparser)
     if not any(action.dest == "debug" for action in subparser._actions):
         subparser.add_argument("--debug", action="store_true", default=False, help="show tracebacks of errors")
-    subparser.set_defaults(main=command.main)
+    subparser.set_defaults(main=command.main, refuse=subparser.error)
     return parser
 
 
@@ -152,20 +160,3 @@ def _commands_by_heading() -> str:
                 lines[-1] = f"    {entry.name:{width}}{lines[-1].lstrip()}".rstrip()
         parts += ["\n".join([f"{heading.lower() if heading in HEADINGS else heading}:", *lines])] if lines else []
     return "\n\n".join([*parts, "crossdraft COMMAND --help describes a command."])
-
-
-class _Version(argparse.Action):
-    """``--version``, which looks up the version only if it is used, unlike argparse's own action."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str):
-        super().__init__(option_strings, dest, nargs=0, help="show the version and exit")
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from importlib.metadata import version
-
-        print("crossdraft", version("crossdraft"))
-        parser.exit()
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:] + "." * bool(text)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..errors import UsageError, quoted
 from ..util.tensors import columns, on_device
 
 #: Purposes of a number. Each has its own sub-stream with its own indices.
@@ -165,9 +166,11 @@ def first_accepted(rng: StepRng, h: Tensor) -> Tensor:
 
 
 class CounterRng:
-    """The default source. ``seed``: any integer; equal seeds give common random numbers across cells."""
+    """The default source. ``seed``: an integer of 64 bits; equal seeds give common random numbers across cells."""
 
     def __init__(self, seed: int = 0):
+        if not -(2**63) <= seed < 2**64:
+            raise UsageError(f"the seed {quoted(seed)} must be an integer of 64 bits; give one below 2**64")
         self.key = (seed & _LOW32, (seed >> 32) & _LOW32)
 
     def for_step(self, stream: Sequence[int], position: Sequence[int], device: torch.device) -> CounterStepRng:
