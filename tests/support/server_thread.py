@@ -9,6 +9,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from crossdraft_server.app import server
 from crossdraft_server.command import Serve, listen
@@ -46,11 +47,11 @@ def serve(*words: str) -> Serve:
 
 
 @contextmanager
-def serving(*words: str, max_waiting: int = 1024, api_key: str | None = None) -> Iterator[RunningServer]:
-    """``crossdraft serve`` with these options."""
+def serving(*words: str, **options: Any) -> Iterator[RunningServer]:
+    """``crossdraft serve`` with these options, and those of `crossdraft_server.app.server`."""
     pool = serve("--dtype", "float32", *words).build_pool()
     listener = listen("127.0.0.1", 0)
-    running = server(pool, max_waiting=max_waiting, api_key=api_key)
+    running = server(pool, **options)
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

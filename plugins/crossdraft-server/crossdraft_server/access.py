@@ -37,7 +37,9 @@ class AccessControl:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (error := self._check(Headers(scope=scope), scope["path"], scope["method"])):
             message, status = error
-            await error_response(message, status)(scope, receive, send)
+            response = error_response(message, status)
+            response.headers["connection"] = "close"  # the body is not read
+            await response(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -54,6 +56,8 @@ class AccessControl:
             return f"Origin {quoted(origin)} differs from Host {quoted(host)}; cross-site requests are rejected", 403
         if self._api_key is not None and path not in _PUBLIC_PATHS and not self._authorized(headers):
             return "the API key is missing or wrong; send the header 'Authorization: Bearer KEY'", 401
+        if "content-length" in headers and "transfer-encoding" in headers:  # of which proxies may read either
+            return "Content-Length and Transfer-Encoding exclude each other; send one of them", 400
         media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
         if method == "POST" and media_type != "application/json":
             return f"Content-Type {quoted(media_type)} is not supported; send application/json", 415

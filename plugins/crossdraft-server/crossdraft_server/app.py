@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -18,6 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from crossdraft.framework.api.output_processor import Output
 from crossdraft.framework.contracts.steps import Chunk, Request
@@ -41,17 +43,22 @@ _CLIENT_CLOSED = 499
 
 
 def server(
-    pool: DecoderPool, *, max_waiting: int = 1024, loopback: bool = True, api_key: str | None = None
+    pool: DecoderPool,
+    *,
+    max_waiting: int = 1024,
+    loopback: bool = True,
+    api_key: str | None = None,
+    request_seconds: float = 60,
 ) -> uvicorn.Server:
     """A server of a decoder pool; ``run(sockets=[..])`` returns when ``should_exit`` is set or at a signal.
 
-    ``loopback``, ``api_key``: see `AccessControl`.
+    ``loopback``, ``api_key``: see `AccessControl`; ``request_seconds``: see `request_protocol`.
     """
     worker = Worker(pool, max_waiting)
     app = application(pool, worker, loopback=loopback, api_key=api_key)
     config = uvicorn.Config(
         app,
-        http="h11",
+        http=request_protocol(request_seconds),
         ws="none",
         use_colors=False,
         loop="asyncio",
@@ -59,6 +66,35 @@ def server(
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
     )
     return _Server(config, worker)
+
+
+def request_protocol(seconds: float) -> type[H11Protocol]:
+    """HTTP connections that are closed if a request is not complete, body included, within ``seconds``.
+
+    uvicorn has a limit for idle connections after a response only.
+    """
+
+    class RequestProtocol(H11Protocol):
+        _unfinished: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._unfinished = self.loop.call_later(seconds, transport.close)
+
+        def handle_events(self) -> None:
+            super().handle_events()
+            if self._unfinished is not None and self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+                self._unfinished.cancel()
+                self._unfinished = None
+            elif self._unfinished is None and (self.conn.their_state is h11.SEND_BODY or self.conn.trailing_data[0]):
+                self._unfinished = self.loop.call_later(seconds, self.transport.close)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            if self._unfinished is not None:
+                self._unfinished.cancel()
+            super().connection_lost(exc)
+
+    return RequestProtocol
 
 
 class _Server(uvicorn.Server):
@@ -184,7 +220,15 @@ def _parse(pool: DecoderPool, data: bytes, chat: bool) -> CompletionRequest:
         raise InvalidRequestError(f"the request body must be JSON in UTF-8: {error}") from None
     if nested_too_deeply(body):
         raise InvalidRequestError(f"the request body is nested more than {int(MOST_NESTING)} deep")
-    return parse_request(pool, body, chat=chat)
+    request = parse_request(pool, body, chat=chat)
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = f"U+{ord(error.object[error.start]):04X}"
+        raise InvalidRequestError(
+            f"the request body contains the character {half}, half of a surrogate pair; send the whole character"
+        ) from None
+    return request
 
 
 async def _constrained(compiler: ConstraintCompiler, request: CompletionRequest) -> list[Request]:

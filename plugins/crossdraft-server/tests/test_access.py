@@ -3,6 +3,7 @@
 import asyncio
 import http.client
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -114,6 +115,41 @@ def test_half_surrogate_pair_in_a_message(running: RunningServer, name: str) -> 
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "w5 \ud800"}]})
     answer = send(running, "POST", "/v1/chat/completions", body, **JSON)
     assert_rejected(answer, 400, "contains the character U+D800, half of a surrogate pair")
+
+
+@pytest.mark.parametrize("kind", ["regex", "grammar", "choice", "json"])
+def test_half_surrogate_pair_in_a_constraint(running: RunningServer, name: str, kind: str) -> None:
+    value: Any = {"choice": ["\ud800"], "json": {"const": "\ud800"}}.get(kind, "\ud800")
+    for fields in ({"structured_outputs": {kind: value}}, {"stop": ["\ud800"]}, {"user": "\ud800"}):
+        body = json.dumps({"model": name, "prompt": "w5", **fields})
+        answer = send(running, "POST", "/v1/completions", body, **JSON)
+        assert_rejected(answer, 400, "valid string" if "stop" in fields else "U+D800, half of a surrogate pair")
+
+
+def exchange(port: int, *parts: bytes) -> bytes:
+    """All that the server sends until it closes the connection, which is never closed from this side."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        for part in parts:
+            connection.sendall(part)
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+def test_two_lengths_of_a_body(running: RunningServer) -> None:
+    answer = exchange(running.port, HEAD + b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400") and b"exclude each other" in answer and b"connection: close" in answer
+
+
+def test_unfinished_requests_are_closed(name: str) -> None:
+    options = ("--target", name, "--slots", "1", "--max-new-tokens", "4")
+    with serving(*options, request_seconds=0.2) as running:
+        for parts in ([], [HEAD], [HEAD, b"Content-Length: 9\r\n\r\n{"], [HEAD, b"Transfer-Encoding: chunked\r\n\r\n"]):
+            assert exchange(running.port, *parts) == b""
+        whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        assert exchange(running.port, whole, whole, HEAD).count(b"HTTP/1.1 200") == 2
+        assert running.idle()
 
 
 def test_invalid_numbers(running: RunningServer, name: str) -> None:
