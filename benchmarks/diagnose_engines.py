@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from crossdraft_advisor.diagnosis.matching import UNLISTED
 from llamacpp_server import served
 from safetensors.torch import load_file, save_file
 from tiny_heads import LAYERS, TOKENS, VOCABULARY, prompts, save_head, save_target, texts_of, train_head
@@ -237,7 +238,8 @@ def verdict(answer: str, expected: str) -> str:
     """The way in which an answer names the damage: alone, beside others that fit equally well, or not at all."""
     best = answer.split("hypothesis", 1)[1].splitlines()[2].split("  ")[0]
     others = [line for line in answer.splitlines() if line.startswith("Not distinguished")]
-    alike = others[0].partition(": ")[2].split("; ") if others else []
+    alike = others[0].rstrip(".").partition(": ")[2].split("; ") if others else []
+    alike = [name for name in alike if name != UNLISTED]
     if not best.startswith(expected) and not any(name.startswith(expected) for name in alike):
         return "not named"
     return f"named beside {len(alike)} others" if alike else "named"

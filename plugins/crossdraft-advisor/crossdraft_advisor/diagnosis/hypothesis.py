@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import numpy as np
 from scipy.special import expit, logit, xlogy
@@ -139,6 +139,23 @@ class Known(Curve):
 
 
 @dataclass(frozen=True)
+class Around(Curve):
+    """Rates of a replay behind an unknown shift of all x_i, which changes by ``step`` from position to position."""
+
+    rates: tuple[float, ...]
+    spread: float
+    step: float = 0.3
+
+    def prior(self, position: int, before: np.ndarray) -> np.ndarray:
+        if position > len(self.rates):
+            return super().prior(position, before)
+        centers = np.clip(logit(np.array(self.rates)), GRID[0], GRID[-1])
+        if position == 1:
+            return Level(float(centers[0]), self.spread).on_grid() * before.sum(-1, keepdims=True)
+        return before @ _kernel(self.step, float(centers[position - 1] - centers[position - 2]))
+
+
+@dataclass(frozen=True)
 class Shift:
     """Distribution of the shift s: normal with ``spread`` if ``fall`` is 0; else of at least ``fall`` downwards.
 
@@ -172,7 +189,7 @@ class Hypothesis:
         check: the next cheapest check, a command line.
         curves: mixture of the distributions of the curve, equally likely.
         shifts: mixture of the distributions of the shift of the second source, equally likely.
-        prior: weight of the hypothesis before anything was counted.
+        prior: weight of the hypothesis before anything was counted; 0 = excluded by a test of its own.
         evidence: log-likelihood of what else is known, up to a constant.
     """
 
@@ -211,13 +228,15 @@ class Assessment:
     share: float = 0.0
 
 
-def assess(hypotheses: Sequence[Hypothesis], sources: Sequence[Counts]) -> list[Assessment]:
-    """The hypotheses and `NONE` with their likelihoods, the most likely first."""
-    assessments = [_assessment(hypothesis, sources) for hypothesis in (*hypotheses, NONE)]
-    logs = np.array([item.log_likelihood + math.log(item.hypothesis.prior) for item in assessments])
+def assess(hypotheses: Sequence[Hypothesis], sources: Sequence[Counts], none: Hypothesis = NONE) -> list[Assessment]:
+    """The hypotheses and ``none``, that none of them is true, with their likelihoods, the most likely first."""
+    assessments = [_assessment(hypothesis, sources) for hypothesis in (*hypotheses, none)]
+    with np.errstate(divide="ignore"):
+        priors = np.log([item.hypothesis.prior for item in assessments])
+    logs = priors + [item.log_likelihood for item in assessments]
     shares = np.exp(logs - np.logaddexp.reduce(logs)).tolist()
     results = [replace(item, share=share) for item, share in zip(assessments, shares, strict=True)]
-    return sorted(results, key=lambda assessment: assessment.share, reverse=True)
+    return sorted(results, key=lambda assessment: (assessment.share, assessment.log_likelihood), reverse=True)
 
 
 def not_excluded(assessments: Sequence[Assessment]) -> list[Hypothesis]:
@@ -295,8 +314,9 @@ def _level(center: float, spread: float, low: float, high: float) -> np.ndarray:
     return _normal(weights)
 
 
-@cache
-def _kernel(step: float) -> np.ndarray:
-    """``[from, to]``: normal changes of x with the standard deviation ``step``."""
-    weights = np.exp(-0.5 * ((GRID[:, None] - GRID) / step) ** 2)
+@lru_cache(64)
+def _kernel(step: float, shift: float = 0.0) -> np.ndarray:
+    """``[from, to]``: normal changes of x with the mean ``shift`` and the standard deviation ``step``."""
+    log_weights = -0.5 * ((GRID[:, None] + shift - GRID) / step) ** 2
+    weights = np.exp(log_weights - log_weights.max(-1, keepdims=True))
     return weights / weights.sum(-1, keepdims=True)

@@ -2,9 +2,14 @@
 
 The expected rates of a reading are those of its replay, by the engine's own definition of its counters: x_i is normal
 around their logit, with the standard error over responses. The server's own responses have the same error, so that its
-drafts count as fewer trials. If the responses are those that were counted, acceptance is known up to rounding and
-chance (`OWN`), and without chance if it is deterministic (`EXACT`). They may be if they have as many tokens in steps,
-and are if the readings then explain the counters better than as other responses.
+drafts count as fewer trials. If the responses are those that were counted (they have as many tokens in steps),
+acceptance is known up to rounding and chance (`OWN`), and without chance if it is deterministic (`EXACT`).
+
+Likelihoods compare readings with each other. Two things say that none of them may be true. Each reading is tested by
+itself: the counters have to lie inside of its predictive intervals at all positions, which a true reading fails in
+`LEVEL` of the cases, and the target has to generate the responses for its prompts; a reading that fails has no share.
+And a cause that is not in the list (`UNLISTED`) has a prior of its own, and the rates of the drafter as configured
+behind a shift of unknown size.
 """
 
 from __future__ import annotations
@@ -14,18 +19,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from scipy.stats import norm, t
 
-from crossdraft.framework.metrics.intervals import estimate
 from crossdraft.framework.util.estimate import Estimate
 
 from ..engines.acceptance import Acceptance
 from ..replay.engine_counts import EngineCounts
-from .hypothesis import Assessment, Counts, Hypothesis, Known, assess, not_excluded
+from .hypothesis import Around, Assessment, Counts, Curve, Hypothesis, Known, assess, not_excluded
 from .signatures import counts_of, faulty_shapes
 from .trials import TrialResult
 
 #: Name of the reading of the files.
 CONFIGURED = "as configured"
+#: Name of the hypothesis that no reading is true.
+UNLISTED = "a cause that is not in the list"
+#: Probability with which a true reading fails its test.
+LEVEL = 0.01
+#: Standard deviations of the shift of logit h_i that an unlisted cause has, equally likely.
+_SHIFTS = (0.5, 1.0, 2.0)
 #: Prior of a signature beside the readings: it describes a fault, and a reading explains it.
 SHAPE = 0.25
 
@@ -38,15 +49,19 @@ class _Precision:
         rounding: standard error of logit h_i by rounding.
         repeats: number of times that a drafted token counts as a trial.
         maximum: trials as which many drafts count.
+        unlisted: prior of `UNLISTED`, in those of a reading. Unlisted causes are many, and counters of other responses
+            are little more than one number, how low acceptance is; few of them pass the test of a reading on its own.
     """
 
     rounding: float
     repeats: float
     maximum: float
+    unlisted: float
 
 
 #: Of other responses, of those that were counted, and of those if acceptance is deterministic.
-OTHER, OWN, EXACT = _Precision(0.05, 1.0, 1500.0), _Precision(0.03, 1.0, math.inf), _Precision(0.03, 4.0, math.inf)
+OTHER = _Precision(0.05, 1.0, 1500.0, 80.0)
+OWN, EXACT = _Precision(0.03, 1.0, math.inf, 20.0), _Precision(0.03, 4.0, math.inf, 8.0)
 #: Ratio of likelihoods up to which a reading is named, too.
 ALIKE = 10.0
 #: Responses that are not worth recording to distinguish two readings.
@@ -54,7 +69,7 @@ _MOST_RESPONSES = 1e5
 #: Difference of acceptance by position up to which two readings have the same counters.
 SAME = 0.01
 #: Relative difference of tokens in steps up to which responses are those that the server counted.
-_SAME_TOKENS = 0.03
+_SAME_TOKENS = 0.01
 
 
 @dataclass(frozen=True)
@@ -63,7 +78,7 @@ class Match:
 
     Attributes:
         own: the responses are those that the server counted.
-        unexplained: they are those, or have as many tokens, but no reading gives exactly what was counted.
+        intervals: of each reading, ``[3, gamma]``: Pr(tau >= i), and the bounds that the counters have to lie in.
         unknown: readings that could not be replayed.
     """
 
@@ -71,27 +86,39 @@ class Match:
     assessments: Sequence[Assessment]
     results: dict[str, TrialResult]
     own: bool
-    unexplained: bool = False
+    intervals: Mapping[str, np.ndarray]
     unknown: int = 0
 
     def named(self) -> list[str]:
         """The most likely hypothesis, and those that these counters do not distinguish from it.
 
-        The latter are those with a likelihood of at least a tenth of its own (a prior is not evidence), and readings
-        whose replays have the same counters. If a signature is the most likely, they are those that are not excluded.
+        The latter are readings that fit and have a likelihood of at least a tenth of its own (a prior is not evidence)
+        or the same counters, and a cause that is not in the list with a tenth of its share. If that or a signature is
+        the most likely, they are what is not excluded, and the likeliest readings that fit.
         """
-        best = self.results.get(self.assessments[0].hypothesis.name)
+        first = self.assessments[0]
+        best = self.results.get(first.hypothesis.name)
+        near = math.log(ALIKE)
         if best is None:
-            return [hypothesis.name for hypothesis in not_excluded(self.assessments)]
-        limit = self.assessments[0].log_likelihood - math.log(ALIKE)
-        names = [
-            item.hypothesis.name
-            for item in self.assessments
-            if item.hypothesis.name in self.results and item.log_likelihood >= limit
-        ]
+            names = [hypothesis.name for hypothesis in not_excluded(self.assessments)]
+            fitting = [item for item in self.assessments if item.hypothesis.name in self.results and item.share]
+            likeliest = max((item.log_likelihood for item in fitting), default=0.0)
+            names += [item.hypothesis.name for item in fitting if item.log_likelihood >= likeliest - near]
+            return list(dict.fromkeys(names))
         rates = _rates(best)
-        same = [name for name, result in self.results.items() if np.abs(_rates(result) - rates).max() < SAME]
-        return list(dict.fromkeys([*names, *same]))
+        names = [first.hypothesis.name]
+        for item in self.assessments[1:]:
+            name = item.hypothesis.name
+            if name == UNLISTED:
+                alike = item.share * ALIKE > first.share
+            elif name not in self.results or not self.fits(name):
+                continue
+            else:
+                same = np.abs(_rates(self.results[name]) - rates).max() < SAME
+                texts = first.hypothesis.evidence - item.hypothesis.evidence
+                alike = first.log_likelihood - item.log_likelihood <= near or (same and texts <= near)
+            names += [name] * bool(alike)
+        return names
 
     def responses_to_decide(self) -> int | None:
         """Number of counted responses after which all but one of `named` are excluded; None if no number is enough.
@@ -110,15 +137,19 @@ class Match:
             needed = max(needed, math.log(ALIKE) / ratio if ratio > 0 else math.inf)
         return math.ceil(needed) if needed < _MOST_RESPONSES else None
 
-    def marginal(self, name: str, position: int) -> Estimate:
-        """Pr(tau >= position) of a reading, with an interval over responses."""
-        counts = self.results[name].counts
-        assert counts is not None
-        rows = np.array(counts.by_response)[:, [0, position]]
-        log = int(np.count_nonzero(rows[:, 1])) > 1  # without one response there are accepted drafts, too
-        return estimate(
-            lambda sums: sums[..., 1] / np.maximum(sums[..., 0], 1e-9), rows, log=log, minimum=0.0, maximum=1.0
-        )
+    def expected(self, name: str, position: int) -> Estimate:
+        """Pr(tau >= position) of a reading, with the interval that the counters have to lie in."""
+        rate, low, high = self.intervals[name][:, position - 1]
+        return Estimate(float(rate), float(low), float(high))
+
+    def fits(self, name: str) -> bool:
+        """True if the counters lie inside of the intervals of a reading at all positions, and it explains the texts."""
+        return not _failure(self.results[name], self.counted, self.intervals[name])
+
+    @property
+    def unexplained(self) -> bool:
+        """True if no reading fits."""
+        return not any(map(self.fits, self.results))
 
 
 def match(results: Sequence[TrialResult], acceptance: Acceptance, *, own: bool | None = None) -> Match:
@@ -137,49 +168,91 @@ def match(results: Sequence[TrialResult], acceptance: Acceptance, *, own: bool |
     }
     counted = counts_of(acceptance)
     random = any(result.counts.random for result in replayed.values() if result.counts is not None)
-    precisions = [OTHER, OWN if random else EXACT]
-    if own is not None or not any(_same_tokens(counted, result.counts) for result in replayed.values()):
-        precisions = precisions[1:] if own else precisions[:1]
-    fits = [_fit(replayed, counted, precision) for precision in precisions]
-    equal = any(_same_counts(counted, result.counts) for result in replayed.values())
-    chosen = len(fits) - 1 if equal else int(np.argmax([density for density, _ in fits]))
-    assessments = fits[chosen][1]
-    own = precisions[chosen] is not OTHER
-    best = replayed.get(assessments[0].hypothesis.name)
-    explained = best is not None and (own or len(fits) == 1)
-    if own and not random and best is not None:
-        rates = np.array(counted.at_least[1:]) / max(counted.at_least[0], 1e-9)
-        both = min(len(rates), len(_rates(best)))
-        explained = bool(np.abs(_rates(best)[:both] - rates[:both]).max() < SAME)
-    unexplained = (own or len(fits) > 1) and not explained
-    return Match(counted, assessments, replayed, own, unexplained, len(results) - len(replayed))
+    if own is None:
+        own = any(_same_tokens(counted, result.counts) for result in replayed.values())
+    precision = OTHER if not own else OWN if random else EXACT
+    intervals = {name: _interval(result, counted, precision) for name, result in replayed.items()}
+    assessments = _assessed(replayed, intervals, counted, precision)
+    return Match(counted, assessments, replayed, own, intervals, len(results) - len(replayed))
 
 
-def _fit(replayed: Mapping[str, TrialResult], counted: Counts, precision: _Precision) -> tuple[float, list[Assessment]]:
-    """Logarithm of the density of the counters, given that a reading is true, and the assessments."""
+def _assessed(
+    replayed: Mapping[str, TrialResult], intervals: Mapping[str, np.ndarray], counted: Counts, precision: _Precision
+) -> list[Assessment]:
     repeats = precision.repeats / _design_effect(replayed) if precision is OTHER else precision.repeats
-    at_least = tuple(n * repeats for n in counted.at_least)
-    scaled = Counts("", at_least, precision=precision.maximum)
+    scaled = Counts("", tuple(n * repeats for n in counted.at_least), precision=precision.maximum)
+    failures = {name: _failure(result, counted, intervals[name]) for name, result in replayed.items()}
     texts = {name: result.texts.log_likelihood for name, result in replayed.items() if result.texts is not None}
-    best = max(texts.values(), default=0.0)
-    readings = [
-        Hypothesis(
-            name,
-            result.misconfiguration.cure,
-            "",
-            (_known(result.counts, precision),),
-            prior=float(max(len(replayed) - 1, 1)) if name == CONFIGURED else 1.0,
-            evidence=texts.get(name, best) - best,
-        )
-        for name, result in replayed.items()
-        if result.counts is not None
+    best, readings = max(texts.values(), default=0.0), []
+    for name, result in replayed.items():
+        prior = 0.0 if failures[name] else 1.0
+        if name == CONFIGURED:
+            prior *= len(replayed) - 1 + precision.unlisted / 2
+        known, evidence = _known(result.counts, precision), texts.get(name, best) - best
+        readings.append(Hypothesis(name, result.misconfiguration.cure, "", (known,), prior=prior, evidence=evidence))
+    # If the prompts are others, so is the fault.
+    evidence = readings[0].evidence if readings and any(reading.prior for reading in readings) else 0.0
+    curves: list[Curve] = [Curve()]
+    if readings:
+        rates = readings[0].curves[0].rates  # type: ignore[attr-defined]
+        curves += [Around(rates, spread) for spread in _SHIFTS]
+    shapes = [replace(shape, prior=SHAPE, evidence=evidence) for shape in faulty_shapes(counted.gamma)]
+    meaning = "the server computes what no reading describes, such as another checkpoint (--or-model)"
+    unlisted = Hypothesis(UNLISTED, meaning, "", curves, prior=precision.unlisted, evidence=evidence)
+    return [
+        replace(item, against=failures.get(item.hypothesis.name, item.against))
+        for item in assess([*readings, *shapes], [scaled], unlisted)
     ]
-    shapes = [replace(shape, prior=SHAPE) for shape in faulty_shapes(counted.gamma)]
-    assessments = assess([*readings, *shapes], [scaled])
-    known = [item for item in assessments if item.hypothesis.name in replayed]
-    logs = [item.log_likelihood + math.log(item.hypothesis.prior) for item in known]
-    trials = [1 / (1 / n + 1 / precision.maximum) for n in at_least[:-1] if n]
-    return float(np.logaddexp.reduce(logs)) + 0.5 * float(np.log(trials).sum()), assessments
+
+
+def _failure(result: TrialResult, counted: Counts, interval: np.ndarray) -> str:
+    """The test that a reading fails, in words; empty if it fits."""
+    if result.texts is not None and result.texts.foreign:
+        return "the target does not generate the responses for these prompts"
+    return _outside(counted, interval)
+
+
+def _interval(result: TrialResult, counted: Counts, precision: _Precision) -> np.ndarray:
+    """Pr(tau >= i) of a replay, and the bounds that the counters of a server that computes the same lie in.
+
+    Bounds of all positions hold together with a probability of 1 - `LEVEL`. Those for other responses contain the
+    variance over responses, of the replay and of the server; those for the same ones chance and rounding, of which the
+    share of their tokens that are not the target's choice at temperature 0 is a measure.
+    """
+    counts, texts = result.counts, result.texts
+    assert counts is not None
+    rows, server = np.array(counts.by_response), counted.at_least[0]
+    drafts, accepted = rows[:, :1], rows[:, 1:]
+    total, tail = float(drafts.sum()), LEVEL / 2 / accepted.shape[1]
+    rates = accepted.sum(0) / total
+    if precision is EXACT:
+        rounding = 1.0 if texts is None or texts.share is None else 2 * (1 - texts.share)
+        tolerance = max(min(SAME, rounding + 3 / server), 1.5 / server)
+        return np.clip([rates, rates - tolerance, rates + tolerance], 0.0, 1.0)
+    smoothed = (accepted.sum(0) + 0.5) / (total + 1)
+    chance = smoothed * (1 - smoothed)
+    if precision is OTHER:
+        clustered = ((accepted - smoothed * drafts) ** 2).sum(0) / total * len(rows) / max(len(rows) - 1, 1)
+        variance = np.maximum(clustered + counts.random * chance, chance) * (1 / total + 1 / server)
+        quantile = t.isf(tail, max(len(rows) - 1, 1))
+    else:
+        variance, quantile = chance / server + (SAME / 2) ** 2, norm.isf(tail)
+    # Wilson's interval, with as many drafts as give this variance.
+    square = quantile**2 * variance / chance
+    center, half = rates + square / 2, np.sqrt(square * rates * (1 - rates) + square**2 / 4)
+    return np.array([rates, (center - half) / (1 + square), (center + half) / (1 + square)])
+
+
+def _outside(counted: Counts, interval: np.ndarray) -> str:
+    """The counter that is farthest outside of its interval, in words; empty if all lie inside."""
+    both = min(counted.gamma, interval.shape[1])
+    rates = np.array(counted.at_least[1 : both + 1]) / max(counted.at_least[0], 1e-9)
+    _, low, high = interval[:, :both]
+    beyond = np.maximum(low - rates, rates - high)
+    worst = int(beyond.argmax())
+    if beyond[worst] <= 1e-9:
+        return ""
+    return f"{rates[worst]:.3f} at position {worst + 1}; {low[worst]:.3f} to {high[worst]:.3f} expected"
 
 
 def _design_effect(replayed: Mapping[str, TrialResult]) -> float:
@@ -205,14 +278,6 @@ def _conditional(result: TrialResult) -> np.ndarray:
     return np.divide(marginal[1:], marginal[:-1], out=np.zeros(len(marginal) - 1), where=marginal[:-1] > 0)
 
 
-def _same_counts(counted: Counts, counts: EngineCounts | None) -> bool:
-    """True if the counters are those of a replay, up to one step at each position."""
-    if counts is None or len(counts.per_position) != counted.gamma:
-        return False
-    ours = np.array([counts.drafts, *counts.per_position])
-    return bool(np.abs(ours - np.array(counted.at_least)).max() <= 1.0)
-
-
 def _same_tokens(counted: Counts, counts: EngineCounts | None) -> bool:
     if counts is None:
         return False
@@ -220,8 +285,9 @@ def _same_tokens(counted: Counts, counts: EngineCounts | None) -> bool:
     return abs(theirs - ours) <= _SAME_TOKENS * ours
 
 
-def _known(counts: EngineCounts, precision: _Precision) -> Known:
+def _known(counts: EngineCounts | None, precision: _Precision) -> Known:
     """Expected rates, half a draft added to each outcome, and their standard errors as logits."""
+    assert counts is not None
     rows = np.array(counts.by_response)
     rates, errors = [], []
     for before, after in zip(rows.T[:-1], rows.T[1:], strict=True):

@@ -33,7 +33,8 @@ _MARK = "crossdraft"
 class Setup:
     """Facts about a server: the drafter and its heads (None without), the target and its responses.
 
-    ``others``: further heads or draft models that it may have loaded.
+    ``others``: further heads or draft models that it may have loaded. ``continued``: responses with what a target emits
+    past their end; ``recorded``: the responses without that.
     """
 
     drafter: Configured
@@ -41,6 +42,8 @@ class Setup:
     target: Target
     responses: Sequence[Response]
     others: Sequence[str] = ()
+    continued: Callable[[Sequence[Response], Target], Sequence[Response]] = lambda responses, _: responses
+    recorded: Sequence[Response] | None = None
 
     def trial(self, mistake: str, cure: str, **changes: Any) -> Trial:
         """A trial of the same target and responses with ``changes`` of `Trial` or `Misconfiguration`."""
@@ -53,6 +56,8 @@ Reading = Callable[[Setup], Iterator[Trial]]
 
 def readings(setup: Setup, catalogue: Sequence[Reading]) -> Iterator[Trial]:
     """Yield the drafter as configured, then the readings of a catalogue."""
+    responses = setup.continued(setup.responses, setup.target)
+    setup = replace(setup, responses=responses, recorded=setup.responses)
     yield setup.trial("", "")
     for reading in catalogue:
         yield from reading(setup)
@@ -133,14 +138,15 @@ def _other_prompts(setup: Setup) -> Iterator[Trial]:
     tokenizer = setup.target.loaded.tokenizer
     if tokenizer is None:
         return
-    prompts = [list(response.prompt) for response in setup.responses]
+    recorded = setup.recorded or setup.responses
+    prompts = [list(response.prompt) for response in recorded]
     tried = [prompts]
     for mistake, cure, change in _prompt_changes(tokenizer, prompts):
         changed = [change(prompt) for prompt in prompts]
         if all(changed) and changed not in tried:
             tried.append(changed)
-            responses = [replace(r, prompt=p, log_p=None) for r, p in zip(setup.responses, changed, strict=True)]
-            yield setup.trial(mistake, cure, responses=responses)
+            responses = [replace(r, prompt=p, log_p=None) for r, p in zip(recorded, changed, strict=True)]
+            yield setup.trial(mistake, cure, responses=setup.continued(responses, setup.target))
 
 
 #: Mistakes in files and options, and all that a server may do wrong.

@@ -20,7 +20,7 @@ from .engine_counts import EngineCounts
 
 #: Names of causes.
 DEFINITION, END = "definition of the counter", "end of sequence"
-TEMPLATE, LENGTH = "chat template", "draft length"
+TEMPLATE, LENGTH, DTYPE = "chat template", "draft length", "dtype"
 #: Standard errors that chance does not explain.
 CHANCE = 3.5
 #: Relative rounding error of counts that are computed from rates of three decimals.

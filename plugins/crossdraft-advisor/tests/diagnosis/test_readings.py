@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from crossdraft_advisor.commands.diagnose.responses import _continued
 from crossdraft_advisor.diagnosis.head_misreadings import MISREADINGS, HeadMisreading, misread
 from crossdraft_advisor.diagnosis.matching import CONFIGURED, match
 from crossdraft_advisor.diagnosis.readings import READINGS, Setup, readings
@@ -156,6 +158,18 @@ def test_readings_of_prompts_are_decided_by_the_texts(served: Callable[[str], Se
         source = Acceptance.from_rows([(result.counts.drafts, *result.counts.per_position)], "scrape.txt")
         assert match(results, source).named()[0] == name
         assert results[0].texts is not None and results[0].texts.foreign
+
+
+def test_tails_are_decoded_behind_the_prompts_of_the_reading(served: Callable[[str], Setup]) -> None:
+    """An engine counts drafts past the end of a response, where its own prompts decide what the target emits."""
+    setup = replace(served("draft-model"), continued=partial(_continued, gamma=GAMMA))
+    trials = list(readings(setup, READINGS))
+    prompts = {tuple(trial.responses[0].prompt) for trial in trials}
+    assert len(prompts) > 2
+    for trial in trials:
+        for response in trial.responses[:2]:
+            before = [*response.prompt, *response.tokens]
+            assert list(response.continuation) == argmax_text(setup.target.loaded.model, before, GAMMA)[len(before) :]
 
 
 def test_template_is_taken_off_and_put_on(served: Callable[[str], Setup]) -> None:

@@ -143,6 +143,24 @@ def test_other_drafts_of_engine_are_left_to_diagnosis(
         assert f"--counters {file} --as vllm" in out
 
 
+def test_dtype_of_engine_is_checked_before_its_drafts(sampled: dict[str, str], tmp_path: Path, capsys: Any) -> None:
+    """The engine computed in float32; the replay, in bfloat16, gives other counts."""
+    rows = [json.loads(line) for line in Path(sampled["source"]).read_text(encoding="utf-8").splitlines()]
+    model = load_model(sampled["target"], dtype="float32", device="cpu")
+    prompts = [row["prompt"] for row in rows]
+    texts = generate(model, prompts, max_new_tokens=64, temperature=0.0, ignore_eos=True, batch_size=24)
+    rows = [row | {"tokens": text.tokens, "temperature": 0} for row, text in zip(rows, texts, strict=True)]
+    source = tmp_path / "greedy.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    drafter = json.dumps({"name": "draft-model", "gamma": 2, "model": sampled["near"]})
+    pair = ["--target", sampled["target"], "--device", "cpu"]
+    file = scrape(tmp_path / "a.txt", *counters(capsys, str(source), drafter, *pair, "--dtype", "float32"))
+    argv = [str(source), "--drafter", drafter, "--as", "vllm", "--counted", file, *pair, "--dtype", "bfloat16"]
+    (check,) = compared(capsys, *argv)["engines"]
+    assert not check["agrees"] and check["cause"]["name"] == "dtype"
+    assert "the engine computes in it; add --dtype float32" in check["cause"]["text"]
+
+
 WORDS = [f"w{i}" for i in range(5, 11)]
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from crossdraft.framework.api.build import Configured
 from crossdraft.framework.api.generate import generate
 from crossdraft.framework.contracts.misconfiguration import Misconfiguration
-from crossdraft.framework.contracts.models import Checkpoint
+from crossdraft.framework.contracts.models import TRANSFORMERS, Checkpoint
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.metrics.intervals import LEAST_PIECES
@@ -19,10 +21,10 @@ from crossdraft.framework.models.checkpoint import load_checkpoint
 from crossdraft.framework.util.estimate import estimate_text
 from crossdraft.framework.util.table import Alignment, Table
 
-from ...diagnosis.hypothesis import NONE
-from ...diagnosis.matching import CONFIGURED, Match, match
+from ...diagnosis.matching import ALIKE, CONFIGURED, LEVEL, UNLISTED, Match, match
 from ...diagnosis.readings import OF_FILES, READINGS, Setup, readings
 from ...diagnosis.same_server import differences
+from ...diagnosis.text_fit import fit_texts
 from ...diagnosis.trials import (
     Trial,
     TrialResult,
@@ -54,12 +56,14 @@ def replayed_of(args: Diagnose, drafter: Configured) -> str:
     definition = DEFINITIONS[args.as_] if counted else None
     options = {"device": args.device, "trust_remote_code": args.trusted([args.target], [args.drafter])}
     recorded, sampling, served = _recorded(args)
-    target = Target(args.target, sampling, dtype=args.dtype, **options)
+    target, facts = Target(args.target, sampling, dtype=args.dtype, **options), []
     gamma = counted[0][1].gamma if counted else args.gamma
-    if recorded and definition is not None and definition.accepted == "all" and sampling.temperature == 0:
-        recorded = _continued(recorded, target, gamma)
+    if recorded and counted and args.dtype == "auto":
+        target, facts = _in_dtype_of_responses(args.target, target, recorded, options)
+    past_end = definition is not None and definition.accepted == "all" and sampling.temperature == 0
+    continued = partial(_continued, gamma=gamma) if past_end else Setup.continued
     heads = load_checkpoint(drafter[1].model) if _has_heads(drafter) else None
-    trials = list(_trials(args, drafter, target, heads, recorded, options))
+    trials = list(_trials(args, drafter, target, heads, recorded, options, continued))
     results: list[TrialResult] = []
     start = time.perf_counter()
     for result in run_trials(drafter, trials, gamma, definition):
@@ -67,7 +71,7 @@ def replayed_of(args: Diagnose, drafter: Configured) -> str:
         if len(results) == 1:
             seconds = time.perf_counter() - start
             log(f"trying {len(trials) - 1} common mistakes, about {duration(seconds)} each")
-    facts = [] if heads is None else target_facts(heads, target.name, target.loaded.sha256)
+    facts += [] if heads is None else target_facts(heads, target.name, target.loaded.sha256)
     if results[0].warning:
         facts.append(results[0].warning)
     if counted and args.replay:
@@ -121,6 +125,23 @@ def _recorded(args: Diagnose) -> tuple[list[Response] | None, Sampling, str]:
     return list(responses), sampling, reader.model
 
 
+def _in_dtype_of_responses(
+    name: str, target: Target, responses: Sequence[Response], options: dict[str, Any]
+) -> tuple[Target, list[str]]:
+    """The target in the dtype that fits the responses better: its default, or another; and the reason for another."""
+    default = str(target.loaded.model.dtype).removeprefix("torch.") if target.loaded.backend == TRANSFORMERS else ""
+    fit = fit_texts(target, responses)
+    if not default or fit.share == 1:
+        return target, []
+    dtype = "bfloat16" if default == "float32" else "float32"
+    other = Target(name, target.sampling, dtype=dtype, **options)
+    other_fit = fit_texts(other, responses)
+    if other_fit.log_likelihood - fit.log_likelihood <= math.log(ALIKE):
+        return target, []
+    shares = "" if fit.share is None else f" ({100 * other_fit.share:.1f} % of the tokens, not {100 * fit.share:.1f} %)"  # type: ignore[operator]
+    return other, [f"the server computes in {dtype}: {name} generates the responses in it, not in {default}{shares}"]
+
+
 def _continued(responses: Sequence[Response], target: Target, gamma: int) -> list[Response]:
     """The responses with what the target emits past their end at temperature 0, where engines count drafts, too."""
     results = list(responses)
@@ -159,51 +180,60 @@ def _report(
 def _matched(matched: Match) -> str:
     """The most likely reading in words, against the drafter as configured."""
     best = matched.assessments[0]
-    name, results = best.hypothesis.name, matched.results
+    name, results, named = best.hypothesis.name, matched.results, matched.named()
     texts = "the counted responses" if matched.own else "other responses than the counted ones"
-    lines = [f"Replayed: {texts}."]
-    if best.hypothesis is NONE:
-        lines.append(f"None of the {len(results)} readings gives what the server counted.")
+    lines = [f"Replayed: {texts} (--counted {'other' if matched.own else 'replay'} if that is wrong)."]
+    if matched.unexplained:
+        lines.append(
+            f"None of the {len(results)} readings gives what the server counted, each tested at a level of "
+            f"{100 * LEVEL:g} %: {best.hypothesis.meaning}."
+        )
+        if name != UNLISTED:
+            lines.append(f"Its shape: {name}.")
     elif name not in results:
-        lines.append(f"No reading gives what the server counted; its shape: {name} ({best.hypothesis.meaning}).")
+        lines.append(f"Most likely: {name} ({best.hypothesis.meaning}).")
+    elif name == CONFIGURED:
+        verb = "may compute" if len(named) > 1 else "computes"
+        lines.append(f"The server {verb} what the files define: {_against(matched, name)}.")
+        if not matched.own:
+            lines.append("A fault that changes acceptance by less than this interval does not show in these counters.")
     else:
-        position, counted = _telling_position(matched, name), matched.counted
-        rate = counted.at_least[position] / counted.at_least[0]
-        gives = estimate_text(matched.marginal(name, position), digits=3)
-        if name == CONFIGURED:
-            verb = "may compute" if len(matched.named()) > 1 else "computes"
-            lines.append(f"The server {verb} what the files define: {rate:.3f} at position {position} ({gives}).")
-        else:
-            lines.append(
-                f"Your server's {rate:.3f} at position {position} is what this drafter gives if {name} ({gives})"
-                + (
-                    f"; as configured it would be {estimate_text(matched.marginal(CONFIGURED, position), digits=3)}."
-                    if CONFIGURED in results
-                    else "."
-                )
-            )
-            lines.append(
-                "Check how the engine reads the files (--files). If the files are wrong instead, the cure is: "
-                f"{best.hypothesis.meaning}."
-            )
-    if others := matched.named()[1:]:
+        verb = "may be" if len(named) > 1 else "is"
+        position = _telling_position(matched, name)
+        would_be = ""
+        if CONFIGURED in results:
+            gives = estimate_text(matched.expected(CONFIGURED, position), digits=3)
+            would_be = f"; as configured it would be {gives}"
+        counted = f"{_counted(matched, position)} at position {position}"
+        gives = estimate_text(matched.expected(name, position), digits=3)
+        lines.append(f"Your server's {counted} {verb} what this drafter gives if {name} ({gives}){would_be}.")
+        lines.append(
+            "Check how the engine reads the files (--files). If the files are wrong instead, the cure is: "
+            f"{best.hypothesis.meaning}."
+        )
+    if others := named[1:]:
         lines.append(f"Not distinguished from it by these counters: {'; '.join(others)}.")
         lines.append(f"Next check: {_next_check(matched)}.")
-    if matched.unexplained and (not matched.own or name in results):
-        if_own = "No" if matched.own else "If these are the counted responses, no"
-        lines.append(
-            f"{if_own} reading gives what the server counted: it computes something else, such as another checkpoint "
-            "(--or-model)."
-        )
     if matched.unknown:
         lines.append(f"{matched.unknown} readings could not be replayed.")
     return "\n".join(lines)
+
+
+def _counted(matched: Match, position: int) -> str:
+    return f"{matched.counted.at_least[position] / matched.counted.at_least[0]:.3f}"
+
+
+def _against(matched: Match, name: str) -> str:
+    """The first rate that was counted, and its interval for a reading, in words."""
+    return f"{_counted(matched, 1)} at position 1 ({estimate_text(matched.expected(name, 1), digits=3)})"
 
 
 def _next_check(matched: Match) -> str:
     """The cheapest check that would distinguish the readings that are named."""
     if not matched.own:
         return "replay the responses that were counted, best at temperature 0 (--counted replay)"
+    if len(set(matched.named()) & set(matched.results)) < 2:
+        return "more of the counted responses, and further checkpoints that the server may have loaded (--or-model)"
     needed = matched.responses_to_decide()
     if needed is None:
         return "how the engine reads the files (--files); on such texts the counters are the same"
@@ -226,9 +256,10 @@ def _trials(
     heads: Checkpoint | None,
     recorded: Sequence[Response] | None,
     options: dict[str, Any],
+    continued: Callable[[Sequence[Response], Target], Sequence[Response]],
 ) -> Iterator[Trial]:
     responses = _responses(args, target.sampling) if recorded is None else recorded
-    setup = Setup(drafter, heads, target, responses, args.or_model)
+    setup = Setup(drafter, heads, target, responses, args.or_model, continued)
     yield from readings(setup, READINGS if args.counters else OF_FILES)
     if recorded is None and getattr(target.loaded.tokenizer, "chat_template", None):
         raw = _responses(args, target.sampling, chat=False)
@@ -238,8 +269,10 @@ def _trials(
     if precision != "float32":
         exact = Target(args.target, target.sampling, dtype="float32", **options)
         mistake = f"{precision} is not precise enough for the drafter or the target"
+        if args.counters:
+            mistake = f"the server computes in float32, not in {precision}"
         # The recorded log-probabilities are those at the lower precision.
-        unknown = [replace(response, log_p=None) for response in responses]
+        unknown = continued([replace(response, log_p=None) for response in responses], exact)
         yield Trial(Misconfiguration(mistake, "run them with --dtype float32"), exact, unknown)
 
 

@@ -23,6 +23,7 @@ from ...engines.formats import read_acceptances
 from ...engines.prometheus import drafted_tokens
 from ...replay.aggregate import Row
 from ...replay.count_causes import (
+    DTYPE,
     TEMPLATE,
     Cause,
     Counted,
@@ -110,15 +111,19 @@ def _checked(args: ReplayOptions, replayed: Callable[..., Any], source: str, eng
     target = "".join(args.target)
     variants = list(other_definitions(DEFINITIONS[engine]))
     prompts: dict[str, int] = {}
+
+    def replay_in(dtype: str) -> tuple[Any, ...]:
+        return replayed(
+            args.model_copy(update={"dtype": dtype}),
+            [source],
+            target,
+            engine,
+            [definition for _, definition in variants],
+            note=lambda response: prompts.setdefault(response.id, hash(tuple(response.prompt))),
+        )
+
     log(f"replaying {source} as {engine}")
-    result, sampling, assumed = replayed(
-        args,
-        [source],
-        target,
-        engine,
-        [definition for _, definition in variants],
-        note=lambda response: prompts.setdefault(response.id, hash(tuple(response.prompt))),
-    )
+    result, sampling, assumed = replay_in(args.dtype)
     (candidate,) = result.candidates
     verifier, gamma = _single(candidate, counted, file)
     reference, tally = candidate.counts[verifier, gamma], candidate.tallies[verifier, 1]
@@ -133,15 +138,21 @@ def _checked(args: ReplayOptions, replayed: Callable[..., Any], source: str, eng
     defaults = DEFINITIONS[engine].drafter_options.get(strategy.name, {})
     check.options = {key: value for key, value in defaults.items() if key not in strategy.config}
     check.templates = assumed[OTHER_TEMPLATE]
-    if target and has_weights(candidate.drafter, sampling):
+    weights = has_weights(candidate.drafter, sampling)
+    if target and weights:
+        dtype = "" if args.dtype == "auto" else f" --dtype {args.dtype}"
         check.next_check = (
             f"find how it drafts: crossdraft diagnose --target {target} --drafter {quote(args.drafter[0])} --replay "
-            f"{quote(source)} --counters {quote(file)} --as {engine}"
+            f"{quote(source)} --counters {quote(file)} --as {engine}{dtype}"
         )
     if not check.agrees:
         counts = candidate.variants[verifier, gamma]
+        dtypes = [dtype for dtype in ("float32", "bfloat16") if weights and dtype != args.dtype]
         check.cause = (
-            _template(check)
+            next(
+                (_dtype(dtype) for dtype in dtypes if agrees(counted, _counts(replay_in(dtype), verifier, gamma))), None
+            )
+            or _template(check)
             or first_cause(counted, [(cause, each) for (cause, _), each in zip(variants, counts, strict=True)])
             or past_end(counted, reference)
             or draft_lengths(counted, reference)
@@ -157,6 +168,15 @@ def _single(candidate: Any, counted: Counted, file: str) -> tuple[str, int]:
     if gamma not in candidate.gammas:
         raise UsageError(f"{file} counted drafts of {gamma} tokens; set --gamma {gamma}")
     return next(iter(candidate.verifiers)), gamma
+
+
+def _counts(replayed: tuple[Any, ...], verifier: str, gamma: int) -> EngineCounts:
+    (candidate,) = replayed[0].candidates
+    return candidate.counts[verifier, gamma]
+
+
+def _dtype(dtype: str) -> Cause:
+    return Cause(DTYPE, f"replayed in {dtype}, the counts agree: the engine computes in it; add --dtype {dtype}")
 
 
 def _template(check: EngineCheck) -> Cause | None:
