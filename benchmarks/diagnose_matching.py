@@ -269,8 +269,8 @@ def table(args: argparse.Namespace, folder: Path, kind: Kind) -> str:
     cases, replays = kept(args, folder, kind)
     for case in cases:
         total = np.array(case.counts).sum(0)
-        held = case.truth.removeprefix(UNKNOWN)
-        mark = " (held out)" if args.unlisted and held_out(held) else ""
+        name = case.truth.removeprefix(UNKNOWN)
+        mark = " (held out)" if args.unlisted and held_out(name) else ""
         row = [short(case.truth) + mark, " ".join(f"{rate:.2f}" for rate in total[1:] / total[0])]
         for own in (True, False):
             if not own and args.pool < 2 * args.responses:

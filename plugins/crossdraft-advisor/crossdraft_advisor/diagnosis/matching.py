@@ -5,7 +5,7 @@ around their logit, with the standard error over responses. The server's own res
 drafts count as fewer trials. If the responses are those that were counted (they have as many tokens in steps),
 acceptance is known up to rounding and chance (`OWN`), and without chance if it is deterministic (`EXACT`).
 
-Likelihoods compare readings with each other. Two things say that none of them may be true. Each reading is tested by
+Likelihoods compare readings with each other. Two things show that none of them may be true. Each reading is tested by
 itself: the counters have to lie inside of its predictive intervals at all positions, which a true reading fails in
 `LEVEL` of the cases, and the target has to generate the responses for its prompts; a reading that fails has no share.
 And a cause that is not in the list (`UNLISTED`) has a prior of its own, and the rates of the drafter as configured
