@@ -1,0 +1,1 @@
+"""Cost of a speculative step, from measured speeds or from what others measured."""

@@ -1,0 +1,227 @@
+"""Seconds of a speculative step over those of a plain one, as a line in the draft length with an interval.
+
+A step that drafts ``gamma`` tokens takes ``a + b gamma`` plain steps of the same batch: ``a`` is the price of drafting
+at all, ``b`` of one drafted and verified token. The prior of ``(log a, log b)`` is a bivariate Student t fitted to
+published series (`prior.yaml`); the logarithm of a measured ratio has an error with a Student t of 3 degrees of
+freedom. The posterior is computed on a grid, and quantiles are roots of the distribution function of its mixture.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from importlib.resources import files
+from typing import NamedTuple
+
+import numpy as np
+import yaml
+from scipy import optimize, special, stats
+
+from crossdraft.framework.errors import UsageError
+from crossdraft.framework.util.estimate import Estimate
+
+#: Degrees of freedom of the error of one measured ratio.
+_NOISE_FREEDOM = 3.0
+#: Error of a speed-up measured at twice or half the batch size, in log scale, in addition to that of the measurement.
+_PER_OCTAVE = 0.03
+#: Points of the grid in each of log a and log b, and its range in scales of the prior.
+_POINTS, _RANGE = 100, 12.0
+#: Points of the integral over the logarithm of unknown plain seconds.
+_PLAIN_POINTS = 61
+
+
+class SpeedPoint(NamedTuple):
+    """A measured speed of a server.
+
+    Attributes:
+        batch_size: mean number of running requests.
+        gamma: tokens of a draft; 0 for plain decoding.
+        context: mean number of cached tokens of a request; NaN if unknown.
+        seconds_per_step: seconds of one step of the batch.
+        weight: number of steps that it is the mean of.
+        place: file and line, shown to users.
+    """
+
+    batch_size: float
+    gamma: float
+    context: float
+    seconds_per_step: float
+    weight: float
+    place: str
+
+
+@dataclass(frozen=True)
+class Prior:
+    """Distribution of ``(log a, log b)``, and the error of a measured ratio.
+
+    Attributes:
+        centre, scale, correlation, freedom: of the bivariate Student t.
+        noise: scale of the error of the logarithm of one measured ratio.
+    """
+
+    centre: tuple[float, float]
+    scale: tuple[float, float]
+    correlation: float
+    freedom: float
+    noise: float
+
+    def log_density(self, log_a: np.ndarray, log_b: np.ndarray) -> np.ndarray:
+        """Logarithm of the density."""
+        covariance = self.correlation * self.scale[0] * self.scale[1]
+        shape = [[self.scale[0] ** 2, covariance], [covariance, self.scale[1] ** 2]]
+        return stats.multivariate_t(self.centre, shape, self.freedom).logpdf(np.stack([log_a, log_b], axis=-1))
+
+
+@cache
+def published_prior() -> Prior:
+    """The prior fitted to published series."""
+    values = yaml.safe_load(files(__package__).joinpath("prior.yaml").read_text(encoding="utf-8"))
+    return Prior(
+        tuple(values["centre"]), tuple(values["scale"]), values["correlation"], values["freedom"], values["noise"]
+    )
+
+
+@cache
+def _grid(prior: Prior) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Values of log a and log b, denser near the centre of the prior, and the logarithms of their probabilities."""
+    steps = np.sinh(np.linspace(-3.5, 3.5, _POINTS))
+    steps *= _RANGE / steps[-1]
+    axes = [centre + scale * steps for centre, scale in zip(prior.centre, prior.scale, strict=True)]
+    log_a, log_b = np.meshgrid(*axes, indexing="ij")
+    area = np.outer(*(np.gradient(axis) for axis in axes))
+    return log_a, log_b, prior.log_density(log_a, log_b) + np.log(area)
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Posterior of the seconds of a step over those of a plain step, at one batch size.
+
+    Attributes:
+        gammas, ratios: measured draft lengths, and seconds of their steps: in plain steps if ``plain_known``, else in
+            any unit, so that they tell about each other only.
+        spread: additional error of each, in log scale; 0 if it was measured at this batch size.
+        plain_known: the seconds of a plain step are known.
+    """
+
+    gammas: tuple[float, ...] = ()
+    ratios: tuple[float, ...] = ()
+    spread: float = 0.0
+    plain_known: bool = True
+    prior: Prior = field(default_factory=published_prior)
+
+    def __post_init__(self) -> None:
+        for gamma, ratio in zip(self.gammas, self.ratios, strict=True):
+            if not (0 < gamma < math.inf and 0 < ratio < math.inf):
+                raise UsageError(f"a step with {gamma:g} drafted tokens of {ratio:g} plain steps is not possible")
+
+    @classmethod
+    def from_speeds(cls, points: Sequence[SpeedPoint], batch_size: float) -> StepCost:
+        """The cost at ``batch_size`` from measured speeds, of which those of the nearest batch size count.
+
+        Plain seconds are those of the same batch size (within 10 %); without them, speeds of several draft lengths
+        tell about each other only.
+
+        Raises:
+            UsageError: a speed that is not a positive finite number.
+        """
+        for point in points:
+            if not (0 < point.seconds_per_step < math.inf and point.batch_size > 0 and point.weight > 0):
+                raise UsageError(f"{point.place}: {point.seconds_per_step:g} s a step is not a speed")
+        drafting = [point for point in points if point.gamma > 0]
+        if not drafting:
+            return cls()
+        nearest = min((p.batch_size for p in drafting), key=lambda b: (abs(math.log(b / batch_size)), b))
+        seconds = {
+            gamma: _mean([p for p in points if p.gamma == gamma and abs(math.log(p.batch_size / nearest)) < 0.1])
+            for gamma in sorted({p.gamma for p in points})
+        }
+        plain = seconds.pop(0, None)
+        measured = {gamma: value for gamma, value in seconds.items() if value is not None}
+        spread = _PER_OCTAVE * abs(math.log2(batch_size / nearest))
+        ratios = tuple(value / (plain or 1.0) for value in measured.values())
+        return cls(tuple(measured), ratios, spread if spread > _PER_OCTAVE / 8 else 0.0, plain is not None)
+
+    def ratio(self, gamma: float) -> Estimate:
+        """Seconds of a step with ``gamma`` drafted tokens over those of a plain step: median and 95 % interval."""
+        value, low, high = (math.exp(self._quantile(gamma, p)) for p in (0.5, 0.025, 0.975))
+        return Estimate(value, low, high)
+
+    def speed_up(self, tokens: Estimate, gamma: int) -> Estimate:
+        """Speed-up over plain decoding of steps that emit ``tokens``; at most ``gamma + 1``.
+
+        The interval contains the uncertainty of the tokens and of the ratio, whose errors are independent.
+        """
+        ratio = self.ratio(gamma)
+        value = tokens.value / ratio.value
+        if ratio.low is None or ratio.high is None or tokens.low is None or tokens.high is None:
+            return Estimate(min(value, gamma + 1.0))
+        down = math.hypot(math.log(ratio.high / ratio.value), math.log(tokens.value / tokens.low))
+        up = math.hypot(math.log(ratio.value / ratio.low), math.log(tokens.high / tokens.value))
+        low, high = value * math.exp(-down), value * math.exp(up)
+        return Estimate(*(min(bound, gamma + 1.0) for bound in (value, low, high)))
+
+    @property
+    def log_evidence(self) -> float:
+        """Logarithm of the probability density of the measured ratios."""
+        return float(special.logsumexp(self._log_posterior) - special.logsumexp(self._log_prior))
+
+    @property
+    def _noise(self) -> float:
+        return math.hypot(self.prior.noise, self.spread)
+
+    @property
+    def _log_prior(self) -> np.ndarray:
+        """Logarithm of the prior probability of each cell of the grid."""
+        return _grid(self.prior)[2]
+
+    @cached_property
+    def _log_posterior(self) -> np.ndarray:
+        if not self.gammas:
+            return self._log_prior
+        errors = np.stack([math.log(r) - self._log_ratio(g) for g, r in zip(self.gammas, self.ratios, strict=True)])
+        if self.plain_known:
+            return self._log_prior + _log_density(errors, self._noise).sum(axis=0)
+        if len(self.gammas) == 1:
+            return self._log_prior  # one length tells nothing about others
+        reach = 8 * self._noise
+        share = np.linspace(0, 1, _PLAIN_POINTS)[:, None, None]
+        low, high = errors.min(axis=0) - reach, errors.max(axis=0) + reach
+        plain = low + (high - low) * share  # logarithm of plain seconds, with a flat prior
+        density = sum(_log_density(error - plain, self._noise) for error in errors)
+        return self._log_prior + special.logsumexp(density, axis=0) + np.log(high - low)
+
+    def _log_ratio(self, gamma: float) -> np.ndarray:
+        log_a, log_b, _ = _grid(self.prior)
+        return np.logaddexp(log_a, log_b + math.log(gamma))
+
+    def _mixture(self, gamma: float) -> tuple[np.ndarray, np.ndarray]:
+        """Logarithms of the ratio and their posterior probabilities, in cells of a quarter of the error."""
+        weights = special.softmax(self._log_posterior.ravel())
+        cells = np.round(self._log_ratio(gamma).ravel() * (4 / self._noise)).astype(int)
+        total = np.bincount(cells - cells.min(), weights)
+        kept = np.flatnonzero(total > 1e-9)
+        return (kept + cells.min()) * (self._noise / 4), total[kept] / total[kept].sum()
+
+    def _quantile(self, gamma: float, probability: float) -> float:
+        """A quantile of the logarithm of the ratio that would be measured."""
+        means, weights = self._mixture(gamma)
+
+        def excess(x: float) -> float:
+            return float(weights @ special.stdtr(_NOISE_FREEDOM, (x - means) / self._noise)) - probability
+
+        reach = 1000 * self._noise
+        return float(optimize.brentq(excess, means.min() - reach, means.max() + reach, xtol=1e-6))
+
+
+def _log_density(error: np.ndarray, scale: float) -> np.ndarray:
+    """Logarithm of the density of a Student t with 3 degrees of freedom; `scipy.stats.t` is ten times slower."""
+    return -2 * np.log1p((error / scale) ** 2 / _NOISE_FREEDOM) - math.log(scale * math.pi * math.sqrt(3) / 2)
+
+
+def _mean(points: Sequence[SpeedPoint]) -> float | None:
+    """Mean seconds of a step, by steps; None without points."""
+    if not points:
+        return None
+    return sum(p.seconds_per_step * p.weight for p in points) / sum(p.weight for p in points)
