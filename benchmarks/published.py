@@ -101,8 +101,8 @@ class Result:
     Attributes:
         errors: absolute relative errors of the speed-up.
         inside: share of the published speed-ups inside the 95 % interval.
-        loss: speed lost by the advised choice (a draft length, or off) against the best published one; None if there
-            is no choice.
+        loss: speed lost by the advised choice (a draft length, or off) against the best published one; None
+            with a single choice.
     """
 
     errors: tuple[float, ...]
@@ -111,7 +111,7 @@ class Result:
 
 
 def predicted(series: Series, level: int, prior: Prior) -> Result | None:
-    """Compare the lengths that are not given at ``level``; None if there are none, or if plain is not published."""
+    """Compare the lengths that are not given at ``level``; None if all are, or if plain is not published."""
     known = series.known(level)
     others = [i for i in range(len(series.gammas)) if i not in known]
     if not others or not series.plain_known:
@@ -166,7 +166,7 @@ def main() -> None:
         rows.append([s.source, name, *cells])
     print(tabulate(rows, ["source", "series", *(c for _ in LEVELS for c in ("worst error, %", "inside, %"))]))
     print()
-    print(tabulate([total(LEVELS[level], found) for level, found in results.items()], TOTALS))
+    print(tabulate([total(LEVELS[level], own) for level, own in results.items()], TOTALS))
 
 
 TOTALS = ["known", "series", "median error, %", "90 %, %", "inside, %", "mean loss, %"]

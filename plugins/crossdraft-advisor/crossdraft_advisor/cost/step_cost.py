@@ -100,7 +100,7 @@ class StepCost:
 
     Attributes:
         gammas, ratios: measured draft lengths, and seconds of their steps: in plain steps if ``plain_known``, else in
-            any unit, so that they tell about each other only.
+            any unit, so that only their quotients count.
         spread: additional error of each, in log scale; 0 if it was measured at this batch size.
         plain_known: the seconds of a plain step are known.
     """
@@ -120,8 +120,8 @@ class StepCost:
     def from_speeds(cls, points: Sequence[SpeedPoint], batch_size: float) -> StepCost:
         """The cost at ``batch_size`` from measured speeds, of which those of the nearest batch size count.
 
-        Plain seconds are those of the same batch size (within 10 %); without them, speeds of several draft lengths
-        tell about each other only.
+        Plain seconds are those of the same batch size (within 10 %); without them, only quotients of the
+        speeds of several draft lengths count.
 
         Raises:
             UsageError: a speed that is not a positive finite number.
@@ -184,7 +184,7 @@ class StepCost:
         if self.plain_known:
             return self._log_prior + _log_density(errors, self._noise).sum(axis=0)
         if len(self.gammas) == 1:
-            return self._log_prior  # one length tells nothing about others
+            return self._log_prior  # one length alone does not restrict the others
         reach = 8 * self._noise
         share = np.linspace(0, 1, _PLAIN_POINTS)[:, None, None]
         low, high = errors.min(axis=0) - reach, errors.max(axis=0) + reach

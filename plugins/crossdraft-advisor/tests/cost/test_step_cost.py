@@ -17,7 +17,7 @@ def point(gamma: float, seconds: float, batch_size: float = 1.0) -> SpeedPoint:
     return SpeedPoint(batch_size, gamma, NOT_MEASURED, seconds, 100, "speeds.csv:2")
 
 
-def test_the_prior_is_as_wide_as_published_series() -> None:
+def test_prior_is_as_wide_as_published_series() -> None:
     ratio = StepCost().ratio(3)
     assert ratio.low is not None
     assert ratio.high is not None
@@ -53,7 +53,7 @@ def test_without_plain_the_unit_of_the_lengths_is_irrelevant() -> None:
     assert one.ratio(4) == StepCost().ratio(4)
 
 
-def test_a_distant_batch_size_widens_the_interval() -> None:
+def test_distant_batch_size_widens_interval() -> None:
     speeds = [point(0, 0.010), point(2, 0.013), point(6, 0.019)]
     near, far = (StepCost.from_speeds(speeds, b).ratio(4) for b in (1, 64))
     assert far.high is not None
@@ -63,7 +63,7 @@ def test_a_distant_batch_size_widens_the_interval() -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(st.floats(1, 9), st.integers(1, 8))
-def test_a_speed_up_is_at_most_block_efficiency(tokens: float, gamma: int) -> None:
+def test_speed_up_is_at_most_block_efficiency(tokens: float, gamma: int) -> None:
     tokens = min(tokens, gamma + 1.0)
     speed_up = StepCost((gamma,), (0.5,)).speed_up(Estimate(tokens, tokens * 0.95, tokens * 1.05), gamma)
     assert speed_up.high is not None
@@ -77,7 +77,7 @@ def test_impossible_speeds_are_refused() -> None:
         StepCost((2,), (math.inf,))
 
 
-def test_the_published_example_is_inside_the_interval() -> None:
+def test_published_example_is_inside_interval() -> None:
     """Llama-3.1-8B with EAGLE-3 on one H100: six drafted tokens, 3.46 a step, speed-up 1.68 (vllm#20780)."""
     tokens = Estimate(3.46, 3.42, 3.50)
     measured = 7.07 / 4.20
