@@ -144,8 +144,9 @@ def test_strategies_use_only_public_contracts() -> None:
     assert not private
 
 
-#: Most lines, and most lines of code, of the core distribution.
-MOST_LINES, MOST_CODE = 38_885, 25_855
+#: Most lines, and most lines of code, of the core distribution. 38,885 and 25,855 until certificates stated what they
+#: exercised and checkpoints were identified; to be paid for by moving the gate, `custom_generate` and simulated CUDA.
+MOST_LINES, MOST_CODE = 39_930, 26_590
 
 
 def test_core_is_small() -> None:

@@ -8,7 +8,6 @@ from functools import cached_property
 from random import Random
 from typing import Any
 
-from ..models.environment import describe
 from ..recipe.prompts import Prompt, refuse_constraints
 from ..recipe.recipe import CellConfig, digest
 from ..runs.labels import counted, group_title
@@ -17,6 +16,7 @@ from ..runs.run_directory import RunDirectory
 from ..runs.shards import FOLDER
 from .cells.conversations import blocks_of
 from .config import RunConfig
+from .environment import describe
 from .matrix import Expansion, expand
 from .programs import check_programs
 from .provenance import changes, provenance

@@ -175,7 +175,7 @@ def list_plugins(args: argparse.Namespace) -> int:
 
 
 def show_environment(args: argparse.Namespace) -> int:
-    from ..models.environment import describe
+    from ..bench.environment import describe
 
     environment = describe()
     if args.json:

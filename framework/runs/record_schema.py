@@ -108,7 +108,7 @@ class _Machine(BaseModel):
 
 
 class Environment(_Machine):
-    """``environment.json`` of a run; see `models.environment.describe`."""
+    """``environment.json`` of a run; see `bench.environment.describe`."""
 
     versions: dict[str, str | None] = {}
     python: str = ""

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...bench.environment import describe
 from ...contracts.sampling import Sampling
 from ...cost.curve import BATCH_SIZES, CONTEXTS, REPEATS, WIDTHS, CostCurve, Point
 from ...engine.stopwatch import Stopwatch
 from ...errors import UsageError
 from ...lm.cuda_graphs import CaptureLimits, recording
 from ...lm.transformers_lm import TransformersLM
-from ...models.environment import describe
 
 
 def device_identity(device: Any) -> dict[str, Any]:

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..models.device import cpu_features, cpu_model, pick_device, pick_dtype
+from ..runs import threads
 from ..util.output_files import cache_dir
 from ..util.releases import release
-from . import threads
-from .device import cpu_features, cpu_model, pick_device, pick_dtype
 
 PACKAGES = ("crossdraft", "torch", "transformers", "datasets", "tokenizers", "safetensors", "huggingface-hub")
 PACKAGES += ("pluggy", "pydantic", "numpy", "pyarrow")
