@@ -132,7 +132,8 @@ def _drafter_traits(drafter: Any) -> tuple[dict[str, Any], list[str]]:
     )
     failed = [f"{name} {marks[name]}" for name in fitting if marks[name].startswith("FAILED")]
     fitting = [name for name in fitting if not marks[name].startswith("FAILED")]
-    own = mark_of_strategy(*strategy)
+    with plugins.guarded("drafters", drafter.name, "its Config, written as JSON,"):
+        own = mark_of_strategy(*strategy)
     facts = {"kind": traits.kind and traits.kind.name, "point_mass": traits.point_mass, "nodes": traits.nodes}
     facts |= {"temperature_zero_only": zero, "verifiers": fitting, "default_verifier": default}
     facts |= {"mark": None if own is None else str(own)}

@@ -92,6 +92,7 @@ def convert(file: Path, into: Path) -> None:
                 # Otherwise the dense model is marked as quantised and cannot be saved.
                 quantization_config=GgufConfig(dequantize=True),
                 output_loading_info=True,
+                use_safetensors=True,  # no pickled file beside it
                 **options,
             )
         except ModelError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
@@ -24,7 +25,8 @@ from ..lm.transformers_lm import TransformersLM
 from ..models.checkpoint import load_checkpoint
 from ..runs.threads import one_thread
 
-#: Message about tensors of two devices.
+#: Parts of PyTorch's errors about tensors of two devices, and the message about them.
+TWO_DEVICES = re.compile("same device|expected device")
 MIXED = (
     "mixes devices: a tensor is made on the CPU, which fails on a GPU. Make it on the device of its inputs, such as "
     "sequences.device or p.device"

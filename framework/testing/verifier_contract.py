@@ -25,7 +25,7 @@ from ..engine.decoder import Decoder
 from ..engine.validation import validate_verdict
 from ..plugins import get
 from .device_comparison import compare_devices, require_cuda
-from .settings import MIXED, OneThread, Toys
+from .settings import MIXED, TWO_DEVICES, OneThread, Toys
 
 #: Draft length, and size of a large vocabulary.
 GAMMA, WIDE = 3, 32_003
@@ -201,7 +201,7 @@ class VerifierContract(OneThread):
             except (NotImplementedError, RuntimeError) as error:
                 if "meta" not in str(error).lower():
                     raise
-                if "same device" in str(error):
+                if TWO_DEVICES.search(str(error)):
                     raise AssertionError(f"'{self.rule.name}' {MIXED}: {error}") from error
                 raise AssertionError(
                     f"'{self.rule.name}' waits for the device on '{label}' drafts: it reads a value of a tensor "
