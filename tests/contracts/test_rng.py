@@ -17,8 +17,9 @@ from crossdraft.framework.contracts.rng import (
     inverse_cdf,
     philox4x32,
 )
+from crossdraft.framework.errors import UsageError
 
-CPU = torch.device("cpu")
+CPU = CPU = torch.device("cpu")
 ONES = 0xFFFFFFFF
 
 
@@ -72,8 +73,14 @@ def test_every_part_of_key_matters() -> None:
     assert torch.equal(uniforms(7, [3], [10]), base)
 
 
-@pytest.mark.parametrize("seed", [-1, 2**64 + 7])
-def test_any_integer_is_seed(seed: int) -> None:
+@pytest.mark.parametrize("seed", [2**64, 2**64 + 7, -(2**63) - 1])
+def test_seeds_that_wrap_are_refused(seed: int) -> None:
+    with pytest.raises(UsageError, match=f"the seed {seed} must be an integer of 64 bits"):
+        CounterRng(seed)
+
+
+@pytest.mark.parametrize("seed", [-1, -(2**63), 2**64 - 1])
+def test_any_integer_of_64_bits_is_seed(seed: int) -> None:
     result = uniforms(seed, [0], [0])
     assert ((result >= 0) & (result < 1)).all()
 
@@ -103,6 +110,7 @@ def test_impossible_and_certain_coins(monkeypatch: pytest.MonkeyPatch, uniform: 
     assert torch.equal(rng.accept(h), h == 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("varying", ["stream", "position"])
 def test_uniformity(varying: str) -> None:
     """Chi-square of the high bits, of the low bits, and of neighbouring numbers."""
