@@ -112,6 +112,7 @@ def test_temperature_zero_is_plain_decoding(
         assert sum(r.emitted for r in response.steps) == NEW
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("label", DRAFTS)
 def test_drafter_is_right_now_and_then(decoder: Callable, tiny_model: Callable, label: str) -> None:
     """Otherwise the tests here would see only acceptance, or only rejection; and trees must leave the first path."""

@@ -199,6 +199,7 @@ def speed_ups(times: int, pairs: int, prompts: int, machine: dict[str, float]) -
     return length, off, withheld
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("machine", [QUIET, VARYING, *DISTURBED[1::5]], ids=str)
 def test_disturbances_do_not_decide_speed_ups(machine: dict[str, float]) -> None:
     length, off, withheld = speed_ups(6, 3, 24, machine)

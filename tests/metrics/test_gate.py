@@ -46,6 +46,7 @@ def detectable(prompts: int, paired: bool = True) -> float:
     return float(np.mean(drops))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("prompts, paired", [(20, True), (80, True), (80, False)])
 def test_drop_is_detected_with_stated_power(prompts: int, paired: bool) -> None:
     drop = detectable(prompts, paired)
@@ -55,6 +56,7 @@ def test_drop_is_detected_with_stated_power(prompts: int, paired: bool) -> None:
     assert larger > 0.98, (drop, larger)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("prompts, paired", [(20, True), (80, True), (80, False)])
 def test_unchanged_code_passes(prompts: int, paired: bool) -> None:
     limit = detectable(prompts, paired)

@@ -1,5 +1,6 @@
 """Fixtures shared by several test modules: golden values, toy models and tiny transformers models."""
 
+import gc
 import json
 import os
 import signal
@@ -24,6 +25,11 @@ from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.engine.decoder import Decoder
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 from crossdraft.framework.plugins import COMPANIONS, manager
+
+gc.disable()  # until tests are collected: what is imported and collected stays
+os.fsync = lambda descriptor: (
+    None
+)  # files survive a test by the system's cache; processes that tests kill write for real
 
 # Tests count and never time: on a busy machine any example may take a while. Every run draws other examples.
 settings.register_profile("untimed", deadline=None, max_examples=50)
@@ -80,6 +86,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.is_relative_to(_PLUGINS):
             item.add_marker("plugin")
     items.sort(key=lambda item: item.path.name != "test_docs.py")
+
+
+def pytest_collection_finish() -> None:
+    """Keep all that exists out of the collector's later passes."""
+    gc.freeze()
+    gc.enable()
 
 
 #: Modules outside of tests/certificate whose runs certify verifiers on all toys of `outcomes.QUICK`, not on the first.
