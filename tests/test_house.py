@@ -157,6 +157,14 @@ def test_core_is_small() -> None:
     assert name == "core" and int(lines) <= MOST_LINES and int(code) <= MOST_CODE, done.stdout
 
 
+def test_tests_with_oldest_releases_exist() -> None:
+    """`.ci/covering` chooses them; whatever is renamed has to be chosen again."""
+    names = [line.split("::") for line in (ROOT / ".ci/covering.txt").read_text("utf-8").splitlines() if "::" in line]
+    texts = {file: (ROOT / file).read_text("utf-8") for file, *_ in names if (ROOT / file).is_file()}
+    missing = [name for name in names if not re.search(rf"^(def|class) {name[1]}\b", texts.get(name[0], ""), re.M)]
+    assert names and not missing, missing
+
+
 def test_reading_order_leads_through_the_kernel() -> None:
     """Every file that the page names exists, and no contract, no part of the loop and no verifier is left out."""
     named = re.findall(
