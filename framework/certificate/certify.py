@@ -78,8 +78,14 @@ class Coverage:
     share: float = 0.0
 
     def __add__(self, other: Coverage) -> Coverage:
-        sums = [getattr(self, key) + getattr(other, key) for key in ("drafted", "unequal", "rejected", "bonus")]
-        return Coverage(*sums, max(self.depth, other.depth), max(self.share, other.share))
+        return Coverage(
+            self.drafted + other.drafted,
+            self.unequal + other.unequal,
+            self.rejected + other.rejected,
+            self.bonus + other.bonus,
+            max(self.depth, other.depth),
+            max(self.share, other.share),
+        )
 
     @classmethod
     def of_step(cls, event: StepEvent) -> Coverage:

@@ -28,8 +28,8 @@ def owner(file: str) -> str:
     """``"ours"``, one of `PACKAGES`, ``"torch"`` for the call of a module, or nothing."""
     if file not in _owners:
         parts = file.split(f"{os.sep}site-packages{os.sep}")[-1].split(os.sep)
-        here = file.startswith(f"{ROOT}{os.sep}") and not file.startswith(_SKIPPED)
-        ours = here and f"{os.sep}tests{os.sep}" not in file
+        inside = file.startswith(f"{ROOT}{os.sep}") and not file.startswith(_SKIPPED)
+        ours = inside and f"{os.sep}tests{os.sep}" not in file
         package = parts[0] if "site-packages" in file and parts[0] in PACKAGES else ""
         _owners[file] = package or ("torch" if file.endswith(_TORCH) else "ours" * ours)
     return _owners[file]

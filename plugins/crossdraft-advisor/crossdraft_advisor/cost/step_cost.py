@@ -12,12 +12,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from importlib.resources import files
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
-from scipy import optimize, special, stats
+from scipy import optimize, special
 
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.util.estimate import Estimate
@@ -69,18 +69,17 @@ class Prior:
 
     def log_density(self, log_a: np.ndarray, log_b: np.ndarray) -> np.ndarray:
         """Logarithm of the density."""
-        covariance = self.correlation * self.scale[0] * self.scale[1]
-        shape = [[self.scale[0] ** 2, covariance], [covariance, self.scale[1] ** 2]]
-        return stats.multivariate_t(self.centre, shape, self.freedom).logpdf(np.stack([log_a, log_b], axis=-1))
+        x, y = (log_a - self.centre[0]) / self.scale[0], (log_b - self.centre[1]) / self.scale[1]
+        rest = 1 - self.correlation**2
+        distance = (x**2 - 2 * self.correlation * x * y + y**2) / rest
+        volume = 2 * math.pi * self.scale[0] * self.scale[1] * math.sqrt(rest)
+        return -(self.freedom / 2 + 1) * np.log1p(distance / self.freedom) - math.log(volume)
 
 
 @cache
 def published_prior() -> Prior:
     """The prior fitted to published series."""
-    values = yaml.safe_load(files(__package__).joinpath("prior.yaml").read_text(encoding="utf-8"))
-    return Prior(
-        tuple(values["centre"]), tuple(values["scale"]), values["correlation"], values["freedom"], values["noise"]
-    )
+    return Prior(**yaml.safe_load(Path(__file__).with_name("prior.yaml").read_text(encoding="utf-8")))
 
 
 @cache
@@ -165,7 +164,7 @@ class StepCost:
     @property
     def log_evidence(self) -> float:
         """Logarithm of the probability density of the measured ratios."""
-        return float(special.logsumexp(self._log_posterior) - special.logsumexp(self._log_prior))
+        return float(special.logsumexp(self._log_posterior)) - float(special.logsumexp(self._log_prior))  # type: ignore[arg-type]
 
     @property
     def _noise(self) -> float:
@@ -212,7 +211,8 @@ class StepCost:
             return float(weights @ special.stdtr(_NOISE_FREEDOM, (x - means) / self._noise)) - probability
 
         reach = 1000 * self._noise
-        return float(optimize.brentq(excess, means.min() - reach, means.max() + reach, xtol=1e-6))
+        root: Any = optimize.brentq(excess, means.min() - reach, means.max() + reach, xtol=1e-6)
+        return float(root)
 
 
 def _log_density(error: np.ndarray, scale: float) -> np.ndarray:

@@ -229,7 +229,8 @@ class Mtp(FeatureDrafter):
     config: Config  # type: ignore[assignment]
 
     def _slots(self, slack: int) -> Any:
-        modules = [self.head, *self.head.later]
+        head: Any = self.head
+        modules = [head, *head.later]
         if len(modules) == 1:
             return super()._slots(slack)
         room = self.config.gamma + 1 + len(modules)
