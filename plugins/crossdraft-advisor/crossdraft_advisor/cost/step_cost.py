@@ -79,7 +79,8 @@ class Prior:
 @cache
 def published_prior() -> Prior:
     """The prior fitted to published series."""
-    return Prior(**yaml.safe_load(Path(__file__).with_name("prior.yaml").read_text(encoding="utf-8")))
+    values = yaml.safe_load(Path(__file__).with_name("prior.yaml").read_text(encoding="utf-8"))
+    return Prior(**values | {key: tuple(values[key]) for key in ("centre", "scale")})
 
 
 @cache

@@ -142,7 +142,7 @@ def test_export_is_priced_with_the_engines_own_drafts(tmp_path: Path, capsys: An
     # What the engine lacks is left out before anything is replayed; the flags have the length of the schedule.
     lacking = ["--drafter", "jacobi"]
     report, err = advised(capsys, *options, "--drafter", drafter, *lacking, "--batch-size", "1", "--export", "vllm")
-    assert "replaying 1 drafters" in err
+    assert "replaying 1 drafter, 1 pair, gamma 1" in err
     assert any("jacobi × greedy is left out: vllm: it has no" in line for line in report["remarks"]["warnings"])
     assert f'"num_speculative_tokens": {report["schedule"][0]["gamma"]}' in report["settings"]
     assert cli.main(["advise", *map(str, options), *lacking, "--export", "vllm"]) == 2

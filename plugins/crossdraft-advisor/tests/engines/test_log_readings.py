@@ -9,7 +9,7 @@ from crossdraft_advisor import Acceptance, Source
 from crossdraft_advisor.engines.formats import acceptances_in, read_acceptances
 from hypothesis import given
 from hypothesis import strategies as st
-from log_lines import ENGINE, EVAL, WINDOW
+from log_lines import ENGINE, EVAL, metrics_line
 
 from crossdraft.framework.errors import UsageError
 
@@ -50,7 +50,7 @@ def length(text: str, gamma: int | None = None) -> float:
 def window(minute: int, accepted: int, drafts: int, rates: str, throughput: float = 0.0) -> str:
     """A line of drafts of four tokens, in older versions without the throughput."""
     text = f"Accepted throughput: 9.99 tokens/s, Drafted throughput: {throughput:.2f} tokens/s, " if throughput else ""
-    return WINDOW.format(minute, 20, 1 + accepted / drafts, text, accepted, 4 * drafts, rates)
+    return metrics_line(minute, 20, 1 + accepted / drafts, text, accepted, 4 * drafts, rates)
 
 
 # 100 drafts accept 160 tokens, in ten seconds that emit 1,000 tokens: 740 more steps.
@@ -106,7 +106,7 @@ def test_tokens_a_step_are_those_of_all_steps(gamma: int, drafts: int, plain: in
     counts = [min(max(accepted - i * drafts, 0), drafts) for i in range(gamma)]
     rates = ", ".join(f"{count / drafts:.3f}" for count in counts)
     tokens = accepted + drafts + plain
-    line = WINDOW.format(0, 20, 1 + accepted / drafts, "", accepted, gamma * drafts, rates)
+    line = metrics_line(0, 20, 1 + accepted / drafts, "", accepted, gamma * drafts, rates)
     value = length(ENGINE.format(0, 20, 0, 0.0, tokens / 10, 8) + line)
     assert value == pytest.approx(tokens / (drafts + plain), rel=0.021)
 

@@ -9,7 +9,7 @@ from crossdraft_advisor import Source
 from crossdraft_advisor.engines.engine_log import TimedSteps
 from crossdraft_advisor.engines.formats import acceptances_in, read_acceptances
 from crossdraft_advisor.engines.speeds import speed_notes
-from log_lines import ENGINE, EVAL, WINDOW
+from log_lines import ENGINE, EVAL, metrics_line
 
 from crossdraft.framework.errors import UsageError
 
@@ -25,7 +25,7 @@ Mean TPOT (ms):                          10.00
 """
 DRAFTED = "Acceptance length: 2.50\nDrafts: 400\nDraft tokens: 1600\nAccepted tokens: 600\n"
 #: 200 drafts of three tokens accept 300 in ten seconds, by two rows.
-BUSY = WINDOW.format(
+BUSY = metrics_line(
     0, 20, 2.5, "Accepted throughput: 30.00 tokens/s, Drafted throughput: 60.00 tokens/s, ", 300, 600, "0.8, 0.5, 0.2"
 )
 

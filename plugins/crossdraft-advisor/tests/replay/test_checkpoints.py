@@ -113,8 +113,8 @@ def test_all_assumptions_are_listed(checkpoints: list[tuple[str, str]], tmp_path
     argv = [str(source)] * 2 + [word for target, _ in checkpoints[:2] for word in ("--target", target)]
     assert cli.main(["replay", *argv, "--drafter", "prompt-lookup", "--gamma", "1"]) == 0
     out = capsys.readouterr().out
-    assert f"{source}, 1 responses: with finish_reason stop" in out
-    assert f"{source}, 1 responses: with log-probabilities at temperature 1" in out
+    assert f"{source}, 1 response: with finish_reason stop" in out
+    assert f"{source}, 1 response: with log-probabilities at temperature 1" in out
 
 
 @pytest.mark.parametrize(

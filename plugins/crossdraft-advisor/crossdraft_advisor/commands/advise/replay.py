@@ -79,7 +79,8 @@ def replayed_acceptances(args: AdviseOptions, remarks: Remarks) -> list[Acceptan
     if args.export:
         candidates = _exportable(candidates, args, sampling, remarks)
     pairs = sum(len(candidate.verifiers) for candidate in candidates)
-    log(f"replaying {counted(len(candidates), 'drafter')}, {pairs} pairs, gamma 1 to {MAX_GAMMA}, without decoding")
+    number = f"{counted(len(candidates), 'drafter')}, {counted(pairs, 'pair')}"
+    log(f"replaying {number}, gamma 1 to {MAX_GAMMA}, without decoding")
     statistics = _Statistics()
     result = replay(statistics.count(responses), candidates, by_prompt=True)
     for assumption, count in reader.assumed.items():
