@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from crossdraft_advisor.diagnosis.matching import CONFIGURED, match
+from crossdraft_advisor.diagnosis.matching import CONFIGURED, UNLISTED, match
 from crossdraft_advisor.diagnosis.misconfigurations import misconfigurations
 from crossdraft_advisor.diagnosis.trials import (
     Trial,
@@ -243,7 +243,9 @@ def test_mistake_is_named(
     # A server that reads the heads in the right way has the counters of that trial.
     for item in (likely[0], *(result[:1] if result[0].counts is not None else ())):
         matched = match(result, counted(item))
-        assert matched.own and matched.assessments[0].hypothesis.name in alike(result, item)
+        # Twenty drafts do not exclude a cause outside of the list, which has a share of its own.
+        readings = [one.hypothesis.name for one in matched.assessments if one.hypothesis.name != UNLISTED]
+        assert matched.own and readings[0] in alike(result, item)
     as_it_is = result[0].row
     if as_it_is is not None and as_it_is.block_efficiency is not None:
         assert as_it_is.block_efficiency.value < likely[0].row.block_efficiency.value - 0.5
