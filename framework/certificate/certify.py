@@ -78,14 +78,9 @@ class Coverage:
     share: float = 0.0
 
     def __add__(self, other: Coverage) -> Coverage:
-        return Coverage(
-            self.drafted + other.drafted,
-            self.unequal + other.unequal,
-            self.rejected + other.rejected,
-            self.bonus + other.bonus,
-            max(self.depth, other.depth),
-            max(self.share, other.share),
-        )
+        drafted, unequal = self.drafted + other.drafted, self.unequal + other.unequal
+        ends = (self.rejected + other.rejected, self.bonus + other.bonus)
+        return Coverage(drafted, unequal, *ends, max(self.depth, other.depth), max(self.share, other.share))
 
     @classmethod
     def of_step(cls, event: StepEvent) -> Coverage:
