@@ -2,7 +2,7 @@
 
 import pytest
 
-MODULES = ("suite_fixtures", "test_seconds", "call_sites", "run_fixtures", "head_fixtures", "launched_runs")
+MODULES = ("suite_fixtures", "process_seconds", "call_sites", "run_fixtures", "head_fixtures", "launched_runs")
 pytest.register_assert_rewrite(*MODULES)  # a conftest.py of a folder may import some earlier
 
 
