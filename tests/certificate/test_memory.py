@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+from drafters_with_memory import MISTAKES, Squared, StaleTable, Successors
 
 from crossdraft.framework import plugins
 from crossdraft.framework.certificate.certify import UNEQUAL_SHARE, Coverage, WarmUp, certify
@@ -12,7 +13,6 @@ from crossdraft.framework.certificate.draft_faults import check_drafter, unequal
 from crossdraft.framework.certificate.faults import FaultError
 from crossdraft.framework.certificate.table_lm import Toy
 from crossdraft.framework.contracts.sampling import Sampling
-from tests.support.drafters_with_memory import MISTAKES, Squared, StaleTable, Successors
 
 
 def check(toy: Toy, drafter: type[Successors], lag: int) -> None:
