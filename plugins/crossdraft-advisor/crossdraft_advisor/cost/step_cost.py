@@ -29,7 +29,7 @@ _PER_OCTAVE = 0.03
 #: Points of the grid in each of log a and log b, and its range in scales of the prior.
 _POINTS, _RANGE = 100, 12.0
 #: Points of the integral over the logarithm of unknown plain seconds.
-_PLAIN_POINTS = 61
+_PLAIN_POINTS = 49
 
 
 class SpeedPoint(NamedTuple):
@@ -145,8 +145,22 @@ class StepCost:
 
     def ratio(self, gamma: float) -> Estimate:
         """Seconds of a step with ``gamma`` drafted tokens over those of a plain step: median and 95 % interval."""
-        value, low, high = (math.exp(self._quantile(gamma, p)) for p in (0.5, 0.025, 0.975))
-        return Estimate(value, low, high)
+        log_a, log_b, _ = _grid(self.prior)
+        return self._estimate(_log_line(log_a, log_b, gamma), self._log_posterior)
+
+    def seconds(self, gamma: float) -> Estimate:
+        """Seconds of a step with ``gamma`` drafted tokens in the unit of ``ratios``: median and 95 % interval.
+
+        Raises:
+            UsageError: nothing was measured.
+        """
+        if self.plain_known:
+            return self.ratio(gamma)
+        if not self.gammas:
+            raise UsageError("seconds of a step need a measured length")
+        log_a, log_b, _ = _grid(self.prior)
+        plain, log_weights = self._log_plain
+        return self._estimate(_log_line(log_a, log_b, gamma) + plain, log_weights)
 
     def speed_up(self, tokens: Estimate, gamma: int) -> Estimate:
         """Speed-up over plain decoding of steps that emit ``tokens``; at most ``gamma + 1``.
@@ -163,57 +177,81 @@ class StepCost:
         return Estimate(*(min(bound, gamma + 1.0) for bound in (value, low, high)))
 
     @property
-    def log_evidence(self) -> float:
-        """Logarithm of the probability density of the measured ratios."""
-        return float(special.logsumexp(self._log_posterior)) - float(special.logsumexp(self._log_prior))  # type: ignore[arg-type]
-
-    @property
     def _noise(self) -> float:
         return math.hypot(self.prior.noise, self.spread)
 
-    @property
-    def _log_prior(self) -> np.ndarray:
-        """Logarithm of the prior probability of each cell of the grid."""
-        return _grid(self.prior)[2]
-
     @cached_property
     def _log_posterior(self) -> np.ndarray:
-        if not self.gammas:
-            return self._log_prior
-        errors = np.stack([math.log(r) - self._log_ratio(g) for g, r in zip(self.gammas, self.ratios, strict=True)])
-        if self.plain_known:
-            return self._log_prior + _log_density(errors, self._noise).sum(axis=0)
-        if len(self.gammas) == 1:
-            return self._log_prior  # one length alone does not restrict the others
-        reach = 8 * self._noise
-        share = np.linspace(0, 1, _PLAIN_POINTS)[:, None, None]
-        low, high = errors.min(axis=0) - reach, errors.max(axis=0) + reach
-        plain = low + (high - low) * share  # logarithm of plain seconds, with a flat prior
-        density = sum(_log_density(error - plain, self._noise) for error in errors)
-        return self._log_prior + special.logsumexp(density, axis=0) + np.log(high - low)
+        log_a, log_b, log_prior = _grid(self.prior)
+        return log_prior + log_likelihood(self.gammas, self.ratios, self._noise, self.plain_known, log_a, log_b)
 
-    def _log_ratio(self, gamma: float) -> np.ndarray:
-        log_a, log_b, _ = _grid(self.prior)
-        return np.logaddexp(log_a, log_b + math.log(gamma))
+    @cached_property
+    def _log_plain(self) -> tuple[np.ndarray, np.ndarray]:
+        """Logarithms of plain seconds, and of the posterior of them and of the grid."""
+        log_a, log_b, log_prior = _grid(self.prior)
+        plain, density = _over_plain(_errors(self.gammas, self.ratios, log_a, log_b), self._noise)
+        return plain, log_prior + density
 
-    def _mixture(self, gamma: float) -> tuple[np.ndarray, np.ndarray]:
-        """Logarithms of the ratio and their posterior probabilities, in cells of a quarter of the error."""
-        weights = special.softmax(self._log_posterior.ravel())
-        cells = np.round(self._log_ratio(gamma).ravel() * (4 / self._noise)).astype(int)
+    def _estimate(self, logs: np.ndarray, log_weights: np.ndarray) -> Estimate:
+        """Median and 95 % interval of a measured value whose logarithm is one of ``logs``, and an error.
+
+        The distribution is a mixture of Student t in cells of a quarter of the error.
+        """
+        kept = log_weights > log_weights.max() - 25
+        weights = special.softmax(log_weights[kept])
+        cells = np.round(logs[kept] * (4 / self._noise)).astype(int)
         total = np.bincount(cells - cells.min(), weights)
         kept = np.flatnonzero(total > 1e-9)
-        return (kept + cells.min()) * (self._noise / 4), total[kept] / total[kept].sum()
-
-    def _quantile(self, gamma: float, probability: float) -> float:
-        """A quantile of the logarithm of the ratio that would be measured."""
-        means, weights = self._mixture(gamma)
-
-        def excess(x: float) -> float:
-            return float(weights @ special.stdtr(_NOISE_FREEDOM, (x - means) / self._noise)) - probability
-
+        means, shares = (kept + cells.min()) * (self._noise / 4), total[kept] / total[kept].sum()
         reach = 1000 * self._noise
-        root: Any = optimize.brentq(excess, means.min() - reach, means.max() + reach, xtol=1e-6)
-        return float(root)
+
+        def excess(x: float, probability: float) -> float:
+            return float(shares @ special.stdtr(_NOISE_FREEDOM, (x - means) / self._noise)) - probability
+
+        def quantile(probability: float) -> float:
+            ends = means[0] - reach, means[-1] + reach
+            root: Any = optimize.brentq(excess, *ends, args=(probability,), xtol=1e-6)
+            return math.exp(root)
+
+        return Estimate(quantile(0.5), quantile(0.025), quantile(0.975))
+
+
+def log_likelihood(
+    gammas: Sequence[float],
+    ratios: Sequence[float],
+    noise: float,
+    plain_known: bool,
+    log_a: np.ndarray,
+    log_b: np.ndarray,
+) -> np.ndarray:
+    """Logarithm of the density of measured ratios for each pair of ``log_a`` and ``log_b``.
+
+    Without plain seconds, their logarithm has a flat prior, and one length alone does not restrict the others.
+    """
+    if len(gammas) < (1 if plain_known else 2):
+        return np.zeros_like(log_a)
+    errors = _errors(gammas, ratios, log_a, log_b)
+    if plain_known:
+        return _log_density(errors, noise).sum(axis=0)
+    return np.asarray(special.logsumexp(_over_plain(errors, noise)[1], axis=0))
+
+
+def _errors(gammas: Sequence[float], ratios: Sequence[float], log_a: np.ndarray, log_b: np.ndarray) -> np.ndarray:
+    """Logarithms of measured over predicted ratios, by length."""
+    return np.stack([math.log(r) - _log_line(log_a, log_b, g) for g, r in zip(gammas, ratios, strict=True)])
+
+
+def _over_plain(errors: np.ndarray, noise: float) -> tuple[np.ndarray, np.ndarray]:
+    """Logarithms of plain seconds, and of the density of the errors over them with the width of their cells."""
+    low, high = errors.min(axis=0) - 8 * noise, errors.max(axis=0) + 8 * noise
+    plain = low + (high - low) * np.linspace(0, 1, _PLAIN_POINTS)[:, None, None]
+    density = sum(_log_density(error - plain, noise) for error in errors)
+    return plain, density + np.log((high - low) / (_PLAIN_POINTS - 1))
+
+
+def _log_line(log_a: np.ndarray, log_b: np.ndarray, gamma: float) -> np.ndarray:
+    """Logarithm of ``a + b gamma``."""
+    return np.logaddexp(log_a, log_b + math.log(gamma))
 
 
 def _log_density(error: np.ndarray, scale: float) -> np.ndarray:
