@@ -10,13 +10,18 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
+from crossdraft.framework.runs.labels import counted
+
 from .engine_log import Source, TimedSteps
 
 if TYPE_CHECKING:
     from ..cost.step_cost import SpeedPoint
 
-#: Flaws of `TimedSteps`: a prefill, and steps of other batch sizes or without a draft among them.
+#: Flaws of `TimedSteps`: a prefill, and steps of other batch sizes or without a draft among them; no draft length.
 PREFILL, OTHER_SIZE, NO_DRAFT = "prefill", "another batch size", "steps without a draft"
+NO_LENGTH = "an unknown draft length"
+#: Difference of a mean draft length from a whole number that is due to the last drafts of responses.
+_LAST_DRAFTS = 0.05
 
 
 class _Selected(NamedTuple):
@@ -44,19 +49,29 @@ def _select(source: Source) -> _Selected:
     used: list[TimedSteps] = []
     skipped: Counter[str] = Counter()
     notes: list[str] = []
-    for gamma in sorted({round(item.gamma) for item in source.timed}):
-        same = [item for item in source.timed if round(item.gamma) == gamma]
+    groups: dict[int, list[TimedSteps]] = {}
+    for item in source.timed:
+        if math.isnan(item.gamma):
+            skipped[NO_LENGTH] += 1
+        else:
+            groups.setdefault(max(round(item.gamma), item.gamma > 0), []).append(item)
+    for gamma, same in sorted(groups.items()):
         whole = [item for item in same if not item.flaw]
         if not whole and (whole := [item for item in same if item.flaw == PREFILL]):
-            kind = f"with {gamma} drafted tokens" if gamma else "without drafts"
+            kind = f"with {counted(gamma, 'drafted token')}" if gamma else "without drafts"
             notes.append(f"{source.name}: all steps {kind} have a prefill among them, so they seem longer")
-        used += whole
+        if whole:  # seconds are linear in the length, so the mean ones are those of the mean length
+            mean = sum(item.gamma * item.steps for item in whole) / sum(item.steps for item in whole)
+            length = float(gamma) if abs(mean - gamma) <= _LAST_DRAFTS else mean
+            used += [item._replace(gamma=length) for item in whole]
         skipped.update(item.flaw or PREFILL for item in same if item not in whole)
     if used:
         sizes = sorted({item.batch_size for item in used})
         span = f"{sizes[0]:g}" if len(sizes) == 1 else f"{sizes[0]:g} to {sizes[-1]:g}"
-        number = f"{len(used)} measured speed{'s' * (len(used) > 1)}"
-        notes.insert(0, f"{source.name}: seconds of a step from {number} at B = {span}")
+        plain = sum(not item.gamma for item in used)
+        kind = "" if not plain else ", without drafts" if plain == len(used) else f", {plain} of them without drafts"
+        speeds = counted(len(used), "measured speed")
+        notes.insert(0, f"{source.name}: seconds of a step from {speeds} at B = {span}{kind}")
     if skipped:
         reasons = ", ".join(f"{count} with {flaw}" for flaw, count in skipped.items())
         notes.append(f"{source.name}: measured speeds are left out: {reasons}")

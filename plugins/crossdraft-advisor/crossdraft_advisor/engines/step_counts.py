@@ -33,7 +33,7 @@ _TOKENS = ("completion_tokens", "spec_completion_tokens", "completion_token_num"
 #: Rounding errors: rates have three decimals, lengths two.
 RATE_ERROR, _LENGTH_ERROR = 0.0005, 0.0051
 #: Share of steps without a draft that is explained by requests in flight.
-_FEW_IDLE = 0.02
+FEW_IDLE = 0.02
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def steps_of(tokens: float, accepted: float, responses: float = 1.0) -> float:
 
 def all_steps(drafts: float, steps: float) -> float:
     """``steps``, but ``drafts`` if requests in flight explain the difference."""
-    return steps if steps > (1 + _FEW_IDLE) * drafts else drafts
+    return steps if steps > (1 + FEW_IDLE) * drafts else drafts
 
 
 def acceptances_of(
@@ -132,7 +132,7 @@ def _acceptance(
     if common["every_step"] and all(item.drafts is not None for item in group):
         idle = steps - sum(item.drafts or 0.0 for item in group)
         common["idle"] = idle / steps
-        if idle > _FEW_IDLE * (steps - idle):
+        if idle > FEW_IDLE * (steps - idle):
             remark = f"{idle:.0f} of {steps:.0f} steps had no draft"
             if pieces == "windows of the log" and len(group) > 1:
                 lengths = [1 + item.accepted / item.counted for item in group]

@@ -8,7 +8,9 @@ import pytest
 from crossdraft_advisor import Source
 from crossdraft_advisor.engines.engine_log import TimedSteps
 from crossdraft_advisor.engines.formats import acceptances_in, read_acceptances
-from crossdraft_advisor.engines.speeds import speed_notes
+from crossdraft_advisor.engines.speeds import speed_notes, speed_points
+from hypothesis import given
+from hypothesis import strategies as st
 from log_lines import ENGINE, EVAL, metrics_line
 
 from crossdraft.framework.errors import UsageError
@@ -128,6 +130,153 @@ def test_table_by_hand() -> None:
             acceptances_in(Source(f"{text.splitlines()[0]}\n{row}\n", "t.csv"))
     with pytest.raises(UsageError, match="unknown column 'tpot'"):
         acceptances_in(Source("gamma,acceptance_length,tpot\n1,1.5,2\n", "t.csv"))
+
+
+# -- points ------------------------------------------------------------------------------------------------------
+
+
+def points(text: str, gamma: int | None = None) -> list[tuple[float, float, float]]:
+    """Batch size, drafted tokens and seconds of each speed that is used."""
+    source = Source(text, "log", gamma)
+    acceptances_in(source, plain=True)
+    return [point[:2] + point[3:4] for point in speed_points(source)]
+
+
+@given(st.integers(1, 8), st.integers(1, 64), st.integers(50, 2000), st.floats(0, 1))
+def test_vllm_steps_are_drafts_over_time(gamma: int, rows: int, steps: int, share: float) -> None:
+    """Steps of every row with a full draft, in ten seconds: both throughputs give their seconds."""
+    drafts = steps * rows
+    counts = [round(drafts * share**i) for i in range(1, gamma + 1)]
+    accepted = sum(counts)
+    throughput = f"Accepted throughput: {accepted / 10:.2f} tokens/s, Drafted throughput: {gamma * drafts / 10:.2f} "
+    rates = ", ".join(f"{count / drafts:.3f}" for count in counts)
+    window = metrics_line(0, 20, 1 + accepted / drafts, throughput + "tokens/s, ", accepted, gamma * drafts, rates)
+    (point,) = points(ENGINE.format(0, 20, 0, 0.0, (drafts + accepted) / 10, rows) + window)
+    assert point == (rows, gamma, pytest.approx(10 / steps, rel=0.002))
+    assert point[2] == pytest.approx(gamma * rows / (gamma * drafts / 10), rel=0.002)
+
+
+@given(st.integers(1, 8), st.integers(1, 64), st.floats(1e-3, 1), st.floats(0, 1))
+def test_sglang_steps_are_rows_times_length_over_throughput(
+    gamma: int, rows: int, seconds: float, share: float
+) -> None:
+    length = 1 + round(share * gamma, 2)
+    accept = f"accept len: {length:.2f}, accept rate: {(length - 1) / gamma:.2f}, "
+    line = DECODE.format(0, 0, rows, 100 * rows, accept, f"{rows * length / seconds:.2f}")
+    assert points(line, gamma) == [(rows, gamma, pytest.approx(seconds, rel=0.01))]
+    line = DECODE.format(0, 0, rows, 100 * rows, "", f"{rows / seconds:.2f}")
+    assert points(line) == [(rows, 0, pytest.approx(seconds, rel=0.01))]
+
+
+@given(st.integers(1, 8), st.integers(2, 500), st.floats(1e-3, 1), st.floats(0, 1))
+def test_llama_cpp_steps_are_eval_time_over_tokens_that_were_not_drafted(
+    gamma: int, steps: int, seconds: float, share: float
+) -> None:
+    accepted, milliseconds = round(gamma * steps * share), 1000 * seconds * steps
+    text = EVAL.replace("1000.00 ms", f"{milliseconds:.6f} ms")
+    line = text.format(1, 1 + steps + accepted, 1, accepted, gamma * steps)
+    assert points(line, gamma) == [(1, gamma, pytest.approx(seconds, rel=1e-4))]
+    assert points(text.partition("\n")[0].format(1, 1 + steps)) == [(1, 0, pytest.approx(seconds, rel=1e-4))]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("tool", ["vllm", "sglang"])
+@given(rows=st.integers(1, 64), length=st.integers(4, 20), seconds=st.floats(1e-3, 1))
+def test_benchmarks_steps_are_tokens_a_step_times_seconds_a_token(
+    as_json: bool, tool: str, rows: int, length: int, seconds: float
+) -> None:
+    """Runs of drafts of four tokens, and without drafts, of requests that always run."""
+    for tau in (length / 4, 0.0):
+        per_token = seconds / (tau or 1)
+        text = benchmark(as_json, tool, rows, per_token, tau)
+        expected = (pytest.approx(rows, rel=0.01), 4 * (tau > 0), pytest.approx(seconds, rel=0.01))
+        assert points(text, 4 if tau and tool == "sglang" else None) == [expected]
+
+
+def benchmark(as_json: bool, tool: str, rows: int, per_token: float, tau: float) -> str:
+    """A benchmark of ``rows`` requests that run all the time, with ``tau`` tokens a step; 0: without drafts."""
+    steps, name = 400 * rows, "Accept length" if tool == "sglang" else "Acceptance length"
+    tokens = round(steps * (tau or 1)) + rows
+    counts = {"num_drafts": steps, "draft_tokens": 4 * steps, "accepted_tokens": tokens - rows - steps}
+    rate, milliseconds = rows / per_token, 1000 * per_token
+    if as_json:
+        fields: dict[str, Any] = {"completed": rows, "total_output_tokens": tokens, "output_throughput": rate}
+        fields |= {"mean_tpot_ms": milliseconds}
+        if tool == "sglang":
+            return json.dumps(fields | {"accept_length": tau or None})
+        fields |= {f"spec_decode_{key}": n for key, n in counts.items()} if tau else {}
+        return json.dumps(fields | ({"spec_decode_acceptance_length": tau} if tau else {}))
+    text = f"Successful requests: {rows}\nTotal generated tokens: {tokens}\nOutput token throughput (tok/s): {rate}\n"
+    text += f"Mean TPOT (ms): {milliseconds}\n" + (f"{name}: {tau}\n" if tau else "")
+    if tau and tool == "vllm":
+        drafts, drafted, accepted = counts.values()
+        text += f"Drafts: {drafts}\nDraft tokens: {drafted}\nAccepted tokens: {accepted}\n"
+    return text
+
+
+def test_drafts_of_an_unknown_length_are_counted() -> None:
+    """Their seconds are known, and not of how many tokens."""
+    line = DECODE.format(0, 0, 4, 800, "accept len: 3.40, ", 680.0)
+    for text in (line, benchmark(True, "sglang", 4, 0.01, 2.5), benchmark(False, "sglang", 4, 0.01, 2.5)):
+        source = Source(text, "log")
+        assert acceptances_in(source) and not speed_points(source)
+        assert speed_notes(source) == ["log: measured speeds are left out: 1 with an unknown draft length"]
+
+
+@pytest.mark.parametrize("word", ["None", " None", ": null", " {'method': 'eagle3'}"])
+def test_settings_of_a_server_without_drafts(word: str) -> None:
+    text = f"speculative_config={word}\n" if word[0] != ":" else f'"speculative_config"{word}\n'
+    text += ENGINE.format(0, 10, 0, 0.0, 80.0, 4)
+    if "method" in word:
+        with pytest.raises(UsageError, match="has no acceptance"):
+            points(text)
+    else:
+        assert points(text) == [(4, 0, 0.05)]
+
+
+def test_start_of_llama_cpp_without_drafts() -> None:
+    """It loads a draft model even if no kind of drafts is requested."""
+    plain = EVAL.partition("\n")[0].format(1, 101) + "\n"
+    start = "srv load_model: loading draft model 'd.gguf'\n"
+    with pytest.raises(UsageError, match="has no acceptance"):
+        points(start + plain)
+    assert points(start + "W init: no implementations specified for speculative decoding\n" + plain) == [(1, 0, 0.01)]
+
+
+def test_slots_of_llama_cpp_that_are_used_in_turn() -> None:
+    """Requests of several slots count if they did not run at the same time."""
+    slot = "slot {}: id {:2} | task 1 | {}\n"
+    evaluated = EVAL.partition("\n")[0].format(1, 101) + "\n"
+    begins = [slot.format("launch_slot_", i, "processing task") for i in range(2)]
+    ends = [slot.format("release", i, "stop processing: n_tokens = 9") for i in range(2)]
+    times = [evaluated, evaluated.replace("id  0", "id  1")]
+    in_turn = "".join(begins[i] + times[i] + ends[i] for i in range(2))
+    assert points(in_turn) == [(1, 0, 0.01), (1, 0, 0.01)]
+    parallel = "".join(begins) + times[0] + ends[0] + times[1] + ends[1]
+    source = Source(parallel + in_turn, "log")
+    acceptances_in(source, plain=True)
+    assert len(speed_points(source)) == 2
+    assert speed_notes(source)[1] == "log: measured speeds are left out: 2 with another batch size"
+
+
+def test_seconds_with_steps_without_a_draft() -> None:
+    """Half of the steps of an n-gram lookup had a draft."""
+    source = Source(EVAL.format(1, 100, 1, 49, 75), "log", 3)
+    assert acceptances_in(source) and not speed_points(source)
+    assert "1 with steps without a draft" in speed_notes(source)[0]
+
+
+def test_engines_in_one_line() -> None:
+    """The throughput of several engines is their sum, so each runs its share of the requests."""
+    line = ENGINE.format(0, 10, 0, 0.0, 80.0, 4).replace("Engine 000:", "2 Engines Aggregated:")
+    assert points(line) == [(2, 0, 0.05)]
+
+
+def test_lengths_of_last_drafts_are_those_of_the_others() -> None:
+    """Shorter last drafts do not make another length; drafts that are often shorter do."""
+    for drafted, gamma in ((1590, 4.0), (1400, 3.5)):
+        text = SERVED.format(tokens=1010) + DRAFTED.replace("1600", str(drafted))
+        assert points(text) == [(4, gamma, pytest.approx(0.025))]
 
 
 def test_undisturbed_steps_are_used_and_the_others_counted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -47,7 +48,14 @@ _KEYS = (
     ("tokens", "total_output_tokens"),
     ("requests", "completed"),
 )
-_SPEEDS = (("rate", "output_throughput"), ("tpot", "mean_tpot_ms"), ("accept", "accept_length"), *_KEYS)
+_RATES = "spec_decode_per_position_acceptance_rates"
+_SPEEDS = (
+    ("rate", "output_throughput"),
+    ("tpot", "mean_tpot_ms"),
+    ("accept", "accept_length"),
+    ("length", "spec_decode_acceptance_length"),
+    *_KEYS,
+)
 _FIELD = re.compile(rf"\s*({'|'.join(map(re.escape, _LABELS))}):\s+(\S+)\s*$")
 _POSITION = re.compile(r"\s*(?:Position|(acceptance at token)) (\d{1,4}):\s+(\S+)\s*$")
 _MEAN = re.compile(r"^\s*(?:Accept length:|avg_spec_accept_length=)\s*(\S+?)\s*$")
@@ -79,35 +87,38 @@ class VllmBench(AcceptanceFormat):
         for line, values, rates in (*tables, *_results(source)):
             with source.skipping():
                 acceptances += _run(source, line, values, rates)
-        for line, values, _ in tables:
-            _add_speed(source, line, values)
+        for line, values, rates in tables:
+            _add_speed(source, line, values, len(rates))
         for line, fields in source.objects("mean_tpot_ms"):
             with source.skipping():
                 numbers = [(ours, key) for ours, key in _SPEEDS if type(fields.get(key)) in (int, float)]
-                _add_speed(source, line, {ours: source.number(str(fields[key]), line, key) for ours, key in numbers})
+                values = {ours: source.number(str(fields[key]), line, key) for ours, key in numbers}
+                rates = fields.get(_RATES)
+                _add_speed(source, line, values, len(rates) if isinstance(rates, list) else 0)
         return acceptances
 
 
-def _add_speed(source: Source, line: int, values: Mapping[str, float]) -> None:
+def _add_speed(source: Source, line: int, values: Mapping[str, float], positions: int = 0) -> None:
     """Add the seconds of a step of a run: its time per token after the first, and its tokens a step.
 
     The mean number of running requests is tokens per second times seconds per token.
+
+    Args:
+        positions: number of positions of a draft; 0 if unknown.
     """
     seconds, rate, tokens = (values.get(key, 0.0) for key in ("tpot", "rate", "tokens"))
-    drafts, length, gamma, flaw = values.get("drafts"), 1.0, 0.0, ""
-    if not seconds or not rate or not tokens:
+    drafts, gamma, flaw = values.get("drafts"), 0.0, ""
+    if not seconds or not rate or not tokens or 0 < values.get("accept", 0.0) < 1:
         return
     rows = max(rate * seconds / 1000, 1.0)
     if drafts and "accepted" in values and values.get("drafted"):
         length, gamma = 1 + values["accepted"] / drafts, values["drafted"] / drafts
         steps = steps_of(tokens, values["accepted"], values.get("requests", 0.0))
         flaw = NO_DRAFT if all_steps(drafts, steps) != drafts else ""
-    elif "accept" in values:
-        length, gamma = values["accept"], float(drafts_of(source).get("draft_length", source.gamma or 0))
-        if not gamma:
-            return
-    elif "length" in values:
-        return
+    elif length := values.get("accept", 0.0) or values.get("length", 0.0):
+        gamma = float(positions or drafts_of(source).get("draft_length", 0) or source.gamma or math.nan)
+    else:
+        length = 1.0
     flaw = flaw or (PREFILL if rows > 1.05 else "")  # those of other requests
     add_speed(source, line, length, rows, 1000 * rows / seconds, gamma, tokens / (length * rows), flaw=flaw)
 
@@ -143,8 +154,7 @@ def _results(source: Source) -> list[tuple[int, dict[str, float], list[float]]]:
                 continue
             values = {ours: count(source, line, fields, key) for ours, key in _KEYS if fields.get(key) is not None}
             values["length"] = source.number(str(length), line, "the acceptance length")
-            key = "spec_decode_per_position_acceptance_rates"
-            results.append((line, values, list(source.rates(fields, key, line)) if fields.get(key) else []))
+            results.append((line, values, list(source.rates(fields, _RATES, line)) if fields.get(_RATES) else []))
     return results
 
 

@@ -19,8 +19,8 @@ from ..engine_log import Source, TimedSteps
 from ..formats import AcceptanceFormat
 from ..prometheus import spec_decode
 from ..settings import length_remarks, needs_method, needs_model, ngram_sizes, only_point_masses, shell
-from ..speeds import OTHER_SIZE
-from ..step_counts import StepCounts, acceptances_of, count, from_mean, from_rates, full_drafts, steps_of
+from ..speeds import NO_DRAFT, OTHER_SIZE
+from ..step_counts import FEW_IDLE, StepCounts, acceptances_of, count, from_mean, from_rates, full_drafts, steps_of
 
 _MARK = re.compile(r"draft acceptance(?: rate)? = ")
 _LINE = re.compile(
@@ -33,6 +33,9 @@ _RATES = re.compile(r"acc per pos = \(([^()]*)\)\s*")
 #: Generated tokens of a request, logged before its draft acceptance.
 _EVALUATED = re.compile(r"(?<!prompt )eval time =\s*(\d{1,12}(?:\.\d{1,9})?) ms /\s*(\d{1,15}) tokens")
 _SLOT = re.compile(r"\bslot\b.{0,40}\bid +(\d{1,6}) ")
+#: The begin and end of a request in a slot, and the start of a server that does not draft.
+_BEGINS, _ENDS = "processing task", "stop processing"
+_PLAIN = re.compile(r"no implementations specified for speculative decoding|speculative decoding context not init")
 #: Counters of a drafter since the start of the server.
 _STATISTICS = re.compile(r"statistics\s+([\w-]{1,40}): (#calls.*)")
 _COUNTER = re.compile(r"#(gen drafts|acc drafts|gen tokens|acc tokens) =\s*(\d{1,15})\b")
@@ -118,14 +121,13 @@ class LlamaCppFormat(AcceptanceFormat):
 def _requests(source: Source) -> list[Acceptance]:
     """Lines of finished requests, with rates by position, a mean length or neither."""
     windows, counts, evaluated, seconds = [], [], 0.0, 0.0
-    slots, plain, speeds = set[str](), [], []
+    slots, plain, speeds = _Slots(), [], []
     lines = [*source.lines(), (0, "")]
     for (number, line), (_, after) in pairwise(lines):
-        if slot := _SLOT.search(line):
-            slots.add(slot[1])
+        slots.add(line)
         if match := _EVALUATED.search(line):
             evaluated, seconds = float(match[2]), float(match[1]) / 1000
-            plain.append((number, seconds, steps_of(evaluated, 0.0)))
+            plain.append((number, seconds, steps_of(evaluated, 0.0), slots.shared))
         if not (mark := _MARK.search(line)):
             continue
         with source.skipping():
@@ -138,7 +140,7 @@ def _requests(source: Source) -> list[Acceptance]:
             steps = steps_of(evaluated, accepted) if evaluated > accepted else None
             evaluated = 0.0
             if steps and steps > 0:
-                speeds.append((number, seconds, steps, drafted / steps))
+                speeds.append((number, seconds, steps, slots.shared, drafted))
             if text is not None and mean is not None:
                 rates = [source.number(rate, number, "an acceptance rate", 1.0) for rate in text.split(", ")]
                 windows.append(from_rates(source, number, accepted, drafted, rates, mean=mean, steps=steps))
@@ -153,16 +155,52 @@ def _requests(source: Source) -> list[Acceptance]:
         *acceptances_of(windows, source, "responses"),
         *acceptances_of(counts, source, "responses", remarks=(remark,)),
     ]
-    flaw = OTHER_SIZE if len(slots) > 1 else ""
     lengths = {item.gamma or item.draft_length for item in acceptances}
     length = lengths.pop() if len(lengths) == 1 else None
-    if not speeds and not re.search("draft|speculative", source.text):
+    if not speeds and (_PLAIN.search(source.text) or not re.search("draft|speculative", source.text)):
         speeds = [(*item, 0.0) for item in plain]
-    for number, seconds, steps, drafted in speeds:
+    for number, seconds, steps, shared, drafted in speeds:
         if steps > 0 and seconds > 0:
-            gamma = float(length) if length and drafted else drafted
+            flaw = OTHER_SIZE if shared or slots.concurrent else ""
+            gamma = float(length or max(drafted / steps, 1.0)) if drafted else 0.0
+            if drafted < (steps - 1) * gamma / (1 + FEW_IDLE):  # the last step of a response has no draft
+                flaw = NO_DRAFT
             source.timed.append(TimedSteps(number, 1.0, gamma, math.nan, seconds / steps, steps, flaw))
     return acceptances
+
+
+class _Slots:
+    """Slots of a server, and if their requests run at the same time.
+
+    Attributes:
+        shared: another request ran together with that of the last slot.
+    """
+
+    def __init__(self) -> None:
+        self.shared = False
+        self._seen, self._active, self._together = set[str](), set[str](), set[str]()
+        self._begins = False
+
+    def add(self, line: str) -> None:
+        """Take a line of the log."""
+        if not (match := _SLOT.search(line)):
+            return
+        slot = match[1]
+        self._seen.add(slot)
+        if _BEGINS in line:
+            self._begins = True
+            self._active.add(slot)
+            self._together.discard(slot)
+            if len(self._active) > 1:
+                self._together |= self._active
+        elif _ENDS in line:
+            self._active.discard(slot)
+        self.shared = slot in self._together
+
+    @property
+    def concurrent(self) -> bool:
+        """True if several slots were used at unknown times."""
+        return not self._begins and len(self._seen) > 1
 
 
 def _statistics(source: Source) -> list[Acceptance]:

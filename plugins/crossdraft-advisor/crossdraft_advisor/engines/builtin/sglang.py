@@ -44,7 +44,7 @@ _PREFILL = re.compile(r"Prefill batch\b")
 #: A rank, the throughput since its last line, the cached tokens of its requests, and the usual steps between lines.
 _RANK = re.compile(r"\bDP\d+\b")
 _THROUGHPUT = re.compile(r"gen throughput \(token/s\): (\d{1,12}(?:\.\d{1,9})?)(?=[,\s]|$)")
-_TOKENS = re.compile(r"#token: (\d{1,15}),")
+_TOKENS = re.compile(r"#(?:full )?token: (\d{1,15}),")
 _STEPS_A_LINE = 40.0
 _RATE = re.compile(r"accept rate: ([^,\s]*),")
 _RUNNING = re.compile(r"#running-req: (\d{1,9}),")
@@ -228,9 +228,9 @@ def _log(source: Source) -> list[Acceptance]:
     if not gamma and lengths is not None and len(lengths) == 1:
         gamma = lengths.pop()
     for number, mean, n, per_second, tokens, flaw in speeds:
-        if n and (gamma or source.gamma or not mean):
-            context, length = tokens / n, (gamma or source.gamma or 0) if mean else 0
-            add_speed(source, number, mean or 1.0, n, per_second, length, _STEPS_A_LINE, context=context, flaw=flaw)
+        if n:
+            length = (gamma or source.gamma or math.nan) if mean else 0
+            add_speed(source, number, mean or 1.0, n, per_second, length, _STEPS_A_LINE, context=tokens / n, flaw=flaw)
     if not rows:
         return []
     remarks = ["windows are weighted by their running requests"]

@@ -54,12 +54,12 @@ _WITHOUT_RATES = re.compile(
 _IDLE = re.compile(r"Drafted: 0 tokens")
 #: The throughput of an engine, on the line before that of its drafts, and one of them by the second.
 _GENERATED = re.compile(
-    r"(?:Engine (\d{1,6}): )?(?:Avg prompt throughput: (\d{1,12}(?:\.\d{1,9})?) tokens/s, )?"
-    r"Avg generation throughput: (\d{1,12}(?:\.\d{1,9})?) tokens/s"
+    r"(?:Engine (\d{1,6}): |(\d{1,6}) Engines Aggregated: )?(?:Avg prompt throughput: (\d{1,12}(?:\.\d{1,9})?) "
+    r"tokens/s, )?Avg generation throughput: (\d{1,12}(?:\.\d{1,9})?) tokens/s"
 )
 _RUNNING = re.compile(r"Running: (\d{1,9}) reqs")
 #: The settings of a server that drafts.
-_DRAFTS = re.compile(r"speculative_config[\"']?[=:]\s*(?!None|null)")
+_DRAFTS = re.compile(r"speculative_config[\"']?[=:](?!\s*(?:None|null))")
 _DRAFTED_PER_SECOND = re.compile(r"Drafted throughput: (\S+) tokens/s")
 #: The time of day, the usual seconds between two lines of statistics, and a finished request.
 _CLOCK = re.compile(r"\b([01]\d|2[0-3]):([0-5]\d):([0-5]\d)\b")
@@ -227,11 +227,13 @@ class _Throughput:
         passed = (now - last) % 86400 if now is not None and last is not None else _INTERVAL
         seconds = passed if passed > _INTERVAL + 1 or 1 < passed < _INTERVAL - 1 else _INTERVAL
         self._last[self._engine] = now
-        self._rates.setdefault(self._engine, []).append((float(match[3]), seconds))
+        self._rates.setdefault(self._engine, []).append((float(match[4]), seconds))
         if running := _RUNNING.search(line):
             rows, before = float(running[1]), self._rows.get(self._engine)
             self._rows[self._engine] = rows
-            self.lines.append((number, rows, float(match[3]), flaw_of(float(match[2] or 0) > 0, rows, before)))
+            engines = float(match[2] or 1)
+            flaw = flaw_of(float(match[3] or 0) > 0, rows, before)
+            self.lines.append((number, rows / engines, float(match[4]) / engines, flaw))
 
     def tokens(self, line: str, seconds: float | None) -> float | None:
         """The tokens that steps generated until a line of drafts over ``seconds``; None if they are not logged."""
