@@ -167,7 +167,7 @@ def certify_row(
         return replace(row, error=error_message(error, _files(kind, verifier)))
     row = _certified(toy, kind, replace(row, lengths=tuple(lengths)))
     small = toy.vocab_size**toy.gamma <= (_SMALL_NAMED if named else _SMALL)
-    if isinstance(kind, NamedDrafter) and not kind.translated and not row.error and not row.failed:
+    if isinstance(kind, NamedDrafter) and not row.error and not row.failed:
         row = _exercised(toy, kind, row, small)
     if row.error or row.failed or not row.temperature or not small:
         return row

@@ -15,6 +15,7 @@ from two_tokenizers import TEXTS, byte_level, metaspace, renumbered, save
 import crossdraft
 from crossdraft.framework import plugins
 from crossdraft.framework.certificate.certify import certify
+from crossdraft.framework.certificate.draft_faults import check_independence_on
 from crossdraft.framework.certificate.drafts import NamedDrafter, named_drafter
 from crossdraft.framework.certificate.rows import certify_row
 from crossdraft.framework.certificate.table_lm import ToyContext, tokenizer_of
@@ -206,6 +207,12 @@ def test_named_drafters_are_certified_on_toys_of_two_vocabularies(capsys: Any) -
     assert "W1" in out and "W2" in out and "T0" not in out
 
 
+@pytest.mark.parametrize("mode", ["tli", "slem"])
+def test_draft_follows_from_text(mode: str) -> None:
+    """Two drafters of one text draft the same, also from a text without a token of the draft model."""
+    check_independence_on(W["W1"], toy_drafter(mode, 2).build, (2,), Sampling(), mode)
+
+
 def test_sampled_draft_cannot_modify_target() -> None:
     """Its distribution after a prefix depends on whether the prefix is drafted or committed."""
     with pytest.raises(Exception, match="is not replayable"):
@@ -274,7 +281,7 @@ def parts() -> Any:
 @pytest.mark.parametrize("make", [lambda: byte_level(300), metaspace], ids=["byte-level", "metaspace"])
 def test_tokens_spell_their_text(make: Any) -> None:
     token_bytes = parts().TokenBytes(make())
-    assert token_bytes.faithful
+    assert token_bytes.faithful and list(token_bytes.pieces) == sorted(token_bytes.pieces)
     for text in [*PROMPTS, "x\ty  z", "\n", "é", "dog"]:
         data = text.encode()
         inside = token_bytes.encode(data, False)

@@ -49,7 +49,8 @@ class TokenBytes:
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        vocab: dict[str, int] = tokenizer.get_vocab()
+        # The order of `get_vocab` differs from call to call.
+        vocab = dict(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]))
         added: dict[int, Any] = tokenizer.added_tokens_decoder
         named = {id for id, token in added.items() if token.special} | set(tokenizer.all_special_ids)
         self.size = max(vocab.values(), default=-1) + 1
