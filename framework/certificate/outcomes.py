@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..runs.certified_registry import CertificateRecord
 from .drafts import DRAFTS, NamedDrafter, refusal
-from .rows import CannotRun, Row, certify_row
+from .rows import CannotRun, Row, certify_row, with_pair_coverage
 from .toys import built_in_toys
 
 if TYPE_CHECKING:
@@ -40,9 +40,14 @@ def outcome(rows: Sequence[Row]) -> CertificateRecord | None:
     if not rows or any(row.error or not row.traits.lossless for row in rows):
         return None
     tv = max(row.tv or 0.0 for row in rows)
-    if unexercised := next((row for row in rows if row.gap), None):
-        return CertificateRecord(tv, True, f"{location(unexercised)}: {unexercised.gap}", False)
+    if place := unexercised(rows):
+        return CertificateRecord(tv, True, place, False)
     return CertificateRecord(tv) if all(row.proves for row in rows) else None
+
+
+def unexercised(rows: Sequence[Row]) -> str:
+    """The draft of the first pair that is not exercised, and the reason; empty without one."""
+    return next((f"draft '{row.draft}': {row.gap}" for row in rows if row.gap), "")
 
 
 def location(row: Row) -> str:
@@ -65,7 +70,7 @@ def certify_quickly(verifier: type[Verifier], options: Any, start: Callable[[], 
                 continue
             if rows[-1].error is not None:
                 return rows
-    return rows
+    return with_pair_coverage(rows)
 
 
 def certify_drafter(drafter: type[Any], config: Any, verifier: type[Verifier], options: Any) -> list[Row]:
@@ -78,4 +83,4 @@ def certify_drafter(drafter: type[Any], config: Any, verifier: type[Verifier], o
         rows = [certify_row(toy, kind.label, kind, verifier, options=options) for toy in toys]
     except CannotRun:
         return []
-    return [] if any(row.error for row in rows) else rows
+    return [] if any(row.error for row in rows) else with_pair_coverage(rows)

@@ -39,7 +39,7 @@ class Row:
         lengths: maximum draft depth of each step.
         temperature: of the target; ``top_k``: its truncation, 0 = none.
         tv: None if it was not measured: an error, or a fault that makes it meaningless.
-        coverage: events that were enumerated.
+        coverage: events that were enumerated, and ``pair_coverage``: on all toys of a table, see `with_pair_coverage`.
         error: an exception of the strategies, with its place and draft.
         fault: the strategies use more than their inputs and rng, see `faults`.
         options: the verifier's validated config; None = its defaults.
@@ -64,11 +64,12 @@ class Row:
     top_k: int = 0
     start: WarmUp | None = None
     point_mass: bool = False
+    pair_coverage: Coverage | None = None
 
     @property
     def gap(self) -> str:
         """The reason why a pair that did not fail is not exercised; empty if it is."""
-        return self.coverage.gap(self.point_mass or not self.temperature)
+        return (self.pair_coverage or self.coverage).gap(self.point_mass or not self.temperature)
 
     @property
     def traits(self) -> VerifierTraits:
@@ -125,6 +126,14 @@ class Row:
             result["bounds"] = {key: value for key, value in asdict(self.bounds).items() if key != "missing"}
         result |= {key: value for key in ("error", "fault") if (value := getattr(self, key)) is not None}
         return result if self.diagnosis is None else {**result, "diagnosis": self.diagnosis.as_json()}
+
+
+def with_pair_coverage(rows: Sequence[Row]) -> list[Row]:
+    """Set the coverage of pairs over all toys: a toy whose tables make every q of a draft equal does not decide."""
+    pairs: dict[Any, Coverage] = {}
+    for row in rows:
+        pairs[row.draft, row.verifier] = pairs.get((row.draft, row.verifier), Coverage()) + row.coverage
+    return [replace(row, pair_coverage=pairs[row.draft, row.verifier]) for row in rows]
 
 
 class CannotRun(Exception):

@@ -163,7 +163,7 @@ def _print_skipped(incompatible: Sequence[str], too_large: Sequence[str], verbos
 
 def _verdict(rows: Sequence[Row], of_drafter: bool) -> tuple[str, int]:
     """The last line of the output, and the exit code."""
-    from ..certificate.outcomes import location, worst_row
+    from ..certificate.outcomes import location, unexercised, worst_row
 
     verifiers = dict.fromkeys(row.verifier for row in rows)
     wrong = [worst for verifier in verifiers if (worst := worst_row(_rows_of(verifier, rows)))]
@@ -188,8 +188,8 @@ def _verdict(rows: Sequence[Row], of_drafter: bool) -> tuple[str, int]:
         return f"ERROR: verifier '{row.verifier.name}' {location(row)}: {row.error}{more}", ERROR
     if idle := [row for row in rows if row.gap and row.traits.lossless]:
         names = ", ".join(dict.fromkeys(f"'{row.verifier.name}'" for row in idle))
-        reason = f"{location(idle[0])}: {idle[0].gap}"
-        return f"not exercised: {_count(len(idle))} with {names}, so nothing is proved ({reason})", int(of_drafter)
+        pairs = _count(len(idle))
+        return f"not exercised: {pairs} with {names}, so nothing is proved ({unexercised(idle)})", int(of_drafter)
     certified = [row for row in rows if row.traits.lossless]
     lossy = len(rows) - len(certified)
     if not certified:
@@ -225,7 +225,7 @@ def _rows(
     options: Certify, toys: Sequence[Toy], drafts: Drafts, verifiers: Sequence[type[Verifier]]
 ) -> tuple[list[Row], list[str], list[str]]:
     """Rows of all pairs that can be enumerated, and the reasons why others are incompatible or too large."""
-    from ..certificate.rows import CannotRun, PairTooLarge, certify_row, row_bounds
+    from ..certificate.rows import CannotRun, PairTooLarge, certify_row, row_bounds, with_pair_coverage
 
     rows, incompatible, too_large = [], {}, {}
     for toy in toys:
@@ -248,7 +248,7 @@ def _rows(
                 if options.bounds and row.error is None:
                     row = replace(row, bounds=row_bounds(toy, kind, row, cache))
                 rows.append(row)
-    return rows, list(incompatible), list(too_large)
+    return with_pair_coverage(rows), list(incompatible), list(too_large)
 
 
 def _verifiers(names: Iterable[str]) -> tuple[list[type[Verifier]], list[str]]:

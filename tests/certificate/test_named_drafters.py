@@ -249,7 +249,9 @@ def test_certificate_without_drafts_does_not_pass(
     options = ("--drafter", drafter, "--verifier", "token", *small)
     code, out, _ = run(capsys, *options)
     assert code == 1 and out.splitlines()[-3].endswith("nothing was drafted")
-    assert out.splitlines()[-1].startswith("not exercised: 1 pair with 'token', so nothing is proved (on toy 'T0'")
+    assert out.splitlines()[-1].startswith(
+        f"not exercised: 1 pair with 'token', so nothing is proved (draft '{drafter}'"
+    )
     code, out, _ = run(capsys, *options, "--json")
     (row,) = json.loads(out)
     assert code == 1 and row["lossless"] is True and row["drafted"] is False
