@@ -14,9 +14,9 @@ of Lemma 2 in Sun et al. 2024; it must hold jointly, because tests of the first 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -104,15 +104,6 @@ class Coverage:
         if not point_mass and self.share < UNEQUAL_SHARE:
             return f"q is unequal in {self.unequal:,} of {self.drafted:,} drafted steps"
         return ""
-
-    def __str__(self) -> str:
-        return (
-            f"{self.drafted:,} steps with a draft, {self.unequal:,} of them with an unequal q, {self.rejected:,} "
-            f"rejections, {self.bonus:,} bonus tokens, depth {self.depth}"
-        )
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def unequal_q(draft: Draft) -> Tensor:

@@ -239,29 +239,15 @@ def _certified(toy: Toy, kind: LabelledDrafter | NamedDrafter, row: Row, checks:
     def make() -> Verifier:
         return row.verifier() if row.options is None else row.verifier(row.options)
 
+    steps = {"steps": len(row.lengths), "gamma": row.lengths, "sampling": row.sampling, "start": row.start}
     try:
-        result = certify(
-            toy,
-            kind.build,
-            make,
-            steps=len(row.lengths),
-            gamma=row.lengths,
-            sampling=row.sampling,
-            markov=kind.markov,
-            checks=checks,
-            start=row.start,
-        )
+        result = certify(toy, kind.build, make, markov=kind.markov, checks=checks, **steps)
     except FaultError as fault:
         return replace(row, fault=str(fault))
     except Exception as error:  # third-party code may raise anything
         return replace(row, error=error_message(error, _files(kind, row.verifier)))
-    return replace(
-        row,
-        tv=result.tv,
-        expected_tau=tuple(result.expected_tau),
-        lossless=result.lossless,
-        coverage=result.coverage,
-    )
+    tau = tuple(result.expected_tau)
+    return replace(row, tv=result.tv, expected_tau=tau, lossless=result.lossless, coverage=result.coverage)
 
 
 def diagnosed(rows: Sequence[Row], toys: Sequence[Toy], drafts: Mapping[str, LabelledDrafter | NamedDrafter]) -> Row:
@@ -311,14 +297,8 @@ def _fault(toy: Toy, kind: LabelledDrafter | NamedDrafter, row: Row) -> str | No
     """The fault of a failed pair that makes its total variation meaningless, of the drafter or of the verifier."""
     try:
         if isinstance(kind, NamedDrafter):
-            check_drafter(
-                toy,
-                kind.build,
-                row.lengths,
-                row.sampling,
-                f"drafter '{kind.drafter}'",
-                [row.start],
-            )
+            who = f"drafter '{kind.drafter}'"
+            check_drafter(toy, kind.build, row.lengths, row.sampling, who, [row.start])
         lengths = tuple(min(length, 2) for length in row.lengths)
         row = _certified(toy, kind, replace(row, lengths=lengths), checks="all")
     except FaultError as fault:

@@ -20,8 +20,8 @@ def test_one_toy_does_not_decide(toys: dict[str, Toy]) -> None:
     rows = [certify_row(toys[name], draft, DRAFTS[draft], verifier) for name in ("G3", "T0")]
     assert rows[0].gap == "q is unequal in 0 of 72 drafted steps" and not rows[1].gap
     assert unexercised(rows) == f"draft '{draft}': {rows[0].gap}"
-    together = with_pair_coverage(rows)
-    assert not unexercised(together) and [row.coverage for row in together] == [row.coverage for row in rows]
+    pairs = with_pair_coverage(rows)
+    assert not unexercised(pairs) and [row.coverage for row in pairs] == [row.coverage for row in rows]
     other = replace(rows[0], draft="other", coverage=Coverage(100))
     assert unexercised(with_pair_coverage([*rows, other])) == "draft 'other': q is unequal in 0 of 100 drafted steps"
 
