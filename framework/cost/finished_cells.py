@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from ..metrics.cell_metrics import StepRecord
 from ..metrics.pieces import Piece
 from ..recipe.recipe import CellConfig
 from ..runs.records import CellResult
-from .curve import CostCurve, find_curve, stored_curves
+from .curve import CostCurve, Curve, find_curve, stored_curves
 from .prediction import CellStatistics, Prediction, pays_until, predict, stops_paying
 
 logger = logging.getLogger(__name__)
@@ -84,10 +85,14 @@ def shorter_refusal(config: CellConfig) -> str:
     return not_shortenable(config.drafter.name, drafter_traits(config), config.verifier.name, traits)
 
 
-def statistics(result: CellResult) -> CellStatistics | None:
+def statistics(result: CellResult, drafter: Curve | None = None) -> CellStatistics | None:
     """Statistics of a finished cell; None if it failed or was not timed.
 
-    Only steps with all slots in use count, if there are any, as for the measured rate.
+    Only steps with all slots in use count, if there are any, as for the measured rate. The time of drafting beyond the
+    passes of ``drafter``, the curve of the draft model, is other time: its sampling is not in the curve.
+
+    Raises:
+        UsageError: the curve has too few batch sizes or widths.
     """
     metrics, batch_size = result.metrics, result.config.batch_size
     if metrics is None or not metrics.timed:
@@ -99,16 +104,18 @@ def statistics(result: CellResult) -> CellStatistics | None:
     n, occupied = len(steps), sum(r.occupied for r in steps)
     phase = {name: metrics.shares.get(name, 0.0) * metrics.decode_seconds / n for name in ("draft", "verify", "rest")}
     nodes, passes = sum(r.nodes for r in steps) / n, metrics.drafter_passes / len(all_steps)
+    draft_width, context = max(nodes / passes, 1.0) if passes else 1.0, sum(r.context for r in steps) / n
+    of_passes = phase["draft"] if drafter is None else passes * drafter.seconds(batch_size, draft_width, context)
     return CellStatistics(
         batch_size=batch_size,
         occupied=occupied / n,
         tokens_per_step=sum(r.emitted for r in steps) / occupied,
         widths={nodes: count / n for nodes, count in sorted(Counter(r.nodes for r in steps).items())},
-        context=sum(r.context for r in steps) / n,
+        context=context,
         passes=passes,
-        draft_width=max(nodes / passes, 1.0) if passes else 1.0,
+        draft_width=draft_width,
         draft_seconds=phase["draft"],
-        other_seconds=phase["verify"] + phase["rest"],
+        other_seconds=phase["verify"] + phase["rest"] + max(phase["draft"] - of_passes, 0.0),
         acceptance=tuple(metrics.acceptance),
     )
 
@@ -147,7 +154,7 @@ def predicted(result: CellResult, curves: Iterable[CostCurve], baseline: CellRes
 
     Args:
         curves: for instance `stored_curves()`; curves of other models and devices are ignored.
-        baseline: plain decoding of the same group, for the speed-up.
+        baseline: plain decoding of the same group: the speed-up is over its measured rate.
 
     Returns:
         None for a failed cell, or if the target has no curve for the device of the cell.
@@ -155,11 +162,16 @@ def predicted(result: CellResult, curves: Iterable[CostCurve], baseline: CellRes
     Raises:
         UsageError: the curve has too few batch sizes or widths.
     """
-    cell = statistics(result)
-    target, drafter = curves_of(result, curves) if cell else (None, None)
+    target, drafter = curves_of(result, curves)
+    cell = statistics(result, drafter) if target else None
     if cell is None or target is None:
         return None
-    return predict(cell, target, drafter, statistics(baseline) if baseline else None)
+    prediction = predict(cell, target, drafter)
+    if result.config.is_baseline:
+        return replace(prediction, speed_up=1.0)
+    if baseline is None or baseline.metrics is None:
+        return prediction
+    return replace(prediction, speed_up=prediction.tokens_per_second / baseline.metrics.tokens_per_second)
 
 
 def speed_ups_of(results: Mapping[int, CellResult]) -> dict[int, float]:
@@ -184,7 +196,7 @@ def last_paying(
     target, drafter = curves_of(results[last], curves) if last else (None, None)
     if stop is None or target is None or last not in baselines:
         return last
-    cell, plain = statistics(results[last]), statistics(baselines[last])
+    cell, plain = statistics(results[last], drafter), statistics(baselines[last])
     assert cell is not None and plain is not None  # they have a speed-up
     last_measured = last
     for b in range(last + 1, stop):

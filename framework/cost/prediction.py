@@ -63,6 +63,11 @@ class CellStatistics:
         survival = tuple(acceptance**i for i in range(1, gamma + 1))
         return cls(batch_size, batch_size, 1 + sum(survival), {gamma: 1.0}, context, gamma, acceptance=survival)
 
+    @property
+    def nodes(self) -> float:
+        """Mean drafted tokens of a row in a step."""
+        return (1 - self.idle) * sum(nodes * share for nodes, share in self.widths.items())
+
     def plain(self) -> CellStatistics:
         """Plain decoding of the same rows, with the same other time."""
         return replace(

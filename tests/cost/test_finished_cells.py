@@ -1,6 +1,9 @@
 """Statistics and predictions of finished cells, on synthetic numbers."""
 
+import tarfile
 from dataclasses import replace
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from crossdraft.framework.cost.finished_cells import (
     predictions,
     statistics,
 )
+from crossdraft.framework.cost.load_run import read_run
 from crossdraft.framework.cost.prediction import CellStatistics, predict
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.metrics.cell_metrics import Estimate, Metrics, StepRecord, measure
@@ -160,14 +164,30 @@ def test_last_batch_size_that_pays(speed_ups: dict[int, Any], curves: list[CostC
 
 def test_prediction_next_to_measurement() -> None:
     curves = [curve(), curve(sha256="def", cost=lambda b, w, c: 1.0), curve(sha256="xyz")]
-    actual = predicted(result(), curves, result(baseline=True))
-    assert actual is not None
+    base = result(baseline=True)
+    actual = predicted(result(), curves, base)
+    assert actual is not None and base.metrics is not None
     assert (actual.target, actual.draft, actual.other) == (pytest.approx(seconds(2, 3, 101)), 4.0, 1.5)
     assert actual.tokens_per_second == pytest.approx(4 / (seconds(2, 3, 101) + 5.5))
-    base = statistics(result(baseline=True))
-    assert base is not None
-    plain = 2 / (seconds(2, 1, base.context) + base.draft_seconds + base.other_seconds)
-    assert actual.speed_up == pytest.approx(actual.tokens_per_second / plain)
+    assert actual.speed_up == pytest.approx(actual.tokens_per_second / base.metrics.tokens_per_second)
+    alone = predicted(base, curves, base)
+    assert alone is not None and alone.speed_up == 1
+
+
+def test_predictions_have_no_sign(tmp_path: Path) -> None:
+    """Predicted over measured speed-ups of the recorded run with 15 pairs at three batch sizes."""
+    with tarfile.open(Path(__file__).parents[1] / "fixtures" / "multi-draft.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    (folder,) = (tmp_path / "runs").iterdir()
+    run = read_run(folder)
+    by_hash = predictions(run.summary.results, run.summary.curves)
+    errors = [
+        by_hash[r.config.hash].speed_up / r.metrics.speed_up.value - 1
+        for r in run.summary.results
+        if r.metrics is not None and r.metrics.speed_up is not None and not r.config.is_baseline
+    ]
+    assert len(errors) == 15 and median(abs(error) for error in errors) < 0.05
+    assert min(errors) < 0 < max(errors) < 0.1 and abs(median(errors)) < 0.03
 
 
 def test_prediction_needs_target_curve() -> None:

@@ -238,7 +238,8 @@ def _of_run(options: Cost) -> Parts:
         cell |= {"speed_up": ratio.value if ratio else None, "predicted_speed_up": prediction.speed_up}
         speed_ups: dict[int, float] = {}
         if options.batch_size:
-            (target, drafter), pair = curves_of(result, curves), statistics(result)
+            target, drafter = curves_of(result, curves)
+            pair = statistics(result, drafter)
             assert target is not None and pair is not None
             speed_ups = {b: predict(pair.at(b), target, drafter).speed_up for b in options.batch_size}
             cell["by_batch_size"] = speed_ups

@@ -2,13 +2,19 @@
 
 Candidates are built from any list of `Acceptance` (`imported`), or from the cells of a finished run (`of_run`), which
 also record the width of each step, the passes of the draft model, and the time of verification and bookkeeping.
+
+Seconds of a step over those of a plain one come from measured speeds of the pair (`StepCost`). Curves tell how that
+ratio grows with the batch size. Without speeds it comes from curves, if they are measured and have all passes, and else
+from published series, and is at least that of the curves.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from pydantic import ValidationError
 
@@ -28,8 +34,13 @@ from crossdraft.framework.runs.marks import mark_of
 from crossdraft.framework.runs.records import CellResult
 from crossdraft.framework.util.estimate import Estimate
 
+from ..cost.step_cost import SpeedPoint, StepCost
 from ..engines.acceptance import UNKNOWN_PAIR, Acceptance
 from ..engines.run_acceptance import acceptance_of
+
+#: Half of the 95 % interval of the logarithm of a ratio of measured passes: in a run with 15 pairs, they differ from
+#: measured speed-ups by up to 8 % (docs/cost.md).
+_PASSES_ERROR = 0.15
 
 
 @dataclass(frozen=True)
@@ -38,17 +49,20 @@ class Candidate:
 
     Attributes:
         acceptance: acceptance of its drafts.
-        target, drafter: cost curves of the two models; without the latter, the draft time is taken from ``steps``.
+        target, drafter: cost curves of the two models, None if unknown; without the latter, the draft time is taken
+            from ``steps``.
         steps: statistics of its steps by batch size (at least one); `speed_up` uses the nearest.
         plain: statistics of plain decoding by batch size, if measured.
         group: target and sampling parameters; only candidates of one group are comparable.
         title: of the drafter.
         measured: measured metrics by batch size, at its own draft length, if they have a speed-up.
         overlap: see `predict`.
+        speeds: measured speeds of the pair and of plain decoding.
+        disturbed: its speeds were measured on a busy machine, so their error is unknown.
     """
 
     acceptance: Acceptance
-    target: Curve
+    target: Curve | None
     drafter: Curve | None
     steps: Mapping[int, CellStatistics]
     plain: Mapping[int, CellStatistics]
@@ -56,13 +70,13 @@ class Candidate:
     title: str = ""
     measured: Mapping[int, Metrics] = field(default_factory=dict)
     overlap: bool = False
+    speeds: tuple[SpeedPoint, ...] = ()
+    disturbed: bool = False
 
     @property
     def pair(self) -> str:
         """A key of the pair; equal for candidates that differ only in draft length."""
-        a = self.acceptance
-        options = {key: value for key, value in a.options.items() if key != "gamma"}
-        return json.dumps([a.drafter, a.model, a.verifier, options, a.chain], sort_keys=True, default=str)
+        return pair_of(self.acceptance)
 
     @property
     def gammas(self) -> tuple[int, ...]:
@@ -73,8 +87,18 @@ class Candidate:
         permitted = tuple(n for n in range(1, longest + 1) if _permits(self.acceptance, n))
         return permitted if longest in permitted else tuple(range(1, longest + 1))
 
+    @property
+    def unmeasured(self) -> bool:
+        """True if nothing is known of the seconds of its steps."""
+        return self.target is None and not self.speeds
+
+    @property
+    def measured_passes(self) -> bool:
+        """True if its curves are measured and have all passes of a step."""
+        return isinstance(self.target, CostCurve) and (self.drafter is not None or _looks_up(self.acceptance))
+
     def predict(self, batch_size: int, gamma: int, context: float | None = None) -> Prediction:
-        """Predict a step with drafts of ``gamma`` tokens and ``batch_size`` full rows.
+        """Predict a step with drafts of ``gamma`` tokens and ``batch_size`` full rows from the curves.
 
         Args:
             context: context length of each row; by default as in ``steps``.
@@ -82,23 +106,117 @@ class Candidate:
         Raises:
             UsageError: a cost curve with too few batch sizes or widths.
         """
-        cell = _nearest(self.steps, batch_size)
-        if gamma != self.acceptance.gamma:
-            self.acceptance.cut(gamma)  # or refuse it
-            cell = cell.cut(gamma)
+        assert self.target is not None
+        cell = self._cell(batch_size, gamma)
         plain = _nearest(self.plain, batch_size) if self.plain else cell.plain()
         cell, plain = cell.at(batch_size), plain.at(batch_size)
         if context is not None:
             cell, plain = replace(cell, context=context), replace(plain, context=context)
         return predict(cell, self.target, self.drafter, plain, overlap=self.overlap)
 
+    def _cell(self, batch_size: int, gamma: int) -> CellStatistics:
+        cell = _nearest(self.steps, batch_size)
+        if gamma != self.acceptance.gamma:
+            self.acceptance.cut(gamma)  # or refuse it
+            cell = cell.cut(gamma)
+        return cell
+
+    def _passes(self, batch_size: int, gamma: int, context: float | None) -> float:
+        """Seconds of a step over those of a plain one by the curves."""
+        return self._cell(batch_size, gamma).tokens_per_step / self.predict(batch_size, gamma, context).speed_up
+
+    def ratio(self, batch_size: int, gamma: int, context: float | None = None) -> Estimate:
+        """Seconds of a step with drafts of ``gamma`` tokens over those of a plain step, at least 1.
+
+        Raises:
+            UsageError: a cost curve with too few batch sizes or widths, or by which a draft makes a step shorter.
+        """
+        cell = self._cell(batch_size, gamma)
+        drafted = cell.nodes
+        if not drafted:
+            return Estimate(1.0, 1.0, 1.0)
+        growth, least = 0.0, 1.0
+        ratio = _ratio(self.speeds, batch_size, drafted)
+        if self.target is not None:
+            passes = self._passes(batch_size, gamma, context)
+            if self.speeds:
+                measured = min(
+                    {p.batch_size for p in self.speeds if p.gamma}, key=lambda b: abs(math.log(b / batch_size))
+                )
+                growth = passes - self._passes(max(round(measured), 1), gamma, context)
+            elif self.measured_passes:
+                ratio = Estimate(passes, passes * math.exp(-_PASSES_ERROR), passes * math.exp(_PASSES_ERROR))
+            else:
+                growth, least = passes - self._passes(1, gamma, context), passes
+        assert ratio.low is not None and ratio.high is not None
+        if self.target is not None and ratio.high + growth < 1:
+            raise UsageError(
+                f"at B = {batch_size}, a step with {gamma} drafted tokens takes {ratio.value + growth:.2f} times as "
+                "long as one without: the costs were disturbed while they were measured; measure them again"
+            )
+        if self.disturbed:
+            return Estimate(max(ratio.value + growth, least, 1.0))
+        return Estimate(*(max(bound + growth, least, 1.0) for bound in (ratio.value, ratio.low, ratio.high)))
+
+    def plain_seconds(self, batch_size: int, context: float | None = None) -> float | None:
+        """Seconds of a plain step; None if neither its speed nor the target's curve is known."""
+        near = [p for p in self.speeds if not p.gamma and abs(math.log(p.batch_size / batch_size)) < 0.1]
+        if near:
+            return sum(p.seconds_per_step * p.weight for p in near) / sum(p.weight for p in near)
+        if self.target is None:
+            return None
+        prediction = self.predict(batch_size, self.acceptance.gamma, context)
+        return batch_size * prediction.speed_up / prediction.tokens_per_second
+
     def speed_up(self, batch_size: int, gamma: int, context: float | None = None) -> Estimate:
-        """Predicted speed-up over plain decoding; the interval includes the uncertainty of the acceptance only."""
-        value = self.predict(batch_size, gamma, context).speed_up
-        be = self.acceptance.cut(gamma).block_efficiency()
-        if be.low is None or be.high is None:
-            return Estimate(value)
-        return Estimate(value, value * be.low / be.value, value * be.high / be.value)
+        """Predicted speed-up over plain decoding; the interval has the uncertainty of acceptance and cost."""
+        tokens = self.acceptance.cut(gamma).block_efficiency()
+        return quotient(tokens, self.ratio(batch_size, gamma, context))
+
+
+def pair_of(acceptance: Acceptance) -> str:
+    """A key of a pair of drafter and verifier; equal for acceptances that differ only in draft length."""
+    a = acceptance
+    options = {key: value for key, value in a.options.items() if key != "gamma"}
+    return json.dumps([a.drafter, a.model, a.verifier, options, a.chain], sort_keys=True, default=str)
+
+
+@lru_cache(1024)
+def _ratio(speeds: tuple[SpeedPoint, ...], batch_size: int, drafted: float) -> Estimate:
+    """Seconds of a step over those of a plain one, from measured speeds."""
+    return _cost(speeds, batch_size if speeds else 1).ratio(drafted)
+
+
+@lru_cache(64)
+def _cost(speeds: tuple[SpeedPoint, ...], batch_size: int) -> StepCost:
+    return StepCost.from_speeds(speeds, batch_size)
+
+
+def quotient(tokens: Estimate, ratio: Estimate) -> Estimate:
+    """Speed-up of steps that emit ``tokens`` and take ``ratio`` plain steps, whose errors are independent.
+
+    Tokens without an interval count as exact.
+    """
+    value, (fewest, most) = tokens.value / ratio.value, (tokens.low or tokens.value, tokens.high or tokens.value)
+    if ratio.low is None or ratio.high is None:
+        return Estimate(value)
+    down = math.hypot(math.log(ratio.high / ratio.value), math.log(tokens.value / fewest))
+    up = math.hypot(math.log(ratio.value / ratio.low), math.log(most / tokens.value))
+    return Estimate(value, value * math.exp(-down), min(value * math.exp(up), most))
+
+
+def _looks_up(acceptance: Acceptance) -> bool:
+    """Return True for a known drafter without a model."""
+    if acceptance.drafter not in plugins.entries("drafters"):
+        return False
+    cls = plugins.get("drafters", acceptance.drafter)
+    try:
+        config = cls.Config(
+            **{key: value for key, value in acceptance.options.items() if key in cls.Config.model_fields}
+        )
+    except ValidationError:  # without its model
+        return False
+    return plugins.traits_of("drafters", cls, config, Sampling()).on_host
 
 
 def _permits(acceptance: Acceptance, gamma: int) -> bool:
@@ -162,12 +280,13 @@ def of_pair(acceptance: Acceptance) -> Acceptance:
 
 
 def imported(
-    acceptances: Iterable[Acceptance], target: Curve, drafter: Curve | None, context: float
+    acceptances: Iterable[Acceptance],
+    target: Curve | None,
+    drafter: Curve | None,
+    context: float,
+    speeds: Iterable[SpeedPoint] = (),
 ) -> list[Candidate]:
-    """Candidates from replayed or imported acceptance of chains, with one pass of the draft model per token.
-
-    Verification and bookkeeping are assumed to be free, as is drafting without a curve.
-    """
+    """Candidates from replayed or imported acceptance of chains, with one pass of the draft model per token."""
     candidates = []
     for acceptance in acceptances:
         gamma, length = acceptance.gamma, 1 + sum(acceptance.marginal)
@@ -179,7 +298,7 @@ def imported(
         group = "temperature unknown" if temperature is None else f"temperature {temperature:g}"
         group = ", ".join([*acceptance.setting, group])
         title = acceptance.drafter or "drafts"
-        candidates.append(Candidate(acceptance, target, drafter, {1: cell}, {}, group, title))
+        candidates.append(Candidate(acceptance, target, drafter, {1: cell}, {}, group, title, speeds=tuple(speeds)))
     return candidates
 
 
@@ -220,6 +339,7 @@ def of_run(
     configs += [own.model_copy(update=other) for own in configs[:1] for other in others]
     pairs: dict[str, list[CellResult]] = {}
     plain: dict[str, dict[int, CellStatistics]] = {}
+    plain_speeds: dict[str, list[SpeedPoint]] = {}
     for result in results:
         config, cell = result.config, statistics(result)
         group = group_title(config, configs, but="batch_size")
@@ -227,6 +347,7 @@ def of_run(
             notes.append(f"{name}: {config.drafter.title} × {config.verifier.title} failed and is omitted")
         elif config.is_baseline:
             plain.setdefault(group, {})[config.batch_size] = _without_times(cell, machine)
+            plain_speeds.setdefault(group, []).append(_speed(result, cell, name))
         elif not (mark := mark_of(result)).headline:
             advice = f"; run crossdraft certify --verifier {config.verifier.name}"
             reason = f"{config.verifier.title} is omitted: {mark}"
@@ -245,27 +366,46 @@ def of_run(
         else:
             target = machine.target
             drafter = machine.drafter(acceptance.model) if _has_model(result) else None
-        if target is None and config.engine is not None:
-            engine = config.engine.title
-            notes.append(
-                f"{name}: cells of {engine} are omitted; give responses of its plain decoding as --replay, and the "
-                "cost tables of that run as --cost and --draft-cost"
-            )
-            continue
-        if target is None:
-            notes.append(
-                f"{name}: {config.target} has no cost curve for the device and threads of the run; on that device, "
-                f"run crossdraft cost --target {config.target}"
-            )
-            continue
-        steps = {c.config.batch_size: _without_times(s, machine) for c in cells if (s := statistics(c)) is not None}
+        steps = [(c, s) for c in cells if (s := statistics(c, None if machine else drafter)) is not None]
         group = group_title(config, configs, but="batch_size")
-        title = config.drafter.name if acceptance.chain else _tree_title(config)
-        measured = {c.config.batch_size: c.metrics for c in cells if c.metrics is not None and c.metrics.speed_up}
-        if machine is not None:
-            measured = {}
-        candidates.append(Candidate(acceptance, target, drafter, steps, plain.get(group, {}), group, title, measured))
+        speeds = [*plain_speeds.get(group, []), *(_speed(c, s, name) for c, s in steps)]
+        if machine is not None or len(speeds) == len(steps):
+            speeds = []
+        if target is None and not speeds:
+            notes.append(
+                f"{name}: {config.target} has no cost curve for the device and threads of the run, nor speeds of plain "
+                f"decoding; on that device, run crossdraft cost --target {config.target}"
+            )
+            continue
+        disturbed = [c.config.batch_size for c in cells if machine is None and c.metrics and c.metrics.withheld]
+        if disturbed:
+            notes.append(
+                f"{name}: {config.drafter.title} × {config.verifier.title}: the run withholds its speed-up at B = "
+                f"{', '.join(map(str, sorted(disturbed)))}, so no interval is known; measure it on a quiet machine"
+            )
+        candidates.append(
+            Candidate(
+                acceptance,
+                target,
+                drafter,
+                {c.config.batch_size: _without_times(s, machine) for c, s in steps},
+                plain.get(group, {}),
+                group,
+                config.drafter.name if acceptance.chain else _tree_title(config),
+                {} if machine else {c.config.batch_size: c.metrics for c in cells if c.metrics and c.metrics.speed_up},
+                speeds=tuple(speeds),
+                disturbed=bool(disturbed),
+            )
+        )
     return candidates, list(dict.fromkeys(notes))
+
+
+def _speed(result: CellResult, cell: CellStatistics, name: str) -> SpeedPoint:
+    """The measured seconds of a cell's steps."""
+    assert result.metrics is not None
+    seconds = cell.occupied * cell.tokens_per_step / result.metrics.tokens_per_second
+    place = f"{name}, cell {result.config.hash}"
+    return SpeedPoint(cell.occupied, cell.nodes, cell.context, seconds, result.metrics.steps, place)
 
 
 def _tree_title(config: CellConfig) -> str:

@@ -13,6 +13,7 @@ from ..engines.acceptance import EACH_LENGTH, Acceptance
 from ..engines.engine import Engine, Settings
 from ..engines.engine_log import Source
 from ..roofline.roofline import Roofline
+from .candidates import Candidate
 from .decision import EngineChoice, Step
 
 #: Fewer prompts or drafts than this raise a warning.
@@ -54,11 +55,24 @@ class Remarks:
 
     # -- costs -------------------------------------------------------------------------------------------------
 
-    def free(self, *, drafting: bool) -> None:
-        """Note the costs that are assumed to be 0."""
-        self.assume("verification and bookkeeping are free")
-        if drafting:
-            self.assume("drafting is free; if a model drafts, give it as --draft-model, or its passes as --draft-cost")
+    def of_costs(self, candidates: Sequence[Candidate]) -> None:
+        """Note where the seconds of steps with drafts are from."""
+        for candidate in candidates:
+            points, a = candidate.speeds, candidate.acceptance
+            title = " × ".join(filter(None, (a.drafter, a.verifier))) or "drafts"
+            if points and all(point.gamma for point in points):
+                self.warn(
+                    f"{title}: no speed of plain decoding is known, so speed-ups over it are uncertain; give a log or "
+                    "benchmark of the same server without drafts as a further SOURCE"
+                )
+            elif not points and candidate.measured_passes:
+                self.assume("a step takes as long as its measured passes, within the usual 15 %")
+            elif not points:
+                at_least = "" if candidate.target is None else ", and at least as long as its passes"
+                self.assume(
+                    f"steps of {title} take as long as in published series{at_least} (docs/predictions.md); "
+                    "a log or benchmark of plain decoding, and one of a draft length, make the interval narrower"
+                )
 
     def overlapped(self) -> None:
         self.assume(
@@ -90,8 +104,10 @@ class Remarks:
 
     # -- acceptance --------------------------------------------------------------------------------------------
 
-    def of_source(self, source: Source, acceptances: Sequence[Acceptance]) -> None:
+    def of_source(self, source: Source, acceptances: Sequence[Acceptance], speeds: Sequence[str]) -> None:
         """Add what was read and skipped, and warn about unrealistic traffic recorded in a log."""
+        for note in speeds:
+            _add(self.measured, note)
         for acceptance in acceptances:
             _add(self.read, f"{acceptance.source}, as {acceptance.format}")
         if source.skipped:
@@ -119,7 +135,6 @@ class Remarks:
                 if choice is not None:
                     self._of_acceptance(choice.candidate.acceptance.cut(choice.gamma))
             self._of_extrapolation(step)
-        self.assume("intervals include the uncertainty of the acceptance only, not of the costs")
 
     def _of_acceptance(self, acceptance: Acceptance) -> None:
         pair = " × ".join(filter(None, (acceptance.drafter, acceptance.verifier)))

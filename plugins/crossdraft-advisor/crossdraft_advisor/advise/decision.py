@@ -26,13 +26,13 @@ class Choice:
     """A candidate with a draft length, at one batch size and context.
 
     Attributes:
-        tokens_per_second: total of all rows.
+        tokens_per_second: total of all rows; None if no plain speed is known.
         speed_up: over plain decoding.
     """
 
     candidate: Candidate
     gamma: int
-    tokens_per_second: float
+    tokens_per_second: float | None
     speed_up: Estimate
 
 
@@ -59,6 +59,11 @@ class Step:
         return self.best.speed_up.value > 1
 
     @property
+    def advice(self) -> str:
+        """``draft``, ``off``, or ``measure`` if only published series speak against drafting."""
+        return "draft" if self.draft else "measure" if self.best.candidate.unmeasured else "off"
+
+    @property
     def sure(self) -> bool:
         """True if the interval of the best speed-up excludes 1."""
         return excludes_one(self.best.speed_up)
@@ -80,8 +85,8 @@ def decide(candidates: Sequence[Candidate], batch_size: int, context: float | No
         raise UsageError("no candidates: give the acceptance of at least one drafter")
     choices = []
     for candidate, gamma in _lengths(candidates):
-        rate = candidate.predict(batch_size, gamma, context).tokens_per_second
-        choices.append(Choice(candidate, gamma, rate, candidate.speed_up(batch_size, gamma, context)))
+        speed_up, plain = candidate.speed_up(batch_size, gamma, context), candidate.plain_seconds(batch_size, context)
+        choices.append(Choice(candidate, gamma, plain and batch_size * speed_up.value / plain, speed_up))
     choices.sort(key=lambda choice: -choice.speed_up.value)
     best, others = choices[0], choices[1:]
     runner_up = next((c for c in others if c.candidate.pair != best.candidate.pair), next(iter(others), None))
@@ -162,9 +167,12 @@ def _best_schedule(
     def speed_up(batch_size: int, gamma: int) -> Estimate:
         return lengths[gamma].speed_up(batch_size, gamma, context) if gamma else Estimate(1.0, 1.0, 1.0)
 
+    # "off" is never advised without a measurement
+    options = tuple(lengths) if all(candidate.unmeasured for candidate in lengths.values()) else (0, *lengths)
+
     @cache
     def best(batch_size: int) -> int:
-        return max((0, *lengths), key=lambda gamma: speed_up(batch_size, gamma).value)
+        return max(options, key=lambda gamma: speed_up(batch_size, gamma).value)
 
     def mean(gamma_at: Callable[[int], int]) -> float:
         return sum(math.log(speed_up(b, gamma_at(b)).value) for b in sizes) / len(sizes)
@@ -173,7 +181,7 @@ def _best_schedule(
         ranges = _ranges(best, sorted({1, *sizes}))
         gamma_at: Callable[[int], int] = best
     else:
-        constant = max((0, *lengths), key=lambda gamma: mean(lambda _: gamma))
+        constant = max(options, key=lambda gamma: mean(lambda _: gamma))
         ranges, gamma_at = (Range(1, max(sizes), constant),), lambda _: constant
     longest = max(batch_range.gamma for batch_range in ranges) or max(lengths)
     acceptances = {gamma: candidate.acceptance.cut(gamma) for gamma, candidate in lengths.items()}

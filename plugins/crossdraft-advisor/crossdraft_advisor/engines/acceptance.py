@@ -253,7 +253,7 @@ class Acceptance:
         if len(self.rows) >= LEAST_PIECES:
             return f"{len(self.rows)} independent {self.pieces}"
         if self.drafts is None or not self.marginal:
-            return "no interval: the number of steps is unknown"
+            return "the number of steps is unknown: intervals have the uncertainty of the cost only"
         return f"{self.drafts:.0f} independent drafts; too narrow if prompts differ"
 
 

@@ -1,12 +1,13 @@
 """Seconds of an engine's step, from cost curves.
 
 A step is one pass of the target over the decoding rows, each with its draft, and the prompt tokens that are prefilled
-with them; before it, the draft model takes one pass for each drafted token of the longest draft.
+with them; before it, the draft model takes one pass for each drafted token of the longest draft. Unless both curves are
+measured, drafts cost at least as much as in published series.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from crossdraft.framework.cost.curve import Curve
@@ -21,12 +22,14 @@ class StepCost:
 
     Attributes:
         target: curve of the target.
-        drafter: curve of the draft model; None if drafting is free.
+        drafter: curve of the draft model; None if it has none, or if it is unknown.
         prefill: seconds of a prefill by its tokens, as the curve of a batch of 1; by default that of ``target``, plus
             that of the draft model in proportion to the models' passes over one token.
         overhead: further seconds of a step.
         padded: rows are padded to the widest and drafted for as long as it; else a pass costs its tokens.
         separate: prompts are prefilled in a pass of their own before the step; else with the step's rows.
+        least: seconds of a step over those of a plain one at batch size 1, by drafted tokens of a row; None for those
+            of the curves.
     """
 
     target: Curve
@@ -35,6 +38,7 @@ class StepCost:
     overhead: float = 0.0
     padded: bool = False
     separate: bool = False
+    least: Callable[[float], float] | None = None
     _seconds: dict[tuple[int, ...], float] = field(default_factory=dict, repr=False)
 
     def seconds(self, lengths: Sequence[int], context: float, prefill_tokens: int = 0, prefill_rows: int = 0) -> float:
@@ -55,11 +59,23 @@ class StepCost:
         seconds = self._seconds.get(key)
         if seconds is None:
             seconds = self._seconds[key] = self._passes(*key)
+        drafting = 0.0
         if self.drafter is not None and deepest:
             for depth in range(1, deepest + 1):
-                drafting = rows if self.padded else sum(length >= depth for length in lengths)
-                seconds += self._draft_pass(drafting, place)
-        return seconds + self.overhead
+                drafting += self._draft_pass(rows if self.padded else sum(length >= depth for length in lengths), place)
+        if self.least is not None and nodes:
+            drafting = max(drafting, self._least_draft(rows, nodes, place))
+        return seconds + drafting + self.overhead
+
+    def _least_draft(self, rows: int, nodes: int, context: int) -> float:
+        """Least seconds of drafting ``nodes`` tokens: what ``least`` has beyond the curve at batch size 1."""
+        key = (-1, rows, nodes, context)
+        if key not in self._seconds:
+            assert self.least is not None
+            drafted = nodes / rows
+            alone = self.target.seconds(1, 1 + drafted, context) / self.target.seconds(1, 1, context)
+            self._seconds[key] = (self.least(drafted) - alone) * self.target.seconds(rows, 1, context)
+        return self._seconds[key]
 
     def _draft_pass(self, rows: int, context: int) -> float:
         key = (rows, context)

@@ -119,7 +119,12 @@ def test_only_the_measured_length_is_advised(place: Path, capsys: Any) -> None:
     assert code == 0 and "drafts of fewer than 3 tokens are left out" in out and "measure each length" in out
     assert "dflash     token       3 " in out and "runner-up" in out and ", 2:" not in out
     code, out, _ = advise(capsys, *words, "--drafter", "mtp")
-    assert code == 0 and ", 2:" in out and "derived from drafts of 3 tokens" in out and "assumed: shorter drafts" in out
+    assert (
+        code == 0
+        and "mtp × token, " in out
+        and "derived from drafts of 3 tokens" in out
+        and "assumed: shorter drafts" in out
+    )
     code, _, err = advise(capsys, *words, "--drafter", "draft-model-tree")
     assert code == 2 and "verifier 'token' accepts only: chain" in err
 
@@ -136,7 +141,7 @@ def test_run_on_its_own_machine(place: Path, capsys: Any) -> None:
     one, many = result["advice"]
     assert one["draft"] and one["best"]["model"] == "d" and one["best"]["gamma"] == 3
     assert one["runner_up"]["model"] == "e" and one["best"]["speed_up"]["low"] < one["best"]["speed_up"]["value"]
-    assert not many["draft"] and many["batch_size"] == 64
+    assert many["best"]["speed_up"]["value"] < one["best"]["speed_up"]["value"] and many["batch_size"] == 64
     # Measured part of these cells: a tenth of their tokens.
     assert one["measured_best"]["model"] == "d" and many["measured_best"] is None
     assert one["measured_best"]["speed_up"]["value"] == pytest.approx(4.2)
@@ -148,7 +153,7 @@ def test_run_on_its_own_machine(place: Path, capsys: Any) -> None:
     _, text, _ = advise(capsys, run, "--batch-size", "1,64")
     assert [line.split()[:2] for line in text.splitlines() if line[:2] in ("1 ", "64")] == [
         ["1", "draft"],
-        ["64", "off"],
+        ["64", "draft"],
     ]
 
 
@@ -161,9 +166,9 @@ def test_run_on_another_machine(place: Path, capsys: Any) -> None:
     assert step["measured_best"] is None  # on another machine
     # 10 ms and three of 1 ms for the row's tokens; plain decoding takes 10 ms.
     assert step["best"]["gamma"] == 3 and step["best"]["speed_up"]["value"] == pytest.approx(3.5 / 1.3)
-    assert "verification and bookkeeping are free" in result["remarks"]["assumed"]
+    assert any("as its measured passes" in line for line in result["remarks"]["assumed"])
     result = advice_json(capsys, run, "--on", "h100", "--target", "target.json", "--batch-size", "1")
-    assert "drafting with d is free" in result["remarks"]["assumed"]
+    assert any("as in published series" in line for line in result["remarks"]["assumed"])
 
 
 def test_temperatures_are_kept_apart(place: Path, capsys: Any) -> None:
@@ -307,7 +312,7 @@ def test_unrealistic_traffic(place: Path, capsys: Any) -> None:
     result = advice_json(capsys, "vllm.log", "--on", "h100", "--target", "experts.json", *SAID)["remarks"]
     assert not any("random" in line or "temperature" in line for line in result["warnings"])
     assert any("over its 4 experts" in line for line in result["assumed"])
-    assert any("drafting is free" in line for line in result["assumed"])
+    assert any("as in published series, and at least" in line for line in result["assumed"])
 
 
 def test_curve_that_was_measured_here(place: Path, capsys: Any) -> None:
@@ -329,7 +334,6 @@ def test_curve_that_was_measured_here(place: Path, capsys: Any) -> None:
     [
         (["missing.log"], "missing.log does not exist"),
         (["nothing.txt"], "no acceptance in a known format"),
-        (["vllm.log"], "the cost of the target is unknown"),
         (["vllm.log", "--on", "h100"], "--on requires --target"),
         (
             ["vllm.log", "--on", "h100", "--target", "target.json", "--cost", "passes.csv"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from ...advise.candidates import Candidate, Machine
     from ...advise.caveats import Remarks
+    from ...cost.step_cost import SpeedPoint
     from ...engines.acceptance import Acceptance
     from ...engines.engine import Schedule, Settings
     from ...engines.formats import CounterSource
@@ -48,7 +49,7 @@ class Advise(AdviseOptions, Command):
 
         remarks = Remarks()
         groups = _groups(self, remarks)
-        sizes = sorted(set(self.batch_size))
+        sizes = _sizes(self, groups, remarks)
         steps = {
             title: [decide(candidates, b, c) for c in self.context or [None] for b in sizes]
             for title, candidates in groups.items()
@@ -74,7 +75,7 @@ def _groups(args: AdviseOptions, remarks: Remarks) -> dict[str, list[Candidate]]
     """The candidates, grouped by target and sampling parameters."""
     from crossdraft.framework.cost.load_run import read_run
 
-    from ...advise.candidates import imported
+    from ...advise.candidates import imported, pair_of
     from ...engines.formats import CounterSource
 
     sources = [CounterSource.parse(text, "SOURCE") for text in args.sources]
@@ -90,23 +91,26 @@ def _groups(args: AdviseOptions, remarks: Remarks) -> dict[str, list[Candidate]]
     cells = [result.config for run in finished for result in run.summary.results]
     for run in finished:
         candidates += _run_candidates(run, cells, costs, remarks)
+    speeds: dict[str, list[SpeedPoint]] = {}
     if args.replays:
         from .replay import replayed_acceptances
 
         acceptances = replayed_acceptances(args, remarks)
     else:
-        acceptances = [acceptance for source in texts for acceptance in _read_acceptances(args, source, remarks)]
-    if acceptances:
-        if costs.target is None:
-            raise UsageError(
-                "the cost of the target is unknown: give --target with --on, --target measured by crossdraft cost, or "
-                "--cost FILE"
-            )
-        draft_curves = [_draft_curve(acceptance, costs, args.replays) for acceptance in acceptances]
-        remarks.free(drafting=not args.replays and costs.drafter is None)
-        context = (args.context or (CONTEXT,))[0]
-        for acceptance, curve in zip(acceptances, draft_curves, strict=True):
-            candidates += imported([acceptance], costs.target, curve, context)
+        acceptances = []
+        for source in texts:
+            own, points = _read_source(args, source, remarks)
+            acceptances += own
+            for point in points:
+                for pair in {pair_of(acceptance) for acceptance in own} if point.gamma else {""}:
+                    speeds.setdefault(pair, []).append(point)
+    context = (args.context or (CONTEXT,))[0]
+    for acceptance in acceptances:
+        curve = _draft_curve(acceptance, costs, args.replays)
+        drafting = speeds.get(pair_of(acceptance), [])
+        measured = [*speeds.get("", []), *drafting] if drafting else []
+        candidates += imported([acceptance], costs.target, curve, context, measured)
+    remarks.of_costs(candidates)
     if args.overlap:
         remarks.overlapped()
         candidates = [replace(candidate, overlap=True) for candidate in candidates]
@@ -148,20 +152,22 @@ def _run_candidates(run: FinishedRun, cells: Sequence[CellConfig], costs: Costs,
     machine: Machine | None = None
     if costs.target is not None:
         machine = Machine(costs.target, costs.by_name)
-        remarks.free(drafting=False)
     curves = [*run.summary.curves, *stored_curves()]
     candidates, notes = of_run(run.summary.results, run.name, curves, machine, cells)
     remarks.of_run(run.summary.results, run.name, notes, own_seconds=machine is None)
     return candidates
 
 
-def _read_acceptances(args: AdviseOptions, source: CounterSource, remarks: Remarks) -> list[Acceptance]:
-    """Acceptances in a source, in the format of any engine, completed by the options."""
+def _read_source(
+    args: AdviseOptions, source: CounterSource, remarks: Remarks
+) -> tuple[list[Acceptance], list[SpeedPoint]]:
+    """Acceptances and speeds in a source, in the format of any engine, completed by the options."""
     from ...advise.candidates import of_pair
     from ...engines.formats import read_acceptances
+    from ...engines.speeds import speed_notes, speed_points
 
     content, acceptances = read_acceptances(source.source, args.since or None, source.gamma or args.gamma, plain=True)
-    remarks.of_source(content, acceptances)
+    remarks.of_source(content, acceptances, speed_notes(content))
     temperature = args.temperature if source.temperature is None else source.temperature
     fields = {"drafter": "".join(args.drafter), "verifier": "".join(args.verifier), "temperature": temperature}
     fields |= {"model": args.draft_path or args.draft_model}
@@ -171,7 +177,8 @@ def _read_acceptances(args: AdviseOptions, source: CounterSource, remarks: Remar
     drafters = {part.drafter: part for part in parts if part.drafter}
     if args.drafter and not named and len(drafters) > 1:
         raise UsageError(f"{source.source} has the drafters {', '.join(drafters)}; name one of them as --drafter")
-    return [of_pair(replace(_with_rates(acceptance), **fields)) for acceptance in named or acceptances]
+    chosen = [of_pair(replace(_with_rates(acceptance), **fields)) for acceptance in named or acceptances]
+    return chosen, speed_points(content)
 
 
 def _with_rates(acceptance: Acceptance) -> Acceptance:
@@ -184,6 +191,21 @@ def _with_rates(acceptance: Acceptance) -> Acceptance:
             "give it as --gamma, or as '{source: FILE, gamma: N}'"
         )
     return acceptance.with_constant_rate(acceptance.draft_length)
+
+
+def _sizes(args: AdviseOptions, groups: Mapping[str, Sequence[Candidate]], remarks: Remarks) -> list[int]:
+    """The batch sizes; by default those within a factor of two of a measured speed, if that is all that is known."""
+    sizes = sorted(set(args.batch_size))
+    candidates = [candidate for group in groups.values() for candidate in group]
+    measured = [p.batch_size for c in candidates if c.target is None for p in c.speeds if p.gamma]
+    if len(measured) == 0 or any(c.target is not None for c in candidates):
+        return sizes
+    far = [b for b in sizes if all(max(b / size, size / b) > 2 for size in measured)]
+    if "batch_size" in args.model_fields_set or len(far) == len(sizes):
+        if far:
+            remarks.warn(f"no speed was measured within a factor of two of B = {', '.join(map(str, far))}")
+        return sizes
+    return [b for b in sizes if b not in far]
 
 
 # -- settings ----------------------------------------------------------------------------------------------------

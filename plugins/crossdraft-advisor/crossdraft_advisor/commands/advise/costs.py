@@ -40,7 +40,7 @@ class CostOptions(MachineOptions):
         "", description="target measured by crossdraft cost; with --on its config.json"
     )
     draft_model: Annotated[str, Argument("MODEL", group=_GROUP, requires="target")] = Field(
-        "", description="draft model, likewise (default: drafting is free)"
+        "", description="draft model, likewise (default: as in published series)"
     )
     draft_vocab: Annotated[int | None, Argument("N", group=_GROUP, requires="on draft_model"), MOST_TOKENS] = Field(
         None, ge=1, description="with --on: vocabulary size of the draft model's head"
@@ -98,7 +98,6 @@ class CostOptions(MachineOptions):
                 pass
             except Exception as error:  # heads have configs that the roofline does not support
                 remarks.warn(f"the cost of {name} is unknown: {error}")
-            remarks.assume(f"drafting with {name} is free")
             return None
 
         return Costs(target, drafter, by_name)

@@ -34,8 +34,7 @@ def _table(steps: Sequence[Step]) -> str:
     for step in steps:
         cells = [str(step.batch_size), *([f"{step.context:g}"] if contexts else [])]
         mark = "" if step.sure else " ?"
-        advice = "draft" if step.draft else "off"
-        rows.append([*cells, advice + mark, *_choice_cells(step.best), _runner_up(step)])
+        rows.append([*cells, step.advice + mark, *_choice_cells(step.best), _runner_up(step)])
         if measured:
             rows[-1].append(_pair(step.measured) if step.measured else "")
     header = [

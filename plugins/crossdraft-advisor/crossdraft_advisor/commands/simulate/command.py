@@ -227,7 +227,10 @@ def _pool(args: Simulate, remarks: Remarks) -> tuple[Pool, str, str]:
 
 
 def _cost(args: Simulate, draft_model: str, remarks: Remarks) -> StepCost:
+    from crossdraft.framework.cost.curve import CostCurve
+
     from ...advise.cost_tables import read_cost_table
+    from ...cost.step_cost import StepCost as PublishedCost
     from ...simulate.step_cost import StepCost
 
     costs = args.costs(remarks)
@@ -236,9 +239,13 @@ def _cost(args: Simulate, draft_model: str, remarks: Remarks) -> StepCost:
     prefill = read_cost_table(args.prefill_cost) if args.prefill_cost else None
     if prefill is not None and prefill.batch_sizes != [1]:
         raise UsageError(f"--prefill-cost {args.prefill_cost}: the batch sizes must be 1: a line is one prompt")
-    remarks.free(drafting=drafter is None and bool(draft_model))
     crossdraft = args.loop == "crossdraft"
-    return StepCost(costs.target, drafter, prefill, args.overhead, padded=crossdraft, separate=crossdraft)
+    cost = StepCost(costs.target, drafter, prefill, args.overhead, padded=crossdraft, separate=crossdraft)
+    if draft_model and not (isinstance(costs.target, CostCurve) and (drafter is not None or args.cost)):
+        published = PublishedCost()
+        cost.least = lambda drafted: published.ratio(drafted).value
+        remarks.assume("drafts take at least as long as in published series (docs/predictions.md)")
+    return cost
 
 
 def _default_policies(pool: Pool) -> list[str]:
