@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from crossdraft.framework.cost.curve import CostCurve
 from crossdraft.framework.runs.records import CellResult
 
-from ..engines.acceptance import EACH_LENGTH, Acceptance
+from ..engines.acceptance import EACH_LENGTH, WINDOWS, Acceptance
 from ..engines.engine import Engine, Settings
 from ..engines.engine_log import Source
 from ..roofline.roofline import Roofline
@@ -173,7 +173,7 @@ class Remarks:
             )
         if acceptance.temperature is None:
             self.warn(f"{acceptance.source} does not record the temperature; acceptance depends on it")
-        if acceptance.rows and acceptance.pieces != "windows of the log" and 1 < len(acceptance.rows) < _MIN_PIECES:
+        if acceptance.rows and acceptance.pieces != WINDOWS and 1 < len(acceptance.rows) < _MIN_PIECES:
             self.warn(f"{acceptance.source}: {len(acceptance.rows)} {acceptance.pieces} are few; use more")
         if acceptance.drafts is not None and acceptance.drafts < _MIN_DRAFTS:
             self.warn(f"{acceptance.source}: {acceptance.drafts:.0f} drafts are few; use more")

@@ -20,7 +20,7 @@ import numpy as np
 from scipy import optimize
 
 from crossdraft.framework.errors import UsageError
-from crossdraft.framework.metrics.intervals import LEAST_PIECES, Noise, bounded_estimate, half_width
+from crossdraft.framework.metrics.intervals import LEAST_PIECES, Noise, bounded_estimate, estimate, half_width
 from crossdraft.framework.metrics.shorter_drafts import by_runs, shorter_drafts
 from crossdraft.framework.util.estimate import Estimate
 from crossdraft.framework.util.limits import MOST_LEVELS
@@ -30,6 +30,8 @@ from crossdraft.framework.util.limits import MOST_LEVELS
 _MODEL_ERROR, _DRIFT = 0.3, 0.018
 #: `Acceptance.refusal` if only a name is missing.
 UNKNOWN_PAIR = "the drafter or the verifier is unknown; name them as --drafter and --verifier"
+#: `Acceptance.pieces` of a log.
+WINDOWS = "windows of the log"
 #: `Acceptance.refusal` if there is nothing to derive.
 EACH_LENGTH = "each length is measured"
 
@@ -44,7 +46,7 @@ class Acceptance:
         drafts: number of counted steps; None if unknown.
         rows: counts of independent pieces, for intervals: ``(steps, accepted at 1, ..., at gamma)`` each; if only the
             length is known ``(steps, accepted tokens)``.
-        pieces: the unit of a row: "prompts", "windows of the log".
+        pieces: the unit of a row: "prompts", `WINDOWS`.
         names: ids of the rows, by which those of two sources are paired; empty if unknown.
         length: mean tokens per step, bonus included, if the marginals are unknown.
         draft_length: maximum draft length, if it is known and the marginals are not.
@@ -210,7 +212,10 @@ class Acceptance:
             return 1 + (rates if self.longer is None else shorter_drafts(rates, self.gamma)).sum(-1)
 
         if len(measured.rows) >= LEAST_PIECES:
-            return bounded_estimate(statistic, np.array(measured.rows), 1.0, maximum, value=value, noise=model)
+            rows = np.array(measured.rows)
+            if measured.pieces == WINDOWS:  # each has steps of many prompts, so no kind of prompts is at a bound
+                return estimate(statistic, rows, value=value, minimum=1.0, maximum=maximum, noise=model)
+            return bounded_estimate(statistic, rows, 1.0, maximum, value=value, noise=model)
         if measured.drafts is None or not self.marginal:
             return Estimate(value)
         # Drafts that accept 0, 1, .. tokens, as independent pieces, and half a draft more of each (Jeffreys): what none

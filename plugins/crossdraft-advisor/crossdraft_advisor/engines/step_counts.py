@@ -16,7 +16,7 @@ import numpy as np
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.util.limits import MOST_LEVELS
 
-from .acceptance import Acceptance
+from .acceptance import WINDOWS, Acceptance
 from .counter_definitions import PREFILL_TOKENS
 from .engine_log import Source
 
@@ -108,7 +108,7 @@ def _title(group: Sequence[StepCounts], source: Source, pieces: str) -> str:
     name, lines = source.name, [item.line for item in group if item.line]
     if lines:
         name += f":{lines[0]}" + (f"-{lines[-1]}" if lines[-1] > lines[0] else "")
-    return f"{name}, {len(group)} {pieces}" if len(group) > 1 and pieces != "windows of the log" else name
+    return f"{name}, {len(group)} {pieces}" if len(group) > 1 and pieces != WINDOWS else name
 
 
 def _acceptance(
@@ -134,7 +134,7 @@ def _acceptance(
         common["idle"] = idle / steps
         if idle > FEW_IDLE * (steps - idle):
             remark = f"{idle:.0f} of {steps:.0f} steps had no draft"
-            if pieces == "windows of the log" and len(group) > 1:
+            if pieces == WINDOWS and len(group) > 1:
                 lengths = [1 + item.accepted / item.counted for item in group]
                 remark += f"; {min(lengths):.2f} to {max(lengths):.2f} tokens a step in the windows"
             remarks = (*remarks, remark)

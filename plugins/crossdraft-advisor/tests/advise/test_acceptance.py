@@ -167,7 +167,7 @@ def test_interval_of_only_counts_covers() -> None:
 @pytest.mark.parametrize(
     "about, message",
     [
-        ({}, "no interval"),
+        ({}, "of the cost only"),
         ({"drafts": 50}, "50 independent drafts"),
         ({"rows": ((1, 1), (1, 0), (2, 1)), "pieces": "responses"}, "3 independent responses"),
     ],

@@ -245,6 +245,8 @@ def _cost(args: Simulate, draft_model: str, remarks: Remarks) -> StepCost:
         published = PublishedCost()
         cost.least = lambda drafted: published.ratio(drafted).value
         remarks.assume("drafts take at least as long as in published series (docs/predictions.md)")
+    else:
+        remarks.assume("verification and bookkeeping are free")
     return cost
 
 

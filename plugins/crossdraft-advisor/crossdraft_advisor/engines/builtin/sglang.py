@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from crossdraft.framework.util.limits import MOST_LEVELS
 
-from ..acceptance import Acceptance
+from ..acceptance import WINDOWS, Acceptance
 from ..counter_definitions import DEFINITIONS
 from ..engine import Engine, Schedule, Settings
 from ..engine_log import Source
@@ -237,7 +237,7 @@ def _log(source: Source) -> list[Acceptance]:
     if idle:
         remarks.append(f"windows without drafts are omitted: {idle}")
     counts = [StepCounts(None, accepted, gamma=gamma, steps=n, line=number) for number, n, accepted in rows]
-    return acceptances_of(counts, source, "windows of the log", exact=False, remarks=tuple(remarks), **drafts)
+    return acceptances_of(counts, source, WINDOWS, exact=False, remarks=tuple(remarks), **drafts)
 
 
 def _lengths(mean: float, rate: float) -> set[int]:

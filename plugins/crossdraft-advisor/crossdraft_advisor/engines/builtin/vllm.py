@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from ..acceptance import Acceptance
+from ..acceptance import WINDOWS, Acceptance
 from ..counter_definitions import DEFINITIONS, PREFILL_TOKENS
 from ..engine import Engine, Schedule, Settings
 from ..engine_log import Source
@@ -198,7 +198,7 @@ class VllmFormat(AcceptanceFormat):
         if not any(_MARK in line or "Speculative metrics" in line for _, line in source.lines()):
             _add_plain(source, throughput)
         counts += _with_plain_steps([item for item in windows if item is not None])
-        acceptances += acceptances_of(counts, source, "windows of the log")
+        acceptances += acceptances_of(counts, source, WINDOWS)
         return [*acceptances, *_first_version(source), *_synthetic(source)]
 
 
