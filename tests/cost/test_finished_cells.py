@@ -170,8 +170,8 @@ def test_prediction_next_to_measurement() -> None:
     assert (actual.target, actual.draft, actual.other) == (pytest.approx(seconds(2, 3, 101)), 4.0, 1.5)
     assert actual.tokens_per_second == pytest.approx(4 / (seconds(2, 3, 101) + 5.5))
     assert actual.speed_up == pytest.approx(actual.tokens_per_second / base.metrics.tokens_per_second)
-    alone = predicted(base, curves, base)
-    assert alone is not None and alone.speed_up == 1
+    plain = predicted(base, curves, base)
+    assert plain is not None and plain.speed_up == 1
 
 
 def test_predictions_have_no_sign(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 Candidates are built from any list of `Acceptance` (`imported`), or from the cells of a finished run (`of_run`), which
 also record the width of each step, the passes of the draft model, and the time of verification and bookkeeping.
 
-Seconds of a step over those of a plain one come from measured speeds of the pair (`StepCost`). Curves tell how that
+Seconds of a step over those of a plain one come from measured speeds of the pair (`StepCost`). Curves give how that
 ratio grows with the batch size. Without speeds it comes from curves, if they are measured and have all passes, and else
 from published series, and is at least that of the curves.
 """
@@ -135,7 +135,7 @@ class Candidate:
         drafted = cell.nodes
         if not drafted:
             return Estimate(1.0, 1.0, 1.0)
-        growth, least = 0.0, 1.0
+        growth, floor = 0.0, 1.0
         ratio = _ratio(self.speeds, batch_size, drafted)
         if self.target is not None:
             passes = self._passes(batch_size, gamma, context)
@@ -147,7 +147,7 @@ class Candidate:
             elif self.measured_passes:
                 ratio = Estimate(passes, passes * math.exp(-_PASSES_ERROR), passes * math.exp(_PASSES_ERROR))
             else:
-                growth, least = passes - self._passes(1, gamma, context), passes
+                growth, floor = passes - self._passes(1, gamma, context), passes
         assert ratio.low is not None and ratio.high is not None
         if self.target is not None and ratio.high + growth < 1:
             raise UsageError(
@@ -155,8 +155,8 @@ class Candidate:
                 "long as one without: the costs were disturbed while they were measured; measure them again"
             )
         if self.disturbed:
-            return Estimate(max(ratio.value + growth, least, 1.0))
-        return Estimate(*(max(bound + growth, least, 1.0) for bound in (ratio.value, ratio.low, ratio.high)))
+            return Estimate(max(ratio.value + growth, floor, 1.0))
+        return Estimate(*(max(bound + growth, floor, 1.0) for bound in (ratio.value, ratio.low, ratio.high)))
 
     def plain_seconds(self, batch_size: int, context: float | None = None) -> float | None:
         """Seconds of a plain step; None if neither its speed nor the target's curve is known."""
@@ -197,12 +197,12 @@ def quotient(tokens: Estimate, ratio: Estimate) -> Estimate:
 
     Tokens without an interval count as exact.
     """
-    value, (fewest, most) = tokens.value / ratio.value, (tokens.low or tokens.value, tokens.high or tokens.value)
+    value, (fewest, limit) = tokens.value / ratio.value, (tokens.low or tokens.value, tokens.high or tokens.value)
     if ratio.low is None or ratio.high is None:
         return Estimate(value)
     down = math.hypot(math.log(ratio.high / ratio.value), math.log(tokens.value / fewest))
-    up = math.hypot(math.log(ratio.value / ratio.low), math.log(most / tokens.value))
-    return Estimate(value, value * math.exp(-down), min(value * math.exp(up), most))
+    up = math.hypot(math.log(ratio.value / ratio.low), math.log(limit / tokens.value))
+    return Estimate(value, value * math.exp(-down), min(value * math.exp(up), limit))
 
 
 def _looks_up(acceptance: Acceptance) -> bool:

@@ -28,7 +28,7 @@ class StepCost:
         overhead: further seconds of a step.
         padded: rows are padded to the widest and drafted for as long as it; else a pass costs its tokens.
         separate: prompts are prefilled in a pass of their own before the step; else with the step's rows.
-        least: seconds of a step over those of a plain one at batch size 1, by drafted tokens of a row; None for those
+        floor: seconds of a step over those of a plain one at batch size 1, by drafted tokens of a row; None for those
             of the curves.
     """
 
@@ -38,7 +38,7 @@ class StepCost:
     overhead: float = 0.0
     padded: bool = False
     separate: bool = False
-    least: Callable[[float], float] | None = None
+    floor: Callable[[float], float] | None = None
     _seconds: dict[tuple[int, ...], float] = field(default_factory=dict, repr=False)
 
     def seconds(self, lengths: Sequence[int], context: float, prefill_tokens: int = 0, prefill_rows: int = 0) -> float:
@@ -63,18 +63,18 @@ class StepCost:
         if self.drafter is not None and deepest:
             for depth in range(1, deepest + 1):
                 drafting += self._draft_pass(rows if self.padded else sum(length >= depth for length in lengths), place)
-        if self.least is not None and nodes:
-            drafting = max(drafting, self._least_draft(rows, nodes, place))
+        if self.floor is not None and nodes:
+            drafting = max(drafting, self._floor_draft(rows, nodes, place))
         return seconds + drafting + self.overhead
 
-    def _least_draft(self, rows: int, nodes: int, context: int) -> float:
-        """Least seconds of drafting ``nodes`` tokens: what ``least`` has beyond the curve at batch size 1."""
+    def _floor_draft(self, rows: int, nodes: int, context: int) -> float:
+        """Least seconds of drafting ``nodes`` tokens: what ``floor`` has beyond the curve at batch size 1."""
         key = (-1, rows, nodes, context)
         if key not in self._seconds:
-            assert self.least is not None
+            assert self.floor is not None
             drafted = nodes / rows
-            alone = self.target.seconds(1, 1 + drafted, context) / self.target.seconds(1, 1, context)
-            self._seconds[key] = (self.least(drafted) - alone) * self.target.seconds(rows, 1, context)
+            ratio = self.target.seconds(1, 1 + drafted, context) / self.target.seconds(1, 1, context)
+            self._seconds[key] = (self.floor(drafted) - ratio) * self.target.seconds(rows, 1, context)
         return self._seconds[key]
 
     def _draft_pass(self, rows: int, context: int) -> float:

@@ -243,7 +243,7 @@ def _cost(args: Simulate, draft_model: str, remarks: Remarks) -> StepCost:
     cost = StepCost(costs.target, drafter, prefill, args.overhead, padded=crossdraft, separate=crossdraft)
     if draft_model and not (isinstance(costs.target, CostCurve) and (drafter is not None or args.cost)):
         published = PublishedCost()
-        cost.least = lambda drafted: published.ratio(drafted).value
+        cost.floor = lambda drafted: published.ratio(drafted).value
         remarks.assume("drafts take at least as long as in published series (docs/predictions.md)")
     else:
         remarks.assume("verification and bookkeeping are free")
