@@ -61,6 +61,10 @@ class ModelledCurve(Curve, Protocol):
         ...
 
 
+#: Greatest time of a pass over that of a larger one: one row is slow in some libraries, and times are noisy.
+MOST_EXCESS = 2.0
+
+
 class Point(NamedTuple):
     """A measured pass: its size, and median and quartiles of its seconds."""
 
@@ -131,6 +135,16 @@ class CostCurve:
                 )
             table = _between(at, places, table)
         return float(table)
+
+    @property
+    def implausible(self) -> str:
+        """The reason why the passes were disturbed while they were measured: one took twice as long as a larger one."""
+        for axis, name in ((0, "rows"), (1, "tokens a row"), (2, "tokens of context")):
+            table = np.moveaxis(self._grid[3], axis, 0)
+            fastest = np.minimum.accumulate(table[::-1])[::-1]  # of this and all larger values
+            if (excess := float((table / fastest).max())) > MOST_EXCESS:
+                return f"a pass over fewer {name} took up to {excess:.1f} times as long as one over more"
+        return ""
 
     def covers(self, batch_sizes: Iterable[int], widths: Iterable[int], contexts: Iterable[int]) -> bool:
         """Return True if all combinations of these values were measured."""

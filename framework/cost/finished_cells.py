@@ -171,7 +171,8 @@ def predicted(result: CellResult, curves: Iterable[CostCurve], baseline: CellRes
         return replace(prediction, speed_up=1.0)
     if baseline is None or baseline.metrics is None:
         return prediction
-    return replace(prediction, speed_up=prediction.tokens_per_second / baseline.metrics.tokens_per_second)
+    speed_up = prediction.tokens_per_second / baseline.metrics.tokens_per_second
+    return replace(prediction, speed_up=min(speed_up, cell.tokens_per_step))
 
 
 def speed_ups_of(results: Mapping[int, CellResult]) -> dict[int, float]:

@@ -135,7 +135,7 @@ class Prediction:
         target, draft, other: seconds of the parts of a step.
         seconds: seconds of a step.
         tokens_per_second: rate of all rows.
-        speed_up: speed-up over predicted plain decoding.
+        speed_up: speed-up over predicted plain decoding, at most the ratio of the tokens of a step.
     """
 
     target: float
@@ -162,9 +162,10 @@ def predict(
         overlap: drafting runs in parallel with the target, so that a step takes the maximum of the two. This is an
             upper bound: a draft must be repeated if the previous one is not accepted completely.
     """
-    pair = _step(cell, target, drafter, overlap)
-    plain = _step(baseline or cell.plain(), target, None)
-    return replace(pair, speed_up=pair.tokens_per_second / plain.tokens_per_second)
+    baseline = baseline or cell.plain()
+    pair, plain = _step(cell, target, drafter, overlap), _step(baseline, target, None)
+    emitted = cell.occupied * cell.tokens_per_step / (baseline.occupied * baseline.tokens_per_step)
+    return replace(pair, speed_up=min(pair.tokens_per_second / plain.tokens_per_second, emitted))
 
 
 def _step(cell: CellStatistics, target: Curve, drafter: Curve | None, overlap: bool = False) -> Prediction:

@@ -321,7 +321,7 @@ class Machine:
 def of_run(
     results: Sequence[CellResult],
     name: str,
-    curves: Iterable[CostCurve],
+    curves: Sequence[CostCurve],
     machine: Machine | None = None,
     among: Iterable[CellConfig] = (),
 ) -> tuple[list[Candidate], list[str]]:
@@ -333,7 +333,8 @@ def of_run(
         machine: another machine; times measured in the run are then ignored.
         among: cells of all runs; those of another target or other sampling parameters are of other groups.
     """
-    curves, notes = list(curves), []
+    notes = [f"{name}: the cost curve of {c.model} is not used: {c.implausible}" for c in curves if c.implausible]
+    curves = [curve for curve in curves if not curve.implausible]
     configs = [result.config for result in results]
     others = [{"target": config.target, "sampling": config.sampling} for config in among]
     configs += [own.model_copy(update=other) for own in configs[:1] for other in others]

@@ -27,10 +27,14 @@ def read_cost_table(name: str) -> CostCurve:
     if path.suffix == ".json":
         data = read_json(path, CONFIG_BYTES, subject="the cost curve")
         try:
-            return CostCurve.from_json(data)
+            curve = CostCurve.from_json(data)
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{path} is not a cost curve: {first_line(error)}") from None
-    return _from_csv(path)
+    else:
+        curve = _from_csv(path)
+    if curve.implausible:
+        raise UsageError(f"{path}: {curve.implausible}; measure on a quiet machine")
+    return curve
 
 
 def _from_csv(path: Path) -> CostCurve:

@@ -85,7 +85,9 @@ class StepCost:
         return self._seconds[key]
 
     def _passes(self, rows: int, nodes: int, context: int, prefill_tokens: int, prefill_rows: int) -> float:
-        decoding = self.target.seconds(rows, 1 + nodes / rows, context) if rows else 0.0
+        decoding = 0.0
+        if rows:  # more positions do not take less time
+            decoding = max(self.target.seconds(rows, width, context) for width in (1, 1 + nodes / rows))
         if not prefill_tokens:
             return decoding
         if self.prefill is not None:

@@ -398,6 +398,7 @@ def test_engines_of_plug_ins_keep_their_contract(place: Path, capsys: Any, insta
         ("batch_size,width,context,seconds\n0,1,1,1\n", "t.csv:2: batch size 0, width"),
         (f"batch_size,width,context,seconds\n1,1,1,{'1' * 200_000}\n", "t.csv:2: not valid CSV"),
         ("batch_size,width,context,seconds\n1,1,1,1\n2,2,1,1\n", "a point for each combination"),
+        ("batch_size,width,context,seconds\n1,1,1,0.443\n1,3,1,0.191\n", "2.3 times as long as one over more"),
     ],
 )
 def test_invalid_cost_tables(tmp_path: Path, text: str, message: str) -> None:

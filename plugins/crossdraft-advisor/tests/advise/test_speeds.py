@@ -66,7 +66,7 @@ def test_published_speed_ups_are_inside(
         assert PUBLISHED[step["best"]["gamma"]][1] <= 1.05 * min(ms for _, ms in PUBLISHED.values())
 
 
-def test_nothing_known_is_no_reason_against_drafting(tmp_path: Path, capsys: Any) -> None:
+def test_prior_does_not_advise_against_drafting(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "length.csv"
     path.write_text("batch_size,gamma,tokens_per_s,acceptance_length\n1,4,,1.1\n", encoding="utf-8")
     report = advise(capsys, path, *SAID, "--batch-size", 1)
@@ -108,11 +108,11 @@ def test_two_logs_of_one_server(tmp_path: Path, capsys: Any) -> None:
     assert best["speed_up"]["value"] == pytest.approx(250 / 150, rel=0.02)
     assert best["speed_up"]["low"] > 1.4 and best["tokens_per_second"] == pytest.approx(250, rel=0.02)
     assert any("1 with prefill" in line for line in report["remarks"]["measured"])
-    alone = advise(capsys, log, *SAID, "--batch-size", "4,64")
-    assert any("no speed of plain decoding is known" in line for line in alone["remarks"]["warnings"])
-    assert any("within a factor of two of B = 64" in line for line in alone["remarks"]["warnings"])
-    assert alone["advice"][0]["best"]["tokens_per_second"] is None
-    spread = alone["advice"][0]["best"]["speed_up"]
+    drafting = advise(capsys, log, *SAID, "--batch-size", "4,64")
+    assert any("no speed of plain decoding is known" in line for line in drafting["remarks"]["warnings"])
+    assert any("within a factor of two of B = 64" in line for line in drafting["remarks"]["warnings"])
+    assert drafting["advice"][0]["best"]["tokens_per_second"] is None
+    spread = drafting["advice"][0]["best"]["speed_up"]
     assert spread["high"] - spread["low"] > 2 * (best["speed_up"]["high"] - best["speed_up"]["low"])
 
 

@@ -111,5 +111,7 @@ def _stored_curve(name: str, remarks: Remarks) -> Curve:
     if not curves:
         raise UsageError(f"{name} has no cost curve on this machine; run crossdraft cost --target {name}, or use --on")
     curve = max(curves, key=lambda curve: curve.measured)
+    if curve.implausible:
+        raise UsageError(f"the cost curve of {name}: {curve.implausible}; run crossdraft cost --target {name} --fresh")
     remarks.of_curve(curve)
     return curve
