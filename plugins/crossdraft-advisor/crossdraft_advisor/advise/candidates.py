@@ -170,7 +170,10 @@ class Candidate:
 
     def speed_up(self, batch_size: int, gamma: int, context: float | None = None) -> Estimate:
         """Predicted speed-up over plain decoding; the interval has the uncertainty of acceptance and cost."""
-        tokens = self.acceptance.cut(gamma).block_efficiency()
+        uncut = self.acceptance.cut(gamma).block_efficiency()
+        # the ends of short responses cut steps of a run
+        share = self._cell(batch_size, gamma).tokens_per_step / uncut.value
+        tokens = Estimate(*(bound and bound * share for bound in (uncut.value, uncut.low, uncut.high)))
         return quotient(tokens, self.ratio(batch_size, gamma, context))
 
 
