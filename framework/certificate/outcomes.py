@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 from ..runs.certified_registry import CertificateRecord
 from .drafts import DRAFTS, NamedDrafter, refusal
 from .rows import CannotRun, Row, certify_row, with_pair_coverage
-from .toys import built_in_toys
+from .toys import built_in_toys, toys_of_two_vocabularies
 
 if TYPE_CHECKING:
     from ..contracts.verifier import Verifier
 
 #: Toys of a quick certificate: the smallest, one with more tokens, one with deep drafts. At most 2.5 s per verifier.
 QUICK = ("T0", "G3", "D6")
-#: Toys of a quick certificate of a drafter: the smallest, and one with more tokens.
-QUICK_DRAFTER = ("T0", "G4")
+#: Toys of a quick certificate of a drafter: the smallest and one with more tokens, or those of two vocabularies.
+QUICK_DRAFTER = ("T0", "G4", "W1", "W2")
 
 
 def worst_row(rows: Sequence[Row]) -> Row | None:
@@ -76,9 +76,8 @@ def certify_quickly(verifier: type[Verifier], options: Any, start: Callable[[], 
 def certify_drafter(drafter: type[Any], config: Any, verifier: type[Verifier], options: Any) -> list[Row]:
     """Certify a configured drafter on the toys `QUICK_DRAFTER`; no rows if it cannot be enumerated or raises."""
     kind = NamedDrafter(drafter.name, drafter, config)
-    toys = [toy for toy in built_in_toys() if toy.name in QUICK_DRAFTER]
-    if refusal(kind, toys[0]):
-        return []
+    fitting = (toys for toys in (built_in_toys(), toys_of_two_vocabularies()) if not refusal(kind, toys[0]))
+    toys = [toy for toy in next(fitting, []) if toy.name in QUICK_DRAFTER]
     try:
         rows = [certify_row(toy, kind.label, kind, verifier, options=options) for toy in toys]
     except CannotRun:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from certificate_verifiers import AcceptAll
 from companions import needs_page
+from drafters_with_memory import Squared
 from tiny_runs import ONE_GROUP, cells
 
 from crossdraft.drafters.draft_model.draft_model import DraftModelChain
@@ -129,6 +130,42 @@ def test_drafter_with_wrong_q_is_rejected(bench: Any, install: Any, models: Any)
         assert "error: drafter 'wrong-q' changes the target distribution under a certified verifier (TV 0." in err
     # Its verifier is unaffected.
     assert mark_of_verifier(Token, Token.Config()) == Mark("certified")
+
+
+@pytest.fixture
+def with_wrong_memory(bench: Any, recipe: str, install: Any, tmp_path: Path) -> Path:
+    """Directory of a run of a drafter that is wrong once its memory has filled, which `run` refuses."""
+    install("drafters", (Squared.name, Squared))
+    settings = [*SETTINGS, "verifiers=[token]", "drafters=[{name: successors, gamma: 2}]"]
+    result = run(load_recipe(recipe, settings), tmp_path / "uncertified", log=None)
+    assert not result.failed
+    write_summary(result)
+    code, out, err = bench(*settings)
+    assert (code, out) == (
+        1,
+        "",
+    ) and "drafter 'successors': q is not the distribution that tokens are drawn from" in err
+    return result.directory
+
+
+def test_wrong_memory_is_marked(with_wrong_memory: Path, capsys: Any) -> None:
+    listed = output(capsys, "list", "drafters", "successors")
+    assert "certificate: FAILED (TV 1) drafter 'successors': q is not the distribution" in listed
+    report = output(capsys, "report", str(with_wrong_memory))
+    assert (
+        re.search(r"successors +\| token \(FAILED, TV 1\)", report)
+        and best_of([("run", read_run(with_wrong_memory).summary)]) == []
+    )
+
+
+@pytest.mark.with_companions
+@needs_page
+def test_page_of_wrong_memory(with_wrong_memory: Path) -> None:
+    from crossdraft_page.html.document import html_page
+
+    page = html_page([read_run(with_wrong_memory)])
+    assert "✗ FAILED (TV 1)" in page
+    assert "successors" not in page[page.index('id="answer"') :].partition("</section>")[0]
 
 
 def test_marks_before_and_after_certificate(measured: Path, capsys: Any) -> None:

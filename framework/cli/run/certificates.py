@@ -42,7 +42,7 @@ def certify_missing(cells: Iterable[CellConfig], log: Callable[[str], None], lim
             certificate = certified_registry.certificate(strategy, config)
             if certificate is None and (certificate := _guarded(certify, limit)) is not None:
                 new.append((strategy, config, certificate))
-                certified.append(strategy.name)
+                certified += [strategy.name] * certificate.exercised
             if certificate is not None and not certificate.lossless:
                 failure = _failure_message(kind, strategy.name, certificate)
                 break
