@@ -31,7 +31,7 @@ from ..contracts.draft import Draft
 from ..contracts.sampling import Sampling
 from ..errors import NumericalError
 from .certify import DrafterFactory, certify
-from .draft_recorder import DraftRecorder
+from .draft_rows import DraftRecorder, paths_of
 from .effort import TooLargeError
 from .table_lm import Toy
 
@@ -77,10 +77,8 @@ class DraftDistribution:
             self.sequences = draft.sequences.shape[1]
         rows = zip(draft.tokens.tolist(), draft.parents.tolist(), draft.count.tolist(), weight, strict=True)
         for row, (tokens, parents, count, mass) in enumerate(rows):
-            prefixes: list[Prefix] = []
-            for token, parent in zip(tokens[:count], parents[:count], strict=True):
-                prefixes.append((*(prefixes[parent] if parent >= 0 else ()), token))
-            tree = frozenset(prefixes)
+            prefixes = paths_of(tokens[:count], parents[:count])
+            tree = frozenset(prefixes.values()) - {()}
             self.trees[tree] = self.trees.get(tree, 0.0) + float(mass)
             for node in sequences[row] if sequences is not None else ():
                 if node >= 0:

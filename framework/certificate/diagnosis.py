@@ -23,12 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from ..contracts.draft import Draft
 from ..contracts.sampling import Sampling
 from ..contracts.steps import StepEvent
 from ..contracts.verifier import Verifier
 from .certify import DrafterFactory, Path, WarmUp, certify, target_rows
+from .draft_rows import draft_row
 from .effort import TooLargeError
+from .faults import outcomes
 from .table_lm import Toy
 
 #: Smallest deviation of a probability that is not round-off, and of a formula from the measured value.
@@ -149,34 +150,17 @@ class Emission:
 
 
 def _emissions(event: StepEvent) -> list[Emission]:
-    """Emissions of the rows of a recorded step, copied to the host once."""
+    """Emissions of the rows of a recorded step."""
     draft, p = event.draft.candidates, event.scores.p.double().numpy()
-    lengths, last_tokens = event.verdict.length.tolist(), event.verdict.token.tolist()
-    paths = None if event.verdict.path is None else event.verdict.path.tolist()
-    q, valid = _q(draft, p.shape[2]), draft.valid.numpy()
-    tokens, parents = draft.tokens.numpy(), draft.parents.numpy()
     emissions = []
-    for row, (tau, token) in enumerate(zip(lengths, last_tokens, strict=True)):
-        kept = np.flatnonzero(valid[row])
-        number = {-1: -1, **{int(node): i for i, node in enumerate(kept)}}
-        node = Node(
-            tuple(tokens[row, kept].tolist()),
-            tuple(number[int(parent)] for parent in parents[row, kept]),
-            p[row, [0, *(kept + 1)]],
-            q[row, kept],
-        )
-        path = range(tau) if paths is None else paths[row][:tau]
-        emissions.append(Emission(node, tuple(number[i] for i in path), token))
+    for row, (tau, token, path) in enumerate(outcomes(event.verdict)):
+        nodes, tokens, parents, q = draft_row(draft, row)
+        number = {node: i for i, node in enumerate(nodes.tolist())}
+        masses = np.eye(p.shape[2])[np.array(tokens, dtype=int)] if q is None else q
+        node = Node(tuple(tokens), tuple(parents), p[row, [0, *(nodes + 1)]], masses)
+        accepted = range(tau) if event.verdict.path is None else path
+        emissions.append(Emission(node, tuple(number[i] for i in accepted), token))
     return emissions
-
-
-def _q(draft: Draft, vocab_size: int) -> np.ndarray:
-    """``[B, N, V]``: the distributions that nodes were drawn from."""
-    if draft.q is None or not draft.width:
-        return np.eye(vocab_size)[draft.tokens.numpy()]
-    q = draft.q.double().numpy()
-    index = np.arange(draft.width)[None] if draft.q_index is None else draft.q_index.numpy()
-    return q[np.arange(len(q))[:, None], np.broadcast_to(index, draft.tokens.shape)]
 
 
 # -- where -------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from ..contracts.rng import CounterRng
 from ..contracts.sampling import Sampling
 from ..plugins import get
 from .certify import ROUNDING, WARM_UP_SEED, DrafterFactory, WarmUp, certify, limited_step
-from .draft_recorder import DraftRecorder
+from .draft_rows import DraftRecorder, DraftRow, draft_row, paths_of
 from .faults import FaultError, RandomWatch, files_of, outside_of_rng
 from .table_lm import Toy, ToyContext
 
@@ -138,14 +138,10 @@ def check_independence(
         )
 
 
-#: Drafted tokens and q of a row.
-_RowDraft = tuple[list[int], np.ndarray | None]
-
-
-def _difference(first: list[list[_RowDraft]], second: list[list[_RowDraft]]) -> tuple[int, str, str] | None:
+def _difference(first: list[list[DraftRow]], second: list[list[DraftRow]]) -> tuple[int, str, str] | None:
     """The first step with different drafts, and both drafts in words; None without one."""
     for step, (old, new) in enumerate(zip(first, second, strict=True), 1):
-        for (tokens, q), (others, other_q) in zip(old, new, strict=True):
+        for (_, tokens, _, q), (_, others, _, other_q) in zip(old, new, strict=True):
             if tokens != others:
                 return step, f"the draft {tokens}", f"{others}"
             if q is not None and other_q is not None and q.size and abs(q - other_q).max() > _EQUAL:
@@ -164,7 +160,7 @@ def _drafts(
     watch: RandomWatch | None = None,
     watched: int = 6,
     earlier: bool = False,
-) -> list[list[_RowDraft]]:
+) -> list[list[DraftRow]]:
     """Drafted tokens and q of each step and row.
 
     ``watch`` is active in the first ``watched`` steps, because it is slow; with ``earlier``, each slot decodes the
@@ -174,17 +170,11 @@ def _drafts(
         context(len(rows)),
         {"rng": CounterRng(WARM_UP_SEED), "validate": "never", "max_new_tokens": _MAX_TOKENS},
     )
-    drafts: list[list[_RowDraft]] = []
+    drafts: list[list[DraftRow]] = []
 
     def record(event: Any) -> None:
         draft = event.draft.candidates
-        row_drafts: list[_RowDraft] = []
-        for row in range(draft.batch_size):
-            nodes = draft.valid[row].nonzero().squeeze(1)
-            index = nodes if draft.q_index is None else draft.q_index[row, nodes]
-            q = None if draft.q is None else draft.q[row, index].double().numpy()
-            row_drafts.append((draft.tokens[row, nodes].tolist(), q))
-        drafts.append(row_drafts)
+        drafts.append([draft_row(draft, row) for row in range(draft.batch_size)])
 
     decoder = build_decoder(own, build, get("verifiers", "sample-match")(), on_step=record, **options)
     for other in (1, 0) if earlier else (0,):
@@ -216,9 +206,9 @@ def unequal_starts(toy: Toy, build: DrafterFactory, sampling: Sampling, depth: i
     )
     steps_by_start: dict[WarmUp, tuple[list[int], list[int]]] = {}
     for row, prompt in enumerate(prompts):
-        steps = [(step, *rows[row]) for step, rows in enumerate(drafts) if rows[row][0]]
-        unequal = [step for step, _, q in steps if _is_unequal(q)]
-        steps_by_start[WarmUp(tuple(prompt), 0, depth, row)] = unequal, [step for step, *_ in steps]
+        drafted = [step for step, rows in enumerate(drafts) if rows[row].tokens]
+        unequal = [step for step in drafted if _is_unequal(drafts[step][row].q)]
+        steps_by_start[WarmUp(tuple(prompt), 0, depth, row)] = unequal, drafted
     best = sorted(steps_by_start, key=lambda start: [-len(steps) for steps in steps_by_start[start]])[:2]
     starts = []
     for start, share in zip(best, (count - count // 3, count // 3), strict=True):
@@ -307,31 +297,18 @@ def check_q(
 def _entries(draft: Draft, row: int) -> list[tuple[tuple[Any, ...], int, np.ndarray, int, bool]]:
     """Draws of a row: context (path, earlier siblings, number of the draw), token, q, parent, and validity."""
     assert draft.q is not None
-    tokens, parents = draft.tokens[row].tolist(), draft.parents[row].tolist()
-    valid = draft.valid[row].tolist()
+    tokens, parents, valid = (field[row].tolist() for field in (draft.tokens, draft.parents, draft.valid))
     index = list(range(draft.width)) if draft.q_index is None else draft.q_index[row].tolist()
-    q = draft.q[row].numpy()
-    paths: dict[int, tuple[int, ...]] = {-1: ()}
-    siblings: dict[int, list[int]] = defaultdict(list)
-    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-        paths[node] = (*paths[parent], token)
-    sequences = draft.drawn_sequences()
-    if sequences is not None:
-        entries = []
-        for number, sequence in enumerate(sequences[row].tolist()):
-            inside = [node for node in sequence if node >= 0]
-            for node in inside:
-                parent = parents[node]
-                context = paths[parent], (), number
-                entries.append((context, tokens[node], q[index[node]], parent, True))
-        return entries
+    q, paths, sequences = draft.q[row].numpy(), paths_of(tokens, parents), draft.drawn_sequences()
+    if sequences is None:
+        draws = [(node, node) for node in range(draft.width) if index[node] < len(q)]
+    else:
+        draws = [(i, node) for i, nodes in enumerate(sequences[row].tolist()) for node in nodes if node >= 0]
     entries = []
-    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-        if index[node] < len(q):
-            own = q[index[node]]
-            context = paths[parent], tuple(siblings[parent]), node
-            entries.append((context, token, own, parent, valid[node]))
-        siblings[parent].append(token)
+    for number, node in draws:
+        earlier = [i for i in range(node) if parents[i] == parents[node]] if sequences is None else []
+        context = paths[parents[node]], tuple(tokens[i] for i in earlier), number
+        entries.append((context, tokens[node], q[index[node]], parents[node], sequences is not None or valid[node]))
     return entries
 
 

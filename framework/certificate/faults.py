@@ -29,6 +29,7 @@ from ..contracts.rng import StepRng
 from ..contracts.verifier import Verifier
 from ..engine.validation import validate_verdict
 from ..errors import ContractError, CrossdraftError, first_line
+from .draft_rows import draft_row
 
 #: Tensor fields of a draft.
 FIELDS = ("tokens", "parents", "valid", "q", "q_index", "sequences")
@@ -85,12 +86,8 @@ def error_message(error: Exception, files: set[str]) -> str:
 
 def draft_note(draft: Draft, row: int) -> str:
     """The nodes of a row of a draft, for messages."""
-    valid = draft.valid[row].tolist()
-    tokens, parents = (
-        [value for value, is_valid in zip(tensor[row].tolist(), valid, strict=True) if is_valid]
-        for tensor in (draft.tokens, draft.parents)
-    )
-    return f"draft tokens {tokens}, parents {parents}"
+    nodes = draft_row(draft, row)
+    return f"draft tokens {nodes.tokens}, parents {nodes.parents}"
 
 
 # -- random numbers outside of rng ------------------------------------------------------------------------------
