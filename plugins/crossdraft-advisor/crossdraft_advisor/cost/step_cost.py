@@ -25,7 +25,7 @@ from crossdraft.framework.util.estimate import Estimate
 #: Degrees of freedom of the error of one measured ratio.
 _NOISE_FREEDOM = 3.0
 #: Error of a speed-up measured at twice or half the batch size, in log scale, in addition to that of the measurement.
-_PER_OCTAVE = 0.03
+PER_OCTAVE = 0.03
 #: Points of the grid in each of log a and log b, and its range in scales of the prior.
 _POINTS, _RANGE = 100, 12.0
 #: Points of the integral over the logarithm of unknown plain seconds.
@@ -59,6 +59,7 @@ class Prior:
     Attributes:
         centre, scale, correlation, freedom: of the bivariate Student t.
         noise: scale of the error of the logarithm of one measured ratio.
+        widening: factor of the half width of the interval, in log scale, with 0, 1 and at least 2 measured lengths.
     """
 
     centre: tuple[float, float]
@@ -66,6 +67,7 @@ class Prior:
     correlation: float
     freedom: float
     noise: float
+    widening: tuple[float, float, float] = (1.0, 1.0, 1.0)
 
     def log_density(self, log_a: np.ndarray, log_b: np.ndarray) -> np.ndarray:
         """Logarithm of the density."""
@@ -79,8 +81,13 @@ class Prior:
 @cache
 def published_prior() -> Prior:
     """The prior fitted to published series."""
-    values = yaml.safe_load(Path(__file__).with_name("prior.yaml").read_text(encoding="utf-8"))
-    return Prior(**values | {key: tuple(values[key]) for key in ("centre", "scale")})
+    return prior_of(yaml.safe_load(Path(__file__).with_name("prior.yaml").read_text(encoding="utf-8")))
+
+
+def prior_of(values: dict[str, Any]) -> Prior:
+    """A prior from its fields as they are stored."""
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    return Prior(**fields)
 
 
 @cache
@@ -139,9 +146,9 @@ class StepCost:
         }
         plain = seconds.pop(0, None)
         measured = {gamma: value for gamma, value in seconds.items() if value is not None}
-        spread = _PER_OCTAVE * abs(math.log2(batch_size / nearest))
+        spread = PER_OCTAVE * abs(math.log2(batch_size / nearest))
         ratios = tuple(value / (plain or 1.0) for value in measured.values())
-        return cls(tuple(measured), ratios, spread if spread > _PER_OCTAVE / 8 else 0.0, plain is not None)
+        return cls(tuple(measured), ratios, spread if spread > PER_OCTAVE / 8 else 0.0, plain is not None)
 
     def ratio(self, gamma: float) -> Estimate:
         """Seconds of a step with ``gamma`` drafted tokens over those of a plain step: median and 95 % interval."""
@@ -213,7 +220,9 @@ class StepCost:
             root: Any = optimize.brentq(excess, *ends, args=(probability,), xtol=1e-6)
             return math.exp(root)
 
-        return Estimate(quantile(0.5), quantile(0.025), quantile(0.975))
+        value, low, high = (quantile(probability) for probability in (0.5, 0.025, 0.975))
+        widening = self.prior.widening[min(len(self.gammas), 2)]
+        return Estimate(value, value * (low / value) ** widening, value * (high / value) ** widening)
 
 
 def log_likelihood(
