@@ -264,7 +264,7 @@ def _posterior(loss: Any, mode: np.ndarray, deviations: np.ndarray) -> tuple[np.
             corners = [loss(mode + p * steps[i] + q * steps[j]) for p, q in ((1, 1), (1, -1), (-1, 1), (-1, -1))]
             area = 4 * steps[i, i] * steps[j, j]
             hessian[i, j] = hessian[j, i] = (corners[0] - corners[1] - corners[2] + corners[3]) / area
-    values, vectors = np.linalg.eigh(hessian * np.outer(deviations, deviations))  # 1 where the data say nothing
+    values, vectors = np.linalg.eigh(hessian * np.outer(deviations, deviations))  # 1 without data
     root = deviations[:, None] * vectors / np.sqrt(np.maximum(values, 0.5))
     proposal: Any = stats.multivariate_t(mode, root @ root.T, df=6, seed=1)  # type: ignore[arg-type]
     samples = np.atleast_2d(proposal.rvs(SAMPLES))
@@ -300,7 +300,7 @@ class Prediction(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """How many times as wide the interval must be, in log scale, to hold the published speed-up."""
+        """Width at which the interval holds the published speed-up, over its own, in log scale."""
         end = self.speed_up.high if self.published > self.speed_up.value else self.speed_up.low
         assert end is not None
         return math.log(self.published / self.speed_up.value) / math.log(end / self.speed_up.value)

@@ -40,7 +40,7 @@ def price_of(kind: str, engine: str | None, experts: bool | None, batch_size: fl
         UsageError: an unknown kind, or a batch size that is not positive.
     """
     if kind not in KINDS:
-        raise UsageError(f"there is no price of {kind!r} drafters; use one of: {', '.join(KINDS)}")
+        raise UsageError(f"{kind!r} drafters have no price; use one of: {', '.join(KINDS)}")
     if not 0 < batch_size < math.inf:
         raise UsageError(f"a batch size of {batch_size:g} is not possible")
     fitted = _fitted()

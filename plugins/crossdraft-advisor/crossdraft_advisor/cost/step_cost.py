@@ -221,7 +221,8 @@ class StepCost:
             return math.exp(root)
 
         value, low, high = (quantile(probability) for probability in (0.5, 0.025, 0.975))
-        widening = self.prior.widening[min(len(self.gammas), 2)]
+        is_informed = len(self.gammas) > (not self.plain_known)
+        widening = self.prior.widening[min(len(self.gammas), 2) if is_informed else 0]
         return Estimate(value, value * (low / value) ** widening, value * (high / value) ** widening)
 
 
@@ -237,7 +238,7 @@ def log_likelihood(
 
     Without plain seconds, their logarithm has a flat prior, and one length alone does not restrict the others.
     """
-    if len(gammas) < (1 if plain_known else 2):
+    if len(gammas) <= (not plain_known):
         return np.zeros_like(log_a)
     errors = _errors(gammas, ratios, log_a, log_b)
     if plain_known:

@@ -35,7 +35,7 @@ def test_unknown_engine_and_large_batches_are_less_certain() -> None:
 
 
 def test_unknown_kinds_and_batch_sizes_are_refused() -> None:
-    with pytest.raises(UsageError, match="no price of 'tree' drafters"):
+    with pytest.raises(UsageError, match="'tree' drafters have no price"):
         price_of("tree", None, None, 1)
     with pytest.raises(UsageError, match="batch size"):
         price_of("block", None, None, 0)
