@@ -24,10 +24,9 @@ from ..contracts.verifier import incompatible
 from ..engine.decoder import Decoder, Step
 from ..engine.validation import validate_draft
 from ..plugins import get
-from .device_comparison import BATCH_SIZES, SAMPLINGS, compare_drafter, require_cuda
 from .draws import Counted
 from .interruptions import Interrupted, Place, interrupted
-from .settings import MIXED, TWO_DEVICES, OneThread, Setting, Toys
+from .settings import MIXED, TWO_DEVICES, OneThread, Setting, Toys, device_comparison
 
 #: Verifiers that use q in different ways; those compatible with the drafter are used.
 RULES = ("token", "block", "specinfer", "traversal", "sample-match")
@@ -380,11 +379,11 @@ class DrafterContract(OneThread):
 
     def test_on_cuda(self) -> None:
         """Decoding on CUDA equals that on the CPU; a step waits as often as `DraftTraits.waits`."""
-        require_cuda()
-        for sampling in SAMPLINGS:
+        compared = device_comparison()
+        for sampling in compared.SAMPLINGS:
             for verifier in self.rules(sampling)[:1]:
-                for batch_size in BATCH_SIZES:
-                    compare_drafter(self, verifier.name, sampling, batch_size)
+                for batch_size in compared.BATCH_SIZES:
+                    compared.compare_drafter(self, verifier.name, sampling, batch_size)
 
     def test_text_distribution(self) -> None:
         """`text_distribution` yields the same probabilities as drafts at each of their tokens."""

@@ -23,6 +23,7 @@ from ..contracts.sampling import Sampling
 from ..engine.constrained_lm import masked
 from ..lm.transformers_lm import TransformersLM
 from ..models.checkpoint import load_checkpoint
+from ..plugins import installing
 from ..runs.threads import one_thread
 
 #: Parts of PyTorch's errors about tensors of two devices, and the message about them.
@@ -31,6 +32,14 @@ MIXED = (
     "mixes devices: a tensor is made on the CPU, which fails on a GPU. Make it on the device of its inputs, such as "
     "sequences.device or p.device"
 )
+
+
+def device_comparison() -> Any:
+    """The module of crossdraft-simulated-cuda that compares devices; without it or without CUDA the test is skipped."""
+    if not torch.cuda.is_available():
+        pytest.skip("runs on a GPU, or by: pytest -p crossdraft_simulated_cuda -k on_cuda")
+    reason = f"devices are compared by crossdraft-simulated-cuda; {installing('crossdraft-simulated-cuda')}"
+    return pytest.importorskip("crossdraft_simulated_cuda.device_comparison", reason=reason)
 
 
 class OneThread:

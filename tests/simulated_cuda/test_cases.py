@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossdraft_simulated_cuda import installed
 from on_both_devices import on_both_devices
 from oracle_trees import PROMPTS
 from text_models import SCHEMA, save_text_model
@@ -22,7 +23,6 @@ from crossdraft import LoadedModel, custom_generate, generate, load_model, strea
 from crossdraft.framework.bench.matrix import load_recipe
 from crossdraft.framework.bench.run import run as run_recipe
 from crossdraft.framework.lm import cuda_graphs
-from crossdraft.framework.testing.simulated_cuda import installed
 
 pytestmark = [
     pytest.mark.simulated,

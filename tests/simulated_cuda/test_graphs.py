@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossdraft_simulated_cuda import device
 from feature_heads import make_head
 from oracle_trees import NEW, PROMPTS
 
@@ -28,7 +29,6 @@ from crossdraft.framework.lm.cuda_graphs import (
 )
 from crossdraft.framework.lm.idle import free_idle
 from crossdraft.framework.lm.transformers_lm import TransformersLM
-from crossdraft.testing.simulated_cuda import device
 
 pytestmark = [pytest.mark.simulated, pytest.mark.usefixtures("small_buckets", "third_party")]
 CUDA = torch.device("cuda", 0)

@@ -15,6 +15,7 @@ from weakref import ref
 
 import pytest
 import torch
+from crossdraft_simulated_cuda import device
 from drafter_cases import pytest_generate_tests, with_files, write_all_heads  # noqa: F401  (a hook)
 from run_fixtures import save_models
 from safetensors.torch import load_file, save_file
@@ -26,7 +27,6 @@ from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.errors import CrossdraftError
 from crossdraft.framework.lm import cuda_graphs, graph_buckets
 from crossdraft.framework.lm.idle import ATTRIBUTE, Idle, Structure, free_idle
-from crossdraft.testing.simulated_cuda import device
 
 pytestmark = pytest.mark.simulated
 

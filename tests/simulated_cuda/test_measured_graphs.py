@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crossdraft_simulated_cuda import device
 from drafter_cases import pytest_generate_tests, with_files, write_all_heads  # noqa: F401  (a hook)
 from tiny_models import save_model
 
@@ -18,7 +19,6 @@ from crossdraft.framework.bench.run import run as run_recipe
 from crossdraft.framework.cli.cost import pass_timing
 from crossdraft.framework.lm import graph_buckets
 from crossdraft.framework.lm.cuda_graphs import missed_passes
-from crossdraft.testing.simulated_cuda import device
 
 pytestmark = pytest.mark.simulated
 QUICK = ("TestPEagle",)

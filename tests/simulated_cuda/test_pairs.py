@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+from crossdraft_simulated_cuda.device_comparison import BATCH_SIZES, SAMPLINGS, compare_drafter
 from drafter_cases import contracts, write_all_heads
 
 from crossdraft.framework.contracts.drafter import DraftTraits
 from crossdraft.framework.plugins import entries
-from crossdraft.framework.testing.device_comparison import BATCH_SIZES, SAMPLINGS, compare_drafter
 from crossdraft.testing import DrafterContract, TinyModel
 
 if not torch.cuda.is_available():  # or every run would import the tests of all drafters
-    pytest.skip("runs by: pytest -p crossdraft.testing.simulated_cuda, or on a GPU", allow_module_level=True)
+    pytest.skip("runs by: pytest -p crossdraft_simulated_cuda, or on a GPU", allow_module_level=True)
 
 pytestmark = pytest.mark.simulated
 

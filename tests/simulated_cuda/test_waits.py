@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crossdraft_simulated_cuda import device
 from token_automata import Automaton
 from torch import Tensor
 
@@ -21,7 +22,6 @@ from crossdraft.framework.contracts.steps import StepEvent
 from crossdraft.framework.engine.logits_processors import LogitsProcessors
 from crossdraft.framework.plugins import get
 from crossdraft.testing import TinyModel
-from crossdraft.testing.simulated_cuda import device
 
 pytestmark = pytest.mark.simulated
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from crossdraft_simulated_cuda import installed
 from head_checkpoints import write_heads
 from pydantic import ValidationError
 
 from crossdraft.framework.plugins import entries
-from crossdraft.framework.testing.simulated_cuda import installed
 from crossdraft.testing import DrafterContract
 
 ROOT = Path(__file__).parents[2]

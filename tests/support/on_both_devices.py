@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from crossdraft.framework.testing.device_comparison import collected_warnings, kept_tensors
-from crossdraft.framework.testing.simulated_cuda import device
+from crossdraft_simulated_cuda import device
+from crossdraft_simulated_cuda.device_comparison import collected_warnings, kept_tensors
 
 
 def on_both_devices(run: Callable[[str], Any], warning: str = "") -> Any:

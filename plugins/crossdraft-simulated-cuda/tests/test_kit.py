@@ -13,7 +13,7 @@ from crossdraft.testing import DrafterContract, TinyModel, VerifierContract
 
 pytestmark = pytest.mark.simulated
 
-PAGE = Path(__file__).parents[2] / "docs" / "plugins.md"
+PAGE = Path(__file__).parents[3] / "docs" / "plugins.md"
 DIFFERENT = "on prompt"
 #: Parts of the messages.
 MISTAKES = {

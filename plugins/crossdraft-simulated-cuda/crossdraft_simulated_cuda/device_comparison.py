@@ -1,4 +1,4 @@
-"""Decoding on CUDA, the simulated device (`simulated_cuda`) or a real one, compared with the CPU."""
+"""Decoding on CUDA, the simulated device or a real one, compared with the CPU."""
 
 from __future__ import annotations
 
@@ -13,31 +13,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import pytest
-import torch
+from crossdraft.framework.api.build import build_decoder
+from crossdraft.framework.contracts.rng import CounterRng
+from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.contracts.steps import StepEvent
+from crossdraft.framework.engine.decoder import Decoder
+from crossdraft.framework.errors import CrossdraftError
+from crossdraft.framework.lm.idle import free_idle
+from crossdraft.framework.plugins import get
+from crossdraft.testing import Setting, TinyModel, Toys
 
-from ..api.build import build_decoder
-from ..contracts.rng import CounterRng
-from ..contracts.sampling import Sampling
-from ..contracts.steps import StepEvent
-from ..engine.decoder import Decoder
-from ..errors import CrossdraftError
-from ..lm.idle import free_idle
-from ..plugins import get
-from .settings import Setting, TinyModel, Toys
-from .simulated_cuda import Counts, device, host_only
+from .simulated_device import Counts, device, host_only
 
 #: Temperature zero, warped and plain sampling.
 SAMPLINGS = (Sampling(temperature=0), Sampling(temperature=0.8, top_k=6, top_p=0.9), Sampling(temperature=1.0))
 #: One slot, and several with more prompts than slots.
 BATCH_SIZES = (1, 4)
 _LINE = re.compile(r"(?P<operation>[^()]*?) at (?P<file>\S+):(?P<line>\d+) in (?P<function>\w+)")
-
-
-def require_cuda() -> None:
-    """Skip the test without the plug-in and without a GPU."""
-    if not torch.cuda.is_available():
-        pytest.skip("runs on a GPU, or by: pytest -p crossdraft.testing.simulated_cuda -k on_cuda")
 
 
 def compare_drafter(contract: Any, verifier: str, sampling: Sampling, batch_size: int, **loop: Any) -> Counter[str]:

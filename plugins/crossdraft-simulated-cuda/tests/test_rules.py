@@ -1,6 +1,6 @@
 """Three seeded mistakes for each rule of the simulated device, found with file and line.
 
-pytest -n0 -p crossdraft.testing.simulated_cuda -m simulated tests/simulated_cuda
+pytest -n0 -p crossdraft_simulated_cuda -m simulated plugins/crossdraft-simulated-cuda/tests
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from crossdraft_simulated_cuda import device
 from torch import Tensor
 
 from crossdraft.framework.util.tensors import on_device
-from crossdraft.testing.simulated_cuda import device
 
 pytestmark = pytest.mark.simulated
 

@@ -1,6 +1,6 @@
 """A simulated CUDA device: tensors that claim ``cuda:0`` and are computed on the CPU, under the rules of a GPU.
 
-    pytest -n0 -p crossdraft.testing.simulated_cuda tests
+    pytest -n0 -p crossdraft_simulated_cuda tests
 
 The plug-in replaces `torch.cuda` in its process, so use a process of its own. Tests then move models and tensors to
 ``"cuda"`` as usual, and read `device`: what it counts (`Device.counting`) and forbids (`Device.no_waits`).
