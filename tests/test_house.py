@@ -110,6 +110,15 @@ def test_every_package_is_in_the_wheel() -> None:
     assert names <= packages, names - packages
 
 
+@pytest.mark.parametrize("companion", sorted(file.parent.name for file in (ROOT / "plugins").glob("*/pyproject.toml")))
+def test_every_package_of_a_companion_is_in_its_wheel(companion: str) -> None:
+    """An editable installation would have it without being listed."""
+    root = ROOT / "plugins" / companion
+    packages = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
+    folders = (file.parent.relative_to(root) for file in (root / companion.replace("-", "_")).rglob("__init__.py"))
+    assert sorted(packages) == sorted(".".join(folder.parts) for folder in folders)
+
+
 #: Most modules of a package.
 MOST_MODULES = 17
 
