@@ -53,7 +53,7 @@ GUIDE = ROOT / "docs/from-responses-to-flags.md"
 #: Finished runs of quickstart and multi-draft, in the folders runs and again.
 RUNS = (ROOT / "tests/fixtures/runs.tar.xz", ROOT / "tests/fixtures/multi-draft.tar.xz")
 #: Pages whose commands are of the core and whose files or machines only a companion reads.
-READ_BY_COMPANIONS = ("cost.md", "gate.md")
+READ_BY_COMPANIONS = ("cost.md",)
 #: The port that the pages name; tests take a free one.
 PORT = "8000"
 #: The model of a page about thinking.

@@ -153,7 +153,7 @@ def test_strategies_use_only_public_contracts() -> None:
 
 
 #: Most lines, and most lines of code, of the core distribution.
-MOST_LINES, MOST_CODE = 38_883, 25_860
+MOST_LINES, MOST_CODE = 38_525, 25_595
 
 
 def test_core_is_small() -> None:

@@ -9,7 +9,7 @@ _COMMANDS = {
         "run": ("run.command:RunRecipe", "run a recipe: measure every cell of its matrix and write a report"),
         "report": ("report:ReportCommand", "report finished runs: a page, tables, charts or all numbers"),
         "runs": ("runs:Runs", "list runs and their progress"),
-        "compare": ("compare:Compare", "compare two runs pair by pair, and fail if the acceptance length dropped"),
+        "compare": ("compare:Compare", "compare two runs pair by pair"),
     },
     "Prove": {
         "certify": (

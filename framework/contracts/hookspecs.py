@@ -94,11 +94,6 @@ def crossdraft_register_servers(register: Register) -> None:
 
 
 @hookspec
-def crossdraft_register_samples(register: Register) -> None:
-    """Register readers of block efficiencies: functions from a file or URL to a list of `metrics.gate.Sample`."""
-
-
-@hookspec
 def crossdraft_register_cell_runners(register: Register) -> None:
     """Register the runner of the cells of a kind: as ``engine`` the `EngineRunner` of those with an engine.
 

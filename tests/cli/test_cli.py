@@ -190,6 +190,20 @@ def test_unknown_names_exit_with_2(monkeypatch: Any, capsys: Any) -> None:
         assert capsys.readouterr().err.startswith(f"crossdraft: error: {message}")
 
 
+def test_option_that_moved_names_its_companion(capsys: Any) -> None:
+    advisor = {
+        name: plugin for name, plugin in plugins.manager().list_name_plugin() if name.startswith("crossdraft-advisor:")
+    }
+    for name in advisor:
+        plugins.manager().unregister(name=name)
+    try:
+        assert cli.main(["compare", "a", "b", "--fail-under", "0.9"]) == 2
+    finally:
+        for name, plugin in advisor.items():
+            plugins.manager().register(plugin, name)
+    assert "the command 'gate' is part of crossdraft-advisor; in a clone of crossdraft: pip" in capsys.readouterr().err
+
+
 def test_list_names_companions_that_are_not_installed(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setitem(plugins.COMPANIONS, ("prompts", "fleet"), "crossdraft-fleet")
     assert cli.main(["list", "prompts"]) == 0

@@ -65,6 +65,17 @@ def note_partial(runs: Iterable[FinishedRun]) -> None:
             print(f"crossdraft: note: {text}", file=sys.stderr)
 
 
+def one_run(name: str) -> FinishedRun:
+    """The run in a directory, shards merged. Raises UsageError for shards of several recipes."""
+    from ...cost.load_run import read_runs
+
+    runs = read_runs([Path(name)])
+    if len(runs) > 1:
+        raise UsageError(f"{printable(name)} holds shards of {len(runs)} recipes; give the shards of one")
+    note_partial(runs)
+    return runs[0]
+
+
 def output_folder(name: Path) -> Path:
     """The directory of ``--out``, created if it does not exist. Raises UsageError if it cannot be created."""
     folder = path_of(name)

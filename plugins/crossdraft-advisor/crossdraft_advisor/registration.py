@@ -35,6 +35,7 @@ _COMMANDS = {
             "advise.command:Advise",
             "recommend a drafter, verifier and draft length per batch size, and write settings",
         ),
+        "gate": ("gate:Gate", "fail a build if the acceptance length dropped since a baseline"),
         "simulate": ("simulate.command:Simulate", "simulate draft lengths under traffic: latency and goodput"),
     },
 }
@@ -149,15 +150,6 @@ def crossdraft_register_sections(register: Register) -> None:
         "engine-settings",
         f"{_PACKAGE}.advise.engine_settings:engine_settings",
         summary="settings with which engines draft as the pairs did",
-    )
-
-
-@hookimpl
-def crossdraft_register_samples(register: Register) -> None:
-    register(
-        "engine",
-        f"{_PACKAGE}.engines.gate_samples:samples_of",
-        summary="logs, metrics, responses, replay JSON",
     )
 
 

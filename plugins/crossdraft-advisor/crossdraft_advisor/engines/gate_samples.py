@@ -1,4 +1,4 @@
-"""Block efficiencies for ``crossdraft compare --fail-under``: replay JSON, or an engine's log, metrics or responses."""
+"""Block efficiencies for ``crossdraft gate``: replay JSON, or an engine's log, metrics or responses."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from crossdraft.framework.errors import UsageError, printable
-from crossdraft.framework.metrics.gate import Sample
 from crossdraft.framework.metrics.intervals import LEAST_PIECES
 from crossdraft.framework.util.input_files import kind_of, parse_json, path_of, read_text
 from crossdraft.framework.util.limits import METRICS_BYTES
 
+from ..gate import Sample
 from .acceptance import Acceptance
 from .formats import read_acceptances
 

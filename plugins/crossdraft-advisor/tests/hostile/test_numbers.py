@@ -23,8 +23,7 @@ def test_replay_without_prompts(refused: Any, tmp_path: Path) -> None:
     row = {"drafter": "a", "verifier": "b", "k": 1, "gamma": 2, "by_prompt": []}
     file = tmp_path / "replay.json"
     file.write_text(json.dumps({"prompt_ids": [], "rows": [row], "responses": 0}))
-    under = ("--fail-under", "0.95")
-    for words in (["compare", str(file), *under], ["compare", str(file), str(file), *under]):
+    for words in (["gate", str(file)], ["gate", str(file), str(file)]):
         refused(words, "replay.json is not the output of crossdraft replay --json", "prompt_ids is empty")
 
 

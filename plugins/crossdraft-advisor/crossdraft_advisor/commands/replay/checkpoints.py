@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from crossdraft.framework.errors import UsageError
-from crossdraft.framework.metrics.gate import GateCheck, Sample, checked
 from crossdraft.framework.metrics.intervals import LEAST_PIECES
 from crossdraft.framework.runs.labels import counted
 from crossdraft.framework.util.estimate import Estimate, change_text, estimate_text, percent_text
 from crossdraft.framework.util.table import Alignment, Table
 
+from ...gate import GateCheck, Sample, checked
 from ..baseline_responses import log
 from .options import ReplayOptions
 from .output import prompt_names, verifier_title

@@ -13,7 +13,6 @@ from shlex import quote
 from typing import Any
 
 from crossdraft.framework.errors import UsageError
-from crossdraft.framework.metrics.gate import GateCheck, Sample, checked
 from crossdraft.framework.recipe.recipe import Strategy
 from crossdraft.framework.util.estimate import change_text, estimate_text
 from crossdraft.framework.util.table import Alignment, Table
@@ -21,6 +20,7 @@ from crossdraft.framework.util.table import Alignment, Table
 from ...engines.counter_definitions import DEFINITIONS
 from ...engines.formats import read_acceptances
 from ...engines.prometheus import drafted_tokens
+from ...gate import GateCheck, Sample, checked
 from ...replay.aggregate import Row
 from ...replay.count_causes import (
     DTYPE,

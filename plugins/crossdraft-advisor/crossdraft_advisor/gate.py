@@ -1,8 +1,8 @@
 """Gate against drops of block efficiency (mean acceptance length), with its power.
 
 A pair passes if a drop of ``limit`` or more is excluded, fails if it dropped and such a drop is not excluded, and is
-undecided otherwise, each by the 95 % interval of `intervals.estimate`. So the false-alarm rate is at most 2.5 %, and
-the probability to fail at a drop of `GateCheck.detectable`, if that is at most the limit, is `POWER`.
+undecided otherwise, each by the 95 % interval of `metrics.intervals.estimate`. So the false-alarm rate is at most
+2.5 %, and the probability to fail at a drop of `GateCheck.detectable`, if that is at most the limit, is `POWER`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from ..errors import UsageError
-from .intervals import (
+from crossdraft.framework.errors import UsageError
+from crossdraft.framework.metrics.intervals import (
     CONFIDENCE,
     FREEDOM,
     LEAST_PIECES,

@@ -1,6 +1,7 @@
-"""``crossdraft compare --fail-under``: its sources, verdicts and errors."""
+"""``crossdraft gate``: its sources, verdicts and errors."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from html_runs import RECIPE, finished_run, on_disk
 from test_imports import SGLANG_LOG, VLLM_LOG, VLLM_SCRAPE
 
 from crossdraft.framework.cli import main as cli
+from crossdraft.framework.metrics.cell_metrics import measure
 
 RUN = RECIPE | {"name": "some", "drafters": ["prompt-lookup"], "verifiers": ["token"], "matrix": {"gamma": [3]}}
 RUN |= {"exclude": []}
@@ -21,7 +23,7 @@ RESPONSES = [
 
 def gate(capsys: Any, *arguments: Any, under: float = 0.95) -> tuple[int, str, str]:
     capsys.readouterr()
-    code = cli.main(["compare", *map(str, arguments), "--fail-under", str(under)])
+    code = cli.main(["gate", *map(str, arguments), "--fail-under", str(under)])
     return code, *capsys.readouterr()
 
 
@@ -68,6 +70,31 @@ def test_responses_with_ids_are_paired_in_any_order(tmp_path: Path, capsys: Any,
         path.write_text("".join(json.dumps(row) + "\n" for row in lines), encoding="utf-8")
     (pair,) = json.loads(gate(capsys, *files, "--json")[1])["pairs"]
     assert not pair["paired"] and pair["verdict"] == "undecided" and pair["detectable"] > 0.1
+
+
+def test_runs_are_paired_by_prompt(tmp_path: Path, capsys: Any) -> None:
+    a, b = (on_disk(finished_run(tmp_path / name, RUN | {"name": name}, tokens=600)) for name in ("a", "b"))
+    status, out, _ = gate(capsys, a, b)
+    assert status == 0 and "of the same prompts" in out and "0.0 %" in out
+    assert cli.main(["compare", str(a), str(b), "--fail-under", "0.95"]) == 0, "where it was before"
+    assert capsys.readouterr().out == out
+    status, out, _ = gate(capsys, a)
+    assert status in (0, 3) and "independent" in out
+
+
+def test_run_whose_drafts_are_cut_short_is_a_drop(tmp_path: Path, capsys: Any) -> None:
+    """A run in which no step accepts more than one token."""
+    good = finished_run(tmp_path / "a", RUN | {"name": "a"}, tokens=600)
+    bad = finished_run(tmp_path / "b", RUN | {"name": "b"}, tokens=600)
+    for result in bad.summary.results:
+        if not result.config.is_baseline:
+            result.records = [replace(r, tau=min(r.tau, 1), emitted=min(r.tau, 1) + 1) for r in result.records]
+            result.metrics = measure(result.records, result.pieces, gamma=3, depth=3)
+    status, out, _ = gate(capsys, on_disk(good), on_disk(bad), "--json")
+    result = json.loads(out)
+    assert status == 1 and result["verdict"] == "drop"
+    assert all(pair["paired"] and pair["pieces"] == 6 and pair["change"]["value"] < -0.2 for pair in result["pairs"])
+    assert gate(capsys, tmp_path / "b", tmp_path / "a")[0] == 0
 
 
 def test_few_responses_exit_with_3_and_number_needed(tmp_path: Path, capsys: Any) -> None:

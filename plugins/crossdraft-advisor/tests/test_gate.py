@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from crossdraft.framework.metrics.gate import POWER, Sample, checked, planned
+from crossdraft_advisor.gate import POWER, Sample, checked, planned
 
 GAMMA, STEPS, REPEATS = 4, 30, 400
 
