@@ -5,10 +5,12 @@ from __future__ import annotations
 import codecs
 import re
 import zlib
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from crossdraft.framework.errors import UsageError, printable
@@ -64,6 +66,34 @@ class TimedSteps(NamedTuple):
     flaw: str = ""
 
 
+class _Lines:
+    """Numbered lines, and those with a text."""
+
+    def __init__(self, items: list[tuple[int, str]]) -> None:
+        self.items = items
+
+    @cached_property
+    def _joined(self) -> tuple[str, list[int]]:
+        """The lines as one text, and the position of each."""
+        lines = [line for _, line in self.items]
+        return "\n".join(lines), [0, *accumulate(len(line) + 1 for line in lines)][: len(lines)]
+
+    def having(self, marks: Sequence[str]) -> Iterator[tuple[int, str]]:
+        """The lines with one of ``marks``, which are searched without a loop over lines; all without ``marks``."""
+        if not marks:
+            yield from self.items
+            return
+        text, starts = self._joined
+        found = set[int]()
+        for mark in marks:
+            at = text.find(mark)
+            while at >= 0:
+                index = bisect_right(starts, at)
+                found.add(index - 1)
+                at = text.find(mark, starts[index]) if index < len(starts) else -1
+        yield from (self.items[index] for index in sorted(found))
+
+
 @dataclass(frozen=True)
 class Source:
     """A text and its name.
@@ -73,6 +103,7 @@ class Source:
         gamma: the draft length, if it is given and the text does not have it.
         skipped: messages about records that could not be read.
         timed: seconds of steps, added by the formats that read it.
+        series: those of a scrape by name, parsed once, see `prometheus.samples`.
     """
 
     text: str
@@ -80,6 +111,7 @@ class Source:
     gamma: int | None = None
     skipped: list[str] = field(default_factory=list, compare=False)
     timed: list[TimedSteps] = field(default_factory=list, compare=False)
+    series: dict[str, dict[Any, Any]] = field(default_factory=dict, compare=False)
 
     @contextmanager
     def skipping(self) -> Iterator[None]:
@@ -103,24 +135,32 @@ class Source:
         """True if the last line ends with a newline."""
         return self.text.endswith("\n") or not self.text
 
-    def lines(self) -> Iterator[tuple[int, str]]:
-        """Line numbers, from 1, and lines; of a log in JSON or CSV the lines that were wrapped, see `wrapped_lines`."""
-        yield from self._unwrapped
+    def lines(self, *marks: str) -> Iterator[tuple[int, str]]:
+        """Line numbers, from 1, and lines; of a log in JSON or CSV the lines that were wrapped, see `wrapped_lines`.
 
-    def raw_lines(self) -> Iterator[tuple[int, str]]:
-        """Line numbers, from 1, and lines as they are in the file."""
-        for number, line in enumerate(self._lines[: self.count], start=1):
-            yield number, line.removesuffix("\r")
+        Args:
+            marks: only lines with one of these texts, which are searched without a loop over lines.
+        """
+        yield from self._unwrapped.having(marks)
+
+    def raw_lines(self, *marks: str) -> Iterator[tuple[int, str]]:
+        """Line numbers, from 1, and lines as they are in the file, see `lines`."""
+        yield from self._raw.having(marks)
 
     @cached_property
-    def _unwrapped(self) -> list[tuple[int, str]]:
-        if self._is_one_value() and (texts := [(1, ESCAPES.sub("", text)) for text in texts_in(self.text)]):
-            return texts
-        return [
+    def _raw(self) -> _Lines:
+        return _Lines([(n, line.removesuffix("\r")) for n, line in enumerate(self._lines[: self.count], start=1)])
+
+    @cached_property
+    def _unwrapped(self) -> _Lines:
+        if self._is_one_value and (texts := [(1, ESCAPES.sub("", text)) for text in texts_in(self.text)]):
+            return _Lines(texts)
+        lines = [
             (number, ESCAPES.sub("", text) if text is not line else line)
-            for number, line in self.raw_lines()
+            for number, line in self._raw.items
             for text in unwrapped(line) or [line]
         ]
+        return _Lines(lines) if lines != self._raw.items else self._raw
 
     def place(self, line: int) -> str:
         return f"{self.name}:{line}"
@@ -162,7 +202,7 @@ class Source:
         quoted = f'"{key}"'
         if quoted not in self.text:
             return
-        if self._is_one_value():
+        if self._is_one_value:
             for item in _objects_with(self._value, key):
                 yield 1, item
             return
@@ -189,7 +229,7 @@ class Source:
         Raises:
             UsageError: it is damaged.
         """
-        if self._is_one_value():
+        if self._is_one_value:
             return {}
         row = parse_json(self._lines[line - 1].strip().removeprefix("data:").strip(), self.name, line=line)
         return row if isinstance(row, dict) else {}
@@ -227,12 +267,13 @@ class Source:
         yield from latest.values()
 
     def _skip_failed(self, line: int) -> None:
-        if self._lines[line - 1].startswith("{") and not self._is_one_value():
+        if self._lines[line - 1].startswith("{") and not self._is_one_value:
             with self.skipping():
                 if error := self.row(line).get("error"):
                     reason = error.get("message", error) if isinstance(error, dict) else error
                     raise self.error(line, f"the request failed: {printable(str(reason))[:200]}")
 
+    @cached_property
     def _is_one_value(self) -> bool:
         """True if a JSON value begins in the first line and does not end there."""
         first = next((line.strip() for _, line in self.raw_lines() if line.strip()), "")

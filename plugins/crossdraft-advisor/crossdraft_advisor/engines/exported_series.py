@@ -86,18 +86,20 @@ def _increase(source: Source, line: int, texts: Sequence[Any]) -> float:
 
 def _table(source: Source, names: Collection[str], counters: Collection[str]) -> Iterator[tuple[int, str]]:
     """Series in CSV, as Grafana exports them: a column each, or a row with ``__name__`` and labels."""
-    lines = [(number, line) for number, line in source.raw_lines() if line.strip()]
-    lines = lines[1:] if lines and lines[0][1].startswith("sep=") else lines  # for Excel
+    filled = ((number, line) for number, line in source.raw_lines() if line.strip())
+    first = next((item for item in filled if not item[1].startswith("sep=")), (0, ""))  # for Excel
     stems = ["__name__", *(name.removesuffix(_SUFFIX) for name in names)]
-    if not lines or not any(stem in lines[0][1] for stem in stems) or lines[0][1].startswith(("{", "[", "#")):
+    if not any(stem in first[1] for stem in stems) or first[1].startswith(("{", "[", "#")):
         return
     try:
-        header, *rows = csv.reader([line for _, line in lines])
+        (header,) = csv.reader([first[1]])
+        if not any(cell.strip().lower().startswith("time") for cell in header):  # a scrape
+            return
+        lines = list(filled)
+        rows = list(csv.reader([line for _, line in lines]))
     except csv.Error:
         return
-    numbers = [number for number, _ in lines[1:]]
-    if not any(cell.strip().lower().startswith("time") for cell in header):  # a scrape
-        return
+    numbers = [number for number, _ in lines]
     if "__name__" in header:
         yield from _rows(source, header, rows, numbers, counters)
         return

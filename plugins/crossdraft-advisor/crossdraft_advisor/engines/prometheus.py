@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from crossdraft.framework.errors import first_line, printable
 from crossdraft.framework.util.limits import MOST_NAME
@@ -69,41 +71,71 @@ def samples(source: Source, names: Collection[str]) -> dict[Key, Sample]:
     Raises:
         UsageError: a truncated line, a duplicate series, a counter that is not a number, infinite or negative.
     """
-    from prometheus_client.parser import text_string_to_metric_families
+    if unread := [name for name in names if name and name not in source.series]:
+        source.series.update(_parsed(source, unread))
+    return {key: sample for name in names if name for key, sample in source.series[name].items()}
 
-    known, series = {canonical(name): name for name in names if name}, dict[Key, Sample]()
-    for number, line in (*source.raw_lines(), *exported_series(source, [name for name in names if name])):
-        name = _NAME.match(line)
-        if name is None or (exact := known.get(canonical(name[0]))) is None:
-            continue
-        try:
-            ((sample,),) = [family.samples for family in text_string_to_metric_families(line)]
-        except Exception as error:  # of its parser: ValueError, IndexError
-            remedy = "repeat the scrape"
-            if line.rstrip() == name[0] or line.rstrip().endswith("}"):
-                remedy += (
-                    "; on a page of Prometheus that was copied, the value is apart: save its answer instead, "
-                    "curl -G ADDRESS/api/v1/query --data-urlencode 'query={__name__=~\".*spec_decode.*\"}'"
-                )
-            raise source.error(
-                number, f"the line is not valid in a Prometheus scrape ({first_line(error)}); {remedy}"
-            ) from None
+
+def _parsed(source: Source, names: Sequence[str]) -> dict[str, dict[Key, Sample]]:
+    """The series of each name. Raises UsageError, see `samples`."""
+    known, series = {canonical(name): name for name in names}, {name: dict[Key, Sample]() for name in names}
+    lines = [
+        (exact, number, line)
+        for number, line in (*source.raw_lines(*_stems(names)), *exported_series(source, names))
+        if (name := _NAME.match(line)) and (exact := known.get(canonical(name[0])))
+    ]
+    for (exact, number, line), sample in zip(lines, _samples(source, lines), strict=True):
         if math.isnan(sample.value) and not exact.endswith("_total"):
             source.skip(number, f"{exact} is not a number: nothing has been measured")
             continue
         if not 0 <= sample.value < math.inf:
             raise source.error(number, f"{exact} is {sample.value:g}, which is not a count")
         key = exact, tuple(sorted(sample.labels.items()))
-        if key in series:
+        of_name = series[exact]
+        if key in of_name:
             raise source.error(
                 number,
-                f"{exact} is a duplicate of line {series[key].line}; the file has several scrapes: give the last one, "
+                f"{exact} is a duplicate of line {of_name[key].line}; the file has several scrapes: give the last one, "
                 "and the first as --since",
             )
-        series[key] = Sample(sample.value, number, 5e-6 * sample.value if _ROUNDED.search(line) else 0.0)
+        of_name[key] = Sample(sample.value, number, 5e-6 * sample.value if _ROUNDED.search(line) else 0.0)
         if not _COMPLETE.search(line) and source.text.endswith(line):  # without a newline
             raise source.error(number, "the scrape is truncated in this line; repeat it")
     return series
+
+
+def _stems(names: Collection[str]) -> set[str]:
+    """Parts of names that every exporter writes."""
+    return {canonical(name).partition("_")[2] or name for name in names}
+
+
+def _samples(source: Source, lines: Sequence[tuple[str, int, str]]) -> list[Any]:
+    """The labels and value of each line, which are parsed at once if all are valid. Raises UsageError."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    text = "\n".join(line for _, _, line in lines)
+    with suppress(Exception):  # of its parser: ValueError, IndexError
+        parsed = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        if len(parsed) == len(lines):
+            return parsed
+    return [_sample(source, number, line) for _, number, line in lines]
+
+
+def _sample(source: Source, number: int, line: str) -> Any:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    try:
+        ((sample,),) = [family.samples for family in text_string_to_metric_families(line)]
+        return sample
+    except Exception as error:
+        remedy = "repeat the scrape"
+        if _NAME.fullmatch(line.rstrip()) or line.rstrip().endswith("}"):
+            remedy += (
+                "; on a page of Prometheus that was copied, the value is apart: save its answer instead, "
+                "curl -G ADDRESS/api/v1/query --data-urlencode 'query={__name__=~\".*spec_decode.*\"}'"
+            )
+        message = f"the line is not valid in a Prometheus scrape ({first_line(error)}); {remedy}"
+        raise source.error(number, message) from None
 
 
 def since(

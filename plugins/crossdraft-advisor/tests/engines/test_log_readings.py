@@ -2,14 +2,18 @@
 
 import json
 import re
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from crossdraft_advisor import Acceptance, Source
+from crossdraft_advisor.engines import engine_log
 from crossdraft_advisor.engines.formats import acceptances_in, read_acceptances
 from hypothesis import given
 from hypothesis import strategies as st
 from log_lines import ENGINE, EVAL, metrics_line
+from prometheus_client import parser
 
 from crossdraft.framework.errors import UsageError
 
@@ -241,3 +245,34 @@ def test_each_source_has_its_own_length(tmp_path: Any) -> None:
     file.write_text(RAPID.format("attempts", "", 1200) + RAPID.format("accepts", "", 900))
     lengths = [read_acceptances(str(file), None, gamma)[1][0].length for gamma in (1, 2)]
     assert lengths == [1.75, 2.5]
+
+
+# -- long sources ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["log", "wrapped", "scrape"])
+def test_a_long_source_is_read_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Formats see only lines with their texts, and the series of a scrape are parsed once."""
+    seen, unwrapped, parsed = Counter[str](), Counter[str](), Counter[str]()
+    having, original, parse = engine_log._Lines.having, engine_log.unwrapped, parser.text_string_to_metric_families
+
+    def counted(self: Any, marks: Any) -> Iterator[tuple[int, str]]:
+        for item in having(self, marks):
+            seen[item[1]] += 1
+            yield item
+
+    monkeypatch.setattr(engine_log._Lines, "having", counted)
+    monkeypatch.setattr(engine_log, "unwrapped", lambda line: unwrapped.update([line]) or original(line))
+    monkeypatch.setattr(parser, "text_string_to_metric_families", lambda text: parsed.update([text]) or parse(text))
+    others = [f"INFO 03-01 09:00:00 [worker.py:1] line {i} of a worker" for i in range(2000)]
+    lines = [*others, *SPARSE.splitlines()]
+    if kind == "wrapped":
+        lines = [json.dumps({"log": line}) for line in lines]
+    if kind == "scrape":
+        names = ("drafts", "accepted_tokens", "draft_tokens")
+        others = [f'vllm:request_success_total{{engine="{i}"}} 1.0' for i in range(2000)]
+        lines = others + [SCRAPE.format(name, 9).strip().replace('"0"', f'"{i}"') for name in names for i in range(500)]
+    assert length("\n".join(lines) + "\n") > 1
+    assert max(unwrapped.values()) == 1
+    assert sum(seen[line] for line in others) < 10 + 2000 * (kind == "scrape")
+    assert sum(text.count("\n") + bool(text) for text in parsed) == (3500 if kind == "scrape" else 0)

@@ -126,7 +126,7 @@ def _add_speed(source: Source, line: int, values: Mapping[str, float], positions
 def _tables(source: Source) -> list[tuple[int, dict[str, float], list[float]]]:
     """Line, values and rates by position of each table."""
     tables: list[tuple[int, dict[str, float], list[float]]] = []
-    for number, line in source.lines():
+    for number, line in source.lines(*_LABELS, "Position ", "acceptance at token "):
         with source.skipping():
             if match := _FIELD.search(line):
                 name = _LABELS[match[1]]
@@ -188,7 +188,8 @@ class SglangBench(AcceptanceFormat):
     definition = "tokens per step, bonus included, the mean since the start of the server"
 
     def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
-        lengths = [(number, match[1]) for number, line in source.lines() if (match := _MEAN.match(line))]
+        lines = source.lines("Accept length:", "avg_spec_accept_length=")
+        lengths = [(number, match[1]) for number, line in lines if (match := _MEAN.match(line))]
         for key in ("accept_length", "avg_spec_accept_length"):
             for line, fields in source.objects(key):
                 if type(fields[key]) in (int, float) and fields[key]:
@@ -258,7 +259,8 @@ class TrtllmBench(AcceptanceFormat):
                 values = [mean.get("average") if isinstance(mean, dict) else None for mean in means]
                 values += [request.get(f"{name}") for name in ("avg_output_length", "num_requests")]
                 reports.append((line, values))
-        matches = [(n, key, m[1]) for n, text in source.lines() for key, p in _TRTLLM if (m := p.search(text))]
+        lines = source.lines("AVERAGE", "Average Output Length", "Number of requests:")
+        matches = [(n, key, m[1]) for n, text in lines for key, p in _TRTLLM if (m := p.search(text))]
         printed = {key: (line, text) for line, key, text in matches}
         if len(printed) == len(_TRTLLM):
             reports.append((printed[0][0], [printed[key][1] for key, _ in _TRTLLM]))
@@ -284,10 +286,11 @@ class Speculators(AcceptanceFormat):
     counters = DEFINITIONS["vllm"]
 
     def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
-        lines, acceptances = dict(source.lines()), []
-        for number, line in lines.items():
+        acceptances, lines = [], dict[int, str]()
+        for number, line in source.lines("acceptance rates:", "Acceptance rates:", "Acceptance Rates:"):
             if not (match := _WEIGHTED.search(line)):
                 continue
+            lines = lines or dict(source.lines())
             with source.skipping():
                 # NumPy breaks long lists into lines.
                 text = " ".join(lines.get(number + i, "") for i in range(1, 9)) if match[1] is None else f"[{match[1]}]"

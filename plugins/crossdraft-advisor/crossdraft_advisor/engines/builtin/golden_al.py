@@ -68,7 +68,8 @@ class GoldenAlCurves(AcceptanceFormat):
     definition = "mean acceptance length, bonus token included, at each draft length"
 
     def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
-        curves = _curves(source)
+        if not (curves := _curves(source)):
+            return []
         attributes: dict[str, Any] = {"model": _comment(source, r"draft[ -]model: *(\S+)")}
         methods = [method for method in GoldenAl.methods.values() if f"_{method}" in source.name]
         attributes["drafter"] = GoldenAl.ours(max(methods, key=len, default=""))

@@ -122,7 +122,8 @@ def _requests(source: Source) -> list[Acceptance]:
     """Lines of finished requests, with rates by position, a mean length or neither."""
     windows, counts, evaluated, seconds = [], [], 0.0, 0.0
     slots, plain, speeds = _Slots(), [], []
-    lines = [*source.lines(), (0, "")]
+    marks = ("eval time =", "draft acceptance", "acc per pos = ", "print_timing", _BEGINS, _ENDS)
+    lines = [*source.lines(*marks), (0, "")]
     for (number, line), (_, after) in pairwise(lines):
         slots.add(line)
         if match := _EVALUATED.search(line):
@@ -209,7 +210,7 @@ def _statistics(source: Source) -> list[Acceptance]:
     Several drafters are one system: each drafts where those before it do not.
     """
     counters: dict[str, list[tuple[int, dict[str, float], str]]] = {}
-    for number, line in source.lines():
+    for number, line in source.lines("statistics "):
         if not (match := _STATISTICS.search(line)):
             continue
         with source.skipping():
@@ -299,7 +300,7 @@ def _system(source: Source, parts: list[Acceptance], calls: float) -> Acceptance
 def _examples(source: Source) -> list[Acceptance]:
     """Summaries of ``llama-speculative`` and the like, whose steps emit one token more than accepted."""
     runs: list[tuple[int, dict[str, float]]] = []
-    for number, line in source.lines():
+    for number, line in source.lines(*_EXAMPLE_KEYS):
         if match := _EXAMPLE.search(line):
             if not runs or match[1] in runs[-1][1]:
                 runs.append((number, {}))
@@ -340,7 +341,7 @@ def _timings(source: Source) -> list[Acceptance]:
 def _prompts(source: Source) -> list[Acceptance]:
     """Lines of ``mtp-bench``, one for each prompt; a prompt that comes again begins another run."""
     runs: list[dict[str, StepCounts]] = [{}]
-    for number, line in source.lines():
+    for number, line in source.lines("pred="):
         if match := _PROMPT.search(line):
             with source.skipping():
                 names = ("predicted", "drafted", "accepted")
@@ -365,7 +366,7 @@ def _speed_bench(source: Source) -> list[Acceptance]:
     """Tables of ``speed_bench.py``: the row of all categories, or else each."""
     rows: list[tuple[int, str, str]] = []
     header: list[str] = []
-    for number, line in source.lines():
+    for number, line in source.lines() if _ACCEPT_RATE in source.text else ():
         cells = line.replace("|", " ").split()
         if _ACCEPT_RATE in cells:
             header = cells

@@ -95,11 +95,13 @@ class SglangResponses(ResponseStatistics):
 
 def _with_logged(source: Source) -> Source:
     """A source with the responses of a log of requests (``--log-requests``) as JSON, each in its line."""
+    if _FINISHED not in source.text:
+        return source
     lines = [
         json.dumps({key: json.loads(value) for key, value in _LOGGED.findall(line)}) if _FINISHED in line else ""
         for _, line in source.raw_lines()
     ]
-    return replace(source, text="\n".join(lines)) if any(lines) else source
+    return replace(source, text="\n".join(lines), series={})
 
 
 class TensorRtLlmCounters(AcceptanceFormat):

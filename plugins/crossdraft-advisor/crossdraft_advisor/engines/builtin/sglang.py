@@ -192,7 +192,7 @@ def _log(source: Source) -> list[Acceptance]:
     speeds: list[tuple[int, float, float, float, float, str]] = []
     lengths: set[int] | None = None
     idle, prefills, before = 0, set[str](), dict[str, float]()
-    for number, line in source.lines():
+    for number, line in source.lines("Decode batch", "Prefill batch"):
         rank = match[0] if (match := _RANK.search(line)) else ""
         if _PREFILL.search(line):
             prefills.add(rank)

@@ -51,13 +51,15 @@ class SpeedTable(AcceptanceFormat):
 
 def _rows(source: Source) -> Sequence[tuple[int, dict[str, str]]]:
     """The rows of a table with a column for the draft length and one for a speed or a length."""
-    lines = [(number, line) for number, line in source.raw_lines() if line.strip() and not line.startswith("#")]
-    header = [cell.strip().lower() for cell in lines[0][1].split(",")] if lines else []
+    filled = ((number, line) for number, line in source.raw_lines() if line.strip() and not line.startswith("#"))
+    first, text = next(filled, (0, ""))
+    header = [cell.strip().lower() for cell in text.split(",")]
     if "gamma" not in header or not {"tokens_per_s", "acceptance_length"} & set(header):
         return []
     if unknown := set(header) - set(_COLUMNS):
-        raise source.error(lines[0][0], f"unknown column {sorted(unknown)[0]!r}; the columns are {', '.join(_COLUMNS)}")
-    cells = csv.reader([line for _, line in lines[1:]])
+        raise source.error(first, f"unknown column {sorted(unknown)[0]!r}; the columns are {', '.join(_COLUMNS)}")
+    lines = list(filled)
+    cells = csv.reader([line for _, line in lines])
     return [
-        (n, dict(zip(header, map(str.strip, row), strict=False))) for (n, _), row in zip(lines[1:], cells, strict=False)
+        (n, dict(zip(header, map(str.strip, row), strict=False))) for (n, _), row in zip(lines, cells, strict=False)
     ]

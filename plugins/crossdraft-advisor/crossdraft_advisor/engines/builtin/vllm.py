@@ -31,7 +31,9 @@ from ..step_counts import StepCounts, acceptances_of, all_steps, from_rates, ful
 
 #: Methods that model runner V1 serves on every platform; they draft greedily, and block verification is ignored.
 _V1_METHODS = ("medusa",)
-_MARK = "SpecDecoding metrics: "
+_MARK, _FIRST = "SpecDecoding metrics: ", "Speculative metrics: "
+#: Texts of the other lines that are read.
+_MARKS = (_FIRST, "generation throughput: ", '"POST /')
 #: Required fields of a log line; the last one shows that it is not truncated.
 _FIELDS = {
     "mean": re.compile(r"Mean acceptance length: (\S+?),"),
@@ -187,7 +189,9 @@ class VllmFormat(AcceptanceFormat):
         if earlier is not None:
             return acceptances
         windows, counts, throughput = [], [], _Throughput()
-        for number, line in source.lines():
+        drafts = False
+        for number, line in source.lines(_MARK, *_MARKS):
+            drafts |= _MARK in line or _FIRST in line
             with source.skipping():
                 if match := _WITHOUT_RATES.search(line):
                     counts.append(full_drafts(source, number, float(match[1]), float(match[2])))
@@ -195,7 +199,7 @@ class VllmFormat(AcceptanceFormat):
                     windows.append(_window(source, number, line, throughput))
                 else:
                     throughput.add(number, line)
-        if not any(_MARK in line or "Speculative metrics" in line for _, line in source.lines()):
+        if not drafts:
             _add_plain(source, throughput)
         counts += _with_plain_steps([item for item in windows if item is not None])
         acceptances += acceptances_of(counts, source, WINDOWS)
@@ -314,7 +318,7 @@ def _first_version(source: Source) -> list[Acceptance]:
     It counts a token as accepted after a rejected one, too, so the length is that of the emitted tokens.
     """
     counters: list[tuple[int, tuple[int, ...]]] = []
-    for number, line in source.lines():
+    for number, line in source.lines(_FIRST):
         if match := _FIRST_VERSION.search(line):
             values = tuple(map(int, match.groups()))
             if counters and values[2] >= counters[-1][1][2]:
