@@ -8,20 +8,35 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from crossdraft.framework.runs.labels import counted
 
 from .engine_log import Source, TimedSteps
+from .prometheus import Key, Sample, by_model, samples
 
 if TYPE_CHECKING:
     from ..cost.step_cost import SpeedPoint
 
 #: Flaws of `TimedSteps`: a prefill, and steps of other batch sizes or without a draft among them; no draft length.
 PREFILL, OTHER_SIZE, NO_DRAFT = "prefill", "another batch size", "steps without a draft"
-NO_LENGTH = "an unknown draft length"
+NO_LENGTH, NO_ROWS = "an unknown draft length", "no running request at its end"
 #: Difference of a mean draft length from a whole number that is due to the last drafts of responses.
 _LAST_DRAFTS = 0.05
+#: Names in a scrape: histogram of the time between outputs of a request, running requests, tokens of prompts.
+_SCRAPED = {
+    "vllm": ("vllm:inter_token_latency_seconds", "vllm:num_requests_running", "vllm:prompt_tokens_total"),
+    "sglang": ("sglang:inter_token_latency_seconds", "sglang:num_running_reqs", "sglang:prompt_tokens_total"),
+}
+
+
+class Drafting(NamedTuple):
+    """Steps between two scrapes, summed over rows, their drafted tokens, and the flaw of their seconds."""
+
+    steps: float
+    gamma: float = 0.0
+    flaw: str = ""
 
 
 class _Selected(NamedTuple):
@@ -98,4 +113,32 @@ def add_speed(
 
 def flaw_of(prefill: bool, rows: float, before: float | None) -> str:
     """The flaw of a window with ``rows`` at its end and ``before`` at its start, if known."""
-    return PREFILL if prefill else OTHER_SIZE if before is not None and before != rows else ""
+    return OTHER_SIZE if before is not None and before != rows else PREFILL if prefill else ""
+
+
+def add_scraped(engine: str, source: Source, earlier: Source, drafting: Mapping[str, Drafting]) -> None:
+    """Add the seconds of a step between two scrapes: the time between the outputs of all requests, over their steps.
+
+    Args:
+        drafting: by model; without drafts each step emits a token.
+    """
+    histogram, running, prompts = _SCRAPED[engine]
+    for model, of_model in by_model(source, (f"{histogram}_sum", f"{histogram}_count", prompts), earlier, {}).items():
+        seconds, count, prompt = (
+            of_model[name][0] if name in of_model else Sample(0.0, 0)
+            for name in (f"{histogram}_sum", f"{histogram}_count", prompts)
+        )
+        steps, gamma, flaw = drafting.get(model, Drafting(count.value))
+        rows, before = (_mean(samples(item, {running}), model) for item in (source, earlier))
+        flaw = flaw or ("" if rows else NO_ROWS) or flaw_of(prompt.value > 0, rows, before)
+        if seconds.value > 0 and steps > 0:
+            each = seconds.value / steps
+            source.timed.append(
+                TimedSteps(seconds.line, rows or 1.0, gamma, math.nan, each, steps / (rows or 1.0), flaw)
+            )
+
+
+def _mean(series: Mapping[Key, Sample], model: str) -> float:
+    """The mean over engines and ranks of the series of a model."""
+    values = [sample.value for (_, labels), sample in series.items() if dict(labels).get("model_name", "") == model]
+    return sum(values) / max(len(values), 1)

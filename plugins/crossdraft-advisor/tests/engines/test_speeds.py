@@ -279,6 +279,111 @@ def test_lengths_of_last_drafts_are_those_of_the_others() -> None:
         assert points(text) == [(4, gamma, pytest.approx(0.025))]
 
 
+# -- more tools ----------------------------------------------------------------------------------------------------
+
+MTP = " {} pred= {:>3} draft= {:>3} acc= {:>3} rate={} tok/s={:.4f}\n"
+SPEED_BENCH = "category | samples | avg_prompt_t/s | avg_pred_t/s | avg_latency | accept_rate\n"
+SPEED_BENCH += "overall  | 16      | 900.1          | 50.0         | 1.4         | {}\n"
+
+
+@given(st.integers(1, 8), st.integers(2, 400), st.floats(1e-3, 1), st.floats(0.1, 1))
+def test_mtp_bench_steps_are_tokens_over_speed(gamma: int, steps: int, seconds: float, share: float) -> None:
+    accepted = round(gamma * steps * share)
+    tokens = 1 + steps + accepted
+    drafting = MTP.format("code", tokens, gamma * steps, accepted, share, tokens / (seconds * steps))
+    plain = MTP.format("code", 1 + steps, 0, 0, "n/a", (1 + steps) / (seconds * steps))
+    same = pytest.approx(seconds, rel=0.01)
+    assert points(plain) == [(1, 0, same)]
+    assert points(plain + drafting, gamma) == [(1, 0, same), (1, gamma, same)]
+    assert points(drafting + plain.replace("code", "qa"), gamma) == [(1, gamma, same)]  # not all prompts have drafts
+
+
+def test_seconds_of_speed_bench() -> None:
+    assert points(SPEED_BENCH.format("n/a")) == [(1, 0, 0.02)]
+    assert points(SPEED_BENCH.format("0.5000"), 4) == [(1, 4, pytest.approx(0.06))]
+
+
+@pytest.mark.parametrize("tau", [0.0, 2.5])
+def test_seconds_of_aiperf(tau: float) -> None:
+    """Four requests at ten milliseconds a token; the CSV has no counts of drafts."""
+    steps, tokens = 1600, round(1600 * (tau or 1)) + 4
+    means = {"inter_token_latency": 10.0, "output_token_throughput": 400.0, "request_count": 4.0}
+    means |= {"total_output_tokens": tokens} if tau else {"output_sequence_length": tokens / 4}
+    if tau:
+        means |= {"total_spec_decode_steps": steps, "total_draft_tokens": 4 * steps}
+        means["total_accepted_draft_tokens"] = tokens - 4 - steps
+    fields = {key: {"unit": "ms", "avg": value} for key, value in means.items()}
+    assert points(json.dumps(fields)) == [(4, 4 * (tau > 0), pytest.approx(0.01 * (tau or 1)))]
+    rows = "Inter Token Latency (ms),10.00,9.0\nOutput Sequence Length (tokens),401.00,400\n\nMetric,Value\n"
+    rows += 'Output Token Throughput (tokens/sec),"400.00"\nRequest Count,4.00\n'
+    drafts = "Total Spec Decode Steps,1600.00\n" * (tau > 0)
+    if tau:
+        with pytest.raises(UsageError, match=r"counted in profile_export_aiperf\.json; give that file"):
+            points("Metric,avg,min\n" + rows + drafts)
+    else:
+        assert points("Metric,avg,min\n" + rows) == [(4, 0, 0.01)]
+    with pytest.raises(UsageError, match="inter_token_latency is not in ms"):
+        points(json.dumps({"inter_token_latency": {"unit": "sec", "avg": 0.01}}))
+
+
+def scrape(prefix: str, counters: dict[str, float], rows: int) -> str:
+    running = "num_running_reqs" if prefix == "sglang" else "num_requests_running"
+    series = {running: rows, **counters}
+    return "".join(f'{prefix}:{name}{{model_name="m"}} {value!r}\n' for name, value in series.items())
+
+
+def between(later: str, earlier: str, gamma: int | None = None) -> Source:
+    source = Source(later, "after", gamma)
+    acceptances_in(source, Source(earlier, "before"), plain=True)
+    return source
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@given(st.integers(0, 6), st.integers(1, 64), st.integers(100, 1000), st.floats(1e-3, 1), st.floats(0.1, 1))
+def test_scrapes_steps_are_the_time_between_outputs(
+    engine: str, gamma: int, rows: int, steps: int, seconds: float, share: float
+) -> None:
+    """Of each output vLLM observes the time once, and SGLang as often as it has tokens; the sum is the same."""
+    calls = steps * rows
+    accepted = round(calls * gamma * share)
+    tokens, total = calls + accepted, calls * seconds
+    counters: dict[str, float] = {"generation_tokens_total": tokens, "inter_token_latency_seconds_sum": total}
+    counters["inter_token_latency_seconds_count"] = calls if engine == "vllm" else tokens
+    if engine == "sglang":
+        counters |= {"num_requests_total": 0} | ({"spec_verify_calls_total": calls} if gamma else {})
+    elif gamma:
+        numbers = {"drafts": calls, "draft_tokens": gamma * calls, "accepted_tokens": accepted}
+        counters |= {f"spec_decode_num_{name}_total": n for name, n in numbers.items()}
+    before = scrape(engine, dict.fromkeys(counters, 0.0), rows)
+    source = between(scrape(engine, counters, rows), before, gamma if gamma and engine == "sglang" else None)
+    (point,) = speed_points(source)
+    assert point[:2] == (rows, gamma) and point.seconds_per_step == pytest.approx(seconds)
+    assert point.weight == pytest.approx(steps)
+
+
+def test_scrapes_with_other_requests() -> None:
+    counters = {"inter_token_latency_seconds_sum": 4.0, "inter_token_latency_seconds_count": 100.0}
+    zero, idle = dict.fromkeys(counters, 0.0), scrape("vllm", counters, 0)
+    for later, earlier, note in (
+        (idle, scrape("vllm", zero, 2), "left out: 1 with no running request at its end"),
+        (scrape("vllm", counters, 4), scrape("vllm", zero, 2), "left out: 1 with another batch size"),
+        (
+            scrape("vllm", counters | {"prompt_tokens_total": 9.0}, 2),
+            scrape("vllm", zero | {"prompt_tokens_total": 0.0}, 2),
+            "without drafts have a prefill among them",
+        ),
+    ):
+        assert note in speed_notes(between(later, earlier))[-1]
+    with pytest.raises(UsageError, match="has no acceptance"):  # since the start of the server
+        points(scrape("vllm", counters, 2))
+
+
+def test_gauges_of_sglang() -> None:
+    gauges: dict[str, float] = {"gen_throughput": 400.0, "spec_accept_length": 2.5, "spec_num_steps": 3}
+    assert points(scrape("sglang", gauges, 4)) == [(4, 3, 0.025)]
+    assert points(scrape("sglang", {"gen_throughput": 400.0, "spec_accept_length": 0.0}, 4)) == [(4, 0, 0.01)]
+
+
 def test_undisturbed_steps_are_used_and_the_others_counted() -> None:
     prefill, quiet = (ENGINE.format(0, 20, 0, rate, 50.0, 2) + BUSY for rate in (900.0, 0.0))
     for text, notes in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -61,6 +62,18 @@ _POSITION = re.compile(r"\s*(?:Position|(acceptance at token)) (\d{1,4}):\s+(\S+
 _MEAN = re.compile(r"^\s*(?:Accept length:|avg_spec_accept_length=)\s*(\S+?)\s*$")
 _WEIGHTED = re.compile(r"Weighted (?:per-position )?acceptance rates:\s*(?:\[([^\]]*)\])?\s*$", re.IGNORECASE)
 _BRACKETS = re.compile(r"\s*\[([^\]]*)\]\s*")
+#: Keys of AIPerf's summary, and the rows of its CSV.
+_AIPERF = (
+    ("tpot", "inter_token_latency"),
+    ("rate", "output_token_throughput"),
+    ("requests", "request_count"),
+    ("each", "output_sequence_length"),
+    ("tokens", "total_output_tokens"),
+    ("drafts", "total_spec_decode_steps"),
+    ("accepted", "total_accepted_draft_tokens"),
+    ("drafted", "total_draft_tokens"),
+)
+_AIPERF_ROWS = {key.replace("_", " ").title(): ours for ours, key in _AIPERF[:5]}
 #: Means of drafted, accepted and output tokens of a request, and the number of requests, in trtllm-bench's report.
 _TRTLLM = tuple(
     enumerate(
@@ -212,6 +225,10 @@ class AiPerf(AcceptanceFormat):
 
     def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
         acceptances, counts = [], []
+        for line, fields in source.objects("inter_token_latency"):
+            with source.skipping():
+                _add_speed(source, line, _summary(source, line, fields))
+        _add_table(source)
         for line, fields in source.objects("total_spec_decode_steps"):
             keys = ("total_spec_decode_steps", "total_accepted_draft_tokens", "total_draft_tokens")
             with source.skipping():
@@ -224,6 +241,40 @@ class AiPerf(AcceptanceFormat):
                     with source.skipping():
                         counts.append(StepCounts(*_metrics(source, line, fields, keys, "value")))
         return [*acceptances, *acceptances_of(counts, source, "responses")]
+
+
+def _summary(source: Source, line: int, fields: Mapping[str, Any]) -> dict[str, float]:
+    """The means and totals of a run; empty for a request. Raises UsageError for seconds in another unit."""
+    means = {key: value.get("avg") for key, value in fields.items() if isinstance(value, dict)}
+    if means.get("inter_token_latency") is not None and fields["inter_token_latency"].get("unit", "ms") != "ms":
+        raise source.error(line, "inter_token_latency is not in ms")
+    keys = [(ours, key) for ours, key in _AIPERF if type(means.get(key)) in (int, float)]
+    return _with_tokens({ours: source.number(str(means[key]), line, key) for ours, key in keys})
+
+
+def _add_table(source: Source) -> None:
+    """Add the speed of AIPerf's and GenAI-Perf's CSV, of which the last columns of a row are left out."""
+    first = next((line for _, line in source.raw_lines() if line.strip()), "")
+    if not first.startswith("Metric,"):
+        return
+    values, at = dict[str, float](), 0
+    for number, line in source.raw_lines(*_AIPERF_ROWS):
+        with source.skipping():
+            name, mean, *_ = [*next(csv.reader([line])), ""]
+            if ours := _AIPERF_ROWS.get(name.partition(" (")[0]):
+                values[ours] = source.number(mean, number, name)
+                at = number if ours == "tpot" else at
+    if next(source.raw_lines("Spec Decode"), None):
+        source.skip(at, "the drafts of the run are counted in profile_export_aiperf.json; give that file")
+        return
+    _add_speed(source, at, _with_tokens(values), 0)
+
+
+def _with_tokens(values: dict[str, float]) -> dict[str, float]:
+    """The values with all generated tokens, which follow from those of a request."""
+    if "tokens" not in values and "each" in values:
+        values["tokens"] = values["each"] * values.get("requests", 0.0)
+    return values
 
 
 def _metrics(source: Source, line: int, fields: Mapping[str, Any], keys: Sequence[str], key: str) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import ClassVar
@@ -19,7 +19,7 @@ from ..engine_log import Source, TimedSteps
 from ..formats import AcceptanceFormat
 from ..prometheus import spec_decode
 from ..settings import length_remarks, needs_method, needs_model, ngram_sizes, only_point_masses, shell
-from ..speeds import NO_DRAFT, OTHER_SIZE
+from ..speeds import NO_DRAFT, OTHER_SIZE, add_speed
 from ..step_counts import FEW_IDLE, StepCounts, acceptances_of, count, from_mean, from_rates, full_drafts, steps_of
 
 _MARK = re.compile(r"draft acceptance(?: rate)? = ")
@@ -43,9 +43,11 @@ _COUNTER = re.compile(r"#(gen drafts|acc drafts|gen tokens|acc tokens) =\s*(\d{1
 _CALLS = re.compile(r"#calls\(b,g,a\) =\s*\d{1,15}\s+(\d{1,15})\b")
 _POSITIONS = re.compile(r"#acc rate/pos = \(([^()]*)\)")
 #: A prompt of ``mtp-bench``: its name, predicted, drafted and accepted tokens.
-_PROMPT = re.compile(r"(\S+)\s+pred=\s*([\d,]{1,20})\s+draft=\s*([\d,]{1,20})\s+acc=\s*([\d,]{1,20})\b")
+_PROMPT = re.compile(
+    r"(\S+)\s+pred=\s*([\d,]{1,20})\s+draft=\s*([\d,]{1,20})\s+acc=\s*([\d,]{1,20})\b(?:.*?\btok/s=\s*(\d[\d.,]{0,20}))?"
+)
 #: A column of the table of ``speed_bench.py``: accepted over drafted tokens of each category.
-_ACCEPT_RATE = "accept_rate"
+_ACCEPT_RATE, _PREDICTED = "accept_rate", "avg_pred_t/s"
 #: Summary of llama.cpp's examples.
 _EXAMPLE_KEYS = ("n_draft", "n_predict", "n_drafted", "n_accept")
 _EXAMPLE = re.compile(rf"^(?:\S+ I )?\s*({'|'.join(_EXAMPLE_KEYS)})\s+= (\d{{1,15}})\s*$")
@@ -156,18 +158,26 @@ def _requests(source: Source) -> list[Acceptance]:
         *acceptances_of(windows, source, "responses"),
         *acceptances_of(counts, source, "responses", remarks=(remark,)),
     ]
-    lengths = {item.gamma or item.draft_length for item in acceptances}
-    length = lengths.pop() if len(lengths) == 1 else None
     if not speeds and (_PLAIN.search(source.text) or not re.search("draft|speculative", source.text)):
         speeds = [(*item, 0.0) for item in plain]
+    speeds = [(*item[:3], item[3] or slots.concurrent, item[4]) for item in speeds]
+    _add_speeds(source, speeds, acceptances)
+    return acceptances
+
+
+def _add_speeds(
+    source: Source, speeds: Sequence[tuple[int, float, float, bool, float]], acceptances: Sequence[Acceptance]
+) -> None:
+    """Add requests: line, seconds and number of steps, if other requests ran at the same time, and drafted tokens."""
+    lengths = {item.gamma or item.draft_length for item in acceptances}
+    length = lengths.pop() if len(lengths) == 1 else None
     for number, seconds, steps, shared, drafted in speeds:
         if steps > 0 and seconds > 0:
-            flaw = OTHER_SIZE if shared or slots.concurrent else ""
+            flaw = OTHER_SIZE if shared else ""
             gamma = float(length or max(drafted / steps, 1.0)) if drafted else 0.0
             if drafted < (steps - 1) * gamma / (1 + FEW_IDLE):  # the last step of a response has no draft
                 flaw = NO_DRAFT
             source.timed.append(TimedSteps(number, 1.0, gamma, math.nan, seconds / steps, steps, flaw))
-    return acceptances
 
 
 class _Slots:
@@ -341,12 +351,13 @@ def _timings(source: Source) -> list[Acceptance]:
 def _prompts(source: Source) -> list[Acceptance]:
     """Lines of ``mtp-bench``, one for each prompt; a prompt that comes again begins another run."""
     runs: list[dict[str, StepCounts]] = [{}]
+    seconds: list[list[float]] = [[]]
     for number, line in source.lines("pred="):
         if match := _PROMPT.search(line):
             with source.skipping():
                 names = ("predicted", "drafted", "accepted")
                 tokens, drafted, accepted = map(
-                    lambda text, name: source.number(text, number, f"the {name} tokens"), match.groups()[1:], names
+                    lambda text, name: source.number(text, number, f"the {name} tokens"), match.groups()[1:4], names
                 )
                 steps = steps_of(tokens, accepted)
                 if accepted > drafted or (drafted and steps < 1):
@@ -355,28 +366,43 @@ def _prompts(source: Source) -> list[Acceptance]:
                     )
                 if match[1] in runs[-1]:
                     runs.append({})
+                    seconds.append([])
+                rate = source.number(match[5], number, "tok/s") if match[5] else 0.0
+                seconds[-1].append(tokens / rate if rate else 0.0)
                 runs[-1][match[1]] = StepCounts(
                     None, accepted, drafted=drafted, steps=steps, name=match[1], line=number
                 )
-    counts = [[item for item in run.values() if item.drafted] for run in runs]
-    return [acceptance for items in counts for acceptance in acceptances_of(items, source, "prompts")]
+    acceptances = []
+    for run, times in zip(runs, seconds, strict=True):
+        drafting = [item for item in run.values() if item.drafted]
+        found = acceptances_of(drafting, source, "prompts")
+        timed = zip(run.values(), times, strict=True)
+        speeds = [(i.line, t, i.steps or 0.0, False, i.drafted or 0.0) for i, t in timed if i.drafted or not drafting]
+        _add_speeds(source, speeds, found)
+        acceptances += found
+    return acceptances
 
 
 def _speed_bench(source: Source) -> list[Acceptance]:
     """Tables of ``speed_bench.py``: the row of all categories, or else each."""
-    rows: list[tuple[int, str, str]] = []
+    rows: list[tuple[int, str, str, str]] = []
     header: list[str] = []
     for number, line in source.lines() if _ACCEPT_RATE in source.text else ():
         cells = line.replace("|", " ").split()
         if _ACCEPT_RATE in cells:
             header = cells
         elif header and len(cells) == len(header):
-            rows.append((number, cells[0], cells[header.index(_ACCEPT_RATE)]))
+            rate = cells[header.index(_PREDICTED)] if _PREDICTED in header else ""
+            rows.append((number, cells[0], cells[header.index(_ACCEPT_RATE)], rate))
     acceptances = []
-    for number, _, text in [row for row in rows if row[1] == "overall"] or rows:
-        if text == "n/a" or not text.strip("-:"):  # nothing was drafted, a rule
+    for number, _, text, per_second in [row for row in rows if row[1] == "overall"] or rows:
+        if not text.strip("-:"):  # a rule
             continue
         with source.skipping():
+            speed = source.number(per_second, number, f"the {_PREDICTED}") if per_second else 0.0
+            if text == "n/a":  # nothing was drafted
+                add_speed(source, number, 1.0, 1.0, speed, 0.0, 1.0)
+                continue
             scale, digits = (100.0, text[:-1]) if text.endswith("%") else (1.0, text)
             rate = source.number(digits, number, f"the {_ACCEPT_RATE}", scale) / scale
             if source.gamma is None:
@@ -386,7 +412,8 @@ def _speed_bench(source: Source) -> list[Acceptance]:
                     f"give it as '{{source: {source.name}, gamma: N}}'",
                 )
             length = 1 + rate * source.gamma
-            remark = "assumed: every draft has its full length"
+            remark = "assumed: every draft has its full length, and one request is decoded at a time"
+            add_speed(source, number, length, 1.0, speed, source.gamma, 1.0)
             acceptances.append(
                 Acceptance(
                     (),

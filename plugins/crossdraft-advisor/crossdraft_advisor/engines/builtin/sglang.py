@@ -25,7 +25,7 @@ from ..engine_log import Source
 from ..formats import AcceptanceFormat
 from ..prometheus import by_model, samples, title_of
 from ..settings import length_remarks, needs_method, needs_model, only_point_masses, shell, synthetic_remarks
-from ..speeds import add_speed, flaw_of
+from ..speeds import Drafting, add_scraped, add_speed, flaw_of
 from ..step_counts import StepCounts, acceptances_of, steps_of
 
 _GAUGE = "sglang:spec_accept_length"
@@ -35,6 +35,7 @@ _CALLS, _GENERATED, _FINISHED = (
     f"sglang:{name}_total" for name in ("spec_verify_calls", "generation_tokens", "num_requests")
 )
 _STEPS, _NODES = "sglang:spec_num_steps", "sglang:spec_num_draft_tokens"
+_RUNNING_NOW, _THROUGHPUT_NOW = "sglang:num_running_reqs", "sglang:gen_throughput"
 #: The same in the arguments of the server, in its log and its /server_info.
 _ARGUMENT = r"speculative_{}[\"']?\s*[=:]\s*(\d{{1,4}})\b"
 _ARGUMENTS = tuple(re.compile(_ARGUMENT.format(name)) for name in ("num_steps", "num_draft_tokens"))
@@ -153,6 +154,7 @@ class SglangFormat(AcceptanceFormat):
         counters = _counters(source, earlier)
         if earlier is not None:
             return counters
+        _add_gauges(source)
         return [*_log(source), *(counters or _gauge(source))]
 
 
@@ -170,7 +172,7 @@ def drafts_of(source: Source) -> dict[str, Any]:
 
 def _counters(source: Source, earlier: Source | None) -> list[Acceptance]:
     """Counters of finished requests: each step emits its accepted tokens and one more; the first is the prefill's."""
-    acceptances = []
+    acceptances, drafting = [], dict[str, Drafting]()
     for model, of_model in by_model(source, (_CALLS, _GENERATED, _FINISHED), earlier, {}).items():
         if len(of_model) == 3:
             with source.skipping():
@@ -182,7 +184,10 @@ def _counters(source: Source, earlier: Source | None) -> list[Acceptance]:
                     )
                 drafts = drafts_of(source)
                 item = StepCounts(None, accepted, gamma=drafts.pop("draft_length", 0), steps=steps)
+                drafting[model] = Drafting(steps, item.gamma or source.gamma or math.nan)
                 acceptances += acceptances_of([item], source, "prompts", title_of(source, model), **drafts)
+    if earlier is not None:
+        add_scraped("sglang", source, earlier, drafting)
     return acceptances
 
 
@@ -244,6 +249,18 @@ def _lengths(mean: float, rate: float) -> set[int]:
     """Draft lengths for which a rate with two decimals is that of the accepted among the drafted tokens."""
     low, high = (mean - 1.005) / (rate + 0.005), (mean - 0.995) / max(rate - 0.005, 1e-9)
     return set(range(max(math.ceil(low), 1), min(math.floor(high), MOST_LEVELS) + 1))
+
+
+def _add_gauges(source: Source) -> None:
+    """Add the seconds of the steps before a scrape: its running requests x accept length / throughput, of each rank."""
+    running, lengths = samples(source, {_RUNNING_NOW}), samples(source, {_GAUGE})
+    for (_, labels), rate in samples(source, {_THROUGHPUT_NOW}).items():
+        rows, length = (
+            series[name, labels].value if (name, labels) in series else 0.0
+            for name, series in ((_RUNNING_NOW, running), (_GAUGE, lengths))
+        )
+        gamma = drafts_of(source).get("draft_length", source.gamma or math.nan) if length else 0.0
+        add_speed(source, rate.line, length or 1.0, rows, rate.value, gamma, _STEPS_A_LINE)
 
 
 def _gauge(source: Source) -> list[Acceptance]:

@@ -6,6 +6,7 @@ https://docs.vllm.ai: features/speculative_decoding; vllm/v1/spec_decode/metrics
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +17,7 @@ from ..counter_definitions import DEFINITIONS, PREFILL_TOKENS
 from ..engine import Engine, Schedule, Settings
 from ..engine_log import Source
 from ..formats import AcceptanceFormat
-from ..prometheus import spec_decode
+from ..prometheus import ACCEPTED, DRAFTED, DRAFTS, REQUESTS, TOKENS, spec_decode, totals_by_model
 from ..settings import (
     length_remarks,
     match_remarks,
@@ -26,7 +27,7 @@ from ..settings import (
     only_point_masses,
     shell,
 )
-from ..speeds import NO_DRAFT, add_speed, flaw_of
+from ..speeds import NO_DRAFT, Drafting, add_scraped, add_speed, flaw_of
 from ..step_counts import StepCounts, acceptances_of, all_steps, from_rates, full_drafts, steps_of
 
 #: Methods that model runner V1 serves on every platform; they draft greedily, and block verification is ignored.
@@ -187,6 +188,7 @@ class VllmFormat(AcceptanceFormat):
     def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
         acceptances = spec_decode(DEFINITIONS["vllm"], source, earlier)
         if earlier is not None:
+            add_scraped("vllm", source, earlier, _drafting(source, earlier))
             return acceptances
         windows, counts, throughput = [], [], _Throughput()
         drafts = False
@@ -204,6 +206,20 @@ class VllmFormat(AcceptanceFormat):
         counts += _with_plain_steps([item for item in windows if item is not None])
         acceptances += acceptances_of(counts, source, WINDOWS)
         return [*acceptances, *_first_version(source), *_synthetic(source)]
+
+
+def _drafting(source: Source, earlier: Source) -> dict[str, Drafting]:
+    """The steps of each model that drafts, between two scrapes."""
+    drafting = {}
+    for model, of_model in totals_by_model(DEFINITIONS["vllm"], source, earlier).items():
+        names = (DRAFTS, DRAFTED, ACCEPTED, TOKENS, REQUESTS)
+        drafts, drafted, accepted, tokens, requests = (
+            of_model[name][0].value if name in of_model else 0.0 for name in names
+        )
+        if drafts:
+            flaw = "" if all_steps(drafts, steps_of(tokens, accepted, requests)) == drafts else NO_DRAFT
+            drafting[model] = Drafting(drafts, drafted / drafts or math.nan, flaw)
+    return drafting
 
 
 class _Throughput:
