@@ -22,6 +22,7 @@ from scipy import optimize
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.metrics.intervals import LEAST_PIECES, Noise, bounded_estimate, estimate, half_width
 from crossdraft.framework.metrics.shorter_drafts import by_runs, shorter_drafts
+from crossdraft.framework.runs.labels import counted
 from crossdraft.framework.util.estimate import Estimate
 from crossdraft.framework.util.limits import MOST_LEVELS
 
@@ -172,8 +173,8 @@ class Acceptance:
             other = "shorter drafts" if gamma < self.gamma else "longer drafts"
             reason = f": {self.refusal}" if self.refusal and gamma < self.gamma else ""
             raise UsageError(
-                f"{self.source} was measured with {measured.gamma} tokens; the acceptance of {other} does not "
-                f"follow{reason}"
+                f"{self.source} was measured with {counted(measured.gamma, 'token')}; the acceptance of {other} "
+                f"does not follow{reason}"
             )
         marginal = shorter_drafts(np.array(measured.marginal), gamma)
         # The number of steps without a draft does not depend on the length of drafts.
@@ -192,7 +193,8 @@ class Acceptance:
             raise UsageError(f"{self.source} has the acceptance by position; a constant rate is not needed")
         if not 0 <= self.length - 1 <= gamma:
             raise UsageError(
-                f"{self.source}: drafts of {gamma} tokens cannot emit {self.length:g} per step; give their actual gamma"
+                f"{self.source}: drafts of {counted(gamma, 'token')} cannot emit {self.length:g} per step; give "
+                "their actual gamma"
             )
         rate = constant_rate(self.length - 1, gamma)
         marginal = tuple(rate**i for i in range(1, gamma + 1))
@@ -254,7 +256,7 @@ class Acceptance:
     def interval_assumes(self) -> str:
         """The assumption behind the interval of `block_efficiency`."""
         if self.longer is not None:
-            return f"{self.longer.interval_assumes}; derived from drafts of {self.longer.gamma} tokens"
+            return f"{self.longer.interval_assumes}; derived from drafts of {counted(self.longer.gamma, 'token')}"
         if len(self.rows) >= LEAST_PIECES:
             return f"{len(self.rows)} independent {self.pieces}"
         if self.drafts is None or not self.marginal:

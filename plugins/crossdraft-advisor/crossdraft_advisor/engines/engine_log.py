@@ -84,14 +84,14 @@ class _Lines:
             yield from self.items
             return
         text, starts = self._joined
-        found = set[int]()
+        indices = set[int]()
         for mark in marks:
             at = text.find(mark)
             while at >= 0:
                 index = bisect_right(starts, at)
-                found.add(index - 1)
+                indices.add(index - 1)
                 at = text.find(mark, starts[index]) if index < len(starts) else -1
-        yield from (self.items[index] for index in sorted(found))
+        yield from (self.items[index] for index in sorted(indices))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from crossdraft.framework import plugins
 from crossdraft.framework.contracts.options import Options, fault
 from crossdraft.framework.errors import ContractError, UsageError
 from crossdraft.framework.recipe.yaml_values import yaml_value
+from crossdraft.framework.runs.labels import counted
 from crossdraft.framework.util.limits import MOST_LEVELS
 
 from .acceptance import Acceptance
@@ -182,6 +183,7 @@ def _completed(acceptance: Acceptance, source: Source) -> Acceptance:
         return acceptance
     if length is not None:
         raise UsageError(
-            f"{acceptance.source} has drafts of {length} tokens, not {source.gamma}; remove the given draft length"
+            f"{acceptance.source} has drafts of {counted(length, 'token')}, not {source.gamma}; remove the given draft "
+            "length"
         )
     return replace(acceptance, draft_length=source.gamma)

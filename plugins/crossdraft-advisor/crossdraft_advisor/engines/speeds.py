@@ -24,10 +24,12 @@ PREFILL, OTHER_SIZE, NO_DRAFT = "prefill", "another batch size", "steps without 
 NO_LENGTH, NO_ROWS = "an unknown draft length", "no running request at its end"
 #: Difference of a mean draft length from a whole number that is due to the last drafts of responses.
 _LAST_DRAFTS = 0.05
-#: Names in a scrape: histogram of the time between outputs of a request, running requests, tokens of prompts.
+#: The second one is that of older versions.
+_LATENCIES = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
+#: Names in a scrape: histograms of the time between outputs of a request, running requests, tokens of prompts.
 _SCRAPED = {
-    "vllm": ("vllm:inter_token_latency_seconds", "vllm:num_requests_running", "vllm:prompt_tokens_total"),
-    "sglang": ("sglang:inter_token_latency_seconds", "sglang:num_running_reqs", "sglang:prompt_tokens_total"),
+    "vllm": (_LATENCIES, "vllm:num_requests_running", "vllm:prompt_tokens_total"),
+    "sglang": (("sglang:inter_token_latency_seconds",), "sglang:num_running_reqs", "sglang:prompt_tokens_total"),
 }
 
 
@@ -122,7 +124,8 @@ def add_scraped(engine: str, source: Source, earlier: Source, drafting: Mapping[
     Args:
         drafting: by model; without drafts each step emits a token.
     """
-    histogram, running, prompts = _SCRAPED[engine]
+    histograms, running, prompts = _SCRAPED[engine]
+    histogram = next((name for name in histograms if samples(source, {f"{name}_sum"})), histograms[0])
     for model, of_model in by_model(source, (f"{histogram}_sum", f"{histogram}_count", prompts), earlier, {}).items():
         seconds, count, prompt = (
             of_model[name][0] if name in of_model else Sample(0.0, 0)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from crossdraft.framework.errors import UsageError
+from crossdraft.framework.runs.labels import counted
 from crossdraft.framework.util.limits import MOST_LEVELS
 
 from .acceptance import WINDOWS, Acceptance
@@ -155,7 +156,9 @@ def _draft_length(group: list[StepCounts], gamma: int, source: Source, title: st
     """The maximum draft length, 0 if unknown, and remarks. Raises UsageError if that of ``source`` is not possible."""
     option, known = source.gamma or 0, gamma
     if option and gamma and option != gamma:
-        raise UsageError(f"{title} has drafts of {gamma} tokens, not {option}; remove the given draft length")
+        raise UsageError(
+            f"{title} has drafts of {counted(gamma, 'token')}, not {option}; remove the given draft length"
+        )
     gamma = gamma or option
     if not all(item.drafted is not None for item in group):
         return gamma, ()
@@ -164,14 +167,14 @@ def _draft_length(group: list[StepCounts], gamma: int, source: Source, title: st
     if option and mean > gamma * (1 + 1e-6):
         raise UsageError(
             f"{title} has {drafted:.0f} drafted tokens in {steps:.0f} steps, {mean:.2f} a step, so drafts have more "
-            f"than {gamma} tokens; give their actual length"
+            f"than {counted(gamma, 'token')}; give their actual length"
         )
     full = math.ceil(mean - 1e-9)
     if not known and all(_is_full(item, full) for item in group):
         if option and option != full and (len(group) > 1 or group[0].drafts is not None):
             raise UsageError(
-                f"{title} has {drafted:.0f} drafted tokens in {steps:.0f} steps, as drafts of {full} tokens have, not "
-                f"of {option}; remove the given draft length"
+                f"{title} has {drafted:.0f} drafted tokens in {steps:.0f} steps, as drafts of "
+                f"{counted(full, 'token')} have, not of {option}; remove the given draft length"
             )
         gamma = option or full
     if any(item.drafts is None for item in group):
@@ -188,7 +191,7 @@ def _is_full(item: StepCounts, gamma: int) -> bool:
 
 def short_drafts(mean: float, gamma: int) -> str:
     """The remark on drafts shorter than the longest."""
-    return f"drafts have {mean:.2f} of {gamma} tokens on average; missing tokens count as rejected"
+    return f"drafts have {mean:.2f} of {counted(gamma, 'token')} on average; missing tokens count as rejected"
 
 
 def from_rates(

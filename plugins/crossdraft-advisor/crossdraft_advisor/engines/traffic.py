@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from crossdraft.framework.errors import CrossdraftError, quoted
+from crossdraft.framework.runs.labels import counted
 from crossdraft.framework.util.input_files import parse_json
 
 from .builtin.sglang import Sglang
@@ -78,7 +79,7 @@ class ServerCounters:
         if self.engine == _EXACT and DRAFTS not in totals:
             return "it has no counters of drafts, so it does not speculate"
         if self.positions > gamma or (self.engine == _EXACT and self.positions and self.positions != gamma):
-            return f"it drafts {self.positions} tokens, and the recipe {gamma}"
+            return f"it drafts {counted(self.positions, 'token')}, and the recipe {gamma}"
         return None
 
 
@@ -136,7 +137,7 @@ def _sglang(settings: Mapping[str, Any], drafter: str, gamma: int) -> str | None
     if bool(algorithm) != bool(gamma) or len(names) > 1:
         return f"its speculative_algorithm is {quoted(algorithm)}"
     if gamma and algorithm != "NGRAM" and isinstance(steps, int) and steps != gamma:
-        return f"its speculative_num_steps is {steps}, and the recipe drafts {gamma} tokens"
+        return f"its speculative_num_steps is {steps}, and the recipe drafts {counted(gamma, 'token')}"
     return None
 
 

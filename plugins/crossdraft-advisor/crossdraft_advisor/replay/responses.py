@@ -88,7 +88,7 @@ class Reader(ParseContext):
             if (path / "config.json").is_file() and (path / "responses.jsonl").is_file():
                 yield from self._cell(path)
                 return
-        if kind == "file" and self.column is None:
+        if kind == "other" or (kind == "file" and self.column is None):  # a device or a pipe is refused
             for place, parse in _rows(path_of(source)):
                 try:
                     value = parse()

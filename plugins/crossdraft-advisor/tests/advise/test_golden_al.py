@@ -81,7 +81,7 @@ def test_single_length_gives_constant_rate() -> None:
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("m:\n  on:\n    1: 2.5\n", "m.yaml:3: drafts of 1 tokens cannot have the acceptance length 2.5"),
+        ("m:\n  on:\n    1: 2.5\n", "m.yaml:3: drafts of 1 token cannot have the acceptance length 2.5"),
         ("m:\n  on:\n    1: 0.5\n", "cannot have the acceptance length 0.5"),
         ("m:\n  on:\n    0: 1\n", "drafts of 0 tokens"),
         ("m:\n  on:\n    1: nan\n", "the acceptance length at 1 is nan"),

@@ -251,7 +251,7 @@ def test_each_source_has_its_own_length(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["log", "wrapped", "scrape"])
-def test_a_long_source_is_read_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_source_is_read_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Formats see only lines with their texts, and the series of a scrape are parsed once."""
     seen, unwrapped, parsed = Counter[str](), Counter[str](), Counter[str]()
     having, original, parse = engine_log._Lines.having, engine_log.unwrapped, parser.text_string_to_metric_families

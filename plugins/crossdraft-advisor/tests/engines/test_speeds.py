@@ -343,7 +343,7 @@ def between(later: str, earlier: str, gamma: int | None = None) -> Source:
 def test_scrapes_steps_are_the_time_between_outputs(
     engine: str, gamma: int, rows: int, steps: int, seconds: float, share: float
 ) -> None:
-    """Of each output vLLM observes the time once, and SGLang as often as it has tokens; the sum is the same."""
+    """The time of an output is observed once by vLLM, and by SGLang once a token; the sum is the same."""
     calls = steps * rows
     accepted = round(calls * gamma * share)
     tokens, total = calls + accepted, calls * seconds
@@ -376,6 +376,15 @@ def test_scrapes_with_other_requests() -> None:
         assert note in speed_notes(between(later, earlier))[-1]
     with pytest.raises(UsageError, match="has no acceptance"):  # since the start of the server
         points(scrape("vllm", counters, 2))
+
+
+def test_histogram_of_older_versions() -> None:
+    """Versions between write both."""
+    older = {f"time_per_output_token_seconds_{end}": value for end, value in (("sum", 4.0), ("count", 100.0))}
+    both = older | {key.replace("time_per_output_token", "inter_token_latency"): n for key, n in older.items()}
+    for counters in (older, both):
+        source = between(scrape("vllm", counters, 2), scrape("vllm", dict.fromkeys(counters, 0.0), 2))
+        assert [point[:4:3] for point in speed_points(source)] == [(2, 0.04)]
 
 
 def test_gauges_of_sglang() -> None:

@@ -22,7 +22,12 @@ def read_counters(texts: Sequence[str]) -> list[tuple[CounterSource, Acceptance]
     for text in texts:
         source = CounterSource.parse(text, "--counters")
         # A draft length may choose one of several.
-        read, acceptances = read_acceptances(source.source)
+        try:
+            read, acceptances = read_acceptances(source.source)
+        except UsageError:
+            if source.gamma is None:
+                raise
+            read, acceptances = read_acceptances(source.source, gamma=source.gamma)
         acceptances = [part for item in acceptances for part in item.parts or (item,)]
         # Without positions no signature is read, which is refused below.
         chosen = acceptances = [item for item in acceptances if item.marginal] or acceptances[:1]

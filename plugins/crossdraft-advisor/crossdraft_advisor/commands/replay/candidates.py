@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import UsageError
+from crossdraft.framework.runs.labels import counted
 from crossdraft.framework.util.limits import MOST_LISTED, MOST_REPLAYED
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def candidates_of(
         if not (
             lengths := tuple(gamma for gamma in lengths if gamma <= depth and permits(cls.Config, explicit, gamma))
         ):
-            raise UsageError(f"drafter '{title}' drafts at most {depth} tokens; reduce --gamma")
+            raise UsageError(f"drafter '{title}' drafts at most {counted(depth, 'token')}; reduce --gamma")
         drafter: Configured = (cls, config)
         drawn: Callable[[Iterable[Response]], Iterator[DraftTrace]] | None = None
         scores_of: Callable[[], Callable[[Iterable[Response]], Iterator[DraftScores]]]

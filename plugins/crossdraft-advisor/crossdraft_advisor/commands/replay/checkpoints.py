@@ -82,8 +82,8 @@ def _check(args: ReplayOptions) -> None:
     count = len(args.target)
     if len(args.sources) != count:
         raise UsageError(
-            f"--target is given {count} times for {len(args.sources)} sources; give each checkpoint one source, "
-            "its own responses, in the same order"
+            f"--target is given {count} times for {counted(len(args.sources), 'source')}; give each checkpoint one "
+            "source, its own responses, in the same order"
         )
     if len(set(args.target)) < count:
         raise UsageError("--target names the same checkpoint twice; give each once")
@@ -94,7 +94,8 @@ def _check(args: ReplayOptions) -> None:
 def _compared(key: Pair, rows: Sequence[tuple[str, str, Sample, list[float], bool]], drop: float) -> list[Checkpoint]:
     if empty := next((source for _, source, sample, *_ in rows if not len(sample.sums)), None):
         raise UsageError(
-            f"{empty}: no step has room for a draft of {key[3]} tokens; give longer responses or a smaller --gamma"
+            f"{empty}: no step has room for a draft of {counted(key[3], 'token')}; give longer "
+            "responses or a smaller --gamma"
         )
     first = rows[0][2]
     results = []

@@ -56,7 +56,7 @@ def tables(result: ReplayResult, sampling: Sampling | None, assumed: Mapping[str
     setting = f"temperature {sampling.temperature:g}" if sampling else "sampling parameters unknown"
     grouped = " or groups of them" if any(len(ids) >= MAX_GROUPS for ids in result.groups.by_category.values()) else ""
     prompts = f"{counted(len(result.groups.category), 'prompt')}{grouped}"
-    head = f"{result.responses} responses, {result.tokens} tokens, {prompts}, {setting}"
+    head = f"{counted(result.responses, 'response')}, {counted(result.tokens, 'token')}, {prompts}, {setting}"
     parts = [head, _efficiency(result), _acceptance(result)]
     if result.definition is not None:
         parts.append(_engine_counts(result, result.definition))

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from crossdraft.framework.runs.labels import counted
 from crossdraft.framework.util.limits import MOST_LEVELS
 
 from ..acceptance import Acceptance
@@ -376,7 +377,7 @@ class SpecBench(AcceptanceFormat):
         if counts:
             longest = max(1, *(len(item.at_least) for item in counts))
             counts = [replace(item, at_least=item.at_least or (0.0,), gamma=longest) for item in counts]
-            remark = f"the draft length is not recorded; no step accepted more than {longest} tokens"
+            remark = f"the draft length is not recorded; no step accepted more than {counted(longest, 'token')}"
             reason = "its drafts may be trees, and their length is not recorded"
             return acceptances_of(counts, source, "responses", remarks=(remark,), refusal=reason)
         for key in ("decoding_steps", "idxs"):

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 from scipy.optimize import isotonic_regression
 
+from crossdraft.framework.runs.labels import counted
 from crossdraft.framework.util.limits import MOST_LEVELS
 
 from ..acceptance import EACH_LENGTH, Acceptance
@@ -107,8 +108,8 @@ def _curves(source: Source) -> dict[tuple[str, str], Curve]:
             if not gamma or MOST_LEVELS.violation(gamma) or not 1 <= value <= gamma + 1:
                 raise source.error(
                     number,
-                    f"drafts of {gamma} tokens cannot have the acceptance length {value:g}; it lies between 1 and the "
-                    "draft length plus 1, bonus token included",
+                    f"drafts of {counted(gamma, 'token')} cannot have the acceptance length {value:g}; it lies "
+                    "between 1 and the draft length plus 1, bonus token included",
                 )
             curve[gamma] = (number, value)
         elif (match := _MODE.fullmatch(line)) and model:

@@ -375,11 +375,11 @@ def _prompts(source: Source) -> list[Acceptance]:
     acceptances = []
     for run, times in zip(runs, seconds, strict=True):
         drafting = [item for item in run.values() if item.drafted]
-        found = acceptances_of(drafting, source, "prompts")
+        of_run = acceptances_of(drafting, source, "prompts")
         timed = zip(run.values(), times, strict=True)
         speeds = [(i.line, t, i.steps or 0.0, False, i.drafted or 0.0) for i, t in timed if i.drafted or not drafting]
-        _add_speeds(source, speeds, found)
-        acceptances += found
+        _add_speeds(source, speeds, of_run)
+        acceptances += of_run
     return acceptances
 
 

@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from crossdraft.framework.runs.labels import counted
 from crossdraft.framework.util.limits import MOST_LEVELS
 
 from ..acceptance import WINDOWS, Acceptance
@@ -167,7 +168,7 @@ def drafts_of(source: Source) -> dict[str, Any]:
         return {}
     if nodes <= steps + 1:
         return {"draft_length": steps}
-    return {"draft_length": steps, "chain": False, "refusal": f"its drafts are trees of {nodes - 1} tokens"}
+    return {"draft_length": steps, "chain": False, "refusal": f"its drafts are trees of {counted(nodes - 1, 'token')}"}
 
 
 def _counters(source: Source, earlier: Source | None) -> list[Acceptance]:
