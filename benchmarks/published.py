@@ -59,10 +59,10 @@ LEVELS = {
 
 #: Kinds of drafters by the start of their names; the others draft one token after another with a head of the target.
 KINDS = {"dflash": "block", "dspark": "block", "draft-model": "draft-model", "ngram": "n-gram"}
-#: What shifts the centre of the prior: axis, and a property of a series. Each earned its place (docs/lab-notes.md).
-COVARIATES = (("log_b", "serving"), ("log_b", "block"), ("log_b", "draft-model"), ("log_b", "n-gram"))
-#: What was tried beside these.
-TRIED = (("log_a", "experts"), ("log_a", "serving"), ("log_a", "sglang"), ("log_b", "experts"), ("log_b", "vllm"))
+#: What shifts the centre of the prior: axis, and a property of a series. It earned its place (docs/lab-notes.md).
+COVARIATES = (("log_b", "serving"),)
+#: What was tried beside it, each alone.
+TRIED = (("log_b", "block"), ("log_b", "draft-model"), ("log_b", "n-gram"), ("log_a", "experts"), ("log_a", "sglang"))
 
 
 @dataclass(frozen=True)
@@ -492,12 +492,7 @@ def _print(results: Results, arguments: argparse.Namespace) -> None:
 
 
 def _try_covariates(likelihoods: Likelihoods) -> None:
-    for covariates in (
-        (),
-        *((one,) for one in (*COVARIATES, *TRIED)),
-        COVARIATES,
-        *((*COVARIATES, one) for one in TRIED),
-    ):
+    for covariates in ((), COVARIATES, *((*COVARIATES, other) for other in TRIED), (*COVARIATES, *TRIED[:3])):
         levels = ("acceptance only", "one", "ends")
         results = leave_one_source_out(likelihoods, covariates, levels)
         shifts = likelihoods.fit(None, covariates).shifts
@@ -599,7 +594,7 @@ def _refit(likelihoods: Likelihoods, results: Results) -> None:
     largest = max(s.facts.get("batch_size") or 1 for s in chains if s.plain_known)
     values = {"prior": _stored(replace(fit.prior, widening=widening(results))), "shifts": shifts}
     title = head.format("Priors of step costs without a measurement")
-    note = "# shifts: of the centre of the prior, which is that of sequential heads on one machine for one user.\n"
+    note = "# shifts: of the centre of the prior, which is that of engines on one machine for one user.\n"
     _write_yaml(folder / "prices.yaml", title + note, values | {"largest_batch_size": largest})
 
 

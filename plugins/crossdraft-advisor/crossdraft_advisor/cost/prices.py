@@ -1,4 +1,8 @@
-"""Prices of drafting on a server that nothing was measured on: the prior of step costs for a kind of drafter."""
+"""Prices of drafting on a server that nothing was measured on: the prior of step costs for a drafter and an engine.
+
+A property shifts the centre of the prior if that predicts published series of sources that were left out better
+(docs/lab-notes.md): so far only that the engine is a server's. Blocks, draft models, lookups and experts have no shift.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ def _fitted() -> dict[str, Any]:
 
 
 def price_of(kind: str, engine: str | None, experts: bool | None, batch_size: float) -> Prior:
-    """The prior of step costs for a kind of drafter.
+    """The prior of step costs for a kind of drafter on an engine.
 
     Args:
         kind: one of `KINDS`.

@@ -124,11 +124,11 @@ class StepCost:
                 raise UsageError(f"a step with {gamma:g} drafted tokens of {ratio:g} plain steps is not possible")
 
     @classmethod
-    def from_speeds(cls, points: Sequence[SpeedPoint], batch_size: float) -> StepCost:
+    def from_speeds(cls, points: Sequence[SpeedPoint], batch_size: float, prior: Prior | None = None) -> StepCost:
         """The cost at ``batch_size`` from measured speeds, of which those of the nearest batch size count.
 
-        Plain seconds are those of the same batch size (within 10 %); without them, only quotients of the
-        speeds of several draft lengths count.
+        Plain seconds are those of the same batch size (within 10 %); without them, only quotients of the speeds of
+        several draft lengths count. The prior is `published_prior` unless one is given (`prices.price_of`).
 
         Raises:
             UsageError: a speed that is not a positive finite number.
@@ -138,7 +138,7 @@ class StepCost:
                 raise UsageError(f"{point.place}: {point.seconds_per_step:g} s a step is not a speed")
         drafting = [point for point in points if point.gamma > 0]
         if not drafting:
-            return cls()
+            return cls(prior=prior or published_prior())
         nearest = min((p.batch_size for p in drafting), key=lambda b: (abs(math.log(b / batch_size)), b))
         seconds = {
             gamma: _mean([p for p in points if p.gamma == gamma and abs(math.log(p.batch_size / nearest)) < 0.1])
@@ -148,7 +148,8 @@ class StepCost:
         measured = {gamma: value for gamma, value in seconds.items() if value is not None}
         spread = PER_OCTAVE * abs(math.log2(batch_size / nearest))
         ratios = tuple(value / (plain or 1.0) for value in measured.values())
-        return cls(tuple(measured), ratios, spread if spread > PER_OCTAVE / 8 else 0.0, plain is not None)
+        spread = spread if spread > PER_OCTAVE / 8 else 0.0
+        return cls(tuple(measured), ratios, spread, plain is not None, prior or published_prior())
 
     def ratio(self, gamma: float) -> Estimate:
         """Seconds of a step with ``gamma`` drafted tokens over those of a plain step: median and 95 % interval."""

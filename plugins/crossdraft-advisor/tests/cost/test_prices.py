@@ -18,12 +18,9 @@ def test_every_kind_has_a_price_on_every_engine(kind: str, engine: str | None) -
     assert 0.3 < ratio.low < 1.3 < ratio.value < ratio.high
 
 
-def test_drafting_is_cheaper_on_servers_and_from_lookups() -> None:
-    def per_token(kind: str, engine: str | None) -> float:
-        return price_of(kind, engine, None, 1).centre[1]
-
-    assert per_token("sequential", "vllm") < per_token("sequential", None) < per_token("sequential", "llama.cpp")
-    assert per_token("n-gram", "vllm") < per_token("sequential", "vllm") < per_token("draft-model", "vllm")
+def test_drafting_is_cheaper_on_servers() -> None:
+    served, unknown, local = (price_of("sequential", e, None, 1).centre[1] for e in ("sglang", None, "llama.cpp"))
+    assert served < unknown < local
 
 
 def test_unknown_engine_and_large_batches_are_less_certain() -> None:
