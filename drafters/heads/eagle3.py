@@ -27,7 +27,6 @@ from .eagle_weights import (
     biased,
     config_json,
     decoder_layer,
-    is_eagle3,
     layer_config,
     merged_config,
     renamed,
@@ -212,10 +211,6 @@ def read_head(
     if make is Eagle3Head:
         check_head_config(checkpoint, Eagle3.name, Eagle3.layout)
     tensors = renamed(checkpoint)
-    if not is_eagle3(tensors):
-        raise checkpoint.refused(
-            "they are not EAGLE-3 heads: they have neither midlayer.hidden_norm nor layers.0.hidden_norm"
-        )
     config, settings = layer_config(checkpoint, tensors), merged_config(checkpoint)
     tables = vocabulary(checkpoint, tensors, target, config.hidden_size)
     width = _feature_size(checkpoint, target, layers)

@@ -65,11 +65,6 @@ def renamed(checkpoint: Checkpoint) -> dict[str, Tensor]:
     return out
 
 
-def is_eagle3(tensors: Mapping[str, Tensor]) -> bool:
-    """True if `renamed` tensors are EAGLE-3's: its first layer norms the features, EAGLE-1's does not."""
-    return "layers.0.hidden_norm.weight" in tensors
-
-
 def count_layers(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> int:
     """Number of decoder layers, by key; at least 1, so that errors name the missing tensors."""
     matches = ((re.match(r"layers\.(\d+)\.", key), key) for key in tensors)

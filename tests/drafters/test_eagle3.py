@@ -358,7 +358,7 @@ def with_d2t(d2t: Tensor) -> dict[str, Tensor]:
         (with_d2t(-torch.arange(12)), "d2t leads to the same id of the target twice"),
         (with_d2t(torch.zeros(12)), "d2t is torch.float32 .* must be a list of integers"),
         ({**official(), "d2t": torch.zeros(12).long()}, "t2d marks other ids than d2t leads to"),
-        (without("midlayer.hidden_norm.weight"), "they are not EAGLE-3 heads"),
+        (without("midlayer.hidden_norm.weight"), r"missing layers\.0\.hidden_norm\.weight \[24\]"),
     ],
 )
 def test_heads_that_do_not_fit_are_refused(target: Any, tensors: dict[str, Tensor], sentence: str) -> None:
