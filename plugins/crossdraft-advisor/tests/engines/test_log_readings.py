@@ -1,15 +1,20 @@
 """Readings of logs: steps without a draft, lengths that follow from counts, several drafters, pasted reports."""
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from crossdraft_advisor import Acceptance, Source
+from crossdraft_advisor.commands.diagnose.counters import read_counters
 from crossdraft_advisor.engines import engine_log
 from crossdraft_advisor.engines.formats import acceptances_in, read_acceptances
+from crossdraft_advisor.engines.gate_samples import samples_of
+from crossdraft_advisor.replay.responses import Reader
 from hypothesis import given
 from hypothesis import strategies as st
 from log_lines import ENGINE, EVAL, metrics_line
@@ -238,6 +243,24 @@ def test_page_of_prometheus_that_was_copied() -> None:
     text = 'vllm:spec_decode_num_drafts_total{engine="0", job="vllm"}\n500\n'
     with pytest.raises(UsageError, match=r"the value is apart: save its answer instead, curl -G ADDRESS/api"):
         one(text)
+
+
+def test_given_length_is_taken_by_diagnose(tmp_path: Path) -> None:
+    """A scrape without steps is refused for its positions, not for the length that is given."""
+    file = tmp_path / "metrics"
+    file.write_text(RAPID.format("attempts", "", 1200) + RAPID.format("accepts", "", 900))
+    with pytest.raises(UsageError, match=r"drafted tokens were accepted, .* give the draft length N"):
+        read_counters([str(file)])
+    ((source, acceptance),) = read_counters([f"{{source: {file}, gamma: 1}}"])
+    assert (source.gamma, acceptance.length) == (0, 1.75)
+
+
+def test_pipe_is_refused_by_every_reader(tmp_path: Path) -> None:
+    """A reader does not wait for its writer."""
+    os.mkfifo(pipe := str(tmp_path / "pipe"))
+    for read in (read_acceptances, samples_of, lambda name: list(Reader(target="").read([name]))):
+        with pytest.raises(UsageError, match=r"cannot read .*pipe: it is a device, a pipe or a socket, not a file"):
+            read(pipe)
 
 
 def test_each_source_has_its_own_length(tmp_path: Any) -> None:
