@@ -13,6 +13,7 @@ of Lemma 2 in Sun et al. 2024; it must hold jointly, because tests of the first 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -166,12 +167,14 @@ class Certificate:
     """Result of an enumeration.
 
     Attributes:
-        tv: total variation between the joint distributions of output and target, 0 for a lossless pair.
+        tv: total variation between the joint distributions of output and target, 0 for a lossless pair; NaN with a
+            constraint.
         expected_tau: E[tau] of each step.
         first_tau: Pr(tau = i) in the first step, i = 0 .. gamma.
         paths: decision paths enumerated.
         coverage: events that were enumerated; without drafts the result proves nothing.
         last_token: before the first enumerated step.
+        outputs: their probabilities.
         tolerance: largest TV of a lossless pair.
     """
 
@@ -181,6 +184,7 @@ class Certificate:
     paths: int
     coverage: Coverage
     last_token: int
+    outputs: dict[tuple[int, ...], float]
     tolerance: float = TOLERANCE
 
     @property
@@ -283,6 +287,8 @@ def _widen(scripts: np.ndarray, columns: int) -> np.ndarray:
 
 
 State = tuple[tuple[int, ...], Hashable]
+#: The state before the first enumerated step.
+START: State = (), None
 #: Emitted tokens and verifier state after a step -> probability.
 Outcomes = dict[State, float]
 
@@ -315,8 +321,8 @@ def certify(
         markov: the drafter depends on the last token only, as both toy models do: states with equal last token and
             verifier state are enumerated once, with a new drafter in each step. Otherwise one drafter processes all
             steps of a path.
-        constraint: language of the output, a grammar over the toy's tokens that never ends; certifies against the
-            target masked by it; ``markov`` is then ignored.
+        constraint: language of the output, a grammar over the toy's tokens that never ends; ``markov`` is then
+            ignored.
         paths: receives every path; ``markov`` is then ignored.
         checks: faults of the verifier to look for, see `faults`: "all" in the first batches, "quick" whether half of
             the first batch has the same verdicts again, or "none", for verifiers that record their calls.
@@ -332,8 +338,13 @@ def certify(
     pair.recorded, pair.thorough = paths, checks == "all"
     pair.batches_to_check = {"none": 0, "quick": 1, "all": CHECKED_BATCHES}[checks]
     markov = markov and constraint is None
-    merged = (markov or steps == 1) and paths is None and start is None
-    states, tau_distributions = _enumerate_merged(pair, lengths) if merged else pair.enumerate_unmerged(lengths)
+    if markov and paths is None and start is None:
+        states, tau_distributions = {START: 1.0}, []
+        for length in lengths:
+            states, tau_probs = _advance(pair, states, length, True)
+            tau_distributions.append(tau_probs)
+    else:
+        (states,), tau_distributions = pair.enumerate([START], lengths)
     total = sum(lengths) + steps
     count = pair.paths
     while pending := {s: w for s, w in states.items() if s[1] is not None and len(s[0]) < total}:
@@ -342,14 +353,15 @@ def certify(
         for state, weight in _advance(pair, pending, 0, markov)[0].items():
             states[state] = states.get(state, 0.0) + weight
     expected = [float((probs * np.arange(len(probs))).sum()) for probs in tau_distributions]
+    tv = math.nan
     if constraint is None:
         tv = _total_variation(states, target_rows(toy, sampling, start, pair.text[-1]), total)
-    else:
-        tv = _constrained_variation(states, toy, pair.sampling, constraint, total)
-    coverage = pair.coverage
-    coverage = replace(coverage, share=coverage.unequal / coverage.drafted if coverage.drafted else 0.0)
+    coverage = replace(pair.coverage, share=pair.coverage.unequal / max(pair.coverage.drafted, 1))
+    outputs: dict[tuple[int, ...], float] = {}
+    for (tokens, _), weight in states.items():
+        outputs[tokens] = outputs.get(tokens, 0.0) + weight
     first = [float(x) for x in tau_distributions[0]]
-    return Certificate(tv, expected, first, count, coverage, pair.text[-1], pair.tolerance)
+    return Certificate(tv, expected, first, count, coverage, pair.text[-1], outputs, pair.tolerance)
 
 
 def _lengths(toy: Toy, steps: int, gamma: int | Sequence[int] | None) -> list[int]:
@@ -360,21 +372,11 @@ def _lengths(toy: Toy, steps: int, gamma: int | Sequence[int] | None) -> list[in
     return list(gamma)
 
 
-def _enumerate_merged(pair: _Pair, lengths: Sequence[int]) -> tuple[Outcomes, list[np.ndarray]]:
-    """Enumerate step by step, merging equal states; returns the final states, and Pr(tau = i) of each step."""
-    states: Outcomes = {((), None): 1.0}
-    tau_distributions = []
-    for length in lengths:
-        states, tau_probs = _advance(pair, states, length, True)
-        tau_distributions.append(tau_probs)
-    return states, tau_distributions
-
-
 def _advance(pair: _Pair, states: Outcomes, length: int, markov: bool) -> tuple[Outcomes, np.ndarray]:
     """Enumerate one step from every state."""
     keys = {state: (state[0][-1:] if markov else state[0], state[1]) for state in states}
     origins = list(dict.fromkeys(keys.values()))
-    outcomes = dict(zip(origins, pair.enumerate_step(origins, length), strict=True))
+    outcomes = dict(zip(origins, pair.enumerate(origins, [length])[0], strict=True))
     out: Outcomes = {}
     tau_probs = np.zeros(length + 1)
     for state, weight in states.items():
@@ -462,52 +464,40 @@ class _Pair:
     ):
         self.toy, self.build, self.verifier, self.sampling, self.gamma = toy, build, verifier, sampling, gamma
         self.constraint, self.start = constraint, WarmUp(tuple(toy.prompt)) if start is None else start
+        self.filled = start is not None
         self.text = list(self.start.prompt)
         self.coverage, self.paths = Coverage(), 0
         self._events: list[StepEvent] = []
         self._guarded = False
 
-    def enumerate_step(self, origins: list[State], length: int) -> list[Outcomes]:
-        """Outcomes of one step with drafts of ``length`` tokens from each origin."""
-        scripts, prompt = Scripts(len(origins)), self.text
-        out: list[Outcomes] = [{} for _ in origins]
-        while scripts:
-            batch, rng = scripts.take(BATCH)
-            decoder = self._decoder(rng, len(batch))
-            for row, origin in enumerate(batch):
-                tokens, snapshot = origins[origin]
-                continued = None if self.constraint is None else _Continuation(self.constraint, tokens)
-                decoder.start(row, [*prompt, *tokens], constraint=continued)
-                if snapshot is not None:
-                    decoder.verifier.restore(row, snapshot)
-            self._step(decoder, length, [origins[origin][1] for origin in batch])
-            for row, origin in enumerate(batch):
-                new = tuple(decoder.sequences.history[row][len(prompt) + len(origins[origin][0]) :])
-                state = (new, decoder.verifier.snapshot(row))
-                out[origin][state] = out[origin].get(state, 0.0) + rng.weight[row]
-            scripts.add(batch, rng)
-        return out
-
-    def enumerate_unmerged(self, lengths: Sequence[int]) -> tuple[Outcomes, list[np.ndarray]]:
-        """Enumerate all steps of each path with one drafter: the final states, and Pr(tau = i) of each step.
+    def enumerate(self, origins: list[State], lengths: Sequence[int]) -> tuple[list[Outcomes], list[np.ndarray]]:
+        """Enumerate steps from each origin with one drafter: outcomes of each, and Pr(tau = i) of each step.
 
         Rows of a batch share a drafter, unless it remembers earlier sequences.
         """
-        scripts, size = Scripts(1), 1
-        out: Outcomes = {}
+        scripts, size, alone = Scripts(len(origins)), BATCH, any(lengths) and (len(lengths) > 1 or self.filled)
+        out: list[Outcomes] = [{} for _ in origins]
         tau_distributions = [np.zeros(length + 1) for length in lengths]
         while scripts:
             batch, rng = scripts.take(size)
             decoder = self._decoder(rng, len(batch))
-            size = 1 if decoder.drafter.remembers(decoder.drafter.config) else BATCH
-            self.text = prompt = self.start.run(decoder)
-            ends = [[len(prompt)] * len(batch)]
+            if alone and decoder.drafter.remembers(decoder.drafter.config):
+                size = 1
+            states = [origins[origin] for origin in batch]
+            if origins == [START]:
+                self.text = self.start.run(decoder)
+            for row, (tokens, snapshot) in enumerate(states if origins != [START] else ()):
+                continued = None if self.constraint is None else _Continuation(self.constraint, tokens)
+                decoder.start(row, [*self.text, *tokens], constraint=continued)
+                if snapshot is not None:
+                    decoder.verifier.restore(row, snapshot)
+            ends = [[len(history) for history in decoder.sequences.history]]
             for step, length in enumerate(lengths):
-                self._step(decoder, length, None if step else [None] * len(batch))
+                self._step(decoder, length, None if step else [snapshot for _, snapshot in states])
                 ends.append([len(history) for history in decoder.sequences.history])
             for row, weight in enumerate(rng.weight):
-                state = (tuple(decoder.sequences.history[row][len(prompt) :]), decoder.verifier.snapshot(row))
-                out[state] = out.get(state, 0.0) + weight
+                state = (tuple(decoder.sequences.history[row][ends[0][row] :]), decoder.verifier.snapshot(row))
+                out[batch[row]][state] = out[batch[row]].get(state, 0.0) + weight
                 if self.recorded is not None:
                     self.recorded.append(Path(float(weight), row, self._events, state[0]))
                 for tau_probs, before, after in zip(tau_distributions, ends, ends[1:], strict=False):
@@ -611,7 +601,7 @@ def target_rows(toy: Toy, sampling: Sampling, start: WarmUp | None, last: int) -
     return rows if start is None or not start.steps else torch.cat([rows[:-1], rows[last : last + 1]])
 
 
-def _total_variation(states: dict[State, float], probs: Tensor, length: int) -> float:
+def _total_variation(states: Outcomes, probs: Tensor, length: int) -> float:
     """Total variation of outputs, completed to ``length`` tokens by ``probs [V + 1, V]``, from the target."""
     vocab, rows = probs.shape[1], probs.numpy()
     ended = [np.zeros(vocab**n) for n in range(length + 1)]
@@ -625,35 +615,6 @@ def _total_variation(states: dict[State, float], probs: Tensor, length: int) -> 
         output = (output[:, None] * rows[last]).ravel() + ended[n + 1]
         target = (target[:, None] * rows[last]).ravel()
     return float(np.abs(output - target).sum() / 2)
-
-
-def _constrained_variation(
-    states: dict[State, float], toy: Toy, sampling: Sampling, constraint: Grammar, length: int
-) -> float:
-    """`_total_variation` from the target masked by ``constraint`` after each text, which is computed text by text."""
-    output: dict[tuple[int, ...], float] = {}
-    for (tokens, _), weight in states.items():
-        output[tokens] = output.get(tokens, 0.0) + weight
-    target: dict[tuple[int, ...], float] = {(): 1.0}
-    for n in range(length):
-        texts = {text for text in (*output, *target) if len(text) == n}
-        for text in texts:
-            following = _constrained_probs(toy, sampling, constraint, text)
-            for side in (output, target):
-                weight = side.pop(text, 0.0)
-                for token, probability in enumerate(following):
-                    if weight * probability:
-                        side[*text, token] = side.get((*text, token), 0.0) + weight * probability
-    return sum(abs(output.get(text, 0.0) - target.get(text, 0.0)) for text in {*output, *target}) / 2
-
-
-def _constrained_probs(toy: Toy, sampling: Sampling, constraint: Grammar, text: tuple[int, ...]) -> list[float]:
-    """Probabilities of the token after ``text``; zeros if the grammar does not permit ``text``."""
-    matcher = constraint.matcher()
-    if not all(matcher.advance(token) for token in text):
-        return [0.0] * toy.vocab_size
-    logits = toy.target[text[-1] if text else toy.vocab_size].log()
-    return sampling.probs(logits.masked_fill(~torch.from_numpy(matcher.permitted()), -torch.inf)).tolist()
 
 
 def _index(tokens: Sequence[int], vocab: int) -> int:

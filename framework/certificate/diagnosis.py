@@ -314,19 +314,9 @@ class _Located:
         preferred = [key for key in masses if key[1] in self.kinds and key[0] == (self.step or 0)] or list(masses)
         key = max(preferred, key=lambda key: (-len(key[2].tokens), masses[key]))
         step, kind, emission, index = examples[key]
-        return Counterexample(
-            toy=self.toy.name,
-            draft=label,
-            temperature=temperature,
-            step=step + 1,
-            tokens=list(emission.draft.tokens),
-            parents=list(emission.draft.parents),
-            outcome=_outcome(kind, emission, index),
-            after=list(self.after),
-            token=self.token,
-            target=self.target,
-            emitted=self.emitted,
-        )
+        draft = list(emission.draft.tokens), list(emission.draft.parents), _outcome(kind, emission, index)
+        emitted = list(self.after), self.token, self.target, self.emitted
+        return Counterexample(self.toy.name, label, temperature, step + 1, *draft, *emitted)
 
 
 def _wrong_kinds(mass: dict[str, np.ndarray], p: np.ndarray) -> list[str]:

@@ -46,16 +46,7 @@ def check_drafter(
     who: str,
     starts: Sequence[WarmUp | None] = (None,),
 ) -> None:
-    """Look for the faults of this module on a toy.
-
-    Args:
-        lengths: draft length of each step.
-        who: the drafter, in messages.
-        starts: of the enumerated steps.
-
-    Raises:
-        FaultError: the fault.
-    """
+    """Look for the faults of this module on a toy; see `check_q`."""
     check_independence_on(toy, build, lengths, sampling, who)
     check_q(toy, build, lengths, sampling, who, starts)
 
@@ -63,10 +54,9 @@ def check_drafter(
 def check_independence_on(
     toy: Toy, build: DrafterFactory, lengths: Sequence[int], sampling: Sampling, who: str
 ) -> None:
-    """`check_independence` on a toy; arguments as in `check_drafter`."""
+    """`check_independence` on a toy."""
     longest = max(lengths, default=0)
-    contexts = _contexts(toy, sampling)
-    check_independence(contexts, lambda context: build(context, longest), texts(toy), longest, who)
+    check_independence(_contexts(toy, sampling), lambda context: build(context, longest), texts(toy), longest, who)
 
 
 def _contexts(toy: Toy, sampling: Sampling) -> Contexts:
@@ -244,7 +234,11 @@ def check_q(
     """Raise FaultError if q of the step after a start is not the distribution of its tokens, by enumeration.
 
     Given the path to a node, its earlier siblings and the row of q, the indicator of its token minus q has mean 0.
-    Arguments as in `check_drafter`.
+
+    Args:
+        lengths: draft length of each step.
+        who: the drafter, in messages.
+        starts: of the enumerated steps.
     """
     kept, dropped, by_q = _Deviations(), _Deviations(), _Deviations()
     depth = max(lengths, default=0)
@@ -312,6 +306,10 @@ def _entries(draft: Draft, row: int) -> list[tuple[tuple[Any, ...], int, np.ndar
     return entries
 
 
+#: Context, frequencies of its tokens, and q.
+_Wrong = tuple[Any, np.ndarray, np.ndarray]
+
+
 class _Deviations:
     """Frequencies of drawn tokens given their context, beside q."""
 
@@ -343,61 +341,49 @@ class _Deviations:
 
     def worst(self) -> tuple[tuple[Any, ...], int, float, float, str] | None:
         """Context, token, frequency, q, and the distribution that fits; None if all are q."""
-        wrong = []
+        wrong: list[_Wrong] = []
         for context, mass in self._mass.items():
-            if mass.sum() <= 0:
-                continue
-            drawn, q = mass / mass.sum(), self._mean_q(context)
-            if abs(drawn - q).max() > self._deviation:
-                wrong.append((context, drawn))
+            if mass.sum() > 0 and abs((drawn := mass / mass.sum()) - self._mean_q(context)).max() > self._deviation:
+                wrong.append((context, drawn, self._mean_q(context)))
         if not wrong:
             return None
-        shortest = min(len(context[0]) for context, _ in wrong)
-        wrong = [(context, drawn) for context, drawn in wrong if len(context[0]) == shortest]
-        context, drawn = max(wrong, key=lambda item: abs(item[1] - self._mean_q(item[0])).max())
-        q = self._mean_q(context)
+        shortest = min(len(context[0]) for context, *_ in wrong)
+        wrong = [item for item in wrong if len(item[0][0]) == shortest]
+        context, drawn, q = max(wrong, key=lambda item: abs(item[1] - item[2]).max())
         token = int((drawn - q).argmax())
         return context, token, float(drawn[token]), float(q[token]), self._hint(wrong)
 
     def _mean_q(self, context: Any) -> np.ndarray:
         return self._q[context] / self._mass[context].sum()
 
-    def _hint(self, wrong: list[tuple[Any, np.ndarray]]) -> str:
+    def _hint(self, wrong: list[_Wrong]) -> str:
         """The distribution that fits what was drawn."""
 
-        def fits(formula: Callable[[Any], np.ndarray | None]) -> bool:
-            values = [(formula(context), drawn) for context, drawn in wrong]
-            return all(value is not None and abs(value - drawn).max() <= 1e-6 for value, drawn in values)
+        def fits(formula: Callable[[Any, np.ndarray], np.ndarray]) -> bool:
+            return all(abs(formula(context, q) - drawn).max() <= 1e-6 for context, drawn, q in wrong)
 
-        if fits(lambda context: np.eye(len(self._mean_q(context)))[self._mean_q(context).argmax()]):
+        if fits(lambda context, q: np.eye(len(q))[q.argmax()]):
             return ": tokens are the argmax of q, so they are point masses (q = None)"
-        if fits(lambda context: self._p[context]):
+        if fits(lambda context, q: self._p[context]):
             return ": tokens are drawn from the target's distribution"
-        if fits(lambda context: np.full(len(self._mean_q(context)), 1 / len(self._mean_q(context)))):
+        if fits(lambda context, q: np.full(len(q), 1 / len(q))):
             return ": tokens are drawn from a uniform distribution"
-        powers = [power for context, drawn in wrong if (power := _power(drawn, self._mean_q(context))) is not None]
+        powers = [power for _, drawn, q in wrong if (power := _power(drawn, q)) is not None]
         # Two tokens fit some power, so one such context proves nothing.
-        distinct = len({drawn.round(6).tobytes() for _, drawn in wrong}) > 1 or any((d > 0).sum() > 2 for _, d in wrong)
+        distinct = len({d.round(6).tobytes() for _, d, _ in wrong}) > 1 or any((d > 0).sum() > 2 for _, d, _ in wrong)
         if len(powers) == len(wrong) and max(powers) - min(powers) < 1e-6 and distinct:
-            return (
-                f": tokens are drawn at {1 / powers[0]:.3g} times the temperature of q, so q lacks the warping or is "
-                "warped twice"
-            )
-        if all((drawn[q == 0] == 0).all() for context, drawn in wrong for q in [self._mean_q(context)]) and all(
-            np.ptp(drawn[drawn > 0] / self._mean_q(context)[drawn > 0]) < 1e-6 for context, drawn in wrong
-        ):
+            times = f"{1 / powers[0]:.3g} times the temperature of q"
+            return f": tokens are drawn at {times}, so q lacks the warping or is warped twice"
+        if all((d[q == 0] == 0).all() and np.ptp(d[d > 0] / q[d > 0]) < 1e-6 for _, d, q in wrong):
             return ": tokens are drawn from a truncated q, so q lacks top-k or top-p"
-        if fits(self._elsewhere):
+        if all(self._is_elsewhere(context, drawn) for context, drawn, _ in wrong):
             return ": tokens are drawn from the q of another position"
         return ""
 
-    def _elsewhere(self, context: Any) -> np.ndarray | None:
-        """The q of another node that fits what was drawn in ``context``."""
-        drawn = self._mass[context] / self._mass[context].sum()
-        for other in self._q:
-            if other[3] == context[3] and other[2] != context[2] and abs(self._mean_q(other) - drawn).max() <= 1e-6:
-                return drawn
-        return None
+    def _is_elsewhere(self, context: Any, drawn: np.ndarray) -> bool:
+        """True if the q of another node fits what was drawn in ``context``."""
+        others = (o for o in self._q if o[3] == context[3] and o[2] != context[2])
+        return any(abs(self._mean_q(other) - drawn).max() <= 1e-6 for other in others)
 
 
 def _power(drawn: np.ndarray, q: np.ndarray) -> float | None:

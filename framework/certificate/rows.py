@@ -202,10 +202,10 @@ def _exercised(toy: Toy, kind: NamedDrafter, row: Row, small: bool) -> Row:
     traits, depth = drafter.traits(kind.options, sampling), max(row.lengths)
     remembers, key = drafter.remembers(kind.options), (toy.name, row.temperature, depth)
 
-    def fitting(steps: int, maximum: float) -> list[int] | None:
-        return effort.draft_lengths(lambda n: effort.paths(traits, toy.vocab_size, n), depth, steps, maximum)
+    def fitting(steps: int) -> list[int] | None:
+        maximum = _START_UNBATCHED if remembers else _START_PATHS
+        return effort.unmerged_lengths(remembers, traits, toy.vocab_size, depth, steps, maximum)
 
-    maximum = _START_UNBATCHED if remembers else _START_PATHS
     try:
         if key not in kind.memory:
             starts = unequal_starts(toy, kind.build, sampling, depth) if depth else []
@@ -213,14 +213,14 @@ def _exercised(toy: Toy, kind: NamedDrafter, row: Row, small: bool) -> Row:
             try:
                 if toy.vocab_size**toy.gamma in (_SMALL, _SMALL_NAMED):
                     check_independence_on(toy, kind.build, row.lengths, sampling, who)
-                single = fitting(1, maximum) or [1]
+                single = fitting(1) or [1]
                 check_q(toy, kind.build, single, sampling, who, starts if small else starts[: 2 * _STARTS_LARGE])
             except FaultError as fault:
                 kind.memory[key] = starts, str(fault)
         starts, fault = kind.memory[key]
         if fault:
             return replace(row, tv=None, fault=fault)
-        lengths = fitting(2, maximum) or fitting(1, maximum) or [1]
+        lengths = fitting(2) or fitting(1) or [1]
         for number, start in enumerate(starts if small else sorted(starts, key=lambda start: start.steps)):
             if number >= (_STARTS if small else _STARTS_LARGE) and not row.gap:
                 break

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import reprlib
 from fractions import Fraction
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import UsageError
-from ..util.input_files import read_bytes
+from ..util.input_files import read_json
 from ..util.limits import Limit
 from .table_lm import Toy
 
@@ -36,15 +35,9 @@ def read_toys(path: Path) -> list[Toy]:
     Raises:
         UsageError: missing file, invalid JSON or invalid tables, with their position.
     """
-    content = read_bytes(path, LARGEST_FILE, subject="toy file")
-    try:
-        entries = json.loads(content)
-    except RecursionError:
-        raise UsageError(f"toy file {path} is nested too deeply") from None
-    except ValueError as error:
-        raise UsageError(f"toy file {path} is not JSON: {error}") from None
-    if not isinstance(entries, dict) or not entries:
-        raise UsageError(f'toy file {path} must hold an object: {{"name": {{"model": {{...}}}}}}')
+    entries = read_json(path, LARGEST_FILE, subject="toy file")
+    if not entries:
+        raise UsageError(f'toy file {path} must hold toys: {{"name": {{"model": {{...}}}}}}')
     return [_toy(name, entry, f"toy file {path}") for name, entry in entries.items()]
 
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from token_automata import Automaton, automaton_of
 
 from crossdraft.framework import plugins
 from crossdraft.framework.certificate.certify import TOLERANCE, Certificate, certify
 from crossdraft.framework.certificate.table_lm import Toy
 from crossdraft.framework.contracts.draft import Draft, DraftLists, Verdict
+from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.engine.constraints import Constraints
 from crossdraft.framework.errors import ContractError
 
+Text = tuple[int, ...]
 PAIRS = [
     ("chain", "token"),
     ("chain", "block"),
@@ -34,7 +38,32 @@ def certificate_of(toy: Toy, draft: Callable, verifier: str, steps: int = 2, **o
     grammar.mask_drafts = options.pop("mask_drafts", False)
     gamma = min(toy.gamma, 2)
     rule = plugins.get("verifiers", verifier)
-    return certify(toy, draft, rule, steps=steps, gamma=gamma, constraint=grammar, **options)
+    certificate = certify(toy, draft, rule, steps=steps, gamma=gamma, constraint=grammar, **options)
+    sampling = Sampling(temperature=options.get("temperature", 1.0))
+    return replace(certificate, tv=variation(certificate.outputs, toy, sampling, grammar, steps * (gamma + 1)))
+
+
+def variation(outputs: dict[Text, float], toy: Toy, sampling: Sampling, grammar: Automaton, length: int) -> float:
+    """Total variation of outputs, completed to ``length`` tokens, from the target that is masked after each text."""
+    output, target = dict(outputs), {(): 1.0}
+    for n in range(length):
+        for text in {text for text in (*output, *target) if len(text) == n}:
+            following = masked_probs(toy, sampling, grammar, text)
+            for side in (output, target):
+                weight = side.pop(text, 0.0)
+                for token, probability in enumerate(following):
+                    if weight * probability:
+                        side[*text, token] = side.get((*text, token), 0.0) + weight * probability
+    return sum(abs(output.get(text, 0.0) - target.get(text, 0.0)) for text in {*output, *target}) / 2
+
+
+def masked_probs(toy: Toy, sampling: Sampling, grammar: Automaton, text: Text) -> list[float]:
+    """Probabilities of the token after ``text``; zeros if the grammar does not permit ``text``."""
+    matcher = grammar.matcher()
+    if not all(matcher.advance(token) for token in text):
+        return [0.0] * toy.vocab_size
+    logits = toy.target[text[-1] if text else toy.vocab_size].log()
+    return sampling.probs(logits.masked_fill(~torch.from_numpy(matcher.permitted()), -torch.inf)).tolist()
 
 
 @pytest.mark.parametrize("draft, verifier", PAIRS)
