@@ -483,17 +483,13 @@ class _Pair:
             decoder = self._decoder(rng, len(batch))
             if alone and decoder.drafter.remembers(decoder.drafter.config):
                 size = 1
-            states = [origins[origin] for origin in batch]
             if origins == [START]:
                 self.text = self.start.run(decoder)
-            for row, (tokens, snapshot) in enumerate(states if origins != [START] else ()):
-                continued = None if self.constraint is None else _Continuation(self.constraint, tokens)
-                decoder.start(row, [*self.text, *tokens], constraint=continued)
-                if snapshot is not None:
-                    decoder.verifier.restore(row, snapshot)
+            else:
+                self._continue(decoder, [origins[origin] for origin in batch])
             ends = [[len(history) for history in decoder.sequences.history]]
             for step, length in enumerate(lengths):
-                self._step(decoder, length, None if step else [snapshot for _, snapshot in states])
+                self._step(decoder, length, None if step else [origins[origin][1] for origin in batch])
                 ends.append([len(history) for history in decoder.sequences.history])
             for row, weight in enumerate(rng.weight):
                 state = (tuple(decoder.sequences.history[row][ends[0][row] :]), decoder.verifier.snapshot(row))
@@ -504,6 +500,14 @@ class _Pair:
                     tau_probs[after[row] - before[row] - 1] += weight
             scripts.add(batch, rng)
         return out, tau_distributions
+
+    def _continue(self, decoder: Decoder, states: Sequence[State]) -> None:
+        """Start each row after the text of a state."""
+        for row, (tokens, snapshot) in enumerate(states):
+            continued = None if self.constraint is None else _Continuation(self.constraint, tokens)
+            decoder.start(row, [*self.text, *tokens], constraint=continued)
+            if snapshot is not None:
+                decoder.verifier.restore(row, snapshot)
 
     def _decoder(self, rng: Enumeration, batch: int) -> Decoder:
         self.paths += batch

@@ -25,7 +25,7 @@ class DraftRow(NamedTuple):
 
 def draft_row(draft: Draft, row: int) -> DraftRow:
     nodes = draft.valid[row].nonzero()[:, 0]
-    number = {-1: -1, **{node: i for i, node in enumerate(nodes.tolist())}}
+    number: dict[int, int] = {-1: -1, **{node: i for i, node in enumerate(nodes.tolist())}}
     index = nodes if draft.q_index is None else draft.q_index[row, nodes]
     q = None if draft.q is None else draft.q[row, index].double().numpy()
     parents = [number.get(parent, parent) for parent in draft.parents[row, nodes].tolist()]

@@ -138,6 +138,9 @@ class NamedDrafter:
         return self.cls(self.options, context)
 
 
+AnyDrafter = LabelledDrafter | NamedDrafter
+
+
 def named_drafter(text: str, settings: Iterable[str] = ()) -> NamedDrafter:
     """Parse ``--drafter``: a name, or a mapping with ``name`` and options as in recipes; ``key=value`` adds options.
 

@@ -15,7 +15,7 @@ from .bounds import Bounds, bounds
 from .certify import Checks, Coverage, WarmUp, certify
 from .diagnosis import Diagnosis, diagnose
 from .draft_faults import check_drafter, check_independence_on, check_q, unequal_starts
-from .drafts import LabelledDrafter, NamedDrafter
+from .drafts import AnyDrafter, NamedDrafter
 from .faults import FaultError, error_message, files_of
 from .table_lm import Toy
 
@@ -73,7 +73,11 @@ class Row:
 
     @property
     def traits(self) -> VerifierTraits:
-        return _traits(self.verifier, self.options)
+        return self.verifier.traits(self.verifier.Config() if self.options is None else self.options)
+
+    def make(self) -> Verifier:
+        """A new verifier with the options of the row."""
+        return self.verifier() if self.options is None else self.verifier(self.options)
 
     @property
     def sampling(self) -> Sampling:
@@ -147,7 +151,7 @@ class PairTooLarge(CannotRun):
 def certify_row(
     toy: Toy,
     label: str,
-    kind: LabelledDrafter | NamedDrafter,
+    kind: AnyDrafter,
     verifier: type[Verifier],
     steps: int | None = None,
     gamma: int | None = None,
@@ -165,28 +169,27 @@ def certify_row(
     """
     row, named = Row(toy.name, label, verifier, (gamma or 0,), 1.0, options=options), isinstance(kind, NamedDrafter)
     try:
-        traits = row.traits
-        row = replace(row, temperature=_temperature(kind, traits))
         drafter, config = kind.config(1)
+        zero = drafter.traits(config, Sampling(temperature=0)).temperature_zero_only or row.traits.temperature_zero_only
+        row = replace(row, temperature=0.0 if zero else 1.0)
         row = replace(row, point_mass=drafter.traits(config, row.sampling).point_mass)
-        lengths = _lengths(toy, label, kind, verifier.name, traits, row.sampling, steps, gamma)
+        row = _with_lengths(toy, kind, row, steps, gamma)
     except CannotRun:
         raise
     except Exception as error:  # third-party code may raise anything
         return replace(row, error=error_message(error, _files(kind, verifier)))
-    row = _certified(toy, kind, replace(row, lengths=tuple(lengths)))
+    row = _certified(toy, kind, row)
     small = toy.vocab_size**toy.gamma <= (_SMALL_NAMED if named else _SMALL)
     if isinstance(kind, NamedDrafter) and not row.error and not row.failed:
         row = _exercised(toy, kind, row, small)
     if row.error or row.failed or not row.temperature or not small:
         return row
     for temperature, top_k in _OTHER_SAMPLING if named else _OTHER_SAMPLING[:1]:
-        other = replace(row, temperature=temperature, top_k=top_k)
         try:
-            lengths = _lengths(toy, label, kind, verifier.name, traits, other.sampling, steps, gamma)
+            other = _with_lengths(toy, kind, replace(row, temperature=temperature, top_k=top_k), steps, gamma)
         except CannotRun:
             continue
-        other = _certified(toy, kind, replace(other, lengths=tuple(lengths)))
+        other = _certified(toy, kind, other)
         if other.error or other.failed:
             return other
     return row
@@ -233,15 +236,11 @@ def _exercised(toy: Toy, kind: NamedDrafter, row: Row, small: bool) -> Row:
     return row
 
 
-def _certified(toy: Toy, kind: LabelledDrafter | NamedDrafter, row: Row, checks: Checks = "quick") -> Row:
+def _certified(toy: Toy, kind: AnyDrafter, row: Row, checks: Checks = "quick") -> Row:
     """Enumerate the pair of a row."""
-
-    def make() -> Verifier:
-        return row.verifier() if row.options is None else row.verifier(row.options)
-
     steps = {"steps": len(row.lengths), "gamma": row.lengths, "sampling": row.sampling, "start": row.start}
     try:
-        result = certify(toy, kind.build, make, markov=kind.markov, checks=checks, **steps)
+        result = certify(toy, kind.build, row.make, markov=kind.markov, checks=checks, **steps)
     except FaultError as fault:
         return replace(row, fault=str(fault))
     except Exception as error:  # third-party code may raise anything
@@ -250,7 +249,7 @@ def _certified(toy: Toy, kind: LabelledDrafter | NamedDrafter, row: Row, checks:
     return replace(row, tv=result.tv, expected_tau=tau, lossless=result.lossless, coverage=result.coverage)
 
 
-def diagnosed(rows: Sequence[Row], toys: Sequence[Toy], drafts: Mapping[str, LabelledDrafter | NamedDrafter]) -> Row:
+def diagnosed(rows: Sequence[Row], toys: Sequence[Toy], drafts: Mapping[str, AnyDrafter]) -> Row:
     """The failed row of a verifier with the smallest counterexample, with its diagnosis.
 
     Args:
@@ -261,39 +260,29 @@ def diagnosed(rows: Sequence[Row], toys: Sequence[Toy], drafts: Mapping[str, Lab
     for row in failed:
         if row.fault is not None:
             return replace(row, diagnosis=Diagnosis(scope_of(rows), row.fault))
-    by_name = {toy.name: toy for toy in toys}
-    order = list(drafts)
-    row = min(failed, key=lambda row: (order.index(row.draft), len(row.lengths), _size(by_name[row.toy])))
+    by_name, order = {toy.name: toy for toy in toys}, list(drafts)
+    size = {toy.name: toy.vocab_size ** (toy.gamma + 1) for toy in toys}
+    row = min(failed, key=lambda row: (order.index(row.draft), len(row.lengths), size[row.toy]))
     for other in dict.fromkeys((row, *failed[:2])):
         if fault := _fault(by_name[other.toy], drafts[other.draft], other):
             return replace(other, tv=None, fault=fault, diagnosis=Diagnosis(scope_of(rows), fault))
     # The smallest toy has the smallest counterexample, one with more tokens distinguishes more formulas.
     same = [other for other in failed if other.draft == row.draft and other.sampling == row.sampling]
     diagnosis = None
-    for other in (row, max(same, key=lambda other: min(_size(by_name[other.toy]), _LARGE))):
+    for other in (row, max(same, key=lambda other: min(size[other.toy], _LARGE))):
         kind, toy = drafts[other.draft], by_name[other.toy]
-        verifier, options = other.verifier, other.options
-        make = verifier if options is None else lambda verifier=verifier, options=options: verifier(options)
+        steps = {"lengths": other.lengths, "sampling": other.sampling, "start": other.start}
         try:
-            result = diagnose(
-                toy,
-                other.draft,
-                kind.build,
-                make,
-                lengths=other.lengths,
-                sampling=other.sampling,
-                scope=scope_of(rows),
-                start=other.start,
-            )
+            result = diagnose(toy, other.draft, kind.build, other.make, scope=scope_of(rows), **steps)
         except Exception as error:  # third-party code may raise anything, in other batches than before
-            result = Diagnosis(f"not located: {error_message(error, _files(kind, verifier))}", scope_of(rows))
+            result = Diagnosis(f"not located: {error_message(error, _files(kind, other.verifier))}", scope_of(rows))
         diagnosis = result if diagnosis is None else replace(diagnosis, cause=result.cause or diagnosis.cause)
         if other is row and len(same) == 1:
             break
     return replace(row, diagnosis=diagnosis)
 
 
-def _fault(toy: Toy, kind: LabelledDrafter | NamedDrafter, row: Row) -> str | None:
+def _fault(toy: Toy, kind: AnyDrafter, row: Row) -> str | None:
     """The fault of a failed pair that makes its total variation meaningless, of the drafter or of the verifier."""
     try:
         if isinstance(kind, NamedDrafter):
@@ -304,10 +293,6 @@ def _fault(toy: Toy, kind: LabelledDrafter | NamedDrafter, row: Row) -> str | No
     except FaultError as fault:
         return str(fault)
     return row.fault or row.error
-
-
-def _size(toy: Toy) -> int:
-    return toy.vocab_size ** (toy.gamma + 1)
 
 
 def scope_of(rows: Sequence[Row]) -> str:
@@ -329,11 +314,11 @@ def scope_of(rows: Sequence[Row]) -> str:
     return "; ".join(parts)
 
 
-def _files(kind: LabelledDrafter | NamedDrafter, verifier: type[Verifier]) -> set[str]:
+def _files(kind: AnyDrafter, verifier: type[Verifier]) -> set[str]:
     return files_of(verifier, *([kind.cls] if isinstance(kind, NamedDrafter) else []))
 
 
-def row_bounds(toy: Toy, kind: LabelledDrafter | NamedDrafter, row: Row, cache: dict[Any, Bounds]) -> Bounds:
+def row_bounds(toy: Toy, kind: AnyDrafter, row: Row, cache: dict[Any, Bounds]) -> Bounds:
     """Bounds that apply to the verifier of a row; ``known`` caches those of the same toy and draft."""
     if not row.traits.lossless:
         return Bounds()
@@ -348,39 +333,19 @@ def row_bounds(toy: Toy, kind: LabelledDrafter | NamedDrafter, row: Row, cache: 
     return cache[key]
 
 
-def _traits(verifier: type[Verifier], options: StrategyConfig | None) -> VerifierTraits:
-    return verifier.traits(verifier.Config() if options is None else options)
-
-
-def _temperature(kind: LabelledDrafter | NamedDrafter, traits: VerifierTraits) -> float:
-    """Target temperature of the certificate."""
-    drafter, config = kind.config(1)
-    zero = drafter.traits(config, Sampling(temperature=0)).temperature_zero_only
-    return 0.0 if zero or traits.temperature_zero_only else 1.0
-
-
-def _lengths(
-    toy: Toy,
-    label: str,
-    kind: LabelledDrafter | NamedDrafter,
-    verifier: str,
-    verifier_traits: VerifierTraits,
-    sampling: Sampling,
-    steps: int | None,
-    gamma: int | None,
-) -> list[int]:
-    """Maximum draft depth of each step."""
-    requested = toy.gamma if gamma is None else gamma
+def _with_lengths(toy: Toy, kind: AnyDrafter, row: Row, steps: int | None, gamma: int | None) -> Row:
+    """The row with the maximum draft depth of each step; raises CannotRun."""
+    requested, sampling = toy.gamma if gamma is None else gamma, row.sampling
     drafter, config = kind.config(requested)
     traits = drafter.traits(config, sampling)
-    if reason := incompatible(kind.drafter, traits, verifier, verifier_traits, sampling):
-        raise CannotRun(f"{label}: {reason}")
+    if reason := incompatible(kind.drafter, traits, row.verifier.name, row.traits, sampling):
+        raise CannotRun(f"{row.draft}: {reason}")
 
     def cost(length: int) -> float:
         drafter, config = kind.config(length)
         return effort.paths(drafter.traits(config, sampling), toy.vocab_size, length)
 
-    multiply = verifier_traits.stateful or not kind.markov
+    multiply = row.traits.stateful or not kind.markov
     if steps is None:
         steps = 2 if multiply else 1
     longest = min(requested, traits.depth)
@@ -394,5 +359,5 @@ def _lengths(
     # If even the shortest drafts exceed the default limit, try them against the hard limit.
     result = result if result is not None and (any(result) or not longest) else [min(longest, 1)] * steps
     if reason := effort.too_many_paths(cost, result, multiply and steps > 1):
-        raise PairTooLarge(f"toy {toy.name}, {label}: {reason}")
-    return result
+        raise PairTooLarge(f"toy {toy.name}, {row.draft}: {reason}")
+    return replace(row, lengths=tuple(result))

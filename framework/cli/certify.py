@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field
 
 from .. import plugins
-from ..certificate.drafts import DRAFTS, LabelledDrafter, NamedDrafter, named_drafter
+from ..certificate.drafts import DRAFTS, AnyDrafter, named_drafter
 from ..contracts.command import Argument, Command
 from ..errors import ContractError, UnknownNameError, UsageError
 from .options.run import JsonOptions
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 ERROR = 3
 
 #: Draft kinds by draft label, or named drafters by name.
-Drafts = Mapping[str, LabelledDrafter | NamedDrafter]
+Drafts = Mapping[str, AnyDrafter]
 
 
 _LABELS = "; ".join(f"{label}: {kind.summary}" for label, kind in DRAFTS.items())
