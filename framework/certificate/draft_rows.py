@@ -28,7 +28,7 @@ def draft_row(draft: Draft, row: int) -> DraftRow:
     number: dict[int, int] = {-1: -1, **{node: i for i, node in enumerate(nodes.tolist())}}
     index = nodes if draft.q_index is None else draft.q_index[row, nodes]
     q = None if draft.q is None else draft.q[row, index].double().numpy()
-    parents = [number.get(parent, parent) for parent in draft.parents[row, nodes].tolist()]
+    parents = [number.get(parent, int(parent)) for parent in draft.parents[row, nodes].tolist()]
     return DraftRow(nodes.numpy(), draft.tokens[row, nodes].tolist(), parents, q)
 
 
