@@ -475,13 +475,13 @@ class _Pair:
 
         Rows of a batch share a drafter, unless it remembers earlier sequences.
         """
-        scripts, size, alone = Scripts(len(origins)), BATCH, any(lengths) and (len(lengths) > 1 or self.filled)
+        scripts, size, unshared = Scripts(len(origins)), BATCH, any(lengths) and (len(lengths) > 1 or self.filled)
         out: list[Outcomes] = [{} for _ in origins]
         tau_distributions = [np.zeros(length + 1) for length in lengths]
         while scripts:
             batch, rng = scripts.take(size)
             decoder = self._decoder(rng, len(batch))
-            if alone and decoder.drafter.remembers(decoder.drafter.config):
+            if unshared and decoder.drafter.remembers(decoder.drafter.config):
                 size = 1
             if origins == [START]:
                 self.text = self.start.run(decoder)
