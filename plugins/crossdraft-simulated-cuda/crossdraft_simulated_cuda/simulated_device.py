@@ -32,6 +32,7 @@ Not simulated: time, memory limits, more than one device, rounding of GPU kernel
 from __future__ import annotations
 
 import gc
+import importlib
 import sys
 import threading
 import time
@@ -829,6 +830,7 @@ _CUDA_MODULE: dict[str, Any] = {
 
 def install() -> None:
     """Replace `torch.cuda` in this process and all its threads; cannot be undone."""
+    importlib.import_module("torch._dynamo")  # its import lists the functions of torch.cuda, and refuses equal ones
     for name, value in _CUDA_MODULE.items():
         setattr(torch.cuda, name, value)
     torch.save, torch.load = _save_values, _load_values

@@ -1,6 +1,9 @@
 """The former name of the simulated device, and what the contract kit does without this distribution."""
 
+import os
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +30,23 @@ def test_former_name_without_distribution_names_remedy(monkeypatch: Any) -> None
     monkeypatch.setitem(sys.modules, "crossdraft_simulated_cuda", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install plugins/crossdraft-simulated-cuda$"):
         __import__(FORMER)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("plugin", ["crossdraft_simulated_cuda", FORMER])
+def test_third_party_runs_the_kit_on_the_device(plugin: str, tmp_path: Path) -> None:
+    """In a folder without a conftest.py, whose imports would come before the plug-in."""
+    (tmp_path / "test_it.py").write_text(
+        "from crossdraft.testing import VerifierContract\n"
+        "from crossdraft.verifiers.token import Token\n\n\n"
+        "class TestIt(VerifierContract):\n    verifier = Token\n",
+        encoding="utf-8",
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", plugin, "-p", "no:cacheprovider", "-k", "on_cuda"]
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
 
 
 def test_kit_on_gpu_without_distribution_names_remedy(monkeypatch: Any) -> None:
