@@ -153,7 +153,7 @@ def test_strategies_use_only_public_contracts() -> None:
 
 
 #: Most lines, and most lines of code, of the core distribution.
-MOST_LINES, MOST_CODE = 38_500, 25_570
+MOST_LINES, MOST_CODE = 38_420, 25_490
 
 
 def test_core_is_small() -> None:
