@@ -108,6 +108,8 @@ def test_two_logs_of_one_server(tmp_path: Path, capsys: Any) -> None:
     assert best["speed_up"]["value"] == pytest.approx(250 / 150, rel=0.02)
     assert best["speed_up"]["low"] > 1.4 and best["tokens_per_second"] == pytest.approx(250, rel=0.02)
     assert any("1 with prefill" in line for line in report["remarks"]["measured"])
+    assert cli.main(["advise", str(plain), *SAID]) == 2
+    assert "speeds of plain decoding only; give one with drafts" in capsys.readouterr().err
     drafting = advise(capsys, log, *SAID, "--batch-size", "4,64")
     assert any("no speed of plain decoding is known" in line for line in drafting["remarks"]["warnings"])
     assert any("within a factor of two of B = 64" in line for line in drafting["remarks"]["warnings"])

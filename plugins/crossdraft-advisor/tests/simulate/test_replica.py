@@ -114,6 +114,18 @@ def test_shorter_draft_accepts_beginning_of_longer_one() -> None:
     assert first.accepts == second.accepts and set(first.accepts) == {0, 1, 2, 3, 4}
 
 
+def test_drafts_cost_at_least_the_floor() -> None:
+    """0.5 plain steps for two drafted tokens of a row at batch size 1; the curve adds what a batch of 4 costs more."""
+    free, priced = StepCost(Linear(1.0, 0.05)), StepCost(Linear(1.0, 0.05), floor=lambda drafted: 1 + 0.25 * drafted)
+    assert priced.seconds([0, 0], 10) == free.seconds([0, 0], 10)
+    assert priced.seconds([2], 10) == pytest.approx(1.5 * free.seconds([0], 10))
+    verified = 0.05 * 4 * 2  # of a batch of 4, in a pass whose first 4 positions are plain
+    at_one = (0.05 * 2 / 1.05) * 1.2
+    assert priced.seconds([2] * 4, 10) == pytest.approx(1.2 * 1.5 - at_one + verified)
+    cheaper = StepCost(Linear(1.0, 0.05), Linear(0.4), floor=lambda drafted: 1.1)
+    assert cheaper.seconds([2], 10) == pytest.approx(1.0 + 0.05 * 3 + 2 * 0.4)  # the passes take longer
+
+
 def test_oracle_bounds_policies_and_drafts_accepted_tokens_only() -> None:
     random = np.random.default_rng(0)
     pool = make_pool([response(random.random(11), 40, ended=True) for _ in range(12)])

@@ -121,6 +121,8 @@ def _groups(args: AdviseOptions, remarks: Remarks) -> dict[str, list[Candidate]]
     if not groups:
         place = "" if args.temperature is None else f" at temperature {args.temperature:g}"
         reason = "; ".join(remarks.warnings) or f"the sources have no drafter{place}"
+        if speeds and not acceptances:
+            reason = "the sources have speeds of plain decoding only; give one with drafts of the same server, too"
         raise UsageError(f"no candidates: {reason}")
     return groups
 
