@@ -34,6 +34,7 @@ from crossdraft.framework.runs.marks import mark_of
 from crossdraft.framework.runs.records import CellResult
 from crossdraft.framework.util.estimate import Estimate
 
+from ..cost.prices import drafter_kind, price_of
 from ..cost.step_cost import SpeedPoint, StepCost
 from ..engines.acceptance import UNKNOWN_PAIR, Acceptance
 from ..engines.run_acceptance import acceptance_of
@@ -58,6 +59,7 @@ class Candidate:
         measured: measured metrics by batch size, at its own draft length, if they have a speed-up.
         overlap: see `predict`.
         speeds: measured speeds of the pair and of plain decoding.
+        engine: its name in the list of prices; empty if unknown.
         disturbed: its speeds were measured on a busy machine, so their error is unknown.
     """
 
@@ -71,6 +73,7 @@ class Candidate:
     measured: Mapping[int, Metrics] = field(default_factory=dict)
     overlap: bool = False
     speeds: tuple[SpeedPoint, ...] = ()
+    engine: str = ""
     disturbed: bool = False
 
     @property
@@ -136,7 +139,8 @@ class Candidate:
         if not drafted:
             return Estimate(1.0, 1.0, 1.0)
         growth, floor = 0.0, 1.0
-        ratio = _ratio(self.speeds, batch_size, drafted)
+        kind = drafter_kind(self.acceptance.drafter, looks_up=_looks_up(self.acceptance))
+        ratio = _ratio(self.speeds, batch_size, drafted, kind, self.engine)
         if self.target is not None:
             passes = self._passes(batch_size, gamma, context)
             if self.speeds:
@@ -185,14 +189,14 @@ def pair_of(acceptance: Acceptance) -> str:
 
 
 @lru_cache(1024)
-def _ratio(speeds: tuple[SpeedPoint, ...], batch_size: int, drafted: float) -> Estimate:
-    """Seconds of a step over those of a plain one, from measured speeds."""
-    return _cost(speeds, batch_size if speeds else 1).ratio(drafted)
+def _ratio(speeds: tuple[SpeedPoint, ...], batch_size: int, drafted: float, kind: str, engine: str) -> Estimate:
+    """Seconds of a step over those of a plain one, from measured speeds and the prior of a kind of drafter."""
+    return _cost(speeds, batch_size, kind, engine).ratio(drafted)
 
 
 @lru_cache(64)
-def _cost(speeds: tuple[SpeedPoint, ...], batch_size: int) -> StepCost:
-    return StepCost.from_speeds(speeds, batch_size)
+def _cost(speeds: tuple[SpeedPoint, ...], batch_size: int, kind: str, engine: str) -> StepCost:
+    return StepCost.from_speeds(speeds, batch_size, price_of(kind, engine or None, None, batch_size))
 
 
 def quotient(tokens: Estimate, ratio: Estimate) -> Estimate:
@@ -288,6 +292,7 @@ def imported(
     drafter: Curve | None,
     context: float,
     speeds: Iterable[SpeedPoint] = (),
+    engine: str = "",
 ) -> list[Candidate]:
     """Candidates from replayed or imported acceptance of chains, with one pass of the draft model per token."""
     candidates = []
@@ -301,7 +306,9 @@ def imported(
         group = "temperature unknown" if temperature is None else f"temperature {temperature:g}"
         group = ", ".join([*acceptance.setting, group])
         title = acceptance.drafter or "drafts"
-        candidates.append(Candidate(acceptance, target, drafter, {1: cell}, {}, group, title, speeds=tuple(speeds)))
+        candidates.append(
+            Candidate(acceptance, target, drafter, {1: cell}, {}, group, title, speeds=tuple(speeds), engine=engine)
+        )
     return candidates
 
 

@@ -25,6 +25,19 @@ KINDS = ("sequential", "block", "draft-model", "n-gram")
 SERVING = ("vllm", "sglang")
 
 
+def drafter_kind(drafter: str, *, looks_up: bool = False) -> str:
+    """The kind of a drafter by its name, one of `KINDS`; ``sequential`` if it is unknown.
+
+    Args:
+        looks_up: it has no model.
+    """
+    if drafter in ("dflash", "dspark", "p-eagle", "pass"):
+        return "block"
+    if drafter.startswith("draft-model"):
+        return "draft-model"
+    return "n-gram" if looks_up else "sequential"
+
+
 @cache
 def _fitted() -> dict[str, Any]:
     return yaml.safe_load(Path(__file__).with_name("prices.yaml").read_text(encoding="utf-8"))

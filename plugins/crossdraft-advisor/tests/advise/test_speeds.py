@@ -158,7 +158,7 @@ def test_curves_give_how_costs_grow() -> None:
         return (target.seconds(b, 4, 100) + 3 * draft.seconds(b, 1, 100)) / target.seconds(b, 1, 100)
 
     near, far = candidate.ratio(4, 3), candidate.ratio(32, 3)
-    assert far.value - near.value == pytest.approx(passes(32) - passes(4), rel=0.02)
+    assert far.value - near.value == pytest.approx(passes(32) - passes(4), rel=0.05)
     faster = SpeedPoint(4, 0, 100, 10.0, 100, "a"), SpeedPoint(4, 3, 100, 4.0, 100, "a")
     (candidate,) = imported([acceptance], target, draft, 100, faster)
     with pytest.raises(UsageError, match="the costs were disturbed"):

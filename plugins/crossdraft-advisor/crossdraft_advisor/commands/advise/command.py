@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from ...engines.formats import CounterSource
 
 CONTEXT = 1024
+#: Engines whose formats have their name at the beginning.
+_PRICED = ("vllm", "sglang", "llama.cpp", "tensorrt-llm")
 
 
 class Advise(AdviseOptions, Command):
@@ -109,7 +111,9 @@ def _groups(args: AdviseOptions, remarks: Remarks) -> dict[str, list[Candidate]]
         curve = _draft_curve(acceptance, costs, args.replays)
         drafting = speeds.get(pair_of(acceptance), [])
         measured = [*speeds.get("", []), *drafting] if drafting else []
-        candidates += imported([acceptance], costs.target, curve, context, measured)
+        # the names of vLLM's formats begin with that of the engine, as do those of other engines
+        engine = next((name for name in _PRICED if acceptance.format.startswith(name)), args.export)
+        candidates += imported([acceptance], costs.target, curve, context, measured, engine)
     remarks.of_costs(candidates)
     if args.overlap:
         remarks.overlapped()
