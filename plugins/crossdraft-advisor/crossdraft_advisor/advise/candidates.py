@@ -92,8 +92,8 @@ class Candidate:
 
     @property
     def unmeasured(self) -> bool:
-        """True if nothing is known of the seconds of its steps."""
-        return self.target is None and not self.speeds
+        """True if published series price its steps, and nothing of its server was measured."""
+        return not self.speeds and not self.measured_passes
 
     @property
     def measured_passes(self) -> bool:

@@ -60,8 +60,8 @@ class Step:
 
     @property
     def advice(self) -> str:
-        """``draft``, ``off``, or ``measure`` if only published series speak against drafting."""
-        return "draft" if self.draft else "measure" if self.best.candidate.unmeasured else "off"
+        """``draft``, ``off``, or ``measure`` if published series do not decide against drafting."""
+        return "draft" if self.draft else "measure" if self.best.candidate.unmeasured and not self.sure else "off"
 
     @property
     def sure(self) -> bool:
@@ -167,12 +167,14 @@ def _best_schedule(
     def speed_up(batch_size: int, gamma: int) -> Estimate:
         return lengths[gamma].speed_up(batch_size, gamma, context) if gamma else Estimate(1.0, 1.0, 1.0)
 
-    # "off" is never advised without a measurement
-    options = tuple(lengths) if all(candidate.unmeasured for candidate in lengths.values()) else (0, *lengths)
+    def off(batch_size: int) -> tuple[int, ...]:
+        """0 if a measurement, or the whole interval, speaks against drafts."""
+        measured = not all(candidate.unmeasured for candidate in lengths.values())
+        return (0,) * (measured or all((speed_up(batch_size, gamma).high or 1.0) < 1 for gamma in lengths))
 
     @cache
     def best(batch_size: int) -> int:
-        return max(options, key=lambda gamma: speed_up(batch_size, gamma).value)
+        return max((*off(batch_size), *lengths), key=lambda gamma: speed_up(batch_size, gamma).value)
 
     def mean(gamma_at: Callable[[int], int]) -> float:
         return sum(math.log(speed_up(b, gamma_at(b)).value) for b in sizes) / len(sizes)
@@ -181,7 +183,7 @@ def _best_schedule(
         ranges = _ranges(best, sorted({1, *sizes}))
         gamma_at: Callable[[int], int] = best
     else:
-        constant = max(options, key=lambda gamma: mean(lambda _: gamma))
+        constant = max((*off(sizes[0]), *lengths), key=lambda gamma: mean(lambda _: gamma))
         ranges, gamma_at = (Range(1, max(sizes), constant),), lambda _: constant
     longest = max(batch_range.gamma for batch_range in ranges) or max(lengths)
     acceptances = {gamma: candidate.acceptance.cut(gamma) for gamma, candidate in lengths.items()}
