@@ -98,7 +98,7 @@ class Series:
 
     @property
     def kind(self) -> str:
-        """The kind of its drafter, one of `prices.KINDS`."""
+        """The kind of its drafter, for `--covariates`."""
         return next((kind for start, kind in KINDS.items() if self.facts["drafter"].startswith(start)), "sequential")
 
     @property
@@ -476,7 +476,7 @@ def main() -> None:
 def advised_prior(series: Series) -> Prior:
     """The prior that the advisor has for the server of a series."""
     facts = series.facts
-    return prices.price_of(series.kind, facts["engine"], facts["experts"], facts.get("batch_size") or 1.0)
+    return prices.price_of(facts["engine"], facts.get("batch_size") or 1.0)
 
 
 def _print(results: Results, arguments: argparse.Namespace) -> None:

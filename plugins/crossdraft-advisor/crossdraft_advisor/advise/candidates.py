@@ -34,7 +34,7 @@ from crossdraft.framework.runs.marks import mark_of
 from crossdraft.framework.runs.records import CellResult
 from crossdraft.framework.util.estimate import Estimate
 
-from ..cost.prices import drafter_kind, price_of
+from ..cost.prices import price_of
 from ..cost.step_cost import SpeedPoint, StepCost
 from ..engines.acceptance import UNKNOWN_PAIR, Acceptance
 from ..engines.run_acceptance import acceptance_of
@@ -139,8 +139,7 @@ class Candidate:
         if not drafted:
             return Estimate(1.0, 1.0, 1.0)
         growth, floor = 0.0, 1.0
-        kind = drafter_kind(self.acceptance.drafter, looks_up=_looks_up(self.acceptance))
-        ratio = _ratio(self.speeds, batch_size, drafted, kind, self.engine)
+        ratio = _ratio(self.speeds, batch_size, drafted, self.engine)
         if self.target is not None:
             passes = self._passes(batch_size, gamma, context)
             if self.speeds:
@@ -189,14 +188,14 @@ def pair_of(acceptance: Acceptance) -> str:
 
 
 @lru_cache(1024)
-def _ratio(speeds: tuple[SpeedPoint, ...], batch_size: int, drafted: float, kind: str, engine: str) -> Estimate:
-    """Seconds of a step over those of a plain one, from measured speeds and the prior of a kind of drafter."""
-    return _cost(speeds, batch_size, kind, engine).ratio(drafted)
+def _ratio(speeds: tuple[SpeedPoint, ...], batch_size: int, drafted: float, engine: str) -> Estimate:
+    """Seconds of a step over those of a plain one, from measured speeds and the prior of an engine."""
+    return _cost(speeds, batch_size, engine).ratio(drafted)
 
 
 @lru_cache(64)
-def _cost(speeds: tuple[SpeedPoint, ...], batch_size: int, kind: str, engine: str) -> StepCost:
-    return StepCost.from_speeds(speeds, batch_size, price_of(kind, engine or None, None, batch_size))
+def _cost(speeds: tuple[SpeedPoint, ...], batch_size: int, engine: str) -> StepCost:
+    return StepCost.from_speeds(speeds, batch_size, price_of(engine or None, batch_size))
 
 
 def quotient(tokens: Estimate, ratio: Estimate) -> Estimate:

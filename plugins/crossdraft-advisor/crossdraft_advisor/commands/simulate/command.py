@@ -143,8 +143,8 @@ class Simulate(CostOptions, TrustOptions, JsonOptions, Command):
 
         remarks = Remarks()
         processes = _processes(self, remarks)
-        pool, title, *drafting = _pool(self, remarks)
-        cost = _cost(self, *drafting, remarks)
+        pool, title, draft_model = _pool(self, remarks)
+        cost = _cost(self, draft_model, remarks)
         policies: dict[str, StepPolicy] = {}
         for text in self.policy or _default_policies(pool):
             policy = parse_policy(text, pool, cost, self.batch_size)
@@ -193,8 +193,8 @@ def _processes(args: Simulate, remarks: Remarks) -> list[ArrivalProcess]:
     return [ClosedLoop(n) for n in dict.fromkeys(args.concurrency)]
 
 
-def _pool(args: Simulate, remarks: Remarks) -> tuple[Pool, str, str, str]:
-    """The recorded responses with their acceptance, a title, the drafter's name and its model."""
+def _pool(args: Simulate, remarks: Remarks) -> tuple[Pool, str, str]:
+    """The recorded responses with their acceptance, a title, and the draft model."""
     from crossdraft.framework.contracts.sampling import Sampling
 
     from ...replay.responses import Reader
@@ -223,19 +223,14 @@ def _pool(args: Simulate, remarks: Remarks) -> tuple[Pool, str, str, str]:
     pool = read_pool(responses, candidate, int(args.loop == "engine"))
     for assumption, count in reader.assumed.items():
         remarks.assume(f"{counted(count, 'response')} {assumption}")
-    return (
-        pool,
-        f"{candidate.title} × {verifier}, drafts of up to {pool.gamma} tokens",
-        candidate.drafter[0].name,
-        draft_model,
-    )
+    return pool, f"{candidate.title} × {verifier}, drafts of up to {pool.gamma} tokens", draft_model
 
 
-def _cost(args: Simulate, drafter_name: str, draft_model: str, remarks: Remarks) -> StepCost:
+def _cost(args: Simulate, draft_model: str, remarks: Remarks) -> StepCost:
     from crossdraft.framework.cost.curve import CostCurve
 
     from ...advise.cost_tables import read_cost_table
-    from ...cost.prices import drafter_kind, price_of
+    from ...cost.prices import price_of
     from ...cost.step_cost import StepCost as PublishedCost
     from ...simulate.step_cost import StepCost
 
@@ -248,7 +243,7 @@ def _cost(args: Simulate, drafter_name: str, draft_model: str, remarks: Remarks)
     crossdraft = args.loop == "crossdraft"
     cost = StepCost(costs.target, drafter, prefill, args.overhead, padded=crossdraft, separate=crossdraft)
     if draft_model and not (isinstance(costs.target, CostCurve) and (drafter is not None or args.cost)):
-        published = PublishedCost(prior=price_of(drafter_kind(drafter_name), None, None, 1))
+        published = PublishedCost(prior=price_of(None, 1))
         cost.floor = lambda drafted: published.ratio(drafted).value
         remarks.assume("drafts take at least as long as in published series (docs/predictions.md)")
     else:
