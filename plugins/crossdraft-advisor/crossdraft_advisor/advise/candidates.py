@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -42,6 +43,8 @@ from ..engines.run_acceptance import acceptance_of
 #: Half of the 95 % interval of the logarithm of a ratio of measured passes: in a run with 15 pairs, they differ from
 #: measured speed-ups by up to 8 % (docs/cost.md).
 _PASSES_ERROR = 0.15
+#: The same of a ratio in the middle of two measured batch sizes.
+_BETWEEN = 0.1
 
 
 @dataclass(frozen=True)
@@ -139,27 +142,42 @@ class Candidate:
         if not drafted:
             return Estimate(1.0, 1.0, 1.0)
         growth, floor = 0.0, 1.0
+        sizes = sorted({point.batch_size for point in self.speeds if point.gamma})
         ratio = _ratio(self.speeds, batch_size, drafted, self.engine)
-        if self.target is not None:
+        if sizes and sizes[0] < batch_size < sizes[-1]:
+            ratio = self._between(sizes, batch_size, drafted)
+        elif self.target is not None:
             passes = self._passes(batch_size, gamma, context)
-            if self.speeds:
-                measured = min(
-                    {p.batch_size for p in self.speeds if p.gamma}, key=lambda b: abs(math.log(b / batch_size))
-                )
+            if sizes:
+                measured = min(sizes, key=lambda b: abs(math.log(b / batch_size)))
                 growth = passes - self._passes(max(round(measured), 1), gamma, context)
             elif self.measured_passes:
                 ratio = Estimate(passes, passes * math.exp(-_PASSES_ERROR), passes * math.exp(_PASSES_ERROR))
             else:
                 growth, floor = passes - self._passes(1, gamma, context), passes
         assert ratio.low is not None and ratio.high is not None
-        if self.target is not None and ratio.high + growth < 1:
+        if ratio.high + growth < 1:
             raise UsageError(
-                f"at B = {batch_size}, a step with {gamma} drafted tokens takes {ratio.value + growth:.2f} times as "
-                "long as one without: the costs were disturbed while they were measured; measure them again"
+                f"at B = {batch_size} and gamma {gamma}, a step takes {ratio.value + growth:.2f} times as long as one "
+                "without drafts, which is not possible: the speeds are of other servers or loads, or were disturbed"
             )
         if self.disturbed:
             return Estimate(max(ratio.value + growth, floor, 1.0))
         return Estimate(*(max(bound + growth, floor, 1.0) for bound in (ratio.value, ratio.low, ratio.high)))
+
+    def _between(self, sizes: Sequence[float], batch_size: int, drafted: float) -> Estimate:
+        """The ratio between measured batch sizes: a line over log B, with `_BETWEEN` in the middle of two."""
+        i = bisect_right(sizes, batch_size)
+        low, high = sizes[i - 1], sizes[i]
+        share = math.log(batch_size / low) / math.log(high / low)
+        ends = [_ratio(self.speeds, size, drafted, self.engine) for size in (low, high)]
+        value, *bounds = (
+            sum(w * math.log(getattr(end, name)) for w, end in zip((1 - share, share), ends, strict=True))
+            for name in ("value", "low", "high")
+        )
+        error = 2 * min(share, 1 - share) * _BETWEEN
+        bounds = [value + math.copysign(math.hypot(bound - value, error), bound - value) for bound in bounds]
+        return Estimate(*(math.exp(x) for x in (value, *bounds)))
 
     def plain_seconds(self, batch_size: int, context: float | None = None) -> float | None:
         """Seconds of a plain step; None if neither its speed nor the target's curve is known."""
@@ -188,13 +206,13 @@ def pair_of(acceptance: Acceptance) -> str:
 
 
 @lru_cache(1024)
-def _ratio(speeds: tuple[SpeedPoint, ...], batch_size: int, drafted: float, engine: str) -> Estimate:
+def _ratio(speeds: tuple[SpeedPoint, ...], batch_size: float, drafted: float, engine: str) -> Estimate:
     """Seconds of a step over those of a plain one, from measured speeds and the prior of an engine."""
     return _cost(speeds, batch_size, engine).ratio(drafted)
 
 
 @lru_cache(64)
-def _cost(speeds: tuple[SpeedPoint, ...], batch_size: int, engine: str) -> StepCost:
+def _cost(speeds: tuple[SpeedPoint, ...], batch_size: float, engine: str) -> StepCost:
     return StepCost.from_speeds(speeds, batch_size, price_of(engine or None, batch_size))
 
 

@@ -161,8 +161,21 @@ def test_curves_give_how_costs_grow() -> None:
     assert far.value - near.value == pytest.approx(passes(32) - passes(4), rel=0.05)
     faster = SpeedPoint(4, 0, 100, 10.0, 100, "a"), SpeedPoint(4, 3, 100, 4.0, 100, "a")
     (candidate,) = imported([acceptance], target, draft, 100, faster)
-    with pytest.raises(UsageError, match="the costs were disturbed"):
+    with pytest.raises(UsageError, match=r"takes 0\.40 times as long as one without drafts, which is not possible"):
         candidate.ratio(4, 3)
+
+
+def test_costs_between_batch_sizes_are_interpolated() -> None:
+    """Over the logarithm of the batch size, with the widest interval in the middle."""
+    acceptance = Acceptance((0.8, 0.7, 0.6), "here", drafter="draft-model", model="d", refusal="")
+    points = [SpeedPoint(b, g, 100, s, 100, "a") for b, g, s in ((1, 0, 1), (1, 3, 1.4), (16, 0, 2), (16, 3, 4))]
+    (candidate,) = imported([acceptance], None, None, 100, points)
+    ratios = {b: candidate.ratio(b, 3) for b in (1, 2, 4, 8, 16)}
+    assert ratios[4].value == pytest.approx((ratios[1].value * ratios[16].value) ** 0.5)
+    values = [ratio.value for ratio in ratios.values()]
+    assert values == sorted(values)
+    widths = {b: ratio.high / ratio.low for b, ratio in ratios.items() if ratio.high and ratio.low}
+    assert widths[4] > max(widths[1], widths[16])
 
 
 @given(st.floats(1, 9), st.floats(1, 9), st.floats(1, 1.5), st.floats(1, 1.5))

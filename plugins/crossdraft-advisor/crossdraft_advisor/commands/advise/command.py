@@ -200,13 +200,13 @@ def _with_rates(acceptance: Acceptance) -> Acceptance:
 
 
 def _sizes(args: AdviseOptions, groups: Mapping[str, Sequence[Candidate]], remarks: Remarks) -> list[int]:
-    """The batch sizes; by default those within a factor of two of a measured speed, if that is all that is known."""
+    """The batch sizes; by default those within a factor of two of measured speeds, if these are all that is known."""
     sizes = sorted(set(args.batch_size))
     candidates = [candidate for group in groups.values() for candidate in group]
     measured = [p.batch_size for c in candidates if c.target is None for p in c.speeds if p.gamma]
     if len(measured) == 0 or any(c.target is not None for c in candidates):
         return sizes
-    far = [b for b in sizes if all(max(b / size, size / b) > 2 for size in measured)]
+    far = [b for b in sizes if not min(measured) / 2 <= b <= 2 * max(measured)]
     if "batch_size" in args.model_fields_set or len(far) == len(sizes):
         if far:
             remarks.warn(f"no speed was measured within a factor of two of B = {', '.join(map(str, far))}")
