@@ -67,10 +67,12 @@ _OTHERS = (
 class CounterSource(Options):
     """A source of acceptance and the circumstances that it was counted under, None if unknown.
 
-    ``model``: the name that the server serves its model by; empty if unknown.
+    ``since``: an earlier scrape of the same counters, to subtract; empty for none. ``model``: the name that the server
+    serves its model by; empty if unknown.
     """
 
     source: str
+    since: str = ""
     model: str = ""
     temperature: float | None = None
     batch_size: int | None = None

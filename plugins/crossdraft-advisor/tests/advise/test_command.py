@@ -263,6 +263,7 @@ def test_two_scrapes_and_several_sources(place: Path, capsys: Any) -> None:
     Path("before.txt").write_text(zero, encoding="utf-8")
     since = advice_json(capsys, "scrape.txt", "--since", "before.txt", *costs)["advice"]
     assert since == advice_json(capsys, "scrape.txt", *costs)["advice"]
+    assert since == advice_json(capsys, "{source: scrape.txt, since: before.txt}", *costs)["advice"]
     both = advice_json(capsys, "scrape.txt", "vllm.log", *costs)["advice"][0]
     assert {both["best"]["source"], both["runner_up"]["source"]} == {"scrape.txt, model m", "vllm.log:2-4"} or both
     code, _, err = advise(capsys, "scrape.txt", "vllm.log", "--since", "before.txt", *costs)

@@ -84,7 +84,10 @@ def _groups(args: AdviseOptions, remarks: Remarks) -> dict[str, list[Candidate]]
     runs = [item.source for item in sources if kind_of_source(item.source) == "directory"]
     texts = [item for item in sources if item.source not in runs]
     if args.since and len(texts) != 1:
-        raise UsageError("--since requires exactly one SOURCE, a later scrape of the same counters")
+        raise UsageError(
+            "--since requires exactly one SOURCE, a later scrape of the same counters; several have one each: "
+            "'{source: FILE, since: EARLIER}'"
+        )
     if runs and not texts and (args.drafter or args.verifier or args.gamma):
         raise UsageError("--drafter, --verifier and --gamma are for an engine's numbers; a finished run has its own")
     costs = args.costs(remarks)
@@ -172,7 +175,9 @@ def _read_source(
     from ...engines.formats import read_acceptances
     from ...engines.speeds import speed_notes, speed_points
 
-    content, acceptances = read_acceptances(source.source, args.since or None, source.gamma or args.gamma, plain=True)
+    content, acceptances = read_acceptances(
+        source.source, source.since or args.since or None, source.gamma or args.gamma, plain=True
+    )
     remarks.of_source(content, acceptances, speed_notes(content))
     temperature = args.temperature if source.temperature is None else source.temperature
     fields = {"drafter": "".join(args.drafter), "verifier": "".join(args.verifier), "temperature": temperature}

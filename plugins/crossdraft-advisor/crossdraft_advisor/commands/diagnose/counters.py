@@ -23,11 +23,11 @@ def read_counters(texts: Sequence[str]) -> list[tuple[CounterSource, Acceptance]
         source = CounterSource.parse(text, "--counters")
         # A draft length may choose one of several.
         try:
-            read, acceptances = read_acceptances(source.source)
+            read, acceptances = read_acceptances(source.source, source.since or None)
         except UsageError:
             if source.gamma is None:
                 raise
-            read, acceptances = read_acceptances(source.source, gamma=source.gamma)
+            read, acceptances = read_acceptances(source.source, source.since or None, source.gamma)
         acceptances = [part for item in acceptances for part in item.parts or (item,)]
         # Without positions no signature is read, which is refused below.
         chosen = acceptances = [item for item in acceptances if item.marginal] or acceptances[:1]
