@@ -20,7 +20,6 @@ from crossdraft.framework.metrics.intervals import (
     CONFIDENCE,
     FREEDOM,
     LEAST_PIECES,
-    Estimate,
     Noise,
     bounded_estimate,
     half_width,
@@ -29,6 +28,7 @@ from crossdraft.framework.metrics.intervals import (
     ratio,
     ratio_difference,
 )
+from crossdraft.framework.util.estimate import Estimate
 
 #: Probability to detect a drop of `GateCheck.detectable`.
 POWER = 0.9

@@ -194,7 +194,8 @@ class Candidate:
         uncut = self.acceptance.cut(gamma).block_efficiency()
         # the ends of short responses cut steps of a run
         share = self._cell(batch_size, gamma).tokens_per_step / uncut.value
-        tokens = Estimate(*(bound and bound * share for bound in (uncut.value, uncut.low, uncut.high)))
+        low, high = (bound and bound * share for bound in (uncut.low, uncut.high))
+        tokens = Estimate(uncut.value * share, low, high)
         return quotient(tokens, self.ratio(batch_size, gamma, context))
 
 

@@ -160,7 +160,7 @@ def _requests(source: Source) -> list[Acceptance]:
     ]
     if not speeds and (_PLAIN.search(source.text) or not re.search("draft|speculative", source.text)):
         speeds = [(*item, 0.0) for item in plain]
-    speeds = [(*item[:3], item[3] or slots.concurrent, item[4]) for item in speeds]
+    speeds = [(line, time, steps, shared or slots.concurrent, drafted) for line, time, steps, shared, drafted in speeds]
     _add_speeds(source, speeds, acceptances)
     return acceptances
 
