@@ -36,7 +36,7 @@ from crossdraft.framework.runs.records import CellResult
 from crossdraft.framework.util.estimate import Estimate
 
 from ..cost.prices import price_of
-from ..cost.step_cost import SpeedPoint, StepCost
+from ..cost.step_cost import SpeedPoint, StepCost, speed_up_of
 from ..engines.acceptance import UNKNOWN_PAIR, Acceptance
 from ..engines.run_acceptance import acceptance_of
 
@@ -196,7 +196,7 @@ class Candidate:
         share = self._cell(batch_size, gamma).tokens_per_step / uncut.value
         low, high = (bound and bound * share for bound in (uncut.low, uncut.high))
         tokens = Estimate(uncut.value * share, low, high)
-        return quotient(tokens, self.ratio(batch_size, gamma, context))
+        return speed_up_of(tokens, self.ratio(batch_size, gamma, context), high or tokens.value)
 
 
 def pair_of(acceptance: Acceptance) -> str:
@@ -215,19 +215,6 @@ def _ratio(speeds: tuple[SpeedPoint, ...], batch_size: float, drafted: float, en
 @lru_cache(64)
 def _cost(speeds: tuple[SpeedPoint, ...], batch_size: float, engine: str) -> StepCost:
     return StepCost.from_speeds(speeds, batch_size, price_of(engine or None, batch_size))
-
-
-def quotient(tokens: Estimate, ratio: Estimate) -> Estimate:
-    """Speed-up of steps that emit ``tokens`` and take ``ratio`` plain steps, whose errors are independent.
-
-    Tokens without an interval count as exact.
-    """
-    value, (fewest, limit) = tokens.value / ratio.value, (tokens.low or tokens.value, tokens.high or tokens.value)
-    if ratio.low is None or ratio.high is None:
-        return Estimate(value)
-    down = math.hypot(math.log(ratio.high / ratio.value), math.log(tokens.value / fewest))
-    up = math.hypot(math.log(ratio.value / ratio.low), math.log(limit / tokens.value))
-    return Estimate(value, value * math.exp(-down), min(value * math.exp(up), limit))
 
 
 def _looks_up(acceptance: Acceptance) -> bool:

@@ -171,18 +171,8 @@ class StepCost:
         return self._estimate(_log_line(log_a, log_b, gamma) + plain, log_weights)
 
     def speed_up(self, tokens: Estimate, gamma: int) -> Estimate:
-        """Speed-up over plain decoding of steps that emit ``tokens``; at most ``gamma + 1``.
-
-        The interval contains the uncertainty of the tokens and of the ratio, whose errors are independent.
-        """
-        ratio = self.ratio(gamma)
-        value = tokens.value / ratio.value
-        if ratio.low is None or ratio.high is None or tokens.low is None or tokens.high is None:
-            return Estimate(min(value, gamma + 1.0))
-        down = math.hypot(math.log(ratio.high / ratio.value), math.log(tokens.value / tokens.low))
-        up = math.hypot(math.log(ratio.value / ratio.low), math.log(tokens.high / tokens.value))
-        low, high = value * math.exp(-down), value * math.exp(up)
-        return Estimate(*(min(bound, gamma + 1.0) for bound in (value, low, high)))
+        """Speed-up over plain decoding of steps that emit ``tokens``; at most ``gamma + 1``."""
+        return speed_up_of(tokens, self.ratio(gamma), gamma + 1.0)
 
     @property
     def _noise(self) -> float:
@@ -263,6 +253,19 @@ def _over_plain(errors: np.ndarray, noise: float) -> tuple[np.ndarray, np.ndarra
 def _log_line(log_a: np.ndarray, log_b: np.ndarray, gamma: float) -> np.ndarray:
     """Logarithm of ``a + b gamma``."""
     return np.logaddexp(log_a, log_b + math.log(gamma))
+
+
+def speed_up_of(tokens: Estimate, ratio: Estimate, limit: float) -> Estimate:
+    """Speed-up of steps that emit ``tokens`` and take ``ratio`` plain steps, whose errors are independent.
+
+    Tokens without an interval count as exact; without one of the ratio there is none. At most ``limit``.
+    """
+    value = tokens.value / ratio.value
+    if ratio.low is None or ratio.high is None:
+        return Estimate(min(value, limit))
+    down = math.hypot(math.log(ratio.high / ratio.value), math.log(tokens.value / (tokens.low or tokens.value)))
+    up = math.hypot(math.log(ratio.value / ratio.low), math.log((tokens.high or tokens.value) / tokens.value))
+    return Estimate(*(min(bound, limit) for bound in (value, value * math.exp(-down), value * math.exp(up))))
 
 
 def _log_density(error: np.ndarray, scale: float) -> np.ndarray:

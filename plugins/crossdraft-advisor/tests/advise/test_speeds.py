@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from advise_runs import GOOD, cell, curves
-from crossdraft_advisor.advise.candidates import imported, of_run, quotient
+from crossdraft_advisor.advise.candidates import imported, of_run
 from crossdraft_advisor.advise.decision import decide, schedule_for
-from crossdraft_advisor.cost.step_cost import SpeedPoint
+from crossdraft_advisor.cost.step_cost import SpeedPoint, speed_up_of
 from crossdraft_advisor.engines.acceptance import Acceptance
 from hypothesis import given
 from hypothesis import strategies as st
@@ -180,11 +180,12 @@ def test_costs_between_batch_sizes_are_interpolated() -> None:
 
 @given(st.floats(1, 9), st.floats(1, 9), st.floats(1, 1.5), st.floats(1, 1.5))
 def test_speed_up_has_both_errors(tokens: float, ratio: float, of_tokens: float, of_ratio: float) -> None:
-    exact = quotient(Estimate(tokens, tokens, tokens), Estimate(ratio, ratio, ratio))
-    wide = quotient(
-        Estimate(tokens, tokens / of_tokens, tokens * of_tokens), Estimate(ratio, ratio / of_ratio, ratio * of_ratio)
+    limit = tokens * of_tokens  # steps take at least as long as plain ones
+    exact = speed_up_of(Estimate(tokens, tokens, tokens), Estimate(ratio, ratio, ratio), limit)
+    wide = speed_up_of(
+        Estimate(tokens, tokens / of_tokens, limit), Estimate(ratio, ratio / of_ratio, ratio * of_ratio), limit
     )
     assert exact.value == wide.value == tokens / ratio
     assert wide.low is not None and wide.high is not None
     assert wide.value / wide.low >= 0.999999 * max(of_tokens, of_ratio)
-    assert wide.high <= tokens * of_tokens  # steps take at least as long as plain ones
+    assert wide.high <= limit
