@@ -6,7 +6,7 @@
     python benchmarks/published.py --read FILE --chart FILE    # totals and chart of predictions that --csv wrote
     python benchmarks/published.py --in-sample         # with the priors of the advisor, which have seen all series
     python benchmarks/published.py --covariates        # what shifts the prior, one at a time (docs/lab-notes.md)
-    python benchmarks/published.py --refit             # fits cost/prior.yaml and cost/prices.yaml of the advisor
+    python benchmarks/published.py --refit             # fits cost/prior.yaml of the advisor
 
 Each series of published/series.yaml is predicted at the levels of knowledge of `LEVELS`; only lengths that were not
 given are compared, and each series has one vote in every total. Trees are neither fitted nor predicted: their nodes
@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
-from crossdraft_advisor.cost import prices, step_cost
+from crossdraft_advisor.cost import step_cost
 from crossdraft_advisor.cost.step_cost import Prior, StepCost
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
@@ -93,7 +93,7 @@ class Series:
 
     def has(self, name: str) -> bool:
         """True if the series has a property that may shift the prior."""
-        where = "serving" if self.facts["engine"] in prices.SERVING else "local"
+        where = "serving" if self.facts["engine"] in step_cost.SERVING else "local"
         return name in (self.kind, self.facts["engine"], where, "experts" * bool(self.facts["experts"]))
 
     @property
@@ -476,7 +476,7 @@ def main() -> None:
 def advised_prior(series: Series) -> Prior:
     """The prior that the advisor has for the server of a series."""
     facts = series.facts
-    return prices.price_of(facts["engine"], facts.get("batch_size") or 1.0)
+    return step_cost.published_prior(facts["engine"] or "", facts.get("batch_size") or 1.0)
 
 
 def _print(results: Results, arguments: argparse.Namespace) -> None:
@@ -572,19 +572,15 @@ def read_csv(path: Path) -> Results:
 
 
 def _refit(likelihoods: Likelihoods, results: Results) -> None:
-    """Write the priors with their provenance beside `step_cost`."""
+    """Write the prior with its provenance beside `step_cost`."""
     chains = likelihoods.series
     head = (
-        "# {}: python benchmarks/published.py --refit\n"
+        "# Prior of StepCost: python benchmarks/published.py --refit\n"
         f"# Fitted to {len(chains)} series of {len({s.source for s in chains})} sources in"
         " benchmarks/published/series.yaml; no value is set by hand.\n"
         "# widening: half widths by number of measured lengths, so that intervals of sources that were left out hold\n"
         "# 95 % of the published speeds.\n"
     )
-    without = leave_one_source_out(likelihoods, (), WIDENED)
-    folder = Path(step_cost.__file__).parent
-    own = replace(likelihoods.fit().prior, widening=widening(without))
-    _write_yaml(folder / "prior.yaml", head.format("Prior of StepCost"), _stored(own))
     fit = likelihoods.fit(None, COVARIATES)
     shifts = []
     for (axis, name), (by, deviation) in fit.shifts.items():
@@ -593,9 +589,11 @@ def _refit(likelihoods: Likelihoods, results: Results) -> None:
         shifts.append({"of": name, "axis": axis, "by": round(by, 3), "deviation": round(deviation, 3)} | counts)
     largest = max(s.facts.get("batch_size") or 1 for s in chains if s.plain_known)
     values = {"prior": _stored(replace(fit.prior, widening=widening(results))), "shifts": shifts}
-    title = head.format("Priors of step costs without a measurement")
     note = "# shifts: of the centre of the prior, which is that of engines on one machine for one user.\n"
-    _write_yaml(folder / "prices.yaml", title + note, values | {"largest_batch_size": largest})
+    path = Path(step_cost.__file__).with_name("prior.yaml")
+    values |= {"largest_batch_size": largest}
+    path.write_text(head + note + yaml.safe_dump(values, default_flow_style=None, sort_keys=False), encoding="utf-8")
+    print(path.read_text(encoding="utf-8"))
 
 
 def _stored(prior: Prior) -> dict[str, Any]:
@@ -607,11 +605,6 @@ def _stored(prior: Prior) -> dict[str, Any]:
         "noise": round(prior.noise, 4),
         "widening": [round(x, 2) for x in prior.widening],
     }
-
-
-def _write_yaml(path: Path, head: str, values: Mapping[str, Any]) -> None:
-    path.write_text(head + yaml.safe_dump(dict(values), default_flow_style=None, sort_keys=False), encoding="utf-8")
-    print(path.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -35,8 +35,7 @@ from crossdraft.framework.runs.marks import mark_of
 from crossdraft.framework.runs.records import CellResult
 from crossdraft.framework.util.estimate import Estimate
 
-from ..cost.prices import price_of
-from ..cost.step_cost import SpeedPoint, StepCost, speed_up_of
+from ..cost.step_cost import SpeedPoint, StepCost, published_prior, speed_up_of
 from ..engines.acceptance import UNKNOWN_PAIR, Acceptance
 from ..engines.run_acceptance import acceptance_of
 
@@ -62,7 +61,7 @@ class Candidate:
         measured: measured metrics by batch size, at its own draft length, if they have a speed-up.
         overlap: see `predict`.
         speeds: measured speeds of the pair and of plain decoding.
-        engine: its name in the list of prices; empty if unknown.
+        engine: its name, for `published_prior`; empty if unknown.
         disturbed: its speeds were measured on a busy machine, so their error is unknown.
     """
 
@@ -214,7 +213,7 @@ def _ratio(speeds: tuple[SpeedPoint, ...], batch_size: float, drafted: float, en
 
 @lru_cache(64)
 def _cost(speeds: tuple[SpeedPoint, ...], batch_size: float, engine: str) -> StepCost:
-    return StepCost.from_speeds(speeds, batch_size, price_of(engine or None, batch_size))
+    return StepCost.from_speeds(speeds, batch_size, published_prior(engine, batch_size))
 
 
 def _looks_up(acceptance: Acceptance) -> bool:

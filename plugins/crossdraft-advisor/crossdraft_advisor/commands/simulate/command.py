@@ -230,7 +230,6 @@ def _cost(args: Simulate, draft_model: str, remarks: Remarks) -> StepCost:
     from crossdraft.framework.cost.curve import CostCurve
 
     from ...advise.cost_tables import read_cost_table
-    from ...cost.prices import price_of
     from ...cost.step_cost import StepCost as PublishedCost
     from ...simulate.step_cost import StepCost
 
@@ -243,7 +242,7 @@ def _cost(args: Simulate, draft_model: str, remarks: Remarks) -> StepCost:
     crossdraft = args.loop == "crossdraft"
     cost = StepCost(costs.target, drafter, prefill, args.overhead, padded=crossdraft, separate=crossdraft)
     if draft_model and not (isinstance(costs.target, CostCurve) and (drafter is not None or args.cost)):
-        published = PublishedCost(prior=price_of(None, 1))
+        published = PublishedCost()
         cost.floor = lambda drafted: published.ratio(drafted).value
         remarks.assume("drafts take at least as long as in published series (docs/predictions.md)")
     else:
