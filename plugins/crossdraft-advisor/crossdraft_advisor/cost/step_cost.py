@@ -292,7 +292,7 @@ def _log_line(log_a: np.ndarray, log_b: np.ndarray, gamma: float) -> np.ndarray:
 def speed_up_of(tokens: Estimate, ratio: Estimate, limit: float) -> Estimate:
     """Speed-up of steps that emit ``tokens`` and take ``ratio`` plain steps, whose errors are independent.
 
-    Tokens without an interval count as exact; without one of the ratio there is none. At most ``limit``.
+    Tokens without an interval count as exact; a ratio without one gives none. At most ``limit``.
     """
     value = tokens.value / ratio.value
     if ratio.low is None or ratio.high is None:
