@@ -136,24 +136,23 @@ class Candidate:
         Raises:
             UsageError: a cost curve with too few batch sizes or widths, or by which a draft makes a step shorter.
         """
-        cell = self._cell(batch_size, gamma)
-        drafted = cell.nodes
+        drafted = self._cell(batch_size, gamma).nodes
         if not drafted:
             return Estimate(1.0, 1.0, 1.0)
         growth, floor = 0.0, 1.0
         sizes = sorted({point.batch_size for point in self.speeds if point.gamma})
-        ratio = _ratio(self.speeds, batch_size, drafted, self.engine)
         if sizes and sizes[0] < batch_size < sizes[-1]:
             ratio = self._between(sizes, batch_size, drafted)
-        elif self.target is not None:
+        elif self.measured_passes and not sizes:
             passes = self._passes(batch_size, gamma, context)
-            if sizes:
-                measured = min(sizes, key=lambda b: abs(math.log(b / batch_size)))
+            ratio = Estimate(passes, passes * math.exp(-_PASSES_ERROR), passes * math.exp(_PASSES_ERROR))
+        else:
+            ratio = _ratio(self.speeds, batch_size, drafted, self.engine)
+            if self.target is not None:
+                passes = self._passes(batch_size, gamma, context)
+                measured = min(sizes, key=lambda b: abs(math.log(b / batch_size)), default=1)
                 growth = passes - self._passes(max(round(measured), 1), gamma, context)
-            elif self.measured_passes:
-                ratio = Estimate(passes, passes * math.exp(-_PASSES_ERROR), passes * math.exp(_PASSES_ERROR))
-            else:
-                growth, floor = passes - self._passes(1, gamma, context), passes
+                floor = 1.0 if sizes else passes
         assert ratio.low is not None and ratio.high is not None
         if ratio.high + growth < 1:
             raise UsageError(
