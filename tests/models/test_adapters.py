@@ -318,7 +318,7 @@ def test_unsupported_use_raises(base: Path, adapter: Path, monkeypatch: Any) -> 
 
 def test_engines_refuse_adapters(base: Path, adapter: Path) -> None:
     engine_cell = pytest.importorskip("crossdraft_advisor.engines.engine_cell")
-    from crossdraft_advisor.engines.settings import needs_model
+    from crossdraft_advisor.engines.engine import needs_model
 
     name = f"{base}+{adapter}"
     served: Any = SimpleNamespace(target=name, is_baseline=True, engine=SimpleNamespace(name="vllm"))

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from crossdraft_advisor import Acceptance, Schedule, Settings
 from crossdraft_advisor.engines.builtin.vllm import Vllm
 from crossdraft_advisor.engines.counter_definitions import DEFINITIONS, CounterDefinition
-from crossdraft_advisor.engines.settings import length_remarks
+from crossdraft_advisor.engines.engine import length_remarks
 
 from crossdraft import UsageError
 

@@ -25,10 +25,10 @@ from crossdraft.framework.contracts.options import fault, permits
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.contracts.verifier import incompatible, not_shortenable
 from crossdraft.framework.cost.curve import CostCurve, Curve
-from crossdraft.framework.cost.finished_cells import curves_of, statistics
+from crossdraft.framework.cost.finished_cells import curves_of, drafter_traits, shorter_refusal, statistics
 from crossdraft.framework.cost.prediction import CellStatistics, Prediction, predict
 from crossdraft.framework.errors import UsageError
-from crossdraft.framework.metrics.cell_metrics import Metrics
+from crossdraft.framework.metrics.cell_metrics import Metrics, uncut_steps
 from crossdraft.framework.recipe.recipe import CellConfig
 from crossdraft.framework.runs.labels import group_title
 from crossdraft.framework.runs.marks import mark_of
@@ -37,7 +37,6 @@ from crossdraft.framework.util.estimate import Estimate
 
 from ..cost.step_cost import SpeedPoint, StepCost, published_prior, speed_up_of
 from ..engines.acceptance import UNKNOWN_PAIR, Acceptance
-from ..engines.run_acceptance import acceptance_of
 
 #: Half of the 95 % interval of the logarithm of a ratio of measured passes: in a run with 15 pairs, they differ from
 #: measured speed-ups by up to 8 % (docs/cost.md).
@@ -436,3 +435,28 @@ def _has_model(result: CellResult) -> bool:
 def _without_times(cell: CellStatistics, machine: Machine | None) -> CellStatistics:
     """Statistics without the times of the run's machine, if another machine is given."""
     return cell if machine is None else replace(cell, draft_seconds=0.0, other_seconds=0.0)
+
+
+def acceptance_of(result: CellResult, name: str) -> Acceptance:
+    """Acceptance of a cell, with prompts as pieces, over the same steps as `Metrics.acceptance`."""
+    config, metrics = result.config, result.metrics
+    assert metrics is not None
+    traits = drafter_traits(config)
+    gamma = len(metrics.acceptance)
+    sums: dict[int, list[float]] = {}
+    for record in uncut_steps(result.records, metrics.depth):
+        row = sums.setdefault(record.prompt, [0.0] * (gamma + 1))
+        for i in range(min(record.tau, gamma) + 1):
+            row[i] += 1
+    return Acceptance.from_rows(
+        [sums[prompt] for prompt in sorted(sums)],
+        f"{name}, cell {config.hash}",
+        drafter=config.drafter.name,
+        verifier=config.verifier.name,
+        model=str(config.drafter.config.get("model", "")),
+        temperature=config.sampling.temperature,
+        point_mass=traits.point_mass,
+        chain=traits.is_chain,
+        options={key: value for key, value in config.drafter.config.items() if key != "model"},
+        refusal=shorter_refusal(config),
+    )

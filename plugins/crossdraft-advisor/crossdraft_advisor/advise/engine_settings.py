@@ -11,7 +11,7 @@ from crossdraft.framework.runs.labels import group_title
 from crossdraft.framework.runs.marks import mark_of
 
 from ..engines.engine import Range, Schedule
-from ..engines.run_acceptance import acceptance_of
+from .candidates import acceptance_of
 
 _TITLE = """## Settings of engines
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.util.output_files import replace_text
 from crossdraft.framework.util.releases import release
+
+from . import log
 
 if TYPE_CHECKING:
     from crossdraft.framework.contracts.sampling import Sampling
@@ -145,8 +146,3 @@ def _timed(call: Callable[[], Any]) -> float:
 
 def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"
-
-
-def log(message: str) -> None:
-    """Print a progress message on standard error."""
-    print(f"crossdraft: {message}", file=sys.stderr, flush=True)

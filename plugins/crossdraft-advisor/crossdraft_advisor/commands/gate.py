@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -12,15 +13,18 @@ from pydantic import Field
 from crossdraft.framework.cli.options.run import JsonOptions, one_run
 from crossdraft.framework.contracts.command import Argument, Command
 from crossdraft.framework.cost.load_run import FinishedRun
-from crossdraft.framework.errors import UsageError
+from crossdraft.framework.errors import UsageError, printable
 from crossdraft.framework.metrics.cell_metrics import sums_by_prompt, uncut_steps
+from crossdraft.framework.metrics.intervals import LEAST_PIECES
 from crossdraft.framework.report.comparison import compare_runs
 from crossdraft.framework.runs.labels import group_title
 from crossdraft.framework.util.estimate import change_text, percent_text
-from crossdraft.framework.util.input_files import kind_of
+from crossdraft.framework.util.input_files import kind_of, parse_json, path_of, read_text
+from crossdraft.framework.util.limits import METRICS_BYTES
 from crossdraft.framework.util.table import Alignment, Table
 
-from ..engines.gate_samples import samples_of
+from ..engines.acceptance import Acceptance
+from ..engines.formats import read_acceptances
 from ..gate import POWER, GateCheck, Sample, checked, planned, relative
 
 #: Exit codes; 2 is reserved for usage errors.
@@ -176,3 +180,62 @@ def _verdict(checks: Sequence[GateCheck], drop: float, outcome: str) -> str:
     needed = [check.needed for check in checks if check.outcome == outcome]
     more = "at least 3" if None in needed else f"{max(n for n in needed if n is not None):,}"
     return f"too few {unit} to exclude a drop of {percent_text(drop)}: {titles}; measure {more}"
+
+
+_KEYS = {"prompt_ids", "rows", "responses"}
+
+
+def samples_of(name: str) -> list[Sample]:
+    """The samples of a file or URL. Raises UsageError if it does not have any."""
+    if not name.startswith(("http://", "https://")):
+        if not kind_of(name):
+            raise UsageError(
+                f"{printable(name)} does not exist; give a run, replay JSON, or an engine's log or metrics"
+            )
+        text = read_text(path_of(name), METRICS_BYTES)
+        if text.lstrip().startswith("{") and '"by_prompt"' in text:
+            data = parse_json(text, name)
+            if isinstance(data, dict) and data.keys() >= _KEYS:
+                return _replayed(data, printable(name))
+    samples, numbers = [], Counter[str]()
+    for sample in map(_sample, read_acceptances(name)[1]):
+        numbers[sample.title] += 1
+        number = numbers[sample.title]
+        samples.append(replace(sample, title=f"{sample.title} ({number})") if number > 1 else sample)
+    return samples
+
+
+def _sample(acceptance: Acceptance) -> Sample:
+    rows = [(row[0] + sum(row[1:]), row[0]) for row in acceptance.rows]
+    overall, remark = None, ""
+    if len(rows) < LEAST_PIECES:
+        overall = acceptance.block_efficiency()
+        if overall.low is not None:
+            remark = "assumed: independent drafts, on the same prompts in both; logs and responses need no assumption"
+    gamma = f", gamma {acceptance.gamma}" if acceptance.gamma else ""
+    pair = " × ".join(filter(None, (acceptance.drafter, acceptance.verifier))) or "drafts"
+    sampling = {} if acceptance.temperature is None else {"temperature": acceptance.temperature}
+    return Sample(
+        pair + gamma, rows, acceptance.names, acceptance.pieces, overall, remark, sampling, acceptance.maximum
+    )
+
+
+def _replayed(data: dict[str, Any], name: str) -> list[Sample]:
+    """The samples of ``crossdraft replay --json``. Raises UsageError for other contents under its keys."""
+    try:
+        ids = tuple(str(item) for item in data["prompt_ids"])
+        samples = []
+        if not ids:
+            raise ValueError("prompt_ids is empty")
+        for row in data["rows"]:
+            copies = f", K = {row['k']}" if row["k"] != 1 else ""
+            title = f"{row['drafter']} × {row['verifier']}{copies}, gamma {row['gamma']}"
+            rows = [(float(tokens), float(steps)) for tokens, steps in row["by_prompt"]]
+            if len(rows) != len(ids) or not all(0 <= steps <= tokens < 1e15 for tokens, steps in rows):
+                raise ValueError(f"by_prompt of {title} does not have a token and step count for each prompt")
+            if any(steps for _, steps in rows):
+                sampling, maximum = dict(data.get("sampling") or {}), 1.0 + float(row["gamma"])
+                samples.append(Sample(printable(title), rows, ids, sampling=sampling, maximum=maximum))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{name} is not the output of crossdraft replay --json: {error!r}; replay again") from None
+    return samples

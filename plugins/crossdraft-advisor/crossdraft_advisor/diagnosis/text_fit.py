@@ -14,7 +14,7 @@ import torch
 
 from ..replay.response import Response
 from ..replay.teacher_forcing.lazy_models import Target
-from ..replay.teacher_forcing.model_pass import prefill_chunks
+from ..replay.teacher_forcing.scoring import prefill_chunks
 
 #: Responses in a pass, and tokens.
 _ROWS, _CHUNK = 16, 64

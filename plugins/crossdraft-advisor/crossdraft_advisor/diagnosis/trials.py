@@ -21,9 +21,8 @@ from ..replay.aggregate import Row, Tally, difference
 from ..replay.engine_counts import EngineCounts
 from ..replay.replay import Candidate, replay, verifiers_for
 from ..replay.response import Response
-from ..replay.teacher_forcing.lazy_models import Target
+from ..replay.teacher_forcing.lazy_models import SharedPasses, Target
 from ..replay.teacher_forcing.scoring import ScoringRequest, with_gamma
-from ..replay.teacher_forcing.shared_passes import SharedPasses
 from .text_fit import TextFit, fit_texts
 
 #: Relative increase of accepted tokens per step above which a misconfiguration is a likely cause.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import codecs
+import csv
+import json
 import re
 import zlib
 from bisect import bisect_right
@@ -17,9 +19,7 @@ from crossdraft.framework.errors import UsageError, printable
 from crossdraft.framework.util.input_files import parse_json, path_of, read_bytes
 from crossdraft.framework.util.limits import METRICS_BYTES, MOST_NESTING
 
-from .http_response import HttpResponse, NetworkError, without_password
-from .network_settings import HEADERS, redacted
-from .wrapped_lines import texts_in, unwrapped
+from .http_response import HEADERS, HttpResponse, NetworkError, redacted, without_password
 
 #: The first line of a multi-line JSON value, but not a time stamp in brackets.
 _JSON_BEGINS = re.compile(r"[\[{]\s*([\[{\"]|$)")
@@ -348,3 +348,52 @@ def _unpacked(data: bytes) -> bytes:
             raise UsageError(f"the compressed source is too large; {reason}")
         data = stream.unused_data
     return b"".join(parts)
+
+
+#: Keys of the text of a line: Docker; journald; structured loggers; Loki and Grafana; Google; AWS; OpenTelemetry.
+_TEXT_KEYS = ("log", "MESSAGE", "message", "msg", "line", "Line", "textPayload", "@message", "body")
+_TEXT_MARKS = tuple(f'"{key}"' for key in (*_TEXT_KEYS, "values"))
+
+
+def unwrapped(line: str) -> list[str]:
+    """The texts in a line of JSON or CSV; empty if it is neither, or has none."""
+    if line.startswith(("{", "[")):
+        return list(texts_in(line))
+    if line.endswith('"') and (line.startswith('"') or (line[:1].isdigit() and ',"' in line)):
+        try:
+            return [max(next(csv.reader([line], strict=True)), key=len)]
+        except (csv.Error, StopIteration):
+            return []
+    return []
+
+
+def texts_in(text: str) -> Iterator[str]:
+    """The lines of a log in a JSON value, in their order; none if it has no such keys or is damaged."""
+    if not any(mark in text for mark in _TEXT_MARKS):
+        return
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return
+    for item in _texts(value):
+        yield from item.splitlines()
+
+
+def _texts(value: Any, depth: int = 0) -> Iterator[str]:
+    if depth > 16:
+        return
+    if isinstance(value, dict):
+        text = next((value[key] for key in _TEXT_KEYS if isinstance(value.get(key), str)), None)
+        if text is None and isinstance(data := value.get("MESSAGE"), list):  # of journald, with control characters
+            text = bytes(n for n in data if type(n) is int and 0 <= n < 256).decode("utf-8", "replace")
+        if text is not None:
+            yield text
+            return
+        value = list(value.values())
+    if isinstance(value, list):
+        if len(value) == 2 and all(isinstance(item, str) for item in value) and value[0].isdigit():
+            yield value[1]  # of Loki: nanoseconds and a line
+            return
+        for item in value:
+            if isinstance(item, dict | list):
+                yield from _texts(item, depth + 1)

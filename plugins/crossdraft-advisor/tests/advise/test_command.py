@@ -10,7 +10,7 @@ import pytest
 from advise_runs import GOOD, POOR, cell, curves, write_run
 from crossdraft_advisor import Acceptance, AcceptanceFormat, Engine
 from crossdraft_advisor.advise.candidates import of_pair
-from crossdraft_advisor.advise.cost_tables import read_cost_table
+from crossdraft_advisor.cost.tables import read_cost_table
 from crossdraft_advisor.engines.acceptance import UNKNOWN_PAIR
 from engine_schemas import LlamaCpp, vllm
 from test_imports import SGLANG_LOG, VLLM_LOG, VLLM_SCRAPE

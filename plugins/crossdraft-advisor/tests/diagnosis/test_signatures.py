@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from crossdraft_advisor.commands.diagnose.counters import served_model
 from crossdraft_advisor.diagnosis.hypothesis import (
     GRID,
     NONE,
@@ -22,7 +23,6 @@ from crossdraft_advisor.diagnosis.hypothesis import (
     Walk,
     assess,
 )
-from crossdraft_advisor.diagnosis.same_server import served_model
 from scipy.special import expit
 from scrapes import scrape_rates
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from crossdraft_advisor import Acceptance, Source
 from crossdraft_advisor.commands.diagnose.counters import read_counters
+from crossdraft_advisor.commands.gate import samples_of
 from crossdraft_advisor.engines import engine_log
 from crossdraft_advisor.engines.formats import acceptances_in, read_acceptances
-from crossdraft_advisor.engines.gate_samples import samples_of
 from crossdraft_advisor.replay.responses import Reader
 from hypothesis import given
 from hypothesis import strategies as st

@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 from crossdraft_advisor.engines.builtin.openai import OpenAiOptions, OpenAiServer
 from crossdraft_advisor.engines.engine_log import read_source
-from crossdraft_advisor.engines.network_settings import CERTIFICATES, HEADERS, proxy_of, redacted
-from crossdraft_advisor.engines.server import ServedCell
-from crossdraft_advisor.engines.server_log import cause_of
+from crossdraft_advisor.engines.http_response import CERTIFICATES, HEADERS, proxy_of, redacted
+from crossdraft_advisor.engines.server import ServedCell, cause_of
 from engine_server import Script, engine_server, steps
 
 from crossdraft import Sampling

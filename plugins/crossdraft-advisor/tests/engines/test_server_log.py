@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from crossdraft_advisor.engines.server_log import cause_of
+from crossdraft_advisor.engines.server import cause_of
 
 VLLM = """$ python -m vllm.entrypoints.openai.api_server
 (APIServer pid=10) INFO 11-26 13:00:00 [utils.py:233] non-default args: {'model': 'm'}

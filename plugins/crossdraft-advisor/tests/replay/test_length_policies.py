@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from crossdraft_advisor.replay import length_policies
+from crossdraft_advisor.replay import step_chain as length_policies
 from crossdraft_advisor.replay.acceptance_formulas import survival
-from crossdraft_advisor.replay.length_policies import confident, heuristic
-from crossdraft_advisor.replay.step_chain import StepAcceptance
+from crossdraft_advisor.replay.step_chain import StepAcceptance, confident, heuristic
 from crossdraft_advisor.replay.step_chain import expected_steps as steps_of
 from crossdraft_advisor.replay.teacher_forcing.scoring import sample_drafts
 from replay_fixtures import Run, configured, making, run, score_drafter

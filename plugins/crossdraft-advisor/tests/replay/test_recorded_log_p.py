@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from crossdraft_advisor.replay.recorded_logprobs import RecordedLogP
+from crossdraft_advisor.replay.replay import RecordedLogP
 from crossdraft_advisor.replay.response import Response
 from crossdraft_advisor.replay.teacher_forcing.draft_scores import DraftScores
 from transformers import AutoModelForCausalLM

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 from crossdraft_advisor.commands.replay.output import as_csv, as_json, tables
 from crossdraft_advisor.replay.aggregate import PromptGroups, Tally
-from crossdraft_advisor.replay.length_policies import heuristic
 from crossdraft_advisor.replay.replay import Candidate, ReplayResult
-from crossdraft_advisor.replay.step_chain import StepAcceptance, expected_steps
+from crossdraft_advisor.replay.step_chain import StepAcceptance, expected_steps, heuristic
 from replay_fixtures import RECIPE, random_acceptance
 from text_models import THINKING, make_text_tokenizer, save_text_model
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import strategies
 import torch
-from crossdraft_advisor.replay.teacher_forcing.draft_traces import TracedDrafter, trace_drafters
+from crossdraft_advisor.replay.teacher_forcing.draft_scores import TracedDrafter, trace_drafters
 from crossdraft_advisor.replay.teacher_forcing.scoring import sample_drafts
 from replay_fixtures import RecordedResponse, configured, making, score_drafter
 

@@ -7,13 +7,14 @@ import torch
 from crossdraft_advisor.samples import first_token_check
 from crossdraft_advisor.samples.first_token_check import (
     Case,
+    Fit,
     PromptDistributions,
     check_counts,
     choose,
     first_token,
+    goodness_of_fit,
     sample,
 )
-from crossdraft_advisor.samples.goodness_of_fit import Fit, goodness_of_fit
 from scipy.stats import chisquare
 from wrong_verifiers import AcceptsAll, Inverted, NoResidual
 

@@ -65,7 +65,7 @@ class CostOptions(MachineOptions):
     def costs(self, remarks: Remarks) -> Costs:
         """The cost curves; adds remarks on their origin."""
         if self.cost:
-            from ...advise.cost_tables import read_cost_table
+            from ...cost.tables import read_cost_table
 
             target = read_cost_table(self.cost)
             drafter = read_cost_table(self.draft_cost) if self.draft_cost else None

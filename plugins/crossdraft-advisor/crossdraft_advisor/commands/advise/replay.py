@@ -9,7 +9,8 @@ from crossdraft.framework import plugins
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.runs.labels import counted
 
-from ..baseline_responses import baseline_responses, log
+from .. import log
+from ..baseline_responses import baseline_responses
 from .servable import not_servable
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from ...engines.acceptance import Acceptance
     from ...replay.replay import Candidate
     from ...replay.response import Response
-    from .options import AdviseOptions
+    from .command import AdviseOptions
 
 #: The greatest draft length that is replayed.
 MAX_GAMMA = 16

@@ -83,7 +83,7 @@ class Diagnose(SamplingOptions, TrustOptions, JsonOptions, Command):
 
             print(signatures_of(self.counters, {}, self.json_))
         elif self.files:
-            from .files import files_of
+            from .responses import files_of
 
             print(files_of(self.configured(), self.target, self.json_))
         else:

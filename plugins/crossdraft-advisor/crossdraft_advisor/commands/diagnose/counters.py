@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from crossdraft.framework.errors import UsageError
+from crossdraft.framework.errors import UsageError, quoted
 from crossdraft.framework.util.table import Alignment, Table
 
 from ...diagnosis.hypothesis import CLEAR_SHARE, NONE, Assessment, Counts, assess
-from ...diagnosis.same_server import differences, engine_of, served_model
 from ...diagnosis.signatures import CIRCUMSTANCES, HEALTHY, counts_of, in_order, signatures
 from ...engines.acceptance import Acceptance
 from ...engines.formats import CounterSource, read_acceptances
@@ -146,3 +146,30 @@ def assessment_json(assessment: Assessment, checks: Mapping[str, str]) -> dict[s
         "against": assessment.against,
         "check": check_of(assessment, checks),
     }
+
+
+#: A label of counters, an argument in the log of a start, or a key of responses.
+_MODEL = re.compile(r"""\bmodel_name=["']([^"']+)|\bserved_model_name=["']?([^"',\s)]+)|"model"\s*:\s*"([^"]+)""")
+#: Characters of a source in which the model is looked for.
+_SEARCHED = 2**20
+
+
+def served_model(text: str) -> str:
+    """The first name of a model in a source; empty if it does not record one."""
+    match = _MODEL.search(text, 0, _SEARCHED)
+    return next(filter(None, match.groups()), "") if match else ""
+
+
+def engine_of(acceptance: Acceptance) -> str:
+    """The name of the format that an acceptance was read in."""
+    return acceptance.format.partition(":")[0]
+
+
+def differences(first: tuple[str, str, str], second: tuple[str, str, str]) -> Iterator[str]:
+    """Yield what shows that two sources, each a name, a model and an engine, are not of one server."""
+    for word, one, other in zip(("model", "engine"), first[1:], second[1:], strict=True):
+        if one and other and one != other:
+            yield (
+                f"{first[0]} is of the {word} {quoted(one)}, {second[0]} of {quoted(other)}: if they are of two "
+                "servers, their difference is not a fault"
+            )

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ...replay.replay import Candidate
     from ...replay.response import Response
     from ...replay.teacher_forcing.draft_scores import DraftScores
-    from ...replay.teacher_forcing.draft_traces import DraftTrace
     from ...replay.teacher_forcing.lazy_models import Target
 
 #: Initial draft length of the heuristic policy, as in the drafters.
@@ -98,8 +97,8 @@ def candidates_of(
 
     from ...replay.replay import Candidate, verifiers_for
     from ...replay.teacher_forcing import model_free
+    from ...replay.teacher_forcing.lazy_models import SharedPasses
     from ...replay.teacher_forcing.scoring import ScoringRequest, with_gamma
-    from ...replay.teacher_forcing.shared_passes import SharedPasses
 
     if reason := MOST_LISTED.violation(drafters):
         raise UsageError(f"--drafter is given {len(drafters)} times; {reason}")
@@ -126,7 +125,7 @@ def candidates_of(
         ):
             raise UsageError(f"drafter '{title}' drafts at most {counted(depth, 'token')}; reduce --gamma")
         drafter: Configured = (cls, config)
-        drawn: Callable[[Iterable[Response]], Iterator[DraftTrace]] | None = None
+        drawn: Callable[[Iterable[Response]], Iterator[DraftScores]] | None = None
         scores_of: Callable[[], Callable[[Iterable[Response]], Iterator[DraftScores]]]
         if free := model_free.is_model_free(cls, config, params):
             scores_of = partial(_without_model, drafter, max(lengths), params)
@@ -157,12 +156,12 @@ def _with_policy(
     name: str,
     gamma: int,
     scores_of: Callable[[Iterable[Response]], Iterator[DraftScores]],
-    drawn: Callable[[Iterable[Response]], Iterator[DraftTrace]] | None,
+    drawn: Callable[[Iterable[Response]], Iterator[DraftScores]] | None,
     drafter: Configured,
     sampling: Sampling,
 ) -> Candidate:
     """The candidate with a length policy, at the greatest draft length only."""
-    from ...replay.length_policies import confident, heuristic, oracle
+    from ...replay.step_chain import confident, heuristic, oracle
 
     if policy.name == "oracle":
         return build(name, gammas=(gamma,), scores=scores_of, steps=oracle)
@@ -173,7 +172,7 @@ def _with_policy(
         )
     point_mass = drafter[0].traits(drafter[1], sampling).point_mass
 
-    def lengths(draft: DraftScores | DraftTrace) -> np.ndarray:
+    def lengths(draft: DraftScores) -> np.ndarray:
         assert draft.log_top is not None
         return confident(draft.log_top if point_mass else draft.log_q, draft.log_top, policy.number)
 
@@ -196,7 +195,7 @@ def _minimum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _lengths(
-    drawn: Callable[[Iterable[Response]], Iterator[DraftTrace]], texts: Iterable[Response]
+    drawn: Callable[[Iterable[Response]], Iterator[DraftScores]], texts: Iterable[Response]
 ) -> Iterator[np.ndarray]:
     for walked in drawn(texts):
         yield walked.lengths

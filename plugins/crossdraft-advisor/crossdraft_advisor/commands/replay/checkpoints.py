@@ -9,18 +9,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.metrics.intervals import LEAST_PIECES
 from crossdraft.framework.runs.labels import counted
 from crossdraft.framework.util.estimate import Estimate, change_text, estimate_text, percent_text
-from crossdraft.framework.util.table import Alignment, Table
+from crossdraft.framework.util.table import Table
 
 from ...gate import GateCheck, Sample, checked
-from ..baseline_responses import log
-from .options import ReplayOptions
+from .. import log, right
 from .output import prompt_names, verifier_title
+
+if TYPE_CHECKING:
+    from .command import Replay
 
 #: A drafter, verifier, number of sequences and draft length.
 Pair = tuple[str, str, int, int]
@@ -47,7 +49,7 @@ class Checkpoint:
     stale: bool = False
 
 
-def checkpoints_of(args: ReplayOptions, replayed: Callable[..., Any]) -> str:
+def checkpoints_of(args: Replay, replayed: Callable[..., Any]) -> str:
     """The table, or JSON, of all pairs at all checkpoints.
 
     Args:
@@ -78,7 +80,7 @@ def checkpoints_of(args: ReplayOptions, replayed: Callable[..., Any]) -> str:
     return _as_json(pairs, args.drop) if args.json_ else _as_text(pairs, notes, args.drop)
 
 
-def _check(args: ReplayOptions) -> None:
+def _check(args: Replay) -> None:
     count = len(args.target)
     if len(args.sources) != count:
         raise UsageError(
@@ -132,14 +134,7 @@ def _first_stale(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
 
 
 def _as_text(pairs: dict[Pair, list[Checkpoint]], notes: Sequence[str], drop: float) -> str:
-    columns: dict[str, Alignment] = {
-        "drafter": "left",
-        "verifier": "left",
-        "gamma": "right",
-        "target": "left",
-        "block efficiency": "left",
-    }
-    columns |= {"Pr(tau >= 1)": "right", "change [95 %]": "left", "verdict": "left"}
+    columns = ["drafter", "verifier", *right("gamma"), "target", "block efficiency", *right("Pr(tau >= 1)")]
     rows, lines = [], []
     for (drafter, verifier, k, gamma), checkpoints in pairs.items():
         title = verifier_title(verifier, k)
@@ -150,14 +145,13 @@ def _as_text(pairs: dict[Pair, list[Checkpoint]], notes: Sequence[str], drop: fl
         lines.append(f"{drafter} × {title}: {_advice(checkpoints, drop)}")
     first = next(iter(pairs.values()))
     pairing = "the same prompts" if all(c.change.paired for c in first if c.change) else "independent responses"
-    parts = [
-        Table(columns, rows).text(),
-        f"change: of block efficiency against {first[0].target}, by the differences of {pairing}\n"
-        f"stale: lower by {percent_text(drop)} or more, and beyond the interval; ok: such a loss is excluded\n"
-        + "\n".join(dict.fromkeys(notes)),
-        "\n".join(lines),
+    legend = [
+        f"change: of block efficiency against {first[0].target}, by the differences of {pairing}",
+        f"stale: lower by {percent_text(drop)} or more, and beyond the interval; ok: such a loss is excluded",
+        *dict.fromkeys(notes),
     ]
-    return "\n\n".join(parts)
+    table = Table([*columns, "change [95 %]", "verdict"], rows).text()
+    return "\n\n".join([table, "\n".join(legend), "\n".join(lines)])
 
 
 def _verdict(item: Checkpoint) -> str:

@@ -10,23 +10,24 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from shlex import quote
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.recipe.recipe import Strategy
 from crossdraft.framework.util.estimate import change_text, estimate_text
-from crossdraft.framework.util.table import Alignment, Table
+from crossdraft.framework.util.table import Table
 
 from ...engines.counter_definitions import DEFINITIONS
 from ...engines.formats import read_acceptances
 from ...engines.prometheus import drafted_tokens
 from ...gate import GateCheck, Sample, checked
 from ...replay.aggregate import Row
-from ...replay.count_causes import (
+from ...replay.engine_counts import (
     DTYPE,
     TEMPLATE,
     Cause,
     Counted,
+    EngineCounts,
     agrees,
     differing,
     draft_lengths,
@@ -34,12 +35,13 @@ from ...replay.count_causes import (
     other_definitions,
     past_end,
 )
-from ...replay.engine_counts import EngineCounts
 from ...replay.jsonl_formats import OTHER_TEMPLATE
-from ..baseline_responses import log
+from .. import log, right
 from .checkpoints import has_weights
-from .options import ReplayOptions
 from .output import prompt_names
+
+if TYPE_CHECKING:
+    from .command import Replay
 
 
 @dataclass
@@ -52,7 +54,6 @@ class EngineCheck:
         cause: of a difference between counted and reference; None if they agree, or if no cause explains it.
         prompts: hashes of the prompts' tokens by id.
         options: with which the engine's drafter differs from crossdraft's default.
-        templates: responses whose prompt is not that of the target's chat template.
         next_check: if no cause explains the difference.
     """
 
@@ -66,7 +67,6 @@ class EngineCheck:
     cause: Cause | None = None
     prompts: dict[str, int] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
-    templates: int = 0
     next_check: str = "run crossdraft verify-engine"
 
     @property
@@ -74,7 +74,7 @@ class EngineCheck:
         return agrees(self.counted, self.reference)
 
 
-def counted_of(args: ReplayOptions, replayed: Callable[..., Any]) -> str:
+def counted_of(args: Replay, replayed: Callable[..., Any]) -> str:
     """Compare the counters of each engine with replay: tables and causes, or JSON.
 
     Args:
@@ -93,7 +93,7 @@ def counted_of(args: ReplayOptions, replayed: Callable[..., Any]) -> str:
     return _text(checks)
 
 
-def _check(args: ReplayOptions) -> None:
+def _check(args: Replay) -> None:
     counts = {"sources": len(args.sources), "--as": len(args.as_), "--counted": len(args.counted)}
     if len(set(counts.values())) > 1:
         numbers = ", ".join(f"{count} {name}" for name, count in counts.items())
@@ -102,15 +102,14 @@ def _check(args: ReplayOptions) -> None:
         raise UsageError("--counted is for one pair: give one --target, --drafter and --verifier")
 
 
-def _checked(args: ReplayOptions, replayed: Callable[..., Any], source: str, engine: str, file: str) -> EngineCheck:
+def _checked(args: Replay, replayed: Callable[..., Any], source: str, engine: str, file: str) -> EngineCheck:
     text, acceptances = read_acceptances(file)
     if len(acceptances) > 1:
         raise UsageError(f"{file} holds the counters of {len(acceptances)} models or draft lengths; give those of one")
     drafted = drafted_tokens(DEFINITIONS[engine], text) if DEFINITIONS[engine].prefix else None
     counted = Counted.of(acceptances[0], None if drafted is None else drafted.value)
-    target = "".join(args.target)
+    target, prompts = "".join(args.target), dict[str, int]()
     variants = list(other_definitions(DEFINITIONS[engine]))
-    prompts: dict[str, int] = {}
 
     def replay_in(dtype: str) -> tuple[Any, ...]:
         return replayed(
@@ -125,19 +124,14 @@ def _checked(args: ReplayOptions, replayed: Callable[..., Any], source: str, eng
     log(f"replaying {source} as {engine}")
     result, sampling, assumed = replay_in(args.dtype)
     (candidate,) = result.candidates
-    verifier, gamma = _single(candidate, counted, file)
-    reference, tally = candidate.counts[verifier, gamma], candidate.tallies[verifier, 1]
-    sample = Sample(
-        source,
-        [(t, s) for t, s in tally.sums(gamma)[:, :2].tolist()],
-        tuple(prompt_names(result.groups)),
-        maximum=1.0 + gamma,
-    )
+    pair = verifier, gamma = _single(candidate, counted, file)
+    reference, tally = candidate.counts[pair], candidate.tallies[verifier, 1]
+    sums = [(t, s) for t, s in tally.sums(gamma)[:, :2].tolist()]
+    sample = Sample(source, sums, tuple(prompt_names(result.groups)), maximum=1.0 + gamma)
     check = EngineCheck(engine, source, file, counted, reference, tally.row(gamma), sample, prompts=prompts)
     strategy = Strategy.parse(args.drafter[0], "--drafter")
     defaults = DEFINITIONS[engine].drafter_options.get(strategy.name, {})
     check.options = {key: value for key, value in defaults.items() if key not in strategy.config}
-    check.templates = assumed[OTHER_TEMPLATE]
     weights = has_weights(candidate.drafter, sampling)
     if target and weights:
         dtype = "" if args.dtype == "auto" else f" --dtype {args.dtype}"
@@ -145,18 +139,22 @@ def _checked(args: ReplayOptions, replayed: Callable[..., Any], source: str, eng
             f"find how it drafts: crossdraft diagnose --target {target} --drafter {quote(args.drafter[0])} --replay "
             f"{quote(source)} --counters {quote(file)} --as {engine}{dtype}"
         )
-    if not check.agrees:
-        counts = candidate.variants[verifier, gamma]
-        dtypes = [dtype for dtype in ("float32", "bfloat16") if weights and dtype != args.dtype]
-        check.cause = (
-            next(
-                (_dtype(dtype) for dtype in dtypes if agrees(counted, _counts(replay_in(dtype), verifier, gamma))), None
-            )
-            or _template(check)
-            or first_cause(counted, [(cause, each) for (cause, _), each in zip(variants, counts, strict=True)])
-            or past_end(counted, reference)
-            or draft_lengths(counted, reference)
+    if check.agrees:
+        return check
+    for dtype in ("float32", "bfloat16"):
+        if weights and dtype != args.dtype and agrees(counted, replay_in(dtype)[0].candidates[0].counts[pair]):
+            text = f"replayed in {dtype}, the counts agree: the engine computes in it; add --dtype {dtype}"
+            check.cause = Cause(DTYPE, text)
+            return check
+    if templates := assumed[OTHER_TEMPLATE]:
+        check.cause = Cause(
+            TEMPLATE,
+            f"{templates} prompts differ from the messages in the target's chat template; request prompt token ids, "
+            "or set the engine's chat template",
         )
+        return check
+    causes = [(cause, counts) for (cause, _), counts in zip(variants, candidate.variants[pair], strict=True)]
+    check.cause = first_cause(counted, causes) or past_end(counted, reference) or draft_lengths(counted, reference)
     return check
 
 
@@ -170,38 +168,12 @@ def _single(candidate: Any, counted: Counted, file: str) -> tuple[str, int]:
     return next(iter(candidate.verifiers)), gamma
 
 
-def _counts(replayed: tuple[Any, ...], verifier: str, gamma: int) -> EngineCounts:
-    (candidate,) = replayed[0].candidates
-    return candidate.counts[verifier, gamma]
-
-
-def _dtype(dtype: str) -> Cause:
-    return Cause(DTYPE, f"replayed in {dtype}, the counts agree: the engine computes in it; add --dtype {dtype}")
-
-
-def _template(check: EngineCheck) -> Cause | None:
-    if not check.templates:
-        return None
-    return Cause(
-        TEMPLATE,
-        f"{check.templates} prompts differ from the messages in the target's chat template; request prompt token ids, "
-        "or set the engine's chat template",
-    )
-
-
 # -- output ------------------------------------------------------------------------------------------------------
 
 
 def _text(checks: Sequence[EngineCheck]) -> str:
     deepest = max(check.reference.gamma for check in checks)
-    columns: dict[str, Alignment] = {
-        "engine": "left",
-        "numbers": "left",
-        "drafts": "right",
-        "accepted": "right",
-        "length": "right",
-    }
-    columns |= {f"at {i}": "right" for i in range(1, deepest + 1)}
+    columns = ["engine", "numbers", *right("drafts", "accepted", "length", *(f"at {i + 1}" for i in range(deepest)))]
     rows, lines = [], []
     for check in checks:
         counted, reference, row = check.counted, check.reference, check.row

@@ -11,11 +11,12 @@ from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.models.segments import ANSWER
 from crossdraft.framework.runs.labels import counted
 from crossdraft.framework.util.estimate import Estimate, estimate_text, spread
-from crossdraft.framework.util.table import Alignment, Table
+from crossdraft.framework.util.table import Table
 
 from ...engines.counter_definitions import CounterDefinition
 from ...replay.aggregate import MAX_GROUPS, PromptGroups, Row, Tally, difference, segment_difference
 from ...replay.replay import Candidate, ReplayResult
+from .. import right
 
 #: A pair at a draft length: candidate, verifier, K and gamma.
 Key = tuple[Candidate, str, int, int]
@@ -57,78 +58,67 @@ def tables(result: ReplayResult, sampling: Sampling | None, assumed: Mapping[str
     grouped = " or groups of them" if any(len(ids) >= MAX_GROUPS for ids in result.groups.by_category.values()) else ""
     prompts = f"{counted(len(result.groups.category), 'prompt')}{grouped}"
     head = f"{counted(result.responses, 'response')}, {counted(result.tokens, 'token')}, {prompts}, {setting}"
-    parts = [head, _efficiency(result), _acceptance(result)]
-    if result.definition is not None:
-        parts.append(_engine_counts(result, result.definition))
-    if len(result.groups.by_category) > 1:
-        parts.append(_categories(result))
-    if result.segment_tokens:
-        parts.append(_segments(result))
+    parts, definition = [head, _efficiency(result), _acceptance(result)], result.definition
     notes = [
         "block efficiency: tokens per target call in steps where a draft of gamma tokens fits [95 % interval over "
         "prompts; the responses are fixed]",
     ]
+    if definition is not None:
+        parts.append(_engine_counts(result, definition))
+    if len(result.groups.by_category) > 1:
+        parts.append(_categories(result))
     if result.segment_tokens:
+        parts.append(_segments(result))
         notes.append(
             "a step is of the segment of its first token; vs answer: on the prompts that have both; steps: share of all"
         )
-    if result.definition is not None:
-        notes += _engine_notes(result, result.definition)
+    if definition is not None:
+        notes += _engine_notes(result, definition)
     if any("oracle" in candidate.title for candidate in result.candidates):
         notes.append("oracle: drafts exactly the tokens that are accepted; an upper bound")
     notes += [f"{counted(count, 'response')} {assumption}" for assumption, count in assumed.items()]
     return "\n\n".join([*parts, "\n".join(notes)])
 
 
+def _titles(key: Key) -> list[str]:
+    candidate, verifier, k, gamma = key
+    return [candidate.title, verifier_title(verifier, k), str(gamma)]
+
+
+def _longest(result: ReplayResult) -> list[Key]:
+    """The pairs at their longest draft."""
+    return [key for key in keys(result) if key[3] == key[0].gammas[-1]]
+
+
 def _efficiency(result: ReplayResult) -> str:
-    columns: dict[str, Alignment] = {
-        "drafter": "left",
-        "verifier": "left",
-        "gamma": "right",
-        "block efficiency": "left",
-    }
-    columns |= {"all steps": "right", "drafted per step": "right", "drafted per token": "right"}
-    columns |= {"rows per token": "right"}
-    columns |= {"vs first verifier": "left", "vs first drafter": "left", "vs shorter draft": "left"}
+    others = ("vs first verifier", "vs first drafter", "vs shorter draft")
+    columns = ["drafter", "verifier", *right("gamma"), "block efficiency"]
+    columns += [*right("all steps", "drafted per step", "drafted per token", "rows per token"), *others]
     rows = []
     for key in keys(result):
         candidate, verifier, k, gamma = key
-        tally = candidate.tallies[verifier, k]
-        row, by_kind = tally.row(gamma), differences(result, key)
-        bound = "≤ " if k > 1 else ""
-        numbers = [f"{row.block_efficiency_all_steps:.2f}", f"{row.drafted_per_step:.2f}"]
-        numbers.append(f"{row.drafted / row.tokens:.2f}")
-        numbers.append(f"{bound}{row.target_rows_per_token:.2f}")
-        kinds = ("verifier", "drafter", "gamma")
-        cells = [estimate_text(by_kind[kind][1], "+") if kind in by_kind else "" for kind in kinds]
-        titles = [candidate.title, verifier_title(verifier, k), str(gamma)]
-        rows.append([*titles, estimate_text(row.block_efficiency), *numbers, *cells])
-    return Table(columns, rows).without_empty("vs first verifier", "vs first drafter", "vs shorter draft").text()
+        row, by_kind = candidate.tallies[verifier, k].row(gamma), differences(result, key)
+        numbers = (row.block_efficiency_all_steps, row.drafted_per_step, row.drafted / row.tokens)
+        cells = [*(f"{n:.2f}" for n in numbers), f"{'≤ ' if k > 1 else ''}{row.target_rows_per_token:.2f}"]
+        cells += [estimate_text(by_kind.get(kind, ("", None))[1], "+") for kind in ("verifier", "drafter", "gamma")]
+        rows.append([*_titles(key), estimate_text(row.block_efficiency), *cells])
+    return Table(columns, rows).without_empty(*others).text()
 
 
 def _acceptance(result: ReplayResult) -> str:
-    rows, deepest = [], 0
-    for candidate in result.candidates:
-        for (verifier, k), tally in candidate.tallies.items():
-            row = tally.row(candidate.gammas[-1])
-            deepest = max(deepest, row.gamma)
-            for name, values in (("marginal", row.marginal), ("conditional", row.conditional)):
-                rows.append([candidate.title, verifier_title(verifier, k), name, *(f"{value:.3f}" for value in values)])
-    columns: dict[str, Alignment] = {"drafter": "left", "verifier": "left", "Pr(tau >= i)": "left"}
-    columns |= {str(i): "right" for i in range(1, deepest + 1)}
-    return Table(columns, rows).text()
+    rows = []
+    for key in _longest(result):
+        row = key[0].tallies[key[1], key[2]].row(key[3])
+        for name, values in (("marginal", row.marginal), ("conditional", row.conditional)):
+            rows.append([*_titles(key)[:2], name, *(f"{value:.3f}" for value in values)])
+    deepest = max((key[3] for key in _longest(result)), default=0)
+    return Table(["drafter", "verifier", "Pr(tau >= i)", *right(*map(str, range(1, deepest + 1)))], rows).text()
 
 
 def _engine_counts(result: ReplayResult, definition: CounterDefinition) -> str:
     ratios = {definition.length: "length", definition.rate: "rate", definition.tokens_per_step: "tokens_per_step"}
     ratios.pop("", None)
-    columns: dict[str, Alignment] = {
-        "drafter": "left",
-        "verifier": "left",
-        "gamma": "right",
-        **dict.fromkeys(ratios, "right"),
-    }
-    columns |= {"drafts": "right", "draft tokens": "right", "accepted": "right", "accepted by position": "left"}
+    columns = ["drafter", "verifier", *right("gamma", *ratios, "drafts", "draft tokens", "accepted")]
     rows = []
     for candidate, verifier, _, gamma in keys(result):
         counts = candidate.counts[verifier, gamma]
@@ -136,7 +126,7 @@ def _engine_counts(result: ReplayResult, definition: CounterDefinition) -> str:
         cells = ["" if value is None else f"{value:.3f}" for value in values]
         cells += [_count(value) for value in (counts.drafts, counts.draft_tokens, counts.accepted)]
         rows.append([candidate.title, verifier, str(gamma), *cells, ", ".join(map(_count, counts.per_position))])
-    return Table(columns, rows).text()
+    return Table([*columns, "accepted by position"], rows).text()
 
 
 def _count(value: float) -> str:
@@ -149,9 +139,7 @@ def _engine_notes(result: ReplayResult, definition: CounterDefinition) -> list[s
     notes = [
         f"counters as of {definition.engine} {definition.version}, {source}: of {definition.meaning} (docs/engines.md)"
     ]
-    unknown = max(
-        (counts.unknown for candidate in result.candidates for counts in candidate.counts.values()), default=0
-    )
+    unknown = max((counts.unknown for each in result.candidates for counts in each.counts.values()), default=0)
     if unknown:
         notes.append(
             f"up to {_count(unknown)} drafted tokens lie past the end of a response, and {definition.engine} accepts "
@@ -161,49 +149,33 @@ def _engine_notes(result: ReplayResult, definition: CounterDefinition) -> list[s
 
 
 def _categories(result: ReplayResult) -> str:
-    names = list(result.groups.by_category)
-    columns: dict[str, Alignment] = {"drafter": "left", "verifier": "left", "gamma": "right"}
-    columns.update(dict.fromkeys(names, "left"))
-    rows = []
-    for candidate in result.candidates:
-        gamma = candidate.gammas[-1]
-        for (verifier, k), tally in candidate.tallies.items():
-            estimates = [estimate_text(_category_estimate(tally, gamma, name)) for name in names]
-            rows.append([candidate.title, verifier_title(verifier, k), str(gamma), *estimates])
-    return Table(columns, rows).text()
+    names, rows = list(result.groups.by_category), []
+    for key in _longest(result):
+        tally = key[0].tallies[key[1], key[2]]
+        values = [tally.row(key[3], name).block_efficiency if name in tally.categories else None for name in names]
+        rows.append([*_titles(key), *map(estimate_text, values)])
+    return Table(["drafter", "verifier", *right("gamma"), *names], rows).text()
 
 
 def _segments(result: ReplayResult) -> str:
-    columns: dict[str, Alignment] = {
-        "drafter": "left",
-        "verifier": "left",
-        "gamma": "right",
-        "segment": "left",
-        "tokens": "right",
-    }
-    columns |= {"steps": "right", "block efficiency": "left", "Pr(tau >= 1)": "right", "vs answer": "left"}
+    columns = ["drafter", "verifier", *right("gamma"), "segment", *right("tokens", "steps"), "block efficiency"]
     rows, total = [], sum(result.segment_tokens.values())
-    for candidate in result.candidates:
-        gamma = candidate.gammas[-1]
-        for (verifier, k), tally in candidate.by_segment.items():
-            steps = candidate.tallies[verifier, k].row(gamma).steps
-            for name, row in _rows_of_segments(tally, gamma).items():
-                share = f"{100 * result.segment_tokens[name] / total:.0f} %"
-                cells = [candidate.title, verifier_title(verifier, k), str(gamma), name, share]
-                cells += [f"{100 * row.steps / steps:.0f} %", estimate_text(row.block_efficiency)]
-                other = segment_difference(tally, gamma, name, ANSWER) if name != ANSWER else None
-                rows.append([*cells, f"{row.marginal[0]:.3f}" if row.marginal else "", estimate_text(other, "+")])
-    return Table(columns, rows).text()
+    for key in _longest(result):
+        candidate, verifier, k, gamma = key
+        tally, steps = candidate.by_segment[verifier, k], candidate.tallies[verifier, k].row(gamma).steps
+        for name, row in _rows_of_segments(tally, gamma).items():
+            shares = [result.segment_tokens[name] / total, row.steps / steps]
+            cells = [*_titles(key), name, *(f"{100 * share:.0f} %" for share in shares)]
+            other = segment_difference(tally, gamma, name, ANSWER) if name != ANSWER else None
+            cells += [estimate_text(row.block_efficiency), f"{row.marginal[0]:.3f}" if row.marginal else ""]
+            rows.append([*cells, estimate_text(other, "+")])
+    return Table([*columns, *right("Pr(tau >= 1)"), "vs answer"], rows).text()
 
 
 def _rows_of_segments(tally: Tally, gamma: int) -> dict[str, Row]:
     """Results by segment in which steps start, the answer last."""
     names = sorted(tally.categories, key=lambda name: name == ANSWER)
     return {name: tally.row(gamma, name) for name in names if tally.sums(gamma, name)[:, 3].sum() > 0}
-
-
-def _category_estimate(tally: Tally, gamma: int, category: str) -> Estimate | None:
-    return tally.row(gamma, category).block_efficiency if category in tally.categories else None
 
 
 # -- JSON and CSV --------------------------------------------------------------------------------------------------

@@ -14,11 +14,20 @@ from typing import ClassVar
 
 from ..acceptance import Acceptance, constant_rate
 from ..counter_definitions import DEFINITIONS
-from ..engine import Engine, Schedule, Settings
+from ..engine import (
+    Engine,
+    Schedule,
+    Settings,
+    length_remarks,
+    needs_method,
+    needs_model,
+    ngram_sizes,
+    only_point_masses,
+    shell,
+)
 from ..engine_log import Source, TimedSteps
 from ..formats import AcceptanceFormat
 from ..prometheus import spec_decode
-from ..settings import length_remarks, needs_method, needs_model, ngram_sizes, only_point_masses, shell
 from ..speeds import NO_DRAFT, OTHER_SIZE, add_speed
 from ..step_counts import FEW_IDLE, StepCounts, acceptances_of, count, from_mean, from_rates, full_drafts, steps_of
 

@@ -21,11 +21,20 @@ from crossdraft.framework.util.limits import MOST_LEVELS
 
 from ..acceptance import WINDOWS, Acceptance
 from ..counter_definitions import DEFINITIONS
-from ..engine import Engine, Schedule, Settings
+from ..engine import (
+    Engine,
+    Schedule,
+    Settings,
+    length_remarks,
+    needs_method,
+    needs_model,
+    only_point_masses,
+    shell,
+    synthetic_remarks,
+)
 from ..engine_log import Source
 from ..formats import AcceptanceFormat
 from ..prometheus import by_model, samples, title_of
-from ..settings import length_remarks, needs_method, needs_model, only_point_masses, shell, synthetic_remarks
 from ..speeds import Drafting, add_scraped, add_speed, flaw_of
 from ..step_counts import StepCounts, acceptances_of, steps_of
 

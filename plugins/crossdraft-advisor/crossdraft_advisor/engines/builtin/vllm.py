@@ -14,11 +14,10 @@ from typing import Any, ClassVar
 
 from ..acceptance import WINDOWS, Acceptance
 from ..counter_definitions import DEFINITIONS, PREFILL_TOKENS
-from ..engine import Engine, Schedule, Settings
-from ..engine_log import Source
-from ..formats import AcceptanceFormat
-from ..prometheus import ACCEPTED, DRAFTED, DRAFTS, REQUESTS, TOKENS, spec_decode, totals_by_model
-from ..settings import (
+from ..engine import (
+    Engine,
+    Schedule,
+    Settings,
     length_remarks,
     match_remarks,
     needs_method,
@@ -27,6 +26,9 @@ from ..settings import (
     only_point_masses,
     shell,
 )
+from ..engine_log import Source
+from ..formats import AcceptanceFormat
+from ..prometheus import ACCEPTED, DRAFTED, DRAFTS, REQUESTS, TOKENS, spec_decode, totals_by_model
 from ..speeds import NO_DRAFT, Drafting, add_scraped, add_speed, flaw_of
 from ..step_counts import StepCounts, acceptances_of, all_steps, from_rates, full_drafts, steps_of
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from copy import copy, deepcopy
 from dataclasses import replace
 from functools import cached_property
+from itertools import tee
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from crossdraft.framework.models.load import load_model
 from crossdraft.framework.models.resolve import resolve
 from crossdraft.framework.models.tokenizer import load_tokenizer
 
-from .scoring import MakeContext, context_factory
+from ..response import Response
+from .draft_scores import DraftScores
+from .scoring import MakeContext, ScoringRequest, context_factory, sample_drafts, score_drafters
 
 
 class Target:
@@ -123,3 +126,56 @@ class Target:
                     self.draft_model_change(model)
                 self._draft_models[key] = replace(self._draft_models[key], model=model)
         return self._draft_models[key]
+
+
+class SharedPasses:
+    """Streams of scores of several drafters on the same responses.
+
+    All streams must be created before the first is read, and all use the texts passed to the first.
+    """
+
+    def __init__(self, target: Target):
+        self.target = target
+        self._requests: list[ScoringRequest] = []
+        self._streams = 0
+        self._scores: list[Iterator[list[DraftScores]]] = []
+        self._samples: dict[int, list[Iterator[DraftScores]]] = {}
+
+    def add(self, request: ScoringRequest) -> int:
+        """Add a drafter and return its index."""
+        self._requests.append(request)
+        return len(self._requests) - 1
+
+    def scores(self, index: int) -> Callable[[Iterable[Response]], Iterator[DraftScores]]:
+        """Return a stream of a drafter's `DraftScores`, one per text; it may be called repeatedly."""
+        stream_index = self._streams
+        self._streams += 1
+
+        def stream_of(texts: Iterable[Response]) -> Iterator[DraftScores]:
+            if not self._scores:
+                created = score_drafters(self._requests, list(texts), self.target.make, without=self.target.without)
+                self._scores = list(tee(created, self._streams))
+            del texts
+            stream, self._scores[stream_index] = self._scores[stream_index], iter(())
+            for batch in stream:
+                yield batch[index]
+
+        return stream_of
+
+    def samples(self, index: int) -> Callable[[Iterable[Response]], Iterator[DraftScores]]:
+        """Return a stream of a drafter's sampled drafts, computed once for all readers."""
+
+        def stream_of(texts: Iterable[Response]) -> Iterator[DraftScores]:
+            # The first reader creates the stream and leaves a copy for later ones.
+            if index not in self._samples:
+                request, target = self._requests[index], self.target
+                created = sample_drafts(
+                    request.drafter, list(texts), target.make, depth=request.depth, without=target.without
+                )
+                self._samples[index] = [created]
+            del texts
+            *_, last = self._samples[index]
+            stream, self._samples[index][-1] = tee(last)
+            yield from stream
+
+        return stream_of

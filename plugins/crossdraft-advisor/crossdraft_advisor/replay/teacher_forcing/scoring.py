@@ -11,29 +11,41 @@ verifiers of several i.i.d. sequences need.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 import numpy as np
+import torch
 from pydantic import ValidationError
+from torch import Tensor
 
 from crossdraft.framework.api.build import Configured, TargetContext, make_slots
 from crossdraft.framework.contracts.draft_kind import INDEPENDENT_SEQUENCES
 from crossdraft.framework.contracts.drafter import DraftContext, Drafter, DraftTraits, TextDistribution
+from crossdraft.framework.contracts.lm import LM
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.contracts.options import fault
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.errors import ModelError, UsageError
+from crossdraft.framework.errors import ModelError, NumericalError, UsageError
 from crossdraft.framework.lm.recomputing_lm import scoring_slots
+from crossdraft.framework.util.tensors import on_device
 
 from ..response import Response
-from .draft_scores import DraftScores
-from .draft_traces import DraftTrace, TracedDrafter, context_length_of, not_replayable, trace_drafters
-from .text_distributions import TextScoring, score_texts
+from .draft_scores import (
+    DraftScores,
+    TracedDrafter,
+    context_length_of,
+    mask_past_end,
+    max_draft_len,
+    not_replayable,
+    shifted_windows,
+    trace_drafters,
+)
+from .iid_chains import ChainSums, sums
 
 #: Default draft depth.
 DEPTH = 16
@@ -126,19 +138,19 @@ def sample_drafts(
     seed: int = 0,
     without: MakeContext | None = None,
     rows: int = ROWS,
-) -> Iterator[DraftTrace]:
+) -> Iterator[DraftScores]:
     """Sample drafts of ``drafter`` at each token of each text: draft lengths, and log Q of the drafted tokens.
 
     Needed for the number of drafted tokens if the draft length depends on them. Given the tokens before t, the event
     that a step starts at t is independent of the draft there, so the sum over t of Pr(a step starts at t) times
-    `DraftTrace.lengths` is an unbiased estimate of the tokens drafted in a run.
+    `DraftScores.lengths` is an unbiased estimate of the tokens drafted in a run.
 
     Args and errors as of `score_drafters`; log P is not computed. ``seed``: of the sampling.
     """
     scorer = _Scorer([ScoringRequest(drafter, depth, tops=True)], texts, make, without, rows, needs_log_p=False)
     rng = CounterRng(seed)
 
-    def sample(batch: Sequence[Response], indices: Sequence[int]) -> list[DraftTrace]:
+    def sample(batch: Sequence[Response], indices: Sequence[int]) -> list[DraftScores]:
         return trace_drafters(scorer.traced_drafters(), scorer.context, batch, rng, indices)[0]
 
     yield from scorer.each(sample)
@@ -226,30 +238,27 @@ class _Scorer:
         scores_of: dict[int, list[DraftScores]] = {}
         traced = [i for i, distribution in enumerate(self.text_distributions) if distribution is None]
         log_p = [self.recorded_log_p(text) for text in batch]
-        target_log_p: list[np.ndarray | None] = [None] * len(batch)
         if traced:
             drafters = self.traced_drafters()
             traces = trace_drafters([drafters[i] for i in traced], self.context, batch)
-            if self.context.target is not None and self.sampling.temperature:
-                target_log_p = [None if p is None else trace.log_p for trace, p in zip(traces[0], log_p, strict=True)]
-            log_p = [trace.log_p if p is None else p for trace, p in zip(traces[0], log_p, strict=True)]
-            for i, own in zip(traced, traces, strict=True):
-                scores_of[i] = [
-                    DraftScores(trace.log_q, trace.lengths, p, log_top=trace.log_top, own_log_p=own_log_p)
-                    for trace, p, own_log_p in zip(own, log_p, target_log_p, strict=True)
-                ]
-        textual = [i for i in range(len(self.text_distributions)) if i not in traced]
-        if textual:
-            text_scores = score_texts([self._text_scoring(i) for i in textual], self.context, self.chunk, batch, log_p)
-            scores_of |= dict(zip(textual, text_scores, strict=True))
+            computed = [trace.log_p for trace in traces[0]]
+            compares = self.context.target is not None and self.sampling.temperature
+            own = [c if compares and p is not None else None for c, p in zip(computed, log_p, strict=True)]
+            log_p = [c if p is None else p for c, p in zip(computed, log_p, strict=True)]
+            for i, of_drafter in zip(traced, traces, strict=True):
+                rows = zip(of_drafter, log_p, own, strict=True)
+                scores_of[i] = [replace(trace, log_p=p, own_log_p=own_p) for trace, p, own_p in rows]
+        scorers = {
+            i: _TextScores(self.requests[i], distribution, self.traits[i].depth, batch, self.chunk)
+            for i, distribution in enumerate(self.text_distributions)
+            if distribution is not None
+        }
+        if scorers:
+            sequences = any(self.requests[i].sequences for i in scorers)
+            run_target = self.sampling.temperature > 0 and (sequences or any(p is None for p in log_p))
+            text_scores = score_texts([*scorers.values()], self.context, self.chunk, batch, log_p, run_target)
+            scores_of |= dict(zip(scorers, text_scores, strict=True))
         return [list(scores) for scores in zip(*(scores_of[i] for i in range(len(self.requests))), strict=True)]
-
-    def _text_scoring(self, i: int) -> TextScoring:
-        request, distribution = self.requests[i], self.text_distributions[i]
-        assert distribution is not None
-        return TextScoring(
-            request.drafter[0].name, distribution, self.traits[i].depth, request.depth, request.sequences, request.tops
-        )
 
     def recorded_log_p(self, text: Response) -> np.ndarray | None:
         """Recorded log P, or None; always 0 at temperature 0."""
@@ -306,3 +315,163 @@ def check(texts: Sequence[Response], vocab_size: int, context_length: int | None
                 f"{text.place}: token {invalid} is outside of the target's vocabulary of {vocab_size}; set --target to "
                 "the model that generated the response"
             )
+
+
+def prefill_chunks(lm: LM, texts: Sequence[Response], width: int) -> Generator[Tensor]:
+    """Yield logits ``[B, w, V]`` of at most B responses in chunks of ``width`` tokens; the last may be narrower.
+
+    Row b of chunk i predicts tokens i * width, i * width + 1, .. of response b; values past its end, and in rows
+    without a response, are undefined. Use it under `torch.inference_mode`.
+    """
+    rows = lm.batch_size
+    longest = max((len(text.tokens) for text in texts), default=0)
+    lm.hidden_layers = ()
+    active = [row for row, text in enumerate(texts) if len(text.tokens)]
+    for row in active:
+        lm.start(row, list(texts[row].prompt))
+    # Inputs are shifted by one token: the prompt's last comes first.
+    inputs = [[int(text.prompt[-1]), *map(int, text.tokens[:-1])][: len(text.tokens)] for text in texts]
+    padded = [tokens + [0] * (longest - len(tokens)) for tokens in inputs] + [[0] * longest] * (rows - len(inputs))
+    tokens = on_device(padded, lm.device)
+    try:
+        for start in range(0, longest, width):
+            logits, _ = lm.forward(tokens[:, start : start + width])
+            lm.commit(
+                [
+                    *(min(max(len(row_inputs) - start, 0), logits.shape[1]) for row_inputs in inputs),
+                    *[0] * (rows - len(inputs)),
+                ]
+            )
+            yield logits
+            for row in [row for row in active if len(inputs[row]) <= start + width]:
+                active.remove(row)
+                lm.free(row)
+    finally:
+        if active:
+            lm.commit([0] * rows)
+            for row in active:
+                lm.free(row)
+
+
+class _TextScores:
+    """Scores of one drafter along a group of texts, computed chunk by chunk.
+
+    Args:
+        maximum: longest draft of the drafter.
+        chunk: tokens per chunk.
+    """
+
+    def __init__(
+        self,
+        request: ScoringRequest,
+        distribution: TextDistribution,
+        maximum: int,
+        batch: Sequence[Response],
+        chunk: int,
+    ):
+        self._depth, self._sequences, self._tops = request.depth, request.sequences, request.tops
+        self.name, self._distribution, self._maximum = request.drafter[0].name, distribution, maximum
+        self._batch, self._chunk, self._logits = batch, chunk, prefill_chunks(distribution.lm, batch, chunk)
+        self.log_q: list[Tensor] = []
+        self._log_top: list[Tensor] = []
+        self._stops: list[Tensor] = []
+        self._parts: list[list[ChainSums]] = [[] for _ in batch]
+
+    def next(self, i: int, y: Tensor, p: Tensor | None) -> None:
+        """Process chunk i with tokens ``y [B, w]`` and target probabilities ``p [B, w, V]``."""
+        logits, distribution = next(self._logits)[: len(self._batch)], self._distribution
+        q = distribution.sampling.probs(logits)
+        self.log_q.append(_log_at(q, y))
+        model_q = q if distribution.sampling.temperature else logits.float().softmax(-1)
+        if self._tops:
+            self._log_top.append(model_q.amax(-1).double().log())
+        if distribution.should_continue is not None:
+            flat = (logits.flatten(0, 1), model_q.flatten(0, 1), y.flatten())
+            self._stops.append(~distribution.should_continue(*flat).view_as(y))
+        if p is not None and self._sequences:
+            for row, text in enumerate(self._batch):
+                n = min(len(text.tokens) - i * self._chunk, self._chunk)
+                if n > 0:
+                    self._parts[row].append(sums(p[row, :n], q[row, :n], y[row, :n], self._sequences))
+
+    def scores(self, row: int, log_q: np.ndarray, log_p: np.ndarray, context_length: int | None) -> DraftScores:
+        """`DraftScores` of a text from the ``log_q [T]`` of its tokens."""
+        depth, n, start = self._depth, len(log_q), len(self._batch[row].prompt)
+        maximum = min(depth, self._maximum)
+        lengths = np.array([max_draft_len(maximum, start + t, context_length) for t in range(n)], dtype=np.int64)
+        if self._stops:
+            stops = torch.cat(self._stops, 1)[row, :n].cpu().numpy()
+            lengths = np.minimum(lengths, _tokens_until(stops, self._distribution.keeps_last))
+        windows = shifted_windows(log_q, depth, -np.inf)
+        windows = np.where(np.arange(depth) < lengths[:, None], windows, -np.inf)
+        joined = ChainSums.joined(self._parts[row]) if self._parts[row] else None
+        best = shifted_windows(_join(self._log_top, row, n), depth, -np.inf) if self._tops else None
+        return DraftScores(mask_past_end(windows), lengths, log_p, joined, best)
+
+    def close(self) -> None:
+        self._logits.close()
+
+
+@torch.inference_mode()
+def score_texts(
+    scorers: Sequence[_TextScores],
+    context: DraftContext,
+    chunk: int,
+    batch: Sequence[Response],
+    log_p: Sequence[np.ndarray | None],
+    run_target: bool,
+) -> list[list[DraftScores]]:
+    """Scores of each drafter for each of at most B texts, in one pass of the target.
+
+    Args:
+        log_p: recorded log P of each text or None.
+        run_target: one of them is None, or sums are requested.
+    """
+    lengths = [len(text.tokens) for text in batch]
+    longest = max(lengths, default=0)
+    x = on_device([[*text.tokens, *[0] * (longest - len(text.tokens))] for text in batch], context.device)
+    target, target_log_p = None, []
+    if run_target:
+        assert context.target is not None
+        target = prefill_chunks(context.target, batch, chunk)
+    try:
+        for i in range(-(-longest // chunk)):
+            y, p = x[:, i * chunk : (i + 1) * chunk], None
+            if target is not None:
+                p = context.sampling.probs(next(target)[: len(batch)])
+                target_log_p.append(_log_at(p, y))
+            for scorer in scorers:
+                scorer.next(i, y, p)
+    finally:
+        for generator in (*scorers, *([target] if target is not None else [])):
+            generator.close()
+    results: list[list[DraftScores]] = [[] for _ in scorers]
+    for row_scores, scorer in zip(results, scorers, strict=True):
+        for row, (text, n, recorded) in enumerate(zip(batch, lengths, log_p, strict=True)):
+            log_q, computed = _join(scorer.log_q, row, n), _join(target_log_p, row, n) if run_target else None
+            for label, values in ((f"drafter '{scorer.name}'", log_q), ("the target", computed)):
+                if values is not None and np.isnan(values).any():
+                    at = int(np.argmax(np.isnan(values)))
+                    raise NumericalError(f"{label} produced NaN at token {at} of {text.place}; try dtype float32")
+            known = computed if recorded is None else recorded
+            assert known is not None
+            scores = scorer.scores(row, log_q, known, context_length_of(context))
+            own = recorded is not None and computed is not None
+            row_scores.append(replace(scores, own_log_p=computed) if own else scores)
+    return results
+
+
+def _log_at(probs: Tensor, tokens: Tensor) -> Tensor:
+    """Log of ``probs [B, w, V]`` at ``tokens [B, w]``, float64 ``[B, w]``."""
+    return probs.gather(2, tokens[..., None])[..., 0].double().log()
+
+
+def _join(chunks: Sequence[Tensor], row: int, n: int) -> np.ndarray:
+    return torch.cat([chunk[row] for chunk in chunks])[:n].cpu().numpy() if n else np.zeros(0)
+
+
+def _tokens_until(stops: np.ndarray, keeps_last: bool) -> np.ndarray:
+    """``[T]``: tokens from each position to the next of ``stops [T]`` bool, itself included if ``keeps_last``."""
+    t = np.arange(len(stops))
+    at = np.where(stops, t + keeps_last, t[-1:] + 2**20)
+    return np.minimum.accumulate(at[::-1])[::-1] - t

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -10,7 +14,9 @@ from crossdraft.framework.cli.options.run import JsonOptions
 from crossdraft.framework.cli.options.trust import TrustOptions
 from crossdraft.framework.contracts.command import Argument, Command
 from crossdraft.framework.errors import UsageError
+from crossdraft.framework.metrics.columns import SIMULATION_COLUMNS
 from crossdraft.framework.runs.labels import counted
+from crossdraft.framework.util.estimate import Estimate, estimate_text, spread
 from crossdraft.framework.util.input_files import kind_of
 from crossdraft.framework.util.limits import (
     MOST_DEVICES,
@@ -20,15 +26,17 @@ from crossdraft.framework.util.limits import (
     MOST_ROWS,
     MOST_TOKENS,
 )
+from crossdraft.framework.util.table import Alignment, Table
 
-from ..advise.costs import CostOptions
+from .advise.costs import CostOptions
 
 if TYPE_CHECKING:
-    from ...advise.caveats import Remarks
-    from ...simulate.arrivals import ArrivalProcess
-    from ...simulate.policies import StepPolicy
-    from ...simulate.request import Pool
-    from ...simulate.step_cost import StepCost
+    from ..advise.caveats import Remarks
+    from ..simulate.arrivals import ArrivalProcess
+    from ..simulate.outcome import PolicyResult
+    from ..simulate.policies import StepPolicy
+    from ..simulate.request import Pool
+    from ..simulate.step_cost import StepCost
 
 #: Requests of a simulation by default.
 REQUESTS = 200
@@ -135,11 +143,10 @@ class Simulate(CostOptions, TrustOptions, JsonOptions, Command):
         return self
 
     def run(self) -> int:
-        from ...advise.caveats import Remarks
-        from ...simulate.outcome import ServiceLevel, compare
-        from ...simulate.policies import parse_policy
-        from ...simulate.replica import EngineSettings
-        from .output import as_csv, as_json, as_text
+        from ..advise.caveats import Remarks
+        from ..simulate.outcome import ServiceLevel, compare
+        from ..simulate.policies import parse_policy
+        from ..simulate.replica import EngineSettings
 
         remarks = Remarks()
         processes = _processes(self, remarks)
@@ -182,7 +189,7 @@ class Simulate(CostOptions, TrustOptions, JsonOptions, Command):
 
 
 def _processes(args: Simulate, remarks: Remarks) -> list[ArrivalProcess]:
-    from ...simulate.arrivals import ClosedLoop, GammaArrivals, read_trace
+    from ..simulate.arrivals import ClosedLoop, GammaArrivals, read_trace
 
     if args.trace:
         trace = read_trace(args.trace, args.requests, args.time_unit)
@@ -197,10 +204,10 @@ def _pool(args: Simulate, remarks: Remarks) -> tuple[Pool, str, str]:
     """The recorded responses with their acceptance, a title, and the draft model."""
     from crossdraft.framework.contracts.sampling import Sampling
 
-    from ...replay.responses import Reader
-    from ...simulate.request import read_pool
-    from ..replay.candidates import candidates_of
-    from ..replay.command import read_responses
+    from ..replay.responses import Reader
+    from ..simulate.request import read_pool
+    from .replay.candidates import candidates_of
+    from .replay.command import read_responses
 
     target = "" if args.on and kind_of(args.target) else args.target  # a config.json has no tokenizer
     consent = args.trusted([target or None], [args.drafter])
@@ -229,9 +236,9 @@ def _pool(args: Simulate, remarks: Remarks) -> tuple[Pool, str, str]:
 def _cost(args: Simulate, draft_model: str, remarks: Remarks) -> StepCost:
     from crossdraft.framework.cost.curve import CostCurve
 
-    from ...advise.cost_tables import read_cost_table
-    from ...cost.step_cost import StepCost as PublishedCost
-    from ...simulate.step_cost import StepCost
+    from ..cost.step_cost import StepCost as PublishedCost
+    from ..cost.tables import read_cost_table
+    from ..simulate.step_cost import StepCost
 
     costs = args.costs(remarks)
     assert costs.target is not None  # checked by the model
@@ -266,3 +273,57 @@ def _remark(args: Simulate, pool: Pool, remarks: Remarks) -> None:
         remarks.assume("a prefill costs its tokens in a pass of the cost curve, extrapolated beyond its widths")
     if len(pool.responses) < 10:
         remarks.warn(f"{counted(len(pool.responses), 'response')} are few; record more")
+
+
+def as_text(title: str, results: Sequence[PolicyResult], remarks: Remarks) -> str:
+    parts = [title]
+    for arrivals, rows in groupby(results, key=lambda result: result.arrivals):
+        parts.append(f"{arrivals}\n\n{_table(list(rows))}")
+    legend = (
+        "B: mean decoding rows; p95: of requests; goodput: within the service level; regret: excess of the mean latency"
+    )
+    parts.append(f"{legend} over the oracle's")
+    return "\n\n".join([*parts, "\n".join(remarks.lines())])
+
+
+def _table(rows: Sequence[PolicyResult]) -> str:
+    goodput, regret = any(row.goodput for row in rows), any(row.regret for row in rows)
+    columns: dict[str, Alignment] = {
+        "policy": "left",
+        "B": "right",
+        "tok/step": "right",
+        "tok/s": "right",
+        "first token ms": "right",
+    }
+    columns |= {"p95": "right", "ms/token": "right", "p95 ": "right"}
+    columns |= {"goodput /s": "right"} if goodput else {}
+    columns |= {"regret %": "right"} if regret else {}
+    body = []
+    for row in rows:
+        cells = [row.policy, f"{row.batch_size:.1f}", f"{row.block_efficiency_all_steps:.2f}"]
+        cells.append(f"{row.tokens_per_second.value:.0f}")
+        cells += [f"{1000 * s:.0f}" for s in (row.first_token_seconds.value, row.first_token_seconds_p95)]
+        per_token = (row.token_seconds.value, row.token_seconds_p95) if row.token_seconds else ()
+        cells += [f"{1000 * s:.1f}" for s in per_token] or ["", ""]
+        cells += [estimate_text(row.goodput, digits=1)] if goodput else []
+        cells += [estimate_text(row.regret.scaled(100) if row.regret else None, digits=1)] if regret else []
+        body.append(cells)
+    return Table(columns, body).text()
+
+
+def as_json(title: str, results: Sequence[PolicyResult], remarks: Remarks) -> str:
+    return json.dumps({"title": title, "results": [asdict(r) for r in results], "remarks": asdict(remarks)}, indent=2)
+
+
+def as_csv(results: Sequence[PolicyResult]) -> str:
+    """A row per arrival process and policy, with the columns of `SIMULATION_COLUMNS`."""
+    return Table.of(map(_row, results)).csv() + "\n"
+
+
+def _row(result: PolicyResult) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    for name in (f.name for f in fields(result)):
+        assert name in SIMULATION_COLUMNS
+        value = getattr(result, name)
+        row |= spread(name, value) if isinstance(value, Estimate) else {name: value}
+    return row
