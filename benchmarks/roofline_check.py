@@ -31,7 +31,7 @@ from functools import partial
 from statistics import median
 
 from crossdraft_advisor.roofline.accelerators import accelerator
-from crossdraft_advisor.roofline.roofline import EFFICIENCY, Roofline, Shape
+from crossdraft_advisor.roofline.roofline import EFFICIENCY, Products, Roofline, Shape
 from tabulate import tabulate
 
 from crossdraft.framework.cost.curve import Curve
@@ -40,14 +40,22 @@ from crossdraft.framework.cost.prediction import CellStatistics, predict, stops_
 #: Context length in tokens: not published; MT-bench and short answers come to a few hundred.
 CONTEXT = 512
 
-LLAMA_8B = Shape("Llama-3.1-8B", 32, 4096, 32, 8, 128, 14336, 128256)
-QWEN_8B = Shape("Qwen3-8B", 36, 4096, 32, 8, 128, 12288, 151936)
+
+def shape(name: str, layers: int, intermediate: int, vocab: int, fusion: int = 0) -> Shape:
+    """The shape of a Llama of width 4096; ``fusion``: columns of a projection before its layers."""
+    config = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+    sizes = {"num_hidden_layers": layers, "intermediate_size": intermediate, "vocab_size": vocab}
+    result = Shape.from_config(config | sizes, name)
+    return replace(result, head=result.head + Products(4096 * fusion, 4096 + fusion))
+
+
+LLAMA_8B, QWEN_8B = shape("Llama-3.1-8B", 32, 14336, 128256), shape("Qwen3-8B", 36, 12288, 151936)
 # One decoder layer. EAGLE joins embedding and feature into one vector first and uses the target's head; EAGLE-3 joins
 # three features, doubles the width of its attention and has its own head of 32000 tokens.
-EAGLE = Shape("EAGLE head", 1, 4096, 32, 8, 128, 14336, 128256, fusion=2 * 4096 * 4096)
-EAGLE_3 = Shape("EAGLE-3 head", 1, 4096, 32, 8, 128, 14336, 32000, fusion=3 * 4096 * 4096 + 4096 * 128 * 48)
+EAGLE = shape("EAGLE head", 1, 14336, 128256, 2 * 4096)
+EAGLE_3 = shape("EAGLE-3 head", 1, 14336, 32000, 3 * 4096 + 128 * 48)
 # Five layers over the whole block, and the target's head.
-BLOCK = Shape("block drafter", 5, 4096, 32, 8, 128, 12288, 151936, fusion=5 * 4096 * 4096)
+BLOCK = shape("block drafter", 5, 12288, 151936, 5 * 4096)
 
 BATCH_SIZES = (2, 4, 8, 16, 24, 32, 48, 56, 64)
 SERIES = {  # name: accelerators, gamma, drafter, speed-ups by batch size

@@ -86,13 +86,13 @@ def from_path(name: str, path: Path, source: str = "", *, heads: bool = False) -
             if backend != TRANSFORMERS and _accepts(backend, path):
                 kind = "directory" if path.is_dir() else "file"
                 return ResolvedModel(name, path, source or f"{kind} {path.resolve()}", backend=backend)
-    if kind_of(path) == "file" and not heads and is_gguf(path):
+    if kind_of(path) == "file" and is_gguf(path):
         source = f"{source or f'file {path.resolve()}'}, dequantised"
         return from_directory(name, from_gguf(name, path), source)
     if kind_of(path) in ("file", "other"):
         raise UsageError(
             f"{printable(name)} is a file that is not supported by any installed backend; give a directory with "
-            f"config.json and safetensors weights{'' if heads else ', or a GGUF file'}"
+            "config.json and safetensors weights, or a GGUF file"
         )
     return from_directory(name, path, source, heads=heads)
 

@@ -15,7 +15,9 @@ supported, but the FLOP rate is that of bfloat16), and kernels less efficient th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -39,10 +41,25 @@ ALL_REDUCE_LATENCY = 10e-6
 #: Bytes of an activation, and by default of a weight, key or value.
 _BFLOAT16 = 2
 
-#: Model types by their MLP: gate, up and down projections, or up and down.
-_GATED = ("cohere", "gemma", "gemma2", "gemma3_text", "glm4", "granite", "llama", "ministral", "mistral", "olmo")
-_GATED += ("olmo2", "phi3", "qwen2", "qwen3", "smollm3", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")
-_PLAIN = ("gpt2", "gpt_neox", "opt", "starcoder2")
+#: Keys of the number of experts that a token uses; the first that a config has is read.
+_ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts", "moe_k")
+#: Recurrent states of a layer: products of config keys, or of the hidden size and a key.
+_STATES = (
+    ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    ("mamba_num_heads", "mamba_head_dim", "ssm_state_size"),
+    ("mamba_n_heads", "mamba_d_head", "mamba_d_state"),
+    ("n_mamba_heads", "mamba_headdim", "mamba_d_state"),
+    ("hidden_size", "mamba_expand", "mamba_d_state"),
+    ("num_heads", "head_dim", "state_size"),
+    ("intermediate_size", "state_size"),
+    ("hidden_size", "conv_L_cache"),
+    ("num_attention_heads", "head_dim", "head_dim"),
+)
+#: Layers that keep a state, and layers that attend.
+_RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "hybrid", "hybrid_sliding"}
+#: Bytes of an element of a recurrent state, which engines keep in float32.
+_STATE_BYTES = 4
 
 
 class PassWork(NamedTuple):
@@ -52,120 +69,137 @@ class PassWork(NamedTuple):
     flops: float
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Dimensions of a decoder-only model that determine its cost.
+class Products(NamedTuple):
+    """Matrix products of a part: elements of the weights, and of the activations that a token reads and writes."""
+
+    weights: float = 0
+    moved: float = 0
+
+    def __mul__(self, times: Any) -> Products:
+        return Products(self.weights * times, self.moved * times)
+
+    def __add__(self, other: Any) -> Products:
+        return Products(self.weights + other.weights, self.moved + other.moved)
+
+
+_NONE = Products()
+
+
+class Cache(NamedTuple):
+    """Keys and values of ``layers`` layers that are alike.
 
     Attributes:
-        layers, hidden: number of layers, hidden size.
-        vocab: rows of the output head (``draft_vocab_size`` of a draft model with its own vocabulary).
-        embedding: width of the embedding; 0: the hidden size.
-        heads, kv_heads, head_dim: dimensions of the attention.
-        intermediate, matrices: width of a dense MLP, and number of its matrices (3 if gated, else 2).
-        experts, active, expert_intermediate, shared_intermediate: dimensions of a mixture-of-experts layer.
-        moe_layers: number of mixture-of-experts layers.
-        window, window_layers: sliding window, and number of layers that have it.
-        fusion: parameters of an additional projection before the layers.
+        values: cached elements of a token in a layer.
+        queries: elements of a token's queries that meet a cached token, twice (scores, weighted sum).
+        heads: key-value heads, over which devices share the cache; 1 for a compressed cache (MLA).
+        window: tokens that a layer attends to; 0: all.
+    """
+
+    layers: int
+    values: float
+    queries: float
+    heads: int
+    window: int = 0
+
+    def tokens(self, context: float) -> float:
+        return min(context, self.window) if self.window else context
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Work of a decoder: what a pass multiplies, reads from its cache, and looks up.
+
+    Attributes:
+        layers, hidden, vocab: number of layers, hidden size, rows of the output head.
+        projections, mlp, head: products that every pass computes, over all layers: attention and other mixers; dense
+            MLPs, routers and shared experts; what stands outside of the layers.
+        expert, experts, active, moe_layers: products of one expert in one layer, experts of a layer, those that a
+            token uses, and layers that have them.
+        caches, states: keys and values; elements of the recurrent states of a row.
+        embedding: elements of tables in which a pass looks up rows.
     """
 
     name: str
     layers: int
     hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
     vocab: int
-    matrices: int = 3
-    embedding: int = 0
+    projections: Products
+    mlp: Products
+    head: Products
+    caches: tuple[Cache, ...]
+    expert: Products = _NONE
     experts: int = 0
     active: int = 0
-    expert_intermediate: int = 0
-    shared_intermediate: int = 0
     moe_layers: int = 0
-    window: int = 0
-    window_layers: int = 0
-    fusion: int = 0
+    states: float = 0
+    embedding: float = 0
 
     @classmethod
     def from_config(cls, config: Any, name: str = "") -> Shape:
         """Create the shape from a transformers config or the mapping of a ``config.json``.
 
-        Raises ModelError for unsupported model types.
+        The weights are those of transformers' class, laid out without memory (PyTorch's device ``meta``).
+
+        Raises ModelError for types without a causal language model in transformers and for unknown dimensions.
         """
+        import torch
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+        whole = _transformers_config(config)
         try:
-            config = _transformers_config(config).get_text_config()
-        except AttributeError as error:
-            raise ModelError(f"the config is not readable: {first_line(error)}") from None
-        kind = config.model_type
-        if kind not in (*_GATED, *_PLAIN):
+            config = whole.get_text_config()
+            of_text = type(config) in AutoModelForCausalLM._model_mapping
+            with torch.device("meta"):
+                classes = AutoModelForCausalLM if of_text else AutoModelForImageTextToText
+                model = classes.from_config(config if of_text else whole)
+        except Exception as error:  # errors of transformers' classes
             raise ModelError(
-                f"the roofline does not support model_type {kind!r}; supported: {', '.join(sorted((*_GATED, *_PLAIN)))}"
-            )
-
-        def get(*keys: str, default: int = 0) -> int:
-            values = (getattr(config, key, None) for key in keys)
-            return next((value for value in values if value), default)
-
-        hidden, heads, layers = config.hidden_size, config.num_attention_heads, config.num_hidden_layers
-        types = getattr(config, "layer_types", None)
-        window = get("sliding_window")
-        experts = get("num_experts", "num_local_experts")
-        dense, step = getattr(config, "mlp_only_layers", None) or [], get("decoder_sparse_step", default=1)
+                f"transformers cannot lay out model_type {whole.model_type!r}: {first_line(error)}"
+            ) from None
+        looked_up = {id(m.weight): m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+        head = model.get_output_embeddings()
+        if head is None:
+            raise ModelError(f"model_type {config.model_type!r} has no output head")
+        vocab = getattr(config, "draft_vocab_size", None) or head.weight.shape[0]
+        parts = {"projections": _NONE, "mlp": _NONE, "head": _product(vocab, head.weight.shape[1])}
+        expert, experts, moe_layers = _NONE, 0, set()
+        for path, weight in model.named_parameters():
+            layer, shape = _LAYER.search(path), weight.shape
+            known = weight is head.weight or id(weight) in looked_up or _OF_IMAGES.search(path)
+            if len(shape) < 2 or path.endswith("bias") or known:
+                continue
+            if layer and (routed := _EXPERT.search(path)):
+                count = 1 if routed[1] else shape[0]
+                experts = max(experts, int(routed[1]) + 1 if routed[1] else count)
+                expert += _product(*shape[-2:]) * count
+                moe_layers.add(layer[0])
+            else:
+                part = "head" if layer is None else "mlp" if _MLP.search(path) else "projections"
+                parts[part] += Products(weight.numel(), sum(shape[:2]))
+        caches, states = _memory(config)
         shape = cls(
-            name=name or kind,
-            layers=layers,
-            hidden=hidden,
-            heads=heads,
-            kv_heads=get("num_key_value_heads", default=heads),
-            head_dim=get("head_dim", default=hidden // heads),
-            intermediate=get("ffn_dim", "n_inner", "intermediate_size", default=4 * hidden),
-            vocab=get("draft_vocab_size", "vocab_size"),
-            matrices=3 if kind in _GATED else 2,
-            embedding=get("word_embed_proj_dim", default=hidden),
+            name=name or config.model_type,
+            layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            vocab=vocab,
+            caches=caches,
+            expert=expert * (1 / (experts * len(moe_layers))) if experts else expert,
             experts=experts,
-            active=get("num_experts_per_tok") if experts else 0,
-            expert_intermediate=get("moe_intermediate_size", "intermediate_size") if experts else 0,
-            shared_intermediate=get("shared_expert_intermediate_size") if experts else 0,
-            moe_layers=sum((i + 1) % step == 0 and i not in dense for i in range(layers)) if experts else 0,
-            window=window,
-            window_layers=(types.count("sliding_attention") if types else layers) if window else 0,
+            active=_first(config, _ACTIVE) if experts else 0,
+            moe_layers=len(moe_layers),
+            states=states,
+            embedding=sum(weight.numel() for weight in looked_up.values()),
+            **parts,
         )
         if shape.active > shape.experts:
             raise ModelError(f"the config has more active experts than experts: {shape.active} of {shape.experts}")
-        if shape.heads % shape.kv_heads:
-            raise ModelError(
-                f"the config has {shape.heads} heads, which {shape.kv_heads} key-value heads do not divide"
-            )
         return shape
 
     @property
     def parameters(self) -> int:
         """Number of parameters in matrix products, the output head included; the input embedding is excluded."""
-        per_layer = self._attention_parameters(self.kv_heads)
-        dense = (self.layers - self.moe_layers) * self.matrices * self.hidden * self.intermediate
-        routed = self.moe_layers * self.experts * self._expert_parameters
-        return round(self.layers * per_layer + dense + routed + self.moe_layers * self._shared_parameters + self._outer)
-
-    @property
-    def _expert_parameters(self) -> int:
-        return self.matrices * self.hidden * self.expert_intermediate
-
-    @property
-    def _shared_parameters(self) -> int:
-        """Parameters of the router and of the shared expert with its gate."""
-        gate = 1 if self.shared_intermediate else 0
-        return self.hidden * (self.experts + gate + self.matrices * self.shared_intermediate)
-
-    @property
-    def _outer(self) -> int:
-        """Parameters outside of the layers: the output head, and projections of a narrower embedding."""
-        embedding = self.embedding or self.hidden
-        between = 2 * embedding * self.hidden if embedding != self.hidden else 0
-        return self.vocab * embedding + between + self.fusion
-
-    def _attention_parameters(self, kv_heads: float) -> float:
-        return 2 * self.hidden * self.head_dim * (self.heads + kv_heads)
+        routed = self.expert.weights * self.experts * self.moe_layers
+        return round(self.projections.weights + self.mlp.weights + self.head.weights + routed)
 
     def experts_read(self, tokens: float) -> float:
         """Expected number of distinct experts used by ``tokens`` under uniform routing."""
@@ -192,49 +226,84 @@ class Shape:
             work of ``projections``, ``attention``, ``mlp`` and ``head``, summed over all layers.
         """
         n, d = batch_size * width, devices
-        queries = self.heads * self.head_dim / d
-        # Each device has at least one KV head: KV heads are replicated on more devices than KV heads.
-        kv_heads = max(self.kv_heads / d, 1)
-        keys = 2 * kv_heads * self.head_dim
+        read, used = self.experts_read(n) * self.moe_layers, self.active * self.moe_layers * n
 
-        projections = self._attention_parameters(self.kv_heads) / d
-        weights = 2 * self.hidden * self.head_dim * (self.heads / d + kv_heads)
-        activations = 2 * self.hidden + 2 * queries + keys  # per token, input and output
-        parts = {"projections": self._times(self.layers, weights, projections * n, activations * n, weight_bytes)}
+        def work(products: Products, read: float = 0.0, used: float = 0.0) -> PassWork:
+            weights = products.weights + read * self.expert.weights
+            moved = n * products.moved + used * self.expert.moved
+            flops = 2 * (n * products.weights + used * self.expert.weights)
+            return PassWork((weights * weight_bytes + moved * _BFLOAT16) / d, flops / d)
 
-        window = min(context, self.window) if self.window else context
-        attended = (self.layers - self.window_layers) * (context + width) + self.window_layers * (window + width)
-        cache = batch_size * attended * keys * cache_bytes
-        parts["attention"] = PassWork(cache + self.layers * n * 2 * queries * _BFLOAT16, 4 * n * attended * queries)
+        cached, flops, queries = 0.0, 0.0, 0.0
+        for cache in self.caches:
+            attended = cache.layers * (cache.tokens(context) + width)
+            # Each device has at least one KV head: KV heads are replicated on more devices than KV heads.
+            cached += batch_size * attended * cache.values * max(1 / d, 1 / cache.heads)
+            queries += n * cache.layers * 2 * cache.queries / d
+            flops += 4 * n * attended * cache.queries / d
+        # Recurrent states are read once, and written behind every token, of which any may be the last accepted one.
+        states = batch_size * (1 + width) * self.states * _STATE_BYTES / d
+        attention = PassWork(cached * cache_bytes + queries * _BFLOAT16 + states, flops + 4 * n * self.states / d)
+        return {
+            "projections": work(self.projections),
+            "attention": attention,
+            "mlp": work(self.mlp, read, used),
+            "head": work(self.head),
+        }
 
-        dense = self.layers - self.moe_layers
-        plain = self.matrices * self.hidden * self.intermediate / d
-        bytes_, flops = self._times(dense, plain, plain * n, self._mlp_moved(self.intermediate, d) * n, weight_bytes)
-        if self.moe_layers:
-            read_parameters = (self.experts_read(n) * self._expert_parameters + self._shared_parameters) / d
-            active_parameters = (self.active * self._expert_parameters + self._shared_parameters) / d
-            activations = self.active * self._mlp_moved(self.expert_intermediate, d)
-            if self.shared_intermediate:
-                activations += self._mlp_moved(self.shared_intermediate, d)
-            experts = self._times(
-                self.moe_layers, read_parameters, active_parameters * n, activations * n, weight_bytes
-            )
-            bytes_, flops = bytes_ + experts.bytes, flops + experts.flops
-        parts["mlp"] = PassWork(bytes_, flops)
 
-        outer_parameters = self._outer / d
-        parts["head"] = self._times(
-            1, outer_parameters, outer_parameters * n, (self.hidden + self.vocab / d) * n, weight_bytes
-        )
-        return parts
+#: In the path of a parameter: a layer; a routed expert, numbered or stacked; what reads images or sound; an MLP,
+#: router or shared expert.
+_LAYER = re.compile(r"\.(?:\w*layers|h|blocks)\.\d+\.")
+_EXPERT = re.compile(r"\bexperts\.(?:(\d+)\.)?")
+_OF_IMAGES = re.compile(r"vision|visual|image|audio|multi_modal")
+_MLP = re.compile(r"mlp|feed_forward|ffn|moe|router|expert|\bfc\d|\bgate\b")
 
-    def _mlp_moved(self, intermediate: int, devices: int) -> float:
-        """Activations read and written by the products of an MLP, per token."""
-        return self.matrices * (self.hidden + intermediate / devices)
 
-    @staticmethod
-    def _times(layers: int, weights: float, products: float, moved: float, weight_bytes: float) -> PassWork:
-        return PassWork(layers * (weights * weight_bytes + moved * _BFLOAT16), layers * 2 * products)
+def _product(rows: int, columns: int) -> Products:
+    return Products(rows * columns, rows + columns)
+
+
+def _first(config: Any, keys: Sequence[str]) -> int:
+    for key in keys:
+        if value := getattr(config, key, None):
+            return value
+    raise ModelError(f"the config of model_type {config.model_type!r} has none of the keys {', '.join(keys)}")
+
+
+def _memory(config: Any) -> tuple[tuple[Cache, ...], float]:
+    """Caches of the attention layers, and elements of the recurrent states of a row."""
+    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None) or 0
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
+    kinds = kinds if len(kinds) > 1 else [*kinds] * config.num_hidden_layers
+    configs = getattr(config, "per_layer_config", None) or [config] * len(kinds)
+    states, caches = 0.0, Counter[Cache]()
+    for kind, layer in zip(kinds, configs, strict=False):
+        if kind in _RECURRENT:
+            dims = ([getattr(layer, key, None) or 0 for key in keys] for keys in _STATES)
+            if not (size := next((math.prod(dim) for dim in dims if all(dim)), 0)):
+                raise ModelError(f"model_type {config.model_type!r} has recurrent layers whose dimensions are unknown")
+            states += size
+        if kind == "indexed_attention" and (kept := getattr(layer, "index_topk", None)):  # keys of an index choose
+            keys, heads = layer.index_head_dim, layer.index_n_heads
+            caches[Cache(1, keys, heads * keys / 2, 1)] += 1
+            caches[_cache(layer, kept)] += 1
+        elif kind in _ATTENTION:
+            caches[_cache(layer, 0 if kind in ("full_attention", "hybrid") else window)] += 1
+        elif kind not in _RECURRENT | {"moe", "mlp"}:
+            raise ModelError(f"layer_types has {kind!r}, whose cost is unknown")
+    return tuple(cache._replace(layers=layers) for cache, layers in caches.items()), states
+
+
+def _cache(config: Any, window: int) -> Cache:
+    heads = config.num_attention_heads
+    if rank := getattr(config, "kv_lora_rank", None):
+        return Cache(1, rank + config.qk_rope_head_dim, heads * (rank + config.qk_rope_head_dim / 2), 1, window)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if heads % kv_heads:
+        raise ModelError(f"the config has {heads} heads, which {kv_heads} key-value heads do not divide")
+    return Cache(1, 2 * kv_heads * width, heads * width, kv_heads, window)
 
 
 @dataclass(frozen=True)
@@ -317,14 +386,10 @@ class Roofline:
 
     def memory_bytes(self, batch_size: float, context: float) -> float:
         """Bytes of weights and cache on one device; a tied embedding counts twice."""
-        shape = self.shape
-        embedding = shape.vocab * (shape.embedding or shape.hidden)
-        weights = (shape.parameters + embedding) * self.weight_bytes / self.devices
-        kv = max(shape.kv_heads / self.devices, 1) * shape.head_dim * 2 * self.cache_bytes
-        window = min(context, shape.window) if shape.window else context
-        return weights + batch_size * kv * (
-            (shape.layers - shape.window_layers) * context + shape.window_layers * window
-        )
+        shape, devices = self.shape, self.devices
+        caches = (c.layers * c.tokens(context) * c.values * max(1 / devices, 1 / c.heads) for c in shape.caches)
+        row = sum(caches) * self.cache_bytes + shape.states * _STATE_BYTES / devices
+        return (shape.parameters + shape.embedding) * self.weight_bytes / devices + batch_size * row
 
 
 def modelled(options: MachineOptions, model: str) -> Roofline:
@@ -368,10 +433,14 @@ def _transformers_config(config: Any) -> Any:
     """Convert a mapping to a transformers config with the defaults of its model type."""
     if not isinstance(config, Mapping):
         return config
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
     options = dict(config)
     kind = options.pop("model_type", None)
+    if isinstance(kind, str) and kind not in CONFIG_MAPPING:  # of a class of another type, as Kimi K2 of DeepSeek's
+        named = options.get("architectures") or ()
+        kind = next((known for known, name in CLASSES.items() if name in named), kind)
     if kind is None:
         raise ModelError('the config has no model_type; add one, as in "model_type": "llama"')
     try:

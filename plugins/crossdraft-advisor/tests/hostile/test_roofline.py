@@ -129,7 +129,7 @@ def test_config(changes: Any, words: list[str], refused: Any, config: Path) -> N
 
 
 def test_python_face_refuses_same() -> None:
-    shape = Shape("toy", 1, 8, 2, 2, 4, 16, 50)
+    shape = Shape.from_config(LLAMA)
     device = Accelerator("toy", 1e9, 1e12, 1e9, 1e8, "made up")
     for options in ({"weight_bytes": float("nan")}, {"cache_bytes": -1}, {"devices": 0}, {"weight_bytes": 0}):
         with pytest.raises(UsageError, match="must be a positive number"):

@@ -1,5 +1,6 @@
 """Roofline: shapes compared with parameters of real modules, times with sums by hand."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from crossdraft_advisor.roofline.roofline import (
     read_shape,
 )
 from tiny_models import save_model
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.errors import ModelError, UnknownNameError, UsageError
@@ -42,32 +42,78 @@ def test_head_with_reduced_vocabulary() -> None:
     assert whole.parameters - trimmed.parameters == 32 * (97 - 11)
 
 
-MOE = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48, vocab_size=97)
+#: Dimensions that any type of model accepts.
+SMALL = dict(hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+             intermediate_size=48, vocab_size=97, moe_intermediate_size=24, num_experts=4, num_local_experts=4,
+             n_routed_experts=4, num_experts_per_tok=2, pad_token_id=0)  # fmt: skip
+MLA = dict(kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, first_k_dense_replace=1)
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("kind", "options", "experts", "caches", "states"),
     [
-        ("mixtral", dict(num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2)),
+        ("mixtral", {}, (4, 2, 4), [(4, 64, 64, 2, 0)], 0),
+        # of four layers two have experts
+        ("qwen2_moe", {"decoder_sparse_step": 2}, (4, 2, 2), [(4, 64, 64, 2, 0)], 0),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, (4, 2, 3), [(4, 64, 64, 2, 0)], 0),
+        ("gpt_oss", {"sliding_window": 5}, (4, 2, 4), [(2, 64, 64, 2, 5), (2, 64, 64, 2, 0)], 0),
+        ("glm4_moe", {"first_k_dense_replace": 1}, (4, 2, 3), [(4, 64, 64, 2, 0)], 0),
+        ("minimax_m2", {}, (4, 2, 4), [(4, 64, 64, 2, 0)], 0),
+        ("deepseek_v3", {**MLA, "n_group": 1, "topk_group": 1}, (4, 2, 3), [(4, 8 + 4, 4 * (8 + 2), 1, 0)], 0),
         (
-            "qwen2_moe",  # of three layers the second alone has experts
-            dict(num_hidden_layers=3, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
-                 shared_expert_intermediate_size=40, decoder_sparse_step=2),
+            "glm_moe_dsa", {**MLA, "index_topk": 5, "index_head_dim": 6, "index_n_heads": 2, "n_group": 1,
+             "topk_group": 1},
+            (4, 2, 3), [(4, 6, 6, 1, 0), (4, 8 + 4, 4 * (8 + 2), 1, 5)], 0,
         ),
         (
-            "qwen3_moe",
-            dict(num_hidden_layers=3, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=16,
-                 mlp_only_layers=[0]),
+            "qwen3_next",
+            {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+             "linear_value_head_dim": 8, "shared_expert_intermediate_size": 24},
+            (4, 2, 4), [(1, 64, 64, 2, 0)], 3 * 4 * 8 * 8,
+        ),
+        (
+            "gemma4_text",
+            {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 5, "global_head_dim": 32,
+             "hidden_size_per_layer_input": 0},
+            (0, 0, 0), [(2, 64, 64, 2, 5), (2, 128, 128, 2, 0)], 0,
         ),
     ],
 )  # fmt: skip
-def test_parameters_of_experts(kind: str, options: dict[str, Any]) -> None:
-    config = AutoConfig.for_model(kind, **MOE, **options)
-    model = AutoModelForCausalLM.from_config(config)
-    shape = Shape.from_config(config)
-    biases = sum(p.numel() for n, p in model.named_parameters() if p.dim() > 1 and n.endswith("bias"))
-    assert shape.parameters == multiplied(model) - biases
-    assert shape.moe_layers == {"mixtral": 2, "qwen2_moe": 1, "qwen3_moe": 2}[kind]
+def test_experts_caches_and_states(
+    kind: str, options: dict[str, Any], experts: tuple[int, ...], caches: list[Any], states: int
+) -> None:
+    shape = Shape.from_config({"model_type": kind, **SMALL, **options})
+    assert (shape.experts, shape.active, shape.moe_layers) == experts
+    assert [tuple(cache) for cache in shape.caches] == caches
+    assert shape.states == states
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "mistral3", "glm4v"])
+def test_text_models_inside_of_others(kind: str) -> None:
+    """The text model alone is priced: larger images cost a pass over text nothing."""
+    type_of_text = {"qwen3_vl": "qwen3_vl_text", "mistral3": "mistral", "glm4v": "glm4v_text"}[kind]
+    text = {**SMALL, "model_type": type_of_text, "head_dim": 8}
+    shape = Shape.from_config({"model_type": kind, "text_config": text, "vision_config": {"num_hidden_layers": 1}})
+    attention, mlp = 2 * (32 * 32 + 32 * 16), 3 * 32 * 48
+    assert shape.parameters == 4 * (attention + mlp) + 32 * 97
+
+
+@pytest.mark.parametrize(
+    ("kind", "total", "active", "cache"),
+    [  # parameters in billions as published, and elements of a token in the cache
+        ("deepseek_v3", 671, 37, 61 * 576),
+        ("gpt_oss", 117, 5.1, 36 * 2 * 8 * 64),
+        ("qwen3_moe", 30.5, 3.3, 48 * 2 * 4 * 128),
+    ],
+)
+def test_published_sizes(kind: str, total: float, active: float, cache: int) -> None:
+    config = {"qwen3_moe": {"num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936,
+                            "moe_intermediate_size": 768, "head_dim": 128}}.get(kind, {})  # fmt: skip
+    shape = Shape.from_config({"model_type": kind, **config})
+    assert (shape.parameters + shape.embedding) / 1e9 == pytest.approx(total, rel=0.01)
+    idle = shape.expert.weights * (shape.experts - shape.active) * shape.moe_layers
+    assert (shape.parameters - idle) / 1e9 == pytest.approx(active, rel=0.08)
+    assert sum(c.layers * c.values for c in shape.caches) == cache
 
 
 def test_narrow_embedding_is_projected(tiny_model: Any) -> None:
@@ -80,25 +126,33 @@ def test_well_known_sizes() -> None:
         "model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
         "num_key_value_heads": 8, "intermediate_size": 28672, "vocab_size": 128256,
     })  # fmt: skip
-    assert llama.parameters + llama.vocab * llama.hidden == pytest.approx(70.55e9, rel=1e-3)  # Llama-3.1-70B
-    assert (llama.head_dim, llama.matrices, llama.window_layers) == (128, 3, 0)
+    assert llama.parameters + llama.embedding == pytest.approx(70.55e9, rel=1e-3)  # Llama-3.1-70B
+    assert llama.caches == ((80, 2 * 8 * 128, 64 * 128, 8, 0),)
 
 
 def test_windows_by_layer(tiny_model: Any) -> None:
-    assert Shape.from_config(tiny_model("gemma3").config).window_layers == 1  # of two
-    assert Shape.from_config(tiny_model("mistral-sliding").config).window_layers == 2
-    assert Shape.from_config(tiny_model("mistral").config).window_layers == 0
+    def windows(family: str) -> list[int]:
+        return [c.layers for c in Shape.from_config(tiny_model(family).config).caches if c.window]
+
+    assert (windows("gemma3"), windows("mistral-sliding"), windows("mistral")) == ([1], [2], [])
 
 
-TOY = Shape("toy", layers=3, hidden=8, heads=4, kv_heads=2, head_dim=2, intermediate=16, vocab=100)
+def test_unknown_dimensions_are_named() -> None:
+    with pytest.raises(ModelError, match="none of the keys num_experts_per_tok"):
+        Shape.from_config({"model_type": "qwen3_moe", **SMALL, "num_experts_per_tok": 0})
+
+
+LLAMA = {"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 100,
+         "num_key_value_heads": 2, "head_dim": 2, "intermediate_size": 16}  # fmt: skip
+TOY = Shape.from_config(LLAMA, "toy")
 
 
 def test_work_by_hand() -> None:
     work = TOY.work(batch_size=2, width=5, context=7)
     weights = 8 * 8 + 2 * 8 * 4 + 8 * 8  # q; k and v; o
     assert work["projections"].flops == 3 * 2 * 10 * weights
-    # activations of a token: x and the attention's output in, q k v and the result out
-    assert work["projections"].bytes == 3 * 2 * (weights + 10 * (8 + 8 + 8 + 8 + 8))
+    # activations of a token: input and output of q, k, v and o
+    assert work["projections"].bytes == 3 * 2 * (weights + 10 * (16 + 12 + 12 + 16))
     assert work["attention"].flops == 3 * 4 * 10 * 8 * 12  # q.K and the weighted sum of V, 12 tokens seen
     assert work["attention"].bytes == 3 * 2 * (2 * 12 * 8 + 10 * 16)
     assert work["mlp"].flops == 3 * 2 * 10 * 3 * 8 * 16
@@ -112,10 +166,12 @@ def test_fewer_bytes_weight_leave_flops() -> None:
 
 
 def test_window_limits_attention_reads() -> None:
-    full = Shape("w", 3, 8, 4, 2, 2, 16, 100, window=4, window_layers=2)
+    kinds = ["full_attention", "sliding_attention", "sliding_attention"]
+    full = Shape.from_config(LLAMA | {"model_type": "qwen3", "layer_types": kinds, "sliding_window": 4,
+                                      "use_sliding_window": True})  # fmt: skip
     attended = (7 + 1) + 2 * (4 + 1)
     assert full.work(1, 1, 7)["attention"].flops == 4 * 8 * attended
-    assert full.work(1, 1, 3) == TOY.work(1, 1, 3)  # shorter than the window
+    assert full.work(1, 1, 3)["attention"] == TOY.work(1, 1, 3)["attention"]  # shorter than the window
 
 
 def test_devices_share_work_and_repeat_scarce_kv_heads() -> None:
@@ -127,13 +183,21 @@ def test_devices_share_work_and_repeat_scarce_kv_heads() -> None:
 
 
 def test_experts_are_read_as_tokens_meet_them() -> None:
-    shape = Shape("moe", 1, 8, 2, 2, 4, 0, 50, experts=4, active=1, expert_intermediate=16, moe_layers=1)
+    shape = Shape.from_config(LLAMA | {
+        "model_type": "mixtral", "num_hidden_layers": 1, "num_local_experts": 4, "num_experts_per_tok": 1,
+    })  # fmt: skip
     assert [shape.experts_read(n) for n in (0, 1, 2)] == [0, 1, 1 + 3 / 4]
     assert shape.experts_read(1000) == pytest.approx(4)
     router, expert = 8 * 4, 3 * 8 * 16
     work = shape.work(2, 1, 0)["mlp"]
     assert work.flops == 2 * 2 * (expert + router)  # one expert a token, however many are read
-    assert work.bytes == 2 * (1.75 * expert + router + 2 * 3 * (8 + 16))
+    moved = (4 + 8) + (2 * 16 + 8) + (8 + 16)  # of the router, gate and up in one, down
+    assert work.bytes == 2 * (1.75 * expert + router + 2 * moved)
+
+
+def test_states_are_read_once_and_written_for_each_token() -> None:
+    shape = dataclasses.replace(TOY, caches=(), states=10)
+    assert shape.work(2, 3, 100)["attention"] == (2 * (1 + 3) * 10 * 4, 4 * 6 * 10)
 
 
 def test_slower_of_memory_and_compute_counts() -> None:
@@ -195,7 +259,11 @@ def test_shape_is_read_from_file_or_directory(tmp_path: Path) -> None:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
     result = read_shape(str(directory))
-    assert (result.name, result.kv_heads, result.head_dim) == ("tiny", 4, 16)  # what the file leaves out
+    assert (result.name, result.caches[0].heads, result.caches[0].queries) == (
+        "tiny",
+        4,
+        64,
+    )  # what the file leaves out
     assert read_shape(str(directory / "config.json")).parameters == result.parameters
 
 
@@ -208,7 +276,7 @@ def test_invalid_shape_is_reported(tmp_path: Path, tiny_model: Any) -> None:
         ("[]", "must hold a JSON object, not a list"),
         ("{}", "no model_type"),
         ('{"model_type": "nonesuch"}', "cannot read a config of model_type 'nonesuch'"),
-        ('{"model_type": "mamba"}', "does not support model_type 'mamba'"),
+        ('{"model_type": "vit"}', "cannot lay out model_type 'vit'"),
     ]:
         file.write_text(text, encoding="utf-8")
         with pytest.raises(ModelError, match=message):
