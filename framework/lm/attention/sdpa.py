@@ -54,15 +54,23 @@ def grouped_sdpa(
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
     rows = query.reshape(r, shared, -1, query.shape[3])  # heads of a group are adjacent
     if width > 1:  # a single row broadcasts
-        attention_mask = attention_mask.repeat(1, 1, heads // shared, 1)
+        attention_mask = _repeated(attention_mask, heads // shared)
     out = functional.scaled_dot_product_attention(
         rows, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
     )
     return out.unflatten(2, (-1, width)).permute(0, 3, 1, 2, 4).flatten(2, 3).contiguous(), None
 
 
-#: ``passes``: number of passes that run in this thread.
+#: ``passes``: number of passes that run in this thread; ``repeated``: see `_repeated`.
 _thread = threading.local()
+
+
+def _repeated(mask: Tensor, times: int) -> Tensor:
+    """``mask [R, 1, W, kv_len]`` for ``times`` heads of a group, made for the first layer of a pass."""
+    known = getattr(_thread, "repeated", None)
+    if known is None or known[0] is not mask or known[1] != times:
+        known = _thread.repeated = mask, times, mask.repeat(1, 1, times, 1)
+    return known[2]
 
 
 def in_own_attention() -> bool:
@@ -72,8 +80,7 @@ def in_own_attention() -> bool:
 
 def _sdpa(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
     """`grouped_sdpa` in threads inside `own_attention`; transformers' function in all others."""
-    own = getattr(_thread, "passes", 0) > 0
-    return (grouped_sdpa if own else sdpa_attention_forward)(*arguments, **options)
+    return (grouped_sdpa if in_own_attention() else sdpa_attention_forward)(*arguments, **options)
 
 
 def _flex(
@@ -96,6 +103,7 @@ def own_attention(cache: Any = None, visibility: Any = None) -> Iterator[None]:
         yield
     finally:
         _thread.passes -= 1
+        _thread.repeated = None
 
 
 class GroupedAttention(ModelPreparation):

@@ -1,4 +1,4 @@
-"""Decoder layers for crossdraft: compiled ones and threads for CPUs, recurrent ones of hybrid models."""
+"""Decoder layers for crossdraft: compiled ones and threads for CPUs, fused ones for CUDA, recurrent ones of hybrids."""
 
 from crossdraft import hookimpl
 
@@ -30,6 +30,7 @@ def crossdraft_register_preparations(register):
         f"{__name__}.compiled_layers:CompiledLayers",
         summary="decoder layers compiled for a CPU",
     )
+    register("fused-layers", f"{__name__}.fused_layers:FusedLayers", summary="decoder layers of few kernels on CUDA")
     register(
         "recurrent-layers",
         f"{__name__}.recurrent_cache:RecurrentLayers",

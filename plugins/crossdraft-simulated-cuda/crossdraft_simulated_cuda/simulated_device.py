@@ -99,6 +99,7 @@ class Counts:
         copies: asynchronous copies, ``pinned`` or ``pageable``.
         float64: numbers in float64 tensors at least as wide as `Device.vocabulary`.
         uninitialised: tensors of ``torch.empty``, which hold garbage.
+        captured: operations recorded in captures, by name; views and allocations are not among them.
         launches: operations outside of replays; a replay is one.
     """
 
@@ -106,6 +107,7 @@ class Counts:
     copies: Counter[str] = field(default_factory=Counter)
     float64: Counter[str] = field(default_factory=Counter)
     uninitialised: Counter[str] = field(default_factory=Counter)
+    captured: Counter[str] = field(default_factory=Counter)
     launches: int = 0
     captures: int = 0
     replays: int = 0
@@ -697,6 +699,7 @@ class CUDAGraph:
         inputs = _tree((args, kwargs), self._input)
         self._allocated |= {_storage(tensor) for tensor in _tensors(result)} - set(self._inputs)
         if "empty" not in name:
+            device.counts.captured[name] += 1
             self._operations.append((func, *inputs, _tree(result, self._input)))
 
     def _input(self, tensor: Tensor) -> Tensor:
