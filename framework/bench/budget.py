@@ -107,7 +107,7 @@ class Budget:
         if first_block > self.seconds:
             block = len(self._blocks[0])
             size = f"{counted(block, 'prompt')} in each of {cells} cells"
-            table = f"the first table ({size}) takes about {duration(first_block)}"
+            table = f"the first tables ({size}) take about {duration(first_block)}"
             options = ["fewer drafters or verifiers", *self._fewer_tokens(first_block)]
             options += ["--limit with fewer prompts"] if block > 1 else []
             hint = f"to get it sooner: {', '.join(options)}"

@@ -191,9 +191,11 @@ class LocalRun:
                     if until <= done:
                         break
                     if done and budget.table_due(sys.stderr.isatty()):
-                        self._show([*self.outcome.results, *self._settle(runners, done)], store)
+                        self._show(runners, done, store)
                 opening = 0.0
-                for runner in runners:
+                for number, runner in enumerate(runners):
+                    if budget and number and not done and budget.table_due(sys.stderr.isatty()):
+                        self._show(runners[:number], 1, store)
                     for other in runners:
                         if other is not runner and not share_memory:
                             other.close()
@@ -218,8 +220,9 @@ class LocalRun:
         keys = [runner.planned.key for runner in runners]
         store.finish_groups(keys, results, progress.share, complete=done == blocks)
 
-    def _show(self, results: list[CellResult], store: Store) -> None:
-        """Store the results so far, and print their table above the bar."""
+    def _show(self, runners: Sequence[GroupRunner], blocks: int, store: Store) -> None:
+        """Store the results of the first blocks of groups, and print their tables above the bar."""
+        results = [*self.outcome.results, *self._settle(runners, blocks)]
         for result in results:
             if not result.reused:
                 store.directory.save(result)

@@ -21,6 +21,7 @@ import difflib
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,24 +64,17 @@ _WITHHELD = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 def crossdraft_register_prompts(register: Register) -> None:
     register(
         "builtin",
-        f"{__name__}:builtin",
+        builtin,
         summary="96 prompts of six categories: chat, translation, summaries, questions, mathematics, RAG",
     )
-    register(
-        "builtin-json",
-        f"{__name__}:builtin_json",
-        summary="24 notices whose event is to be written as JSON, for constrained decoding",
-    )
+    summary = "24 notices whose event is to be written as JSON, for constrained decoding"
+    register("builtin-json", partial(builtin, "json.jsonl"), summary=summary)
+    register("builtin-code", partial(builtin, "code.jsonl"), summary="24 prompts: write code, or change a file")
 
 
-def builtin() -> Path:
-    """Return the file of the built-in prompts, interleaved by category: the first N are a stratified sample."""
-    return Path(__file__).parents[2] / "recipes" / "builtin.jsonl"
-
-
-def builtin_json() -> Path:
-    """Return the file of the built-in prompts for JSON; the recipe ``constrained`` has their schema."""
-    return builtin().with_name("json.jsonl")
+def builtin(name: str = "builtin.jsonl") -> Path:
+    """Return a file of built-in prompts, interleaved by category: the first N are a stratified sample."""
+    return Path(__file__).parents[2] / "recipes" / name
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..metrics.cell_metrics import clock_ratio
 from ..runs.marks import mark_of
 from ..util.estimate import estimate_text
+from .caveats import verifier_gains
 from .metrics_text import efficiency_text, no_speed_up
 
 if TYPE_CHECKING:
@@ -17,10 +18,10 @@ if TYPE_CHECKING:
     from ..metrics.intervals import Estimate
     from ..runs.records import CellResult
 
-#: Title and summary of each run.
-SUMMARIES = Sequence[tuple[str, "Summary"]]
 NOT_FASTER = "no certified pair was shown to be faster"
 NOT_CERTIFIED = "no pair here is certified lossless"
+#: Most kinds of prompts and most differences of verifiers in an answer.
+_MOST_CATEGORIES, _MOST_GAINS = 3, 2
 
 
 @dataclass(frozen=True)
@@ -28,25 +29,26 @@ class Best:
     """The best certified pair of a group: by speed-up, or by block efficiency if every speed-up is missing.
 
     Attributes:
-        group: settings in which the group differs from the others; ``setting``: all its settings.
-        conditions: target, device and number of prompts.
-        plain: metrics of plain decoding; None if it was not measured.
-        certified_pairs: number of certified pairs in the group.
-        rivals: number of the others whose interval overlaps that of this one, or is unknown.
+        setting: settings of the group.
+        result: the cell of the pair; ``certified``: those of all certified pairs of the group.
+        plain: the cell of plain decoding; None if it was not measured.
         missing: reason why no pair of the group has a speed-up, or empty.
-        clock: ratio of rates by the clock to plain decoding, with its interval over pieces, if speed-ups are withheld.
     """
 
-    group: str
     setting: str
-    pair: str
-    metrics: Metrics
-    conditions: str
-    plain: Metrics | None
-    certified_pairs: int
-    rivals: int
+    result: CellResult
+    certified: Sequence[CellResult]
+    plain: CellResult | None
     missing: str
-    clock: Estimate | None = None
+
+    @property
+    def pair(self) -> str:
+        return f"{self.result.config.drafter.title} × {self.result.config.verifier.title}"
+
+    @property
+    def metrics(self) -> Metrics:
+        assert self.result.metrics is not None
+        return self.result.metrics
 
     @property
     def speed_up(self) -> Estimate | None:
@@ -55,104 +57,89 @@ class Best:
     @property
     def faster(self) -> bool:
         """True if the pair was shown to be faster than plain decoding."""
-        return self.speed_up is not None and (self.speed_up.low or 0.0) > 1
+        return order(self.result)[0]
 
     @property
-    def verdict(self) -> str:
-        """Conclusion from the intervals, for a pair with a speed-up."""
-        e = self.speed_up
-        if e is None:
-            return self.missing
-        if e.low is None or e.high is None:
-            return "too few prompts for an interval"
-        if e.low > 1:
-            return "faster than plain decoding"
-        return "slower than plain decoding" if e.high < 1 else "no difference from plain decoding was shown"
+    def rivals(self) -> int:
+        """Number of the other certified pairs whose interval overlaps that of this one, or is unknown."""
+        key = "speed_up" if self.speed_up else "block_efficiency"
+        others = [getattr(r.metrics, key) for r in self.certified if r is not self.result]
+        return sum(_overlap(other, getattr(self.metrics, key)) for other in others)
 
     @property
-    def efficiency(self) -> str:
-        return efficiency_text(self.metrics)
+    def overlap(self) -> str:
+        return f" ({self.rivals} of {len(self.certified) - 1} other intervals overlap)" * bool(self.rivals)
 
     @property
-    def by_efficiency(self) -> str:
-        """The pair with the greatest block efficiency; none if intervals overlap."""
-        if not self.rivals:
-            return f"{self.pair}, {self.efficiency}"
-        known = self.metrics.block_efficiency is not None and self.metrics.block_efficiency.low is not None
-        return f"no winner, {f'{self.rivals + 1} intervals overlap' if known else 'too few prompts for intervals'}"
+    def text(self) -> str:
+        """The pair with its speed-up, or with its block efficiency, target rows and ratio by the clock."""
+        if self.speed_up is not None:
+            return f"{self.pair}, {estimate_text(self.speed_up)} × plain decoding"
+        text = f"{self.pair}, BE {efficiency_text(self.metrics)}{self.overlap}"
+        text += f", {self.metrics.target_rows_per_token:.2f} rows/tok"
+        if self.plain and self.metrics.withheld:
+            clock = clock_ratio(list(zip(self.result.pieces, self.plain.pieces, strict=False)))
+            text += f", {estimate_text(clock)} × plain decoding by the clock" * bool(clock)
+        return text
 
 
-def split_groups(runs: SUMMARIES) -> tuple[list[str], list[tuple[str, str, list[CellResult]]]]:
-    """The settings that all groups share; of each group the settings of its own, all its settings, and its results."""
-    groups = [(title, group.split(", "), results) for title, run in runs for group, results in run.groups]
-    shared = [part for part in groups[0][1] if all(part in parts for _, parts, _ in groups)] if groups else []
-    split = []
-    for title, parts, results in groups:
-        run = [title] * (len(runs) > 1)
-        own = [part for part in parts if part not in shared]
-        split.append((", ".join(run + own), ", ".join(run + parts), results))
-    return shared, split
-
-
-def best_of(runs: SUMMARIES) -> list[Best]:
-    """The best certified pair of each group.
+def best_of(groups: Iterable[tuple[str, Sequence[CellResult]]]) -> list[Best]:
+    """The best certified pair of each group, given by its settings and results.
 
     Pairs that are lossy, failed, uncertified or emitted a text that is not the target's are left out: their speed-up
     may be bought with a changed distribution.
     """
-    best = []
-    for group, setting, results in split_groups(runs)[1]:
-        certified = [(r, m) for r in results if (m := r.drafting) and mark_of(r).headline and not m.faults]
-        if not certified:
-            continue
-        result, metrics = max(certified, key=lambda cell: _order(cell[1]))
-        place = ", ".join(str(result.provenance[key]) for key in ("device", "dtype") if key in result.provenance)
-        conditions = ", ".join(filter(None, (f"target {result.config.target}", place, f"{result.prompts} prompts")))
-        key = "speed_up" if metrics.speed_up else "block_efficiency"
-        rivals = sum(m is not metrics and _overlap(getattr(m, key), getattr(metrics, key)) for _, m in certified)
-        pair = f"{result.config.drafter.title} × {result.config.verifier.title}"
-        plain = next((r for r in results if r.config.is_baseline), None)
-        missing, clock = no_speed_up(results), None
-        if plain and metrics.withheld:
-            clock = clock_ratio(list(zip(result.pieces, plain.pieces, strict=False)))
-        about = conditions, plain and plain.metrics, len(certified), rivals, missing, clock
-        best.append(Best(group, setting, pair, metrics, *about))
-    return best
+    bests = []
+    for setting, results in groups:
+        certified = [r for r in results if r.drafting and mark_of(r).headline and not r.drafting.faults]
+        if certified:
+            plain = next((r for r in results if r.config.is_baseline), None)
+            bests.append(Best(setting, max(certified, key=order), certified, plain, no_speed_up(results)))
+    return bests
 
 
-def headline_of(bests: Sequence[Best]) -> Best | None:
-    """The best of all groups; None if no pair is certified."""
-    return max(bests, key=lambda best: _order(best.metrics), default=None)
+def answer_text(summary: Summary) -> str:
+    """The answer of a run for each temperature, and for its other settings, kinds of prompts and verifiers.
 
-
-def answer_line(summary: Summary) -> str:
-    """The answer of a run, in a line for each temperature; empty without finished pairs."""
+    Empty without finished pairs.
+    """
     by_temperature: dict[str, list[Best]] = {}
-    for best in best_of([("", summary)]):
+    for best in best_of(summary.groups):
         by_temperature.setdefault(best.setting.partition(", ")[0], []).append(best)
     if not by_temperature and any(r.drafting for r in summary.results):
         return f"answer: unknown, {NOT_CERTIFIED}"
-    return "\n".join(_answer(max(bests, key=lambda best: _order(best.metrics))) for bests in by_temperature.values())
+    lines = []
+    for temperature, bests in by_temperature.items():
+        first = max(bests, key=lambda best: order(best.result))
+        lines += _answer(first)
+        lines += [f"  {best.setting.partition(', ')[2]}: {best.text}" for best in bests if best is not first]
+        categories = first.metrics.by_category
+        if 1 < len(categories) <= _MOST_CATEGORIES and all(m.speed_up for m in categories.values()):
+            ratios = (f"{name} {estimate_text(m.speed_up)}" for name, m in categories.items())
+            lines.append(f"  by kind of prompt: {', '.join(ratios)}")
+        if gains := [gain for gain in verifier_gains(summary) if gain[0].startswith(temperature)]:
+            shown = [f"{pair} {text} ({group})" for group, pair, text, sure in gains if sure]
+            none = f"no difference of BE between them was shown, of {len(gains)} compared"
+            lines.append(f"  verifiers: {'; '.join(shown[:_MOST_GAINS]) or none}")
+    return "\n".join(lines)
 
 
-def _answer(best: Best) -> str:
-    if best.speed_up is None and best.clock is not None and best.clock.low is not None:
-        rivals = f", {best.rivals} other intervals overlap" * bool(best.rivals)
-        pair = f"{best.pair}, {best.efficiency}{rivals}, {best.metrics.target_rows_per_token:.2f} rows/tok"
-        clock = f"{estimate_text(best.clock)} × plain decoding by the clock ({best.setting})"
-        remedy = "a quieter machine or more prompts make it sure"
-        return f"answer: not sure, {best.missing}; greatest BE: {pair}, {clock}; {remedy}"
-    if best.speed_up is None:
-        return f"answer: unknown, {best.missing}; greatest BE: {best.by_efficiency}"
-    words = f"{best.pair}, {estimate_text(best.speed_up)} × plain decoding ({best.setting})"
-    if best.faster:
-        return f"answer: {words}" + f"; {best.rivals} other intervals overlap" * bool(best.rivals)
-    return f"answer: {NOT_FASTER}; best: {words}"
+def _answer(best: Best) -> list[str]:
+    if best.speed_up is not None:
+        words = f"{best.text} ({best.setting}){best.overlap * best.faster}"
+        return [f"answer: {'' if best.faster else f'{NOT_FASTER}; best: '}{words}"]
+    drafting = [r for r in best.certified if order(r)[2] > 1] or [best.result]
+    frugal = min(drafting, key=lambda r: r.metrics.target_rows_per_token if r.metrics else 0.0)
+    lines = [f"answer: not sure, {best.missing} ({best.setting})", f"  greatest BE: {best.text}"]
+    if frugal is not best.result:
+        lines.append(f"  fewest target rows: {replace(best, result=frugal).text}")
+    return [*lines, *["  a quieter machine or more prompts make it sure"] * bool(best.metrics.withheld)]
 
 
-def _order(metrics: Metrics) -> tuple[bool, float, float]:
+def order(result: CellResult) -> tuple[bool, float, float]:
     """Sort key: shown to be faster than plain decoding, then speed-up, then block efficiency."""
-    speed_up, efficiency = metrics.speed_up, metrics.block_efficiency
+    assert result.metrics is not None
+    speed_up, efficiency = result.metrics.speed_up, result.metrics.block_efficiency
     faster = speed_up is not None and (speed_up.low or 0.0) > 1
     return faster, speed_up.value if speed_up else -1.0, efficiency.value if efficiency else -1.0
 

@@ -48,35 +48,49 @@ def remarks_of(summary: Summary) -> list[list[str]]:
 def differences(summary: Summary) -> list[str]:
     """Paired differences of block efficiency between verifiers of a drafter, on the same prompts and random numbers.
 
-    Equal differences at several batch sizes share a line; pairs without a difference are counted.
+    Pairs without a difference are counted.
+    """
+    gains = verifier_gains(summary, certified=False)
+    lines = [f"{group}, {pair}, on the same prompts: {text}" for group, pair, text, _ in gains if text]
+    if equal := sum(not text for _, _, text, _ in gains):
+        verb = "has" if equal == 1 else "have"
+        lines.append(f"{counted(equal, 'pair')} of verifiers {verb} the same BE on the same prompts")
+    return lines
+
+
+def verifier_gains(summary: Summary, certified: bool = True) -> list[tuple[str, str, str, bool]]:
+    """Settings, pair and difference of BE of each verifier to the first of its drafter; True if the sign is sure.
+
+    Equal differences at several batch sizes are one; the text is empty for pairs with the same BE.
+
+    Args:
+        certified: leave out pairs that are not certified, and those with the same BE.
     """
     cells = [result.config for result in summary.results]
-    batch_sizes: dict[tuple[str, str, str], list[int]] = {}  # by group, pair and difference
+    gains: dict[tuple[str, str, str, bool], list[int]] = {}  # batch sizes
     equal = 0
     for _, results in summary.groups:
         firsts: dict[str, CellResult] = {}
         for result in results:
             config, drafter = result.config, result.config.drafter
-            if result.drafting is None:
+            if result.drafting is None or (certified and not mark_of(result).headline):
                 continue
             first = firsts.setdefault(json.dumps([drafter.name, drafter.config]), result)
             if first is result or first.metrics is None:
                 continue
-            difference = paired_difference(*(counted_steps(r.records, first.metrics.depth) for r in (result, first)))
-            if difference is not None and difference.low is None and difference.value == 0:
-                equal += 1
-            elif difference is not None:
+            e = paired_difference(*(counted_steps(r.records, first.metrics.depth) for r in (result, first)))
+            if e is not None and e.low is None and e.value == 0:
+                equal += not certified
+            elif e is not None:
                 pair = f"{drafter.title}: BE of {verifier_title(result)} − {verifier_title(first)}"
-                key = group_title(config, cells, but="batch_size"), pair, estimate_text(difference, "+")
-                batch_sizes.setdefault(key, []).append(config.batch_size)
-    lines = []
-    for (group, pair, text), sizes in batch_sizes.items():
-        batch = f"batch size{'s' if len(sizes) > 1 else ''} {', '.join(map(str, sizes))}"
-        lines.append(f"{group}, {batch}, {pair}, on the same prompts: {text}")
-    if equal:
-        verb = "has" if equal == 1 else "have"
-        lines.append(f"{counted(equal, 'pair')} of verifiers {verb} the same BE on the same prompts")
-    return lines
+                sure = e.low is not None and e.high is not None and not e.low <= 0 <= e.high
+                key = group_title(config, cells, but="batch_size"), pair, estimate_text(e, "+"), sure
+                gains.setdefault(key, []).append(config.batch_size)
+    named = [
+        (f"{group}, batch size{'s' * (len(sizes) > 1)} {', '.join(map(str, sizes))}", pair, text, sure)
+        for (group, pair, text, sure), sizes in gains.items()
+    ]
+    return named + equal * [("", "", "", False)]
 
 
 def _marks(results: Sequence[CellResult]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..runs.labels import counted, verifier_title
 from ..util.estimate import estimate_text
 from ..util.table import Alignment, Table
-from .answer import answer_line
+from .answer import answer_text
 from .batch_sizes import by_batch_size, multi_over_single
 from .caveats import differences, remarks_of
 from .metrics_text import efficiency_text, rate_text, speed_up_text
@@ -35,13 +35,14 @@ _COLUMNS: dict[str, Alignment] = {
 #: Columns of an engine's server only, and columns of the own loop only.
 _SERVED, _OWN = ("first token ms", "ms/token"), ("d/t/v/r %",)
 _LEGEND = (
-    "BE: mean tokens per target call, bonus token included (block efficiency, mean acceptance length), of steps with\n"
-    "full drafts; \\*: of all steps, because none had room for a full draft. rows/tok: target positions evaluated per\n"
-    "emitted token; the rows of a batch are padded to the widest, so it grows with the batch size. d/t/v/r: % of the\n"
-    "decoding time in draft (with prefill), target, verify, rest. These, tok/s and speed-up are for steps with all\n"
-    "slots in use. tok/s: from the undisturbed time of each component of a step, over all cells of the group.\n"
-    "speed-up: of tok/s over the drafter none in the same group; an interval requires 3 pieces of prompts. ~: by the\n"
-    "clock, other programs included; not a speed-up, and no pair is ranked by it."
+    "BE: tokens per target call [95 % interval]; Pr(τ≥i): steps with i accepted; rows/tok: target positions per\n"
+    "token; d/t/v/r: time in draft, target, verify, rest; speed-up: over plain decoding; ~: by the clock, no speed-up"
+)
+#: For Markdown.
+_DETAILS = (
+    "\\*: of all steps, none had room for a full draft. Rows of a batch are padded to the widest. Times are of\n"
+    "steps with all slots in use, prefill of the drafter included; tok/s: from the undisturbed time of each\n"
+    "component of a step, over all cells of the group. An interval requires 3 pieces of prompts."
 )
 _BY_BATCH_SIZE = (
     "pays up to: the last batch size at which a pair is not slower than the drafter none; ~: interpolated with the\n"
@@ -57,7 +58,7 @@ _MAX_REMARKS = 3
 def terminal(summary: Summary) -> str:
     """The answer, the tables and the most important remarks, for a terminal of about 130 columns."""
     tables = [*_tables(summary), *by_batch_size(summary), *multi_over_single(summary)]
-    parts = [answer_line(summary), *(table.text() for table in tables)]
+    parts = [answer_text(summary), *(table.text() for table in tables), *([_LEGEND] if tables else [])]
     remarks = [lines[0] for lines in remarks_of(summary) if lines]
     parts.append("\n".join(remarks[:_MAX_REMARKS]))
     more = len(remarks) - _MAX_REMARKS
@@ -79,9 +80,9 @@ def summary_markdown(summary: Summary) -> str:
     parts = [f"# {recipe.name}"]
     parts += [text for text in (recipe.question, recipe.description) if text]
     parts.append(f"Target {recipe.target}, prompts {recipe.prompts.source}.")
-    if answer := answer_line(summary):
-        parts.append(answer.replace("answer:", "**Answer**:").replace("\n", "\n\n"))
-    parts += [*(table.markdown() for table in _tables(summary)), _LEGEND]
+    if answer := answer_text(summary):
+        parts.append(answer.replace("answer:", "**Answer**:").replace("\n  ", "\n- ").replace("\nans", "\n\nans"))
+    parts += [*(table.markdown() for table in _tables(summary)), f"{_LEGEND}. {_DETAILS}"]
     parts += [table.markdown() for table in _by_category(summary)]
     for tables, legend in ((by_batch_size(summary), _BY_BATCH_SIZE), (multi_over_single(summary), _GAIN)):
         parts += [*(table.markdown() for table in tables), *([legend] if tables else [])]

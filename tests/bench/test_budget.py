@@ -92,6 +92,14 @@ def test_as_many_blocks_as_fit(recipe: str, tmp_path: Path, monkeypatch: Any) ->
     )
 
 
+def test_table_of_first_group_comes_before_second_group(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
+    clock, request = Clock(monkeypatch), load_recipe(recipe, [*TWO_GROUPS, "time=2s"])
+    _, tables = run_with_tables(request, tmp_path / "runs", prompts_of, log=None, clock=clock)
+    first, whole = tables[0], tables[-1]
+    assert len(first) == 2 and len({tuple(cell) for cell in first}) == 1 and len(first[0]) == 2
+    assert len(whole) in (2, 4) and whole[:2] == first
+
+
 def test_interrupt_while_a_table_is_printed(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
     def interrupt(outcome: Outcome) -> None:
         raise KeyboardInterrupt
@@ -158,7 +166,7 @@ def test_first_block_is_measured_and_announced(recipe: str, tmp_path: Path, monk
     outcome = run(request, tmp_path / "runs", log=lines.append, clock=Clock(monkeypatch, price=20.0))
     assert [len(request) for request in prompts_of(outcome)] == [1, 1]
     (line,) = [line for line in lines if "time budget of 30s" in line]
-    assert line.startswith("the first table (1 prompt in each of 2 cells) takes about ")
+    assert line.startswith("the first tables (1 prompt in each of 2 cells) take about ")
     assert "fewer drafters" in line and "(--time " in line
 
 
@@ -236,7 +244,7 @@ def test_remaining_budget_covers_first_block() -> None:
     one.done = 1
     assert one.max_remaining(20.0, 2) == 5.0
     slow, fast, fits = (one.warning(pace, 2) for pace in (20.0, 10.0, 3.0))
-    assert slow.startswith("the first table (1 prompt in each of 2 cells) takes about 40 s, more than")
+    assert slow.startswith("the first tables (1 prompt in each of 2 cells) take about 40 s, more than")
     assert "--set max_new_tokens=48" in slow and slow.endswith("all 4 prompts take about 3 min (--time 4m)")
     assert fast.startswith("all 4 prompts take about 80 s, about 1 within the time budget of 30s")
     assert "--limit 1, --set max_new_tokens=24" in fast and fits == ""

@@ -75,4 +75,4 @@ def test_differences_are_decided(
         assert f"within rounding (largest gap {metrics.largest_gap:.2g})" in text
     else:
         assert "FAULT: 8 of 8 responses of draft-model × shifted" in text.partition("\n\n")[2]
-        assert [best.pair.split()[-1] for best in best_of([("", finished.summary)])] == ["greedy"]
+        assert [best.pair.split()[-1] for best in best_of(finished.summary.groups)] == ["greedy"]

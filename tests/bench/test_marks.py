@@ -154,7 +154,7 @@ def test_wrong_memory_is_marked(with_wrong_memory: Path, capsys: Any) -> None:
     report = output(capsys, "report", str(with_wrong_memory))
     assert (
         re.search(r"successors +\| token \(FAILED, TV 1\)", report)
-        and best_of([("run", read_run(with_wrong_memory).summary)]) == []
+        and best_of(read_run(with_wrong_memory).summary.groups) == []
     )
 
 
@@ -205,7 +205,7 @@ def test_headline_needs_certified_pair(measured: Path) -> None:
     results = [r for r in finished.summary.results if not r.config.is_baseline and r.metrics]
     efficiency = {r.config.verifier.name: r.metrics.block_efficiency for r in results if r.metrics}
     assert efficiency["liar"] and efficiency["token"] and efficiency["liar"].value > efficiency["token"].value
-    assert [best.pair.split()[-1] for best in best_of([("run", finished.summary)])] == ["token"]
+    assert [best.pair.split()[-1] for best in best_of(finished.summary.groups)] == ["token"]
     of_run = pytest.importorskip("crossdraft_advisor.advise.candidates").of_run
     from crossdraft_advisor.advise.engine_settings import engine_settings
 

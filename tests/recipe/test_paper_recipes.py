@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import crossdraft_combine
 import crossdraft_drafters
 import crossdraft_ngram_cache
 import crossdraft_suffix
@@ -21,6 +22,11 @@ from crossdraft.framework.errors import UnknownNameError, UsageError
 FOLDER = Path(crossdraft.recipes.__file__).parent
 #: Cells, baselines included, and groups.
 PAPER = {
+    "coder": (
+        45,
+        6,
+    ),  # 3 batch sizes x (1 + 5 drafters at temperature 0, 1 + 4 + 3 rules + two drafts at temperature 1)
+    "coder-lengths": (6, 1),
     "model-free": (24, 4),  # 2 temperatures x 2 batch sizes x (1 + 5 drafters)
     "paper/block-table1-gamma": (21, 3),  # 3 seeds x (1 + 3 gammas x 2 rules)
     "paper/block-table2": (9, 3),  # 3 temperatures x (1 + 2 rules)
@@ -39,11 +45,12 @@ SHIPPED = sorted(name for name, entry in plugins.entries("recipes").items() if e
 
 @pytest.fixture(autouse=True)
 def smollm2() -> Any:
-    """Names of the SmolLM2 pack and of the drafters of three packages, which need not be installed.
+    """Names of the SmolLM2 pack and of the drafters of four packages, which need not be installed.
 
     A model is only a name until it is loaded.
     """
     packages = {"ngram-cache": crossdraft_ngram_cache, "suffix": crossdraft_suffix, "jacobi": crossdraft_drafters}
+    packages["combine"] = crossdraft_combine
     missing = [package for name, package in packages.items() if name not in plugins.entries("drafters")]
     pack = {"smollm2-135m-instruct", "smollm2-draft-model", "smollm2-medusa", "smollm2-eagle3"}
     names = pack - plugins.entries("models").keys()

@@ -155,7 +155,7 @@ def test_withheld_speed_up_is_by_the_clock(tmp_path: Path, reason: str) -> None:
     assert "| ~15.7 clock |" in " ".join(markdown.split()) and f"- {reason}: " in markdown
     (row,) = (row for row in csv.DictReader(io.StringIO(summary_csv(finished))) if row["verifier"] == "block")
     assert (row["speed_up"], row["withheld"], row["speed_up_wall"]) == ("", reason, "15.68")
-    assert [best.pair for best in best_of([("run", finished)])] == ["draft-model × token"]
+    assert [best.pair for best in best_of(finished.groups)] == ["draft-model × token"]
 
 
 def test_withheld_is_unknown_and_not_none(tmp_path: Path) -> None:
@@ -177,11 +177,11 @@ def test_withheld_is_unknown_and_not_none(tmp_path: Path) -> None:
     for verifier in DRAFTERS:
         withhold(finished, TOO_FEW, verifier)
     text = terminal(finished)
-    answer = text.splitlines()[0]
-    assert answer == (
-        "answer: unknown, every speed-up is withheld (too few undisturbed); greatest BE: no winner, too few prompts "
-        "for intervals"
-    )
+    answer = text.partition("\n\n")[0].splitlines()
+    reason = "every speed-up is withheld (too few undisturbed)"
+    assert answer[0] == f"answer: not sure, {reason} (temperature 1, batch size 1)"
+    assert answer[1].startswith("  greatest BE: ") and "other intervals overlap), " in answer[1]
+    assert answer[-3:-1] != [] and sum(" rows/tok" in line for line in answer) >= 3  # of each batch size
     assert "none" not in [line.split()[-1] for line in text.splitlines() if line] and "12 of 12 speed-ups" in text
 
 
@@ -192,9 +192,11 @@ def test_withheld_answer_is_by_the_clock(tmp_path: Path) -> None:
     for result in finished.results:
         plain = result.config.is_baseline
         result.pieces = [Piece(100, {"target": 2.0 if plain else seconds}) for seconds in (0.9, 1.0, 1.1)]
-    answer = terminal(finished).splitlines()[0]
-    assert answer.startswith("answer: not sure, every speed-up is withheld (too few undisturbed); greatest BE: ")
-    match = re.search(r"2\.00 \[(\d\.\d\d), (\d\.\d\d)\] × plain decoding by the clock \(temperature 1, ", answer)
+    first, second, remedy = terminal(finished).partition("\n\n")[0].splitlines()
+    reason = "every speed-up is withheld (too few undisturbed)"
+    assert first == f"answer: not sure, {reason} (temperature 1, batch size 1)"
+    assert second.startswith("  greatest BE: draft-model × block, BE ") and remedy.endswith("make it sure")
+    match = re.search(r"2\.00 \[(\d\.\d\d), (\d\.\d\d)\] × plain decoding by the clock", second)
     assert match and 1.0 < float(match[1]) < 1.8 and 2.2 < float(match[2]) < 4.0
 
 

@@ -35,6 +35,7 @@ class RunRecipe(ProgramOptions, TrustOptions, Command):
         (),
         description="override a key of the recipe (repeatable), e.g. matrix.batch_size=[1,4] or drafters.0.gamma=6",
     )
+    target: Annotated[str, Argument("MODEL")] = Field("", description="target; same as --set target=MODEL")
     limit: Annotated[int | None, Argument("N")] = Field(
         None, ge=1, description="use the first N prompts; same as --set limit=N"
     )
@@ -105,6 +106,7 @@ class RunRecipe(ProgramOptions, TrustOptions, Command):
         from ...recipe.recipe import read_recipe
 
         settings = [*self.set_, *([f"limit={self.limit}"] if self.limit is not None else [])]
+        settings += [f"target={self.target}"] if self.target else []
         if self.time:
             settings.append(f"time={'null' if self.time == 'none' else _duration(self.time)}")
         recipe = read_recipe(self.recipe, settings)  # before PyTorch is imported, so that errors are reported at once

@@ -127,8 +127,9 @@ def test_only_pair_that_was_shown_to_be_faster_is_called_so(tmp_path: Path) -> N
     for metrics in (token, block):
         metrics.speed_up, metrics.withheld = None, "too few"
     words = answer(html_page([run]))
-    assert words.startswith("No speed-up to report: every speed-up is withheld (too few)") and "× block" not in words
-    assert "Greatest block efficiency: no winner, 2 intervals overlap. The table has the ratios by the clock." in words
+    assert words.startswith("No speed-up to report: every speed-up is withheld (too few)")
+    assert "Greatest block efficiency: prompt-lookup × block, BE 2.29 [" in words
+    assert "(1 of 1 other intervals overlap)" in words and "× plain decoding by the clock. A quieter machine" in words
 
 
 @pytest.mark.parametrize("kind", ["lossy", "unexercised", "uncertified", "failed"])

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from crossdraft.framework import plugins
 from crossdraft.framework.metrics.columns import meaning
-from crossdraft.framework.report.answer import split_groups
 from crossdraft.framework.report.metrics_text import rate_text, speed_up_text
 from crossdraft.framework.runs.code_digest import source_of
 from crossdraft.framework.runs.labels import group_title, pair_title
@@ -144,6 +143,18 @@ class CellTable:
         }
         distinct = {name: list(dict.fromkeys(values)) for name, values in by_setting.items()}
         return [(name, values) for name, values in distinct.items() if len(values) > 1]
+
+
+def split_groups(runs: Sequence[tuple[str, Summary]]) -> tuple[list[str], list[tuple[str, str, list[CellResult]]]]:
+    """The settings that all groups share; of each group the settings of its own, all its settings, and its results."""
+    groups = [(title, group.split(", "), results) for title, run in runs for group, results in run.groups]
+    shared = [part for part in groups[0][1] if all(part in parts for _, parts, _ in groups)] if groups else []
+    split = []
+    for title, parts, results in groups:
+        run = [title] * (len(runs) > 1)
+        own = [part for part in parts if part not in shared]
+        split.append((", ".join(run + own), ", ".join(run + parts), results))
+    return shared, split
 
 
 def table_of(runs: RUNS) -> CellTable:

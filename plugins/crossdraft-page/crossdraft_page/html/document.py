@@ -14,13 +14,14 @@ from importlib.resources import files
 from typing import Any
 
 from crossdraft.framework.cost.load_run import FinishedRun, titles_of
-from crossdraft.framework.report.answer import NOT_CERTIFIED, NOT_FASTER, best_of, headline_of
+from crossdraft.framework.report.answer import NOT_CERTIFIED, NOT_FASTER, Best, best_of, order
 from crossdraft.framework.report.batch_sizes import multi_over_single
 from crossdraft.framework.report.caveats import differences, remarks_of
 from crossdraft.framework.report.markdown import conditions
+from crossdraft.framework.report.metrics_text import efficiency_text
 from crossdraft.framework.report.sections import sections_of
 
-from .cell_table import certificates, table_of
+from .cell_table import certificates, split_groups, table_of
 from .panels import panels_of
 from .responses import responses_of
 
@@ -37,7 +38,8 @@ def html_page(runs: Sequence[FinishedRun]) -> str:
     sections = list(zip(titles_of(runs), runs, strict=True))
     panels, absent = panels_of(sections)
     responses = responses_of(sections)
-    bests = best_of([(title, run.summary) for title, run in sections])
+    groups = split_groups([(title, run.summary) for title, run in sections])[1]
+    bests = best_of((setting, results) for _, setting, results in groups)
     markdown = MarkdownIt("commonmark", {"html": False}).enable("table")  # tags in a text are text
     script = _asset("page.js")
     page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -57,8 +59,12 @@ def html_page(runs: Sequence[FinishedRun]) -> str:
         script=Markup(script),
         svg=Markup,
         responses_json=Markup(_inert(responses)),
-        headline=headline_of(bests),
+        headline=max(bests, key=lambda best: order(best.result), default=None),
+        verdict=_verdict,
+        conditions=_conditions,
+        efficiency=efficiency_text,
         bests=bests,
+        own={setting: group for group, setting, _ in groups},
         not_faster=NOT_FASTER,
         not_certified=NOT_CERTIFIED,
         table=table_of(sections),
@@ -69,6 +75,25 @@ def html_page(runs: Sequence[FinishedRun]) -> str:
         certificates=certificates(sections),
         runs=[_about(title, run) for title, run in sections],
     )
+
+
+def _verdict(best: Best) -> str:
+    """Conclusion from the intervals, for a pair with a speed-up."""
+    e = best.speed_up
+    if e is None:
+        return best.missing
+    if e.low is None or e.high is None:
+        return "too few prompts for an interval"
+    if e.low > 1:
+        return "faster than plain decoding"
+    return "slower than plain decoding" if e.high < 1 else "no difference from plain decoding was shown"
+
+
+def _conditions(best: Best) -> str:
+    """Target, device and number of prompts."""
+    result = best.result
+    place = ", ".join(str(result.provenance[key]) for key in ("device", "dtype") if key in result.provenance)
+    return ", ".join(filter(None, (f"target {result.config.target}", place, f"{result.prompts} prompts")))
 
 
 def _about(title: str, run: FinishedRun) -> dict[str, Any]:
