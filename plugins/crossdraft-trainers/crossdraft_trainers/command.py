@@ -17,6 +17,7 @@ from crossdraft.framework.contracts.options import Options
 from crossdraft.framework.errors import ContractError, UsageError
 
 from .export import Export
+from .heartbeat import doing, heartbeat
 
 _TEXTS, _CARD = "texts", "model card"
 
@@ -136,13 +137,21 @@ def _searches(config: type[Options]) -> bool:
 
 def _train(config: type[Options], args: argparse.Namespace) -> int:
     try:
-        return _run(config, args)
+        doing(lambda: f"loading {args.target}")
+        with heartbeat():
+            return _run(config, args)
     except KeyboardInterrupt:
-        print(
-            f"crossdraft: interrupted; the checkpoint is in {args.out}; run the same command again to resume",
-            file=sys.stderr,
-        )
+        print(f"crossdraft: interrupted; {_kept(Path(args.out))}", file=sys.stderr)
         return 130
+
+
+def _kept(out: Path) -> str:
+    """The latest of the files from which the same command resumes."""
+    kept = {"checkpoint.pt": "checkpoint is", "trials.json": "trials so far are", "texts.jsonl": "texts so far are"}
+    for name, content in kept.items():
+        if (out / name).is_file() and (out / name).stat().st_size:
+            return f"the {content} in {out / name}; run the same command again to resume"
+    return "nothing was stored yet"
 
 
 def _run(config: type[Options], args: argparse.Namespace) -> int:
@@ -227,6 +236,7 @@ def _trained(options: TrainOptions, recipe: Any, steps: StepOptions | None, ques
     trainer.export(held_out)
     measured = None
     if prompts is not None:
+        doing(lambda: f"measuring block efficiency on {len(prompts)} prompts")
         measured = measure(
             target,
             trainer.trainee.drafting_with(options.out),

@@ -32,6 +32,7 @@ from crossdraft.framework.util.tensors import on_device
 
 from .contract import SearchConfig, Text
 from .files import replace_text
+from .heartbeat import doing
 from .interrupts import deferred_interrupt
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -86,6 +87,7 @@ class Searcher:
         study = optuna.create_study(direction="maximize")
         self._resume(study, made_with)
         initial, best_speed_up = self.trainee.first(), -1.0 if not self.settings else self.settings["speed_up"]
+        doing(lambda: f"searching: trial {self.step} of {r.trials}")
         with (
             deferred_interrupt() as stop_requested,
             tqdm(total=r.trials, initial=self.step, unit="trial", desc=r.name, disable=None) as bar,

@@ -33,6 +33,8 @@ from .writer import MOST_INVENTED, Writer
 
 #: Answers per slot and batch. More keep the slots busier, but a resumed run writes the batch again.
 ANSWERS_A_SLOT = 6
+#: Minimum number of texts of a batch.
+LEAST_BATCH = 8
 #: Approximate share of generated questions that end in time.
 FINISHED = 0.6
 #: Questions without a single text after which writing is aborted.
@@ -112,7 +114,8 @@ def write(
         return texts
     plan = Questions(_questions_that_fit(writer, questions), invented, writer.seed)
     writer.warm_up()
-    size = ANSWERS_A_SLOT * writer.batch_size
+    # Few tokens need few texts: a batch is written before the first of them is counted.
+    size = min(ANSWERS_A_SLOT * writer.batch_size, max(2 * tokens // writer.max_response, LEAST_BATCH))
     start, last = after // size * size, after - 1  # the last index that is a text
     with (
         tqdm(total=tokens, initial=n_tokens, unit="tok", desc="target writes texts", disable=None) as bar,

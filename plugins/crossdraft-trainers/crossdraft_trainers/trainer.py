@@ -32,6 +32,7 @@ from .checkpoints import Checkpoint, check_weights, load, load_optimizer
 from .contract import Text, TrainingConfig
 from .features import Features, check_head
 from .files import replace_text, staged
+from .heartbeat import doing
 from .interrupts import deferred_interrupt
 
 #: Evaluations during training, besides the one before the first step.
@@ -113,6 +114,7 @@ class Trainer:
         batches = [b for epoch in range(r.epochs) for b in self._batches(train, epoch)]
         self._resume(len(batches))
         saved = time.perf_counter()
+        doing(lambda: f"training: step {self.step} of {len(batches)}, held-out {self.trainee.measured} {self.best:.4f}")
         with (
             deferred_interrupt() as stop_requested,
             tqdm(total=len(batches), initial=self.step, unit="step", desc=r.name, disable=None) as bar,

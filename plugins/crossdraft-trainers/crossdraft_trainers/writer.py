@@ -14,6 +14,8 @@ from crossdraft.framework.errors import UsageError
 from crossdraft.framework.lm.cuda_graphs import CaptureLimits, recording
 from crossdraft.framework.lm.recomputing_lm import scoring_slots
 
+from .heartbeat import doing
+
 #: Maximum tokens of a generated question.
 MOST_INVENTED = 48
 #: Placeholder of the user's text in the chat template.
@@ -97,6 +99,7 @@ class Writer:
 
     def warm_up(self) -> None:
         """Decode once, which compiles layers: that pays over many texts."""
+        doing(lambda: f"warming up {self.target.name}")
         with recording(CaptureLimits(depth=0, nodes=0)):
             list(self._decode([self.chat.conversation("")], [0], 1.0, 2, self.seed))
 
@@ -134,6 +137,7 @@ class Writer:
             max_new_tokens=maximum,
             rng=CounterRng(seed),
         )
+        doing(lambda: f"target writes texts: step {decoder.batch_steps} of a batch of {len(prompts)}")
         run: Any = decoder.run(prompts, streams=indices)
         with closing(run) as responses:
             for response in responses:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from crossdraft_trainers import files, text_files
+from crossdraft_trainers.heartbeat import doing, heartbeat
 
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.errors import UsageError
@@ -140,9 +141,11 @@ def test_signal_prints_resume_hint(
     options += ["--questions", str(on_disk / "questions.jsonl"), "--invented", "0"]
     assert train("medusa", on_disk, tmp_path, *options) == 130
     (line,) = [line for line in capsys.readouterr().err.replace("\r", "\n").splitlines() if "interrupted" in line]
-    assert line.endswith(
-        f"crossdraft: interrupted; the checkpoint is in {tmp_path}; run the same command again to resume"
-    )
+    stored = [file for name in ("checkpoint.pt", "texts.jsonl") if (file := tmp_path / name).is_file()]
+    stored = [file for file in stored if file.stat().st_size]
+    assert bool(stored) == (moment != "load") or moment == "write"
+    assert [file.name for file in stored[:1]] == ["checkpoint.pt"] or moment in ("load", "write")
+    assert f"is in {stored[0]}" in line or f"are in {stored[0]}" in line if stored else "nothing was stored" in line
     assert signal.getsignal(kind) == before
     assert train("medusa", on_disk, tmp_path, *options) == 0
     assert (tmp_path / "README.md").exists()
@@ -166,3 +169,13 @@ def test_signal_that_is_ignored_stays_ignored() -> None:
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_heartbeat_prints_current_work(capsys: Any) -> None:
+    lines = list[str]()
+    with heartbeat(0.01):
+        for step in (1, 2):
+            doing(lambda step=step: f"step {step}")
+            while not any(line.endswith(f": step {step}") for line in lines):
+                lines += capsys.readouterr().err.splitlines()
+    assert all(line.startswith("crossdraft: ") for line in lines)
