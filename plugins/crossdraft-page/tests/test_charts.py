@@ -1,6 +1,7 @@
 """Charts of synthetic cells: positions of points and intervals, layout, and reproducible files."""
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from crossdraft_page.charts.charts import KINDS, chart, draw
 from crossdraft_page.charts.draft_lengths import break_even_line
 from crossdraft_page.charts.pairs import front, rows_per_step
 from crossdraft_page.charts.series import break_even
-from crossdraft_page.charts.style import COLOURS, PLAIN, WIDTHS, marks, style
+from crossdraft_page.charts.style import COLOURS, PLAIN, WIDTHS, label, marks, panels, style, wrapped
 from html_runs import RECIPE, finished_run, on_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -96,7 +97,13 @@ def test_block_efficiency_against_target_rows(results: Sequence[CellResult]) -> 
             assert r.metrics is not None and r.metrics.block_efficiency is not None
             e = r.metrics.block_efficiency
             expected.append((rows_per_step(r), e.value, e.low, e.high))
-        assert [tuple(map(pytest.approx, item)) for item in sorted(expected)] == estimates(panel)
+        drawn, widest = estimates(panel), max(x for x, *_ in expected)
+        assert sorted(item[1:] for item in drawn) == [
+            tuple(map(pytest.approx, item[1:])) for item in sorted(expected, key=lambda e: e[1:])
+        ]
+        xs = sorted(x for x, *_ in drawn)
+        assert all(b - a > 0.02 * widest for a, b in pairwise(xs)), "marks of equal rows stand side by side"
+        assert all(min(abs(x - y) for y, *_ in expected) < 0.1 * widest for x in xs)
     # A chain of three nodes and the root: at most four rows a sequence; two sequences: seven.
     by_key = {r.config.drafter.name: rows_per_step(r) for r in results if r.config.batch_size == 16}
     assert by_key["none"] == 16 and 48 < by_key["draft-model"] <= 64 and 80 < by_key["draft-model-iid"] <= 112
@@ -345,3 +352,18 @@ def test_command(tmp_path: Path, capsys: Any) -> None:
     )
     assert refused("--format", "jpg").startswith("there is no report named 'jpg'")
     assert "there is no kind of chart named 'pie'" in refused("--kind", "pie")
+
+
+def test_cut_intervals_are_marked() -> None:
+    """An arrow for each end of a bar that the axis does not show, at the border and in the bar's colour."""
+    whole, (panel,) = panels(1, "page")
+    panel.errorbar([1, 2], [1.0, 2.0], yerr=[[0.5, 0.1], [9.0, 0.1]], color="#0072b2")
+    panel.set_ylim(0.8, 3.0)
+    label(whole, [panel], ["a title"], "x", "y")
+    arrows = {(line.get_marker(), *line.get_xydata()[0]) for line in panel.lines if line.get_marker() in "^v<>"}
+    assert arrows == {("v", 1.0, 0.8), ("^", 1.0, 3.0)} and panel.get_ylim() == (0.8, 3.0)
+
+
+def test_long_titles_are_wrapped() -> None:
+    assert wrapped(["a name of several words", "temperature 0"], 16) == "a name of\nseveral words,\ntemperature 0"
+    assert wrapped(["short", "temperature 0"], 30) == "short, temperature 0"

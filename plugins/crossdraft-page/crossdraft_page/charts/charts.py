@@ -59,7 +59,7 @@ def _speed_up(results: Sequence[CellResult], width: str) -> tuple[Figure, int] |
     )
 
 
-_INTERVALS = "Bars are 95 % intervals."
+_INTERVALS = "Bars are 95 % intervals; an arrow marks one that goes on."
 KINDS = {
     "speed_up": Kind(
         "speed-up over batch size, or by pair",

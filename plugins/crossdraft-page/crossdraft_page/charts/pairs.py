@@ -10,7 +10,22 @@ from crossdraft.framework.runs.labels import group_title, pair_title, verifier_t
 from crossdraft.framework.runs.marks import mark_of
 from crossdraft.framework.util.estimate import estimate_text
 
-from .style import MOST_PANELS, PointMark, ends, entry, label, legend, marks, panels, set_tips, swatch, text, visible
+from .style import (
+    FRONT,
+    MOST_PANELS,
+    PointMark,
+    ends,
+    entry,
+    front_entry,
+    label,
+    legend,
+    marks,
+    panels,
+    set_tips,
+    swatch,
+    text,
+    visible,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,6 +39,8 @@ if TYPE_CHECKING:
 _ROW = 0.125
 #: Gap between two drafters, in rows.
 _GAP = 0.9
+#: Distance of two marks of about as many target rows, as a share of the most rows.
+_BESIDE = 0.025
 #: Rows that fill a page.
 _MAX_ROWS = 70
 _PLAIN_POINT: dict[str, Any] = {"marker": "x", "markersize": 5, "color": "0.45", "linestyle": ""}
@@ -92,7 +109,7 @@ def pair_list(
 def target_rows(results: Sequence[CellResult], width: str) -> tuple[Figure, int] | None:
     """Block efficiency against target positions per step, with a panel per batch size and setting.
 
-    The step line is the Pareto front of the certified pairs.
+    The step line is the Pareto front of the certified pairs. Marks of about as many rows stand side by side.
     """
     cells = [r.config for r in results]
     groups: dict[str, list[CellResult]] = {}
@@ -111,8 +128,9 @@ def target_rows(results: Sequence[CellResult], width: str) -> tuple[Figure, int]
         batch_size = group[0].config.batch_size
         points = [(float(batch_size), 1.0)]
         certified = points[:]
+        gap, place = _BESIDE * max(map(rows_per_step, group)), float("-inf")
         panel.plot(*points[0], **_PLAIN_POINT)
-        for result in group:
+        for result in sorted(group, key=rows_per_step):
             assert result.metrics is not None and result.metrics.block_efficiency is not None
             x, estimate = rows_per_step(result), result.metrics.block_efficiency
             points.append((x, estimate.value))
@@ -120,21 +138,22 @@ def target_rows(results: Sequence[CellResult], width: str) -> tuple[Figure, int]
             drafter, shape = colours[result.config.drafter.title], shapes[verifier_title(result)]
             mark = PointMark(drafter.colour, shape.marker, drafter.hollow)
             tip = f"{pair_title(result)}: {estimate_text(estimate)} from {x:.1f} rows"
-            _point(panel, x, estimate.value, estimate, mark, tip)
+            place = max(x, place + gap)
+            _point(panel, place, estimate.value, estimate, mark, tip)
         corners = front(certified)
         right = max(x for x, _ in points)
         xs, ys = [x for x, _ in corners], [y for _, y in corners]
-        panel.step([*xs, right], [*ys, ys[-1]], where="post", color="0.75", linewidth=0.9, zorder=1)
+        panel.step([*xs, right], [*ys, ys[-1]], where="post", **FRONT)
         panel.set_ylim(
             *visible([r.metrics.block_efficiency for r in results if r.metrics and r.metrics.block_efficiency], 1)
         )
         low = min(x for x, _ in points)
-        panel.set_xlim(low - 0.07 * (right - low or 1), right + 0.07 * (right - low or 1))
+        panel.set_xlim(low - 0.07 * (right - low or 1), max(right, place) + 0.07 * (right - low or 1))
         panel.locator_params(axis="x", nbins=5)
     label(figure, axes, list(shown), "target rows per step: batch size × (nodes + 1)", "block efficiency")
     from matplotlib.lines import Line2D
 
-    handles = [Line2D([], [], label="plain decoding", **_PLAIN_POINT)]
+    handles = [Line2D([], [], label="plain decoding", **_PLAIN_POINT), front_entry()]
     handles += [swatch(name, mark) for name, mark in colours.items()]
     handles += [entry(name, PointMark("0.3", mark.marker)) for name, mark in shapes.items()]
     legend(figure, handles)

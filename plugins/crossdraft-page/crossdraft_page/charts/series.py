@@ -15,12 +15,15 @@ from crossdraft.framework.util.estimate import estimate_text
 
 from .pairs import drafting, front
 from .style import (
+    BATCH_SIZE,
+    FRONT,
     MOST_PANELS,
     PLAIN,
     PointMark,
     batch_axis,
     ends,
     entry,
+    front_entry,
     label,
     legend,
     marks,
@@ -61,7 +64,7 @@ def speed_up(results: Sequence[CellResult], width: str) -> tuple[Figure, int] | 
             _line(panel, points, styles[pair.verifier], tips)
         batch_axis(panel, sorted(group.baselines))
         panel.set_ylim(*visible(estimates, 1.0))
-    label(figure, axes, [title for title, _, _ in shown], "batch size", "speed-up over plain decoding")
+    label(figure, axes, [title for title, _, _ in shown], BATCH_SIZE, "speed-up over plain decoding")
     legend(figure, [entry(name, mark, line=True) for name, mark in styles.items()])
     return figure, len(drawn) - len(shown)
 
@@ -97,7 +100,7 @@ def throughput(results: Sequence[CellResult], width: str) -> tuple[Figure, int] 
         _remark_on_clock(panel, group)
         batch_axis(panel, sorted(group.baselines))
         _rate_axis(panel)
-    label(figure, axes, [title for title, _, _ in shown], "batch size", "tokens/s")
+    label(figure, axes, [title for title, _, _ in shown], BATCH_SIZE, "tokens/s (log scale)")
     legend(figure, [plain_entry(), *(entry(name, mark, line=True) for name, mark in styles.items())])
     return figure, len(drawn) - len(shown)
 
@@ -122,7 +125,7 @@ def pareto(results: Sequence[CellResult], width: str) -> tuple[Figure, int] | No
                 certified += _per_user(group.rates(pair.results)).items()
         if not group.by_clock:
             corners = [(-x, y) for x, y in front([(-x, y) for x, y in certified])]
-            panel.step([x for x, _ in corners], [y for _, y in corners], where="pre", color="0.75", linewidth=0.9)
+            panel.step([x for x, _ in corners], [y for _, y in corners], where="pre", **FRONT)
         for pair in pairs:
             rates, mark = group.rates(pair.results), styles[pair.verifier]
             points = _per_user(rates)
@@ -132,8 +135,8 @@ def pareto(results: Sequence[CellResult], width: str) -> tuple[Figure, int] | No
         _remark_on_clock(panel, group)
         _rate_axis(panel)
         panel.locator_params(axis="x", nbins=5)
-    label(figure, axes, [title for title, _, _ in shown], "tokens/s for one user", "tokens/s of the device")
-    legend(figure, [plain_entry(), *(entry(name, mark, line=True) for name, mark in styles.items())])
+    label(figure, axes, [title for title, _, _ in shown], "tokens/s for one user", "tokens/s of the device (log scale)")
+    legend(figure, [plain_entry(), front_entry(), *(entry(name, mark, line=True) for name, mark in styles.items())])
     return figure, len(drawn) - len(shown)
 
 
@@ -200,7 +203,13 @@ def _by_part(
         if numbered:
             panel.set_xticks(range(1, len(parts) + 1, max(1, len(parts) // 6)))
         else:
-            panel.set_xticks(range(1, len(parts) + 1), [text(str(part), 24) for part in parts], rotation=30, ha="right")
+            panel.set_xticks(
+                range(1, len(parts) + 1),
+                [text(str(part), 24) for part in parts],
+                rotation=60,
+                ha="right",
+                rotation_mode="anchor",
+            )
     has_settings = len({setting for _, setting in drawn}) > 1
     titles = [f"{drafter}, {setting}" if has_settings else drafter for drafter, setting in shown]
     label(figure, axes, titles, x, y)

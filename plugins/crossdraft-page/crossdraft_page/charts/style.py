@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from math import ceil
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from crossdraft.framework.errors import printable
@@ -34,7 +35,13 @@ MARKERS = "os^DvP*X<>"
 DASHES = ("-", "--", ":", "-.")
 #: Line style of plain decoding.
 PLAIN = {"color": "0.72", "linewidth": 4, "solid_capstyle": "round", "zorder": 1}
+#: Line style of the Pareto front of certified pairs.
+FRONT: dict[str, Any] = {"color": "0.75", "linewidth": 0.9, "zorder": 1}
+#: Label of the axis of `batch_axis`.
+BATCH_SIZE = "batch size (log scale)"
 _PANEL_HEIGHT = 1.45
+#: Width of the ticks and labels beside a panel, in inches.
+_TICKS = 0.45
 _STYLE: Any = {
     "font.family": ["DejaVu Sans"],  # ships with matplotlib
     "font.size": 8,
@@ -145,10 +152,28 @@ def label(figure: Figure, axes: Sequence[Axes], titles: Sequence[str], x: str, y
         spec = panel.get_subplotspec()
         columns = spec.get_gridspec().ncols if spec is not None else 1
         own = [part for part in title if part not in shared]
-        panel.set_title(wrapped(own or title, int(figure.get_figwidth() / columns / 0.068)))
+        # Ticks and a label take some of a narrow panel.
+        panel.set_title(wrapped(own or title, int((figure.get_figwidth() / columns - _TICKS * (columns > 1)) / 0.068)))
+        _mark_cut_intervals(panel)
     figure.supxlabel(x, fontsize=8)
     if y:
         figure.supylabel(y, fontsize=8)
+
+
+def _mark_cut_intervals(panel: Axes) -> None:
+    """Draw an arrow at the border of the panel for each interval that reaches beyond it."""
+    from matplotlib.container import ErrorbarContainer
+
+    (left, right), (bottom, top) = panel.get_xlim(), panel.get_ylim()
+    for container in panel.containers:
+        for bars in container.lines[2] if isinstance(container, ErrorbarContainer) else ():
+            for (x, y), (end_x, end_y) in bars.get_segments():  # type: ignore[attr-defined]
+                cut = {"<": x < left, ">": end_x > right} if y == end_y else {"v": y < bottom, "^": end_y > top}
+                places = {"<": (left, y), ">": (right, y), "v": (x, bottom), "^": (x, top)}
+                for marker in (marker for marker, is_cut in cut.items() if is_cut):
+                    at, colour = places[marker], bars.get_color()[0]
+                    panel.plot(*at, marker=marker, markersize=3.5, color=colour, clip_on=False, linestyle="")
+    panel.set(xlim=(left, right), ylim=(bottom, top))
 
 
 def legend(figure: Figure, handles: Sequence[Any]) -> None:
@@ -181,6 +206,12 @@ def plain_entry() -> Any:
     from matplotlib.lines import Line2D
 
     return Line2D([], [], label="plain decoding", **PLAIN)
+
+
+def front_entry() -> Any:
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], label="best certified pairs", **FRONT)
 
 
 def set_tips(artist: Artist, tips: Iterable[str]) -> None:
@@ -224,10 +255,10 @@ def text(name: str, longest: int = 0) -> str:
 
 
 def wrapped(parts: Sequence[str], width: int) -> str:
-    """Join the parts of a title with commas, wrapped to ``width`` characters between parts."""
+    """Join the parts of a title with commas, wrapped to ``width`` characters, between parts if they fit."""
     lines = [""]
-    for i, part in enumerate(parts):
-        part = text(part) + ("," if i + 1 < len(parts) else "")
+    whole = [text(part) + ("," if i + 1 < len(parts) else "") for i, part in enumerate(parts)]
+    for part in (line for long in whole for line in wrap(long, max(width, 8))):
         if lines[-1] and len(lines[-1]) + 1 + len(part) > width:
             lines.append(part)
         else:

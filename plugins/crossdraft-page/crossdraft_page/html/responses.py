@@ -68,7 +68,9 @@ def responses_of(runs: Sequence[tuple[str, FinishedRun]]) -> dict[str, Any]:
                 cell["responses"].append(response)
         shown += 1
     texts = any(response["texts"] for cell in columns for response in cell["responses"])
-    return {"cells": columns, "shown": shown, "total": total, "origins": ORIGINS, "texts": texts}
+    used = set().union(*(response["origins"] for cell in columns for response in cell["responses"]))
+    legend = {letter: meaning for letter, meaning in ORIGINS.items() if letter in used}
+    return {"cells": columns, "shown": shown, "total": total, "origins": legend, "texts": texts}
 
 
 def _steps(records: Sequence[StepRecord]) -> dict[tuple[str, int], list[StepRecord]]:
