@@ -81,7 +81,7 @@ def summary_markdown(summary: Summary) -> str:
     parts += [text for text in (recipe.question, recipe.description) if text]
     parts.append(f"Target {recipe.target}, prompts {recipe.prompts.source}.")
     if answer := answer_text(summary):
-        parts.append(answer.replace("answer:", "**Answer**:").replace("\n  ", "\n- ").replace("\nans", "\n\nans"))
+        parts.append(answer.replace("answer:", "**Answer**:").replace("\n", "\n\n").replace("\n  ", "\n- "))
     parts += [*(table.markdown() for table in _tables(summary)), f"{_LEGEND}. {_DETAILS}"]
     parts += [table.markdown() for table in _by_category(summary)]
     for tables, legend in ((by_batch_size(summary), _BY_BATCH_SIZE), (multi_over_single(summary), _GAIN)):
