@@ -18,7 +18,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from crossdraft.framework import plugins
@@ -160,8 +160,7 @@ class Shape:
         head = model.get_output_embeddings()
         if head is None:
             raise ModelError(f"model_type {config.model_type!r} has no output head")
-        vocab = getattr(config, "draft_vocab_size", None) or head.weight.shape[0]
-        parts = {"projections": _NONE, "mlp": _NONE, "head": _product(vocab, head.weight.shape[1])}
+        parts = {"projections": _NONE, "mlp": _NONE, "head": _product(*head.weight.shape)}
         expert, experts, moe_layers = _NONE, 0, set()
         for path, weight in model.named_parameters():
             layer, shape = _LAYER.search(path), weight.shape
@@ -181,7 +180,7 @@ class Shape:
             name=name or config.model_type,
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
-            vocab=vocab,
+            vocab=head.weight.shape[0],
             caches=caches,
             expert=expert * (1 / (experts * len(moe_layers))) if experts else expert,
             experts=experts,
@@ -193,7 +192,12 @@ class Shape:
         )
         if shape.active > shape.experts:
             raise ModelError(f"the config has more active experts than experts: {shape.active} of {shape.experts}")
-        return shape
+        return shape.of_vocabulary(getattr(config, "draft_vocab_size", None) or shape.vocab)
+
+    def of_vocabulary(self, rows: int) -> Shape:
+        """The same shape with an output head of ``rows`` rows."""
+        fewer = Products((rows - self.vocab) * self.hidden, rows - self.vocab)
+        return replace(self, vocab=rows, head=self.head + fewer)
 
     @property
     def parameters(self) -> int:

@@ -85,7 +85,7 @@ class CostOptions(MachineOptions):
         target, drafter = modelled(self, self.target), None
         if self.draft_model:
             drafter = modelled(self, self.draft_model)
-            drafter = replace(drafter, shape=replace(drafter.shape, vocab=self.draft_vocab or drafter.shape.vocab))
+            drafter = replace(drafter, shape=drafter.shape.of_vocabulary(self.draft_vocab or drafter.shape.vocab))
         remarks.of_roofline(target)
 
         def by_name(name: str) -> Curve | None:
