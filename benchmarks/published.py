@@ -135,7 +135,7 @@ CORPUS = [Series.of(facts) for facts in yaml.safe_load(SERIES.read_text(encoding
 LOG_A, LOG_B = np.meshgrid(np.linspace(-0.8, 1.8, 105), np.linspace(-5.0, 1.5, 131), indexing="ij")
 NOISES = np.geomspace(0.006, 0.08, 7)
 #: Samples of the hyperparameters.
-SAMPLES = 128
+SAMPLES = 1024
 
 
 class Hyperparameter(NamedTuple):
