@@ -25,11 +25,7 @@ class Greedy(Verifier):
 
     @classmethod
     def traits(cls, config: Any) -> VerifierTraits:
-        return VerifierTraits(
-            accepts=ANY_TREE,
-            temperature_zero_only=True,
-            shortenable=True,
-        )
+        return VerifierTraits(accepts=ANY_TREE, temperature_zero_only=True, shortenable=True)
 
     def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         best = p.argmax(-1)

@@ -43,10 +43,7 @@ class TopK(Verifier):
 
     @classmethod
     def traits(cls, config: Any) -> VerifierTraits:
-        return VerifierTraits(
-            accepts=ANY_TREE,
-            lossless=False,
-        )
+        return VerifierTraits(accepts=ANY_TREE, lossless=False)
 
     def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         rows, parents = torch.arange(draft.batch_size, device=p.device)[:, None], draft.parents + 1

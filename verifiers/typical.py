@@ -42,10 +42,7 @@ class Typical(Verifier):
 
     @classmethod
     def traits(cls, config: Any) -> VerifierTraits:
-        return VerifierTraits(
-            accepts=ANY_TREE,
-            lossless=False,
-        )
+        return VerifierTraits(accepts=ANY_TREE, lossless=False)
 
     def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         p = p if p.dtype == torch.float64 else p.float()

@@ -32,11 +32,7 @@ Expand = Callable[[Tensor, Tensor], Tensor]
 Choices = tuple[tuple[int, ...], ...]
 #: How the children of one node are chosen.
 Siblings = Literal["without-replacement", "top-k", "greedy"]
-SIBLING_KINDS = {
-    "without-replacement": WITHOUT_REPLACEMENT,
-    "top-k": DETERMINISTIC,
-    "greedy": GREEDY_DRAFT,
-}
+SIBLING_KINDS = {"without-replacement": WITHOUT_REPLACEMENT, "top-k": DETERMINISTIC, "greedy": GREEDY_DRAFT}
 
 
 @dataclass(frozen=True)
@@ -328,14 +324,7 @@ def ordered(scores: Tensor, k: int) -> Tensor:
 
 
 def grow_dynamic(
-    depth: int,
-    top_k: int | None,
-    nodes: int,
-    root: Tensor,
-    expand: Expand,
-    limit: Tensor,
-    *,
-    threshold: float = 0.0,
+    depth: int, top_k: int | None, nodes: int, root: Tensor, expand: Expand, limit: Tensor, *, threshold: float = 0.0
 ) -> tuple[Draft, Tensor]:
     """Draft a tree whose shape depends on the drafter's confidence: EAGLE-2's dynamic tree, or OPT-Tree. Point masses.
 

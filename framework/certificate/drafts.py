@@ -44,14 +44,10 @@ class LabelledDrafter:
 #: ``--draft``. The model's name is arbitrary: any name loads the toy's draft model.
 DRAFTS: dict[str, LabelledDrafter] = {
     "chain": LabelledDrafter(
-        "draft-model",
-        lambda gamma: {"model": "toy", "gamma": gamma, "temperature": 1},
-        "a sampled chain",
+        "draft-model", lambda gamma: {"model": "toy", "gamma": gamma, "temperature": 1}, "a sampled chain"
     ),
     "point-mass": LabelledDrafter(
-        "draft-model",
-        lambda gamma: {"model": "toy", "gamma": gamma, "temperature": 0},
-        "the drafter's argmax chain",
+        "draft-model", lambda gamma: {"model": "toy", "gamma": gamma, "temperature": 0}, "the drafter's argmax chain"
     ),
     # The margin of 1e-9 makes a probability of 2/5 pass in spite of rounding.
     "stop-early": LabelledDrafter(

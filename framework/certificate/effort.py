@@ -80,12 +80,7 @@ def draft_lengths(cost: Cost, longest: int, steps: int, maximum: float) -> list[
 
 
 def unmerged_lengths(
-    remembers: bool,
-    traits: DraftTraits,
-    vocab_size: int,
-    longest: int,
-    steps: int,
-    maximum: float = DEFAULT_REPLAYED,
+    remembers: bool, traits: DraftTraits, vocab_size: int, longest: int, steps: int, maximum: float = DEFAULT_REPLAYED
 ) -> list[int] | None:
     """:func:`draft_lengths` with one drafter for all steps of a path.
 

@@ -49,8 +49,7 @@ class Certify(JsonOptions, Command):
         (), description="verifier to certify (repeatable; default: all registered)"
     )
     draft: Annotated[tuple[str, ...], Argument("LABEL")] = Field(
-        (),
-        description="kind of draft (repeatable; default: all). " + _LABELS,
+        (), description="kind of draft (repeatable; default: all). " + _LABELS
     )
     drafter: Annotated[str, Argument("NAME")] = Field(
         "",
@@ -61,9 +60,7 @@ class Certify(JsonOptions, Command):
         (), description="option of --drafter, a YAML value (repeatable)"
     )
     steps: int | None = Field(
-        None,
-        ge=1,
-        description="number of consecutive steps (default: 1; 2 for stateful verifiers and with --drafter)",
+        None, ge=1, description="number of consecutive steps (default: 1; 2 for stateful verifiers and with --drafter)"
     )
     gamma: int | None = Field(
         None,

@@ -12,14 +12,9 @@ _COMMANDS = {
         "compare": ("compare:Compare", "compare two runs pair by pair"),
     },
     "Prove": {
-        "certify": (
-            "certify:Certify",
-            "check by exact enumeration that a pair preserves the target distribution",
-        ),
+        "certify": ("certify:Certify", "check by exact enumeration that a pair preserves the target distribution")
     },
-    "Decide": {
-        "cost": ("cost.command:Cost", "measure the latency of forward passes and predict speed-ups"),
-    },
+    "Decide": {"cost": ("cost.command:Cost", "measure the latency of forward passes and predict speed-ups")},
     "Extend": {
         "new": ("new:New", "create a plug-in package for a drafter, a verifier or prompts"),
         "list": ("list:command", "list drafters, verifiers, models, prompts, recipes, plug-ins and the environment"),

@@ -105,10 +105,7 @@ class Draft:
 
     @classmethod
     def copied(
-        cls,
-        rows: Sequence[Sequence[int]],
-        device: torch.device | str,
-        parents: Sequence[Sequence[int]] | None = None,
+        cls, rows: Sequence[Sequence[int]], device: torch.device | str, parents: Sequence[Sequence[int]] | None = None
     ) -> Draft:
         """Point masses from one list of token ids per row: chains, or trees if ``parents`` is given.
 

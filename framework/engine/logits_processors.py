@@ -29,9 +29,7 @@ class LogitsProcessors:
     """
 
     def __init__(
-        self,
-        processors_of: Callable[[int], Sequence[Processor]],
-        prefixes: Mapping[int, Sequence[int]] | None = None,
+        self, processors_of: Callable[[int], Sequence[Processor]], prefixes: Mapping[int, Sequence[int]] | None = None
     ):
         self._processors_of, self._prefixes = processors_of, prefixes or {}
 

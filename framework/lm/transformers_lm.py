@@ -9,13 +9,7 @@ from torch import Tensor
 
 from ..contracts.lm import LM
 from ..errors import ModelError
-from .architectures import (
-    TRIAL_LENGTH,
-    needs_trial,
-    refuse_unsupported,
-    text_config,
-    trial,
-)
+from .architectures import TRIAL_LENGTH, needs_trial, refuse_unsupported, text_config, trial
 from .cuda_graphs import CudaGraphRunner
 from .forward_pass import ForwardPass, each_preparation
 from .kv_cache import KVCache

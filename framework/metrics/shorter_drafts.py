@@ -28,19 +28,17 @@ _EASE = 0.4
 def shorter_drafts(marginal: np.ndarray, gamma: int) -> np.ndarray:
     """Pr(tau >= i) with drafts of ``gamma`` tokens, float64 ``[.., gamma]``, from that with K, ``[.., K]``, K >= gamma.
 
-    The larger of two: runs, and rates by position as measured that are eased where more steps start after a whole
-    draft. Where runs are below, a drafter gets worse along its draft (it reads its own features), and the next step
-    starts afresh.
+    The larger of two: runs, and the measured rates, eased where more steps start after a whole draft. Where runs are
+    below, a drafter gets worse along its draft (it reads its own features), and the next step starts afresh.
     """
     return np.maximum(by_runs(marginal, gamma), by_starts(marginal, gamma))
 
 
 def by_starts(marginal: np.ndarray, gamma: int) -> np.ndarray:
-    """Pr(tau >= i) of `shorter_drafts` by the conditional rates, at least the measured ones.
+    """Pr(tau >= i) of `shorter_drafts` by conditional rates; text behind an accepted draft is easier.
 
-    Text behind an accepted draft is easier than behind a rejection. With w the share of steps that accept their whole
-    draft, each conditional rate r of drafts of K tokens becomes expit(logit(r) + 0.4 (w_gamma - w_K)). The factor was
-    fitted to rates that others published for several lengths on one server (`benchmarks/published/rates.csv`).
+    With w the share of steps that accept their whole draft, each rate r becomes expit(logit(r) + 0.4 (w_gamma - w_K)).
+    The factor was fitted to published rates of several lengths on one server (`benchmarks/published/rates.csv`).
     """
     before = np.concatenate([np.ones_like(marginal[..., :1]), marginal[..., :-1]], -1)
     rates = logit(np.divide(marginal, before, out=np.zeros_like(marginal), where=before > 0)[..., :gamma])
