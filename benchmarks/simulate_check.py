@@ -43,10 +43,9 @@ from crossdraft_advisor.replay.response import Response
 from crossdraft_advisor.replay.responses import Reader
 from crossdraft_advisor.simulate.arrivals import Arrival, ClosedLoop
 from crossdraft_advisor.simulate.outcome import RequestTimes
-from crossdraft_advisor.simulate.policies import LengthSchedule
+from crossdraft_advisor.simulate.policies import LengthSchedule, StepCost
 from crossdraft_advisor.simulate.replica import EngineSettings, simulate
 from crossdraft_advisor.simulate.request import Pool, SimulatedRequest, make_requests, read_pool
-from crossdraft_advisor.simulate.step_cost import StepCost
 from tabulate import tabulate
 
 from crossdraft.framework.cli.main import main as crossdraft

@@ -47,24 +47,17 @@ class Sample:
     """Block efficiency of one drafter and verifier in one source.
 
     Attributes:
-        title: shown to users; equal titles are compared.
-        rows: tokens and steps of each independent piece.
-        names: of the pieces, to pair them by; empty if unknown.
-        unit: of a piece: "prompts", "windows of the log".
         overall: the value with an interval from another source, if there are fewer than `LEAST_PIECES` pieces.
-        remark: an assumption for the reader.
-        sampling: known sampling parameters of the responses.
-        maximum: greatest possible block efficiency, if known.
     """
 
-    title: str
-    rows: Sequence[tuple[float, float]]
-    names: tuple[str, ...] = ()
-    unit: str = "prompts"
+    title: str  # shown to users; equal titles are compared
+    rows: Sequence[tuple[float, float]]  # tokens and steps of each independent piece
+    names: tuple[str, ...] = ()  # of the pieces, to pair them by; empty if unknown
+    unit: str = "prompts"  # of a piece: "prompts", "windows of the log"
     overall: Estimate | None = None
-    remark: str = ""
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    maximum: float = math.inf
+    remark: str = ""  # an assumption for the reader
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # known sampling parameters of the responses
+    maximum: float = math.inf  # greatest possible block efficiency, if known
 
     @property
     def sums(self) -> np.ndarray:
@@ -94,20 +87,16 @@ class GateCheck:
 
     Attributes:
         baseline, current: block efficiencies; the latter is None before it is measured.
-        change: relative change of block efficiency; 0 before it is measured.
-        pieces: number of independent pieces of a source (of the smaller one).
-        paired: the interval is of the differences of the same prompts.
-        limit: relative drop that must not pass.
     """
 
     title: str
     baseline: Estimate
     current: Estimate | None
-    change: Estimate
-    pieces: int
+    change: Estimate  # relative change of block efficiency; 0 before it is measured
+    pieces: int  # number of independent pieces of a source (of the smaller one)
     unit: str
-    paired: bool
-    limit: float
+    paired: bool  # the interval is of the differences of the same prompts
+    limit: float  # relative drop that must not pass
     remark: str = ""
 
     @property

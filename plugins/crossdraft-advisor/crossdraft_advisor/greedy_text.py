@@ -18,18 +18,14 @@ class GreedyText:
     """Greedy responses against the target's argmax.
 
     Attributes:
-        equal: responses that are the argmax at every token.
-        tied: responses that are not, by ties within rounding only.
         other: prompt, token and logit gap of the first token beyond a tie, of every other response.
-        tokens: number of compared tokens.
-        largest: largest logit gap.
     """
 
-    equal: int = 0
-    tied: int = 0
+    equal: int = 0  # responses that are the argmax at every token
+    tied: int = 0  # responses that are not, by ties within rounding only
     other: list[tuple[str, int, float]] = field(default_factory=list)
-    tokens: int = 0
-    largest: float = 0.0
+    tokens: int = 0  # number of compared tokens
+    largest: float = 0.0  # largest logit gap
 
     def add(self, name: str, gaps: np.ndarray, tie: float) -> None:
         """Add a response with the logit gap of each token, see `token_gaps`."""

@@ -41,6 +41,8 @@ from ..engines.acceptance import UNKNOWN_PAIR, Acceptance
 #: Half of the 95 % interval of the logarithm of a ratio of measured passes: in a run with 15 pairs, they differ from
 #: measured speed-ups by up to 8 % (docs/cost.md).
 _PASSES_ERROR = 0.15
+#: Cost curves of a machine: of a target, and of a draft model by its name.
+Machine = tuple[Curve, Callable[[str], "Curve | None"]]
 #: The same of a ratio in the middle of two measured batch sizes.
 _BETWEEN = 0.1
 
@@ -50,32 +52,24 @@ class Candidate:
     """A pair of drafter and verifier, with everything its speed depends on.
 
     Attributes:
-        acceptance: acceptance of its drafts.
         target, drafter: cost curves of the two models, None if unknown; without the latter, the draft time is taken
             from ``steps``.
         steps: statistics of its steps by batch size (at least one); `speed_up` uses the nearest.
-        plain: statistics of plain decoding by batch size, if measured.
-        group: target and sampling parameters; only candidates of one group are comparable.
-        title: of the drafter.
         measured: measured metrics by batch size, at its own draft length, if they have a speed-up.
-        overlap: see `predict`.
-        speeds: measured speeds of the pair and of plain decoding.
-        engine: its name, for `published_prior`; empty if unknown.
-        disturbed: its speeds were measured on a busy machine, so their error is unknown.
     """
 
-    acceptance: Acceptance
+    acceptance: Acceptance  # acceptance of its drafts
     target: Curve | None
     drafter: Curve | None
     steps: Mapping[int, CellStatistics]
-    plain: Mapping[int, CellStatistics]
-    group: str = ""
-    title: str = ""
+    plain: Mapping[int, CellStatistics]  # statistics of plain decoding by batch size, if measured
+    group: str = ""  # target and sampling parameters; only candidates of one group are comparable
+    title: str = ""  # of the drafter
     measured: Mapping[int, Metrics] = field(default_factory=dict)
-    overlap: bool = False
-    speeds: tuple[SpeedPoint, ...] = ()
-    engine: str = ""
-    disturbed: bool = False
+    overlap: bool = False  # see `predict`
+    speeds: tuple[SpeedPoint, ...] = ()  # measured speeds of the pair and of plain decoding
+    engine: str = ""  # its name, for `published_prior`; empty if unknown
+    disturbed: bool = False  # its speeds were measured on a busy machine, so their error is unknown
 
     @property
     def pair(self) -> str:
@@ -317,19 +311,6 @@ def imported(
 # -- from a finished run ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Machine:
-    """A machine other than the one of a run, for which its pairs are evaluated.
-
-    Attributes:
-        target: cost curve of the target.
-        drafter: cost curve of a draft model by name; None if drafting is assumed to be free.
-    """
-
-    target: Curve
-    drafter: Callable[[str], Curve | None]
-
-
 def of_run(
     results: Sequence[CellResult],
     name: str,
@@ -342,7 +323,8 @@ def of_run(
     Args:
         name: of the run, shown to users.
         curves: cost curves of the run's machine; curves of other models and devices are ignored.
-        machine: another machine; times measured in the run are then ignored.
+        machine: another machine, by the curve of the target, and of a draft model by its name (None: drafting is free);
+            times measured in the run are then ignored.
         among: cells of all runs; those of another target or other sampling parameters are of other groups.
     """
     notes = [f"{name}: the cost curve of {c.model} is not used: {c.implausible}" for c in curves if c.implausible]
@@ -377,8 +359,8 @@ def of_run(
         if machine is None:
             target, drafter = curves_of(result, curves)
         else:
-            target = machine.target
-            drafter = machine.drafter(acceptance.model) if _has_model(result) else None
+            target, by_name = machine
+            drafter = by_name(acceptance.model) if result.metrics and result.metrics.drafter_passes > 0 else None
         steps = [(c, s) for c in cells if (s := statistics(c, None if machine else drafter)) is not None]
         group = group_title(config, configs, but="batch_size")
         speeds = [*plain_speeds.get(group, []), *(_speed(c, s, name) for c, s in steps)]
@@ -426,10 +408,6 @@ def _tree_title(config: CellConfig) -> str:
     options = {key: value for key, value in config.drafter.config.items() if key not in ("gamma", "model")}
     shape = ", ".join(f"{key} {value}" for key, value in options.items())
     return f"{config.drafter.name} ({shape})" if shape else config.drafter.name
-
-
-def _has_model(result: CellResult) -> bool:
-    return result.metrics is not None and result.metrics.drafter_passes > 0
 
 
 def _without_times(cell: CellStatistics, machine: Machine | None) -> CellStatistics:

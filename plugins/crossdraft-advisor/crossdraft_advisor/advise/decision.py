@@ -23,17 +23,12 @@ def excludes_one(speed_up: Estimate) -> bool:
 
 @dataclass(frozen=True)
 class Choice:
-    """A candidate with a draft length, at one batch size and context.
-
-    Attributes:
-        tokens_per_second: total of all rows; None if no plain speed is known.
-        speed_up: over plain decoding.
-    """
+    """A candidate with a draft length, at one batch size and context."""
 
     candidate: Candidate
     gamma: int
-    tokens_per_second: float | None
-    speed_up: Estimate
+    tokens_per_second: float | None  # total of all rows; None if no plain speed is known
+    speed_up: Estimate  # over plain decoding
 
 
 @dataclass(frozen=True)
@@ -41,14 +36,13 @@ class Step:
     """The recommendation at one batch size and context length.
 
     Attributes:
-        context: context length; None = as measured for each candidate.
         best, runner_up: the fastest choice, and the fastest of another pair (or of another length if there is no other
             pair), or None.
         measured: the fastest choice by measured speed-up at this batch size; None if nothing was measured.
     """
 
     batch_size: int
-    context: float | None
+    context: float | None  # context length; None = as measured for each candidate
     best: Choice
     runner_up: Choice | None
     measured: Choice | None = None
@@ -117,15 +111,11 @@ def _lengths(candidates: Sequence[Candidate]) -> list[tuple[Candidate, int]]:
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """The best candidate and schedule for one engine.
-
-    Attributes:
-        unsupported: reasons why the engine does not support other candidates, by `Candidate.pair`.
-    """
+    """The best candidate and schedule for one engine."""
 
     schedule: Schedule
     candidate: Candidate
-    unsupported: dict[str, str]
+    unsupported: dict[str, str]  # reasons why the engine does not support other candidates, by `Candidate.pair`
 
 
 def schedule_for(

@@ -47,8 +47,7 @@ class CertifyModel(SamplingOptions, TrustOptions, ForceOptions, JsonOptions, Com
         (), description="verifier to test (repeatable; default: all declared lossless)"
     )
     draft: Annotated[tuple[str, ...], Argument("LABEL")] = Field(
-        (),
-        description="label of crossdraft certify (repeatable; default: one that the verifier accepts)",
+        (), description="label of crossdraft certify (repeatable; default: one that the verifier accepts)"
     )
     gamma: int = Field(1, ge=1, le=64, description="draft length; block and token verification agree for 1")
     prompt: Annotated[tuple[str, ...], Argument("TEXT")] = Field((), description="prompt (repeatable)")

@@ -34,8 +34,6 @@ class TextPair:
 
     Attributes:
         token: index of the first token that differs, or that only one text has; None if the texts are equal.
-        tokens: the two tokens there; None if one text ends.
-        gaps: difference of the logits of each to the greatest, given the text before.
         beyond: for A and for B, index and gap of the first token that rounding cannot explain, or None.
         verdict: ``equal``, ``tie``, ``A``, ``B`` or ``both`` (the texts that are not the target's), ``length`` (equal
             until one ends), or ``prompt``.
@@ -44,8 +42,8 @@ class TextPair:
     id: str
     verdict: str
     token: int | None = None
-    tokens: tuple[int, int] | None = None
-    gaps: tuple[float, float] | None = None
+    tokens: tuple[int, int] | None = None  # the two tokens there; None if one text ends
+    gaps: tuple[float, float] | None = None  # difference of the logits of each to the greatest, given the text before
     beyond: tuple[tuple[int, float] | None, tuple[int, float] | None] = (None, None)
 
 

@@ -34,14 +34,11 @@ if TYPE_CHECKING:
     from ..advise.caveats import Remarks
     from ..simulate.arrivals import ArrivalProcess
     from ..simulate.outcome import PolicyResult
-    from ..simulate.policies import StepPolicy
+    from ..simulate.policies import StepCost, StepPolicy
     from ..simulate.request import Pool
-    from ..simulate.step_cost import StepCost
 
 #: Requests of a simulation by default.
 REQUESTS = 200
-#: Policies by default.
-POLICIES = ("off", "static:4", "schedule", "oracle")
 _ARRIVALS, _ENGINE, _MEASURED = "arrivals (one of --rate, --trace and --concurrency)", "engine", "measurement"
 Positive = Annotated[float, Field(gt=0)]
 
@@ -82,8 +79,7 @@ class Simulate(CostOptions, TrustOptions, JsonOptions, Command):
         "Bailian",
     )
     time_unit: Annotated[Literal["s", "ms", "us", "ns"] | None, Argument(group=_ARRIVALS, requires="trace")] = Field(
-        None,
-        description="unit of times of the trace that are numbers (that of the published trace with the same keys)",
+        None, description="unit of times of the trace that are numbers (that of the published trace with the same keys)"
     )
     concurrency: Annotated[
         tuple[Annotated[int, Field(ge=1), MOST_ROWS], ...], Argument("N,N,...", group=_ARRIVALS, commas=True)
@@ -153,7 +149,8 @@ class Simulate(CostOptions, TrustOptions, JsonOptions, Command):
         pool, title, draft_model = _pool(self, remarks)
         cost = _cost(self, draft_model, remarks)
         policies: dict[str, StepPolicy] = {}
-        for text in self.policy or _default_policies(pool):
+        longest = f"static:{min(4, pool.gamma)}"
+        for text in self.policy or ["off", longest, "schedule", "oracle"]:
             policy = parse_policy(text, pool, cost, self.batch_size)
             if policy.name in policies:
                 raise UsageError(f"--policy {text} is given twice, as {policy.name}; remove one")
@@ -238,7 +235,7 @@ def _cost(args: Simulate, draft_model: str, remarks: Remarks) -> StepCost:
 
     from ..cost.step_cost import StepCost as PublishedCost
     from ..cost.tables import read_cost_table
-    from ..simulate.step_cost import StepCost
+    from ..simulate.policies import StepCost
 
     costs = args.costs(remarks)
     assert costs.target is not None  # checked by the model
@@ -255,10 +252,6 @@ def _cost(args: Simulate, draft_model: str, remarks: Remarks) -> StepCost:
     else:
         remarks.assume("verification and bookkeeping are free")
     return cost
-
-
-def _default_policies(pool: Pool) -> list[str]:
-    return [text if not text.startswith("static") else f"static:{min(4, pool.gamma)}" for text in POLICIES]
 
 
 def _remark(args: Simulate, pool: Pool, remarks: Remarks) -> None:

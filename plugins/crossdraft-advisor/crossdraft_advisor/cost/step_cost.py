@@ -35,23 +35,15 @@ _PLAIN_POINTS = 49
 
 
 class SpeedPoint(NamedTuple):
-    """A measured speed of a server.
+    """A measured speed of a server."""
 
-    Attributes:
-        batch_size: mean number of running requests.
-        gamma: tokens of a draft; 0 for plain decoding.
-        context: mean number of cached tokens of a request; NaN if unknown.
-        seconds_per_step: seconds of one step of the batch.
-        weight: number of steps that it is the mean of.
-        place: file and line, shown to users.
-    """
-
-    batch_size: float
-    gamma: float
-    context: float
-    seconds_per_step: float
-    weight: float
-    place: str
+    batch_size: float  # mean number of running requests
+    gamma: float  # tokens of a draft; 0 for plain decoding
+    context: float  # mean number of cached tokens of a request; NaN if unknown
+    seconds_per_step: float  # seconds of one step of the batch
+    weight: float  # number of steps that it is the mean of
+    place: str  # file and line, shown to users
+    flaw: str = ""  # what else is in these seconds; empty if nothing
 
 
 @dataclass(frozen=True)
@@ -60,7 +52,6 @@ class Prior:
 
     Attributes:
         centre, scale, correlation, freedom: of the bivariate Student t.
-        noise: scale of the error of the logarithm of one measured ratio.
         widening: factor of the half width of the interval, in log scale, with 0, 1 and at least 2 measured lengths.
     """
 
@@ -68,7 +59,7 @@ class Prior:
     scale: tuple[float, float]
     correlation: float
     freedom: float
-    noise: float
+    noise: float  # scale of the error of the logarithm of one measured ratio
     widening: tuple[float, float, float] = (1.0, 1.0, 1.0)
 
     def log_density(self, log_a: np.ndarray, log_b: np.ndarray) -> np.ndarray:
@@ -142,14 +133,12 @@ class StepCost:
     Attributes:
         gammas, ratios: measured draft lengths, and seconds of their steps: in plain steps if ``plain_known``, else in
             any unit, so that only their quotients count.
-        spread: additional error of each, in log scale; 0 if it was measured at this batch size.
-        plain_known: the seconds of a plain step are known.
     """
 
     gammas: tuple[float, ...] = ()
     ratios: tuple[float, ...] = ()
-    spread: float = 0.0
-    plain_known: bool = True
+    spread: float = 0.0  # additional error of each, in log scale; 0 if it was measured at this batch size
+    plain_known: bool = True  # the seconds of a plain step are known
     prior: Prior = field(default_factory=published_prior)
 
     def __post_init__(self) -> None:

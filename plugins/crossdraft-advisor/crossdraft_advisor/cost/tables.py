@@ -154,12 +154,12 @@ def _medians(cells: Sequence[CellResult]) -> _Steps:
                 for positions, microseconds in zip(steps[::2], steps[1::2], strict=True):
                     if microseconds and positions >= size:  # two steps may arrive together
                         seconds[size][positions].append(microseconds / 1e6)
-    return {size: medians for size, by_positions in seconds.items() if (medians := _monotone(by_positions))}
-
-
-def _monotone(seconds: Mapping[int, Sequence[float]]) -> dict[int, float]:
-    known = sorted(positions for positions, values in seconds.items() if len(values) >= LEAST_STEPS)
-    return dict(zip(known, accumulate((median(seconds[positions]) for positions in known), max), strict=True))
+    medians = {}
+    for size, times in seconds.items():
+        known = sorted(positions for positions, values in times.items() if len(values) >= LEAST_STEPS)
+        if known:
+            medians[size] = dict(zip(known, accumulate((median(times[p]) for p in known), max), strict=True))
+    return medians
 
 
 def _seconds(steps: Mapping[int, float], positions: float) -> float:

@@ -4,16 +4,23 @@ B requests run at a time; the next prompt is sent when a response ends. A step o
 once after the prefill, whose token belongs to no step: in these engines the first draft follows it. Each of the B slots
 is, at any time, waiting for a first token or decoding, so the mean over the slots divides the time into prefill and
 decoding. Waiting for the prefill of other requests is part of either. The tail begins when the prompts run out.
+
+Settings and counters of a running server, compared with those of a cell.
+
+Counters are those of the `CounterDefinition` with a prefix (vLLM, llama.cpp). A server without them, or with those of
+an unknown engine, reveals nothing.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import combinations, pairwise
 from pathlib import Path
 from random import Random
@@ -27,7 +34,7 @@ from crossdraft.framework.api.cell_runner import Conversation, EngineRunner
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.contracts.steps import Response, SequenceStep
 from crossdraft.framework.engine.stopwatch import PHASES
-from crossdraft.framework.errors import UsageError, quoted
+from crossdraft.framework.errors import CrossdraftError, UsageError, quoted
 from crossdraft.framework.metrics.pieces import PREFILL, Piece
 from crossdraft.framework.models.adapters import refuse_adapter
 from crossdraft.framework.models.configs import read_config
@@ -35,22 +42,18 @@ from crossdraft.framework.models.digests import model_sha256
 from crossdraft.framework.models.resolve import resolve
 from crossdraft.framework.models.tokenizer import load_tokenizer
 from crossdraft.framework.recipe.recipe import CellConfig
+from crossdraft.framework.runs.labels import counted
 from crossdraft.framework.runs.run_directory import PieceResult
+from crossdraft.framework.util.input_files import parse_json
 
 from .acceptance import Acceptance
+from .builtin.sglang import Sglang
+from .counter_definitions import DEFINITIONS
 from .engine import Range, Schedule
-from .http_response import same_server
+from .engine_log import Source
+from .http_response import NetworkError, fetch, same_server
+from .prometheus import ACCEPTED, DRAFTED, DRAFTS, POSITIONS, REQUESTS, TOKENS, Sample, summed, totals_by_model
 from .server import EngineServer, ServedCell, ServedResponse, without_plain_decoding
-from .traffic import (
-    ACCEPTED,
-    DRAFTED,
-    DRAFTS,
-    REQUESTS,
-    TOKENS,
-    ServerCounters,
-    contradiction,
-    other_traffic,
-)
 
 #: Tokens of a warm-up response.
 _WARM_UP = 16
@@ -487,3 +490,126 @@ def _server_settings(config: CellConfig) -> tuple[str, ...]:
         return (*served, "without speculation", "")
     options = ", ".join(f"{key} {quoted(value)}" for key, value in sorted(config.drafter.config.items()) if value)
     return (*served, f"with {config.drafter.name} ({options})", f"and {config.verifier.title}")
+
+
+#: Counters that are compared.
+_NAMES = (DRAFTS, DRAFTED, ACCEPTED, TOKENS, REQUESTS)
+#: Seconds for an account of a server's settings.
+_ACCOUNT_SECONDS = 5.0
+#: The pair of ``crossdraft serve``.
+_PAIR = re.compile(r"drafter (\S+), verifier (\S+),")
+#: SGLang's own name of the method NEXTN.
+_ALIASES = {"NEXTN": "EAGLE"}
+#: Engine whose counters exist only with speculation, one for each position of a draft.
+_EXACT = "vllm"
+
+
+@dataclass(frozen=True)
+class ServerCounters:
+    """One scrape."""
+
+    engine: str = ""  # whose counters they are; empty if the scrape has none
+    totals: Mapping[str, Sample] | None = None  # by name (`DRAFTS`, ...), summed over models and engines
+    positions: int = 0  # number of positions in a draft that are counted
+
+    @classmethod
+    def parse(cls, text: str, name: str) -> ServerCounters:
+        """Parse a scrape. Raises UsageError if one of the counters is not valid."""
+        for definition in DEFINITIONS.values():
+            if not definition.prefix:
+                continue
+            models = totals_by_model(definition, Source(text, name))
+            totals = {c: s for c in _NAMES if (s := summed(models, c)) is not None}
+            if totals:
+                positions = {p for of_model in models.values() for p in of_model.get(POSITIONS, {})}
+                return cls(definition.engine, totals, len(positions))
+        return cls()
+
+    def since(self, earlier: ServerCounters) -> dict[str, Sample]:
+        """The growth of every counter; negative if the server was started again in between."""
+        before, zero = earlier.totals or {}, Sample(0.0, 0)
+        return {
+            name: Sample(s.value - (old := before.get(name, zero)).value, s.line, s.rounding + old.rounding)
+            for name, s in (self.totals or {}).items()
+        }
+
+    def contradiction(self, gamma: int) -> str | None:
+        """The reason why the server does not draft ``gamma`` tokens (0 = it does not speculate); None if it may."""
+        totals = self.totals or {}
+        drafts = totals[DRAFTS].value if DRAFTS in totals else 0
+        if not gamma:
+            if drafts or self.positions or (self.engine == _EXACT and DRAFTS in totals):
+                return f"it has counters of drafts ({drafts:.0f} until now), so it speculates"
+            return None
+        if self.engine == _EXACT and DRAFTS not in totals:
+            return "it has no counters of drafts, so it does not speculate"
+        if self.positions > gamma or (self.engine == _EXACT and self.positions and self.positions != gamma):
+            return f"it drafts {counted(self.positions, 'token')}, and the recipe {gamma}"
+        return None
+
+
+def other_traffic(counted: Mapping[str, Sample], own: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    """Numbers of the server's counters and of our responses, by name, that are not equal within rounding."""
+    return {
+        name: (counted[name].value, value)
+        for name, value in own.items()
+        if name in counted and abs(counted[name].value - value) > counted[name].rounding + 1e-6
+    }
+
+
+def contradiction(url: str, metrics: str, drafter: str, gamma: int) -> str | None:
+    """The reason why a running server has other settings than a cell, by its own account; None if it may have them.
+
+    Read are its counters, SGLang's ``/get_server_info`` and the pair of ``crossdraft serve``. A server that does not
+    answer reveals nothing.
+
+    Args:
+        metrics: path of the counters.
+        drafter: of the cell.
+        gamma: its maximum number of drafted tokens; 0 without speculation.
+
+    Raises:
+        UsageError: a counter is not valid.
+    """
+    url = url.rstrip("/")
+    try:
+        status, text = fetch(url + metrics, _ACCOUNT_SECONDS)
+    except NetworkError:
+        return None
+    if status == 200 and (reason := ServerCounters.parse(text, url + metrics).contradiction(gamma)):
+        return reason
+    return _sglang_differs(_object_at(f"{url}/get_server_info"), drafter, gamma) or _crossdraft_differs(
+        _object_at(f"{url}/v1/models"), drafter, gamma
+    )
+
+
+def _object_at(url: str) -> dict[str, Any]:
+    """The JSON object at an address; empty for anything else."""
+    try:
+        status, text = fetch(url, _ACCOUNT_SECONDS)
+        value = parse_json(text, url) if status == 200 else None
+    except CrossdraftError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _sglang_differs(settings: Mapping[str, Any], drafter: str, gamma: int) -> str | None:
+    if "speculative_algorithm" not in settings:
+        return None
+    algorithm, steps = str(settings["speculative_algorithm"] or ""), settings.get("speculative_num_steps")
+    expected = Sglang.methods.get(drafter, algorithm) if gamma else ""
+    names = {_ALIASES.get(name, name) for name in (algorithm, expected)}
+    if bool(algorithm) != bool(gamma) or len(names) > 1:
+        return f"its speculative_algorithm is {quoted(algorithm)}"
+    if gamma and algorithm != "NGRAM" and isinstance(steps, int) and steps != gamma:
+        return f"its speculative_num_steps is {steps}, and the recipe drafts {counted(gamma, 'token')}"
+    return None
+
+
+def _crossdraft_differs(models: Mapping[str, Any], drafter: str, gamma: int) -> str | None:
+    entries = models.get("data")
+    entry = entries[0] if isinstance(entries, list) and entries and isinstance(entries[0], dict) else {}
+    pair = _PAIR.search(str(entry.get("pair", "")))
+    if pair and pair[1] != (drafter if gamma else "none"):
+        return f"its drafter is {quoted(pair[1])}"
+    return None

@@ -13,13 +13,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from crossdraft.framework.errors import UsageError, printable
 from crossdraft.framework.util.input_files import parse_json, path_of, read_bytes
 from crossdraft.framework.util.limits import METRICS_BYTES, MOST_NESTING
 
 from .http_response import HEADERS, HttpResponse, NetworkError, redacted, without_password
+
+if TYPE_CHECKING:
+    from ..cost.step_cost import SpeedPoint
 
 #: The first line of a multi-line JSON value, but not a time stamp in brackets.
 _JSON_BEGINS = re.compile(r"[\[{]\s*([\[{\"]|$)")
@@ -42,28 +45,6 @@ _PACKED = {
 }
 #: Time limit in seconds for a complete HTTP response.
 TIMEOUT = 10.0
-
-
-class TimedSteps(NamedTuple):
-    """Seconds of equal steps, see `speeds`.
-
-    Attributes:
-        line: its line in the source.
-        batch_size: running rows.
-        gamma: mean number of drafted tokens of a row and step; 0 for plain decoding.
-        context: mean number of cached tokens of a row; NaN if unknown.
-        seconds: of one step.
-        steps: number of steps.
-        flaw: what else is in these seconds; empty if nothing.
-    """
-
-    line: int
-    batch_size: float
-    gamma: float
-    context: float
-    seconds: float
-    steps: float
-    flaw: str = ""
 
 
 class _Lines:
@@ -102,7 +83,7 @@ class Source:
         name: a path or URL, for messages.
         gamma: the draft length, if it is given and the text does not have it.
         skipped: messages about records that could not be read.
-        timed: seconds of steps, added by the formats that read it.
+        timed: seconds of steps, added by the formats that read it, see `speeds`.
         series: those of a scrape by name, parsed once, see `prometheus.samples`.
     """
 
@@ -110,7 +91,7 @@ class Source:
     name: str
     gamma: int | None = None
     skipped: list[str] = field(default_factory=list, compare=False)
-    timed: list[TimedSteps] = field(default_factory=list, compare=False)
+    timed: list[SpeedPoint] = field(default_factory=list, compare=False)
     series: dict[str, dict[Any, Any]] = field(default_factory=dict, compare=False)
 
     @contextmanager

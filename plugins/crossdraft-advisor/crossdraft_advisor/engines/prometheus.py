@@ -88,10 +88,12 @@ def samples(source: Source, names: Collection[str]) -> dict[Key, Sample]:
 
 def _parsed(source: Source, names: Sequence[str]) -> dict[str, dict[Key, Sample]]:
     """The series of each name. Raises UsageError, see `samples`."""
+    # Parts of names that every exporter writes.
+    stems = {canonical(name).partition("_")[2] or name for name in names}
     known, series = {canonical(name): name for name in names}, {name: dict[Key, Sample]() for name in names}
     lines = [
         (exact, number, line)
-        for number, line in (*source.raw_lines(*_stems(names)), *exported_series(source, names))
+        for number, line in (*source.raw_lines(*stems), *exported_series(source, names))
         if (name := _NAME.match(line)) and (exact := known.get(canonical(name[0])))
     ]
     for (exact, number, line), sample in zip(lines, _samples(source, lines), strict=True):
@@ -112,11 +114,6 @@ def _parsed(source: Source, names: Sequence[str]) -> dict[str, dict[Key, Sample]
         if not _COMPLETE.search(line) and source.text.endswith(line):  # without a newline
             raise source.error(number, "the scrape is truncated in this line; repeat it")
     return series
-
-
-def _stems(names: Collection[str]) -> set[str]:
-    """Parts of names that every exporter writes."""
-    return {canonical(name).partition("_")[2] or name for name in names}
 
 
 def _samples(source: Source, lines: Sequence[tuple[str, int, str]]) -> list[Any]:

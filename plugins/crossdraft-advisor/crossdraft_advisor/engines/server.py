@@ -21,7 +21,7 @@ import socket
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -38,7 +38,6 @@ from crossdraft.framework.util.limits import EVENT_BYTES, Limit
 
 from .engine_log import ESCAPES
 from .http_response import HEADERS, HttpResponse, NetworkError, fetch, redacted, unfit
-from .response_checks import account_flaw, counts_flaw, response_flaw
 
 #: Seconds between two looks at a starting server.
 _POLL = 0.25
@@ -135,17 +134,11 @@ class ServerEvent:
 
 @dataclass
 class ServedStep:
-    """Tokens that one step of the engine emitted, the first step being the prefill.
+    """Tokens that one step of the engine emitted, the first step being the prefill."""
 
-    Attributes:
-        seconds: time of arrival since the request was sent.
-        tokens: number of tokens.
-        nodes: number of drafted tokens, set once the steps of the response are counted.
-    """
-
-    seconds: float
-    tokens: int
-    nodes: int = 0
+    seconds: float  # time of arrival since the request was sent
+    tokens: int  # number of tokens
+    nodes: int = 0  # number of drafted tokens, set once the steps of the response are counted
 
 
 @dataclass
@@ -153,16 +146,13 @@ class ServedResponse:
     """Response of a server to one request.
 
     Attributes:
-        tokens: generated tokens, a final end-of-sequence token included.
-        steps: steps in order; their tokens sum up to ``len(tokens)``.
-        sent: time at which the request was sent, of `time.perf_counter`.
         drafted, accepted, totals: as in `ServerEvent`; None if unknown.
     """
 
-    tokens: list[int]
-    steps: list[ServedStep]
+    tokens: list[int]  # generated tokens, a final end-of-sequence token included
+    steps: list[ServedStep]  # steps in order; their tokens sum up to ``len(tokens)``
     finish_reason: str
-    sent: float
+    sent: float  # time at which the request was sent, of `time.perf_counter`
     drafted: list[int] | None = None
     accepted: list[int] | None = None
     totals: tuple[int, int] | None = None
@@ -449,7 +439,9 @@ class EngineServer(ABC):
             raise ModelError(f"the server of {self.name} sent a response without tokens or without a finish reason")
         cell, finish_reason = self.cell, last.setdefault("finish_reason", None)
         if all(token is UNKNOWN for token in tokens):
-            tokens = self._encoded(text, finish_reason)
+            tokens = list(cell.tokenizer(text, add_special_tokens=False)["input_ids"])
+            if finish_reason == "stop" and cell.end_tokens:  # which has no text
+                tokens.append(cell.end_tokens[0])
             if finish_reason == "stop" and sum(step.tokens for step in steps) == len(tokens) - 1:
                 steps.append(ServedStep(steps[-1].seconds, 1))  # the end-of-sequence token, which was not reported
         flaw = response_flaw(
@@ -472,11 +464,6 @@ class EngineServer(ABC):
 
     def _impossible(self, flaw: str) -> ModelError:
         return ModelError(f"the server of {self.name} at {self.url} sent an impossible response: {flaw}")
-
-    def _encoded(self, text: str, finish_reason: Any) -> list[int]:
-        """Tokens of a text; the end-of-sequence token, which has no text, is appended."""
-        tokens = list(self.cell.tokenizer(text, add_special_tokens=False)["input_ids"])
-        return [*tokens, self.cell.end_tokens[0]] if finish_reason == "stop" and self.cell.end_tokens else tokens
 
 
 def _events(stream: HttpResponse, name: str) -> Iterator[dict[str, Any]]:
@@ -547,7 +534,8 @@ def cause_of(log: Path) -> str:
         return ""
     lines = [ESCAPES.sub("", line).rstrip() for line in text.split("\n")]
     start = max((i for i, line in enumerate(lines) if line.startswith("$ ")), default=-1) + 1  # of this start
-    cause = _of_traceback(lines, start) or _of_errors(lines, start)
+    errors = [i for i in range(start, len(lines)) if _ERROR.search(lines[i]) and not _HARMLESS.search(lines[i])]
+    cause = _of_traceback(lines, start) or errors[:_MORE]
     if not cause:
         shown = [line for line in lines[start:] if line][-_LINES:]
         return f"; the end of {log}:" + "".join(f"\n  {_shown(line)}" for line in shown)
@@ -587,7 +575,130 @@ def _of_traceback(lines: list[str], start: int) -> list[int]:
     return []
 
 
-def _of_errors(lines: list[str], start: int) -> list[int]:
-    """Indices of the first lines about an error."""
-    errors = [i for i in range(start, len(lines)) if _ERROR.search(lines[i]) and not _HARMLESS.search(lines[i])]
-    return errors[:_MORE]
+FINISH_REASONS = ("stop", "length")
+
+
+def response_flaw(
+    tokens: Sequence[Any],
+    steps: Sequence[int],
+    finish_reason: Any,
+    *,
+    gamma: int,
+    max_tokens: int,
+    end_tokens: Collection[int],
+    vocab_size: int | None,
+) -> str | None:
+    """The reason why a response is impossible, and what to do about it; None if it is possible.
+
+    Args:
+        tokens: ids of the response, a final end-of-sequence id included.
+        steps: number of tokens of each step, the prefill included.
+        gamma: maximum number of drafted tokens of a step; 0 without speculation.
+        max_tokens: number of tokens that were requested.
+        end_tokens: end-of-sequence ids; empty if unknown.
+        vocab_size: number of token ids; None if unknown.
+    """
+    beyond = [t for t in tokens if type(t) is not int or not 0 <= t < (t + 1 if vocab_size is None else vocab_size)]
+    if beyond:
+        size = f" of {vocab_size} tokens" if vocab_size else ""
+        return f"{quoted(beyond[0])} is not an id of the target's vocabulary{size}; does it serve this target?"
+    if max(steps, default=0) > gamma + 1:
+        if not gamma:
+            return (
+                f"{max(steps)} tokens at once, but without speculation a step has one; it speculates, or sends several "
+                "steps together: give the address of a server without speculation, or put less load on it"
+            )
+        return (
+            f"{max(steps)} tokens at once, but a step with {gamma} drafted tokens has at most {gamma + 1}; it drafts "
+            "more tokens, or sends several steps together: set gamma to the server's, or put less load on it"
+        )
+    if len(tokens) > max_tokens:
+        return f"more than the {max_tokens} tokens of the request; the server ignores the limit"
+    if sum(steps) != len(tokens):
+        return (
+            f"its text has {len(tokens)} tokens when encoded again, but the server emitted {sum(steps)}; use an engine "
+            "that returns token ids (option token_ids)"
+        )
+    if finish_reason not in FINISH_REASONS:
+        return f"the finish reason {quoted(finish_reason)}; expected stop or length"
+    if early := [i for i, token in enumerate(tokens[:-1]) if token in end_tokens]:
+        return (
+            f"the end-of-sequence token {tokens[early[0]]} at token {early[0] + 1} of {len(tokens)}; responses must "
+            "end there: start the server without ignore_eos, and with the target's end-of-sequence tokens"
+        )
+    if finish_reason == "stop" and end_tokens and tokens[-1] not in end_tokens:
+        return (
+            f"the finish reason 'stop' after token {tokens[-1]}, which is not an end-of-sequence token of the target "
+            f"({', '.join(map(str, sorted(end_tokens)))}); remove stop words from the server's settings"
+        )
+    if finish_reason == "length" and len(tokens) < max_tokens:
+        return (
+            f"the finish reason 'length' after {len(tokens)} of {max_tokens} tokens; give the server a longer context, "
+            "or lower max_new_tokens"
+        )
+    return None
+
+
+def counts_flaw(drafted: Any, accepted: Any, totals: Any, *, emitted: int, gamma: int) -> str | None:
+    """The reason why the numbers of drafted and accepted tokens of a response are impossible; None if they are not.
+
+    Args:
+        drafted, accepted, totals: as in `ServerEvent`.
+        emitted: number of tokens of the response.
+    """
+    for numbers in (drafted, accepted, totals):
+        if numbers is not None and not (
+            isinstance(numbers, list | tuple) and all(type(n) is int and n >= 0 for n in numbers)
+        ):
+            return f"{quoted(numbers)} as numbers of drafted or accepted tokens; expected lists of counts"
+    if totals is not None and (
+        len(totals) != 2 or totals[1] > totals[0] or totals[0] > gamma * emitted or totals[1] >= emitted
+    ):
+        return (
+            f"{quoted(list(totals))} as the numbers of drafted and accepted tokens of {emitted}, with at most {gamma} "
+            "drafted in a step; does the server draft otherwise than the recipe?"
+        )
+    if drafted is None and accepted is None:
+        return None
+    if drafted is None or accepted is None or len(drafted) != len(accepted):
+        return "other numbers of steps for drafted and for accepted tokens"
+    for n, tau in zip(drafted, accepted, strict=True):
+        if not tau <= n <= gamma:
+            return (
+                f"a step with {n} drafted and {tau} accepted tokens, but the recipe drafts {gamma}; does the server "
+                "draft otherwise than the recipe?"
+            )
+    if len(drafted) + sum(accepted) > emitted - 1 + gamma:
+        return f"{len(drafted)} steps with {sum(accepted)} accepted tokens in a response of {emitted} tokens"
+    return None
+
+
+def account_flaw(account: Mapping[str, Any], model: Any, emitted: int) -> str | None:
+    """The reason why a server's own account of a response contradicts the response; None if it does not.
+
+    Args:
+        account: ``model``, ``usage`` and ``timings`` of its events, as far as they have them.
+        model: name of the model that was requested; None if the request has none.
+        emitted: number of streamed tokens; an end-of-sequence token may count without being streamed.
+    """
+    served = account.get("model")
+    if isinstance(served, str) and isinstance(model, str):
+        names = [name.rstrip("/").rpartition("/")[2].casefold() for name in (served, model)]
+        if not (names[0].startswith(names[1]) or names[1].startswith(names[0])):
+            return (
+                f"it is of the model {quoted(served)}, not {quoted(model)}; set the option model to the target's name"
+            )
+    usage, timings = (account.get(key) for key in ("usage", "timings"))
+    count = usage.get("completion_tokens") if isinstance(usage, Mapping) else None
+    if count is not None and (type(count) is not int or not emitted <= count <= emitted + 1):
+        return (
+            f"its usage has {quoted(count)} completion tokens, but {emitted} were streamed; use the plug-in of its "
+            "engine, or an engine that streams all tokens"
+        )
+    if isinstance(timings, Mapping):
+        drafted, accepted = (timings.get(key, 0) for key in ("draft_n", "draft_n_accepted"))
+        if not (type(drafted) is type(accepted) is int and 0 <= accepted <= min(drafted, max(emitted - 1, 0))):
+            return (
+                f"its timings have {quoted(accepted)} accepted of {quoted(drafted)} drafted tokens in {emitted} tokens"
+            )
+    return None

@@ -1,7 +1,7 @@
 """Seconds of a step that a source has beside its counts.
 
-Formats add `TimedSteps` to their source in the pass that reads the counts; `speed_points` selects those of undisturbed
-steps. Tokens of a row and step times running rows over tokens per second are the seconds of a step.
+Formats add a `SpeedPoint` in the pass that reads the counts; `speed_points` selects those of undisturbed steps. Tokens
+of a row and step times running rows over tokens per second are the seconds of a step.
 """
 
 from __future__ import annotations
@@ -9,17 +9,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from crossdraft.framework.runs.labels import counted
 
-from .engine_log import Source, TimedSteps
+from ..cost.step_cost import SpeedPoint
+from .engine_log import Source
 from .prometheus import Key, Sample, by_model, samples
 
-if TYPE_CHECKING:
-    from ..cost.step_cost import SpeedPoint
-
-#: Flaws of `TimedSteps`: a prefill, and steps of other batch sizes or without a draft among them; no draft length.
+#: Flaws of a `SpeedPoint`: a prefill, and steps of other batch sizes or without a draft among them; no draft length.
 PREFILL, OTHER_SIZE, NO_DRAFT = "prefill", "another batch size", "steps without a draft"
 NO_LENGTH, NO_ROWS = "an unknown draft length", "no running request at its end"
 #: Difference of a mean draft length from a whole number that is due to the last drafts of responses.
@@ -42,18 +40,13 @@ class Drafting(NamedTuple):
 
 
 class _Selected(NamedTuple):
-    used: list[TimedSteps]
+    used: list[SpeedPoint]
     notes: list[str]
 
 
 def speed_points(source: Source) -> list[SpeedPoint]:
     """Seconds of undisturbed steps of a source that was read, see `speed_notes`."""
-    from ..cost.step_cost import SpeedPoint
-
-    return [
-        SpeedPoint(t.batch_size, t.gamma, t.context, t.seconds, t.steps, source.place(t.line))
-        for t in _select(source).used
-    ]
+    return _select(source).used
 
 
 def speed_notes(source: Source) -> list[str]:
@@ -63,10 +56,10 @@ def speed_notes(source: Source) -> list[str]:
 
 def _select(source: Source) -> _Selected:
     """The steps without a flaw of each draft length; if all have a prefill in them, those."""
-    used: list[TimedSteps] = []
+    used: list[SpeedPoint] = []
     skipped: Counter[str] = Counter()
     notes: list[str] = []
-    groups: dict[int, list[TimedSteps]] = {}
+    groups: dict[int, list[SpeedPoint]] = {}
     for item in source.timed:
         if math.isnan(item.gamma):
             skipped[NO_LENGTH] += 1
@@ -78,9 +71,9 @@ def _select(source: Source) -> _Selected:
             kind = f"with {counted(gamma, 'drafted token')}" if gamma else "without drafts"
             notes.append(f"{source.name}: all steps {kind} have a prefill among them, so they seem longer")
         if whole:  # seconds are linear in the length, so the mean ones are those of the mean length
-            mean = sum(item.gamma * item.steps for item in whole) / sum(item.steps for item in whole)
+            mean = sum(item.gamma * item.weight for item in whole) / sum(item.weight for item in whole)
             length = float(gamma) if abs(mean - gamma) <= _LAST_DRAFTS else mean
-            used += [item._replace(gamma=length) for item in whole]
+            used += [item._replace(gamma=length, flaw="") for item in whole]
         skipped.update(item.flaw or PREFILL for item in same if item not in whole)
     if used:
         sizes = sorted({item.batch_size for item in used})
@@ -109,8 +102,21 @@ def add_speed(
 ) -> None:
     """Add the seconds of steps that emit ``tokens_per_step`` in each of ``rows``; nothing if the server was idle."""
     if rows > 0 and tokens_per_second > 0 and steps > 0:
-        seconds = tokens_per_step * rows / tokens_per_second
-        source.timed.append(TimedSteps(line, rows, gamma, context, seconds, steps, flaw))
+        add_seconds(source, line, rows, gamma, tokens_per_step * rows / tokens_per_second, steps, flaw, context)
+
+
+def add_seconds(
+    source: Source,
+    line: int,
+    rows: float,
+    gamma: float,
+    seconds: float,
+    steps: float,
+    flaw: str,
+    context: float = math.nan,
+) -> None:
+    """Add the seconds of a step, the mean of ``steps``."""
+    source.timed.append(SpeedPoint(rows, gamma, context, seconds, steps, source.place(line), flaw))
 
 
 def flaw_of(prefill: bool, rows: float, before: float | None) -> str:
@@ -136,9 +142,7 @@ def add_scraped(engine: str, source: Source, earlier: Source, drafting: Mapping[
         flaw = flaw or ("" if rows else NO_ROWS) or flaw_of(prompt.value > 0, rows, before)
         if seconds.value > 0 and steps > 0:
             each = seconds.value / steps
-            source.timed.append(
-                TimedSteps(seconds.line, rows or 1.0, gamma, math.nan, each, steps / (rows or 1.0), flaw)
-            )
+            add_seconds(source, seconds.line, rows or 1.0, gamma, each, steps / (rows or 1.0), flaw)
 
 
 def _mean(series: Mapping[Key, Sample], model: str) -> float:

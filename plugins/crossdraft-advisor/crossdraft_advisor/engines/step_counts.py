@@ -39,29 +39,17 @@ FEW_IDLE = 0.02
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Steps of one piece; ``drafts`` or ``steps`` is known.
+    """Steps of one piece; ``drafts`` or ``steps`` is known."""
 
-    Attributes:
-        drafts: number of steps with a draft; None if unknown.
-        accepted: number of accepted tokens.
-        at_least: numbers of steps that accepted at least 1, 2, .. tokens; empty if unknown.
-        drafted: number of drafted tokens; None if unknown.
-        gamma: maximum draft length; 0 if unknown.
-        name: id of the response, if it has one.
-        steps: number of steps after the prefill, with and without a draft; None if unknown.
-        line: its line in the source; 0 if it has several.
-        rounded: the number of drafts is computed from rounded rates.
-    """
-
-    drafts: float | None
-    accepted: float
-    at_least: tuple[float, ...] = ()
-    drafted: float | None = None
-    gamma: int = 0
-    name: str = ""
-    steps: float | None = None
-    line: int = 0
-    rounded: bool = False
+    drafts: float | None  # number of steps with a draft; None if unknown
+    accepted: float  # number of accepted tokens
+    at_least: tuple[float, ...] = ()  # numbers of steps that accepted at least 1, 2, .. tokens; empty if unknown
+    drafted: float | None = None  # number of drafted tokens; None if unknown
+    gamma: int = 0  # maximum draft length; 0 if unknown
+    name: str = ""  # id of the response, if it has one
+    steps: float | None = None  # number of steps after the prefill, with and without a draft; None if unknown
+    line: int = 0  # its line in the source; 0 if it has several
+    rounded: bool = False  # the number of drafts is computed from rounded rates
 
     @property
     def counted(self) -> float:
@@ -97,19 +85,15 @@ def acceptances_of(
         if item.counted > 0:
             gamma = max(item.gamma, len(item.at_least)) if item.at_least else item.gamma
             groups.setdefault((bool(item.at_least), gamma), []).append(item)
-    return [
-        _acceptance(
-            group, gamma, by_position, source, pieces, title or _title(group, source, pieces), exact, attributes
-        )
-        for (by_position, gamma), group in groups.items()
-    ]
-
-
-def _title(group: Sequence[StepCounts], source: Source, pieces: str) -> str:
-    name, lines = source.name, [item.line for item in group if item.line]
-    if lines:
-        name += f":{lines[0]}" + (f"-{lines[-1]}" if lines[-1] > lines[0] else "")
-    return f"{name}, {len(group)} {pieces}" if len(group) > 1 and pieces != WINDOWS else name
+    acceptances = []
+    for (by_position, gamma), group in groups.items():
+        name, lines = source.name, [item.line for item in group if item.line]
+        if lines:
+            name += f":{lines[0]}" + (f"-{lines[-1]}" if lines[-1] > lines[0] else "")
+        if len(group) > 1 and pieces != WINDOWS:
+            name += f", {len(group)} {pieces}"
+        acceptances.append(_acceptance(group, gamma, by_position, source, pieces, title or name, exact, attributes))
+    return acceptances
 
 
 def _acceptance(

@@ -40,16 +40,13 @@ class PromptGroups:
             category = OTHERS
         members = self.by_category.setdefault(category, {})
         if prompt not in members and len(members) >= MAX_GROUPS:
-            return self._listed(category)[zlib.crc32(prompt.encode(errors="surrogatepass")) % MAX_GROUPS]
+            if category not in self._full:
+                self._full[category] = list(members.values())
+            return self._full[category][zlib.crc32(prompt.encode(errors="surrogatepass")) % MAX_GROUPS]
         if prompt not in members:
             members[prompt] = len(self.category)
             self.category.append(category)
         return members[prompt]
-
-    def _listed(self, category: str) -> list[int]:
-        if category not in self._full:
-            self._full[category] = list(self.by_category[category].values())
-        return self._full[category]
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,6 @@ class Row:
             target_rows: positions evaluated by the target (an upper bound for K > 1: shared prefixes are evaluated
             once).
         marginal: Pr(tau >= i), i = 1 .. gamma, over the counted steps; conditional: Pr(tau >= i | tau >= i - 1).
-        idle: share of the counted steps without a draft.
     """
 
     gamma: int
@@ -76,7 +72,7 @@ class Row:
     target_rows: float
     marginal: list[float]
     conditional: list[float]
-    idle: float = 0.0
+    idle: float = 0.0  # share of the counted steps without a draft
 
     @property
     def drafted_per_step(self) -> float:

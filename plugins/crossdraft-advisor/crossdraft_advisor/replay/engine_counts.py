@@ -27,27 +27,23 @@ class EngineCounts:
     """Expected counters of one drafter, verifier and draft length; whole numbers if acceptance is deterministic.
 
     Attributes:
-        definition: of the counters.
-        gamma: draft length.
         drafts, draft_tokens: counted steps, and the tokens drafted in them.
-        per_position: [gamma], counted steps that accepted at least 1, .., gamma tokens.
         steps, tokens, responses: all steps after the prefill, tokens of the responses, responses.
         unknown: drafted tokens past the end of responses whose acceptance is unknown, because the continuation of the
             response is not recorded; they count as rejected.
-        random: acceptance is not deterministic, so the counters of an engine differ from these by chance.
         by_response: drafts, and counted steps that accepted at least 1, .., gamma tokens, of each response.
     """
 
-    definition: CounterDefinition
-    gamma: int
+    definition: CounterDefinition  # of the counters
+    gamma: int  # draft length
     drafts: float = 0.0
     draft_tokens: float = 0.0
-    per_position: np.ndarray = field(init=False)
+    per_position: np.ndarray = field(init=False)  # [gamma], counted steps that accepted at least 1, .., gamma tokens
     steps: float = 0.0
     tokens: int = 0
     responses: int = 0
     unknown: float = 0.0
-    random: bool = False
+    random: bool = False  # acceptance is not deterministic, so the counters of an engine differ from these by chance
     by_response: list[np.ndarray] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -143,16 +139,13 @@ class Counted:
     """Counters of an engine.
 
     Attributes:
-        drafts: counted drafts.
         per_position: [gamma], drafts that accepted at least 1, .., gamma tokens; [1] and their sum if ``total``.
-        total: only the sum is known.
-        draft_tokens: tokens of the counted drafts; None if unknown.
     """
 
-    drafts: float
+    drafts: float  # counted drafts
     per_position: np.ndarray
-    total: bool = False
-    draft_tokens: float | None = None
+    total: bool = False  # only the sum is known
+    draft_tokens: float | None = None  # tokens of the counted drafts; None if unknown
 
     @classmethod
     def of(cls, acceptance: Acceptance, draft_tokens: float | None = None) -> Counted:

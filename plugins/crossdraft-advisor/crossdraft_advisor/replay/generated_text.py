@@ -25,16 +25,13 @@ class ChatRequest:
     """Request of a chat, as far as the chat template reads it.
 
     Attributes:
-        messages: None if the prompt is a text or token ids.
-        tools: functions in OpenAI's format; None without.
         options: further variables of the template (``chat_template_kwargs``).
-        choice: ``tool_choice``.
     """
 
-    messages: Sequence[Mapping[str, Any]] | None = None
-    tools: Sequence[Mapping[str, Any]] | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None  # None if the prompt is a text or token ids
+    tools: Sequence[Mapping[str, Any]] | None = None  # functions in OpenAI's format; None without
     options: Mapping[str, Any] = field(default_factory=dict)
-    choice: Any = "auto"
+    choice: Any = "auto"  # ``tool_choice``
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> ChatRequest:
@@ -63,15 +60,11 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class Message:
-    """The fields of a response's message that the model generated.
-
-    Attributes:
-        calls: in OpenAI's format, their arguments as JSON.
-    """
+    """The fields of a response's message that the model generated."""
 
     thinking: str = ""
     content: str = ""
-    calls: Sequence[Mapping[str, Any]] = ()
+    calls: Sequence[Mapping[str, Any]] = ()  # in OpenAI's format, their arguments as JSON
 
     def texts(self, request: ChatRequest) -> list[str]:
         """Texts that the response contains, in order: of calls their names, or what is generated of a required one."""
@@ -89,7 +82,12 @@ class Message:
             parts = [part for part in content if isinstance(part, dict) and part.get("type") == "thinking"]
             content = [part for part in content if part not in parts]
             texts = (part.get("thinking") for part in parts)
-            thinking |= {"".join(text if isinstance(text, str) else _text_of(text) for text in texts)} - {""}
+            thinking |= {
+                "".join(
+                    text if isinstance(text, str) else _checked({"content": text}, "thinking")["content"]
+                    for text in texts
+                )
+            } - {""}
         refusal = fields.get("refusal")
         if refusal and content:
             raise UsageError("the message has content and a refusal; give the one that the model generated")
@@ -189,7 +187,3 @@ def _checked(message: Mapping[str, Any], subject: str) -> dict[str, Any]:
         return template_message(message)
     except UsageError as error:
         raise UsageError(f"{subject}: {error}") from None
-
-
-def _text_of(parts: Any) -> str:
-    return _checked({"content": parts}, "thinking")["content"]

@@ -122,10 +122,6 @@ class Candidate:
     """A drafter with the verifiers and draft lengths to replay it with.
 
     Attributes:
-        title: name in tables.
-        drafter: class and config; its gamma is at least the largest of ``gammas``.
-        verifiers: name -> numbers of sequences K.
-        gammas: draft lengths.
         scores: yields the `DraftScores` of each response, in order.
         lengths: yields the number of drafted tokens of each response, int64 [T], if it depends on the sampled tokens;
             None = `DraftScores.lengths`.
@@ -135,10 +131,10 @@ class Candidate:
             other definitions, in the order of the request.
     """
 
-    title: str
-    drafter: Configured
-    verifiers: dict[str, tuple[int, ...]]
-    gammas: tuple[int, ...]
+    title: str  # name in tables
+    drafter: Configured  # class and config; its gamma is at least the largest of ``gammas``
+    verifiers: dict[str, tuple[int, ...]]  # name -> numbers of sequences K
+    gammas: tuple[int, ...]  # draft lengths
     scores: Callable[[Iterable[Response]], Iterator[DraftScores]]
     lengths: Callable[[Iterable[Response]], Iterator[np.ndarray]] | None = None
     steps: Callable[[Sequence[StepAcceptance], Sequence[int]], Steps] = expected_steps

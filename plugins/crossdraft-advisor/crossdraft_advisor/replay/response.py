@@ -24,26 +24,20 @@ class Response:
     """One recorded response.
 
     Attributes:
-        id: prompt id; confidence intervals are over prompts.
-        category: group of the prompt in tables.
         prompt, tokens: token ids; ``tokens`` include the final end-of-sequence token.
         log_p: float64 [T], log P of each token as sampled (after temperature and truncation); None if unknown.
-        ended: the last token is an end-of-sequence token.
-        maximum: maximum number of tokens of the request; None if unknown.
-        sampling: sampling parameters; None if unknown.
-        place: file and line, for error messages.
         continuation: tokens that the target would emit past the end, for counters of engines (`engine_counts`).
     """
 
-    id: str
-    category: str
+    id: str  # prompt id; confidence intervals are over prompts
+    category: str  # group of the prompt in tables
     prompt: Sequence[int]
     tokens: Sequence[int]
     log_p: np.ndarray | None = None
-    ended: bool = False
-    maximum: int | None = None
-    sampling: Sampling | None = None
-    place: str = ""
+    ended: bool = False  # the last token is an end-of-sequence token
+    maximum: int | None = None  # maximum number of tokens of the request; None if unknown
+    sampling: Sampling | None = None  # sampling parameters; None if unknown
+    place: str = ""  # file and line, for error messages
     continuation: Sequence[int] = ()
 
     @property
@@ -65,26 +59,19 @@ class ParseContext:
     """Settings and state shared by the parsers of responses.
 
     Attributes:
-        target: model whose tokenizer encodes texts; empty if responses consist of token ids only.
-        sampling: default sampling parameters of the responses; None if unknown.
-        processed: log-probabilities in files are those after temperature and truncation.
-        trust_remote_code: allow the target's tokenizer to run custom Python code.
-        assumed: assumption -> number of responses that it was made for.
         skipped: why responses were skipped -> a description of the first one.
         requests: custom_id -> request of an OpenAI batch, for responses that do not have it.
-        seen: keys of samples that are not to be read again.
-        model: the first model that a response names; empty if none does.
     """
 
-    target: str = ""
-    sampling: Sampling | None = None
-    processed: bool = False
-    trust_remote_code: bool = False
-    assumed: Counter[str] = field(default_factory=Counter)
+    target: str = ""  # model whose tokenizer encodes texts; empty if responses consist of token ids only
+    sampling: Sampling | None = None  # default sampling parameters of the responses; None if unknown
+    processed: bool = False  # log-probabilities in files are those after temperature and truncation
+    trust_remote_code: bool = False  # allow the target's tokenizer to run custom Python code
+    assumed: Counter[str] = field(default_factory=Counter)  # assumption -> number of responses that it was made for
     skipped: dict[str, str] = field(default_factory=dict)
     requests: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    seen: set[str] = field(default_factory=set)
-    model: str = ""
+    seen: set[str] = field(default_factory=set)  # keys of samples that are not to be read again
+    model: str = ""  # the first model that a response names; empty if none does
     _tokenizer: TokenizerOf | None = None
     _named: dict[str, int] | None = None
 

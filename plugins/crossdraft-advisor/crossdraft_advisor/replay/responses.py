@@ -47,14 +47,13 @@ class Reader(ParseContext):
     Attributes:
         prompt_tokens, tokens: length of the prompt, and maximum length of the response, of a dataset text.
         split, column: of a dataset.
-        limit: maximum number of responses; None = all.
     """
 
     prompt_tokens: int = 64
     tokens: int = 128
     split: str | None = None
     column: str | None = None
-    limit: int | None = None
+    limit: int | None = None  # maximum number of responses; None = all
 
     def read(self, sources: Sequence[str]) -> Iterator[Response]:
         """Yield the responses of all sources. Raises UsageError with file and line."""
@@ -224,7 +223,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
         except UsageError:
             value = _values(text, path)  # empty for a truncated first line of JSONL
         for i, item in enumerate(value if isinstance(value, list) else [value] if value else []):
-            yield f"{file}, item {i + 1}", partial(_same, item)
+            yield f"{file}, item {i + 1}", lambda item=item: item
         if value:
             return
     with open_file(path, RESPONSE_FILE_BYTES) as lines:
@@ -245,10 +244,6 @@ def _values(text: str, path: Path) -> list[Any]:
     except (ValueError, RecursionError, UsageError):
         return []
     return values
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _model_of(value: Any) -> str:

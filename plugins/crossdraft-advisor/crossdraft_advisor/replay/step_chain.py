@@ -37,13 +37,12 @@ class StepAcceptance:
     Attributes:
         survival: float64 [T, G], Pr(tau >= i | output) of a step that starts at each token, see
             `acceptance_formulas.survival`.
-        lengths: int64 [T], drafted tokens of that step, at most G.
         limit: maximum length of the response, at least T; None if it was ended by an end-of-sequence token only.
         starts: bool [T], tokens at which steps are counted, and ``tokens`` are those that these emit; None = all.
     """
 
     survival: np.ndarray
-    lengths: np.ndarray
+    lengths: np.ndarray  # int64 [T], drafted tokens of that step, at most G
     limit: int | None
     starts: np.ndarray | None = None
 
@@ -53,21 +52,18 @@ class Steps:
     """Expected steps of n responses: n rows, one column for each gamma.
 
     Attributes:
-        tokens: [n, gammas], response lengths (equal in all columns unless ``starts`` selects steps).
         steps: number of steps; ``drafted`` and accepted (``taken``) tokens, and target positions (``rows``) in them.
         counted, emitted: steps with enough remaining tokens for a draft of gamma, and the tokens that they emit.
-        accepted: [n, gammas, G], sum of Pr(tau >= i) over the counted steps.
-        idle: counted steps without a draft.
     """
 
-    tokens: np.ndarray
+    tokens: np.ndarray  # [n, gammas], response lengths (equal in all columns unless ``starts`` selects steps)
     steps: np.ndarray
     drafted: np.ndarray
     taken: np.ndarray
     counted: np.ndarray
     emitted: np.ndarray
-    accepted: np.ndarray
-    idle: np.ndarray
+    accepted: np.ndarray  # [n, gammas, G], sum of Pr(tau >= i) over the counted steps
+    idle: np.ndarray  # counted steps without a draft
 
     @property
     def rows(self) -> np.ndarray:

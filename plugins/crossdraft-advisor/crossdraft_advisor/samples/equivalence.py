@@ -39,17 +39,11 @@ BATCH_ELEMENTS = 2**22
 
 @dataclass(frozen=True)
 class CellCounts:
-    """Counts of draws in cells of known probability.
+    """Counts of draws in cells of known probability."""
 
-    Attributes:
-        counts: ``[R, K]``, a row for each distribution.
-        probs: ``[R, K]``, 0 in cells that a row does not use.
-        cells_with_more: ``[R]``, the cells that each row would have with more draws.
-    """
-
-    counts: np.ndarray
-    probs: np.ndarray
-    cells_with_more: np.ndarray
+    counts: np.ndarray  # ``[R, K]``, a row for each distribution
+    probs: np.ndarray  # ``[R, K]``, 0 in cells that a row does not use
+    cells_with_more: np.ndarray  # ``[R]``, the cells that each row would have with more draws
 
     @cached_property
     def draws(self) -> np.ndarray:
@@ -163,14 +157,13 @@ class TemperatureShift:
     """Sum of log p of the drawn tokens, and its expectation and variance at other temperatures.
 
     Attributes:
-        total: draws.
         observed: sum of log p, less its expectation.
         log_p, expected_log_p: sum of log p, and its expectation.
         tv, shift, variance: ``[TEMPERATURES]``, sums over draws for a sampler at that temperature: TV from the target,
             expectation minus the target's, and variance of log p.
     """
 
-    total: float = 0.0
+    total: float = 0.0  # draws
     log_p: float = 0.0
     expected_log_p: float = 0.0
     tv: np.ndarray = field(default_factory=lambda: np.zeros(len(TEMPERATURES)))

@@ -83,13 +83,11 @@ class PromptDistributions:
     """A prompt and the next-token distributions of both models.
 
     Attributes:
-        text: of the prompt.
-        length: in tokens, including the chat template.
         p, q: ``[V]`` float32, target and draft probabilities of the next token after temperature and truncation.
     """
 
-    text: str
-    length: int
+    text: str  # of the prompt
+    length: int  # in tokens, including the chat template
     p: Tensor
     q: Tensor
 
@@ -297,19 +295,15 @@ class Fit:
     """Goodness of fit of counts to a distribution.
 
     Attributes:
-        sd: standard deviation over the vocabulary of frequency minus probability.
-        expected_sd: its expectation for samples of the distribution.
         chi_square: Pearson's statistic, with cells that expect fewer than `MIN_EXPECTED` samples pooled; infinite if a
             counted token has probability 0.
-        degrees_of_freedom: number of cells - 1.
-        p_value: probability that samples of the distribution fit no better; 1 with a single cell.
     """
 
-    sd: float
-    expected_sd: float
+    sd: float  # standard deviation over the vocabulary of frequency minus probability
+    expected_sd: float  # its expectation for samples of the distribution
     chi_square: float
-    degrees_of_freedom: int
-    p_value: float
+    degrees_of_freedom: int  # number of cells - 1
+    p_value: float  # probability that samples of the distribution fit no better; 1 with a single cell
 
     def as_json(self) -> dict[str, Any]:
         """JSON values; an infinite chi-square is null."""

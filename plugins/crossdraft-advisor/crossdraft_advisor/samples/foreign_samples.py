@@ -32,21 +32,13 @@ Distributions = Iterable[tuple[Tensor, list[tuple[int, int]]]]
 
 @dataclass
 class Draws:
-    """Draws after one prefix.
+    """Draws after one prefix."""
 
-    Attributes:
-        place: file and line.
-        prefix: text, or token ids; empty if the file contains the distribution.
-        counts: next token -> number of draws.
-        sequences: drawn token ids, one list per draw.
-        probs: float64 [V], next-token distribution from the file, or None.
-    """
-
-    place: str
-    prefix: str | list[int]
-    counts: Counter[int] = field(default_factory=Counter)
-    sequences: list[list[int]] = field(default_factory=list)
-    probs: np.ndarray | None = None
+    place: str  # file and line
+    prefix: str | list[int]  # text, or token ids; empty if the file contains the distribution
+    counts: Counter[int] = field(default_factory=Counter)  # next token -> number of draws
+    sequences: list[list[int]] = field(default_factory=list)  # drawn token ids, one list per draw
+    probs: np.ndarray | None = None  # float64 [V], next-token distribution from the file, or None
 
     def tree(self) -> TokenTree:
         tree = TokenTree()

@@ -27,14 +27,12 @@ class ScorePlan:
     """Scores of a task with and without speculative decoding.
 
     Attributes:
-        questions: number of questions of the task.
-        score: share of right answers.
         changed: share of questions whose grade differs between two runs; by default that of independent answers,
             about 2 score (1 - score), the most that it can be.
     """
 
-    questions: int
-    score: float
+    questions: int  # number of questions of the task
+    score: float  # share of right answers
     changed: float | None = None
 
     def variance(self, difference: float) -> float:

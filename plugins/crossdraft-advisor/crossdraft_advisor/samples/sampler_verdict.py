@@ -48,19 +48,16 @@ class Statistic:
 
     Attributes:
         name, draws: for display.
-        p_value: of "no difference".
         tv_at_least, tv_at_most: bounds on the average TV, or None.
-        draws_needed: draws with which an exact sampler is found within d.
-        estimate: for display.
     """
 
     name: str
     draws: int
-    p_value: float
+    p_value: float  # of "no difference"
     tv_at_least: float | None
     tv_at_most: float | None
-    draws_needed: float
-    estimate: str
+    draws_needed: float  # draws with which an exact sampler is found within d
+    estimate: str  # for display
 
 
 @dataclass(frozen=True)
@@ -68,27 +65,21 @@ class Verdict:
     """Decision from the draws.
 
     Attributes:
-        outcome: ``yes``, ``no`` or ``undecided``.
-        deviation: the TV d in question.
         draws, prefixes: number of tested ones.
-        p_value: of "no difference", corrected for the number of tests.
         tv_at_least, tv_at_most: bounds on the TV, averaged over draws.
-        each_prefix: the bound covers the cells of each prefix; otherwise only deviations common to all prefixes.
-        more_draws: additional draws needed for a decision; 0 if decided.
-        impossible: draws of tokens of probability 0.
         log_p, expected_log_p: mean log-probability of the drawn tokens, and its expectation.
     """
 
-    outcome: str
-    deviation: float
+    outcome: str  # ``yes``, ``no`` or ``undecided``
+    deviation: float  # the TV d in question
     draws: int
     prefixes: int
-    p_value: float
+    p_value: float  # of "no difference", corrected for the number of tests
     tv_at_least: float
     tv_at_most: float
-    each_prefix: bool
-    more_draws: int
-    impossible: int
+    each_prefix: bool  # the bound covers the cells of each prefix; otherwise only deviations common to all prefixes
+    more_draws: int  # additional draws needed for a decision; 0 if decided
+    impossible: int  # draws of tokens of probability 0
     log_p: float
     expected_log_p: float
     statistics: list[Statistic]
@@ -97,13 +88,9 @@ class Verdict:
 
 @dataclass
 class Evidence:
-    """Accumulated statistics of draws and their target distributions.
+    """Accumulated statistics of draws and their target distributions."""
 
-    Attributes:
-        seed: of the random positions within a token's share.
-    """
-
-    seed: int = 0
+    seed: int = 0  # of the random positions within a token's share
     prefixes: int = 0
     impossible: int = 0
     _possible: int = 0

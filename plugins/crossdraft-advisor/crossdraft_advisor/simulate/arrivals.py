@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -61,37 +61,16 @@ class Arrival(NamedTuple):
     output_tokens: int | None = None
 
 
-class ArrivalProcess(Protocol):
-    """Source of arrival times.
-
-    Attributes:
-        concurrency: number of requests of a closed loop, in which a request arrives when another ends; 0 otherwise.
-    """
-
-    @property
-    def title(self) -> str:
-        """Description for tables."""
-        ...
-
-    @property
-    def concurrency(self) -> int: ...
-
-    def draw(self, n: int, random: np.random.Generator) -> list[Arrival]:
-        """Return at most ``n`` arrivals in order of time."""
-        ...
-
-
 @dataclass(frozen=True)
 class GammaArrivals:
     """Arrivals with independent gamma-distributed gaps, as in ``vllm bench serve``.
 
     Attributes:
-        rate: requests per second.
         burstiness: shape of the gaps; 1 is a Poisson process, less is burstier (coefficient of variation
             ``burstiness ** -0.5``).
     """
 
-    rate: float
+    rate: float  # requests per second
     burstiness: float = 1.0
     concurrency: int = 0
 
@@ -121,15 +100,11 @@ class ClosedLoop:
 
 @dataclass(frozen=True)
 class ArrivalTrace:
-    """Recorded arrivals.
-
-    Attributes:
-        times: how the times of the file were read, for a remark.
-    """
+    """Recorded arrivals."""
 
     name: str
     arrivals: tuple[Arrival, ...]
-    times: str = ""
+    times: str = ""  # how the times of the file were read, for a remark
     concurrency: int = 0
 
     @property
@@ -140,6 +115,11 @@ class ArrivalTrace:
 
     def draw(self, n: int, random: np.random.Generator) -> list[Arrival]:
         return list(self.arrivals[:n])
+
+
+#: A source of arrival times, whose ``draw(n, random)`` returns at most n in order of time. In a closed loop of
+#: ``concurrency`` requests (0: an open one) a request arrives when another ends.
+ArrivalProcess = GammaArrivals | ClosedLoop | ArrivalTrace
 
 
 def read_trace(name: str, limit: int | None = None, unit: str | None = None) -> ArrivalTrace:
@@ -167,7 +147,10 @@ def read_trace(name: str, limit: int | None = None, unit: str | None = None) -> 
             continue
         reader = reader or _TraceReader(unit)
         try:
-            arrival = reader.arrival(_row(line, reader.header, path, place), place)
+            if isinstance(line, str):
+                number = int(place.rpartition(":")[2])
+                line = _cells(line, reader.header, place) if reader.header else parse_json(line, path, line=number)
+            arrival = reader.arrival(line, place)
         except UsageError:
             if not (is_cut and arrivals):
                 raise
@@ -203,12 +186,6 @@ def _requests(path: Path, file: str) -> Iterator[tuple[str, Any, bool]]:
     for entry, following in pairwise(chain(written, [None])):
         assert entry is not None
         yield *entry, following is None and not is_ended
-
-
-def _row(line: Any, header: list[str] | None, path: Path, place: str) -> Any:
-    if not isinstance(line, str):
-        return line
-    return _cells(line, header, place) if header else parse_json(line, path, line=int(place.rpartition(":")[2]))
 
 
 def _header(line: str, place: str) -> list[str]:

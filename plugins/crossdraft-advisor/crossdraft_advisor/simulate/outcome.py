@@ -11,10 +11,9 @@ from crossdraft.framework.metrics.intervals import estimate, ratio
 from crossdraft.framework.util.estimate import Estimate
 
 from .arrivals import ArrivalProcess
-from .policies import OracleLengths, StepPolicy
+from .policies import OracleLengths, StepCost, StepPolicy
 from .replica import EngineSettings, Router, StepCounts, simulate
 from .request import Pool, SimulatedRequest, make_requests
-from .step_cost import StepCost
 
 #: Quantile of the columns ``..._p95``.
 QUANTILE = 0.95
@@ -22,15 +21,10 @@ QUANTILE = 0.95
 
 @dataclass(frozen=True)
 class ServiceLevel:
-    """A service-level objective of a request.
+    """A service-level objective of a request."""
 
-    Attributes:
-        first_token_seconds: most seconds to the first token; None without a bound.
-        token_seconds: most seconds per token after the first.
-    """
-
-    first_token_seconds: float | None = None
-    token_seconds: float | None = None
+    first_token_seconds: float | None = None  # most seconds to the first token; None without a bound
+    token_seconds: float | None = None  # most seconds per token after the first
 
     def met(self, times: RequestTimes) -> np.ndarray:
         """``[n]``, True for the requests that meet all bounds."""
@@ -44,21 +38,13 @@ class ServiceLevel:
 
 @dataclass(frozen=True)
 class RequestTimes:
-    """Times of the requests of one simulation, ``[n]`` each.
+    """Times of the requests of one simulation, ``[n]`` each."""
 
-    Attributes:
-        first: seconds from arrival to the first token.
-        later: seconds from the first token to the last.
-        tokens: output lengths.
-        seconds: time from the first arrival to the last token of all requests.
-        counts: sums over the steps.
-    """
-
-    first: np.ndarray
-    later: np.ndarray
-    tokens: np.ndarray
-    seconds: float
-    counts: StepCounts
+    first: np.ndarray  # seconds from arrival to the first token
+    later: np.ndarray  # seconds from the first token to the last
+    tokens: np.ndarray  # output lengths
+    seconds: float  # time from the first arrival to the last token of all requests
+    counts: StepCounts  # sums over the steps
 
     @classmethod
     def of(cls, requests: Sequence[SimulatedRequest], counts: StepCounts) -> RequestTimes:
@@ -72,31 +58,23 @@ class PolicyResult:
     """Result of one policy under one arrival process.
 
     Attributes:
-        block_efficiency_all_steps: tokens per decoding row and step.
-        drafted_per_step: drafted tokens per decoding row and step.
-        batch_size: mean number of decoding rows of a step.
-        tokens_per_second: output tokens over the time from the first arrival to the last token.
-        first_token_seconds: mean seconds to the first token.
-        token_seconds: mean seconds per token after the first.
-        latency_seconds: mean seconds from arrival to the last token.
         first_token_seconds_p95, token_seconds_p95: 95th percentiles over requests.
-        goodput: requests per second that meet the service level; None without one.
         regret: relative excess of the mean latency over the oracle's; None for the oracle, and without it.
     """
 
     policy: str
     arrivals: str
     requests: int
-    block_efficiency_all_steps: float
-    drafted_per_step: float
-    batch_size: float
-    tokens_per_second: Estimate
-    first_token_seconds: Estimate
-    token_seconds: Estimate | None
-    latency_seconds: Estimate
+    block_efficiency_all_steps: float  # tokens per decoding row and step
+    drafted_per_step: float  # drafted tokens per decoding row and step
+    batch_size: float  # mean number of decoding rows of a step
+    tokens_per_second: Estimate  # output tokens over the time from the first arrival to the last token
+    first_token_seconds: Estimate  # mean seconds to the first token
+    token_seconds: Estimate | None  # mean seconds per token after the first
+    latency_seconds: Estimate  # mean seconds from arrival to the last token
     first_token_seconds_p95: float
     token_seconds_p95: float
-    goodput: Estimate | None
+    goodput: Estimate | None  # requests per second that meet the service level; None without one
     regret: Estimate | None
 
 
@@ -129,13 +107,7 @@ def compare(
             random = np.random.default_rng(seed)
             simulated = make_requests(pool, process.draw(requests, random), random)
             counts = simulate(
-                simulated,
-                policy,
-                cost,
-                settings,
-                replicas=replicas,
-                router=router,
-                concurrency=process.concurrency,
+                simulated, policy, cost, settings, replicas=replicas, router=router, concurrency=process.concurrency
             )
             times[policy.name].append(RequestTimes.of(simulated, counts))
             on_simulation()

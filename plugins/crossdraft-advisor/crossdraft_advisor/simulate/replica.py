@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from itertools import cycle, groupby, islice
 from typing import Literal
 
-from .policies import StepPolicy
+from .policies import StepCost, StepPolicy
 from .request import SimulatedRequest
-from .step_cost import StepCost
 
 Router = Literal["round-robin", "least-loaded"]
 
@@ -27,14 +26,12 @@ class EngineSettings:
     """Settings of a replica.
 
     Attributes:
-        batch_size: most running requests.
-        batched_tokens: most tokens of a pass; longer prompts are prefilled in chunks.
         first_token: the prefill emits the first token, as in serving engines; else the first step does, as in
             crossdraft's own loop.
     """
 
-    batch_size: int
-    batched_tokens: int = 2048
+    batch_size: int  # most running requests
+    batched_tokens: int = 2048  # most tokens of a pass; longer prompts are prefilled in chunks
     first_token: bool = True
 
 
@@ -43,16 +40,14 @@ class StepCounts:
     """Sums over the decoding steps of a simulation.
 
     Attributes:
-        steps: steps with decoding rows; ``rows``: decoding rows of them.
         drafted, emitted: tokens drafted and emitted by decoding rows.
-        seconds: seconds of all steps; ``prefill_seconds``: those that the prompts added.
     """
 
-    steps: int = 0
+    steps: int = 0  # steps with decoding rows; ``rows``: decoding rows of them
     rows: int = 0
     drafted: int = 0
     emitted: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # seconds of all steps; ``prefill_seconds``: those that the prompts added
     prefill_seconds: float = 0.0
 
 
@@ -62,13 +57,12 @@ class Replica:
 
     Attributes:
         waiting, running: requests without and with a slot.
-        counts: shared by all replicas of a simulation.
     """
 
     settings: EngineSettings
     policy: StepPolicy
     cost: StepCost
-    counts: StepCounts
+    counts: StepCounts  # shared by all replicas of a simulation
     waiting: deque[SimulatedRequest] = field(default_factory=deque)
     running: list[SimulatedRequest] = field(default_factory=list)
     _decoding: list[SimulatedRequest] = field(default_factory=list)

@@ -30,20 +30,13 @@ class RecordedAcceptance:
 
 @dataclass(frozen=True)
 class Pool:
-    """Recorded responses that simulated requests are drawn from, with their means.
-
-    Attributes:
-        gamma: the longest draft.
-        tokens_per_step: expected tokens of a step by draft length, 0 to gamma.
-        drafted_per_step: expected drafted tokens of a step by draft length.
-        acceptance: Pr(tau >= 1) of a step with a draft, the prior of a request's acceptance rate.
-    """
+    """Recorded responses that simulated requests are drawn from, with their means."""
 
     responses: tuple[RecordedAcceptance, ...]
-    gamma: int
-    tokens_per_step: tuple[float, ...]
-    drafted_per_step: tuple[float, ...]
-    acceptance: float
+    gamma: int  # the longest draft
+    tokens_per_step: tuple[float, ...]  # expected tokens of a step by draft length, 0 to gamma
+    drafted_per_step: tuple[float, ...]  # expected drafted tokens of a step by draft length
+    acceptance: float  # Pr(tau >= 1) of a step with a draft, the prior of a request's acceptance rate
 
     @property
     def context(self) -> float:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import pytest
 from advise_runs import GOOD, POOR, cell, curves
 from crossdraft_advisor import Acceptance, Engine, Schedule, Settings
-from crossdraft_advisor.advise.candidates import Candidate, Machine, imported, of_run
+from crossdraft_advisor.advise.candidates import Candidate, imported, of_run
 from crossdraft_advisor.advise.decision import decide, schedule_for
 from crossdraft_advisor.engines.engine import Range
 from hypothesis import given, settings
@@ -128,7 +128,7 @@ def test_times_of_run_are_ignored_on_another_machine() -> None:
         return DRAFT
 
     results = [cell(None), cell(GOOD), cell(POOR, drafter="prompt-lookup")]
-    result, _ = of_run(results, "run", [], Machine(TARGET, drafter))
+    result, _ = of_run(results, "run", [], (TARGET, drafter))
     assert names == ["d"]
     moved = result[0].predict(1, 3)
     assert moved.other == 0 and moved.draft == pytest.approx(3 * DRAFT.seconds(1, 1, 100), rel=0.01)

@@ -12,8 +12,8 @@ from crossdraft_advisor import ServedCell
 from crossdraft_advisor.engines import http_response
 from crossdraft_advisor.engines.builtin.openai import OpenAiOptions, OpenAiServer
 from crossdraft_advisor.engines.counter_definitions import DEFINITIONS
+from crossdraft_advisor.engines.engine_cell import ServerCounters, contradiction, other_traffic
 from crossdraft_advisor.engines.http_response import HttpResponse, NetworkError, headers_of, same_server, unfit
-from crossdraft_advisor.engines.traffic import ServerCounters, contradiction, other_traffic
 from engine_server import Script, engine_server, steps
 
 from crossdraft import ModelError, Sampling

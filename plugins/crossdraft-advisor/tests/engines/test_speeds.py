@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from crossdraft_advisor import Source
-from crossdraft_advisor.engines.engine_log import TimedSteps
+from crossdraft_advisor.cost.step_cost import SpeedPoint
 from crossdraft_advisor.engines.formats import acceptances_in, read_acceptances
 from crossdraft_advisor.engines.speeds import speed_notes, speed_points
 from hypothesis import given
@@ -36,7 +36,7 @@ BUSY = metrics_line(
 SPARSE = ENGINE.format(0, 20, 0, 0.0, 100.0, 2) + BUSY
 
 
-def timed(text: str) -> list[TimedSteps]:
+def timed(text: str) -> list[SpeedPoint]:
     source = Source(text, "log")
     acceptances_in(source, plain=True)
     return source.timed
@@ -45,8 +45,13 @@ def timed(text: str) -> list[TimedSteps]:
 def test_seconds_of_vllm() -> None:
     """Tokens a step x rows / generated tokens per second are draft length x rows / drafted tokens per second."""
     (item,) = timed(ENGINE.format(0, 20, 0, 0.0, 50.0, 2) + BUSY)
-    assert item[:3] == (1, 2, 3) and item.seconds == pytest.approx(0.1) and item.steps == 100 and not item.flaw
-    assert item.seconds == pytest.approx(item.gamma * item.batch_size / 60.0, rel=0.01)
+    assert (
+        (item.place, *item[:2]) == ("log:1", 2, 3)
+        and item.seconds_per_step == pytest.approx(0.1)
+        and item.weight == 100
+        and not item.flaw
+    )
+    assert item.seconds_per_step == pytest.approx(item.gamma * item.batch_size / 60.0, rel=0.01)
 
 
 def test_windows_that_are_disturbed() -> None:
@@ -62,7 +67,7 @@ def test_windows_that_are_disturbed() -> None:
 def test_plain_log(tmp_path: Path) -> None:
     """A log without drafts has the speed of plain decoding, and is otherwise refused as before."""
     text = ENGINE.format(0, 10, 0, 0.0, 80.0, 4) + ENGINE.format(0, 20, 0, 0.0, 80.0, 4)
-    assert [(item.gamma, item.seconds) for item in timed(text)] == [(0, 0.05), (0, 0.05)]
+    assert [(item.gamma, item.seconds_per_step) for item in timed(text)] == [(0, 0.05), (0, 0.05)]
     with pytest.raises(UsageError, match="has no acceptance"):
         acceptances_in(Source(text, "log"))
     with pytest.raises(UsageError, match="has no acceptance"):  # the lines of drafts are cut off
@@ -76,20 +81,20 @@ def test_seconds_of_sglang() -> None:
     lines = [DECODE.format(0, 0, 4, 800, ACCEPT, 680.0), "[x DP1 TP0] Prefill batch. #new-seq: 1\n"]
     lines += [DECODE.format(1, 1, 2, 400, ACCEPT, 100.0), DECODE.format(2, 0, 8, 1600, ACCEPT, 100.0)]
     first, second, third = timed("".join(lines))
-    assert (first.batch_size, first.gamma, first.context, first.seconds) == (4, 3, 200, pytest.approx(0.02))
+    assert (first.batch_size, first.gamma, first.context, first.seconds_per_step) == (4, 3, 200, pytest.approx(0.02))
     assert (first.flaw, second.flaw, third.flaw) == ("", "prefill", "another batch size")
     (plain,) = timed(DECODE.format(0, 0, 4, 800, "", 200.0))
-    assert (plain.gamma, plain.seconds) == (0, 0.02)
+    assert (plain.gamma, plain.seconds_per_step) == (0, 0.02)
 
 
 def test_seconds_of_llama_cpp() -> None:
     text = EVAL.format(1, 100, 1, 60, 115) + EVAL.format(2, 100, 2, 49, 148)
-    assert [(item.gamma, item.seconds) for item in timed(text)] == [(3, 1 / 39), (3, 1 / 50)]
+    assert [(item.gamma, item.seconds_per_step) for item in timed(text)] == [(3, 1 / 39), (3, 1 / 50)]
     assert {item.flaw for item in timed(text + EVAL.replace("id  0", "id  1").format(3, 100, 3, 60, 115))} == {
         "another batch size"
     }
     (plain,) = timed(EVAL.partition("\n")[0].format(1, 101) + "\n")
-    assert (plain.gamma, plain.seconds) == (0, 0.01)
+    assert (plain.gamma, plain.seconds_per_step) == (0, 0.01)
 
 
 @pytest.mark.parametrize("as_json", [False, True])
@@ -105,10 +110,10 @@ def test_seconds_of_benchmarks(as_json: bool) -> None:
         return json.dumps(fields | ({f"spec_decode_{k}": n for k, n in spec.items()} if drafts else {}))
 
     (item,) = timed(text(1010, True))
-    assert item[1:3] == (4, 4) and item.seconds == pytest.approx(0.025) and item.flaw == "prefill"
+    assert item[:2] == (4, 4) and item.seconds_per_step == pytest.approx(0.025) and item.flaw == "prefill"
     assert [item.flaw for item in timed(text(2010, True))] == ["steps without a draft"]
     (plain,) = timed(text(1010, False))
-    assert (plain.batch_size, plain.gamma, plain.seconds) == (4, 0, 0.01)
+    assert (plain.batch_size, plain.gamma, plain.seconds_per_step) == (4, 0, 0.01)
 
 
 def test_table_by_hand() -> None:
@@ -116,7 +121,7 @@ def test_table_by_hand() -> None:
     source = Source(text, "t.csv")
     acceptances = acceptances_in(source)
     assert [(item.draft_length, item.length) for item in acceptances] == [(2, 2.0), (4, pytest.approx(2.7))]
-    assert [(t.batch_size, t.gamma, t.seconds) for t in source.timed] == [
+    assert [(t.batch_size, t.gamma, t.seconds_per_step) for t in source.timed] == [
         (1, 0, 0.02),
         (1, 2, 0.025),
         (1, 4, pytest.approx(0.03)),

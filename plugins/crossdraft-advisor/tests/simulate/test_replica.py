@@ -10,10 +10,9 @@ import pytest
 from crossdraft_advisor.replay.step_chain import StepAcceptance, expected_steps
 from crossdraft_advisor.simulate.arrivals import Arrival, ClosedLoop, GammaArrivals
 from crossdraft_advisor.simulate.outcome import ServiceLevel, compare
-from crossdraft_advisor.simulate.policies import DraftBudget, OracleLengths, best_schedule, parse_policy
+from crossdraft_advisor.simulate.policies import DraftBudget, OracleLengths, StepCost, best_schedule, parse_policy
 from crossdraft_advisor.simulate.replica import EngineSettings, simulate
 from crossdraft_advisor.simulate.request import Pool, RecordedAcceptance, make_pool, make_requests
-from crossdraft_advisor.simulate.step_cost import StepCost
 
 
 class Linear:

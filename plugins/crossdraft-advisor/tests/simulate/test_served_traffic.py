@@ -20,10 +20,9 @@ from crossdraft_advisor.engines.server import ServedResponse
 from crossdraft_advisor.replay.response import Response
 from crossdraft_advisor.simulate.arrivals import Arrival
 from crossdraft_advisor.simulate.outcome import RequestTimes
-from crossdraft_advisor.simulate.policies import LengthSchedule
+from crossdraft_advisor.simulate.policies import LengthSchedule, StepCost
 from crossdraft_advisor.simulate.replica import EngineSettings, simulate
 from crossdraft_advisor.simulate.request import SimulatedRequest, read_pool
-from crossdraft_advisor.simulate.step_cost import StepCost
 from server_thread import serving
 
 from crossdraft.framework.contracts.sampling import Sampling

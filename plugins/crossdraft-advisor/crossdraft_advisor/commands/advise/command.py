@@ -1,4 +1,4 @@
-"""Options of ``crossdraft advise``."""
+"""``crossdraft advise``: recommend drafters and draft lengths from acceptance and cost; export engine settings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from crossdraft.framework.cost.load_run import FinishedRun
     from crossdraft.framework.recipe.recipe import CellConfig
 
-    from ...advise.candidates import Candidate, Machine
+    from ...advise.candidates import Candidate
     from ...advise.caveats import Remarks
     from ...cost.step_cost import SpeedPoint
     from ...engines.acceptance import Acceptance
@@ -39,12 +39,14 @@ _REPLAYED = "acceptance by replaying responses (docs/replay.md)"
 _ABOUT = "facts missing in an engine's numbers"
 
 
-class AdviseOptions(CostOptions, TrustOptions, JsonOptions):
-    """Options of `Advise`.
+class Advise(CostOptions, TrustOptions, JsonOptions, Command):
+    """Recommendation of a drafter, a verifier and a draft length for each batch size.
 
     Raises:
-        UsageError: unknown names, or options that cannot be combined.
+        UsageError: insufficient data, unknown names, or options that cannot be combined.
     """
+
+    name: ClassVar[str] = "advise"
 
     sources: Annotated[tuple[str, ...], Argument("SOURCE", positional=True)] = Field(
         (),
@@ -98,7 +100,7 @@ class AdviseOptions(CostOptions, TrustOptions, JsonOptions):
         return bool(self.replay or self.prompts)
 
     @model_validator(mode="after")
-    def _combinable(self) -> AdviseOptions:
+    def _combinable(self) -> Advise:
         for kind, names in (("drafter", self.drafter), ("verifier", self.verifier), ("engine", (self.export,))):
             for name in names:
                 if name and name not in (known := plugins.entries(f"{kind}s")) and not name.lstrip().startswith("{"):
@@ -124,21 +126,6 @@ class AdviseOptions(CostOptions, TrustOptions, JsonOptions):
         elif self.gamma is not None or self.since:
             raise UsageError("--gamma and --since are for an engine's numbers; a replay has all draft lengths")
         return self
-
-
-CONTEXT = 1024
-#: Engines whose formats have their name at the beginning.
-_PRICED = ("vllm", "sglang", "llama.cpp", "tensorrt-llm")
-
-
-class Advise(AdviseOptions, Command):
-    """Recommendation of a drafter, a verifier and a draft length for each batch size.
-
-    Raises:
-        UsageError: insufficient data, or options that cannot be combined.
-    """
-
-    name: ClassVar[str] = "advise"
 
     def run(self) -> int:
         from ...advise.caveats import Remarks
@@ -166,10 +153,15 @@ class Advise(AdviseOptions, Command):
         return 0
 
 
+CONTEXT = 1024
+#: Engines whose formats have their name at the beginning.
+_PRICED = ("vllm", "sglang", "llama.cpp", "tensorrt-llm")
+
+
 # -- candidates --------------------------------------------------------------------------------------------------
 
 
-def _groups(args: AdviseOptions, remarks: Remarks) -> dict[str, list[Candidate]]:
+def _groups(args: Advise, remarks: Remarks) -> dict[str, list[Candidate]]:
     """The candidates, grouped by target and sampling parameters."""
     from crossdraft.framework.cost.load_run import read_run
 
@@ -252,20 +244,16 @@ def kind_of_source(source: str) -> str:
 def _run_candidates(run: FinishedRun, cells: Sequence[CellConfig], costs: Costs, remarks: Remarks) -> list[Candidate]:
     from crossdraft.framework.cost.curve import stored_curves
 
-    from ...advise.candidates import Machine, of_run
+    from ...advise.candidates import of_run
 
-    machine: Machine | None = None
-    if costs.target is not None:
-        machine = Machine(costs.target, costs.by_name)
+    machine = None if costs.target is None else (costs.target, costs.by_name)
     curves = [*run.summary.curves, *stored_curves()]
     candidates, notes = of_run(run.summary.results, run.name, curves, machine, cells)
     remarks.of_run(run.summary.results, run.name, notes, own_seconds=machine is None)
     return candidates
 
 
-def _read_source(
-    args: AdviseOptions, source: CounterSource, remarks: Remarks
-) -> tuple[list[Acceptance], list[SpeedPoint]]:
+def _read_source(args: Advise, source: CounterSource, remarks: Remarks) -> tuple[list[Acceptance], list[SpeedPoint]]:
     """Acceptances and speeds in a source, in the format of any engine, completed by the options."""
     from ...advise.candidates import of_pair
     from ...engines.formats import read_acceptances
@@ -300,7 +288,7 @@ def _with_rates(acceptance: Acceptance) -> Acceptance:
     return acceptance.with_constant_rate(acceptance.draft_length)
 
 
-def _sizes(args: AdviseOptions, groups: Mapping[str, Sequence[Candidate]], remarks: Remarks) -> list[int]:
+def _sizes(args: Advise, groups: Mapping[str, Sequence[Candidate]], remarks: Remarks) -> list[int]:
     """The batch sizes; by default those within a factor of two of measured speeds, if these are all that is known."""
     sizes = sorted(set(args.batch_size))
     candidates = [candidate for group in groups.values() for candidate in group]
@@ -319,7 +307,7 @@ def _sizes(args: AdviseOptions, groups: Mapping[str, Sequence[Candidate]], remar
 
 
 def _settings(
-    args: AdviseOptions, groups: dict[str, list[Candidate]], sizes: list[int], remarks: Remarks
+    args: Advise, groups: dict[str, list[Candidate]], sizes: list[int], remarks: Remarks
 ) -> tuple[Settings, Schedule]:
     """Settings for the engine of --export and their schedule; adds remarks on its limitations and their cost."""
     from ...advise.decision import decide, schedule_for

@@ -34,20 +34,12 @@ def _table(steps: Sequence[Step]) -> str:
     for step in steps:
         cells = [str(step.batch_size), *([f"{step.context:g}"] if contexts else [])]
         mark = "" if step.sure else " ?"
-        rows.append([*cells, step.advice + mark, *_choice_cells(step.best), _runner_up(step)])
+        other = "" if step.runner_up is None else _pair(step.runner_up) + " ~" * step.close
+        rows.append([*cells, step.advice + mark, *_choice_cells(step.best), other])
         if measured:
             rows[-1].append(_pair(step.measured) if step.measured else "")
-    header = [
-        "B",
-        *(["context"] if contexts else []),
-        "advice",
-        "drafter",
-        "verifier",
-        "gamma",
-        "speed-up",
-        "runner-up",
-    ]
-    header += ["measured best"] if measured else []
+    header = ["B", *["context"] * contexts, "advice", "drafter", "verifier", "gamma", "speed-up", "runner-up"]
+    header += ["measured best"] * measured
     return Table(header, rows).text()
 
 
@@ -77,12 +69,6 @@ def _choice_cells(choice: Choice) -> list[str]:
     return [candidate.title, verifier, str(choice.gamma), estimate_text(choice.speed_up)]
 
 
-def _runner_up(step: Step) -> str:
-    if step.runner_up is None:
-        return ""
-    return _pair(step.runner_up) + (" ~" if step.close else "")
-
-
 def _pair(choice: Choice) -> str:
     drafter, verifier, gamma, _ = _choice_cells(choice)
     return f"{drafter} × {verifier}, {gamma}: {choice.speed_up.value:.2f}"
@@ -94,6 +80,8 @@ def _pair(choice: Choice) -> str:
 def as_json(
     steps: Mapping[str, Sequence[Step]], remarks: Remarks, settings: Settings | None, schedule: Schedule | None = None
 ) -> dict[str, Any]:
+    kinds = asdict(remarks)
+    first = kinds.pop("first")  # of all warnings
     report: dict[str, Any] = {
         "advice": [
             {
@@ -109,19 +97,12 @@ def as_json(
             for title, steps_of_title in steps.items()
             for step in steps_of_title
         ],
-        "remarks": _remarks(remarks),
+        "remarks": {**kinds, "warnings": [*first, *remarks.warnings]},
     }
     if settings is not None and schedule is not None:
         rows = [{**row, "speed_up": asdict(row["speed_up"])} for row in schedule_rows(schedule)]
         report |= {"settings": settings.text, "schedule": rows}
     return report
-
-
-def _remarks(remarks: Remarks) -> dict[str, list[str]]:
-    """Remarks by kind; the first warnings are the first of all warnings."""
-    kinds = asdict(remarks)
-    first = kinds.pop("first")
-    return {**kinds, "warnings": [*first, *remarks.warnings]}
 
 
 def _choice(choice: Choice) -> dict[str, Any]:

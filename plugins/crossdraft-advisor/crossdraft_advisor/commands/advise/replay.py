@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ...engines.acceptance import Acceptance
     from ...replay.replay import Candidate
     from ...replay.response import Response
-    from .command import AdviseOptions
+    from .command import Advise
 
 #: The greatest draft length that is replayed.
 MAX_GAMMA = 16
@@ -28,7 +28,7 @@ MAX_GAMMA = 16
 _MIN_TOKENS = 1000
 
 
-def replayed_acceptances(args: AdviseOptions, remarks: Remarks) -> list[Acceptance]:
+def replayed_acceptances(args: Advise, remarks: Remarks) -> list[Acceptance]:
     """Replay every drafter with every compatible verifier at every draft length up to `MAX_GAMMA`.
 
     Raises:
@@ -102,7 +102,7 @@ def replayed_acceptances(args: AdviseOptions, remarks: Remarks) -> list[Acceptan
     ]
 
 
-def _drafter_options(args: AdviseOptions, remarks: Remarks) -> Mapping[str, Mapping[str, Any]]:
+def _drafter_options(args: Advise, remarks: Remarks) -> Mapping[str, Mapping[str, Any]]:
     """Options with which drafters draft as those of the engine of --export."""
     definition = plugins.get("engines", args.export).counters if args.export else None
     if definition is None:
@@ -115,7 +115,7 @@ def _drafter_options(args: AdviseOptions, remarks: Remarks) -> Mapping[str, Mapp
 
 
 def _exportable(
-    candidates: list[Candidate], args: AdviseOptions, sampling: Sampling | None, remarks: Remarks
+    candidates: list[Candidate], args: Advise, sampling: Sampling | None, remarks: Remarks
 ) -> list[Candidate]:
     """The candidates without the pairs that the engine of --export does not support, before anything is replayed.
 

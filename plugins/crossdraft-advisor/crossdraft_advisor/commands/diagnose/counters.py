@@ -59,7 +59,8 @@ def signatures_of(texts: Sequence[str], names: Mapping[str, str], as_json: bool)
     counts = [counts_of(item, label, reference) for (_, item), label in zip(counted, labels, strict=True)]
     assessments = assess(list(signatures(sources, reference.gamma)), counts)
     checks = {"FILE": sources[-1].source, **names}
-    warnings = list(differences(*map(_served, counted))) if len(counted) > 1 else []
+    served = [(source.source, source.model, engine_of(acceptance)) for source, acceptance in counted]
+    warnings = list(differences(*served)) if len(served) > 1 else []
     if as_json:
         hypotheses = [assessment_json(item, checks) for item in assessments]
         return json.dumps({"hypotheses": hypotheses, "warnings": warnings})
@@ -68,11 +69,6 @@ def signatures_of(texts: Sequence[str], names: Mapping[str, str], as_json: bool)
         lines += [f"{item.label + ': ' if item.label else ''}{_mean_over_positions(item)}" for item in counts]
     conclusion = "\n".join(lines)
     return "\n\n".join([_sources(counted), likelihoods(assessments), conclusion])
-
-
-def _served(counted: tuple[CounterSource, Acceptance]) -> tuple[str, str, str]:
-    source, acceptance = counted
-    return source.source, source.model, engine_of(acceptance)
 
 
 def _sources(counted: Sequence[tuple[CounterSource, Acceptance]]) -> str:

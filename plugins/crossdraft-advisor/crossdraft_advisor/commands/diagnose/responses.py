@@ -192,7 +192,8 @@ def _matched(matched: Match) -> str:
         lines.append(f"Most likely: {name} ({best.hypothesis.meaning}).")
     elif name == CONFIGURED:
         verb = "may compute" if len(named) > 1 else "computes"
-        lines.append(f"The server {verb} what the files define: {_against(matched, name)}.")
+        interval = estimate_text(matched.expected(name, 1), digits=3)
+        lines.append(f"The server {verb} what the files define: {_counted(matched, 1)} at position 1 ({interval}).")
         if not matched.own:
             lines.append("A fault that changes acceptance by less than this interval does not show in these counters.")
     else:
@@ -219,11 +220,6 @@ def _matched(matched: Match) -> str:
 
 def _counted(matched: Match, position: int) -> str:
     return f"{matched.counted.at_least[position] / matched.counted.at_least[0]:.3f}"
-
-
-def _against(matched: Match, name: str) -> str:
-    """The first rate that was counted, and its interval for a reading, in words."""
-    return f"{_counted(matched, 1)} at position 1 ({estimate_text(matched.expected(name, 1), digits=3)})"
 
 
 def _next_check(matched: Match) -> str:
@@ -462,15 +458,13 @@ def _keys_table(heads: Checkpoint, name: str, treatments: Sequence[Reading]) -> 
     for key, facts in engine_keys().keys[name].items():
         value, own = (value_of(heads, key, neutral) for neutral in (facts.neutral, None))
         shown = json.dumps(value) if own is not None else f"absent ({json.dumps(value)})"
-        readings = (by_key.get((key, engine)) for engine in engines)
-        rows.append([key, shown[:24], *(_cell(reading) for reading in readings)])
+        cells = []
+        for engine in engines:
+            reading = by_key.get((key, engine))
+            known = "right" if reading is None or not reading.misread else f"USES {json.dumps(reading.used)}"
+            cells.append("unknown" if reading is None else known)
+        rows.append([key, shown[:24], *cells])
     return Table(columns, rows).text()
-
-
-def _cell(reading: Reading | None) -> str:
-    if reading is None:
-        return "unknown"
-    return f"USES {json.dumps(reading.used)}" if reading.misread else "right"
 
 
 def _keys_conclusion(treatments: Sequence[Reading], facts: Sequence[str], absent: Sequence[str]) -> str:

@@ -128,7 +128,8 @@ def candidates_of(
         drawn: Callable[[Iterable[Response]], Iterator[DraftScores]] | None = None
         scores_of: Callable[[], Callable[[Iterable[Response]], Iterator[DraftScores]]]
         if free := model_free.is_model_free(cls, config, params):
-            scores_of = partial(_without_model, drafter, max(lengths), params)
+            scored = partial(model_free.score_model_free, *drafter, depth=max(lengths), sampling=params)
+            scores_of = lambda scored=scored: scored  # noqa: E731
         else:
             loading = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
             shared = shared or SharedPasses(_target(title, target, sampling, loading))
@@ -143,7 +144,7 @@ def candidates_of(
                 _check_policy(policy, title, drafter, params, free, rules)
             if policy.name == "static":
                 random = drawn if drawn is not None and _has_random_length(drafter, params) else None
-                drafted = None if random is None else partial(_lengths, random)
+                drafted = None if random is None else lambda texts, random=random: (t.lengths for t in random(texts))
                 candidates[name] = build(name, gammas=lengths, scores=scores_of(), lengths=drafted)
             else:
                 candidates[name] = _with_policy(policy, build, name, max(lengths), scores_of(), drawn, drafter, params)
@@ -194,13 +195,6 @@ def _minimum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.minimum(a, b)
 
 
-def _lengths(
-    drawn: Callable[[Iterable[Response]], Iterator[DraftScores]], texts: Iterable[Response]
-) -> Iterator[np.ndarray]:
-    for walked in drawn(texts):
-        yield walked.lengths
-
-
 def _check_policy(
     policy: Policy, title: str, drafter: Configured, sampling: Sampling, free: bool, rules: dict[str, tuple[int, ...]]
 ) -> None:
@@ -220,14 +214,6 @@ def _check_policy(
         raise UsageError(
             f"--policy confidence: drafter '{title}' has no token probabilities in a replay; remove the policy"
         )
-
-
-def _without_model(
-    drafter: Configured, depth: int, sampling: Sampling
-) -> Callable[[Iterable[Response]], Iterator[DraftScores]]:
-    from ...replay.teacher_forcing import model_free
-
-    return lambda texts: model_free.score_model_free(*drafter, texts, depth, sampling)
 
 
 def _target(title: str, name: str, sampling: Sampling | None, options: dict[str, Any]) -> Target:

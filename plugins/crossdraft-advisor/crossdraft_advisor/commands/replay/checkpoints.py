@@ -34,19 +34,15 @@ class Checkpoint:
 
     Attributes:
         target, source: the checkpoint and its responses.
-        marginal: Pr(tau >= i), i = 1 .. gamma.
-        weights: the drafter has weights of its own, which can be refreshed.
-        change: to the first checkpoint; None for that one.
-        stale: the loss is larger than the limit and beyond its interval.
     """
 
     target: str
     source: str
     block_efficiency: Estimate
-    marginal: list[float]
-    weights: bool
-    change: GateCheck | None = None
-    stale: bool = False
+    marginal: list[float]  # Pr(tau >= i), i = 1 .. gamma
+    weights: bool  # the drafter has weights of its own, which can be refreshed
+    change: GateCheck | None = None  # to the first checkpoint; None for that one
+    stale: bool = False  # the loss is larger than the limit and beyond its interval
 
 
 def checkpoints_of(args: Replay, replayed: Callable[..., Any]) -> str:

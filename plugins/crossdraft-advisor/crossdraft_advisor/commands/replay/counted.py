@@ -49,25 +49,21 @@ class EngineCheck:
     """Counters of one engine for one source.
 
     Attributes:
-        counted: by the engine, in ``file``; reference: by replay, with the engine's definition.
-        row: crossdraft's own metrics of the same responses; ``sample``: by prompt.
         cause: of a difference between counted and reference; None if they agree, or if no cause explains it.
-        prompts: hashes of the prompts' tokens by id.
         options: with which the engine's drafter differs from crossdraft's default.
-        next_check: if no cause explains the difference.
     """
 
     engine: str
     source: str
     file: str
-    counted: Counted
+    counted: Counted  # by the engine, in ``file``; reference: by replay, with the engine's definition
     reference: EngineCounts
-    row: Row
+    row: Row  # crossdraft's own metrics of the same responses; ``sample``: by prompt
     sample: Sample
     cause: Cause | None = None
-    prompts: dict[str, int] = field(default_factory=dict)
+    prompts: dict[str, int] = field(default_factory=dict)  # hashes of the prompts' tokens by id
     options: Mapping[str, Any] = field(default_factory=dict)
-    next_check: str = "run crossdraft verify-engine"
+    next_check: str = "run crossdraft verify-engine"  # if no cause explains the difference
 
     @property
     def agrees(self) -> bool:

@@ -61,7 +61,7 @@ def tables(result: ReplayResult, sampling: Sampling | None, assumed: Mapping[str
     parts, definition = [head, _efficiency(result), _acceptance(result)], result.definition
     notes = [
         "block efficiency: tokens per target call in steps where a draft of gamma tokens fits [95 % interval over "
-        "prompts; the responses are fixed]",
+        "prompts; the responses are fixed]"
     ]
     if definition is not None:
         parts.append(_engine_counts(result, definition))

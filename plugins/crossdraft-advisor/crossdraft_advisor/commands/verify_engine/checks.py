@@ -26,7 +26,7 @@ from crossdraft.framework.errors import UsageError, printable
 from crossdraft.framework.metrics.cell_metrics import StepRecord
 from crossdraft.framework.models.device import tie_of
 
-from ...engines.response_checks import response_flaw
+from ...engines.server import response_flaw
 from ...greedy_text import GreedyText, positions, token_gaps
 
 if TYPE_CHECKING:
@@ -50,17 +50,12 @@ _ROUNDING = 1e-3
 
 @dataclass(frozen=True)
 class CounterCheck:
-    """Accepted tokens that the server counted, and those that replay expects by the engine's definition.
-
-    Attributes:
-        unknown: accepted tokens past the end of responses, at most; engines that count them do not return them.
-        deviation: standard deviation of ``accepted``.
-    """
+    """Accepted tokens that the server counted, and those that replay expects by the engine's definition."""
 
     accepted: float
     expected: float
-    unknown: float
-    deviation: float
+    unknown: float  # accepted tokens past the end of responses, at most; engines that count them do not return them
+    deviation: float  # standard deviation of ``accepted``
 
     def bounds(self, z: float) -> tuple[float, float]:
         """The expected range, with ``z`` standard deviations on either side."""
@@ -78,18 +73,14 @@ class UnequalStep:
     """A step that accepted another number of tokens than replay.
 
     Attributes:
-        index: number of the response.
-        token: index of the step's first token in it.
-        emitted: tokens of the response from there on, at most one more than a draft has.
-        drafted: tokens that the drafter proposes there; empty if they depend on random numbers.
         others: the other requests in the step, and those in the step before it, at whose end the engine drafted, each
             with the token that it was at.
     """
 
-    index: int
-    token: int
-    emitted: Sequence[int]
-    drafted: Sequence[int]
+    index: int  # number of the response
+    token: int  # index of the step's first token in it
+    emitted: Sequence[int]  # tokens of the response from there on, at most one more than a draft has
+    drafted: Sequence[int]  # tokens that the drafter proposes there; empty if they depend on random numbers
     others: tuple[Sequence[str], Sequence[str]]
 
 
@@ -99,7 +90,6 @@ class CellCheck:
 
     Attributes:
         draws_to_show: if the check of the distribution failed, the number of draws after which the difference showed.
-        first: the first step that differs from replay.
         other_traffic: see `Metrics.other_traffic`; the counters are not compared then.
     """
 
@@ -109,7 +99,7 @@ class CellCheck:
     distribution: Verdict | None = None
     text: GreedyText | None = None
     draws_to_show: int | None = None
-    first: UnequalStep | None = None
+    first: UnequalStep | None = None  # the first step that differs from replay
     other_traffic: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
@@ -395,9 +385,7 @@ class ServedSteps:
     Attributes:
         decided: steps whose number of accepted tokens follows from the response; ``equal``: those that accepted it.
         accepted, expected: accepted tokens of all steps, and their expectation.
-        variance: of ``accepted``.
         at_least, expected_at_least: number of steps that accepted at least i = 1, 2, ... tokens, and its expectation.
-        steps: number of compared steps.
         unequal: place of the first steps that differ: prompt, token, accepted tokens, those of replay.
     """
 
@@ -405,8 +393,8 @@ class ServedSteps:
     equal: int = 0
     accepted: float = 0.0
     expected: float = 0.0
-    variance: float = 0.0
-    steps: int = 0
+    variance: float = 0.0  # of ``accepted``
+    steps: int = 0  # number of compared steps
     at_least: np.ndarray = field(default_factory=lambda: np.zeros(0))
     expected_at_least: np.ndarray = field(default_factory=lambda: np.zeros(0))
     unequal: list[tuple[str, int, int, int]] = field(default_factory=list)

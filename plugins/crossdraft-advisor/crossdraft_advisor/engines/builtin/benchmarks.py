@@ -22,12 +22,7 @@ from .sglang import drafts_of
 
 #: Rounding errors of rates: of percentages and of numbers in JSON, and of shares with two decimals.
 _RATE, _SHARE = 5.1e-4, 5.1e-3
-_LABELS = {
-    "Acceptance length": "length",
-    "Drafts": "drafts",
-    "Draft tokens": "drafted",
-    "Accepted tokens": "accepted",
-}
+_LABELS = {"Acceptance length": "length", "Drafts": "drafts", "Draft tokens": "drafted", "Accepted tokens": "accepted"}
 _LABELS |= {  # of vLLM's example of offline speculation, whose rates are shares
     "mean acceptance length": "length",
     "num_drafts": "drafts",

@@ -223,8 +223,7 @@ class SpeculationProfileRates(AcceptanceFormat):
             previous = acceptance.marginal[i - 2] if i > 1 else 1.0
             if not abs(theirs - ours) * previous <= _ROUNDING:  # NaN too
                 raise source.error(
-                    line,
-                    f"conditional and marginal rates are inconsistent at position {i}: {theirs:g}, not {ours:g}",
+                    line, f"conditional and marginal rates are inconsistent at position {i}: {theirs:g}, not {ours:g}"
                 )
         mean = fields.get("mean_accept_length")
         if isinstance(mean, int | float) and not abs(mean - 1 - sum(marginal)) <= 0.02:

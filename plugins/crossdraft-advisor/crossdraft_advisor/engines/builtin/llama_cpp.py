@@ -25,10 +25,10 @@ from ..engine import (
     only_point_masses,
     shell,
 )
-from ..engine_log import Source, TimedSteps
+from ..engine_log import Source
 from ..formats import AcceptanceFormat
 from ..prometheus import spec_decode
-from ..speeds import NO_DRAFT, OTHER_SIZE, add_speed
+from ..speeds import NO_DRAFT, OTHER_SIZE, add_seconds, add_speed
 from ..step_counts import FEW_IDLE, StepCounts, acceptances_of, count, from_mean, from_rates, full_drafts, steps_of
 
 _MARK = re.compile(r"draft acceptance(?: rate)? = ")
@@ -186,7 +186,7 @@ def _add_speeds(
             gamma = float(length or max(drafted / steps, 1.0)) if drafted else 0.0
             if drafted < (steps - 1) * gamma / (1 + FEW_IDLE):  # the last step of a response has no draft
                 flaw = NO_DRAFT
-            source.timed.append(TimedSteps(number, 1.0, gamma, math.nan, seconds / steps, steps, flaw))
+            add_seconds(source, number, 1.0, gamma, seconds / steps, steps, flaw)
 
 
 class _Slots:

@@ -42,7 +42,6 @@ class DraftScores:
             there; for point masses 0 if the drafted token is x[t + j] and -inf otherwise.
         lengths: int64 [T], drafted tokens of a step at t if they equal x: at most G, fewer if the drafter proposes
             fewer or its length policy stops. Those of `trace_drafters` include tokens past the end of the response.
-        log_p: float64 [T], log P(x[t] | prompt, x[:t]) of the target as sampled; 0 at temperature 0.
         log_top: float64 [T, G], the largest log-probability of the distribution of each drafted token (at temperature
             0, of the model's softmax), for confidence policies (`length_policies`). None if it was not requested.
         own_log_p: float64 [T], log P computed by the target if ``log_p`` is the recorded one and the target was run.
@@ -51,7 +50,7 @@ class DraftScores:
 
     log_q: np.ndarray
     lengths: np.ndarray
-    log_p: np.ndarray
+    log_p: np.ndarray  # float64 [T], log P(x[t] | prompt, x[:t]) of the target as sampled; 0 at temperature 0
     sums: ChainSums | None = None
     log_top: np.ndarray | None = None
     own_log_p: np.ndarray | None = None

@@ -35,13 +35,12 @@ class ChainSums:
 
     Attributes:
         p, q: float64 [T], P and Q of the token itself.
-        c: float64 [T, K + 1], SpecInfer's c_1 .. c_{K+1}.
         rho, beta: float64 [T, K], SpecTr's rho and sum_v min(p / rho, q) for S = 1 .. K live sequences.
     """
 
     p: np.ndarray
     q: np.ndarray
-    c: np.ndarray
+    c: np.ndarray  # float64 [T, K + 1], SpecInfer's c_1 .. c_{K+1}
     rho: np.ndarray
     beta: np.ndarray
 

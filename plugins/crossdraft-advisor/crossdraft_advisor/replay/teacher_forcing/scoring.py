@@ -74,19 +74,12 @@ def context_factory(loaded: LoadedModel, sampling: Sampling, **more: Any) -> Mak
 
 @dataclass(frozen=True)
 class ScoringRequest:
-    """A drafter to score.
+    """A drafter to score."""
 
-    Attributes:
-        drafter: class and config. Its ``gamma``, if any, is set to ``depth``: shorter drafts are prefixes.
-        depth: G, the maximum draft length.
-        sequences: largest K for which `DraftScores.sums` are computed; 0 = no sums.
-        tops: compute `DraftScores.log_top`; for point masses, only of drafters with a `TextDistribution`.
-    """
-
-    drafter: Configured
-    depth: int = DEPTH
-    sequences: int = 0
-    tops: bool = False
+    drafter: Configured  # class and config. Its ``gamma``, if any, is set to ``depth``: shorter drafts are prefixes
+    depth: int = DEPTH  # G, the maximum draft length
+    sequences: int = 0  # largest K for which `DraftScores.sums` are computed; 0 = no sums
+    tops: bool = False  # compute `DraftScores.log_top`; for point masses, only of drafters with a `TextDistribution`
 
 
 def score_drafters(
