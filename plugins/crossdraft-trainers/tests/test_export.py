@@ -102,7 +102,7 @@ def test_eagle3_head_keeps_its_layout(on_disk: Path, chat_target: LoadedModel, t
 
 def test_advise_does_not_export_incomplete_draft_model(on_disk: Path, compact: Path, tmp_path: Path) -> None:
     """A name that is not on this machine is the engine's business."""
-    not_servable = pytest.importorskip("crossdraft_advisor.commands.advise.servable").not_servable
+    not_servable = pytest.importorskip("crossdraft_advisor.engines.engine").not_servable
     reason = not_servable(str(compact))
     assert "lacks the token embedding" in reason and "crossdraft train export draft-model" in reason
     export("draft-model", compact, on_disk, tmp_path / "servable")

@@ -50,6 +50,9 @@ class Remarks:
     def assume(self, remark: str) -> None:
         _add(self.assumed, remark)
 
+    def measure(self, remark: str) -> None:
+        _add(self.measured, remark)
+
     def warn(self, remark: str) -> None:
         _add(self.warnings, remark)
 
@@ -74,12 +77,6 @@ class Remarks:
                     "a log or benchmark of plain decoding, and one of a draft length, make the interval narrower"
                 )
 
-    def overlapped(self) -> None:
-        self.assume(
-            "drafting and verification overlap: a step takes at least as long as the longer of the two; after a "
-            "rejection the draft has to be repeated"
-        )
-
     def of_roofline(self, target: Roofline) -> None:
         memory, compute = target.efficiency
         device = f"{target.devices} x {target.accelerator.name}"
@@ -96,11 +93,6 @@ class Remarks:
     def of_curve(self, curve: CostCurve) -> None:
         device = ", ".join(f"{key} {value}" for key, value in curve.device.items())
         _add(self.measured, f"passes of {curve.model}, {curve.dtype}, {device}, {curve.measured}")
-
-    def of_tables(self, target: CostCurve, drafter: CostCurve | None) -> None:
-        for curve in (target, drafter):
-            if curve is not None:
-                _add(self.measured, f"passes of {curve.model}, from its table")
 
     # -- acceptance --------------------------------------------------------------------------------------------
 

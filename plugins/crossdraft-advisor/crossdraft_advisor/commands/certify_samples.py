@@ -16,7 +16,7 @@ from crossdraft.framework.cli.options.trust import TrustOptions
 from crossdraft.framework.contracts.command import Argument, Command
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.util.limits import LEAST_DEVIATION
-from crossdraft.framework.util.table import Alignment, Table
+from crossdraft.framework.util.table import Table
 
 if TYPE_CHECKING:
     from ..samples.foreign_samples import Decision, Distributions, Draws
@@ -118,7 +118,7 @@ class CertifySamples(SamplingOptions, TrustOptions, Command):
             [f"score of {self.questions:,} questions", f"{100 * visible:.1f} points", f"{needed:,} questions, twice"],
             ["certify-samples", f"TV {bias:g} a token", f"{show:,} tokens"],
         ]
-        columns: dict[str, Alignment] = {"": "left", "shows": "left", f"to show a bias of {bias:g}": "left"}
+        columns = ["", "shows", f"to show a bias of {bias:g}"]
         grades = "independent answers" if self.changed is None else f"{100 * self.changed:g} % of the grades changing"
         return (
             f"{Table(columns, rows).text()}\n"

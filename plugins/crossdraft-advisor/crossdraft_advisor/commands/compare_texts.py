@@ -17,6 +17,8 @@ from crossdraft.framework.contracts.command import Argument, Command
 from crossdraft.framework.errors import UsageError, quoted
 from crossdraft.framework.runs.labels import counted
 
+from . import right
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -181,18 +183,10 @@ def _check_tokens(responses: Sequence[Response], target: LoadedModel) -> None:
 
 
 def _text(results: Sequence[TextPair], target: LoadedModel, dtype: str, tie: float, near: int) -> str:
-    from crossdraft.framework.util.table import Alignment, Table
+    from crossdraft.framework.util.table import Table
 
     rows = [_row(result, target) for result in results if result.verdict != "equal"]
-    columns: dict[str, Alignment] = {
-        "response": "left",
-        "token": "right",
-        "A": "left",
-        "B": "left",
-        "gap A": "right",
-        "gap B": "right",
-        "verdict": "left",
-    }
+    columns = ["response", *right("token"), "A", "B", *right("gap A", "gap B"), "verdict"]
     parts = [Table(columns, rows[:MOST_LINES]).text()] if rows else []
     counts = Counter(result.verdict for result in results)
     wrong = counts["A"] + counts["B"] + counts["both"]

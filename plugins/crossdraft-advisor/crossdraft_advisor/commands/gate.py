@@ -21,11 +21,12 @@ from crossdraft.framework.runs.labels import group_title
 from crossdraft.framework.util.estimate import change_text, percent_text
 from crossdraft.framework.util.input_files import kind_of, parse_json, path_of, read_text
 from crossdraft.framework.util.limits import METRICS_BYTES
-from crossdraft.framework.util.table import Alignment, Table
+from crossdraft.framework.util.table import Table
 
 from ..engines.acceptance import Acceptance
 from ..engines.formats import read_acceptances
 from ..gate import POWER, GateCheck, Sample, checked, planned, relative
+from . import right
 
 #: Exit codes; 2 is reserved for usage errors.
 EXIT = {"pass": 0, "drop": 1, "undecided": 3}
@@ -147,9 +148,8 @@ def _as_json(checks: Sequence[GateCheck], remarks: Sequence[str], outcome: str) 
 
 
 def _table(checks: Sequence[GateCheck], drop: float) -> Table:
-    columns: dict[str, Alignment] = {"pair": "left", "baseline": "right", "current": "right", "change [95 %]": "left"}
-    columns |= {checks[0].unit: "right", "detects": "right", f"needed for {percent_text(drop)}": "right"}
-    columns["verdict"] = "left"
+    columns = ["pair", *right("baseline", "current"), "change [95 %]"]
+    columns += [*right(checks[0].unit, "detects", f"needed for {percent_text(drop)}"), "verdict"]
     rows = []
     for check in checks:
         current = None if check.current is None else check.current.value

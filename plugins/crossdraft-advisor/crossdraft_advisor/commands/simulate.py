@@ -26,8 +26,9 @@ from crossdraft.framework.util.limits import (
     MOST_ROWS,
     MOST_TOKENS,
 )
-from crossdraft.framework.util.table import Alignment, Table
+from crossdraft.framework.util.table import Table
 
+from . import right
 from .advise.costs import CostOptions
 
 if TYPE_CHECKING:
@@ -281,16 +282,8 @@ def as_text(title: str, results: Sequence[PolicyResult], remarks: Remarks) -> st
 
 def _table(rows: Sequence[PolicyResult]) -> str:
     goodput, regret = any(row.goodput for row in rows), any(row.regret for row in rows)
-    columns: dict[str, Alignment] = {
-        "policy": "left",
-        "B": "right",
-        "tok/step": "right",
-        "tok/s": "right",
-        "first token ms": "right",
-    }
-    columns |= {"p95": "right", "ms/token": "right", "p95 ": "right"}
-    columns |= {"goodput /s": "right"} if goodput else {}
-    columns |= {"regret %": "right"} if regret else {}
+    names = ["B", "tok/step", "tok/s", "first token ms", "p95", "ms/token", "p95 "]
+    names += ["goodput /s"] * goodput + ["regret %"] * regret
     body = []
     for row in rows:
         cells = [row.policy, f"{row.batch_size:.1f}", f"{row.block_efficiency_all_steps:.2f}"]
@@ -298,10 +291,10 @@ def _table(rows: Sequence[PolicyResult]) -> str:
         cells += [f"{1000 * s:.0f}" for s in (row.first_token_seconds.value, row.first_token_seconds_p95)]
         per_token = (row.token_seconds.value, row.token_seconds_p95) if row.token_seconds else ()
         cells += [f"{1000 * s:.1f}" for s in per_token] or ["", ""]
-        cells += [estimate_text(row.goodput, digits=1)] if goodput else []
-        cells += [estimate_text(row.regret.scaled(100) if row.regret else None, digits=1)] if regret else []
+        cells += [estimate_text(row.goodput, digits=1)] * goodput
+        cells += [estimate_text(row.regret.scaled(100) if row.regret else None, digits=1)] * regret
         body.append(cells)
-    return Table(columns, body).text()
+    return Table(["policy", *right(*names)], body).text()
 
 
 def as_json(title: str, results: Sequence[PolicyResult], remarks: Remarks) -> str:

@@ -97,16 +97,14 @@ class Reading:
     """An engine's reading of a key of one head.
 
     Attributes:
-        value: in the head; ``used``: by the engine.
-        origin: file, commit and place of the fact.
         ignored_at: an earlier commit that did not read the key, although the head's value is not the neutral one.
     """
 
     key: str
     engine: str
-    value: Any
+    value: Any  # in the head; ``used``: by the engine
     used: Any
-    origin: str
+    origin: str  # file, commit and place of the fact
     ignored_at: str = ""
 
     @property

@@ -45,19 +45,12 @@ _AGAINST = -math.log(3.0)
 
 @dataclass(frozen=True)
 class Counts:
-    """Counters of one source.
+    """Counters of one source."""
 
-    Attributes:
-        label: shown to users.
-        at_least: n_0, .., n_K: drafts, and those of which at least 1, .., K tokens were accepted.
-        offset: [K], o_i: the difference of logit h_i that follows from another draft length.
-        precision: trials as which arbitrarily many drafts count.
-    """
-
-    label: str
-    at_least: tuple[float, ...]
-    offset: tuple[float, ...] = ()
-    precision: float = PRECISION
+    label: str  # shown to users
+    at_least: tuple[float, ...]  # n_0, .., n_K: drafts, and those of which at least 1, .., K tokens were accepted
+    offset: tuple[float, ...] = ()  # [K], o_i: the difference of logit h_i that follows from another draft length
+    precision: float = PRECISION  # trials as which arbitrarily many drafts count
 
     @property
     def gamma(self) -> int:
@@ -102,20 +95,13 @@ class Level:
 
 @dataclass(frozen=True)
 class Walk(Curve):
-    """Rates that change little from position to position.
+    """Rates that change little from position to position."""
 
-    Attributes:
-        first: x at the first position.
-        step: standard deviation of the change of x from one position to the next.
-        turn: position (> 1) at which the rates continue from ``after``; 0 = none.
-        step_after: as ``step``, behind the turn.
-    """
-
-    first: Level
-    step: float = 0.35
-    turn: int = 0
+    first: Level  # x at the first position
+    step: float = 0.35  # standard deviation of the change of x from one position to the next
+    turn: int = 0  # position (> 1) at which the rates continue from ``after``; 0 = none
     after: Level = Level()
-    step_after: float = 1.5
+    step_after: float = 1.5  # as ``step``, behind the turn
 
     def prior(self, position: int, before: np.ndarray) -> np.ndarray:
         if position in (1, self.turn):
@@ -184,22 +170,16 @@ class Hypothesis:
     """A possible state of a server.
 
     Attributes:
-        name: shown to users.
-        meaning: likely reasons, or the cure.
-        check: the next cheapest check, a command line.
-        curves: mixture of the distributions of the curve, equally likely.
         shifts: mixture of the distributions of the shift of the second source, equally likely.
-        prior: weight of the hypothesis before anything was counted; 0 = excluded by a test of its own.
-        evidence: log-likelihood of what else is known, up to a constant.
     """
 
-    name: str
-    meaning: str
-    check: str
-    curves: Sequence[Curve]
+    name: str  # shown to users
+    meaning: str  # likely reasons, or the cure
+    check: str  # the next cheapest check, a command line
+    curves: Sequence[Curve]  # mixture of the distributions of the curve, equally likely
     shifts: Sequence[Shift] = (Shift(),)
-    prior: float = 1.0
-    evidence: float = 0.0
+    prior: float = 1.0  # weight of the hypothesis before anything was counted; 0 = excluded by a test of its own
+    evidence: float = 0.0  # log-likelihood of what else is known, up to a constant
 
 
 NONE = Hypothesis(
@@ -214,18 +194,12 @@ NONE = Hypothesis(
 
 @dataclass(frozen=True)
 class Assessment:
-    """A hypothesis given the counters.
-
-    Attributes:
-        log_likelihood: log L.
-        share: of the likelihood of all hypotheses, each times its prior.
-        against: the rate that it explains worst, in words; empty if none is evidence against it.
-    """
+    """A hypothesis given the counters."""
 
     hypothesis: Hypothesis
-    log_likelihood: float
-    against: str
-    share: float = 0.0
+    log_likelihood: float  # log L
+    against: str  # the rate that it explains worst, in words; empty if none is evidence against it
+    share: float = 0.0  # of the likelihood of all hypotheses, each times its prior
 
 
 def assess(hypotheses: Sequence[Hypothesis], sources: Sequence[Counts], none: Hypothesis = NONE) -> list[Assessment]:

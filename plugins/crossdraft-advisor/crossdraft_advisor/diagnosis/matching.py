@@ -46,16 +46,13 @@ class _Precision:
     """Precision of the counters of the replayed responses.
 
     Attributes:
-        rounding: standard error of logit h_i by rounding.
-        repeats: number of times that a drafted token counts as a trial.
-        maximum: trials as which many drafts count.
         unlisted: prior of `UNLISTED`, in those of a reading. Unlisted causes are many, and counters of other responses
             are little more than one number, how low acceptance is; few of them pass the test of a reading on its own.
     """
 
-    rounding: float
-    repeats: float
-    maximum: float
+    rounding: float  # standard error of logit h_i by rounding
+    repeats: float  # number of times that a drafted token counts as a trial
+    maximum: float  # trials as which many drafts count
     unlisted: float
 
 
@@ -77,17 +74,15 @@ class Match:
     """Assessments of all readings, and their replays by the name of the hypothesis.
 
     Attributes:
-        own: the responses are those that the server counted.
         intervals: of each reading, ``[3, gamma]``: Pr(tau >= i), and the bounds that the counters have to lie in.
-        unknown: readings that could not be replayed.
     """
 
     counted: Counts
     assessments: Sequence[Assessment]
     results: dict[str, TrialResult]
-    own: bool
+    own: bool  # the responses are those that the server counted
     intervals: Mapping[str, np.ndarray]
-    unknown: int = 0
+    unknown: int = 0  # readings that could not be replayed
 
     def named(self) -> list[str]:
         """The most likely hypothesis, and those that these counters do not distinguish from it.

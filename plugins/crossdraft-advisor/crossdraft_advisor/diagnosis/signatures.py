@@ -39,11 +39,7 @@ CIRCUMSTANCES = {
         _FALL,
     ),
     "batch_size": Hypothesis(
-        "only in batches",
-        "rows of a batch are mixed, or padding is attended to",
-        _MATCH,
-        _HEALTHY,
-        _FALL,
+        "only in batches", "rows of a batch are mixed, or padding is attended to", _MATCH, _HEALTHY, _FALL
     ),
     "context": Hypothesis(
         "falls with the context length",

@@ -26,17 +26,11 @@ _FOREIGN_SHARE, _FOREIGN_ERRORS = 0.9, 5.0
 
 @dataclass(frozen=True)
 class TextFit:
-    """Fit of responses to a target.
+    """Fit of responses to a target."""
 
-    Attributes:
-        log_likelihood: of all tokens.
-        share: of the tokens that are the target's choice; None above temperature 0.
-        errors: standard errors by which the log-likelihood is below its expectation, above temperature 0.
-    """
-
-    log_likelihood: float
-    share: float | None
-    errors: float = 0.0
+    log_likelihood: float  # of all tokens
+    share: float | None  # of the tokens that are the target's choice; None above temperature 0
+    errors: float = 0.0  # standard errors by which the log-likelihood is below its expectation, above temperature 0
 
     @property
     def foreign(self) -> bool:

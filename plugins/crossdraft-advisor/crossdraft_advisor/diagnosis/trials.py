@@ -47,8 +47,6 @@ class TrialResult:
     """Result of a trial.
 
     Attributes:
-        tally: of drafts of gamma tokens; None if the trial failed, see ``reason``.
-        warning: about the recorded log-probabilities of the responses.
         counts: the counters of an engine for these drafts, if they were requested; ``texts``: the fit of the
             responses to the target.
         gain: increase of block efficiency over the drafter as configured, with an interval over prompts; None for the
@@ -57,10 +55,10 @@ class TrialResult:
 
     misconfiguration: Misconfiguration
     gamma: int
-    tally: Tally | None = None
+    tally: Tally | None = None  # of drafts of gamma tokens; None if the trial failed, see ``reason``
     gain: Estimate | None = None
     reason: str = ""
-    warning: str | None = None
+    warning: str | None = None  # about the recorded log-probabilities of the responses
     counts: EngineCounts | None = None
     texts: TextFit | None = None
 

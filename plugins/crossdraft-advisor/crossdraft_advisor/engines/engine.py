@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from crossdraft.framework import plugins
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.models.adapters import refuse_adapter
 from crossdraft.framework.models.quantization import refuse_quantized
 from crossdraft.framework.util.estimate import Estimate
+from crossdraft.framework.util.input_files import kind_of
 
 from .acceptance import Acceptance
 from .counter_definitions import CounterDefinition
@@ -229,4 +231,20 @@ def synthetic_remarks(acceptance: Acceptance) -> tuple[str, ...]:
         "the acceptance is synthetic: the output is not the target's",
         f"every step accepts {often}: the mean is that of the measurement, the standard deviation "
         f"{math.sqrt(share * (1 - share)):.2f} instead of {acceptance.spread():.2f}; vllm-synthetic has both",
+    )
+
+
+def not_servable(name: str) -> str:
+    """The reason why engines cannot load a draft model: a directory without its embedding; empty if they can."""
+    from crossdraft.framework.models.resolve import resolve
+    from crossdraft.framework.models.shared_embedding import shared_embedding_of
+
+    if not name or (name not in plugins.entries("models") and kind_of(name) != "directory"):
+        return ""  # a Hub id or a path on the machine of the engine
+    if (shared := shared_embedding_of(resolve(name).path)) is None:
+        return ""
+    return (
+        f"the directory of {name} lacks the token embedding, which it shares with {shared['model']}, so engines cannot "
+        f"load it; run crossdraft train export draft-model {name} --target {shared['model']} --out DIR, and add "
+        "--draft-path DIR"
     )

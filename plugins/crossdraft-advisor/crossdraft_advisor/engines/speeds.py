@@ -39,23 +39,18 @@ class Drafting(NamedTuple):
     flaw: str = ""
 
 
-class _Selected(NamedTuple):
-    used: list[SpeedPoint]
-    notes: list[str]
-
-
 def speed_points(source: Source) -> list[SpeedPoint]:
     """Seconds of undisturbed steps of a source that was read, see `speed_notes`."""
-    return _select(source).used
+    return _select(source)[0]
 
 
 def speed_notes(source: Source) -> list[str]:
     """Notes on the speeds of a source that was read: how many are used, and how many are left out and why."""
-    return _select(source).notes
+    return _select(source)[1]
 
 
-def _select(source: Source) -> _Selected:
-    """The steps without a flaw of each draft length; if all have a prefill in them, those."""
+def _select(source: Source) -> tuple[list[SpeedPoint], list[str]]:
+    """The steps without a flaw of each draft length (if all have a prefill in them, those), and notes."""
     used: list[SpeedPoint] = []
     skipped: Counter[str] = Counter()
     notes: list[str] = []
@@ -85,7 +80,7 @@ def _select(source: Source) -> _Selected:
     if skipped:
         reasons = ", ".join(f"{count} with {flaw}" for flaw, count in skipped.items())
         notes.append(f"{source.name}: measured speeds are left out: {reasons}")
-    return _Selected(used, notes)
+    return used, notes
 
 
 def add_speed(

@@ -92,48 +92,42 @@ def acceptances_of(
             name += f":{lines[0]}" + (f"-{lines[-1]}" if lines[-1] > lines[0] else "")
         if len(group) > 1 and pieces != WINDOWS:
             name += f", {len(group)} {pieces}"
-        acceptances.append(_acceptance(group, gamma, by_position, source, pieces, title or name, exact, attributes))
+        place = title or name
+        gamma, remarks = _draft_length(group, gamma, source, place)
+        if gamma and all(item.drafts is None and item.drafted is not None for item in group):
+            group = [replace(item, drafts=math.ceil((item.drafted or 0.0) / gamma - 1e-9)) for item in group]
+        idle, more = _idle(group, pieces)
+        rounded = ["the number of drafts is computed from rates with three decimals"]
+        remarks = (*attributes.get("remarks", ()), *rounded * any(item.rounded for item in group), *remarks, *more)
+        steps = sum(item.counted for item in group)
+        common: dict[str, Any] = {"pieces": pieces, "names": tuple(item.name for item in group), "idle": idle / steps}
+        common["every_step"] = all(item.steps is not None for item in group)
+        if all(item.drafted is not None for item in group):
+            common["drafted"] = sum(item.drafted or 0.0 for item in group)
+        common |= {**attributes, "remarks": remarks}
+        if by_position:
+            rows = [(item.counted, *item.at_least, *[0.0] * (gamma - len(item.at_least))) for item in group]
+            acceptances.append(Acceptance.from_rows(rows, place, **common))
+            continue
+        common |= {"rows": tuple((item.counted, item.accepted) for item in group), "draft_length": gamma or None}
+        common |= {"length": 1 + sum(item.accepted for item in group) / steps, "drafts": steps if exact else None}
+        acceptances.append(Acceptance((), place, **common))
     return acceptances
 
 
-def _acceptance(
-    group: list[StepCounts],
-    gamma: int,
-    by_position: bool,
-    source: Source,
-    pieces: str,
-    title: str,
-    exact: bool,
-    attributes: Mapping[str, Any],
-) -> Acceptance:
-    gamma, remarks = _draft_length(group, gamma, source, title)
-    if any(item.rounded for item in group):
-        remarks = ("the number of drafts is computed from rates with three decimals", *remarks)
-    if gamma and all(item.drafts is None and item.drafted is not None for item in group):
-        group = [replace(item, drafts=math.ceil((item.drafted or 0.0) / gamma - 1e-9)) for item in group]
-    steps = sum(item.counted for item in group)
-    common: dict[str, Any] = {"pieces": pieces, "names": tuple(item.name for item in group)}
-    common["every_step"] = all(item.steps is not None for item in group)
-    if common["every_step"] and all(item.drafts is not None for item in group):
-        idle = steps - sum(item.drafts or 0.0 for item in group)
-        common["idle"] = idle / steps
-        if idle > FEW_IDLE * (steps - idle):
-            remark = f"{idle:.0f} of {steps:.0f} steps had no draft"
-            if pieces == WINDOWS and len(group) > 1:
-                lengths = [1 + item.accepted / item.counted for item in group]
-                remark += f"; {min(lengths):.2f} to {max(lengths):.2f} tokens a step in the windows"
-            remarks = (*remarks, remark)
-    if all(item.drafted is not None for item in group):
-        common["drafted"] = sum(item.drafted or 0.0 for item in group)
-    remarks = (*attributes.get("remarks", ()), *remarks)
-    common |= {**attributes, "remarks": remarks}
-    if by_position:
-        rows = [(item.counted, *item.at_least, *[0.0] * (gamma - len(item.at_least))) for item in group]
-        return Acceptance.from_rows(rows, title, **common)
-    pairs = tuple((item.counted, item.accepted) for item in group)
-    length = 1 + sum(accepted for _, accepted in pairs) / steps
-    drafts = steps if exact else None
-    return Acceptance((), title, drafts=drafts, rows=pairs, length=length, draft_length=gamma or None, **common)
+def _idle(group: Sequence[StepCounts], pieces: str) -> tuple[float, list[str]]:
+    """The number of steps without a draft, 0 if unknown, and a remark if they are many."""
+    if any(item.steps is None or item.drafts is None for item in group):
+        return 0.0, []
+    steps, drafts = (sum(values) for values in zip(*((i.counted, i.drafts or 0.0) for i in group), strict=True))
+    idle = steps - drafts
+    if idle <= FEW_IDLE * drafts:
+        return idle, []
+    remark = f"{idle:.0f} of {steps:.0f} steps had no draft"
+    if pieces == WINDOWS and len(group) > 1:
+        lengths = [1 + item.accepted / item.counted for item in group]
+        remark += f"; {min(lengths):.2f} to {max(lengths):.2f} tokens a step in the windows"
+    return idle, [remark]
 
 
 def _draft_length(group: list[StepCounts], gamma: int, source: Source, title: str) -> tuple[int, tuple[str, ...]]:

@@ -298,8 +298,12 @@ def _add(
         else:  # all verifiers accept point masses alike, for any K
             at_least = [dict.fromkeys(ks, item) for item in point_mass]
         for k in ks:
-            if result.definition is not None:
-                _count(result, candidate, verifier, window, [item[k] for item in at_least], lengths)
+            for gamma in candidate.gammas if result.definition is not None else ():
+                counts = candidate.counts.setdefault((verifier, gamma), EngineCounts(result.definition, gamma))
+                others = [EngineCounts(other, gamma) for other in result.variants]
+                for each in (counts, *candidate.variants.setdefault((verifier, gamma), others)):
+                    for response, values, drafted in zip(window, at_least, lengths, strict=True):
+                        each.add(values[k], drafted, len(response.tokens), response.limit)
             if k not in steps:
                 acceptances = [
                     StepAcceptance(values[k][: len(drafted)], drafted, response.limit)
@@ -329,24 +333,6 @@ def _of_segments(
         rows = [i for i, of_response in enumerate(labels) if (of_response == name).any()]
         steps = candidate.steps([replace(acceptances[i], starts=labels[i] == name) for i in rows], candidate.gammas)
         yield steps, [groups.number(name, f"{window[i].category}: {window[i].id}") for i in rows]
-
-
-def _count(
-    result: ReplayResult,
-    candidate: Candidate,
-    verifier: str,
-    window: Sequence[Response],
-    at_least: Sequence[np.ndarray],
-    lengths: Sequence[np.ndarray],
-) -> None:
-    definition = result.definition
-    assert definition is not None
-    for gamma in candidate.gammas:
-        counts = candidate.counts.setdefault((verifier, gamma), EngineCounts(definition, gamma))
-        others = [EngineCounts(other, gamma) for other in result.variants]
-        for each in (counts, *candidate.variants.setdefault((verifier, gamma), others)):
-            for response, values, drafted in zip(window, at_least, lengths, strict=True):
-                each.add(values, drafted, len(response.tokens), response.limit)
 
 
 class _Positions:

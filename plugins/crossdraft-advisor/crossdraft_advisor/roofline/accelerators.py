@@ -15,22 +15,14 @@ from crossdraft.framework.util.input_files import path_of
 
 @dataclass(frozen=True)
 class Accelerator:
-    """Vendor data of a device.
-
-    Attributes:
-        bandwidth: memory bandwidth, bytes/s.
-        flops: dense bfloat16 matrix products, FLOP/s.
-        memory: memory size, bytes.
-        link: bandwidth to other devices, bytes/s in one direction.
-        source: data sheet.
-    """
+    """Vendor data of a device."""
 
     name: str
-    bandwidth: float
-    flops: float
-    memory: float
-    link: float
-    source: str
+    bandwidth: float  # memory bandwidth, bytes/s.
+    flops: float  # dense bfloat16 matrix products, FLOP/s.
+    memory: float  # memory size, bytes.
+    link: float  # bandwidth to other devices, bytes/s in one direction.
+    source: str  # data sheet.
 
 
 @cache

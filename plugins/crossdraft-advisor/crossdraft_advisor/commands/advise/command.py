@@ -20,8 +20,8 @@ from crossdraft.framework.errors import UnknownNameError, UsageError
 from crossdraft.framework.util.input_files import kind_of
 from crossdraft.framework.util.limits import MOST_LEVELS, MOST_PROMPTS, MOST_TOKENS
 
+from ...engines.engine import not_servable
 from .costs import CostOptions, Costs
-from .servable import not_servable
 
 if TYPE_CHECKING:
     from crossdraft.framework.cost.curve import Curve
@@ -207,7 +207,10 @@ def _groups(args: Advise, remarks: Remarks) -> dict[str, list[Candidate]]:
         candidates += imported([acceptance], costs.target, curve, context, measured, engine)
     remarks.of_costs(candidates)
     if args.overlap:
-        remarks.overlapped()
+        remarks.assume(
+            "drafting and verification overlap: a step takes at least as long as the longer of the two; after a "
+            "rejection the draft has to be repeated"
+        )
         candidates = [replace(candidate, overlap=True) for candidate in candidates]
     groups: dict[str, list[Candidate]] = {}
     for candidate in candidates:

@@ -69,7 +69,8 @@ class CostOptions(MachineOptions):
 
             target = read_cost_table(self.cost)
             drafter = read_cost_table(self.draft_cost) if self.draft_cost else None
-            remarks.of_tables(target, drafter)
+            for curve in filter(None, (target, drafter)):
+                remarks.measure(f"passes of {curve.model}, from its table")
             return Costs(target, drafter, lambda _: drafter)
         if self.on:
             return self._roofline(remarks)

@@ -9,9 +9,9 @@ from crossdraft.framework import plugins
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.runs.labels import counted
 
+from ...engines.engine import not_servable
 from .. import log
 from ..baseline_responses import baseline_responses
-from .servable import not_servable
 
 if TYPE_CHECKING:
     from crossdraft.framework.contracts.sampling import Sampling

@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from crossdraft.framework.errors import UsageError, quoted
-from crossdraft.framework.util.table import Alignment, Table
+from crossdraft.framework.util.table import Table
 
 from ...diagnosis.hypothesis import CLEAR_SHARE, NONE, Assessment, Counts, assess
 from ...diagnosis.signatures import CIRCUMSTANCES, HEALTHY, counts_of, in_order, signatures
 from ...engines.acceptance import Acceptance
 from ...engines.formats import CounterSource, read_acceptances
+from .. import right
 
 
 def read_counters(texts: Sequence[str]) -> list[tuple[CounterSource, Acceptance]]:
@@ -72,7 +73,6 @@ def signatures_of(texts: Sequence[str], names: Mapping[str, str], as_json: bool)
 
 
 def _sources(counted: Sequence[tuple[CounterSource, Acceptance]]) -> str:
-    columns: dict[str, Alignment] = {"counted": "left", "drafts": "right", "go on at 1, 2, ..": "left"}
     rows = []
     for source, acceptance in counted:
         conditions = ", ".join(
@@ -83,17 +83,16 @@ def _sources(counted: Sequence[tuple[CounterSource, Acceptance]]) -> str:
         drafts = "unknown" if acceptance.drafts is None else f"{acceptance.drafts:.0f}"
         rates = " ".join(f"{rate:.2f}" for rate in acceptance.conditional)
         rows.append([f"{acceptance.source}{f' ({conditions})' if conditions else ''}", drafts, rates])
-    return Table(columns, rows).text()
+    return Table(["counted", *right("drafts"), "go on at 1, 2, .."], rows).text()
 
 
 def likelihoods(assessments: Sequence[Assessment], limit: int | None = None) -> str:
     """Table of the ``limit`` most likely hypotheses."""
-    columns: dict[str, Alignment] = {"hypothesis": "left", "likelihood": "right", "log L": "right", "against": "left"}
     rows = [
         [item.hypothesis.name, f"{100 * item.share:.1f} %", f"{item.log_likelihood:.1f}", item.against]
         for item in assessments[:limit]
     ]
-    return Table(columns, rows, widths=(60, None, None, 60)).text()
+    return Table(["hypothesis", *right("likelihood", "log L"), "against"], rows, widths=(60, None, None, 60)).text()
 
 
 def _conclusion(assessments: Sequence[Assessment], sources: Sequence[CounterSource], checks: Mapping[str, str]) -> str:

@@ -23,7 +23,7 @@ from crossdraft.framework.models.shared_embedding import shared_embedding_of
 from crossdraft.framework.util.estimate import estimate_text
 from crossdraft.framework.util.input_files import read_json
 from crossdraft.framework.util.limits import CONFIG_BYTES
-from crossdraft.framework.util.table import Alignment, Table
+from crossdraft.framework.util.table import Table
 
 from ...diagnosis.engine_keys import Reading, engine_keys, further_keys, value_of
 from ...diagnosis.engine_keys import readings as readings_of_keys
@@ -302,20 +302,17 @@ def _table(results: Sequence[TrialResult]) -> str:
     base, rows = results[0], []
     ordered = sorted(results[1:], key=lambda r: -1.0 if r.gain is None else r.gain.value, reverse=True)
     for result in (base, *ordered):
-        row = result.row
-        if result.gain:
-            gain = estimate_text(result.gain, "+")
-        else:
-            gain = "" if result is base else result.reason[:60] or "-"
+        row, efficiency = result.row, result.row and result.row.block_efficiency
+        failed = "" if result is base else result.reason[:60] or "-"
         rows.append(
             [
                 result.misconfiguration.mistake or "none (as configured)",
                 " ".join(f"{value:.2f}" for value in row.marginal) if row else "-",
-                f"{row.block_efficiency.value:.2f}" if row and row.block_efficiency else "-",
-                gain,
+                f"{efficiency.value:.2f}" if efficiency else "-",
+                estimate_text(result.gain, "+") or failed,
             ]
         )
-    columns: dict[str, Alignment] = dict.fromkeys(("hypothesis", "accepted at 1, 2, ..", "BE", "gain [95 %]"), "left")
+    columns = ["hypothesis", "accepted at 1, 2, ..", "BE", "gain [95 %]"]
     return Table(columns, rows, widths=(60, None, None, 60)).markdown()
 
 
@@ -452,7 +449,6 @@ def _reading_json(reading: Reading) -> dict[str, Any]:
 
 def _keys_table(heads: Checkpoint, name: str, treatments: Sequence[Reading]) -> str:
     engines = [engine for engine, sources in engine_keys().sources.items() if name in sources]
-    columns: dict[str, Alignment] = dict.fromkeys(("key", "in the head", *engines), "left")
     by_key = {(reading.key, reading.engine): reading for reading in treatments}
     rows = []
     for key, facts in engine_keys().keys[name].items():
@@ -464,7 +460,7 @@ def _keys_table(heads: Checkpoint, name: str, treatments: Sequence[Reading]) -> 
             known = "right" if reading is None or not reading.misread else f"USES {json.dumps(reading.used)}"
             cells.append("unknown" if reading is None else known)
         rows.append([key, shown[:24], *cells])
-    return Table(columns, rows).text()
+    return Table(["key", "in the head", *engines], rows).text()
 
 
 def _keys_conclusion(treatments: Sequence[Reading], facts: Sequence[str], absent: Sequence[str]) -> str:

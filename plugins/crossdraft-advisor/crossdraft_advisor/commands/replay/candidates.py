@@ -147,52 +147,44 @@ def candidates_of(
                 drafted = None if random is None else lambda texts, random=random: (t.lengths for t in random(texts))
                 candidates[name] = build(name, gammas=lengths, scores=scores_of(), lengths=drafted)
             else:
-                candidates[name] = _with_policy(policy, build, name, max(lengths), scores_of(), drawn, drafter, params)
+                longest = partial(build, name, gammas=(max(lengths),))
+                point_mass = cls.traits(config, params).point_mass
+                candidates[name] = _with_policy(policy, longest, scores_of(), drawn, max(lengths), point_mass)
     return list(candidates.values())
 
 
 def _with_policy(
     policy: Policy,
     build: Callable[..., Candidate],
-    name: str,
-    gamma: int,
     scores_of: Callable[[Iterable[Response]], Iterator[DraftScores]],
     drawn: Callable[[Iterable[Response]], Iterator[DraftScores]] | None,
-    drafter: Configured,
-    sampling: Sampling,
+    gamma: int,
+    point_mass: bool,
 ) -> Candidate:
     """The candidate with a length policy, at the greatest draft length only."""
+    import numpy as np
+
     from ...replay.step_chain import confident, heuristic, oracle
 
+    start = min(int(policy.number), gamma)
     if policy.name == "oracle":
-        return build(name, gammas=(gamma,), scores=scores_of, steps=oracle)
+        return build(scores=scores_of, steps=oracle)
     if policy.name == "heuristic":
-        start = min(int(policy.number), gamma)
-        return build(
-            name, gammas=(gamma,), scores=scores_of, steps=lambda scores, gammas: heuristic(scores, gammas[0], start)
-        )
-    point_mass = drafter[0].traits(drafter[1], sampling).point_mass
+        return build(scores=scores_of, steps=lambda scores, gammas: heuristic(scores, gammas[0], start))
 
     def lengths(draft: DraftScores) -> np.ndarray:
         assert draft.log_top is not None
-        return confident(draft.log_top if point_mass else draft.log_q, draft.log_top, policy.number)
+        log_q = draft.log_top if point_mass else draft.log_q
+        return np.minimum(draft.lengths, confident(log_q, draft.log_top, policy.number))
 
     def cut(texts: Iterable[Response]) -> Iterator[DraftScores]:
-        for draft in scores_of(texts):
-            yield replace(draft, lengths=_minimum(draft.lengths, lengths(draft)))
+        return (replace(draft, lengths=lengths(draft)) for draft in scores_of(texts))
 
     def free(texts: Iterable[Response]) -> Iterator[Any]:
         assert drawn is not None
-        for draft in drawn(texts):
-            yield _minimum(draft.lengths, lengths(draft))
+        return map(lengths, drawn(texts))
 
-    return build(name, gammas=(gamma,), scores=cut, lengths=free)
-
-
-def _minimum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    import numpy as np
-
-    return np.minimum(a, b)
+    return build(scores=cut, lengths=free)
 
 
 def _check_policy(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, tee
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import ModelError, UsageError
 
+from ..response import Response
 from .draft_scores import DraftScores
 
 #: Texts per batch of comparisons.
@@ -32,16 +33,6 @@ VOCABULARY = 2**24
 
 #: Prompt and response tokens.
 Pair = tuple[Sequence[int], Sequence[int]]
-
-
-class TokenText(Protocol):
-    """A recorded text as token ids."""
-
-    @property
-    def prompt(self) -> Sequence[int]: ...
-
-    @property
-    def tokens(self) -> Sequence[int]: ...
 
 
 def is_model_free(cls: type[Drafter], config: Any, sampling: Sampling) -> bool:
@@ -57,7 +48,7 @@ def is_model_free(cls: type[Drafter], config: Any, sampling: Sampling) -> bool:
 
 
 def score_model_free(
-    cls: type[Drafter], config: Any, texts: Iterable[TokenText], depth: int, sampling: Sampling
+    cls: type[Drafter], config: Any, texts: Iterable[Response], depth: int, sampling: Sampling
 ) -> Iterator[DraftScores]:
     """Yield the scores of a drafter with `is_model_free` for each text, ``depth`` tokens deep.
 
@@ -122,7 +113,7 @@ def _context(sampling: Sampling, rows: int, length: int) -> DraftContext:
 def _propose_drafts(
     cls: type[Drafter],
     config: Any,
-    texts: Iterable[tuple[Sequence[int], Sequence[int]]],
+    texts: Iterable[Pair],
     depth: int,
     sampling: Sampling,
 ) -> Iterator[np.ndarray]:
