@@ -6,7 +6,7 @@
     python benchmarks/simulate_check.py loop --prompts PROMPTS.jsonl [--batch-sizes 1,4,16]
 
 ``server``: a server with and one without the draft model. On each, closed loops of 1, 2, .. requests give the cost
-tables that `crossdraft run` writes (`engines.served_cost`); then the same requests arrive at each rate (a share of
+tables that `crossdraft run` writes (`cost.tables`); then the same requests arrive at each rate (a share of
 the closed loop's capacity), and the costs are measured again. The simulation gets the arrivals, the prompts, the mean
 tables, and the acceptance of the responses by replay, and nothing of the measured traffic.
 

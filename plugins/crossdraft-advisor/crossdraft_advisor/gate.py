@@ -30,8 +30,7 @@ from crossdraft.framework.metrics.intervals import (
 )
 from crossdraft.framework.util.estimate import Estimate
 
-#: Probability to detect a drop of `GateCheck.detectable`.
-POWER = 0.9
+POWER = 0.9  # probability to detect a drop of `GateCheck.detectable`
 
 
 def _quantile(freedom: float) -> float:
@@ -44,16 +43,13 @@ _HALVES = 1 + float(stats.norm.ppf(POWER)) / _quantile(math.inf)
 
 @dataclass(frozen=True)
 class Sample:
-    """Block efficiency of one drafter and verifier in one source.
-
-    Attributes:
-        overall: the value with an interval from another source, if there are fewer than `LEAST_PIECES` pieces.
-    """
+    """Block efficiency of one drafter and verifier in one source."""
 
     title: str  # shown to users; equal titles are compared
     rows: Sequence[tuple[float, float]]  # tokens and steps of each independent piece
     names: tuple[str, ...] = ()  # of the pieces, to pair them by; empty if unknown
     unit: str = "prompts"  # of a piece: "prompts", "windows of the log"
+    # the value with an interval from another source, if there are fewer than `LEAST_PIECES` pieces
     overall: Estimate | None = None
     remark: str = ""  # an assumption for the reader
     sampling: Mapping[str, Any] = field(default_factory=dict)  # known sampling parameters of the responses
@@ -83,13 +79,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class GateCheck:
-    """Change of one pair.
-
-    Attributes:
-        baseline, current: block efficiencies; the latter is None before it is measured.
-    """
+    """Change of one pair."""
 
     title: str
+    # baseline, current: block efficiencies; the latter is None before it is measured
     baseline: Estimate
     current: Estimate | None
     change: Estimate  # relative change of block efficiency; 0 before it is measured

@@ -15,14 +15,11 @@ from crossdraft.framework.contracts.sampling import Sampling
 
 @dataclass
 class GreedyText:
-    """Greedy responses against the target's argmax.
-
-    Attributes:
-        other: prompt, token and logit gap of the first token beyond a tie, of every other response.
-    """
+    """Greedy responses against the target's argmax."""
 
     equal: int = 0  # responses that are the argmax at every token
     tied: int = 0  # responses that are not, by ties within rounding only
+    # prompt, token and logit gap of the first token beyond a tie, of every other response
     other: list[tuple[str, int, float]] = field(default_factory=list)
     tokens: int = 0  # number of compared tokens
     largest: float = 0.0  # largest logit gap

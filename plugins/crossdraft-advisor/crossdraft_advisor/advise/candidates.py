@@ -43,28 +43,24 @@ from ..engines.acceptance import UNKNOWN_PAIR, Acceptance
 _PASSES_ERROR = 0.15
 #: Cost curves of a machine: of a target, and of a draft model by its name.
 Machine = tuple[Curve, Callable[[str], "Curve | None"]]
-#: The same of a ratio in the middle of two measured batch sizes.
-_BETWEEN = 0.1
+_BETWEEN = 0.1  # the same of a ratio in the middle of two measured batch sizes
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A pair of drafter and verifier, with everything its speed depends on.
-
-    Attributes:
-        target, drafter: cost curves of the two models, None if unknown; without the latter, the draft time is taken
-            from ``steps``.
-        steps: statistics of its steps by batch size (at least one); `speed_up` uses the nearest.
-        measured: measured metrics by batch size, at its own draft length, if they have a speed-up.
-    """
+    """A pair of drafter and verifier, with everything its speed depends on."""
 
     acceptance: Acceptance  # acceptance of its drafts
+    # target, drafter: cost curves of the two models, None if unknown; without the latter, the draft time is taken from
+    # ``steps``
     target: Curve | None
     drafter: Curve | None
+    # statistics of its steps by batch size (at least one); `speed_up` uses the nearest
     steps: Mapping[int, CellStatistics]
     plain: Mapping[int, CellStatistics]  # statistics of plain decoding by batch size, if measured
     group: str = ""  # target and sampling parameters; only candidates of one group are comparable
     title: str = ""  # of the drafter
+    # measured metrics by batch size, at its own draft length, if they have a speed-up
     measured: Mapping[int, Metrics] = field(default_factory=dict)
     overlap: bool = False  # see `predict`
     speeds: tuple[SpeedPoint, ...] = ()  # measured speeds of the pair and of plain decoding

@@ -16,12 +16,9 @@ from ..roofline.roofline import Roofline
 from .candidates import Candidate
 from .decision import EngineChoice, Step
 
-#: Fewer prompts or drafts than this raise a warning.
-_MIN_PIECES, _MIN_DRAFTS = 10, 300
-#: An acceptance at position 1 below which a fault is likely.
-_POOR = 0.15
-#: Settings in a benchmark's log.
-_RANDOM = re.compile(r"dataset[-_]name['\"]?\s*[=: ]\s*['\"]?random\b")
+_MIN_PIECES, _MIN_DRAFTS = 10, 300  # fewer prompts or drafts than this raise a warning
+_POOR = 0.15  # an acceptance at position 1 below which a fault is likely
+_RANDOM = re.compile(r"dataset[-_]name['\"]?\s*[=: ]\s*['\"]?random\b")  # settings in a benchmark's log
 _IGNORE_EOS = re.compile(r"ignore[-_]eos['\"]?\s*[=: ]\s*['\"]?(true|1)\b|--ignore-eos\b", re.IGNORECASE)
 
 

@@ -33,18 +33,15 @@ class Choice:
 
 @dataclass(frozen=True)
 class Step:
-    """The recommendation at one batch size and context length.
-
-    Attributes:
-        best, runner_up: the fastest choice, and the fastest of another pair (or of another length if there is no other
-            pair), or None.
-        measured: the fastest choice by measured speed-up at this batch size; None if nothing was measured.
-    """
+    """The recommendation at one batch size and context length."""
 
     batch_size: int
     context: float | None  # context length; None = as measured for each candidate
+    # best, runner_up: the fastest choice, and the fastest of another pair (or of another length if there is no other
+    # pair), or None
     best: Choice
     runner_up: Choice | None
+    # the fastest choice by measured speed-up at this batch size; None if nothing was measured
     measured: Choice | None = None
 
     @property

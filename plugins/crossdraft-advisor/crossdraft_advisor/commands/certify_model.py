@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
     from ..samples.first_token_check import PromptDistributions, Result
 
-#: Tokens shown in a histogram, the target's most probable ones.
-SHOWN_TOKENS = 30
+SHOWN_TOKENS = 30  # tokens shown in a histogram, the target's most probable ones
 #: Marks output files, so that `util.output_files.check_output` recognises them.
 _MARK = "crossdraft certify-model"
 

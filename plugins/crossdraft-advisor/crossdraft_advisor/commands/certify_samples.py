@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from ..samples.sampler_verdict import Verdict
     from ..samples.token_tree import TokenTree
 
-#: Exit codes; 2 is reserved for usage errors.
-EXIT = {"yes": 0, "no": 1, "undecided": 3}
+EXIT = {"yes": 0, "no": 1, "undecided": 3}  # exit codes; 2 is reserved for usage errors
 _PLAN = "plan, instead of FILE"
 
 

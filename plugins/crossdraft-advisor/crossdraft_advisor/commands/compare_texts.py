@@ -26,26 +26,22 @@ if TYPE_CHECKING:
 
     from ..replay.response import Response
 
-#: Most responses in the table.
-MOST_LINES = 20
+MOST_LINES = 20  # most responses in the table
 
 
 @dataclass(frozen=True)
 class TextPair:
-    """The two responses to one prompt.
-
-    Attributes:
-        token: index of the first token that differs, or that only one text has; None if the texts are equal.
-        beyond: for A and for B, index and gap of the first token that rounding cannot explain, or None.
-        verdict: ``equal``, ``tie``, ``A``, ``B`` or ``both`` (the texts that are not the target's), ``length`` (equal
-            until one ends), or ``prompt``.
-    """
+    """The two responses to one prompt."""
 
     id: str
+    # ``equal``, ``tie``, ``A``, ``B`` or ``both`` (the texts that are not the target's), ``length`` (equal until one
+    # ends), or ``prompt``
     verdict: str
+    # index of the first token that differs, or that only one text has; None if the texts are equal
     token: int | None = None
     tokens: tuple[int, int] | None = None  # the two tokens there; None if one text ends
     gaps: tuple[float, float] | None = None  # difference of the logits of each to the greatest, given the text before
+    # for A and for B, index and gap of the first token that rounding cannot explain, or None
     beyond: tuple[tuple[int, float] | None, tuple[int, float] | None] = (None, None)
 
 

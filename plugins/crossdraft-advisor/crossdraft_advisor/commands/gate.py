@@ -28,10 +28,8 @@ from ..engines.formats import read_acceptances
 from ..gate import POWER, GateCheck, Sample, checked, planned, relative
 from . import right
 
-#: Exit codes; 2 is reserved for usage errors.
-EXIT = {"pass": 0, "drop": 1, "undecided": 3}
-#: Verdicts as printed.
-VERDICTS = {"pass": "pass", "drop": "drop", "undecided": "too few prompts"}
+EXIT = {"pass": 0, "drop": 1, "undecided": 3}  # exit codes; 2 is reserved for usage errors
+VERDICTS = {"pass": "pass", "drop": "drop", "undecided": "too few prompts"}  # verdicts as printed
 
 
 class Gate(JsonOptions, Command):

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from ..simulate.policies import StepCost, StepPolicy
     from ..simulate.request import Pool
 
-#: Requests of a simulation by default.
-REQUESTS = 200
+REQUESTS = 200  # requests of a simulation by default
 _ARRIVALS, _ENGINE, _MEASURED = "arrivals (one of --rate, --trace and --concurrency)", "engine", "measurement"
 Positive = Annotated[float, Field(gt=0)]
 

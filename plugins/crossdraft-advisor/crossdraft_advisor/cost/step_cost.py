@@ -48,18 +48,15 @@ class SpeedPoint(NamedTuple):
 
 @dataclass(frozen=True)
 class Prior:
-    """Distribution of ``(log a, log b)``, and the error of a measured ratio.
+    """Distribution of ``(log a, log b)``, and the error of a measured ratio."""
 
-    Attributes:
-        centre, scale, correlation, freedom: of the bivariate Student t.
-        widening: factor of the half width of the interval, in log scale, with 0, 1 and at least 2 measured lengths.
-    """
-
+    # centre, scale, correlation, freedom: of the bivariate Student t
     centre: tuple[float, float]
     scale: tuple[float, float]
     correlation: float
     freedom: float
     noise: float  # scale of the error of the logarithm of one measured ratio
+    # factor of the half width of the interval, in log scale, with 0, 1 and at least 2 measured lengths
     widening: tuple[float, float, float] = (1.0, 1.0, 1.0)
 
     def log_density(self, log_a: np.ndarray, log_b: np.ndarray) -> np.ndarray:
@@ -128,13 +125,10 @@ def _grid(prior: Prior) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Posterior of the seconds of a step over those of a plain step, at one batch size.
+    """Posterior of the seconds of a step over those of a plain step, at one batch size."""
 
-    Attributes:
-        gammas, ratios: measured draft lengths, and seconds of their steps: in plain steps if ``plain_known``, else in
-            any unit, so that only their quotients count.
-    """
-
+    # gammas, ratios: measured draft lengths, and seconds of their steps: in plain steps if ``plain_known``, else in any
+    # unit, so that only their quotients count
     gammas: tuple[float, ...] = ()
     ratios: tuple[float, ...] = ()
     spread: float = 0.0  # additional error of each, in log scale; 0 if it was measured at this batch size

@@ -1,6 +1,4 @@
-"""Cost curves from CSV tables of other tools, or from crossdraft's JSON files.
-
-Cost tables of an engine, from the arrival times of its steps in a finished run.
+"""Tables of costs: read from CSV or crossdraft's JSON, and written for the engines of a finished run.
 
 The time between two events of a response is that of one step of the engine at the concurrency of the cell. Engines pass
 the positions of all rows without padding, so the width of a step is their number divided by the batch size. Steps of
@@ -99,8 +97,7 @@ def _from_csv(path: Path) -> CostCurve:
         raise UsageError(f"{path}: {error}") from None
 
 
-#: Minimum number of steps of a number of positions.
-LEAST_STEPS = 8
+LEAST_STEPS = 8  # minimum number of steps of a number of positions
 
 #: Median seconds of a step by batch size and by positions of the batch.
 _Steps = Mapping[int, Mapping[int, float]]

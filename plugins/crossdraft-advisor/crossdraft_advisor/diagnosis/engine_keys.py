@@ -94,17 +94,14 @@ class EngineKeys(Options):
 
 @dataclass(frozen=True)
 class Reading:
-    """An engine's reading of a key of one head.
-
-    Attributes:
-        ignored_at: an earlier commit that did not read the key, although the head's value is not the neutral one.
-    """
+    """An engine's reading of a key of one head."""
 
     key: str
     engine: str
     value: Any  # in the head; ``used``: by the engine
     used: Any
     origin: str  # file, commit and place of the fact
+    # an earlier commit that did not read the key, although the head's value is not the neutral one
     ignored_at: str = ""
 
     @property

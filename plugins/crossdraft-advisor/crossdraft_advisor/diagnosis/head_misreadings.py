@@ -16,8 +16,7 @@ from crossdraft.drafters.heads.features import FeatureDrafter
 from crossdraft.framework.api.build import Configured
 from crossdraft.framework.contracts.misconfiguration import Misconfiguration
 
-#: A number of pairs that no sequence reaches.
-_ALL = 2**30
+_ALL = 2**30  # a number of pairs that no sequence reaches
 
 
 class HeadMisreading:

@@ -29,14 +29,12 @@ from scipy.special import expit, logit, xlogy
 
 #: Trials as which arbitrarily many drafts count: rates of one drafter differ by about 0.03 between texts.
 PRECISION = 300.0
-#: Grid of x = logit h.
-GRID = np.linspace(-7.0, 7.0, 281)
+GRID = np.linspace(-7.0, 7.0, 281)  # grid of x = logit h
 _STEP = float(GRID[1] - GRID[0])
 _RATES = expit(GRID)
 #: Share of the likelihood from which on a hypothesis is named alone; ratio of shares up to which others are named, too.
 CLEAR_SHARE, _ALIKE = 0.9, 10.0
-#: Bounds of the interval of an expected rate.
-_LOW, _HIGH = 0.025, 0.975
+_LOW, _HIGH = 0.025, 0.975  # bounds of the interval of an expected rate
 #: Prior of `NONE`, in those of a hypothesis: few servers have a shape that is not in the catalogue.
 _NONE_PRIOR = 0.05
 #: Log-likelihood below that of independent rates, from which on a rate is evidence against a hypothesis.
@@ -167,16 +165,13 @@ class Shift:
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A possible state of a server.
-
-    Attributes:
-        shifts: mixture of the distributions of the shift of the second source, equally likely.
-    """
+    """A possible state of a server."""
 
     name: str  # shown to users
     meaning: str  # likely reasons, or the cure
     check: str  # the next cheapest check, a command line
     curves: Sequence[Curve]  # mixture of the distributions of the curve, equally likely
+    # mixture of the distributions of the shift of the second source, equally likely
     shifts: Sequence[Shift] = (Shift(),)
     prior: float = 1.0  # weight of the hypothesis before anything was counted; 0 = excluded by a test of its own
     evidence: float = 0.0  # log-likelihood of what else is known, up to a constant

@@ -29,58 +29,45 @@ from .hypothesis import Around, Assessment, Counts, Curve, Hypothesis, Known, as
 from .signatures import counts_of, faulty_shapes
 from .trials import TrialResult
 
-#: Name of the reading of the files.
-CONFIGURED = "as configured"
-#: Name of the hypothesis that no reading is true.
-UNLISTED = "a cause that is not in the list"
-#: Probability with which a true reading fails its test.
-LEVEL = 0.01
+CONFIGURED = "as configured"  # name of the reading of the files
+UNLISTED = "a cause that is not in the list"  # name of the hypothesis that no reading is true
+LEVEL = 0.01  # probability with which a true reading fails its test
 #: Standard deviations of the shift of logit h_i that an unlisted cause has, equally likely.
 _SHIFTS = (0.5, 1.0, 2.0)
-#: Prior of a signature beside the readings: it describes a fault, and a reading explains it.
-SHAPE = 0.25
+SHAPE = 0.25  # prior of a signature beside the readings: it describes a fault, and a reading explains it
 
 
 @dataclass(frozen=True)
 class _Precision:
-    """Precision of the counters of the replayed responses.
-
-    Attributes:
-        unlisted: prior of `UNLISTED`, in those of a reading. Unlisted causes are many, and counters of other responses
-            are little more than one number, how low acceptance is; few of them pass the test of a reading on its own.
-    """
+    """Precision of the counters of the replayed responses."""
 
     rounding: float  # standard error of logit h_i by rounding
     repeats: float  # number of times that a drafted token counts as a trial
     maximum: float  # trials as which many drafts count
+    # prior of `UNLISTED`, in those of a reading. Unlisted causes are many, and counters of other responses are little
+    # more than one number, how low acceptance is; few of them pass the test of a reading on its own.
     unlisted: float
 
 
 #: Of other responses, of those that were counted, and of those if acceptance is deterministic.
 OTHER = _Precision(0.05, 1.0, 1500.0, 80.0)
 OWN, EXACT = _Precision(0.03, 1.0, math.inf, 20.0), _Precision(0.03, 4.0, math.inf, 8.0)
-#: Ratio of likelihoods up to which a reading is named, too.
-ALIKE = 10.0
-#: Responses that are not worth recording to distinguish two readings.
-_MOST_RESPONSES = 1e5
-#: Difference of acceptance by position up to which two readings have the same counters.
-SAME = 0.01
+ALIKE = 10.0  # ratio of likelihoods up to which a reading is named, too
+_MOST_RESPONSES = 1e5  # responses that are not worth recording to distinguish two readings
+SAME = 0.01  # difference of acceptance by position up to which two readings have the same counters
 #: Relative difference of tokens in steps up to which responses are those that the server counted.
 _SAME_TOKENS = 0.01
 
 
 @dataclass(frozen=True)
 class Match:
-    """Assessments of all readings, and their replays by the name of the hypothesis.
-
-    Attributes:
-        intervals: of each reading, ``[3, gamma]``: Pr(tau >= i), and the bounds that the counters have to lie in.
-    """
+    """Assessments of all readings, and their replays by the name of the hypothesis."""
 
     counted: Counts
     assessments: Sequence[Assessment]
     results: dict[str, TrialResult]
     own: bool  # the responses are those that the server counted
+    # of each reading, ``[3, gamma]``: Pr(tau >= i), and the bounds that the counters have to lie in
     intervals: Mapping[str, np.ndarray]
     unknown: int = 0  # readings that could not be replayed
 

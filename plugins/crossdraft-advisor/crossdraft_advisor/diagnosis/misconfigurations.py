@@ -25,11 +25,9 @@ from crossdraft.drafters.heads.rotary import INTERLEAVED, interleaved
 from crossdraft.framework.contracts.misconfiguration import Misconfiguration
 from crossdraft.framework.contracts.models import Checkpoint
 
-#: Rotary bases of published models.
-_BASES = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0)
+_BASES = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0)  # rotary bases of published models
 _EMBEDDING = "embed_tokens.weight"
-#: Maximum number of hidden states whose permutations are tried.
-MOST_PERMUTED = 3
+MOST_PERMUTED = 3  # maximum number of hidden states whose permutations are tried
 _MEDUSA = re.compile(r"((?:medusa_heads?\.)?(?:blocks\.|lm_heads\.)?)(\d+)(\..+)")
 
 

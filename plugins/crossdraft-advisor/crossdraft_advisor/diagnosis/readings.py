@@ -25,8 +25,7 @@ from .head_misreadings import MISREADINGS, described, misread
 from .misconfigurations import misconfigurations
 from .trials import Trial
 
-#: Text of a message that shows where a chat template puts it.
-_MARK = "crossdraft"
+_MARK = "crossdraft"  # text of a message that shows where a chat template puts it
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,11 @@ _NOTHING, _FALLEN = Level(-4.0, 1.5, high=0.06), Level(-2.5, 1.5, high=0.3)
 _HEADS = "crossdraft diagnose --target TARGET --drafter DRAFTER"
 _FILES = f"{_HEADS} --files"
 _MATCH = f"{_HEADS} --replay responses.jsonl --counters FILE --as ENGINE"
-#: Name of the signature of a sound drafter.
-HEALTHY = "healthy"
+HEALTHY = "healthy"  # name of the signature of a sound drafter
 #: A clear fall of logit h in the second source, at all positions or at the first.
 _FALL = (Shift(1.0, fall=0.7), Shift(1.0, fall=0.7, first=True))
 _HEALTHY = (Walk(_USUAL), Walk(_USUAL, 0.1), Walk(_USUAL, 0.7), Walk(_USUAL, turn=2, after=_USUAL, step_after=0.35))
-#: Drafts of a source that does not have their number.
-_MANY = 1e9
+_MANY = 1e9  # drafts of a source that does not have their number
 
 
 #: Key of `CounterSource` by which two sources may differ -> the fault that the difference shows.

@@ -16,8 +16,7 @@ from ..replay.response import Response
 from ..replay.teacher_forcing.lazy_models import Target
 from ..replay.teacher_forcing.scoring import prefill_chunks
 
-#: Responses in a pass, and tokens.
-_ROWS, _CHUNK = 16, 64
+_ROWS, _CHUNK = 16, 64  # responses in a pass, and tokens
 #: Share of tokens that rounding may change, and the least probability of a token, for truncations that differ.
 _ROUNDING, _LEAST = 0.01, 1e-6
 #: Share of tokens at temperature 0, and standard errors above it, from which on responses are of another target.

@@ -25,8 +25,7 @@ from ..replay.teacher_forcing.lazy_models import SharedPasses, Target
 from ..replay.teacher_forcing.scoring import ScoringRequest, with_gamma
 from .text_fit import TextFit, fit_texts
 
-#: Relative increase of accepted tokens per step above which a misconfiguration is a likely cause.
-CLEAR = 0.2
+CLEAR = 0.2  # relative increase of accepted tokens per step above which a misconfiguration is a likely cause
 
 
 @dataclass(frozen=True)
@@ -44,21 +43,18 @@ class Trial:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """Result of a trial.
-
-    Attributes:
-        counts: the counters of an engine for these drafts, if they were requested; ``texts``: the fit of the
-            responses to the target.
-        gain: increase of block efficiency over the drafter as configured, with an interval over prompts; None for the
-            drafter itself, and if either block efficiency is missing.
-    """
+    """Result of a trial."""
 
     misconfiguration: Misconfiguration
     gamma: int
     tally: Tally | None = None  # of drafts of gamma tokens; None if the trial failed, see ``reason``
+    # increase of block efficiency over the drafter as configured, with an interval over prompts; None for the drafter
+    # itself, and if either block efficiency is missing
     gain: Estimate | None = None
     reason: str = ""
     warning: str | None = None  # about the recorded log-probabilities of the responses
+    # the counters of an engine for these drafts, if they were requested; ``texts``: the fit of the responses to the
+    # target
     counts: EngineCounts | None = None
     texts: TextFit | None = None
 

@@ -31,10 +31,8 @@ from crossdraft.framework.util.limits import MOST_LEVELS
 _MODEL_ERROR, _DRIFT = 0.3, 0.018
 #: `Acceptance.refusal` if only a name is missing.
 UNKNOWN_PAIR = "the drafter or the verifier is unknown; name them as --drafter and --verifier"
-#: `Acceptance.pieces` of a log.
-WINDOWS = "windows of the log"
-#: `Acceptance.refusal` if there is nothing to derive.
-EACH_LENGTH = "each length is measured"
+WINDOWS = "windows of the log"  # `Acceptance.pieces` of a log
+EACH_LENGTH = "each length is measured"  # `Acceptance.refusal` if there is nothing to derive
 
 
 @dataclass(frozen=True)

@@ -11,41 +11,37 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-#: Tokens of a response that the prefill emits.
-PREFILL_TOKENS = 1
+PREFILL_TOKENS = 1  # tokens of a response that the prefill emits
 
 
 @dataclass(frozen=True)
 class CounterDefinition:
-    """Meaning of the counters of one engine.
-
-    Attributes:
-        measured: counters of that version equal those computed by replay (tests/fixtures); otherwise the
-            definition is read from the source code.
-        shortens: drafts are cut to the remaining tokens minus one, and the last token is decoded without a draft.
-            Otherwise every step drafts at full length.
-        accepted: ``all`` accepted tokens, including those past the end of a response; those ``before_last``, the last
-            token of the response; or ``until_end``, the same plus an end-of-sequence token that ends its draft.
-        length, rate, per_position: the engine's names of 1 + accepted / drafts, accepted / draft tokens, and accepted
-            at each position / drafts; empty if it does not report that number.
-        drafter_options: options with which a drafter of crossdraft drafts as the engine's does.
-        prefix: of its Prometheus counters ``<prefix>spec_decode_num_*_total``; empty if it has no such counters.
-        generated, finished: its Prometheus counters of generated tokens and of finished requests, if it has both.
-    """
+    """Meaning of the counters of one engine."""
 
     engine: str  # as registered for `crossdraft advise`
     version: str  # the version that was measured, or that the source code was read of
+    # counters of that version equal those computed by replay (tests/fixtures); otherwise the definition is read from
+    # the source code
     measured: bool
     idle_steps: bool  # steps without a draft are counted, too
+    # drafts are cut to the remaining tokens minus one, and the last token is decoded without a draft. Otherwise every
+    # step drafts at full length.
     shortens: bool
+    # ``all`` accepted tokens, including those past the end of a response; those ``before_last``, the last token of the
+    # response; or ``until_end``, the same plus an end-of-sequence token that ends its draft
     accepted: Literal["all", "before_last", "until_end"]
+    # length, rate, per_position: the engine's names of 1 + accepted / drafts, accepted / draft tokens, and accepted at
+    # each position / drafts; empty if it does not report that number
     length: str
     rate: str
     per_position: str
     tokens_per_step: str = ""  # the engine's name of response tokens / steps, if it reports that number
     prefill_step: bool = False  # the prefill counts as a step in it
+    # options with which a drafter of crossdraft drafts as the engine's does
     drafter_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    # of its Prometheus counters ``<prefix>spec_decode_num_*_total``; empty if it has no such counters
     prefix: str = ""
+    # generated, finished: its Prometheus counters of generated tokens and of finished requests, if it has both
     generated: str = ""
     finished: str = ""
 

@@ -5,10 +5,9 @@ once after the prefill, whose token belongs to no step: in these engines the fir
 is, at any time, waiting for a first token or decoding, so the mean over the slots divides the time into prefill and
 decoding. Waiting for the prefill of other requests is part of either. The tail begins when the prompts run out.
 
-Settings and counters of a running server, compared with those of a cell.
-
-Counters are those of the `CounterDefinition` with a prefix (vLLM, llama.cpp). A server without them, or with those of
-an unknown engine, reveals nothing.
+The settings and counters of a running server are compared with those of the cell. Counters are those of the
+`CounterDefinition` with a prefix (vLLM, llama.cpp). A server without them, or with those of an unknown engine, reveals
+nothing.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ from .http_response import NetworkError, fetch, same_server
 from .prometheus import ACCEPTED, DRAFTED, DRAFTS, POSITIONS, REQUESTS, TOKENS, Sample, summed, totals_by_model
 from .server import EngineServer, ServedCell, ServedResponse, without_plain_decoding
 
-#: Tokens of a warm-up response.
-_WARM_UP = 16
+_WARM_UP = 16  # tokens of a warm-up response
 #: Scrapes until a server's counters are those of its finished responses, and seconds between two.
 _SCRAPES, _SCRAPE_SECONDS = 5, 0.1
 #: Scrapes of the server's counters before and after the responses of a cell.
@@ -492,16 +490,11 @@ def _server_settings(config: CellConfig) -> tuple[str, ...]:
     return (*served, f"with {config.drafter.name} ({options})", f"and {config.verifier.title}")
 
 
-#: Counters that are compared.
-_NAMES = (DRAFTS, DRAFTED, ACCEPTED, TOKENS, REQUESTS)
-#: Seconds for an account of a server's settings.
-_ACCOUNT_SECONDS = 5.0
-#: The pair of ``crossdraft serve``.
-_PAIR = re.compile(r"drafter (\S+), verifier (\S+),")
-#: SGLang's own name of the method NEXTN.
-_ALIASES = {"NEXTN": "EAGLE"}
-#: Engine whose counters exist only with speculation, one for each position of a draft.
-_EXACT = "vllm"
+_NAMES = (DRAFTS, DRAFTED, ACCEPTED, TOKENS, REQUESTS)  # counters that are compared
+_ACCOUNT_SECONDS = 5.0  # seconds for an account of a server's settings
+_PAIR = re.compile(r"drafter (\S+), verifier (\S+),")  # the pair of ``crossdraft serve``
+_ALIASES = {"NEXTN": "EAGLE"}  # SGLang's own name of the method NEXTN
+_EXACT = "vllm"  # engine whose counters exist only with speculation, one for each position of a draft
 
 
 @dataclass(frozen=True)

@@ -26,14 +26,10 @@ if TYPE_CHECKING:
 
 #: The first line of a multi-line JSON value, but not a time stamp in brackets.
 _JSON_BEGINS = re.compile(r"[\[{]\s*([\[{\"]|$)")
-#: Characters that must be escaped in a URL.
-UNFIT = re.compile(r"[\x00-\x20\x7f]")
-#: Colours and other control sequences of terminals.
-ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|[@-_])")
-#: A number with separators of thousands.
-_SEPARATED = re.compile(r"\d{1,3}(,\d{3})+(\.\d*)?")
-#: First bytes of a compressed file, as log rotation writes it.
-_GZIP = b"\x1f\x8b"
+UNFIT = re.compile(r"[\x00-\x20\x7f]")  # characters that must be escaped in a URL
+ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|[@-_])")  # colours and other control sequences of terminals
+_SEPARATED = re.compile(r"\d{1,3}(,\d{3})+(\.\d*)?")  # a number with separators of thousands
+_GZIP = b"\x1f\x8b"  # first bytes of a compressed file, as log rotation writes it
 #: First bytes of files that are not text, and how they are made one.
 _PACKED = {
     _GZIP: "compressed; unpack it (gunzip -k)",
@@ -43,8 +39,7 @@ _PACKED = {
     b"PK\x03\x04": "an archive; unpack it (unzip)",
     b"PAR1": "a Parquet file; convert it to JSONL or CSV",
 }
-#: Time limit in seconds for a complete HTTP response.
-TIMEOUT = 10.0
+TIMEOUT = 10.0  # time limit in seconds for a complete HTTP response
 
 
 class _Lines:
@@ -117,7 +112,7 @@ class Source:
         return self.text.endswith("\n") or not self.text
 
     def lines(self, *marks: str) -> Iterator[tuple[int, str]]:
-        """Line numbers, from 1, and lines; of a log in JSON or CSV the lines that were wrapped, see `wrapped_lines`.
+        """Line numbers, from 1, and lines; of a log in JSON or CSV the lines that were wrapped, see `unwrapped`.
 
         Args:
             marks: only lines with one of these texts, which are searched without a loop over lines.

@@ -1,4 +1,7 @@
-"""HTTP responses of other programs, bounded in bytes and in time."""
+"""HTTP responses of other programs, bounded in bytes and in time.
+
+Proxies, certificates and headers from the environment are honoured or refused, never ignored.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +37,9 @@ from urllib.request import (
 from crossdraft.framework.errors import CrossdraftError, UsageError, first_line, printable, quoted
 from crossdraft.framework.util.limits import METRICS_BYTES, Limit
 
-#: Bytes of a part, and parts that wait to be read.
-_PART, _PARTS = 2**16, 16
-#: Bytes of the body of an error, and characters of it in a message.
-_ERROR_BYTES, _ERROR_TEXT = 4096, 300
-#: Seconds for the body of an error.
-_ERROR_SECONDS = 5.0
+_PART, _PARTS = 2**16, 16  # bytes of a part, and parts that wait to be read
+_ERROR_BYTES, _ERROR_TEXT = 4096, 300  # bytes of the body of an error, and characters of it in a message
+_ERROR_SECONDS = 5.0  # seconds for the body of an error
 
 
 class NetworkError(CrossdraftError):
@@ -147,7 +147,7 @@ class HttpResponse:
 
     Raises:
         NetworkError: the server cannot be reached, or does not answer in time.
-        UsageError: headers, the proxy or certificates in the environment are invalid, see `network_settings`.
+        UsageError: headers, the proxy or certificates in the environment are invalid, see `headers_of`.
     """
 
     def __init__(
@@ -274,8 +274,7 @@ class HttpResponse:
         return False
 
 
-#: Environment variable with headers by address, as JSON.
-HEADERS = "CROSSDRAFT_HEADERS"
+HEADERS = "CROSSDRAFT_HEADERS"  # environment variable with headers by address, as JSON
 #: Environment variables with certificates of authorities, a file or a directory: of OpenSSL, requests and curl. The
 #: first that is set is used.
 CERTIFICATES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")

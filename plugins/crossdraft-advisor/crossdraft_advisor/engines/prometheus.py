@@ -10,10 +10,9 @@ draft and tokens past the end of a response count is part of the engine's `Count
 tokens and finished requests, too, the number of both follows. llama.cpp writes numbers of 10^6 and more, except those
 by position, with six digits (``1.23457e+06``).
 
-Ray and OpenTelemetry write ``ray_vllm_spec_decode_...`` and leave ``_total`` out; see `exported_series` for counters
-in JSON and CSV.
+Ray and OpenTelemetry write ``ray_vllm_spec_decode_...`` and leave ``_total`` out.
 
-Series of counters outside of a scrape, as lines of one.
+Outside of a scrape, series are read from:
 
 - answers of Prometheus' API, at one time or over a range: ``{"metric": {..}, "value": [time, "1"]}``, or ``values``;
 - AIPerf's ``server_metrics_export.json``: ``{"vllm:..": {"series": [{"labels": {..}, "stats": {"total": 1}}]}}``;
@@ -44,8 +43,7 @@ from .step_counts import StepCounts, acceptances_of, all_steps, steps_of
 
 #: Names of the counters, and of the same numbers of our own responses.
 DRAFTS, DRAFTED, ACCEPTED, TOKENS, REQUESTS = "drafts", "drafted tokens", "accepted tokens", "tokens", "requests"
-#: Accepted tokens by position.
-POSITIONS = "positions"
+POSITIONS = "positions"  # accepted tokens by position
 #: Ends of the names of an engine's counters.
 _COUNTERS = {
     "drafts_total": DRAFTS,
@@ -54,14 +52,10 @@ _COUNTERS = {
     "accepted_tokens_per_pos_total": POSITIONS,
 }
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
-#: A number of events that is not cut off, as Python's client writes it.
-_COMPLETE = re.compile(r"\s\d+\.0$")
-#: A value that may be rounded to six digits.
-_ROUNDED = re.compile(r"\s\d(\.\d{1,5})?e\+\d+(\s|$)")
-#: Rounding error of the number of drafts, relative to it, that is worth a remark.
-_COARSE = 0.001
-#: A series: its name and labels, sorted.
-Key = tuple[str, tuple[tuple[str, str], ...]]
+_COMPLETE = re.compile(r"\s\d+\.0$")  # a number of events that is not cut off, as Python's client writes it
+_ROUNDED = re.compile(r"\s\d(\.\d{1,5})?e\+\d+(\s|$)")  # a value that may be rounded to six digits
+_COARSE = 0.001  # rounding error of the number of drafts, relative to it, that is worth a remark
+Key = tuple[str, tuple[tuple[str, str], ...]]  # a series: its name and labels, sorted
 
 
 @dataclass(frozen=True)

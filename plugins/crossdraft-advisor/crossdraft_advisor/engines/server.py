@@ -4,11 +4,10 @@ Servers are registered through the hook ``crossdraft_register_servers``, each un
 ``engine``. A server speaks HTTP with server-sent events; subclasses describe its command line, its request and its
 events.
 
-The lines of a server's log that hold the cause of its end.
-
-An engine consists of processes, and the first one that fails logs the cause; the others follow with "see root cause
-above". So the cause is the last line of the first traceback that is not logged as a warning, of the process that wrote
-it. A log without tracebacks (llama.cpp, errors of arguments) has its first lines about an error.
+If a server ends, the cause is in its log. An engine consists of processes, and the first one that fails logs the cause;
+the others follow with "see root cause above". So it is the last line of the first traceback that is not logged as a
+warning, of the process that wrote it. A log without tracebacks (llama.cpp, errors of arguments) has its first lines
+about an error.
 """
 
 from __future__ import annotations
@@ -39,22 +38,17 @@ from crossdraft.framework.util.limits import EVENT_BYTES, Limit
 from .engine_log import ESCAPES
 from .http_response import HEADERS, HttpResponse, NetworkError, fetch, redacted, unfit
 
-#: Seconds between two looks at a starting server.
-_POLL = 0.25
-#: Seconds that a server may take to stop before it is killed.
-_STOP = 30
-#: Bytes of a stream for each requested token.
-_TOKEN_BYTES = 2**16
-#: Seconds for a response that is not a stream.
-_BODY_SECONDS = 30.0
+_POLL = 0.25  # seconds between two looks at a starting server
+_STOP = 30  # seconds that a server may take to stop before it is killed
+_TOKEN_BYTES = 2**16  # bytes of a stream for each requested token
+_BODY_SECONDS = 30.0  # seconds for a response that is not a stream
 
 
 class _UnknownToken(int):
     """An id that no JSON of a server can equal by identity."""
 
 
-#: Token whose id the engine does not stream.
-UNKNOWN = _UnknownToken(-1)
+UNKNOWN = _UnknownToken(-1)  # token whose id the engine does not stream
 
 
 class ServerOptions(Options):
@@ -143,16 +137,13 @@ class ServedStep:
 
 @dataclass
 class ServedResponse:
-    """Response of a server to one request.
-
-    Attributes:
-        drafted, accepted, totals: as in `ServerEvent`; None if unknown.
-    """
+    """Response of a server to one request."""
 
     tokens: list[int]  # generated tokens, a final end-of-sequence token included
     steps: list[ServedStep]  # steps in order; their tokens sum up to ``len(tokens)``
     finish_reason: str
     sent: float  # time at which the request was sent, of `time.perf_counter`
+    # drafted, accepted, totals: as in `ServerEvent`; None if unknown
     drafted: list[int] | None = None
     accepted: list[int] | None = None
     totals: tuple[int, int] | None = None
@@ -387,7 +378,7 @@ class EngineServer(ABC):
 
         Raises:
             ModelError: the server refuses the request, ends, answers in an unknown format, or with an impossible
-                response (see `response_checks`).
+                response (see `response_flaw`).
         """
         events: list[tuple[float, ServerEvent]] = []
         emitted, account = 0, dict[str, Any]()
@@ -497,11 +488,9 @@ def _grouped(tokens: Sequence[ServedStep], steps: int) -> list[ServedStep]:
 
 #: Bytes at the end of a log that are read, lines that are shown, and characters of a line.
 _BYTES, _LINES, _LENGTH = 2**24, 12, 500
-#: Lines of a message that continue the last one of a traceback.
-_MORE = 4
+_MORE = 4  # lines of a message that continue the last one of a traceback
 _TRACEBACK = "Traceback (most recent call last):"
-#: Process, as vLLM writes it before every line.
-_PROCESS = re.compile(r"\([A-Za-z][\w ]*pid=\d+\) ?")
+_PROCESS = re.compile(r"\([A-Za-z][\w ]*pid=\d+\) ?")  # process, as vLLM writes it before every line
 #: Level, time and place, as loggers write them before every line.
 _PREFIX = re.compile(
     r"(\[[^\]]*\] ?|(DEBUG|INFO|WARNING|ERROR|CRITICAL)\b:? ?|\d\d(\d\d)?-\d\d(-\d\d)? |\d\d:\d\d:\d\d([.,]\d+)? ?)+"
@@ -513,8 +502,7 @@ _ERROR = re.compile(
     r"\w+(Error|Exception)\b|_ASSERT\b|what\(\)",
     re.IGNORECASE,
 )
-#: First line of an exception, without its frames.
-_RAISED = re.compile(r"[A-Za-z_][\w.]*(:|$)")
+_RAISED = re.compile(r"[A-Za-z_][\w.]*(:|$)")  # first line of an exception, without its frames
 _CHAINED = ("During handling of the above", "The above exception was")
 
 

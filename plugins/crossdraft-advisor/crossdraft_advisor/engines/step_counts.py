@@ -31,10 +31,8 @@ _ACCEPTED += ("spec_accepted_drafts", "spec_accept_token_num")
 _DRAFTED = ("num_draft_tokens", "total_draft_tokens", "spec_num_proposed_drafts", "spec_proposed_drafts")
 _DRAFTED += ("spec_draft_token_num",)
 _TOKENS = ("completion_tokens", "spec_completion_tokens", "completion_token_num")
-#: Rounding errors: rates have three decimals, lengths two.
-RATE_ERROR, _LENGTH_ERROR = 0.0005, 0.0051
-#: Share of steps without a draft that is explained by requests in flight.
-FEW_IDLE = 0.02
+RATE_ERROR, _LENGTH_ERROR = 0.0005, 0.0051  # rounding errors: rates have three decimals, lengths two
+FEW_IDLE = 0.02  # share of steps without a draft that is explained by requests in flight
 
 
 @dataclass(frozen=True)

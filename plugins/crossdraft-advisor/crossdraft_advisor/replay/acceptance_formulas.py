@@ -31,11 +31,9 @@ from .teacher_forcing.iid_chains import TRANSITIONS, chain_survival
 #: Single-sequence verifiers and the formula of each. ``greedy`` requires temperature 0, where P is 1 and every verifier
 #: accepts a token if it equals the output.
 SINGLE_SEQUENCE = {"token": "token", "greedy": "token", "block": "block", "specinfer": "token", "spectr": "token"}
-#: Verifiers of K i.i.d. sequences.
-IID_VERIFIERS = (*TRANSITIONS, "sample-match")
+IID_VERIFIERS = (*TRANSITIONS, "sample-match")  # verifiers of K i.i.d. sequences
 VERIFIERS = (*SINGLE_SEQUENCE, "sample-match")
-#: Rounding error allowed above 0 in a log-probability.
-TOLERANCE = 1e-3
+TOLERANCE = 1e-3  # rounding error allowed above 0 in a log-probability
 
 
 def token(log_r: np.ndarray) -> np.ndarray:

@@ -17,10 +17,8 @@ from crossdraft.framework.util.estimate import Estimate
 
 from .step_chain import Steps
 
-#: Groups of prompts per category, and categories.
-MAX_GROUPS, MAX_CATEGORIES = 1024, 64
-#: Category of all further ones.
-OTHERS = "(others)"
+MAX_GROUPS, MAX_CATEGORIES = 1024, 64  # groups of prompts per category, and categories
+OTHERS = "(others)"  # category of all further ones
 #: Columns of the sums by group: tokens and steps that count towards block efficiency, all tokens and all steps, and
 #: the counted steps without a draft.
 _EMITTED, _COUNTED, _TOKENS, _STEPS, _IDLE = range(5)
@@ -51,25 +49,21 @@ class PromptGroups:
 
 @dataclass(frozen=True)
 class Row:
-    """Result of a drafter and verifier at one draft length, over all responses or one category.
-
-    Attributes:
-        block_efficiency: tokens emitted per target call over the steps with enough remaining tokens for a draft of
-            gamma; None without such steps. ``block_efficiency_all_steps``: over all steps.
-        tokens, steps: expected number of all steps, and of the tokens that they emit; drafted: tokens drafted in them;
-            target_rows: positions evaluated by the target (an upper bound for K > 1: shared prefixes are evaluated
-            once).
-        marginal: Pr(tau >= i), i = 1 .. gamma, over the counted steps; conditional: Pr(tau >= i | tau >= i - 1).
-    """
+    """Result of a drafter and verifier at one draft length, over all responses or one category."""
 
     gamma: int
     category: str
+    # tokens, steps: expected number of all steps, and of the tokens that they emit; drafted: tokens drafted in them;
+    # target_rows: positions evaluated by the target (an upper bound for K > 1: shared prefixes are evaluated once)
     tokens: float
+    # tokens emitted per target call over the steps with enough remaining tokens for a draft of gamma; None without such
+    # steps. ``block_efficiency_all_steps``: over all steps.
     block_efficiency: Estimate | None
     block_efficiency_all_steps: float
     steps: float
     drafted: float
     target_rows: float
+    # Pr(tau >= i), i = 1 .. gamma, over the counted steps; conditional: Pr(tau >= i | tau >= i - 1).
     marginal: list[float]
     conditional: list[float]
     idle: float = 0.0  # share of the counted steps without a draft

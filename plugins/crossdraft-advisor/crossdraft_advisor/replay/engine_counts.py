@@ -1,10 +1,8 @@
 """Counters that a serving engine would report for recorded responses, by its `CounterDefinition`.
 
-Counters of an engine against those that replay computes from its responses, and the cause of a difference.
-
-Causes are ways of counting; those of drafting are in `diagnosis.matching`. A cause is named if replaying with it gives
-what the engine counted. Where acceptance is deterministic, the counts must agree up to rounding; otherwise the rates by
-position must agree up to chance.
+If it counted otherwise, there is a cause. Causes are ways of counting; those of drafting are in `diagnosis.matching`. A
+cause is named if replaying with it gives what the engine counted. Where acceptance is deterministic, the counts must
+agree up to rounding; otherwise the rates by position must agree up to chance.
 """
 
 from __future__ import annotations
@@ -24,26 +22,23 @@ from .step_chain import start_probs
 
 @dataclass
 class EngineCounts:
-    """Expected counters of one drafter, verifier and draft length; whole numbers if acceptance is deterministic.
-
-    Attributes:
-        drafts, draft_tokens: counted steps, and the tokens drafted in them.
-        steps, tokens, responses: all steps after the prefill, tokens of the responses, responses.
-        unknown: drafted tokens past the end of responses whose acceptance is unknown, because the continuation of the
-            response is not recorded; they count as rejected.
-        by_response: drafts, and counted steps that accepted at least 1, .., gamma tokens, of each response.
-    """
+    """Expected counters of one drafter, verifier and draft length; whole numbers if acceptance is deterministic."""
 
     definition: CounterDefinition  # of the counters
     gamma: int  # draft length
+    # drafts, draft_tokens: counted steps, and the tokens drafted in them
     drafts: float = 0.0
     draft_tokens: float = 0.0
     per_position: np.ndarray = field(init=False)  # [gamma], counted steps that accepted at least 1, .., gamma tokens
+    # steps, tokens, responses: all steps after the prefill, tokens of the responses, responses
     steps: float = 0.0
     tokens: int = 0
     responses: int = 0
+    # drafted tokens past the end of responses whose acceptance is unknown, because the continuation of the response is
+    # not recorded; they count as rejected
     unknown: float = 0.0
     random: bool = False  # acceptance is not deterministic, so the counters of an engine differ from these by chance
+    # drafts, and counted steps that accepted at least 1, .., gamma tokens, of each response
     by_response: list[np.ndarray] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -118,15 +113,11 @@ def with_continuation(response: Response) -> Response:
     return replace(response, tokens=[*response.tokens, *response.continuation], log_p=log_p)
 
 
-#: Names of causes.
-DEFINITION, END = "definition of the counter", "end of sequence"
+DEFINITION, END = "definition of the counter", "end of sequence"  # names of causes
 TEMPLATE, LENGTH, DTYPE = "chat template", "draft length", "dtype"
-#: Standard errors that chance does not explain.
-CHANCE = 3.5
-#: Relative rounding error of counts that are computed from rates of three decimals.
-_ROUNDING = 0.0006
-#: Difference of the mean draft lengths that chance explains, relative to gamma.
-_LENGTH = 0.05
+CHANCE = 3.5  # standard errors that chance does not explain
+_ROUNDING = 0.0006  # relative rounding error of counts that are computed from rates of three decimals
+_LENGTH = 0.05  # difference of the mean draft lengths that chance explains, relative to gamma
 _ACCEPTED = {
     "all": "all accepted tokens count, those past the end of a response, too",
     "before_last": "accepted tokens count up to the one before the last of a response",
@@ -136,13 +127,10 @@ _ACCEPTED = {
 
 @dataclass(frozen=True)
 class Counted:
-    """Counters of an engine.
-
-    Attributes:
-        per_position: [gamma], drafts that accepted at least 1, .., gamma tokens; [1] and their sum if ``total``.
-    """
+    """Counters of an engine."""
 
     drafts: float  # counted drafts
+    # [gamma], drafts that accepted at least 1, .., gamma tokens; [1] and their sum if ``total``
     per_position: np.ndarray
     total: bool = False  # only the sum is known
     draft_tokens: float | None = None  # tokens of the counted drafts; None if unknown

@@ -22,14 +22,11 @@ _REMEDY = "record token ids (vLLM: return_token_ids)"
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """Request of a chat, as far as the chat template reads it.
-
-    Attributes:
-        options: further variables of the template (``chat_template_kwargs``).
-    """
+    """Request of a chat, as far as the chat template reads it."""
 
     messages: Sequence[Mapping[str, Any]] | None = None  # None if the prompt is a text or token ids
     tools: Sequence[Mapping[str, Any]] | None = None  # functions in OpenAI's format; None without
+    # further variables of the template (``chat_template_kwargs``)
     options: Mapping[str, Any] = field(default_factory=dict)
     choice: Any = "auto"  # ``tool_choice``
 

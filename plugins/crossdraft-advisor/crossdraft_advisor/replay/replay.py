@@ -41,8 +41,7 @@ from .teacher_forcing.draft_scores import DraftScores
 FLOOR = -6.0
 #: The same at higher temperatures, where distributions may be nearly uniform over the vocabulary: e^12 is 160,000.
 FLOOR_HOT = -12.0
-#: Fewest recorded tokens for a warning.
-MIN_TOKENS = 16
+MIN_TOKENS = 16  # fewest recorded tokens for a warning
 #: Largest mean absolute difference per token from the target's log P; bfloat16 rounding changes single ones by 0.3.
 MAX_DIFFERENCE = 0.25
 
@@ -96,10 +95,8 @@ class RecordedLogP:
         return None
 
 
-#: Responses per window.
-WINDOW = 256
-#: Marker in the file's metadata, recognised by `util.output_files.check_output`.
-MARK = b"crossdraft replay"
+WINDOW = 256  # responses per window
+MARK = b"crossdraft replay"  # marker in the file's metadata, recognised by `util.output_files.check_output`
 _POSITIONS = pa.schema(
     [
         ("response", pa.int64()),
@@ -119,27 +116,24 @@ _POSITIONS = pa.schema(
 
 @dataclass
 class Candidate:
-    """A drafter with the verifiers and draft lengths to replay it with.
-
-    Attributes:
-        scores: yields the `DraftScores` of each response, in order.
-        lengths: yields the number of drafted tokens of each response, int64 [T], if it depends on the sampled tokens;
-            None = `DraftScores.lengths`.
-        steps: computes `Steps` from acceptance; depends on the length policy.
-        tallies: results by verifier and K; ``by_segment``: those by segment of the responses, if it was requested.
-        counts: counters of an engine by verifier and draft length, if they were requested; ``variants``: those by
-            other definitions, in the order of the request.
-    """
+    """A drafter with the verifiers and draft lengths to replay it with."""
 
     title: str  # name in tables
     drafter: Configured  # class and config; its gamma is at least the largest of ``gammas``
     verifiers: dict[str, tuple[int, ...]]  # name -> numbers of sequences K
     gammas: tuple[int, ...]  # draft lengths
+    # yields the `DraftScores` of each response, in order
     scores: Callable[[Iterable[Response]], Iterator[DraftScores]]
+    # yields the number of drafted tokens of each response, int64 [T], if it depends on the sampled tokens; None =
+    # `DraftScores.lengths`
     lengths: Callable[[Iterable[Response]], Iterator[np.ndarray]] | None = None
+    # computes `Steps` from acceptance; depends on the length policy
     steps: Callable[[Sequence[StepAcceptance], Sequence[int]], Steps] = expected_steps
+    # results by verifier and K; ``by_segment``: those by segment of the responses, if it was requested
     tallies: dict[tuple[str, int], Tally] = field(default_factory=dict)
     by_segment: dict[tuple[str, int], Tally] = field(default_factory=dict)
+    # counters of an engine by verifier and draft length, if they were requested; ``variants``: those by other
+    # definitions, in the order of the request
     counts: dict[tuple[str, int], EngineCounts] = field(default_factory=dict)
     variants: dict[tuple[str, int], list[EngineCounts]] = field(default_factory=dict)
 

@@ -15,29 +15,25 @@ from crossdraft.framework.errors import UsageError, quoted
 from crossdraft.framework.models.tokenizer import TokenizerOf, load_tokenizer
 from crossdraft.framework.util.limits import MOST_TOKENS, MOST_WIDTH
 
-#: Smallest log-probability of a sampled token (engines write -9999 for minus infinity).
-MIN_LOG_P = -100.0
+MIN_LOG_P = -100.0  # smallest log-probability of a sampled token (engines write -9999 for minus infinity)
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """One recorded response.
-
-    Attributes:
-        prompt, tokens: token ids; ``tokens`` include the final end-of-sequence token.
-        log_p: float64 [T], log P of each token as sampled (after temperature and truncation); None if unknown.
-        continuation: tokens that the target would emit past the end, for counters of engines (`engine_counts`).
-    """
+    """One recorded response."""
 
     id: str  # prompt id; confidence intervals are over prompts
     category: str  # group of the prompt in tables
+    # prompt, tokens: token ids; ``tokens`` include the final end-of-sequence token
     prompt: Sequence[int]
     tokens: Sequence[int]
+    # float64 [T], log P of each token as sampled (after temperature and truncation); None if unknown
     log_p: np.ndarray | None = None
     ended: bool = False  # the last token is an end-of-sequence token
     maximum: int | None = None  # maximum number of tokens of the request; None if unknown
     sampling: Sampling | None = None  # sampling parameters; None if unknown
     place: str = ""  # file and line, for error messages
+    # tokens that the target would emit past the end, for counters of engines (`engine_counts`)
     continuation: Sequence[int] = ()
 
     @property
@@ -56,19 +52,16 @@ class UnknownTextError(UsageError):
 
 @dataclass
 class ParseContext:
-    """Settings and state shared by the parsers of responses.
-
-    Attributes:
-        skipped: why responses were skipped -> a description of the first one.
-        requests: custom_id -> request of an OpenAI batch, for responses that do not have it.
-    """
+    """Settings and state shared by the parsers of responses."""
 
     target: str = ""  # model whose tokenizer encodes texts; empty if responses consist of token ids only
     sampling: Sampling | None = None  # default sampling parameters of the responses; None if unknown
     processed: bool = False  # log-probabilities in files are those after temperature and truncation
     trust_remote_code: bool = False  # allow the target's tokenizer to run custom Python code
     assumed: Counter[str] = field(default_factory=Counter)  # assumption -> number of responses that it was made for
+    # why responses were skipped -> a description of the first one
     skipped: dict[str, str] = field(default_factory=dict)
+    # custom_id -> request of an OpenAI batch, for responses that do not have it
     requests: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)  # keys of samples that are not to be read again
     model: str = ""  # the first model that a response names; empty if none does

@@ -36,21 +36,17 @@ _JSON = (
     "responses are JSON, one in a line (docs/replay.md); for the log or the counters of an engine there are crossdraft "
     "advise and crossdraft diagnose --counters"
 )
-#: Assumption made for dataset texts.
-TEXTS = "texts of a dataset, assumed to be samples of the target"
+TEXTS = "texts of a dataset, assumed to be samples of the target"  # assumption made for dataset texts
 
 
 @dataclass
 class Reader(ParseContext):
-    """Reader of recorded responses; see `ParseContext`.
+    """Reader of recorded responses; see `ParseContext`."""
 
-    Attributes:
-        prompt_tokens, tokens: length of the prompt, and maximum length of the response, of a dataset text.
-        split, column: of a dataset.
-    """
-
+    # prompt_tokens, tokens: length of the prompt, and maximum length of the response, of a dataset text
     prompt_tokens: int = 64
     tokens: int = 128
+    # split, column: of a dataset
     split: str | None = None
     column: str | None = None
     limit: int | None = None  # maximum number of responses; None = all

@@ -8,7 +8,7 @@ variance (Rao-Blackwell). A shorter draft is a prefix of the longer one, so one 
 As in a run, block efficiency counts the steps with enough remaining tokens for a draft of gamma, which is known before
 drafting (`metrics.free`). An accepted end-of-sequence token ends its step without a bonus token.
 
-Draft-length policies (``policy`` of the drafters), evaluated from one replay of the longest draft.
+Draft-length policies (``policy`` of the drafters) are evaluated from one replay of the longest draft.
 
 *Confidence.* A draft stops at a token of low probability, so its length follows from the probabilities of the drafted
 and the most probable tokens: teacher-forced scores give the acceptance, sampled drafts (`scoring.sample_drafts`) the
@@ -26,40 +26,32 @@ from typing import Literal
 
 import numpy as np
 
-#: Tokens of a batch, padding included; small arrays stay in the CPU cache.
-BATCH = 4096
+BATCH = 4096  # tokens of a batch, padding included; small arrays stay in the CPU cache
 
 
 @dataclass(frozen=True)
 class StepAcceptance:
-    """Acceptance of one response by a drafter and a verifier.
+    """Acceptance of one response by a drafter and a verifier."""
 
-    Attributes:
-        survival: float64 [T, G], Pr(tau >= i | output) of a step that starts at each token, see
-            `acceptance_formulas.survival`.
-        limit: maximum length of the response, at least T; None if it was ended by an end-of-sequence token only.
-        starts: bool [T], tokens at which steps are counted, and ``tokens`` are those that these emit; None = all.
-    """
-
+    # float64 [T, G], Pr(tau >= i | output) of a step that starts at each token, see `acceptance_formulas.survival`
     survival: np.ndarray
     lengths: np.ndarray  # int64 [T], drafted tokens of that step, at most G
+    # maximum length of the response, at least T; None if it was ended by an end-of-sequence token only
     limit: int | None
+    # bool [T], tokens at which steps are counted, and ``tokens`` are those that these emit; None = all
     starts: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Expected steps of n responses: n rows, one column for each gamma.
-
-    Attributes:
-        steps: number of steps; ``drafted`` and accepted (``taken``) tokens, and target positions (``rows``) in them.
-        counted, emitted: steps with enough remaining tokens for a draft of gamma, and the tokens that they emit.
-    """
+    """Expected steps of n responses: n rows, one column for each gamma."""
 
     tokens: np.ndarray  # [n, gammas], response lengths (equal in all columns unless ``starts`` selects steps)
+    # number of steps; ``drafted`` and accepted (``taken``) tokens, and target positions (``rows``) in them
     steps: np.ndarray
     drafted: np.ndarray
     taken: np.ndarray
+    # counted, emitted: steps with enough remaining tokens for a draft of gamma, and the tokens that they emit
     counted: np.ndarray
     emitted: np.ndarray
     accepted: np.ndarray  # [n, gammas, G], sum of Pr(tau >= i) over the counted steps
@@ -163,8 +155,7 @@ def _visited_deterministic(survival: np.ndarray, gamma: np.ndarray) -> np.ndarra
     return visits[:, :, :longest]
 
 
-#: Change of the draft length after a fully accepted draft, and after any other.
-MORE, FEWER = 2, 1
+MORE, FEWER = 2, 1  # change of the draft length after a fully accepted draft, and after any other
 
 
 def confident(

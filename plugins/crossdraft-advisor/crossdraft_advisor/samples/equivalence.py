@@ -27,14 +27,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-#: Confidence level of all bounds.
-CONFIDENCE = 0.95
+CONFIDENCE = 0.95  # confidence level of all bounds
 #: Normal quantiles: of `CONFIDENCE`, of 0.9 (the power with `draws_needed` draws), and of the better of two bounds.
 _Z, _Z_POWER, _Z_EITHER = 1.6448536, 1.2815516, 1.9599640
 #: Grid of temperatures; effects are interpolated between them.
 TEMPERATURES = (0.25, 0.4, 0.6, 0.8, 0.9, 1.0, 1.1, 1.25, 1.6, 2.5, 5.0)
-#: Maximum elements of a batch of distributions.
-BATCH_ELEMENTS = 2**22
+BATCH_ELEMENTS = 2**22  # maximum elements of a batch of distributions
 
 
 @dataclass(frozen=True)

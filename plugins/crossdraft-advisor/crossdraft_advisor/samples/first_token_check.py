@@ -44,8 +44,7 @@ if TYPE_CHECKING:
     from crossdraft.framework.contracts.rng import RngSource
     from crossdraft.framework.contracts.verifier import Verifier
 
-#: p-value below which a distribution is rejected.
-REJECTED = 1e-6
+REJECTED = 1e-6  # p-value below which a distribution is rejected
 #: Bytes of one batch of distributions (small on CPUs, for their caches); at most `LARGEST_BATCH` samples.
 BATCH_BYTES, BATCH_BYTES_CPU = 2**28, 2**23
 LARGEST_BATCH = 2**15
@@ -80,14 +79,11 @@ class Case:
 
 @dataclass(frozen=True)
 class PromptDistributions:
-    """A prompt and the next-token distributions of both models.
-
-    Attributes:
-        p, q: ``[V]`` float32, target and draft probabilities of the next token after temperature and truncation.
-    """
+    """A prompt and the next-token distributions of both models."""
 
     text: str  # of the prompt
     length: int  # in tokens, including the chat template
+    # p, q: ``[V]`` float32, target and draft probabilities of the next token after temperature and truncation
     p: Tensor
     q: Tensor
 
@@ -286,21 +282,17 @@ def _verifiers(names: Iterable[str] | None) -> list[type[Verifier]]:
     return [verifier for verifier, has in traits if has.lossless and not has.temperature_zero_only]
 
 
-#: Smallest expected count of a chi-square cell; smaller cells are pooled.
-MIN_EXPECTED = 5
+MIN_EXPECTED = 5  # smallest expected count of a chi-square cell; smaller cells are pooled
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Goodness of fit of counts to a distribution.
-
-    Attributes:
-        chi_square: Pearson's statistic, with cells that expect fewer than `MIN_EXPECTED` samples pooled; infinite if a
-            counted token has probability 0.
-    """
+    """Goodness of fit of counts to a distribution."""
 
     sd: float  # standard deviation over the vocabulary of frequency minus probability
     expected_sd: float  # its expectation for samples of the distribution
+    # Pearson's statistic, with cells that expect fewer than `MIN_EXPECTED` samples pooled; infinite if a counted token
+    # has probability 0
     chi_square: float
     degrees_of_freedom: int  # number of cells - 1
     p_value: float  # probability that samples of the distribution fit no better; 1 with a single cell

@@ -14,25 +14,19 @@ import numpy as np
 from .equivalence import CellCounts
 from .sampler_verdict import CELLS, LEVEL
 
-#: Probability to show a bias of the stated size.
-POWER = 0.9
-#: Normal quantiles: two-sided at 0.05, and of `POWER`.
-_Z, _Z_POWER = 1.9599640, 1.2815516
-#: Tests among which `Evidence.verdict` divides its level, with one draw at each prefix.
-_TESTS = 2
+POWER = 0.9  # probability to show a bias of the stated size
+_Z, _Z_POWER = 1.9599640, 1.2815516  # normal quantiles: two-sided at 0.05, and of `POWER`
+_TESTS = 2  # tests among which `Evidence.verdict` divides its level, with one draw at each prefix
 
 
 @dataclass(frozen=True)
 class ScorePlan:
-    """Scores of a task with and without speculative decoding.
-
-    Attributes:
-        changed: share of questions whose grade differs between two runs; by default that of independent answers,
-            about 2 score (1 - score), the most that it can be.
-    """
+    """Scores of a task with and without speculative decoding."""
 
     questions: int  # number of questions of the task
     score: float  # share of right answers
+    # share of questions whose grade differs between two runs; by default that of independent answers, about 2 score (1
+    # - score), the most that it can be
     changed: float | None = None
 
     def variance(self, difference: float) -> float:

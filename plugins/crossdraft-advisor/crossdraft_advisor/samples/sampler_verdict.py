@@ -27,8 +27,7 @@ from torch import Tensor
 
 from .equivalence import BATCH_ELEMENTS, CONFIDENCE, CellCounts, TemperatureShift
 
-#: Maximum false-positive rate: exact samplers that are called different.
-LEVEL = 0.01
+LEVEL = 0.01  # maximum false-positive rate: exact samplers that are called different
 #: Maximum number of cells of a distribution, and minimum expected draws of a cell.
 CELLS, DRAWS_PER_CELL = 16, 5
 
@@ -44,16 +43,13 @@ class PrefixDraws:
 
 @dataclass(frozen=True)
 class Statistic:
-    """One of the statistics of a verdict.
+    """One of the statistics of a verdict."""
 
-    Attributes:
-        name, draws: for display.
-        tv_at_least, tv_at_most: bounds on the average TV, or None.
-    """
-
+    # name, draws: for display
     name: str
     draws: int
     p_value: float  # of "no difference"
+    # tv_at_least, tv_at_most: bounds on the average TV, or None
     tv_at_least: float | None
     tv_at_most: float | None
     draws_needed: float  # draws with which an exact sampler is found within d
@@ -62,24 +58,21 @@ class Statistic:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Decision from the draws.
-
-    Attributes:
-        draws, prefixes: number of tested ones.
-        tv_at_least, tv_at_most: bounds on the TV, averaged over draws.
-        log_p, expected_log_p: mean log-probability of the drawn tokens, and its expectation.
-    """
+    """Decision from the draws."""
 
     outcome: str  # ``yes``, ``no`` or ``undecided``
     deviation: float  # the TV d in question
+    # draws, prefixes: number of tested ones
     draws: int
     prefixes: int
     p_value: float  # of "no difference", corrected for the number of tests
+    # tv_at_least, tv_at_most: bounds on the TV, averaged over draws
     tv_at_least: float
     tv_at_most: float
     each_prefix: bool  # the bound covers the cells of each prefix; otherwise only deviations common to all prefixes
     more_draws: int  # additional draws needed for a decision; 0 if decided
     impossible: int  # draws of tokens of probability 0
+    # log_p, expected_log_p: mean log-probability of the drawn tokens, and its expectation
     log_p: float
     expected_log_p: float
     statistics: list[Statistic]

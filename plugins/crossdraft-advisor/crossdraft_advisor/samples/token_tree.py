@@ -16,23 +16,18 @@ from crossdraft.framework.errors import NumericalError
 from crossdraft.framework.util.limits import PREFILL_TOKENS
 from crossdraft.framework.util.tensors import on_device
 
-#: Maximum nodes of a tree in the cache and in one pass, and number of slots.
-NODES, WIDTH, ROWS = 256, 64, 8
-#: Maximum bytes of the logits of a pass.
-BYTES = 2**28
+NODES, WIDTH, ROWS = 256, 64, 8  # maximum nodes of a tree in the cache and in one pass, and number of slots
+BYTES = 2**28  # maximum bytes of the logits of a pass
 
 
 @dataclass
 class TokenTree:
-    """Sequences drawn after one prompt.
+    """Sequences drawn after one prompt."""
 
-    Attributes:
-        tokens, parents: of each node; node 0 is the prompt. Leaves of the drawn sequences are counted, not stored.
-        counts: next token -> number of draws, for each node.
-    """
-
+    # tokens, parents: of each node; node 0 is the prompt. Leaves of the drawn sequences are counted, not stored.
     tokens: list[int] = field(default_factory=lambda: [0])
     parents: list[int] = field(default_factory=lambda: [-1])
+    # next token -> number of draws, for each node
     counts: list[Counter[int]] = field(default_factory=lambda: [Counter()])
     _children: dict[tuple[int, int], int] = field(default_factory=dict)
 

@@ -48,8 +48,7 @@ _MARKS = {
 }
 #: A date with a time of day; Azure's have up to seven decimals, and Python's at most six.
 _DATE = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:(\.\d{1,6})\d*)?(Z|[+-]\d\d(?::?\d\d)?)?", re.ASCII)
-#: A number of tokens, as pandas writes it in a column with gaps.
-_WHOLE = re.compile(r"\d{1,9}\.0", re.ASCII)
+_WHOLE = re.compile(r"\d{1,9}\.0", re.ASCII)  # a number of tokens, as pandas writes it in a column with gaps
 _NUMBER = re.compile(r"\d{1,30}(\.\d{1,30})?([eE][+-]?\d{1,3})?", re.ASCII)
 
 
@@ -63,14 +62,10 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True)
 class GammaArrivals:
-    """Arrivals with independent gamma-distributed gaps, as in ``vllm bench serve``.
-
-    Attributes:
-        burstiness: shape of the gaps; 1 is a Poisson process, less is burstier (coefficient of variation
-            ``burstiness ** -0.5``).
-    """
+    """Arrivals with independent gamma-distributed gaps, as in ``vllm bench serve``."""
 
     rate: float  # requests per second
+    # shape of the gaps; 1 is a Poisson process, less is burstier (coefficient of variation ``burstiness ** -0.5``)
     burstiness: float = 1.0
     concurrency: int = 0
 

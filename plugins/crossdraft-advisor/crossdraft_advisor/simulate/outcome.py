@@ -15,8 +15,7 @@ from .policies import OracleLengths, StepCost, StepPolicy
 from .replica import EngineSettings, Router, StepCounts, simulate
 from .request import Pool, SimulatedRequest, make_requests
 
-#: Quantile of the columns ``..._p95``.
-QUANTILE = 0.95
+QUANTILE = 0.95  # quantile of the columns ``..._p95``
 
 
 @dataclass(frozen=True)
@@ -55,12 +54,7 @@ class RequestTimes:
 
 @dataclass(frozen=True)
 class PolicyResult:
-    """Result of one policy under one arrival process.
-
-    Attributes:
-        first_token_seconds_p95, token_seconds_p95: 95th percentiles over requests.
-        regret: relative excess of the mean latency over the oracle's; None for the oracle, and without it.
-    """
+    """Result of one policy under one arrival process."""
 
     policy: str
     arrivals: str
@@ -72,9 +66,11 @@ class PolicyResult:
     first_token_seconds: Estimate  # mean seconds to the first token
     token_seconds: Estimate | None  # mean seconds per token after the first
     latency_seconds: Estimate  # mean seconds from arrival to the last token
+    # first_token_seconds_p95, token_seconds_p95: 95th percentiles over requests
     first_token_seconds_p95: float
     token_seconds_p95: float
     goodput: Estimate | None  # requests per second that meet the service level; None without one
+    # relative excess of the mean latency over the oracle's; None for the oracle, and without it
     regret: Estimate | None
 
 

@@ -1,4 +1,4 @@
-"""Seconds of an engine's step, from cost curves.
+"""Policies that choose the draft length of every running request in a step, and the seconds of that step.
 
 A step is one pass of the target over the decoding rows, each with its draft, and the prompt tokens that are prefilled
 with them; before it, the draft model takes one pass for each drafted token of the longest draft. Unless both curves are
@@ -19,27 +19,23 @@ from crossdraft.framework.util.limits import MOST_NODES, MOST_ROWS
 
 from .request import Pool, SimulatedRequest
 
-#: Contexts are rounded to multiples of this many tokens.
-CONTEXT_STEP = 16
+CONTEXT_STEP = 16  # contexts are rounded to multiples of this many tokens
 
 
 @dataclass
 class StepCost:
-    """Seconds of a step.
-
-    Attributes:
-        prefill: seconds of a prefill by its tokens, as the curve of a batch of 1; by default that of ``target``, plus
-            that of the draft model in proportion to the models' passes over one token.
-        floor: seconds of a step over those of a plain one at batch size 1, by drafted tokens of a row; None for those
-            of the curves.
-    """
+    """Seconds of a step."""
 
     target: Curve  # curve of the target
     drafter: Curve | None = None  # curve of the draft model; None if it has none, or if it is unknown
+    # seconds of a prefill by its tokens, as the curve of a batch of 1; by default that of ``target``, plus that of the
+    # draft model in proportion to the models' passes over one token
     prefill: Curve | None = None
     overhead: float = 0.0  # further seconds of a step
     padded: bool = False  # rows are padded to the widest and drafted for as long as it; else a pass costs its tokens
     separate: bool = False  # prompts are prefilled in a pass of their own before the step; else with the step's rows
+    # seconds of a step over those of a plain one at batch size 1, by drafted tokens of a row; None for those of the
+    # curves
     floor: Callable[[float], float] | None = None
     _seconds: dict[tuple[int, ...], float] = field(default_factory=dict, repr=False)
 
@@ -107,8 +103,7 @@ class StepCost:
         return decoding + seconds
 
 
-#: Weight of the prior of a request's acceptance rate, in drafted tokens.
-PRIOR_TOKENS = 4
+PRIOR_TOKENS = 4  # weight of the prior of a request's acceptance rate, in drafted tokens
 _FORMS = "off, static:N, schedule, schedule:B=N,..., budget:N or oracle"
 
 

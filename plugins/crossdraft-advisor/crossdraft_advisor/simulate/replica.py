@@ -23,28 +23,21 @@ Router = Literal["round-robin", "least-loaded"]
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Settings of a replica.
-
-    Attributes:
-        first_token: the prefill emits the first token, as in serving engines; else the first step does, as in
-            crossdraft's own loop.
-    """
+    """Settings of a replica."""
 
     batch_size: int  # most running requests
     batched_tokens: int = 2048  # most tokens of a pass; longer prompts are prefilled in chunks
+    # the prefill emits the first token, as in serving engines; else the first step does, as in crossdraft's own loop
     first_token: bool = True
 
 
 @dataclass
 class StepCounts:
-    """Sums over the decoding steps of a simulation.
-
-    Attributes:
-        drafted, emitted: tokens drafted and emitted by decoding rows.
-    """
+    """Sums over the decoding steps of a simulation."""
 
     steps: int = 0  # steps with decoding rows; ``rows``: decoding rows of them
     rows: int = 0
+    # drafted, emitted: tokens drafted and emitted by decoding rows
     drafted: int = 0
     emitted: int = 0
     seconds: float = 0.0  # seconds of all steps; ``prefill_seconds``: those that the prompts added
@@ -53,16 +46,13 @@ class StepCounts:
 
 @dataclass(eq=False)
 class Replica:
-    """One engine with its queue.
-
-    Attributes:
-        waiting, running: requests without and with a slot.
-    """
+    """One engine with its queue."""
 
     settings: EngineSettings
     policy: StepPolicy
     cost: StepCost
     counts: StepCounts  # shared by all replicas of a simulation
+    # waiting, running: requests without and with a slot
     waiting: deque[SimulatedRequest] = field(default_factory=deque)
     running: list[SimulatedRequest] = field(default_factory=list)
     _decoding: list[SimulatedRequest] = field(default_factory=list)

@@ -22,10 +22,8 @@ if TYPE_CHECKING:
     from ...replay.response import Response
     from .command import Advise
 
-#: The greatest draft length that is replayed.
-MAX_GAMMA = 16
-#: Fewer tokens than this raise a warning.
-_MIN_TOKENS = 1000
+MAX_GAMMA = 16  # the greatest draft length that is replayed
+_MIN_TOKENS = 1000  # fewer tokens than this raise a warning
 
 
 def replayed_acceptances(args: Advise, remarks: Remarks) -> list[Acceptance]:

@@ -145,8 +145,7 @@ def assessment_json(assessment: Assessment, checks: Mapping[str, str]) -> dict[s
 
 #: A label of counters, an argument in the log of a start, or a key of responses.
 _MODEL = re.compile(r"""\bmodel_name=["']([^"']+)|\bserved_model_name=["']?([^"',\s)]+)|"model"\s*:\s*"([^"]+)""")
-#: Characters of a source in which the model is looked for.
-_SEARCHED = 2**20
+_SEARCHED = 2**20  # characters of a source in which the model is looked for
 
 
 def served_model(text: str) -> str:

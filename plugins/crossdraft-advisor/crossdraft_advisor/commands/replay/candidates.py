@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from ...replay.teacher_forcing.draft_scores import DraftScores
     from ...replay.teacher_forcing.lazy_models import Target
 
-#: Initial draft length of the heuristic policy, as in the drafters.
-INITIAL_LENGTH = 5
+INITIAL_LENGTH = 5  # initial draft length of the heuristic policy, as in the drafters
 
 
 @dataclass(frozen=True)

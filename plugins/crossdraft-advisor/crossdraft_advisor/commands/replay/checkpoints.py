@@ -24,18 +24,14 @@ from .output import prompt_names, verifier_title
 if TYPE_CHECKING:
     from .command import Replay
 
-#: A drafter, verifier, number of sequences and draft length.
-Pair = tuple[str, str, int, int]
+Pair = tuple[str, str, int, int]  # a drafter, verifier, number of sequences and draft length
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Acceptance of one pair at one checkpoint.
+    """Acceptance of one pair at one checkpoint."""
 
-    Attributes:
-        target, source: the checkpoint and its responses.
-    """
-
+    # target, source: the checkpoint and its responses
     target: str
     source: str
     block_efficiency: Estimate

@@ -46,12 +46,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class EngineCheck:
-    """Counters of one engine for one source.
-
-    Attributes:
-        cause: of a difference between counted and reference; None if they agree, or if no cause explains it.
-        options: with which the engine's drafter differs from crossdraft's default.
-    """
+    """Counters of one engine for one source."""
 
     engine: str
     source: str
@@ -60,8 +55,10 @@ class EngineCheck:
     reference: EngineCounts
     row: Row  # crossdraft's own metrics of the same responses; ``sample``: by prompt
     sample: Sample
+    # of a difference between counted and reference; None if they agree, or if no cause explains it
     cause: Cause | None = None
     prompts: dict[str, int] = field(default_factory=dict)  # hashes of the prompts' tokens by id
+    # with which the engine's drafter differs from crossdraft's default
     options: Mapping[str, Any] = field(default_factory=dict)
     next_check: str = "run crossdraft verify-engine"  # if no cause explains the difference
 

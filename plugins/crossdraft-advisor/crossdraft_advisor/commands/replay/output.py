@@ -18,8 +18,7 @@ from ...replay.aggregate import MAX_GROUPS, PromptGroups, Row, Tally, difference
 from ...replay.replay import Candidate, ReplayResult
 from .. import right
 
-#: A pair at a draft length: candidate, verifier, K and gamma.
-Key = tuple[Candidate, str, int, int]
+Key = tuple[Candidate, str, int, int]  # a pair at a draft length: candidate, verifier, K and gamma
 
 
 def keys(result: ReplayResult) -> Iterator[Key]:

@@ -1,11 +1,10 @@
 """Checks of an engine's responses against the target and the drafter, without the engine.
 
-Comparison of the steps that an engine took with those that replay derives from its responses.
-
-Given the response, a step that starts at a token accepts a number of drafted tokens that only the drafts and the
-verifier's coins decide. Where drafts are deterministic, so is that number, and the engine must accept exactly as many.
-Otherwise the accepted tokens of all steps must agree with their expectation: their difference is a martingale over the
-steps, whose variance is the sum of the steps' variances.
+Steps are compared with those that replay derives from the responses. Given the response, a step that starts at a token
+accepts a number of drafted tokens that only the drafts and the verifier's coins decide. Where drafts are deterministic,
+so is that number, and the engine must accept exactly as many. Otherwise the accepted tokens of all steps must agree
+with their expectation: their difference is a martingale over the steps, whose variance is the sum of the steps'
+variances.
 """
 
 from __future__ import annotations
@@ -40,12 +39,9 @@ if TYPE_CHECKING:
     from ...replay.response import Response
     from ...samples.sampler_verdict import Verdict
 
-#: Verdicts about steps are at this level.
-LEVEL = 1e-3
-#: Standard deviations of that level.
-_Z = 3.29
-#: Rounding error of a sum of probabilities.
-_ROUNDING = 1e-3
+LEVEL = 1e-3  # verdicts about steps are at this level
+_Z = 3.29  # standard deviations of that level
+_ROUNDING = 1e-3  # rounding error of a sum of probabilities
 
 
 @dataclass(frozen=True)
@@ -70,36 +66,30 @@ class CounterCheck:
 
 @dataclass(frozen=True)
 class UnequalStep:
-    """A step that accepted another number of tokens than replay.
-
-    Attributes:
-        others: the other requests in the step, and those in the step before it, at whose end the engine drafted, each
-            with the token that it was at.
-    """
+    """A step that accepted another number of tokens than replay."""
 
     index: int  # number of the response
     token: int  # index of the step's first token in it
     emitted: Sequence[int]  # tokens of the response from there on, at most one more than a draft has
     drafted: Sequence[int]  # tokens that the drafter proposes there; empty if they depend on random numbers
+    # the other requests in the step, and those in the step before it, at whose end the engine drafted, each with the
+    # token that it was at
     others: tuple[Sequence[str], Sequence[str]]
 
 
 @dataclass
 class CellCheck:
-    """Results of the checks of one cell; None for one that does not apply.
-
-    Attributes:
-        draws_to_show: if the check of the distribution failed, the number of draws after which the difference showed.
-        other_traffic: see `Metrics.other_traffic`; the counters are not compared then.
-    """
+    """Results of the checks of one cell; None for one that does not apply."""
 
     config: CellConfig
     steps: ServedSteps | None = None
     counters: CounterCheck | None = None
     distribution: Verdict | None = None
     text: GreedyText | None = None
+    # if the check of the distribution failed, the number of draws after which the difference showed
     draws_to_show: int | None = None
     first: UnequalStep | None = None  # the first step that differs from replay
+    # see `Metrics.other_traffic`; the counters are not compared then
     other_traffic: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
@@ -164,7 +154,7 @@ def check_cell(
 
 
 def refuse_impossible(result: CellResult, responses: Sequence[Response], target: LoadedModel, cell: Path) -> None:
-    """Raise UsageError for a recorded response that no server can return, see `response_checks`."""
+    """Raise UsageError for a recorded response that no server can return, see `response_flaw`."""
     config = result.config
     size = target.model.get_output_embeddings().weight.shape[0]
     for line, response, steps in zip(result.responses, responses, _emitted(result), strict=True):
@@ -380,23 +370,20 @@ def greedy_text(responses: Sequence[Response], target: LoadedModel) -> GreedyTex
 
 @dataclass
 class ServedSteps:
-    """Counts of the steps of one cell.
+    """Counts of the steps of one cell."""
 
-    Attributes:
-        decided: steps whose number of accepted tokens follows from the response; ``equal``: those that accepted it.
-        accepted, expected: accepted tokens of all steps, and their expectation.
-        at_least, expected_at_least: number of steps that accepted at least i = 1, 2, ... tokens, and its expectation.
-        unequal: place of the first steps that differ: prompt, token, accepted tokens, those of replay.
-    """
-
+    # steps whose number of accepted tokens follows from the response; ``equal``: those that accepted it
     decided: int = 0
     equal: int = 0
+    # accepted, expected: accepted tokens of all steps, and their expectation
     accepted: float = 0.0
     expected: float = 0.0
     variance: float = 0.0  # of ``accepted``
     steps: int = 0  # number of compared steps
+    # at_least, expected_at_least: number of steps that accepted at least i = 1, 2, ... tokens, and its expectation.
     at_least: np.ndarray = field(default_factory=lambda: np.zeros(0))
     expected_at_least: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    # place of the first steps that differ: prompt, token, accepted tokens, those of replay
     unequal: list[tuple[str, int, int, int]] = field(default_factory=list)
 
     def add(self, name: str, records: Sequence[StepRecord], survival: np.ndarray, inferred: bool = False) -> None:

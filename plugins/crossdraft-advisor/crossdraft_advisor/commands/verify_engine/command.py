@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     from .checks import CellCheck
 
-#: Exit codes; 2 is reserved for usage errors.
-EXIT = {"yes": 0, "no": 1, "undecided": 3}
+EXIT = {"yes": 0, "no": 1, "undecided": 3}  # exit codes; 2 is reserved for usage errors
 #: Options of runs, which a finished one does not take.
 _RUN_OPTIONS = {"set_", "limit", "out", "fresh", "allow_program"}
 

@@ -1,10 +1,10 @@
-"""Golden acceptance-length curves: YAML of model, mode and draft length, as SemiAnalysis InferenceX publishes it.
+"""Acceptance by draft length that is published with a model: golden curves and profiles.
 
-https://github.com/SemiAnalysisAI/InferenceX: golden_al_distribution/README.md. A value is the mean acceptance length,
+Golden curves are YAML of model, mode and draft length, as SemiAnalysis InferenceX publishes it
+(https://github.com/SemiAnalysisAI/InferenceX: golden_al_distribution/README.md). A value is the mean acceptance length,
 bonus token included, of drafts of that length, rounded to two decimals.
 
-``speculation_profile.json``: acceptance stored with a draft checkpoint, as marginal and conditional rates.
-
+``speculation_profile.json`` is stored with a draft checkpoint, with marginal and conditional rates.
 https://github.com/NVIDIA/Model-Optimizer: examples/specdec_bench/specdec_bench/speculation_profile.py.
 """
 
@@ -32,8 +32,7 @@ _MODE = re.compile(r"\s+([^\W\d][\w.-]*):\s*(?:#.*)?")
 _LENGTH = re.compile(r"\s+(\d{1,9}):\s*([^\s#]+)\s*(?:#.*)?")
 _FACT = re.compile(r"\s+([\w.-]+):\s+(\S.*?)\s*")
 
-#: Lengths of one curve: draft length -> line and acceptance length.
-Curve = dict[int, tuple[int, float]]
+Curve = dict[int, tuple[int, float]]  # lengths of one curve: draft length -> line and acceptance length
 
 
 class GoldenAl(Engine):
@@ -151,8 +150,7 @@ def _acceptances(source: Source, curve: Curve, **attributes: Any) -> list[Accept
     return acceptances
 
 
-#: Tolerance for rounded rates.
-_ROUNDING = 2e-4
+_ROUNDING = 2e-4  # tolerance for rounded rates
 
 
 class SpeculationProfile(Engine):

@@ -37,8 +37,7 @@ _LINE = re.compile(
     r"(?:, mean (?:acceptance length|len) =\s*([^\s,]+))?"
     r"(?:, acceptance rate per position = \(([^()]*)\))?\s*$"
 )
-#: Later versions log the rates on a separate line.
-_RATES = re.compile(r"acc per pos = \(([^()]*)\)\s*")
+_RATES = re.compile(r"acc per pos = \(([^()]*)\)\s*")  # later versions log the rates on a separate line
 #: Generated tokens of a request, logged before its draft acceptance.
 _EVALUATED = re.compile(r"(?<!prompt )eval time =\s*(\d{1,12}(?:\.\d{1,9})?) ms /\s*(\d{1,15}) tokens")
 _SLOT = re.compile(r"\bslot\b.{0,40}\bid +(\d{1,6}) ")
@@ -57,8 +56,7 @@ _PROMPT = re.compile(
 )
 #: A column of the table of ``speed_bench.py``: accepted over drafted tokens of each category.
 _ACCEPT_RATE, _PREDICTED = "accept_rate", "avg_pred_t/s"
-#: Summary of llama.cpp's examples.
-_EXAMPLE_KEYS = ("n_draft", "n_predict", "n_drafted", "n_accept")
+_EXAMPLE_KEYS = ("n_draft", "n_predict", "n_drafted", "n_accept")  # summary of llama.cpp's examples
 _EXAMPLE = re.compile(rf"^(?:\S+ I )?\s*({'|'.join(_EXAMPLE_KEYS)})\s+= (\d{{1,15}})\s*$")
 
 

@@ -1,9 +1,8 @@
 """Statistics of responses and iterations, with the keys of vLLM, AIPerf, TensorRT-LLM and SGLang.
 
-Rapid-MLX: counters of its server.
-
-https://github.com/raullenchai/Rapid-MLX: spec_decode/mtp/accept_counter.py, routes/metrics.py. Attempts are drafted
-tokens; newer versions count the verifications, and both kinds of tokens by their depth in the draft.
+Rapid-MLX has counters of its server (https://github.com/raullenchai/Rapid-MLX: spec_decode/mtp/accept_counter.py,
+routes/metrics.py). Attempts are drafted tokens; newer versions count the verifications, and both kinds of tokens by
+their depth in the draft.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""TensorRT-LLM: ``speculative_config`` in YAML.
+"""Engines and simulators whose settings are written, and whose logs are not read here.
 
+TensorRT-LLM: ``speculative_config`` in YAML.
 https://nvidia.github.io/TensorRT-LLM: features/speculative-decoding; tensorrt_llm/llmapi/llm_args.py.
 
 transformers: arguments of ``generate`` for assisted decoding.
-
 https://huggingface.co/docs/transformers: generation_strategies; transformers/generation/candidate_generator.py.
 
 Simulators of serving: aiconfigurator's mean, the conditional rates of Dynamo's mocker, ATOM's forced length.
-
 https://github.com/ai-dynamo/aiconfigurator: docs/cli_user_guide.md; https://github.com/ai-dynamo/dynamo:
 lib/mocker/src/common/speculative.rs; https://github.com/ROCm/ATOM: docs/forced_acceptance_length.md.
 """
@@ -144,8 +143,7 @@ class Transformers(Engine):
         return Settings(text, remarks)
 
 
-#: Longest draft of Dynamo's mocker.
-_MOST_DRAFTED = 5
+_MOST_DRAFTED = 5  # longest draft of Dynamo's mocker
 
 
 class Aiconfigurator(Engine):

@@ -61,8 +61,7 @@ _RATE = re.compile(r"accept rate: ([^,\s]*),")
 _RUNNING = re.compile(r"#running-req: (\d{1,9}),")
 #: Algorithms with adaptive steps, with rejection sampling of sampled drafts, and with block verification.
 _EAGLE = ("EAGLE", "EAGLE3", "NEXTN")
-#: Algorithms that draft a block in one step.
-_BLOCKS = ("DFLASH", "DSPARK")
+_BLOCKS = ("DFLASH", "DSPARK")  # algorithms that draft a block in one step
 
 
 class Sglang(Engine):

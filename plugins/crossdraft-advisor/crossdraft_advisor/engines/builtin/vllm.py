@@ -35,8 +35,7 @@ from ..step_counts import StepCounts, acceptances_of, all_steps, from_rates, ful
 #: Methods that model runner V1 serves on every platform; they draft greedily, and block verification is ignored.
 _V1_METHODS = ("medusa",)
 _MARK, _FIRST = "SpecDecoding metrics: ", "Speculative metrics: "
-#: Texts of the other lines that are read.
-_MARKS = (_FIRST, "generation throughput: ", '"POST /')
+_MARKS = (_FIRST, "generation throughput: ", '"POST /')  # texts of the other lines that are read
 #: Required fields of a log line; the last one shows that it is not truncated.
 _FIELDS = {
     "mean": re.compile(r"Mean acceptance length: (\S+?),"),
@@ -47,16 +46,14 @@ _FIELDS = {
 }
 
 
-#: Rounding error of the average rate in per cent, which has one decimal.
-_AVERAGE_ERROR = 0.0501
+_AVERAGE_ERROR = 0.0501  # rounding error of the average rate in per cent, which has one decimal
 #: A window of the first versions of V1 (0.8).
 _WITHOUT_RATES = re.compile(
     r"(?:SpecDecoding metrics: Draft acceptance rate: [\d.]+%, Accepted:|"
     r"Speculative metrics: Draft acceptance rate: [\d.]+, Number of accepted tokens:) (\d{1,15})(?: tokens)?, "
     r"(?:Drafted|Number of draft tokens): (\d{1,15})(?: tokens)?,?\s*$"
 )
-#: A window without drafts, whose rates are not numbers.
-_IDLE = re.compile(r"Drafted: 0 tokens")
+_IDLE = re.compile(r"Drafted: 0 tokens")  # a window without drafts, whose rates are not numbers
 #: The throughput of an engine, on the line before that of its drafts, and one of them by the second.
 _GENERATED = re.compile(
     r"(?:Engine (\d{1,6}): |(\d{1,6}) Engines Aggregated: )?(?:Avg prompt throughput: (\d{1,12}(?:\.\d{1,9})?) "

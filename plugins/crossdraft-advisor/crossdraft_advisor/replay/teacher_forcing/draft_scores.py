@@ -36,23 +36,21 @@ class DraftScores:
 
     A step that starts at t has committed x[:t]; token j (from 0) of its draft is at the position of x[t + j]. Entries
     with t + j >= T are undefined.
-
-    Attributes:
-        log_q: float64 [T, G], log Q(x[t + j] | prompt, x[:t + j]) of a step that started at t and drafted x up to
-            there; for point masses 0 if the drafted token is x[t + j] and -inf otherwise.
-        lengths: int64 [T], drafted tokens of a step at t if they equal x: at most G, fewer if the drafter proposes
-            fewer or its length policy stops. Those of `trace_drafters` include tokens past the end of the response.
-        log_top: float64 [T, G], the largest log-probability of the distribution of each drafted token (at temperature
-            0, of the model's softmax), for confidence policies (`length_policies`). None if it was not requested.
-        own_log_p: float64 [T], log P computed by the target if ``log_p`` is the recorded one and the target was run.
-        sums: `iid_chains.sums` for verifiers of several i.i.d. sequences; None if they were not requested.
     """
 
+    # float64 [T, G], log Q(x[t + j] | prompt, x[:t + j]) of a step that started at t and drafted x up to there; for
+    # point masses 0 if the drafted token is x[t + j] and -inf otherwise
     log_q: np.ndarray
+    # int64 [T], drafted tokens of a step at t if they equal x: at most G, fewer if the drafter proposes fewer or its
+    # length policy stops. Those of `trace_drafters` include tokens past the end of the response.
     lengths: np.ndarray
     log_p: np.ndarray  # float64 [T], log P(x[t] | prompt, x[:t]) of the target as sampled; 0 at temperature 0
+    # `iid_chains.sums` for verifiers of several i.i.d. sequences; None if they were not requested.
     sums: ChainSums | None = None
+    # float64 [T, G], the largest log-probability of the distribution of each drafted token (at temperature 0, of the
+    # model's softmax), for confidence policies (`step_chain`). None if it was not requested.
     log_top: np.ndarray | None = None
+    # float64 [T], log P computed by the target if ``log_p`` is the recorded one and the target was run
     own_log_p: np.ndarray | None = None
 
 

@@ -25,22 +25,18 @@ from typing import Any
 import numpy as np
 import torch
 
-#: Maximum iterations and tolerance of the search for rho.
-STEPS, CLOSE = 60, 1e-13
+STEPS, CLOSE = 60, 1e-13  # maximum iterations and tolerance of the search for rho
 
 
 @dataclass(frozen=True)
 class ChainSums:
-    """Sums over the target and draft distributions at each of T tokens, for up to K sequences.
+    """Sums over the target and draft distributions at each of T tokens, for up to K sequences."""
 
-    Attributes:
-        p, q: float64 [T], P and Q of the token itself.
-        rho, beta: float64 [T, K], SpecTr's rho and sum_v min(p / rho, q) for S = 1 .. K live sequences.
-    """
-
+    # p, q: float64 [T], P and Q of the token itself
     p: np.ndarray
     q: np.ndarray
     c: np.ndarray  # float64 [T, K + 1], SpecInfer's c_1 .. c_{K+1}
+    # rho, beta: float64 [T, K], SpecTr's rho and sum_v min(p / rho, q) for S = 1 .. K live sequences.
     rho: np.ndarray
     beta: np.ndarray
 
@@ -163,8 +159,7 @@ def _binomials(probability: np.ndarray, k: int) -> np.ndarray:
     return probs
 
 
-#: Verifier -> transition matrices.
-TRANSITIONS = {"specinfer": specinfer, "spectr": spectr}
+TRANSITIONS = {"specinfer": specinfer, "spectr": spectr}  # verifier -> transition matrices
 
 
 def chain_survival(verifier: str, sums: ChainSums, depth: int, ks: Sequence[int]) -> dict[int, np.ndarray]:

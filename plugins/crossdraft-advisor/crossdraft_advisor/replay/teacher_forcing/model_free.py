@@ -23,16 +23,12 @@ from crossdraft.framework.errors import ModelError, UsageError
 from ..response import Response
 from .draft_scores import DraftScores
 
-#: Texts per batch of comparisons.
-WINDOW = 64
-#: Slots of a drafter without a fast path: positions of one text.
-SLOTS = 64
-#: Nominal vocabulary size without a model.
-VOCABULARY = 2**24
+WINDOW = 64  # texts per batch of comparisons
+SLOTS = 64  # slots of a drafter without a fast path: positions of one text
+VOCABULARY = 2**24  # nominal vocabulary size without a model
 
 
-#: Prompt and response tokens.
-Pair = tuple[Sequence[int], Sequence[int]]
+Pair = tuple[Sequence[int], Sequence[int]]  # prompt and response tokens
 
 
 def is_model_free(cls: type[Drafter], config: Any, sampling: Sampling) -> bool:

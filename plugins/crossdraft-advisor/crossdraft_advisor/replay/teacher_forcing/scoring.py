@@ -47,14 +47,10 @@ from .draft_scores import (
 )
 from .iid_chains import ChainSums, sums
 
-#: Default draft depth.
-DEPTH = 16
-#: Maximum batch size, and bytes of the distributions of a step or chunk.
-ROWS, BYTES = 32, 512 * 2**20
-#: Maximum tokens per chunk.
-MAX_CHUNK = 64
-#: Batches that are sorted by length together.
-WINDOW = 8
+DEPTH = 16  # default draft depth
+ROWS, BYTES = 32, 512 * 2**20  # maximum batch size, and bytes of the distributions of a step or chunk
+MAX_CHUNK = 64  # maximum tokens per chunk
+WINDOW = 8  # batches that are sorted by length together
 
 #: ``make(rows, longest, slack)``: a context over ``rows`` new slots of the target, each with capacity for the longest
 #: sequence and ``slack`` more tokens.
