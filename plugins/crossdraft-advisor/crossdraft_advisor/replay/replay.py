@@ -292,12 +292,13 @@ def _add(
         else:  # all verifiers accept point masses alike, for any K
             at_least = [dict.fromkeys(ks, item) for item in point_mass]
         for k in ks:
-            for gamma in candidate.gammas if result.definition is not None else ():
-                counts = candidate.counts.setdefault((verifier, gamma), EngineCounts(result.definition, gamma))
-                others = [EngineCounts(other, gamma) for other in result.variants]
-                for each in (counts, *candidate.variants.setdefault((verifier, gamma), others)):
-                    for response, values, drafted in zip(window, at_least, lengths, strict=True):
-                        each.add(values[k], drafted, len(response.tokens), response.limit)
+            if result.definition is not None:
+                for gamma in candidate.gammas:
+                    counts = candidate.counts.setdefault((verifier, gamma), EngineCounts(result.definition, gamma))
+                    others = [EngineCounts(other, gamma) for other in result.variants]
+                    for each in (counts, *candidate.variants.setdefault((verifier, gamma), others)):
+                        for response, values, drafted in zip(window, at_least, lengths, strict=True):
+                            each.add(values[k], drafted, len(response.tokens), response.limit)
             if k not in steps:
                 acceptances = [
                     StepAcceptance(values[k][: len(drafted)], drafted, response.limit)
