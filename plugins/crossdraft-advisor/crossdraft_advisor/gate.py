@@ -143,8 +143,7 @@ def planned(baseline: Sample, limit: float) -> GateCheck:
 def checked(baseline: Sample, current: Sample, limit: float) -> GateCheck:
     """Compare two samples, by the pieces of equal names if at least half of all are in both.
 
-    Raises:
-        UsageError: their sampling parameters differ.
+    Raises UsageError: their sampling parameters differ.
     """
     for key in baseline.sampling.keys() & current.sampling.keys():
         if (value := baseline.sampling[key]) != (other := current.sampling[key]):

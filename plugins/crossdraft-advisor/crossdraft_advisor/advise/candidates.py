@@ -94,11 +94,8 @@ class Candidate:
     def predict(self, batch_size: int, gamma: int, context: float | None = None) -> Prediction:
         """Predict a step with drafts of ``gamma`` tokens and ``batch_size`` full rows from the curves.
 
-        Args:
-            context: context length of each row; by default as in ``steps``.
-
-        Raises:
-            UsageError: a cost curve with too few batch sizes or widths.
+        ``context``: context length of each row; by default as in ``steps``. Raises UsageError: a cost curve with too
+        few batch sizes or widths.
         """
         assert self.target is not None
         cell = self._cell(batch_size, gamma)
@@ -122,8 +119,7 @@ class Candidate:
     def ratio(self, batch_size: int, gamma: int, context: float | None = None) -> Estimate:
         """Seconds of a step with drafts of ``gamma`` tokens over those of a plain step, at least 1.
 
-        Raises:
-            UsageError: a cost curve with too few batch sizes or widths, or by which a draft makes a step shorter.
+        Raises UsageError: a cost curve with too few batch sizes or widths, or by which a draft makes a step shorter.
         """
         drafted = self._cell(batch_size, gamma).nodes
         if not drafted:
@@ -237,8 +233,7 @@ def _nearest(steps: Mapping[int, CellStatistics], batch_size: int) -> CellStatis
 def of_pair(acceptance: Acceptance) -> Acceptance:
     """Return the acceptance of an engine's drafts with ``refusal`` by the traits of its drafter and verifier.
 
-    Raises:
-        UsageError: the verifier cannot verify its drafts, or the drafts are trees, whose nodes engines do not count.
+    Raises UsageError: the verifier cannot verify its drafts, or the drafts are trees, whose nodes engines do not count.
     """
     name, verifier, temperature = acceptance.drafter, acceptance.verifier, acceptance.temperature
     if not acceptance.chain:

@@ -69,8 +69,7 @@ class Step:
 def decide(candidates: Sequence[Candidate], batch_size: int, context: float | None = None) -> Step:
     """Recommend one of ``candidates``, which share target and sampling parameters, at a batch size.
 
-    Raises:
-        UsageError: no candidates, or an insufficient cost curve.
+    Raises UsageError: no candidates, or an insufficient cost curve.
     """
     if not candidates:
         raise UsageError("no candidates: give the acceptance of at least one drafter")
@@ -123,8 +122,7 @@ def schedule_for(
     Maximizes the geometric mean of the speed-up over ``batch_sizes``, with 1 at batch sizes for which the engine can
     switch drafting off.
 
-    Raises:
-        UsageError: the engine supports none of the candidates or of the batch sizes.
+    Raises UsageError: the engine supports none of the candidates or of the batch sizes.
     """
     unsupported = {c.pair: reason for c in candidates if (reason := engine.cannot(c.acceptance)) is not None}
     supported = [c for c in candidates if c.pair not in unsupported]

@@ -63,11 +63,9 @@ class CertifyModel(SamplingOptions, TrustOptions, ForceOptions, JsonOptions, Com
     def run(self) -> int:
         """Return 1 if a verifier that is declared lossless is rejected (p < 1e-6), or a control is not; else 0.
 
-        Raises:
-            UsageError: an invalid option, name or pair; if possible before a model is loaded.
-            ModelError: a model that cannot be loaded, or a draft model with another tokenizer.
-            NumericalError: a model that returns NaN.
-            ContractError: a strategy that violates its contract.
+        Raises UsageError: an invalid option, name or pair; if possible before a model is loaded. Raises ModelError: a
+        model that cannot be loaded, or a draft model with another tokenizer. Raises NumericalError: a model that
+        returns NaN. Raises ContractError: a strategy that violates its contract.
         """
         _check(self)
         return _run(self)

@@ -30,9 +30,8 @@ _PLAN = "plan, instead of FILE"
 class CertifySamples(SamplingOptions, TrustOptions, Command):
     """Test of the draws in a file, or without one the number of draws that show what a task's score cannot show.
 
-    Raises:
-        UsageError: an invalid option, line of the file or token.
-        ModelError, NumericalError: a model that cannot be loaded, or returns NaN.
+    Raises UsageError: an invalid option, line of the file or token. Raises ModelError, NumericalError: a model that
+    cannot be loaded, or returns NaN.
     """
 
     name: ClassVar[str] = "certify-samples"

@@ -48,8 +48,7 @@ class TextPair:
 class CompareTexts(TrustOptions, JsonOptions, Command):
     """Comparison of the greedy texts of two engines.
 
-    Raises:
-        UsageError: responses that cannot be read or matched, or were sampled.
+    Raises UsageError: responses that cannot be read or matched, or were sampled.
     """
 
     name: ClassVar[str] = "compare-texts"

@@ -46,8 +46,7 @@ Positive = Annotated[float, Field(gt=0)]
 class Simulate(CostOptions, TrustOptions, JsonOptions, Command):
     """Simulation of draft lengths under traffic.
 
-    Raises:
-        UsageError: options that cannot be combined, invalid sources or files.
+    Raises UsageError: options that cannot be combined, invalid sources or files.
     """
 
     name: ClassVar[str] = "simulate"

@@ -75,13 +75,9 @@ def published_prior(engine: str = "", batch_size: float = 1.0) -> Prior:
     A property shifts its centre if that predicts sources that were left out better (docs/lab-notes.md): so far only
     that the engine is a server's. Blocks, draft models, lookups and experts have no shift.
 
-    Args:
-        engine: name of the engine in lower case; empty if it is unknown.
-        batch_size: running requests. Beyond the largest one of the corpus the price is as much less certain as a speed
-            measured at another batch size.
-
-    Raises:
-        UsageError: a batch size that is not positive.
+    ``engine``: name of the engine in lower case; empty if it is unknown; ``batch_size``: running requests. Beyond the
+    largest one of the corpus the price is as much less certain as a speed measured at another batch size. Raises
+    UsageError: a batch size that is not positive.
     """
     if not 0 < batch_size < math.inf:
         raise UsageError(f"a batch size of {batch_size:g} is not possible")
@@ -147,8 +143,7 @@ class StepCost:
         Plain seconds are those of the same batch size (within 10 %); without them, only quotients of the speeds of
         several draft lengths count. The prior is `published_prior` unless one is given.
 
-        Raises:
-            UsageError: a speed that is not a positive finite number.
+        Raises UsageError: a speed that is not a positive finite number.
         """
         for point in points:
             if not (0 < point.seconds_per_step < math.inf and point.batch_size > 0 and point.weight > 0):
@@ -176,8 +171,7 @@ class StepCost:
     def seconds(self, gamma: float) -> Estimate:
         """Seconds of a step with ``gamma`` drafted tokens in the unit of ``ratios``: median and 95 % interval.
 
-        Raises:
-            UsageError: nothing was measured.
+        Raises UsageError: nothing was measured.
         """
         if self.plain_known:
             return self.ratio(gamma)

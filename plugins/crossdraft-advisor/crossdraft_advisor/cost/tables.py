@@ -42,8 +42,7 @@ def read_cost_table(name: str) -> CostCurve:
     Each CSV line is a forward pass over ``width`` new tokens in each of ``batch_size`` rows with ``context`` tokens;
     every combination occurs once.
 
-    Raises:
-        UsageError: an invalid file, with the line.
+    Raises UsageError: an invalid file, with the line.
     """
     path = path_of(name)
     if path.suffix == ".json":

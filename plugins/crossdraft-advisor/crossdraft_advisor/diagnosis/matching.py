@@ -137,11 +137,8 @@ class Match:
 def match(results: Sequence[TrialResult], acceptance: Acceptance, *, own: bool | None = None) -> Match:
     """Compare the replays of a drafter as configured (the first) and of its misreadings with what a server counted.
 
-    Args:
-        own: the server counted the replayed responses, or others; None = unknown.
-
-    Raises:
-        UsageError: the source has the mean acceptance length only.
+    ``own``: the server counted the replayed responses, or others; None = unknown. Raises UsageError: the source has the
+    mean acceptance length only.
     """
     replayed = {
         result.misconfiguration.mistake or CONFIGURED: result

@@ -122,11 +122,8 @@ def in_order(sources: Sequence[tuple[CounterSource, Acceptance]]) -> list[tuple[
 def counts_of(acceptance: Acceptance, label: str = "", reference: Acceptance | None = None) -> Counts:
     """The counters of a source.
 
-    Args:
-        reference: the first source, from whose acceptance that of another draft length follows.
-
-    Raises:
-        UsageError: the source has the mean acceptance length only.
+    ``reference``: the first source, from whose acceptance that of another draft length follows. Raises UsageError: the
+    source has the mean acceptance length only.
     """
     if not acceptance.marginal:
         raise UsageError(

@@ -68,13 +68,9 @@ def run_trials(
 ) -> Iterator[TrialResult]:
     """Replay ``trials``: the first is the drafter as configured, the others are compared with it by prompt.
 
-    Args:
-        gamma: draft length; heads with fewer tokens draft their maximum.
-        definition: also compute the counters of this engine.
-
-    Raises:
-        UsageError: the drafter cannot be replayed or does not draft chains.
-        CrossdraftError: the drafter fails to load and no trial changes its heads.
+    ``gamma``: draft length; heads with fewer tokens draft their maximum; ``definition``: also compute the counters of
+    this engine. Raises UsageError: the drafter cannot be replayed or does not draft chains. Raises CrossdraftError: the
+    drafter fails to load and no trial changes its heads.
     """
     first: Tally | None = None
     fits: dict[tuple[int, int], TextFit] = {}

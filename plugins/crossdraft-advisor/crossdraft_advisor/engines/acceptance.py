@@ -40,61 +40,43 @@ class Acceptance:
     """Acceptance by position of one drafter.
 
     Attributes:
-        marginal: Pr(tau >= i) for i = 1..gamma; empty if only ``length`` is known.
-        source: origin of the numbers, shown to users: a file with lines, a run and its cell.
-        drafts: number of counted steps; None if unknown.
-        rows: counts of independent pieces, for intervals: ``(steps, accepted at 1, ..., at gamma)`` each; if only the
-            length is known ``(steps, accepted tokens)``.
-        pieces: the unit of a row: "prompts", `WINDOWS`.
-        names: ids of the rows, by which those of two sources are paired; empty if unknown.
-        length: mean tokens per step, bonus included, if the marginals are unknown.
-        draft_length: maximum draft length, if it is known and the marginals are not.
         drafter, verifier: names as in recipes; empty if unknown.
-        model: the draft model; empty if none or unknown.
-        temperature: of the target; None if unknown.
-        point_mass: drafts are greedy or looked up, not sampled; None if unknown.
-        chain: a draft is one sequence, not a tree.
-        options: of the drafter, as in recipes, if known.
-        setting: target and mode (thinking on or off), if the source has several; they are not comparable.
-        idle: share of the counted steps without a draft.
-        drafted: number of drafted tokens; None if unknown.
-        every_step: True unless steps without a draft may be missing.
-        widths: share of the steps by drafted tokens, 0 included, if the server has several drafters.
-        parts: the acceptance of each of several drafters of one server, over its own steps.
-        refusal: the reason why the acceptance of shorter drafts does not follow, see `cut`; empty if it does.
-        longer: the measured acceptance of longer drafts that this one is derived from; None if this one is measured.
-        format: name of the format that it was read in, and the meaning of its numbers; empty if it was not read.
-        remarks: caveats for the reader.
 
     Raises:
         UsageError: values that are not probabilities, or that increase with the position.
     """
 
-    marginal: tuple[float, ...]
-    source: str
-    drafts: float | None = None
+    marginal: tuple[float, ...]  # Pr(tau >= i) for i = 1..gamma; empty if only ``length`` is known
+    source: str  # origin of the numbers, shown to users: a file with lines, a run and its cell
+    drafts: float | None = None  # number of counted steps; None if unknown
+    # counts of independent pieces, for intervals: ``(steps, accepted at 1, ..., at gamma)`` each; if only the length is
+    # known ``(steps, accepted tokens)``
     rows: tuple[tuple[float, ...], ...] = ()
-    pieces: str = "prompts"
-    names: tuple[str, ...] = ()
-    length: float | None = None
-    draft_length: int | None = None
+    pieces: str = "prompts"  # the unit of a row: "prompts", `WINDOWS`
+    names: tuple[str, ...] = ()  # ids of the rows, by which those of two sources are paired; empty if unknown
+    length: float | None = None  # mean tokens per step, bonus included, if the marginals are unknown
+    draft_length: int | None = None  # maximum draft length, if it is known and the marginals are not
     drafter: str = ""
     verifier: str = ""
-    model: str = ""
-    temperature: float | None = None
-    point_mass: bool | None = None
-    chain: bool = True
-    options: Mapping[str, Any] = field(default_factory=dict)
+    model: str = ""  # the draft model; empty if none or unknown
+    temperature: float | None = None  # of the target; None if unknown
+    point_mass: bool | None = None  # drafts are greedy or looked up, not sampled; None if unknown
+    chain: bool = True  # a draft is one sequence, not a tree
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the drafter, as in recipes, if known
+    # target and mode (thinking on or off), if the source has several; they are not comparable
     setting: tuple[str, ...] = ()
-    idle: float = 0.0
-    drafted: float | None = None
-    every_step: bool = True
+    idle: float = 0.0  # share of the counted steps without a draft
+    drafted: float | None = None  # number of drafted tokens; None if unknown
+    every_step: bool = True  # True unless steps without a draft may be missing
+    # share of the steps by drafted tokens, 0 included, if the server has several drafters
     widths: Mapping[float, float] = field(default_factory=dict)
-    parts: tuple[Acceptance, ...] = ()
+    parts: tuple[Acceptance, ...] = ()  # the acceptance of each of several drafters of one server, over its own steps
+    # the reason why the acceptance of shorter drafts does not follow, see `cut`; empty if it does
     refusal: str = UNKNOWN_PAIR
+    # the measured acceptance of longer drafts that this one is derived from; None if this one is measured
     longer: Acceptance | None = None
-    format: str = ""
-    remarks: tuple[str, ...] = ()
+    format: str = ""  # name of the format that it was read in, and the meaning of its numbers; empty if it was not read
+    remarks: tuple[str, ...] = ()  # caveats for the reader
 
     def __post_init__(self) -> None:
         if reason := MOST_LEVELS.violation(self.gamma):

@@ -34,19 +34,14 @@ class Range:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One drafter and verifier for a server, with a draft length per batch size.
+    """One drafter and verifier for a server, with a draft length per batch size."""
 
-    Attributes:
-        acceptance: of the pair, at the longest draft of the schedule.
-        ranges: contiguous from batch size 1; the last also applies to greater batch sizes. One range if the engine has
-            one draft length for all batch sizes.
-        speed_ups: predicted speed-up by requested batch size, with the gamma of its range.
-        lengths: acceptance of the pair at every known draft length, shortest first; empty if not computed.
-    """
-
-    acceptance: Acceptance
+    acceptance: Acceptance  # of the pair, at the longest draft of the schedule
+    # contiguous from batch size 1; the last also applies to greater batch sizes. One range if the engine has one draft
+    # length for all batch sizes.
     ranges: tuple[Range, ...]
-    speed_ups: Mapping[int, Estimate]
+    speed_ups: Mapping[int, Estimate]  # predicted speed-up by requested batch size, with the gamma of its range
+    # acceptance of the pair at every known draft length, shortest first; empty if not computed
     lengths: tuple[Acceptance, ...] = ()
 
     @property
@@ -67,34 +62,23 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of an engine.
+    """Settings of an engine."""
 
-    Attributes:
-        text: flags, JSON, YAML or Python, ready to use.
-        remarks: differences between the engine's behaviour and the schedule.
-    """
-
-    text: str
-    remarks: tuple[str, ...] = ()
+    text: str  # flags, JSON, YAML or Python, ready to use
+    remarks: tuple[str, ...] = ()  # differences between the engine's behaviour and the schedule
 
 
 class Engine(ABC):
-    """A serving engine, or a file format of acceptance that is written.
+    """A serving engine, or a file format of acceptance that is written."""
 
-    Attributes:
-        name: as registered.
-        read_from: the version of the engine that the option names are from.
-        methods: the engine's name of each supported drafter.
-        verifiers: those that it has. At temperature 0, and on point masses, `block` accepts what `token` accepts.
-        most_sequences: maximum number of sequences that it drafts for at a time; None = not limited.
-        counters: the definition of its counters, and the options with which crossdraft drafts as it does.
-    """
-
-    name: ClassVar[str]
-    read_from: ClassVar[str]
-    methods: ClassVar[Mapping[str, str]] = {}
+    name: ClassVar[str]  # as registered
+    read_from: ClassVar[str]  # the version of the engine that the option names are from
+    methods: ClassVar[Mapping[str, str]] = {}  # the engine's name of each supported drafter
+    # those that it has. At temperature 0, and on point masses, `block` accepts what `token` accepts.
     verifiers: ClassVar[tuple[str, ...]] = ("token", "greedy", "sample-match")
+    # maximum number of sequences that it drafts for at a time; None = not limited
     most_sequences: ClassVar[int | None] = None
+    # the definition of its counters, and the options with which crossdraft drafts as it does
     counters: ClassVar[CounterDefinition | None] = None
 
     @classmethod

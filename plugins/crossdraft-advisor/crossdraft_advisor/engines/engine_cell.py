@@ -66,11 +66,8 @@ RESPONSES = "# responses: "
 def served_flags(config: CellConfig, directory: Path | None) -> tuple[list[str], tuple[str, ...]]:
     """Arguments of the server for a cell's drafter and verifier, and remarks on what the engine does differently.
 
-    Args:
-        directory: for draft models written in the layout that engines load; None to check the cell only.
-
-    Raises:
-        UsageError: the engine does not support the pair.
+    ``directory``: for draft models written in the layout that engines load; None to check the cell only. Raises
+    UsageError: the engine does not support the pair.
     """
     server = plugins.get("servers", _engine(config).name)
     if config.is_baseline or not server.settings:
@@ -280,8 +277,7 @@ class EngineCell(EngineRunner):
     def _other_traffic(self, before: ServerCounters) -> dict[str, tuple[float, float]]:
         """Numbers since ``before`` that are not those of the piece's responses, see `Metrics.other_traffic`.
 
-        Raises:
-            UsageError: the server does not draft as the cell assumes.
+        Raises UsageError: the server does not draft as the cell assumes.
         """
         responses = [response for turn in self._turns for response in turn]
         own: dict[str, float] = {

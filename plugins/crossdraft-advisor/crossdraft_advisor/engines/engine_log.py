@@ -72,21 +72,15 @@ class _Lines:
 
 @dataclass(frozen=True)
 class Source:
-    """A text and its name.
-
-    Attributes:
-        name: a path or URL, for messages.
-        gamma: the draft length, if it is given and the text does not have it.
-        skipped: messages about records that could not be read.
-        timed: seconds of steps, added by the formats that read it, see `speeds`.
-        series: those of a scrape by name, parsed once, see `prometheus.samples`.
-    """
+    """A text and its name."""
 
     text: str
-    name: str
-    gamma: int | None = None
-    skipped: list[str] = field(default_factory=list, compare=False)
+    name: str  # a path or URL, for messages
+    gamma: int | None = None  # the draft length, if it is given and the text does not have it
+    skipped: list[str] = field(default_factory=list, compare=False)  # messages about records that could not be read
+    # seconds of steps, added by the formats that read it, see `speeds`
     timed: list[SpeedPoint] = field(default_factory=list, compare=False)
+    # those of a scrape by name, parsed once, see `prometheus.samples`
     series: dict[str, dict[Any, Any]] = field(default_factory=dict, compare=False)
 
     @contextmanager

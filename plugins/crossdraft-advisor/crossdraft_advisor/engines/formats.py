@@ -92,19 +92,12 @@ class CounterSource(Options):
 
 
 class AcceptanceFormat(ABC):
-    """A format in which acceptance is recorded.
+    """A format in which acceptance is recorded."""
 
-    Attributes:
-        name: as registered.
-        counters: definition of the engine's counters, if they are of one.
-        definition: meaning of an accepted token and of a step, without ``counters``.
-        subtracts: an earlier source is subtracted; other formats are not read with an earlier one.
-    """
-
-    name: ClassVar[str]
-    counters: ClassVar[CounterDefinition | None] = None
-    definition: ClassVar[str] = ""
-    subtracts: ClassVar[bool] = False
+    name: ClassVar[str]  # as registered
+    counters: ClassVar[CounterDefinition | None] = None  # definition of the engine's counters, if they are of one
+    definition: ClassVar[str] = ""  # meaning of an accepted token and of a step, without ``counters``
+    subtracts: ClassVar[bool] = False  # an earlier source is subtracted; other formats are not read with an earlier one
 
     @abstractmethod
     def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:

@@ -289,8 +289,7 @@ def headers_of(url: str) -> dict[str, str]:
 
     A recipe cannot set headers, because it could send a user's key to another server.
 
-    Raises:
-        UsageError: the variable is not an object of addresses and headers.
+    Raises UsageError: the variable is not an object of addresses and headers.
     """
     items = _configured(os.environ.get(HEADERS, ""))
     matching = [(address, headers) for address, headers in items if f"{url}/".startswith(f"{address}/")]
@@ -350,8 +349,7 @@ def proxy_of(url: str) -> str:
 
     It follows from HTTPS_PROXY or HTTP_PROXY, ALL_PROXY, and NO_PROXY, in either case.
 
-    Raises:
-        UsageError: it is not a proxy of HTTP.
+    Raises UsageError: it is not a proxy of HTTP.
     """
     proxies = getproxies()
     try:

@@ -72,8 +72,7 @@ def samples(source: Source, names: Collection[str]) -> dict[Key, Sample]:
 
     A gauge that is not a number is skipped.
 
-    Raises:
-        UsageError: a truncated line, a duplicate series, a counter that is not a number, infinite or negative.
+    Raises UsageError: a truncated line, a duplicate series, a counter that is not a number, infinite or negative.
     """
     if unread := [name for name in names if name and name not in source.series]:
         source.series.update(_parsed(source, unread))
@@ -164,12 +163,8 @@ def by_model(
 ) -> dict[str, dict[str, dict[int, Sample]]]:
     """Sums over engines and ranks: model, counter, position.
 
-    Args:
-        earlier: an earlier scrape of the same server, to subtract.
-        labels: the label of a counter that has the position; those of others are summed at position 0.
-
-    Raises:
-        UsageError: a damaged scrape.
+    ``earlier``: an earlier scrape of the same server, to subtract; ``labels``: the label of a counter that has the
+    position; those of others are summed at position 0. Raises UsageError: a damaged scrape.
     """
     series = samples(source, names)
     if earlier is not None and series:
@@ -198,11 +193,7 @@ def spec_decode(definition: CounterDefinition, source: Source, earlier: Source |
 
     A model whose counters are 0 or inconsistent is skipped.
 
-    Args:
-        earlier: an earlier scrape of the same server, to subtract.
-
-    Raises:
-        UsageError: a damaged scrape.
+    ``earlier``: an earlier scrape of the same server, to subtract. Raises UsageError: a damaged scrape.
     """
     acceptances: list[Acceptance] = []
     for model, counters in totals_by_model(definition, source, earlier).items():

@@ -79,31 +79,19 @@ class ServerOptions(Options):
 
 @dataclass(frozen=True)
 class ServedCell:
-    """Settings of a cell for a server.
+    """Settings of a cell for a server."""
 
-    Attributes:
-        target: directory or file of the target.
-        dtype: of the target, or ``"auto"``.
-        batch_size: maximum number of concurrent requests.
-        length: maximum number of tokens of a sequence, prompt and two drafts included, within the target's context.
-        gamma: maximum number of drafted tokens per step; 0 without speculation.
-        flags: arguments that set up speculation, see `Engine.export`.
-        end_tokens: end-of-sequence ids of the target.
-        tokenizer: of the target.
-        vocab_size: number of token ids of the target; None if unknown.
-    """
-
-    target: Path
-    dtype: str
+    target: Path  # directory or file of the target
+    dtype: str  # of the target, or ``"auto"``
     sampling: Sampling
     seed: int
-    batch_size: int
-    length: int
-    gamma: int
-    flags: Sequence[str]
-    end_tokens: Sequence[int]
-    tokenizer: Any
-    vocab_size: int | None = None
+    batch_size: int  # maximum number of concurrent requests
+    length: int  # maximum number of tokens of a sequence, prompt and two drafts included, within the target's context
+    gamma: int  # maximum number of drafted tokens per step; 0 without speculation
+    flags: Sequence[str]  # arguments that set up speculation, see `Engine.export`
+    end_tokens: Sequence[int]  # end-of-sequence ids of the target
+    tokenizer: Any  # of the target
+    vocab_size: int | None = None  # number of token ids of the target; None if unknown
 
 
 @dataclass
@@ -111,19 +99,17 @@ class ServerEvent:
     """One event of a streamed response.
 
     Attributes:
-        tokens: new tokens; empty if the event has none. `UNKNOWN` if the engine streams text instead of token ids.
-        finish_reason: ``"stop"`` or ``"length"`` in the last event with tokens or after it, else None.
         drafted, accepted: tokens of each step that drafted, in order, if the engine reports them for each request. A
             single total each (`totals`) if it reports only their sums.
-        text: new text, if the engine streams text.
     """
 
+    # new tokens; empty if the event has none. `UNKNOWN` if the engine streams text instead of token ids.
     tokens: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
+    finish_reason: str | None = None  # ``"stop"`` or ``"length"`` in the last event with tokens or after it, else None
     drafted: list[int] | None = None
     accepted: list[int] | None = None
     totals: tuple[int, int] | None = None
-    text: str = ""
+    text: str = ""  # new text, if the engine streams text
 
 
 @dataclass
@@ -160,30 +146,23 @@ def without_plain_decoding(engine: str) -> str:
 class EngineServer(ABC):
     """A server for one cell.
 
-    Attributes:
-        name: as registered.
-        settings: name of the `Engine` that writes the settings of drafters; empty if only running servers are measured.
-        path: path of the completions endpoint.
-        ready: path that answers with status 200 when the server is ready.
-        metrics: path of its Prometheus counters.
-        tokens_per_event: True if the server streams tokens one by one, so that the steps follow from arrival times and
-            the totals of the request.
-        executable: name of the option that names the program to start, if there is one.
-        harmless: options that neither start nor steer a program. All others need consent, see `program`.
-
     Args:
         options: validated options of the recipe.
         directory: for the server's log.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str]  # as registered
+    # name of the `Engine` that writes the settings of drafters; empty if only running servers are measured
     settings: ClassVar[str] = ""
     Config: ClassVar[type[ServerOptions]] = ServerOptions
-    path: ClassVar[str] = "/v1/completions"
-    ready: ClassVar[str] = "/health"
-    metrics: ClassVar[str] = "/metrics"
+    path: ClassVar[str] = "/v1/completions"  # path of the completions endpoint
+    ready: ClassVar[str] = "/health"  # path that answers with status 200 when the server is ready
+    metrics: ClassVar[str] = "/metrics"  # path of its Prometheus counters
+    # True if the server streams tokens one by one, so that the steps follow from arrival times and the totals of the
+    # request
     tokens_per_event: ClassVar[bool] = False
-    executable: ClassVar[str] = ""
+    executable: ClassVar[str] = ""  # name of the option that names the program to start, if there is one
+    # options that neither start nor steer a program. All others need consent, see `program`.
     harmless: ClassVar[frozenset[str]] = frozenset(
         {"url", "baseline_url", "plain", "model", "start_seconds", "token_seconds", "response_seconds"}
     )
@@ -630,9 +609,7 @@ def response_flaw(
 def counts_flaw(drafted: Any, accepted: Any, totals: Any, *, emitted: int, gamma: int) -> str | None:
     """The reason why the numbers of drafted and accepted tokens of a response are impossible; None if they are not.
 
-    Args:
-        drafted, accepted, totals: as in `ServerEvent`.
-        emitted: number of tokens of the response.
+    ``drafted``, ``accepted``, ``totals``: as in `ServerEvent`; ``emitted``: number of tokens of the response.
     """
     for numbers in (drafted, accepted, totals):
         if numbers is not None and not (

@@ -122,8 +122,7 @@ def flaw_of(prefill: bool, rows: float, before: float | None) -> str:
 def add_scraped(engine: str, source: Source, earlier: Source, drafting: Mapping[str, Drafting]) -> None:
     """Add the seconds of a step between two scrapes: the time between the outputs of all requests, over their steps.
 
-    Args:
-        drafting: by model; without drafts each step emits a token.
+    ``drafting``: by model; without drafts each step emits a token.
     """
     histograms, running, prompts = _SCRAPED[engine]
     histogram = next((name for name in histograms if samples(source, {f"{name}_sum"})), histograms[0])

@@ -105,11 +105,8 @@ class Message:
         Thinking and calls are rendered by the chat template, in which the prompt must be a prefix. Thinking that it
         leaves out is put between its markers.
 
-        Args:
-            ended: the response is complete; else nothing is rendered after its last character.
-
-        Raises:
-            UsageError: neither is possible, so that the text is unknown.
+        ``ended``: the response is complete; else nothing is rendered after its last character. Raises UsageError:
+        neither is possible, so that the text is unknown.
         """
         if not (self.thinking or self.calls):
             return self.content

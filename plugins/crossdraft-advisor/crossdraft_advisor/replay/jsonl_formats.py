@@ -214,9 +214,7 @@ def _is_as_counted(
 ) -> bool:
     """True if the choices have the tokens that the server counted, but for a few; else they are counted as skipped.
 
-    Args:
-        ids: they are recorded token ids.
-        cut: one may lack its end-of-sequence token.
+    ``ids``: they are recorded token ids; ``cut``: one may lack its end-of-sequence token.
     """
     if (counted := _counted(body)) is None:
         return True

@@ -30,13 +30,9 @@ _ROLES |= {"developer": "developer", "model": "assistant", "function": "tool"}
 
 
 class ResponseFormat(ABC):
-    """A format of responses.
+    """A format of responses."""
 
-    Attributes:
-        name: as registered.
-    """
-
-    name: ClassVar[str]
+    name: ClassVar[str]  # as registered
 
     @abstractmethod
     def rows(self, row: Mapping[str, Any], context: ParseContext, place: str) -> Iterator[dict[str, Any]] | None:

@@ -233,8 +233,7 @@ def choose(
 
     ``verifiers`` default to all that are declared lossless for sampling, ``labels`` to one draft each (`PREFERRED`).
 
-    Raises:
-        UnknownNameError: unknown verifier or label.
+    Raises UnknownNameError: unknown verifier or label.
     """
     requested = list(dict.fromkeys(labels or [*(label for label in PREFERRED if label in DRAFTS), *DRAFTS]))
     drafts = {}

@@ -72,8 +72,7 @@ def read_draws(path: Path) -> list[Draws]:
     ``counts`` maps ids to numbers; ``samples`` is a list of ids (draws of the next token) or of lists of ids
     (sequences); ``probs`` lists the probability of every id, instead of a prefix. Lines with equal prefixes are pooled.
 
-    Raises:
-        UsageError: with file, line and key.
+    Raises UsageError: with file, line and key.
     """
     draws_by_key: dict[tuple[str, str | bytes], Draws] = {}
     for number, line in read_lines(path, PROMPT_FILE_BYTES, LINE_BYTES):

@@ -104,12 +104,8 @@ def distributions(
 ) -> Iterator[tuple[Tensor, list[tuple[int, int]]]]:
     """Yield next-token distributions ``[n, V]`` after nodes of trees, and their (tree, node); each node once.
 
-    Args:
-        make: ``make(rows, length)`` returns slots of the target.
-        prompts: non-empty prompt of each tree.
-
-    Raises:
-        NumericalError: NaN in the logits.
+    ``make``: ``make(rows, length)`` returns slots of the target; ``prompts``: non-empty prompt of each tree. Raises
+    NumericalError: NaN in the logits.
     """
     order = sorted(range(len(trees)), key=lambda i: len(prompts[i]))
     deepest = max(tree.depth for tree in trees)

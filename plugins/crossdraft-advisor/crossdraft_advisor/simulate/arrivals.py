@@ -120,13 +120,9 @@ ArrivalProcess = GammaArrivals | ClosedLoop | ArrivalTrace
 def read_trace(name: str, limit: int | None = None, unit: str | None = None) -> ArrivalTrace:
     """Read a trace, CSV or JSONL; its times start at 0.
 
-    Args:
-        limit: read the first requests only; None = all.
-        unit: of times that are numbers, one of `TIME_UNITS`; None: that of the published trace with the same keys.
-
-    Raises:
-        UsageError: an invalid file, with line and column or key; times whose unit is unknown or differs within the
-            file, and requests that are not in order.
+    ``limit``: read the first requests only; None = all; ``unit``: of times that are numbers, one of `TIME_UNITS`; None:
+    that of the published trace with the same keys. Raises UsageError: an invalid file, with line and column or key;
+    times whose unit is unknown or differs within the file, and requests that are not in order.
     """
     path = path_of(name)
     file, arrivals = printable(str(path)), []
@@ -212,9 +208,7 @@ def _csv(line: str, place: str) -> list[str]:
 class _TraceReader:
     """Reader of the requests of one trace, which agree in their kind of times.
 
-    Args:
-        unit: see `read_trace`.
-        header: the columns of CSV; None for JSONL.
+    ``unit``: see `read_trace`; ``header``: the columns of CSV; None for JSONL.
     """
 
     def __init__(self, unit: str | None, header: list[str] | None = None):

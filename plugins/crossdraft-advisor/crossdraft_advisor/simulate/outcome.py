@@ -90,12 +90,8 @@ def compare(
 ) -> list[PolicyResult]:
     """Simulate every policy on the same arrivals, responses and random numbers, ``seeds`` times.
 
-    Args:
-        requests: of each simulation.
-        on_simulation: called after each simulation.
-
-    Raises:
-        UsageError: a cost curve with too few batch sizes or widths.
+    ``requests``: of each simulation; ``on_simulation``: called after each simulation. Raises UsageError: a cost curve
+    with too few batch sizes or widths.
     """
     times: dict[str, list[RequestTimes]] = {policy.name: [] for policy in policies}
     for seed in range(seeds):

@@ -179,11 +179,8 @@ StepPolicy = LengthSchedule | DraftBudget | OracleLengths
 def parse_policy(text: str, pool: Pool, cost: StepCost, batch_size: int) -> StepPolicy:
     """Create a policy from its text: ``off``, ``static:N``, ``schedule[:B=N,...]``, ``budget:N`` or ``oracle``.
 
-    Args:
-        batch_size: largest number of running requests.
-
-    Raises:
-        UsageError: another text, or a draft longer than those of the pool.
+    ``batch_size``: largest number of running requests. Raises UsageError: another text, or a draft longer than those of
+    the pool.
     """
     name, colon, value = text.partition(":")
     if name in ("off", "oracle") and not colon:

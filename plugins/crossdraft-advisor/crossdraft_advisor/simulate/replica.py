@@ -134,12 +134,9 @@ def simulate(
 ) -> StepCounts:
     """Run ``requests``, in order of arrival, to their end; fills in their times.
 
-    Args:
-        replicas: equal engines; each has its own clock and slots.
-        concurrency: if not 0, that many requests run at all times: the arrival of the next is the end of another.
-
-    Raises:
-        UsageError: a cost curve with too few batch sizes or widths.
+    ``replicas``: equal engines; each has its own clock and slots; ``concurrency``: if not 0, that many requests run at
+    all times: the arrival of the next is the end of another. Raises UsageError: a cost curve with too few batch sizes
+    or widths.
     """
     counts = StepCounts()
     engines = [Replica(settings, policy, cost, counts) for _ in range(replicas)]

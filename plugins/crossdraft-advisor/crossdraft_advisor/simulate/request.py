@@ -47,8 +47,7 @@ class Pool:
 def read_pool(responses: Iterable[Response], candidate: Candidate, start: int = 1) -> Pool:
     """Replay ``candidate``, with one verifier and one sequence per draft, and keep the acceptance at every token.
 
-    Args:
-        start: token at which the first step of a response starts, see `make_pool`.
+    ``start``: token at which the first step of a response starts, see `make_pool`.
     """
     heads: list[tuple[str, int]] = []
     acceptances: list[StepAcceptance] = []
@@ -69,8 +68,7 @@ def read_pool(responses: Iterable[Response], candidate: Candidate, start: int = 
 def make_pool(responses: Sequence[RecordedAcceptance], start: int = 1) -> Pool:
     """Create a pool and its means.
 
-    Args:
-        start: token at which the first step of a response starts: 1 if the prefill emits a token, else 0.
+    ``start``: token at which the first step of a response starts: 1 if the prefill emits a token, else 0.
     """
     gamma = responses[0].steps.survival.shape[1]
     shifted = [

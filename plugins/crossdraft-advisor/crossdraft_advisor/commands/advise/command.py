@@ -42,8 +42,7 @@ _ABOUT = "facts missing in an engine's numbers"
 class Advise(CostOptions, TrustOptions, JsonOptions, Command):
     """Recommendation of a drafter, a verifier and a draft length for each batch size.
 
-    Raises:
-        UsageError: insufficient data, unknown names, or options that cannot be combined.
+    Raises UsageError: insufficient data, unknown names, or options that cannot be combined.
     """
 
     name: ClassVar[str] = "advise"

@@ -29,8 +29,7 @@ _MIN_TOKENS = 1000  # fewer tokens than this raise a warning
 def replayed_acceptances(args: Advise, remarks: Remarks) -> list[Acceptance]:
     """Replay every drafter with every compatible verifier at every draft length up to `MAX_GAMMA`.
 
-    Raises:
-        UsageError: responses, drafters or verifiers that cannot be replayed.
+    Raises UsageError: responses, drafters or verifiers that cannot be replayed.
     """
     from crossdraft.framework.contracts.sampling import Sampling
 
@@ -117,8 +116,7 @@ def _exportable(
 ) -> list[Candidate]:
     """The candidates without the pairs that the engine of --export does not support, before anything is replayed.
 
-    Raises:
-        UsageError: it supports none of them.
+    Raises UsageError: it supports none of them.
     """
     from crossdraft.framework.contracts.sampling import Sampling
 

@@ -24,8 +24,7 @@ _COUNTERS = "what an engine counted (without a model)"
 class Diagnose(SamplingOptions, TrustOptions, JsonOptions, Command):
     """The cause of a low acceptance rate: from counters, or by trials of common mistakes on responses.
 
-    Raises:
-        UsageError: options that cannot be combined; a drafter that cannot be replayed.
+    Raises UsageError: options that cannot be combined; a drafter that cannot be replayed.
     """
 
     name: ClassVar[str] = "diagnose"

@@ -48,8 +48,7 @@ def read_counters(texts: Sequence[str]) -> list[tuple[CounterSource, Acceptance]
 def signatures_of(texts: Sequence[str], names: Mapping[str, str], as_json: bool) -> str:
     """The catalogue of signatures with their likelihoods, as text or JSON.
 
-    Args:
-        names: placeholder in the command lines of checks -> the value that is known.
+    ``names``: placeholder in the command lines of checks -> the value that is known.
     """
     if len(texts) > 2:
         raise UsageError(f"--counters compares one or two sources, not {len(texts)}; give the two that differ most")

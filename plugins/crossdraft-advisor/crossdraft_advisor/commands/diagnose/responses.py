@@ -45,8 +45,7 @@ from .counters import assessment_json, differences, likelihoods, read_counters
 def replayed_of(args: Diagnose, drafter: Configured) -> str:
     """Replay the drafter with mistakes undone, one at a time: text or JSON.
 
-    Raises:
-        UsageError: a drafter that cannot be replayed, or sources that cannot be read.
+    Raises UsageError: a drafter that cannot be replayed, or sources that cannot be read.
     """
     counted = read_counters(args.counters)
     if len(counted) > 1:
@@ -390,8 +389,7 @@ def files_of(drafter: Configured, target: str, as_json: bool) -> str:
 
     A draft model has no such keys: of its files, the tokenizer and the facts about its training are compared.
 
-    Raises:
-        UsageError: a drafter without heads, or one that the table does not have.
+    Raises UsageError: a drafter without heads, or one that the table does not have.
     """
     from crossdraft.framework.models.configs import read_config
     from crossdraft.framework.models.digests import model_sha256

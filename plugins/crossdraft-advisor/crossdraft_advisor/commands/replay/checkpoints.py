@@ -44,11 +44,8 @@ class Checkpoint:
 def checkpoints_of(args: Replay, replayed: Callable[..., Any]) -> str:
     """The table, or JSON, of all pairs at all checkpoints.
 
-    Args:
-        replayed: replays the responses of sources with a target.
-
-    Raises:
-        UsageError: another number of sources than targets, or an option that does not apply to several targets.
+    ``replayed``: replays the responses of sources with a target. Raises UsageError: another number of sources than
+    targets, or an option that does not apply to several targets.
     """
     _check(args)
     samples: dict[Pair, list[tuple[str, str, Sample, list[float], bool]]] = {}

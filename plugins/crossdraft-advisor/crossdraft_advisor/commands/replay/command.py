@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 class Replay(SamplingOptions, SegmentOptions, ForceOptions, TrustOptions, JsonOptions, Command):
     """Replay of drafters along recorded responses.
 
-    Raises:
-        UsageError: a source, drafter or verifier that cannot be replayed, or options that cannot be combined.
+    Raises UsageError: a source, drafter or verifier that cannot be replayed, or options that cannot be combined.
     """
 
     name: ClassVar[str] = "replay"
@@ -156,9 +155,8 @@ def _replay(
 ) -> tuple[ReplayResult, Sampling | None, Mapping[str, int]]:
     """Replay the responses of ``sources``: the result, their sampling parameters and the assumptions made.
 
-    Args:
-        engine: of the counters to compute, or empty; ``variants``: further definitions of them.
-        note: called with each response.
+    ``engine``: of the counters to compute, or empty; ``variants``: further definitions of them; ``note``: called with
+    each response.
     """
     from crossdraft.framework.models.segments import Segments
 
@@ -244,11 +242,8 @@ def read_responses(
 ) -> tuple[Iterator[Response], Sampling | None]:
     """The responses of ``sources``, and their sampling parameters, by default those of the first one.
 
-    Args:
-        title: of the sources in messages.
-
-    Raises:
-        UsageError: no responses; while they are read, one with other sampling parameters.
+    ``title``: of the sources in messages. Raises UsageError: no responses; while they are read, one with other sampling
+    parameters.
     """
     responses = reader.read(sources)
     first = next(responses, None)

@@ -70,12 +70,8 @@ class EngineCheck:
 def counted_of(args: Replay, replayed: Callable[..., Any]) -> str:
     """Compare the counters of each engine with replay: tables and causes, or JSON.
 
-    Args:
-        replayed: replays the responses of sources as an engine counts them.
-
-    Raises:
-        UsageError: the numbers of sources, engines and files differ, several drafters or lengths, or a file without
-            the counters.
+    ``replayed``: replays the responses of sources as an engine counts them. Raises UsageError: the numbers of sources,
+    engines and files differ, several drafters or lengths, or a file without the counters.
     """
     _check(args)
     checks = [_checked(args, replayed, *parts) for parts in zip(args.sources, args.as_, args.counted, strict=True)]

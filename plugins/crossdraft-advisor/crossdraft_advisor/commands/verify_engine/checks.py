@@ -232,9 +232,8 @@ def step_mates(
 
     The tokens of one step arrive at about the same time, within half of that step. Empty if times are unknown.
 
-    Args:
-        lines: responses as recorded, with ``arrivals``.
-        firsts: index of the first token of every step, by response.
+    ``lines``: responses as recorded, with ``arrivals``; ``firsts``: index of the first token of every step, by
+    response.
     """
     arrivals = [line.get("arrivals", []) for line in lines]
     if token not in firsts[index][1:] or len(arrivals[index]) != len(firsts[index]):

@@ -30,8 +30,7 @@ _RUN_OPTIONS = {"set_", "limit", "out", "fresh", "allow_program"}
 class VerifyEngine(TrustOptions, ProgramOptions, JsonOptions, Command):
     """Check of an engine's steps, counters and text against replay and the target.
 
-    Raises:
-        UsageError: the recipe has no engine, or a drafter that cannot be replayed.
+    Raises UsageError: the recipe has no engine, or a drafter that cannot be replayed.
     """
 
     name: ClassVar[str] = "verify-engine"

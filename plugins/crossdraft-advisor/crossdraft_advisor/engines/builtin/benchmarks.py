@@ -112,8 +112,7 @@ def _add_speed(source: Source, line: int, values: Mapping[str, float], positions
 
     The mean number of running requests is tokens per second times seconds per token.
 
-    Args:
-        positions: number of positions of a draft; 0 if unknown.
+    ``positions``: number of positions of a draft; 0 if unknown.
     """
     seconds, rate, tokens = (values.get(key, 0.0) for key in ("tpot", "rate", "tokens"))
     drafts, gamma, flaw = values.get("drafts"), 0.0, ""

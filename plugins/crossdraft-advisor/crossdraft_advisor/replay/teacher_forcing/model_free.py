@@ -50,9 +50,8 @@ def score_model_free(
 
     ``log_p`` is 0: the acceptance of a point mass does not depend on P.
 
-    Raises:
-        ContractError: the drafter fails, or returns invalid drafts.
-        UsageError: the drafter remembers earlier sequences and does not implement ``response_drafts``.
+    Raises ContractError: the drafter fails, or returns invalid drafts. Raises UsageError: the drafter remembers earlier
+    sequences and does not implement ``response_drafts``.
     """
     texts, texts_again = tee(texts)
     pairs = ((text.prompt, text.tokens) for text in texts_again)

@@ -345,9 +345,7 @@ def prefill_chunks(lm: LM, texts: Sequence[Response], width: int) -> Generator[T
 class _TextScores:
     """Scores of one drafter along a group of texts, computed chunk by chunk.
 
-    Args:
-        maximum: longest draft of the drafter.
-        chunk: tokens per chunk.
+    ``maximum``: longest draft of the drafter; ``chunk``: tokens per chunk.
     """
 
     def __init__(
@@ -412,9 +410,7 @@ def score_texts(
 ) -> list[list[DraftScores]]:
     """Scores of each drafter for each of at most B texts, in one pass of the target.
 
-    Args:
-        log_p: recorded log P of each text or None.
-        run_target: one of them is None, or sums are requested.
+    ``log_p``: recorded log P of each text or None; ``run_target``: one of them is None, or sums are requested.
     """
     lengths = [len(text.tokens) for text in batch]
     longest = max(lengths, default=0)
