@@ -1,37 +1,23 @@
-"""Acceptance benchmark of the GPU path: all figures in eight minutes, measured alternately in one process.
+"""Measurements on a GPU, in commands of at most ten minutes: every row is written when it is done, and a rerun resumes.
 
-    python benchmarks/gpu.py [--parts tests plain ...] [--out gpu-report] [--seconds 480]
-    python benchmarks/gpu.py --device cpu --tiny        # smoke test: meaningless numbers
+    python benchmarks/gpu.py [--parts tests passes ...] [--out gpu-report] [--seconds 540]
+    python benchmarks/gpu.py --device cpu --tiny        # a rehearsal: its numbers mean nothing
 
-Needs no network and no installation of crossdraft: models have random weights, with random tokens as prompts, unless
-``--model`` and ``--drafter`` name models. ``report.json`` and ``report.md`` are written after every row. A part that
-fails or runs out of time does not end the others, and the time that it does not use is left to the later ones.
+Rows go to ``OUT/rows.jsonl``, with the device and the versions, and as tables to ``OUT/report.md``. Rows that are there
+are not measured again; one that failed or ran out of time is. docs/gpu.md has the order of the parts, what they need
+and what to bring back.
 
-    tests       the tests that need CUDA: ``pytest -m "gpu and not slow"`` (if pytest is installed; only on CUDA)
-    plain       transformers' generate against ours with and without CUDA graphs, one sequence, temperature 0: models in
-                the shape of SmolLM2-135M and of Llama 2 7B
-    bandwidth   ours on the same models as a share of the memory bandwidth limit: the time to copy as many bytes as a
-                pass reads of the weights, over the time of a token (without prefill)
-    batch       the 7B model at B = 1 .. 64: tokens per second and peak memory, plain and with a draft model in the
-                shape of SmolLM2
-    cost        cost curves of the 7B model and of the draft model, in OUT for ``crossdraft advise --cost``
-    launches    launches of a step, of kernels and of CUDA graphs, and host-device synchronizations by source line
-    overhead    share of a step outside of the models, see loop_overhead.py
-    attention   a pass with explicit masks against one with FlexAttention, precompiled: one token per row, a chain, a
-                tree; rows of different lengths; eight layers in the shape of Llama 3 8B
-    verify      the verifier's share of a step, eager and compiled, temperature 1, gamma 8, B = 32,
-                V = 128256: a target in the shape of Llama 3 8B, a draft model in that of SmolLM2; compiled only on CUDA
-    assisted    transformers' assisted generation against draft-model, the same pair of models and the same gamma
+    tests       the tests that need CUDA, by group: ``pytest -m "gpu and not slow"``
+    passes      plain passes over one token and a chain of five, with transformers' layers, fused ones
+                (CROSSDRAFT_FUSED_LAYERS=1) and FlexAttention: time, share of the memory's bandwidth, kernels a layer
+    decoding    transformers' generate against plain decoding, B = 1
+    strategies  plain, prompt lookup, and two drafters (a draft model, EAGLE-3) with three verifiers each: tokens per
+                second, kernels a layer of the target's pass, launches and waits of a step, share outside of the passes
+    cost        cost curves, as files that ``crossdraft cost`` and ``advise`` read
+    heads       EAGLE-3 and Medusa for SmolLM2, trained on its own responses (needs crossdraft-trainers and --model)
 
-Ratios are medians over prompts of ours / theirs in tokens per second, prefill included on both sides; the sides
-alternate, in rotating order. As warm-up, ours runs twice on every prompt (a graph is recorded when a shape first
-occurs), the others twice on the first.
-
-A machine with only torch and transformers gets the other packages as wheels in a folder beside the repository::
-
-    PACKAGES="pydantic pluggy tabulate pytest pytest-xdist hypothesis"
-    pip download --only-binary=:all: --python-version 3.12 -d wheels $PACKAGES
-    pip install --no-index --find-links wheels $PACKAGES && python benchmarks/gpu.py
+Models have random weights in the shapes of SmolLM2-135M, Qwen2.5-1.5B, Llama 3 8B and OLMoE-1B-7B, and prompts are
+random: drafts are accepted by chance, so `strategies` shows times of steps, not speed-ups.
 """
 
 from __future__ import annotations
@@ -40,356 +26,534 @@ import argparse
 import gc
 import importlib.util
 import json
+import os
+import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import time
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
-from itertools import islice, product
+from functools import cached_property, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import checkout
 import loop_overhead
 import torch
-from gpu_bench import LLAMA2_7B, SMOLLM2, Bench, Ids
-from torch.profiler import ProfilerActivity, profile
+from tabulate import tabulate
+from torch.profiler import ProfilerActivity, profile, supported_activities
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import __version__ as TRANSFORMERS
 
-from crossdraft.framework.api.build import make_slots
+from crossdraft.drafters.heads.eagle3 import Eagle3Head
+from crossdraft.drafters.heads.eagle_weights import make_config
+from crossdraft.framework.api.build import TargetContext, build_decoder, configured, make_slots, slot_length
 from crossdraft.framework.bench import memory
 from crossdraft.framework.cli.cost.pass_timing import measure_curve
+from crossdraft.framework.contracts.lm import LM
 from crossdraft.framework.contracts.models import LoadedModel
-from crossdraft.framework.engine.compiled_verifier import CompiledVerifier
+from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.engine.decoder import Decoder
+from crossdraft.framework.engine.stopwatch import Stopwatch
 from crossdraft.framework.lm.attention.flex import DEVICES, FLEX
+from crossdraft.framework.lm.layer_surgery import own_modules
+from crossdraft.framework.lm.vocab_adapter import adapt_vocab
+from crossdraft.framework.models.device import pick_device
 
-#: Repetitions for a single prompt or batch, and the number of warm-up repetitions until all graphs are recorded.
-REPEATS, WARM_UP = 5, 2
-#: Steps that are profiled; reading the profile of a step takes longer than the step.
-PROFILED = 16
-LLAMA3_8B = LLAMA2_7B | {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256}
-#: Functions of the CUDA runtime and driver that launch work.
-LAUNCHES = {"kernels": ("cudaLaunchKernel", "cuLaunchKernel"), "graphs": ("cudaGraphLaunch",)}
-
-
-def tests(bench: Bench) -> None:
-    table = bench.report.table("pytest -m gpu", ["exit status", "last line"])
-    if bench.device.type != "cuda":
-        return bench.report.add(table, None, "not run: needs CUDA")
-    if missing := [name for name in ("pytest", "xdist", "hypothesis") if importlib.util.find_spec(name) is None]:
-        return bench.report.add(table, None, f"not run: {', '.join(missing)} not installed")
-    command = [sys.executable, "-m", "pytest", "-q", "-n8", "--dist=load", "-m", "gpu and not slow"]
-    command += ["-p", "no:cacheprovider", "tests"]
-    process = subprocess.Popen(command, cwd=checkout.ROOT, stdout=subprocess.PIPE, text=True)
-    try:
-        output, _ = process.communicate()
-    finally:
-        process.kill()
-    (bench.report.folder / "tests.txt").write_text(output, encoding="utf-8")
-    bench.report.add(table, process.returncode, output.strip().rpartition("\n")[2])
+Ids = list[int]
+#: What a part yields: the key of a row, and the function that measures it.
+Rows = Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]
 
 
-def plain_models(bench: Bench) -> Iterator[tuple[str, LoadedModel]]:
-    yield "7B", bench.seven
-    yield "SmolLM2", bench.smollm2
-
-
-def plain(bench: Bench) -> None:
-    new = bench.args.max_new_tokens
-    for name, target in plain_models(bench):
-        prompts = bench.prompts(target, bench.args.limit)
-        make = partial(bench.decoder, target, None, 1, new=new, longest=max(map(len, prompts)))
-        sides: dict[str, Callable[[Ids], int]] = {"transformers": partial(bench.theirs, target, None, new)}
-        for label, graphs in (("ours without graphs", False), ("ours", True)):
-            sides[label] = partial(produced, make(graphs=graphs))
-        bench.compare(f"plain {name}", sides, prompts)
-
-
-def produced(decoder: Decoder, prompt: Ids) -> int:
-    return sum(len(response.tokens) for response in decoder.run([prompt]))
-
-
-def bandwidth(bench: Bench) -> None:
-    rate = bench.copied_per_second
-    table = bench.report.table("plain decoding, B = 1", ["model", "ms a token", "ms to read the weights", "share"])
-    for name, target in plain_models(bench):
-        prompt, new = bench.prompts(target, 1)[0], bench.args.max_new_tokens
-        decoder = bench.decoder(target, None, 1, new=new, longest=len(prompt))
-        elapsed_times = []
-        for _ in range(REPEATS):
-            steps = bench.steps(decoder, [prompt])
-            next(steps)  # prefill and the first step
-            elapsed, count = bench.seconds(lambda: max(steps, default=1))  # noqa: B023
-            elapsed_times.append(elapsed / max(count - 1, 1))
-        token, limit = statistics.median(elapsed_times[WARM_UP:]), weights_read(target.model) / rate
-        bench.report.add(table, name, token * 1e3, limit * 1e3, limit / token)
-        bench.report.number(f"plain {name}, share of the memory's limit", limit / token, f"{rate / 1e9:.0f} GB/s")
-
-
-def weights_read(model: Any) -> int:
-    """Bytes of weights that a pass over one token reads: all of them, but only one row of an untied embedding."""
-    tensors = {p.data_ptr(): p for p in model.parameters()}
-    embedding = model.get_input_embeddings().weight
-    if embedding.data_ptr() != model.get_output_embeddings().weight.data_ptr():
-        tensors.pop(embedding.data_ptr())
-    return sum(p.nbytes for p in tensors.values())
-
-
-def assisted(bench: Bench) -> None:
-    target, small, new, gamma = bench.smollm2, bench.small, bench.args.max_new_tokens, bench.args.gamma
-    # transformers reads the draft length from the assistant's own generation config.
-    small.model.generation_config.update(  # type: ignore[union-attr]
-        num_assistant_tokens=gamma, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
-    )
-    prompts = bench.prompts(target, bench.args.limit)
-    make = partial(bench.decoder, target, small, 1, new=new, longest=max(map(len, prompts)), gamma=gamma)
-    sides: dict[str, Callable[[Ids], int]] = {"transformers": partial(bench.theirs, target, small, new)}
-    for label, graphs in (("ours without graphs", False), ("ours", True)):
-        sides[label] = partial(produced, make(graphs=graphs))
-    bench.compare("assisted", sides, prompts)
-
-
-def batch(bench: Bench) -> None:
-    target, new, gamma = bench.seven, bench.args.max_new_tokens, bench.args.gamma
-    small = bench.random("7B drafter", SMOLLM2 | {"vocab_size": LLAMA2_7B["vocab_size"]}, seed=1)
-    title = f"7B, {new} new tokens, gamma {gamma}, prefill included"
-    table = bench.report.table(title, ["B", "drafter", "tok/s", "times B = 1", "peak memory"])
-    first: dict[str, float] = {}
-    for size, (label, drafter) in product(bench.args.batch, (("none", None), ("draft-model", small))):
-        gc.collect()  # release the slots of the previous size
-        memory.start(bench.device)
-        prompts = bench.prompts(target, size)
-        decoder = bench.decoder(target, drafter, size, new=new, longest=max(map(len, prompts)), gamma=gamma)
-        rate = statistics.median([whole_rate(bench, decoder, prompts) for _ in range(REPEATS)][WARM_UP:])
-        peak = bench.peak().removeprefix("peak memory ")
-        bench.report.add(table, size, label, rate, rate / first.setdefault(label, rate), peak)
-
-
-def whole_rate(bench: Bench, decoder: Decoder, prompts: Sequence[Ids]) -> float:
-    """Tokens per second of all prompts."""
-    elapsed_times, answers = bench.seconds(lambda: list(decoder.run(prompts)))
-    return sum(len(answer.tokens) for answer in answers) / elapsed_times
-
-
-def cost(bench: Bench) -> None:
-    tiny = bench.args.tiny
-    axes: dict[str, Any] = {"batch_sizes": [1, 2], "contexts": [16]} if tiny else {}
-    widths: list[int] = [1, 2, 3, 5] if tiny else [1, 2, 3, 5, 9]
-    axes = axes or {"batch_sizes": [1, 4, 16, 64], "contexts": [128, 512]}
-    for model, file, own in ((bench.seven, "cost.json", widths), (bench.smollm2, "draft-cost.json", [1, 2])):
-        gc.collect()
-        curve = measure_curve(model, widths=own, repeats=REPEATS, **axes)
-        (bench.report.folder / file).write_text(json.dumps(curve.to_json(), indent=1), encoding="utf-8")
-        head = ["context", "B", *(f"W = {width}" for width in curve.widths)]
-        table = bench.report.table(f"{model.name}, ms a pass ({file})", head)
-        for context, size in product(curve.contexts, curve.batch_sizes):
-            bench.report.add(
-                table, context, size, *(1e3 * curve.seconds(size, width, context) for width in curve.widths)
-            )
-
-
-def verify(bench: Bench) -> None:
-    size, gamma = (2, 3) if bench.args.tiny else (32, 8)
-    target = bench.random("8B", LLAMA3_8B)
-    small = bench.random("drafter", SMOLLM2 | {"vocab_size": LLAMA3_8B["vocab_size"]}, seed=1)
-    prompts, new = bench.prompts(target, size), bench.args.max_new_tokens
-    table = bench.report.table(f"verify: share of a step, B = {size}, gamma {gamma}", ["verifier", "share", "steps"])
-    cuda = bench.device.type == "cuda"  # elsewhere a compiler of C++ would take minutes
-    for rule, compiled in (("token", False), ("block", False), *([("block", True)] if cuda else [])):
-        memory.start(bench.device)
-        decoder = bench.decoder(
-            target,
-            small,
-            size,
-            new=new,
-            longest=len(prompts[0]),
-            gamma=gamma,
-            verifier=rule,
-            temperature=1.0,
-            timed=True,
-        )
-        if compiled:
-            decoder.compiled_verifier = CompiledVerifier(decoder.verifier)
-        shares: list[float] = []
-        for repeat in range(WARM_UP + 1):
-            before: dict[str, float] = {}
-            for count in bench.steps(decoder, prompts):
-                after = dict(decoder.stopwatch.seconds)
-                if count > 1 and repeat == WARM_UP:
-                    spent = {phase: after[phase] - before[phase] for phase in after}
-                    shares.append(spent["verify"] / sum(spent.values()))
-                before = after
-        median = statistics.median(shares) if shares else 0.0
-        done = compiled and decoder.compiled_verifier.compiled
-        title = f"{rule}{' compiled' if done else ', not compiled' * compiled}"
-        bench.report.add(table, title, median, len(shares))
-        bench.report.number(f"verify {title}, share of a step", median, bench.peak())
-
-
-def attention(bench: Bench) -> None:
-    size, layers = 8, {"num_hidden_layers": 8}
-    sides = {"masks": "sdpa", "flex": FLEX} if bench.device.type in DEVICES else {"masks": "sdpa"}
-    targets = {side: bench.random(side, LLAMA3_8B | layers, attention=name) for side, name in sides.items()}
-    kinds = {
-        "one token": [-1],
-        "chain of 5": list(range(-1, 5)),
-        "tree of 14": [-1, 0, 0, *(i // 2 for i in range(2, 14))],
+def _shape(kind: str, hidden: int, layers: int, heads: int, shared: int, inner: int, vocab: int, **more: Any) -> Any:
+    return {
+        **{"model_type": kind, "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads},
+        **{"num_key_value_heads": shared, "intermediate_size": inner, "vocab_size": vocab, **more},
     }
-    head = ["pass", "slots", *(f"{side} ms" for side in sides)]
-    table = bench.report.table(f"milliseconds of a pass, B = {size}, shortest row 1/8 of the longest", head)
-    if len(sides) == 1:
-        bench.report.add(table, f"{FLEX} runs only on {' and '.join(DEVICES)}", None)
-    for slots in (96, 160) if bench.args.tiny else (1024, 4096):
-        lms = {side: make_slots(target, size, slots) for side, target in targets.items()}
-        for kind, parents in kinds.items():
-            tokens = torch.ones(size, len(parents), dtype=torch.long, device=bench.device)
-            tree = torch.tensor([parents] * size, device=bench.device) if kind.startswith("tree") else None
-            elapsed_times: dict[str, list[float]] = {side: [] for side in lms}
-            for _, (side, lm) in product(range(WARM_UP + REPEATS), lms.items()):
-                lm.lengths[:] = [(slots - 32) * (row + 1) // size for row in range(size)]
-                elapsed_times[side].append(bench.seconds(partial(lm.forward, tokens, tree))[0] * 1e3)
-                lm.commit([0] * size)
-            passes = [statistics.median(times[WARM_UP:]) for times in elapsed_times.values()]
-            bench.report.add(table, kind, slots, *passes)
-            if len(passes) > 1:
-                bench.report.number(f"attention {kind}, {slots} slots, masks / flex", passes[0] / passes[1])
 
 
-def launches(bench: Bench) -> None:
-    target, small, gamma, new = bench.smollm2, bench.small, bench.args.gamma, bench.args.max_new_tokens
-    prompts, cuda = bench.prompts(target, 4), bench.device.type == "cuda"
-    make = partial(bench.decoder, target, new=new, longest=max(map(len, prompts)), batch_size=len(prompts))
-    head = ["drafter", "CUDA graphs", *(f"{kind} a step" for kind in LAUNCHES), "waits a step", "most", "steps"]
-    table = bench.report.table(f"SmolLM2, B = {len(prompts)}" + ", counted only on CUDA" * (not cuda), head)
-    lines = bench.report.table("waits a step by source line", ["drafter", "CUDA graphs", "waits", "line"])
-    for (label, options), graphs in product(
-        (("none", {"small": None}), ("draft-model", {"small": small, "gamma": gamma})), (False, True)
-    ):
-        decoder = make(graphs=graphs, **options)
-        waits: list[int] = []
-        places: Counter[str] = Counter()
-        launched: Counter[str] = Counter()
-        for repeat in range(WARM_UP + 2):
-            steps = bench.steps(decoder, prompts)
-            next(steps)
-            if repeat == WARM_UP + 1:
-                launched, count = profiled(islice(steps, PROFILED), cuda)
-            while repeat <= WARM_UP and decoder.occupied == len(prompts):
-                with counted_waits(bench.device) as result:
-                    next(steps)
-                if repeat == WARM_UP:
-                    waits.append(result.total())
-                    places += result
-            list(steps)
-        median = statistics.median(waits)
-        bench.report.add(
-            table, label, graphs, *(launched[kind] / count for kind in LAUNCHES), median, max(waits), len(waits)
-        )
-        for place, number in places.most_common(8):
-            bench.report.add(lines, label, graphs, number / len(waits), place)
-        if cuda and graphs:
-            bench.report.number("waits of the host in a step", median, f"{label}; most {max(waits)}")
+SHAPES = {
+    "SmolLM2": _shape("llama", 576, 30, 9, 3, 1536, 49152, tie_word_embeddings=True),
+    "1.5B": _shape("qwen2", 1536, 28, 12, 2, 8960, 151936, tie_word_embeddings=True),
+    "8B": _shape("llama", 4096, 32, 32, 8, 14336, 128256),
+    "experts": _shape("olmoe", 2048, 16, 16, 16, 1024, 50304, num_experts=64, num_experts_per_tok=8),
+}
+TINY = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+TINY |= {"intermediate_size": 48, "vocab_size": 500, "num_experts": 4, "num_experts_per_tok": 2}
+#: Drafters and the verifiers of each, in `strategies`.
+PAIRS = [("none", "token"), ("prompt-lookup", "token")]
+PAIRS += list(product(("draft-model", "eagle3"), ("token", "block", "sample-match")))
+#: Groups of tests, by the arguments of pytest.
+TESTS = {
+    "core": ["tests"],
+    "layers": ["plugins/crossdraft-layers/tests"],
+    "drafters": ["plugins/crossdraft-drafters/tests"],
+    "trainers": ["plugins/crossdraft-trainers/tests"],
+}
+#: Options of `crossdraft train` for each kind of heads.
+HEADS = {
+    "eagle3": {"unroll": 5, "draft-vocab": 8192, "learning-rate": 1e-3},
+    "medusa": {"heads": 4, "learning-rate": 2e-3},
+}
+REPEATS, WARM_UP, STEPS = 5, 2, 16
+#: Functions of the CUDA runtime and driver that launch work.
+LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
 
 
-def profiled(steps: Iterator[int], cuda: bool) -> tuple[Counter[str], int]:
-    """Launches by kind during the steps, and their number."""
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    with profile(activities=activities) as profiler:
-        count = sum(1 for _ in steps)
-    result: Counter[str] = Counter()
-    for event in profiler.key_averages():
-        for kind, beginnings in LAUNCHES.items():
-            if event.key.startswith(beginnings):
-                result[kind] += event.count
-    return result, max(count, 1)
+class OutOfTime(BaseException):
+    """The time of the command is over. Not an Exception, so that nothing in the loop catches it."""
+
+
+class Report:
+    """Rows in ``rows.jsonl`` and ``report.md`` of ``folder``, written one by one.
+
+    Args:
+        heading: device and versions, a part of every row.
+    """
+
+    def __init__(self, folder: Path, heading: str):
+        self.folder, self.heading = folder, heading
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "rows.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+        self.rows = [json.loads(line) for line in lines if line.endswith("\n")]  # not one cut off by a kill
+        self._path = path
+
+    def has(self, part: str, key: dict[str, Any]) -> bool:
+        return any((row["part"], row["key"]) == (part, key) and "error" not in row for row in self.rows)
+
+    def add(self, part: str, key: dict[str, Any], **values: Any) -> None:
+        self.rows = [row for row in self.rows if (row["part"], row["key"]) != (part, key)]
+        self.rows.append({"part": part, "key": key, "on": self.heading, **values})
+        staged = self._path.with_suffix(".new")
+        staged.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
+        staged.replace(self._path)
+        (self.folder / "report.md").write_text(self.markdown(), encoding="utf-8")
+
+    def markdown(self) -> str:
+        sections = ["# crossdraft on a GPU"]
+        for part, heading in dict.fromkeys((row["part"], row["on"]) for row in self.rows):
+            rows = [row for row in self.rows if (row["part"], row["on"]) == (part, heading)]
+            flat = [{**row["key"], **row.get("values", {}), "error": row.get("error", "")} for row in rows]
+            columns = [
+                c for c in dict.fromkeys(c for row in flat for c in row) if any(row.get(c, "") != "" for row in flat)
+            ]
+            table = [[row.get(column) for column in columns] for row in flat]
+            sections += [f"## {part}\n\n{heading}", tabulate(table, columns, tablefmt="github", floatfmt=".3f")]
+        return "\n\n".join(sections) + "\n"
 
 
 @contextmanager
-def counted_waits(device: torch.device) -> Iterator[Counter[str]]:
-    """Number of host synchronizations with CUDA, by file and line of the Python code that caused them."""
-    places: Counter[str] = Counter()
-    if device.type != "cuda":
-        yield places
-        return
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise OutOfTime in the block after ``seconds``."""
+
+    def expire(*_: Any) -> None:
+        raise OutOfTime
+
+    previous = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+class GivenContext(TargetContext):
+    """A target context without tokenizer checks, because random draft models have no tokenizer."""
+
+    def load_lm(self, name: str, *, extra_tokens: int = 0, **_: Any) -> LM:
+        return adapt_vocab(
+            make_slots(self.load_model(name), self.batch_size, self.max_length + extra_tokens), self.vocab_size
+        )
+
+
+class Bench:
+    """Options, models (one of a size at a time), and what all parts measure with."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.device = args, pick_device(args.device)
+        self.cuda = self.device.type == "cuda"
+        self.new, self.length = (12, 8) if args.tiny else (args.max_new_tokens, 128)
+        self.deadline = time.monotonic() + args.seconds
+        self._models: dict[str, LoadedModel] = {}
+
+    @property
+    def heading(self) -> str:
+        place = torch.cuda.get_device_name(self.device) if self.cuda else f"{torch.get_num_threads()} CPU threads"
+        tiny = ", tiny models: the numbers mean nothing" if self.args.tiny else ""
+        return f"torch {torch.__version__}, transformers {TRANSFORMERS}, {place}{tiny}"
+
+    def model(self, name: str, **changes: Any) -> LoadedModel:
+        """A model of random weights without end-of-sequence tokens; frees those of other shapes."""
+        key = name + repr(changes)
+        if key not in self._models:
+            self._models = {k: m for k, m in self._models.items() if k.startswith(name) or "draft" in name}
+            self.collect()
+            shape = SHAPES[name.partition(" ")[0]] | changes | (TINY if self.args.tiny else {})
+            attention = shape.pop("attention", None)
+            config = CONFIG_MAPPING[shape.pop("model_type")](**shape, max_position_embeddings=4096)
+            config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+            torch.manual_seed(0)
+            dtype = torch.bfloat16 if self.cuda else torch.float32
+            with torch.device(self.device):
+                model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
+            self._models[key] = LoadedModel(model, None, name, "random weights", "", (), 4096)  # type: ignore[arg-type]
+        return self._models[key]
+
+    def collect(self) -> None:
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
+
+    def prompts(self, target: LoadedModel, count: int) -> list[Ids]:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(target.model.config.vocab_size, (count, self.length), generator=generator).tolist()
+
+    def head(self, target: LoadedModel) -> str:
+        """Directory of a random EAGLE-3 head for ``target``."""
+        path, config = self.args.out / f"head-{target.name}", target.model.config
+        if not path.exists():
+            names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+            own = make_config(**{name: getattr(config, name) for name in names}, num_hidden_layers=1)
+            embedding: Any = torch.empty(config.vocab_size, config.hidden_size, device="meta")
+            ids = torch.arange(min(32000, config.vocab_size))
+            Eagle3Head(own, embedding, 3 * config.hidden_size, target_ids=ids).bfloat16().save(path)
+        return str(path)
+
+    def decoder(self, target: LoadedModel, size: int, drafter: str, verifier: str) -> Decoder:
+        """A decoder of ``size`` rows, with a clock, for `prompts`."""
+        gamma = {"gamma": self.args.gamma}
+        options: dict[str, dict[str, Any]] = {"draft-model": gamma | {"model": "draft"}, "prompt-lookup": gamma}
+        if drafter == "eagle3":
+            options["eagle3"] = gamma | {"model": self.head(target)}
+        pair = configured("drafters", {"name": drafter} | options.get(drafter, {})), configured("verifiers", verifier)
+        sampling, sequence = Sampling(temperature=1.0), self.length + self.new
+        slot = slot_length(sequence, [pair[0]], sampling)
+        small = partial(self.model, "SmolLM2 draft", vocab_size=target.model.config.vocab_size)
+        context = GivenContext.of(
+            target,
+            make_slots(target, size, slot),
+            sampling,
+            slot=slot,
+            sequence=sequence,
+            load=lambda name, target: small(),
+        )
+        watch = Stopwatch(self.device, enabled=True)
+        return build_decoder(context, *pair, eos=(), max_new_tokens=self.new, stopwatch=watch)
+
+    def seconds(self, run: Callable[[], Any]) -> float:
+        self.wait()
+        start = time.perf_counter()
+        run()
+        self.wait()
+        return time.perf_counter() - start
+
+    def wait(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+
+    def median(self, run: Callable[[], Any]) -> float:
+        """Median seconds of ``run`` after a warm-up, which records its graphs."""
+        return statistics.median([self.seconds(run) for _ in range(WARM_UP + REPEATS)][WARM_UP:])
+
+    def profiled(self, run: Callable[[], Any]) -> tuple[int | None, int | None]:
+        """Kernels that ran and launches by the host during ``run``; None where PyTorch does not count them."""
+        if ProfilerActivity.CUDA not in supported_activities():
+            run()
+            return None, None
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            run()
+            self.wait()
+        events = profiler.events() or []
+        on_device = [event.name for event in events if str(event.device_type).endswith("CUDA")]
+        kernels = sum(not name.startswith(("Memcpy", "Memset")) for name in on_device)
+        return kernels, sum(event.name.startswith(LAUNCHES) for event in events)
+
+    def waits(self, run: Callable[[], Any]) -> int:
+        """Number of times that the host waited for the device during ``run``."""
+        if not self.cuda:
+            run()
+            return 0
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                run()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        return sum("synchronizing" in str(warning.message) for warning in caught)
+
+    @cached_property
+    def copied_per_second(self) -> float:
+        """Copy bandwidth of the device in bytes per second, reads plus writes."""
+        source = torch.zeros(2**24 if self.args.tiny else 2**30, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        return 2 * source.nbytes / self.median(lambda: target.copy_(source))
+
+    def one_pass(self, target: LoadedModel, size: int, width: int) -> dict[str, Any]:
+        """A pass over ``width`` tokens in each of ``size`` rows: time, share of the bandwidth, kernels a layer."""
+        lm = make_slots(target, size, self.length + 64)
+        lm.lengths[:] = [self.length] * size
+        tokens = torch.ones(size, width, dtype=torch.long, device=self.device)
+
+        def run() -> None:
+            lm.forward(tokens)
+            lm.commit([0] * size)
+
+        seconds = self.median(run)
+        kernels, _ = self.profiled(run)
+        layers, limit = target.model.config.num_hidden_layers, weights_read(target.model) / self.copied_per_second
+        per_layer = None if kernels is None else kernels / layers
+        return {"ms": 1e3 * seconds, "share of bandwidth": limit / seconds, "kernels a layer": per_layer}
+
+
+def weights_read(model: Any) -> int:
+    """Bytes of weights that a pass over one token reads: all of them, but only one row of an untied embedding.
+
+    Of experts, those that a token is routed to.
+    """
+    tensors = {p.data_ptr(): (name, p) for name, p in model.named_parameters()}
+    embedding = model.get_input_embeddings().weight
+    if embedding.data_ptr() != model.get_output_embeddings().weight.data_ptr():
+        tensors.pop(embedding.data_ptr())
+    config = model.config
+    used = getattr(config, "num_experts_per_tok", 1) / (getattr(config, "num_experts", 0) or 1)
+    return round(sum(p.nbytes * (used if ".experts." in name else 1) for name, p in tensors.values()))
+
+
+# -- parts ----------------------------------------------------------------------------------------------------
+
+
+def tests(bench: Bench) -> Rows:
+    def run(paths: list[str]) -> dict[str, Any]:
+        command = [sys.executable, "-m", "pytest", "-q", "-n8", "--dist=load", "-m", "gpu and not slow", "-rfE"]
+        command += ["-p", "no:cacheprovider", *paths]
+        process = subprocess.Popen(command, cwd=checkout.ROOT, stdout=subprocess.PIPE, text=True)
         try:
-            yield places
+            output, _ = process.communicate()
         finally:
-            torch.cuda.set_sync_debug_mode("default")
-    for warning in caught:
-        if "synchronizing" in str(warning.message):
-            places[f"{Path(warning.filename).name}:{warning.lineno}"] += 1
+            process.kill()
+        (bench.args.out / f"tests-{Path(paths[0]).parent.name or 'core'}.txt").write_text(output, encoding="utf-8")
+        return {"exit status": process.returncode, "last line": output.strip().rpartition("\n")[2]}
+
+    missing = [name for name in ("pytest", "xdist", "hypothesis") if importlib.util.find_spec(name) is None]
+    for name, paths in TESTS.items():
+        if not bench.cuda or missing:
+            reason = f"not installed: {', '.join(missing)}" if bench.cuda else "needs CUDA"
+            yield {"tests": name}, lambda reason=reason: {"last line": f"not run: {reason}"}
+        else:
+            yield {"tests": name}, partial(run, paths)
 
 
-def overhead(bench: Bench) -> None:
-    target, draft_model = replace(bench.smollm2, eos_token_ids=()), bench.small  # sequences do not end early
-    clocks = loop_overhead.ForwardClock(target.model), loop_overhead.ForwardClock(draft_model.model)
-    del bench.smollm2, bench.small  # clocks stay on their models, and would wait in the captures of later parts
-    columns, new = loop_overhead.COLUMNS, bench.args.max_new_tokens
-    table = bench.report.table("per cent of a step, SmolLM2, token verification, T = 1", ["drafter", "B", *columns])
-    for size, small in product((1, 8), (None, draft_model)):
-        prompts, label = bench.prompts(target, size), "draft-model" if small else "none"
-        make = partial(bench.decoder, verifier="token", temperature=1.0, timed=True, gamma=bench.args.gamma)
-        decoder = make(target, small, size, new=new, longest=max(map(len, prompts)))
-        loop_overhead.watch(decoder, clocks)
-        result = loop_overhead.measure(decoder, clocks, prompts, 3 if bench.args.tiny else 40)
-        bench.report.add(table, label, size, *(result[column] for column in columns))
-        bench.report.number(f"overhead {label}, B = {size}, per cent of a step", result["outside"])
+def passes(bench: Bench) -> Rows:
+    kinds: dict[str, dict[str, Any]] = {"transformers": {}, "fused": {}}
+    if bench.device.type in DEVICES:
+        kinds["flex"] = {"attention": FLEX}
+
+    def run(name: str, kind: str, size: int, width: int) -> dict[str, Any]:
+        target = bench.model(name, **kinds[kind])
+        modules = own_modules(target.model)
+        own = LoadedModel(modules, None, name, "", "", (), 4096)  # type: ignore[arg-type]
+        with environment("CROSSDRAFT_FUSED_LAYERS", "1" if kind == "fused" else "0"):
+            return bench.one_pass(own, size, width)
+
+    for name, kind, size, width in product(bench.args.models, kinds, bench.args.batch, (1, 5)):
+        if kind == "fused" and (importlib.util.find_spec("liger_kernel") is None or not bench.cuda):
+            continue
+        key = {"model": name, "layers": kind, "B": size, "W": width}
+        yield key, partial(run, name, kind, size, width)
 
 
-#: Parts in the order of their importance, and their shares of the time.
-PARTS: dict[str, tuple[Callable[[Bench], None], float]] = {
-    "tests": (tests, 0.2),
-    "plain": (plain, 0.16),
-    "bandwidth": (bandwidth, 0.04),
-    "batch": (batch, 0.2),
-    "cost": (cost, 0.1),
-    "launches": (launches, 0.06),
-    "overhead": (overhead, 0.06),
-    "attention": (attention, 0.1),
-    "verify": (verify, 0.08),
-    "assisted": (assisted, 0.05),
+@contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+
+
+def decoding(bench: Bench) -> Rows:
+    def run(name: str) -> dict[str, Any]:
+        target = bench.model(name)
+        (prompt,) = bench.prompts(target, 1)
+        ids = torch.tensor([prompt], device=bench.device)
+        options = {"max_new_tokens": bench.new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        decoder = bench.decoder(target, 1, "none", "token")
+        theirs, ours = [], []
+        for _ in range(WARM_UP + REPEATS):  # alternately
+            mask = torch.ones_like(ids)
+            theirs.append(bench.seconds(lambda: target.model.generate(ids, attention_mask=mask, **options)))  # type: ignore[operator] # noqa: B023
+            ours.append(bench.seconds(lambda: list(decoder.run([prompt]))))
+        rates = [bench.new / statistics.median(times[WARM_UP:]) for times in (theirs, ours)]
+        return {"transformers tok/s": rates[0], "ours tok/s": rates[1], "ratio": rates[1] / rates[0]}
+
+    for name in bench.args.models:
+        yield {"model": name}, partial(run, name)
+
+
+def strategies(bench: Bench) -> Rows:
+    def run(name: str, size: int, drafter: str, verifier: str) -> dict[str, Any]:
+        target = bench.model(name)
+        prompts = bench.prompts(target, size)
+        decoder = bench.decoder(target, size, drafter, verifier)
+        memory.start(bench.device)
+        responses: list[Any] = []
+        seconds = bench.median(lambda: responses.extend(decoder.run(prompts)))
+        tokens = sum(len(r.tokens) for r in responses) / sum(len(r.steps) for r in responses)
+        peak = memory.peak(bench.device)
+        waits = in_a_step(decoder, prompts, bench.waits)
+        kernels, launched = in_a_step(decoder, prompts, bench.profiled)
+        clocks = loop_overhead.clocks_of(decoder)
+        try:
+            shares = loop_overhead.measure(decoder, clocks, prompts, 3 if bench.args.tiny else STEPS)
+        finally:
+            for clock in clocks:
+                clock.close()
+            decoder.abandon()
+        width = 1 if drafter == "none" else bench.args.gamma + 1
+        return {
+            **{"tok/s": size * bench.new / seconds, "tokens a step": tokens, "ms a step": shares["ms"]},
+            **{
+                f"% {part}": shares[part]
+                for part in ("target pass", "draft pass", "draft", "verify", "rest", "outside")
+            },
+            "kernels a layer": bench.one_pass(target, size, width)["kernels a layer"],
+            "kernels a step": kernels,
+            **{"launches a step": launched, "waits a step": waits, "peak GB": peak and peak / 1e9},
+        }
+
+    for name, size, (drafter, verifier) in product(bench.args.models, bench.args.batch, PAIRS):
+        key = {"model": name, "B": size, "drafter": drafter, "verifier": verifier}
+        yield key, partial(run, name, size, drafter, verifier)
+
+
+def in_a_step(decoder: Decoder, prompts: list[Ids], measure: Callable[[Callable[[], Any]], Any]) -> Any:
+    """``measure(step)`` of a step with all slots occupied, the second after the prompts."""
+    try:
+        for row, prompt in enumerate(prompts):
+            decoder.start(row, prompt, index=row, stream=row)
+        decoder.step()
+        return measure(decoder.step)
+    finally:
+        decoder.abandon()
+
+
+def cost(bench: Bench) -> Rows:
+    axes = {"batch_sizes": [1, 2], "contexts": [16]} if bench.args.tiny else {"contexts": [128, 512]}
+    axes = {"batch_sizes": bench.args.batch} | axes
+
+    def run(name: str, file: str) -> dict[str, Any]:
+        curve = measure_curve(
+            bench.model(name), widths=[1, 2, 3, 5, 9][: 4 if bench.args.tiny else 5], repeats=REPEATS, **axes
+        )
+        (bench.args.out / file).write_text(json.dumps(curve.to_json(), indent=1), encoding="utf-8")
+        context = curve.contexts[0]
+        points = product(curve.batch_sizes, curve.widths)
+        return {f"B = {b}, W = {w}": 1e3 * curve.seconds(b, w, context) for b, w in points}
+
+    for name in bench.args.models:
+        file = f"cost-{name}.json"
+        yield {"model": name, "file": file}, partial(run, name, file)
+
+
+def heads(bench: Bench) -> Rows:
+    args = bench.args
+
+    def run(kind: str) -> dict[str, Any]:
+        out = args.out / kind
+        first = args.out / next(iter(HEADS))
+        if out != first and not (out / "texts.jsonl").exists():  # all kinds learn from the same texts
+            out.mkdir(parents=True, exist_ok=True)
+            for name in ("texts.jsonl", "texts.json"):
+                shutil.copy(first / name, out / name)
+        small = args.tiny
+        options = HEADS[kind] | {
+            **{"target": args.model, "out": out, "tokens": args.tokens, "device": args.device, "epochs": 1},
+            **{"write-batch": 8 if small else 512, "batch-tokens": 512 if small else 65536, "minutes": args.minutes},
+            **{"patience": 2, "held-out": 0.2 if small else 0.002, "max-response": 16 if small else 256},
+            **{"precision": "bf16" if bench.cuda else "no", "measure-limit": 2 if small else 24},
+            **{"measure-tokens": 8 if small else 64, "save-minutes": 2},
+        }
+        if kind == "eagle3" and small:
+            options |= {"draft-vocab": 64}
+        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        process = subprocess.Popen([sys.executable, "-m", "crossdraft", "train", kind, *words])
+        try:
+            status = process.wait(max(bench.deadline - time.monotonic() - 20, 1))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)  # it saves its checkpoint, and the next call resumes
+            process.wait()
+            raise OutOfTime from None
+        finally:
+            process.kill()  # of one that still saves when the time is over, the checkpoint before counts
+        if status:
+            raise RuntimeError(f"crossdraft train {kind} ended with status {status}")
+        facts = json.loads((out / "training.json").read_text(encoding="utf-8"))
+        size = sum(file.stat().st_size for file in out.glob("*.safetensors")) / 2**20
+        return {"MiB": size, "tokens": facts["tokens"], "steps": facts["steps"], "curve": facts["log"]}
+
+    for kind in HEADS if args.model else ():
+        yield {"heads": kind, "tokens": args.tokens}, partial(run, kind)
+
+
+#: Parts in the order of their importance.
+PARTS: dict[str, Callable[[Bench], Rows]] = {
+    part.__name__: part for part in (tests, passes, strategies, cost, decoding, heads)
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--tiny", action="store_true", help="use tiny random models and prompts")
-    parser.add_argument("--model", default="", help="target instead of random weights in the shape of SmolLM2")
-    parser.add_argument("--drafter", default="smollm2-draft-model", help="draft model of --model")
-    parser.add_argument("--limit", type=int, default=5, help="number of prompts of plain and assisted")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--gamma", type=int, default=4, help="draft length, except that of verify")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--seconds", type=float, default=480, help="time of all parts")
-    parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="folder of the report and the cost curves")
+    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--gamma", type=int, default=4, help="draft length")
+    parser.add_argument("--model", default="", help="target of heads: name or directory")
+    parser.add_argument("--tokens", type=int, default=30_000_000, help="response tokens that heads are trained on")
+    parser.add_argument("--minutes", type=float, default=8.0, help="training time of each kind of heads")
+    parser.add_argument("--seconds", type=float, default=540, help="time of the command")
+    parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="folder of the rows and the cost curves")
     args = parser.parse_args(arguments)
-
+    args.out.mkdir(parents=True, exist_ok=True)
     bench = Bench(args)
-    run(bench, {name: PARTS[name] for name in args.parts}, args.seconds)
-    print(f"\n{bench.report.summary()}\n\n{bench.report.folder / 'report.md'}")
+    report = Report(args.out, bench.heading)
+    complete = run_parts(bench, report, {name: PARTS[name] for name in args.parts})
+    print(f"{report.markdown()}\n{args.out / 'report.md'}; " + ("complete" if complete else "run the command again"))
 
 
-def run(bench: Bench, parts: dict[str, tuple[Callable[[Bench], None], float]], seconds: float) -> None:
-    """Run the parts; time that one does not use is left to the later ones."""
-    whole = sum(share for _, share in parts.values())
-    deadline = time.monotonic()
-    for name, (part, share) in parts.items():
-        deadline += seconds * share / whole
-        with bench.report.part(name, deadline - time.monotonic()):
-            part(bench)
-        gc.collect()
-        if bench.device.type == "cuda":
-            torch.cuda.empty_cache()
+def run_parts(bench: Any, report: Report, parts: dict[str, Callable[[Any], Rows]]) -> bool:
+    """Measure the rows that the report lacks; False if some are missing or failed at the end."""
+    complete = True
+    try:
+        with time_limit(bench.deadline - time.monotonic()):
+            for part, rows in parts.items():
+                for key, measure in rows(bench):
+                    if report.has(part, key):
+                        continue
+                    print(f"{part} {' '.join(map(str, key.values()))}", flush=True)
+                    start = time.monotonic()
+                    try:
+                        values = measure()
+                        report.add(part, key, values=values, seconds=round(time.monotonic() - start, 1))
+                    except Exception as error:  # the other rows still run
+                        complete = False
+                        line = str(error).strip().partition("\n")[0][:300]
+                        report.add(part, key, error=f"{type(error).__name__}: {line}")
+    except OutOfTime:
+        return False
+    return complete
 
 
 if __name__ == "__main__":

@@ -52,20 +52,33 @@ WARM_UP = 3
 
 
 class ForwardClock:
-    """Seconds inside the forward passes of a model since `take` was last called."""
+    """Seconds inside the forward passes of a model since `take` was last called; of None, 0."""
 
     def __init__(self, model: Any):
-        device = model.device
+        device = torch.device("cpu") if model is None else model.device
         self._synchronise = getattr(torch, device.type).synchronize if device.type != "cpu" else lambda: None
         self._seconds = self._start = 0.0
         self._depth = 0
-        model.register_forward_pre_hook(self._enter)
-        model.register_forward_hook(self._leave)
+        hooks = (
+            {}
+            if model is None
+            else {model.register_forward_pre_hook: self._enter, model.register_forward_hook: self._leave}
+        )
+        self._hooks = [register(hook) for register, hook in hooks.items()]
+        self._watched: list[tuple[TransformersLM, CudaGraphRunner]] = []
 
     def watch(self, lm: TransformersLM) -> None:
         """Time the replays of its CUDA graphs too, masks included: module hooks do not run in a replay."""
         if lm.graphs.records:
+            self._watched.append((lm, lm.graphs))
             lm.graphs = lm._buckets.graphs = cast(CudaGraphRunner, _TimedGraphs(lm.graphs, lm, self))
+
+    def close(self) -> None:
+        """Remove the clock from the model and its graphs."""
+        for hook in self._hooks:
+            hook.remove()
+        for lm, graphs in self._watched:
+            lm.graphs = lm._buckets.graphs = graphs
 
     def _enter(self, *_: Any) -> None:
         if self._depth == 0:
@@ -140,6 +153,20 @@ def watch(decoder: Decoder, clocks: Clocks) -> None:
     if isinstance(decoder.drafter, DraftModelChain):
         lm: Any = decoder.drafter.model.lm
         clocks[1].watch(lm._lm if isinstance(lm, FittedLM) else lm)
+
+
+def clocks_of(decoder: Decoder) -> Clocks:
+    """Clocks of a decoder's target, and of its draft model or head; one that stands still if it has neither."""
+    drafter: Any = decoder.drafter
+    lm: Any = getattr(getattr(drafter, "model", drafter), "lm", None)
+    while hasattr(lm, "_lm"):
+        lm = lm._lm
+    target: Any = decoder.target
+    clocks = ForwardClock(target.model), ForwardClock(None if lm is None else lm.model)
+    clocks[0].watch(target)
+    if lm is not None:
+        clocks[1].watch(lm)
+    return clocks
 
 
 class _Enough(Exception):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from companions import has_command
+from tiny_models import save_model
 
 from crossdraft.framework.cli import main as cli
 
@@ -55,25 +56,28 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.fixture(scope="module")
 def script() -> Iterator[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(SCRIPT.parent)  # where a script finds the module beside it
-        yield runpy.run_path(str(SCRIPT)) | vars(sys.modules["gpu_bench"])
+        patch.syspath_prepend(SCRIPT.parent)  # where a script finds the modules beside it
+        yield runpy.run_path(str(SCRIPT))
 
 
 @pytest.mark.slow
 def test_every_part_runs_in_a_bare_environment(script: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:
-    options = {"--device": "cpu", "--limit": 1, "--max-new-tokens": 40, "--gamma": 2, "--batch": 2, "--out": tmp_path}
-    words = ["--tiny", *(str(word) for option in options.items() for word in option)]
+    options = {"--device": "cpu", "--models": "SmolLM2 experts", "--gamma": 2, "--batch": 2, "--out": tmp_path}
+    words = ["--tiny", *(word for option in options.items() for part in option for word in str(part).split())]
     command = [sys.executable, "-c", BARE, str(SCRIPT), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
-    assert {name: part["status"] for name, part in report["parts"].items()} == dict.fromkeys(script["PARTS"], "done")
-    assert all(table["rows"] for name, part in report["parts"].items() for table in part["tables"][:1]), report
-    numbers = {name for name, *_ in report["numbers"]}
-    on_cuda = {"waits of the host in a step", "verify block compiled, share of a step"}
-    assert script["BOUNDS"].keys() - numbers == on_cuda
-    text = (tmp_path / "report.md").read_text(encoding="utf-8")
-    assert all(f"\n## {name} (done, " in text for name in script["PARTS"]) and "\n## Numbers\n" in text
+    lines = (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert not [row for row in rows if "error" in row]
+    assert {row["part"] for row in rows} == script["PARTS"].keys() - {"heads"}  # these need a model
+    strategies = [row for row in rows if row["part"] == "strategies"]
+    assert len(strategies) == 2 * len(script["PAIRS"])
+    assert all(0 < row["values"]["% outside"] < 100 and row["values"]["tok/s"] > 0 for row in strategies)
+    assert "report.md; complete" in done.stdout
+    second = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
+    assert (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines() == lines  # no row is measured again
+    assert "report.md; complete" in second.stdout
 
     if not has_command("advise"):
         return
@@ -81,39 +85,84 @@ def test_every_part_runs_in_a_bare_environment(script: dict[str, Any], tmp_path:
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "vllm.log").write_text(VLLM_LOG, encoding="utf-8")
-    traits = ("--drafter", "draft-model", "--verifier", "token", "--temperature", "1", "--batch-size", "1,2")
-    costs = ("--cost", "cost.json", "--draft-cost", "draft-cost.json")
+    traits = ("--drafter", "draft-model", "--verifier", "token", "--temperature", "1", "--batch-size", "2")
+    costs = ("--cost", "cost-experts.json", "--draft-cost", "cost-SmolLM2.json")
     assert cli.main(["advise", "vllm.log", *costs, *traits]) == 0
 
 
-def test_report_survives_parts_that_fail_or_run_out_of_time(script: dict[str, Any], tmp_path: Path) -> None:
-    limits = {}
+def test_rerun_measures_what_failed_or_ran_out_of_time(script: dict[str, Any], tmp_path: Path) -> None:
+    calls: list[str] = []
+    broken = True
 
-    def failing(bench: Any) -> None:
-        raise RuntimeError("CUDA error\nsecond line")
+    def quick() -> dict[str, Any]:
+        calls.append("quick")
+        return {"n": 1}
 
-    def endless(bench: Any) -> None:
-        table = bench.report.table("rows", ["n"])
-        bench.report.add(table, 7)
-        report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
-        assert report["parts"]["endless"]["status"] == "running"  # a killed process leaves this
-        assert report["parts"]["endless"]["tables"][0]["rows"] == [[7]]
-        while True:
+    def failing() -> dict[str, Any]:
+        calls.append("failing")
+        if broken:
+            raise RuntimeError("CUDA error\nsecond line")
+        return {"n": 2}
+
+    def endless() -> dict[str, Any]:
+        calls.append("endless")
+        while broken:
             with suppress(Exception):  # code that catches everything does not outlive the limit
                 time.sleep(1)
+        return {"n": 3}
 
-    def last(bench: Any) -> None:
-        bench.report.number("plain 7B, share of the memory's limit", 0.6)
+    def rows(bench: Any) -> Iterator[Any]:
+        yield {"row": "quick"}, quick
+        yield {"row": "failing"}, failing
+        yield {"row": "endless"}, endless
 
-    bench = SimpleNamespace(report=script["Report"](tmp_path, "heading"), device=torch.device("cpu"))
-    part = bench.report.part
-    bench.report.part = lambda name, seconds: limits.update({name: seconds}) or part(name, seconds)
-    script["run"](bench, {"endless": (endless, 0.01), "failing": (failing, 0.5), "last": (last, 0.49)}, 30)
-    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
-    statuses = {name: part["status"] for name, part in report["parts"].items()}
-    assert statuses == {"endless": "out of time", "failing": "RuntimeError: CUDA error", "last": "done"}
-    assert limits["failing"] <= 15.3 < limits["last"]  # 14.7 s, and the time that the second did not use
-    assert "MISSED: at least 0.7" in (tmp_path / "report.md").read_text(encoding="utf-8")
+    def run(seconds: float) -> bool:
+        bench = SimpleNamespace(deadline=time.monotonic() + seconds)
+        return script["run_parts"](bench, script["Report"](tmp_path, "a GPU"), {"part": rows})
+
+    assert not run(0.5)
+    written = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [(row["key"]["row"], row.get("values"), row.get("error")) for row in written] == [
+        ("quick", {"n": 1}, None),
+        ("failing", None, "RuntimeError: CUDA error"),
+    ]
+    with (tmp_path / "rows.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"part": "part", "key"')  # cut off by a kill
+    broken = False
+    calls.clear()
+    assert run(60)
+    assert calls == ["failing", "endless"]
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "## part" in text and "a GPU" in text and "CUDA error" not in text
+
+
+@pytest.mark.simulated
+def test_strategies_on_the_simulated_device(script: dict[str, Any], tmp_path: Path) -> None:
+    """Passes, strategies and cost curves of a CUDA device, with graphs; fused layers if Liger is installed."""
+    options = ["--device", "cuda", "--tiny", "--models", "SmolLM2", "--batch", "2", "--gamma", "2"]
+    script["main"]([*options, "--parts", "passes", "strategies", "cost", "decoding", "--out", str(tmp_path)])
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
+    failed = [row for row in rows if "error" in row]
+    assert all("flex_attention" in row["error"] and row["key"]["layers"] == "flex" for row in failed)  # needs Triton
+    waits = {row["key"]["drafter"]: row["values"]["waits a step"] for row in rows if row["part"] == "strategies"}
+    assert waits == {"none": 1, "prompt-lookup": 1, "draft-model": 1, "eagle3": 1}
+
+
+@pytest.mark.companions
+@pytest.mark.slow
+def test_heads_resume_where_their_time_ended(script: dict[str, Any], tmp_path: Path) -> None:
+    target = save_model(tmp_path / "target", layers=4)
+    options = ["--device", "cpu", "--tiny", "--parts", "heads", "--model", target, "--tokens", "600"]
+    options += ["--minutes", "0.2", "--out", str(tmp_path)]
+    script["main"]([*options, "--seconds", "26"])  # 20 of them are kept for the end of a training
+    script["main"]([*options, "--seconds", "600"])
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["key"]["heads"] for row in rows] == list(script["HEADS"])
+    for row in rows:
+        curve = row["values"]["curve"]
+        assert 0 < row["values"]["MiB"] < 24 and curve[0]["tokens"] == 0 < curve[-1]["tokens"] <= 600 * 1.5
+    texts = [(tmp_path / kind / "texts.jsonl").read_bytes() for kind in script["HEADS"]]
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -28,17 +28,25 @@ def test_grouped_attention_equals_transformers(width: int, shared: int) -> None:
 
 
 def test_keys_and_values_are_not_copied_for_every_head(monkeypatch: Any) -> None:
-    shapes = []
+    shapes, masks = [], []
     original = torch.nn.functional.scaled_dot_product_attention
 
-    def spy(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+    def spy(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, *rest: Any, **more: Any):
         shapes.append((tuple(query.shape), key.data_ptr(), value.data_ptr()))
-        return original(query, key, value, **options)
+        masks.append(mask)
+        return original(query, key, value, mask, *rest, **more)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
     key, value = torch.randn(1, 2, 11, 8), torch.randn(1, 2, 11, 8)
     sdpa.grouped_sdpa(torch.nn.Module(), torch.randn(1, 6, 5, 8), key, value, torch.zeros(1, 1, 5, 11))
     assert shapes == [((1, 2, 15, 8), key.data_ptr(), value.data_ptr())]
+
+    mask, other = torch.zeros(1, 1, 5, 11), torch.ones(1, 1, 5, 11)
+    with sdpa.own_attention():  # a pass repeats its mask for the heads of a group once
+        for each in (mask, mask, other):
+            sdpa.grouped_sdpa(torch.nn.Module(), torch.randn(1, 6, 5, 8), key, value, each)
+    assert masks[1] is masks[2] and masks[3].equal(other.repeat(1, 1, 3, 1))
+    assert sdpa._thread.repeated is None
 
 
 def test_grouped_attention_is_used_in_passes_only(tiny_model: Callable, monkeypatch: Any) -> None:

@@ -4,9 +4,8 @@ With an explicit mask, transformers' ``sdpa`` repeats keys and values for every 
 (except for a single query). Here the heads of a group become further queries instead, so keys and values are read in
 place. The sums, and the result, are the same.
 
-Alternatives: FlashAttention takes no mask, which trees and ragged rows need; FlexAttention does, but must be compiled,
-so it runs only on request (``flex.py``); PyTorch's ``enable_gqa`` has no fused CUDA kernel with a mask.
-``python benchmarks/attention.py`` compares their costs.
+Others: FlashAttention takes no mask, and PyTorch's ``enable_gqa`` has no fused CUDA kernel with one. FlexAttention
+must be compiled, so it runs only on request (``flex.py``). ``python benchmarks/attention.py`` compares their costs.
 """
 
 from __future__ import annotations
@@ -53,24 +52,17 @@ def grouped_sdpa(
     if heads == shared or special or attention_mask is None or attention_mask.shape[1] != 1:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
     rows = query.reshape(r, shared, -1, query.shape[3])  # heads of a group are adjacent
-    if width > 1:  # a single row broadcasts
-        attention_mask = _repeated(attention_mask, heads // shared)
-    out = functional.scaled_dot_product_attention(
-        rows, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
-    )
+    if width > 1:  # a single row broadcasts; repeated once for all layers of a pass
+        known = getattr(_thread, "repeated", None) or (None, 0, None)
+        if known[0] is not attention_mask or known[1] != heads // shared:
+            known = _thread.repeated = attention_mask, heads // shared, attention_mask.repeat(1, 1, heads // shared, 1)
+        attention_mask = known[2]
+    out = functional.scaled_dot_product_attention(rows, key, value, attention_mask, dropout, scale=scaling)
     return out.unflatten(2, (-1, width)).permute(0, 3, 1, 2, 4).flatten(2, 3).contiguous(), None
 
 
-#: ``passes``: number of passes that run in this thread; ``repeated``: see `_repeated`.
+#: ``passes``: number of passes that run in this thread; ``repeated``: see `grouped_sdpa`.
 _thread = threading.local()
-
-
-def _repeated(mask: Tensor, times: int) -> Tensor:
-    """``mask [R, 1, W, kv_len]`` for ``times`` heads of a group, made for the first layer of a pass."""
-    known = getattr(_thread, "repeated", None)
-    if known is None or known[0] is not mask or known[1] != times:
-        known = _thread.repeated = mask, times, mask.repeat(1, 1, times, 1)
-    return known[2]
 
 
 def in_own_attention() -> bool:

@@ -67,6 +67,13 @@ class TrainingConfig(Options, ABC):
     minutes: float = Field(
         0.0, description="training time, in minutes, after which to stop; 0: all epochs", ge=0, le=1_000_000
     )
+    patience: int = Field(
+        0,
+        description="evaluations (ten in all) without a higher held-out block efficiency after which to stop; the "
+        "weights of the highest are kept (0: train to the end, and keep the last)",
+        ge=0,
+        le=1000,
+    )
     batch_tokens: int = Field(2048, description="padded tokens a step", ge=1, le=10_000_000)
     learning_rate: float = Field(6e-4, description="of AdamW at its peak", gt=0, le=10)
     warm_up: int = Field(30, description="steps until the learning rate is at its peak", ge=0, le=1_000_000_000)

@@ -14,6 +14,8 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,7 @@ class Trainer:
         log: per evaluation: step, minutes and response tokens trained on so far, ``held_out_acceptance`` (mean sum of
             min(p, q) of the first drafted token) and ``positions`` (the same for each position of a draft).
         best: last held-out acceptance.
+        later: evaluations after the one whose weights are kept, with ``patience``; they are not in ``log``.
 
     Raises:
         UsageError: options not supported by the target, or several processes.
@@ -79,6 +82,7 @@ class Trainer:
         self.features = Features(target, self.trainee.hidden_layers, cache_gib)
         self.step, self.seconds, self.tokens, self.best = 0, 0.0, 0, 0.0
         self.log: list[Any] = []
+        self.later: list[Any] = []
         self._tenth = -1  # progress at the last evaluation
         self._made_with: dict[str, Any] = {}
 
@@ -89,6 +93,17 @@ class Trainer:
     @property
     def checkpoint(self) -> Path:
         return self.out / "checkpoint.pt"
+
+    @property
+    def best_checkpoint(self) -> Path:
+        """With ``patience``, the state of the evaluation with the highest held-out block efficiency."""
+        return self.out / "best.pt"
+
+    @property
+    def best_evaluation(self) -> int:
+        """Index in `log` of the first evaluation with the highest block efficiency of a chain that is held out."""
+        efficiencies = [sum(accumulate(entry["positions"], mul)) for entry in self.log]
+        return efficiencies.index(max(efficiencies))
 
     def run(self, train: Sequence[Text], held_out: Sequence[Text]) -> None:
         """Train to the end, resuming from a checkpoint if it exists.
@@ -112,7 +127,7 @@ class Trainer:
             torch.optim.AdamW(self.trained, lr=r.learning_rate, betas=(0.9, 0.95), weight_decay=r.weight_decay)
         )
         batches = [b for epoch in range(r.epochs) for b in self._batches(train, epoch)]
-        self._resume(len(batches))
+        self._load(self.checkpoint, len(batches))
         saved = time.perf_counter()
         doing(lambda: f"training: step {self.step} of {len(batches)}, held-out {self.trainee.measured} {self.best:.4f}")
         with (
@@ -125,13 +140,15 @@ class Trainer:
                 if int(EVALUATIONS * progress) > self._tenth:
                     self._evaluate(held_out)
                     self._tenth = int(EVALUATIONS * progress)
+                    if r.patience and self.best_evaluation == len(self.log) - 1:
+                        self._save(self.best_checkpoint)
                     self._save()
                     saved = time.perf_counter()
                 if stop_requested.is_set():
                     self._save()
                     raise KeyboardInterrupt
-                if progress >= 1:
-                    return
+                if progress >= 1 or 0 < r.patience < len(self.log) - self.best_evaluation:
+                    break
                 start = time.perf_counter()
                 with _seeded(r.seed, self.step, self.device):
                     loss, first = self._train(batches[self.step], train, progress)
@@ -143,6 +160,11 @@ class Trainer:
                     self._save()
                     saved = time.perf_counter()
 
+        if r.patience:
+            evaluations = self.log
+            self._load(self.best_checkpoint, len(batches))
+            self.later = evaluations[len(self.log) :]
+
     def export(self, held_out: Sequence[Text]) -> None:
         """Write the student in its layout, and ``training.json``; `card.write_card` writes the card.
 
@@ -152,6 +174,7 @@ class Trainer:
         self.trainee.student.eval()
         facts = {"kind": self.recipe.name, "recipe": self.recipe.model_dump(), "seconds": round(self.seconds)}
         facts |= {"steps": self.step, "tokens": self.tokens, "log": self.log}
+        facts |= {"later": self.later} if self.later else {}
         facts |= {"target": self.target.name, "target_sha256": self.target.sha256}
         with staged(self.out) as directory:
             with torch.no_grad(), _seeded(self.recipe.seed, "export", self.device):
@@ -233,7 +256,7 @@ class Trainer:
         buffers = {name: t for name, t in stored.items() if name not in weights and isinstance(t, Tensor)}
         return {name: tensor.detach() for name, tensor in (buffers | self.trainee.trained).items()}
 
-    def _save(self) -> None:
+    def _save(self, path: Path | None = None) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
         Checkpoint(
             student=self._state(),
@@ -244,20 +267,21 @@ class Trainer:
             tenth=self._tenth,
             log=self.log,
             made_with=self._made_with,
-        ).save(self.checkpoint)
+        ).save(path or self.checkpoint)
 
-    def _resume(self, steps: int) -> None:
-        if not self.checkpoint.exists():
+    def _load(self, path: Path, steps: int) -> None:
+        """Continue from a checkpoint, if it exists."""
+        if not path.exists():
             return
-        loaded = load(self.checkpoint, self.device, self._made_with, {"save_minutes"})
+        loaded = load(path, self.device, self._made_with, {"save_minutes"})
         own_state = self._state()
-        check_weights(self.checkpoint, loaded.student, own_state)
+        check_weights(path, loaded.student, own_state)
         if loaded.step > steps:
-            raise UsageError(f"{self.checkpoint} has {loaded.step} steps, more than {steps}; use another --out")
+            raise UsageError(f"{path} has {loaded.step} steps, more than {steps}; use another --out")
         with torch.no_grad():
             for name, tensor in own_state.items():
                 tensor.copy_(loaded.student[name])
-        load_optimizer(self.checkpoint, self.optimizer, loaded.optimizer, self.trained)
+        load_optimizer(path, self.optimizer, loaded.optimizer, self.trained)
         self.step, self.seconds, self.tokens, self.log = loaded.step, loaded.seconds, loaded.tokens, loaded.log
         self._tenth, self.best = loaded.tenth, loaded.log[-1]["held_out_acceptance"]
 

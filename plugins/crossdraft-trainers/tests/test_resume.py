@@ -384,3 +384,39 @@ def test_second_signal_does_not_wait(target: Any, texts: Any, tmp_path: Path) ->
         trainer.run(*texts)
     assert reached == ["first"]
     assert torch.load(trainer.checkpoint, weights_only=True)["step"] == 0
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_patience_keeps_the_best_evaluation(
+    killed: bool, target: Any, texts: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Acceptance rises, falls twice and stays down: the weights of the third evaluation are kept, also after a kill."""
+    scripted = [[0.3, 0.9], [0.5, 0.5], [0.6, 0.6], [0.7, 0.1], [0.6, 0.5]]
+
+    def make() -> tuple[Trainer, list[Any]]:
+        run = Trainer(target, RECIPES["medusa"](patience=2), tmp_path / str(killed))
+        weights: list[Any] = []
+
+        def evaluate(held_out: Any) -> None:
+            entry = {"step": run.step, "minutes": 0.0, "tokens": run.tokens, "held_out_acceptance": 0.0}
+            run.log.append({**entry, "positions": scripted[len(run.log)]})
+            weights.append([weight.detach().clone() for weight in run.trained])
+            if killed and len(weights) == len(run.log) == 4:
+                raise Killed
+
+        run._evaluate = evaluate  # type: ignore[method-assign]
+        return run, weights
+
+    run, weights = make()
+    if killed:
+        with pytest.raises(Killed):
+            run.run(*texts)
+        best, (run, _) = weights[2], make()
+        run.run(*texts)
+    else:
+        run.run(*texts)
+        best = weights[2]
+    assert [entry["positions"] for entry in run.log] == scripted[:3]
+    assert [entry["positions"] for entry in run.later] == scripted[3:]
+    assert all(map(torch.equal, run.trained, best))
+    assert run.step == run.log[-1]["step"] > 0
