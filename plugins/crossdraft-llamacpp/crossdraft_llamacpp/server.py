@@ -66,6 +66,7 @@ class LlamaServer(EngineServer):
         event = ServerEvent(self._completed(list(data["tokens"]), data.get("content", "")))
         if data["stop"]:
             event.finish_reason = "stop" if data["stop_type"] == "eos" else "length"
+            event.total = data.get("tokens_predicted")
             if (timings := data.get("timings")) and "draft_n" in timings:
                 event.totals = timings["draft_n"], timings["draft_n_accepted"]
         return event

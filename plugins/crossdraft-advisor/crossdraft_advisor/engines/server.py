@@ -41,6 +41,7 @@ from .http_response import HEADERS, HttpResponse, NetworkError, fetch, redacted,
 _POLL = 0.25  # seconds between two looks at a starting server
 _STOP = 30  # seconds that a server may take to stop before it is killed
 _TOKEN_BYTES = 2**16  # bytes of a stream for each requested token
+_CHARACTER_BYTES = 4  # of UTF-8; a token has at least one
 _BODY_SECONDS = 30.0  # seconds for a response that is not a stream
 
 
@@ -110,6 +111,9 @@ class ServerEvent:
     accepted: list[int] | None = None
     totals: tuple[int, int] | None = None
     text: str = ""  # new text, if the engine streams text
+    #: Tokens of the response by the engine's count, in the last event. Those of a character that the limit cuts, which
+    #: llama.cpp does not send, are in it.
+    total: int | None = None
 
 
 @dataclass
@@ -397,7 +401,9 @@ class EngineServer(ABC):
         for _, event in events:
             if "finish_reason" in last and (event.tokens or event.finish_reason is not None):
                 raise self._impossible("tokens or a second finish reason after the end of the response")
-            values = {name: getattr(event, name) for name in ("finish_reason", "drafted", "accepted", "totals")}
+            values = {
+                name: getattr(event, name) for name in ("finish_reason", "drafted", "accepted", "totals", "total")
+            }
             last |= {name: value for name, value in values.items() if value is not None}
         steps: list[ServedStep] = []
         for seconds, event in events:
@@ -408,6 +414,9 @@ class EngineServer(ABC):
         if not tokens or ("finish_reason" not in last and len(tokens) <= max_tokens):
             raise ModelError(f"the server of {self.name} sent a response without tokens or without a finish reason")
         cell, finish_reason = self.cell, last.setdefault("finish_reason", None)
+        total = last.pop("total", len(tokens))
+        if finish_reason != "length" or not 0 <= total - len(tokens) < _CHARACTER_BYTES:
+            total = len(tokens)
         if all(token is UNKNOWN for token in tokens):
             tokens = list(cell.tokenizer(text, add_special_tokens=False)["input_ids"])
             if finish_reason == "stop" and cell.end_tokens:  # which has no text
@@ -419,17 +428,15 @@ class EngineServer(ABC):
             [step.tokens for step in steps],
             finish_reason,
             gamma=cell.gamma,
-            max_tokens=max_tokens,
+            max_tokens=max_tokens + len(tokens) - total,
             end_tokens=cell.end_tokens,
             vocab_size=cell.vocab_size,
-        ) or counts_flaw(
-            last.get("drafted"), last.get("accepted"), last.get("totals"), emitted=len(tokens), gamma=cell.gamma
-        )
+        ) or counts_flaw(last.get("drafted"), last.get("accepted"), last.get("totals"), emitted=total, gamma=cell.gamma)
         if flaw:
             raise self._impossible(flaw)
         response = ServedResponse(tokens, steps, sent=sent, **last)
         if self.tokens_per_event and response.totals is not None:
-            response.steps = _grouped(steps, len(tokens) - response.totals[1])
+            response.steps = _grouped(steps, total - response.totals[1])
         return response
 
     def _impossible(self, flaw: str) -> ModelError:
