@@ -334,7 +334,7 @@ def of_run(
         elif config.is_baseline:
             plain.setdefault(group, {})[config.batch_size] = _without_times(cell, machine)
             plain_speeds.setdefault(group, []).append(_speed(result, cell, name))
-        elif not (mark := mark_of(result)).headline:
+        elif config.engine is None and not (mark := mark_of(result)).headline:
             advice = f"; run crossdraft certify --verifier {config.verifier.name}"
             reason = f"{config.verifier.title} is omitted: {mark}"
             notes.append(f"{name}: {reason}{advice if mark.kind == 'uncertified' else ''}")
@@ -342,6 +342,10 @@ def of_run(
             notes.append(f"{name}: {config.drafter.title} drafted no tokens and is omitted")
         else:
             pairs.setdefault(config.model_copy(update={"batch_size": 1}).hash, []).append(result)
+    if engines := sorted({str(own[0].config.engine.name) for own in pairs.values() if own[0].config.engine}):
+        notes.append(
+            f"{name}: served by {', '.join(engines)}, uncertified; crossdraft verify-engine compares the texts"
+        )
     candidates = []
     for cells in pairs.values():
         result = max(cells, key=lambda cell: len(cell.records))

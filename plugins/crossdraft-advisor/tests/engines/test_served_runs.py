@@ -10,6 +10,7 @@ from tiny_models import save_model
 
 pytest.importorskip("crossdraft_server", reason="its endpoint is the engine")
 
+from crossdraft_advisor.advise.candidates import of_run
 from crossdraft_advisor.commands.verify_engine.checks import CellCheck, CounterCheck, counted, step_mates
 from crossdraft_advisor.cost.tables import cost_tables
 from crossdraft_advisor.engines.engine_cell import AFTER, BEFORE, RESPONSES, piece_of, served_flags
@@ -19,6 +20,7 @@ from server_thread import serving
 
 from crossdraft.framework import plugins
 from crossdraft.framework.cli import main as cli
+from crossdraft.framework.cost.load_run import read_run
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.metrics.pieces import Piece
 from crossdraft.framework.recipe.recipe import CellConfig
@@ -88,6 +90,9 @@ def test_engine_has_own_columns_beside_cells_of_the_loop(
     output = capsys.readouterr().out
     assert "engine openai" in output and "first token ms" in output and "verify-engine" in output
     assert list(tmp_path.glob("runs/*/cost-openai*.csv")), "the tables that crossdraft simulate reads"
+    (directory,) = (tmp_path / "runs").iterdir()
+    candidates, notes = of_run(read_run(directory).summary.results, "r", [])
+    assert len(candidates) == 2 and any("served by openai, uncertified" in note for note in notes)
     metrics = rows(tmp_path / "runs")
     own, served = metrics["crossdraft", "prompt-lookup"], metrics["openai", "prompt-lookup"]
     assert served["same_as_baseline"] == own["same_as_baseline"] == 1
