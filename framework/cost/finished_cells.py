@@ -183,16 +183,17 @@ def speed_ups_of(results: Mapping[int, CellResult]) -> dict[int, float]:
 def last_paying(
     results: Mapping[int, CellResult], baselines: Mapping[int, CellResult], curves: Iterable[CostCurve]
 ) -> int:
-    """Return the largest batch size at which a pair is faster than plain decoding, or 0.
+    """Return the largest batch size at which a pair was shown to be faster than plain decoding, or 0.
 
-    A speed-up with an interval counts by its lower end. Starts from the largest measured batch size below
-    `stops_paying`, and continues with predictions, widened alike, between it and `stops_paying`.
+    A speed-up counts by the lower end of its interval, so one without an interval does not. Starts from the largest
+    measured batch size below `stops_paying`, and continues with predictions, widened alike, between it and
+    `stops_paying`.
 
     Args:
         results, baselines: cells of the pair and of plain decoding by batch size, with measured speed-ups.
     """
     speed_ups = {b: r.metrics.speed_up for b, r in results.items() if r.metrics and r.metrics.speed_up}
-    ends = {b: estimate.value if estimate.low is None else estimate.low for b, estimate in speed_ups.items()}
+    ends = {b: estimate.low or 0.0 for b, estimate in speed_ups.items()}
     last, stop = pays_until(ends), stops_paying(list(ends), list(ends.values()))
     target, drafter = curves_of(results[last], curves) if last else (None, None)
     if stop is None or target is None or last not in baselines:

@@ -123,12 +123,13 @@ def _speed_up(metrics: Metrics) -> str:
 
 
 def _pays_up_to(pair: Pair, batch_sizes: Sequence[int], last: int) -> str:
-    """The last batch size at which a pair pays, 0 being none; unknown beyond it if larger ones have no speed-up."""
-    measured = pair.speed_ups
-    missing = [b for b in batch_sizes if b not in measured and b > last]
+    """The last batch size at which a pair pays, 0 being none; unknown beyond it if larger ones have no interval."""
+    metrics = {b: r.metrics for b, r in pair.results.items() if r.metrics}
+    measured = {b for b, m in metrics.items() if m.speed_up and m.speed_up.low is not None}
+    missing = [metrics.get(b) for b in batch_sizes if b not in measured and b > last]
     if missing:
-        withheld = any(r.metrics is not None and r.metrics.withheld for b, r in pair.results.items() if b in missing)
-        reason = "withheld" if withheld else "not measured"
+        withheld, without = any(m and m.withheld for m in missing), any(m and m.speed_up for m in missing)
+        reason = "withheld" if withheld else "no interval" if without else "not measured"
         return f"B ≥ {last}, then {reason}" if last else f"unknown ({reason})"
     relation = "≥" if last == max(measured, default=0) else "=" if last in measured else "~"
     return f"B {relation} {last}" if last else "none"

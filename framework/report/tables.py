@@ -45,8 +45,8 @@ _DETAILS = (
     "component of a step, over all cells of the group. An interval requires 3 pieces of prompts."
 )
 _BY_BATCH_SIZE = (
-    "pays up to: the last batch size at which a pair is not slower than the drafter none; ~: interpolated with the\n"
-    "cost curve; unknown where speed-ups are withheld."
+    "pays up to: the last batch size at which the interval of the speed-up lies above 1; ~: interpolated with the\n"
+    "cost curve; unknown without an interval."
 )
 _GAIN = "The gain of several draft sequences or branches over one, each of the best certified pair by its own measure."
 #: Values of Pr(tau >= i) that fit the terminal.

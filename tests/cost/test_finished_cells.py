@@ -138,7 +138,7 @@ def test_cells_of_an_engine_have_no_curve_of_crossdraft() -> None:
 def priced(b: int, speed_up: float | Estimate, baseline: bool = False) -> CellResult:
     cell = result(baseline, b=b)
     assert cell.metrics is not None
-    cell.metrics.speed_up = speed_up if isinstance(speed_up, Estimate) else Estimate(speed_up)
+    cell.metrics.speed_up = speed_up if isinstance(speed_up, Estimate) else Estimate(speed_up, speed_up, speed_up)
     return cell
 
 
@@ -147,6 +147,7 @@ def priced(b: int, speed_up: float | Estimate, baseline: bool = False) -> CellRe
     [
         ({1: 1.5, 2: 1.0}, [], 2),
         ({1: 0.9, 2: 0.8}, [], 0),
+        ({1: Estimate(1.5)}, [], 0),  # no interval
         ({1: Estimate(1.04, 0.97, 1.12)}, [], 0),  # no difference was shown
         ({1: Estimate(1.2, 1.1, 1.3), 2: Estimate(1.04, 0.97, 1.12)}, [], 1),
         ({2: 1.5, 8: 0.8}, [], 2),

@@ -4,6 +4,7 @@ import csv
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cell_results import DRAFTERS, SERIES, outcome, withhold
@@ -28,6 +29,15 @@ def words(text: str, *first: str) -> list[str]:
     """The line that starts with these words, split."""
     (result,) = [line for row in text.splitlines() if (line := row.split())[: len(first)] == list(first)]
     return result
+
+
+def with_intervals(finished: Any) -> Any:
+    """The same run, whose speed-ups have intervals without width."""
+    for result in finished.results:
+        if result.metrics.speed_up:
+            value = result.metrics.speed_up.value
+            result.metrics.speed_up = Estimate(value, value, value)
+    return finished
 
 
 def test_predicted_and_measured(tmp_path: Path) -> None:
@@ -84,7 +94,10 @@ def test_by_category(tmp_path: Path) -> None:
 
 
 def test_speed_up_by_batch_size(tmp_path: Path) -> None:
-    text = terminal(outcome(tmp_path, SERIES))
+    finished = outcome(tmp_path, SERIES)
+    table = terminal(finished).partition("speed-up by batch size, temperature 1\n")[2]
+    assert words(table, "draft-model", "block")[-3:] == ["unknown", "(no", "interval)"]
+    text = terminal(with_intervals(finished))
     table = text.partition("speed-up by batch size, temperature 1\n")[2]
     assert words(table, "draft-model", "token")[2:] == ["2.00", "1.50", "1.50", "1.20", "1.00", "B", "≥", "16"]
     assert words(table, "draft-model", "block")[-6:] == ["1.60", "1.30", "0.80", "B", "=", "4"]
@@ -100,7 +113,7 @@ def test_speed_up_by_batch_size(tmp_path: Path) -> None:
 
 
 def test_interpolation_with_curve(tmp_path: Path) -> None:
-    finished = outcome(tmp_path, {4: {"token": 1.2}, 16: {"token": 0.8}})
+    finished = with_intervals(outcome(tmp_path, {4: {"token": 1.2}, 16: {"token": 0.8}}))
     # Seconds in B x W beyond 16: twice the tokens of plain decoding cost twice its time at 3 B = 2 x 16.
     points = tuple(Point(b, w, 9, float(max(b * w, 16)), 0.0, 1.0) for b in range(1, 17) for w in (1, 2, 3))
     finished.curves = [CostCurve("toy", "abc", "float32", {"device": "cuda (toy)"}, points)]
@@ -160,7 +173,7 @@ def test_withheld_speed_up_is_by_the_clock(tmp_path: Path, reason: str) -> None:
 
 def test_withheld_is_unknown_and_not_none(tmp_path: Path) -> None:
     """No statement follows from a speed-up that is withheld."""
-    finished = outcome(tmp_path, SERIES)
+    finished = with_intervals(outcome(tmp_path, SERIES))
     withhold(finished, TOO_FEW, "block")  # at all batch sizes
     withhold(finished, TOO_FEW, "token", 16)
     withhold(finished, TOO_FEW, "specinfer", 1)
