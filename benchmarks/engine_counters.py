@@ -19,9 +19,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from crossdraft_advisor.commands.replay.candidates import candidates_of
 from crossdraft_advisor.engines.engine_log import Source
 from crossdraft_advisor.engines.prometheus import samples
+from crossdraft_advisor.replay.candidates import candidates_of
 from crossdraft_advisor.replay.response import Response
 from llamacpp_server import served
 from transformers import AutoTokenizer

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crossdraft_advisor.commands.baseline_responses import baseline_responses
-from crossdraft_advisor.commands.replay.candidates import candidates_of
 from crossdraft_advisor.replay.aggregate import Tally, difference
+from crossdraft_advisor.replay.candidates import candidates_of
 from crossdraft_advisor.replay.replay import ReplayResult, replay
 from crossdraft_advisor.replay.responses import Reader
 from crossdraft_page.charts.style import batch_axis, encoded, label, legend, marks, panels, style

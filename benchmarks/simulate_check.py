@@ -34,11 +34,11 @@ from typing import Any
 
 import numpy as np
 import yaml
-from crossdraft_advisor.commands.replay.candidates import candidates_of
 from crossdraft_advisor.cost.tables import cost_tables, read_cost_table
 from crossdraft_advisor.engines import server
 from crossdraft_advisor.engines.engine_cell import EngineCell, piece_of, without_weights
 from crossdraft_advisor.engines.server import ServedResponse
+from crossdraft_advisor.replay.candidates import candidates_of
 from crossdraft_advisor.replay.response import Response
 from crossdraft_advisor.replay.responses import Reader
 from crossdraft_advisor.simulate.arrivals import Arrival, ClosedLoop

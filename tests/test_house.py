@@ -50,7 +50,7 @@ def test_imports_point_downwards(copy: Path) -> None:
     assert result.returncode == 0, result.stdout
 
 
-#: Wrong imports, one per contract: file, line, broken contract, and the complaint about this import.
+#: Wrong imports, of each contract: file, line, broken contract, and the complaint about this import.
 WRONG_IMPORTS = [
     (
         "framework/errors.py",
@@ -81,6 +81,18 @@ WRONG_IMPORTS = [
         "from crossdraft.framework.bench import run",
         "companions import the kernel, not the lab BROKEN",
         "crossdraft_cluster.numbers -> crossdraft.framework.bench.run",
+    ),
+    (
+        "../crossdraft_advisor/engines/acceptance.py",
+        "from ..replay import replay",
+        "the advisor's rooms import downward BROKEN",
+        "crossdraft_advisor.engines.acceptance -> crossdraft_advisor.replay.replay",
+    ),
+    (
+        "../crossdraft_advisor/commands/replay/counted.py",
+        "from . import command",
+        "no cycles BROKEN",
+        "No cycles are allowed in crossdraft_advisor.commands.replay.",
     ),
     (
         "../crossdraft_drafters/online.py",
@@ -173,11 +185,14 @@ def test_tests_with_oldest_releases_exist() -> None:
 
 
 def test_reading_order_leads_through_the_kernel() -> None:
-    """Every file that the page names exists, and no contract, no part of the loop and no verifier is left out."""
+    """Every file that the pages name exists, and no contract, no part of the loop and no verifier is left out."""
     named = re.findall(
         r"`((?:framework|drafters|verifiers)/[\w/]+\.py)`", (ROOT / "docs/reading-order.md").read_text("utf-8")
     )
     assert len(named) == len(set(named)) and all((ROOT / name).is_file() for name in named)
+    advisor = ROOT / "plugins/crossdraft-advisor"
+    twelve = re.findall(r"`([\w/]+\.py)`", (advisor / "README.md").read_text("utf-8"))
+    assert len(set(twelve)) == 12 and all((advisor / "crossdraft_advisor" / name).is_file() for name in twelve)
     kernel = [*(ROOT / "framework/contracts").glob("*.py"), *(ROOT / "framework/engine").glob("*.py")]
     kernel += (ROOT / "verifiers").glob("*.py")
     missing = {

@@ -19,15 +19,15 @@ _COMMANDS = {
             "certify_model:CertifyModel",
             "test the first token of a real model against the target's distribution",
         ),
-        ("verify-engine", "verify_engine.command:VerifyEngine", "check an engine's steps and text against replay"),
+        ("verify-engine", "verify_engine:VerifyEngine", "check an engine's steps and text against replay"),
         ("compare-texts", "compare_texts:CompareTexts", "check if greedy texts differ by more than rounding"),
     ),
     "Decide": (
         ("replay", "replay.command:Replay", "compute the block efficiency of pairs on recorded responses"),
-        ("diagnose", "diagnose.command:Diagnose", "find the cause of a low acceptance rate among common mistakes"),
+        ("diagnose", "diagnose:Diagnose", "find the cause of a low acceptance rate among common mistakes"),
         (
             "advise",
-            "advise.command:Advise",
+            "advise:Advise",
             "recommend a drafter, verifier and draft length per batch size, and write settings",
         ),
         ("gate", "gate:Gate", "fail a build if the acceptance length dropped since a baseline"),

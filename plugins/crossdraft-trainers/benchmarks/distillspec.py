@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from crossdraft_advisor.commands.replay.candidates import candidates_of
 from crossdraft_advisor.replay.aggregate import difference
+from crossdraft_advisor.replay.candidates import candidates_of
 from crossdraft_advisor.replay.replay import replay
 from crossdraft_advisor.replay.responses import Reader
 from tabulate import tabulate

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -175,10 +176,8 @@ class CertifySamples(SamplingOptions, TrustOptions, Command):
                 raise UsageError(f"{draws.place}: token {max(tokens)} is outside the vocabulary of {size} tokens")
             check_vocabulary(draws, size)
 
-        def make(rows: int, length: int) -> Any:
-            return make_slots(loaded, rows, length)
-
-        return distributions(make, prompts, trees, self.sampling, f"target '{self.model}'", loaded.context_length)
+        options = self.sampling, f"target '{self.model}'", loaded.context_length
+        return distributions(partial(make_slots, loaded), prompts, trees, *options)
 
 
 # -- output ------------------------------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ def compare_texts(
     pairs: dict[str, tuple[Response, Response]], target: LoadedModel, tie: float
 ) -> tuple[list[TextPair], int]:
     """Compare pairs of responses; also return the number of tokens of A whose second logit is within ``tie``."""
-    from ..greedy_text import token_gaps
+    from ..samples.token_tree import token_gaps
 
     same = {name: pair for name, pair in pairs.items() if list(pair[0].prompt) == list(pair[1].prompt)}
     responses = [response for side in (0, 1) for response in (pair[side] for pair in same.values())]
@@ -141,7 +141,7 @@ def compare_texts(
 
 
 def _compared(name: str, pair: tuple[Response, Response], gaps: tuple[np.ndarray, np.ndarray], tie: float) -> TextPair:
-    from ..greedy_text import first_beyond
+    from ..samples.token_tree import first_beyond
 
     a, b = (list(response.tokens) for response in pair)
     token = next((t for t, (x, y) in enumerate(zip_longest(a, b)) if x != y), None)

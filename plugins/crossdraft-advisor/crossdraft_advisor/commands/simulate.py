@@ -29,7 +29,7 @@ from crossdraft.framework.util.limits import (
 from crossdraft.framework.util.table import Table
 
 from . import right
-from .advise.costs import CostOptions
+from .costs import CostOptions
 
 if TYPE_CHECKING:
     from ..advise.caveats import Remarks
@@ -200,16 +200,15 @@ def _pool(args: Simulate, remarks: Remarks) -> tuple[Pool, str, str]:
     """The recorded responses with their acceptance, a title, and the draft model."""
     from crossdraft.framework.contracts.sampling import Sampling
 
+    from ..replay.candidates import candidates_of
     from ..replay.responses import Reader
     from ..simulate.request import read_pool
-    from .replay.candidates import candidates_of
-    from .replay.command import read_responses
 
     target = "" if args.on and kind_of(args.target) else args.target  # a config.json has no tokenizer
     consent = args.trusted([target or None], [args.drafter])
     sampling = None if args.temperature is None else Sampling(temperature=args.temperature)
     reader = Reader(target=target, sampling=sampling, trust_remote_code=target in consent)
-    responses, sampling = read_responses(reader, args.sources, sampling)
+    responses, sampling = reader.sampled(args.sources, sampling)
     (candidate,) = candidates_of(
         [args.drafter],
         [args.verifier] if args.verifier else [],

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from crossdraft.drafters.heads.features import FeatureDrafter
 from crossdraft.framework.api.build import Configured
+from crossdraft.framework.api.generate import generate
 from crossdraft.framework.contracts.misconfiguration import Misconfiguration
 from crossdraft.framework.contracts.models import TRANSFORMERS, Checkpoint
 
@@ -25,6 +26,7 @@ from .head_misreadings import MISREADINGS, described, misread
 from .misconfigurations import misconfigurations
 from .trials import Trial
 
+_ROWS = 8  # responses that are continued at a time
 _MARK = "crossdraft"  # text of a message that shows where a chat template puts it
 
 
@@ -48,6 +50,24 @@ class Setup:
         """A trial of the same target and responses with ``changes`` of `Trial` or `Misconfiguration`."""
         fields = {key: changes.pop(key) for key in ("options", "change") if key in changes}
         return replace(Trial(Misconfiguration(mistake, cure, **fields), self.target, self.responses), **changes)
+
+
+def with_continuations(responses: Sequence[Response], target: Target, gamma: int) -> list[Response]:
+    """The responses with what the target emits past their end at temperature 0, where engines count drafts, too."""
+    results = list(responses)
+    maximum = target.loaded.context_length
+    short = [
+        number
+        for number, response in enumerate(results)
+        if not len(response.continuation)
+        and (maximum is None or len(response.prompt) + len(response.tokens) + gamma <= maximum)
+    ]
+    if short:
+        texts = [[*results[number].prompt, *results[number].tokens] for number in short]
+        options = {"temperature": 0.0, "ignore_eos": True, "batch_size": min(_ROWS, len(short))}
+        for number, more in zip(short, generate(target.loaded, texts, max_new_tokens=gamma, **options), strict=True):
+            results[number] = replace(results[number], continuation=more.tokens)
+    return results
 
 
 Reading = Callable[[Setup], Iterator[Trial]]

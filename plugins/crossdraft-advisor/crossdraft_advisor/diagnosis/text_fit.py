@@ -9,8 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from crossdraft.framework.contracts.models import TRANSFORMERS
 
 from ..replay.response import Response
 from ..replay.teacher_forcing.lazy_models import Target
@@ -21,6 +24,7 @@ _ROWS, _CHUNK = 16, 64  # responses in a pass, and tokens
 _ROUNDING, _LEAST = 0.01, 1e-6
 #: Share of tokens at temperature 0, and standard errors above it, from which on responses are of another target.
 _FOREIGN_SHARE, _FOREIGN_ERRORS = 0.9, 5.0
+_CLEARLY = math.log(10.0)  # difference of log-likelihoods from which on another dtype fits better
 
 
 @dataclass(frozen=True)
@@ -65,3 +69,20 @@ def fit_texts(target: Target, responses: Sequence[Response]) -> TextFit:
         log_likelihood = same * math.log(1 - _ROUNDING) + (tokens - same) * math.log(_ROUNDING)
         return TextFit(log_likelihood, same / max(tokens, 1))
     return TextFit(log_p, None, (expected - log_p) / math.sqrt(variance + 1.0))
+
+
+def in_dtype_of_responses(
+    name: str, target: Target, responses: Sequence[Response], options: dict[str, Any]
+) -> tuple[Target, list[str]]:
+    """The target in the dtype that fits the responses better: its default, or another; and the reason for another."""
+    default = str(target.loaded.model.dtype).removeprefix("torch.") if target.loaded.backend == TRANSFORMERS else ""
+    fit = fit_texts(target, responses)
+    if not default or fit.share == 1:
+        return target, []
+    dtype = "bfloat16" if default == "float32" else "float32"
+    other = Target(name, target.sampling, dtype=dtype, **options)
+    other_fit = fit_texts(other, responses)
+    if other_fit.log_likelihood - fit.log_likelihood <= _CLEARLY:
+        return target, []
+    shares = "" if fit.share is None else f" ({100 * other_fit.share:.1f} % of the tokens, not {100 * fit.share:.1f} %)"  # type: ignore[operator]
+    return other, [f"the server computes in {dtype}: {name} generates the responses in it, not in {default}{shares}"]

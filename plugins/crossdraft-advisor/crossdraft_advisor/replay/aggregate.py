@@ -46,6 +46,14 @@ class PromptGroups:
             self.category.append(category)
         return members[prompt]
 
+    def names(self) -> list[str]:
+        """Category and name of each prompt, or of the first prompt of its group, in the order of the groups."""
+        names = [""] * len(self.category)
+        for category, members in self.by_category.items():
+            for name, number in members.items():
+                names[number] = f"{category}: {name}"
+        return names
+
 
 @dataclass(frozen=True)
 class Row:

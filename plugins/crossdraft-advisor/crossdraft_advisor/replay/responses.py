@@ -14,10 +14,12 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from crossdraft.framework import plugins
+from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import UsageError, printable, quoted
 from crossdraft.framework.models.chat import encode, encode_text
 from crossdraft.framework.recipe.prompts import Prompt, rows
@@ -72,6 +74,31 @@ class Reader(ParseContext):
         if not count and self.requests:
             names = ", ".join(map(quoted, sources))
             raise UsageError(f"{names}: the input of an OpenAI batch has no responses; give its output, too")
+
+    def sampled(
+        self, sources: Sequence[str], sampling: Sampling | None, title: str = ""
+    ) -> tuple[Iterator[Response], Sampling | None]:
+        """The responses of all sources, and their sampling parameters, by default those of the first one.
+
+        ``title``: of the sources in messages. Raises UsageError: no responses; while they are read, one with other
+        sampling parameters.
+        """
+        responses = self.read(sources)
+        first = next(responses, None)
+        if first is None:
+            raise UsageError(f"{title or ', '.join(map(quoted, sources))}: no responses to replay")
+        sampling = sampling or first.sampling
+
+        def same() -> Iterator[Response]:
+            for response in chain([first], responses):
+                if response.sampling is not None and response.sampling != sampling:
+                    raise UsageError(
+                        f"{response.place}: sampling parameters differ from those of earlier responses; replay them "
+                        "separately"
+                    )
+                yield response
+
+        return same(), sampling
 
     def _source(self, source: str) -> Iterator[Response]:
         kind = "" if source.startswith("hf:") else kind_of(source)

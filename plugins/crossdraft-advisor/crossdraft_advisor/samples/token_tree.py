@@ -1,15 +1,22 @@
-"""Next-token distributions after many prefixes in few passes: sequences with common prefixes share a token tree."""
+"""Next-token distributions after many prefixes in few passes: sequences with common prefixes share a token tree.
+
+Of texts, also the differences of logits by which a token is the target's choice.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from crossdraft.framework.api.build import make_slots
 from crossdraft.framework.contracts.lm import LM, prefill
+from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.engine.prefill import passes
 from crossdraft.framework.errors import NumericalError
@@ -178,3 +185,39 @@ def _score(
             yield probs, [(group[row], all_parts[row].nodes[start + column]) for row, column in positions]
     finally:
         lm.commit([0] * rows)
+
+
+def first_beyond(gaps: np.ndarray, tie: float) -> int | None:
+    """Index of the first token that is not the target's, even with rounding."""
+    beyond = np.flatnonzero(gaps > tie)
+    return int(beyond[0]) if len(beyond) else None
+
+
+def token_gaps(
+    prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], target: LoadedModel
+) -> list[np.ndarray]:
+    """Logit gaps ``[T, 2]`` of each text: of its token to the greatest logit, and of the greatest to the second."""
+    gaps = [np.zeros((len(text), 2)) for text in texts]
+    for probs, places in positions(prompts, texts, target, Sampling(temperature=1.0)):
+        top = probs.topk(2, dim=1).values
+        own = probs.gather(1, torch.tensor([[token] for _, _, token in places], device=probs.device))
+        # Logarithms of ratios, since two logarithms of one number may differ in the last bit.
+        logs = (top[:, :1] / torch.cat([own, top[:, 1:]], dim=1)).log()
+        for (text, t, _), gap in zip(places, logs.tolist(), strict=True):
+            gaps[text][t] = gap
+    return gaps
+
+
+def positions(
+    prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], target: LoadedModel, sampling: Sampling
+) -> Iterator[tuple[Tensor, list[tuple[int, int, int]]]]:
+    """Target distributions ``[n, V]``, and for each the index of the text, the index of the next token, and it."""
+    trees = []
+    for text in texts:
+        tree = TokenTree()
+        tree.add(list(text))
+        trees.append(tree)
+
+    options = trees, sampling, f"target '{target.name}'", target.context_length
+    for probs, places in distributions(partial(make_slots, target), [list(prompt) for prompt in prompts], *options):
+        yield probs, [(i, node, next(iter(trees[i].counts[node]))) for i, node in places]

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crossdraft_advisor.commands import advise as module
 from crossdraft_advisor.commands import baseline_responses
-from crossdraft_advisor.commands.advise import replay as module
-from crossdraft_advisor.commands.advise.command import Advise
+from crossdraft_advisor.commands.advise import Advise
 
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.sampling import Sampling

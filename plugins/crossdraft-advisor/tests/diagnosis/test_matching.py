@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from crossdraft_advisor.commands.diagnose.responses import _continued, _in_dtype_of_responses, _limits, _matched
 from crossdraft_advisor.diagnosis.hypothesis import not_excluded
 from crossdraft_advisor.diagnosis.matching import CONFIGURED, OTHER, UNLISTED, _interval, _outside, match
+from crossdraft_advisor.diagnosis.readings import with_continuations
+from crossdraft_advisor.diagnosis.report import limits, matched_text
 from crossdraft_advisor.diagnosis.signatures import counts_of
-from crossdraft_advisor.diagnosis.text_fit import TextFit
+from crossdraft_advisor.diagnosis.text_fit import TextFit, in_dtype_of_responses
 from crossdraft_advisor.diagnosis.trials import TrialResult
 from crossdraft_advisor.engines.acceptance import Acceptance
 from crossdraft_advisor.engines.counter_definitions import DEFINITIONS
@@ -173,7 +174,7 @@ def test_sentence_does_not_contradict_its_interval(own: bool) -> None:
                 assert interval.low is not None and interval.high is not None
                 assert interval.low - 1e-9 <= counts.marginal[position - 1] <= interval.high + 1e-9
                 named += 1
-        text = _matched(matched)
+        text = matched_text(matched)
         assert ("None of the 3 readings" in text) == (not set(matched.named()) & set(matched.results))
     assert named if not own else True
 
@@ -213,9 +214,9 @@ def test_notes_why_the_truth_may_be_missing() -> None:
     """Responses of another target at temperature 0 and above, and a drafter without known misreadings."""
     sound, foreign = exact("", [30]), TextFit(-900.0, 0.2)
     for fit, measure in ((foreign, "only 20 %"), (TextFit(-900.0, None, 12.0), "12 standard errors below")):
-        (note,) = _limits([replace(sound, texts=fit), exact("a", [20])], "the-target", "eagle3")
+        (note,) = limits([replace(sound, texts=fit), exact("a", [20])], "the-target", "eagle3")
         assert "the responses are not those of the-target" in note and measure in note
-    (note,) = _limits([replace(sound, texts=TextFit(-1.0, 1.0))], "the-target", "my-drafter")
+    (note,) = limits([replace(sound, texts=TextFit(-1.0, 1.0))], "the-target", "my-drafter")
     assert "no misreading of drafter 'my-drafter' is known" in note
 
 
@@ -299,7 +300,7 @@ def test_dtype_of_the_server_is_that_in_which_the_target_generates_the_responses
         model = load_model(name, dtype=dtype, device="cpu")
         texts = generate(model, prompts, max_new_tokens=40, temperature=0.0, ignore_eos=True, batch_size=30)
         responses = [Response(str(i), "", p, r.tokens) for i, (p, r) in enumerate(zip(prompts, texts, strict=True))]
-        chosen, reasons = _in_dtype_of_responses(name, default, responses, {"device": "cpu"})
+        chosen, reasons = in_dtype_of_responses(name, default, responses, {"device": "cpu"})
         assert str(chosen.loaded.model.dtype) == f"torch.{dtype}"
         assert [reason.startswith("the server computes in float32") for reason in reasons] == [True] * (
             dtype == "float32"
@@ -314,5 +315,5 @@ def test_greedy_responses_are_continued_past_their_end(tmp_path: Path) -> None:
     text = argmax_text(target.loaded.model, [5, 6, 7], 12)
     short, recorded = Response("a", "", text[:3], text[3:9]), Response("b", "", text[:3], text[3:9], continuation=[4])
     long = Response("c", "", text[:3], [5] * (context - 5))
-    continued = _continued([short, recorded, long], target, 3)
+    continued = with_continuations([short, recorded, long], target, 3)
     assert [list(response.continuation) for response in continued] == [text[9:12], [4], []]

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from crossdraft_advisor.commands.diagnose.responses import _continued
 from crossdraft_advisor.diagnosis.head_misreadings import MISREADINGS, HeadMisreading, misread
 from crossdraft_advisor.diagnosis.matching import CONFIGURED, match
-from crossdraft_advisor.diagnosis.readings import READINGS, Setup, readings
+from crossdraft_advisor.diagnosis.readings import READINGS, Setup, readings, with_continuations
 from crossdraft_advisor.diagnosis.trials import Trial, TrialResult, run_trials
 from crossdraft_advisor.engines.acceptance import Acceptance
 from crossdraft_advisor.engines.counter_definitions import DEFINITIONS
@@ -162,7 +161,7 @@ def test_readings_of_prompts_are_decided_by_the_texts(served: Callable[[str], Se
 
 def test_tails_are_decoded_behind_the_prompts_of_the_reading(served: Callable[[str], Setup]) -> None:
     """An engine counts drafts past the end of a response, where its own prompts decide what the target emits."""
-    setup = replace(served("draft-model"), continued=partial(_continued, gamma=GAMMA))
+    setup = replace(served("draft-model"), continued=partial(with_continuations, gamma=GAMMA))
     trials = list(readings(setup, READINGS))
     prompts = {tuple(trial.responses[0].prompt) for trial in trials}
     assert len(prompts) > 2

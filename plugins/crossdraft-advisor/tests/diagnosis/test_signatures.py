@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from crossdraft_advisor.commands.diagnose.counters import served_model
+from crossdraft_advisor.diagnosis.counters import served_model
 from crossdraft_advisor.diagnosis.hypothesis import (
     GRID,
     NONE,

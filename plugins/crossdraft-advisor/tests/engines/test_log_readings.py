@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from crossdraft_advisor import Acceptance, Source
-from crossdraft_advisor.commands.diagnose.counters import read_counters
 from crossdraft_advisor.commands.gate import samples_of
+from crossdraft_advisor.diagnosis.counters import read_counters
 from crossdraft_advisor.engines import engine_log
 from crossdraft_advisor.engines.formats import acceptances_in, read_acceptances
 from crossdraft_advisor.replay.responses import Reader

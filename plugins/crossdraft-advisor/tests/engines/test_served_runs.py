@@ -11,10 +11,10 @@ from tiny_models import save_model
 pytest.importorskip("crossdraft_server", reason="its endpoint is the engine")
 
 from crossdraft_advisor.advise.candidates import of_run
-from crossdraft_advisor.commands.verify_engine.checks import CellCheck, CounterCheck, counted, step_mates
 from crossdraft_advisor.cost.tables import cost_tables
 from crossdraft_advisor.engines.engine_cell import AFTER, BEFORE, RESPONSES, piece_of, served_flags
 from crossdraft_advisor.engines.server import ServedResponse, ServedStep, _grouped
+from crossdraft_advisor.samples.engine_checks import CellCheck, CounterCheck, counted, step_mates
 from engine_server import Script, engine_server, steps
 from server_thread import serving
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from crossdraft_advisor.advise.candidates import Candidate, imported
-from crossdraft_advisor.commands.replay.candidates import candidates_of
 from crossdraft_advisor.engines.acceptance import Acceptance
 from crossdraft_advisor.engines.counter_definitions import DEFINITIONS
+from crossdraft_advisor.replay.candidates import candidates_of
 from crossdraft_advisor.replay.engine_counts import EngineCounts
 
 from crossdraft.framework.cli import main as cli

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from crossdraft_advisor.commands.verify_engine.checks import ServedSteps
+from crossdraft_advisor.samples.engine_checks import ServedSteps
 
 #: Accepted tokens of a step that starts at each of ten tokens; the first belongs to the prefill.
 TAU = [0, 2, 0, 0, 1, 0, 0, 2, 0, 0]

@@ -14,9 +14,9 @@ from tiny_models import save_model
 
 pytest.importorskip("crossdraft_server", reason="its endpoint is the engine")
 
-from crossdraft_advisor.commands.replay.candidates import candidates_of
 from crossdraft_advisor.engines.builtin.openai import OpenAiServer
 from crossdraft_advisor.engines.server import ServedResponse
+from crossdraft_advisor.replay.candidates import candidates_of
 from crossdraft_advisor.replay.response import Response
 from crossdraft_advisor.simulate.arrivals import Arrival
 from crossdraft_advisor.simulate.outcome import RequestTimes

@@ -7,9 +7,9 @@ prompts. A drafter that reads hidden states reads those of each checkpoint; its 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.metrics.intervals import LEAST_PIECES
@@ -19,10 +19,7 @@ from crossdraft.framework.util.table import Table
 
 from ...gate import GateCheck, Sample, checked
 from .. import log, right
-from .output import prompt_names, verifier_title
-
-if TYPE_CHECKING:
-    from .command import Replay
+from .output import verifier_title
 
 Pair = tuple[str, str, int, int]  # a drafter, verifier, number of sequences and draft length
 
@@ -41,19 +38,17 @@ class Checkpoint:
     stale: bool = False  # the loss is larger than the limit and beyond its interval
 
 
-def checkpoints_of(args: Replay, replayed: Callable[..., Any]) -> str:
+def checkpoints_of(sources: Iterable[tuple[str, str]], drop: float, replayed: Callable[..., Any], as_json: bool) -> str:
     """The table, or JSON, of all pairs at all checkpoints.
 
-    ``replayed``: replays the responses of sources with a target. Raises UsageError: another number of sources than
-    targets, or an option that does not apply to several targets.
+    ``sources``: with their targets; ``replayed``: replays the responses of sources with a target.
     """
-    _check(args)
     samples: dict[Pair, list[tuple[str, str, Sample, list[float], bool]]] = {}
     notes: list[str] = []
-    for source, target in zip(args.sources, args.target, strict=True):
+    for source, target in sources:
         log(f"replaying {source} with {target}")
-        result, sampling, assumed = replayed(args, [source], target)
-        names = tuple(prompt_names(result.groups))
+        result, sampling, assumed = replayed([source], target)
+        names = tuple(result.groups.names())
         for candidate in result.candidates:
             notes.append(f"{candidate.title}: {_shares(candidate.drafter, sampling)}")
             gamma = candidate.gammas[-1]
@@ -65,21 +60,8 @@ def checkpoints_of(args: Replay, replayed: Callable[..., Any]) -> str:
                 weights = has_weights(candidate.drafter, sampling)
                 samples.setdefault(key, []).append((target, source, sample, tally.row(gamma).marginal, weights))
         notes += [f"{source}, {counted(count, 'response')}: {assumption}" for assumption, count in assumed.items()]
-    pairs = {key: _compared(key, rows, args.drop) for key, rows in samples.items()}
-    return _as_json(pairs, args.drop) if args.json_ else _as_text(pairs, notes, args.drop)
-
-
-def _check(args: Replay) -> None:
-    count = len(args.target)
-    if len(args.sources) != count:
-        raise UsageError(
-            f"--target is given {count} times for {counted(len(args.sources), 'source')}; give each checkpoint one "
-            "source, its own responses, in the same order"
-        )
-    if len(set(args.target)) < count:
-        raise UsageError("--target names the same checkpoint twice; give each once")
-    if args.as_:
-        raise UsageError("--as cannot be combined with several targets; replay them one by one")
+    pairs = {key: _compared(key, rows, drop) for key, rows in samples.items()}
+    return _as_json(pairs, drop) if as_json else _as_text(pairs, notes, drop)
 
 
 def _compared(key: Pair, rows: Sequence[tuple[str, str, Sample, list[float], bool]], drop: float) -> list[Checkpoint]:

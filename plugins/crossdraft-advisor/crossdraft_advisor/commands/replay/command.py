@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -16,6 +16,7 @@ from crossdraft.framework.cli.options.trust import TrustOptions, strings_in
 from crossdraft.framework.contracts.command import Argument, Command
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import UnknownNameError, UsageError, quoted
+from crossdraft.framework.runs.labels import counted
 from crossdraft.framework.util.limits import MOST_REPLAYED, MOST_SEQUENCES
 from crossdraft.framework.util.output_files import check_output
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from ...engines.counter_definitions import CounterDefinition
     from ...replay.replay import ReplayResult
     from ...replay.response import Response
-    from ...replay.responses import Reader
 
 
 class Replay(SamplingOptions, SegmentOptions, ForceOptions, TrustOptions, JsonOptions, Command):
@@ -111,6 +111,25 @@ class Replay(SamplingOptions, SegmentOptions, ForceOptions, TrustOptions, JsonOp
         for name in ("csv", "out", "segment") if mode else ():
             if getattr(self, name):
                 raise UsageError(f"--{name} cannot be combined with {mode}; use --json, or replay them one by one")
+        if self.counted or len(self.as_) > 1:
+            counts = {"sources": len(self.sources), "--as": len(self.as_), "--counted": len(self.counted)}
+            if len(set(counts.values())) > 1:
+                numbers = ", ".join(f"{count} {name}" for name, count in counts.items())
+                raise UsageError(
+                    f"got {numbers}; give each engine its responses as SOURCE, --as ENGINE, and --counted FILE"
+                )
+            if len(self.drafter) > 1 or len(self.verifier) > 1 or many:
+                raise UsageError("--counted is for one pair: give one --target, --drafter and --verifier")
+        elif many:
+            if len(self.sources) != len(self.target):
+                raise UsageError(
+                    f"--target is given {len(self.target)} times for {counted(len(self.sources), 'source')}; give each "
+                    "checkpoint one source, its own responses, in the same order"
+                )
+            if len(set(self.target)) < len(self.target):
+                raise UsageError("--target names the same checkpoint twice; give each once")
+            if self.as_:
+                raise UsageError("--as cannot be combined with several targets; replay them one by one")
         if self.known_sampling is not None and "temperature" not in self.model_fields_set:
             raise UsageError("sampling parameters require --temperature; add it")
         return self
@@ -129,9 +148,11 @@ class Replay(SamplingOptions, SegmentOptions, ForceOptions, TrustOptions, JsonOp
             inputs = [*self.sources, *self.target, *strings_in(drafters)]
             out = check_output(self.out, "--out", inputs=inputs, mark=MARK, force=self.force)
         if self.counted or len(self.as_) > 1:
-            print(counted_of(self, _replay))
+            triples = zip(self.sources, self.as_, self.counted, strict=True)
+            print(counted_of(triples, target, self.drafter[0], self.dtype, partial(_replay, self), self.json_))
         elif len(self.target) > 1:
-            print(checkpoints_of(self, _replay))
+            pairs = zip(self.sources, self.target, strict=True)
+            print(checkpoints_of(pairs, self.drop, partial(_replay, self), self.json_))
         else:
             result, sampling, assumed = _replay(self, self.sources, target, "".join(self.as_), out=out)
             if self.csv:
@@ -152,6 +173,7 @@ def _replay(
     variants: Sequence[CounterDefinition] = (),
     out: Path | None = None,
     note: Callable[[Response], None] = lambda response: None,
+    dtype: str = "",
 ) -> tuple[ReplayResult, Sampling | None, Mapping[str, int]]:
     """Replay the responses of ``sources``: the result, their sampling parameters and the assumptions made.
 
@@ -160,9 +182,9 @@ def _replay(
     """
     from crossdraft.framework.models.segments import Segments
 
+    from ...replay.candidates import candidates_of
     from ...replay.replay import replay
     from ...replay.responses import Reader
-    from .candidates import candidates_of
 
     gammas = _numbers("--gamma", args.gamma, MOST_REPLAYED)
     ks = _numbers("--k", args.k, MOST_SEQUENCES) if args.k else ()
@@ -179,7 +201,7 @@ def _replay(
         column=args.column,
         limit=args.limit,
     )
-    responses, sampling = read_responses(reader, sources, sampling)
+    responses, sampling = reader.sampled(sources, sampling)
     definition = DEFINITIONS.get(engine)
     if definition is not None and args.policy != ("static",):
         raise UsageError(f"--as {engine} and --policy cannot be combined; remove one of them")
@@ -191,7 +213,7 @@ def _replay(
         sampling=sampling,
         target=target or reader.target,
         policies=args.policy,
-        dtype=args.dtype,
+        dtype=dtype or args.dtype,
         device=args.device,
         trust_remote_code=consent,
         drafter_options=definition.drafter_options if definition is not None else {},
@@ -207,18 +229,16 @@ def _replay(
                 f"--as {engine}: drafter '{candidate.title}' drafts several sequences, and engines count one; use --k 1"
             )
     segments = Segments.parse(args.segment, reader.tokenizer("--segment")).of if args.segment else None
-    result = replay(
-        _noted(responses, note), candidates, out, definition=definition, variants=variants, segments=segments
-    )
+
+    def noted() -> Iterator[Response]:
+        for response in responses:
+            note(response)
+            yield response
+
+    result = replay(noted(), candidates, out, definition=definition, variants=variants, segments=segments)
     if result.log_p.warning:
         log(f"warning: {result.log_p.warning}")
     return result, sampling, reader.assumed
-
-
-def _noted(responses: Iterable[Response], note: Callable[[Response], None]) -> Iterator[Response]:
-    for response in responses:
-        note(response)
-        yield response
 
 
 def _numbers(option: str, text: str, maximum: Any) -> tuple[int, ...]:
@@ -235,28 +255,3 @@ def _numbers(option: str, text: str, maximum: Any) -> tuple[int, ...]:
             raise UsageError(f"{option}: {high} is too large; {reason}")
         numbers |= set(range(low, high + 1))
     return tuple(sorted(numbers))
-
-
-def read_responses(
-    reader: Reader, sources: Sequence[str], sampling: Sampling | None, title: str = ""
-) -> tuple[Iterator[Response], Sampling | None]:
-    """The responses of ``sources``, and their sampling parameters, by default those of the first one.
-
-    ``title``: of the sources in messages. Raises UsageError: no responses; while they are read, one with other sampling
-    parameters.
-    """
-    responses = reader.read(sources)
-    first = next(responses, None)
-    if first is None:
-        raise UsageError(f"{title or ', '.join(map(quoted, sources))}: no responses to replay")
-    sampling = sampling or first.sampling
-    return _same_sampling(chain([first], responses), sampling), sampling
-
-
-def _same_sampling(responses: Iterable[Response], sampling: Sampling | None) -> Iterator[Response]:
-    for response in responses:
-        if response.sampling is not None and response.sampling != sampling:
-            raise UsageError(
-                f"{response.place}: sampling parameters differ from those of earlier responses; replay them separately"
-            )
-        yield response

@@ -7,10 +7,11 @@ responses by its own definition, and crossdraft's block efficiency of these resp
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.recipe.recipe import Strategy
@@ -36,12 +37,9 @@ from ...replay.engine_counts import (
     past_end,
 )
 from ...replay.jsonl_formats import OTHER_TEMPLATE
+from ...replay.response import Response
 from .. import log, right
 from .checkpoints import has_weights
-from .output import prompt_names
-
-if TYPE_CHECKING:
-    from .command import Replay
 
 
 @dataclass
@@ -67,71 +65,63 @@ class EngineCheck:
         return agrees(self.counted, self.reference)
 
 
-def counted_of(args: Replay, replayed: Callable[..., Any]) -> str:
+def counted_of(
+    triples: Iterable[tuple[str, str, str]],
+    target: str,
+    drafter: str,
+    dtype: str,
+    replayed: Callable[..., Any],
+    as_json: bool,
+) -> str:
     """Compare the counters of each engine with replay: tables and causes, or JSON.
 
-    ``replayed``: replays the responses of sources as an engine counts them. Raises UsageError: the numbers of sources,
-    engines and files differ, several drafters or lengths, or a file without the counters.
+    ``triples``: sources, engines and files; ``replayed``: replays the responses of sources as an engine counts them.
+    Raises UsageError: several drafters or lengths, or a file without the counters.
     """
-    _check(args)
-    checks = [_checked(args, replayed, *parts) for parts in zip(args.sources, args.as_, args.counted, strict=True)]
-    if args.json_:
-        return json.dumps(
-            {"engines": [_json(check) for check in checks], "difference": _difference_json(checks)}, indent=2
-        )
+    checks = [_checked(*triple, target, drafter, dtype, replayed) for triple in triples]
+    if as_json:
+        engines = [_json(check) for check in checks]
+        return json.dumps({"engines": engines, "difference": _difference_json(checks)}, indent=2)
     return _text(checks)
 
 
-def _check(args: Replay) -> None:
-    counts = {"sources": len(args.sources), "--as": len(args.as_), "--counted": len(args.counted)}
-    if len(set(counts.values())) > 1:
-        numbers = ", ".join(f"{count} {name}" for name, count in counts.items())
-        raise UsageError(f"got {numbers}; give each engine its responses as SOURCE, --as ENGINE, and --counted FILE")
-    if len(args.drafter) > 1 or len(args.verifier) > 1 or len(args.target) > 1:
-        raise UsageError("--counted is for one pair: give one --target, --drafter and --verifier")
-
-
-def _checked(args: Replay, replayed: Callable[..., Any], source: str, engine: str, file: str) -> EngineCheck:
+def _checked(
+    source: str, engine: str, file: str, target: str, drafter: str, own_dtype: str, replayed: Callable[..., Any]
+) -> EngineCheck:
     text, acceptances = read_acceptances(file)
     if len(acceptances) > 1:
         raise UsageError(f"{file} holds the counters of {len(acceptances)} models or draft lengths; give those of one")
     drafted = drafted_tokens(DEFINITIONS[engine], text) if DEFINITIONS[engine].prefix else None
     counted = Counted.of(acceptances[0], None if drafted is None else drafted.value)
-    target, prompts = "".join(args.target), dict[str, int]()
-    variants = list(other_definitions(DEFINITIONS[engine]))
+    variants, prompts = list(other_definitions(DEFINITIONS[engine])), dict[str, int]()
+    definitions = [definition for _, definition in variants]
 
-    def replay_in(dtype: str) -> tuple[Any, ...]:
-        return replayed(
-            args.model_copy(update={"dtype": dtype}),
-            [source],
-            target,
-            engine,
-            [definition for _, definition in variants],
-            note=lambda response: prompts.setdefault(response.id, hash(tuple(response.prompt))),
-        )
+    def note(response: Response) -> None:
+        prompts.setdefault(response.id, hash(tuple(response.prompt)))
 
+    replay_in = partial(replayed, [source], target, engine, definitions, note=note)
     log(f"replaying {source} as {engine}")
-    result, sampling, assumed = replay_in(args.dtype)
+    result, sampling, assumed = replay_in()
     (candidate,) = result.candidates
     pair = verifier, gamma = _single(candidate, counted, file)
     reference, tally = candidate.counts[pair], candidate.tallies[verifier, 1]
     sums = [(t, s) for t, s in tally.sums(gamma)[:, :2].tolist()]
-    sample = Sample(source, sums, tuple(prompt_names(result.groups)), maximum=1.0 + gamma)
+    sample = Sample(source, sums, tuple(result.groups.names()), maximum=1.0 + gamma)
     check = EngineCheck(engine, source, file, counted, reference, tally.row(gamma), sample, prompts=prompts)
-    strategy = Strategy.parse(args.drafter[0], "--drafter")
+    strategy = Strategy.parse(drafter, "--drafter")
     defaults = DEFINITIONS[engine].drafter_options.get(strategy.name, {})
     check.options = {key: value for key, value in defaults.items() if key not in strategy.config}
     weights = has_weights(candidate.drafter, sampling)
     if target and weights:
-        dtype = "" if args.dtype == "auto" else f" --dtype {args.dtype}"
+        option = "" if own_dtype == "auto" else f" --dtype {own_dtype}"
         check.next_check = (
-            f"find how it drafts: crossdraft diagnose --target {target} --drafter {quote(args.drafter[0])} --replay "
-            f"{quote(source)} --counters {quote(file)} --as {engine}{dtype}"
+            f"find how it drafts: crossdraft diagnose --target {target} --drafter {quote(drafter)} --replay "
+            f"{quote(source)} --counters {quote(file)} --as {engine}{option}"
         )
     if check.agrees:
         return check
     for dtype in ("float32", "bfloat16"):
-        if weights and dtype != args.dtype and agrees(counted, replay_in(dtype)[0].candidates[0].counts[pair]):
+        if weights and dtype != own_dtype and agrees(counted, replay_in(dtype=dtype)[0].candidates[0].counts[pair]):
             text = f"replayed in {dtype}, the counts agree: the engine computes in it; add --dtype {dtype}"
             check.cause = Cause(DTYPE, text)
             return check

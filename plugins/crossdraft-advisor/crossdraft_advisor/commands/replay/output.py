@@ -14,7 +14,7 @@ from crossdraft.framework.util.estimate import Estimate, estimate_text, spread
 from crossdraft.framework.util.table import Table
 
 from ...engines.counter_definitions import CounterDefinition
-from ...replay.aggregate import MAX_GROUPS, PromptGroups, Row, Tally, difference, segment_difference
+from ...replay.aggregate import MAX_GROUPS, Row, Tally, difference, segment_difference
 from ...replay.replay import Candidate, ReplayResult
 from .. import right
 
@@ -204,7 +204,7 @@ def as_json(result: ReplayResult, sampling: Sampling | None, assumed: Mapping[st
             "responses": result.responses,
             "tokens": result.tokens,
             "prompts": len(result.groups.category),
-            "prompt_ids": prompt_names(result.groups),
+            "prompt_ids": result.groups.names(),
             "sampling": sampling.model_dump() if sampling else None,
             "assumed": dict(assumed),
             "segments": dict(result.segment_tokens),
@@ -214,15 +214,6 @@ def as_json(result: ReplayResult, sampling: Sampling | None, assumed: Mapping[st
         },
         indent=2,
     )
-
-
-def prompt_names(groups: PromptGroups) -> list[str]:
-    """Category and name of each prompt, or of the first prompt of its group, in the order of the groups."""
-    names = [""] * len(groups.category)
-    for category, members in groups.by_category.items():
-        for name, number in members.items():
-            names[number] = f"{category}: {name}"
-    return names
 
 
 def as_csv(result: ReplayResult) -> str:

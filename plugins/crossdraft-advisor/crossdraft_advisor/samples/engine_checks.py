@@ -15,29 +15,34 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from crossdraft.framework import plugins
+from crossdraft.framework.api.generate import generate
+from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.contracts.steps import StepEvent
 from crossdraft.framework.errors import UsageError, printable
 from crossdraft.framework.metrics.cell_metrics import StepRecord
 from crossdraft.framework.models.device import tie_of
+from crossdraft.framework.recipe.recipe import CellConfig, Strategy
+from crossdraft.framework.runs.records import CellResult
 
-from ...engines.server import response_flaw
-from ...greedy_text import GreedyText, positions, token_gaps
-
-if TYPE_CHECKING:
-    from crossdraft.framework.contracts.models import LoadedModel
-    from crossdraft.framework.contracts.steps import StepEvent
-    from crossdraft.framework.recipe.recipe import CellConfig
-    from crossdraft.framework.runs.records import CellResult
-
-    from ...engines.counter_definitions import CounterDefinition
-    from ...replay.engine_counts import EngineCounts
-    from ...replay.response import Response
-    from ...samples.sampler_verdict import Verdict
+from ..engines.counter_definitions import CounterDefinition
+from ..engines.engine_cell import AFTER, BEFORE, RESPONSES
+from ..engines.engine_log import Source
+from ..engines.prometheus import samples, since
+from ..engines.server import response_flaw
+from ..replay.acceptance_formulas import survival
+from ..replay.candidates import candidates_of
+from ..replay.engine_counts import EngineCounts
+from ..replay.response import Response
+from ..replay.responses import Reader
+from .sampler_verdict import LEVEL as SHOWN
+from .sampler_verdict import Evidence, PrefixDraws, Verdict
+from .token_tree import first_beyond, positions, token_gaps
 
 LEVEL = 1e-3  # verdicts about steps are at this level
 _Z = 3.29  # standard deviations of that level
@@ -62,6 +67,29 @@ class CounterCheck:
         """False if the counter is outside of the range at `LEVEL`."""
         low, high = self.bounds(_Z)
         return low - _ROUNDING <= self.accepted <= high + _ROUNDING
+
+
+@dataclass
+class GreedyText:
+    """Greedy responses against the target's argmax."""
+
+    equal: int = 0  # responses that are the argmax at every token
+    tied: int = 0  # responses that are not, by ties within rounding only
+    # prompt, token and logit gap of the first token beyond a tie, of every other response
+    other: list[tuple[str, int, float]] = field(default_factory=list)
+    tokens: int = 0  # number of compared tokens
+    largest: float = 0.0  # largest logit gap
+
+    def add(self, name: str, gaps: np.ndarray, tie: float) -> None:
+        """Add a response with the logit gap of each token, see `token_gaps`."""
+        self.tokens += len(gaps)
+        self.largest = max(self.largest, float(gaps.max(initial=0.0)))
+        if (first := first_beyond(gaps, tie)) is not None:
+            self.other.append((name, first, float(gaps[first])))
+        elif (gaps > 0).any():
+            self.tied += 1
+        else:
+            self.equal += 1
 
 
 @dataclass(frozen=True)
@@ -104,13 +132,6 @@ class CellCheck:
         return "yes" if self.distribution is None else self.distribution.outcome
 
 
-def responses_of(cell: Path, config: CellConfig) -> list[Response]:
-    """Responses of a cell on disk."""
-    from ...replay.responses import Reader
-
-    return list(Reader(target=config.target, sampling=config.sampling).read([str(cell)]))
-
-
 def check_cell(
     result: CellResult,
     cell: Path,
@@ -133,11 +154,15 @@ def check_cell(
     Raises:
         UsageError: the drafter cannot be replayed.
     """
-    config, responses = result.config, responses_of(cell, result.config)
+    config = result.config
+    responses = list(Reader(target=config.target, sampling=config.sampling).read([str(cell)]))
     check = CellCheck(config)
     refuse_impossible(result, responses, target, cell)
     if config.sampling.temperature == 0:
-        check.text = greedy_text(responses, target)
+        gaps = token_gaps([r.prompt for r in responses], [r.tokens for r in responses], target)
+        check.text, (_, tie) = GreedyText(), tie_of(target)
+        for response, of_response in zip(responses, gaps, strict=True):
+            check.text.add(response.id, of_response[:, 0], tie)
     else:
         check.distribution, check.draws_to_show = distribution(responses, target, config.sampling, deviation, seed)
     if not config.is_baseline:
@@ -192,8 +217,6 @@ def describe(
 
 def drafted_tokens(config: CellConfig, target: LoadedModel, prefix: list[int], depth: int) -> list[int]:
     """Tokens that a cell's drafter proposes after ``prefix`` at temperature 0; empty at other temperatures."""
-    from crossdraft.framework.api.generate import generate
-
     if config.sampling.temperature:
         return []
     definition = _definition(config)
@@ -255,10 +278,6 @@ def step_mates(
 
 def counted(config: CellConfig, scrapes: Path, responses: int) -> float | None:
     """Accepted tokens between two scrapes of a server's counters; None if it has none, or they miss responses."""
-    from ...engines.engine_cell import AFTER, BEFORE, RESPONSES
-    from ...engines.engine_log import Source
-    from ...engines.prometheus import samples, since
-
     definition = _definition(config)
     try:
         before, after = ((scrapes / name).read_text(encoding="utf-8") for name in (BEFORE, AFTER))
@@ -287,12 +306,6 @@ def served_steps(
     The first token of a response comes from the engine's prefill. The last value is the index of the first response
     with a step that differs; None without one.
     """
-    from crossdraft.framework.recipe.recipe import Strategy
-
-    from ...replay.acceptance_formulas import survival
-    from ...replay.engine_counts import EngineCounts
-    from ..replay.candidates import candidates_of
-
     config = result.config
     own = [i for i, response in enumerate(responses) if len(response.tokens) > 1]
     later = [
@@ -343,9 +356,6 @@ def distribution(
     responses: Sequence[Response], target: LoadedModel, sampling: Sampling, deviation: float, seed: int
 ) -> tuple[Verdict, int | None]:
     """Verdict on the later tokens of sampled responses, and the smallest number of draws that showed a difference."""
-    from ...samples.sampler_verdict import LEVEL as SHOWN
-    from ...samples.sampler_verdict import Evidence, PrefixDraws
-
     evidence, shown = Evidence(seed), None
     for probs, rows in positions([r.prompt for r in responses], [r.tokens for r in responses], target, sampling):
         draws = [PrefixDraws(responses[i].place, [token], [1]) for i, _, token in rows]
@@ -356,15 +366,6 @@ def distribution(
                 shown = evidence.draws
     verdict = evidence.verdict(deviation)
     return verdict, shown if verdict.outcome == "no" else None
-
-
-def greedy_text(responses: Sequence[Response], target: LoadedModel) -> GreedyText:
-    """Compare greedy responses with the target's argmax, given the tokens before."""
-    gaps = token_gaps([r.prompt for r in responses], [r.tokens for r in responses], target)
-    text, (_, tie) = GreedyText(), tie_of(target)
-    for response, of_response in zip(responses, gaps, strict=True):
-        text.add(response.id, of_response[:, 0], tie)
-    return text
 
 
 @dataclass

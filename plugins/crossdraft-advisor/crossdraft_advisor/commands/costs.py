@@ -16,7 +16,7 @@ from crossdraft.framework.util.limits import MOST_TOKENS
 if TYPE_CHECKING:
     from crossdraft.framework.cost.curve import Curve
 
-    from ...advise.caveats import Remarks
+    from ..advise.caveats import Remarks
 
 _GROUP = "cost of a step"
 
@@ -65,7 +65,7 @@ class CostOptions(MachineOptions):
     def costs(self, remarks: Remarks) -> Costs:
         """The cost curves; adds remarks on their origin."""
         if self.cost:
-            from ...cost.tables import read_cost_table
+            from ..cost.tables import read_cost_table
 
             target = read_cost_table(self.cost)
             drafter = read_cost_table(self.draft_cost) if self.draft_cost else None
@@ -81,7 +81,7 @@ class CostOptions(MachineOptions):
         return Costs(None, None, lambda _: None)
 
     def _roofline(self, remarks: Remarks) -> Costs:
-        from ...roofline.roofline import modelled
+        from ..roofline.roofline import modelled
 
         target, drafter = modelled(self, self.target), None
         if self.draft_model:

@@ -6,22 +6,25 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+
+from crossdraft.framework.api.build import Configured, configured
+from crossdraft.framework.contracts.options import permits
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import UsageError
+from crossdraft.framework.recipe.recipe import Strategy
 from crossdraft.framework.runs.labels import counted
 from crossdraft.framework.util.limits import MOST_LISTED, MOST_REPLAYED
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    from crossdraft.framework.api.build import Configured
-
-    from ...replay.replay import Candidate
-    from ...replay.response import Response
-    from ...replay.teacher_forcing.draft_scores import DraftScores
-    from ...replay.teacher_forcing.lazy_models import Target
+from .replay import Candidate, verifiers_for
+from .response import Response
+from .step_chain import confident, heuristic, oracle
+from .teacher_forcing import model_free
+from .teacher_forcing.draft_scores import DraftScores
+from .teacher_forcing.lazy_models import SharedPasses, Target
+from .teacher_forcing.scoring import ScoringRequest, with_gamma
 
 INITIAL_LENGTH = 5  # initial draft length of the heuristic policy, as in the drafters
 
@@ -90,15 +93,6 @@ def candidates_of(
     Raises:
         UsageError: a drafter, verifier or policy that cannot be replayed.
     """
-    from crossdraft.framework.api.build import configured
-    from crossdraft.framework.contracts.options import permits
-    from crossdraft.framework.recipe.recipe import Strategy
-
-    from ...replay.replay import Candidate, verifiers_for
-    from ...replay.teacher_forcing import model_free
-    from ...replay.teacher_forcing.lazy_models import SharedPasses
-    from ...replay.teacher_forcing.scoring import ScoringRequest, with_gamma
-
     if reason := MOST_LISTED.violation(drafters):
         raise UsageError(f"--drafter is given {len(drafters)} times; {reason}")
     parsed = policies_of(policies)
@@ -130,8 +124,15 @@ def candidates_of(
             scored = partial(model_free.score_model_free, *drafter, depth=max(lengths), sampling=params)
             scores_of = lambda scored=scored: scored  # noqa: E731
         else:
-            loading = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-            shared = shared or SharedPasses(_target(title, target, sampling, loading))
+            loading: dict[str, Any] = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+            if sampling is None:
+                raise UsageError(
+                    "the sampling parameters of the responses are unknown; set --temperature (and --top-k, --top-p, "
+                    "--min-p)"
+                )
+            if not target:
+                raise UsageError(f"drafter '{title}' requires --target MODEL, the target of the responses")
+            shared = shared or SharedPasses(Target(target, sampling, **loading))
             sequences = max((k for values in rules.values() for k in values), default=1)
             index = shared.add(ScoringRequest(drafter, max(lengths), sequences if sequences > 1 else 0, tops))
             scores_of = partial(shared.scores, index)
@@ -142,7 +143,9 @@ def candidates_of(
             if policy.name in ("confidence", "heuristic"):
                 _check_policy(policy, title, drafter, params, free, rules)
             if policy.name == "static":
-                random = drawn if drawn is not None and _has_random_length(drafter, params) else None
+                traits, own = cls.traits(config, params), getattr(config, "policy", None)
+                is_random = traits.is_chain and not traits.replayable and getattr(own, "name", "") != "static"
+                random = drawn if is_random else None  # else the length does not depend on the drawn tokens
                 drafted = None if random is None else lambda texts, random=random: (t.lengths for t in random(texts))
                 candidates[name] = build(name, gammas=lengths, scores=scores_of(), lengths=drafted)
             else:
@@ -161,10 +164,6 @@ def _with_policy(
     point_mass: bool,
 ) -> Candidate:
     """The candidate with a length policy, at the greatest draft length only."""
-    import numpy as np
-
-    from ...replay.step_chain import confident, heuristic, oracle
-
     start = min(int(policy.number), gamma)
     if policy.name == "oracle":
         return build(scores=scores_of, steps=oracle)
@@ -205,23 +204,3 @@ def _check_policy(
         raise UsageError(
             f"--policy confidence: drafter '{title}' has no token probabilities in a replay; remove the policy"
         )
-
-
-def _target(title: str, name: str, sampling: Sampling | None, options: dict[str, Any]) -> Target:
-    from ...replay.teacher_forcing.lazy_models import Target
-
-    if sampling is None:
-        raise UsageError(
-            "the sampling parameters of the responses are unknown; set --temperature (and --top-k, --top-p, --min-p)"
-        )
-    if not name:
-        raise UsageError(f"drafter '{title}' requires --target MODEL, the target of the responses")
-    return Target(name, sampling, **options)
-
-
-def _has_random_length(drafter: Configured, sampling: Sampling) -> bool:
-    """True if the draft length may depend on the drawn tokens, according to traits and length policy."""
-    cls, config = drafter
-    traits = cls.traits(config, sampling)
-    policy = getattr(config, "policy", None)
-    return traits.is_chain and not traits.replayable and getattr(policy, "name", "") != "static"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -16,11 +16,19 @@ from crossdraft.framework.cli.options.machine import BatchSizes, Contexts
 from crossdraft.framework.cli.options.run import JsonOptions
 from crossdraft.framework.cli.options.trust import TrustOptions
 from crossdraft.framework.contracts.command import Argument, Command
+from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import UnknownNameError, UsageError
+from crossdraft.framework.runs.labels import counted
+from crossdraft.framework.util.estimate import estimate_text
 from crossdraft.framework.util.input_files import kind_of
 from crossdraft.framework.util.limits import MOST_LEVELS, MOST_PROMPTS, MOST_TOKENS
+from crossdraft.framework.util.table import Table
 
-from ...engines.engine import not_servable
+from ..engines.acceptance import EACH_LENGTH, Acceptance
+from ..engines.engine import Schedule, Settings, not_servable
+from ..engines.formats import CounterSource, read_acceptances
+from . import log
+from .baseline_responses import baseline_responses
 from .costs import CostOptions, Costs
 
 if TYPE_CHECKING:
@@ -28,12 +36,12 @@ if TYPE_CHECKING:
     from crossdraft.framework.cost.load_run import FinishedRun
     from crossdraft.framework.recipe.recipe import CellConfig
 
-    from ...advise.candidates import Candidate
-    from ...advise.caveats import Remarks
-    from ...cost.step_cost import SpeedPoint
-    from ...engines.acceptance import Acceptance
-    from ...engines.engine import Schedule, Settings
-    from ...engines.formats import CounterSource
+    from ..advise.candidates import Candidate
+    from ..advise.caveats import Remarks
+    from ..advise.decision import Choice, Step
+    from ..cost.step_cost import SpeedPoint
+    from ..replay.replay import Candidate as Replayed
+    from ..replay.response import Response
 
 _REPLAYED = "acceptance by replaying responses (docs/replay.md)"
 _ABOUT = "facts missing in an engine's numbers"
@@ -127,9 +135,8 @@ class Advise(CostOptions, TrustOptions, JsonOptions, Command):
         return self
 
     def run(self) -> int:
-        from ...advise.caveats import Remarks
-        from ...advise.decision import decide
-        from .output import as_json, as_text, schedule_text
+        from ..advise.caveats import Remarks
+        from ..advise.decision import decide
 
         remarks = Remarks()
         groups = _groups(self, remarks)
@@ -164,8 +171,7 @@ def _groups(args: Advise, remarks: Remarks) -> dict[str, list[Candidate]]:
     """The candidates, grouped by target and sampling parameters."""
     from crossdraft.framework.cost.load_run import read_run
 
-    from ...advise.candidates import imported, pair_of
-    from ...engines.formats import CounterSource
+    from ..advise.candidates import imported, pair_of
 
     sources = [CounterSource.parse(text, "SOURCE") for text in args.sources]
     runs = [item.source for item in sources if kind_of_source(item.source) == "directory"]
@@ -185,8 +191,6 @@ def _groups(args: Advise, remarks: Remarks) -> dict[str, list[Candidate]]:
         candidates += _run_candidates(run, cells, costs, remarks)
     speeds: dict[str, list[SpeedPoint]] = {}
     if args.replays:
-        from .replay import replayed_acceptances
-
         acceptances = replayed_acceptances(args, remarks)
     else:
         acceptances = []
@@ -246,7 +250,7 @@ def kind_of_source(source: str) -> str:
 def _run_candidates(run: FinishedRun, cells: Sequence[CellConfig], costs: Costs, remarks: Remarks) -> list[Candidate]:
     from crossdraft.framework.cost.curve import stored_curves
 
-    from ...advise.candidates import of_run
+    from ..advise.candidates import of_run
 
     machine = None if costs.target is None else (costs.target, costs.by_name)
     curves = [*run.summary.curves, *stored_curves()]
@@ -257,9 +261,8 @@ def _run_candidates(run: FinishedRun, cells: Sequence[CellConfig], costs: Costs,
 
 def _read_source(args: Advise, source: CounterSource, remarks: Remarks) -> tuple[list[Acceptance], list[SpeedPoint]]:
     """Acceptances and speeds in a source, in the format of any engine, completed by the options."""
-    from ...advise.candidates import of_pair
-    from ...engines.formats import read_acceptances
-    from ...engines.speeds import speed_notes, speed_points
+    from ..advise.candidates import of_pair
+    from ..engines.speeds import speed_notes, speed_points
 
     content, acceptances = read_acceptances(
         source.source, source.since or args.since or None, source.gamma or args.gamma, plain=True
@@ -312,8 +315,7 @@ def _settings(
     args: Advise, groups: dict[str, list[Candidate]], sizes: list[int], remarks: Remarks
 ) -> tuple[Settings, Schedule]:
     """Settings for the engine of --export and their schedule; adds remarks on its limitations and their cost."""
-    from ...advise.decision import decide, schedule_for
-    from ...engines.engine import Settings
+    from ..advise.decision import decide, schedule_for
 
     if len(groups) > 1:
         raise UsageError(
@@ -340,3 +342,284 @@ def _settings(
         raise plugins.unusable("engines", args.export, "export() must return crossdraft_advisor.Settings")
     remarks.of_settings(engine, settings)
     return settings, choice.schedule
+
+
+# -- acceptance by replay ----------------------------------------------------------------------------------------
+
+
+MAX_GAMMA = 16  # the greatest draft length that is replayed
+_MIN_TOKENS = 1000  # fewer tokens than this raise a warning
+
+
+def replayed_acceptances(args: Advise, remarks: Remarks) -> list[Acceptance]:
+    """Replay every drafter with every compatible verifier at every draft length up to `MAX_GAMMA`.
+
+    Raises UsageError: responses, drafters or verifiers that cannot be replayed.
+    """
+    from ..replay.candidates import candidates_of
+    from ..replay.replay import replay
+    from ..replay.responses import Reader
+
+    consent = args.trusted([args.target or None], args.drafter)
+    sampling = None if args.temperature is None else Sampling(temperature=args.temperature)
+    name = " and ".join(args.replay)
+    sources = list(args.replay)
+    if args.prompts:
+        if sampling is None:
+            sampling = Sampling()
+            remarks.assume("responses are sampled at temperature 1; set --temperature for another")
+        path = baseline_responses(
+            args.target,
+            args.prompts,
+            sampling,
+            limit=args.responses,
+            maximum=args.max_new_tokens,
+            trust_remote_code=args.target in consent,
+        )
+        sources.append(str(path))
+        name = f"responses of {args.target} to {args.prompts}"
+    # Responses decoded here have the log-probabilities after temperature and truncation.
+    reader = Reader(
+        # A config.json has no tokenizer; token ids and drafters without a model need none.
+        target="" if args.target.endswith(".json") else args.target,
+        sampling=sampling,
+        processed=not args.replay,
+        trust_remote_code=args.target in consent,
+    )
+    responses, sampling = reader.sampled(sources, sampling, name)
+    candidates = candidates_of(
+        args.drafter,
+        args.verifier,
+        range(1, MAX_GAMMA + 1),
+        sampling=sampling,
+        target=args.target or reader.target,
+        trust_remote_code=consent,
+        drafter_options=_drafter_options(args, remarks),
+    )
+    if args.export:
+        candidates = _exportable(candidates, args, sampling, remarks)
+    pairs = sum(len(candidate.verifiers) for candidate in candidates)
+    number = f"{counted(len(candidates), 'drafter')}, {counted(pairs, 'pair')}"
+    log(f"replaying {number}, gamma 1 to {MAX_GAMMA}, without decoding")
+    statistics = _Statistics()
+    result = replay(statistics.count(responses), candidates, by_prompt=True)
+    for assumption, count in reader.assumed.items():
+        remarks.assume(f"{counted(count, 'response')} {assumption}")
+    if result.log_p.warning:
+        remarks.warn(f"{name}: {result.log_p.warning}")
+    if result.tokens < _MIN_TOKENS:
+        remarks.warn(f"{name}: {result.tokens} tokens are few; replay more responses")
+    if statistics.truncated == result.responses:
+        remarks.warn(f"{name}: all responses are truncated; acceptance may differ for longer ones")
+    if statistics.random:
+        remarks.warn(f"{name}: prompts look like random tokens; acceptance on real text will differ")
+    temperature = None if sampling is None else sampling.temperature
+    return [
+        acceptance
+        for candidate in result.candidates
+        for acceptance in _of_candidate(candidate, name, temperature, sampling, remarks)
+    ]
+
+
+def _drafter_options(args: Advise, remarks: Remarks) -> Mapping[str, Mapping[str, Any]]:
+    """Options with which drafters draft as those of the engine of --export."""
+    definition = plugins.get("engines", args.export).counters if args.export else None
+    if definition is None:
+        return {}
+    for drafter, options in definition.drafter_options.items():
+        if any(drafter in text for text in args.drafter):
+            listed = ", ".join(f"{key}: {value}" for key, value in options.items())
+            remarks.assume(f"{drafter} drafts as in {definition.engine}, {listed}, unless its options set that")
+    return definition.drafter_options
+
+
+def _exportable(
+    candidates: list[Replayed], args: Advise, sampling: Sampling | None, remarks: Remarks
+) -> list[Replayed]:
+    """The candidates without the pairs that the engine of --export does not support, before anything is replayed.
+
+    Raises UsageError: it supports none of them.
+    """
+    engine, reasons = plugins.get("engines", args.export)(), []
+    for candidate in candidates:
+        cls, config = candidate.drafter
+        options = config.model_dump(exclude_unset=True, mode="json")
+        model, traits = str(options.get("model", "")), cls.traits(config, sampling or Sampling())
+        for verifier in list(candidate.verifiers):
+            acceptance = Acceptance(
+                (),
+                candidate.title,
+                length=1.0,
+                drafter=cls.name,
+                verifier=verifier,
+                model=args.draft_path or model,
+                temperature=None if sampling is None else sampling.temperature,
+                point_mass=traits.point_mass,
+                options={key: value for key, value in options.items() if key not in ("model", "gamma")},
+            )
+            with plugins.guarded("engines", args.export, "cannot()"):
+                reason = engine.cannot(acceptance) or not_servable(acceptance.model)
+            if reason:
+                reasons.append(f"{candidate.title} × {verifier} is left out: {engine.name}: {reason}")
+                del candidate.verifiers[verifier]
+    remarks.warnings += reasons
+    if not any(candidate.verifiers for candidate in candidates):
+        raise UsageError(f"--export {args.export}: no pair can be exported: {'; '.join(reasons)}")
+    return [candidate for candidate in candidates if candidate.verifiers]
+
+
+def _of_candidate(
+    candidate: Replayed, name: str, temperature: float | None, sampling: Sampling | None, remarks: Remarks
+) -> Iterator[Acceptance]:
+    cls, config = candidate.drafter
+    traits = cls.traits(config, sampling or Sampling())
+    options = config.model_dump(exclude_unset=True, mode="json")
+    if cls.name == "prompt-lookup":
+        options["match"] = config.match
+    for (verifier, k), tally in candidate.tallies.items():
+        if k > 1:
+            remarks.warn(
+                f"{candidate.title} × {verifier}: the cost of several sequences is not modelled; use crossdraft run"
+            )
+            continue
+        for gamma in candidate.gammas:
+            rows = tally.by_prompt(gamma)
+            if not rows[:, 0].sum():
+                remarks.warn(f"{name}: the responses are too short for drafts of {gamma} tokens")
+                break
+            yield Acceptance.from_rows(
+                rows.tolist(),
+                name,
+                drafter=cls.name,
+                verifier=verifier,
+                model=str(options.get("model", "")),
+                temperature=temperature,
+                point_mass=traits.point_mass,
+                idle=tally.row(gamma).idle,
+                refusal=EACH_LENGTH,
+                options={key: value for key, value in options.items() if key not in ("model", "gamma")},
+            )
+
+
+class _Statistics:
+    """Statistics of the replayed responses, collected while they are iterated."""
+
+    def __init__(self) -> None:
+        self.truncated = self._repeated = self._prompt = 0
+
+    def count(self, responses: Iterator[Response]) -> Iterator[Response]:
+        for response in responses:
+            self.truncated += not response.ended
+            self._prompt += len(response.prompt)
+            self._repeated += len(response.prompt) - len(set(response.prompt))
+            yield response
+
+    @property
+    def random(self) -> bool:
+        """True if tokens of the prompts hardly repeat, unlike in text."""
+        return self._prompt >= 500 and self._repeated < 0.05 * self._prompt
+
+
+# -- output ------------------------------------------------------------------------------------------------------
+
+
+_LEGEND = (
+    "speed-up: predicted, over plain decoding, with a 95 % interval; ~: the interval includes the runner-up; "
+    "?: it includes 1"
+)
+
+
+def as_text(steps: Mapping[str, Sequence[Step]], remarks: Remarks) -> str:
+    parts = [f"{title}\n\n{_table(steps_of_title)}" for title, steps_of_title in steps.items()]
+    first = ["\n".join(remarks.first_lines())] if remarks.first else []
+    return "\n\n".join([*first, *parts, _LEGEND, "\n".join(remarks.lines())])
+
+
+def _table(steps: Sequence[Step]) -> str:
+    contexts, measured = len({step.context for step in steps}) > 1, any(step.measured for step in steps)
+    rows = []
+    for step in steps:
+        cells = [str(step.batch_size), *([f"{step.context:g}"] if contexts else [])]
+        mark = "" if step.sure else " ?"
+        other = "" if step.runner_up is None else _pair(step.runner_up) + " ~" * step.close
+        rows.append([*cells, step.advice + mark, *_choice_cells(step.best), other])
+        if measured:
+            rows[-1].append(_pair(step.measured) if step.measured else "")
+    header = ["B", *["context"] * contexts, "advice", "drafter", "verifier", "gamma", "speed-up", "runner-up"]
+    header += ["measured best"] * measured
+    return Table(header, rows).text()
+
+
+def schedule_text(schedule: Schedule) -> str:
+    """The draft length and the predicted speed-up of exported settings, by batch size."""
+    from ..advise.decision import excludes_one
+
+    acceptance = schedule.acceptance
+    pair = f"{acceptance.drafter or 'drafts'} × {acceptance.verifier or '?'}"
+    rows = []
+    for row in schedule_rows(schedule):
+        mark = " ?" if row["gamma"] and not excludes_one(row["speed_up"]) else ""
+        rows.append([str(row["batch_size"]), str(row["gamma"]), estimate_text(row["speed_up"]) + mark])
+    return Table(["B", "gamma", "speed-up"], rows, title=f"{pair}, with these settings").text()
+
+
+def schedule_rows(schedule: Schedule) -> list[dict[str, Any]]:
+    """Batch size, draft length and speed-up (an `Estimate`) of exported settings."""
+    ranges = sorted(schedule.ranges, key=lambda item: item.low)
+    return [
+        {"batch_size": b, "gamma": [r.gamma for r in ranges if r.low <= b][-1], "speed_up": speed_up}
+        for b, speed_up in sorted(schedule.speed_ups.items())
+    ]
+
+
+def _choice_cells(choice: Choice) -> list[str]:
+    candidate = choice.candidate
+    verifier = candidate.acceptance.verifier or "?"
+    return [candidate.title, verifier, str(choice.gamma), estimate_text(choice.speed_up)]
+
+
+def _pair(choice: Choice) -> str:
+    drafter, verifier, gamma, _ = _choice_cells(choice)
+    return f"{drafter} × {verifier}, {gamma}: {choice.speed_up.value:.2f}"
+
+
+def as_json(
+    steps: Mapping[str, Sequence[Step]], remarks: Remarks, settings: Settings | None, schedule: Schedule | None = None
+) -> dict[str, Any]:
+    kinds = asdict(remarks)
+    first = kinds.pop("first")  # of all warnings
+    report: dict[str, Any] = {
+        "advice": [
+            {
+                "group": title,
+                "batch_size": step.batch_size,
+                "context": step.context,
+                "draft": step.draft,
+                "sure": step.sure,
+                "best": _choice(step.best),
+                "runner_up": _choice(step.runner_up) if step.runner_up else None,
+                "measured_best": _choice(step.measured) if step.measured else None,
+            }
+            for title, steps_of_title in steps.items()
+            for step in steps_of_title
+        ],
+        "remarks": {**kinds, "warnings": [*first, *remarks.warnings]},
+    }
+    if settings is not None and schedule is not None:
+        rows = [{**row, "speed_up": asdict(row["speed_up"])} for row in schedule_rows(schedule)]
+        report |= {"settings": settings.text, "schedule": rows}
+    return report
+
+
+def _choice(choice: Choice) -> dict[str, Any]:
+    acceptance = choice.candidate.acceptance
+    return {
+        "drafter": acceptance.drafter or None,
+        "model": acceptance.model or None,
+        "verifier": acceptance.verifier or None,
+        "gamma": choice.gamma,
+        "options": dict(acceptance.options),
+        "source": acceptance.source,
+        "speed_up": asdict(choice.speed_up),
+        "tokens_per_second": choice.tokens_per_second,
+    }

@@ -1,92 +1,37 @@
-"""``crossdraft diagnose`` on responses: trials of common mistakes, and the one that gives what a server counted."""
+"""``crossdraft diagnose`` on responses and files: the conclusions, as text and JSON."""
 
 from __future__ import annotations
 
 import json
-import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from crossdraft.framework.api.build import Configured
-from crossdraft.framework.api.generate import generate
-from crossdraft.framework.contracts.misconfiguration import Misconfiguration
 from crossdraft.framework.contracts.models import TRANSFORMERS, Checkpoint
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import UsageError, quoted
 from crossdraft.framework.metrics.intervals import LEAST_PIECES
 from crossdraft.framework.models.checkpoint import load_checkpoint
+from crossdraft.framework.models.configs import read_config
+from crossdraft.framework.models.digests import model_sha256
+from crossdraft.framework.models.load import same_tokenizer
+from crossdraft.framework.models.resolve import resolve
 from crossdraft.framework.models.shared_embedding import shared_embedding_of
+from crossdraft.framework.models.tokenizer import load_tokenizer
 from crossdraft.framework.util.estimate import estimate_text
 from crossdraft.framework.util.input_files import read_json
 from crossdraft.framework.util.limits import CONFIG_BYTES
 from crossdraft.framework.util.table import Table
 
-from ...diagnosis.engine_keys import Reading, engine_keys, further_keys, value_of
-from ...diagnosis.engine_keys import readings as readings_of_keys
-from ...diagnosis.matching import ALIKE, CONFIGURED, LEVEL, UNLISTED, Match, match
-from ...diagnosis.readings import OF_FILES, READINGS, Setup, readings
-from ...diagnosis.text_fit import fit_texts
-from ...diagnosis.trials import Trial, TrialResult, inconclusive, likely_causes, responses_needed, run_trials
-from ...engines.counter_definitions import DEFINITIONS
-from ...replay.response import Response
-from ...replay.responses import Reader
-from ...replay.teacher_forcing.lazy_models import Target
-from .. import log
-from ..baseline_responses import BATCH_SIZE, baseline_responses, duration
-from ..replay.command import read_responses
-from .command import Diagnose
-from .counters import assessment_json, differences, likelihoods, read_counters
+from .counters import assessment_json
+from .engine_keys import Reading, engine_keys, further_keys, readings, value_of
+from .matching import CONFIGURED, LEVEL, UNLISTED, Match
+from .trials import TrialResult, inconclusive, likely_causes, responses_needed
 
 
-def replayed_of(args: Diagnose, drafter: Configured) -> str:
-    """Replay the drafter with mistakes undone, one at a time: text or JSON.
-
-    Raises UsageError: a drafter that cannot be replayed, or sources that cannot be read.
-    """
-    counted = read_counters(args.counters)
-    if len(counted) > 1:
-        raise UsageError("--counters with a target takes one source; give the one of the replayed responses")
-    definition = DEFINITIONS[args.as_] if counted else None
-    options = {"device": args.device, "trust_remote_code": args.trusted([args.target], [args.drafter])}
-    recorded, sampling, served = _recorded(args)
-    target, facts = Target(args.target, sampling, dtype=args.dtype, **options), []
-    gamma = counted[0][1].gamma if counted else args.gamma
-    if recorded and counted and args.dtype == "auto":
-        target, facts = _in_dtype_of_responses(args.target, target, recorded, options)
-    past_end = definition is not None and definition.accepted == "all" and sampling.temperature == 0
-    continued = partial(_continued, gamma=gamma) if past_end else Setup.continued
-    heads = load_checkpoint(drafter[1].model) if _has_heads(drafter) else None
-    trials = list(_trials(args, drafter, target, heads, recorded, options, continued))
-    results: list[TrialResult] = []
-    start = time.perf_counter()
-    for result in run_trials(drafter, trials, gamma, definition):
-        results.append(result)
-        if len(results) == 1:
-            seconds = time.perf_counter() - start
-            log(f"trying {len(trials) - 1} common mistakes, about {duration(seconds)} each")
-    facts += [] if heads is None else target_facts(heads, target.name, target.loaded.sha256)
-    if results[0].warning:
-        facts.append(results[0].warning)
-    if counted and args.replay:
-        source = counted[0][0]
-        facts += differences((source.source, source.model, ""), (args.replay[0], served, ""))
-    own = None if not args.counted else args.counted == "replay"
-    matched = match(results, counted[0][1], own=own) if counted else None
-    if matched is not None:
-        facts += _limits(results, target.name, drafter[0].name)
-    likely = likely_causes(results)
-    if args.json_:
-        return _report(results, likely, facts, matched)
-    parts = [_table(results)] if matched is None else [likelihoods(matched.assessments, 12), _matched(matched)]
-    lines = _conclusion(results, likely, facts, matched is None)
-    return "\n\n".join([*parts, *(["\n".join(lines)] if lines else [])])
-
-
-def _limits(results: Sequence[TrialResult], target: str, drafter: str) -> Iterator[str]:
+def limits(results: Sequence[TrialResult], target: str, drafter: str) -> Iterator[str]:
     """Yield reasons why the truth may not be among the readings."""
     if len(results) == 1:
         yield (
@@ -108,62 +53,11 @@ def _limits(results: Sequence[TrialResult], target: str, drafter: str) -> Iterat
     )
 
 
-def _recorded(args: Diagnose) -> tuple[list[Response] | None, Sampling, str]:
-    """The responses of ``--replay``, None without them, their sampling parameters, and the model that they name."""
-    if not args.replay:
-        return None, args.sampling, ""
-    stated = args.sampling if args.model_fields_set & Sampling.model_fields.keys() else None
-    limit = args.responses if "responses" in args.model_fields_set else None
-    consent = args.target in args.trust_remote_code
-    reader = Reader(target=args.target, sampling=stated, trust_remote_code=consent, limit=limit)
-    responses, sampling = read_responses(reader, args.replay, stated)
-    if sampling is None:
-        raise UsageError("--replay: the responses do not record their sampling parameters; give --temperature")
-    return list(responses), sampling, reader.model
-
-
-def _in_dtype_of_responses(
-    name: str, target: Target, responses: Sequence[Response], options: dict[str, Any]
-) -> tuple[Target, list[str]]:
-    """The target in the dtype that fits the responses better: its default, or another; and the reason for another."""
-    default = str(target.loaded.model.dtype).removeprefix("torch.") if target.loaded.backend == TRANSFORMERS else ""
-    fit = fit_texts(target, responses)
-    if not default or fit.share == 1:
-        return target, []
-    dtype = "bfloat16" if default == "float32" else "float32"
-    other = Target(name, target.sampling, dtype=dtype, **options)
-    other_fit = fit_texts(other, responses)
-    if other_fit.log_likelihood - fit.log_likelihood <= math.log(ALIKE):
-        return target, []
-    shares = "" if fit.share is None else f" ({100 * other_fit.share:.1f} % of the tokens, not {100 * fit.share:.1f} %)"  # type: ignore[operator]
-    return other, [f"the server computes in {dtype}: {name} generates the responses in it, not in {default}{shares}"]
-
-
-def _continued(responses: Sequence[Response], target: Target, gamma: int) -> list[Response]:
-    """The responses with what the target emits past their end at temperature 0, where engines count drafts, too."""
-    results = list(responses)
-    maximum = target.loaded.context_length
-    short = [
-        number
-        for number, response in enumerate(results)
-        if not len(response.continuation)
-        and (maximum is None or len(response.prompt) + len(response.tokens) + gamma <= maximum)
-    ]
-    if short:
-        texts = [[*results[number].prompt, *results[number].tokens] for number in short]
-        options = {"temperature": 0.0, "ignore_eos": True, "batch_size": min(BATCH_SIZE, len(short))}
-        for number, more in zip(short, generate(target.loaded, texts, max_new_tokens=gamma, **options), strict=True):
-            results[number] = replace(results[number], continuation=more.tokens)
-    return results
-
-
-def _report(
-    results: Sequence[TrialResult], likely: Sequence[TrialResult], facts: Sequence[str], matched: Match | None
-) -> str:
+def report_json(results: Sequence[TrialResult], facts: Sequence[str], matched: Match | None) -> str:
     open_questions = [result.misconfiguration.mistake for result in inconclusive(results)]
     report: dict[str, Any] = {
         "facts": facts,
-        "likely": list(map(_json, likely)),
+        "likely": list(map(_json, likely_causes(results))),
         "tried": list(map(_json, results)),
         "inconclusive": open_questions,
         "responses_needed": responses_needed(results) if open_questions else None,
@@ -174,7 +68,7 @@ def _report(
     return json.dumps(report)
 
 
-def _matched(matched: Match) -> str:
+def matched_text(matched: Match) -> str:
     """The most likely reading in words, against the drafter as configured."""
     best = matched.assessments[0]
     name, results, named = best.hypothesis.name, matched.results, matched.named()
@@ -242,47 +136,6 @@ def _telling_position(matched: Match, name: str) -> int:
     return int(abs(rates[0] - rates[1]).argmax()) + 1
 
 
-def _trials(
-    args: Diagnose,
-    drafter: Configured,
-    target: Target,
-    heads: Checkpoint | None,
-    recorded: Sequence[Response] | None,
-    options: dict[str, Any],
-    continued: Callable[[Sequence[Response], Target], Sequence[Response]],
-) -> Iterator[Trial]:
-    responses = _responses(args, target.sampling) if recorded is None else recorded
-    setup = Setup(drafter, heads, target, responses, args.or_model, continued)
-    yield from readings(setup, READINGS if args.counters else OF_FILES)
-    if recorded is None and getattr(target.loaded.tokenizer, "chat_template", None):
-        raw = _responses(args, target.sampling, chat=False)
-        mistake = "the drafter was trained without the chat template of the prompts"
-        yield Trial(Misconfiguration(mistake, "send prompts as plain text, or train it on conversations"), target, raw)
-    precision = str(target.loaded.model.dtype).removeprefix("torch.")
-    if precision != "float32":
-        exact = Target(args.target, target.sampling, dtype="float32", **options)
-        mistake = f"{precision} is not precise enough for the drafter or the target"
-        if args.counters:
-            mistake = f"the server computes in float32, not in {precision}"
-        # The recorded log-probabilities are those at the lower precision.
-        unknown = continued([replace(response, log_p=None) for response in responses], exact)
-        yield Trial(Misconfiguration(mistake, "run them with --dtype float32"), exact, unknown)
-
-
-def _has_heads(drafter: Configured) -> bool:
-    """True if the drafter loads heads, which read the target's hidden states."""
-    cls, config = drafter
-    return bool(cls.traits(config, Sampling()).hidden_layers) and isinstance(getattr(config, "model", None), str)
-
-
-def _responses(args: Diagnose, sampling: Sampling, chat: bool | None = None) -> list[Response]:
-    name, consent = args.target, args.target in args.trust_remote_code
-    limits = {"limit": args.responses, "maximum": args.max_new_tokens}
-    options = {"chat": chat, "dtype": args.dtype, "device": args.device, "trust_remote_code": consent}
-    path = baseline_responses(name, args.prompts, sampling, **limits, **options)
-    return list(Reader(target=name, sampling=sampling, processed=True).read([str(path)]))
-
-
 def _json(result: TrialResult) -> dict[str, Any]:
     row = result.row
     fields: dict[str, Any] = {
@@ -297,7 +150,7 @@ def _json(result: TrialResult) -> dict[str, Any]:
     return fields
 
 
-def _table(results: Sequence[TrialResult]) -> str:
+def trials_text(results: Sequence[TrialResult]) -> str:
     base, rows = results[0], []
     ordered = sorted(results[1:], key=lambda r: -1.0 if r.gain is None else r.gain.value, reverse=True)
     for result in (base, *ordered):
@@ -315,11 +168,10 @@ def _table(results: Sequence[TrialResult]) -> str:
     return Table(columns, rows, widths=(60, None, None, 60)).markdown()
 
 
-def _conclusion(
-    results: Sequence[TrialResult], likely: Sequence[TrialResult], facts: Sequence[str], final: bool
-) -> list[str]:
+def conclusion_lines(results: Sequence[TrialResult], facts: Sequence[str], final: bool) -> list[str]:
     """Lines about the drafter itself; ``final``: with the likely causes, if no counters decide."""
-    base, lines = results[0], []
+    base, lines = results[0], list[str]()
+    likely = likely_causes(results)
     if base.reason:
         lines.append(f"The drafter does not draft as configured: {base.reason}")
     elif base.tally is not None and len(base.tally.categories) > 1:
@@ -332,7 +184,11 @@ def _conclusion(
     if not likely and base.reason:
         lines.append(f"None of the {len(results) - 1} common mistakes explains this error; fix it first.")
     elif not likely and inconclusive(results):
-        lines.append(_too_few(results))
+        open_questions, needed = inconclusive(results), responses_needed(results)
+        advice = f"about {needed} are needed" if needed else f"at least {LEAST_PIECES} are needed"
+        few = f"too few to confirm or exclude {len(open_questions)} of the {len(results) - 1} common mistakes"
+        option = f"--responses{f' {needed}' if needed else ''}"
+        lines.append(f"No conclusion: the responses are {few}; {advice} ({option}).")
     elif not likely:
         lines.append(
             f"None of the {len(results) - 1} common mistakes explains it: every interval excludes a clear gain. "
@@ -349,39 +205,25 @@ def _conclusion(
     return lines
 
 
-def _too_few(results: Sequence[TrialResult]) -> str:
-    """The conclusion if the intervals are too wide."""
-    open_questions, needed = inconclusive(results), responses_needed(results)
-    advice = f"about {needed} are needed" if needed else f"at least {LEAST_PIECES} are needed"
-    few = f"too few to confirm or exclude {len(open_questions)} of the {len(results) - 1} common mistakes"
-    return f"No conclusion: the responses are {few}; {advice} (--responses{f' {needed}' if needed else ''})."
-
-
 def target_facts(heads: Checkpoint, target: str, digest: str) -> list[str]:
     """Findings from files: a missing embedding, a target other than the one that the heads were trained for."""
-    shared = shared_embedding_of(heads.path)
-    if shared is not None:
-        return [
+    facts, path = [], heads.path / "training.json"
+    if (shared := shared_embedding_of(heads.path)) is not None:
+        facts.append(
             f"{heads.name} does not contain its embedding, which is that of {shared['model']}: engines load it after "
-            "crossdraft train export",
-            *_training_facts(heads, target, digest),
-        ]
-    return _training_facts(heads, target, digest)
-
-
-def _training_facts(heads: Checkpoint, target: str, digest: str) -> list[str]:
-    path = heads.path / "training.json"
+            "crossdraft train export"
+        )
     training = read_json(path, CONFIG_BYTES) if path.is_file() else {}
     theirs = training.get("target_sha256") if isinstance(training, dict) else None
     if not isinstance(theirs, str) or not theirs:
-        return ["the heads do not record the target checkpoint that they were trained for"]
-    if theirs == digest:
-        return []
-    other, own = ("+".join(part[:12] for part in sha256.split("+")) for sha256 in (theirs, digest))
-    return [
-        f"the heads were trained for a target with SHA-256 {quoted(other)}, but {target} has {quoted(own)}; use the "
-        "target that they were trained for"
-    ]
+        facts.append("the heads do not record the target checkpoint that they were trained for")
+    elif theirs != digest:
+        other, own = ("+".join(part[:12] for part in sha256.split("+")) for sha256 in (theirs, digest))
+        facts.append(
+            f"the heads were trained for a target with SHA-256 {quoted(other)}, but {target} has {quoted(own)}; use "
+            "the target that they were trained for"
+        )
+    return facts
 
 
 def files_of(drafter: Configured, target: str, as_json: bool) -> str:
@@ -391,12 +233,6 @@ def files_of(drafter: Configured, target: str, as_json: bool) -> str:
 
     Raises UsageError: a drafter without heads, or one that the table does not have.
     """
-    from crossdraft.framework.models.configs import read_config
-    from crossdraft.framework.models.digests import model_sha256
-    from crossdraft.framework.models.load import same_tokenizer
-    from crossdraft.framework.models.resolve import resolve
-    from crossdraft.framework.models.tokenizer import load_tokenizer
-
     name, table = drafter[0].name, engine_keys()
     model = getattr(drafter[1], "model", None)
     own_model = not drafter[0].traits(drafter[1], Sampling()).hidden_layers
@@ -417,7 +253,7 @@ def files_of(drafter: Configured, target: str, as_json: bool) -> str:
         return "\n".join([*(f"Note: {fact}." for fact in facts), line])
     config = read_config(Path(resolved.path)) if resolved.backend == TRANSFORMERS else {}
     depth = (config.get("text_config") or config).get("num_hidden_layers", 0)
-    treatments = list(readings_of_keys(heads, name, depth))
+    treatments = list(readings(heads, name, depth))
     absent = [
         f"{engine} {release.version} does not load heads of {name} ({release.where})"
         for engine, release in table.absent.items()
@@ -425,24 +261,12 @@ def files_of(drafter: Configured, target: str, as_json: bool) -> str:
     ]
     others = dict(further_keys(heads.config, name))
     if as_json:
-        keys = [_reading_json(reading) for reading in treatments]
+        keys = [{**asdict(reading), "misread": reading.misread} for reading in treatments]
         return json.dumps({"facts": facts, "absent": absent, "keys": keys, "further_keys": others}, default=str)
     if others:
         shown = ", ".join(f"{key} {json.dumps(value, default=str)[:60]}" for key, value in others.items())
         facts.append(f"further keys that change what the head computes, without facts about engines: {shown}")
-    return "\n\n".join([_keys_table(heads, name, treatments), _keys_conclusion(treatments, facts, absent)])
-
-
-def _reading_json(reading: Reading) -> dict[str, Any]:
-    return {
-        "key": reading.key,
-        "engine": reading.engine,
-        "value": reading.value,
-        "used": reading.used,
-        "misread": reading.misread,
-        "ignored_at": reading.ignored_at,
-        "origin": reading.origin,
-    }
+    return "\n\n".join([_keys_table(heads, name, treatments), _keys_conclusion(treatments, [*facts, *absent])])
 
 
 def _keys_table(heads: Checkpoint, name: str, treatments: Sequence[Reading]) -> str:
@@ -461,8 +285,8 @@ def _keys_table(heads: Checkpoint, name: str, treatments: Sequence[Reading]) -> 
     return Table(["key", "in the head", *engines], rows).text()
 
 
-def _keys_conclusion(treatments: Sequence[Reading], facts: Sequence[str], absent: Sequence[str]) -> str:
-    lines = [f"Note: {fact}." for fact in (*facts, *absent)]
+def _keys_conclusion(treatments: Sequence[Reading], facts: Sequence[str]) -> str:
+    lines = [f"Note: {fact}." for fact in facts]
     lines += [
         f"{reading.engine} would misread {reading.key}: {json.dumps(reading.used)} for {json.dumps(reading.value)} "
         f"({reading.origin})."

@@ -10,11 +10,10 @@ from typing import Any
 from crossdraft.framework.errors import UsageError, quoted
 from crossdraft.framework.util.table import Table
 
-from ...diagnosis.hypothesis import CLEAR_SHARE, NONE, Assessment, Counts, assess
-from ...diagnosis.signatures import CIRCUMSTANCES, HEALTHY, counts_of, in_order, signatures
-from ...engines.acceptance import Acceptance
-from ...engines.formats import CounterSource, read_acceptances
-from .. import right
+from ..engines.acceptance import Acceptance
+from ..engines.formats import CounterSource, read_acceptances
+from .hypothesis import CLEAR_SHARE, NONE, Assessment, Counts, assess
+from .signatures import CIRCUMSTANCES, HEALTHY, counts_of, in_order, signatures
 
 
 def read_counters(texts: Sequence[str]) -> list[tuple[CounterSource, Acceptance]]:
@@ -59,7 +58,7 @@ def signatures_of(texts: Sequence[str], names: Mapping[str, str], as_json: bool)
     counts = [counts_of(item, label, reference) for (_, item), label in zip(counted, labels, strict=True)]
     assessments = assess(list(signatures(sources, reference.gamma)), counts)
     checks = {"FILE": sources[-1].source, **names}
-    served = [(source.source, source.model, engine_of(acceptance)) for source, acceptance in counted]
+    served = [(source.source, source.model, acceptance.format.partition(":")[0]) for source, acceptance in counted]
     warnings = list(differences(*served)) if len(served) > 1 else []
     if as_json:
         hypotheses = [assessment_json(item, checks) for item in assessments]
@@ -82,7 +81,7 @@ def _sources(counted: Sequence[tuple[CounterSource, Acceptance]]) -> str:
         drafts = "unknown" if acceptance.drafts is None else f"{acceptance.drafts:.0f}"
         rates = " ".join(f"{rate:.2f}" for rate in acceptance.conditional)
         rows.append([f"{acceptance.source}{f' ({conditions})' if conditions else ''}", drafts, rates])
-    return Table(["counted", *right("drafts"), "go on at 1, 2, .."], rows).text()
+    return Table(["counted", ("drafts", "right"), "go on at 1, 2, .."], rows).text()
 
 
 def likelihoods(assessments: Sequence[Assessment], limit: int | None = None) -> str:
@@ -91,7 +90,9 @@ def likelihoods(assessments: Sequence[Assessment], limit: int | None = None) -> 
         [item.hypothesis.name, f"{100 * item.share:.1f} %", f"{item.log_likelihood:.1f}", item.against]
         for item in assessments[:limit]
     ]
-    return Table(["hypothesis", *right("likelihood", "log L"), "against"], rows, widths=(60, None, None, 60)).text()
+    return Table(
+        ["hypothesis", ("likelihood", "right"), ("log L", "right"), "against"], rows, widths=(60, None, None, 60)
+    ).text()
 
 
 def _conclusion(assessments: Sequence[Assessment], sources: Sequence[CounterSource], checks: Mapping[str, str]) -> str:
@@ -151,11 +152,6 @@ def served_model(text: str) -> str:
     """The first name of a model in a source; empty if it does not record one."""
     match = _MODEL.search(text, 0, _SEARCHED)
     return next(filter(None, match.groups()), "") if match else ""
-
-
-def engine_of(acceptance: Acceptance) -> str:
-    """The name of the format that an acceptance was read in."""
-    return acceptance.format.partition(":")[0]
 
 
 def differences(first: tuple[str, str, str], second: tuple[str, str, str]) -> Iterator[str]:

@@ -20,7 +20,7 @@ from crossdraft.framework.util.table import Table
 if TYPE_CHECKING:
     from crossdraft.framework.runs.records import Outcome
 
-    from .checks import CellCheck
+    from ..samples.engine_checks import CellCheck
 
 EXIT = {"yes": 0, "no": 1, "undecided": 3}  # exit codes; 2 is reserved for usage errors
 #: Options of runs, which a finished one does not take.
@@ -53,7 +53,7 @@ class VerifyEngine(TrustOptions, ProgramOptions, JsonOptions, Command):
         from crossdraft.framework.models.load import load_model
         from crossdraft.framework.runs.run_directory import RunDirectory
 
-        from .checks import check_cell
+        from ..samples.engine_checks import check_cell
 
         outcome, consent = self._finished() if Path(self.recipe).is_dir() else self._measured()
         failed = [f"{r.config.drafter.title} × {r.config.verifier.title}: {r.error}" for r in outcome.failed]

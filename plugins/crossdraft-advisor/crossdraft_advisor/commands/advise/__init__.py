@@ -1,1 +1,0 @@
-"""The `crossdraft advise` command."""

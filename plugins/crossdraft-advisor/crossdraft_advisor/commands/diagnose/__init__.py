@@ -1,1 +1,0 @@
-"""``crossdraft diagnose``: the likely cause of a low acceptance rate."""

@@ -1,1 +1,0 @@
-"""``crossdraft verify-engine``."""
