@@ -29,17 +29,16 @@ __all__ = [
 ]
 
 _HOME = {
-    "Acceptance": ".engines.acceptance",
-    "AcceptanceFormat": ".engines.formats",
-    "Engine": ".engines.engine",
-    "EngineServer": ".engines.server",
-    "ResponseFormat": ".replay.response_formats",
-    "Schedule": ".engines.engine",
-    "ServedCell": ".engines.server",
-    "ServerEvent": ".engines.server",
-    "ServerOptions": ".engines.server",
-    "Settings": ".engines.engine",
-    "Source": ".engines.engine_log",
+    name: module
+    for module, names in {
+        ".engines.acceptance": "Acceptance",
+        ".engines.engine": "Engine Schedule Settings",
+        ".engines.engine_log": "Source",
+        ".engines.formats": "AcceptanceFormat",
+        ".engines.server": "EngineServer ServedCell ServerEvent ServerOptions",
+        ".replay.response_formats": "ResponseFormat",
+    }.items()
+    for name in names.split()
 }
 
 

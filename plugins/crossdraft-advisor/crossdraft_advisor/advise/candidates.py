@@ -311,12 +311,9 @@ def of_run(
 ) -> tuple[list[Candidate], list[str]]:
     """The candidates of a finished run, and notes on omitted cells.
 
-    Args:
-        name: of the run, shown to users.
-        curves: cost curves of the run's machine; curves of other models and devices are ignored.
-        machine: another machine, by the curve of the target, and of a draft model by its name (None: drafting is free);
-            times measured in the run are then ignored.
-        among: cells of all runs; those of another target or other sampling parameters are of other groups.
+    ``curves`` of other models and devices are ignored. ``machine``: another one, by the curve of the target and of a
+    draft model by its name (None: drafting is free), for which times of the run are ignored. ``among``: cells of all
+    runs; those of another target or other sampling parameters are of other groups.
     """
     notes = [f"{name}: the cost curve of {c.model} is not used: {c.implausible}" for c in curves if c.implausible]
     curves = [curve for curve in curves if not curve.implausible]
@@ -373,6 +370,8 @@ def of_run(
                 f"{name}: {config.drafter.title} × {config.verifier.title}: the run withholds its speed-up at B = "
                 f"{', '.join(map(str, sorted(disturbed)))}, so no interval is known; measure it on a quiet machine"
             )
+        options = {key: value for key, value in config.drafter.config.items() if key not in ("gamma", "model")}
+        shape = ", ".join(f"{key} {value}" for key, value in options.items())  # of trees or several sequences
         candidates.append(
             Candidate(
                 acceptance,
@@ -381,7 +380,7 @@ def of_run(
                 {c.config.batch_size: _without_times(s, machine) for c, s in steps},
                 plain.get(group, {}),
                 group,
-                config.drafter.name if acceptance.chain else _tree_title(config),
+                config.drafter.name + (f" ({shape})" if shape and not acceptance.chain else ""),
                 {} if machine else {c.config.batch_size: c.metrics for c in cells if c.metrics and c.metrics.speed_up},
                 speeds=tuple(speeds),
                 disturbed=bool(disturbed),
@@ -396,13 +395,6 @@ def _speed(result: CellResult, cell: CellStatistics, name: str) -> SpeedPoint:
     seconds = cell.occupied * cell.tokens_per_step / result.metrics.tokens_per_second
     place = f"{name}, cell {result.config.hash}"
     return SpeedPoint(cell.occupied, cell.nodes, cell.context, seconds, result.metrics.steps, place)
-
-
-def _tree_title(config: CellConfig) -> str:
-    """The title of a drafter of trees or several sequences, with the options of their shape."""
-    options = {key: value for key, value in config.drafter.config.items() if key not in ("gamma", "model")}
-    shape = ", ".join(f"{key} {value}" for key, value in options.items())
-    return f"{config.drafter.name} ({shape})" if shape else config.drafter.name
 
 
 def _without_times(cell: CellStatistics, machine: Machine | None) -> CellStatistics:

@@ -123,7 +123,14 @@ class Remarks:
             for choice in (step.best, step.runner_up):
                 if choice is not None:
                     self._of_acceptance(choice.candidate.acceptance.cut(choice.gamma))
-            self._of_extrapolation(step)
+            best = step.best
+            acceptance = best.candidate.acceptance
+            if step.draft and not acceptance.refusal and best.gamma == acceptance.gamma:
+                pair = " × ".join(filter(None, (acceptance.drafter, acceptance.verifier))) or "drafts"
+                self.warn(f"{pair}: drafts of more than {best.gamma} tokens were not measured and may be faster")
+            curve = best.candidate.target
+            if isinstance(curve, CostCurve) and step.batch_size > max(curve.batch_sizes):
+                self.warn(f"passes of {curve.model} are extrapolated beyond B = {max(curve.batch_sizes)}")
 
     def _of_acceptance(self, acceptance: Acceptance) -> None:
         pair = " × ".join(filter(None, (acceptance.drafter, acceptance.verifier)))
@@ -166,16 +173,6 @@ class Remarks:
             self.warn(f"{acceptance.source}: {len(acceptance.rows)} {acceptance.pieces} are few; use more")
         if acceptance.drafts is not None and acceptance.drafts < _MIN_DRAFTS:
             self.warn(f"{acceptance.source}: {acceptance.drafts:.0f} drafts are few; use more")
-
-    def _of_extrapolation(self, step: Step) -> None:
-        best = step.best
-        acceptance = best.candidate.acceptance
-        if step.draft and not acceptance.refusal and best.gamma == acceptance.gamma:
-            pair = " × ".join(filter(None, (acceptance.drafter, acceptance.verifier))) or "drafts"
-            self.warn(f"{pair}: drafts of more than {best.gamma} tokens were not measured and may be faster")
-        curve = best.candidate.target
-        if isinstance(curve, CostCurve) and step.batch_size > max(curve.batch_sizes):
-            self.warn(f"passes of {curve.model} are extrapolated beyond B = {max(curve.batch_sizes)}")
 
     # -- an engine -----------------------------------------------------------------------------------------------
 

@@ -102,9 +102,6 @@ def _lengths(candidates: Sequence[Candidate]) -> list[tuple[Candidate, int]]:
     ]
 
 
-# -- schedule --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class EngineChoice:
     """The best candidate and schedule for one engine."""

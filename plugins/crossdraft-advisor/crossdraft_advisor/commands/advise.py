@@ -29,13 +29,9 @@ from ..engines.engine import Schedule, Settings, not_servable
 from ..engines.formats import CounterSource, read_acceptances
 from . import log
 from .baseline_responses import baseline_responses
-from .costs import CostOptions, Costs
+from .costs import CostOptions
 
 if TYPE_CHECKING:
-    from crossdraft.framework.cost.curve import Curve
-    from crossdraft.framework.cost.load_run import FinishedRun
-    from crossdraft.framework.recipe.recipe import CellConfig
-
     from ..advise.candidates import Candidate
     from ..advise.caveats import Remarks
     from ..advise.decision import Choice, Step
@@ -169,9 +165,10 @@ _PRICED = ("vllm", "sglang", "llama.cpp", "tensorrt-llm")
 
 def _groups(args: Advise, remarks: Remarks) -> dict[str, list[Candidate]]:
     """The candidates, grouped by target and sampling parameters."""
+    from crossdraft.framework.cost.curve import stored_curves
     from crossdraft.framework.cost.load_run import read_run
 
-    from ..advise.candidates import imported, pair_of
+    from ..advise.candidates import imported, of_run, pair_of
 
     sources = [CounterSource.parse(text, "SOURCE") for text in args.sources]
     runs = [item.source for item in sources if kind_of_source(item.source) == "directory"]
@@ -187,22 +184,29 @@ def _groups(args: Advise, remarks: Remarks) -> dict[str, list[Candidate]]:
     candidates: list[Candidate] = []
     finished = [read_run(Path(run)) for run in runs]
     cells = [result.config for run in finished for result in run.summary.results]
+    machine = None if costs.target is None else (costs.target, costs.by_name)
     for run in finished:
-        candidates += _run_candidates(run, cells, costs, remarks)
+        own, notes = of_run(run.summary.results, run.name, [*run.summary.curves, *stored_curves()], machine, cells)
+        remarks.of_run(run.summary.results, run.name, notes, own_seconds=machine is None)
+        candidates += own
     speeds: dict[str, list[SpeedPoint]] = {}
     if args.replays:
         acceptances = replayed_acceptances(args, remarks)
     else:
         acceptances = []
         for source in texts:
-            own, points = _read_source(args, source, remarks)
-            acceptances += own
+            read, points = _read_source(args, source, remarks)
+            acceptances += read
             for point in points:
-                for pair in {pair_of(acceptance) for acceptance in own} if point.gamma else {""}:
+                for pair in {pair_of(acceptance) for acceptance in read} if point.gamma else {""}:
                     speeds.setdefault(pair, []).append(point)
     context = (args.context or (CONTEXT,))[0]
     for acceptance in acceptances:
-        curve = _draft_curve(acceptance, costs, args.replays)
+        curve = costs.drafter
+        if args.replays and not acceptance.model:
+            curve = None
+        elif args.replays:
+            curve = curve or costs.by_name(acceptance.model)
         drafting = speeds.get(pair_of(acceptance), [])
         measured = [*speeds.get("", []), *drafting] if drafting else []
         # the names of vLLM's formats begin with that of the engine, as do those of other engines
@@ -228,15 +232,6 @@ def _groups(args: Advise, remarks: Remarks) -> dict[str, list[Candidate]]:
     return groups
 
 
-def _draft_curve(acceptance: Acceptance, costs: Costs, replayed: bool) -> Curve | None:
-    """The cost curve of the draft model; None if the drafter has no model."""
-    if not replayed:
-        return costs.drafter
-    if not acceptance.model:
-        return None
-    return costs.drafter or costs.by_name(acceptance.model)
-
-
 def kind_of_source(source: str) -> str:
     """``directory``, ``file`` or ``url``. Raises UsageError if the path does not exist."""
     if source.startswith(("http://", "https://")):
@@ -245,18 +240,6 @@ def kind_of_source(source: str) -> str:
     if not kind:
         raise UsageError(f"{source} does not exist; give a finished run, or an engine's log, metrics or responses")
     return kind
-
-
-def _run_candidates(run: FinishedRun, cells: Sequence[CellConfig], costs: Costs, remarks: Remarks) -> list[Candidate]:
-    from crossdraft.framework.cost.curve import stored_curves
-
-    from ..advise.candidates import of_run
-
-    machine = None if costs.target is None else (costs.target, costs.by_name)
-    curves = [*run.summary.curves, *stored_curves()]
-    candidates, notes = of_run(run.summary.results, run.name, curves, machine, cells)
-    remarks.of_run(run.summary.results, run.name, notes, own_seconds=machine is None)
-    return candidates
 
 
 def _read_source(args: Advise, source: CounterSource, remarks: Remarks) -> tuple[list[Acceptance], list[SpeedPoint]]:
@@ -277,20 +260,17 @@ def _read_source(args: Advise, source: CounterSource, remarks: Remarks) -> tuple
     drafters = {part.drafter: part for part in parts if part.drafter}
     if args.drafter and not named and len(drafters) > 1:
         raise UsageError(f"{source.source} has the drafters {', '.join(drafters)}; name one of them as --drafter")
-    chosen = [of_pair(replace(_with_rates(acceptance), **fields)) for acceptance in named or acceptances]
+    chosen = []
+    for acceptance in named or acceptances:
+        if not acceptance.marginal and acceptance.draft_length is None:
+            raise UsageError(
+                f"{acceptance.source} has the mean acceptance length {acceptance.length:.2f} and not the draft length; "
+                "give it as --gamma, or as '{source: FILE, gamma: N}'"
+            )
+        if not acceptance.marginal:  # a constant rate with the same mean length
+            acceptance = acceptance.with_constant_rate(acceptance.draft_length or 0)
+        chosen.append(of_pair(replace(acceptance, **fields)))
     return chosen, speed_points(content)
-
-
-def _with_rates(acceptance: Acceptance) -> Acceptance:
-    """Acceptance by position; if unknown, a constant rate with the same mean length."""
-    if acceptance.marginal:
-        return acceptance
-    if acceptance.draft_length is None:
-        raise UsageError(
-            f"{acceptance.source} has the mean acceptance length {acceptance.length:.2f} and not the draft length; "
-            "give it as --gamma, or as '{source: FILE, gamma: N}'"
-        )
-    return acceptance.with_constant_rate(acceptance.draft_length)
 
 
 def _sizes(args: Advise, groups: Mapping[str, Sequence[Candidate]], remarks: Remarks) -> list[int]:
@@ -413,12 +393,20 @@ def replayed_acceptances(args: Advise, remarks: Remarks) -> list[Acceptance]:
         remarks.warn(f"{name}: all responses are truncated; acceptance may differ for longer ones")
     if statistics.random:
         remarks.warn(f"{name}: prompts look like random tokens; acceptance on real text will differ")
-    temperature = None if sampling is None else sampling.temperature
-    return [
-        acceptance
-        for candidate in result.candidates
-        for acceptance in _of_candidate(candidate, name, temperature, sampling, remarks)
-    ]
+    return [item for candidate in result.candidates for item in _of_candidate(candidate, name, sampling, remarks)]
+
+
+def _facts(candidate: Replayed, sampling: Sampling | None) -> dict[str, Any]:
+    """Attributes of `Acceptance` about a drafter."""
+    cls, config = candidate.drafter
+    options = config.model_dump(exclude_unset=True, mode="json")
+    return {
+        "drafter": cls.name,
+        "model": str(options.get("model", "")),
+        "temperature": None if sampling is None else sampling.temperature,
+        "point_mass": cls.traits(config, sampling or Sampling()).point_mass,
+        "options": {key: value for key, value in options.items() if key not in ("model", "gamma")},
+    }
 
 
 def _drafter_options(args: Advise, remarks: Remarks) -> Mapping[str, Mapping[str, Any]]:
@@ -442,21 +430,10 @@ def _exportable(
     """
     engine, reasons = plugins.get("engines", args.export)(), []
     for candidate in candidates:
-        cls, config = candidate.drafter
-        options = config.model_dump(exclude_unset=True, mode="json")
-        model, traits = str(options.get("model", "")), cls.traits(config, sampling or Sampling())
+        facts = _facts(candidate, sampling)
+        facts["model"] = args.draft_path or facts["model"]
         for verifier in list(candidate.verifiers):
-            acceptance = Acceptance(
-                (),
-                candidate.title,
-                length=1.0,
-                drafter=cls.name,
-                verifier=verifier,
-                model=args.draft_path or model,
-                temperature=None if sampling is None else sampling.temperature,
-                point_mass=traits.point_mass,
-                options={key: value for key, value in options.items() if key not in ("model", "gamma")},
-            )
+            acceptance = Acceptance((), candidate.title, length=1.0, verifier=verifier, **facts)
             with plugins.guarded("engines", args.export, "cannot()"):
                 reason = engine.cannot(acceptance) or not_servable(acceptance.model)
             if reason:
@@ -468,14 +445,10 @@ def _exportable(
     return [candidate for candidate in candidates if candidate.verifiers]
 
 
-def _of_candidate(
-    candidate: Replayed, name: str, temperature: float | None, sampling: Sampling | None, remarks: Remarks
-) -> Iterator[Acceptance]:
-    cls, config = candidate.drafter
-    traits = cls.traits(config, sampling or Sampling())
-    options = config.model_dump(exclude_unset=True, mode="json")
-    if cls.name == "prompt-lookup":
-        options["match"] = config.match
+def _of_candidate(candidate: Replayed, name: str, sampling: Sampling | None, remarks: Remarks) -> Iterator[Acceptance]:
+    facts = _facts(candidate, sampling)
+    if facts["drafter"] == "prompt-lookup":
+        facts["options"]["match"] = candidate.drafter[1].match
     for (verifier, k), tally in candidate.tallies.items():
         if k > 1:
             remarks.warn(
@@ -488,16 +461,7 @@ def _of_candidate(
                 remarks.warn(f"{name}: the responses are too short for drafts of {gamma} tokens")
                 break
             yield Acceptance.from_rows(
-                rows.tolist(),
-                name,
-                drafter=cls.name,
-                verifier=verifier,
-                model=str(options.get("model", "")),
-                temperature=temperature,
-                point_mass=traits.point_mass,
-                idle=tally.row(gamma).idle,
-                refusal=EACH_LENGTH,
-                options={key: value for key, value in options.items() if key not in ("model", "gamma")},
+                rows.tolist(), name, verifier=verifier, idle=tally.row(gamma).idle, refusal=EACH_LENGTH, **facts
             )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,16 +39,9 @@ def baseline_responses(
 ) -> Path:
     """Return a JSONL file of the target's responses to the first ``limit`` prompts of a source, decoded if not cached.
 
-    Cached ones are of the same model, options and `_RELEASES`, and their file is as it was written: its name
-    ends with its digest.
-
-    Args:
-        maximum: the maximum number of new tokens per response.
-        chat: see `models.chat.encode`.
-        dtype, device, trust_remote_code: see `load_model`.
-
-    Raises:
-        UsageError: prompts that cannot be read, or a file that cannot be written.
+    Cached ones are of the same model, options and `_RELEASES`, and their file is as it was written: its name ends with
+    its digest. ``maximum``: new tokens per response; ``chat``: see `models.chat.encode`. Raises UsageError for prompts
+    that cannot be read, or a file that cannot be written.
     """
     from crossdraft.framework.models.device import pick_device, pick_dtype
     from crossdraft.framework.models.digests import model_sha256, settings_sha256, weights_sha256
@@ -119,7 +113,11 @@ def _decode(
 
     first = ids[:BATCH_SIZE]
     decode(first, 1)  # warm up
-    short, long = (_timed(lambda n=n: decode(first, n)) for n in (1, 1 + TIMED_TOKENS))
+    times = [time.perf_counter()]
+    for tokens in (1, 1 + TIMED_TOKENS):
+        decode(first, tokens)
+        times.append(time.perf_counter())
+    short, long = (after - before for before, after in pairwise(times))
     batches = -(-len(ids) // BATCH_SIZE)
     seconds = batches * (short + max(long - short, 0.0) / TIMED_TOKENS * (maximum - 1))
     log(f"estimated time: {duration(seconds)} or less (from {TIMED_TOKENS} timed tokens)")
@@ -136,12 +134,6 @@ def _decode(
         }
         for prompt, response in zip(ids, responses, strict=True)
     ]
-
-
-def _timed(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def duration(seconds: float) -> str:

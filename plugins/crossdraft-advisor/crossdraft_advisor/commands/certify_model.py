@@ -67,7 +67,15 @@ class CertifyModel(SamplingOptions, TrustOptions, ForceOptions, JsonOptions, Com
         model that cannot be loaded, or a draft model with another tokenizer. Raises NumericalError: a model that
         returns NaN. Raises ContractError: a strategy that violates its contract.
         """
-        _check(self)
+        self.trusted([self.model, self.drafter])
+        if not self.prompt or not all(self.prompt):
+            raise UsageError("--prompt is missing or empty: give at least one text")
+        if not self.temperature:
+            raise UsageError("--temperature must be above 0 for a distribution that can be tested, got 0")
+        if self.out:
+            folder, inputs = output_folder(self.out), [self.model, self.drafter]
+            for name in ["model_law.json", *(f"prompt-{number}.png" for number in range(1, len(self.prompt) + 1))]:
+                check_output(folder / name, "--out", inputs=inputs, mark=_MARK.encode(), force=self.force)
         return _run(self)
 
 
@@ -131,21 +139,6 @@ def _run(options: CertifyModel) -> int:
         for prompt, results, record in zip(prompts, results_by_prompt, records["prompts"], strict=True):
             _print_table(prompt, results, record, options.draws)
     return 1 if any(result.bad for results in results_by_prompt for result in results) else 0
-
-
-def _check(options: CertifyModel) -> None:
-    """Check the options before a model is loaded."""
-    options.trusted([options.model, options.drafter])
-    if not options.prompt or not all(options.prompt):
-        raise UsageError("--prompt is missing or empty: give at least one text")
-    if not options.temperature:
-        raise UsageError("--temperature must be above 0 for a distribution that can be tested, got 0")
-    if options.out:
-        folder = output_folder(options.out)
-        names = ["model_law.json", *(f"prompt-{number}.png" for number in range(1, len(options.prompt) + 1))]
-        for name in names:
-            inputs = [options.model, options.drafter]
-            check_output(folder / name, "--out", inputs=inputs, mark=_MARK.encode(), force=options.force)
 
 
 def _prompts(

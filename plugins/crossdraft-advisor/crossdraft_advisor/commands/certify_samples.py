@@ -98,7 +98,7 @@ class CertifySamples(SamplingOptions, TrustOptions, Command):
 
     def _plan(self) -> str:
         """The difference of scores that the task can show, and the draws that show or exclude the deviation."""
-        from ..samples.planning import POWER, ScorePlan, draws_to_exclude, draws_to_show
+        from ..samples.sampler_verdict import POWER, ScorePlan, draws_to_exclude, draws_to_show
 
         assert self.questions is not None and self.score is not None
         limit, bias = 2 * self.score * (1 - self.score), self.deviation
@@ -180,9 +180,6 @@ class CertifySamples(SamplingOptions, TrustOptions, Command):
         return distributions(partial(make_slots, loaded), prompts, trees, *options)
 
 
-# -- output ------------------------------------------------------------------------------------------------------
-
-
 def _as_json(decision: Decision) -> dict[str, Any]:
     from ..samples.sampler_verdict import LEVEL
 
@@ -227,8 +224,22 @@ def _print(decision: Decision) -> None:
             "speculative decoding."
         )
     print(_sentence(verdict))
-    if verdict.outcome == "yes":
-        print(_scope(verdict))
+    if verdict.outcome != "yes":
+        return
+    text = (  # the deviations that it covers
+        "This covers a different temperature, and shifts of probability between more and less probable tokens that are "
+        "common to all prefixes (truncation, a mixture with a flatter or sharper distribution, tail against head)"
+    )
+    if verdict.each_prefix:
+        print(
+            f"{text}, and shifts between the cells of each prefix: up to 16 groups of tokens of similar probability, "
+            "the most probable ones in groups of one. Exchanges within a group are not covered."
+        )
+    else:
+        print(
+            f"{text}. Deviations in opposite directions at different prefixes, and exchanges between tokens of similar "
+            "probability, are not covered: they require many draws at each prefix."
+        )
 
 
 def _sentence(verdict: Verdict) -> str:
@@ -247,20 +258,3 @@ def _sentence(verdict: Verdict) -> str:
     each = -(-verdict.more_draws // verdict.prefixes)
     prefixes = "this prefix" if verdict.prefixes == 1 else f"these {verdict.prefixes:,} prefixes ({each:,} each)"
     return f"too few draws: {n} more draws needed at {prefixes} to decide TV {d}."
-
-
-def _scope(verdict: Verdict) -> str:
-    """The deviations that the verdict "yes" covers."""
-    text = (
-        "This covers a different temperature, and shifts of probability between more and less probable tokens that are "
-        "common to all prefixes (truncation, a mixture with a flatter or sharper distribution, tail against head)"
-    )
-    if verdict.each_prefix:
-        return (
-            f"{text}, and shifts between the cells of each prefix: up to 16 groups of tokens of similar probability, "
-            "the most probable ones in groups of one. Exchanges within a group are not covered."
-        )
-    return (
-        f"{text}. Deviations in opposite directions at different prefixes, and exchanges between tokens of similar "
-        "probability, are not covered: they require many draws at each prefix."
-    )

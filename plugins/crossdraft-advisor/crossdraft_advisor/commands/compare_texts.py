@@ -174,9 +174,6 @@ def _check_tokens(responses: Sequence[Response], target: LoadedModel) -> None:
             )
 
 
-# -- output ------------------------------------------------------------------------------------------------------
-
-
 def _text(results: Sequence[TextPair], target: LoadedModel, dtype: str, tie: float, near: int) -> str:
     from crossdraft.framework.util.table import Table
 

@@ -61,9 +61,18 @@ class Gate(JsonOptions, Command):
         outcomes = {check.outcome for check in checks}
         outcome = next(name for name in ("drop", "undecided", "pass") if name in outcomes)
         if self.json_:
-            print(json.dumps(_as_json(checks, remarks, outcome), indent=2))
+            pairs = [
+                asdict(check) | {"detectable": check.detectable, "needed": check.needed, "verdict": check.outcome}
+                for check in checks
+            ]
+            print(json.dumps({"verdict": outcome, "power": POWER, "pairs": pairs, "remarks": remarks}, indent=2))
         else:
-            table, lines = _table(checks, drop), [_legend(checks), *remarks, _verdict(checks, drop, outcome)]
+            paired = (
+                "of the same prompts" if all(check.paired for check in checks) else f"of independent {checks[0].unit}"
+            )
+            paired = "of two independent measurements" if checks[0].current is None else paired
+            detects = f"the smallest drop that fails with a probability of {POWER:.1f}, by the differences {paired}"
+            table, lines = _table(checks, drop), [f"detects: {detects}", *remarks, _verdict(checks, drop, outcome)]
             print(table.render("markdown" if self.markdown else "text") + "\n\n" + "\n".join(lines))
         return EXIT[outcome]
 
@@ -133,18 +142,6 @@ def _samples_of_run(name: str) -> list[Sample]:
     return samples
 
 
-# -- output -----------------------------------------------------------------------------------------------------
-
-
-def _as_json(checks: Sequence[GateCheck], remarks: Sequence[str], outcome: str) -> dict[str, Any]:
-
-    pairs = [
-        asdict(check) | {"detectable": check.detectable, "needed": check.needed, "verdict": check.outcome}
-        for check in checks
-    ]
-    return {"verdict": outcome, "power": POWER, "pairs": pairs, "remarks": list(remarks)}
-
-
 def _table(checks: Sequence[GateCheck], drop: float) -> Table:
     columns = ["pair", *right("baseline", "current"), "change [95 %]"]
     columns += [*right(checks[0].unit, "detects", f"needed for {percent_text(drop)}"), "verdict"]
@@ -157,14 +154,6 @@ def _table(checks: Sequence[GateCheck], drop: float) -> Table:
         rows.append([*row, detects, needed, VERDICTS[check.outcome]])
     table = Table(columns, rows)
     return table.without("current", "change [95 %]") if checks[0].current is None else table
-
-
-def _legend(checks: Sequence[GateCheck]) -> str:
-
-    paired = "of the same prompts" if all(check.paired for check in checks) else f"of independent {checks[0].unit}"
-    if checks[0].current is None:
-        paired = "of two independent measurements"
-    return f"detects: the smallest drop that fails with a probability of {POWER:.1f}, by the differences {paired}"
 
 
 def _verdict(checks: Sequence[GateCheck], drop: float, outcome: str) -> str:

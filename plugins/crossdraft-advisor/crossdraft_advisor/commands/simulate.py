@@ -176,9 +176,10 @@ class Simulate(CostOptions, TrustOptions, JsonOptions, Command):
         ]
         _remark(self, pool, remarks)
         if self.json_:
-            print(as_json(title, results, remarks))
+            report = {"title": title, "results": list(map(asdict, results)), "remarks": asdict(remarks)}
+            print(json.dumps(report, indent=2))
         elif self.csv:
-            print(as_csv(results), end="")
+            print(Table.of(map(_row, results)).csv())
         else:
             print(as_text(title, results, remarks))
         return 0
@@ -294,16 +295,8 @@ def _table(rows: Sequence[PolicyResult]) -> str:
     return Table(["policy", *right(*names)], body).text()
 
 
-def as_json(title: str, results: Sequence[PolicyResult], remarks: Remarks) -> str:
-    return json.dumps({"title": title, "results": [asdict(r) for r in results], "remarks": asdict(remarks)}, indent=2)
-
-
-def as_csv(results: Sequence[PolicyResult]) -> str:
-    """A row per arrival process and policy, with the columns of `SIMULATION_COLUMNS`."""
-    return Table.of(map(_row, results)).csv() + "\n"
-
-
 def _row(result: PolicyResult) -> dict[str, Any]:
+    """A row of CSV, with the columns of `SIMULATION_COLUMNS`."""
     row: dict[str, Any] = {}
     for name in (f.name for f in fields(result)):
         assert name in SIMULATION_COLUMNS

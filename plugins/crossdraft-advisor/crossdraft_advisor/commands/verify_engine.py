@@ -185,7 +185,16 @@ def _reasons(check: CellCheck) -> list[str]:
             f"{pair}: {len(check.steps.unequal)} steps differ from replay; the first is of prompt {name!r} at token "
             f"{token}: {tau} accepted, {expected} in replay"
         )
-        lines += _first_step(check)
+        if (step := check.first) is not None:
+            drafted = " ".join(map(str, step.drafted)) or "unknown"
+            text = f"the response continues {' '.join(map(str, step.emitted))}"
+            lines.append(f"  the drafter proposes {drafted} there; {text}")
+            now, before = (", ".join(names) or "none" for names in step.others)
+            if any(step.others):
+                others = f"{now}; in the step before it, where engines draft: {before}"
+                lines.append(f"  other requests in that step: {others}")
+            if check.text is not None and not check.text.other:
+                lines.append("  the text is not affected: all responses are the target's greedy text")
     elif check.steps is not None and check.outcome == "no" and check.steps.p_value < 1e-3:
         lines.append(f"{pair}: the accepted tokens differ from replay by {check.steps.z:+.1f} standard errors")
     if check.counters is not None and not check.counters.agrees:
@@ -209,20 +218,6 @@ def _reasons(check: CellCheck) -> list[str]:
         lines.append(
             f"{pair}: {more} more draws decide TV {check.distribution.deviation:g}; raise limit or max_new_tokens"
         )
-    return lines
-
-
-def _first_step(check: CellCheck) -> list[str]:
-    """The draft of the first step that differs, the requests beside it, and its effect on the text."""
-    if (first := check.first) is None:
-        return []
-    drafted = " ".join(map(str, first.drafted)) or "unknown"
-    lines = [f"  the drafter proposes {drafted} there; the response continues {' '.join(map(str, first.emitted))}"]
-    now, before = (", ".join(names) or "none" for names in first.others)
-    if any(first.others):
-        lines.append(f"  other requests in that step: {now}; in the step before it, where engines draft: {before}")
-    if check.text is not None and not check.text.other:
-        lines.append("  the text is not affected: all responses are the target's greedy text")
     return lines
 
 

@@ -20,18 +20,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from statistics import mean, median
-from typing import TYPE_CHECKING
 
 import numpy as np
 from scipy import stats
 
 from crossdraft.framework.cost.curve import CostCurve, Point
 from crossdraft.framework.errors import UsageError, first_line
+from crossdraft.framework.runs.records import CellResult
 from crossdraft.framework.util.input_files import path_of, read_json, read_text
 from crossdraft.framework.util.limits import CONFIG_BYTES, MOST_POINTS, MOST_TOKENS
-
-if TYPE_CHECKING:
-    from crossdraft.framework.runs.records import CellResult
 
 _COLUMNS = ["batch_size", "width", "context", "seconds"]
 

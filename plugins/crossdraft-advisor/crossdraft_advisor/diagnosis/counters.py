@@ -96,8 +96,7 @@ def likelihoods(assessments: Sequence[Assessment], limit: int | None = None) -> 
 
 
 def _conclusion(assessments: Sequence[Assessment], sources: Sequence[CounterSource], checks: Mapping[str, str]) -> str:
-    best, second = assessments[:2]
-    lines = []
+    (best, second), lines = assessments[:2], []
     if best.share < CLEAR_SHARE:
         lines.append(f"Not decided between '{best.hypothesis.name}' and '{second.hypothesis.name}'.")
     elif best.hypothesis is NONE:

@@ -6,7 +6,8 @@ updated in place, so that recorded CUDA graphs read them, too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -14,123 +15,69 @@ from torch import Tensor
 
 from crossdraft.drafters.heads.features import FeatureDrafter
 from crossdraft.framework.api.build import Configured
-from crossdraft.framework.contracts.misconfiguration import Misconfiguration
 
 _ALL = 2**30  # a number of pairs that no sequence reaches
 
 
+@dataclass(frozen=True)
 class HeadMisreading:
-    """Base of the misreadings; the default is to read the head rightly.
+    """A way to read heads; by default rightly."""
 
-    Attributes:
-        mistake, cure: as in `Misconfiguration`.
-    """
-
-    mistake: ClassVar[str]
-    cure: ClassVar[str]
-
-    def hidden_pairs(self, prompt: int, committed: int, drafting: bool) -> range:
-        """Pairs of one sequence that the others do not attend to.
-
-        Args:
-            prompt: pairs of two tokens of the prompt.
-            committed: pairs of the sequence without the draft's.
-            drafting: pairs of a draft are fed, behind the root's.
-        """
-        return range(0)
-
-    def last_position(self, committed: int) -> int:
-        """Maximum position of a drafted pair."""
-        return _ALL
-
-    def fed_back(self, features: Tensor, out: Tensor) -> Tensor | None:
-        """Features of the next drafted pairs from those of the pairs fed; None = the head's own."""
-        return None
+    # mistake, cure: as in `Misconfiguration`
+    mistake: str = ""
+    cure: str = ""
+    # pairs of one sequence that the others do not attend to, from the pairs of its prompt, those without the draft's
+    # and whether pairs of a draft are fed, behind the root's
+    hidden_pairs: Callable[[int, int, bool], range] = lambda prompt, committed, drafting: range(0)
+    # maximum position of a drafted pair, from the pairs without the draft's
+    last_position: Callable[[int], int] = lambda committed: _ALL
+    # features of the next drafted pairs from those of the pairs fed and the head's output; None = the head's own
+    fed_back: Callable[[Tensor, Tensor], Tensor | None] = lambda features, out: None
 
 
-class OwnPairOnly(HeadMisreading):
-    """The head's cache is not kept, or masked."""
-
-    mistake = "the head attends to its own pair only"
-    cure = "keep the keys and values of the head between passes, and check its mask"
-
-    def hidden_pairs(self, prompt: int, committed: int, drafting: bool) -> range:
-        return range(_ALL)
-
-
-class NoPrompt(HeadMisreading):
-    """The prompt is not fed to the head, as after a hit in the target's prefix cache."""
-
-    mistake = "the head does not attend to the prompt"
-    cure = "feed prompts to the head, also those that the target finds in its prefix cache"
-
-    def hidden_pairs(self, prompt: int, committed: int, drafting: bool) -> range:
-        return range(prompt)
-
-
-class NoFirstPair(HeadMisreading):
-    """The first pair is masked as if it were padding."""
-
-    mistake = "the head does not attend to the first pair"
-    cure = "check the mask of the head: the first pair is that of tokens 0 and 1"
-
-    def hidden_pairs(self, prompt: int, committed: int, drafting: bool) -> range:
-        return range(1)
-
-
-class NoDraftedPairs(HeadMisreading):
-    """The mask of a tree without the ancestors."""
-
-    mistake = "drafted tokens do not attend to those drafted before them"
-    cure = "check the mask of the draft: a node attends to its ancestors"
-
-    def hidden_pairs(self, prompt: int, committed: int, drafting: bool) -> range:
-        return range(committed, _ALL) if drafting else range(0)
-
-
-class FixedPositions(HeadMisreading):
-    mistake = "all drafted tokens have the position of the root"
-    cure = "advance the position with each drafted token"
-
-    def last_position(self, committed: int) -> int:
-        return committed - 1
-
-
-class NothingFedBack(HeadMisreading):
-    mistake = "the head's output is not fed back"
-    cure = "feed the head's hidden state back as the feature of the next drafted token"
-
-    def fed_back(self, features: Tensor, out: Tensor) -> Tensor | None:
-        return torch.zeros_like(out)
-
-
-class SameFeature(HeadMisreading):
-    mistake = "the target's last feature is used for all drafted tokens"
-    cure = "feed the head's hidden state back as the feature of the next drafted token"
-
-    def fed_back(self, features: Tensor, out: Tensor) -> Tensor | None:
-        return features
-
-
-MISREADINGS: tuple[type[HeadMisreading], ...] = (
-    OwnPairOnly,
-    NoPrompt,
-    NoFirstPair,
-    NoDraftedPairs,
-    FixedPositions,
-    NothingFedBack,
-    SameFeature,
+MISREADINGS = (
+    HeadMisreading(
+        "the head attends to its own pair only",
+        "keep the keys and values of the head between passes, and check its mask",
+        hidden_pairs=lambda prompt, committed, drafting: range(_ALL),
+    ),
+    HeadMisreading(  # as after a hit in the target's prefix cache
+        "the head does not attend to the prompt",
+        "feed prompts to the head, also those that the target finds in its prefix cache",
+        hidden_pairs=lambda prompt, committed, drafting: range(prompt),
+    ),
+    HeadMisreading(  # as if it were padding
+        "the head does not attend to the first pair",
+        "check the mask of the head: the first pair is that of tokens 0 and 1",
+        hidden_pairs=lambda prompt, committed, drafting: range(1),
+    ),
+    HeadMisreading(  # the mask of a tree without the ancestors
+        "drafted tokens do not attend to those drafted before them",
+        "check the mask of the draft: a node attends to its ancestors",
+        hidden_pairs=lambda prompt, committed, drafting: range(committed, _ALL) if drafting else range(0),
+    ),
+    HeadMisreading(
+        "all drafted tokens have the position of the root",
+        "advance the position with each drafted token",
+        last_position=lambda committed: committed - 1,
+    ),
+    HeadMisreading(
+        "the head's output is not fed back",
+        "feed the head's hidden state back as the feature of the next drafted token",
+        fed_back=lambda features, out: torch.zeros_like(out),
+    ),
+    HeadMisreading(
+        "the target's last feature is used for all drafted tokens",
+        "feed the head's hidden state back as the feature of the next drafted token",
+        fed_back=lambda features, out: features,
+    ),
 )
 
 
-def misread(drafter: Configured, misreading: type[HeadMisreading]) -> Configured:
+def misread(drafter: Configured, misreading: HeadMisreading) -> Configured:
     """The drafter with its head misread, a `FeatureDrafter`."""
     cls, config = drafter
-    return type(cls.__name__, (_Misread, cls), {"misreading": misreading()}), config
-
-
-def described(misreading: type[HeadMisreading]) -> Misconfiguration:
-    return Misconfiguration(misreading.mistake, misreading.cure)
+    return type(cls.__name__, (_Misread, cls), {"misreading": misreading}), config
 
 
 class _Misread(FeatureDrafter):

@@ -22,7 +22,7 @@ from crossdraft.framework.contracts.models import TRANSFORMERS, Checkpoint
 
 from ..replay.response import Response
 from ..replay.teacher_forcing.lazy_models import Target
-from .head_misreadings import MISREADINGS, described, misread
+from .head_misreadings import MISREADINGS, misread
 from .misconfigurations import misconfigurations
 from .trials import Trial
 
@@ -141,9 +141,8 @@ def _four_bits(setup: Setup) -> Iterator[Trial]:
 def _masks_and_states(setup: Setup) -> Iterator[Trial]:
     """Masks, positions and features of heads that draft token by token, see `head_misreadings`."""
     if issubclass(setup.drafter[0], FeatureDrafter):
-        for misreading in MISREADINGS:
-            drafter = misread(setup.drafter, misreading)
-            yield Trial(described(misreading), setup.target, setup.responses, drafter=drafter)
+        for item in MISREADINGS:
+            yield setup.trial(item.mistake, item.cure, drafter=misread(setup.drafter, item))
 
 
 def _other_files(setup: Setup) -> Iterator[Trial]:

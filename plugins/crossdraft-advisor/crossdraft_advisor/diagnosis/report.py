@@ -72,6 +72,7 @@ def matched_text(matched: Match) -> str:
     """The most likely reading in words, against the drafter as configured."""
     best = matched.assessments[0]
     name, results, named = best.hypothesis.name, matched.results, matched.named()
+    drafts, *counted = matched.counted.at_least
     texts = "the counted responses" if matched.own else "other responses than the counted ones"
     lines = [f"Replayed: {texts} (--counted {'other' if matched.own else 'replay'} if that is wrong)."]
     if matched.unexplained:
@@ -86,7 +87,7 @@ def matched_text(matched: Match) -> str:
     elif name == CONFIGURED:
         verb = "may compute" if len(named) > 1 else "computes"
         interval = estimate_text(matched.expected(name, 1), digits=3)
-        lines.append(f"The server {verb} what the files define: {_counted(matched, 1)} at position 1 ({interval}).")
+        lines.append(f"The server {verb} what the files define: {counted[0] / drafts:.3f} at position 1 ({interval}).")
         if not matched.own:
             lines.append("A fault that changes acceptance by less than this interval does not show in these counters.")
     else:
@@ -96,9 +97,9 @@ def matched_text(matched: Match) -> str:
         if CONFIGURED in results:
             gives = estimate_text(matched.expected(CONFIGURED, position), digits=3)
             would_be = f"; as configured it would be {gives}"
-        counted = f"{_counted(matched, position)} at position {position}"
+        rate = f"{counted[position - 1] / drafts:.3f} at position {position}"
         gives = estimate_text(matched.expected(name, position), digits=3)
-        lines.append(f"Your server's {counted} {verb} what this drafter gives if {name} ({gives}){would_be}.")
+        lines.append(f"Your server's {rate} {verb} what this drafter gives if {name} ({gives}){would_be}.")
         lines.append(
             "Check how the engine reads the files (--files). If the files are wrong instead, the cure is: "
             f"{best.hypothesis.meaning}."
@@ -109,10 +110,6 @@ def matched_text(matched: Match) -> str:
     if matched.unknown:
         lines.append(f"{matched.unknown} readings could not be replayed.")
     return "\n".join(lines)
-
-
-def _counted(matched: Match, position: int) -> str:
-    return f"{matched.counted.at_least[position] / matched.counted.at_least[0]:.3f}"
 
 
 def _next_check(matched: Match) -> str:

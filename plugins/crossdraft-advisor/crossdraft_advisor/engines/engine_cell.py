@@ -38,7 +38,9 @@ from crossdraft.framework.metrics.pieces import PREFILL, Piece
 from crossdraft.framework.models.adapters import refuse_adapter
 from crossdraft.framework.models.configs import read_config
 from crossdraft.framework.models.digests import model_sha256
+from crossdraft.framework.models.load import load_model
 from crossdraft.framework.models.resolve import resolve
+from crossdraft.framework.models.shared_embedding import shared_embedding_of
 from crossdraft.framework.models.tokenizer import load_tokenizer
 from crossdraft.framework.recipe.recipe import CellConfig
 from crossdraft.framework.runs.labels import counted
@@ -117,12 +119,8 @@ def _servable(config: CellConfig, directory: Path) -> str:
     kind = "trainers", config.drafter.name
     if kind[1] not in plugins.entries("trainers") and kind not in plugins.COMPANIONS:
         return str(resolved.path)
-    from crossdraft.framework.models.shared_embedding import shared_embedding_of
-
     if config.drafter.name == "draft-model" and shared_embedding_of(resolved.path) is None:
         return str(resolved.path)
-    from crossdraft.framework.models.load import load_model
-
     trainer = plugins.get(*kind)
     out = directory / "draft-model"
     out.mkdir(parents=True, exist_ok=True)
@@ -138,15 +136,9 @@ def _engine(config: CellConfig) -> Any:
 class EngineCell(EngineRunner):
     """A cell whose prompts an engine's server decodes.
 
-    Args:
-        target: without weights.
-        length: maximum number of tokens of a sequence.
-        logs: directory for the server's log.
-        on_step: called when a response has ended.
-
-    Raises:
-        UsageError: the engine does not support the pair, or cannot be started.
-        ModelError: the server ends before it is ready.
+    ``target`` has no weights, ``logs`` is for the server's log, and ``on_step`` is called when a response has ended.
+    Raises UsageError if the engine does not support the pair or cannot be started, ModelError if the server ends before
+    it is ready.
     """
 
     def __init__(self, config: CellConfig, target: LoadedModel, length: int, logs: Path, on_step: Callable[[], Any]):
@@ -160,8 +152,11 @@ class EngineCell(EngineRunner):
         flags, _ = served_flags(config, directory)
         # vLLM drafts for no row of a batch if the longest one, its draft and another draft do not fit.
         maximum = length + (self.depth + 1 if self.depth else 0)
+        path = resolve(config.target).path
+        settings = read_config(path) if path.is_dir() else {}
+        size, has_length = settings.get("text_config", settings).get("vocab_size"), hasattr(target.tokenizer, "__len__")
         served = ServedCell(
-            target=resolve(config.target).path,
+            target=path,
             dtype=config.dtype,
             sampling=config.sampling,
             seed=config.seed,
@@ -171,7 +166,7 @@ class EngineCell(EngineRunner):
             flags=flags,
             end_tokens=target.eos_token_ids,
             tokenizer=target.tokenizer,
-            vocab_size=vocab_size_of(config.target, target.tokenizer),
+            vocab_size=size if isinstance(size, int) else len(target.tokenizer) if has_length else None,
         )
         self.server: EngineServer = cls(cls.Config(**engine.config), served, logs)
         try:
@@ -435,14 +430,6 @@ def without_weights(name: str, *, trust_remote_code: bool) -> LoadedModel:
     )
 
 
-def vocab_size_of(target: str, tokenizer: Any) -> int | None:
-    """Number of token ids of a target whose weights are not loaded; None if unknown."""
-    path = resolve(target).path
-    settings = read_config(path) if path.is_dir() else {}
-    size = settings.get("text_config", settings).get("vocab_size")
-    return size if isinstance(size, int) else len(tokenizer) if hasattr(tokenizer, "__len__") else None
-
-
 def _check_addresses(cells: Sequence[CellConfig]) -> None:
     """Check that every running server has the drafter, the length and the verifier of all cells that it is to serve.
 
@@ -516,11 +503,8 @@ class ServerCounters:
 
     def since(self, earlier: ServerCounters) -> dict[str, Sample]:
         """The growth of every counter; negative if the server was started again in between."""
-        before, zero = earlier.totals or {}, Sample(0.0, 0)
-        return {
-            name: Sample(s.value - (old := before.get(name, zero)).value, s.line, s.rounding + old.rounding)
-            for name, s in (self.totals or {}).items()
-        }
+        before = earlier.totals or {}
+        return {name: sample.since(before.get(name)) for name, sample in (self.totals or {}).items()}
 
     def contradiction(self, gamma: int) -> str | None:
         """The reason why the server does not draft ``gamma`` tokens (0 = it does not speculate); None if it may."""
@@ -549,16 +533,8 @@ def other_traffic(counted: Mapping[str, Sample], own: Mapping[str, float]) -> di
 def contradiction(url: str, metrics: str, drafter: str, gamma: int) -> str | None:
     """The reason why a running server has other settings than a cell, by its own account; None if it may have them.
 
-    Read are its counters, SGLang's ``/get_server_info`` and the pair of ``crossdraft serve``. A server that does not
-    answer reveals nothing.
-
-    Args:
-        metrics: path of the counters.
-        drafter: of the cell.
-        gamma: its maximum number of drafted tokens; 0 without speculation.
-
-    Raises:
-        UsageError: a counter is not valid.
+    Read are its counters at ``metrics``, SGLang's ``/get_server_info`` and the pair of ``crossdraft serve``. A server
+    that does not answer reveals nothing. Raises UsageError if a counter is not valid.
     """
     url = url.rstrip("/")
     try:

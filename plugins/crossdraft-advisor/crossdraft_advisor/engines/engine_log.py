@@ -261,15 +261,9 @@ def _objects_with(value: Any, key: str) -> list[dict[str, Any]]:
 
 
 def read_source(source: str, gamma: int | None = None) -> Source:
-    """Read a file, which may be compressed, or an HTTP response, without its colours.
-
-    Args:
-        gamma: see `Source`.
+    """Read a file, which may be compressed, or an HTTP response, without its colours. Raises UsageError.
 
     Bytes that are not UTF-8 are replaced: llama.cpp logs tokens that are parts of characters.
-
-    Raises:
-        UsageError: it cannot be read.
     """
     if not source.startswith(("http://", "https://")):
         data = read_bytes(path_of(source), METRICS_BYTES)

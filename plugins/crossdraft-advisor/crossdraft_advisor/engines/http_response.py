@@ -9,7 +9,6 @@ import base64
 import json
 import math
 import os
-import posixpath
 import re
 import socket
 import ssl
@@ -20,10 +19,11 @@ from contextlib import suppress
 from functools import lru_cache
 from http.client import HTTPMessage
 from ipaddress import ip_address, ip_network
+from posixpath import normpath
 from queue import Empty, Full, Queue
 from typing import Any
 from urllib.error import HTTPError, URLError
-from urllib.parse import SplitResult, quote, unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 from urllib.request import (
     HTTPRedirectHandler,
     HTTPSHandler,
@@ -53,14 +53,9 @@ class _NoRedirects(HTTPRedirectHandler):
         return None
 
 
-def _opener(url: str, proxy: str) -> OpenerDirector:
-    """Opener of requests by ``proxy``, or without one. Raises UsageError, see `tls_context`."""
-    certificates = tuple(os.environ.get(name) for name in CERTIFICATES) if url.startswith("https:") else None
-    return _made_opener(proxy, certificates)
-
-
 @lru_cache(maxsize=8)
-def _made_opener(proxy: str, certificates: tuple[str | None, ...] | None) -> OpenerDirector:
+def _opener(proxy: str, certificates: tuple[str | None, ...] | None) -> OpenerDirector:
+    """Opener of requests by ``proxy``, or without one. Raises UsageError, see `tls_context`."""
     context = None if certificates is None else tls_context()
     proxies: dict[str, str] = {"http": proxy, "https": proxy} if proxy else {}
     return build_opener(_NoRedirects, ProxyHandler(proxies), *([HTTPSHandler(context=context)] if context else []))
@@ -98,7 +93,11 @@ def fetch(url: str, seconds: float) -> tuple[int, str]:
 def same_server(url: str, other: str) -> bool:
     """True if two addresses name the same server, also by other names of this machine or by an address of the host."""
     first, second = urlsplit(url), urlsplit(other)
-    if _port(first) != _port(second) or _path(first) != _path(second):
+    places = [
+        (parts.port or (443 if parts.scheme == "https" else 80), normpath("/" + unquote(parts.path).lstrip("/")))
+        for parts in (first, second)
+    ]
+    if places[0] != places[1]:
         return False
     hosts = [(parts.hostname or "").rstrip(".") for parts in (first, second)]
     if hosts[0] == hosts[1]:
@@ -109,14 +108,6 @@ def same_server(url: str, other: str) -> bool:
         return True
     # Two names with one address may be virtual hosts.
     return bool(addresses[0] & addresses[1]) and any(host in a for host, a in zip(hosts, addresses, strict=True))
-
-
-def _port(parts: SplitResult) -> int:
-    return parts.port or (443 if parts.scheme == "https" else 80)
-
-
-def _path(parts: SplitResult) -> str:
-    return posixpath.normpath("/" + unquote(parts.path).lstrip("/"))
 
 
 @lru_cache(maxsize=256)
@@ -168,7 +159,8 @@ class HttpResponse:
         own, self._proxy = headers_of(url), proxy_of(url)
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"} | own
         data = None if body is None else json.dumps(body).encode()
-        opener = _opener(url, self._proxy)
+        certificates = tuple(os.environ.get(name) for name in CERTIFICATES) if url.startswith("https:") else None
+        opener = _opener(self._proxy, certificates)
         self.renew()
         threading.Thread(target=self._fetch, args=(opener, url, data, headers), daemon=True).start()
         try:
@@ -301,7 +293,10 @@ def _configured(text: str) -> list[tuple[str, dict[str, str]]]:
     """Addresses and their headers. Raises UsageError, see `headers_of`."""
     try:
         items = [(address.rstrip("/"), dict(headers)) for address, headers in json.loads(text or "{}").items()]
-        valid = all(_is_header(key, value) for _, headers in items for key, value in headers.items())
+        headers = [item for _, of_address in items for item in of_address.items()]
+        texts = [text for header in headers for text in header]
+        valid = all(isinstance(text, str) and text.isprintable() and text.isascii() for text in texts)
+        valid = valid and all(key for key, _ in headers)
     except (AttributeError, RecursionError, TypeError, ValueError):
         valid = False
     if not valid:
@@ -338,10 +333,6 @@ def _secret_parts(text: str) -> list[str]:
             parts |= {part for part in values if len(part) >= fewest}
     written = (f(part) for part in parts for f in (quote, lambda t: quote(t, safe=""), lambda t: json.dumps(t)[1:-1]))
     return sorted({*parts, *written, *(part.replace("/", "\\/") for part in parts)}, key=len, reverse=True)
-
-
-def _is_header(key: Any, value: Any) -> bool:
-    return all(isinstance(text, str) and text.isprintable() and text.isascii() for text in (key, value)) and bool(key)
 
 
 def proxy_of(url: str) -> str:

@@ -66,6 +66,10 @@ class Sample:
     line: int
     rounding: float = 0.0
 
+    def since(self, earlier: Sample | None) -> Sample:
+        old = earlier or Sample(0.0, 0)
+        return Sample(self.value - old.value, self.line, self.rounding + old.rounding)
+
 
 def samples(source: Source, names: Collection[str]) -> dict[Key, Sample]:
     """The series with exactly one of ``names``, as any exporter writes it (a counter's ``_created`` is another name).
@@ -151,11 +155,7 @@ def since(
                 f"{key[0]} {change}, was {sample.value:g} in {earlier_source.place(sample.line)}: the counter was "
                 "reset; take the earlier scrape after the restart",
             )
-    zero = Sample(0.0, 0)
-    return {
-        key: Sample(s.value - (old := earlier.get(key, zero)).value, s.line, s.rounding + old.rounding)
-        for key, s in later.items()
-    }
+    return {key: sample.since(earlier.get(key)) for key, sample in later.items()}
 
 
 def by_model(
@@ -213,11 +213,6 @@ def totals_by_model(
     position = next(name for name, ours in names.items() if ours is POSITIONS)
     models = by_model(source, names, earlier, {position: "position"})
     return {model: {names[name]: counts for name, counts in of_model.items()} for model, of_model in models.items()}
-
-
-def drafted_tokens(definition: CounterDefinition, source: Source) -> Sample | None:
-    """Drafted tokens of all models and engines; None without that counter. Raises UsageError, see `samples`."""
-    return summed(totals_by_model(definition, source), DRAFTED)
 
 
 def summed(models: Mapping[str, Mapping[str, Mapping[int, Sample]]], counter: str) -> Sample | None:

@@ -354,14 +354,10 @@ class EngineServer(ABC):
     # -- requests --------------------------------------------------------------------------------------------
 
     def complete(self, prompt: Sequence[int], max_tokens: int, event_bytes: Limit = EVENT_BYTES) -> ServedResponse:
-        """Send one request and read its response. May be called from several threads.
+        """Send one request and read its response; ``event_bytes``: most bytes between two tokens. Threads may share it.
 
-        Args:
-            event_bytes: limit on the bytes between two tokens.
-
-        Raises:
-            ModelError: the server refuses the request, ends, answers in an unknown format, or with an impossible
-                response (see `response_flaw`).
+        Raises ModelError if the server refuses the request, ends, answers in an unknown format, or with an impossible
+        response (see `response_flaw`).
         """
         events: list[tuple[float, ServerEvent]] = []
         emitted, account = 0, dict[str, Any]()
@@ -564,13 +560,8 @@ def response_flaw(
 ) -> str | None:
     """The reason why a response is impossible, and what to do about it; None if it is possible.
 
-    Args:
-        tokens: ids of the response, a final end-of-sequence id included.
-        steps: number of tokens of each step, the prefill included.
-        gamma: maximum number of drafted tokens of a step; 0 without speculation.
-        max_tokens: number of tokens that were requested.
-        end_tokens: end-of-sequence ids; empty if unknown.
-        vocab_size: number of token ids; None if unknown.
+    ``tokens`` and ``steps`` (numbers of tokens) include a final end-of-sequence id and the prefill. ``gamma`` is 0
+    without speculation, ``end_tokens`` empty and ``vocab_size`` None if unknown.
     """
     beyond = [t for t in tokens if type(t) is not int or not 0 <= t < (t + 1 if vocab_size is None else vocab_size)]
     if beyond:
@@ -648,10 +639,8 @@ def counts_flaw(drafted: Any, accepted: Any, totals: Any, *, emitted: int, gamma
 def account_flaw(account: Mapping[str, Any], model: Any, emitted: int) -> str | None:
     """The reason why a server's own account of a response contradicts the response; None if it does not.
 
-    Args:
-        account: ``model``, ``usage`` and ``timings`` of its events, as far as they have them.
-        model: name of the model that was requested; None if the request has none.
-        emitted: number of streamed tokens; an end-of-sequence token may count without being streamed.
+    ``account`` has ``model``, ``usage`` and ``timings`` of its events, as far as they have them; ``model`` is the one
+    that was requested, if any. An end-of-sequence token may count without being streamed.
     """
     served = account.get("model")
     if isinstance(served, str) and isinstance(model, str):

@@ -97,21 +97,8 @@ def add_speed(
 ) -> None:
     """Add the seconds of steps that emit ``tokens_per_step`` in each of ``rows``; nothing if the server was idle."""
     if rows > 0 and tokens_per_second > 0 and steps > 0:
-        add_seconds(source, line, rows, gamma, tokens_per_step * rows / tokens_per_second, steps, flaw, context)
-
-
-def add_seconds(
-    source: Source,
-    line: int,
-    rows: float,
-    gamma: float,
-    seconds: float,
-    steps: float,
-    flaw: str,
-    context: float = math.nan,
-) -> None:
-    """Add the seconds of a step, the mean of ``steps``."""
-    source.timed.append(SpeedPoint(rows, gamma, context, seconds, steps, source.place(line), flaw))
+        seconds = tokens_per_step * rows / tokens_per_second
+        source.timed.append(SpeedPoint(rows, gamma, context, seconds, steps, source.place(line), flaw))
 
 
 def flaw_of(prefill: bool, rows: float, before: float | None) -> str:
@@ -135,8 +122,8 @@ def add_scraped(engine: str, source: Source, earlier: Source, drafting: Mapping[
         rows, before = (_mean(samples(item, {running}), model) for item in (source, earlier))
         flaw = flaw or ("" if rows else NO_ROWS) or flaw_of(prompt.value > 0, rows, before)
         if seconds.value > 0 and steps > 0:
-            each = seconds.value / steps
-            add_seconds(source, seconds.line, rows or 1.0, gamma, each, steps / (rows or 1.0), flaw)
+            rows, place = rows or 1.0, source.place(seconds.line)
+            source.timed.append(SpeedPoint(rows, gamma, math.nan, seconds.value / steps, steps / rows, place, flaw))
 
 
 def _mean(series: Mapping[Key, Sample], model: str) -> float:

@@ -70,13 +70,9 @@ def acceptances_of(
 ) -> list[Acceptance]:
     """One acceptance by draft length of those whose positions are known, and one of the others.
 
-    Args:
-        pieces: see `Acceptance`.
-        title: the name of the source in messages; by default its name with the lines or the number of pieces.
-        exact: the steps are counted; otherwise they are weights.
-
-    Raises:
-        UsageError: the draft length of ``source`` contradicts its counts.
+    ``pieces``: see `Acceptance`; ``title``: the name of the source in messages, by default with the lines or the number
+    of pieces; ``exact``: the steps are counted, not weights. Raises UsageError if the draft length of ``source``
+    contradicts its counts.
     """
     groups: dict[tuple[bool, int], list[StepCounts]] = {}
     for item in counts:
@@ -156,18 +152,14 @@ def _draft_length(group: list[StepCounts], gamma: int, source: Source, title: st
     if any(item.drafts is None for item in group):
         return gamma, ()  # missing tokens may be steps without a draft
     gamma = gamma or full
-    return gamma, (short_drafts(mean, gamma),) if mean < gamma * (1 - 1e-9) else ()
+    remark = f"drafts have {mean:.2f} of {counted(gamma, 'token')} on average; missing tokens count as rejected"
+    return gamma, (remark,) if mean < gamma * (1 - 1e-9) else ()
 
 
 def _is_full(item: StepCounts, gamma: int) -> bool:
     """True if all drafts have ``gamma`` tokens, except the last ones of a response, which end with it."""
     missing = gamma * (item.drafts or item.counted) - (item.drafted or 0.0)
     return -1e-6 <= missing <= max(gamma * (gamma + 3) / 2, 0.005 * (item.drafted or 0.0)) * (gamma > 0)
-
-
-def short_drafts(mean: float, gamma: int) -> str:
-    """The remark on drafts shorter than the longest."""
-    return f"drafts have {mean:.2f} of {counted(gamma, 'token')} on average; missing tokens count as rejected"
 
 
 def from_rates(
@@ -184,13 +176,8 @@ def from_rates(
 ) -> StepCounts:
     """Counts of a piece that are rounded to its rates by position; the accepted tokens sum to ``accepted``.
 
-    Args:
-        mean: mean length with the bonus token, with two decimals.
-        drafts: number of drafts; by default, full drafts are exact, and the number of others follows from the rates.
-        error: rounding error of a rate.
-
-    Raises:
-        UsageError: inconsistent numbers.
+    ``mean``: length with the bonus token, with two decimals; ``error``: rounding error of a rate. By default full
+    drafts are exact, and the number of others follows from the rates. Raises UsageError for inconsistent numbers.
     """
     gamma, values = len(rates), np.array(rates)
     low, high = np.maximum(values - error, 0.0), np.minimum(values + error, 1.0)

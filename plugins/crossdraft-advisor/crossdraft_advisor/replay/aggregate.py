@@ -86,14 +86,7 @@ class Row:
 
 
 class Tally:
-    """Sums of one drafter, verifier and K at every draft length.
-
-    Args:
-        groups: shared by all tallies of the replay.
-        gammas: draft lengths.
-        k: sequences per draft.
-        by_prompt: keep the sums that `by_prompt` returns.
-    """
+    """Sums of one drafter, verifier and K at every draft length; ``groups`` are shared by all tallies of a replay."""
 
     def __init__(self, groups: PromptGroups, gammas: Sequence[int], k: int = 1, by_prompt: bool = False):
         self.groups, self.gammas, self.k = groups, list(gammas), k

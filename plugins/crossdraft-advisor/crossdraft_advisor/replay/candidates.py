@@ -83,15 +83,8 @@ def candidates_of(
 ) -> list[Candidate]:
     """Build the candidates, in the order of the options; models are loaded when responses are replayed.
 
-    Args:
-        drafters: names, or mappings as in recipes.
-        sampling: of the responses; None = unknown, an error for drafters with a model.
-        target: its name; empty if not required.
-        dtype, device, trust_remote_code: see `Target`.
-        drafter_options: defaults of an engine by drafter (`CounterDefinition.drafter_options`).
-
-    Raises:
-        UsageError: a drafter, verifier or policy that cannot be replayed.
+    ``sampling``: of the responses, None if unknown; ``target``: its name, empty if not required; ``drafter_options``:
+    defaults of an engine by drafter. Raises UsageError for a drafter, verifier or policy that cannot be replayed.
     """
     if reason := MOST_LISTED.violation(drafters):
         raise UsageError(f"--drafter is given {len(drafters)} times; {reason}")

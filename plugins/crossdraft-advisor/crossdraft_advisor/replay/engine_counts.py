@@ -65,14 +65,11 @@ class EngineCounts:
         return self.tokens / steps if steps and self.definition.tokens_per_step else None
 
     def add(self, survival: np.ndarray, lengths: np.ndarray, size: int, limit: int | None) -> None:
-        """Add a response.
+        """Add a response of ``size`` tokens T.
 
-        Args:
-            survival: [T + C, G], Pr(tau >= i) of a step that starts at each token of the response and of its recorded
-                continuation, G >= gamma.
-            lengths: int64 [T + C], drafted tokens of that step.
-            size: T, tokens of the response.
-            limit: maximum length of the response; None if unknown.
+        ``survival [T + C, G]``: Pr(tau >= i) of a step that starts at each token of it and of its recorded
+        continuation, G >= gamma; ``lengths [T + C]``: drafted tokens of that step; ``limit``: maximum length of the
+        response, if known.
         """
         known, definition = len(survival), self.definition
         t, i = np.arange(size), np.arange(1, self.gamma + 1)

@@ -35,7 +35,11 @@ class ChatRequest:
         """Parse the fields of a request. Raises UsageError with the key."""
         messages, tools, options = (fields.get(key) for key in ("messages", "tools", "chat_template_kwargs"))
         if messages is not None:
-            if not isinstance(messages, list) or not messages or not all(map(_has_role, messages)):
+            if (
+                not isinstance(messages, list)
+                or not messages
+                or not all(isinstance(item, dict) and isinstance(item.get("role"), str) for item in messages)
+            ):
                 raise UsageError("'messages' must be a list of objects with 'role' and 'content'")
             messages = [_checked(message, f"'messages', message {i}") for i, message in enumerate(messages)]
         if not isinstance(tools or [], list) or not all(isinstance(tool, dict) for tool in tools or ()):
@@ -170,10 +174,6 @@ class Message:
 def _is_call(call: Any) -> bool:
     function = call.get("function") if isinstance(call, dict) else None
     return isinstance(function, dict) and isinstance(function.get("name"), str) and "arguments" in function
-
-
-def _has_role(message: Any) -> bool:
-    return isinstance(message, dict) and isinstance(message.get("role"), str)
 
 
 def _checked(message: Mapping[str, Any], subject: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ A response with another number of tokens than ``usage.completion_tokens`` is ski
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -306,10 +307,8 @@ def _text(context: ParseContext, fields: Mapping[str, Any], request: ChatRequest
     if not (message.thinking or message.calls):
         return message.content
     target = context.tokenizer(place)
-    try:
+    with _placed(place, UnknownTextError):
         text = message.generated(request, target, ended=ended)
-    except UsageError as error:
-        raise UnknownTextError(str(_at(error, place))) from None
     context.assumed["with thinking or calls in fields of their own, put together by the target's chat template"] += 1
     return text
 
@@ -320,10 +319,8 @@ def _fields(row: Mapping[str, Any], text: str) -> dict[str, Any]:
 
 
 def _message(fields: Mapping[str, Any], place: str) -> Message:
-    try:
+    with _placed(place, UnknownTextError):
         message = Message.parse(fields)
-    except UsageError as error:
-        raise UnknownTextError(f"{place}: {error}") from None
     if message is None and "content" not in fields:
         raise UsageError(f"{place}: the choice is empty; it needs 'token_ids', 'text' or 'message.content'")
     return message or Message()
@@ -368,24 +365,20 @@ def _as_sampled(context: ParseContext, values: np.ndarray, sampling: Sampling | 
 
 
 def _request(fields: Mapping[str, Any], place: str) -> ChatRequest:
-    try:
+    with _placed(place):
         return ChatRequest.parse(fields)
-    except UsageError as error:
-        raise UsageError(f"{place}: {error}") from None
 
 
 def _prompt(context: ParseContext, request: ChatRequest, row: Mapping[str, Any], place: str) -> list[int]:
     prompt = row.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):  # a list of one prompt
         (prompt,) = prompt
-    try:
+    with _placed(place):
         if request.messages is not None:
             tokenizer = context.tokenizer(place).tokenizer
             return encode_messages(tokenizer, request.messages, tools=request.tools, options=request.options)
         if isinstance(prompt, str):
             return encode_text(context.tokenizer(place).tokenizer, prompt, special=True)
-    except UsageError as error:
-        raise _at(error, place) from None
     if isinstance(prompt, list):
         return token_ids(prompt, "prompt", place)
     raise UsageError(
@@ -401,11 +394,8 @@ def _encoded(context: ParseContext, text: str, place: str) -> list[int]:
 
 
 def _encode(context: ParseContext, text: str, place: str) -> list[int]:
-    tokenizer = context.tokenizer(place).tokenizer
-    try:
-        return encode_text(tokenizer, text, special=False)
-    except UsageError as error:
-        raise _at(error, place) from None
+    with _placed(place):
+        return encode_text(context.tokenizer(place).tokenizer, text, special=False)
 
 
 def _with_end(context: ParseContext, tokens: list[int], place: str) -> list[int]:
@@ -421,8 +411,15 @@ def _with_end(context: ParseContext, tokens: list[int], place: str) -> list[int]
     return [*tokens, int(end)]
 
 
-def _at(error: UsageError, place: str) -> UsageError:
-    return error if place in str(error) else UsageError(f"{place}: {error}")
+@contextmanager
+def _placed(place: str, kind: type[UsageError] | None = None) -> Iterator[None]:
+    """Errors with their place, by default of their own kind if they have it."""
+    try:
+        yield
+    except UsageError as error:
+        if kind is None and place in str(error):
+            raise
+        raise (kind or UsageError)(str(error) if place in str(error) else f"{place}: {error}") from None
 
 
 def _ended(context: ParseContext, row: Mapping[str, Any], place: str) -> bool | None:

@@ -236,7 +236,7 @@ def replay(
         writer = None
         if out is not None:
             file = stack.enter_context(writing_output(out, "--out"))
-            writer = _Positions(stack.enter_context(parquet.ParquetWriter(file, _POSITIONS)))
+            writer = stack.enter_context(parquet.ParquetWriter(file, _POSITIONS))
         while window := list(islice(remaining, WINDOW)):
             numbers = [result.groups.number(item.category, item.id) for item in window]
             labels = [np.array(segments(item.prompt, item.tokens)) for item in window] if segments is not None else None
@@ -279,7 +279,7 @@ def _add(
     scored: Sequence[tuple[DraftScores, np.ndarray]],
     numbers: Sequence[int],
     labels: Sequence[np.ndarray] | None,
-    writer: _Positions | None,
+    writer: parquet.ParquetWriter | None,
 ) -> None:
     scores, lengths = zip(*scored, strict=True)
     sizes = [len(response.tokens) for response in window]  # scores may cover the continuations, too
@@ -313,7 +313,8 @@ def _add(
                 candidate.by_segment.setdefault((verifier, k), tally).add(*part)
             if writer is not None:
                 values = [item[k][:size] for item, size in zip(at_least, sizes, strict=True)]
-                writer.add(result.responses, candidate.title, verifier, k, window, own_lengths, values)
+                columns = result.responses, candidate.title, verifier, k, window, own_lengths, values
+                writer.write_table(_positions(*columns))
 
 
 def _of_segments(
@@ -330,37 +331,31 @@ def _of_segments(
         yield steps, [groups.number(name, f"{window[i].category}: {window[i].id}") for i in rows]
 
 
-class _Positions:
-    """Parquet writer of the acceptance at every position."""
-
-    def __init__(self, writer: parquet.ParquetWriter):
-        self._writer = writer
-
-    def add(
-        self,
-        first: int,
-        drafter: str,
-        verifier: str,
-        k: int,
-        window: Sequence[Response],
-        lengths: Sequence[np.ndarray],
-        at_least: Sequence[np.ndarray],
-    ) -> None:
-        sizes = [len(response.tokens) for response in window]
-        n, depth = sum(sizes), at_least[0].shape[1]
-        values = pa.array(np.concatenate(at_least).ravel())
-        columns = {
-            "response": np.repeat(np.arange(first, first + len(window)), sizes),
-            "prompt": pa.array([response.id for response in window]).take(
-                pa.array(np.repeat(np.arange(len(window)), sizes))
-            ),
-            "category": [response.category for response, size in zip(window, sizes, strict=True) for _ in range(size)],
-            "position": np.concatenate([np.arange(size) for size in sizes]),
-            "token": np.concatenate([np.asarray(response.tokens, dtype=np.int64) for response in window]),
-            "drafter": [drafter] * n,
-            "rule": [verifier] * n,
-            "k": np.full(n, k),
-            "drafted": np.concatenate(lengths),
-            "survival": pa.ListArray.from_arrays(pa.array(np.arange(0, n * depth + 1, depth, dtype=np.int32)), values),
-        }
-        self._writer.write_table(pa.table(columns, schema=_POSITIONS))
+def _positions(
+    first: int,
+    drafter: str,
+    verifier: str,
+    k: int,
+    window: Sequence[Response],
+    lengths: Sequence[np.ndarray],
+    at_least: Sequence[np.ndarray],
+) -> pa.Table:
+    """The acceptance at every position of a window whose first response has the number ``first``."""
+    sizes = [len(response.tokens) for response in window]
+    n, depth = sum(sizes), at_least[0].shape[1]
+    values = pa.array(np.concatenate(at_least).ravel())
+    columns = {
+        "response": np.repeat(np.arange(first, first + len(window)), sizes),
+        "prompt": pa.array([response.id for response in window]).take(
+            pa.array(np.repeat(np.arange(len(window)), sizes))
+        ),
+        "category": [response.category for response, size in zip(window, sizes, strict=True) for _ in range(size)],
+        "position": np.concatenate([np.arange(size) for size in sizes]),
+        "token": np.concatenate([np.asarray(response.tokens, dtype=np.int64) for response in window]),
+        "drafter": [drafter] * n,
+        "rule": [verifier] * n,
+        "k": np.full(n, k),
+        "drafted": np.concatenate(lengths),
+        "survival": pa.ListArray.from_arrays(pa.array(np.arange(0, n * depth + 1, depth, dtype=np.int32)), values),
+    }
+    return pa.table(columns, schema=_POSITIONS)

@@ -100,9 +100,6 @@ def describe(sampling: Sampling) -> str:
     return ", ".join(f"{key} {value:g}" for key, value in sorted(params.items(), reverse=True))
 
 
-# -- values of a row -------------------------------------------------------------------------------------------
-
-
 def token_ids(values: Any, key: str, place: str) -> list[int]:
     """Validate a list of token ids. Raises UsageError with the key."""
     if not isinstance(values, list) or not set(map(type, values)) <= {int}:

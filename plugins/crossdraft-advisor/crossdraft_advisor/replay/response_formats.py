@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from crossdraft.framework import plugins
@@ -18,6 +18,7 @@ from .response import ParseContext
 
 #: Stop types of llama.cpp -> finish reasons.
 _STOP_TYPES = {"eos": "stop", "limit": "length", "word": "stop_sequence"}
+Rows = Iterable[dict[str, Any]] | None  # rows of the plain format; None for an object in another format
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 #: Keys of an answer beside its messages or its prompt.
 _ANSWERS = frozenset(
@@ -35,7 +36,7 @@ class ResponseFormat(ABC):
     name: ClassVar[str]  # as registered
 
     @abstractmethod
-    def rows(self, row: Mapping[str, Any], context: ParseContext, place: str) -> Iterator[dict[str, Any]] | None:
+    def rows(self, row: Mapping[str, Any], context: ParseContext, place: str) -> Rows:
         """Return rows of the plain format (`jsonl_formats`) for a JSON object; None if it is not in this format.
 
         Raises:
@@ -55,7 +56,8 @@ def plain_rows(row: Any, context: ParseContext, place: str) -> Iterator[Any]:
                 context.skip("that a format of a plug-in cannot convert", f"{place}: {error}")
                 continue
             if rows is not None:
-                yield from rows
+                for converted in rows:
+                    yield {key: value for key, value in converted.items() if value is not None}
                 return
     yield row
 
@@ -65,7 +67,7 @@ class SglangGenerate(ResponseFormat):
 
     name = "sglang-generate"
 
-    def rows(self, row: Mapping[str, Any], context: ParseContext, place: str) -> Iterator[dict[str, Any]] | None:
+    def rows(self, row: Mapping[str, Any], context: ParseContext, place: str) -> Rows:
         body = row["response"] if isinstance(row.get("response"), dict) else row
         info = body.get("meta_info")
         if not isinstance(info, dict) or "choices" in body:
@@ -78,14 +80,14 @@ class SglangGenerate(ResponseFormat):
         prompt = next((row[key] for key in ("prompt", "input_ids") if row.get(key) is not None), None)
         if prompt is None and request is not row:
             prompt = next((request[key] for key in ("input_ids", "text") if request.get(key) is not None), None)
-        result = {key: value for key, value in parameters.items() if key in ("temperature", "top_k", "top_p", "min_p")}
+        result = {key: parameters.get(key) for key in _SAMPLING}
         result |= {"id": info.get("id"), "prompt": prompt, "finish_reason": info.get("finish_reason")}
         result |= {"max_tokens": parameters.get("max_new_tokens"), "messages": row.get("messages")}
         result |= {"usage": {"completion_tokens": info.get("completion_tokens")}, "category": row.get("category")}
         answer = (
             {"tokens": body["output_ids"]} if body.get("output_ids") is not None else {"response": body.get("text")}
         )
-        return iter([_without_none(result | answer)])
+        return [result | answer]
 
 
 class SglangExtension(ResponseFormat):
@@ -93,7 +95,7 @@ class SglangExtension(ResponseFormat):
 
     name = "sglang-extension"
 
-    def rows(self, row: Mapping[str, Any], context: ParseContext, place: str) -> Iterator[dict[str, Any]] | None:
+    def rows(self, row: Mapping[str, Any], context: ParseContext, place: str) -> Rows:
         _, body = _pair(row)
         extension, choices = body.get("sglext"), body.get("choices")
         extension = extension if isinstance(extension, dict) else {}
@@ -103,7 +105,7 @@ class SglangExtension(ResponseFormat):
         choices = [{**choice, "token_ids": tokens} for choice, tokens in zip(choices, ids, strict=True)]
         fields = {"choices": choices, "prompt_token_ids": extension.get("input_ids")}
         result = {key: value for key, value in {**body, **fields}.items() if key != "sglext"}
-        return iter([result if body is row else {**row, "response": result}])
+        return [result if body is row else {**row, "response": result}]
 
 
 class LlamaCppCompletion(ResponseFormat):
@@ -111,15 +113,15 @@ class LlamaCppCompletion(ResponseFormat):
 
     name = "llama.cpp-completion"
 
-    def rows(self, row: Mapping[str, Any], context: ParseContext, place: str) -> Iterator[dict[str, Any]] | None:
+    def rows(self, row: Mapping[str, Any], context: ParseContext, place: str) -> Rows:
         if not ("content" in row and "generation_settings" in row):
             return None
         settings = row["generation_settings"] if isinstance(row["generation_settings"], dict) else {}
-        result = {key: settings.get(key) for key in ("temperature", "top_k", "top_p", "min_p")}
+        result = {key: settings.get(key) for key in _SAMPLING}
         stop = row.get("stop_type")
         result |= {"prompt": row.get("prompt"), "finish_reason": _STOP_TYPES.get(str(stop), stop)}
         answer = {"tokens": row["tokens"]} if row.get("tokens") else {"response": row["content"]}
-        return iter([_without_none(result | answer)])
+        return [result | answer]
 
 
 class LmEvalSamples(ResponseFormat):
@@ -127,7 +129,7 @@ class LmEvalSamples(ResponseFormat):
 
     name = "lm-eval"
 
-    def rows(self, row: Mapping[str, Any], context: ParseContext, place: str) -> Iterator[dict[str, Any]] | None:
+    def rows(self, row: Mapping[str, Any], context: ParseContext, place: str) -> Rows:
         if not ({"resps", "arguments"} <= row.keys()):
             return None
         return self._rows(row, context, place)
@@ -144,7 +146,7 @@ class LmEvalSamples(ResponseFormat):
             prompt, settings = (*arguments, {})[:2]
             settings = settings if isinstance(settings, dict) else {}
             result: dict[str, Any] = {"id": f"{row.get('doc_id')}" + (f".{i}" if i else "")}
-            result |= {key: settings.get(key) for key in ("temperature", "top_k", "top_p", "min_p")}
+            result |= {key: settings.get(key) for key in _SAMPLING}
             if settings.get("do_sample") is False:
                 result["temperature"] = 0
             result["category"] = row.get("task_name")
@@ -153,7 +155,7 @@ class LmEvalSamples(ResponseFormat):
             else:
                 result["prompt"] = prompt
             for text in texts:
-                yield _without_none(result | {"response": text})
+                yield result | {"response": text}
 
 
 def _arguments(arguments: Any) -> list[list[Any]]:
@@ -171,7 +173,7 @@ class Conversations(ResponseFormat):
 
     name = "conversations"
 
-    def rows(self, row: Mapping[str, Any], context: ParseContext, place: str) -> Iterator[dict[str, Any]] | None:
+    def rows(self, row: Mapping[str, Any], context: ParseContext, place: str) -> Rows:
         turns = next((row[key] for key in ("conversations", "conversation") if row.get(key) is not None), None)
         if turns is None and not row.keys() & _ANSWERS and isinstance(row.get("messages"), list) and row["messages"]:
             last = row["messages"][-1]
@@ -196,7 +198,7 @@ class Conversations(ResponseFormat):
                 context.assumed["of conversations of a data set, assumed to be samples of the target"] += 1
                 generated = {key: turn.get(key) for key in GENERATED_KEYS if key != "content"}
                 result = {"id": name, "messages": list(messages), "response": text or "", "tools": row.get("tools")}
-                yield _without_none(result | generated)
+                yield result | generated
             messages.append({"role": role, "content": text} if "from" in turn else turn)
 
 
@@ -205,7 +207,7 @@ class PromptCompletion(ResponseFormat):
 
     name = "prompt-completion"
 
-    def rows(self, row: Mapping[str, Any], context: ParseContext, place: str) -> Iterator[dict[str, Any]] | None:
+    def rows(self, row: Mapping[str, Any], context: ParseContext, place: str) -> Rows:
         prompt, completion = row.get("prompt"), row.get("completion")
         if completion is None or prompt is None or row.keys() & _ANSWERS:
             return None
@@ -215,7 +217,7 @@ class PromptCompletion(ResponseFormat):
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
             raise UsageError(f"{place}: 'completion' must be a text, or a list with a message of the assistant")
         context.assumed["of prompts and completions of a data set, assumed to be samples of the target"] += 1
-        return iter([result | {"response": message["content"]}])
+        return [result | {"response": message["content"]}]
 
 
 class VllmOutputs(ResponseFormat):
@@ -223,13 +225,13 @@ class VllmOutputs(ResponseFormat):
 
     name = "vllm-outputs"
 
-    def rows(self, row: Mapping[str, Any], context: ParseContext, place: str) -> Iterator[dict[str, Any]] | None:
+    def rows(self, row: Mapping[str, Any], context: ParseContext, place: str) -> Rows:
         outputs = row.get("outputs")
         if not isinstance(outputs, list) or not all(isinstance(item, dict) and "token_ids" in item for item in outputs):
             return None
         # Their log-probabilities are objects by token, which are not read.
         choices = [{key: value for key, value in item.items() if key != "logprobs"} for item in outputs]
-        return iter([{**row, "id": row.get("request_id"), "choices": choices}])
+        return [{**row, "id": row.get("request_id"), "choices": choices}]
 
 
 class TextGeneration(ResponseFormat):
@@ -237,7 +239,7 @@ class TextGeneration(ResponseFormat):
 
     name = "text-generation"
 
-    def rows(self, row: Mapping[str, Any], context: ParseContext, place: str) -> Iterator[dict[str, Any]] | None:
+    def rows(self, row: Mapping[str, Any], context: ParseContext, place: str) -> Rows:
         request, body = _pair(row)
         if not isinstance(body.get("generated_text"), str):
             return None
@@ -251,7 +253,7 @@ class TextGeneration(ResponseFormat):
             result["temperature"] = 0
         result |= {"prompt": request.get("inputs"), "finish_reason": details.get("finish_reason")}
         result |= {"tokens": ids} if ids else {"response": body["generated_text"]}
-        return iter([_without_none(result)])
+        return [result]
 
 
 class Ollama(ResponseFormat):
@@ -259,7 +261,7 @@ class Ollama(ResponseFormat):
 
     name = "ollama"
 
-    def rows(self, row: Mapping[str, Any], context: ParseContext, place: str) -> Iterator[dict[str, Any]] | None:
+    def rows(self, row: Mapping[str, Any], context: ParseContext, place: str) -> Rows:
         request, body = _pair(row)
         if "done" not in body or not isinstance(body.get("message", body.get("response")), dict | str):
             return None
@@ -273,7 +275,7 @@ class Ollama(ResponseFormat):
         result |= {key: message.get(key) for key in GENERATED_KEYS if key != "content"}
         result |= {"response": message.get("content"), "finish_reason": body.get("done_reason")}
         result |= {"usage": {"completion_tokens": body.get("eval_count")}}
-        return iter([_without_none(result)])
+        return [result]
 
 
 class OpenAiResponses(ResponseFormat):
@@ -281,7 +283,7 @@ class OpenAiResponses(ResponseFormat):
 
     name = "openai-responses"
 
-    def rows(self, row: Mapping[str, Any], context: ParseContext, place: str) -> Iterator[dict[str, Any]] | None:
+    def rows(self, row: Mapping[str, Any], context: ParseContext, place: str) -> Rows:
         request, body = _pair(row)
         if body.get("object") != "response" or not isinstance(body.get("output"), list):
             return None
@@ -317,7 +319,7 @@ class OpenAiResponses(ResponseFormat):
         result |= {"response": "".join(texts["message"]), "reasoning_content": "".join(texts["reasoning"]) or None}
         result |= {"tool_calls": calls or None}
         result["finish_reason"] = {"completed": "stop", "incomplete": "length"}.get(str(body.get("status")))
-        return iter([_without_none(result)])
+        return [result]
 
 
 def _part_texts(item: Mapping[str, Any], place: str) -> list[str]:
@@ -336,7 +338,7 @@ class AnthropicMessages(ResponseFormat):
 
     name = "anthropic-messages"
 
-    def rows(self, row: Mapping[str, Any], context: ParseContext, place: str) -> Iterator[dict[str, Any]] | None:
+    def rows(self, row: Mapping[str, Any], context: ParseContext, place: str) -> Rows:
         request, body = _pair(row)
         if body.get("type") != "message" or not isinstance(body.get("content"), list):
             return None
@@ -359,14 +361,10 @@ class AnthropicMessages(ResponseFormat):
         result |= {"id": body.get("id"), "messages": messages or None, "max_tokens": request.get("max_tokens")}
         result |= {"response": "".join(texts), "reasoning_content": thinking or None, "tool_calls": calls or None}
         result |= {"finish_reason": body.get("stop_reason"), "usage": body.get("usage")}
-        return iter([_without_none(result)])
+        return [result]
 
 
 def _pair(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """The request and the response of a row, which may be one object."""
     body = row["response"] if isinstance(row.get("response"), dict) else row
     return (row["request"] if isinstance(row.get("request"), dict) else row), body
-
-
-def _without_none(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if value is not None}

@@ -124,8 +124,6 @@ class Reader(ParseContext):
             return
         yield from self._texts(source)
 
-    # -- the directory of a run ------------------------------------------------------------------------------
-
     def _baseline_cell(self, run: Path) -> Path:
         """The plain-decoding cell of a run with the requested sampling."""
         cells = {}
@@ -205,8 +203,6 @@ class Reader(ParseContext):
             ended = row["finish_reason"] == "stop"
             maximum = config.max_new_tokens if ended else len(tokens)  # "length" may be that of the context
             yield Response(name, prompt.category, ids, tokens, log_p, ended, maximum, config.sampling, place)
-
-    # -- texts -----------------------------------------------------------------------------------------------
 
     def _texts(self, source: str) -> Iterator[Response]:
         if not (source.startswith("hf:") or kind_of(source) or source in plugins.entries("prompts")):

@@ -183,13 +183,7 @@ def oracle(responses: Sequence[StepAcceptance], gammas: Sequence[int]) -> Steps:
 
 
 def heuristic(responses: Sequence[StepAcceptance], gamma: int, start: int) -> Steps:
-    """`Steps` of responses under the heuristic policy, one column.
-
-    Args:
-        responses: from a static replay of at least ``gamma`` tokens.
-        gamma: largest draft length.
-        start: draft length of the first step of a sequence.
-    """
+    """`Steps` under the heuristic policy, one column, of responses from a static replay of ``gamma`` tokens or more."""
     result = [_heuristic(response, gamma, start) for response in responses]
     totals = np.array([numbers for *numbers, _ in result])
     tokens, steps, drafted, taken, counted, emitted, idle = (totals[:, i : i + 1] for i in range(7))

@@ -142,17 +142,10 @@ def check_cell(
     seed: int,
     trust: Iterable[str],
 ) -> CellCheck:
-    """Run all checks of a finished cell.
+    """Run all checks of a finished cell in the directory ``cell``; ``scrapes``: the directory of the server's counters.
 
-    Args:
-        cell: its directory.
-        scrapes: directory of the server's counters.
-        target: the loaded target, in the dtype of the engine.
-        deviation: allowed total variation of the sampled tokens.
-        trust: models that may run their own Python code.
-
-    Raises:
-        UsageError: the drafter cannot be replayed.
+    The target is loaded in the dtype of the engine; ``deviation`` is the allowed total variation of sampled tokens.
+    Raises UsageError if the drafter cannot be replayed.
     """
     config = result.config
     responses = list(Reader(target=config.target, sampling=config.sampling).read([str(cell)]))
@@ -204,31 +197,20 @@ def describe(
     result: CellResult, responses: Sequence[Response], index: int, token: int, target: LoadedModel
 ) -> UnequalStep:
     """Describe the step of response ``index`` that emitted ``token`` first: its draft, and the requests beside it."""
-    depth = result.metrics.depth if result.metrics else 1
-    response = responses[index]
-    return UnequalStep(
-        index,
-        token,
-        response.tokens[token : token + depth + 1],
-        drafted_tokens(result.config, target, [*response.prompt, *response.tokens[:token]], depth),
-        step_mates(result.responses, first_tokens(result), index, token),
-    )
-
-
-def drafted_tokens(config: CellConfig, target: LoadedModel, prefix: list[int], depth: int) -> list[int]:
-    """Tokens that a cell's drafter proposes after ``prefix`` at temperature 0; empty at other temperatures."""
-    if config.sampling.temperature:
-        return []
-    definition = _definition(config)
-    options = definition.drafter_options.get(config.drafter.name, {}) if definition is not None else {}
-    drafts: list[list[int]] = []
+    config, depth = result.config, result.metrics.depth if result.metrics else 1
+    response, drafts = responses[index], list[list[int]]()
 
     def record(event: StepEvent) -> None:
         drafts.append(event.draft.tokens[0, : int(event.draft.count[0])].tolist())
 
-    drafter = {"name": config.drafter.name, **config.drafter.config, **options}
-    generate(target, [prefix], drafter=drafter, temperature=0, max_new_tokens=depth + 1, on_step=record)
-    return drafts[0]
+    if not config.sampling.temperature:  # else the draft depends on random numbers
+        definition, prefix = _definition(config), [*response.prompt, *response.tokens[:token]]
+        options = definition.drafter_options.get(config.drafter.name, {}) if definition is not None else {}
+        drafter = {"name": config.drafter.name, **config.drafter.config, **options}
+        generate(target, [prefix], drafter=drafter, temperature=0, max_new_tokens=depth + 1, on_step=record)
+    others = step_mates(result.responses, first_tokens(result), index, token)
+    emitted = response.tokens[token : token + depth + 1]
+    return UnequalStep(index, token, emitted, drafts[0] if drafts else [], others)
 
 
 def first_tokens(result: CellResult) -> list[list[int]]:
@@ -387,14 +369,10 @@ class ServedSteps:
     unequal: list[tuple[str, int, int, int]] = field(default_factory=list)
 
     def add(self, name: str, records: Sequence[StepRecord], survival: np.ndarray, inferred: bool = False) -> None:
-        """Add the steps of one response.
+        """Add the steps of one response, the last of which emitted its end, and Pr(tau >= i), ``survival [T, G]``.
 
-        Args:
-            name: of the prompt.
-            records: steps in order; the last emitted the end of the response.
-            survival: ``[T, G]``, Pr(tau >= i | the rest of the response) of a step that starts at each token.
-            inferred: the ends of steps were inferred from arrival times. Then the number of steps decides, if the
-                response determines it.
+        ``inferred``: the ends of steps were inferred from arrival times. Then the number of steps decides, if the
+        response determines it.
         """
         depth = survival.shape[1]
         start = len(survival) - sum(record.emitted for record in records)  # the prefill's tokens belong to no step

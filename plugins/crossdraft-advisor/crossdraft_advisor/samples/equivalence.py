@@ -132,22 +132,15 @@ class CellCounts:
     def draws_needed(self, tv: float) -> float:
         """Draws with which an exact sampler is found within ``tv`` of such rows, with probability 0.9."""
         null = self._variance(self.cells_with_more - 1) * self.total**2
-        return _least(
-            lambda n: 4 * tv**2 - _Z * math.sqrt(null / n**2 + _linear(4 * tv**2) / n) - _Z_POWER * null**0.5 / n
-        )
+        n = 2.0  # the smallest number, within 1 %
+        while 4 * tv**2 < _Z * math.sqrt(null / n**2 + _linear(4 * tv**2) / n) + _Z_POWER * null**0.5 / n and n < 1e15:
+            n *= 1.01
+        return n
 
 
 def _linear(x: float) -> float:
     """Variance that a true divergence x adds to its estimate, times the number of draws."""
     return 4 * x * (1 + math.sqrt(x))
-
-
-def _least(enough: Any) -> float:
-    """Smallest number, within 1 %, for which an increasing function is not negative."""
-    n = 2.0
-    while enough(n) < 0 and n < 1e15:
-        n *= 1.01
-    return n
 
 
 @dataclass

@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,17 +32,13 @@ from torch import Tensor
 from crossdraft.framework import plugins
 from crossdraft.framework.certificate.drafts import DRAFTS
 from crossdraft.framework.certificate.table_lm import ToyContext
-from crossdraft.framework.contracts.draft import Sequences
+from crossdraft.framework.contracts.draft import Draft, Sequences, Verdict
+from crossdraft.framework.contracts.drafter import Drafter
 from crossdraft.framework.contracts.lm import LM
+from crossdraft.framework.contracts.rng import RngSource
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.contracts.verifier import incompatible
+from crossdraft.framework.contracts.verifier import Verifier, incompatible
 from crossdraft.framework.errors import ContractError, NumericalError, UnknownNameError, UsageError
-
-if TYPE_CHECKING:
-    from crossdraft.framework.contracts.draft import Draft, Verdict
-    from crossdraft.framework.contracts.drafter import Drafter
-    from crossdraft.framework.contracts.rng import RngSource
-    from crossdraft.framework.contracts.verifier import Verifier
 
 REJECTED = 1e-6  # p-value below which a distribution is rejected
 #: Bytes of one batch of distributions (small on CPUs, for their caches); at most `LARGEST_BATCH` samples.
@@ -126,9 +122,6 @@ class Result:
         }
 
 
-# -- distribution of the first token -------------------------------------------------------------------------
-
-
 def sample(
     p: Tensor,
     q: Tensor,
@@ -141,22 +134,11 @@ def sample(
     first_stream: int = 0,
     progress: Callable[[int], Any] = lambda drawn: None,
 ) -> list[Tensor]:
-    """Count the first tokens that each case emits.
+    """Count the first tokens ``[V]`` that each case emits, at target and draft probabilities ``p`` and ``q`` ``[V]``.
 
-    Args:
-        p, q: ``[V]``, target and draft probabilities, float32 or float64, on the device to sample on.
-        cases: pairs; all use the same random numbers, and those with the same draft label the same drafts.
-        samples: steps of each case; step i uses the stream ``first_stream + i``.
-        rng: random source.
-        batch: steps per batch; ``None`` = by the number of tokens with p > 0 or q > 0.
-        position: number of tokens before the step.
-        progress: called with the number of samples drawn since the last call.
-
-    Returns:
-        ``[V]`` int64 per case, counts of the first tokens.
-
-    Raises:
-        ContractError: a verifier emitted invalid tokens.
+    All cases use the same random numbers, step i those of the stream ``first_stream + i``, and cases with one draft
+    label the same drafts. ``position``: tokens before the step; ``progress``: called with the number of new samples.
+    Raises ContractError if a verifier emits invalid tokens.
     """
     if p.device.type == "cpu":
         # glibc returns freed blocks of megabytes to the kernel, which zeroes them again: half of the time. After

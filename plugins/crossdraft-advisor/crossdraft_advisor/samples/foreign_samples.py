@@ -63,9 +63,6 @@ class Decision:
     has_next_tokens: bool
 
 
-# -- reading ---------------------------------------------------------------------------------------------------
-
-
 def read_draws(path: Path) -> list[Draws]:
     """Read a JSONL file: ``prompt`` (text) or ``prefix`` (ids) or ``probs``, with ``counts`` or ``samples``.
 
@@ -169,9 +166,6 @@ def _samples(place: str, samples: Any, draws: Draws) -> None:
             draws.counts[_token_id(place, "samples", sample)] += 1
 
 
-# -- testing ---------------------------------------------------------------------------------------------------
-
-
 def file_distributions(draws_list: Sequence[Draws]) -> Distributions:
     """Distributions of a file whose lines all contain ``probs``, batched by vocabulary size."""
     by_size: dict[int, list[tuple[int, np.ndarray]]] = defaultdict(list)
@@ -195,18 +189,10 @@ def decide(
     first_tokens: bool = False,
     progress: Callable[[int], Any] = lambda done: None,
 ) -> Decision:
-    """Decide whether draws come from the target distribution.
+    """Decide whether draws come from the target: ``distributions`` of it after every node of the trees of the draws.
 
-    Args:
-        trees: of each item of ``draws_list``, see `Draws.tree`.
-        distributions: of the target after every node of the trees.
-        deviation: the TV in question.
-        seed: of the random positions within a token's share.
-        first_tokens: include first tokens of sequences in the verdict.
-        progress: called with the number of distributions done.
-
-    Raises:
-        UsageError: no draws to test.
+    ``seed``: of the random positions within a token's share; ``first_tokens``: include those of sequences in the
+    verdict; ``progress``: called with the number of distributions done. Raises UsageError without draws.
     """
     include_first = first_tokens or not any(len(sequence) > 1 for draws in draws_list for sequence in draws.sequences)
     tested, first_evidence = Evidence(seed), Evidence(seed)

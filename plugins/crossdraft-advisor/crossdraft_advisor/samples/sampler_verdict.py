@@ -165,14 +165,11 @@ class Evidence:
             row = np.bincount(cell, counts[span], len(ends))
             self._rows.append((draws[r].place, row, mass, more))
 
-    # -- the verdict ---------------------------------------------------------------------------------------------
-
     def verdict(self, deviation: float) -> Verdict:
         """Decide whether the TV is at most ``deviation``."""
         pooled, rows = self._pooled_cells(), self._row_cells()
         temperature = self._temperature
-        statistics = [self._support_test(deviation)]
-        tests = 0
+        statistics, by_prefix = [self._support_test(deviation)], list[tuple[str, int, float]]()
         if self._possible and temperature.informative:
             best, low, high = temperature.interval
             estimate = f"temperature x {best:.3g} [{low:.3g}, {high:.3g}]"
@@ -186,8 +183,11 @@ class Evidence:
         if rows is not None:
             name = f"cells of each prefix ({len(rows.draws)})"
             statistics.append(self._cell_test(name, rows, rows.p_value, deviation))
-            worst = min(1.0, float(rows.p_values.min()) * len(rows.draws))
-            statistics.append(Statistic("the worst prefix", self._worst()[1], worst, None, None, 0.0, self._worst()[0]))
+            lines = zip(self._rows, rows.draws, rows.p_values, strict=True)
+            by_prefix = sorted(((place, int(n), float(p)) for (place, *_), n, p in lines), key=lambda line: line[2])
+            place, n, p = by_prefix[0]
+            worst = min(1.0, p * len(rows.draws))
+            statistics.append(Statistic("the worst prefix", n, worst, None, None, 0.0, place))
         tests = max(1, len(statistics) - 1)  # the support test cannot fail for an exact sampler
         p_value = min(1.0, tests * min(statistic.p_value for statistic in statistics))
         binding = [
@@ -215,7 +215,7 @@ class Evidence:
         return Verdict(
             outcome, deviation, self.draws, self.prefixes, p_value, at_least, at_most, covers_each, more,
             self.impossible, temperature.log_p / max(1, self._possible), temperature.expected_log_p / max(1,
-            self._possible), statistics, sorted(self._by_prefix(rows), key=lambda line: line[2]),
+            self._possible), statistics, by_prefix,
         )  # fmt: skip
 
     def _support_test(self, deviation: float) -> Statistic:
@@ -249,16 +249,6 @@ class Evidence:
             counts[i, : len(row)], probs[i, : len(row)] = row, mass
         return CellCounts(counts, probs, np.array([more for *_, more in self._rows]))
 
-    def _by_prefix(self, rows: CellCounts | None) -> list[tuple[str, int, float]]:
-        if rows is None:
-            return []
-        lines = zip(self._rows, rows.draws, rows.p_values, strict=True)
-        return [(place, int(n), float(p)) for (place, *_), n, p in lines]
-
-    def _worst(self) -> tuple[str, int]:
-        place, n, _ = min(self._by_prefix(self._row_cells()), key=lambda line: line[2])
-        return place, n
-
 
 def _cell_ends(reached: np.ndarray, mass: float) -> np.ndarray:
     """End ranks (exclusive) of cells with at least ``mass``; ``reached [V]``: cumulative probabilities, descending."""
@@ -270,3 +260,61 @@ def _cell_ends(reached: np.ndarray, mass: float) -> np.ndarray:
         ends.append(end)
         start = float(reached[end - 1])
     return np.array([*ends, len(reached)])
+
+
+#: Probability to show a bias of the stated size, in a plan of the draws that are common to all prefixes: the power of
+#: their test depends on the number of cells only, not on the distributions.
+POWER = 0.9
+_Z, _Z_POWER = 1.9599640, 1.2815516  # normal quantiles: two-sided at 0.05, and of `POWER`
+_TESTS = 2  # tests among which `Evidence.verdict` divides its level, with one draw at each prefix
+
+
+@dataclass(frozen=True)
+class ScorePlan:
+    """Scores of a task with and without speculative decoding."""
+
+    questions: int  # number of questions of the task
+    score: float  # share of right answers
+    # share of questions whose grade differs between two runs; by default that of independent answers, about 2 score (1
+    # - score), the most that it can be
+    changed: float | None = None
+
+    def variance(self, difference: float) -> float:
+        """Variance of the difference of the grades of a question, if the scores differ by ``difference``."""
+        if self.changed is not None:
+            return self.changed
+        other = self.score + math.copysign(min(difference, abs(0.5 - self.score)), 0.5 - self.score)
+        return self.score * (1 - self.score) + other * (1 - other)
+
+    @property
+    def visible(self) -> float:
+        """Smallest difference of the scores that differs from noise, at level 0.05 with probability `POWER`."""
+        difference = 0.0
+        for _ in range(50):  # a contraction: the variance hardly depends on the difference
+            difference = (_Z + _Z_POWER) * math.sqrt(self.variance(difference) / self.questions)
+        return difference
+
+    def needed(self, difference: float) -> int:
+        """Number of questions with which ``difference`` is visible."""
+        return max(1, math.ceil((_Z + _Z_POWER) ** 2 * self.variance(difference) / difference**2))
+
+
+def draws_to_exclude(deviation: float) -> int:
+    """Draws of an exact sampler with which ``crossdraft certify-samples`` excludes a TV of ``deviation``."""
+    uniform = np.full((1, CELLS), 1 / CELLS)
+    cells = CellCounts(np.full((1, CELLS), 1e9), uniform, np.array([CELLS]))
+    support = math.log(1 - 0.95) / math.log1p(-deviation)
+    return math.ceil(max(cells.draws_needed(deviation), support))
+
+
+def draws_to_show(deviation: float) -> int:
+    """Draws with which ``crossdraft certify-samples`` shows a bias of TV ``deviation``, at most.
+
+    The chi-square divergence of cells is at least 4 TV^2 (Jensen), and its test has the non-centrality draws times it.
+    """
+    from scipy.optimize import brentq
+    from scipy.stats import chi2, ncx2
+
+    limit = float(chi2.isf(LEVEL / _TESTS, CELLS - 1))
+    centrality = brentq(lambda x: float(ncx2.sf(limit, CELLS - 1, x)) - POWER, 1e-6, 1e4)
+    return math.ceil(float(centrality) / (4 * deviation**2))  # type: ignore[arg-type]

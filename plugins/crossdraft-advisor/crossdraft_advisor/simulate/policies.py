@@ -11,7 +11,8 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 
 from crossdraft.framework.cost.curve import Curve
 from crossdraft.framework.errors import UsageError, quoted
@@ -37,26 +38,17 @@ class StepCost:
     # seconds of a step over those of a plain one at batch size 1, by drafted tokens of a row; None for those of the
     # curves
     floor: Callable[[float], float] | None = None
-    _seconds: dict[tuple[int, ...], float] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        names = ("_passes", "_floor_draft", "_draft_pass")
+        self.__dict__ |= {name: cache(getattr(self, name)) for name in names}  # computed once each
 
     def seconds(self, lengths: Sequence[int], context: float, prefill_tokens: int = 0, prefill_rows: int = 0) -> float:
-        """Seconds of a step.
-
-        Args:
-            lengths: drafted tokens of each decoding row.
-            context: mean length of these rows.
-            prefill_tokens, prefill_rows: prompt tokens prefilled in the step, and their rows.
-
-        Raises:
-            UsageError: a cost curve with too few batch sizes or widths.
-        """
+        """Seconds of a step: ``lengths`` are the drafted tokens of its decoding rows, of mean length ``context``."""
         rows, place = len(lengths), round(context / CONTEXT_STEP) * CONTEXT_STEP
         deepest = max(lengths, default=0)
         nodes = rows * deepest if self.padded else sum(lengths)
-        key = (rows, nodes, place, prefill_tokens, prefill_rows)
-        seconds = self._seconds.get(key)
-        if seconds is None:
-            seconds = self._seconds[key] = self._passes(*key)
+        seconds = self._passes(rows, nodes, place, prefill_tokens, prefill_rows)
         drafting = 0.0
         if self.drafter is not None and deepest:
             for depth in range(1, deepest + 1):
@@ -67,20 +59,14 @@ class StepCost:
 
     def _floor_draft(self, rows: int, nodes: int, context: int) -> float:
         """Least seconds of drafting ``nodes`` tokens: what ``floor`` has beyond the curve at batch size 1."""
-        key = (-1, rows, nodes, context)
-        if key not in self._seconds:
-            assert self.floor is not None
-            drafted = nodes / rows
-            ratio = self.target.seconds(1, 1 + drafted, context) / self.target.seconds(1, 1, context)
-            self._seconds[key] = (self.floor(drafted) - ratio) * self.target.seconds(rows, 1, context)
-        return self._seconds[key]
+        assert self.floor is not None
+        drafted = nodes / rows
+        ratio = self.target.seconds(1, 1 + drafted, context) / self.target.seconds(1, 1, context)
+        return (self.floor(drafted) - ratio) * self.target.seconds(rows, 1, context)
 
     def _draft_pass(self, rows: int, context: int) -> float:
-        key = (rows, context)
-        if key not in self._seconds:
-            assert self.drafter is not None
-            self._seconds[key] = self.drafter.seconds(rows, 1, context)
-        return self._seconds[key]
+        assert self.drafter is not None
+        return self.drafter.seconds(rows, 1, context)
 
     def _passes(self, rows: int, nodes: int, context: int, prefill_tokens: int, prefill_rows: int) -> float:
         decoding = 0.0

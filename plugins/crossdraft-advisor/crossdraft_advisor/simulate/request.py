@@ -87,47 +87,25 @@ def make_pool(responses: Sequence[RecordedAcceptance], start: int = 1) -> Pool:
 
 
 class SimulatedRequest:
-    """A request and its state in a simulation.
-
-    Attributes:
-        arrival, first, last: times of its arrival, first token and last token, in seconds.
-        prompt_tokens, output_tokens: lengths.
-        limit: maximum length of the output, which cuts drafts; None if the engine knows no limit.
-        accepts: accepted tokens of the longest draft that starts at each token.
-        drafts: drafted tokens there.
-        emitted: tokens so far; ``prefilled``: tokens of the prompt in the cache.
-        accepted, tested: drafted tokens accepted so far, and accepted or rejected first.
-    """
-
-    __slots__ = (
-        "accepted",
-        "accepts",
-        "arrival",
-        "drafts",
-        "emitted",
-        "first",
-        "last",
-        "limit",
-        "output_tokens",
-        "prefilled",
-        "prompt_tokens",
-        "tested",
-    )
+    """A request and its state in a simulation; times are in seconds."""
 
     def __init__(self, arrival: Arrival, recorded: RecordedAcceptance, random: np.random.Generator):
         steps, size = recorded.steps, len(recorded.steps.lengths)
         self.arrival, self.first, self.last = arrival.seconds, 0.0, 0.0
         self.prompt_tokens = arrival.prompt_tokens or recorded.prompt_tokens
         self.output_tokens = arrival.output_tokens or size
+        # The maximum length of the output cuts drafts; None if the engine knows no limit.
         self.limit = steps.limit if arrival.output_tokens is None else arrival.output_tokens
         survival, lengths = steps.survival, steps.lengths
         if self.output_tokens > size:  # repeat the positions whose drafts do not end with the response
             index = np.arange(self.output_tokens) % max(size - survival.shape[1], 1)
             survival, lengths = survival[index], lengths[index]
         coins = random.random((self.output_tokens, 1))
+        # Tokens that the longest draft from each token on accepts, and those that it has.
         self.accepts = (survival[: self.output_tokens] > coins).sum(1).tolist()
         self.drafts = lengths[: self.output_tokens].tolist()
-        self.emitted = self.prefilled = self.accepted = self.tested = 0
+        self.emitted = self.prefilled = 0  # tokens so far, and tokens of the prompt in the cache
+        self.accepted = self.tested = 0  # drafted tokens accepted so far, and accepted or rejected first
 
     def longest(self) -> int:
         """The longest draft of the next step."""

@@ -132,7 +132,7 @@ def test_server_counts_what_the_replay_of_its_reading_counts(
 
 def test_wrapped_heads_draft_as_they_are(served: Callable[[str], Setup]) -> None:
     setup = served("eagle")
-    wrapped = misread(setup.drafter, HeadMisreading)
+    wrapped = misread(setup.drafter, HeadMisreading())
     trial = Trial(Misconfiguration("", ""), setup.target, setup.responses)
     plain, same = replayed(setup, [trial, replace(trial, drafter=wrapped)])
     assert plain.counts is not None and same.counts is not None

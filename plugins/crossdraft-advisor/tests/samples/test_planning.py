@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from crossdraft_advisor.samples.planning import POWER, ScorePlan, draws_to_exclude, draws_to_show
+from crossdraft_advisor.samples.sampler_verdict import POWER, ScorePlan, draws_to_exclude, draws_to_show
 from simulated_samplers import power_law_probs, tail_to_tail, tv, verdict_of
 
 from crossdraft.framework.cli import main as cli

@@ -50,14 +50,18 @@ def checkpoints_of(sources: Iterable[tuple[str, str]], drop: float, replayed: Ca
         result, sampling, assumed = replayed([source], target)
         names = tuple(result.groups.names())
         for candidate in result.candidates:
-            notes.append(f"{candidate.title}: {_shares(candidate.drafter, sampling)}")
-            gamma = candidate.gammas[-1]
+            (cls, config), gamma = candidate.drafter, candidate.gammas[-1]
+            weights, share = has_weights(candidate.drafter, sampling), "has no weights"
+            if cls.traits(config, sampling).hidden_layers:
+                share = "reads the hidden states of each checkpoint; its own weights stay"
+            elif weights:
+                share = "has weights of its own, and shares nothing with the checkpoints"
+            notes.append(f"{candidate.title}: {share}")
             for (verifier, k), tally in candidate.tallies.items():
                 key = (candidate.title, verifier, k, gamma)
                 sample = Sample(
                     target, [(t, s) for t, s in tally.sums(gamma)[:, :2].tolist()], names, maximum=1.0 + gamma
                 )
-                weights = has_weights(candidate.drafter, sampling)
                 samples.setdefault(key, []).append((target, source, sample, tally.row(gamma).marginal, weights))
         notes += [f"{source}, {counted(count, 'response')}: {assumption}" for assumption, count in assumed.items()]
     pairs = {key: _compared(key, rows, drop) for key, rows in samples.items()}
@@ -85,19 +89,6 @@ def has_weights(drafter: Any, sampling: Any) -> bool:
     """True if a drafter has weights of its own: a model, or a head on the target's hidden states."""
     cls, config = drafter
     return bool(cls.traits(config, sampling).hidden_layers or getattr(config, "model", None))
-
-
-def _shares(drafter: Any, sampling: Any) -> str:
-    """Parts of a checkpoint that a drafter uses."""
-    cls, config = drafter
-    if cls.traits(config, sampling).hidden_layers:
-        return "reads the hidden states of each checkpoint; its own weights stay"
-    if has_weights(drafter, sampling):
-        return "has weights of its own, and shares nothing with the checkpoints"
-    return "has no weights"
-
-
-# -- output ------------------------------------------------------------------------------------------------------
 
 
 def _first_stale(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:

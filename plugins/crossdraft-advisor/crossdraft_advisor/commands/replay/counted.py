@@ -20,7 +20,7 @@ from crossdraft.framework.util.table import Table
 
 from ...engines.counter_definitions import DEFINITIONS
 from ...engines.formats import read_acceptances
-from ...engines.prometheus import drafted_tokens
+from ...engines.prometheus import DRAFTED, summed, totals_by_model
 from ...gate import GateCheck, Sample, checked
 from ...replay.aggregate import Row
 from ...replay.engine_counts import (
@@ -81,7 +81,11 @@ def counted_of(
     checks = [_checked(*triple, target, drafter, dtype, replayed) for triple in triples]
     if as_json:
         engines = [_json(check) for check in checks]
-        return json.dumps({"engines": engines, "difference": _difference_json(checks)}, indent=2)
+        difference = None
+        if compared := _compared(checks):
+            difference = {"change": asdict(compared[0].change), "paired": compared[0].paired}
+            difference["causes"] = list(map(asdict, compared[1]))
+        return json.dumps({"engines": engines, "difference": difference}, indent=2)
     return _text(checks)
 
 
@@ -91,7 +95,7 @@ def _checked(
     text, acceptances = read_acceptances(file)
     if len(acceptances) > 1:
         raise UsageError(f"{file} holds the counters of {len(acceptances)} models or draft lengths; give those of one")
-    drafted = drafted_tokens(DEFINITIONS[engine], text) if DEFINITIONS[engine].prefix else None
+    drafted = summed(totals_by_model(DEFINITIONS[engine], text), DRAFTED) if DEFINITIONS[engine].prefix else None
     counted = Counted.of(acceptances[0], None if drafted is None else drafted.value)
     variants, prompts = list(other_definitions(DEFINITIONS[engine])), dict[str, int]()
     definitions = [definition for _, definition in variants]
@@ -147,9 +151,6 @@ def _single(candidate: Any, counted: Counted, file: str) -> tuple[str, int]:
     return next(iter(candidate.verifiers)), gamma
 
 
-# -- output ------------------------------------------------------------------------------------------------------
-
-
 def _text(checks: Sequence[EngineCheck]) -> str:
     deepest = max(check.reference.gamma for check in checks)
     columns = ["engine", "numbers", *right("drafts", "accepted", "length", *(f"at {i + 1}" for i in range(deepest)))]
@@ -176,8 +177,7 @@ def _cells(drafts: float, accepted: float) -> list[str]:
 
 def _verdict(check: EngineCheck) -> str:
     if check.agrees:
-        chance = " up to chance" if check.reference.random else ""
-        return f"counted as replayed{chance}"
+        return f"counted as replayed{' up to chance' * check.reference.random}"
     if check.cause is None:
         return f"counted otherwise than replayed, and not by its way of counting; {check.next_check}"
     return f"counted otherwise than replayed: {check.cause.name}: {check.cause.text}"
@@ -226,11 +226,3 @@ def _json(check: EngineCheck) -> dict[str, Any]:
         "agrees": check.agrees,
         "cause": asdict(check.cause) if check.cause else None,
     }
-
-
-def _difference_json(checks: Sequence[EngineCheck]) -> dict[str, Any] | None:
-    compared = _compared(checks)
-    if compared is None:
-        return None
-    change, causes = compared
-    return {"change": asdict(change.change), "paired": change.paired, "causes": [asdict(cause) for cause in causes]}

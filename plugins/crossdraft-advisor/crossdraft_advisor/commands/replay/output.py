@@ -48,9 +48,6 @@ def verifier_title(verifier: str, k: int) -> str:
     return verifier if k == 1 else f"{verifier}, K = {k}"
 
 
-# -- tables ------------------------------------------------------------------------------------------------------
-
-
 def tables(result: ReplayResult, sampling: Sampling | None, assumed: Mapping[str, int]) -> str:
     """Tables of block efficiency, acceptance by position and categories, with notes."""
     setting = f"temperature {sampling.temperature:g}" if sampling else "sampling parameters unknown"
@@ -175,9 +172,6 @@ def _rows_of_segments(tally: Tally, gamma: int) -> dict[str, Row]:
     """Results by segment in which steps start, the answer last."""
     names = sorted(tally.categories, key=lambda name: name == ANSWER)
     return {name: tally.row(gamma, name) for name in names if tally.sums(gamma, name)[:, 3].sum() > 0}
-
-
-# -- JSON and CSV --------------------------------------------------------------------------------------------------
 
 
 def as_json(result: ReplayResult, sampling: Sampling | None, assumed: Mapping[str, int]) -> str:

@@ -204,10 +204,12 @@ class SpeculationProfileRates(AcceptanceFormat):
         conditional, marginal = (None if fields.get(key) is None else source.rates(fields, key, line) for key in keys)
         if conditional is None and marginal is None:
             raise source.error(line, "the profile has no acceptance rates, as for block verification")
-        place = source.place(line)
+        place, histogram = source.place(line), fields.get("acceptance_length_histogram") or {}  # of tokens per step
+        if not isinstance(histogram, dict) or not all(type(n) is int and n >= 0 for n in histogram.values()):
+            raise source.error(line, "acceptance_length_histogram has a value that is not a count")
         attributes: dict[str, Any] = {
             "drafter": SpeculationProfile.ours(fields.get("method")),
-            "drafts": _steps(source, line, fields),
+            "drafts": float(sum(histogram.values())) or None if histogram else None,
         }
         if fields.get("accept_length_model", "chain_analytic") != "chain_analytic":
             attributes["refusal"] = "its accept_length_model is not chain_analytic"
@@ -229,13 +231,3 @@ class SpeculationProfileRates(AcceptanceFormat):
                 line, f"mean_accept_length is {mean:g}, but 1 + the sum of the marginal rates is {1 + sum(marginal):g}"
             )
         return acceptance
-
-
-def _steps(source: Source, line: int, fields: dict[str, Any]) -> float | None:
-    """The number of drafts, from the histogram of tokens per step."""
-    histogram = fields.get("acceptance_length_histogram")
-    if not histogram:
-        return None
-    if not isinstance(histogram, dict) or not all(type(n) is int and n >= 0 for n in histogram.values()):
-        raise source.error(line, "acceptance_length_histogram has a value that is not a count")
-    return float(sum(histogram.values())) or None

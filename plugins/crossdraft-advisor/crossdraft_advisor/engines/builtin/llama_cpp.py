@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import ClassVar
 
+from ...cost.step_cost import SpeedPoint
 from ..acceptance import Acceptance, constant_rate
 from ..counter_definitions import DEFINITIONS
 from ..engine import (
@@ -28,7 +29,7 @@ from ..engine import (
 from ..engine_log import Source
 from ..formats import AcceptanceFormat
 from ..prometheus import spec_decode
-from ..speeds import NO_DRAFT, OTHER_SIZE, add_seconds, add_speed
+from ..speeds import NO_DRAFT, OTHER_SIZE, add_speed
 from ..step_counts import FEW_IDLE, StepCounts, acceptances_of, count, from_mean, from_rates, full_drafts, steps_of
 
 _MARK = re.compile(r"draft acceptance(?: rate)? = ")
@@ -184,7 +185,8 @@ def _add_speeds(
             gamma = float(length or max(drafted / steps, 1.0)) if drafted else 0.0
             if drafted < (steps - 1) * gamma / (1 + FEW_IDLE):  # the last step of a response has no draft
                 flaw = NO_DRAFT
-            add_seconds(source, number, 1.0, gamma, seconds / steps, steps, flaw)
+            point = SpeedPoint(1.0, gamma, math.nan, seconds / steps, steps, source.place(number), flaw)
+            source.timed.append(point)
 
 
 class _Slots:

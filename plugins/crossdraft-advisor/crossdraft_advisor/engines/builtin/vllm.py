@@ -200,11 +200,18 @@ class VllmFormat(AcceptanceFormat):
                     windows.append(_window(source, number, line, throughput))
                 else:
                     throughput.add(number, line)
-        if not drafts:
-            _add_plain(source, throughput)
+        if not drafts and not _DRAFTS.search(source.text):  # a server that does not draft
+            for number, rows, per_second, flaw in throughput.lines:
+                if rows:
+                    add_speed(source, number, 1.0, rows, per_second, 0.0, per_second * _INTERVAL / rows, flaw=flaw)
         counts += _with_plain_steps([item for item in windows if item is not None])
         acceptances += acceptances_of(counts, source, WINDOWS)
-        return [*acceptances, *_first_version(source), *_synthetic(source)]
+        acceptances += _first_version(source)
+        for line, config in source.objects("synthetic_acceptance_rates"):
+            rates = source.rates(config, "synthetic_acceptance_rates", line)
+            names: dict[str, Any] = {"drafter": Vllm.ours(config.get("method")), "model": str(config.get("model", ""))}
+            acceptances.append(Acceptance(rates, source.place(line), **names))
+        return acceptances
 
 
 def _drafting(source: Source, earlier: Source) -> dict[str, Drafting]:
@@ -263,14 +270,6 @@ class _Throughput:
         if len(rates) == 1 and seconds is not None:
             rates = [(rates[0][0], seconds)]
         return sum(rate * passed for rate, passed in rates) - PREFILL_TOKENS * requests
-
-
-def _add_plain(source: Source, throughput: _Throughput) -> None:
-    """Add the speeds of a server that does not draft."""
-    if not _DRAFTS.search(source.text):
-        for number, rows, per_second, flaw in throughput.lines:
-            if rows:
-                add_speed(source, number, 1.0, rows, per_second, 0.0, per_second * _INTERVAL / rows, flaw=flaw)
 
 
 def _clock(line: str) -> int | None:
@@ -348,14 +347,4 @@ def _first_version(source: Source) -> list[Acceptance]:
             remark = "lengths are those of emitted tokens; the counter of accepted ones has some after a rejection, too"
             counts = [StepCounts(steps, emitted - steps, drafted=drafted, gamma=gamma, line=number)]
             acceptances += acceptances_of(counts, source, "runs", remarks=(remark,))
-    return acceptances
-
-
-def _synthetic(source: Source) -> list[Acceptance]:
-    """The acceptance rates of a ``--speculative-config`` with synthetic acceptance."""
-    acceptances = []
-    for line, config in source.objects("synthetic_acceptance_rates"):
-        rates = source.rates(config, "synthetic_acceptance_rates", line)
-        attributes: dict[str, Any] = {"drafter": Vllm.ours(config.get("method")), "model": str(config.get("model", ""))}
-        acceptances.append(Acceptance(rates, source.place(line), **attributes))
     return acceptances

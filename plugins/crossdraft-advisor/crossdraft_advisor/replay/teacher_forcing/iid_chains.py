@@ -47,13 +47,7 @@ class ChainSums:
 
 
 def sums(p: Any, q: Any, tokens: Any, k: int) -> ChainSums:
-    """`ChainSums` of a chunk of n tokens.
-
-    Args:
-        p, q: ``[n, V]``, target and draft probabilities at each token: arrays, or tensors on any device.
-        tokens: ``[n]``, token ids.
-        k: maximum number of sequences.
-    """
+    """`ChainSums` of n tokens from target and draft probabilities at each, ``[n, V]``, for up to ``k`` sequences."""
     p, q = torch.as_tensor(p), torch.as_tensor(q)
     x = torch.as_tensor(tokens, dtype=torch.long).to(p.device)[:, None]
     c = [torch.zeros(len(p), dtype=torch.float64, device=p.device)]
@@ -104,9 +98,6 @@ def _rho(p: torch.Tensor, q: torch.Tensor, s: int) -> torch.Tensor:
     # If P = Q up to rounding, the root is ill-conditioned.
     equal = torch.minimum(p, q).sum(1, dtype=torch.float64) >= 1 - 4 * torch.finfo(p.dtype).eps
     return torch.where(equal, 1.0, best)
-
-
-# -- the chains --------------------------------------------------------------------------------------------------
 
 
 def specinfer(sums: ChainSums) -> np.ndarray:

@@ -30,13 +30,7 @@ from .scoring import MakeContext, ScoringRequest, context_factory, sample_drafts
 
 
 class Target:
-    """The target ``name``, loaded on first use.
-
-    Args:
-        sampling: of the responses.
-        dtype, device: of the target and draft models, see `load_model`.
-        trust_remote_code: models that may run custom Python code.
-    """
+    """The target ``name``, loaded on first use, with the options of `load_model`; ``sampling``: of the responses."""
 
     def __init__(
         self,

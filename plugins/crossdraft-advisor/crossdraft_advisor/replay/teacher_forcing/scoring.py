@@ -187,15 +187,11 @@ class _Scorer:
             self._construct(configs, make(rows, longest, slack))
         for request, distribution, traits in zip(requests, self.text_distributions, self.traits, strict=True):
             name = request.drafter[0].name
-            if distribution is None and (
-                request.sequences or (traits.kind is not None and traits.kind.merged_sequences)
-            ):
+            merged = request.sequences or (traits.kind is not None and traits.kind.merged_sequences)
+            if distribution is None and merged:
                 raise not_replayable(name, "the distribution of its sequences depends on where a step starts")
-            if (
-                request.sequences
-                and distribution is not None
-                and not (distribution.sampling.temperature and self.sampling.temperature)
-            ):
+            sampled = distribution and distribution.sampling.temperature and self.sampling.temperature
+            if request.sequences and not sampled:
                 raise UsageError(
                     f"drafter '{name}' drafts one chain at temperature 0, not {request.sequences} sequences; use K = 1"
                 )
