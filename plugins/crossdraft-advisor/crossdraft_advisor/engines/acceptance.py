@@ -141,8 +141,7 @@ class Acceptance:
     def cut(self, gamma: int) -> Acceptance:
         """Acceptance with drafts of at most ``gamma`` tokens, by the model of `metrics.shorter_drafts`.
 
-        Raises:
-            UsageError: ``gamma`` exceeds the measured one, or ``refusal`` is set.
+        Raises UsageError if ``gamma`` exceeds the measured one, or ``refusal`` is set.
         """
         if gamma == self.gamma:
             return self
@@ -165,9 +164,7 @@ class Acceptance:
         """Acceptance with marginals a, a^2, ... whose sum matches ``length``, if only that is known.
 
         The assumption is noted in ``remarks``. Real conditional rates usually decrease, so short drafts do better.
-
-        Raises:
-            UsageError: the marginals are known, or drafts of ``gamma`` tokens cannot have that length.
+        Raises UsageError if the marginals are known, or drafts of ``gamma`` tokens cannot have that length.
         """
         if self.marginal or self.length is None:
             raise UsageError(f"{self.source} has the acceptance by position; a constant rate is not needed")

@@ -121,13 +121,9 @@ def read_acceptances(
 ) -> tuple[Source, list[Acceptance]]:
     """Read a file or URL; return its text, which has the skipped records, and every acceptance in it.
 
-    Args:
-        since: an earlier scrape of the same counters, to subtract.
-        gamma: the draft length, for sources that lack it and the number of steps.
-        plain: accept a source without drafts that has speeds; it has no acceptance.
-
-    Raises:
-        UsageError: the source cannot be read, is invalid, or has no acceptance.
+    ``since``: an earlier scrape of the same counters, to subtract; ``gamma``: the draft length, for sources that lack
+    it and the number of steps; ``plain``: accept a source without drafts that has speeds. Raises UsageError if the
+    source cannot be read, is invalid, or has no acceptance.
     """
     source = read_source(name, gamma)
     return source, acceptances_in(source, read_source(since) if since else None, plain=plain)
@@ -158,7 +154,7 @@ def acceptances_in(source: Source, earlier: Source | None = None, *, plain: bool
 
 
 def _read(entry: str, source: Source, earlier: Source | None) -> list[Acceptance]:
-    """Every acceptance in one format. Raises ContractError for a defect of the format."""
+    """Every acceptance in one format, with the draft length of ``source``. Raises ContractError for its defects."""
     reader = plugins.get("acceptance_formats", entry)()
     if earlier is not None and not reader.subtracts:
         return []
@@ -168,17 +164,15 @@ def _read(entry: str, source: Source, earlier: Source | None) -> list[Acceptance
         raise plugins.unusable(
             "acceptance_formats", entry, "read() must return a list of crossdraft_advisor.Acceptance"
         )
-    return [_completed(replace(item, format=f"{reader.name}: {reader.meaning()}"), source) for item in items]
-
-
-def _completed(acceptance: Acceptance, source: Source) -> Acceptance:
-    """The acceptance with the draft length of ``source``. Raises UsageError if it has another one."""
-    length = acceptance.gamma or acceptance.draft_length
-    if source.gamma in (None, length) or acceptance.parts:
-        return acceptance
-    if length is not None:
-        raise UsageError(
-            f"{acceptance.source} has drafts of {counted(length, 'token')}, not {source.gamma}; remove the given draft "
-            "length"
-        )
-    return replace(acceptance, draft_length=source.gamma)
+    acceptances = []
+    for item in items:
+        length, known = item.gamma or item.draft_length, {"format": f"{reader.name}: {reader.meaning()}"}
+        if source.gamma not in (None, length) and not item.parts:
+            if length is not None:
+                raise UsageError(
+                    f"{item.source} has drafts of {counted(length, 'token')}, not {source.gamma}; remove the given "
+                    "draft length"
+                )
+            known["draft_length"] = source.gamma
+        acceptances.append(replace(item, **known))
+    return acceptances

@@ -53,17 +53,10 @@ def sample_match(log_q: np.ndarray, k: int = 1) -> np.ndarray:
 
 
 def survival(verifier: str, scores: DraftScores, ks: Sequence[int] = (1,)) -> dict[int, np.ndarray]:
-    """Pr(tau >= i | the rest of the response) of a step that starts at each token, by number of sequences K.
+    """Pr(tau >= i | the rest of the response) of a step that starts at each token, ``[T, G]`` by number of sequences K.
 
-    Args:
-        verifier: a name of `VERIFIERS`; for K > 1 of `IID_VERIFIERS`.
-
-    Returns:
-        float64 ``[T, G]`` for each K, i = 1 .. G; 0 beyond the draft's length and the end of the response.
-
-    Raises:
-        UsageError: ``verifier`` has no closed form, or K > 1 without the sums that it needs.
-        NumericalError: log P or log Q are not valid log-probabilities.
+    It is 0 beyond the draft's length and the end of the response. Raises UsageError if ``verifier`` has no closed form,
+    or for K > 1 without the sums that it needs; NumericalError for invalid log-probabilities.
     """
     if verifier not in VERIFIERS:
         raise UsageError(no_formula(verifier))

@@ -86,20 +86,13 @@ _NONE = Products()
 
 
 class Cache(NamedTuple):
-    """Keys and values of ``layers`` layers that are alike.
-
-    Attributes:
-        values: cached elements of a token in a layer.
-        queries: elements of a token's queries that meet a cached token, twice (scores, weighted sum).
-        heads: key-value heads, over which devices share the cache; 1 for a compressed cache (MLA).
-        window: tokens that a layer attends to; 0: all.
-    """
+    """Keys and values of ``layers`` layers that are alike."""
 
     layers: int
-    values: float
-    queries: float
-    heads: int
-    window: int = 0
+    values: float  # cached elements of a token in a layer
+    queries: float  # elements of a token's queries that meet a cached token, twice (scores, weighted sum)
+    heads: int  # key-value heads, over which devices share the cache; 1 for a compressed cache (MLA)
+    window: int = 0  # tokens that a layer attends to; 0: all
 
     def tokens(self, context: float) -> float:
         return min(context, self.window) if self.window else context
@@ -219,15 +212,9 @@ class Shape:
         weight_bytes: float = _BFLOAT16,
         cache_bytes: float = _BFLOAT16,
     ) -> dict[str, PassWork]:
-        """Bytes and FLOPs of a pass by part, on one of ``devices`` tensor-parallel devices.
+        """Bytes and FLOPs of a pass over ``width`` tokens in each of ``batch_size`` rows, by part, over all layers.
 
-        Args:
-            batch_size, width: ``width`` tokens in each of ``batch_size`` rows.
-            context: tokens of each row in the cache.
-            weight_bytes, cache_bytes: bytes of a weight and of a key or value.
-
-        Returns:
-            work of ``projections``, ``attention``, ``mlp`` and ``head``, summed over all layers.
+        It runs on one of ``devices`` tensor-parallel devices; rows have ``context`` tokens in the cache.
         """
         n, d = batch_size * width, devices
         read, used = self.experts_read(n) * self.moe_layers, self.active * self.moe_layers * n
@@ -316,9 +303,6 @@ class Roofline:
 
     Attributes:
         weight_bytes, cache_bytes: bytes of a weight and of a key or value.
-        efficiency: shares of the stated bandwidth and FLOP rate that are reached.
-        layer_overhead: additional seconds per layer.
-        all_reduce: include two ring all-reduces per layer for tensor parallelism, at the stated rate of the link.
     """
 
     shape: Shape
@@ -326,8 +310,9 @@ class Roofline:
     devices: int = 1
     weight_bytes: float = _BFLOAT16
     cache_bytes: float = _BFLOAT16
-    efficiency: tuple[float, float] = EFFICIENCY
-    layer_overhead: float = LAYER_OVERHEAD
+    efficiency: tuple[float, float] = EFFICIENCY  # shares of the stated bandwidth and FLOP rate that are reached
+    layer_overhead: float = LAYER_OVERHEAD  # additional seconds per layer
+    # include two ring all-reduces per layer for tensor parallelism, at the stated rate of the link
     all_reduce: bool = field(default=True)
 
     def __post_init__(self) -> None:

@@ -140,7 +140,13 @@ def read_trace(name: str, limit: int | None = None, unit: str | None = None) -> 
         try:
             if isinstance(line, str):
                 number = int(place.rpartition(":")[2])
-                line = _cells(line, reader.header, place) if reader.header else parse_json(line, path, line=number)
+                if reader.header is None:
+                    line = parse_json(line, path, line=number)
+                elif len(cells := _csv(line, place)) == len(reader.header):
+                    line = {key: cell.strip() for key, cell in zip(reader.header, cells, strict=True)}
+                else:
+                    names = ", ".join(reader.header)
+                    raise UsageError(f"{place}: the line has {len(cells)} values; {names} are required")
             arrival = reader.arrival(line, place)
         except UsageError:
             if not (is_cut and arrivals):
@@ -189,13 +195,6 @@ def _header(line: str, place: str) -> list[str]:
             f"{known}; rename the columns"
         )
     return header
-
-
-def _cells(line: str, header: list[str], place: str) -> dict[str, str]:
-    cells = _csv(line, place)
-    if len(cells) != len(header):
-        raise UsageError(f"{place}: the line has {len(cells)} values; {', '.join(header)} are required")
-    return {key: cell.strip() for key, cell in zip(header, cells, strict=True)}
 
 
 def _csv(line: str, place: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,11 +86,10 @@ def compare(
     service_level: ServiceLevel | None = None,
     replicas: int = 1,
     router: Router = "round-robin",
-    on_simulation: Callable[[], object] = lambda: None,
 ) -> list[PolicyResult]:
     """Simulate every policy on the same arrivals, responses and random numbers, ``seeds`` times.
 
-    ``requests``: of each simulation; ``on_simulation``: called after each simulation. Raises UsageError: a cost curve
+    ``requests``: of each simulation. Raises UsageError: a cost curve
     with too few batch sizes or widths.
     """
     times: dict[str, list[RequestTimes]] = {policy.name: [] for policy in policies}
@@ -102,7 +101,6 @@ def compare(
                 simulated, policy, cost, settings, replicas=replicas, router=router, concurrency=process.concurrency
             )
             times[policy.name].append(RequestTimes.of(simulated, counts))
-            on_simulation()
     oracle = next((policy.name for policy in policies if isinstance(policy, OracleLengths)), None)
     return [_result(policy.name, process.title, times, oracle, service_level) for policy in policies]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +21,6 @@ from crossdraft.framework.api.build import TargetContext
 from crossdraft.framework.contracts.draft import DenseScores, Draft, Sequences, Verdict
 from crossdraft.framework.contracts.drafter import DraftContext, Drafter, DraftTraits
 from crossdraft.framework.contracts.rng import RngSource, StepRng
-from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.engine.checks import check_draft, check_unchanged, snapshot
 from crossdraft.framework.engine.validation import validate_draft
 from crossdraft.framework.errors import NumericalError, UsageError
@@ -106,16 +106,12 @@ def not_replayable(drafter: str, reason: str) -> UsageError:
     return UsageError(f"drafter '{drafter}' cannot be replayed: {reason}; measure it with crossdraft run")
 
 
-@dataclass(frozen=True)
-class TracedDrafter:
+class TracedDrafter(NamedTuple):
     """A drafter to trace, at most ``depth`` tokens deep; ``tops``: compute `DraftScores.log_top`."""
 
     drafter: Drafter
     depth: int
     tops: bool = False
-
-    def traits(self, sampling: Sampling) -> DraftTraits:
-        return self.drafter.traits(self.drafter.config, sampling)
 
 
 @torch.inference_mode()
@@ -128,16 +124,10 @@ def trace_drafters(
 ) -> list[list[DraftScores]]:
     """Trace drafters along at most B responses, with a step at every token; one target pass serves all drafters.
 
-    Args:
-        context: of all the drafters. Without a target, log P is 0 and drafters observe empty scores: for drafters whose
-            distribution follows from the text.
-        rng: random source of the drafters, by default one that draws the responses. With another source, log Q is that
-            of the drafted tokens.
-        streams: random stream of each response.
-
-    Raises:
-        UsageError: the drafter cannot be replayed.
-        ContractError, NumericalError: a draft violates the contract, or NaN; see `Decoder`.
+    Without a target in ``context``, log P is 0 and drafters observe empty scores: for those whose distribution follows
+    from the text. With another ``rng`` than one that draws the responses, log Q is that of the drafted tokens;
+    ``streams``: random stream of each response. Raises UsageError if a drafter cannot be replayed, ContractError and
+    NumericalError as `Decoder`.
     """
     target, b, device = context.target, context.batch_size, context.device
     assert len(texts) <= b
@@ -151,10 +141,9 @@ def trace_drafters(
     )
     padded = [[*text.tokens, *[0] * (longest + depth - len(text.tokens))] for text in texts]
     x = on_device(padded + [[0] * (longest + depth)] * (b - len(texts)), device)
-    layers = tuple(
-        dict.fromkeys(layer for traced in drafters for layer in traced.traits(context.sampling).hidden_layers)
-    )
-    tracers = [_Tracer(traced, context, x, longest, rng, layers) for traced in drafters]
+    traits = [traced.drafter.traits(traced.drafter.config, context.sampling) for traced in drafters]
+    layers = tuple(dict.fromkeys(layer for each in traits for layer in each.hidden_layers))
+    tracers = [_Tracer(*pair, context, x, longest, rng, layers) for pair in zip(drafters, traits, strict=True)]
     if target is not None:
         target.hidden_layers = layers
     zeros = torch.zeros(b, dtype=torch.long, device=device)
@@ -213,13 +202,14 @@ class _Tracer:
     def __init__(
         self,
         traced: TracedDrafter,
+        traits: DraftTraits,
         context: DraftContext,
         x: Tensor,
         steps: int,
         rng: RngSource | None,
         layers: Sequence[float],
     ):
-        self.drafter, self._depth, self._traits = traced.drafter, traced.depth, traced.traits(context.sampling)
+        self.drafter, self._depth, self._traits = traced.drafter, traced.depth, traits
         self._context, self._x, self._label = context, x, f"drafter '{traced.drafter.name}'"
         self.buffers = _TraceBuffers(x, steps, traced.depth, rng is None, traced.tops and not self._traits.point_mass)
         self._forcing = TeacherForcingRng(traced.drafter.name) if rng is None else None

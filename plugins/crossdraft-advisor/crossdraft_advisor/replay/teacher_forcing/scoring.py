@@ -89,18 +89,11 @@ def score_drafters(
     """Yield for each of ``texts``, in order, the scores of all drafters.
 
     The target processes each text at most once: for log P, for `DraftScores.sums`, and for drafters that read its
-    hidden states.
+    hidden states. ``without``: as ``make`` without the target, used if log P is recorded (or 0), sums are not
+    requested, and all drafters have a `TextDistribution`. ``rows`` is reduced if the distributions exceed `BYTES`.
 
-    Args:
-        make: see `MakeContext`; `context_factory` returns one for a loaded target.
-        without: the same without the target; used if log P is recorded (or 0), sums are not requested, and all drafters
-            have a `TextDistribution`.
-        rows: maximum batch size; reduced if the distributions exceed `BYTES`.
-
-    Raises:
-        UsageError: a drafter cannot be replayed, or a response is not valid for this target.
-        ModelError: a model requested by a drafter cannot be loaded.
-        NumericalError: NaN in the output of the target or a drafter.
+    Raises UsageError if a drafter cannot be replayed, or a response is not valid for this target; ModelError for a
+    model that cannot be loaded; NumericalError for NaN.
     """
     # An online-learning drafter depends on the order of texts, so it is scored by itself.
     online = [i for i, request in enumerate(requests) if _learns(request)]
