@@ -32,6 +32,16 @@ class ModelDims:
     num_layers: int
     device: torch.device
 
+    @classmethod
+    def of(cls, model: Any) -> ModelDims:
+        config = text_config(model)
+        return cls(
+            vocab_size=model.get_output_embeddings().weight.shape[0],
+            context_length=getattr(config, "max_position_embeddings", None),
+            num_layers=getattr(config, "num_hidden_layers", 0),
+            device=input_device(model),
+        )
+
 
 class ForwardPass:
     """Passes of one model over one cache.
@@ -79,14 +89,8 @@ class ForwardPass:
         """Passes of a whole model, over a new cache by default; puts the model in eval mode."""
         model.eval()
         preparations = prepare(model)
-        config, device = text_config(model), input_device(model)
-        dims = ModelDims(
-            vocab_size=model.get_output_embeddings().weight.shape[0],
-            context_length=getattr(config, "max_position_embeddings", None),
-            num_layers=getattr(config, "num_hidden_layers", 0),
-            device=device,
-        )
-        masks = AttentionMasks(config, model.dtype, device, max_length)
+        dims = ModelDims.of(model)
+        masks = AttentionMasks(text_config(model), model.dtype, dims.device, max_length)
         caches = [preparation.new_cache(batch_size, max_length) for preparation in preparations]
         own: list[KVCache] = [cache for cache in caches if cache is not None]
         if cache is None:
