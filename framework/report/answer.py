@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..metrics.cell_metrics import clock_ratio
+from ..metrics.intervals import LEAST_PIECES
 from ..runs.marks import mark_of
 from ..util.estimate import estimate_text
 from .caveats import verifier_gains
@@ -77,10 +78,14 @@ class Best:
             return f"{self.pair}, {estimate_text(self.speed_up)} × plain decoding"
         text = f"{self.pair}, BE {efficiency_text(self.metrics)}{self.overlap}"
         text += f", {self.metrics.target_rows_per_token:.2f} rows/tok"
-        if self.plain and self.metrics.withheld:
-            clock = clock_ratio(list(zip(self.result.pieces, self.plain.pieces, strict=False)))
-            text += f", {estimate_text(clock)} × plain decoding by the clock" * bool(clock)
-        return text
+        return text + (f", {estimate_text(self.clock)} × plain decoding by the clock" if self.clock else "")
+
+    @property
+    def clock(self) -> Estimate | None:
+        """Ratio to plain decoding by the clock; None unless the speed-up is withheld."""
+        if self.plain is None or not self.metrics.withheld:
+            return None
+        return clock_ratio(list(zip(self.result.pieces, self.plain.pieces, strict=False)))
 
 
 def best_of(groups: Iterable[tuple[str, Sequence[CellResult]]]) -> list[Best]:
@@ -133,7 +138,11 @@ def _answer(best: Best) -> list[str]:
     lines = [f"answer: not sure, {best.missing} ({best.setting})", f"  greatest BE: {best.text}"]
     if frugal is not best.result:
         lines.append(f"  fewest target rows: {replace(best, result=frugal).text}")
-    return [*lines, *["  a quieter machine or more prompts make it sure"] * bool(best.metrics.withheld)]
+    if best.metrics.withheld:
+        known = best.clock is not None and best.clock.low is not None
+        condition = "" if known else f", of which an interval requires {LEAST_PIECES} pieces"
+        lines.append(f"  to be sure: a quieter machine, or run it again for more prompts{condition}")
+    return lines
 
 
 def order(result: CellResult) -> tuple[bool, float, float]:

@@ -208,9 +208,12 @@ def test_withheld_answer_is_by_the_clock(tmp_path: Path) -> None:
     first, second, remedy = terminal(finished).partition("\n\n")[0].splitlines()
     reason = "every speed-up is withheld (too few undisturbed)"
     assert first == f"answer: not sure, {reason} (temperature 1, batch size 1)"
-    assert second.startswith("  greatest BE: draft-model × block, BE ") and remedy.endswith("make it sure")
+    assert second.startswith("  greatest BE: draft-model × block, BE ") and remedy.endswith("for more prompts")
     match = re.search(r"2\.00 \[(\d\.\d\d), (\d\.\d\d)\] × plain decoding by the clock", second)
     assert match and 1.0 < float(match[1]) < 1.8 and 2.2 < float(match[2]) < 4.0
+    for result in finished.results:
+        result.pieces = result.pieces[:2]
+    assert "for more prompts, of which an interval requires 3 pieces\n" in terminal(finished)
 
 
 def test_terminal_is_short(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ with its product. Queries, keys and values are one product, and so are gate and 
 become views of one matrix, without a copy that stays.
 
 ``CROSSDRAFT_FUSED_LAYERS=1`` in the environment switches this on; it is an option because no GPU has run it yet. It
-needs ``liger-kernel`` (``pip install -e plugins/crossdraft-layers[fused]``). Layers that are not of the structure of Llama's run
+needs ``liger-kernel`` (``pip install crossdraft-layers[fused]``). Layers that are not of the structure of Llama's run
 as they are, and so do passes outside of `own_attention`.
 
 Every operation of Liger is an operator of PyTorch here, ``crossdraft::..``, with a reference for CPUs in plain
