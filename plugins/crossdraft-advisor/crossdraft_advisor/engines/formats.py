@@ -166,7 +166,8 @@ def _read(entry: str, source: Source, earlier: Source | None) -> list[Acceptance
         )
     acceptances = []
     for item in items:
-        length, known = item.gamma or item.draft_length, {"format": f"{reader.name}: {reader.meaning()}"}
+        length = item.gamma or item.draft_length
+        known: dict[str, Any] = {"format": f"{reader.name}: {reader.meaning()}"}
         if source.gamma not in (None, length) and not item.parts:
             if length is not None:
                 raise UsageError(
