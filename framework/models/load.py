@@ -140,7 +140,7 @@ def load_transformers(
         _model_errors(name, identity),
         _quiet if shared is not None or resolved.quantization else nullcontext(),
     ):
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
 
         weights_options = {}
         if compact:  # the index lists the embedding, too
@@ -148,7 +148,7 @@ def load_transformers(
             weights_options["config"].transformers_weights = COMPACT_WEIGHTS
         model: Any
         loading: Any
-        model, loading = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
+        model, loading = _auto_class(config.get("model_type")).from_pretrained(
             resolved.path,
             dtype=precision,
             attn_implementation=attn_implementation,
@@ -219,6 +219,15 @@ def _owner(name: str, model: str, **options: Any) -> LoadedModel:
         raise ModelError(
             f"{error}; {name} shares its embedding: if it needs options, load it first and pass it as share_with"
         ) from error
+
+
+def _auto_class(model_type: Any) -> Any:
+    """The class of transformers that loads the language model: the multimodal one, if it has no class of its own."""
+    from transformers.models.auto import modeling_auto as auto
+
+    own, multimodal = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    inside = model_type in multimodal and model_type not in own
+    return auto.AutoModelForMultimodalLM if inside else auto.AutoModelForCausalLM
 
 
 def _repository_attention(*configs: Any) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The walk over every causal language model of the installed transformers, and the page that lists the results.
+"""The walk over every language model of the installed transformers, and the page that lists the results.
 
 ``python tests/support/architecture_walk.py`` walks (minutes) and writes docs/architectures.md.
 """
@@ -17,11 +17,14 @@ from architecture_variants import OWN, variants
 from fake_cuda_graphs import ReplayingLM
 from tiny_architectures import tiny
 from transformers import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from crossdraft.framework.errors import ModelError
 from crossdraft.framework.lm import graph_buckets
-from crossdraft.framework.lm.architectures import BY_TRIAL, EXACT, RECURRENT
+from crossdraft.framework.lm.architectures import BY_TRIAL, EXACT, RECURRENT, recurrent_layers
 from crossdraft.framework.lm.transformers_lm import model_slots
 
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
@@ -35,6 +38,14 @@ NOT_MADE = {
     "gemma4_assistant": "transformers cannot make it by itself: all of its layers share keys of another model",
     "gemma4_unified_assistant": "transformers cannot make it by itself: all of its layers share keys of another model",
 }
+#: Multimodal models without a small size here: their towers are large, need packages, or fit to no size by default.
+_NOT_SMALL = """
+apertus1p5 chameleon cosmos3_edge deepseek_ocr2 diffusion_gemma evolla fast_vlm florence2 fun_asr_nano glm5_next
+granite4_vision granite_docling hy_v4_vl inkling2 inkling2_loop janus kosmos-2 kosmos-2.5 kyutai_speech_to_text mistral4
+mistral_large4 molmo2 muse_spark nemo_speechlm nemotron_h_omni perception_lm qwen2_5_omni qwen3_asr qwen3_omni_moe
+step3p7 t5gemma2 vibevoice_asr vision-encoder-decoder
+"""
+NOT_MADE |= dict.fromkeys(_NOT_SMALL.split(), "a multimodal model that the tests do not make in a tiny size")
 #: Parts of transformers' own messages about nonexistent variants.
 NO_VARIANT = (
     "rope_parameters",  # kinds of rotary positions that the config does not take, or not without further parameters
@@ -49,11 +60,13 @@ NO_VARIANT = (
 
 #: Every type of model that transformers has a causal language model for.
 TYPES: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+#: Every other type that it has a multimodal model for, whose language model decodes text.
+MULTIMODAL = tuple(name for name in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES if name not in TYPES)
 
 
 def class_name(model_type: str) -> str:
     """The class that transformers makes for it."""
-    result = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    result = {**MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}[model_type]
     return result if isinstance(result, str) else result[0]
 
 
@@ -79,16 +92,23 @@ def outcome(model_type: str, changes: Mapping[str, Any], lm_class: Any = model_s
 
 
 @cache
+def recurrent(model_type: str) -> bool:
+    """True if the language model has recurrent layers, in some configurations at least."""
+    inside = model_type in MULTIMODAL and recurrent_layers(tiny(CONFIG_MAPPING[model_type]))
+    return class_name(model_type) in RECURRENT or bool(inside)
+
+
+@cache
 def outcomes(model_type: str) -> dict[str, str]:
     """Findings for the architecture ("") and its variants, by label."""
     if model_type in NOT_MADE:
         return {}
     config_class = CONFIG_MAPPING[model_type]
     results = {"": outcome(model_type, {})}
-    more = variants(config_class) if results[""] == SAME else {}
+    more = variants(config_class) if results[""] == SAME and model_type in TYPES else {}
     for label, changes in (OWN.get(model_type, {}) | more).items():
         results[label] = outcome(model_type, changes)
-    if results[""] == SAME and class_name(model_type) not in RECURRENT:
+    if results[""] == SAME and not recurrent(model_type):
         results["recorded"] = outcome(model_type, {}, RecordedLM)
     return {label: result for label, result in results.items() if result is not None}
 
@@ -132,7 +152,7 @@ def page(by_type: Mapping[str, Mapping[str, str]]) -> str:
             classes=len(exact),
             checked=checked,
             by_trial=tried,
-            recurrent=len(exact.keys() & RECURRENT),
+            recurrent=sum(any(map(recurrent, kinds)) for kinds in exact.values()),
         ).strip(),
         "",
         "## Exact",
@@ -174,9 +194,10 @@ _HEAD = """
 # Which architectures are decoded exactly
 
 `python tests/support/architecture_walk.py` generates this page from every causal language model of transformers
-({version}: {types} model types); `tests/lm/test_architectures_walk.py` tests it. A tiny float32 model of each
-architecture decodes ragged batches of chains and of trees for several steps. Either all logits equal those of the
-plain model (one prompt at a time, no padding, no cache), or the model is rejected before anything is decoded.
+({version}: {types} model types), and from multimodal models, whose language model decodes text;
+`tests/lm/test_architectures_walk.py` tests it. A tiny float32 model of each architecture decodes ragged batches of
+chains and of trees for several steps. Either all logits equal those of the plain model (one prompt at a time, no
+padding, no cache), or the model is rejected before anything is decoded.
 
 {classes} classes are exact, in {checked} variants: both kinds of attention (`sdpa`, `eager`), passes as CUDA graphs
 record them, sliding windows, tied and untied embeddings, and rotary positions of type linear, dynamic, yarn, llama3 and
@@ -187,16 +208,17 @@ Sparse attention is exact up to the number of keys that it selects; longer slots
 A model of a class that is not on this page (a newer one, or one with its own code) is tried when its slots are
 created: seven tiny passes compare a ragged batch with a tree to the plain model. It is rejected if they differ. A trial
 cannot detect differences that occur only in long texts (a window, frequencies that depend on the length).
-{by_trial} are tried too: older versions of transformers give them no causal mask, or not every configuration is exact.
+Multimodal models are tried, too, and {by_trial}: older versions of transformers
+give them no causal mask, or not every configuration is exact.
 """
 
 if __name__ == "__main__":
     everything = {}
-    for name in TYPES:
+    for name in (*TYPES, *MULTIMODAL):
         everything[name] = outcomes(name)
         print(name, *everything[name].values(), sep="\n  ", file=sys.stderr)
     PAGE.write_text(page(everything), encoding="utf-8")
-    exact = {class_name(name) for name, results in everything.items() if SAME in results.values()}
+    exact = {class_name(name) for name in TYPES if SAME in everything[name].values()}
     print(
         f"not in EXACT: {sorted(exact - EXACT - BY_TRIAL)}; not found exact: {sorted(EXACT - exact)}", file=sys.stderr
     )

@@ -28,6 +28,7 @@ SIZES: dict[str, Any] = {
     **_named(8, "head_dim swa_head_dim dim_head kv_channels d_kv attention_head_dim"),
     **_named(48, "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim dim_ff dff ffn_hidden_size d_ff d_inner"),
     **_named(48, "intermediate_size_mlp dense_intermediate_size"),
+    **_named(32, "out_hidden_size"),
     **_named(24, "moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size"),
     **_named(24, "expert_ffn_hidden_size shared_intermediate_size moe_shared_expert_intermediate_size"),
     **_named(4, "num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num"),
@@ -69,6 +70,15 @@ SPECIAL: dict[str, dict[str, Any]] = {
     **_named({"bos_token_id": 1}, "cwm emu3 emu3_text_model mllama mllama_text_model modernbert-decoder"),
     "axk1": {"first_k_dense_replace": 1},
     "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16, "attn_layer_indices": [1]},
+    **_named(
+        {"rope_parameters": _ROPE | {"mrope_section": [2, 1, 1]}},
+        "glm4v_text glm_ocr_text hunyuan_vl_text paddleocr_vl_text qwen2_5_omni_text qwen2_5_vl_text qwen2_vl_text",
+    ),
+    "ernie4_5_vl_moe_text": {"rope_parameters": _ROPE | {"mrope_section": [1, 1, 2]}},
+    "glm4v_moe_text": {
+        "rope_parameters": _ROPE | {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5},
+    },
+    "qwen2_vl_vision": {"depth": 1, "embed_dim": 32},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE | {"mrope_section": [2, 1, 1]}}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -205,11 +215,13 @@ def tiny_config(config_class: Any, **changes: Any) -> Any:
 
 def tiny(config_class: Any, seed: int = 0, **changes: Any) -> Any:
     """A random float32 model of the causal LM that goes with ``config_class``; for ``changes`` see `tiny_config`."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     config = tiny_config(config_class, **changes)
     torch.manual_seed(seed)
+    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return weighted(AutoModelForMultimodalLM.from_config(config), seed)
     if type(config) is config_class or config.get_text_config() is not config:
         return weighted(AutoModelForCausalLM.from_config(config), seed)
     return weighted(MODEL_FOR_CAUSAL_LM_MAPPING[config_class](config), seed)
