@@ -35,7 +35,7 @@ from ..contracts.verifier import Verifier
 from ..engine.decoder import Decoder
 from ..errors import NumericalError
 from .effort import MOST_PATHS, TooLargeError
-from .faults import Verification, check_fully, check_quickly, draft_note, unmodified
+from .faults import FaultError, Verification, check_fully, check_quickly, draft_note, unmodified
 from .table_lm import Toy, ToyContext
 
 #: Largest total variation of a lossless pair: round-off, and with a q in float32.
@@ -48,6 +48,8 @@ BATCH = 4096
 #: ``build(context, gamma)`` returns the drafter under test; ``context.load_lm(...)`` returns the toy's draft model.
 DrafterFactory = Callable[[DraftContext, int], Drafter]
 Checks = Literal["none", "quick", "all"]
+#: Size of a large vocabulary, whose last tokens have no number of 16 bits, and rows that are verified in it.
+WIDE, _WIDE_ROWS = 2**16 + 64, 4
 #: Least number of rows of the batch that is verified again, and number of batches if all faults are looked for.
 CHECKED_ROWS, CHECKED_BATCHES = 8, 6
 
@@ -468,7 +470,6 @@ class _Pair:
         self.text = list(self.start.prompt)
         self.coverage, self.paths = Coverage(), 0
         self._events: list[StepEvent] = []
-        self._guarded = False
 
     def enumerate(self, origins: list[State], lengths: Sequence[int]) -> tuple[list[Outcomes], list[np.ndarray]]:
         """Enumerate steps from each origin with one drafter: outcomes of each, and Pr(tau = i) of each step.
@@ -524,23 +525,16 @@ class _Pair:
         options = {"rng": rng, "on_step": self._on_step, "validate": "never", "constraint": self.constraint}
         options["max_new_tokens"] = MAX_TOKENS
         verifier = self.verifier()
-        verifier.verify = partial(self._verify, verifier, verifier.verify)  # type: ignore[method-assign]
+        verifier.verify = partial(self._verify, f"verifier '{verifier.name}'", verifier.verify)  # type: ignore[method-assign]
         self._events = []
         return build_decoder(context, lambda context: self.build(context, self.gamma), verifier, **options)
 
     def _verify(
-        self,
-        verifier: Verifier,
-        verify: Callable[[Draft, Tensor, StepRng], Verdict],
-        draft: Draft,
-        p: Tensor,
-        rng: StepRng,
+        self, who: str, verify: Callable[[Draft, Tensor, StepRng], Verdict], draft: Draft, p: Tensor, rng: StepRng
     ) -> Verdict:
         """``verify``, with a note of the smallest draft on an exception."""
         try:
-            if not self._guarded:
-                return verify(draft, p, rng)
-            with unmodified(f"verifier '{verifier.name}'", draft, p):
+            with unmodified(who, draft, p):
                 return verify(draft, p, rng)
         except Exception as error:
             row = self._smallest_failing(draft, p, rng)
@@ -562,9 +556,7 @@ class _Pair:
         """Run a step; ``states``: snapshots of the verifier's state before it, None if they are unknown."""
         enough = CHECKED_ROWS if not self.thorough else 1
         checked = self.batches_to_check > 0 and states is not None and decoder.sequences.batch_size >= enough
-        self._guarded, verifier = checked, decoder.verifier
         limited_step(decoder, length)
-        self._guarded = False
         if not checked:
             return
         assert states is not None
@@ -586,7 +578,9 @@ class _Pair:
             lambda rows: numbers.for_step(rows, [0] * len(rows), device),
             restore,
         )
-        check_quickly(self.verifier, verifier, call)
+        check_quickly(self.verifier, decoder.verifier, call)
+        if self.toy.gamma <= 2:  # one call in a large vocabulary takes 10 ms
+            _check_wide_quickly(self.verifier, call)
         if self.thorough:
             check_fully(self.verifier, call, self.toy.vocab_size)
 
@@ -597,6 +591,55 @@ class _Pair:
         if self.recorded is None:
             self._events.clear()
         self._events.append(event)
+
+
+def _check_wide_quickly(make: Callable[[], Verifier], call: Verification) -> None:
+    """`check_wide` if rows of a call have another verdict in the large vocabulary, with equal random numbers."""
+    rows = range(min(call.draft.batch_size, _WIDE_ROWS))
+    few = replace(call, draft=call.draft.map_rows(lambda tensor: tensor[: len(rows)]), p=call.p[: len(rows)])
+    ids, draft, p = _widened(few.draft, few.p)
+    expected = [(tau, int(ids[token]), path) for tau, token, path in few.repeat(make(), rows)]
+    if replace(call, draft=draft, p=p).repeat(make(), rows) != expected:
+        check_wide(make, few.draft, few.p, f"verifier '{make().name}'")
+
+
+def check_wide(make: Callable[[], Verifier], draft: Draft, p: Tensor, who: str) -> None:
+    """Raise FaultError if verdicts have another distribution in a vocabulary of `WIDE` tokens."""
+    ids, wide, wide_p = _widened(draft, p)
+    few, many = _distribution(make, draft, p, ids), _distribution(make, wide, wide_p, torch.arange(WIDE))
+    for key in {*few, *many}:
+        if abs((a := few.get(key, 0.0)) - (b := many.get(key, 0.0))) >= SINGLE:
+            raise FaultError(
+                f"{who} depends on the size of the vocabulary: it accepts {key[1]} tokens and emits the same one with "
+                f"probability {a:.4g} among {p.shape[2]} tokens, and {b:.4g} among {WIDE:,}, of which the others are "
+                "impossible"
+            )
+
+
+def _widened(draft: Draft, p: Tensor) -> tuple[Tensor, Draft, Tensor]:
+    """Ids of the tokens in a vocabulary of `WIDE`, the first and the last ones; the draft and p over these alone."""
+    ids, wide = torch.arange(p.shape[2]) + WIDE - p.shape[2], draft.map_rows(Tensor.clone)
+    ids[0] = 0
+    p, *q = (x.new_zeros(*x.shape[:-1], WIDE).index_copy(-1, ids, x) for x in (p, draft.q) if x is not None)
+    wide.tokens, wide.q = ids[draft.tokens], q[0] if q else None
+    return ids, wide, p
+
+
+def _distribution(
+    make: Callable[[], Verifier], draft: Draft, p: Tensor, ids: Tensor
+) -> dict[tuple[int, int, int, tuple[int, ...]], float]:
+    """Probability of each row, tau, id of the token and path, by enumeration."""
+    out: dict[tuple[int, int, int, tuple[int, ...]], float] = {}
+    scripts = Scripts(draft.batch_size)
+    while scripts:
+        rows, rng = scripts.take(64)
+        call = Verification(draft, p, lambda _, rng=rng: rng.for_step([], [], p.device))
+        verdicts = call.repeat(make(), rows.tolist())
+        for row, (tau, token, path), weight in zip(rows.tolist(), verdicts, rng.weight, strict=True):
+            key = row, tau, int(ids[token]), tuple(path)
+            out[key] = out.get(key, 0.0) + float(weight)
+        scripts.add(rows, rng)
+    return out
 
 
 def target_rows(toy: Toy, sampling: Sampling, start: WarmUp | None, last: int) -> Tensor:

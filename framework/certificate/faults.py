@@ -205,8 +205,9 @@ class Verification:
             for row in range(len(rows)):
                 verifier.start(row)
             self.restore(verifier, rows)
-        with torch.inference_mode():
-            verdict = verifier.verify(draft, self.p.index_select(0, index), self.rng(rows))
+        p = self.p.index_select(0, index)
+        with torch.inference_mode(), unmodified(_name(verifier), draft, p):
+            verdict = verifier.verify(draft, p, self.rng(rows))
         return outcomes(verdict)
 
 
@@ -275,31 +276,30 @@ def check_fully(
     rows = list(range(call.draft.batch_size))
     used, files = make(), files_of(type(make()))
     who, traits = _name(used), used.traits(used.config)
-    with unmodified(who, call.draft, call.p):
-        with RandomWatch(files) as watch:
-            first = call.repeat(used, rows)
-        second = call.repeat(make(), rows)
-        if watch.sites or first != second:
-            raise FaultError(outside_of_rng(who, list(watch.sites)))
-        used.observe([tau for tau, *_ in first], call.draft.count.tolist())
-        if call.repeat(used, rows, start=traits.stateful) != first:
-            raise FaultError(
-                f"{who} keeps state after start(row), which must reset it"
-                if traits.stateful
-                else f"{who} keeps state from one step to the next: the second step differs from the first for equal "
-                "inputs and equal decisions of rng. Remove the state, or set stateful=True in its traits and reset it "
-                "in start(row)"
-            )
-        _check_rows(make, who, call, first)
-        if padding:
-            _check_padding(make, who, call, first)
-        if vocab_size is not None:
-            for row in range(len(rows)):
-                used.start(row)
-            call.restore(used, rows)
-            with torch.inference_mode():
-                verdict = used.verify(call.draft, call.p, call.rng(rows))
-            validate_verdict(call.draft, verdict, vocab_size, verifier=who)
+    with RandomWatch(files) as watch:
+        first = call.repeat(used, rows)
+    second = call.repeat(make(), rows)
+    if watch.sites or first != second:
+        raise FaultError(outside_of_rng(who, list(watch.sites)))
+    used.observe([tau for tau, *_ in first], call.draft.count.tolist())
+    if call.repeat(used, rows, start=traits.stateful) != first:
+        raise FaultError(
+            f"{who} keeps state after start(row), which must reset it"
+            if traits.stateful
+            else f"{who} keeps state from one step to the next: the second step differs from the first for equal "
+            "inputs and equal decisions of rng. Remove the state, or set stateful=True in its traits and reset it "
+            "in start(row)"
+        )
+    _check_rows(make, who, call, first)
+    if padding:
+        _check_padding(make, who, call, first)
+    if vocab_size is not None:
+        for row in range(len(rows)):
+            used.start(row)
+        call.restore(used, rows)
+        with torch.inference_mode():
+            verdict = used.verify(call.draft, call.p, call.rng(rows))
+        validate_verdict(call.draft, verdict, vocab_size, verifier=who)
 
 
 def _check_rows(

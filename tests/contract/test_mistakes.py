@@ -28,6 +28,9 @@ from crossdraft import (
     make_verifier,
     on_device,
 )
+from crossdraft.framework.certificate.drafts import DRAFTS
+from crossdraft.framework.certificate.rows import certify_row
+from crossdraft.framework.certificate.toys import built_in_toys
 from crossdraft.framework.contracts.draft_kind import CHAIN, SINGLE_CHILD
 from crossdraft.testing import DrafterContract, VerifierContract
 
@@ -286,6 +289,20 @@ class ManyTokens(Honest):
         return Verdict(verdict.length, rng.draw(after, "other"))
 
 
+class ShortIds(Honest):
+    """Keeps ids of tokens in 16 bits, signed or not: wrong for tokens above 32,767 or 65,535 only."""
+
+    BITS = 2**15
+
+    def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
+        verdict = super().verify(draft, p, rng)
+        return Verdict(verdict.length, verdict.token % self.BITS)
+
+
+class UnsignedShortIds(ShortIds):
+    BITS = 2**16
+
+
 class OtherDevice(Honest):
     def verify(self, draft: Draft, p: Tensor, rng: StepRng) -> Verdict:
         return super().verify(draft, p * torch.ones(p.shape[2], device="cpu"), rng)
@@ -304,8 +321,10 @@ class Looks(Honest):
         (BeyondTheVocabulary, "test_verdicts_keep_the_contract", "outside of the vocabulary"),
         (Column, "test_verdicts_keep_the_contract", "a shape is off"),
         (LongerThanTheDraft, "test_verdicts_keep_the_contract", r"accepted 4 tokens of a draft that is 3 deep"),
-        (WritesIntoP, "test_inputs_are_not_modified", "writes into p"),
+        (WritesIntoP, "test_rows_do_not_share_state", "writes into p"),
         (ManyTokens, "test_large_vocabulary", "depends on the size of the vocabulary"),
+        (ShortIds, "test_large_vocabulary", "depends on the size of the vocabulary"),
+        (UnsignedShortIds, "test_large_vocabulary", "depends on the size of the vocabulary"),
         (OtherDevice, "test_no_device_synchronization", "mixes devices"),
         (Looks, "test_no_device_synchronization", "waits for the device"),
     ],
@@ -314,3 +333,11 @@ def test_verifiers_mistake_is_named(cls: type[Verifier], test: str, sentence: st
     with pytest.raises((AssertionError, ContractError), match=sentence):
         getattr(type("Contract", (VerifierContract,), {"verifier": cls})(), test)()
     getattr(type("Contract", (VerifierContract,), {"verifier": Honest})(), test)()
+
+
+@pytest.mark.parametrize("cls", [ManyTokens, ShortIds, UnsignedShortIds])
+def test_certificate_tries_large_vocabulary(cls: type[Verifier]) -> None:
+    toy = next(toy for toy in built_in_toys() if toy.name == "G1")
+    row = certify_row(toy, "chain", DRAFTS["chain"], cls)
+    assert row.failed and row.fault is not None and "depends on the size of the vocabulary" in row.fault
+    assert certify_row(toy, "chain", DRAFTS["chain"], Honest).lossless
