@@ -189,11 +189,17 @@ class _Expander:
         if not cells:
             raise self.places.error(("exclude",), "exclude matches every cell; no cell is left to run")
         for i, entry in enumerate(self.recipe.exclude):
-            if drafters and i not in excluded:
+            if drafters and i not in excluded and not self._is_overridden(i, entry):
                 message = f"exclude[{i}], {quoted(entry)}, matches no cell; correct or remove it"
                 raise self.places.error(("exclude", i), message)
         expansion.cells = _labelled(list(cells.values()))
         return expansion
+
+    def _is_overridden(self, i: int, entry: Mapping[str, Any]) -> bool:
+        """True if ``--set`` changed the values of a key of an exclude entry that it did not set itself."""
+        lists = {"drafter": ("drafters",), "verifier": ("verifiers",)}
+        changed = [self.places.of(lists.get(key, ("matrix", key))) for key in entry]
+        return not self.places.of(("exclude", i)).startswith("--set") and any(p.startswith("--set") for p in changed)
 
     # -- expansion -------------------------------------------------------------------------------------------
 

@@ -158,6 +158,16 @@ def test_fully_excluded_point_has_no_baseline(base: str) -> None:
     assert {c.sampling.temperature for c in cells} == {1}
 
 
+def test_exclude_of_values_that_a_setting_removed(base: str, tmp_path: Path) -> None:
+    """The file's entries for them exclude nothing, silently; an entry of ``--set`` that excludes nothing is an error."""
+    data = yaml.safe_load(Path(base).read_text(encoding="utf-8"))
+    file = tmp_path / "excluding.yaml"
+    file.write_text(yaml.safe_dump(data | {"exclude": [{"batch_size": 3}]}), encoding="utf-8")
+    assert {cell.batch_size for cell in expand(load_recipe(str(file), ["matrix.batch_size=[1]"])).cells} == {1}
+    with pytest.raises(UsageError, match="matches no cell"):
+        expand(load_recipe(str(file), ["matrix.batch_size=[1]", "exclude=[{batch_size: 3}]"]))
+
+
 def test_recipe_of_baselines(base: str) -> None:
     def cells(exclude: str) -> int:
         return len(expand(load_recipe(base, ["drafters=[none]", "verifiers=[token]", f"exclude={exclude}"])).cells)
